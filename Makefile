@@ -1,0 +1,150 @@
+# make train   sets everything up, then trains a model on 2 ranks
+# make test    the same set-up if needed, then the whole test suite
+# CONTRIBUTING.md lists the other targets and the variables.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+RANKS ?= 2
+TRAIN_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export PATH := $(BIN):$(PATH)
+export OMP_NUM_THREADS ?= 1
+
+# TORCH="torch==2.11.0" replaces the pinned one; the stamps carry its name, so
+# that a change of torch installs and builds again.
+TORCH_ARG := $(if $(TORCH),'$(TORCH)',-r requirements/torch.txt)
+TORCH_TAG := $(or $(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_'),pinned)
+DEPS := $(VENV)/.deps-$(TORCH_TAG)
+BUILT := $(VENV)/.built-$(TORCH_TAG)
+LINT := $(VENV)/.lint
+MPI := $(VENV)/.mpi
+NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
+CXX_FILES = $(shell find csrc tests/cpp -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help
+help:
+	@sed -n 's/^# //p' Makefile | head -3
+
+# --- set-up: idempotent, by stamp files ----------------------------------------
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo 'fusedpg needs Python >= 3.10: make PYTHON=...' >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null \
+	  || { echo 'fusedpg needs a C++20 compiler, e.g. the package g++' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo 'is the package python3-venv installed?' >&2; exit 1; }
+
+$(DEPS): requirements/torch.txt requirements/build.txt requirements/test.txt \
+         requirements/examples.txt | $(VENV)/bin/python
+	rm -f $(VENV)/.deps-* $(VENV)/.built-*
+	$(PIP) install $(TORCH_ARG) -r requirements/build.txt \
+	  -r requirements/test.txt -r requirements/examples.txt
+	touch $@
+
+$(BUILT): $(DEPS) $(NATIVE)
+	rm -f $(VENV)/.built-*
+	$(PIP) install --no-build-isolation --no-deps -e .
+	touch $@
+
+$(LINT): requirements/lint.txt | $(DEPS)
+	$(PIP) install -r requirements/lint.txt
+	touch $@
+
+$(MPI): requirements/mpi.txt | $(DEPS)
+	$(PIP) install -r requirements/mpi.txt
+	touch $@
+
+.PHONY: setup build
+setup: $(DEPS)
+build: $(BUILT)
+
+# --- use ----------------------------------------------------------------------
+.PHONY: train bench wheel
+train: $(BUILT)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
+	  examples/train_digits.py $(TRAIN_ARGS)
+
+bench: $(BUILT)
+	$(BIN)/python benchmarks/collectives.py --backends fused,gloo --plot $(BENCH_ARGS)
+	$(BIN)/python benchmarks/fused_step.py $(BENCH_ARGS)
+
+wheel: $(DEPS)
+	rm -rf build/lib* build/bdist*
+	$(BIN)/python -m build --wheel --no-isolation
+
+# --- tests ----------------------------------------------------------------------
+# $(call cpp_tests,build folder,CMake arguments,environment and launcher)
+define cpp_tests
+cmake -S . -B $(1) -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_TESTS=ON $(2)
+cmake --build $(1)
+$(3) ctest --test-dir $(1) --output-on-failure --timeout 300
+endef
+
+# TSan cannot place its shadow memory under the widest address randomisation.
+FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
+
+.PHONY: test test-cpp test-python test-sanitizers test-aarch64 test-c10d test-mpi
+test: test-cpp test-python
+
+test-cpp: $(DEPS)
+	$(call cpp_tests,build/cpp)
+
+test-python: $(BUILT)
+	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+test-sanitizers: $(DEPS)
+	$(call cpp_tests,build/asan,-DFUSEDPG_SANITIZE=address$(comma)undefined,\
+	  UBSAN_OPTIONS=print_stacktrace=1)
+	$(call cpp_tests,build/tsan,-DFUSEDPG_SANITIZE=thread,\
+	  TSAN_OPTIONS=halt_on_error=1 $(FIXED_LAYOUT))
+
+test-aarch64: $(DEPS)
+	$(call cpp_tests,build/aarch64,\
+	  -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake)
+
+test-c10d: $(BUILT)
+	$(BIN)/python tests/c10d_suite/run.py --full
+
+test-mpi: $(BUILT) $(MPI)
+	FUSEDPG_TEST_MPI=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	  $(BIN)/mpirun -n $(RANKS) --map-by :OVERSUBSCRIBE \
+	  $(BIN)/python -m pytest --with-mpi tests/mpi $(PYTEST_ARGS)
+
+comma := ,
+
+# --- lint (pre-commit runs the same targets) --------------------------------------
+.PHONY: lint lint-ruff lint-mypy lint-clang-format lint-layers format
+lint: lint-layers lint-ruff lint-clang-format lint-mypy
+
+lint-ruff: $(LINT)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+lint-mypy: $(LINT)
+	$(BIN)/mypy
+
+lint-clang-format: $(LINT)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+lint-layers:
+	$(PYTHON) tests/check_layers.py
+
+format: $(LINT)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+.PHONY: clean
+clean:
+	rm -rf build dist *.egg-info fusedpg/*.so fusedpg/_build_info.py
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.built-*

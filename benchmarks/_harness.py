@@ -1,0 +1,547 @@
+"""What the benchmarks share: processes, groups, interleaved timing, statistics, tables, bars.
+
+An operation's time is the *wall*: the last rank's end minus the first rank's start, on the
+monotonic clock that all processes of one machine share. (Medians per rank mislead when ranks
+outnumber cores: a rank that starts late finds the work done.) The arms of a comparison run in
+turn, round by round, so that a drift of the machine meets all of them alike; and a plain copy of
+the same bytes by all ranks at once runs among them as the limit that memory sets.
+
+Gloo at 2 ranks and up to 1 MB is bimodal (about 0.3 or 3 ms a call). Ratios to a peer use the
+peer's *fast mode*: the median of its lower cluster where its samples split in two, else its median.
+Our own time is always the median of all samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import hashlib
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import platform
+import shlex
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+# One thread a rank; before torch, which reads the first when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("FUSEDPG_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+RESULTS = Path(__file__).resolve().parent / "results"
+COPY = "copy"  # the arm that copies the same bytes: the limit
+TIMEOUT = datetime.timedelta(minutes=5)
+
+# ---------------------------------------------------------------------------------------------
+# Processes
+
+
+class Clock:
+    """Common start and common clock of the ranks, in shared memory.
+
+    None of it is the operation under test: every rank owns one cell of each array and polls the
+    others'. Before a sample the ranks poll hard, for a close start; after it they sleep, so that
+    early ones leave the cores to late ones.
+    """
+
+    def __init__(self, rank: int, world_size: int, cells: Any) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._cells = cells  # world_size arrivals, then starts, then ends
+        self._epoch = 0
+        self._parent = os.getppid()
+
+    def barrier(self, *, sleep: bool = True) -> None:
+        self._epoch += 1
+        self._cells[self._rank] = self._epoch
+        polls = 0
+        while min(self._cells[: self._world_size]) < self._epoch:
+            polls += 1
+            if (sleep and polls > 20) or polls > 20000:
+                time.sleep(50e-6)
+                if os.getppid() != self._parent:
+                    raise RuntimeError("the process that started the ranks is gone")
+            else:
+                os.sched_yield()
+
+    def sample(self, call: Callable[[], object], calls: int = 1) -> float:
+        """Seconds that one of `calls` back-to-back calls takes; the same figure on every rank."""
+        world_size, rank = self._world_size, self._rank
+        self.barrier(sleep=False)
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        end = time.perf_counter_ns()
+        self._cells[world_size + rank] = start
+        self._cells[2 * world_size + rank] = end
+        self.barrier()
+        starts = self._cells[world_size : 2 * world_size]
+        ends = self._cells[2 * world_size : 3 * world_size]
+        # Cells are written again only after the next barrier, which waits for this reader.
+        return (max(ends) - min(starts)) / calls * 1e-9
+
+
+@dataclass
+class Context:
+    """One rank's view of a benchmark: its place, its groups by backend, the clock."""
+
+    rank: int
+    world_size: int
+    clock: Clock
+    groups: dict[str, dist.ProcessGroup]
+
+
+Case = TypeVar("Case")
+Worker = Callable[[Context, argparse.Namespace], "list[Row] | None"]
+
+
+def run(worker: Worker, args: argparse.Namespace) -> list[Row]:
+    """Run `worker` on args.world_size processes; rank 0's rows. Exits non-zero if a rank fails."""
+    mp = multiprocessing.get_context("spawn")
+    cells = mp.RawArray(ctypes.c_int64, 3 * args.world_size)
+    # The parent hosts the store on a port that the system chose: no two runs can collide.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    receiver, sender = mp.Pipe(duplex=False)
+    processes = [
+        mp.Process(target=_rank_main, args=(worker, args, rank, cells, store.port, sender))
+        for rank in range(args.world_size)
+    ]
+    for process in processes:
+        process.start()
+    sender.close()
+    rows: list[Row] | None = None
+    try:
+        alive: dict[Any, Any] = {process.sentinel: process for process in processes}
+        watched: list[Any] = [receiver, *alive]
+        while alive:
+            for ready in multiprocessing.connection.wait(watched):
+                watched.remove(ready)
+                if ready is receiver:
+                    rows = _receive(receiver)
+                    continue
+                process = alive.pop(ready)
+                process.join()
+                if process.exitcode != 0:
+                    sys.exit(f"a rank failed with exit code {process.exitcode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if rows is None:
+        sys.exit("rank 0 ended with no result")
+    return rows
+
+
+def _receive(receiver: multiprocessing.connection.Connection) -> list[Row] | None:
+    try:
+        rows: list[Row] = receiver.recv()
+    except EOFError:
+        return None
+    return rows
+
+
+def _rank_main(
+    worker: Worker,
+    args: argparse.Namespace,
+    rank: int,
+    cells: Any,
+    port: int,
+    sender: multiprocessing.connection.Connection,
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        groups = _make_groups(args.backends, rank, args.world_size, port)
+        context = Context(rank, args.world_size, Clock(rank, args.world_size, cells), groups)
+        rows = worker(context, args)
+        context.clock.barrier()
+        dist.destroy_process_group()
+        if rank == 0:
+            sender.send(rows)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # The parent ends the other ranks, which may be waiting for this one.
+        os._exit(1)
+
+
+def _make_groups(
+    backends: Sequence[str], rank: int, world_size: int, port: int
+) -> dict[str, dist.ProcessGroup]:
+    """A group of every c10d backend; "fused" is the default group, as in a user's script."""
+    names = sorted((b for b in backends if b != "deepspeed"), key=lambda b: b != "fused")
+    if "fused" in names:
+        import fusedpg  # noqa: F401  (registers the backend)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    first = names[0] if names else "gloo"
+    dist.init_process_group(first, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    assert dist.group.WORLD is not None
+    groups = {first: dist.group.WORLD}
+    for name in names[1:]:
+        groups[name] = dist.new_group(backend=name, timeout=TIMEOUT)
+    return groups
+
+
+def load_deepspeed(rank: int, world_size: int) -> Callable[[Tensor], object] | None:
+    """DeepSpeed's shared-memory all-reduce, or None (with one line on rank 0) without it."""
+    os.environ["LOCAL_SIZE"] = str(world_size)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")  # it only names its segment by these
+    try:
+        from deepspeed.accelerator import get_accelerator
+
+        module = get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+        module.initialize(world_size, rank)
+    except Exception as error:  # an optional peer: whatever stops it, the others are measured
+        if rank == 0:
+            print(f"deepspeed skipped: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+    all_reduce: Callable[[Tensor], object] = module.inference_all_reduce_
+    return all_reduce
+
+
+# ---------------------------------------------------------------------------------------------
+# Measurement
+
+
+@dataclass
+class Row:
+    """Times in seconds of one arm in one case."""
+
+    case: str
+    size: int  # bytes
+    arm: str
+    median: float
+    p25: float
+    p75: float
+    fast: float  # fast mode, see the head of this file
+    calls: int  # per sample
+    samples: int
+    bus_factor: float | None = None  # bus bandwidth over algorithm bandwidth, as in nccl-tests
+
+    @property
+    def iqr(self) -> float:
+        return self.p75 - self.p25
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        return self.size / self.median
+
+
+def fast_mode(samples: Sequence[float]) -> float:
+    """Median of the lower cluster of two-mode samples, else of all.
+
+    Two modes: neighbours in sorted order lie a factor 1.5 apart with at least a tenth of the
+    samples (and two) on the lower side.
+    """
+    ordered = sorted(samples)
+    at_least = max(2, math.ceil(len(ordered) / 10))
+    cuts = range(at_least, len(ordered))
+    cut = max(cuts, key=lambda i: ordered[i] / ordered[i - 1], default=len(ordered))
+    if cut < len(ordered) and ordered[cut] >= 1.5 * ordered[cut - 1]:
+        return statistics.median(ordered[:cut])
+    return statistics.median(ordered)
+
+
+def measure(
+    context: Context,
+    arms: Mapping[str, Callable[[], object]],
+    *,
+    case: str,
+    size: int,
+    rounds: int,
+    bus_factor: float | None = None,
+) -> list[Row]:
+    """Time the arms in turn, `rounds` times; every rank gets the same rows.
+
+    Calls shorter than 100 us are timed in batches of about 300 us, back to back.
+    """
+    clock = context.clock
+    batch: dict[str, int] = {}
+    for name, call in arms.items():
+        warm = min(clock.sample(call) for _ in range(3))
+        batch[name] = 1 if warm > 100e-6 else min(256, math.ceil(300e-6 / warm))
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    order = list(arms)
+    for _ in range(rounds):
+        for name in order:
+            samples[name].append(clock.sample(arms[name], batch[name]))
+        order.append(order.pop(0))  # no arm always follows the same one
+    rows = []
+    for name, values in samples.items():
+        p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive")
+        fast = fast_mode(values)
+        rows.append(Row(case, size, name, median, p25, p75, fast, batch[name], rounds, bus_factor))
+    return rows
+
+
+def progress(
+    context: Context, cases: Sequence[Case], title: Callable[[Case], str]
+) -> Iterator[Case]:
+    """The cases, with a bar on rank 0."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own one leaks a semaphore where a rank is killed
+    with tqdm(cases, unit="case", disable=context.rank != 0, ncols=90) as bar:
+        for case in bar:
+            bar.set_description(title(case))
+            yield case
+
+
+def copy_arm(size: int) -> Callable[[], object]:
+    """A plain copy of `size` bytes between two buffers of this rank."""
+    source, target = torch.ones(size // 4), torch.ones(size // 4)
+    return lambda: target.copy_(source)
+
+
+class Incorrect(Exception):
+    """A result is wrong: nothing is timed after that."""
+
+
+def same_on_all_ranks(tensor: Tensor) -> bool:
+    """Whether every rank holds the same bits."""
+    digest = hashlib.sha256(tensor.numpy().tobytes()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return all(torch.equal(own, other) for other in everyone)
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise Incorrect(what)
+
+
+# ---------------------------------------------------------------------------------------------
+# Bars
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One promise: so many times as fast as `peer` at least, or so many times its time at most."""
+
+    world_size: int
+    case: str
+    arm: str
+    size: int
+    peer: str
+    at_least: float | None = None  # peer's fast mode / our median
+    at_most: float | None = None  # our median / peer's median
+
+
+def ratio_to_peer(row: Row, peer: Row) -> float:
+    return peer.fast / row.median
+
+
+def ratio_to_limit(row: Row, limit: Row) -> float:
+    return row.median / limit.median
+
+
+def find(rows: Sequence[Row], case: str, size: int, arm: str) -> Row | None:
+    return next((r for r in rows if (r.case, r.size, r.arm) == (case, size, arm)), None)
+
+
+def print_bars(rows: Sequence[Row], bars: Sequence[Bar], world_size: int) -> None:
+    """Which bars are met. Timing on a shared machine is noise, so nothing fails by it."""
+    from rich.table import Table
+
+    table = Table("work", "size", "arm", "against", "bar", "measured", "", title="Bars")
+    met = total = 0
+    for bar in bars:
+        row, peer = (find(rows, bar.case, bar.size, arm) for arm in (bar.arm, bar.peer))
+        if bar.world_size != world_size or row is None or peer is None:
+            continue
+        if bar.at_least is not None:
+            measured, limit, sign = ratio_to_peer(row, peer), bar.at_least, ">="
+            good = measured >= limit
+        else:
+            assert bar.at_most is not None
+            measured, limit, sign = ratio_to_limit(row, peer), bar.at_most, "<="
+            good = measured <= limit
+        met, total = met + good, total + 1
+        verdict = "[green]met" if good else "[red]missed"
+        table.add_row(
+            bar.case, format_size(bar.size), bar.arm, bar.peer, f"{sign} {limit:g}x",
+            f"{measured:.2f}x", verdict,
+        )  # fmt: skip
+    if total:
+        _console().print(table)
+    print(f"{met} of {total} bars met at world size {world_size}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Output
+
+
+def parse_size(text: str) -> int:
+    """`64K`, `1M`, `100M` or a number of bytes; K and M are powers of 1024."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    try:
+        size = int(float(text[:-1]) * units[text[-1].upper()]) if text[-1:].isalpha() else int(text)
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"not a size: {text!r}") from None
+    if size < 4:
+        raise argparse.ArgumentTypeError(f"smaller than one element: {text!r}")
+    return size
+
+
+def format_size(size: int) -> str:
+    for power, unit in ((30, "G"), (20, "M"), (10, "K")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.4g} {unit}B"
+    return f"{size} B"
+
+
+def _comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def parser(
+    description: str | None, *, backends: str, sizes: str | None, rounds: int
+) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--backends", type=_comma_list(str), default=backends)
+    result.add_argument("--world-size", type=int, default=2)
+    result.add_argument("--rounds", type=int, default=rounds, help="samples of each arm")
+    if sizes is not None:
+        result.add_argument("--sizes", type=_comma_list(parse_size), default=sizes)
+    result.add_argument("--check-bars", action="store_true", help="print which bars are met")
+    result.add_argument("--plot", nargs="?", type=Path, help="PNG (default: benchmarks/results)")
+    result.add_argument("--json", nargs="?", type=Path, help="JSON (default: benchmarks/results)")
+    result.add_argument("--no-save", action="store_true", help="write neither")
+    return result
+
+
+def finish(
+    name: str,
+    rows: list[Row],
+    args: argparse.Namespace,
+    *,
+    limit: str = COPY,
+    bars: Sequence[Bar] = (),
+) -> None:
+    """Table, JSON, PNG, bars."""
+    peer = next((b for b in args.backends if b not in ("fused", "deepspeed")), "gloo")
+    print_table(rows, peer=peer, limit=limit, title=f"{name}, world size {args.world_size}")
+    if not args.no_save:
+        stem = RESULTS / f"{name}_p{args.world_size}"
+        for path, save in (
+            (args.json or stem.with_suffix(".json"), save_json),
+            (args.plot or stem.with_suffix(".png"), save_plot),
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(path, rows, args.world_size)
+            print(f"saved {os.path.relpath(path)}")
+    if args.check_bars:
+        print_bars(rows, bars, args.world_size)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
+
+
+def peer_row(rows: Sequence[Row], row: Row, peer: str) -> Row | None:
+    """The row of `peer` in the same case: of that name, or of a name that begins with it."""
+    same = [r for r in rows if (r.case, r.size) == (row.case, row.size)]
+    return next((r for r in same if r.arm == peer or r.arm.startswith(peer + " ")), None)
+
+
+def print_table(rows: Sequence[Row], *, peer: str, limit: str, title: str) -> None:
+    from rich.table import Table
+
+    bandwidth = any(row.bus_factor is not None for row in rows)
+    table = Table(title=title)
+    for column in ("work", "size", "arm"):
+        table.add_column(column, no_wrap=True)
+    rates = ("alg GB/s", "bus GB/s") if bandwidth else ("per s",)
+    for column in ("median ms", "IQR ms", "p25 ms", *rates, f"x {peer}", f"/ {limit}"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and (before.case, before.size) != (row.case, row.size):
+            table.add_section()
+        against, bound = peer_row(rows, row, peer), find(rows, row.case, row.size, limit)
+        rate = row.algorithm_bandwidth * 1e-9
+        bus = f"{rate * row.bus_factor:.2f}" if row.bus_factor and row.arm != limit else ""
+        table.add_row(
+            row.case,
+            format_size(row.size),
+            row.arm,
+            *(f"{1e3 * t:.4g}" for t in (row.median, row.iqr, row.p25)),
+            *((f"{rate:.2f}", bus) if bandwidth else (f"{1 / row.median:.4g}",)),
+            f"{ratio_to_peer(row, against):.2f}" if against and row.arm != limit else "",
+            f"{ratio_to_limit(row, bound):.2f}" if bound else "",
+        )
+    _console().print(table)
+
+
+def save_json(path: Path, rows: Sequence[Row], world_size: int) -> None:
+    report = {
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "world_size": world_size,
+        "unit": "seconds",
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = list(dict.fromkeys(row.case for row in rows))
+    figure, axes = plt.subplots(
+        1, len(cases), figsize=(4.2 * len(cases), 3.8), squeeze=False, layout="constrained"
+    )
+    for axis, case in zip(axes[0], cases, strict=True):
+        chosen = [row for row in rows if row.case == case]
+        names = list(dict.fromkeys(row.arm for row in chosen))
+        if len({row.size for row in chosen}) == 1:
+            bars = axis.bar(names, [1e3 * row.median for row in chosen])
+            axis.bar_label(bars, fmt="%.3g")
+            axis.set(ylabel="ms")
+        else:
+            for name in names:
+                line = [row for row in chosen if row.arm == name]
+                sizes = [row.size for row in line]
+                style = {"color": "black", "linestyle": ":"} if name == COPY else {"marker": "o"}
+                axis.plot(sizes, [1e3 * row.median for row in line], label=name, **style)
+                low, high = ([1e3 * getattr(r, q) for r in line] for q in ("p25", "p75"))
+                axis.fill_between(sizes, low, high, alpha=0.2, color=axis.lines[-1].get_color())
+            axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="ms")
+            axis.legend(fontsize="small")
+        axis.set(title=f"{case}, {world_size} ranks")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,244 @@
+"""Time collectives on the processors of one machine, against Gloo, DeepSpeed and a plain copy.
+
+    python benchmarks/collectives.py --backends fused,gloo,deepspeed --plot
+    python benchmarks/collectives.py --world-size 4 --ops all_reduce --sizes 4K,1M --check-bars
+
+fp32. A size is what nccl-tests calls one: the buffer of an all_reduce or broadcast, the gathered
+output of an all_gather, the whole input of a reduce_scatter or all_to_all, on each rank. Algorithm
+bandwidth is size / time, bus bandwidth nccl-tests' multiple of it. `x gloo` is how many times as
+fast as Gloo's fast mode, `/ copy` the time over that of a copy of `size` bytes by all ranks at
+once. "Arena" tensors come from `fusedpg.empty`, "ordinary" ones from torch. Every result is checked
+against exact sums before anything is timed. How times are taken: see `_harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import _harness as harness
+from _harness import COPY, Bar, Context, Row
+
+Group = dist.ProcessGroup
+# A value of an element, by its place and the rank that holds it: integers, exact in fp32 sums.
+PERIOD = 251
+
+
+def pattern(numel: int, rank: int, start: int = 0) -> Tensor:
+    return torch.arange(start, start + numel).remainder_(PERIOD).add_(rank).float()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One collective: its buffers, its call, its exact result, its bus factor."""
+
+    call: Callable[[Tensor, Tensor, Group], object]  # output, input; in-place ops use the output
+    in_place: bool
+    output_share: Callable[[int], int]  # by the world size: total elements / output's elements
+    input_share: Callable[[int], int]
+    expected: Callable[[int, int, int], Tensor]  # total elements, rank, world size
+    bus_factor: Callable[[int], float]
+
+
+def whole(world_size: int) -> int:
+    return 1
+
+
+def shard(world_size: int) -> int:
+    return world_size
+
+
+def hop_share(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
+def sum_over_ranks(numel: int, world_size: int, start: int = 0) -> Tensor:
+    own = pattern(numel, 0, start)
+    return own.mul_(world_size).add_(world_size * (world_size - 1) // 2)
+
+
+def expect_all_reduce(numel: int, rank: int, world_size: int) -> Tensor:
+    return sum_over_ranks(numel, world_size)
+
+
+def expect_reduce_scatter(numel: int, rank: int, world_size: int) -> Tensor:
+    return sum_over_ranks(numel // world_size, world_size, rank * (numel // world_size))
+
+
+def expect_all_gather(numel: int, rank: int, world_size: int) -> Tensor:
+    return torch.cat([pattern(numel // world_size, peer) for peer in range(world_size)])
+
+
+def expect_broadcast(numel: int, rank: int, world_size: int) -> Tensor:
+    return pattern(numel, 0)
+
+
+def expect_all_to_all(numel: int, rank: int, world_size: int) -> Tensor:
+    part = numel // world_size
+    return torch.cat([pattern(part, peer, rank * part) for peer in range(world_size)])
+
+
+OPS = {
+    "all_reduce": Op(
+        lambda out, src, group: dist.all_reduce(out, group=group),
+        True, whole, whole, expect_all_reduce, lambda p: 2 * hop_share(p),
+    ),
+    "all_gather": Op(
+        lambda out, src, group: dist.all_gather_into_tensor(out, src, group=group),
+        False, whole, shard, expect_all_gather, hop_share,
+    ),
+    "reduce_scatter": Op(
+        lambda out, src, group: dist.reduce_scatter_tensor(out, src, group=group),
+        False, shard, whole, expect_reduce_scatter, hop_share,
+    ),
+    "broadcast": Op(
+        lambda out, src, group: dist.broadcast(out, src=0, group=group),
+        True, whole, whole, expect_broadcast, lambda p: 1.0,
+    ),
+    "all_to_all": Op(
+        lambda out, src, group: dist.all_to_all_single(out, src, group=group),
+        False, whole, whole, expect_all_to_all, hop_share,
+    ),
+}  # fmt: skip
+
+K, M = 1 << 10, 1 << 20
+ARENA, ORDINARY, GLOO, DEEPSPEED = "fused arena", "fused ordinary", "gloo", "deepspeed"
+
+
+def all_reduce_bars(world_size: int, arm: str, peer: str, limits: dict[int, float]) -> list[Bar]:
+    return [
+        Bar(world_size, "all_reduce", arm, size, peer, at_least=limit)
+        for size, limit in limits.items()
+    ]
+
+
+BARS = [
+    *all_reduce_bars(2, ARENA, GLOO, {4 * K: 20, 64 * K: 20, M: 10, 16 * M: 9, 100 * M: 6.5}),
+    Bar(2, "all_reduce", ARENA, 100 * M, COPY, at_most=0.75),
+    *all_reduce_bars(2, ORDINARY, GLOO, {4 * K: 20, 64 * K: 20, M: 4, 16 * M: 4, 100 * M: 4}),
+    Bar(2, "all_reduce", ORDINARY, 100 * M, COPY, at_most=1.35),
+    *all_reduce_bars(
+        2, ORDINARY, DEEPSPEED, {4 * K: 1, 64 * K: 1, M: 1, 16 * M: 1.4, 100 * M: 2.5}
+    ),
+    *(
+        bar
+        for arm in (ARENA, ORDINARY)
+        for bar in all_reduce_bars(
+            4, arm, GLOO, {4 * K: 10, 64 * K: 10, M: 10, 16 * M: 4, 100 * M: 4}
+        )
+    ),
+    *(
+        Bar(world_size, op, arm, size, GLOO, at_least=1)
+        for world_size in (2, 4)
+        for op in ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
+        for arm in (ARENA, ORDINARY)
+        for size in (4 * K, 64 * K, M, 16 * M, 100 * M)
+    ),
+]
+
+
+def main() -> int:
+    args = parse_args()
+    rows = harness.run(worker, args)
+    harness.finish("collectives", rows, args, bars=BARS)
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = harness.parser(
+        __doc__, backends="fused,gloo,deepspeed", sizes="4K,64K,1M,16M,100M", rounds=31
+    )
+    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--tensor", choices=("arena", "ordinary", "both"), default="both")
+    args = parser.parse_args()
+    args.ops = args.ops.split(",")
+    unknown = set(args.ops) - set(OPS)
+    if unknown:
+        parser.error(f"--ops: no such operation: {', '.join(sorted(unknown))}")
+    return args
+
+
+def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    deepspeed = None
+    if "deepspeed" in args.backends and "all_reduce" in args.ops:
+        deepspeed = harness.load_deepspeed(context.rank, context.world_size)
+    rows = []
+    cases = [(name, size) for name in args.ops for size in args.sizes]
+    for name, size in harness.progress(context, cases, case_title):
+        op = OPS[name]
+        numel = size // 4 // context.world_size * context.world_size
+        arms: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(size)}
+        for backend, group in context.groups.items():
+            for arena in kinds_of_tensor(backend, args.tensor):
+                arm = {True: ARENA, False: ORDINARY}[arena] if backend == "fused" else backend
+                title = f"{case_title((name, size))}, {arm}"
+                arms[arm] = make_arm(op, numel, group, arena, context, title)
+        if deepspeed is not None and name == "all_reduce":
+            arms[DEEPSPEED] = make_deepspeed_arm(deepspeed, numel, context)
+        rows += harness.measure(
+            context,
+            arms,
+            case=name,
+            size=size,
+            rounds=args.rounds,
+            bus_factor=op.bus_factor(context.world_size),
+        )
+    return rows
+
+
+def case_title(case: tuple[str, int]) -> str:
+    return f"{case[0]} {harness.format_size(case[1])}"
+
+
+def kinds_of_tensor(backend: str, tensor: str) -> list[bool]:
+    if backend != "fused" or tensor == "ordinary":
+        return [False]
+    return [True] if tensor == "arena" else [True, False]
+
+
+def make_arm(
+    op: Op, numel: int, group: Group, arena: bool, context: Context, title: str
+) -> Callable[[], object]:
+    """Buffers of one arm and its call, after one call with a known result."""
+    rank, world_size = context.rank, context.world_size
+    output = allocate(numel // op.output_share(world_size), arena, group)
+    source = output if op.in_place else allocate(numel // op.input_share(world_size), arena, group)
+    source.copy_(pattern(source.numel(), rank))
+    op.call(output, source, group)
+    harness.require(torch.equal(output, op.expected(numel, rank, world_size)), f"wrong: {title}")
+    # Zeros: sums stay finite however many calls are timed.
+    output.zero_()
+    source.zero_()
+    return lambda: op.call(output, source, group)
+
+
+def allocate(numel: int, arena: bool, group: Group) -> Tensor:
+    if not arena:
+        return torch.empty(numel)
+    import fusedpg
+
+    tensor = fusedpg.empty(numel, group=group)
+    harness.require(fusedpg.in_arena(tensor, group=group), "fusedpg.empty is not in the arena")
+    return tensor
+
+
+def make_deepspeed_arm(
+    all_reduce: Callable[[Tensor], object], numel: int, context: Context
+) -> Callable[[], object]:
+    tensor = pattern(numel, context.rank)
+    context.clock.barrier()
+    all_reduce(tensor)
+    expected = expect_all_reduce(numel, context.rank, context.world_size)
+    harness.require(torch.equal(tensor, expected), "wrong: all_reduce on deepspeed")
+    tensor.zero_()
+    return lambda: all_reduce(tensor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Time training steps of unchanged DistributedDataParallel on the fused backend and on Gloo.
+
+    python benchmarks/ddp.py --check-bars
+    python benchmarks/ddp.py --models cnn --optimizer sgd --rounds 51
+
+Two models: an MLP of 25 million parameters at a small batch, where communication weighs most, and
+a CNN that is bound by its arithmetic. A step is zero_grad, forward, backward, optimizer step. The
+arms are DDP on each backend, and `no_sync`: the same on the fused backend under `no_sync()`, that
+is without communication, the limit. Each arm trains a model of its own, in turn, one step a sample.
+Before anything is timed the arms' losses are compared, and the fused arm's gradients must lie in
+the arena. How times are taken: see `_harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import _harness as harness
+from _harness import Bar, Context, Row
+
+NO_SYNC = "no_sync"
+CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
+
+
+def make_mlp() -> nn.Module:
+    width, layers = 2240, 5
+    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+
+def make_cnn() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
+
+
+# Model, and the shape of one rank's batch.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (make_mlp, (4, 2240)),
+    "cnn": (make_cnn, (32, 3, 32, 32)),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
+}
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def bars() -> list[Bar]:
+    with torch.device("meta"):
+        mlp, cnn = (parameter_bytes(make()) for make in (make_mlp, make_cnn))
+    return [
+        Bar(2, "mlp", "fused", mlp, "gloo", at_least=1.5),
+        Bar(2, "mlp", "fused", mlp, NO_SYNC, at_most=1.05),
+        Bar(2, "cnn", "fused", cnn, "gloo", at_least=1.0),
+    ]
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=31)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    args = parser.parse_args()
+    args.models = args.models.split(",")
+    unknown = set(args.models) - set(MODELS)
+    if unknown:
+        parser.error(f"--models: no such model: {', '.join(sorted(unknown))}")
+    rows = harness.run(worker, args)
+    harness.finish("ddp", rows, args, limit=NO_SYNC, bars=bars())
+    return 0
+
+
+def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    rows = []
+    for name in harness.progress(context, args.models, str):
+        make_model, batch_shape = MODELS[name]
+        arms = {
+            backend: TrainingArm(make_model, batch_shape, group, args.optimizer)
+            for backend, group in context.groups.items()
+        }
+        check(name, arms, context)
+        # The limit is the first backend's DDP without its communication.
+        group = next(iter(context.groups.values()))
+        arms[NO_SYNC] = TrainingArm(make_model, batch_shape, group, args.optimizer, sync=False)
+        rows += harness.measure(
+            context,
+            {arm: training.step for arm, training in arms.items()},
+            case=name,
+            size=parameter_bytes(next(iter(arms.values())).model),
+            rounds=args.rounds,
+        )
+    return rows
+
+
+class TrainingArm:
+    """A model under DDP, its optimizer and a fixed batch of this rank."""
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        batch_shape: tuple[int, ...],
+        group: dist.ProcessGroup,
+        optimizer: str,
+        *,
+        sync: bool = True,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(
+            make_model(), process_group=group, gradient_as_bucket_view=True
+        )
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        generator = torch.Generator().manual_seed(1 + dist.get_rank(group))
+        self.x = torch.randn(batch_shape, generator=generator)
+        self.y = torch.randint(10, batch_shape[:1], generator=generator)
+        self._sync = sync
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        with contextlib.nullcontext() if self._sync else self.model.no_sync():
+            loss = F.cross_entropy(self.model(self.x), self.y)
+            loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def check(name: str, arms: dict[str, TrainingArm], context: Context) -> None:
+    """Every arm has the same losses on the same batches, and the fused one works in the arena."""
+    losses = {
+        arm: torch.stack([training.step() for _ in range(CHECKED_STEPS)])
+        for arm, training in arms.items()
+    }
+    first, *others = losses.values()
+    for other in others:
+        same = torch.allclose(first, other, rtol=1e-4, atol=1e-5)
+        harness.require(same, f"{name}: losses differ: {losses}")
+    harness.require(bool(first[-1] < first[0]), f"{name}: does not learn")
+    if "fused" in arms:
+        import fusedpg
+
+        grads = [p.grad for p in arms["fused"].model.parameters() if p.grad is not None]
+        group = context.groups["fused"]
+        inside = all(fusedpg.in_arena(grad, group=group) for grad in grads)
+        harness.require(bool(grads) and inside, f"{name}: DDP's buckets are not in the arena")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+#include "base/options.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+namespace {
+
+constexpr size_t kMiB = size_t(1) << 20;
+constexpr size_t kMaxDefaultArena = size_t(64) << 30;
+
+std::optional<std::string> env(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') {
+    return std::nullopt;
+  }
+  return std::string(value);
+}
+
+std::optional<int64_t> env_integer(const char* name) {
+  const auto text = env(name);
+  if (!text) {
+    return std::nullopt;
+  }
+  char* end = nullptr;
+  errno = 0;
+  const long long value = std::strtoll(text->c_str(), &end, 10);
+  if (errno != 0 || *end != '\0') {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: environment variable ",
+        name,
+        "=",
+        *text,
+        " is not an integer; unset it or give a whole number");
+  }
+  return value;
+}
+
+size_t default_arena_bytes() {
+  const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return std::min(pages * page, kMaxDefaultArena);
+}
+
+} // namespace
+
+Settings resolve(const Options& options) {
+  Settings s;
+  const auto arena = env_integer("FUSEDPG_ARENA_BYTES");
+  s.arena_bytes = options.arena_bytes.value_or(
+      arena ? static_cast<size_t>(std::max<int64_t>(*arena, 0))
+            : default_arena_bytes());
+  s.arena_bytes = (s.arena_bytes + kMiB - 1) / kMiB * kMiB;
+  s.threads = options.threads.value_or(
+      static_cast<int>(env_integer("FUSEDPG_THREADS").value_or(0)));
+  if (s.threads < 0 || s.threads > 1024) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: threads must be between 1 and 1024 (or 0 for the default), "
+        "got ",
+        s.threads);
+  }
+  s.nan_check = options.nan_check.value_or(
+      env_integer("FUSEDPG_NAN_CHECK").value_or(0) != 0);
+  s.host_id = env("FUSEDPG_HOST_ID").value_or("");
+  s.isa = env("FUSEDPG_ISA").value_or("");
+  s.spin_us = env_integer("FUSEDPG_SPIN_US").value_or(-1);
+  s.log_level = env("FUSEDPG_LOG").value_or("") == "info" ? 1 : 0;
+  return s;
+}
+
+void log_line(const std::string& text) {
+  std::fprintf(stderr, "[fusedpg] %s\n", text.c_str());
+}
+
+} // namespace fusedpg

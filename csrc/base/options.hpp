@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace fusedpg {
+
+// What a user can set for one group. An unset field takes the environment's
+// value, and that failing the default. docs/env.md describes each.
+struct Options {
+  // Address space reserved for the group's arena on this rank, in bytes; memory
+  // is committed as it is used. FUSEDPG_ARENA_BYTES.
+  std::optional<size_t> arena_bytes;
+  // Threads that work on one collective, the caller's included.
+  // FUSEDPG_THREADS.
+  std::optional<int> threads;
+  // Raise when an input holds a NaN. FUSEDPG_NAN_CHECK.
+  std::optional<bool> nan_check;
+};
+
+struct Settings {
+  size_t arena_bytes;
+  int threads; // 0: affinity mask / ranks on this host
+  bool nan_check;
+  // Empty: derived from the machine. FUSEDPG_HOST_ID.
+  std::string host_id;
+  // Kernel table by name, empty: the best. FUSEDPG_ISA.
+  std::string isa;
+  // Microseconds a wait spins before it yields; negative: by the number of
+  // ranks and cores. FUSEDPG_SPIN_US.
+  int64_t spin_us;
+  // 0 warnings only, 1 one line per group and fallback. FUSEDPG_LOG=info.
+  int log_level;
+};
+
+// The one place that reads the environment. Throws Error(kInvalid) naming the
+// variable when a value cannot be parsed.
+Settings resolve(const Options& options);
+
+// Writes one line to stderr, "[fusedpg] ...".
+void log_line(const std::string& text);
+
+} // namespace fusedpg

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <exception>
+
+#include <c10/util/Exception.h>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+
+// The engine's error as torch's: ValueError for arguments, OutOfMemoryError,
+// DistBackendError for the rest.
+[[noreturn]] inline void throw_as_torch(const Error& error) {
+  switch (error.kind()) {
+    case ErrorKind::kInvalid:
+      C10_THROW_ERROR(ValueError, error.what());
+    case ErrorKind::kOutOfMemory:
+      C10_THROW_ERROR(OutOfMemoryError, error.what());
+    default:
+      C10_THROW_ERROR(DistBackendError, error.what());
+  }
+}
+
+template <typename Fn>
+auto translate(Fn&& fn) {
+  try {
+    return fn();
+  } catch (const Error& error) {
+    throw_as_torch(error);
+  }
+}
+
+// What `fn` throws, in torch's types; null when it returns.
+template <typename Fn>
+std::exception_ptr capture(Fn&& fn) {
+  try {
+    translate(fn);
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+} // namespace fusedpg

@@ -1,0 +1,111 @@
+// Tensors in the group's arena.
+
+#include "c10d/errors.hpp"
+#include "c10d/process_group_fused.hpp"
+
+namespace fusedpg {
+namespace {
+
+// A block of the arena as torch holds memory: the deleter owns the arena, so a
+// tensor may outlive its group.
+struct Block {
+  std::shared_ptr<Arena> arena;
+  void* data;
+  static void release(void* context) {
+    auto* block = static_cast<Block*>(context);
+    block->arena->deallocate(block->data);
+    delete block;
+  }
+};
+
+c10::DataPtr allocate(const std::shared_ptr<Arena>& arena, size_t bytes) {
+  void* data = arena->allocate(bytes);
+  return {data, new Block{arena, data}, &Block::release, at::kCPU};
+}
+
+class ArenaAllocator : public c10::Allocator {
+ public:
+  explicit ArenaAllocator(std::shared_ptr<Arena> arena)
+      : arena_(std::move(arena)) {}
+  c10::DataPtr allocate(size_t bytes) override {
+    return translate([&] { return fusedpg::allocate(arena_, bytes); });
+  }
+  void copy_data(void* dst, const void* src, std::size_t count) const override {
+    default_copy_data(dst, src, count);
+  }
+
+ private:
+  std::shared_ptr<Arena> arena_;
+};
+
+at::Tensor tensor_in(
+    const std::shared_ptr<Arena>& arena,
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options) {
+  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
+      options.dtype().itemsize();
+  auto data = allocate(arena, bytes);
+  void* p = data.get();
+  return at::from_blob(
+      p,
+      sizes,
+      [held = std::make_shared<c10::DataPtr>(std::move(data))](void*) {},
+      options.device(at::kCPU));
+}
+
+} // namespace
+
+std::shared_ptr<c10::Allocator> ProcessGroupFused::getMemAllocator() {
+  TORCH_CHECK(
+      !spans_hosts(), "fused: a group that spans hosts has no shared arena");
+  return std::make_shared<ArenaAllocator>(engine_->domain().arena());
+}
+
+bool ProcessGroupFused::supportsTensorAlloc(c10::DeviceIndex /* device */) {
+  return !spans_hosts() && engine_->domain().arena()->heap_bytes() > 0;
+}
+
+at::Tensor ProcessGroupFused::allocateTensor(
+    long size,
+    at::TensorOptions options) {
+  TORCH_CHECK_VALUE(
+      options.device().is_cpu(),
+      "fused: allocateTensor for ",
+      options.device(),
+      ": only CPU tensors can be allocated in this version");
+  if (!spans_hosts()) {
+    try {
+      return tensor_in(engine_->domain().arena(), {size}, options);
+    } catch (const Error& error) {
+      // Communication buffers work anywhere, only more slowly.
+      log_once(
+          c10::str(
+              error.what(), "; falling back to ordinary memory for buffers"));
+    }
+  }
+  return at::empty({size}, options);
+}
+
+at::Tensor ProcessGroupFused::empty(
+    at::IntArrayRef sizes,
+    at::ScalarType type) {
+  TORCH_CHECK(
+      !spans_hosts(),
+      "fused: empty: this group spans hosts and has no shared arena; use "
+      "torch.empty");
+  return translate([&] {
+    return tensor_in(
+        engine_->domain().arena(), sizes, at::TensorOptions().dtype(type));
+  });
+}
+
+bool ProcessGroupFused::in_arena(const at::Tensor& t) const {
+  return !spans_hosts() && t.device().is_cpu() && t.has_storage() &&
+      t.storage().nbytes() != 0 &&
+      engine_->domain()
+          .arena()
+          ->locate(t.storage().data(), t.storage().nbytes())
+          .has_value();
+}
+
+} // namespace fusedpg

@@ -1,0 +1,418 @@
+#include "c10d/process_group_fused.hpp"
+
+#include <Python.h>
+#include <unistd.h>
+
+#include <set>
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "c10d/errors.hpp"
+
+namespace fusedpg {
+namespace {
+
+// Groups to shut down when the interpreter exits.
+struct Registry {
+  std::mutex mutex;
+  std::set<ProcessGroupFused*> groups;
+};
+
+Registry& registry() {
+  static auto* r = new Registry();
+  return *r;
+}
+
+class StoreRendezvous : public Rendezvous {
+ public:
+  explicit StoreRendezvous(c10::intrusive_ptr<c10d::Store> store)
+      : store_(std::move(store)) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    store_->wait(
+        {key},
+        std::max(
+            std::chrono::duration_cast<std::chrono::milliseconds>(
+                deadline.remaining()),
+            std::chrono::milliseconds(1)));
+    const auto bytes = store_->get(key);
+    return std::string(bytes.begin(), bytes.end());
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return store_->add(key, amount);
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+// Releases the GIL for a scope if this thread holds it: threads that are joined
+// there may need it to drop their last tensors.
+class ReleaseGil {
+ public:
+  ReleaseGil()
+      : state_(
+            Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread()
+                                                     : nullptr) {}
+  ~ReleaseGil() {
+    if (state_ != nullptr) {
+      PyEval_RestoreThread(state_);
+    }
+  }
+  ReleaseGil(const ReleaseGil&) = delete;
+  ReleaseGil& operator=(const ReleaseGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+} // namespace
+
+ProcessGroupFused::ProcessGroupFused(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<Options> options)
+    : Backend(rank, size),
+      owner_(getpid()),
+      store_(store),
+      options_(std::move(options)),
+      settings_(translate([&] { return resolve(options_->engine); })),
+      timeout_(options_->timeout),
+      executor_(std::make_unique<Executor>()) {
+  const Deadline deadline(options_->timeout);
+  translate([&] {
+    Bootstrap bootstrap(rank, size, settings_);
+    StoreRendezvous rendezvous(store_);
+    bootstrap.meet(rendezvous, settings_.arena_bytes, deadline);
+    local_world_size_ = bootstrap.local_world_size();
+    if (bootstrap.single_host()) {
+      engine_ = std::make_unique<Engine>(rank, bootstrap, settings_, deadline);
+    }
+  });
+  if (spans_hosts()) {
+    log_once(
+        "a group spans several hosts: its collectives use Gloo in this "
+        "version");
+    delegate();
+  } else if (settings_.log_level > 0 && rank == 0) {
+    log_line(
+        c10::str(
+            "group of ",
+            size,
+            " ranks in shared memory, ",
+            engine_->threads(),
+            " thread(s) a rank, ",
+            engine_->kernels().name,
+            " kernels"));
+  }
+  init();
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.groups.insert(this);
+}
+
+ProcessGroupFused::~ProcessGroupFused() {
+  {
+    Registry& r = registry();
+    std::lock_guard<std::mutex> lock(r.mutex);
+    r.groups.erase(this);
+  }
+  if (getpid() != owner_) {
+    // A forked child has none of the threads these would join.
+    (void)mailbox_.release();
+    (void)engine_.release();
+    (void)executor_.release();
+    return;
+  }
+  const ReleaseGil release;
+  shutdown();
+  mailbox_.reset();
+  executor_.reset();
+  engine_.reset();
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::enqueue(
+    const Call& call,
+    const Tensors& inputs,
+    const Tensors& outputs,
+    std::function<void(uint64_t)> operation) {
+  check_open(call.title);
+  if (!call.async_op) {
+    at::RecordFunction record(at::RecordScope::USER_SCOPE);
+    if (record.isActive()) {
+      const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+      record.before(
+          call.title,
+          c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+    }
+    std::exception_ptr error;
+    executor_->run(
+        [&](uint64_t ticket) { error = capture([&] { operation(ticket); }); });
+    if (error) {
+      std::rethrow_exception(error);
+    }
+    return nullptr;
+  }
+  auto work = c10::make_intrusive<WorkFused>(
+      getRank(), call.type, call.title, inputs, outputs);
+  const uint64_t ticket = executor_->submit(
+      [work, operation = std::move(operation)](uint64_t ticket) mutable {
+        const auto error = capture([&] { operation(ticket); });
+        // Whoever waits may end the process at once: tensors go first.
+        operation = nullptr;
+        work->complete(error);
+      });
+  work->set_sequence(ticket);
+  return remember(work);
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::run(
+    const Call& call,
+    const Tensors& inputs,
+    const Tensors& outputs,
+    Engine::Operation operation) {
+  return enqueue(
+      call,
+      inputs,
+      outputs,
+      [this, timeout = call.timeout, operation = std::move(operation)](
+          uint64_t ticket) { engine_->execute(operation, ticket, timeout); });
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::run_delegated(
+    const Call& call,
+    const Tensors& inputs,
+    const Tensors& outputs,
+    std::function<WorkPtr(c10d::Backend&)> operation) {
+  return enqueue(
+      call,
+      inputs,
+      outputs,
+      [this, operation = std::move(operation)](uint64_t) {
+        if (const auto work = operation(delegate())) {
+          work->wait();
+        }
+      });
+}
+
+namespace {
+// Works issued between startCoalescing and endCoalescing on this thread.
+struct Coalescing {
+  const ProcessGroupFused* group = nullptr;
+  std::vector<ProcessGroupFused::WorkPtr> works;
+};
+thread_local Coalescing coalescing;
+} // namespace
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::remember(WorkPtr work) {
+  if (coalescing.group == this) {
+    coalescing.works.push_back(work);
+  }
+  return work;
+}
+
+void ProcessGroupFused::startCoalescing() {
+  TORCH_CHECK(
+      coalescing.group == nullptr, "fused: coalescing has already started");
+  coalescing.group = this;
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::endCoalescing() {
+  TORCH_CHECK(
+      coalescing.group == this,
+      "fused: endCoalescing without startCoalescing on this group and thread");
+  coalescing.group = nullptr;
+  return c10::make_intrusive<WorkGroup>(
+      getRank(), std::exchange(coalescing.works, {}));
+}
+
+c10d::Backend& ProcessGroupFused::delegate() {
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (!delegate_) {
+    delegate_ = make_delegate(
+        c10::make_intrusive<c10d::PrefixStore>("fusedpg-delegate", store_),
+        getRank(),
+        getSize(),
+        timeout_.load());
+  }
+  return *delegate_;
+}
+
+void ProcessGroupFused::check_open(const char* op) const {
+  if (closed_.load(std::memory_order_acquire)) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            op, ": this group was shut down or destroyed on rank ", rank_));
+  }
+}
+
+void ProcessGroupFused::check_root(const char* op, int64_t root) const {
+  TORCH_CHECK_VALUE(
+      root >= 0 && root < getSize(),
+      "fused: ",
+      op,
+      ": root ",
+      root,
+      " is not a rank of this group of ",
+      getSize());
+}
+
+void ProcessGroupFused::check_count(
+    const char* op,
+    const char* what,
+    size_t found,
+    size_t expected) const {
+  TORCH_CHECK_VALUE(
+      found == expected,
+      "fused: ",
+      op,
+      ": expected ",
+      expected,
+      " ",
+      what,
+      ", found ",
+      found);
+}
+
+Mailbox& ProcessGroupFused::mailbox() {
+  std::lock_guard<std::mutex> lock(mailbox_mutex_);
+  if (!mailbox_) {
+    mailbox_ = std::make_unique<Mailbox>(engine_->domain(), engine_->kernels());
+  }
+  return *mailbox_;
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::split(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  const auto it = std::find(ranks.begin(), ranks.end(), getRank());
+  if (it == ranks.end()) {
+    return nullptr;
+  }
+  // torch may pass another backend's options: only the common part counts.
+  auto options = c10::make_intrusive<Options>(*options_);
+  if (opts) {
+    options->timeout = opts->timeout;
+    options->group_name = opts->group_name;
+    options->group_desc = opts->group_desc;
+    options->global_ranks_in_group = opts->global_ranks_in_group;
+  }
+  return c10::make_intrusive<ProcessGroupFused>(
+      store,
+      static_cast<int>(it - ranks.begin()),
+      static_cast<int>(ranks.size()),
+      options);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::shrink(
+    const std::vector<int64_t>& ranks_to_exclude,
+    int /* shrink_flags */,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  std::vector<int> ranks;
+  for (int p = 0; p < getSize(); ++p) {
+    if (std::count(ranks_to_exclude.begin(), ranks_to_exclude.end(), p) == 0) {
+      ranks.push_back(p);
+    }
+  }
+  const std::string prefix = c10::str("fusedpg-shrink-", ++children_);
+  return split(
+      c10::make_intrusive<c10d::PrefixStore>(prefix, store_), ranks, opts);
+}
+
+void ProcessGroupFused::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ = timeout;
+  options_->timeout = timeout;
+}
+
+uint64_t ProcessGroupFused::getSequenceNumberForGroup() {
+  return executor_->tickets();
+}
+
+c10d::ErrorType ProcessGroupFused::getError() {
+  if (engine_ == nullptr) {
+    return c10d::ErrorType::SUCCESS;
+  }
+  Domain& domain = engine_->domain();
+  if (!domain.failed()) {
+    return c10d::ErrorType::SUCCESS;
+  }
+  switch (domain.failure_kind()) {
+    case ErrorKind::kTimeout:
+      return c10d::ErrorType::TIMEOUT;
+    case ErrorKind::kPeerDead:
+    case ErrorKind::kPeerFailed:
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void ProcessGroupFused::abort() {
+  const ReleaseGil release;
+  if (engine_ != nullptr) {
+    engine_->abort(*executor_);
+  } else {
+    delegate().abort();
+  }
+}
+
+void ProcessGroupFused::shutdown() {
+  if (closed_.exchange(true)) {
+    return;
+  }
+  const ReleaseGil release;
+  executor_->stop();
+  if (mailbox_) {
+    mailbox_->stop();
+  }
+  if (engine_ != nullptr) {
+    engine_->domain().leave();
+  }
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (delegate_) {
+    delegate_->shutdown();
+  }
+}
+
+void ProcessGroupFused::shutdown_at_exit() {
+  const ReleaseGil release;
+  if (engine_ != nullptr &&
+      !executor_->drain(std::chrono::milliseconds(1000))) {
+    engine_->domain().request_abort();
+  }
+  shutdown();
+}
+
+ProcessGroupFused::Info ProcessGroupFused::info() {
+  Info i;
+  i.engine = spans_hosts() ? "gloo" : "shm";
+  i.local_world_size = local_world_size_;
+  i.threads = spans_hosts() ? 1 : engine_->threads();
+  i.isa = spans_hosts() ? kernels::table()->name : engine_->kernels().name;
+  i.arena_reserved =
+      spans_hosts() ? 0 : engine_->domain().arena()->heap_bytes();
+  i.arena_used = spans_hosts() ? 0 : engine_->domain().arena()->used_bytes();
+  i.sequence_number = executor_->tickets();
+  i.failed = !spans_hosts() && engine_->domain().failed();
+  return i;
+}
+
+void shutdown_all_groups() {
+  Registry& r = registry();
+  std::vector<ProcessGroupFused*> groups;
+  {
+    std::lock_guard<std::mutex> lock(r.mutex);
+    groups.assign(r.groups.begin(), r.groups.end());
+  }
+  for (ProcessGroupFused* group : groups) {
+    group->shutdown_at_exit();
+  }
+}
+
+} // namespace fusedpg

@@ -1,0 +1,273 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "c10d/delegate.hpp"
+#include "c10d/work_fused.hpp"
+#include "collectives/collectives.hpp"
+#include "collectives/engine.hpp"
+#include "host/executor.hpp"
+#include "host/mailbox.hpp"
+
+namespace fusedpg {
+
+// The torch.distributed backend "fused".
+//
+// Every collective takes the same way: check the arguments -> run() (take a
+// ticket, record for the profiler, queue or execute inline) -> the function of
+// the same name in csrc/collectives -> the Work completes. A group whose ranks
+// span machines has no engine: run() is never reached and the delegate, torch's
+// own Gloo, does the work.
+//
+// Thread-safe: any method may be called from any thread at any time.
+class ProcessGroupFused : public c10d::Backend {
+ public:
+  struct Options : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+        : c10d::Backend::Options("fused", timeout) {}
+    fusedpg::Options engine;
+  };
+
+  // Collective over the ranks of the group.
+  ProcessGroupFused(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<Options> options);
+  ~ProcessGroupFused() override;
+
+  const std::string getBackendName() const override {
+    return "fused";
+  }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
+    return options_;
+  }
+
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // --- collectives (collectives.cpp, moves.cpp) ------------------------------
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
+      override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts)
+      override;
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors,
+      const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr reduce_scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
+      override;
+  WorkPtr allgather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ScatterOptions& opts) override;
+  WorkPtr alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
+      override;
+
+  // --- point to point (point_to_point.cpp) -----------------------------------
+  WorkPtr send(Tensors& tensors, int dst, int tag) override;
+  WorkPtr recv(Tensors& tensors, int src, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  // --- fused operations (fused.cpp)
+  // --------------------------------------------
+  struct AdamwArguments {
+    Tensors params;
+    Tensors grads;
+    Tensors exp_avgs;
+    Tensors exp_avg_sqs;
+    Tensors max_exp_avg_sqs;
+    Tensors state_steps;
+    std::variant<double, at::Tensor> lr;
+    double beta1;
+    double beta2;
+    double weight_decay;
+    double eps;
+    bool amsgrad;
+    bool maximize;
+    std::optional<at::Tensor> grad_scale;
+    std::optional<at::Tensor> found_inf;
+    bool mean;
+  };
+  // One operation: reduce-scatter(grads), AdamW on the owned slices,
+  // all-gather(params).
+  WorkPtr fused_adamw_(AdamwArguments arguments, bool async_op);
+
+  // --- coalescing
+  // ----------------------------------------------------------------
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // --- memory
+  // ------------------------------------------------------------------
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  // A tensor in the arena, or an error: never a fallback.
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type);
+  bool in_arena(const at::Tensor& t) const;
+
+  // --- groups and their end
+  // ------------------------------------------------------
+  bool supportsSplitting() const override {
+    return true;
+  }
+  bool supportsShrinking() const override {
+    return true;
+  }
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  c10::intrusive_ptr<c10d::Backend> shrink(
+      const std::vector<int64_t>& ranks_to_exclude,
+      int shrink_flags,
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {} // both begin at zero
+  uint64_t getSequenceNumberForGroup() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+  // shutdown() with little patience, when the interpreter exits.
+  void shutdown_at_exit();
+
+  struct Info {
+    std::string engine;
+    int local_world_size;
+    int threads;
+    std::string isa;
+    size_t arena_reserved;
+    size_t arena_used;
+    uint64_t sequence_number;
+    bool failed;
+  };
+  Info info();
+
+ private:
+  friend class DelegatedOps;
+
+  // Name and profiler facts of one call.
+  struct Call {
+    c10d::OpType type;
+    const char* title; // "fused:all_reduce"
+    std::chrono::milliseconds timeout;
+    bool async_op;
+  };
+  // The one way of a collective into the engine. `outputs` become the result of
+  // the Work; returns null for a synchronous call that has succeeded.
+  WorkPtr run(
+      const Call& call,
+      const Tensors& inputs,
+      const Tensors& outputs,
+      Engine::Operation operation);
+  // The same for an operation that another backend executes, in ticket order.
+  WorkPtr run_delegated(
+      const Call& call,
+      const Tensors& inputs,
+      const Tensors& outputs,
+      std::function<WorkPtr(c10d::Backend&)> operation);
+  WorkPtr enqueue(
+      const Call& call,
+      const Tensors& inputs,
+      const Tensors& outputs,
+      std::function<void(uint64_t)> operation);
+  WorkPtr receive(
+      Tensors& tensors,
+      int src,
+      int tag,
+      c10d::OpType type,
+      const char* title);
+  WorkPtr remember(WorkPtr work);
+
+  std::chrono::milliseconds timeout_or(std::chrono::milliseconds given) const {
+    return given > std::chrono::milliseconds(0) ? given : timeout_.load();
+  }
+  void check_open(const char* op) const;
+  void check_root(const char* op, int64_t root) const;
+  void check_count(
+      const char* op,
+      const char* what,
+      size_t found,
+      size_t expected) const;
+  c10d::Backend& delegate();
+  bool spans_hosts() const { // then everything is delegated
+    return engine_ == nullptr;
+  }
+  Mailbox& mailbox();
+
+  const pid_t owner_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<Options> options_;
+  const Settings settings_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  int local_world_size_ = 0;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Engine> engine_; // null when the group spans machines
+  std::mutex mailbox_mutex_;
+  std::unique_ptr<Mailbox> mailbox_; // made by the first send or recv
+  std::mutex delegate_mutex_;
+  c10::intrusive_ptr<c10d::Backend> delegate_;
+  std::atomic<bool> closed_{false};
+  std::atomic<int> children_{0}; // groups made by shrink()
+};
+
+// Shuts down every group that is still alive.
+void shutdown_all_groups();
+
+} // namespace fusedpg

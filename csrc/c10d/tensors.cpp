@@ -1,0 +1,185 @@
+#include "c10d/tensors.hpp"
+
+#include <c10/core/GradMode.h>
+
+namespace fusedpg {
+
+DType to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kBool:
+      return DType::kBool;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    default:
+      return DType::kOpaque;
+  }
+}
+
+kernels::ReduceArgs to_reduce_args(
+    const c10d::ReduceOp& op,
+    at::ScalarType type,
+    int world_size) {
+  kernels::ReduceArgs args;
+  args.dtype = to_dtype(type);
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      args.op = RedOp::kSum;
+      return args;
+    case c10d::ReduceOp::AVG:
+      args.op = RedOp::kAvg;
+      args.divisor = world_size;
+      return args;
+    case c10d::ReduceOp::PRODUCT:
+      args.op = RedOp::kProduct;
+      return args;
+    case c10d::ReduceOp::MIN:
+      args.op = RedOp::kMin;
+      return args;
+    case c10d::ReduceOp::MAX:
+      args.op = RedOp::kMax;
+      return args;
+    case c10d::ReduceOp::BAND:
+      args.op = RedOp::kBand;
+      return args;
+    case c10d::ReduceOp::BOR:
+      args.op = RedOp::kBor;
+      return args;
+    case c10d::ReduceOp::BXOR:
+      args.op = RedOp::kBxor;
+      return args;
+    case c10d::ReduceOp::PREMUL_SUM: {
+      args.op = RedOp::kPremulSum;
+      const auto* premul =
+          dynamic_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+      TORCH_CHECK_VALUE(
+          premul != nullptr, "fused: PREMUL_SUM comes without its factor");
+      args.factor = premul->tensor_factor.defined()
+          ? premul->tensor_factor.item<double>()
+          : premul->double_factor;
+      return args;
+    }
+    default:
+      TORCH_CHECK_VALUE(false, "fused: unknown reduction");
+  }
+}
+
+void check_tensor(const char* op, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(
+      !t.is_cuda(),
+      "fused: ",
+      op,
+      " got a CUDA tensor, but the CUDA engine is not built into this version "
+      "of fusedpg. Use backend \"cpu:fused,cuda:nccl\" to keep CUDA tensors on "
+      "NCCL.");
+  TORCH_CHECK_VALUE(
+      t.device().is_cpu(), "fused: ", op, " got a tensor on ", t.device());
+  TORCH_CHECK_VALUE(
+      t.layout() == at::kStrided,
+      "fused: ",
+      op,
+      " needs dense tensors, got layout ",
+      t.layout());
+}
+
+Flat Flat::input(const at::Tensor& t) {
+  return {t, t.is_contiguous() ? t : t.detach().contiguous(), false};
+}
+
+Flat Flat::output(const at::Tensor& t) {
+  const bool fits = t.is_contiguous();
+  return {t, fits ? t : at::empty(t.sizes(), t.options()), !fits};
+}
+
+Flat Flat::inout(const at::Tensor& t) {
+  const bool fits = t.is_contiguous();
+  return {t, fits ? t : t.detach().contiguous(), !fits};
+}
+
+Span Flat::span() const {
+  return {
+      flat_.numel() ? flat_.data_ptr() : nullptr,
+      static_cast<size_t>(flat_.nbytes())};
+}
+
+ReduceTensor Flat::reduce_tensor() const {
+  return {
+      flat_.numel() ? flat_.data_ptr() : nullptr,
+      static_cast<size_t>(flat_.numel())};
+}
+
+void Flat::finish() const {
+  if (copy_back_) {
+    c10::NoGradGuard no_grad;
+    original_.detach().copy_(flat_);
+  }
+}
+
+std::vector<Flat> flat_inputs(const std::vector<at::Tensor>& tensors) {
+  std::vector<Flat> flats;
+  flats.reserve(tensors.size());
+  for (const at::Tensor& t : tensors) {
+    flats.push_back(Flat::input(t));
+  }
+  return flats;
+}
+
+std::vector<Flat> flat_outputs(const std::vector<at::Tensor>& tensors) {
+  std::vector<Flat> flats;
+  flats.reserve(tensors.size());
+  for (const at::Tensor& t : tensors) {
+    flats.push_back(Flat::output(t));
+  }
+  return flats;
+}
+
+std::vector<Span> spans(const std::vector<Flat>& tensors) {
+  std::vector<Span> all;
+  all.reserve(tensors.size());
+  for (const Flat& t : tensors) {
+    all.push_back(t.span());
+  }
+  return all;
+}
+
+std::vector<ReduceTensor> reduce_tensors(const std::vector<Flat>& tensors) {
+  std::vector<ReduceTensor> all;
+  all.reserve(tensors.size());
+  for (const Flat& t : tensors) {
+    all.push_back(t.reduce_tensor());
+  }
+  return all;
+}
+
+void finish(const std::vector<Flat>& tensors) {
+  for (const Flat& t : tensors) {
+    t.finish();
+  }
+}
+
+} // namespace fusedpg

@@ -1,0 +1,120 @@
+#include "c10d/work_fused.hpp"
+
+#include <ATen/core/ivalue.h>
+
+#include "c10d/completer.hpp"
+
+namespace fusedpg {
+namespace {
+
+c10::intrusive_ptr<c10::ivalue::Future> tensors_future() {
+  return c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()));
+}
+
+void finish_future(
+    c10::ivalue::Future& future,
+    const std::exception_ptr& error,
+    std::vector<at::Tensor> outputs) {
+  if (error) {
+    future.setError(error);
+  } else {
+    future.markCompleted(c10::IValue(std::move(outputs)));
+  }
+}
+
+} // namespace
+
+WorkFused::WorkFused(
+    int rank,
+    c10d::OpType op_type,
+    const char* title,
+    const std::vector<at::Tensor>& inputs,
+    std::vector<at::Tensor> outputs)
+    : Work(rank, op_type, title, inputs),
+      outputs_(std::move(outputs)) {}
+
+void WorkFused::complete(std::exception_ptr error) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    finish(error);
+    future = future_;
+  }
+  if (future) {
+    complete_elsewhere([future, error, outputs = outputs_] {
+      finish_future(*future, error, outputs);
+    });
+  }
+}
+
+bool WorkFused::wait(std::chrono::milliseconds timeout) {
+  // The operation itself has a deadline, so waiting without one ends too.
+  return Work::wait(timeout);
+}
+
+std::vector<at::Tensor> WorkFused::result() {
+  return outputs_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
+  std::lock_guard<std::mutex> lock(future_mutex_);
+  if (!future_) {
+    future_ = tensors_future();
+    if (isCompleted()) {
+      // complete() will not look again.
+      finish_future(*future_, exception(), outputs_);
+    }
+  }
+  return future_;
+}
+
+bool WorkGroup::isCompleted() {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) {
+    return work->isCompleted();
+  });
+}
+
+bool WorkGroup::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) {
+    return work->isSuccess();
+  });
+}
+
+bool WorkGroup::wait(std::chrono::milliseconds timeout) {
+  for (const auto& work : works_) {
+    work->wait(timeout);
+  }
+  return true;
+}
+
+std::vector<at::Tensor> WorkGroup::result() {
+  std::vector<at::Tensor> all;
+  for (const auto& work : works_) {
+    const auto some = work->result();
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+      c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+  for (const auto& work : works_) {
+    futures.push_back(work->getFuture());
+  }
+  // collectAll's value is a list of futures; users of a Work expect tensors.
+  return c10::collectAll(futures)->then(
+      [](c10::ivalue::Future& all) {
+        std::vector<at::Tensor> tensors;
+        for (const c10::IValue& one : all.value().toListRef()) {
+          for (const at::Tensor& t : one.toFuture()->value().toTensorVector()) {
+            tensors.push_back(t);
+          }
+        }
+        return c10::IValue(tensors);
+      },
+      c10::ListType::create(c10::TensorType::get()));
+}
+
+} // namespace fusedpg

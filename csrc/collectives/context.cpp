@@ -1,0 +1,92 @@
+#include "collectives/context.hpp"
+
+#include <cstring>
+
+namespace fusedpg {
+
+void enter(
+    Context& ctx,
+    OpDescriptor& mine,
+    const uint64_t* table,
+    size_t table_entries) {
+  Domain& domain = ctx.domain;
+  const int half = domain.next_half();
+  mine.sequence = ctx.sequence;
+  mine.table_entries = table_entries;
+  domain.descriptor(ctx.rank(), half) = mine;
+  if (table_entries != 0) {
+    std::memcpy(
+        domain.table(ctx.rank(), half),
+        table,
+        table_entries * sizeof(uint64_t));
+  }
+  domain.barrier(mine, ctx.deadline);
+  for (int p = 0; p < ctx.size(); ++p) {
+    const OpDescriptor& theirs = domain.descriptor(p, half);
+    const std::string what =
+        p == ctx.rank() ? std::string() : difference(mine, theirs);
+    if (!what.empty()) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: ranks disagree at sequence number ",
+          mine.sequence,
+          ": rank ",
+          ctx.rank(),
+          " (here) called ",
+          describe(mine),
+          ", rank ",
+          p,
+          " (there) called ",
+          describe(theirs),
+          ": ",
+          what);
+    }
+  }
+  if (any_rank(ctx, kHasNan)) {
+    for (int p = 0; p < ctx.size(); ++p) {
+      if (domain.descriptor(p, half).flags & kHasNan) {
+        fail(
+            ErrorKind::kInvalid,
+            "fused: ",
+            describe(mine),
+            ", sequence number ",
+            mine.sequence,
+            ": the input of rank ",
+            p,
+            " holds a NaN (nan_check is on)");
+      }
+    }
+  }
+}
+
+void check_nan(
+    Context& ctx,
+    OpDescriptor& mine,
+    const void* data,
+    size_t count) {
+  if (ctx.nan_check && ctx.kernels.has_nan(mine.dtype, data, count)) {
+    mine.flags |= kHasNan;
+  }
+}
+
+bool all_ranks(Context& ctx, uint64_t bits) {
+  const int half = ctx.domain.half();
+  for (int p = 0; p < ctx.size(); ++p) {
+    if ((ctx.domain.descriptor(p, half).flags & bits) != bits) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool any_rank(Context& ctx, uint64_t bits) {
+  const int half = ctx.domain.half();
+  for (int p = 0; p < ctx.size(); ++p) {
+    if ((ctx.domain.descriptor(p, half).flags & bits) != 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+} // namespace fusedpg

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/deadline.hpp"
+#include "host/descriptor.hpp"
+#include "host/domain.hpp"
+#include "host/pool.hpp"
+#include "kernels/kernels.hpp"
+
+namespace fusedpg {
+
+// What an algorithm works with during one operation.
+struct Context {
+  Domain& domain;
+  const kernels::Table& kernels;
+  Pool& pool;
+  Deadline deadline;
+  uint64_t sequence;
+  bool nan_check;
+
+  int rank() const {
+    return domain.rank();
+  }
+  int size() const {
+    return domain.size();
+  }
+
+  void copy(void* dst, const void* src, size_t bytes, bool stream = false) {
+    if (dst == src) {
+      return;
+    }
+    pool.run(bytes, 4096, size_t(256) << 10, [&](size_t begin, size_t end) {
+      kernels.copy(
+          static_cast<char*>(dst) + begin,
+          static_cast<const char*>(src) + begin,
+          end - begin,
+          stream);
+    });
+  }
+};
+
+struct Span {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+// Every collective begins here: publishes what this rank is about to do, waits
+// until all ranks have, and throws Error(kMismatch) on every rank when two of
+// them disagree; the group stays usable then. `table` is read by peers through
+// Domain::table(rank, half()) until the next barrier.
+void enter(
+    Context& ctx,
+    OpDescriptor& mine,
+    const uint64_t* table = nullptr,
+    size_t table_entries = 0);
+
+// Sets the descriptor's NaN flag if the option asks for the check; enter()
+// then throws on every rank.
+void check_nan(
+    Context& ctx,
+    OpDescriptor& mine,
+    const void* data,
+    size_t count);
+
+// Whether `bits` are set in the flags of all ranks, or of any. Valid between
+// enter() and the next barrier.
+bool all_ranks(Context& ctx, uint64_t bits);
+bool any_rank(Context& ctx, uint64_t bits);
+
+} // namespace fusedpg

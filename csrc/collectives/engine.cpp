@@ -1,0 +1,77 @@
+#include "collectives/engine.hpp"
+
+#include <algorithm>
+
+#include "base/topology.hpp"
+
+namespace fusedpg {
+namespace {
+
+const kernels::Table& select_table(const std::string& isa) {
+  const kernels::Table* table =
+      kernels::table(isa.empty() ? nullptr : isa.c_str());
+  if (table == nullptr) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: FUSEDPG_ISA=",
+        isa,
+        " names no instruction set of this build and CPU");
+  }
+  return *table;
+}
+
+int default_threads(int ranks) {
+  return std::max(1, available_cpus() / ranks);
+}
+
+} // namespace
+
+Engine::Engine(
+    int rank,
+    Bootstrap& bootstrap,
+    const Settings& settings,
+    const Deadline& deadline)
+    : kernels_(select_table(settings.isa)),
+      domain_(rank, bootstrap, settings, deadline),
+      pool_(
+          settings.threads > 0 ? settings.threads
+                               : default_threads(domain_.size())),
+      nan_check_(settings.nan_check) {}
+
+void Engine::check_failed() const {
+  if (domain_.failed()) {
+    fail(
+        domain_.failure_kind(),
+        "fused: this group has failed and must be destroyed; the failure was: ",
+        domain_.failure_reason());
+  }
+}
+
+void Engine::execute(
+    const Operation& op,
+    uint64_t sequence,
+    std::chrono::milliseconds timeout) {
+  check_failed();
+  Context ctx{
+      domain_, kernels_, pool_, Deadline(timeout), sequence, nan_check_};
+  try {
+    op(ctx);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kInvalid &&
+        error.kind() != ErrorKind::kMismatch) {
+      domain_.mark_failed(error);
+    }
+    throw;
+  }
+}
+
+void Engine::abort(Executor& executor) {
+  domain_.request_abort();
+  executor.run_unnumbered([this] {
+    domain_.mark_failed(Error(
+        ErrorKind::kAborted,
+        str("fused: the group was aborted on rank ", domain_.rank())));
+  });
+}
+
+} // namespace fusedpg

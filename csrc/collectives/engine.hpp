@@ -1,0 +1,58 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/options.hpp"
+#include "collectives/context.hpp"
+#include "host/executor.hpp"
+
+namespace fusedpg {
+
+// The native engine of one group whose ranks share a machine: a domain, the
+// threads that work in it, and the rule for what happens when an operation
+// fails. Thread-safe.
+class Engine {
+ public:
+  // Collective over the ranks that `bootstrap` met.
+  Engine(
+      int rank,
+      Bootstrap& bootstrap,
+      const Settings& settings,
+      const Deadline& deadline);
+
+  using Operation = std::function<void(Context&)>;
+
+  // Runs `op` on this thread. Called from inside the executor, which gives the
+  // sequence number. Throws Error; the group has then failed unless the kind
+  // is kInvalid or kMismatch.
+  void execute(
+      const Operation& op,
+      uint64_t sequence,
+      std::chrono::milliseconds timeout);
+
+  // Stops whatever runs and makes every later operation throw.
+  void abort(Executor& executor);
+
+  // Throws the failure of the group, if it has failed.
+  void check_failed() const;
+
+  Domain& domain() {
+    return domain_;
+  }
+  const kernels::Table& kernels() const {
+    return kernels_;
+  }
+  int threads() const {
+    return pool_.threads();
+  }
+
+ private:
+  const kernels::Table& kernels_;
+  Domain domain_;
+  Pool pool_;
+  const bool nan_check_;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,34 @@
+#include "collectives/collectives.hpp"
+#include "collectives/one_shot.hpp"
+#include "collectives/reduction.hpp"
+#include "collectives/selector.hpp"
+#include "collectives/two_shot.hpp"
+
+namespace fusedpg {
+
+void reduce(
+    Context& ctx,
+    void* data,
+    size_t count,
+    const kernels::ReduceArgs& args,
+    int root) {
+  OpDescriptor d = reduction_descriptor(OpCode::kReduce, args);
+  d.root = root;
+  const std::vector<ReduceTensor> tensors{{data, count}};
+  describe_tensors(ctx, d, tensors);
+  const size_t bytes = count * dtype_size(args.dtype);
+  if (bytes <= kOneShotBytes) {
+    one_shot(ctx, d, {data, bytes}, [&](const void* const* srcs) {
+      if (ctx.rank() == root) {
+        ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), count, false);
+      }
+    });
+    return;
+  }
+  TwoShot plan = in_place(ctx, tensors, args);
+  plan.receiver = root;
+  plan.begin(ctx, d);
+  plan.run(ctx, d);
+}
+
+} // namespace fusedpg

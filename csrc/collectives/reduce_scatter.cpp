@@ -1,0 +1,82 @@
+#include "collectives/collectives.hpp"
+#include "collectives/one_shot.hpp"
+#include "collectives/reduction.hpp"
+#include "collectives/selector.hpp"
+#include "collectives/two_shot.hpp"
+
+namespace fusedpg {
+namespace {
+
+// Whether the inputs follow one another in memory, as in one tensor.
+bool adjacent(const std::vector<ReduceTensor>& inputs, size_t size) {
+  for (size_t p = 1; p < inputs.size(); ++p) {
+    const auto& before = inputs[p - 1];
+    if (static_cast<char*>(before.data) + before.count * size !=
+        inputs[p].data) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
+void reduce_scatter(
+    Context& ctx,
+    const ReduceTensor& output,
+    const std::vector<ReduceTensor>& inputs,
+    const kernels::ReduceArgs& args) {
+  OpDescriptor d = reduction_descriptor(OpCode::kReduceScatter, args);
+  describe_tensors(ctx, d, inputs);
+  const int me = ctx.rank();
+  const size_t size = dtype_size(args.dtype);
+  if (output.count != inputs[me].count) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: reduce_scatter: the output has ",
+        output.count,
+        " elements, the input for this rank ",
+        inputs[me].count);
+  }
+  // A list of separate tensors would need gathering first, and may be one on
+  // some ranks only: the size alone decides, so lists are gathered.
+  if (d.count * size <= kOneShotBytes) {
+    std::vector<char> gathered;
+    Span input{inputs[0].data, d.count * size};
+    if (!adjacent(inputs, size)) {
+      gathered.reserve(input.bytes);
+      for (const ReduceTensor& t : inputs) {
+        const char* begin = static_cast<const char*>(t.data);
+        gathered.insert(gathered.end(), begin, begin + t.count * size);
+      }
+      input.data = gathered.data();
+    }
+    one_shot(ctx, d, input, [&](const void* const* staged) {
+      size_t offset = 0;
+      for (int p = 0; p < me; ++p) {
+        offset += inputs[p].count * size;
+      }
+      std::vector<const void*> srcs(staged, staged + ctx.size());
+      for (const void*& src : srcs) {
+        src = static_cast<const char*>(src) + offset;
+      }
+      ctx.kernels.reduce(
+          args, &output.data, 1, srcs.data(), ctx.size(), output.count, false);
+    });
+    return;
+  }
+  TwoShot plan;
+  plan.element_size = size;
+  plan.receiver = TwoShot::kOwner;
+  plan.epilogue = identity_epilogue(ctx, args);
+  for (int p = 0; p < ctx.size(); ++p) {
+    plan.tensors.push_back(
+        {static_cast<const char*>(inputs[p].data),
+         p == me ? static_cast<char*>(output.data) : nullptr});
+    plan.lanes.push_back({{static_cast<size_t>(p), 0, inputs[p].count}});
+  }
+  plan.begin(ctx, d);
+  plan.run(ctx, d);
+}
+
+} // namespace fusedpg

@@ -1,0 +1,311 @@
+#include "collectives/two_shot.hpp"
+
+#include <algorithm>
+
+#include "base/ownership.hpp"
+#include "collectives/selector.hpp"
+
+namespace fusedpg {
+namespace {
+
+// Pieces start at multiples of this in a lane, which keeps copies aligned.
+constexpr size_t kPieceAlignment = 64;
+
+constexpr size_t round_up(size_t n, size_t to) {
+  return (n + to - 1) / to * to;
+}
+
+// A walk over the pieces of a lane, chunk after chunk.
+class LaneCursor {
+ public:
+  LaneCursor(const std::vector<TwoShot::Piece>& pieces, size_t element_size)
+      : pieces_(&pieces),
+        element_size_(element_size) {}
+
+  // Calls fn(tensor, begin, count, position) for every part of a piece that
+  // lies in the next `bytes` of the lane; `position` is from the chunk's start.
+  template <typename Fn>
+  void next(size_t bytes, Fn&& fn) {
+    size_t position = 0;
+    while (index_ < pieces_->size() && position < bytes) {
+      const TwoShot::Piece& piece = (*pieces_)[index_];
+      const size_t room = (bytes - position) / element_size_;
+      const size_t count = std::min(piece.count - done_, room);
+      if (count != 0) {
+        fn(piece.tensor, piece.begin + done_, count, position);
+      }
+      done_ += count;
+      position = round_up(position + count * element_size_, kPieceAlignment);
+      if (done_ == piece.count) {
+        ++index_;
+        done_ = 0;
+      }
+    }
+  }
+
+ private:
+  const std::vector<TwoShot::Piece>* pieces_;
+  size_t element_size_;
+  size_t index_ = 0;
+  size_t done_ = 0;
+};
+
+size_t lane_bytes(
+    const std::vector<TwoShot::Piece>& lane,
+    size_t element_size) {
+  size_t bytes = 0;
+  for (const TwoShot::Piece& piece : lane) {
+    bytes += round_up(piece.count * element_size, kPieceAlignment);
+  }
+  return bytes;
+}
+
+// The state of one run of the pipeline.
+class Pipeline {
+ public:
+  Pipeline(const TwoShot& plan, Context& ctx, const OpDescriptor& d)
+      : plan_(plan),
+        ctx_(ctx),
+        descriptor_(d),
+        path_(select_path(ctx)),
+        srcs_(ctx.size()),
+        dsts_(ctx.size() + 1) {
+    size_t longest = 0;
+    size_t total = 0;
+    for (const auto& lane : plan.lanes) {
+      const size_t bytes = lane_bytes(lane, plan.element_size);
+      longest = std::max(longest, bytes);
+      total += bytes;
+      in_.emplace_back(lane, plan.element_size);
+      out_.emplace_back(lane, plan.element_size);
+    }
+    stream_ = select_stream(total);
+    copies_in_ = !path_.reads_direct;
+    copies_out_ = plan.receiver != TwoShot::kOwner && !path_.writes_direct;
+    chunk_ = copies_in_ || copies_out_
+        ? select_chunk(total, ctx.size()) / ctx.size()
+        : std::max<size_t>(longest, 1);
+    steps_ = longest / chunk_ + (longest % chunk_ != 0);
+    load_locations();
+  }
+
+  void run() {
+    LaneCursor own(plan_.lanes[ctx_.rank()], plan_.element_size);
+    // Steps by which the epilogue, then copying out, run behind.
+    const size_t reduce_lag = copies_in_ ? 1 : 0;
+    const size_t out_lag = reduce_lag + 1;
+    const size_t last = steps_ + (copies_out_ ? out_lag : reduce_lag);
+    for (size_t s = 0; s < last; ++s) {
+      if (copies_in_ && s < steps_) {
+        copy_in();
+      }
+      if (s >= reduce_lag && s - reduce_lag < steps_) {
+        reduce(own);
+      }
+      if (copies_out_ && s >= out_lag) {
+        copy_out();
+      }
+      if (s + 1 < last) {
+        ctx_.domain.barrier(descriptor_, ctx_.deadline);
+      }
+    }
+    // Peers may still read inputs or write outputs in place. Without that, the
+    // double buffers need no closing barrier.
+    const bool writes_in_place =
+        path_.writes_direct && plan_.receiver != TwoShot::kOwner;
+    if (writes_in_place || (path_.reads_direct && !copies_out_)) {
+      ctx_.domain.barrier(descriptor_, ctx_.deadline);
+    }
+  }
+
+ private:
+  // Peers' tables are overwritten two barriers later: keep what is needed.
+  void load_locations() {
+    if (!path_.reads_direct && !path_.writes_direct) {
+      return;
+    }
+    const int half = ctx_.domain.half();
+    locations_.resize(ctx_.size());
+    for (int p = 0; p < ctx_.size(); ++p) {
+      const uint64_t* table = ctx_.domain.table(p, half);
+      locations_[p].assign(table, table + 2 * plan_.tensors.size());
+    }
+  }
+
+  const char* peer_src(int rank, size_t tensor) const {
+    return ctx_.domain.address(rank, locations_[rank][2 * tensor]);
+  }
+  char* peer_dst(int rank, size_t tensor) const {
+    return ctx_.domain.address(rank, locations_[rank][2 * tensor + 1]);
+  }
+
+  void copy_in() {
+    const int half = ctx_.domain.next_half();
+    for (int p = 0; p < ctx_.size(); ++p) {
+      if (p == ctx_.rank()) {
+        continue; // the owner reads its own contribution in place
+      }
+      char* stage = ctx_.domain.stage_in(ctx_.rank(), half) + p * chunk_;
+      in_[p].next(
+          chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
+            ctx_.copy(
+                stage + position,
+                plan_.tensors[t].src + begin * plan_.element_size,
+                count * plan_.element_size);
+          });
+    }
+  }
+
+  void reduce(LaneCursor& own) {
+    const int me = ctx_.rank();
+    const int half = ctx_.domain.half();
+    char* result = ctx_.domain.stage_out(me, ctx_.domain.next_half());
+    own.next(
+        chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
+          const size_t offset = begin * plan_.element_size;
+          for (int p = 0; p < ctx_.size(); ++p) {
+            srcs_[p] = p == me ? plan_.tensors[t].src + offset
+                : path_.reads_direct
+                ? peer_src(p, t) + offset
+                : ctx_.domain.stage_in(p, half) + me * chunk_ + position;
+          }
+          size_t n = 0;
+          if (plan_.receiver < 0 || plan_.receiver == me) {
+            dsts_[n++] = plan_.tensors[t].dst + offset;
+          }
+          if (copies_out_) {
+            dsts_[n++] = result + position;
+          } else if (plan_.receiver != TwoShot::kOwner) {
+            for (int p = 0; p < ctx_.size(); ++p) {
+              if (p != me && (plan_.receiver < 0 || plan_.receiver == p)) {
+                dsts_[n++] = peer_dst(p, t) + offset;
+              }
+            }
+          }
+          // What a peer is about to copy out should stay in the cache.
+          apply(t, begin, count, n, stream_ && !copies_out_);
+        });
+  }
+
+  void apply(
+      size_t t,
+      size_t begin,
+      size_t count,
+      size_t num_dsts,
+      bool stream) {
+    const size_t size = plan_.element_size;
+    if (ctx_.pool.threads() == 1) {
+      plan_.epilogue(
+          t, begin, count, dsts_.data(), num_dsts, srcs_.data(), stream);
+      return;
+    }
+    ctx_.pool.run(count, 1024, 65536 / size, [&](size_t from, size_t to) {
+      std::vector<void*> dsts(dsts_.begin(), dsts_.begin() + num_dsts);
+      std::vector<const void*> srcs(srcs_);
+      for (void*& dst : dsts) {
+        dst = static_cast<char*>(dst) + from * size;
+      }
+      for (const void*& src : srcs) {
+        src = static_cast<const char*>(src) + from * size;
+      }
+      plan_.epilogue(
+          t,
+          begin + from,
+          to - from,
+          dsts.data(),
+          num_dsts,
+          srcs.data(),
+          stream);
+    });
+  }
+
+  void copy_out() {
+    if (plan_.receiver >= 0 && plan_.receiver != ctx_.rank()) {
+      return;
+    }
+    const int half = ctx_.domain.half();
+    for (int p = 0; p < ctx_.size(); ++p) {
+      if (p == ctx_.rank()) {
+        continue;
+      }
+      const char* stage = ctx_.domain.stage_out(p, half);
+      out_[p].next(
+          chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
+            ctx_.copy(
+                plan_.tensors[t].dst + begin * plan_.element_size,
+                stage + position,
+                count * plan_.element_size);
+          });
+    }
+  }
+
+  const TwoShot& plan_;
+  Context& ctx_;
+  const OpDescriptor& descriptor_;
+  const Path path_;
+  bool copies_in_;
+  bool copies_out_;
+  bool stream_;
+  size_t chunk_; // bytes of one lane
+  size_t steps_;
+  std::vector<std::vector<uint64_t>> locations_; // [rank][2 * tensor + is_dst]
+  std::vector<LaneCursor> in_;
+  std::vector<LaneCursor> out_;
+  std::vector<const void*> srcs_;
+  std::vector<void*> dsts_;
+};
+
+} // namespace
+
+std::vector<std::vector<TwoShot::Piece>> TwoShot::shards(
+    const std::vector<size_t>& counts,
+    int world_size) {
+  std::vector<std::vector<Piece>> lanes(world_size);
+  for (int p = 0; p < world_size; ++p) {
+    for (size_t t = 0; t < counts.size(); ++t) {
+      const ShardRange r =
+          shard_range(static_cast<int64_t>(counts[t]), world_size, p);
+      if (r.length != 0) {
+        lanes[p].push_back(
+            {t, static_cast<size_t>(r.offset), static_cast<size_t>(r.length)});
+      }
+    }
+  }
+  return lanes;
+}
+
+void TwoShot::begin(Context& ctx, OpDescriptor& d) const {
+  // The extent of each tensor, from the lanes that cover it.
+  std::vector<size_t> ends(tensors.size());
+  for (const auto& lane : lanes) {
+    for (const Piece& piece : lane) {
+      ends[piece.tensor] =
+          std::max(ends[piece.tensor], piece.begin + piece.count);
+    }
+  }
+  const Arena& arena = *ctx.domain.arena();
+  std::vector<uint64_t> table;
+  uint64_t flags = kReadsDirect | kWritesDirect;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const size_t bytes = ends[t] * element_size;
+    for (const auto& [address, bit] :
+         {std::pair<const char*, uint64_t>(tensors[t].src, kReadsDirect),
+          std::pair<const char*, uint64_t>(tensors[t].dst, kWritesDirect)}) {
+      uint64_t location = 0;
+      if (bytes != 0 && (flags & bit)) {
+        const auto found = arena.locate(address, bytes);
+        location = found.value_or(kNotInArena);
+        flags &= found ? ~uint64_t(0) : ~bit;
+      }
+      table.push_back(location);
+    }
+  }
+  d.flags |= flags;
+  enter(ctx, d, table.data(), table.size());
+}
+
+void TwoShot::run(Context& ctx, const OpDescriptor& d) const {
+  Pipeline(*this, ctx, d).run();
+}
+
+} // namespace fusedpg

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "collectives/context.hpp"
+
+namespace fusedpg {
+
+// The skeleton of every reducing operation: reduce-scatter -> epilogue on the
+// owned slice -> all-gather.
+//
+// A *lane* is what one owner reduces, as a list of pieces of tensors. Lanes are
+// cut into *chunks*; in each step a rank copies in chunk s for all other
+// owners, applies the epilogue to chunk s-1 of its own lane, and copies out
+// chunk s-2 of the others' results. Where all tensors lie in arenas, peers read
+// or write them in place and that part of the step vanishes.
+struct TwoShot {
+  // One tensor of the call on this rank.
+  struct Tensor {
+    const char* src; // contribution; nullptr where this rank owns nothing of it
+    char* dst; // result; may be identical to src
+  };
+  struct Piece {
+    size_t tensor;
+    size_t begin; // elements
+    size_t count; // elements
+  };
+  // Combines srcs (one per rank, in rank order) into all dsts.
+  using Epilogue = std::function<void(
+      size_t tensor,
+      size_t begin,
+      size_t count,
+      void* const* dsts,
+      size_t num_dsts,
+      const void* const* srcs,
+      bool stream)>;
+
+  size_t element_size;
+  std::vector<Tensor> tensors;
+  std::vector<std::vector<Piece>> lanes; // by owner
+  Epilogue epilogue;
+  // Who receives results: everyone (kAll), their owner alone (kOwner), or one
+  // rank.
+  static constexpr int kAll = -1;
+  static constexpr int kOwner = -2;
+  int receiver = kAll;
+
+  // Lanes by the ownership map: owner p has shard_range(count, P, p) of each.
+  static std::vector<std::vector<Piece>> shards(
+      const std::vector<size_t>& counts,
+      int world_size);
+
+  // enter() for this operation: publishes where the tensors lie.
+  void begin(Context& ctx, OpDescriptor& d) const;
+  // The rest. `d` names the operation in errors.
+  void run(Context& ctx, const OpDescriptor& d) const;
+};
+
+} // namespace fusedpg

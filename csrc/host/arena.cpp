@@ -1,0 +1,194 @@
+#include "host/arena.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+namespace {
+
+constexpr size_t kAlignment = 128;
+// Memory is committed, and detached, in steps of this many bytes.
+constexpr size_t kStep = size_t(2) << 20;
+
+constexpr size_t round_up(size_t n, size_t to) {
+  return (n + to - 1) / to * to;
+}
+
+} // namespace
+
+std::shared_ptr<Arena> Arena::create(size_t control_bytes, size_t heap_bytes) {
+  return std::make_shared<Arena>(control_bytes, heap_bytes);
+}
+
+Arena::Arena(size_t control_bytes, size_t heap_bytes)
+    : owner_(getpid()),
+      heap_begin_(round_up(control_bytes, kStep)),
+      file_(create_memory_file(
+          "fusedpg-arena",
+          heap_begin_ + round_up(heap_bytes, kStep))),
+      mapping_(file_.get(), heap_begin_ + round_up(heap_bytes, kStep)),
+      committed_(heap_begin_) {
+  commit_range(file_.get(), 0, control_bytes);
+  if (mapping_.size() > heap_begin_) {
+    insert_free(heap_begin_, mapping_.size() - heap_begin_);
+  }
+}
+
+void Arena::insert_free(size_t offset, size_t bytes) {
+  free_.emplace(offset, bytes);
+  free_by_size_.emplace(bytes, offset);
+}
+
+void Arena::erase_free(size_t offset, size_t bytes) {
+  free_.erase(offset);
+  free_by_size_.erase({bytes, offset});
+}
+
+void Arena::commit_to(size_t end) {
+  if (end <= committed_ || detached_) {
+    return;
+  }
+  end = std::min(round_up(end, kStep), mapping_.size());
+  commit_range(file_.get(), committed_, end - committed_);
+  committed_ = end;
+}
+
+void* Arena::allocate(size_t bytes) {
+  const size_t need = round_up(std::max<size_t>(bytes, 1), kAlignment);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto fit = free_by_size_.lower_bound({need, 0});
+  if (fit == free_by_size_.end()) {
+    fail(
+        ErrorKind::kOutOfMemory,
+        "fused: the group's arena is full: ",
+        bytes,
+        " bytes asked for, ",
+        used_,
+        " of ",
+        mapping_.size() - heap_begin_,
+        " bytes in use; raise FUSEDPG_ARENA_BYTES or Options(arena_bytes=...)");
+  }
+  const auto [size, offset] = *fit;
+  commit_to(offset + need);
+  erase_free(offset, size);
+  if (size > need) {
+    insert_free(offset + need, size - need);
+  }
+  live_.emplace(offset, need);
+  used_ += need;
+  return base() + offset;
+}
+
+void Arena::deallocate(void* p) {
+  if (getpid() != owner_) {
+    return; // a forked child has no arena
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  size_t offset = static_cast<size_t>(static_cast<char*>(p) - base());
+  const auto it = live_.find(offset);
+  size_t bytes = it->second;
+  used_ -= bytes;
+  live_.erase(it);
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && next->first == offset + bytes) {
+    bytes += next->second;
+    erase_free(next->first, next->second);
+  }
+  next = free_.lower_bound(offset);
+  if (next != free_.begin()) {
+    const auto [before, size] = *std::prev(next);
+    if (before + size == offset) {
+      erase_free(before, size);
+      offset = before;
+      bytes += size;
+    }
+  }
+  insert_free(offset, bytes);
+}
+
+std::optional<size_t> Arena::locate(const void* p, size_t bytes) const {
+  const char* address = static_cast<const char*>(p);
+  if (address < base() + heap_begin_ || address + bytes > base() + size()) {
+    return std::nullopt;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (detached_) {
+    return std::nullopt;
+  }
+  const size_t offset = static_cast<size_t>(address - base());
+  auto it = live_.upper_bound(offset);
+  if (it == live_.begin()) {
+    return std::nullopt;
+  }
+  --it;
+  if (offset + bytes > it->first + it->second) {
+    return std::nullopt;
+  }
+  return offset;
+}
+
+void Arena::replace_window(size_t offset, size_t bytes, bool live) {
+  constexpr int kAnonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  constexpr int kReadWrite = PROT_READ | PROT_WRITE;
+  if (!live) {
+    // Failing here would leave the old mapping in place, which is harmless.
+    mmap(base() + offset, bytes, kReadWrite, kAnonymous | MAP_FIXED, -1, 0);
+    return;
+  }
+  void* copy = mmap(nullptr, bytes, kReadWrite, kAnonymous, -1, 0);
+  if (copy == MAP_FAILED) {
+    fail_errno("fused: no memory to detach the arena after a failure");
+  }
+  std::memcpy(copy, base() + offset, bytes);
+  if (mremap(
+          copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base() + offset) ==
+      MAP_FAILED) {
+    munmap(copy, bytes);
+    fail_errno("fused: cannot detach the arena after a failure");
+  }
+  // The shared pages are nobody's now; only a window is held twice at a time.
+  fallocate(
+      file_.get(),
+      FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+      static_cast<off_t>(offset),
+      static_cast<off_t>(bytes));
+}
+
+void Arena::detach() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (detached_ || getpid() != owner_) {
+    return;
+  }
+  size_t offset = heap_begin_;
+  while (offset < committed_) {
+    const size_t end = std::min(offset + kStep, committed_);
+    auto it = live_.lower_bound(end);
+    const bool live =
+        it != live_.begin() && (--it)->first + it->second > offset;
+    replace_window(offset, end - offset, live);
+    offset = end;
+  }
+  if (offset < mapping_.size()) {
+    replace_window(offset, mapping_.size() - offset, false);
+  }
+  detached_ = true;
+  file_.reset();
+}
+
+size_t Arena::used_bytes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return used_;
+}
+
+size_t Arena::committed_bytes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return committed_;
+}
+
+} // namespace fusedpg

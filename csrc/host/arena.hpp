@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+
+#include "host/memory.hpp"
+
+namespace fusedpg {
+
+// One rank's shared memory for one group: a control part of fixed size, which
+// the engine lays out, then a heap that tensors come from. Peers map it all.
+//
+// Thread-safe. Owned jointly by the group and by every tensor allocated from
+// it, so a tensor may outlive its group.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  // Throws Error(kOutOfMemory) when the control part cannot be committed.
+  static std::shared_ptr<Arena> create(size_t control_bytes, size_t heap_bytes);
+
+  Arena(size_t control_bytes, size_t heap_bytes);
+
+  char* base() const {
+    return mapping_.data();
+  }
+  size_t size() const {
+    return mapping_.size();
+  }
+  int fd() const {
+    return file_.get();
+  }
+
+  // 128-byte aligned; committed, so that writing to it cannot fail. Freed
+  // blocks are kept for the next allocation. Throws Error(kOutOfMemory).
+  void* allocate(size_t bytes);
+  void deallocate(void* p);
+
+  // Where in the arena [p, p + bytes) lies, if in one live heap block and if
+  // peers still see it.
+  std::optional<size_t> locate(const void* p, size_t bytes) const;
+
+  // Makes the heap private to this process, contents kept at the same
+  // addresses: from now on no peer reads or writes it.
+  void detach();
+
+  size_t heap_bytes() const {
+    return mapping_.size() - heap_begin_;
+  }
+  size_t used_bytes() const;
+  size_t committed_bytes() const;
+
+ private:
+  void commit_to(size_t end);
+  void replace_window(size_t offset, size_t bytes, bool live);
+  void insert_free(size_t offset, size_t bytes);
+  void erase_free(size_t offset, size_t bytes);
+
+  const pid_t owner_;
+  const size_t heap_begin_;
+  Fd file_;
+  Mapping mapping_;
+
+  mutable std::mutex mutex_;
+  // Offsets are from base(). Neighbouring free blocks are always merged.
+  std::map<size_t, size_t> free_;
+  std::set<std::pair<size_t, size_t>> free_by_size_;
+  std::map<size_t, size_t> live_;
+  size_t committed_; // every page below is allocated
+  size_t used_ = 0;
+  bool detached_ = false;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/deadline.hpp"
+#include "base/options.hpp"
+#include "host/memory.hpp"
+
+namespace fusedpg {
+
+// The key-value store that ranks meet in; csrc/c10d gives it c10d::Store.
+class Rendezvous {
+ public:
+  virtual ~Rendezvous() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // Waits for the key; throws when the deadline passes.
+  virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
+  virtual int64_t add(const std::string& key, int64_t amount) = 0;
+};
+
+struct PeerInfo {
+  std::string host_id;
+  std::string address; // abstract unix socket
+  std::string token; // proves to a listener that the caller read the store
+  uint64_t arena_bytes = 0;
+  int pid = 0;
+};
+
+// Every rank says who and where it is. A listening socket is open from before
+// the publication until exchange_memory ends.
+class Bootstrap {
+ public:
+  Bootstrap(int rank, int world_size, const Settings& settings);
+
+  // Publishes this rank and reads the others. Keys carry the number of times
+  // this rank has met under this store, so that a group can be built again
+  // under the same one.
+  void meet(Rendezvous& store, uint64_t arena_bytes, const Deadline& deadline);
+
+  const std::vector<PeerInfo>& peers() const {
+    return peers_;
+  }
+  bool single_host() const;
+  // Ranks with this rank's host identity, this one included.
+  int local_world_size() const;
+
+  struct Peer {
+    Fd memory;
+    Fd process; // pidfd; empty before Linux 5.3
+    int pid = 0;
+  };
+
+  // Sends this rank's memory file to every peer and receives theirs. Refuses
+  // peers of another user. Entry `rank` stays empty.
+  std::vector<Peer> exchange_memory(int memory_fd, const Deadline& deadline);
+
+ private:
+  const int rank_;
+  const int world_size_;
+  PeerInfo self_;
+  Fd listener_;
+  std::vector<PeerInfo> peers_;
+};
+
+} // namespace fusedpg

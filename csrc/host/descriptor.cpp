@@ -1,0 +1,102 @@
+#include "host/descriptor.hpp"
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+namespace {
+
+bool reduces(OpCode op) {
+  return op == OpCode::kAllReduce || op == OpCode::kReduce ||
+      op == OpCode::kReduceScatter;
+}
+
+} // namespace
+
+const char* op_name(OpCode op) {
+  switch (op) {
+    case OpCode::kNone:
+      return "none";
+    case OpCode::kAllReduce:
+      return "all_reduce";
+    case OpCode::kReduce:
+      return "reduce";
+    case OpCode::kReduceScatter:
+      return "reduce_scatter";
+    case OpCode::kAllGather:
+      return "all_gather";
+    case OpCode::kBroadcast:
+      return "broadcast";
+    case OpCode::kGather:
+      return "gather";
+    case OpCode::kScatter:
+      return "scatter";
+    case OpCode::kAllToAll:
+      return "all_to_all";
+    case OpCode::kBarrier:
+      return "barrier";
+    case OpCode::kFusedAdamW:
+      return "fused_adamw_";
+  }
+  return "unknown";
+}
+
+std::string describe(const OpDescriptor& d) {
+  std::ostringstream out;
+  out << op_name(d.op);
+  if (d.op == OpCode::kBarrier || d.op == OpCode::kNone) {
+    return out.str();
+  }
+  out << '(';
+  if (reduces(d.op)) {
+    out << red_op_name(d.red_op) << ", ";
+  }
+  out << dtype_name(d.dtype);
+  if (d.op != OpCode::kAllToAll) { // there each rank has its own sizes
+    out << ", " << d.count << " elements";
+  }
+  if (d.items != 1) {
+    out << " in " << d.items << " tensors";
+  }
+  if (d.root >= 0) {
+    out << ", root " << d.root;
+  }
+  out << ')';
+  return out.str();
+}
+
+std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
+  const auto differ = [](const char* what, const auto& a, const auto& b) {
+    return str(what, ' ', a, " here, ", b, " there");
+  };
+  if (here.op != there.op) {
+    return differ("operation", op_name(here.op), op_name(there.op));
+  }
+  if (here.sequence != there.sequence) {
+    return differ("sequence number", here.sequence, there.sequence);
+  }
+  if (here.dtype != there.dtype) {
+    return differ("dtype", dtype_name(here.dtype), dtype_name(there.dtype));
+  }
+  if (here.red_op != there.red_op) {
+    return differ(
+        "reduction", red_op_name(here.red_op), red_op_name(there.red_op));
+  }
+  if (here.root != there.root) {
+    return differ("root", here.root, there.root);
+  }
+  if (here.items != there.items) {
+    return differ("number of tensors", here.items, there.items);
+  }
+  if (here.count != there.count) {
+    return differ("number of elements", here.count, there.count);
+  }
+  if (here.shape_hash != there.shape_hash) {
+    return "sizes or memory layouts of the tensors differ";
+  }
+  if (here.value_hash != there.value_hash) {
+    return "scalar arguments (learning rate, step, factor, ...) differ";
+  }
+  return {};
+}
+
+} // namespace fusedpg

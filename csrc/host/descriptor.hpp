@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/dtype.hpp"
+
+namespace fusedpg {
+
+// Operations as ranks name them to each other. Append, never reorder.
+enum class OpCode : uint8_t {
+  kNone = 0,
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kFusedAdamW,
+};
+
+// torch.distributed's name: "all_reduce".
+const char* op_name(OpCode op);
+
+constexpr uint64_t kNotInArena = ~uint64_t(0);
+
+// What a rank says about an operation when it enters it. Two cache lines in
+// shared memory; peers compare everything above `flags` with their own.
+struct alignas(64) OpDescriptor {
+  uint64_t sequence = 0;
+  OpCode op = OpCode::kNone;
+  DType dtype = DType::kOpaque;
+  RedOp red_op = RedOp::kSum;
+  uint8_t unused = 0;
+  int32_t root = -1;
+  uint64_t count = 0; // elements, over all tensors of the call
+  uint64_t items = 1; // tensors
+  uint64_t shape_hash = 0; // of what `count` does not tell
+  uint64_t value_hash = 0; // hyperparameters
+  // Facts that may differ from rank to rank.
+  uint64_t flags = 0;
+  uint64_t table_entries = 0;
+};
+
+// Sets of bits in OpDescriptor::flags.
+constexpr uint64_t kReadsDirect = 1; // all inputs lie in this rank's arena
+constexpr uint64_t kWritesDirect = 2; // all outputs lie in this rank's arena
+constexpr uint64_t kStaged = 4; // the input is already in the staging buffer
+constexpr uint64_t kFoundInf = 8; // skip the update
+constexpr uint64_t kHasNan = 16; // found by the NaN check
+
+// "all_reduce(SUM, float32, 1024 elements)"
+std::string describe(const OpDescriptor& d);
+
+// The first difference that makes two descriptors incompatible, as
+// "dtype float32 here, float64 there"; empty when they agree.
+std::string difference(const OpDescriptor& here, const OpDescriptor& there);
+
+// FNV-1a, for shape_hash and value_hash.
+class Hash {
+ public:
+  Hash& add(uint64_t value) {
+    for (int i = 0; i < 8; ++i) {
+      value_ = (value_ ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3ULL;
+    }
+    return *this;
+  }
+  Hash& add(double value) {
+    uint64_t bits;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    return add(bits);
+  }
+  uint64_t value() const {
+    return value_;
+  }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325ULL;
+};
+
+} // namespace fusedpg

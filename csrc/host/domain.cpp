@@ -1,0 +1,295 @@
+#include "host/domain.hpp"
+
+#include <poll.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "host/futex.hpp"
+
+namespace fusedpg {
+namespace {
+
+// A sleeping rank looks this often whether its peers are alive.
+constexpr auto kPatience = std::chrono::milliseconds(20);
+
+constexpr size_t kPage = 4096;
+
+constexpr size_t round_up(size_t n, size_t to) {
+  return (n + to - 1) / to * to;
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::ostringstream out;
+  out << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    out << (i ? ", " : "") << ranks[i];
+  }
+  return out.str();
+}
+
+} // namespace
+
+void Bell::wake() {
+  futex_wake_all(word);
+}
+
+Domain::Layout Domain::layout(int size) {
+  Layout l;
+  l.stage = round_up(sizeof(RankControl), kPage);
+  l.inboxes = l.stage + 4 * kStageBytes;
+  l.total = l.inboxes + round_up(size * sizeof(Inbox), kPage);
+  return l;
+}
+
+Domain::Domain(
+    int rank,
+    Bootstrap& bootstrap,
+    const Settings& settings,
+    const Deadline& deadline)
+    : rank_(rank),
+      size_(static_cast<int>(bootstrap.peers().size())),
+      layout_(layout(size_)),
+      arena_(Arena::create(layout_.total, settings.arena_bytes)),
+      peers_(bootstrap.exchange_memory(arena_->fd(), deadline)),
+      mappings_(size_),
+      bases_(size_) {
+  for (int p = 0; p < size_; ++p) {
+    if (p == rank_) {
+      bases_[p] = arena_->base();
+      continue;
+    }
+    const off_t bytes = lseek(peers_[p].memory.get(), 0, SEEK_END);
+    if (bytes < static_cast<off_t>(layout_.total)) {
+      fail(ErrorKind::kSystem, "fused: the arena of rank ", p, " is too small");
+    }
+    mappings_[p] = Mapping(peers_[p].memory.get(), static_cast<size_t>(bytes));
+    bases_[p] = mappings_[p].data();
+    peers_[p].memory.reset();
+  }
+  // Spinning helps only while nobody else needs this core.
+  const bool crowded = size_ > sysconf(_SC_NPROCESSORS_ONLN);
+  spin_ = std::chrono::microseconds(
+      settings.spin_us >= 0 ? settings.spin_us : (crowded ? 0 : 5));
+  yields_ = crowded ? 200 : 50;
+}
+
+Domain::~Domain() {
+  leave();
+}
+
+void Domain::barrier(const OpDescriptor& op, const Deadline& deadline) {
+  ++phase_;
+  control(rank_).phase.store(phase_, std::memory_order_release);
+  // Orders the store above before the look at `sleepers`; wait() has its twin.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int p = 0; p < size_; ++p) {
+    if (p != rank_) {
+      control(p).bell.ring();
+    }
+  }
+  int next = 0; // all ranks below have arrived
+  const auto arrived = [&](int p) {
+    return control(p).phase.load(std::memory_order_acquire) >= phase_;
+  };
+  const auto ready = [&] {
+    while (next < size_ && arrived(next)) {
+      ++next;
+    }
+    return next == size_;
+  };
+  if (ready()) {
+    return;
+  }
+  wait(control(rank_).bell, op, deadline, ready, [&](int p) {
+    return !arrived(p);
+  });
+}
+
+void Domain::wait(
+    Bell& bell,
+    const OpDescriptor& op,
+    const Deadline& deadline,
+    const std::function<bool()>& ready,
+    const std::function<bool(int)>& missing) {
+  if (spin_.count() > 0) {
+    const auto end = Clock::now() + spin_;
+    do {
+      for (int i = 0; i < 16; ++i) {
+        if (ready()) {
+          return;
+        }
+        cpu_relax();
+      }
+    } while (Clock::now() < end);
+  }
+  for (int i = 0; i < yields_; ++i) {
+    if (ready()) {
+      return;
+    }
+    sched_yield();
+  }
+  while (true) {
+    const uint32_t word = bell.word.load(std::memory_order_acquire);
+    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const bool done = ready();
+    if (!done && !abort_requested()) {
+      futex_wait(bell.word, word, kPatience);
+    }
+    bell.sleepers.fetch_sub(1, std::memory_order_release);
+    if (done || ready()) {
+      return;
+    }
+    const auto name = [&] {
+      return str(describe(op), ", sequence number ", op.sequence);
+    };
+    // A peer that did its part and then ended harms nobody: look at it first,
+    // then once more whether its part has come.
+    try {
+      check_peers(name(), missing);
+    } catch (const Error&) {
+      if (ready()) {
+        return;
+      }
+      throw;
+    }
+    if (deadline.expired()) {
+      std::vector<int> late;
+      for (int p = 0; p < size_; ++p) {
+        if (p != rank_ && missing(p)) {
+          late.push_back(p);
+        }
+      }
+      fail(
+          ErrorKind::kTimeout,
+          "fused: ",
+          name(),
+          ", timed out on rank ",
+          rank_,
+          " after ",
+          deadline.timeout().count(),
+          " ms waiting for ",
+          ranks_text(late),
+          ", which did not reach it");
+    }
+  }
+}
+
+bool Domain::process_ended(int rank) const {
+  const Bootstrap::Peer& peer = peers_[rank];
+  if (peer.process) {
+    pollfd p{peer.process.get(), POLLIN, 0};
+    return poll(&p, 1, 0) > 0;
+  }
+  return kill(peer.pid, 0) != 0 && errno == ESRCH;
+}
+
+void Domain::check_peers(
+    const std::string& op,
+    const std::function<bool(int)>& missing) {
+  if (abort_requested()) {
+    fail(ErrorKind::kAborted, "fused: ", op, ", aborted on rank ", rank_);
+  }
+  for (int p = 0; p < size_; ++p) {
+    if (p != rank_ && process_ended(p) && missing(p)) {
+      fail(
+          ErrorKind::kPeerDead,
+          "fused: ",
+          op,
+          ", failed on rank ",
+          rank_,
+          ": the process of rank ",
+          p,
+          " (pid ",
+          peers_[p].pid,
+          ") ended");
+    }
+  }
+  for (int p = 0; p < size_; ++p) {
+    if (p == rank_ || !missing(p)) {
+      continue;
+    }
+    const auto state = static_cast<RankState>(
+        control(p).state.load(std::memory_order_acquire));
+    if (state == RankState::kLeft) {
+      fail(
+          ErrorKind::kPeerFailed,
+          "fused: ",
+          op,
+          ", failed on rank ",
+          rank_,
+          ": rank ",
+          p,
+          " has left the group (destroy_process_group or shutdown)");
+    }
+    if (state == RankState::kFailed) {
+      fail(
+          ErrorKind::kPeerFailed,
+          "fused: ",
+          op,
+          ", failed on rank ",
+          rank_,
+          ": rank ",
+          p,
+          " reported: ",
+          control(p).reason);
+    }
+  }
+}
+
+void Domain::mark_failed(const Error& error) {
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (failed()) {
+      return;
+    }
+    failure_kind_ = error.kind();
+    failure_reason_ = error.what();
+    failed_.store(true, std::memory_order_release);
+  }
+  RankControl& mine = control(rank_);
+  std::strncpy(mine.reason, error.what(), sizeof mine.reason - 1);
+  mine.state.store(
+      static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
+  ring_all();
+  arena_->detach();
+}
+
+ErrorKind Domain::failure_kind() const {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  return failure_kind_;
+}
+
+std::string Domain::failure_reason() const {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  return failure_reason_;
+}
+
+void Domain::ring_all() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int p = 0; p < size_; ++p) {
+    control(p).bell.ring();
+    control(p).mail_bell.ring();
+  }
+}
+
+void Domain::request_abort() {
+  abort_.store(true, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  control(rank_).bell.ring();
+  control(rank_).mail_bell.ring();
+}
+
+void Domain::leave() {
+  uint32_t expected = static_cast<uint32_t>(RankState::kOk);
+  if (control(rank_).state.compare_exchange_strong(
+          expected, static_cast<uint32_t>(RankState::kLeft))) {
+    ring_all();
+  }
+}
+
+} // namespace fusedpg

@@ -1,0 +1,202 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/deadline.hpp"
+#include "base/error.hpp"
+#include "base/options.hpp"
+#include "host/arena.hpp"
+#include "host/bootstrap.hpp"
+#include "host/descriptor.hpp"
+
+namespace fusedpg {
+
+// Bytes of one staging buffer; a rank has two for input and two for output.
+constexpr size_t kStageBytes = size_t(1) << 20;
+// 64-bit words of one operation's table; a rank has two tables.
+constexpr size_t kTableEntries = 8192;
+// Messages of point to point in flight from one rank to another.
+constexpr size_t kInboxSlots = 32;
+
+// A futex word that peers ring when this rank may be asleep. Waiters announce
+// themselves in `sleepers`, so an awake rank costs its peers no system call.
+struct alignas(64) Bell {
+  std::atomic<uint32_t> word;
+  std::atomic<uint32_t> sleepers;
+
+  void ring() {
+    if (sleepers.load(std::memory_order_relaxed) != 0) {
+      word.fetch_add(1, std::memory_order_release);
+      wake();
+    }
+  }
+  void wake();
+};
+
+// Part of a point-to-point message; see host/mailbox.hpp.
+struct alignas(64) Message {
+  uint64_t id; // counts the sender's messages to this receiver
+  uint32_t kind;
+  int32_t tag;
+  uint64_t total; // bytes of the whole message
+  uint64_t offset; // of this part in the message
+  uint64_t bytes; // of this part
+  uint64_t location; // of this part in the sender's arena
+};
+
+// A ring with one writer (a peer) and one reader (the owner).
+struct Inbox {
+  alignas(64) std::atomic<uint64_t> written;
+  alignas(64) std::atomic<uint64_t> read;
+  Message slots[kInboxSlots];
+};
+
+enum class RankState : uint32_t { kOk = 0, kFailed = 1, kLeft = 2 };
+
+// The head of every rank's arena. Each line has one writer, but for the bells.
+struct RankControl {
+  // The number of barriers this rank has arrived at.
+  alignas(64) std::atomic<uint64_t> phase;
+  Bell bell; // rung by arrivals
+  Bell mail_bell; // rung by point to point
+  alignas(64) std::atomic<uint32_t> state; // RankState
+  char reason[448]; // written before `state` becomes kFailed
+  // Monitored barriers this rank has reached, and (rank 0) let pass.
+  alignas(64) std::atomic<uint64_t> monitored_arrived;
+  alignas(64) std::atomic<uint64_t> monitored_passed;
+  OpDescriptor descriptors[2];
+  uint64_t tables[2][kTableEntries];
+};
+
+// The ranks of a group that share one machine: everybody's arena mapped, a
+// barrier, and the news of who has failed.
+//
+// Double buffering: whatever a rank writes for its peers before barrier n goes
+// to half n % 2 of a pair, is read between the barriers n and n + 1, and is
+// written again only after barrier n + 1, when all have read it.
+//
+// Thread safety: barriers and staging belong to the one thread that executes
+// the group's current collective; the rest may be called from any thread.
+class Domain {
+ public:
+  // Collective over the ranks that `bootstrap` met.
+  Domain(
+      int rank,
+      Bootstrap& bootstrap,
+      const Settings& settings,
+      const Deadline& deadline);
+  ~Domain();
+
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+  const std::shared_ptr<Arena>& arena() const {
+    return arena_;
+  }
+
+  // --- collectives ---------------------------------------------------------
+  // The half of each pair to write to before the next barrier.
+  int next_half() const {
+    return static_cast<int>((phase_ + 1) & 1);
+  }
+  // The half that peers wrote before the last barrier.
+  int half() const {
+    return static_cast<int>(phase_ & 1);
+  }
+  OpDescriptor& descriptor(int rank, int half) {
+    return control(rank).descriptors[half];
+  }
+  uint64_t* table(int rank, int half) {
+    return control(rank).tables[half];
+  }
+  char* stage_in(int rank, int half) {
+    return bases_[rank] + layout_.stage + half * kStageBytes;
+  }
+  char* stage_out(int rank, int half) {
+    return bases_[rank] + layout_.stage + (2 + half) * kStageBytes;
+  }
+  // An address in a peer's arena; `offset` is what the peer's locate() said.
+  char* address(int rank, uint64_t offset) const {
+    return bases_[rank] + offset;
+  }
+
+  // Arrives and waits for everyone. `op` names the operation in errors.
+  void barrier(const OpDescriptor& op, const Deadline& deadline);
+
+  // Waits as barrier() does, for any condition that peers make true and ring
+  // `bell` for; `missing(p)` tells whether rank p still owes something.
+  void wait(
+      Bell& bell,
+      const OpDescriptor& op,
+      const Deadline& deadline,
+      const std::function<bool()>& ready,
+      const std::function<bool(int)>& missing);
+
+  // --- point to point ------------------------------------------------------
+  Inbox& inbox(int owner, int sender) {
+    return *reinterpret_cast<Inbox*>(
+        bases_[owner] + layout_.inboxes + sender * sizeof(Inbox));
+  }
+  RankControl& control(int rank) {
+    return *reinterpret_cast<RankControl*>(bases_[rank]);
+  }
+
+  // --- failure -------------------------------------------------------------
+  // Throws when this rank aborted, or when a rank for which missing(p) holds is
+  // dead, has failed or has left.
+  void check_peers(
+      const std::string& op,
+      const std::function<bool(int)>& missing);
+  // Declares the group failed, once: tells the peers why and detaches the
+  // arena. Later operations raise `reason`.
+  void mark_failed(const Error& error);
+  bool failed() const {
+    return failed_.load(std::memory_order_acquire);
+  }
+  ErrorKind failure_kind() const;
+  std::string failure_reason() const;
+  // Makes waits on this rank throw Error(kAborted), now and later.
+  void request_abort();
+  bool abort_requested() const {
+    return abort_.load(std::memory_order_acquire);
+  }
+  // Tells peers that this rank takes part in nothing more.
+  void leave();
+
+ private:
+  struct Layout {
+    size_t stage;
+    size_t inboxes;
+    size_t total;
+  };
+  static Layout layout(int size);
+  bool process_ended(int rank) const;
+  void ring_all();
+
+  const int rank_;
+  const int size_;
+  const Layout layout_;
+  std::shared_ptr<Arena> arena_;
+  std::vector<Bootstrap::Peer> peers_;
+  std::vector<Mapping> mappings_;
+  std::vector<char*> bases_;
+  uint64_t phase_ = 0;
+  std::chrono::nanoseconds spin_;
+  int yields_;
+
+  std::atomic<bool> abort_{false};
+  std::atomic<bool> failed_{false};
+  mutable std::mutex failure_mutex_;
+  ErrorKind failure_kind_ = ErrorKind::kAborted;
+  std::string failure_reason_;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,526 @@
+#include "host/mailbox.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+
+#include "host/futex.hpp"
+
+namespace fusedpg {
+namespace {
+
+constexpr size_t kPartBytes = size_t(1) << 20;
+constexpr size_t kWindow = 2;
+constexpr auto kPatience = std::chrono::milliseconds(20);
+constexpr auto kIdlePatience = std::chrono::milliseconds(500);
+constexpr int kYields = 40;
+
+} // namespace
+
+Mailbox::Mailbox(Domain& domain, const kernels::Table& kernels)
+    : domain_(domain),
+      kernels_(kernels),
+      me_(domain.rank()),
+      peers_(domain.size()),
+      thread_([this] { loop(); }) {}
+
+Mailbox::~Mailbox() {
+  stop();
+}
+
+void Mailbox::stop() {
+  stop_.store(true, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  domain_.control(me_).mail_bell.ring();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+void Mailbox::send(
+    const void* data,
+    size_t bytes,
+    int destination,
+    int tag,
+    std::chrono::milliseconds timeout,
+    Done done) {
+  char* source = static_cast<char*>(const_cast<void*>(data));
+  post(
+      {true,
+       source,
+       bytes,
+       destination,
+       tag,
+       Deadline(timeout),
+       std::move(done)});
+}
+
+void Mailbox::receive(
+    void* data,
+    size_t bytes,
+    int source,
+    int tag,
+    std::chrono::milliseconds timeout,
+    Done done) {
+  post(
+      {false,
+       static_cast<char*>(data),
+       bytes,
+       source,
+       tag,
+       Deadline(timeout),
+       std::move(done)});
+}
+
+void Mailbox::post(Post post) {
+  {
+    std::lock_guard<std::mutex> lock(posts_mutex_);
+    posts_.push_back(std::move(post));
+    have_posts_.store(true, std::memory_order_release);
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  domain_.control(me_).mail_bell.ring();
+}
+
+std::string Mailbox::name(const Post& post) const {
+  std::ostringstream out;
+  out << (post.sends ? "send" : "recv") << '(' << post.bytes << " bytes, tag "
+      << post.tag << (post.sends ? ", to " : ", from ");
+  if (post.peer == kAnySource) {
+    out << "any rank)";
+  } else {
+    out << "rank " << post.peer << ')';
+  }
+  return out.str();
+}
+
+// --- the thread
+// ------------------------------------------------------------------
+
+void Mailbox::loop() {
+  pthread_setname_np(pthread_self(), "fusedpg-mail");
+  int quiet = 0;
+  while (true) {
+    const bool stopping = stop_.load(std::memory_order_acquire);
+    try {
+      const bool posted = take_posts();
+      if (progress() || posted) {
+        quiet = 0;
+        continue;
+      }
+      if (stopping) {
+        fail(
+            ErrorKind::kAborted,
+            "fused: the group was shut down on rank ",
+            me_,
+            " with point-to-point operations pending");
+      }
+      if (pending() && ++quiet < kYields) {
+        sched_yield();
+        continue;
+      }
+      sleep();
+      if (!news()) {
+        check();
+      }
+    } catch (const Error& error) {
+      if (!stopping) {
+        domain_.mark_failed(error);
+      }
+      take_posts();
+      fail_all(std::current_exception());
+      if (stopping) {
+        return;
+      }
+    }
+  }
+}
+
+bool Mailbox::take_posts() {
+  if (!have_posts_.load(std::memory_order_acquire)) {
+    return false;
+  }
+  std::deque<Post> posts;
+  {
+    std::lock_guard<std::mutex> lock(posts_mutex_);
+    posts.swap(posts_);
+    have_posts_.store(false, std::memory_order_release);
+  }
+  for (Post& post : posts) {
+    if (post.sends) {
+      Peer& peer = peers_[post.peer];
+      const uint64_t id = peer.next_id++;
+      peer.sends.push_back(Send{std::move(post), id});
+    } else {
+      receives_.push_back(Receive{std::move(post)});
+      match_receive(std::prev(receives_.end()));
+    }
+  }
+  return true;
+}
+
+bool Mailbox::progress() {
+  bool any = false;
+  for (int p = 0; p < domain_.size(); ++p) {
+    if (p != me_) {
+      any |= poll_inbox(p);
+      any |= flush_replies(p);
+      any |= push_sends(p);
+    }
+  }
+  return any;
+}
+
+bool Mailbox::poll_inbox(int peer) {
+  Inbox& inbox = domain_.inbox(me_, peer);
+  const uint64_t written = inbox.written.load(std::memory_order_acquire);
+  uint64_t read = inbox.read.load(std::memory_order_relaxed);
+  const bool any = read != written;
+  while (read != written) {
+    const Message message = inbox.slots[read % kInboxSlots];
+    inbox.read.store(++read, std::memory_order_release);
+    if (message.kind == kPart) {
+      on_message(peer, message);
+    } else {
+      on_reply(peer, message);
+    }
+  }
+  if (any) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    domain_.control(peer).mail_bell.ring(); // it may wait for room
+  }
+  return any;
+}
+
+// --- receiving
+// -------------------------------------------------------------------
+
+void Mailbox::on_message(int peer, const Message& message) {
+  auto& incoming = peers_[peer].incoming;
+  auto it = std::find_if(incoming.begin(), incoming.end(), [&](const auto& i) {
+    return i.id == message.id;
+  });
+  if (it == incoming.end()) {
+    if (message.offset != 0) {
+      return; // the rest of a message that was refused
+    }
+    incoming.push_back(
+        Incoming{message.id, message.tag, message.total, {}, receives_.end()});
+    it = std::prev(incoming.end());
+    it->parts.push_back(message);
+    if (!match(peer, *it)) {
+      return;
+    }
+  } else {
+    it->parts.push_back(message);
+  }
+  if (it->matched) {
+    consume(peer, it);
+  }
+}
+
+bool Mailbox::match(int peer, Incoming& incoming) {
+  for (auto r = receives_.begin(); r != receives_.end(); ++r) {
+    const bool from = r->post.peer == peer || r->post.peer == kAnySource;
+    if (from && !r->matched && r->post.tag == incoming.tag) {
+      incoming.matched = r->matched = true;
+      incoming.receive = r;
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Mailbox::match_receive(std::list<Receive>::iterator receive) {
+  const int from = receive->post.peer;
+  for (int p = 0; p < domain_.size(); ++p) {
+    if (p == me_ || (from != kAnySource && from != p)) {
+      continue;
+    }
+    auto& incoming = peers_[p].incoming;
+    for (auto it = incoming.begin(); it != incoming.end(); ++it) {
+      if (!it->matched && it->tag == receive->post.tag) {
+        it->matched = receive->matched = true;
+        it->receive = receive;
+        consume(p, it);
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void Mailbox::consume(int peer, std::list<Incoming>::iterator incoming) {
+  const auto receive = incoming->receive;
+  const Post& post = receive->post;
+  std::exception_ptr error;
+  if (incoming->total != post.bytes) {
+    Message nack{incoming->id, kNack, incoming->tag, post.bytes, 0, 0, 0};
+    peers_[peer].replies.push_back(nack);
+    error = std::make_exception_ptr(Error(
+        ErrorKind::kMismatch,
+        str("fused: ",
+            name(post),
+            " on rank ",
+            me_,
+            ": rank ",
+            peer,
+            " sent ",
+            incoming->total,
+            " bytes, expected ",
+            post.bytes)));
+  }
+  while (!error && !incoming->parts.empty()) {
+    const Message part = incoming->parts.front();
+    incoming->parts.pop_front();
+    kernels_.copy(
+        post.data + part.offset,
+        domain_.address(peer, part.location),
+        part.bytes,
+        false);
+    receive->received += part.bytes;
+    peers_[peer].replies.push_back(
+        {part.id, kAck, part.tag, part.total, part.offset, part.bytes, 0});
+  }
+  if (error || receive->received == incoming->total) {
+    Done done = std::move(receive->post.done);
+    receives_.erase(receive);
+    peers_[peer].incoming.erase(incoming);
+    flush_replies(peer);
+    done(error, peer);
+  }
+}
+
+// --- sending
+// ---------------------------------------------------------------------
+
+bool Mailbox::room(int peer) {
+  const Inbox& inbox = domain_.inbox(peer, me_);
+  return inbox.written.load(std::memory_order_relaxed) -
+      inbox.read.load(std::memory_order_acquire) <
+      kInboxSlots;
+}
+
+bool Mailbox::write(int peer, const Message& message) {
+  if (!room(peer)) {
+    return false;
+  }
+  Inbox& inbox = domain_.inbox(peer, me_);
+  const uint64_t written = inbox.written.load(std::memory_order_relaxed);
+  inbox.slots[written % kInboxSlots] = message;
+  inbox.written.store(written + 1, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  domain_.control(peer).mail_bell.ring();
+  return true;
+}
+
+bool Mailbox::flush_replies(int peer) {
+  auto& replies = peers_[peer].replies;
+  bool any = false;
+  while (!replies.empty() && write(peer, replies.front())) {
+    replies.pop_front();
+    any = true;
+  }
+  return any;
+}
+
+bool Mailbox::push_sends(int peer) {
+  if (!peers_[peer].replies.empty()) {
+    return false; // replies free the other side's memory: they go first
+  }
+  bool any = false;
+  for (Send& send : peers_[peer].sends) {
+    while (send.parts.size() < kWindow &&
+           (!send.started || send.offset < send.post.bytes)) {
+      if (!room(peer)) {
+        return any; // later sends must not overtake
+      }
+      if (!push_part(peer, send)) {
+        return any;
+      }
+      any = true;
+    }
+  }
+  return any;
+}
+
+bool Mailbox::push_part(int peer, Send& send) {
+  const Post& post = send.post;
+  const auto in_place = domain_.arena()->locate(post.data, post.bytes);
+  const size_t rest = post.bytes - send.offset;
+  const size_t bytes = in_place ? rest : std::min(rest, kPartBytes);
+  Message part{send.id, kPart, post.tag, post.bytes, send.offset, bytes, 0};
+  void* block = nullptr;
+  if (in_place) {
+    part.location = *in_place + send.offset;
+  } else if (bytes != 0) {
+    block = domain_.arena()->allocate(bytes);
+    kernels_.copy(block, post.data + send.offset, bytes, false);
+    part.location = static_cast<uint64_t>(
+        static_cast<char*>(block) - domain_.arena()->base());
+  }
+  send.started = true;
+  send.offset += bytes;
+  send.parts.emplace_back(block, bytes);
+  return write(peer, part);
+}
+
+void Mailbox::on_reply(int peer, const Message& message) {
+  auto& sends = peers_[peer].sends;
+  const auto send =
+      std::find_if(sends.begin(), sends.end(), [&](const Send& s) {
+        return s.id == message.id;
+      });
+  if (send == sends.end()) {
+    return;
+  }
+  if (message.kind == kNack) {
+    finish_send(
+        peer,
+        send,
+        std::make_exception_ptr(Error(
+            ErrorKind::kMismatch,
+            str("fused: ",
+                name(send->post),
+                " from rank ",
+                me_,
+                ": rank ",
+                peer,
+                " expects ",
+                message.total,
+                " bytes, sent ",
+                send->post.bytes))));
+    return;
+  }
+  const auto [block, bytes] = send->parts.front();
+  send->parts.pop_front();
+  if (block != nullptr) {
+    domain_.arena()->deallocate(block);
+  }
+  send->acknowledged += bytes;
+  if (send->acknowledged == send->post.bytes) {
+    finish_send(peer, send, nullptr);
+  }
+}
+
+void Mailbox::release_parts(Send& send) {
+  for (const auto& [block, bytes] : send.parts) {
+    if (block != nullptr) {
+      domain_.arena()->deallocate(block);
+    }
+  }
+  send.parts.clear();
+}
+
+void Mailbox::finish_send(
+    int peer,
+    std::list<Send>::iterator send,
+    std::exception_ptr error) {
+  release_parts(*send);
+  Done done = std::move(send->post.done);
+  peers_[peer].sends.erase(send);
+  done(error, peer);
+}
+
+// --- waiting and failing
+// ------------------------------------------------------------
+
+bool Mailbox::pending() const {
+  return !receives_.empty() ||
+      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+        return !p.sends.empty() || !p.replies.empty();
+      });
+}
+
+bool Mailbox::news() {
+  if (have_posts_.load(std::memory_order_acquire) ||
+      stop_.load(std::memory_order_acquire)) {
+    return true;
+  }
+  for (int p = 0; p < domain_.size(); ++p) {
+    const Inbox& inbox = domain_.inbox(me_, p);
+    if (inbox.written.load(std::memory_order_acquire) !=
+        inbox.read.load(std::memory_order_relaxed)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void Mailbox::sleep() {
+  Bell& bell = domain_.control(me_).mail_bell;
+  const uint32_t word = bell.word.load(std::memory_order_acquire);
+  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (!news()) {
+    futex_wait(bell.word, word, pending() ? kPatience : kIdlePatience);
+  }
+  bell.sleepers.fetch_sub(1, std::memory_order_release);
+}
+
+void Mailbox::check() {
+  if (!pending()) {
+    return;
+  }
+  if (domain_.failed()) {
+    fail(domain_.failure_kind(), domain_.failure_reason());
+  }
+  std::vector<const Post*> posts;
+  for (const Receive& r : receives_) {
+    posts.push_back(&r.post);
+  }
+  for (const Peer& peer : peers_) {
+    for (const Send& s : peer.sends) {
+      posts.push_back(&s.post);
+    }
+  }
+  for (const Post* post : posts) {
+    // A receive from any rank still hopes while one peer lives.
+    int hopes = post->peer == kAnySource ? domain_.size() - 1 : 1;
+    for (int p = 0; p < domain_.size(); ++p) {
+      if (p == me_ || (post->peer != kAnySource && post->peer != p)) {
+        continue;
+      }
+      try {
+        domain_.check_peers(name(*post), [&](int q) { return q == p; });
+      } catch (const Error&) {
+        if (news()) {
+          return; // its last messages came first
+        }
+        if (--hopes == 0) {
+          throw;
+        }
+      }
+    }
+    if (post->deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: ",
+          name(*post),
+          ", timed out on rank ",
+          me_,
+          " after ",
+          post->deadline.timeout().count(),
+          " ms");
+    }
+  }
+}
+
+void Mailbox::fail_all(const std::exception_ptr& error) {
+  for (Receive& r : receives_) {
+    r.post.done(error, r.post.peer);
+  }
+  receives_.clear();
+  for (size_t p = 0; p < peers_.size(); ++p) {
+    for (Send& s : peers_[p].sends) {
+      release_parts(s);
+      s.post.done(error, s.post.peer);
+    }
+    peers_[p].sends.clear();
+    peers_[p].incoming.clear();
+    peers_[p].replies.clear();
+  }
+}
+
+} // namespace fusedpg

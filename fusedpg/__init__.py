@@ -1,0 +1,67 @@
+"""fusedpg: a torch.distributed backend with fused collectives.
+
+Importing this package registers the backend "fused" for CPU and CUDA devices::
+
+    import torch.distributed as dist
+    import fusedpg
+
+    dist.init_process_group("fused")
+
+The compiled extension is loaded by the first use, so importing stays cheap and
+cannot fail.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fusedpg._registration import register as _register
+
+if TYPE_CHECKING:
+    from fusedpg._C import Options as Options
+    from fusedpg._C import ProcessGroupFused as ProcessGroupFused
+    from fusedpg.functional import empty as empty
+    from fusedpg.functional import fused_adamw_ as fused_adamw_
+    from fusedpg.functional import group_info as group_info
+    from fusedpg.functional import in_arena as in_arena
+    from fusedpg.functional import shard_range as shard_range
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Options",
+    "ProcessGroupFused",
+    "empty",
+    "fused_adamw_",
+    "group_info",
+    "in_arena",
+    "shard_range",
+]
+
+_FUNCTIONS = frozenset({"empty", "fused_adamw_", "group_info", "in_arena", "shard_range"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Options", "ProcessGroupFused"):
+        from fusedpg._registration import load_extension
+
+        return getattr(load_extension(), name)
+    if name in _FUNCTIONS:
+        from fusedpg import functional
+
+        return getattr(functional, name)
+    raise AttributeError(f"module 'fusedpg' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _autoload() -> None:
+    """Entry point of torch's plugin autoload: importing this module was enough.
+
+    Anything raised here would break ``import torch`` for everybody.
+    """
+
+
+_register()

@@ -1,0 +1,101 @@
+"""How torch.distributed learns about the backend, and how the extension is loaded."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import warnings
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+BACKEND = "fused"
+DEVICES = ["cpu", "cuda"]
+
+_extension: ModuleType | None = None
+
+
+def _major_minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split(".")[:2])
+
+
+def check_torch_version(built: str, running: str) -> None:
+    """Raises ImportError when the extension was built for another torch.
+
+    c10d's C++ classes change between minor releases, so an extension built for one release may
+    load under another and crash later.
+    """
+    if _major_minor(built) != _major_minor(running):
+        raise ImportError(
+            f"fusedpg was built for torch {built}, but torch {running} is installed. "
+            "Build it again for this torch: "
+            "pip install --no-build-isolation --force-reinstall --no-deps fusedpg "
+            "(or run `pip install --no-build-isolation -e .` in a checkout)."
+        )
+
+
+def load_extension() -> ModuleType:
+    """The compiled module ``fusedpg._C``, loaded once."""
+    global _extension
+    if _extension is None:
+        import torch
+        import torch.distributed  # registers the classes that _C derives from
+
+        try:
+            info = importlib.import_module("fusedpg._build_info")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "fusedpg's extension is not built. In a checkout run "
+                "`pip install --no-build-isolation -e .`."
+            ) from error
+        check_torch_version(info.torch_version, str(torch.__version__))
+        module = importlib.import_module("fusedpg._C")
+        module._set_delegate_factory(_make_gloo)
+        atexit.register(module._shutdown_all_groups)
+        _extension = module
+    return _extension
+
+
+def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """The backend that does what the native engine does not."""
+    from torch.distributed import ProcessGroupGloo
+
+    group = ProcessGroupGloo(store, rank, size, timeout=timeout)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def create(dist_options: Any, pg_options: Any = None) -> Any:
+    """Creator function of the backend, as ``Backend.register_backend`` wants it.
+
+    Args:
+        dist_options: c10d's ``_DistributedBackendOptions``.
+        pg_options: a ``fusedpg.Options``, or None. Other backends' options (which
+            ``dist.split_group`` may pass) only contribute their timeout.
+    """
+    module = load_extension()
+    if isinstance(pg_options, module.Options):
+        options = pg_options.__copy__()
+    else:
+        options = module.Options()
+    timeout = dist_options.timeout
+    options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    options.group_name = dist_options.group_id
+    options.global_ranks_in_group = list(dist_options.global_ranks_in_group)
+    # DDP takes its buckets from the group's memory only with this set; torch's default is off.
+    os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
+    return module.ProcessGroupFused(
+        dist_options.store, dist_options.group_rank, dist_options.group_size, options
+    )
+
+
+def register() -> None:
+    """Registers the backend; never raises, because torch's autoload may be the caller."""
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=DEVICES)
+    except Exception as error:
+        warnings.warn(f"fusedpg could not register its backend: {error}", stacklevel=2)

@@ -1,0 +1,121 @@
+"""Builds fusedpg._C with CMake and Ninja; everything else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+MIN_CMAKE = (3, 22)
+
+
+def find_cmake() -> str:
+    """The system's CMake when it is new enough, else the one of the `cmake` wheel."""
+    beside_python = Path(sys.executable).parent / "cmake"
+    candidates = [os.environ.get("CMAKE"), shutil.which("cmake"), str(beside_python)]
+    for candidate in candidates:
+        if not candidate or not shutil.which(candidate):
+            continue
+        result = subprocess.run(
+            [candidate, "--version"], capture_output=True, text=True, check=False
+        )
+        found = re.search(r"version (\d+)\.(\d+)", result.stdout)
+        if found and tuple(map(int, found.groups())) >= MIN_CMAKE:
+            return candidate
+    raise SystemExit("fusedpg needs CMake >= 3.22: pip install -r requirements/build.txt")
+
+
+def find_ninja() -> str:
+    beside_python = Path(sys.executable).parent / "ninja"
+    for candidate in (os.environ.get("NINJA"), shutil.which("ninja"), str(beside_python)):
+        if candidate and shutil.which(candidate):
+            return candidate
+    raise SystemExit("fusedpg needs Ninja: pip install -r requirements/build.txt")
+
+
+def runs(code: str, *args: str) -> bool:
+    """Whether the code runs in a fresh Python whose torch does not load our plugin."""
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return subprocess.run([sys.executable, "-c", code, *args], env=env, check=False).returncode == 0
+
+
+def check_torch() -> None:
+    if not runs("import torch"):
+        raise SystemExit(
+            "fusedpg is built against the torch of this environment and none can be imported.\n"
+            "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
+        )
+
+
+LOAD_MODULE = """
+import importlib.util, sys, torch.distributed
+importlib.util.module_from_spec(importlib.util.spec_from_file_location("fusedpg._C", sys.argv[1]))
+"""
+
+
+def check_module(path: Path) -> None:
+    """A module linked with a symbol missing would break every `import torch` from now on."""
+    if not runs(LOAD_MODULE, str(path)):
+        raise SystemExit(f"the module that was built cannot be loaded: {path.name}")
+
+
+class CMakeBuild(build_ext):
+    """One CMake build for the one extension; the build folder is kept and reused."""
+
+    def build_extension(self, ext: Extension) -> None:
+        check_torch()
+        cmake = find_cmake()
+        build_dir = Path(os.environ.get("FUSEDPG_BUILD_DIR", ROOT / "build" / "cmake"))
+        build_dir.mkdir(parents=True, exist_ok=True)
+        editable = self.editable_mode or bool(os.environ.get("FUSEDPG_ABSOLUTE_RPATH"))
+        build_type = os.environ.get("CMAKE_BUILD_TYPE", "Release")
+        configure = [
+            cmake,
+            f"-S{ROOT}",
+            f"-B{build_dir}",
+            "-GNinja",
+            f"-DCMAKE_MAKE_PROGRAM={find_ninja()}",
+            f"-DCMAKE_BUILD_TYPE={build_type}",
+            f"-DFUSEDPG_VERSION={self.distribution.get_version()}",
+            f"-DFUSEDPG_PYTHON={sys.executable}",
+            f"-DFUSEDPG_ABSOLUTE_RPATH={'ON' if editable else 'OFF'}",
+            f"-DFUSEDPG_MODULE_DIR={build_dir / 'fusedpg'}",
+            "-DFUSEDPG_BUILD_PYTHON=ON",
+            "-DFUSEDPG_BUILD_TESTS=OFF",
+            *os.environ.get("CMAKE_ARGS", "").split(),
+        ]
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(build_dir), "--parallel", jobs], check=True)
+
+        module = Path(self.get_ext_fullpath(ext.name)).resolve()
+        built = build_dir / "fusedpg" / module.name
+        check_module(built)
+        targets = [module.parent]
+        if self.editable_mode:
+            targets.append(ROOT / "fusedpg")
+        for target in targets:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(build_dir / "fusedpg" / "_build_info.py", target)
+        # A new file, never a rewrite: a process may have the old module mapped.
+        module.unlink(missing_ok=True)
+        shutil.copy2(built, module)
+
+    def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            name = Path(self.get_ext_filename(ext.name)).name
+            (ROOT / "fusedpg" / name).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
+
+setup(
+    ext_modules=[Extension("fusedpg._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
