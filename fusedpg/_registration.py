@@ -35,6 +35,14 @@ def check_torch_version(built: str, running: str) -> None:
         )
 
 
+def _built_for() -> str | None:
+    """The torch version of the installed extension, or None when there is none yet."""
+    try:
+        return str(importlib.import_module("fusedpg._build_info").torch_version)
+    except ModuleNotFoundError:
+        return None
+
+
 def load_extension() -> ModuleType:
     """The compiled module ``fusedpg._C``, loaded once."""
     global _extension
@@ -75,26 +83,39 @@ def create(dist_options: Any, pg_options: Any = None) -> Any:
             ``dist.split_group`` may pass) only contribute their timeout.
     """
     module = load_extension()
-    if isinstance(pg_options, module.Options):
-        options = pg_options.__copy__()
-    else:
-        options = module.Options()
+    from torch.distributed.constants import default_pg_timeout
+
+    options = pg_options if isinstance(pg_options, module.Options) else None
+    chosen = module.Options() if options is None else options.__copy__()
     timeout = dist_options.timeout
-    options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    options.group_name = dist_options.group_id
-    options.global_ranks_in_group = list(dist_options.global_ranks_in_group)
+    timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    # torch passes its default where the caller gave no timeout: then the options' one counts.
+    if options is None or timeout != default_pg_timeout:
+        chosen._timeout = timeout
+    chosen.group_name = dist_options.group_id
+    chosen.global_ranks_in_group = list(dist_options.global_ranks_in_group)
     # DDP takes its buckets from the group's memory only with this set; torch's default is off.
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
     return module.ProcessGroupFused(
-        dist_options.store, dist_options.group_rank, dist_options.group_size, options
+        dist_options.store, dist_options.group_rank, dist_options.group_size, chosen
     )
 
 
 def register() -> None:
-    """Registers the backend; never raises, because torch's autoload may be the caller."""
+    """Registers the backend; never raises, because torch's autoload may be the caller.
+
+    A torch that the extension was not built for is warned about here and raises at first use.
+    """
     try:
+        import torch
         import torch.distributed as dist
 
+        built = _built_for()
+        if built is not None:
+            check_torch_version(built, str(torch.__version__))
+    except Exception as error:
+        warnings.warn(str(error), stacklevel=2)
+    try:
         if dist.is_available() and BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=DEVICES)
     except Exception as error:

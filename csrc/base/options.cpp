@@ -54,24 +54,33 @@ size_t default_arena_bytes() {
 Settings resolve(const Options& options) {
   Settings s;
   const auto arena = env_integer("FUSEDPG_ARENA_BYTES");
+  if (arena && *arena < 0) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: FUSEDPG_ARENA_BYTES must not be negative, got ",
+        *arena);
+  }
   s.arena_bytes = options.arena_bytes.value_or(
-      arena ? static_cast<size_t>(std::max<int64_t>(*arena, 0))
-            : default_arena_bytes());
+      arena ? static_cast<size_t>(*arena) : default_arena_bytes());
   s.arena_bytes = (s.arena_bytes + kMiB - 1) / kMiB * kMiB;
-  s.threads = options.threads.value_or(
-      static_cast<int>(env_integer("FUSEDPG_THREADS").value_or(0)));
-  if (s.threads < 0 || s.threads > 1024) {
+  const int64_t threads = options.threads
+      ? *options.threads
+      : env_integer("FUSEDPG_THREADS").value_or(0);
+  if (threads < 0 || threads > 1024) {
     fail(
         ErrorKind::kInvalid,
         "fused: threads must be between 1 and 1024 (or 0 for the default), "
         "got ",
-        s.threads);
+        threads);
   }
+  s.threads = static_cast<int>(threads);
   s.nan_check = options.nan_check.value_or(
       env_integer("FUSEDPG_NAN_CHECK").value_or(0) != 0);
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");
   s.isa = env("FUSEDPG_ISA").value_or("");
   s.spin_us = env_integer("FUSEDPG_SPIN_US").value_or(-1);
+  s.local_world_size =
+      static_cast<int>(env_integer("LOCAL_WORLD_SIZE").value_or(0));
   s.log_level = env("FUSEDPG_LOG").value_or("") == "info" ? 1 : 0;
   return s;
 }

@@ -31,6 +31,9 @@ struct Settings {
   // Microseconds a wait spins before it yields; negative: by the number of
   // ranks and cores. FUSEDPG_SPIN_US.
   int64_t spin_us;
+  // Ranks on this host as the launcher says, 0 if it does not.
+  // LOCAL_WORLD_SIZE.
+  int local_world_size;
   // 0 warnings only, 1 one line per group and fallback. FUSEDPG_LOG=info.
   int log_level;
 };

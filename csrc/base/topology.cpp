@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 
 namespace fusedpg {
@@ -34,13 +35,23 @@ std::string host_identity(const std::string& override_id) {
       link_target("/proc/self/ns/user");
 }
 
-int available_cpus() {
+std::string cpu_mask() {
   cpu_set_t set;
+  std::string mask;
   if (sched_getaffinity(0, sizeof set, &set) == 0) {
-    return CPU_COUNT(&set);
+    for (int i = 0; i < CPU_SETSIZE; ++i) {
+      mask += CPU_ISSET(i, &set) ? '1' : '0';
+    }
+    mask.resize(mask.find_last_of('1') + 1);
+  } else { // more CPUs than the set holds
+    mask.assign(std::max(sysconf(_SC_NPROCESSORS_ONLN), 1L), '1');
   }
-  const long n = sysconf(_SC_NPROCESSORS_ONLN);
-  return n > 0 ? static_cast<int>(n) : 1;
+  return mask;
+}
+
+int available_cpus() {
+  const std::string mask = cpu_mask();
+  return static_cast<int>(std::count(mask.begin(), mask.end(), '1'));
 }
 
 } // namespace fusedpg

@@ -296,7 +296,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter_tensor_coalesced(
       inputs,
       outputs,
       [outputs, inputs, op = opts.reduceOp, size = getSize()](Context& ctx) {
+        ctx.list_length = outputs.size();
         for (size_t i = 0; i < outputs.size(); ++i) {
+          ctx.list_index = i;
           const Flat out = Flat::output(outputs[i]);
           const Flat in = Flat::input(inputs[i]);
           const size_t bytes = outputs[i].nbytes();
@@ -340,8 +342,10 @@ void ProcessGroupFused::monitoredBarrier(
   }
   translate([&] {
     engine_->check_failed();
-    monitored_barrier(
-        engine_->domain(), timeout_or(opts.timeout), wait_all_ranks);
+    // Unlike elsewhere, a timeout of zero is one.
+    const auto timeout =
+        opts.timeout.count() >= 0 ? opts.timeout : timeout_.load();
+    monitored_barrier(engine_->domain(), timeout, wait_all_ranks);
   });
 }
 

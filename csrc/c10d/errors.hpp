@@ -22,7 +22,7 @@ namespace fusedpg {
 }
 
 template <typename Fn>
-auto translate(Fn&& fn) {
+decltype(auto) translate(Fn&& fn) {
   try {
     return fn();
   } catch (const Error& error) {

@@ -173,9 +173,13 @@ at::Tensor memory_order(const at::Tensor& t) {
 // the delegate's collectives.
 class DelegatedStep {
  public:
-  DelegatedStep(const Arguments& a, c10d::Backend& gloo)
+  DelegatedStep(
+      const Arguments& a,
+      c10d::Backend& gloo,
+      const kernels::Table& kernels)
       : a_(a),
         gloo_(gloo),
+        kernels_(kernels),
         rank_(gloo.getRank()),
         size_(gloo.getSize()) {}
 
@@ -227,7 +231,7 @@ class DelegatedStep {
     float* step = a_.state_steps[i].data_ptr<float>();
     float* out = updated.data_ptr<float>();
     const float* in = slice.const_data_ptr<float>();
-    kernels::table()->adamw_f32(
+    kernels_.adamw_f32(
         adamw_args(hyper, *step + 1.0F, size_),
         &out,
         1,
@@ -247,6 +251,7 @@ class DelegatedStep {
 
   const Arguments& a_;
   c10d::Backend& gloo_;
+  const kernels::Table& kernels_;
   const int rank_;
   const int size_;
 };
@@ -259,13 +264,20 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_adamw_(
   check_arguments(arguments, getRank(), getSize());
   const Call call{
       c10d::OpType::UNKNOWN, "fused:fused_adamw_", timeout_.load(), async_op};
+  for (const at::Tensor& p : arguments.params) {
+    if (!p.is_inference()) {
+      // Autograd must notice that a saved parameter has changed.
+      p.unsafeGetTensorImpl()->bump_version();
+    }
+  }
   // Kept by the closure, which may run after this call has returned.
   const auto a = std::make_shared<AdamwArguments>(std::move(arguments));
   if (spans_hosts()) {
-    return run_delegated(call, a->grads, a->params, [a](auto& gloo) {
-      DelegatedStep(*a, gloo).run();
-      return WorkPtr();
-    });
+    return run_delegated(
+        call, a->grads, a->params, [a, &table = kernels_](auto& gloo) {
+          DelegatedStep(*a, gloo, table).run();
+          return WorkPtr();
+        });
   }
   return run(call, a->grads, a->params, [a](Context& ctx) {
     c10::NoGradGuard no_grad;

@@ -73,7 +73,7 @@ at::Tensor ProcessGroupFused::allocateTensor(
       "fused: allocateTensor for ",
       options.device(),
       ": only CPU tensors can be allocated in this version");
-  if (!spans_hosts()) {
+  if (!spans_hosts() && !forked()) {
     try {
       return tensor_in(engine_->domain().arena(), {size}, options);
     } catch (const Error& error) {
@@ -89,10 +89,10 @@ at::Tensor ProcessGroupFused::allocateTensor(
 at::Tensor ProcessGroupFused::empty(
     at::IntArrayRef sizes,
     at::ScalarType type) {
-  TORCH_CHECK(
-      !spans_hosts(),
-      "fused: empty: this group spans hosts and has no shared arena; use "
-      "torch.empty");
+  if (spans_hosts()) {
+    return at::empty(sizes, at::TensorOptions().dtype(type));
+  }
+  check_open("fused:empty");
   return translate([&] {
     return tensor_in(
         engine_->domain().arena(), sizes, at::TensorOptions().dtype(type));

@@ -111,12 +111,36 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather(
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
   check_count("all_gather", "input tensor", inputs.size(), 1);
-  return allgather_coalesced(outputs, inputs, opts);
+  return gather_lists(outputs, inputs, opts);
 }
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_coalesced(
     TensorLists& outputs,
     Tensors& inputs,
+    const c10d::AllgatherOptions& opts) {
+  // Here outputs[p] holds what comes from rank p, a tensor for each input.
+  check_count(
+      "all_gather_coalesced",
+      "lists of outputs (one a rank)",
+      outputs.size(),
+      size_);
+  TensorLists by_input(inputs.size());
+  for (const Tensors& list : outputs) {
+    check_count(
+        "all_gather_coalesced",
+        "outputs in a list (one an input)",
+        list.size(),
+        inputs.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+      by_input[i].push_back(list[i]);
+    }
+  }
+  return gather_lists(by_input, inputs, opts);
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
+    const TensorLists& outputs,
+    const Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
   const Call call{
       c10d::OpType::ALLGATHER,
@@ -164,7 +188,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_coalesced(
         });
   }
   return run(call, inputs, all, [outputs, inputs](Context& ctx) {
+    ctx.list_length = inputs.size();
     for (size_t i = 0; i < inputs.size(); ++i) {
+      ctx.list_index = i;
       const auto outs = flat_outputs(outputs[i]);
       const Flat in = Flat::input(inputs[i]);
       all_gather(
@@ -225,7 +251,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
   }
   return run(
       call, inputs, outputs, [outputs, inputs, size = getSize()](Context& ctx) {
+        ctx.list_length = inputs.size();
         for (size_t i = 0; i < inputs.size(); ++i) {
+          ctx.list_index = i;
           const Flat out = Flat::output(outputs[i]);
           const Flat in = Flat::input(inputs[i]);
           const Span input = in.span();
@@ -401,8 +429,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::alltoall(
           }
           at::Tensor in = at::cat(parts);
           at::Tensor out = at::empty({total}, in.options());
+          const auto sizes = out_splits; // Gloo empties what it is given
           gloo.alltoall_base(out, in, out_splits, in_splits, opts)->wait();
-          const auto received = out.split_with_sizes(out_splits);
+          const auto received = out.split_with_sizes(sizes);
           for (size_t p = 0; p < outputs.size(); ++p) {
             outputs[p].detach().copy_(received[p].view(outputs[p].sizes()));
           }

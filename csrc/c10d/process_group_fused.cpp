@@ -82,12 +82,15 @@ ProcessGroupFused::ProcessGroupFused(
       options_(std::move(options)),
       settings_(translate([&] { return resolve(options_->engine); })),
       timeout_(options_->timeout),
+      kernels_(translate([&]() -> const kernels::Table& {
+        return select_kernels(settings_);
+      })),
       executor_(std::make_unique<Executor>()) {
   const Deadline deadline(options_->timeout);
   translate([&] {
     Bootstrap bootstrap(rank, size, settings_);
     StoreRendezvous rendezvous(store_);
-    bootstrap.meet(rendezvous, settings_.arena_bytes, deadline);
+    bootstrap.meet(rendezvous, deadline);
     local_world_size_ = bootstrap.local_world_size();
     if (bootstrap.single_host()) {
       engine_ = std::make_unique<Engine>(rank, bootstrap, settings_, deadline);
@@ -106,7 +109,7 @@ ProcessGroupFused::ProcessGroupFused(
             " ranks in shared memory, ",
             engine_->threads(),
             " thread(s) a rank, ",
-            engine_->kernels().name,
+            kernels_.name,
             " kernels"));
   }
   init();
@@ -121,7 +124,7 @@ ProcessGroupFused::~ProcessGroupFused() {
     std::lock_guard<std::mutex> lock(r.mutex);
     r.groups.erase(this);
   }
-  if (getpid() != owner_) {
+  if (forked()) {
     // A forked child has none of the threads these would join.
     (void)mailbox_.release();
     (void)engine_.release();
@@ -144,6 +147,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::enqueue(
   if (!call.async_op) {
     at::RecordFunction record(at::RecordScope::USER_SCOPE);
     if (record.isActive()) {
+      record._setAsync(); // as a Work records itself
       const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
       record.before(
           call.title,
@@ -242,7 +246,19 @@ c10d::Backend& ProcessGroupFused::delegate() {
   return *delegate_;
 }
 
+bool ProcessGroupFused::forked() const {
+  return getpid() != owner_;
+}
+
 void ProcessGroupFused::check_open(const char* op) const {
+  if (forked()) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            op,
+            ": this group belongs to the process that forked this one; create "
+            "a group in each process"));
+  }
   if (closed_.load(std::memory_order_acquire)) {
     C10_THROW_ERROR(
         DistBackendError,
@@ -282,7 +298,7 @@ void ProcessGroupFused::check_count(
 Mailbox& ProcessGroupFused::mailbox() {
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   if (!mailbox_) {
-    mailbox_ = std::make_unique<Mailbox>(engine_->domain(), engine_->kernels());
+    mailbox_ = std::make_unique<Mailbox>(engine_->domain(), kernels_);
   }
   return *mailbox_;
 }
@@ -354,6 +370,9 @@ c10d::ErrorType ProcessGroupFused::getError() {
 }
 
 void ProcessGroupFused::abort() {
+  if (forked()) {
+    return;
+  }
   const ReleaseGil release;
   if (engine_ != nullptr) {
     engine_->abort(*executor_);
@@ -363,7 +382,7 @@ void ProcessGroupFused::abort() {
 }
 
 void ProcessGroupFused::shutdown() {
-  if (closed_.exchange(true)) {
+  if (forked() || closed_.exchange(true)) {
     return;
   }
   const ReleaseGil release;
@@ -381,6 +400,9 @@ void ProcessGroupFused::shutdown() {
 }
 
 void ProcessGroupFused::shutdown_at_exit() {
+  if (forked()) {
+    return;
+  }
   const ReleaseGil release;
   if (engine_ != nullptr &&
       !executor_->drain(std::chrono::milliseconds(1000))) {
@@ -394,7 +416,7 @@ ProcessGroupFused::Info ProcessGroupFused::info() {
   i.engine = spans_hosts() ? "gloo" : "shm";
   i.local_world_size = local_world_size_;
   i.threads = spans_hosts() ? 1 : engine_->threads();
-  i.isa = spans_hosts() ? kernels::table()->name : engine_->kernels().name;
+  i.isa = kernels_.name;
   i.arena_reserved =
       spans_hosts() ? 0 : engine_->domain().arena()->heap_bytes();
   i.arena_used = spans_hosts() ? 0 : engine_->domain().arena()->used_bytes();

@@ -158,7 +158,8 @@ class ProcessGroupFused : public c10d::Backend {
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
-  // A tensor in the arena, or an error: never a fallback.
+  // A tensor in the arena, or an error; ordinary memory when the group spans
+  // hosts.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type);
   bool in_arena(const at::Tensor& t) const;
 
@@ -200,8 +201,6 @@ class ProcessGroupFused : public c10d::Backend {
   Info info();
 
  private:
-  friend class DelegatedOps;
-
   // Name and profiler facts of one call.
   struct Call {
     c10d::OpType type;
@@ -227,6 +226,11 @@ class ProcessGroupFused : public c10d::Backend {
       const Tensors& inputs,
       const Tensors& outputs,
       std::function<void(uint64_t)> operation);
+  // outputs[i][p] receives rank p's inputs[i].
+  WorkPtr gather_lists(
+      const TensorLists& outputs,
+      const Tensors& inputs,
+      const c10d::AllgatherOptions& opts);
   WorkPtr receive(
       Tensors& tensors,
       int src,
@@ -238,6 +242,9 @@ class ProcessGroupFused : public c10d::Backend {
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds given) const {
     return given > std::chrono::milliseconds(0) ? given : timeout_.load();
   }
+  // Whether this is a forked child, which has neither the threads nor the
+  // shared memory of the group.
+  bool forked() const;
   void check_open(const char* op) const;
   void check_root(const char* op, int64_t root) const;
   void check_count(
@@ -256,6 +263,7 @@ class ProcessGroupFused : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   const Settings settings_;
   std::atomic<std::chrono::milliseconds> timeout_;
+  const kernels::Table& kernels_;
   int local_world_size_ = 0;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Engine> engine_; // null when the group spans machines

@@ -47,6 +47,11 @@ kernels::ReduceArgs to_reduce_args(
     int world_size) {
   kernels::ReduceArgs args;
   args.dtype = to_dtype(type);
+  TORCH_CHECK_VALUE(
+      args.dtype != DType::kOpaque,
+      "fused: tensors of ",
+      type,
+      " can be moved, but not reduced; convert them first");
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
       args.op = RedOp::kSum;

@@ -11,7 +11,17 @@ void enter(
     size_t table_entries) {
   Domain& domain = ctx.domain;
   const int half = domain.next_half();
+  if (table_entries > kTableEntries) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: ",
+        op_name(mine.op),
+        ": more tensors or ranks in one call than supported; split the list");
+  }
+  ctx.entered = true;
   mine.sequence = ctx.sequence;
+  mine.list_index = ctx.list_index;
+  mine.list_length = ctx.list_length;
   mine.table_entries = table_entries;
   domain.descriptor(ctx.rank(), half) = mine;
   if (table_entries != 0) {
@@ -21,6 +31,25 @@ void enter(
         table_entries * sizeof(uint64_t));
   }
   domain.barrier(mine, ctx.deadline);
+  for (int p = 0; p < ctx.size(); ++p) {
+    if (mine.flags & kRefused) {
+      return; // the caller has its own error
+    }
+    if (domain.descriptor(p, half).flags & kRefused) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: ",
+          describe(mine),
+          ", sequence number ",
+          mine.sequence,
+          ", on rank ",
+          ctx.rank(),
+          ": rank ",
+          p,
+          " refused to take part: ",
+          domain.control(p).reason);
+    }
+  }
   for (int p = 0; p < ctx.size(); ++p) {
     const OpDescriptor& theirs = domain.descriptor(p, half);
     const std::string what =
@@ -57,6 +86,13 @@ void enter(
       }
     }
   }
+}
+
+void refuse(Context& ctx, const std::string& reason) {
+  OpDescriptor d;
+  d.flags = kRefused;
+  ctx.domain.set_reason(reason);
+  enter(ctx, d);
 }
 
 void check_nan(

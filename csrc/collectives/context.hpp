@@ -11,6 +11,9 @@
 
 namespace fusedpg {
 
+// Copies shorter than twice this are not worth a second thread.
+constexpr size_t kCopyGrain = size_t(32) << 10;
+
 // What an algorithm works with during one operation.
 struct Context {
   Domain& domain;
@@ -19,6 +22,10 @@ struct Context {
   Deadline deadline;
   uint64_t sequence;
   bool nan_check;
+  // Position in, and length of, a list of operations that one call runs.
+  uint64_t list_index = 0;
+  uint64_t list_length = 1;
+  bool entered = false; // enter() has been called
 
   int rank() const {
     return domain.rank();
@@ -31,7 +38,7 @@ struct Context {
     if (dst == src) {
       return;
     }
-    pool.run(bytes, 4096, size_t(256) << 10, [&](size_t begin, size_t end) {
+    pool.run(bytes, 4096, kCopyGrain, [&](size_t begin, size_t end) {
       kernels.copy(
           static_cast<char*>(dst) + begin,
           static_cast<const char*>(src) + begin,
@@ -55,6 +62,10 @@ void enter(
     OpDescriptor& mine,
     const uint64_t* table = nullptr,
     size_t table_entries = 0);
+
+// Enters in place of an operation that this rank cannot execute, so that its
+// peers, which wait for it, raise too and stay in step.
+void refuse(Context& ctx, const std::string& reason);
 
 // Sets the descriptor's NaN flag if the option asks for the check; enter()
 // then throws on every rank.

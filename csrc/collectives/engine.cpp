@@ -7,7 +7,17 @@
 namespace fusedpg {
 namespace {
 
-const kernels::Table& select_table(const std::string& isa) {
+// A share of the cores this process may use: the launcher knows how many ranks
+// there are on this host, of which the group may hold only some.
+int default_threads(int ranks, const Settings& settings) {
+  return std::max(
+      1, available_cpus() / std::max(ranks, settings.local_world_size));
+}
+
+} // namespace
+
+const kernels::Table& select_kernels(const Settings& settings) {
+  const std::string& isa = settings.isa;
   const kernels::Table* table =
       kernels::table(isa.empty() ? nullptr : isa.c_str());
   if (table == nullptr) {
@@ -20,22 +30,16 @@ const kernels::Table& select_table(const std::string& isa) {
   return *table;
 }
 
-int default_threads(int ranks) {
-  return std::max(1, available_cpus() / ranks);
-}
-
-} // namespace
-
 Engine::Engine(
     int rank,
     Bootstrap& bootstrap,
     const Settings& settings,
     const Deadline& deadline)
-    : kernels_(select_table(settings.isa)),
+    : kernels_(select_kernels(settings)),
       domain_(rank, bootstrap, settings, deadline),
       pool_(
           settings.threads > 0 ? settings.threads
-                               : default_threads(domain_.size())),
+                               : default_threads(domain_.size(), settings)),
       nan_check_(settings.nan_check) {}
 
 void Engine::check_failed() const {
@@ -55,7 +59,15 @@ void Engine::execute(
   Context ctx{
       domain_, kernels_, pool_, Deadline(timeout), sequence, nan_check_};
   try {
-    op(ctx);
+    const Domain::Running running(domain_);
+    try {
+      op(ctx);
+    } catch (const std::exception& error) {
+      if (!ctx.entered) {
+        refuse(ctx, error.what()); // throws on the peers only
+      }
+      throw;
+    }
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kInvalid &&
         error.kind() != ErrorKind::kMismatch) {

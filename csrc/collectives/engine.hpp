@@ -10,6 +10,9 @@
 
 namespace fusedpg {
 
+// The kernel table that the settings name, or the best. Throws Error(kInvalid).
+const kernels::Table& select_kernels(const Settings& settings);
+
 // The native engine of one group whose ranks share a machine: a domain, the
 // threads that work in it, and the rule for what happens when an operation
 // fails. Thread-safe.
@@ -40,9 +43,6 @@ class Engine {
 
   Domain& domain() {
     return domain_;
-  }
-  const kernels::Table& kernels() const {
-    return kernels_;
   }
   int threads() const {
     return pool_.threads();

@@ -5,6 +5,10 @@
 namespace fusedpg {
 namespace {
 
+// A rank asks by raising its `monitored_arrived`; rank 0 answers by raising
+// that rank's `monitored_passed` to it. A rank that gives up takes its question
+// back, so a barrier that failed leaves nothing behind.
+
 OpDescriptor descriptor(uint64_t sequence) {
   OpDescriptor d;
   d.op = OpCode::kBarrier;
@@ -17,23 +21,22 @@ void ring(Domain& domain, int rank) {
   domain.control(rank).mail_bell.ring();
 }
 
-// Waits for rank p; false when it did not come in time.
-bool wait_for(
-    Domain& domain,
-    int p,
-    const std::atomic<uint64_t>& counter,
-    uint64_t target,
-    const Deadline& deadline) {
-  const auto ready = [&] {
-    return counter.load(std::memory_order_acquire) >= target;
-  };
+bool asks(Domain& domain, int rank) {
+  const RankControl& c = domain.control(rank);
+  return c.monitored_arrived.load(std::memory_order_acquire) >
+      c.monitored_passed.load(std::memory_order_acquire);
+}
+
+// Waits for something rank p does; false when it does not in time.
+template <typename Ready>
+bool wait_for(Domain& domain, int p, const Deadline& deadline, Ready ready) {
   if (ready()) {
     return true;
   }
   try {
     domain.wait(
         domain.control(domain.rank()).mail_bell,
-        descriptor(target),
+        descriptor(0),
         deadline,
         ready,
         [&](int q) { return q == p; });
@@ -43,20 +46,28 @@ bool wait_for(
   }
 }
 
-void lead(
-    Domain& domain,
-    uint64_t target,
-    const Deadline& deadline,
-    bool wait_all_ranks) {
+void lead(Domain& domain, const Deadline& deadline, bool wait_all_ranks) {
+  // Looks at everyone each time: while rank 0 waits for one rank, another may
+  // come and, its own time being over, give up. It is not to be blamed then.
+  std::vector<bool> came(domain.size());
+  const auto look = [&](int p) {
+    for (int q = 1; q < domain.size(); ++q) {
+      came[q] = came[q] || asks(domain, q);
+    }
+    return came[p];
+  };
   std::vector<int> missing;
   for (int p = 1; p < domain.size(); ++p) {
-    if (wait_for(
-            domain, p, domain.control(p).monitored_arrived, target, deadline)) {
-      continue;
+    if (!wait_for(domain, p, deadline, [&] { return look(p); })) {
+      missing.push_back(p);
+      if (!wait_all_ranks) {
+        break;
+      }
     }
-    missing.push_back(p);
-    if (!wait_all_ranks) {
-      break;
+  }
+  for (int p = 1; p < domain.size() && missing.empty(); ++p) {
+    if (!asks(domain, p)) {
+      missing.push_back(p); // but here all others came
     }
   }
   if (!missing.empty()) {
@@ -66,12 +77,36 @@ void lead(
       text << (i ? ", " : "") << missing[i];
     }
     text << " failed to pass monitoredBarrier in " << deadline.timeout().count()
-         << " ms";
+         << " ms: Rank 0 timed out in monitoredBarrier";
     throw Error(ErrorKind::kTimeout, text.str());
   }
-  domain.control(0).monitored_passed.store(target, std::memory_order_release);
   for (int p = 1; p < domain.size(); ++p) {
+    RankControl& c = domain.control(p);
+    c.monitored_passed.store(
+        c.monitored_arrived.load(std::memory_order_acquire),
+        std::memory_order_release);
     ring(domain, p);
+  }
+}
+
+void follow(Domain& domain, const Deadline& deadline) {
+  RankControl& mine = domain.control(domain.rank());
+  const uint64_t question =
+      mine.monitored_passed.load(std::memory_order_acquire) + 1;
+  mine.monitored_arrived.store(question, std::memory_order_release);
+  ring(domain, 0);
+  const bool passed = wait_for(domain, 0, deadline, [&] {
+    return mine.monitored_passed.load(std::memory_order_acquire) >= question;
+  });
+  if (!passed) {
+    mine.monitored_arrived.store(question - 1, std::memory_order_release);
+    fail(
+        ErrorKind::kTimeout,
+        "fused: Rank ",
+        domain.rank(),
+        " successfully reached monitoredBarrier, but received errors while "
+        "waiting for send/recv from rank 0. Please check rank 0 logs for "
+        "faulty rank.");
   }
 }
 
@@ -82,23 +117,10 @@ void monitored_barrier(
     std::chrono::milliseconds timeout,
     bool wait_all_ranks) {
   const Deadline deadline(timeout);
-  RankControl& mine = domain.control(domain.rank());
-  const uint64_t target =
-      mine.monitored_arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
   if (domain.rank() == 0) {
-    lead(domain, target, deadline, wait_all_ranks);
-    return;
-  }
-  ring(domain, 0);
-  if (!wait_for(
-          domain, 0, domain.control(0).monitored_passed, target, deadline)) {
-    fail(
-        ErrorKind::kTimeout,
-        "fused: Rank ",
-        domain.rank(),
-        " successfully reached monitoredBarrier, but received errors while "
-        "waiting for send/recv from rank 0. Please check rank 0 logs for "
-        "faulty rank.");
+    lead(domain, deadline, wait_all_ranks);
+  } else {
+    follow(domain, deadline);
   }
 }
 

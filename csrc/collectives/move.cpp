@@ -88,9 +88,6 @@ class Mover {
         flags &= found ? ~uint64_t(0) : ~kReadsDirect;
       }
     }
-    if (table.size() > kTableEntries) {
-      fail(ErrorKind::kInvalid, "fused: more ranks on one host than supported");
-    }
     flags |= stage_small(Row(table.data(), size_));
     d_.flags |= flags;
     enter(ctx_, d_, table.data(), table.size());

@@ -26,17 +26,6 @@ void describe_tensors(
     Context& ctx,
     OpDescriptor& d,
     const std::vector<ReduceTensor>& tensors) {
-  if (tensors.size() > kTableEntries / 2) {
-    fail(
-        ErrorKind::kInvalid,
-        "fused: ",
-        op_name(d.op),
-        ": ",
-        tensors.size(),
-        " tensors in one call; at most ",
-        kTableEntries / 2,
-        " are supported, split the list");
-  }
   Hash shape;
   d.items = tensors.size();
   for (const ReduceTensor& t : tensors) {

@@ -63,7 +63,8 @@ void* Arena::allocate(size_t bytes) {
   const size_t need = round_up(std::max<size_t>(bytes, 1), kAlignment);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto fit = free_by_size_.lower_bound({need, 0});
-  if (fit == free_by_size_.end()) {
+  // Rounding up may have wrapped around.
+  if (need < bytes || fit == free_by_size_.end()) {
     fail(
         ErrorKind::kOutOfMemory,
         "fused: the group's arena is full: ",
@@ -136,9 +137,18 @@ std::optional<size_t> Arena::locate(const void* p, size_t bytes) const {
 void Arena::replace_window(size_t offset, size_t bytes, bool live) {
   constexpr int kAnonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   constexpr int kReadWrite = PROT_READ | PROT_WRITE;
+  // The shared pages are nobody's afterwards; only a window is held twice.
+  const auto punch = [&] {
+    fallocate(
+        file_.get(),
+        FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+        static_cast<off_t>(offset),
+        static_cast<off_t>(bytes));
+  };
   if (!live) {
     // Failing here would leave the old mapping in place, which is harmless.
     mmap(base() + offset, bytes, kReadWrite, kAnonymous | MAP_FIXED, -1, 0);
+    punch();
     return;
   }
   void* copy = mmap(nullptr, bytes, kReadWrite, kAnonymous, -1, 0);
@@ -152,12 +162,7 @@ void Arena::replace_window(size_t offset, size_t bytes, bool live) {
     munmap(copy, bytes);
     fail_errno("fused: cannot detach the arena after a failure");
   }
-  // The shared pages are nobody's now; only a window is held twice at a time.
-  fallocate(
-      file_.get(),
-      FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-      static_cast<off_t>(offset),
-      static_cast<off_t>(bytes));
+  punch();
 }
 
 void Arena::detach() {

@@ -68,7 +68,7 @@ std::string serialize(const PeerInfo& info) {
   append(out, info.host_id);
   append(out, info.address);
   append(out, info.token);
-  append(out, std::to_string(info.arena_bytes));
+  append(out, info.cpus);
   append(out, std::to_string(info.pid));
   return out;
 }
@@ -91,7 +91,7 @@ PeerInfo deserialize(const std::string& in, int peer) {
   info.host_id = take(in, at);
   info.address = take(in, at);
   info.token = take(in, at);
-  info.arena_bytes = std::stoull(take(in, at));
+  info.cpus = take(in, at);
   info.pid = std::stoi(take(in, at));
   return info;
 }
@@ -216,6 +216,7 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
       world_size_(world_size) {
   self_.host_id = host_identity(settings.host_id);
   self_.token = random_token();
+  self_.cpus = cpu_mask();
   self_.pid = getpid();
   listener_ = Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_un address{};
@@ -239,11 +240,7 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
       address.sun_path, length - offsetof(sockaddr_un, sun_path));
 }
 
-void Bootstrap::meet(
-    Rendezvous& store,
-    uint64_t arena_bytes,
-    const Deadline& deadline) {
-  self_.arena_bytes = arena_bytes;
+void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {
   const std::string me = std::to_string(rank_);
   const std::string prefix =
       "fusedpg/" + std::to_string(store.add("fusedpg/met/" + me, 1)) + "/";
@@ -265,6 +262,19 @@ int Bootstrap::local_world_size() const {
       std::count_if(peers_.begin(), peers_.end(), [&](const PeerInfo& p) {
         return p.host_id == self_.host_id;
       }));
+}
+
+int Bootstrap::local_cpus() const {
+  std::string all;
+  for (const PeerInfo& p : peers_) {
+    if (p.host_id == self_.host_id) {
+      all.resize(std::max(all.size(), p.cpus.size()), '0');
+      for (size_t i = 0; i < p.cpus.size(); ++i) {
+        all[i] = p.cpus[i] == '1' ? '1' : all[i];
+      }
+    }
+  }
+  return static_cast<int>(std::count(all.begin(), all.end(), '1'));
 }
 
 std::vector<Bootstrap::Peer> Bootstrap::exchange_memory(

@@ -24,7 +24,7 @@ struct PeerInfo {
   std::string host_id;
   std::string address; // abstract unix socket
   std::string token; // proves to a listener that the caller read the store
-  uint64_t arena_bytes = 0;
+  std::string cpus; // affinity mask
   int pid = 0;
 };
 
@@ -37,7 +37,7 @@ class Bootstrap {
   // Publishes this rank and reads the others. Keys carry the number of times
   // this rank has met under this store, so that a group can be built again
   // under the same one.
-  void meet(Rendezvous& store, uint64_t arena_bytes, const Deadline& deadline);
+  void meet(Rendezvous& store, const Deadline& deadline);
 
   const std::vector<PeerInfo>& peers() const {
     return peers_;
@@ -45,6 +45,8 @@ class Bootstrap {
   bool single_host() const;
   // Ranks with this rank's host identity, this one included.
   int local_world_size() const;
+  // CPUs that at least one rank of this host may run on.
+  int local_cpus() const;
 
   struct Peer {
     Fd memory;

@@ -84,6 +84,11 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   if (here.root != there.root) {
     return differ("root", here.root, there.root);
   }
+  if (here.list_length != there.list_length ||
+      here.list_index != there.list_index) {
+    return differ(
+        "number of tensors in the list", here.list_length, there.list_length);
+  }
   if (here.items != there.items) {
     return differ("number of tensors", here.items, there.items);
   }

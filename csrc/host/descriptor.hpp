@@ -38,6 +38,8 @@ struct alignas(64) OpDescriptor {
   int32_t root = -1;
   uint64_t count = 0; // elements, over all tensors of the call
   uint64_t items = 1; // tensors
+  uint64_t list_index = 0; // of this operation among those of one call
+  uint64_t list_length = 1;
   uint64_t shape_hash = 0; // of what `count` does not tell
   uint64_t value_hash = 0; // hyperparameters
   // Facts that may differ from rank to rank.
@@ -51,6 +53,7 @@ constexpr uint64_t kWritesDirect = 2; // all outputs lie in this rank's arena
 constexpr uint64_t kStaged = 4; // the input is already in the staging buffer
 constexpr uint64_t kFoundInf = 8; // skip the update
 constexpr uint64_t kHasNan = 16; // found by the NaN check
+constexpr uint64_t kRefused = 32; // this rank cannot take part; see reason
 
 // "all_reduce(SUM, float32, 1024 elements)"
 std::string describe(const OpDescriptor& d);

@@ -41,7 +41,8 @@ Domain::Layout Domain::layout(int size) {
   Layout l;
   l.stage = round_up(sizeof(RankControl), kPage);
   l.inboxes = l.stage + 4 * kStageBytes;
-  l.total = l.inboxes + round_up(size * sizeof(Inbox), kPage);
+  l.mail_reserve = l.inboxes + round_up(size * sizeof(Inbox), kPage);
+  l.total = l.mail_reserve + kMailReserve;
   return l;
 }
 
@@ -71,7 +72,7 @@ Domain::Domain(
     peers_[p].memory.reset();
   }
   // Spinning helps only while nobody else needs this core.
-  const bool crowded = size_ > sysconf(_SC_NPROCESSORS_ONLN);
+  const bool crowded = size_ > bootstrap.local_cpus();
   spin_ = std::chrono::microseconds(
       settings.spin_us >= 0 ? settings.spin_us : (crowded ? 0 : 5));
   yields_ = crowded ? 200 : 50;
@@ -126,7 +127,7 @@ void Domain::wait(
       }
     } while (Clock::now() < end);
   }
-  for (int i = 0; i < yields_; ++i) {
+  for (int i = 0; i < yields_ && !abort_requested(); ++i) {
     if (ready()) {
       return;
     }
@@ -168,9 +169,9 @@ void Domain::wait(
           ErrorKind::kTimeout,
           "fused: ",
           name(),
-          ", timed out on rank ",
+          ", failed on rank ",
           rank_,
-          " after ",
+          ": timeout after ",
           deadline.timeout().count(),
           " ms waiting for ",
           ranks_text(late),
@@ -251,12 +252,28 @@ void Domain::mark_failed(const Error& error) {
     failure_reason_ = error.what();
     failed_.store(true, std::memory_order_release);
   }
-  RankControl& mine = control(rank_);
-  std::strncpy(mine.reason, error.what(), sizeof mine.reason - 1);
-  mine.state.store(
+  set_reason(error.what());
+  control(rank_).state.store(
       static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
   ring_all();
-  arena_->detach();
+  detach();
+}
+
+void Domain::detach() {
+  const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  if (!lock) {
+    return; // ~Running does it
+  }
+  try {
+    arena_->detach();
+  } catch (const Error& error) {
+    log_line(error.what());
+  }
+}
+
+void Domain::set_reason(const std::string& reason) {
+  RankControl& mine = control(rank_);
+  std::strncpy(mine.reason, reason.c_str(), sizeof mine.reason - 1);
 }
 
 ErrorKind Domain::failure_kind() const {

@@ -18,6 +18,8 @@ namespace fusedpg {
 
 // Bytes of one staging buffer; a rank has two for input and two for output.
 constexpr size_t kStageBytes = size_t(1) << 20;
+// Bytes through which a message travels when the arena is full.
+constexpr size_t kMailReserve = size_t(64) << 10;
 // 64-bit words of one operation's table; a rank has two tables.
 constexpr size_t kTableEntries = 8192;
 // Messages of point to point in flight from one rank to another.
@@ -66,7 +68,7 @@ struct RankControl {
   Bell mail_bell; // rung by point to point
   alignas(64) std::atomic<uint32_t> state; // RankState
   char reason[448]; // written before `state` becomes kFailed
-  // Monitored barriers this rank has reached, and (rank 0) let pass.
+  // See collectives/monitored_barrier.cpp; rank 0 writes the second.
   alignas(64) std::atomic<uint64_t> monitored_arrived;
   alignas(64) std::atomic<uint64_t> monitored_passed;
   OpDescriptor descriptors[2];
@@ -145,6 +147,9 @@ class Domain {
     return *reinterpret_cast<Inbox*>(
         bases_[owner] + layout_.inboxes + sender * sizeof(Inbox));
   }
+  char* mail_reserve() {
+    return bases_[rank_] + layout_.mail_reserve;
+  }
   RankControl& control(int rank) {
     return *reinterpret_cast<RankControl*>(bases_[rank]);
   }
@@ -168,6 +173,27 @@ class Domain {
   bool abort_requested() const {
     return abort_.load(std::memory_order_acquire);
   }
+  // Exists while a collective runs. Peers read and write the arena meanwhile,
+  // so a failure that another thread reports detaches it only afterwards.
+  class Running {
+   public:
+    explicit Running(Domain& domain) : domain_(domain) {
+      domain_.running_.lock();
+    }
+    Running(const Running&) = delete;
+    ~Running() {
+      domain_.running_.unlock();
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      if (domain_.failed()) {
+        domain_.detach();
+      }
+    }
+
+   private:
+    Domain& domain_;
+  };
+  // The text that peers quote when this rank fails or refuses an operation.
+  void set_reason(const std::string& reason);
   // Tells peers that this rank takes part in nothing more.
   void leave();
 
@@ -175,11 +201,13 @@ class Domain {
   struct Layout {
     size_t stage;
     size_t inboxes;
+    size_t mail_reserve;
     size_t total;
   };
   static Layout layout(int size);
   bool process_ended(int rank) const;
   void ring_all();
+  void detach();
 
   const int rank_;
   const int size_;
@@ -194,6 +222,7 @@ class Domain {
 
   std::atomic<bool> abort_{false};
   std::atomic<bool> failed_{false};
+  std::mutex running_;
   mutable std::mutex failure_mutex_;
   ErrorKind failure_kind_ = ErrorKind::kAborted;
   std::string failure_reason_;

@@ -147,6 +147,8 @@ bool Mailbox::take_posts() {
     posts.swap(posts_);
     have_posts_.store(false, std::memory_order_release);
   }
+  // Matching may throw: by then every post must be known to fail_all().
+  std::vector<std::list<Receive>::iterator> receives;
   for (Post& post : posts) {
     if (post.sends) {
       Peer& peer = peers_[post.peer];
@@ -154,8 +156,11 @@ bool Mailbox::take_posts() {
       peer.sends.push_back(Send{std::move(post), id});
     } else {
       receives_.push_back(Receive{std::move(post)});
-      match_receive(std::prev(receives_.end()));
+      receives.push_back(std::prev(receives_.end()));
     }
+  }
+  for (const auto& receive : receives) {
+    match_receive(receive);
   }
   return true;
 }
@@ -251,6 +256,20 @@ bool Mailbox::match_receive(std::list<Receive>::iterator receive) {
   return false;
 }
 
+// A rank that failed or left has taken its memory away, so what was copied
+// since may be anything. One that was killed has not. Where this rank has
+// failed, what was written during the detachment is lost.
+void Mailbox::check_source(const Post& post, int peer) {
+  std::atomic_thread_fence(std::memory_order_acquire); // after the copy
+  if (domain_.failed()) {
+    fail(domain_.failure_kind(), domain_.failure_reason());
+  }
+  if (domain_.control(peer).state.load(std::memory_order_acquire) !=
+      static_cast<uint32_t>(RankState::kOk)) {
+    domain_.check_peers(name(post), [&](int q) { return q == peer; });
+  }
+}
+
 void Mailbox::consume(int peer, std::list<Incoming>::iterator incoming) {
   const auto receive = incoming->receive;
   const Post& post = receive->post;
@@ -279,6 +298,7 @@ void Mailbox::consume(int peer, std::list<Incoming>::iterator incoming) {
         domain_.address(peer, part.location),
         part.bytes,
         false);
+    check_source(post, peer);
     receive->received += part.bytes;
     peers_[peer].replies.push_back(
         {part.id, kAck, part.tag, part.total, part.offset, part.bytes, 0});
@@ -355,15 +375,44 @@ bool Mailbox::push_part(int peer, Send& send) {
   if (in_place) {
     part.location = *in_place + send.offset;
   } else if (bytes != 0) {
-    block = domain_.arena()->allocate(bytes);
-    kernels_.copy(block, post.data + send.offset, bytes, false);
+    block = allocate(part.bytes);
+    if (block == nullptr) {
+      return false;
+    }
+    kernels_.copy(block, post.data + send.offset, part.bytes, false);
     part.location = static_cast<uint64_t>(
         static_cast<char*>(block) - domain_.arena()->base());
   }
   send.started = true;
-  send.offset += bytes;
-  send.parts.emplace_back(block, bytes);
+  send.offset += part.bytes;
+  send.parts.emplace_back(block, part.bytes);
   return write(peer, part);
+}
+
+// A block of the arena for at most `bytes`; `bytes` becomes what fits. When the
+// arena is full one part at a time goes through the reserve; null: not now.
+void* Mailbox::allocate(uint64_t& bytes) {
+  try {
+    return domain_.arena()->allocate(bytes);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kOutOfMemory) {
+      throw;
+    }
+  }
+  if (reserve_used_) {
+    return nullptr;
+  }
+  reserve_used_ = true;
+  bytes = std::min<uint64_t>(bytes, kMailReserve);
+  return domain_.mail_reserve();
+}
+
+void Mailbox::release(void* block) {
+  if (block == domain_.mail_reserve()) {
+    reserve_used_ = false;
+  } else if (block != nullptr) {
+    domain_.arena()->deallocate(block);
+  }
 }
 
 void Mailbox::on_reply(int peer, const Message& message) {
@@ -395,9 +444,7 @@ void Mailbox::on_reply(int peer, const Message& message) {
   }
   const auto [block, bytes] = send->parts.front();
   send->parts.pop_front();
-  if (block != nullptr) {
-    domain_.arena()->deallocate(block);
-  }
+  release(block);
   send->acknowledged += bytes;
   if (send->acknowledged == send->post.bytes) {
     finish_send(peer, send, nullptr);
@@ -406,9 +453,7 @@ void Mailbox::on_reply(int peer, const Message& message) {
 
 void Mailbox::release_parts(Send& send) {
   for (const auto& [block, bytes] : send.parts) {
-    if (block != nullptr) {
-      domain_.arena()->deallocate(block);
-    }
+    release(block);
   }
   send.parts.clear();
 }
@@ -498,11 +543,11 @@ void Mailbox::check() {
           ErrorKind::kTimeout,
           "fused: ",
           name(*post),
-          ", timed out on rank ",
+          ", failed on rank ",
           me_,
-          " after ",
+          ": timeout after ",
           post->deadline.timeout().count(),
-          " ms");
+          " ms without the other side");
     }
   }
 }

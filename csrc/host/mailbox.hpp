@@ -102,8 +102,11 @@ class Mailbox {
   bool match(int peer, Incoming& incoming);
   bool match_receive(std::list<Receive>::iterator receive);
   void consume(int peer, std::list<Incoming>::iterator incoming);
+  void check_source(const Post& post, int peer);
   bool push_sends(int peer);
   bool push_part(int peer, Send& send);
+  void* allocate(uint64_t& bytes);
+  void release(void* block);
   bool flush_replies(int peer);
   bool write(int peer, const Message& message);
   bool room(int peer);
@@ -131,6 +134,7 @@ class Mailbox {
   // Of the thread alone.
   std::vector<Peer> peers_;
   std::list<Receive> receives_; // posted and not yet complete, in order
+  bool reserve_used_ = false;
   std::thread thread_;
 };
 

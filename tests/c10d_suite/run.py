@@ -1,0 +1,140 @@
+"""Runs PyTorch's DistributedTest on a backend and sums it up.
+
+python tests/c10d_suite/run.py           a fixed spread, some minutes
+python tests/c10d_suite/run.py --full    everything Gloo passes, tens of minutes
+
+Ends with 0 if nothing failed but what stands in known.txt with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The tests at one world size."""
+
+    world_size: int
+    gate: str
+    small: bool
+    full: str
+    spread: str
+
+
+PARTS = (
+    Part(2, "gloo", False, "gloo-w2.txt", "spread-w2.txt"),
+    Part(4, "mpi", True, "gloo-w4.txt", "spread-w4.txt"),
+)
+
+
+def known() -> dict[str, str]:
+    """Tests that cannot pass on a backend of another name, and why."""
+    lines = (HERE / "known.txt").read_text().splitlines()
+    pairs = (line.split(None, 1) for line in lines if line and not line.startswith("#"))
+    return dict(pairs)
+
+
+def outcomes(report: Path) -> Iterator[tuple[str, str, str]]:
+    for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
+        outcome, text = "passed", ""
+        for child in case:
+            if child.tag in ("failure", "error"):
+                outcome, text = "failed", (child.text or child.get("message") or "").strip()
+            elif child.tag == "skipped":
+                outcome, text = "skipped", child.get("message") or ""
+        yield str(case.get("name")), outcome, text
+
+
+def run(part: Part, backend: str, tests: Path, timeout: float) -> list[str]:
+    """Runs one part; the names of the tests that failed without being known."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fusedpg-c10d-") as scratch:
+        report = Path(scratch) / "report.xml"
+        env = {
+            **os.environ,
+            "C10D_SUITE_BACKEND": backend,
+            "C10D_SUITE_GATE": part.gate,
+            "C10D_SUITE_SMALL": str(int(part.small)),
+            "C10D_SUITE_SELECT": str(tests),
+            "WORLD_SIZE": str(part.world_size),
+            "TEMP_DIR": scratch,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONWARNINGS": "ignore",
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short"]
+        command += ["--confcutdir", str(HERE), "--rootdir", str(HERE), "-c", os.devnull]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}", str(HERE / "suite.py")]
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output = process.communicate(timeout=timeout)[0]
+        finally:
+            if process.poll() is None:
+                # Its ranks too, which are in its session.
+                os.killpg(process.pid, 9)
+                process.wait()
+        if not report.exists():
+            print(output[-5000:])
+            raise SystemExit(f"world size {part.world_size}: no report")
+        results = list(outcomes(report))
+    reasons = known() if backend != part.gate else {}
+    failed = {name: text for name, outcome, text in results if outcome == "failed"}
+    count = collections.Counter(outcome for _, outcome, _ in results)
+    print(
+        f"world size {part.world_size}: {count['passed']} passed, {count['failed']} failed, "
+        f"{count['skipped']} skipped in {time.monotonic() - begin:.0f} s"
+    )
+    for name, outcome, text in results:
+        if outcome == "skipped":
+            print(f"  skipped {name}: {text}")
+    for name, text in failed.items():
+        if name in reasons:
+            print(f"  known   {name}: {reasons[name]}")
+        else:
+            print(f"  FAILED  {name}\n{text[-3000:]}")
+    return [name for name in failed if name not in reasons] + [
+        name for name, outcome, _ in results if outcome == "skipped"
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="everything Gloo passes")
+    parser.add_argument("--backend", default="fused")
+    parser.add_argument("--world-size", type=int, choices=[2, 4], help="only this one")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds per world size")
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("expecttest") is None:
+        raise SystemExit("torch's suite needs expecttest: pip install expecttest")
+    bad = []
+    for part in PARTS:
+        if arguments.world_size in (None, part.world_size):
+            tests = HERE / (part.full if arguments.full else part.spread)
+            bad += run(part, arguments.backend, tests, arguments.timeout)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

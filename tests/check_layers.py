@@ -1,0 +1,86 @@
+"""Checks the house rules that a compiler does not: who includes whom, and file sizes.
+
+The rooms of csrc/ are described in docs/architecture.md. Run: python tests/check_layers.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 600
+
+# What each room may include besides itself; a room below never knows one above.
+MAY_INCLUDE: dict[str, set[str]] = {
+    "c10d": {"collectives", "host", "net", "cuda", "base", "kernels"},
+    "collectives": {"host", "net", "cuda", "base", "kernels"},
+    "host": {"base", "kernels"},
+    "net": {"base", "kernels"},
+    "cuda": {"base", "kernels"},
+    "base": set(),
+    "kernels": set(),
+}
+# Single headers open to a room that may not include the rest of their room.
+ALSO_ALLOWED: dict[str, set[str]] = {"kernels": {"base/dtype.hpp"}}
+
+TORCH_OR_PYTHON = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^(Python|structmember)\.h$")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+CXX_SUFFIXES = {".cpp", ".hpp", ".h", ".cu", ".cuh"}
+SOURCE_SUFFIXES = CXX_SUFFIXES | {".py", ".pyi"}
+SOURCE_FOLDERS = ("csrc", "fusedpg", "tests", "benchmarks", "examples", "cmake", "patches")
+
+
+def check_include(room: str, delimiter: str, name: str, csrc: Path) -> str | None:
+    """What is wrong with one include directive of a file in a room, or None."""
+    if TORCH_OR_PYTHON.match(name):
+        return None if room == "c10d" else f"only csrc/c10d may see torch or Python: {name}"
+    if delimiter == "<":
+        return None
+    if not (csrc / name).is_file():
+        return f'"{name}" does not exist under csrc/: our headers are included by that path'
+    target = name.split("/")[0]
+    if target == room or target in MAY_INCLUDE[room] or name in ALSO_ALLOWED.get(room, set()):
+        return None
+    return f"{room} may not include {name}"
+
+
+def layer_errors(csrc: Path) -> list[str]:
+    errors = []
+    for path in sorted(csrc.rglob("*")):
+        if path.suffix not in CXX_SUFFIXES or not path.is_file():
+            continue
+        room = path.relative_to(csrc).parts[0]
+        if room not in MAY_INCLUDE:
+            errors.append(f"{path}: not in a room of csrc/ ({', '.join(MAY_INCLUDE)})")
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            match = INCLUDE.match(line)
+            if match and (error := check_include(room, match[1], match[2], csrc)):
+                errors.append(f"{path}:{number}: {error}")
+    return errors
+
+
+def size_errors(root: Path) -> list[str]:
+    errors = []
+    paths = [root / "setup.py"]
+    for folder in SOURCE_FOLDERS:
+        paths += sorted((root / folder).rglob("*"))
+    for path in paths:
+        if path.suffix in SOURCE_SUFFIXES and path.is_file():
+            lines = len(path.read_text().splitlines())
+            if lines > MAX_LINES:
+                errors.append(f"{path}: {lines} lines, more than {MAX_LINES}")
+    return errors
+
+
+def main() -> int:
+    errors = layer_errors(ROOT / "csrc") + size_errors(ROOT)
+    for error in errors:
+        print(error.replace(f"{ROOT}/", ""), file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Bits: order of summation, special values, the same on all ranks and runs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from checks.cases import HALF, Case, Placed, digest, logical, reduce_op, reference, same
+from checks.collectives import everyone
+from harness import Context
+
+
+def spread(case: Case, rank: int) -> torch.Tensor:
+    """Contributions of very different size, so that every other order shows."""
+    contents = logical(case, rank)
+    scale = logical(Case("", torch.float32, case.numel, seed=case.seed + 17), rank)
+    if case.dtype in HALF or case.dtype == torch.float32 or case.dtype == torch.float64:
+        return (contents.float() * torch.exp2((scale * 3).round())).to(case.dtype)
+    return contents
+
+
+def all_reduce(context: Context, case: Case) -> str:
+    """One all_reduce against the left fold; the digest of the result."""
+    inputs = [spread(case, rank) for rank in range(context.world_size)]
+    placed = Placed(context, case, inputs[context.rank])
+    dist.all_reduce(placed.tensor, reduce_op(case.redop))
+    want = reference(case.redop, inputs)
+    assert same(placed.tensor, want), (
+        f"{case}: {int((placed.tensor != want).sum())} of {case.numel} elements differ"
+    )
+    return digest([placed.tensor])
+
+
+def reduce_scatter(context: Context, case: Case) -> str:
+    """reduce_scatter and all_gather give what all_reduce gives, bit by bit."""
+    ranks = context.world_size
+    numel = case.numel // ranks * ranks
+    inputs = [spread(case, rank)[:numel] for rank in range(ranks)]
+    placed = Placed(context, case, inputs[context.rank], layout="contiguous")
+    shard = Placed(context, case, torch.zeros(numel // ranks, dtype=case.dtype)).tensor
+    dist.reduce_scatter_tensor(shard, placed.tensor, reduce_op(case.redop))
+    placed.untouched()
+    whole = torch.empty(numel, dtype=case.dtype)
+    dist.all_gather_into_tensor(whole, shard)
+    assert same(whole, reference(case.redop, inputs))
+    dist.all_reduce(placed.tensor, reduce_op(case.redop))
+    assert same(whole, placed.tensor)
+    rooted = inputs[context.rank].clone()
+    dist.reduce(rooted, 0, reduce_op(case.redop))
+    if context.rank == 0:
+        assert same(rooted, whole)
+    return digest([whole])
+
+
+def sizes_agree(context: Context, sizes: list[int]) -> None:
+    """An element's bits do not depend on the size of the message around it."""
+    largest = max(sizes)
+    inputs = [
+        spread(Case("", torch.float32, largest, seed=11), rank)
+        for rank in range(context.world_size)
+    ]
+    want = reference("SUM", inputs)
+    for size in sizes:
+        tensor = inputs[context.rank][:size].clone()
+        dist.all_reduce(tensor)
+        assert same(tensor, want[:size]), size
+
+
+def special(context: Context, dtype: torch.dtype, redop: str, numel: int) -> str:
+    """Signed zeros, infinities, NaN, subnormals and overflow, in every lane."""
+    largest = torch.finfo(dtype).max
+    smallest = torch.finfo(dtype).smallest_normal / 2
+    specials = [0.0, -0.0, math.inf, -math.inf, math.nan, largest, -largest, smallest, 1.0, -1.0]
+    table = torch.tensor(specials, dtype=torch.float64).to(dtype)
+    index = torch.arange(numel)
+    inputs = [
+        table[(index // len(specials) ** rank) % len(specials)]
+        for rank in range(context.world_size)
+    ]
+    tensor = inputs[context.rank].clone()
+    dist.all_reduce(tensor, reduce_op(redop))
+    want = reference(redop, inputs)
+    assert torch.equal(tensor.isnan(), want.isnan())
+    zero = want == 0
+    # MIN and MAX of two zeros may be either of them.
+    if redop in ("MIN", "MAX"):
+        assert torch.equal(tensor[zero], want[zero])
+    else:
+        assert torch.equal(torch.signbit(tensor[zero]), torch.signbit(want[zero]))
+    rest = ~zero
+    assert same(tensor[rest], want[rest])
+    return digest([tensor])
+
+
+def one_rounding(context: Context, dtype: torch.dtype) -> None:
+    """Half types lose nothing between ranks: 1 + eps/2 + eps/2 is 1 + eps."""
+    eps = torch.finfo(dtype).eps
+    mine = 1.0 if context.rank == 0 else eps / 2
+    for numel in (7, 5000, 300_001):
+        tensor = torch.full((numel,), mine, dtype=dtype)
+        dist.all_reduce(tensor)
+        want = torch.tensor(1 + (context.world_size - 1) * eps / 2).to(dtype)
+        assert bool((tensor == want).all()), (tensor[0], want)
+
+
+def gloo_agrees(context: Context) -> None:
+    """Two ranks leave no choice of order: our bits are Gloo's bits."""
+    case = Case("all_reduce", numel=100_003, seed=2)
+    mine = everyone(context, case)[context.rank].clone()
+    theirs = mine.clone()
+    dist.all_reduce(mine)
+    dist.all_reduce(theirs, group=context.oracle)
+    assert same(mine, theirs)

@@ -1,0 +1,73 @@
+"""Fixtures: pools of worker processes by world size."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: more threads than cores would only measure the
+# scheduler.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+import harness
+
+# Run by mpirun through test_mpi_launch.py.
+collect_ignore_glob = [] if "FUSEDPG_TEST_MPI" in os.environ else ["mpi/*"]
+
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.register_profile(
+    "explore", hypothesis.settings.get_profile("ci"), derandomize=False, max_examples=1000
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+fused_only = pytest.mark.skipif(
+    not harness.IS_FUSED, reason="about the fused backend's own guarantees"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fused_only: needs the fused backend")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+        if item.get_closest_marker("fused_only") is not None:
+            item.add_marker(fused_only)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_end_with_the_session() -> Iterator[None]:
+    yield
+    harness.close_pools()
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda size: f"world{size}")
+def workers(request: pytest.FixtureRequest) -> harness.Workers:
+    """A pool of 1, 2, 3 and 4 ranks in turn."""
+    return harness.pool(request.param)
+
+
+@pytest.fixture
+def pair() -> harness.Workers:
+    """A pool of two ranks."""
+    return harness.pool(2)
+
+
+@pytest.fixture
+def trio() -> harness.Workers:
+    """A pool of three ranks."""
+    return harness.pool(3)

@@ -1,0 +1,65 @@
+#include "check.hpp"
+
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <mutex>
+
+namespace fusedpg::test {
+
+namespace {
+
+std::atomic<size_t> failures{0};
+
+// Beyond this a loop of checks only drowns the first failure.
+constexpr size_t kPrinted = 20;
+
+} // namespace
+
+std::vector<Case>& cases() {
+  static std::vector<Case> all;
+  return all;
+}
+
+void report_failure(const char* file, int line, const std::string& what) {
+  static std::mutex mutex;
+  const size_t before = failures.fetch_add(1);
+  if (before < kPrinted) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::cerr << file << ":" << line << ": " << what << std::endl;
+  } else if (before == kPrinted) {
+    std::cerr << "further failures of this test are not shown" << std::endl;
+  }
+}
+
+size_t failure_count() {
+  return failures;
+}
+
+} // namespace fusedpg::test
+
+int main(int argc, char** argv) {
+  using namespace fusedpg::test;
+  size_t passed = 0;
+  size_t failed = 0;
+  for (const Case& test : cases()) {
+    bool wanted = argc < 2;
+    for (int i = 1; i < argc; ++i) {
+      wanted = wanted || std::strstr(test.name, argv[i]) != nullptr;
+    }
+    if (!wanted) {
+      continue;
+    }
+    failures = 0;
+    try {
+      test.body();
+    } catch (const std::exception& error) {
+      report_failure(test.name, 0, std::string("uncaught: ") + error.what());
+    }
+    const bool ok = failures == 0;
+    ++(ok ? passed : failed);
+    std::cout << (ok ? "ok     " : "FAILED ") << test.name << std::endl;
+  }
+  std::cout << passed << " passed, " << failed << " failed" << std::endl;
+  return failed == 0 && passed > 0 ? 0 : 1;
+}

@@ -1,0 +1,345 @@
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "collective_cases.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using namespace fusedpg::test;
+
+constexpr DType kF32 = DType::kFloat32;
+
+// What one rank calls.
+using Call = std::function<void(Group&, Context&)>;
+
+Call call_all_reduce(size_t bytes, ReduceArgs args) {
+  return [=](Group& g, Context& ctx) {
+    Buffer b = placed(g, Place::kMixed, bytes);
+    all_reduce(ctx, {{b.data(), bytes / dtype_size(args.dtype)}}, args);
+  };
+}
+
+Call call_reduce(size_t bytes, int root) {
+  return [=](Group& g, Context& ctx) {
+    Buffer b = placed(g, Place::kMixed, bytes);
+    reduce(ctx, b.data(), bytes / 4, sum_of(), root);
+  };
+}
+
+Call call_broadcast(size_t bytes, int root, DType dtype = kF32) {
+  return [=](Group& g, Context& ctx) {
+    Buffer b = placed(g, Place::kMixed, bytes);
+    broadcast(ctx, {b.data(), b.bytes()}, dtype, root);
+  };
+}
+
+// Sends `to_next` bytes to the next rank and expects `from_last` from the one
+// before.
+Call call_all_to_all(size_t to_next, size_t from_last) {
+  return [=](Group& g, Context& ctx) {
+    Buffer in = placed(g, Place::kMixed, to_next);
+    Buffer out = placed(g, Place::kMixed, from_last);
+    std::vector<Span> inputs(g.size), outputs(g.size);
+    inputs[(g.rank + 1) % g.size] = {in.data(), to_next};
+    outputs[(g.rank + g.size - 1) % g.size] = {out.data(), from_last};
+    all_to_all(ctx, outputs, inputs, kF32);
+  };
+}
+
+Call call_all_gather(size_t input, size_t output) {
+  return [=](Group& g, Context& ctx) {
+    Buffer in = placed(g, Place::kMixed, input);
+    std::vector<Buffer> rooms;
+    std::vector<Span> outputs;
+    for (int p = 0; p < g.size; ++p) {
+      rooms.push_back(placed(g, Place::kMixed, output));
+      outputs.push_back({rooms[p].data(), output});
+    }
+    all_gather(ctx, outputs, {in.data(), input}, kF32);
+  };
+}
+
+Call call_lists(std::vector<size_t> counts) {
+  return [=](Group& g, Context& ctx) {
+    std::vector<Buffer> buffers;
+    std::vector<ReduceTensor> tensors;
+    for (size_t count : counts) {
+      buffers.push_back(placed(g, Place::kMixed, count * 4));
+      tensors.push_back({buffers.back().data(), count});
+    }
+    all_reduce(ctx, tensors, sum_of());
+  };
+}
+
+const Call kBarrier = [](Group&, Context& ctx) { barrier(ctx); };
+
+struct Disagreement {
+  Call all;
+  Call one; // what a single rank calls instead
+  std::string says;
+};
+
+std::vector<Disagreement> disagreements() {
+  const auto with = [](RedOp op, double factor) {
+    ReduceArgs args;
+    args.op = op;
+    args.factor = factor;
+    return args;
+  };
+  std::vector<Disagreement> list{
+      {kBarrier, call_all_reduce(4, sum_of()), "operation"},
+      {call_all_reduce(100, sum_of()),
+       call_all_reduce(300000, sum_of()),
+       "number of elements"},
+      {call_broadcast(1000, 0), call_reduce(1000, 0), "operation"},
+      {call_broadcast(1000, 0), call_broadcast(4000, 0), "number of elements"},
+      {call_lists({10, 20}), call_lists({20, 10}), "sizes or memory layouts"},
+      {call_lists({10, 20}), call_lists({10, 10, 10}), "number of tensors"},
+      {call_all_gather(1000, 1000),
+       call_all_gather(1000, 2000),
+       "number of elements"},
+      {call_all_gather(1000, 1000),
+       call_all_gather(500, 1000),
+       "which expects 1000"},
+      {call_all_gather(100000, 100000),
+       call_all_gather(50000, 100000),
+       "which expects 100000"},
+      {call_all_to_all(100, 100), call_all_to_all(104, 100), "which expects"},
+      {call_all_to_all(400000, 400000),
+       call_all_to_all(400000, 0),
+       "which expects 0"}};
+  for (size_t bytes : {size_t{1000}, size_t{200000}}) {
+    list.push_back(
+        {call_all_reduce(bytes, sum_of()),
+         call_all_reduce(bytes, sum_of(DType::kInt32)),
+         "dtype"});
+    list.push_back(
+        {call_all_reduce(bytes, sum_of()),
+         call_all_reduce(bytes, with(RedOp::kMax, 1)),
+         "reduction"});
+    list.push_back(
+        {call_all_reduce(bytes, with(RedOp::kPremulSum, 0.5)),
+         call_all_reduce(bytes, with(RedOp::kPremulSum, 0.25)),
+         "scalar arguments"});
+    list.push_back({call_reduce(bytes, 0), call_reduce(bytes, 1), "root"});
+    list.push_back({call_broadcast(bytes, 0), call_broadcast(bytes, 1), "root"});
+    list.push_back(
+        {call_broadcast(bytes, 0),
+         call_broadcast(bytes, 0, DType::kInt32),
+         "dtype"});
+  }
+  return list;
+}
+
+} // namespace
+
+TEST(collectives_disagreements_raise_everywhere) {
+  const auto list = disagreements();
+  for (int size : {2, 3}) {
+    with_group(size, 1, [&](Group& g) {
+      for (size_t i = 0; i < list.size(); ++i) {
+        const int odd = static_cast<int>(i) % g.size;
+        const Call& call = g.rank == odd ? list[i].one : list[i].all;
+        const std::string number =
+            "sequence number " + std::to_string(g.sequence + 1);
+        expect_error(ErrorKind::kMismatch, {list[i].says, number}, [&] {
+          g.run([&](Context& ctx) { call(g, ctx); });
+        });
+        CHECK(!g.engine.domain().failed());
+        check_usable(g);
+      }
+    });
+  }
+}
+
+TEST(collectives_disagreement_names_both_sides) {
+  with_group(2, 1, [](Group& g) {
+    const std::string sum = "all_reduce(SUM, float32, 25 elements)";
+    const std::string max = "all_reduce(MAX, float32, 25 elements)";
+    ReduceArgs args;
+    args.op = g.rank == 0 ? RedOp::kSum : RedOp::kMax;
+    const std::string me = std::to_string(g.rank);
+    const std::string other = std::to_string(1 - g.rank);
+    expect_error(
+        ErrorKind::kMismatch,
+        {"rank " + me + " (here) called " + (g.rank == 0 ? sum : max),
+         "rank " + other + " (there) called " + (g.rank == 0 ? max : sum),
+         g.rank == 0 ? "SUM here, MAX there" : "MAX here, SUM there"},
+        [&] {
+          g.run([&](Context& ctx) { call_all_reduce(100, args)(g, ctx); });
+        });
+  });
+}
+
+TEST(collectives_sequence_numbers_must_agree) {
+  with_group(3, 1, [](Group& g) {
+    const auto skew = [&](uint64_t by) {
+      g.sequence += g.rank == 1 ? by : 0;
+    };
+    skew(3);
+    expect_error(ErrorKind::kMismatch, {"sequence number", "here"}, [&] {
+      g.run([](Context& ctx) { barrier(ctx); });
+    });
+    skew(uint64_t(0) - 3);
+    check_usable(g);
+  });
+}
+
+TEST(collectives_refuse_undefined_reductions) {
+  with_group(2, 1, [](Group& g) {
+    ReduceArgs args;
+    args.op = RedOp::kBand;
+    expect_error(ErrorKind::kInvalid, {"BAND is not defined for float32"}, [&] {
+      g.run([&](Context& ctx) { call_all_reduce(100, args)(g, ctx); });
+    });
+    expect_error(ErrorKind::kInvalid, {"reduce_scatter", "the output"}, [&] {
+      g.run([&](Context& ctx) {
+        float x[8] = {};
+        reduce_scatter(ctx, {x, 3}, {{x, 4}, {x + 4, 4}}, sum_of());
+      });
+    });
+    check_usable(g);
+    // A rank that cannot take part tells the others why.
+    for (size_t bytes : {size_t{100}, size_t{300000}}) {
+      const bool odd = g.rank == 1;
+      args.op = odd ? RedOp::kBand : RedOp::kSum;
+      expect_error(
+          odd ? ErrorKind::kInvalid : ErrorKind::kMismatch,
+          {"BAND is not defined for float32",
+           odd ? "" : "rank 1 refused to take part",
+           odd ? "" : "all_reduce(SUM, float32, "},
+          [&] {
+            g.run([&](Context& ctx) { call_all_reduce(bytes, args)(g, ctx); });
+          });
+      check_usable(g);
+    }
+  });
+}
+
+TEST(collectives_nan_check) {
+  on_threads(3, [](int rank, Store& store) {
+    Settings s = test_settings();
+    s.nan_check = true;
+    Group g(rank, 3, store, s);
+    for (size_t count : {size_t{100}, size_t{50000}}) {
+      std::vector<float> data(count, 1);
+      std::vector<std::vector<float>> rooms(3, data);
+      std::vector<Span> outputs;
+      for (auto& room : rooms) {
+        outputs.push_back({room.data(), count * 4});
+      }
+      const auto calls = {
+          Call([&](Group&, Context& ctx) {
+            all_reduce(ctx, {{data.data(), count}}, sum_of());
+          }),
+          Call([&](Group&, Context& ctx) {
+            all_gather(ctx, outputs, {data.data(), count * 4}, kF32);
+          }),
+          Call([&](Group&, Context& ctx) {
+            all_to_all(ctx, outputs, {3, {data.data(), count * 4}}, kF32);
+          }),
+          Call([&](Group&, Context& ctx) {
+            broadcast(ctx, {data.data(), count * 4}, kF32, 2);
+          })};
+      for (const Call& call : calls) {
+        data.assign(count, 1);
+        if (rank == 2) {
+          data[count - 1] = std::numeric_limits<float>::quiet_NaN();
+        }
+        expect_error(
+            ErrorKind::kInvalid, {"the input of rank 2 holds a NaN"}, [&] {
+              g.run([&](Context& ctx) { call(g, ctx); });
+            });
+        CHECK_EQ(data[0], 1.0f); // untouched
+        data.assign(count, 1);
+        g.run([&](Context& ctx) { call(g, ctx); });
+      }
+    }
+    check_usable(g);
+    g.run([](Context& ctx) { barrier(ctx); });
+  });
+}
+
+TEST(engine_failure_lasts) {
+  on_threads(2, [](int rank, Store& store) {
+    Group g(rank, 2, store);
+    g.engine.check_failed();
+    if (rank == 0) {
+      expect_error(ErrorKind::kTimeout, {"barrier", "rank 1"}, [&] {
+        g.run([](Context& ctx) { barrier(ctx); }, milliseconds(100));
+      });
+      for (int i = 0; i < 2; ++i) {
+        expect_error(
+            ErrorKind::kTimeout, {"must be destroyed", "barrier", "100 ms"}, [&] {
+              g.run([](Context& ctx) { barrier(ctx); });
+            });
+      }
+      store.set("failed", "");
+    } else {
+      store.get("failed", Deadline(kLong));
+      // It had arrived, so this barrier passes; the next one tells.
+      CHECK_THROWS(
+          [&] {
+            g.run([](Context& ctx) { barrier(ctx); });
+            g.run([](Context& ctx) { barrier(ctx); });
+          }(),
+          Error,
+          "rank 0 reported: fused: barrier");
+      CHECK(g.engine.domain().failed());
+    }
+    store.meet("done", 2);
+  });
+}
+
+TEST(engine_abort_stops_an_operation) {
+  on_threads(2, [](int rank, Store& store) {
+    Group g(rank, 2, store);
+    if (rank == 0) {
+      Executor executor;
+      std::atomic<bool> threw{false};
+      executor.submit([&](uint64_t sequence) {
+        expect_error(ErrorKind::kAborted, {"all_reduce(", "aborted"}, [&] {
+          g.engine.execute(
+              [&](Context& ctx) {
+                call_all_reduce(300000, sum_of())(g, ctx);
+              },
+              sequence,
+              kLong);
+        });
+        threw = true;
+      });
+      std::this_thread::sleep_for(milliseconds(30));
+      g.engine.abort(executor);
+      CHECK(threw);
+      store.set("aborted", "");
+      CHECK(g.engine.domain().failed());
+      expect_error(ErrorKind::kAborted, {"must be destroyed"}, [&] {
+        g.engine.check_failed();
+      });
+    } else {
+      store.get("aborted", Deadline(kLong));
+      // Rank 0 had arrived at the first barrier of this, not at the last.
+      CHECK_THROWS(
+          [&] {
+            g.run([&](Context& ctx) {
+              call_all_reduce(300000, sum_of())(g, ctx);
+            });
+          }(),
+          Error,
+          "rank 0 reported: fused: all_reduce");
+    }
+    store.meet("done", 2);
+  });
+}
+
+TEST(engine_refuses_unknown_instruction_sets) {
+  on_threads(1, [](int rank, Store& store) {
+    Settings s = test_settings();
+    s.isa = "sparc";
+    expect_error(ErrorKind::kInvalid, {"FUSEDPG_ISA=sparc"}, [&] {
+      Group g(rank, 1, store, s);
+    });
+  });
+}

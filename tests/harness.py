@@ -1,0 +1,372 @@
+"""Pools of worker processes that stay alive between tests.
+
+Importing torch costs seconds, so workers are forked from a server that has
+imported it once, and one pool serves many tests: the test sends a module-level
+function to every rank and gets back one result per rank. A pool whose ranks
+raised, hung or died is thrown away; the next test gets a fresh one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+BACKEND = os.environ.get("FUSEDPG_TEST_BACKEND", "fused")
+"""The backend under test. "gloo" checks the tests themselves."""
+
+IS_FUSED = BACKEND == "fused"
+DEFAULT_TIMEOUT = 60.0
+# How long the other ranks may need after the first one has raised.
+GRACE = 10.0
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch.distributed", "torch.nn.parallel"])
+
+
+@dataclasses.dataclass
+class Context:
+    """What a check function knows about the rank that runs it."""
+
+    rank: int
+    world_size: int
+    backend: str
+    oracle: Any = None  # a Gloo group over the same ranks
+    store: Any = None
+    one_host: bool = True
+    scratch: str = ""
+
+    @property
+    def fused(self) -> bool:
+        return self.backend == "fused"
+
+    @property
+    def exact(self) -> bool:
+        """Whether results must equal the reference bit by bit."""
+        return self.fused and self.one_host
+
+    def empty(self, *size: int, dtype: torch.dtype = torch.float32, arena: bool) -> torch.Tensor:
+        """An uninitialised tensor, in the shared arena if there is one."""
+        if arena and self.fused:
+            import fusedpg
+
+            return fusedpg.empty(*size, dtype=dtype)
+        return torch.empty(*size, dtype=dtype)
+
+
+class RemoteError(NamedTuple):
+    """An exception of a worker."""
+
+    rank: int
+    kind: str  # the exception's class name
+    bases: tuple[str, ...]
+    text: str
+    trace: str
+
+
+class Died(NamedTuple):
+    """A worker that ended without an answer."""
+
+    rank: int
+    exitcode: int | None
+
+
+class WorkerFailure(AssertionError):
+    """A check failed, hung or died in a worker."""
+
+
+@dataclasses.dataclass
+class _Start:
+    rank: int
+    world_size: int
+    port: int
+    log: str
+    scratch: str
+    backend: str
+    timeout: float
+    env: dict[str, str]
+    init: bool
+    oracle: bool
+    one_host: bool
+
+
+def _connect(start: _Start) -> Context:
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+    context = Context(
+        start.rank,
+        start.world_size,
+        start.backend,
+        store=store,
+        one_host=start.one_host,
+        scratch=start.scratch,
+    )
+    if start.init:
+        dist.init_process_group(
+            start.backend,
+            store=store,
+            rank=start.rank,
+            world_size=start.world_size,
+            timeout=datetime.timedelta(seconds=start.timeout),
+        )
+        if start.oracle:
+            context.oracle = dist.new_group(backend="gloo")
+    return context
+
+
+def _describe(rank: int, error: BaseException) -> RemoteError:
+    bases = tuple(base.__name__ for base in type(error).__mro__)
+    trace = "".join(traceback.format_exception(error))
+    return RemoteError(rank, type(error).__name__, bases, str(error), trace)
+
+
+def _worker(connection: Any, start: _Start) -> None:
+    log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # A terminal's interrupt is for the parent, which ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(start.env)
+    torch.set_num_threads(1)
+    try:
+        if start.backend == "fused":
+            importlib.import_module("fusedpg")
+        context = _connect(start)
+        connection.send(("ready", None))
+    except BaseException as error:
+        connection.send(("error", _describe(start.rank, error)))
+        return
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            break
+        if message is None:
+            break
+        function, arguments = message
+        try:
+            answer: tuple[str, Any] = ("result", function(context, *arguments))
+        except BaseException as error:
+            answer = ("error", _describe(start.rank, error))
+        connection.send(answer)
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    connection.close()
+
+
+class Workers:
+    """One process per rank, connected by a group of the backend under test."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float = 120.0,
+        env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+        init: bool = True,
+        oracle: bool = True,
+        one_host: bool = True,
+        backend: str = BACKEND,
+    ) -> None:
+        self.world_size = world_size
+        self.broken = False
+        self._scratch = tempfile.TemporaryDirectory(prefix="fusedpg-test-")
+        self.scratch = Path(self._scratch.name)
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True
+        )
+        self.processes: list[Any] = []
+        self._connections: list[Any] = []
+        for rank in range(world_size):
+            here, there = FORKED.Pipe()
+            own = env if isinstance(env, Mapping) else (env[rank] if env else {})
+            start = _Start(
+                rank,
+                world_size,
+                self.store.port,
+                str(self._log(rank)),
+                str(self.scratch),
+                backend,
+                timeout,
+                {"OMP_NUM_THREADS": "1", **own},
+                init,
+                oracle,
+                one_host,
+            )
+            process = FORKED.Process(target=_worker, args=(there, start), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._connections.append(here)
+        try:
+            self._expect_success(self.collect(DEFAULT_TIMEOUT))
+        except BaseException:
+            self.close()
+            raise
+
+    def _log(self, rank: int) -> Path:
+        return self.scratch / f"rank{rank}.log"
+
+    def log(self, rank: int) -> str:
+        """What a rank has written to its standard streams."""
+        path = self._log(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def pid(self, rank: int) -> int:
+        return int(self.processes[rank].pid)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Sends a signal to one of our own workers."""
+        os.kill(self.pid(rank), number)
+
+    def start(
+        self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Sends a function to the workers without waiting for it."""
+        for rank in range(self.world_size) if ranks is None else ranks:
+            self._connections[rank].send((function, args))
+
+    def collect(
+        self,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        ranks: Sequence[int] | None = None,
+        grace: float | None = None,
+    ) -> list[Any]:
+        """Results in the order of `ranks`: values, RemoteError or Died.
+
+        `grace` limits the wait for the rest after the first error.
+        """
+        order = list(range(self.world_size)) if ranks is None else list(ranks)
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(order):
+            waiting = {self._connections[rank]: rank for rank in order if rank not in answers}
+            left = deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting), max(left, 0))
+            if not ready and left <= 0:
+                self._hang([rank for rank in order if rank not in answers], answers)
+            for connection in ready:
+                rank = waiting[connection]
+                answers[rank] = self._receive(rank)
+                if grace is not None and isinstance(answers[rank], RemoteError | Died):
+                    deadline = min(deadline, time.monotonic() + grace)
+        return [answers[rank] for rank in order]
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            _, value = self._connections[rank].recv()
+        except (EOFError, ConnectionError):
+            self.processes[rank].join(5)
+            self.broken = True
+            return Died(rank, self.processes[rank].exitcode)
+        return value
+
+    def _hang(self, silent: list[int], answers: Mapping[int, Any]) -> None:
+        for rank in silent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid(rank), signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = "\n".join(f"--- rank {rank} ---\n{self.log(rank)[-4000:]}" for rank in silent)
+        errors = "\n".join(
+            f"--- rank {rank} ---\n{getattr(answer, 'trace', answer)}"
+            for rank, answer in answers.items()
+            if isinstance(answer, RemoteError | Died)
+        )
+        self.close()
+        raise WorkerFailure(f"no answer from ranks {silent}\n{errors}\n{stacks}")
+
+    def _expect_success(self, answers: list[Any]) -> list[Any]:
+        bad = [answer for answer in answers if isinstance(answer, RemoteError | Died)]
+        if bad:
+            self.broken = True
+            text = "\n".join(getattr(answer, "trace", repr(answer)) for answer in bad)
+            logs = "\n".join(
+                f"--- log of rank {answer.rank} ---\n{self.log(answer.rank)[-2000:]}"
+                for answer in bad
+            )
+            self.close()
+            raise WorkerFailure(f"{text}\n{logs}")
+        return answers
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
+    ) -> list[Any]:
+        """Runs `function(context, *args)` on every rank; one result per rank."""
+        self.start(function, *args)
+        return self._expect_success(self.collect(timeout, grace=GRACE))
+
+    def errors(
+        self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
+    ) -> list[RemoteError]:
+        """Runs a function that must raise on every rank; the exceptions."""
+        self.start(function, *args)
+        answers = self.collect(timeout, grace=GRACE)
+        calm = [rank for rank, answer in enumerate(answers) if not isinstance(answer, RemoteError)]
+        if calm:
+            self.close()
+            raise WorkerFailure(f"ranks {calm} raised nothing: {answers}")
+        return answers
+
+    def close(self) -> None:
+        """Ends all workers, the hard way if they do not listen."""
+        self.broken = True
+        for connection in self._connections:
+            with contextlib.suppress(OSError, ValueError):
+                connection.send(None)
+        deadline = time.monotonic() + 5
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for connection in self._connections:
+            connection.close()
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_pools: dict[Any, Workers] = {}
+
+
+def pool(world_size: int, **options: Any) -> Workers:
+    """The shared pool of this size and these options, alive and usable."""
+    key = (world_size, repr(sorted(options.items())))
+    workers = _pools.get(key)
+    if workers is None or workers.broken:
+        workers = _pools[key] = Workers(world_size, **options)
+    return workers
+
+
+def close_pools() -> None:
+    """Ends the workers of all shared pools."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def python(*args: str) -> list[str]:
+    """The command line of a fresh interpreter."""
+    return [sys.executable, *args]

@@ -1,0 +1,28 @@
+"""A fixed spread of PyTorch's own DistributedTest; make test-c10d runs all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import harness
+
+RUN = Path(__file__).parent / "c10d_suite" / "run.py"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_spread(world_size: int) -> None:
+    if importlib.util.find_spec("expecttest") is None:
+        pytest.skip("no expecttest: pip install expecttest")
+    done = subprocess.run(
+        harness.python(str(RUN), "--backend", harness.BACKEND, "--world-size", str(world_size)),
+        capture_output=True,
+        text=True,
+        timeout=360,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,116 @@
+"""Interpreters that end without destroy_process_group, and starts by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import harness
+
+SCRIPT = Path(__file__).parent / "scripts" / "exits.py"
+EXPECTED = {
+    "quiet": (0, 0),
+    "work": (0, 0),
+    "arena": (0, 0),
+    "destroy": (0, 0),
+    "exit": (5, 5),
+    "raise": (1, 1),
+    "fork": (0, 0),
+}
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_exit(mode: str) -> None:
+    times = 20 if mode in ("quiet", "work") else 3
+    done = subprocess.run(
+        harness.python(str(SCRIPT), mode, str(times), harness.BACKEND),
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == times
+    for seconds, *codes in lines:
+        if mode == "raise" and not harness.IS_FUSED:
+            continue
+        assert tuple(map(int, codes)) == EXPECTED[mode], done.stderr[-3000:]
+        assert float(seconds) < 8
+
+
+def test_interpreters_of_their_own() -> None:
+    """Without forking: two plain python processes that just end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = (
+        "import torch, torch.distributed as dist\n"
+        f"dist.init_process_group({harness.BACKEND!r})\n"
+        "dist.all_reduce(torch.ones(5), async_op=True).wait()\n"
+        "print(dist.get_backend())\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            harness.python("-c", program),
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            out, error = process.communicate(timeout=60)
+            assert process.returncode == 0, error
+            assert out.strip() == harness.BACKEND
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.fused_only
+def test_backend_needs_no_import() -> None:
+    """The entry point registers the backend when torch is imported."""
+    program = (
+        "import torch, torch.distributed as dist, sys\n"
+        "dist.init_process_group('fused', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "t = torch.arange(3.0)\n"
+        "dist.all_reduce(t)\n"
+        "assert t.tolist() == [0, 1, 2]\n"
+        "dist.destroy_process_group()\n"
+        "dist.init_process_group('cpu:fused', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(t)\n"
+        "assert 'fused' in dist.get_backend_config()\n"
+    )
+    done = subprocess.run(
+        harness.python("-c", program), capture_output=True, text=True, timeout=60, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.fused_only
+def test_broken_installation_does_not_break_torch() -> None:
+    """import torch must work even where our library cannot be loaded."""
+    program = (
+        "import sys\n"
+        "sys.modules['fusedpg._C'] = None\n"
+        "import torch\n"
+        "assert torch.ones(2).sum() == 2\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(2))\n"
+        "dist.destroy_process_group()\n"  # without it Gloo itself may abort at exit
+    )
+    done = subprocess.run(harness.python("-c", program), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,77 @@
+"""Until there is a transport, a group that spans machines runs on Gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+import harness
+from checks import adamw, collectives, ddp, groups, hosts, p2p
+from checks.adamw import Run
+from checks.cases import Case
+
+pytestmark = pytest.mark.fused_only
+
+HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
+
+
+Spread = tuple[harness.Workers, list[str]]
+
+
+@pytest.fixture(params=HOSTS)
+def spread(request: pytest.FixtureRequest) -> Spread:
+    names = HOSTS[request.param]
+    env = [{"FUSEDPG_HOST_ID": name} for name in names]
+    return harness.pool(len(names), env=env, one_host=False), names
+
+
+def test_engine(spread: Spread) -> None:
+    workers, names = spread
+    workers.run(hosts.engine, names.count("a"))
+
+
+def test_memory(spread: Spread) -> None:
+    spread[0].run(hosts.memory)
+
+
+@pytest.mark.parametrize("op", collectives.OPS)
+def test_collectives(spread: Spread, op: str) -> None:
+    for numel in (0, 1003, 70_001):
+        spread[0].run(collectives.check, Case(op, numel=numel, seed=1))
+
+
+def test_average(spread: Spread) -> None:
+    for op in ("all_reduce", "reduce_scatter_tensor"):
+        spread[0].run(collectives.check, Case(op, numel=1003, redop="AVG"))
+
+
+def test_point_to_point(spread: Spread) -> None:
+    spread[0].run(p2p.tags_out_of_order, 100)
+    spread[0].run(p2p.batch, 10_000)
+    spread[0].run(p2p.any_source, 100)
+
+
+def test_objects_and_groups(spread: Spread) -> None:
+    spread[0].run(groups.objects)
+    spread[0].run(groups.subgroups)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(steps=20),
+        Run(steps=20, amsgrad=True, reduce="sum"),
+        Run(steps=20, scale=8.0, layout="channels_last"),
+        Run(steps=5, async_op=True, memory="mixed", maximize=True),
+    ],
+)
+def test_fused_adamw(spread: Spread, run: Run) -> None:
+    answers = spread[0].run(adamw.parity, run)
+    assert len({params for params, _ in answers}) == 1
+
+
+def test_fused_adamw_overflow(spread: Spread) -> None:
+    spread[0].run(adamw.overflow, "ordinary")
+
+
+def test_ddp(spread: Spread) -> None:
+    assert len(set(spread[0].run(ddp.variant, "view"))) == 1

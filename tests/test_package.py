@@ -1,0 +1,169 @@
+"""The package: version check, options, variables, command line, stubs."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import datetime
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+from checks import options
+
+pytestmark = pytest.mark.fused_only
+
+
+def python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        harness.python("-c", program),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+    )
+
+
+def test_other_torch_is_refused() -> None:
+    """A library built for one torch crashes in another: say so at the first use."""
+    done = python(
+        "import sys\n"
+        "sys.modules.pop('fusedpg', None)\n"
+        "import torch\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'fusedpg']:\n"
+        "    del sys.modules[name]\n"
+        "torch.__version__ = '2.3.1'\n"
+        "import fusedpg\n"
+        "fusedpg.Options\n",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert "2.3.1" in done.stderr
+    assert "pip install" in done.stderr
+
+
+def test_command_line() -> None:
+    done = subprocess.run(
+        harness.python("-m", "fusedpg"), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert torch.__version__.split("+")[0] in done.stdout
+    assert "shared memory" in done.stdout
+
+
+def test_options_are_values() -> None:
+    import fusedpg
+
+    made = fusedpg.Options(
+        timeout=datetime.timedelta(seconds=7), arena_bytes=1 << 26, threads=2, nan_check=True
+    )
+    for other in (copy.copy(made), copy.deepcopy(made)):
+        assert isinstance(other, fusedpg.Options)
+        assert other.arena_bytes == 1 << 26
+        assert other.threads == 2
+        assert other.nan_check is True
+        assert other._timeout == datetime.timedelta(seconds=7)
+    plain = fusedpg.Options()
+    assert plain.arena_bytes is None
+    assert plain.threads is None
+
+
+@pytest.mark.parametrize("keywords", [{"arena_bytes": -1}, {"threads": "many"}, {"colour": "red"}])
+def test_wrong_options(keywords: dict[str, object]) -> None:
+    import fusedpg
+
+    with pytest.raises((ValueError, TypeError)):
+        fusedpg.Options(**keywords)  # type: ignore[arg-type]
+
+
+def test_precedence() -> None:
+    """Options come before variables."""
+    env = {"FUSEDPG_THREADS": "1", "FUSEDPG_ARENA_BYTES": str(64 << 20)}
+    with harness.Workers(2, env=env, oracle=False) as workers:
+        workers.run(options.precedence)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("FUSEDPG_THREADS", "lots"), ("FUSEDPG_ARENA_BYTES", "-5")]
+)
+def test_wrong_variables(name: str, value: str) -> None:
+    done = python(
+        "import torch.distributed as dist, fusedpg\n"
+        "dist.init_process_group('fused', store=dist.HashStore(), rank=0, world_size=1)\n",
+        **{name: value},
+    )
+    assert done.returncode != 0
+    assert name in done.stderr
+
+
+def test_comm_memory_variable(pair: harness.Workers) -> None:
+    """A user's own setting stays."""
+    with harness.Workers(2, env={"DDP_DISABLE_COMM_MEM": "1"}, oracle=False) as workers:
+        assert workers.run(options.variable, "DDP_DISABLE_COMM_MEM") == ["1", "1"]
+    assert pair.run(options.variable, "DDP_DISABLE_COMM_MEM") == ["0", "0"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_worker_pool(size: int, threads: int) -> None:
+    """Several threads per rank give the same bits as one."""
+    with harness.Workers(size, env={"FUSEDPG_THREADS": str(threads)}) as workers:
+        workers.run(options.worker_pool, threads)
+
+
+@pytest.mark.parametrize("isa", ["scalar", "x86-64-v2", "avx2", "avx512", "neon"])
+def test_instruction_sets(isa: str) -> None:
+    """Every instruction set this machine has gives the bits of the best one."""
+    try:
+        workers = harness.Workers(2, env={"FUSEDPG_ISA": isa}, oracle=False)
+    except harness.WorkerFailure as failure:
+        assert isa in str(failure)
+        pytest.skip(f"this machine or build has no {isa}")
+    with workers:
+        best = harness.pool(2).run(options.kernels, None)
+        assert workers.run(options.kernels, isa) == best
+
+
+def test_stubs_tell_the_truth() -> None:
+    """What the stub of the library declares is there, and the other way round."""
+    import fusedpg
+    from fusedpg import _C
+
+    stub = Path(fusedpg.__file__).parent / "_C.pyi"
+    declared = set()
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            declared.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            declared.add(node.target.id)
+    present = {name for name in dir(_C) if not name.startswith("__")} | {"__version__"}
+    public = {name for name in declared if not name.startswith("_") or name in present}
+    assert public - present == set()
+    assert present - declared - {"__version__"} == set()
+    assert (Path(fusedpg.__file__).parent / "py.typed").exists()
+
+
+def test_public_names() -> None:
+    import fusedpg
+
+    for name in (
+        "Options",
+        "empty",
+        "in_arena",
+        "shard_range",
+        "fused_adamw_",
+        "group_info",
+        "__version__",
+    ):
+        assert hasattr(fusedpg, name), name
+    assert set(fusedpg.__all__) <= set(dir(fusedpg))
+
+
+def test_other_devices_are_refused(pair: harness.Workers) -> None:
+    for text in pair.run(options.other_devices):
+        assert "meta" in text, text
