@@ -1,4 +1,4 @@
-"""A fixed spread of PyTorch's own DistributedTest; make test-c10d runs all of it."""
+"""PyTorch's own DistributedTest: everything that Gloo passes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import harness
 RUN = Path(__file__).parent / "c10d_suite" / "run.py"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_spread(world_size: int) -> None:
+def test_suite(world_size: int) -> None:
     if importlib.util.find_spec("expecttest") is None:
         pytest.skip("no expecttest: pip install expecttest")
     done = subprocess.run(
         harness.python(str(RUN), "--backend", harness.BACKEND, "--world-size", str(world_size)),
         capture_output=True,
         text=True,
-        timeout=360,
+        timeout=580,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

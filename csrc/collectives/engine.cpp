@@ -59,7 +59,6 @@ void Engine::execute(
   Context ctx{
       domain_, kernels_, pool_, Deadline(timeout), sequence, nan_check_};
   try {
-    const Domain::Running running(domain_);
     try {
       op(ctx);
     } catch (const std::exception& error) {
@@ -68,6 +67,9 @@ void Engine::execute(
       }
       throw;
     }
+    // Point to point may have failed meanwhile and detached the arena, and with
+    // it results that were being written.
+    check_failed();
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kInvalid &&
         error.kind() != ErrorKind::kMismatch) {

@@ -102,12 +102,27 @@ void Domain::barrier(const OpDescriptor& op, const Deadline& deadline) {
     }
     return next == size_;
   };
-  if (ready()) {
-    return;
+  if (!ready()) {
+    wait(control(rank_).bell, op, deadline, ready, [&](int p) {
+      return !arrived(p);
+    });
   }
-  wait(control(rank_).bell, op, deadline, ready, [&](int p) {
-    return !arrived(p);
-  });
+  check_arrived(op);
+}
+
+void Domain::check_arrived(const OpDescriptor& op) {
+  if (failed()) {
+    fail(failure_kind(), failure_reason());
+  }
+  const auto taken = [&](int p) {
+    return control(p).state.load(std::memory_order_acquire) ==
+        static_cast<uint32_t>(RankState::kFailed);
+  };
+  for (int p = 0; p < size_; ++p) {
+    if (taken(p)) {
+      check_peers(str(describe(op), ", sequence number ", op.sequence), taken);
+    }
+  }
 }
 
 void Domain::wait(
@@ -256,19 +271,7 @@ void Domain::mark_failed(const Error& error) {
   control(rank_).state.store(
       static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
   ring_all();
-  detach();
-}
-
-void Domain::detach() {
-  const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-  if (!lock) {
-    return; // ~Running does it
-  }
-  try {
-    arena_->detach();
-  } catch (const Error& error) {
-    log_line(error.what());
-  }
+  arena_->detach();
 }
 
 void Domain::set_reason(const std::string& reason) {

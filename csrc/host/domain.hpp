@@ -173,25 +173,6 @@ class Domain {
   bool abort_requested() const {
     return abort_.load(std::memory_order_acquire);
   }
-  // Exists while a collective runs. Peers read and write the arena meanwhile,
-  // so a failure that another thread reports detaches it only afterwards.
-  class Running {
-   public:
-    explicit Running(Domain& domain) : domain_(domain) {
-      domain_.running_.lock();
-    }
-    Running(const Running&) = delete;
-    ~Running() {
-      domain_.running_.unlock();
-      std::atomic_thread_fence(std::memory_order_seq_cst);
-      if (domain_.failed()) {
-        domain_.detach();
-      }
-    }
-
-   private:
-    Domain& domain_;
-  };
   // The text that peers quote when this rank fails or refuses an operation.
   void set_reason(const std::string& reason);
   // Tells peers that this rank takes part in nothing more.
@@ -205,9 +186,11 @@ class Domain {
     size_t total;
   };
   static Layout layout(int size);
+  // After a barrier. A rank that fails takes its arena away, and may do so
+  // after it arrived: then what was read from it until now is worthless.
+  void check_arrived(const OpDescriptor& op);
   bool process_ended(int rank) const;
   void ring_all();
-  void detach();
 
   const int rank_;
   const int size_;
@@ -222,7 +205,6 @@ class Domain {
 
   std::atomic<bool> abort_{false};
   std::atomic<bool> failed_{false};
-  std::mutex running_;
   mutable std::mutex failure_mutex_;
   ErrorKind failure_kind_ = ErrorKind::kAborted;
   std::string failure_reason_;

@@ -47,6 +47,9 @@ class _Name(str):
     def __add__(self, other: str) -> str:
         return BACKEND + other
 
+    def __format__(self, spec: str) -> str:
+        return format(BACKEND, spec)
+
 
 def _real(name: Any) -> Any:
     return BACKEND if name is not None and str(name).lower() == GATE else name

@@ -146,7 +146,8 @@ inline void check_usable(Group& g) {
     const uint64_t seed = g.sequence * 100;
     Buffer b = placed(g, Place::kArena, count * sizeof(float));
     b.assign(values(DType::kFloat32, count, seed + g.rank).data());
-    g.run([&](Context& ctx) { all_reduce(ctx, {{b.data(), count}}, sum_of()); });
+    g.run(
+        [&](Context& ctx) { all_reduce(ctx, {{b.data(), count}}, sum_of()); });
     CHECK(b.holds(reduced(sum_of(), count, seed, g.size).data()));
   }
 }

@@ -135,10 +135,9 @@ TEST(options_errors_name_the_variable) {
         "FUSEDPG_SPIN_US"}) {
     for (const char* value : {"many", "12x", "1.5", "99999999999999999999"}) {
       const Env variable(name, value);
-      expect_error(
-          ErrorKind::kInvalid, {std::string(name) + "=" + value}, [] {
-            resolve({});
-          });
+      expect_error(ErrorKind::kInvalid, {std::string(name) + "=" + value}, [] {
+        resolve({});
+      });
     }
   }
   // The last one is 1 modulo 2^32.
@@ -148,8 +147,9 @@ TEST(options_errors_name_the_variable) {
   }
   Options options;
   options.threads = -2;
-  expect_error(
-      ErrorKind::kInvalid, {"threads must be", "-2"}, [&] { resolve(options); });
+  expect_error(ErrorKind::kInvalid, {"threads must be", "-2"}, [&] {
+    resolve(options);
+  });
 }
 
 TEST(topology_tells_hosts_apart) {
@@ -278,8 +278,7 @@ TEST(bootstrap_ignores_strangers) {
 TEST(bootstrap_times_out) {
   Store empty;
   CHECK_THROWS(
-      Bootstrap(0, 2, test_settings())
-          .meet(empty, Deadline(milliseconds(50))),
+      Bootstrap(0, 2, test_settings()).meet(empty, Deadline(milliseconds(50))),
       Error,
       "no fusedpg/1/1 in the store");
   // The peer never comes to the socket; in another group it comes and says

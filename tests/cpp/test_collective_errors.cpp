@@ -1,8 +1,9 @@
-#include <cmath>
+#include <algorithm>
 #include <limits>
 #include <string>
 
 #include "collective_cases.hpp"
+#include "host/mailbox.hpp"
 
 namespace {
 
@@ -124,7 +125,8 @@ std::vector<Disagreement> disagreements() {
          call_all_reduce(bytes, with(RedOp::kPremulSum, 0.25)),
          "scalar arguments"});
     list.push_back({call_reduce(bytes, 0), call_reduce(bytes, 1), "root"});
-    list.push_back({call_broadcast(bytes, 0), call_broadcast(bytes, 1), "root"});
+    list.push_back(
+        {call_broadcast(bytes, 0), call_broadcast(bytes, 1), "root"});
     list.push_back(
         {call_broadcast(bytes, 0),
          call_broadcast(bytes, 0, DType::kInt32),
@@ -175,9 +177,7 @@ TEST(collectives_disagreement_names_both_sides) {
 
 TEST(collectives_sequence_numbers_must_agree) {
   with_group(3, 1, [](Group& g) {
-    const auto skew = [&](uint64_t by) {
-      g.sequence += g.rank == 1 ? by : 0;
-    };
+    const auto skew = [&](uint64_t by) { g.sequence += g.rank == 1 ? by : 0; };
     skew(3);
     expect_error(ErrorKind::kMismatch, {"sequence number", "here"}, [&] {
       g.run([](Context& ctx) { barrier(ctx); });
@@ -272,9 +272,9 @@ TEST(engine_failure_lasts) {
       });
       for (int i = 0; i < 2; ++i) {
         expect_error(
-            ErrorKind::kTimeout, {"must be destroyed", "barrier", "100 ms"}, [&] {
-              g.run([](Context& ctx) { barrier(ctx); });
-            });
+            ErrorKind::kTimeout,
+            {"must be destroyed", "barrier", "100 ms"},
+            [&] { g.run([](Context& ctx) { barrier(ctx); }); });
       }
       store.set("failed", "");
     } else {
@@ -302,9 +302,7 @@ TEST(engine_abort_stops_an_operation) {
       executor.submit([&](uint64_t sequence) {
         expect_error(ErrorKind::kAborted, {"all_reduce(", "aborted"}, [&] {
           g.engine.execute(
-              [&](Context& ctx) {
-                call_all_reduce(300000, sum_of())(g, ctx);
-              },
+              [&](Context& ctx) { call_all_reduce(300000, sum_of())(g, ctx); },
               sequence,
               kLong);
         });
@@ -332,6 +330,45 @@ TEST(engine_abort_stops_an_operation) {
     }
     store.meet("done", 2);
   });
+}
+
+// A rank that fails takes its memory away, also while its peers (or its own
+// other thread) are in a collective. That must raise: zeros instead of another
+// rank's data would be a wrong result.
+TEST(engine_failure_beside_a_collective) {
+  constexpr size_t kCount = 4000000;
+  for (int round = 0; round < (kSanitized ? 4 : 15); ++round) {
+    on_threads(2, [&](int rank, Store& store) {
+      Group g(rank, 2, store);
+      Mailbox mailbox(g.engine.domain(), *kernels::table());
+      const Buffer b = placed(g, Place::kArena, kCount * sizeof(float));
+      auto* x = b.as<float>();
+      std::fill(x, x + kCount, 1.0f);
+      store.meet("start", 2);
+      char never = 0;
+      if (rank == 0) {
+        const milliseconds timeout(10 + round % 7);
+        mailbox.receive(&never, 1, 1, 0, timeout, [](auto, int) {});
+      }
+      float expected = 1;
+      const auto run_until_failure = [&] {
+        for (int i = 0; i < 100; ++i) {
+          g.run(
+              [&](Context& ctx) { all_reduce(ctx, {{x, kCount}}, sum_of()); });
+          expected *= 2;
+          if (!CHECK(std::all_of(x, x + kCount, [&](float value) {
+                return value == expected;
+              }))) {
+            return;
+          }
+        }
+        std::this_thread::sleep_for(milliseconds(500));
+        g.run([](Context& ctx) { barrier(ctx); });
+      };
+      CHECK_THROWS(run_until_failure(), Error, "recv(1 bytes, tag 0");
+      store.meet("end", 2);
+    });
+  }
 }
 
 TEST(engine_refuses_unknown_instruction_sets) {

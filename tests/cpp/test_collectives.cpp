@@ -104,7 +104,8 @@ void all_reduce_lists(Group& g) {
 
 void reduce_cases(Group& g) {
   for (Place place : kPlaces) {
-    for (size_t count : {size_t{0}, size_t{100}, size_t{16385}, size_t{200003}}) {
+    for (size_t count :
+         {size_t{0}, size_t{100}, size_t{16385}, size_t{200003}}) {
       for (int root : {0, g.size - 1}) {
         const uint64_t seed = g.sequence * 1000;
         const Bytes mine = values(kF32, count, seed + g.rank);
@@ -161,15 +162,17 @@ void check_reduce_scatter(
   for (int p = 0; p < g.size; ++p) {
     if (p != g.rank || !in_place) {
       const Bytes data = input(g.rank, p);
-      CHECK(std::equal(
-          data.begin(), data.end(), static_cast<uint8_t*>(inputs[p].data)));
+      CHECK(
+          std::equal(
+              data.begin(), data.end(), static_cast<uint8_t*>(inputs[p].data)));
       std::memset(inputs[p].data, 0xff, counts[p] * 4);
     }
   }
   const Bytes expected =
       reduced(sum_of(), counts[g.rank], seed + 50 * g.rank, g.size);
-  CHECK(std::equal(
-      expected.begin(), expected.end(), reinterpret_cast<uint8_t*>(to)));
+  CHECK(
+      std::equal(
+          expected.begin(), expected.end(), reinterpret_cast<uint8_t*>(to)));
 }
 
 void reduce_scatter_cases(Group& g) {
@@ -280,7 +283,8 @@ void gather_scatter_cases(Group& g) {
 
 void all_to_all_cases(Group& g) {
   for (Place place : kPlaces) {
-    for (size_t limit : {size_t{1}, size_t{300}, size_t{40000}, size_t{90000}}) {
+    for (size_t limit :
+         {size_t{1}, size_t{300}, size_t{40000}, size_t{90000}}) {
       const uint64_t seed = g.sequence * 5000;
       const auto size = [&](int from, int to) {
         const uint64_t r = mixed(seed + 9 * from + to);

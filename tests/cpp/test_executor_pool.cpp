@@ -219,8 +219,9 @@ TEST(pool_covers_each_index_once) {
           ++hits[i];
         }
       });
-      CHECK(std::all_of(
-          hits.begin(), hits.end(), [](uint8_t h) { return h == 1; }));
+      CHECK(std::all_of(hits.begin(), hits.end(), [](uint8_t h) {
+        return h == 1;
+      }));
     }
   }
   CHECK_EQ(Pool(0).threads(), 1);

@@ -1,4 +1,4 @@
-#include <cmath>
+#include <cstring>
 #include <string>
 
 #include "base/ownership.hpp"
@@ -57,8 +57,7 @@ class Training {
       const size_t n = counts[t];
       const std::vector<float> zeros(n, 0.0f);
       wholes_.push_back({floats(n, 7 + t), zeros, zeros, zeros});
-      const ShardRange r =
-          shard_range(static_cast<int64_t>(n), g.size, g.rank);
+      const ShardRange r = shard_range(static_cast<int64_t>(n), g.size, g.rank);
       const std::vector<float> state(static_cast<size_t>(r.length), 0.0f);
       parts_.push_back(
           {placed(g, params, n * 4),
@@ -262,7 +261,7 @@ TEST(fused_adamw_disagreements_raise_everywhere) {
       });
       training.check(h, false);
     };
-    for (double AdamwHyper::*scalar :
+    for (double AdamwHyper::* scalar :
          {&AdamwHyper::lr,
           &AdamwHyper::beta1,
           &AdamwHyper::beta2,
@@ -272,7 +271,7 @@ TEST(fused_adamw_disagreements_raise_everywhere) {
       h.*scalar *= odd ? 0.5 : 1;
       differ(h, "scalar arguments");
     }
-    for (bool AdamwHyper::*flag :
+    for (bool AdamwHyper::* flag :
          {&AdamwHyper::amsgrad, &AdamwHyper::maximize, &AdamwHyper::mean}) {
       AdamwHyper h = good;
       h.*flag ^= odd;
@@ -291,8 +290,10 @@ TEST(fused_adamw_disagreements_raise_everywhere) {
     training.step(good);
     training.check(good);
     Training other(
-        g, odd ? std::vector<size_t>{40, 60} : std::vector<size_t>{60, 40},
-        Place::kMixed, Place::kMixed);
+        g,
+        odd ? std::vector<size_t>{40, 60} : std::vector<size_t>{60, 40},
+        Place::kMixed,
+        Place::kMixed);
     expect_error(ErrorKind::kMismatch, {"sizes or memory layouts"}, [&] {
       other.step(good);
     });

@@ -142,7 +142,8 @@ std::vector<Planned> plan(uint64_t seed, int size, uint64_t messages) {
 // one, some of them before the sends, and waits for all of it.
 void random_messages(int rank, int size, Store& store) {
   Post me(rank, size, store);
-  const auto all = plan(static_cast<uint64_t>(size), size, kSanitized ? 80 : 200);
+  const auto all =
+      plan(static_cast<uint64_t>(size), size, kSanitized ? 80 : 200);
   std::map<std::pair<int, int>, std::deque<Planned>> streams;
   std::vector<std::pair<int, int>> order;
   for (const Planned& m : all) {
@@ -339,9 +340,8 @@ TEST(mailbox_size_mismatch_is_an_error_on_both_sides) {
           const std::vector<std::string> parts{
               std::to_string(sent), std::to_string(expected), "tag 6"};
           if (rank == 0) {
-            expect_error(ErrorKind::kMismatch, parts, [&] {
-              me.send(b, 1, 6).wait();
-            });
+            expect_error(
+                ErrorKind::kMismatch, parts, [&] { me.send(b, 1, 6).wait(); });
           } else {
             if (late) {
               std::this_thread::sleep_for(milliseconds(5));
@@ -431,9 +431,8 @@ TEST(mailbox_times_out) {
           [&] { late.wait(); });
       CHECK(seconds_since(start) < 2);
       // It was the group's failure.
-      expect_error(ErrorKind::kTimeout, {"recv(100 bytes"}, [&] {
-        other.wait();
-      });
+      expect_error(
+          ErrorKind::kTimeout, {"recv(100 bytes"}, [&] { other.wait(); });
       CHECK(me.member.domain.failed());
       expect_error(ErrorKind::kTimeout, {"recv(100 bytes"}, [&] {
         me.receive(b, 1).wait();
