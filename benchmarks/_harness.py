@@ -209,7 +209,7 @@ def load_deepspeed(rank: int, world_size: int) -> Callable[[Tensor], object] | N
         if rank == 0:
             print(f"deepspeed skipped: {type(error).__name__}: {error}", file=sys.stderr)
         return None
-    all_reduce: Callable[[Tensor], object] = module.inference_all_reduce_
+    all_reduce: Callable[[Tensor], object] = torch.ops.deepspeed.inference_all_reduce_
     return all_reduce
 
 

@@ -296,9 +296,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter_tensor_coalesced(
       inputs,
       outputs,
       [outputs, inputs, op = opts.reduceOp, size = getSize()](Context& ctx) {
-        ctx.list_length = outputs.size();
         for (size_t i = 0; i < outputs.size(); ++i) {
-          ctx.list_index = i;
+          ctx.begin_item(i, outputs.size());
           const Flat out = Flat::output(outputs[i]);
           const Flat in = Flat::input(inputs[i]);
           const size_t bytes = outputs[i].nbytes();

@@ -188,9 +188,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
         });
   }
   return run(call, inputs, all, [outputs, inputs](Context& ctx) {
-    ctx.list_length = inputs.size();
     for (size_t i = 0; i < inputs.size(); ++i) {
-      ctx.list_index = i;
+      ctx.begin_item(i, inputs.size());
       const auto outs = flat_outputs(outputs[i]);
       const Flat in = Flat::input(inputs[i]);
       all_gather(
@@ -251,9 +250,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
   }
   return run(
       call, inputs, outputs, [outputs, inputs, size = getSize()](Context& ctx) {
-        ctx.list_length = inputs.size();
         for (size_t i = 0; i < inputs.size(); ++i) {
-          ctx.list_index = i;
+          ctx.begin_item(i, inputs.size());
           const Flat out = Flat::output(outputs[i]);
           const Flat in = Flat::input(inputs[i]);
           const Span input = in.span();

@@ -154,8 +154,11 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::enqueue(
           c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
     }
     std::exception_ptr error;
-    executor_->run(
-        [&](uint64_t ticket) { error = capture([&] { operation(ticket); }); });
+    translate([&] {
+      executor_->run([&](uint64_t ticket) {
+        error = capture([&] { operation(ticket); });
+      });
+    });
     if (error) {
       std::rethrow_exception(error);
     }
@@ -163,13 +166,15 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::enqueue(
   }
   auto work = c10::make_intrusive<WorkFused>(
       getRank(), call.type, call.title, inputs, outputs);
-  const uint64_t ticket = executor_->submit(
-      [work, operation = std::move(operation)](uint64_t ticket) mutable {
-        const auto error = capture([&] { operation(ticket); });
-        // Whoever waits may end the process at once: tensors go first.
-        operation = nullptr;
-        work->complete(error);
-      });
+  const uint64_t ticket = translate([&] {
+    return executor_->submit(
+        [work, operation = std::move(operation)](uint64_t ticket) mutable {
+          const auto error = capture([&] { operation(ticket); });
+          // Whoever waits may end the process at once: tensors go first.
+          operation = nullptr;
+          work->complete(error);
+        });
+  });
   work->set_sequence(ticket);
   return remember(work);
 }

@@ -12,16 +12,20 @@ void all_reduce(
     const kernels::ReduceArgs& args) {
   OpDescriptor d = reduction_descriptor(OpCode::kAllReduce, args);
   describe_tensors(ctx, d, tensors);
-  const size_t size = dtype_size(args.dtype);
-  if (tensors.size() == 1 && d.count * size <= kOneShotBytes) {
-    void* data = tensors[0].data;
-    one_shot(ctx, d, {data, d.count * size}, [&](const void* const* srcs) {
-      ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), d.count, false);
-    });
+  void* data = tensors[0].data;
+  const size_t bytes = d.count * dtype_size(args.dtype);
+  const bool staged = tensors.size() == 1 &&
+      select_one_shot(bytes, ctx.in_arena({data, bytes}));
+  const auto finish = [&](const void* const* srcs) {
+    ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), d.count, false);
+  };
+  if (staged && one_shot(ctx, d, {data, bytes}, finish)) {
     return;
   }
-  TwoShot plan = in_place(ctx, tensors, args);
-  plan.begin(ctx, d);
+  const TwoShot plan = in_place(ctx, tensors, args);
+  if (!staged) {
+    plan.begin(ctx, d);
+  }
   plan.run(ctx, d);
 }
 

@@ -11,6 +11,11 @@
 
 namespace fusedpg {
 
+struct Span {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
 // Copies shorter than twice this are not worth a second thread.
 constexpr size_t kCopyGrain = size_t(32) << 10;
 
@@ -25,13 +30,23 @@ struct Context {
   // Position in, and length of, a list of operations that one call runs.
   uint64_t list_index = 0;
   uint64_t list_length = 1;
-  bool entered = false; // enter() has been called
+  bool entered = false; // enter() has been called for it
+
+  void begin_item(uint64_t index, uint64_t length) {
+    list_index = index;
+    list_length = length;
+    entered = false;
+  }
 
   int rank() const {
     return domain.rank();
   }
   int size() const {
     return domain.size();
+  }
+
+  bool in_arena(const Span& span) const {
+    return domain.arena()->locate(span.data, span.bytes).has_value();
   }
 
   void copy(void* dst, const void* src, size_t bytes, bool stream = false) {
@@ -46,11 +61,6 @@ struct Context {
           stream);
     });
   }
-};
-
-struct Span {
-  void* data = nullptr;
-  size_t bytes = 0;
 };
 
 // Every collective begins here: publishes what this rank is about to do, waits

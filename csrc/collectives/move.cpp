@@ -88,18 +88,18 @@ class Mover {
         flags &= found ? ~uint64_t(0) : ~kReadsDirect;
       }
     }
-    flags |= stage_small(Row(table.data(), size_));
+    flags |= stage_small(Row(table.data(), size_), (flags & kReadsDirect) != 0);
     d_.flags |= flags;
     enter(ctx_, d_, table.data(), table.size());
   }
 
-  uint64_t stage_small(const Row& mine) {
+  uint64_t stage_small(const Row& mine, bool in_arena) {
     const Packing packing{move_.shared};
     const size_t last = size_ - 1;
     const size_t total = move_.shared
         ? mine.sends(0)
         : packing.offset(mine, static_cast<int>(last)) + mine.sends(last);
-    if (total > kOneShotBytes) {
+    if (!select_one_shot(total, in_arena && total != 0)) {
       return 0;
     }
     char* stage = ctx_.domain.stage_in(me_, ctx_.domain.next_half());

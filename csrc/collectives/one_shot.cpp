@@ -4,7 +4,7 @@
 
 namespace fusedpg {
 
-void one_shot(
+bool one_shot(
     Context& ctx,
     OpDescriptor& d,
     const Span& input,
@@ -14,12 +14,17 @@ void one_shot(
       input.data,
       input.bytes,
       false);
+  d.flags |= kStaged;
   enter(ctx, d);
+  if (!all_ranks(ctx, kStaged)) {
+    return false;
+  }
   std::vector<const void*> srcs(ctx.size());
   for (int p = 0; p < ctx.size(); ++p) {
     srcs[p] = ctx.domain.stage_in(p, ctx.domain.half());
   }
   fn(srcs.data());
+  return true;
 }
 
 } // namespace fusedpg

@@ -17,17 +17,20 @@ void reduce(
   const std::vector<ReduceTensor> tensors{{data, count}};
   describe_tensors(ctx, d, tensors);
   const size_t bytes = count * dtype_size(args.dtype);
-  if (bytes <= kOneShotBytes) {
-    one_shot(ctx, d, {data, bytes}, [&](const void* const* srcs) {
-      if (ctx.rank() == root) {
-        ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), count, false);
-      }
-    });
+  const bool staged = select_one_shot(bytes, ctx.in_arena({data, bytes}));
+  const auto finish = [&](const void* const* srcs) {
+    if (ctx.rank() == root) {
+      ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), count, false);
+    }
+  };
+  if (staged && one_shot(ctx, d, {data, bytes}, finish)) {
     return;
   }
   TwoShot plan = in_place(ctx, tensors, args);
   plan.receiver = root;
-  plan.begin(ctx, d);
+  if (!staged) {
+    plan.begin(ctx, d);
+  }
   plan.run(ctx, d);
 }
 

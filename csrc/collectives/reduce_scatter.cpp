@@ -38,32 +38,35 @@ void reduce_scatter(
         " elements, the input for this rank ",
         inputs[me].count);
   }
-  // A list of separate tensors would need gathering first, and may be one on
-  // some ranks only: the size alone decides, so lists are gathered.
-  if (d.count * size <= kOneShotBytes) {
+  const size_t bytes = d.count * size;
+  const Span whole{inputs[0].data, bytes};
+  const bool one_tensor = adjacent(inputs, size);
+  const bool staged = select_one_shot(bytes, one_tensor && ctx.in_arena(whole));
+  const auto finish = [&](const void* const* staged_inputs) {
+    size_t offset = 0;
+    for (int p = 0; p < me; ++p) {
+      offset += inputs[p].count * size;
+    }
+    std::vector<const void*> srcs(staged_inputs, staged_inputs + ctx.size());
+    for (const void*& src : srcs) {
+      src = static_cast<const char*>(src) + offset;
+    }
+    ctx.kernels.reduce(
+        args, &output.data, 1, srcs.data(), ctx.size(), output.count, false);
+  };
+  if (staged) {
     std::vector<char> gathered;
-    Span input{inputs[0].data, d.count * size};
-    if (!adjacent(inputs, size)) {
-      gathered.reserve(input.bytes);
+    if (!one_tensor) {
+      gathered.reserve(bytes);
       for (const ReduceTensor& t : inputs) {
         const char* begin = static_cast<const char*>(t.data);
         gathered.insert(gathered.end(), begin, begin + t.count * size);
       }
-      input.data = gathered.data();
     }
-    one_shot(ctx, d, input, [&](const void* const* staged) {
-      size_t offset = 0;
-      for (int p = 0; p < me; ++p) {
-        offset += inputs[p].count * size;
-      }
-      std::vector<const void*> srcs(staged, staged + ctx.size());
-      for (const void*& src : srcs) {
-        src = static_cast<const char*>(src) + offset;
-      }
-      ctx.kernels.reduce(
-          args, &output.data, 1, srcs.data(), ctx.size(), output.count, false);
-    });
-    return;
+    const Span input = one_tensor ? whole : Span{gathered.data(), bytes};
+    if (one_shot(ctx, d, input, finish)) {
+      return;
+    }
   }
   TwoShot plan;
   plan.element_size = size;
@@ -75,7 +78,9 @@ void reduce_scatter(
          p == me ? static_cast<char*>(output.data) : nullptr});
     plan.lanes.push_back({{static_cast<size_t>(p), 0, inputs[p].count}});
   }
-  plan.begin(ctx, d);
+  if (!staged) {
+    plan.begin(ctx, d);
+  }
   plan.run(ctx, d);
 }
 

@@ -4,19 +4,26 @@
 
 namespace fusedpg {
 
+bool select_one_shot(size_t bytes, bool in_arena) {
+  // From here on, reading in place is worth a second barrier.
+  constexpr size_t kInPlaceBytes = size_t(8) << 10;
+  return bytes <= (in_arena ? kInPlaceBytes : kOneShotBytes);
+}
+
 Path select_path(Context& ctx) {
   return {all_ranks(ctx, kReadsDirect), all_ranks(ctx, kWritesDirect)};
 }
 
 size_t select_chunk(size_t total_bytes, int world_size) {
   // Large enough that a barrier costs little, small enough that two chunks in
-  // and two out stay in the second-level cache.
-  constexpr size_t kChunk = size_t(512) << 10;
+  // and two out, and the tensor's own lines between copying in and out, stay in
+  // the second-level cache.
+  constexpr size_t kChunk = size_t(256) << 10;
   static_assert(kChunk <= kStageBytes);
-  // At least four chunks, so that copying in and out overlap.
-  const size_t quarter = std::max(total_bytes / 4, kOneShotBytes);
+  // At least two chunks, so that copying in and out overlap.
+  const size_t half = std::max(total_bytes / 2, kOneShotBytes);
   const size_t lanes = static_cast<size_t>(world_size);
-  const size_t lane = std::min(kChunk, quarter) / lanes / 64 * 64;
+  const size_t lane = std::min(kChunk, half) / lanes / 64 * 64;
   return std::max<size_t>(lane, 64) * lanes;
 }
 

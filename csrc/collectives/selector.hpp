@@ -8,9 +8,14 @@
 // so every choice is.
 namespace fusedpg {
 
-// Operations up to this size copy their input to the staging buffers before
-// the first barrier: everybody reads everybody and no second barrier is needed.
-constexpr size_t kOneShotBytes = size_t(64) << 10;
+// Most bytes of an operation that is staged before the first barrier: everybody
+// reads everybody and no second barrier is needed.
+constexpr size_t kOneShotBytes = size_t(32) << 10;
+
+// Whether this rank stages an input of `bytes` before the first barrier. Ranks
+// may answer differently when only some inputs lie in arenas; the operation is
+// then staged in chunks.
+bool select_one_shot(size_t bytes, bool in_arena);
 
 // How the data of a large operation travel.
 struct Path {

@@ -4,6 +4,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -303,6 +304,10 @@ std::vector<Bootstrap::Peer> Bootstrap::exchange_memory(
       continue; // not one of ours
     }
     wait_for(socket.get(), POLLIN, deadline, "waiting for a peer's arena");
+    // A hello is one small message: who sends less is not a peer.
+    const timeval patience{1, 0};
+    setsockopt(
+        socket.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     Hello hello{};
     Fd memory = receive_hello(socket.get(), hello);
     const bool valid = memory && hello.protocol == kProtocol &&

@@ -271,7 +271,11 @@ void Domain::mark_failed(const Error& error) {
   control(rank_).state.store(
       static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
   ring_all();
-  arena_->detach();
+  try {
+    arena_->detach();
+  } catch (const Error& detaching) {
+    log_line(detaching.what());
+  }
 }
 
 void Domain::set_reason(const std::string& reason) {

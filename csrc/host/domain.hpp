@@ -17,7 +17,7 @@
 namespace fusedpg {
 
 // Bytes of one staging buffer; a rank has two for input and two for output.
-constexpr size_t kStageBytes = size_t(1) << 20;
+constexpr size_t kStageBytes = size_t(512) << 10;
 // Bytes through which a message travels when the arena is full.
 constexpr size_t kMailReserve = size_t(64) << 10;
 // 64-bit words of one operation's table; a rank has two tables.

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include "base/error.hpp"
+
 namespace fusedpg {
 
 Executor::~Executor() {
@@ -9,6 +11,9 @@ Executor::~Executor() {
 }
 
 void Executor::enqueue(std::function<void()> fn) {
+  if (stop_) {
+    fail(ErrorKind::kAborted, "fused: this group was shut down");
+  }
   if (!thread_.joinable()) {
     thread_ = std::thread([this] { progress(); });
   }

@@ -22,7 +22,8 @@ class Executor {
   Executor() = default;
   ~Executor();
 
-  // Queues the operation; returns its ticket.
+  // Queues the operation; returns its ticket. Throws Error(kAborted) after
+  // stop(), as run() does when it would have to queue.
   uint64_t submit(Operation operation);
 
   // Runs the operation before returning.

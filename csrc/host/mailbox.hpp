@@ -69,7 +69,7 @@ class Mailbox {
     size_t offset = 0; // of the next part
     size_t acknowledged = 0;
     bool started = false;
-    std::deque<std::pair<void*, size_t>> parts; // in flight; null: in place
+    std::deque<std::pair<void*, size_t>> parts{}; // in flight; null: in place
   };
   struct Receive {
     Post post;
