@@ -75,7 +75,7 @@ Domain::Domain(
   const bool crowded = size_ > bootstrap.local_cpus();
   spin_ = std::chrono::microseconds(
       settings.spin_us >= 0 ? settings.spin_us : (crowded ? 0 : 5));
-  yields_ = crowded ? 200 : 50;
+  yields_ = crowded ? 1000 : 50;
 }
 
 Domain::~Domain() {
