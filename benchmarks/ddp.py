@@ -3,12 +3,14 @@
     python benchmarks/ddp.py --check-bars
     python benchmarks/ddp.py --models cnn --optimizer sgd --rounds 51
 
-Two models: an MLP of 25 million parameters at a small batch, where communication weighs most, and
-a CNN that is bound by its arithmetic. A step is zero_grad, forward, backward, optimizer step. The
-arms are DDP on each backend, and `no_sync`: the same on the fused backend under `no_sync()`, that
-is without communication, the limit. Each arm trains a model of its own, in turn, one step a sample.
-Before anything is timed the arms' losses are compared, and the fused arm's gradients must lie in
-the arena. How times are taken: see `_harness.py`.
+Two models: an MLP of 25 million parameters at a small batch, where communication weighs most, and a
+CNN that is bound by its arithmetic. A step is zero_grad, forward, backward, optimizer step. The
+arms are DDP on each backend, and two without communication: `no_sync`, the fused arm under
+`no_sync()`, and `no_comm`, DDP with a hook that returns the bucket as it is. The second shows what
+DDP itself costs: it copies every gradient into its bucket, which no backend can avoid. Each arm
+trains a model of its own, in turn, one step a sample. Before anything is timed the arms' losses are
+compared, and the fused arm's gradients must lie in the arena. How times are taken: see
+`_harness.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import _harness as harness
 from _harness import Bar, Context, Row
 
 NO_SYNC = "no_sync"
+NO_COMM = "no_comm"
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 
 
@@ -92,8 +95,9 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
             for backend, group in context.groups.items()
         }
         check(name, arms, context)
-        # The limit is the first backend's DDP without its communication.
         group = next(iter(context.groups.values()))
+        arms[NO_COMM] = TrainingArm(make_model, batch_shape, group, args.optimizer)
+        arms[NO_COMM].model.register_comm_hook(None, keep_bucket)
         arms[NO_SYNC] = TrainingArm(make_model, batch_shape, group, args.optimizer, sync=False)
         rows += harness.measure(
             context,
@@ -103,6 +107,13 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
             rounds=args.rounds,
         )
     return rows
+
+
+def keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations by identity
+    """A communication hook that communicates nothing."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 class TrainingArm:
