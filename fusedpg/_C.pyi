@@ -3,8 +3,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store, Work
 from torch._C._distributed_c10d import Backend
+from torch.distributed import Store, Work
 
 torch_version: str
 version: str

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import harness
-from checks import groups, parallel
+from checks import parallel
 
 
 @pytest.mark.parametrize("comm_memory", [False, True])

@@ -104,7 +104,8 @@ def run(part: Part, backend: str, tests: Path, timeout: float) -> list[str]:
     failed = {name: text for name, outcome, text in results if outcome == "failed"}
     count = collections.Counter(outcome for _, outcome, _ in results)
     print(
-        f"world size {part.world_size}, gate {part.gate}: {count['passed']} passed, {count['failed']} failed, "
+        f"world size {part.world_size}, gate {part.gate}: {count['passed']} passed, "
+        f"{count['failed']} failed, "
         f"{count['skipped']} skipped in {time.monotonic() - begin:.0f} s"
     )
     for name, outcome, text in results:
