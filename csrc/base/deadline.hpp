@@ -10,9 +10,13 @@ using Clock = std::chrono::steady_clock;
 // The moment by which an operation must be done. Every wait takes one.
 class Deadline {
  public:
+  // Timeouts beyond ten years, such as timedelta.max, mean ten years.
   explicit Deadline(std::chrono::milliseconds timeout)
       : timeout_(timeout),
-        at_(Clock::now() + timeout) {}
+        at_(Clock::now() +
+            std::min<std::chrono::milliseconds>(
+                timeout,
+                std::chrono::hours(24 * 365 * 10))) {}
 
   bool expired() const {
     return Clock::now() >= at_;

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace fusedpg {
@@ -19,7 +20,11 @@ class Completer {
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::move(fn));
     if (queue_.size() > idle_) {
-      std::thread([this] { work(); }).detach();
+      try {
+        std::thread([this] { work(); }).detach();
+      } catch (const std::system_error&) {
+        // No thread to be had: one that is busy now will come to it.
+      }
     } else {
       wake_.notify_one();
     }

@@ -1,5 +1,6 @@
 // The methods of ProcessGroupFused that only move data.
 
+#include <algorithm>
 #include <numeric>
 
 #include "c10d/process_group_fused.hpp"
@@ -25,35 +26,27 @@ void check_same_type(
   }
 }
 
-// The parts of a contiguous tensor along its first dimension.
-std::vector<Span> split_spans(
+void check_splits(
     const char* op,
-    const Flat& flat,
     const at::Tensor& t,
     const std::vector<int64_t>& splits,
     int size) {
-  const Span whole = flat.span();
-  std::vector<Span> parts;
+  const int64_t rows = t.dim() ? t.size(0) : 0;
   if (splits.empty()) {
     TORCH_CHECK_VALUE(
-        t.numel() == 0 || t.size(0) % size == 0,
+        t.numel() == 0 || rows % size == 0,
         "fused: ",
         op,
         ": the first dimension (",
-        t.dim() ? t.size(0) : 0,
+        rows,
         ") is not divisible by the world size (",
         size,
         "); give the split sizes");
-    for (int p = 0; p < size; ++p) {
-      parts.push_back(
-          {static_cast<char*>(whole.data) + p * (whole.bytes / size),
-           whole.bytes / size});
-    }
-    return parts;
+    return;
   }
-  const int64_t rows = t.dim() ? t.size(0) : 0;
   TORCH_CHECK_VALUE(
       static_cast<int>(splits.size()) == size &&
+          *std::min_element(splits.begin(), splits.end()) >= 0 &&
           std::accumulate(splits.begin(), splits.end(), int64_t(0)) == rows,
       "fused: ",
       op,
@@ -61,13 +54,25 @@ std::vector<Span> split_spans(
       splits.size(),
       " split sizes must be as many as ranks (",
       size,
-      ") and sum to the first dimension (",
+      "), not negative, and sum to the first dimension (",
       rows,
       ")");
-  const size_t row = rows ? whole.bytes / static_cast<size_t>(rows) : 0;
+}
+
+// The parts of a contiguous tensor along its first dimension.
+std::vector<Span> split_spans(
+    const Flat& flat,
+    const at::Tensor& t,
+    const std::vector<int64_t>& splits,
+    int size) {
+  const Span whole = flat.span();
+  const size_t rows = t.dim() ? static_cast<size_t>(t.size(0)) : 0;
+  const size_t row = rows ? whole.bytes / rows : 0;
+  std::vector<Span> parts;
   size_t offset = 0;
-  for (const int64_t split : splits) {
-    const size_t bytes = static_cast<size_t>(split) * row;
+  for (int p = 0; p < size; ++p) {
+    const size_t bytes = splits.empty() ? whole.bytes / size
+                                        : static_cast<size_t>(splits[p]) * row;
     parts.push_back({static_cast<char*>(whole.data) + offset, bytes});
     offset += bytes;
   }
@@ -148,6 +153,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
       timeout_or(opts.timeout),
       opts.asyncOp};
   check_count("all_gather", "lists of outputs", outputs.size(), inputs.size());
+  TORCH_CHECK_VALUE(!inputs.empty(), "fused: all_gather: no tensor given");
   Tensors all;
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_tensor("all_gather", inputs[i]);
@@ -219,6 +225,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
       opts.asyncOp};
   check_count(
       "all_gather_into_tensor", "outputs", outputs.size(), inputs.size());
+  TORCH_CHECK_VALUE(
+      !inputs.empty(), "fused: all_gather_into_tensor: no tensor given");
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_tensor("all_gather_into_tensor", inputs[i]);
     check_same_type(
@@ -379,19 +387,20 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::alltoall_base(
               output, input, output_splits, input_splits, opts);
         });
   }
-  // Checked here, so that a wrong argument raises in the caller.
-  const Flat out = Flat::output(output);
-  const Flat in = Flat::input(input);
-  auto outs =
-      split_spans("all_to_all_single", out, output, output_splits, getSize());
-  auto ins =
-      split_spans("all_to_all_single", in, input, input_splits, getSize());
+  check_splits("all_to_all_single", output, output_splits, getSize());
+  check_splits("all_to_all_single", input, input_splits, getSize());
   return run(
       call,
       {input},
       {output},
-      [out, in, outs, ins, type = to_dtype(input.scalar_type())](Context& ctx) {
-        all_to_all(ctx, outs, ins, type);
+      [output, input, output_splits, input_splits](Context& ctx) {
+        const Flat out = Flat::output(output);
+        const Flat in = Flat::input(input);
+        all_to_all(
+            ctx,
+            split_spans(out, output, output_splits, ctx.size()),
+            split_spans(in, input, input_splits, ctx.size()),
+            to_dtype(input.scalar_type()));
         out.finish();
       });
 }

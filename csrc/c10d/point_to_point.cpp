@@ -16,14 +16,14 @@ Mailbox::Done completion(
     bool receives) {
   return [work, flat = std::make_shared<Flat>(flat), receives](
              std::exception_ptr error, int peer) mutable {
-    if (!error && receives) {
-      flat->finish();
-    }
-    flat = nullptr;
     work->set_source_rank(peer);
     work->complete(capture([&] {
+      const auto held = std::exchange(flat, nullptr);
       if (error) {
         std::rethrow_exception(error);
+      }
+      if (receives) {
+        held->finish();
       }
     }));
   };

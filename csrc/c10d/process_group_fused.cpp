@@ -126,6 +126,7 @@ ProcessGroupFused::~ProcessGroupFused() {
   }
   if (forked()) {
     // A forked child has none of the threads these would join.
+    (void)delegate_.release();
     (void)mailbox_.release();
     (void)engine_.release();
     (void)executor_.release();
@@ -136,6 +137,7 @@ ProcessGroupFused::~ProcessGroupFused() {
   mailbox_.reset();
   executor_.reset();
   engine_.reset();
+  delegate_.reset();
 }
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::enqueue(
@@ -225,8 +227,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::remember(WorkPtr work) {
 }
 
 void ProcessGroupFused::startCoalescing() {
-  TORCH_CHECK(
-      coalescing.group == nullptr, "fused: coalescing has already started");
+  // What an exception has left behind is over.
+  coalescing.works.clear();
   coalescing.group = this;
 }
 
@@ -302,6 +304,7 @@ void ProcessGroupFused::check_count(
 
 Mailbox& ProcessGroupFused::mailbox() {
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
+  check_open("fused:send/recv");
   if (!mailbox_) {
     mailbox_ = std::make_unique<Mailbox>(engine_->domain(), kernels_);
   }
@@ -374,15 +377,25 @@ c10d::ErrorType ProcessGroupFused::getError() {
   }
 }
 
+void ProcessGroupFused::abort_delegate() {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  {
+    std::lock_guard<std::mutex> lock(delegate_mutex_);
+    backend = delegate_;
+  }
+  if (backend) {
+    backend->abort();
+  }
+}
+
 void ProcessGroupFused::abort() {
   if (forked()) {
     return;
   }
   const ReleaseGil release;
+  abort_delegate();
   if (engine_ != nullptr) {
     engine_->abort(*executor_);
-  } else {
-    delegate().abort();
   }
 }
 
@@ -392,8 +405,11 @@ void ProcessGroupFused::shutdown() {
   }
   const ReleaseGil release;
   executor_->stop();
-  if (mailbox_) {
-    mailbox_->stop();
+  {
+    std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    if (mailbox_) {
+      mailbox_->stop();
+    }
   }
   if (engine_ != nullptr) {
     engine_->domain().leave();
@@ -409,9 +425,11 @@ void ProcessGroupFused::shutdown_at_exit() {
     return;
   }
   const ReleaseGil release;
-  if (engine_ != nullptr &&
-      !executor_->drain(std::chrono::milliseconds(1000))) {
-    engine_->domain().request_abort();
+  if (!executor_->drain(std::chrono::milliseconds(1000))) {
+    abort_delegate();
+    if (engine_ != nullptr) {
+      engine_->domain().request_abort();
+    }
   }
   shutdown();
 }

@@ -253,6 +253,7 @@ class ProcessGroupFused : public c10d::Backend {
       size_t found,
       size_t expected) const;
   c10d::Backend& delegate();
+  void abort_delegate();
   bool spans_hosts() const { // then everything is delegated
     return engine_ == nullptr;
   }

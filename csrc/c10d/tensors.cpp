@@ -1,6 +1,7 @@
 #include "c10d/tensors.hpp"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 namespace fusedpg {
 
@@ -80,8 +81,9 @@ kernels::ReduceArgs to_reduce_args(
       return args;
     case c10d::ReduceOp::PREMUL_SUM: {
       args.op = RedOp::kPremulSum;
+      // The older of its two names: torch 2.11 has only that.
       const auto* premul =
-          dynamic_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+          dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       TORCH_CHECK_VALUE(
           premul != nullptr, "fused: PREMUL_SUM comes without its factor");
       args.factor = premul->tensor_factor.defined()
@@ -110,20 +112,53 @@ void check_tensor(const char* op, const at::Tensor& t) {
       op,
       " needs dense tensors, got layout ",
       t.layout());
+  TORCH_CHECK_VALUE(
+      !t._is_zerotensor(),
+      "fused: ",
+      op,
+      " got a tensor without memory (ZeroTensor); clone it first");
 }
 
+namespace {
+
+// Whether the bytes at data_ptr are the tensor's elements in order.
+bool is_plain(const at::Tensor& t) {
+  return t.is_contiguous() && !t.is_conj() && !t.is_neg();
+}
+
+at::Tensor plain_copy(const at::Tensor& t) {
+  return t.detach().resolve_conj().resolve_neg().contiguous();
+}
+
+void check_writable(const at::Tensor& t) {
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    TORCH_CHECK_VALUE(
+        t.size(d) < 2 || t.stride(d) != 0,
+        "fused: cannot write to an expanded tensor, whose elements share "
+        "memory; clone it first");
+  }
+}
+
+} // namespace
+
 Flat Flat::input(const at::Tensor& t) {
-  return {t, t.is_contiguous() ? t : t.detach().contiguous(), false};
+  return {t, is_plain(t) ? t : plain_copy(t), false};
 }
 
 Flat Flat::output(const at::Tensor& t) {
-  const bool fits = t.is_contiguous();
-  return {t, fits ? t : at::empty(t.sizes(), t.options()), !fits};
+  if (is_plain(t)) {
+    return {t, t, false};
+  }
+  check_writable(t);
+  return {t, at::empty(t.sizes(), t.options()), true};
 }
 
 Flat Flat::inout(const at::Tensor& t) {
-  const bool fits = t.is_contiguous();
-  return {t, fits ? t : t.detach().contiguous(), !fits};
+  if (is_plain(t)) {
+    return {t, t, false};
+  }
+  check_writable(t);
+  return {t, plain_copy(t), true};
 }
 
 Span Flat::span() const {
@@ -140,7 +175,9 @@ ReduceTensor Flat::reduce_tensor() const {
 
 void Flat::finish() const {
   if (copy_back_) {
-    c10::NoGradGuard no_grad;
+    // The mode is of a thread, and this one may not be the caller's.
+    const c10::InferenceMode mode(original_.is_inference());
+    const c10::NoGradGuard no_grad;
     original_.detach().copy_(flat_);
   }
 }

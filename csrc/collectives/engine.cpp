@@ -42,8 +42,9 @@ Engine::Engine(
                                : default_threads(domain_.size(), settings)),
       nan_check_(settings.nan_check) {}
 
-void Engine::check_failed() const {
+void Engine::check_failed() {
   if (domain_.failed()) {
+    domain_.detach(); // another thread may still be at it
     fail(
         domain_.failure_kind(),
         "fused: this group has failed and must be destroyed; the failure was: ",
@@ -74,6 +75,13 @@ void Engine::execute(
     if (error.kind() != ErrorKind::kInvalid &&
         error.kind() != ErrorKind::kMismatch) {
       domain_.mark_failed(error);
+    }
+    throw;
+  } catch (const std::exception& error) {
+    if (ctx.entered) {
+      // Not foreseen (no memory, no thread): the peers are somewhere inside the
+      // operation that this rank has left.
+      domain_.mark_failed(Error(ErrorKind::kSystem, error.what()));
     }
     throw;
   }

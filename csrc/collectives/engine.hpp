@@ -39,7 +39,7 @@ class Engine {
   void abort(Executor& executor);
 
   // Throws the failure of the group, if it has failed.
-  void check_failed() const;
+  void check_failed();
 
   Domain& domain() {
     return domain_;

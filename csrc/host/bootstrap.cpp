@@ -210,6 +210,48 @@ Fd connect_to(const PeerInfo& peer, int rank) {
   return socket;
 }
 
+// Waits until somebody calls. A peer that hangs up has said hello before, or
+// never will.
+void wait_for_hello(
+    int listener,
+    const std::vector<Fd>& outgoing,
+    const std::vector<Bootstrap::Peer>& heard,
+    const Deadline& deadline) {
+  while (true) {
+    std::vector<pollfd> fds{{listener, POLLIN, 0}};
+    std::vector<int> ranks{-1};
+    for (size_t p = 0; p < outgoing.size(); ++p) {
+      if (outgoing[p] && !heard[p].memory) {
+        fds.push_back({outgoing[p].get(), 0, 0});
+        ranks.push_back(static_cast<int>(p));
+      }
+    }
+    if (poll(fds.data(), fds.size(), 100) < 0 && errno != EINTR) {
+      fail_errno("fused: poll");
+    }
+    // Again for the listener: the hello may have come since.
+    if (fds[0].revents != 0 || poll(fds.data(), 1, 0) > 0) {
+      return;
+    }
+    for (size_t i = 1; i < fds.size(); ++i) {
+      if (fds[i].revents & (POLLHUP | POLLERR)) {
+        fail(
+            ErrorKind::kPeerDead,
+            "fused: rank ",
+            ranks[i],
+            " failed or ended while the group was being created");
+      }
+    }
+    if (deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: creating the group timed out after ",
+          deadline.timeout().count(),
+          " ms while waiting for peers on this host");
+    }
+  }
+}
+
 } // namespace
 
 Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
@@ -282,19 +324,18 @@ std::vector<Bootstrap::Peer> Bootstrap::exchange_memory(
     int memory_fd,
     const Deadline& deadline) {
   std::vector<Peer> result(world_size_);
-  std::vector<Fd> outgoing; // open until all peers have read from them
+  std::vector<Fd> outgoing(world_size_); // open until all peers have read
   for (int p = 0; p < world_size_; ++p) {
     if (p == rank_) {
       continue;
     }
     Hello hello{kProtocol, rank_, {}};
     std::memcpy(hello.token, peers_[p].token.data(), kTokenBytes);
-    outgoing.push_back(connect_to(peers_[p], p));
-    send_hello(outgoing.back().get(), hello, memory_fd);
+    outgoing[p] = connect_to(peers_[p], p);
+    send_hello(outgoing[p].get(), hello, memory_fd);
   }
   for (int missing = world_size_ - 1; missing > 0;) {
-    wait_for(
-        listener_.get(), POLLIN, deadline, "waiting for peers on this host");
+    wait_for_hello(listener_.get(), outgoing, result, deadline);
     Fd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (!socket) {
       continue;
@@ -302,6 +343,13 @@ std::vector<Bootstrap::Peer> Bootstrap::exchange_memory(
     const Credentials who = credentials(socket.get());
     if (who.uid != geteuid()) {
       continue; // not one of ours
+    }
+    if (who.pid == 0) {
+      fail(
+          ErrorKind::kSystem,
+          "fused: a rank on this host runs in another pid namespace, where its "
+          "end could not be noticed; give ranks of different containers "
+          "different FUSEDPG_HOST_ID");
     }
     wait_for(socket.get(), POLLIN, deadline, "waiting for a peer's arena");
     // A hello is one small message: who sends less is not a peer.

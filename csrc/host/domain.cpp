@@ -116,13 +116,15 @@ void Domain::check_arrived(const OpDescriptor& op) {
   }
   const auto taken = [&](int p) {
     return control(p).state.load(std::memory_order_acquire) ==
-        static_cast<uint32_t>(RankState::kFailed);
+        static_cast<uint32_t>(RankState::kFailed) &&
+        control(p).failed_after.load(std::memory_order_relaxed) < phase_;
   };
   for (int p = 0; p < size_; ++p) {
     if (taken(p)) {
       check_peers(str(describe(op), ", sequence number ", op.sequence), taken);
     }
   }
+  passed_.store(phase_, std::memory_order_release);
 }
 
 void Domain::wait(
@@ -258,19 +260,30 @@ void Domain::check_peers(
 }
 
 void Domain::mark_failed(const Error& error) {
+  bool first = false;
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
-    if (failed()) {
-      return;
+    if (!failed()) {
+      first = true;
+      failure_kind_ = error.kind();
+      failure_reason_ = error.what();
+      failed_.store(true, std::memory_order_release);
     }
-    failure_kind_ = error.kind();
-    failure_reason_ = error.what();
-    failed_.store(true, std::memory_order_release);
   }
-  set_reason(error.what());
-  control(rank_).state.store(
-      static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
-  ring_all();
+  if (first) {
+    set_reason(error.what());
+    control(rank_).failed_after.store(
+        passed_.load(std::memory_order_acquire), std::memory_order_relaxed);
+    control(rank_).state.store(
+        static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
+    ring_all();
+  }
+  // Whoever learns of the failure may write to the arena again at once, so
+  // nobody returns before it is detached.
+  detach();
+}
+
+void Domain::detach() {
   try {
     arena_->detach();
   } catch (const Error& detaching) {

@@ -67,7 +67,10 @@ struct RankControl {
   Bell bell; // rung by arrivals
   Bell mail_bell; // rung by point to point
   alignas(64) std::atomic<uint32_t> state; // RankState
-  char reason[448]; // written before `state` becomes kFailed
+  // Written before `state` becomes kFailed: barriers that this rank has passed,
+  // and what happened.
+  std::atomic<uint64_t> failed_after;
+  char reason[432];
   // See collectives/monitored_barrier.cpp; rank 0 writes the second.
   alignas(64) std::atomic<uint64_t> monitored_arrived;
   alignas(64) std::atomic<uint64_t> monitored_passed;
@@ -163,6 +166,8 @@ class Domain {
   // Declares the group failed, once: tells the peers why and detaches the
   // arena. Later operations raise `reason`.
   void mark_failed(const Error& error);
+  // Waits until the arena is private to this rank.
+  void detach();
   bool failed() const {
     return failed_.load(std::memory_order_acquire);
   }
@@ -187,7 +192,8 @@ class Domain {
   };
   static Layout layout(int size);
   // After a barrier. A rank that fails takes its arena away, and may do so
-  // after it arrived: then what was read from it until now is worthless.
+  // between arriving and passing: then what was read from it until now is
+  // worthless. What it does after it has passed does not matter here.
   void check_arrived(const OpDescriptor& op);
   bool process_ended(int rank) const;
   void ring_all();
@@ -200,6 +206,7 @@ class Domain {
   std::vector<Mapping> mappings_;
   std::vector<char*> bases_;
   uint64_t phase_ = 0;
+  std::atomic<uint64_t> passed_{0}; // as phase_, once all have arrived
   std::chrono::nanoseconds spin_;
   int yields_;
 

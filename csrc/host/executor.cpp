@@ -10,19 +10,24 @@ Executor::~Executor() {
   stop();
 }
 
-void Executor::enqueue(std::function<void()> fn) {
+void Executor::ensure_thread() {
   if (stop_) {
     fail(ErrorKind::kAborted, "fused: this group was shut down");
   }
   if (!thread_.joinable()) {
     thread_ = std::thread([this] { progress(); });
   }
+}
+
+void Executor::enqueue(std::function<void()> fn) {
+  ensure_thread();
   queue_.push_back(std::move(fn));
   wake_.notify_one();
 }
 
 uint64_t Executor::submit(Operation operation) {
   std::lock_guard<std::mutex> lock(mutex_);
+  ensure_thread();
   const uint64_t ticket = ++tickets_;
   enqueue([operation = std::move(operation), ticket] { operation(ticket); });
   return ticket;
@@ -57,6 +62,9 @@ void Executor::run_here(
 
 void Executor::run(const Operation& operation) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (!idle()) {
+    ensure_thread(); // may throw: before a ticket is taken
+  }
   const uint64_t ticket = ++tickets_;
   run_here([&] { operation(ticket); }, lock);
 }
@@ -85,6 +93,9 @@ void Executor::stop() {
   if (thread_.joinable()) {
     thread_.join();
   }
+  // A caller may be executing an operation itself.
+  std::unique_lock<std::mutex> lock(mutex_);
+  idle_changed_.wait(lock, [&] { return !busy_; });
 }
 
 void Executor::progress() {

@@ -43,6 +43,7 @@ class Executor {
   void stop();
 
  private:
+  void ensure_thread();
   void enqueue(std::function<void()> fn);
   void progress();
   bool idle() const {

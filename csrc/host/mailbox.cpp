@@ -14,6 +14,7 @@ constexpr size_t kPartBytes = size_t(1) << 20;
 constexpr size_t kWindow = 2;
 constexpr auto kPatience = std::chrono::milliseconds(20);
 constexpr auto kIdlePatience = std::chrono::milliseconds(500);
+constexpr auto kStopPatience = std::chrono::milliseconds(1000);
 constexpr int kYields = 40;
 
 } // namespace
@@ -76,6 +77,9 @@ void Mailbox::receive(
 void Mailbox::post(Post post) {
   {
     std::lock_guard<std::mutex> lock(posts_mutex_);
+    if (closed_) {
+      fail(ErrorKind::kAborted, "fused: the group was shut down");
+    }
     posts_.push_back(std::move(post));
     have_posts_.store(true, std::memory_order_release);
   }
@@ -101,12 +105,20 @@ std::string Mailbox::name(const Post& post) const {
 void Mailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
   int quiet = 0;
+  Deadline patience(kStopPatience);
   while (true) {
     const bool stopping = stop_.load(std::memory_order_acquire);
+    if (!stopping) {
+      patience = Deadline(kStopPatience);
+    }
     try {
       const bool posted = take_posts();
       if (progress() || posted) {
         quiet = 0;
+        continue;
+      }
+      if (stopping && unsent_replies() && !patience.expired()) {
+        sched_yield(); // a peer waits to hear that its message has arrived
         continue;
       }
       if (stopping) {
@@ -125,29 +137,48 @@ void Mailbox::loop() {
         check();
       }
     } catch (const Error& error) {
-      if (!stopping) {
-        domain_.mark_failed(error);
+      if (give_up(error, stopping)) {
+        return;
       }
-      take_posts();
-      fail_all(std::current_exception());
-      if (stopping) {
+    } catch (const std::exception& other) {
+      if (give_up(Error(ErrorKind::kSystem, other.what()), stopping)) {
         return;
       }
     }
   }
 }
 
+// Fails everything pending. True when the thread is to end: then no later post
+// is accepted.
+bool Mailbox::give_up(const Error& error, bool stopping) {
+  if (!stopping) {
+    domain_.mark_failed(error);
+  }
+  collect_posts(stopping);
+  fail_all(std::make_exception_ptr(error));
+  return stopping;
+}
+
 bool Mailbox::take_posts() {
   if (!have_posts_.load(std::memory_order_acquire)) {
     return false;
   }
+  // Matching may throw: by then every post must be known to fail_all().
+  for (const auto& receive : collect_posts(false)) {
+    match_receive(receive);
+  }
+  return true;
+}
+
+std::vector<std::list<Mailbox::Receive>::iterator> Mailbox::collect_posts(
+    bool last) {
   std::deque<Post> posts;
   {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     posts.swap(posts_);
     have_posts_.store(false, std::memory_order_release);
+    closed_ = closed_ || last;
   }
-  // Matching may throw: by then every post must be known to fail_all().
   std::vector<std::list<Receive>::iterator> receives;
   for (Post& post : posts) {
     if (post.sends) {
@@ -159,10 +190,7 @@ bool Mailbox::take_posts() {
       receives.push_back(std::prev(receives_.end()));
     }
   }
-  for (const auto& receive : receives) {
-    match_receive(receive);
-  }
-  return true;
+  return receives;
 }
 
 bool Mailbox::progress() {
@@ -476,6 +504,12 @@ bool Mailbox::pending() const {
       std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
         return !p.sends.empty() || !p.replies.empty();
       });
+}
+
+bool Mailbox::unsent_replies() const {
+  return std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+    return !p.replies.empty();
+  });
 }
 
 bool Mailbox::news() {

@@ -95,6 +95,8 @@ class Mailbox {
   void post(Post post);
   void loop();
   bool take_posts();
+  std::vector<std::list<Receive>::iterator> collect_posts(bool last);
+  bool give_up(const Error& error, bool stopping);
   bool progress();
   bool poll_inbox(int peer);
   void on_message(int peer, const Message& message);
@@ -116,6 +118,7 @@ class Mailbox {
       std::exception_ptr error);
   void release_parts(Send& send);
   bool pending() const;
+  bool unsent_replies() const;
   bool news();
   void sleep();
   void check();
@@ -128,6 +131,7 @@ class Mailbox {
 
   std::mutex posts_mutex_;
   std::deque<Post> posts_;
+  bool closed_ = false; // the thread takes no more posts
   std::atomic<bool> have_posts_{false};
   std::atomic<bool> stop_{false};
 
