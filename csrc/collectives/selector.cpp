@@ -20,8 +20,9 @@ size_t select_chunk(size_t total_bytes, int world_size) {
   // the second-level cache.
   constexpr size_t kChunk = size_t(256) << 10;
   static_assert(kChunk <= kStageBytes);
-  // At least two chunks, so that copying in and out overlap.
-  const size_t half = std::max(total_bytes / 2, kOneShotBytes);
+  // At least two chunks, so that copying in and out overlap, unless a barrier
+  // costs more than that gains.
+  const size_t half = std::max(total_bytes / 2, 2 * kOneShotBytes);
   const size_t lanes = static_cast<size_t>(world_size);
   const size_t lane = std::min(kChunk, half) / lanes / 64 * 64;
   return std::max<size_t>(lane, 64) * lanes;
