@@ -17,13 +17,21 @@ constexpr auto kIdle = std::chrono::milliseconds(500);
 class Completer {
  public:
   void add(std::function<void()> fn) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     queue_.push_back(std::move(fn));
     if (queue_.size() > idle_) {
       try {
         std::thread([this] { work(); }).detach();
+        ++live_;
       } catch (const std::system_error&) {
-        // No thread to be had: one that is busy now will come to it.
+        // No thread to be had: one that is busy now will come to it, and where
+        // there is none a future must complete all the same.
+        if (live_ == 0) {
+          auto here = std::move(queue_.back());
+          queue_.pop_back();
+          lock.unlock();
+          here();
+        }
       }
     } else {
       wake_.notify_one();
@@ -40,6 +48,7 @@ class Completer {
           wake_.wait_for(lock, kIdle, [&] { return !queue_.empty(); });
       --idle_;
       if (!found) {
+        --live_;
         return;
       }
       auto fn = std::move(queue_.front());
@@ -55,6 +64,7 @@ class Completer {
   std::condition_variable wake_;
   std::deque<std::function<void()>> queue_;
   size_t idle_ = 0; // threads in wait_for
+  size_t live_ = 0; // threads
 };
 
 } // namespace
