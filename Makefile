@@ -76,6 +76,7 @@ train: $(BUILT)
 bench: $(BUILT)
 	$(BIN)/python benchmarks/collectives.py --backends fused,gloo --plot $(BENCH_ARGS)
 	$(BIN)/python benchmarks/fused_step.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/optimizers.py $(BENCH_ARGS)
 
 wheel: $(DEPS)
 	rm -rf build/lib* build/bdist*

@@ -495,7 +495,7 @@ def print_table(rows: Sequence[Row], *, peer: str, limit: str, title: str) -> No
     _console().print(table)
 
 
-def save_json(path: Path, rows: Sequence[Row], world_size: int) -> None:
+def save_json(path: Path, rows: Sequence[Row], world_size: int, *, unit: str = "seconds") -> None:
     report = {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -503,7 +503,7 @@ def save_json(path: Path, rows: Sequence[Row], world_size: int) -> None:
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "world_size": world_size,
-        "unit": "seconds",
+        "unit": unit,
         "rows": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(report, indent=1) + "\n")

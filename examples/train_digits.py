@@ -26,21 +26,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread a rank
-
+import _common as common  # before torch: sets OMP_NUM_THREADS
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from digits_cnn import build_model
 from torch import Tensor, nn
-from torch.distributed.run import main as torchrun
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 import fusedpg
-from fusedpg.launch import init_from_environment
 
 REQUIRED_ACCURACY = 0.97
 PLOT = Path(__file__).resolve().parent.parent / "docs" / "train_digits.png"
@@ -53,33 +49,6 @@ class Result:
     steps_per_second: float
     losses: list[float]  # of every step, averaged over the ranks
     checksum: str  # of the trained parameters, the same on every rank
-
-
-def build_model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 32, kernel_size=3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, kernel_size=3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * 4 * 4, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
-
-
-def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """1,797 real digits of 8x8 pixels; a fifth, with the same share of each digit, is held out."""
-    images, labels = load_digits(return_X_y=True)
-    parts = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=seed)
-    x_train, x_test, y_train, y_test = (torch.from_numpy(part) for part in parts)
-
-    def pixels(x: Tensor) -> Tensor:
-        return x.view(-1, 1, 8, 8).float() / 16
-
-    return TensorDataset(pixels(x_train), y_train), TensorDataset(pixels(x_test), y_test)
 
 
 class DDPTraining:
@@ -176,7 +145,7 @@ def train(
     name: str, training: Training, group: dist.ProcessGroup, args: argparse.Namespace
 ) -> Result:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    train_set, test_set = load_data(args.seed)
+    train_set, test_set = common.digits(args.seed)
     sampler: DistributedSampler[int] = DistributedSampler(
         train_set, world_size, rank, seed=args.seed
     )
@@ -184,7 +153,8 @@ def train(
     # The batch sampler takes the sampler's place: a whole batch is one indexing of the tensors.
     loader = DataLoader(train_set, sampler=batches, batch_size=None)
 
-    model = build_model(args.seed)
+    torch.manual_seed(args.seed)
+    model = build_model()
     trainer = training(model, args.lr, args.weight_decay, group)
     losses: list[Tensor] = []
     seconds = 0.0
@@ -264,10 +234,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    if init_from_environment() is None:
-        # No launcher: be one. This call runs the same script again, once for every rank.
-        command = [f"--nproc-per-node={args.nproc}", "--standalone", "--local-addr=127.0.0.1"]
-        torchrun([*command, __file__, *sys.argv[1:]])
+    if not common.launched(args.nproc):
         return 0
 
     torch.set_num_threads(1)

@@ -3,8 +3,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend
-from torch.distributed import Store, Work
+from torch._C._distributed_c10d import Backend, Store, Work
 
 torch_version: str
 version: str
@@ -27,6 +26,26 @@ class Options(Backend.Options):
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[Any, Any], /) -> Options: ...
 
+class Hyper:
+    def __init__(
+        self,
+        *,
+        lr: float | torch.Tensor,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        eps: float = 0.0,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        first_step: bool = False,
+        decoupled: bool = True,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+    ) -> None: ...
+
 class ProcessGroupFused(Backend):
     def __init__(self, store: Store, rank: int, size: int, options: Options) -> None: ...
     @property
@@ -34,29 +53,40 @@ class ProcessGroupFused(Backend):
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def in_arena(self, tensor: torch.Tensor) -> bool: ...
     def info(self) -> dict[str, Any]: ...
-    def fused_adamw_(
+    def empty_shared(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def fused_step_(
         self,
+        op: str,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        exp_avgs: Sequence[torch.Tensor],
-        exp_avg_sqs: Sequence[torch.Tensor],
-        max_exp_avg_sqs: Sequence[torch.Tensor],
+        states: Sequence[Sequence[torch.Tensor]],
         state_steps: Sequence[torch.Tensor],
+        hypers: Sequence[Hyper],
         *,
-        lr: float | torch.Tensor,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        eps: float,
-        amsgrad: bool,
-        maximize: bool,
-        grad_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        mean: bool,
-        async_op: bool,
+        hyper_index: Sequence[int] = ...,
+        master_params: Sequence[torch.Tensor] = ...,
+        mean: bool = True,
+        weight: float | None = None,
+        used: torch.Tensor | None = None,
+        reduced: bool = False,
+        shared_params: bool = False,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> Work | None: ...
+    def reduce_shards_(
+        self,
+        grads: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor] = ...,
+        *,
+        mean: bool = True,
+        weight: float | None = None,
+        used: torch.Tensor | None = None,
+        async_op: bool = False,
     ) -> Work | None: ...
 
 def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]: ...
+def sum_squares(tensor: torch.Tensor) -> float: ...
 def isa() -> str: ...
 def _set_delegate_factory(factory: Any) -> None: ...
 def _shutdown_all_groups() -> None: ...

@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 from fusedpg._registration import register as _register
 
 if TYPE_CHECKING:
+    from fusedpg import optim as optim
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
     from fusedpg.functional import empty as empty
+    from fusedpg.functional import fused_adam_ as fused_adam_
     from fusedpg.functional import fused_adamw_ as fused_adamw_
+    from fusedpg.functional import fused_lamb_ as fused_lamb_
+    from fusedpg.functional import fused_sgd_ as fused_sgd_
     from fusedpg.functional import group_info as group_info
     from fusedpg.functional import in_arena as in_arena
     from fusedpg.functional import shard_range as shard_range
@@ -32,13 +36,17 @@ __all__ = [
     "Options",
     "ProcessGroupFused",
     "empty",
+    "fused_adam_",
     "fused_adamw_",
+    "fused_lamb_",
+    "fused_sgd_",
     "group_info",
     "in_arena",
+    "optim",
     "shard_range",
 ]
 
-_FUNCTIONS = frozenset({"empty", "fused_adamw_", "group_info", "in_arena", "shard_range"})
+_FUNCTIONS = frozenset(__all__) - {"Options", "ProcessGroupFused", "optim"}
 
 
 def __getattr__(name: str) -> Any:
@@ -46,6 +54,10 @@ def __getattr__(name: str) -> Any:
         from fusedpg._registration import load_extension
 
         return getattr(load_extension(), name)
+    if name == "optim":
+        import importlib
+
+        return importlib.import_module("fusedpg.optim")
     if name in _FUNCTIONS:
         from fusedpg import functional
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fusedpg._registration import BACKEND, load_extension
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _backend(group: dist.ProcessGroup | None) -> Any:
@@ -87,6 +89,248 @@ def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     return cast("dict[str, Any]", _backend(group).info())
 
 
+def _group_name(group: dist.ProcessGroup | None) -> str:
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    return group.group_name
+
+
+_STATES = """
+        params: full replicas, dense in memory, equal on all ranks: float32, float64, bfloat16 or
+            float16 CPU tensors; updated in place on every rank, to the same bits.
+        grads: this rank's gradients, shaped as ``params``; read and never written. float64 goes
+            with float64, the other types with each other; arithmetic is in float32 or float64."""
+
+_OPTIONS = """
+        lr: a number or a scalar tensor, read when the operation runs.
+        maximize: ascend instead of descend.
+        grad_scale: float32 scalar; gradients are divided by it (as ``torch.amp.GradScaler`` gives
+            it).
+        found_inf: float32 scalar; when it is non-zero on any rank, nothing is updated on all
+            ranks, and it is 1 on all of them.
+        master_params: this rank's float32 slices of bfloat16 or float16 ``params``; the update
+            happens there and is rounded into ``params``. Empty: none.
+        reduce: "mean" divides the summed gradients by the world size, "sum" does not.
+        weight: with "mean", gradients are summed as ``weight * grad`` and divided by the sum of all
+            ranks' weights: pass the local batch size for uneven data. On all ranks or on none.
+        group: a group of the fused backend; default: the default group.
+        async_op: return a Work to wait for; arguments must stay untouched until then.
+
+    Raises:
+        ValueError: for arguments this rank can check alone.
+        torch.distributed.DistBackendError: when ranks disagree or a rank fails.
+    """
+
+_SLICES = """
+            1-D slices of each parameter flattened in memory (stride) order, of
+            ``shard_range(param.numel(), world_size, rank)[1]`` elements"""
+
+
+def _documented(text: str) -> Callable[[_F], _F]:
+    """Sets the docstring, whose common parts stand once."""
+
+    def set_doc(function: _F) -> _F:
+        function.__doc__ = text.format(states=_STATES, slices=_SLICES, options=_OPTIONS)
+        return function
+
+    return set_doc
+
+
+def _check(op: str, params: Sequence[torch.Tensor], reduce: str) -> None:
+    if not params:
+        raise ValueError(f"{op}: params is empty")
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f'{op}: reduce must be "mean" or "sum", got {reduce!r}')
+
+
+def _step(
+    op: str,
+    states: Sequence[Sequence[torch.Tensor]],
+    state_steps: Sequence[torch.Tensor],
+    hyper: dict[str, Any],
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    common: dict[str, Any],
+    group: dist.ProcessGroup | None,
+) -> dist.Work:
+    """The asynchronous form, which torch's dispatcher has no type for."""
+    common = dict(common)
+    mean = common.pop("reduce") == "mean"
+    work = _backend(group).fused_step_(
+        op,
+        list(params),
+        list(grads),
+        [list(state) for state in states],
+        list(state_steps),
+        [load_extension().Hyper(**hyper)],
+        mean=mean,
+        async_op=True,
+        **common,
+    )
+    return cast("dist.Work", work)
+
+
+def _operator(op: str, lr: float | torch.Tensor) -> Any:
+    load_extension()
+    packet = getattr(torch.ops.fusedpg, op)
+    return packet.tensor_lr if isinstance(lr, torch.Tensor) else packet.default
+
+
+@_documented(
+    """One SGD step as one collective: reduce-scatter, update of the owned slice, all-gather.
+
+    Formula: ``torch.optim.SGD``'s (momentum as Sutskever et al. 2013). Arguments are those of
+    ``torch._fused_sgd_``, but that every rank passes its own gradients.
+
+    Args:{states}
+        momentum_buffer_list: with ``momentum``, this rank's{slices}, in float32 (float64 for
+            float64) or the type of the parameter; else empty.
+        is_first_step: the momentum buffers hold nothing yet and become the gradient.{options}"""
+)
+def fused_sgd_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    momentum_buffer_list: Sequence[torch.Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: float | torch.Tensor,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool = False,
+    is_first_step: bool,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    master_params: Sequence[torch.Tensor] = (),
+    reduce: str = "mean",
+    weight: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    _check("fused_sgd_", params, reduce)
+    hyper = {
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+        "lr": lr,
+        "dampening": dampening,
+        "nesterov": nesterov,
+        "maximize": maximize,
+    }
+    common = {
+        "master_params": list(master_params),
+        "grad_scale": grad_scale,
+        "found_inf": found_inf,
+        "reduce": reduce,
+        "weight": weight,
+    }
+    if async_op:
+        hyper["first_step"] = is_first_step
+        states = [momentum_buffer_list]
+        return _step("fused_sgd_", states, [], hyper, params, grads, common, group)
+    _operator("fused_sgd_", lr)(
+        list(params),
+        list(grads),
+        list(momentum_buffer_list),
+        is_first_step=is_first_step,
+        group_name=_group_name(group),
+        **hyper,
+        **common,
+    )
+    return None
+
+
+def _adam(
+    op: str,
+    lists: Sequence[Sequence[torch.Tensor]],
+    hyper: dict[str, Any],
+    common: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    async_op: bool,
+) -> dist.Work | None:
+    _check(op, lists[0], common["reduce"])
+    common["master_params"] = list(common["master_params"])
+    if async_op:
+        params, grads, *states, steps = lists
+        hyper["decoupled"] = op == "fused_adamw_"
+        return _step(op, states, steps, hyper, params, grads, common, group)
+    _operator(op, hyper["lr"])(
+        *[list(one) for one in lists], group_name=_group_name(group), **hyper, **common
+    )
+    return None
+
+
+_ADAM = """
+    Args:{states}
+        exp_avgs, exp_avg_sqs: this rank's moments,{slices}, in float32 (float64 for float64) or
+            the type of the parameter.
+        max_exp_avg_sqs: likewise with ``amsgrad``, else empty.
+        state_steps: one float32 scalar tensor each; incremented by the operation, unless an
+            infinity was found.{options}"""
+
+
+@_documented(
+    """One Adam step as one collective: reduce-scatter, update of the owned slice, all-gather.
+
+    Formula: Kingma and Ba 2015 (arXiv:1412.6980), algorithm 1, weight decay as an L2 term, in the
+    order of operations of ``torch._fused_adam_``, whose arguments these are.
+"""
+    + _ADAM
+)
+def fused_adam_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    max_exp_avg_sqs: Sequence[torch.Tensor],
+    state_steps: Sequence[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    master_params: Sequence[torch.Tensor] = (),
+    reduce: str = "mean",
+    weight: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    return _adam(
+        "fused_adam_",
+        [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps],
+        {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        },
+        {
+            "master_params": master_params,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "reduce": reduce,
+            "weight": weight,
+        },
+        group,
+        async_op,
+    )
+
+
+@_documented(
+    """One AdamW step as one collective: reduce-scatter, update of the owned slice, all-gather.
+
+    Formula: Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2, in the order of
+    operations of ``torch._fused_adamw_``, whose arguments these are.
+"""
+    + _ADAM
+)
 def fused_adamw_(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -104,54 +348,98 @@ def fused_adamw_(
     maximize: bool = False,
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
+    master_params: Sequence[torch.Tensor] = (),
     reduce: str = "mean",
+    weight: float | None = None,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """One AdamW step as one collective: reduce-scatter, update of the owned slice, all-gather.
+    return _adam(
+        "fused_adamw_",
+        [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps],
+        {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        },
+        {
+            "master_params": master_params,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "reduce": reduce,
+            "weight": weight,
+        },
+        group,
+        async_op,
+    )
 
-    Formula: Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2, in the order of
-    operations of ``torch._fused_adamw_``. Every rank passes the same parameters and its own
-    gradients, and ends with the same parameters, bit for bit.
 
-    Args:
-        params: full replicas, float32 CPU tensors, dense in memory; updated in place.
-        grads: this rank's gradients, shaped as ``params``; read and never written.
-        exp_avgs, exp_avg_sqs: this rank's slices of the moments: 1-D float32, element count
-            ``shard_range(param.numel(), world_size, rank)[1]``, in the memory order of the param.
-        max_exp_avg_sqs: likewise with ``amsgrad``, else empty.
+@_documented(
+    """One LAMB step as one collective: reduce-scatter, update of the owned slice, all-gather.
+
+    Formula: You et al. 2020 (arXiv:1904.00962), algorithm 2, with the identity for phi::
+
+        u = m^ / (sqrt(v^) + eps) + weight_decay * x
+        x -= lr * (|x| / |u|) * u
+
+    Norms are of whole tensors: sums of squares in float64, over ranks in rank order. Where a norm
+    is zero the ratio is 1.
+
+    Args:{states}
+        exp_avgs, exp_avg_sqs: this rank's moments,{slices}, in float32 (float64 for float64).
         state_steps: one float32 scalar tensor each; incremented by the operation, unless an
             infinity was found.
-        lr: a number or a scalar tensor, read when the operation runs.
-        grad_scale: gradients are divided by it (as ``torch.amp.GradScaler`` gives it).
-        found_inf: float32 scalar; when it is non-zero on any rank, nothing is updated on all
-            ranks, and it is 1 on all of them.
-        reduce: "mean" divides the summed gradients by the world size, "sum" does not.
-        async_op: return a Work to wait for; arguments must stay untouched until then.
-
-    Raises:
-        ValueError: for arguments this rank can check alone.
-        torch.distributed.DistBackendError: when ranks disagree or a rank fails.
-    """
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f'fused_adamw_: reduce must be "mean" or "sum", got {reduce!r}')
-    work = _backend(group).fused_adamw_(
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
-        list(max_exp_avg_sqs),
-        list(state_steps),
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        mean=reduce == "mean",
-        async_op=async_op,
+        trust_clip: limit the ratio to 1.
+        always_adapt: use the ratio even where ``weight_decay`` is 0; without, it is 1 there.
+        {options}"""
+)
+def fused_lamb_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    state_steps: Sequence[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    trust_clip: bool = False,
+    always_adapt: bool = False,
+    maximize: bool = False,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    master_params: Sequence[torch.Tensor] = (),
+    reduce: str = "mean",
+    weight: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    return _adam(
+        "fused_lamb_",
+        [params, grads, exp_avgs, exp_avg_sqs, state_steps],
+        {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+            "maximize": maximize,
+        },
+        {
+            "master_params": master_params,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "reduce": reduce,
+            "weight": weight,
+        },
+        group,
+        async_op,
     )
-    return cast("dist.Work | None", work)

@@ -9,6 +9,7 @@
 
 #include "base/ownership.hpp"
 #include "c10d/process_group_fused.hpp"
+#include "c10d/tensors.hpp"
 
 namespace py = pybind11;
 
@@ -85,6 +86,91 @@ void bind_options(py::module_& m) {
       });
 }
 
+c10::intrusive_ptr<c10d::Work> fused_step_(
+    ProcessGroupFused& group,
+    const std::string& op,
+    std::vector<at::Tensor> params,
+    std::vector<at::Tensor> grads,
+    std::vector<std::vector<at::Tensor>> states,
+    std::vector<at::Tensor> state_steps,
+    std::vector<HyperArguments> hypers,
+    std::vector<int64_t> hyper_index,
+    std::vector<at::Tensor> master_params,
+    bool mean,
+    std::optional<double> weight,
+    std::optional<at::Tensor> used,
+    bool reduced,
+    bool shared_params,
+    std::optional<at::Tensor> grad_scale,
+    std::optional<at::Tensor> found_inf,
+    bool async_op) {
+  StepArguments a;
+  a.op = step_op(op);
+  a.params = std::move(params);
+  a.grads = std::move(grads);
+  a.masters = std::move(master_params);
+  a.states = std::move(states);
+  a.steps = std::move(state_steps);
+  a.hypers = std::move(hypers);
+  a.hyper_index = std::move(hyper_index);
+  a.reduction = {mean, weight, std::move(used)};
+  a.reduced = reduced;
+  a.shared_params = shared_params;
+  a.grad_scale = std::move(grad_scale);
+  a.found_inf = std::move(found_inf);
+  return group.fused_step_(std::move(a), async_op);
+}
+
+void bind_hyper(py::module_& m) {
+  py::class_<HyperArguments>(m, "Hyper")
+      .def(
+          py::init([](std::variant<double, at::Tensor> lr,
+                      double beta1,
+                      double beta2,
+                      double eps,
+                      double weight_decay,
+                      double momentum,
+                      double dampening,
+                      bool nesterov,
+                      bool first_step,
+                      bool decoupled,
+                      bool amsgrad,
+                      bool maximize,
+                      bool trust_clip,
+                      bool always_adapt) {
+            StepHyper h;
+            h.beta1 = beta1;
+            h.beta2 = beta2;
+            h.eps = eps;
+            h.weight_decay = weight_decay;
+            h.momentum = momentum;
+            h.dampening = dampening;
+            h.nesterov = nesterov;
+            h.first_step = first_step;
+            h.decoupled = decoupled;
+            h.amsgrad = amsgrad;
+            h.maximize = maximize;
+            h.trust_clip = trust_clip;
+            h.always_adapt = always_adapt;
+            return HyperArguments{std::move(lr), h};
+          }),
+          py::kw_only(),
+          py::arg("lr"),
+          py::arg("beta1") = 0.0,
+          py::arg("beta2") = 0.0,
+          py::arg("eps") = 0.0,
+          py::arg("weight_decay") = 0.0,
+          py::arg("momentum") = 0.0,
+          py::arg("dampening") = 0.0,
+          py::arg("nesterov") = false,
+          py::arg("first_step") = false,
+          py::arg("decoupled") = true,
+          py::arg("amsgrad") = false,
+          py::arg("maximize") = false,
+          py::arg("trust_clip") = false,
+          py::arg("always_adapt") = false);
+}
+
 void bind_group(py::module_& m) {
   py::class_<
       ProcessGroupFused,
@@ -112,62 +198,58 @@ void bind_group(py::module_& m) {
       .def("in_arena", &ProcessGroupFused::in_arena, py::arg("tensor"))
       .def("info", &info_dict)
       .def(
-          "fused_adamw_",
+          "empty_shared",
           [](ProcessGroupFused& group,
-             std::vector<at::Tensor> params,
-             std::vector<at::Tensor> grads,
-             std::vector<at::Tensor> exp_avgs,
-             std::vector<at::Tensor> exp_avg_sqs,
-             std::vector<at::Tensor> max_exp_avg_sqs,
-             std::vector<at::Tensor> state_steps,
-             std::variant<double, at::Tensor> lr,
-             double beta1,
-             double beta2,
-             double weight_decay,
-             double eps,
-             bool amsgrad,
-             bool maximize,
-             std::optional<at::Tensor> grad_scale,
-             std::optional<at::Tensor> found_inf,
-             bool mean,
-             bool async_op) -> c10::intrusive_ptr<c10d::Work> {
-            return group.fused_adamw_(
-                {std::move(params),
-                 std::move(grads),
-                 std::move(exp_avgs),
-                 std::move(exp_avg_sqs),
-                 std::move(max_exp_avg_sqs),
-                 std::move(state_steps),
-                 std::move(lr),
-                 beta1,
-                 beta2,
-                 weight_decay,
-                 eps,
-                 amsgrad,
-                 maximize,
-                 std::move(grad_scale),
-                 std::move(found_inf),
-                 mean},
-                async_op);
+             const std::vector<int64_t>& sizes,
+             at::ScalarType dtype) {
+            const py::gil_scoped_release no_gil;
+            return group.empty_shared(sizes, dtype);
           },
+          py::arg("sizes"),
+          py::arg("dtype"))
+      .def(
+          "fused_step_",
+          &fused_step_,
+          py::arg("op"),
           py::arg("params"),
           py::arg("grads"),
-          py::arg("exp_avgs"),
-          py::arg("exp_avg_sqs"),
-          py::arg("max_exp_avg_sqs"),
+          py::arg("states"),
           py::arg("state_steps"),
+          py::arg("hypers"),
           py::kw_only(),
-          py::arg("lr"),
-          py::arg("beta1"),
-          py::arg("beta2"),
-          py::arg("weight_decay"),
-          py::arg("eps"),
-          py::arg("amsgrad"),
-          py::arg("maximize"),
-          py::arg("grad_scale"),
-          py::arg("found_inf"),
-          py::arg("mean"),
-          py::arg("async_op"),
+          py::arg("hyper_index") = std::vector<int64_t>(),
+          py::arg("master_params") = std::vector<at::Tensor>(),
+          py::arg("mean") = true,
+          py::arg("weight") = py::none(),
+          py::arg("used") = py::none(),
+          py::arg("reduced") = false,
+          py::arg("shared_params") = false,
+          py::arg("grad_scale") = py::none(),
+          py::arg("found_inf") = py::none(),
+          py::arg("async_op") = false,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reduce_shards_",
+          [](ProcessGroupFused& group,
+             std::vector<at::Tensor> grads,
+             std::vector<at::Tensor> outputs,
+             bool mean,
+             std::optional<double> weight,
+             std::optional<at::Tensor> used,
+             bool async_op) {
+            return group.reduce_shards_(
+                {std::move(grads),
+                 std::move(outputs),
+                 {mean, weight, std::move(used)}},
+                async_op);
+          },
+          py::arg("grads"),
+          py::arg("outputs") = std::vector<at::Tensor>(),
+          py::kw_only(),
+          py::arg("mean") = true,
+          py::arg("weight") = py::none(),
+          py::arg("used") = py::none(),
+          py::arg("async_op") = false,
           py::call_guard<py::gil_scoped_release>());
 }
 
@@ -191,6 +273,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = FUSEDPG_TORCH_VERSION;
   m.attr("version") = FUSEDPG_VERSION;
   bind_options(m);
+  bind_hyper(m);
   bind_group(m);
   m.def(
       "shard_range",
@@ -198,6 +281,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("numel"),
       py::arg("world_size"),
       py::arg("rank"));
+  m.def(
+      "sum_squares",
+      [](const at::Tensor& t) {
+        check_tensor("sum_squares", t);
+        TORCH_CHECK_VALUE(
+            t.is_contiguous(), "fused: sum_squares: not contiguous");
+        return kernels::table()->sum_squares(
+            to_dtype(t.scalar_type()),
+            t.const_data_ptr(),
+            static_cast<size_t>(t.numel()));
+      },
+      py::arg("tensor"),
+      py::call_guard<py::gil_scoped_release>());
   m.def("isa", [] { return std::string(kernels::table()->name); });
   m.def("_set_delegate_factory", &set_python_factory);
   m.def(

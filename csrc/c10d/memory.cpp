@@ -99,6 +99,23 @@ at::Tensor ProcessGroupFused::empty(
   });
 }
 
+at::Tensor ProcessGroupFused::empty_shared(
+    at::IntArrayRef sizes,
+    at::ScalarType type) {
+  TORCH_CHECK_VALUE(
+      !spans_hosts(),
+      "fused: parameters cannot be shared in a group that spans hosts");
+  const auto options = at::TensorOptions().dtype(type).device(at::kCPU);
+  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
+      options.dtype().itemsize();
+  const Call call{
+      c10d::OpType::UNKNOWN, "fused:share_memory", timeout_.load(), false};
+  void* data = nullptr;
+  run(call, {}, {}, [&](Context& ctx) { data = share_memory(ctx, bytes); });
+  return at::from_blob(
+      data, sizes, [keep = engine_->domain().mapping(0)](void*) {}, options);
+}
+
 bool ProcessGroupFused::in_arena(const at::Tensor& t) const {
   return !spans_hosts() && t.device().is_cpu() && t.has_storage() &&
       t.storage().nbytes() != 0 &&

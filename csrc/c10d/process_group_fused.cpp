@@ -448,6 +448,17 @@ ProcessGroupFused::Info ProcessGroupFused::info() {
   return i;
 }
 
+ProcessGroupFused* find_group(const std::string& name) {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  for (ProcessGroupFused* group : r.groups) {
+    if (group->getBackendOptions()->group_name == name) {
+      return group;
+    }
+  }
+  return nullptr;
+}
+
 void shutdown_all_groups() {
   Registry& r = registry();
   std::vector<ProcessGroupFused*> groups;

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "c10d/delegate.hpp"
+#include "c10d/fused_arguments.hpp"
 #include "c10d/work_fused.hpp"
 #include "collectives/collectives.hpp"
 #include "collectives/engine.hpp"
@@ -121,29 +122,12 @@ class ProcessGroupFused : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int src, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // --- fused operations (fused.cpp)
-  // --------------------------------------------
-  struct AdamwArguments {
-    Tensors params;
-    Tensors grads;
-    Tensors exp_avgs;
-    Tensors exp_avg_sqs;
-    Tensors max_exp_avg_sqs;
-    Tensors state_steps;
-    std::variant<double, at::Tensor> lr;
-    double beta1;
-    double beta2;
-    double weight_decay;
-    double eps;
-    bool amsgrad;
-    bool maximize;
-    std::optional<at::Tensor> grad_scale;
-    std::optional<at::Tensor> found_inf;
-    bool mean;
-  };
-  // One operation: reduce-scatter(grads), AdamW on the owned slices,
-  // all-gather(params).
-  WorkPtr fused_adamw_(AdamwArguments arguments, bool async_op);
+  // --- fused operations (fused.cpp, fused_delegated.cpp)
+  // ----------------------- One operation: reduce-scatter(grads), update of the
+  // owned slices, all-gather(params).
+  WorkPtr fused_step_(StepArguments arguments, bool async_op);
+  // Its first third: every gradient is reduced in place to its owners.
+  WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op);
 
   // --- coalescing
   // ----------------------------------------------------------------
@@ -162,6 +146,9 @@ class ProcessGroupFused : public c10d::Backend {
   // hosts.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type);
   bool in_arena(const at::Tensor& t) const;
+  // Collective: a tensor of which the ranks of the group hold one physical
+  // copy.
+  at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType type);
 
   // --- groups and their end
   // ------------------------------------------------------
@@ -275,6 +262,10 @@ class ProcessGroupFused : public c10d::Backend {
   std::atomic<bool> closed_{false};
   std::atomic<int> children_{0}; // groups made by shrink()
 };
+
+// The live group of this name, or null. For operators, which name groups: the
+// object that torch registers may hide ours behind a debugging wrapper.
+ProcessGroupFused* find_group(const std::string& name);
 
 // Shuts down every group that is still alive.
 void shutdown_all_groups();

@@ -10,7 +10,8 @@
 // leave the group usable, everything else means that it has failed.
 //
 // Reductions are left folds in rank order, so every rank gets the same bits
-// (docs/numerics.md); bytes and steps of each are in docs/algorithms.md.
+// (docs/numerics.md); bytes and steps of each are in docs/algorithms.md. The
+// fused optimizer steps are in fused_step.hpp.
 namespace fusedpg {
 
 // In place on the concatenation of `tensors`.
@@ -73,43 +74,9 @@ void all_to_all(
 
 void barrier(Context& ctx);
 
-// One parameter of a fused AdamW step. The optimizer's state covers only this
-// rank's shard_range of the parameter, in memory order.
-struct AdamwTensor {
-  float* param; // whole, replicated
-  const float* grad; // whole, this rank's contribution
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq; // nullptr unless amsgrad
-  float* step; // a counter
-  size_t count; // elements of param and grad
-  uint64_t layout_hash; // of sizes and strides
-};
-
-struct AdamwHyper {
-  double lr;
-  double beta1;
-  double beta2;
-  double weight_decay;
-  double eps;
-  bool amsgrad;
-  bool maximize;
-  bool mean; // divide the summed gradient by the world size
-  const float* grad_scale; // nullptr: 1
-  float* found_inf; // nullptr, or a flag; set on all ranks if it is on one
-};
-
-// Reduce-scatter of the gradients, AdamW on the owned slices, all-gather of the
-// parameters. Counters are incremented unless a rank found an infinity.
-void fused_adamw(
-    Context& ctx,
-    const std::vector<AdamwTensor>& tensors,
-    const AdamwHyper& hyper);
-
-// The scalars of one update; `step` counts this one.
-kernels::AdamwArgs adamw_args(
-    const AdamwHyper& hyper,
-    float step,
-    int world_size);
+// Memory of rank 0's arena, as this rank sees it. It is never given back to the
+// arena, because peers may use it for longer than any of its tensors lives on
+// rank 0. Contents are undefined.
+void* share_memory(Context& ctx, size_t bytes);
 
 } // namespace fusedpg

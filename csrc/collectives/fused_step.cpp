@@ -1,138 +1,368 @@
+#include "collectives/fused_step.hpp"
+
 #include <cmath>
+#include <cstring>
 
 #include "base/ownership.hpp"
-#include "collectives/collectives.hpp"
-#include "collectives/two_shot.hpp"
 
 namespace fusedpg {
 namespace {
 
-// Ranks must update with the same scalars, or replicas drift apart silently.
-uint64_t value_hash(
-    const std::vector<AdamwTensor>& tensors,
-    const AdamwHyper& hyper) {
-  Hash hash;
-  hash.add(hyper.lr).add(hyper.beta1).add(hyper.beta2);
-  hash.add(hyper.weight_decay).add(hyper.eps);
-  hash.add(uint64_t(hyper.amsgrad)).add(uint64_t(hyper.maximize));
-  hash.add(uint64_t(hyper.mean));
-  hash.add(hyper.grad_scale ? double(*hyper.grad_scale) : 1.0);
-  for (const AdamwTensor& t : tensors) {
-    hash.add(double(*t.step));
+using kernels::Formula;
+
+Formula formula(OpCode op) {
+  switch (op) {
+    case OpCode::kFusedSgd:
+      return Formula::kSgd;
+    case OpCode::kFusedLamb:
+      return Formula::kLamb;
+    default:
+      return Formula::kAdam;
   }
-  return hash.value();
 }
 
-OpDescriptor describe_step(
-    Context& ctx,
-    const std::vector<AdamwTensor>& tensors,
-    const AdamwHyper& hyper) {
+// Ranks must update with the same scalars, or replicas drift apart silently.
+uint64_t value_hash(const StepCall& call) {
+  Hash hash;
+  for (const StepHyper& h : call.hypers) {
+    for (const double value :
+         {h.lr,
+          h.beta1,
+          h.beta2,
+          h.eps,
+          h.weight_decay,
+          h.momentum,
+          h.dampening}) {
+      hash.add(value);
+    }
+    for (const bool value :
+         {h.nesterov,
+          h.first_step,
+          h.decoupled,
+          h.amsgrad,
+          h.maximize,
+          h.trust_clip,
+          h.always_adapt}) {
+      hash.add(uint64_t(value));
+    }
+  }
+  hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.reduced));
+  hash.add(call.grad_scale ? double(*call.grad_scale) : 1.0);
+  for (const StepTensor& t : call.tensors) {
+    hash.add(t.step ? double(*t.step) : 0.0).add(uint64_t(t.hyper));
+  }
+  return hash.add(call.call_hash).value();
+}
+
+// Where the one copy of a shared parameter lies; the same on all ranks.
+uint64_t shared_place(Context& ctx, const StepTensor& t, size_t bytes) {
+  const auto found = ctx.domain.locate_any(t.param, bytes);
+  if (!found) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: a parameter is said to be shared between the ranks of a "
+        "machine, but does not lie in an arena of this group");
+  }
+  return Hash()
+      .add(static_cast<uint64_t>(found->rank))
+      .add(found->offset)
+      .value();
+}
+
+OpDescriptor describe_step(Context& ctx, const StepCall& call) {
   OpDescriptor d;
-  d.op = OpCode::kFusedAdamW;
-  d.dtype = DType::kFloat32;
-  d.items = tensors.size();
+  d.op = call.op;
+  d.dtype = call.param_type;
+  d.items = call.tensors.size();
   Hash shape;
-  for (const AdamwTensor& t : tensors) {
+  shape.add(static_cast<uint64_t>(call.grad_type));
+  shape.add(static_cast<uint64_t>(call.state_type));
+  shape.add(static_cast<uint64_t>(call.shared_params));
+  shape.add(static_cast<uint64_t>(call.has_masters));
+  OpDescriptor grads;
+  grads.dtype = call.grad_type;
+  for (const StepTensor& t : call.tensors) {
     d.count += t.count;
     shape.add(static_cast<uint64_t>(t.count)).add(t.layout_hash);
-    check_nan(ctx, d, t.grad, t.count);
+    if (call.shared_params && t.count != 0) {
+      shape.add(shared_place(ctx, t, t.count * dtype_size(call.param_type)));
+    }
+    if (!call.reduced) {
+      check_nan(ctx, grads, t.grad, t.count);
+    }
   }
+  d.flags |= grads.flags;
   d.shape_hash = shape.value();
-  d.value_hash = value_hash(tensors, hyper);
-  if (hyper.found_inf && *hyper.found_inf != 0.0F) {
+  d.value_hash = value_hash(call);
+  if (call.found_inf && *call.found_inf != 0.0F) {
     d.flags |= kFoundInf;
   }
   return d;
 }
 
-TwoShot make_plan(
-    Context& ctx,
-    const std::vector<AdamwTensor>& tensors,
-    const AdamwHyper& hyper) {
-  TwoShot plan;
-  plan.element_size = sizeof(float);
-  std::vector<size_t> counts;
-  std::vector<kernels::AdamwArgs> args;
-  for (const AdamwTensor& t : tensors) {
-    counts.push_back(t.count);
-    plan.tensors.push_back(
-        {reinterpret_cast<const char*>(t.grad),
-         reinterpret_cast<char*>(t.param)});
-    args.push_back(adamw_args(hyper, *t.step + 1.0F, ctx.size()));
+// A step that is being executed.
+class Step {
+ public:
+  Step(Context& ctx, const StepCall& call) : ctx_(ctx), call_(call) {
+    for (const StepTensor& t : call.tensors) {
+      counts_.push_back(t.count);
+      args_.push_back(update_args(call, t, ctx.size()));
+    }
   }
-  plan.lanes = TwoShot::shards(counts, ctx.size());
-  plan.epilogue = [&ctx, &tensors, args = std::move(args)](
-                      size_t tensor,
-                      size_t begin,
-                      size_t count,
-                      void* const* dsts,
-                      size_t num_dsts,
-                      const void* const* srcs,
-                      bool stream) {
-    const AdamwTensor& t = tensors[tensor];
-    const size_t state =
-        begin -
-        static_cast<size_t>(
-            shard_range(static_cast<int64_t>(t.count), ctx.size(), ctx.rank())
-                .offset);
-    ctx.kernels.adamw_f32(
-        args[tensor],
-        reinterpret_cast<float* const*>(dsts),
-        num_dsts,
-        t.param + begin,
-        reinterpret_cast<const float* const*>(srcs),
-        static_cast<size_t>(ctx.size()),
-        t.exp_avg + state,
-        t.exp_avg_sq + state,
-        t.max_exp_avg_sq ? t.max_exp_avg_sq + state : nullptr,
-        count,
-        stream);
-  };
-  return plan;
-}
+
+  void run() {
+    OpDescriptor d = describe_step(ctx_, call_);
+    const bool lamb = formula(call_.op) == Formula::kLamb;
+    TwoShot first = lamb ? moments_plan() : update_plan(!call_.reduced);
+    weights_ = begin_reduction(ctx_, first, d, call_.reduction, call_.used);
+    for (kernels::UpdateArgs& args : args_) {
+      const bool weighted = !weights_.empty() && !call_.reduced;
+      args.weights = weighted ? weights_.data() : nullptr;
+    }
+    if (any_rank(ctx_, kFoundInf)) {
+      if (call_.found_inf) {
+        *call_.found_inf = 1.0F;
+      }
+      return;
+    }
+    first.run(ctx_, d);
+    if (lamb) {
+      exchange_norms(d);
+      TwoShot second = update_plan(false);
+      drop_unused(second);
+      d.flags = 0;
+      second.begin(ctx_, d);
+      second.run(ctx_, d);
+    }
+    for (size_t t = 0; t < call_.tensors.size(); ++t) {
+      if (call_.tensors[t].step && used(t)) {
+        *call_.tensors[t].step += 1.0F;
+      }
+    }
+  }
+
+ private:
+  bool used(size_t tensor) const {
+    return call_.used == nullptr || call_.used[tensor] != 0;
+  }
+
+  void drop_unused(TwoShot& plan) const {
+    for (size_t t = 0; t < call_.tensors.size(); ++t) {
+      if (!used(t)) {
+        plan.drop(t);
+      }
+    }
+  }
+
+  TwoShot plan(bool reads) const {
+    TwoShot plan;
+    plan.src_size = dtype_size(call_.grad_type);
+    plan.dst_size = dtype_size(call_.param_type);
+    plan.reads = reads;
+    plan.lanes = TwoShot::shards(counts_, ctx_.size());
+    for (const StepTensor& t : call_.tensors) {
+      plan.tensors.push_back(
+          {reads ? static_cast<const char*>(t.grad) : nullptr,
+           static_cast<char*>(t.param)});
+    }
+    return plan;
+  }
+
+  // [gradients ->] new parameters
+  TwoShot update_plan(bool reads) {
+    TwoShot p = plan(reads);
+    if (call_.shared_params) {
+      p.receiver = TwoShot::kOwner;
+      p.shared_results = true;
+    }
+    p.epilogue = [this](
+                     size_t tensor,
+                     size_t begin,
+                     size_t count,
+                     void* const* dsts,
+                     size_t num_dsts,
+                     const void* const* srcs,
+                     bool stream) {
+      const void* slice = nullptr;
+      kernels::UpdateSpans s = spans(tensor, begin, count, srcs, slice);
+      s.params_out = dsts;
+      s.num_out = num_dsts;
+      s.stream = stream;
+      ctx_.kernels.update(args_[tensor], s);
+    };
+    return p;
+  }
+
+  // LAMB's first half: moments, and the norms of what the second half needs.
+  TwoShot moments_plan() {
+    sums_.resize(counts_.size());
+    for (size_t t = 0; t < counts_.size(); ++t) {
+      const size_t blocks =
+          (static_cast<size_t>(shard(t).length) + kernels::kSumBlock - 1) /
+          kernels::kSumBlock;
+      sums_[t].resize(2 * blocks);
+    }
+    TwoShot p = plan(!call_.reduced);
+    p.receiver = TwoShot::kNobody;
+    p.granule = kernels::kSumBlock;
+    p.epilogue = [this](
+                     size_t tensor,
+                     size_t begin,
+                     size_t count,
+                     void* const* /* dsts */,
+                     size_t /* num_dsts */,
+                     const void* const* srcs,
+                     bool /* stream */) {
+      const size_t at = begin - static_cast<size_t>(shard(tensor).offset);
+      const void* slice = nullptr;
+      ctx_.kernels.lamb_moments(
+          args_[tensor],
+          spans(tensor, begin, count, srcs, slice),
+          sums_[tensor].data() + 2 * (at / kernels::kSumBlock));
+    };
+    return p;
+  }
+
+  // Sums of squares of whole tensors: blocks in order, then ranks in order.
+  void exchange_norms(const OpDescriptor& step) {
+    const size_t n = counts_.size();
+    std::vector<double> mine(2 * n);
+    for (size_t t = 0; t < n; ++t) {
+      for (size_t i = 0; i < sums_[t].size(); ++i) {
+        mine[2 * t + i % 2] += sums_[t][i];
+      }
+    }
+    std::vector<uint64_t> words(2 * n);
+    std::memcpy(words.data(), mine.data(), 2 * n * sizeof(double));
+    OpDescriptor d = step;
+    d.flags = 0;
+    enter(ctx_, d, words.data(), words.size());
+    for (size_t t = 0; t < n; ++t) {
+      double sums[2] = {0, 0};
+      for (int p = 0; p < ctx_.size(); ++p) {
+        double theirs[2];
+        std::memcpy(
+            theirs,
+            ctx_.domain.table(p, ctx_.domain.half()) + 2 * t,
+            sizeof theirs);
+        sums[0] += theirs[0];
+        sums[1] += theirs[1];
+      }
+      const StepHyper& hyper = call_.hypers[call_.tensors[t].hyper];
+      args_[t].lamb.step_size = hyper.lr * trust_ratio(hyper, sums[0], sums[1]);
+    }
+  }
+
+  ShardRange shard(size_t tensor) const {
+    return shard_range(
+        static_cast<int64_t>(counts_[tensor]), ctx_.size(), ctx_.rank());
+  }
+
+  // `slice` must live as long as the result.
+  kernels::UpdateSpans spans(
+      size_t tensor,
+      size_t begin,
+      size_t count,
+      const void* const* srcs,
+      const void*& slice) const {
+    const StepTensor& t = call_.tensors[tensor];
+    const size_t at = begin - static_cast<size_t>(shard(tensor).offset);
+    const auto advance = [](void* base, size_t elements, DType type) {
+      return base == nullptr
+          ? base
+          : static_cast<char*>(base) + elements * dtype_size(type);
+    };
+    kernels::UpdateSpans s;
+    s.param_type = call_.param_type;
+    s.grad_type = call_.grad_type;
+    s.state_type = call_.state_type;
+    s.param = advance(t.param, begin, call_.param_type);
+    if (call_.has_masters) {
+      s.master = advance(t.master, at, DType::kFloat32);
+    }
+    for (int k = 0; k < 3; ++k) {
+      s.state[k] = advance(t.state[k], at, call_.state_type);
+    }
+    if (call_.reduced) {
+      slice =
+          static_cast<const char*>(t.grad) + at * dtype_size(call_.grad_type);
+      s.grads = &slice;
+      s.num_grads = 1;
+    } else {
+      s.grads = srcs;
+      s.num_grads = static_cast<size_t>(ctx_.size());
+    }
+    s.count = count;
+    return s;
+  }
+
+  Context& ctx_;
+  const StepCall& call_;
+  std::vector<size_t> counts_;
+  std::vector<kernels::UpdateArgs> args_;
+  std::vector<double> weights_;
+  std::vector<std::vector<double>> sums_; // of blocks: parameter, direction
+};
 
 } // namespace
 
-kernels::AdamwArgs adamw_args(
-    const AdamwHyper& hyper,
-    float step,
+kernels::UpdateArgs update_args(
+    const StepCall& call,
+    const StepTensor& tensor,
     int world_size) {
-  kernels::AdamwArgs a{};
-  const double scale = hyper.grad_scale ? *hyper.grad_scale : 1.0F;
-  const double divisor = hyper.mean ? world_size : 1;
-  a.decay = static_cast<float>(1.0 - hyper.lr * hyper.weight_decay);
-  a.beta1 = static_cast<float>(hyper.beta1);
-  a.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
-  a.beta2 = static_cast<float>(hyper.beta2);
-  a.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
-  a.eps = static_cast<float>(hyper.eps);
-  a.step_size =
-      static_cast<float>(hyper.lr / (1.0 - std::pow(hyper.beta1, step)));
-  a.bias_correction2_sqrt =
-      static_cast<float>(std::sqrt(1.0 - std::pow(hyper.beta2, step)));
+  const StepHyper& h = call.hypers[tensor.hyper];
+  kernels::UpdateArgs a;
+  a.formula = formula(call.op);
+  const double scale = call.grad_scale ? *call.grad_scale : 1.0;
+  const bool divide =
+      call.reduction.mean && !call.reduction.weight && !call.reduced;
   a.grad_factor =
-      static_cast<float>((hyper.maximize ? -1.0 : 1.0) / (scale * divisor));
-  a.amsgrad = hyper.amsgrad;
+      (h.maximize ? -1.0 : 1.0) / (scale * (divide ? world_size : 1));
+  const double step = tensor.step ? *tensor.step + 1.0 : 1.0;
+  const double bias_correction1 = 1.0 - std::pow(h.beta1, step);
+  const double bias_correction2 = 1.0 - std::pow(h.beta2, step);
+
+  a.sgd.lr = h.lr;
+  a.sgd.weight_decay = h.weight_decay;
+  a.sgd.momentum = h.momentum;
+  a.sgd.one_minus_dampening = 1.0 - h.dampening;
+  a.sgd.nesterov = h.nesterov;
+  a.sgd.first_step = h.first_step;
+
+  a.adam.decay = h.decoupled ? 1.0 - h.lr * h.weight_decay : 1.0;
+  a.adam.l2 = h.decoupled ? 0.0 : h.weight_decay;
+  a.adam.beta1 = h.beta1;
+  a.adam.one_minus_beta1 = 1.0 - h.beta1;
+  a.adam.beta2 = h.beta2;
+  a.adam.one_minus_beta2 = 1.0 - h.beta2;
+  a.adam.eps = h.eps;
+  a.adam.step_size = h.lr / bias_correction1;
+  a.adam.bias_correction2_sqrt = std::sqrt(bias_correction2);
+  a.adam.decoupled = h.decoupled;
+  a.adam.amsgrad = h.amsgrad;
+
+  a.lamb.beta1 = h.beta1;
+  a.lamb.one_minus_beta1 = 1.0 - h.beta1;
+  a.lamb.beta2 = h.beta2;
+  a.lamb.one_minus_beta2 = 1.0 - h.beta2;
+  a.lamb.eps = h.eps;
+  a.lamb.inverse_bias_correction1 = 1.0 / bias_correction1;
+  a.lamb.inverse_bias_correction2 = 1.0 / bias_correction2;
+  a.lamb.weight_decay = h.weight_decay;
   return a;
 }
 
-void fused_adamw(
-    Context& ctx,
-    const std::vector<AdamwTensor>& tensors,
-    const AdamwHyper& hyper) {
-  OpDescriptor d = describe_step(ctx, tensors, hyper);
-  const TwoShot plan = make_plan(ctx, tensors, hyper);
-  plan.begin(ctx, d);
-  if (any_rank(ctx, kFoundInf)) {
-    if (hyper.found_inf) {
-      *hyper.found_inf = 1.0F;
-    }
-    return;
+double trust_ratio(const StepHyper& hyper, double param, double direction) {
+  if ((hyper.weight_decay == 0 && !hyper.always_adapt) || !(param > 0) ||
+      !(direction > 0)) {
+    return 1.0;
   }
-  plan.run(ctx, d);
-  for (const AdamwTensor& t : tensors) {
-    *t.step += 1.0F;
-  }
+  const double ratio = std::sqrt(param) / std::sqrt(direction);
+  return hyper.trust_clip ? std::min(ratio, 1.0) : ratio;
+}
+
+void fused_step(Context& ctx, const StepCall& call) {
+  Step(ctx, call).run();
 }
 
 } // namespace fusedpg

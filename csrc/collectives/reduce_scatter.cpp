@@ -69,7 +69,7 @@ void reduce_scatter(
     }
   }
   TwoShot plan;
-  plan.element_size = size;
+  plan.src_size = plan.dst_size = size;
   plan.receiver = TwoShot::kOwner;
   plan.epilogue = identity_epilogue(ctx, args);
   for (int p = 0; p < ctx.size(); ++p) {

@@ -56,7 +56,7 @@ TwoShot in_place(
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args) {
   TwoShot plan;
-  plan.element_size = dtype_size(args.dtype);
+  plan.src_size = plan.dst_size = dtype_size(args.dtype);
   plan.epilogue = identity_epilogue(ctx, args);
   std::vector<size_t> counts;
   for (const ReduceTensor& t : tensors) {

@@ -18,9 +18,17 @@ constexpr size_t round_up(size_t n, size_t to) {
 // A walk over the pieces of a lane, chunk after chunk.
 class LaneCursor {
  public:
-  LaneCursor(const std::vector<TwoShot::Piece>& pieces, size_t element_size)
+  LaneCursor(
+      const std::vector<TwoShot::Piece>& pieces,
+      size_t element_size,
+      size_t granule)
       : pieces_(&pieces),
-        element_size_(element_size) {}
+        element_size_(element_size),
+        granule_(granule) {}
+
+  bool done() const {
+    return index_ == pieces_->size();
+  }
 
   // Calls fn(tensor, begin, count, position) for every part of a piece that
   // lies in the next `bytes` of the lane; `position` is from the chunk's start.
@@ -30,7 +38,13 @@ class LaneCursor {
     while (index_ < pieces_->size() && position < bytes) {
       const TwoShot::Piece& piece = (*pieces_)[index_];
       const size_t room = (bytes - position) / element_size_;
-      const size_t count = std::min(piece.count - done_, room);
+      size_t count = piece.count - done_;
+      if (count > room) {
+        count = room - room % granule_;
+        if (count == 0) {
+          return; // the next chunk has room
+        }
+      }
       if (count != 0) {
         fn(piece.tensor, piece.begin + done_, count, position);
       }
@@ -46,6 +60,7 @@ class LaneCursor {
  private:
   const std::vector<TwoShot::Piece>* pieces_;
   size_t element_size_;
+  size_t granule_;
   size_t index_ = 0;
   size_t done_ = 0;
 };
@@ -60,6 +75,15 @@ size_t lane_bytes(
   return bytes;
 }
 
+// Chunks that a lane is cut into.
+size_t lane_steps(LaneCursor lane, size_t chunk) {
+  size_t steps = 0;
+  for (; !lane.done(); ++steps) {
+    lane.next(chunk, [](size_t, size_t, size_t, size_t) {});
+  }
+  return steps;
+}
+
 // The state of one run of the pipeline.
 class Pipeline {
  public:
@@ -70,27 +94,35 @@ class Pipeline {
         path_(select_path(ctx)),
         srcs_(ctx.size()),
         dsts_(ctx.size() + 1) {
+    // Both directions cut the lanes alike, whatever their element sizes.
+    const size_t element = std::max(plan.src_size, plan.dst_size);
     size_t longest = 0;
     size_t total = 0;
     for (const auto& lane : plan.lanes) {
-      const size_t bytes = lane_bytes(lane, plan.element_size);
+      const size_t bytes = lane_bytes(lane, element);
       longest = std::max(longest, bytes);
       total += bytes;
-      in_.emplace_back(lane, plan.element_size);
-      out_.emplace_back(lane, plan.element_size);
+      in_.emplace_back(lane, element, plan.granule);
+      out_.emplace_back(lane, element, plan.granule);
     }
     stream_ = select_stream(total);
-    copies_in_ = !path_.reads_direct;
-    copies_out_ = plan.receiver != TwoShot::kOwner && !path_.writes_direct;
+    copies_in_ = plan.reads && !path_.reads_direct;
+    gives_ = plan.receiver == TwoShot::kAll || plan.receiver >= 0;
+    copies_out_ = gives_ && !path_.writes_direct;
     chunk_ = copies_in_ || copies_out_
         ? select_chunk(total, ctx.size()) / ctx.size()
         : std::max<size_t>(longest, 1);
-    steps_ = longest / chunk_ + (longest % chunk_ != 0);
+    // A chunk holds at least one granule, and stays on line boundaries.
+    chunk_ =
+        std::max(round_up(chunk_, kPieceAlignment), plan.granule * element);
+    for (const LaneCursor& lane : in_) {
+      steps_ = std::max(steps_, lane_steps(lane, chunk_));
+    }
     load_locations();
   }
 
   void run() {
-    LaneCursor own(plan_.lanes[ctx_.rank()], plan_.element_size);
+    LaneCursor own = in_[ctx_.rank()];
     // Steps by which the epilogue, then copying out, run behind.
     const size_t reduce_lag = copies_in_ ? 1 : 0;
     const size_t out_lag = reduce_lag + 1;
@@ -111,9 +143,10 @@ class Pipeline {
     }
     // Peers may still read inputs or write outputs in place. Without that, the
     // double buffers need no closing barrier.
-    const bool writes_in_place =
-        path_.writes_direct && plan_.receiver != TwoShot::kOwner;
-    if (writes_in_place || (path_.reads_direct && !copies_out_)) {
+    const bool reads_in_place = plan_.reads && path_.reads_direct;
+    const bool writes_in_place = gives_ && path_.writes_direct;
+    if (writes_in_place || plan_.shared_results ||
+        (reads_in_place && !copies_out_)) {
       ctx_.domain.barrier(descriptor_, ctx_.deadline);
     }
   }
@@ -150,8 +183,8 @@ class Pipeline {
           chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
             ctx_.copy(
                 stage + position,
-                plan_.tensors[t].src + begin * plan_.element_size,
-                count * plan_.element_size);
+                plan_.tensors[t].src + begin * plan_.src_size,
+                count * plan_.src_size);
           });
     }
   }
@@ -162,22 +195,27 @@ class Pipeline {
     char* result = ctx_.domain.stage_out(me, ctx_.domain.next_half());
     own.next(
         chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
-          const size_t offset = begin * plan_.element_size;
-          for (int p = 0; p < ctx_.size(); ++p) {
-            srcs_[p] = p == me ? plan_.tensors[t].src + offset
-                : path_.reads_direct
-                ? peer_src(p, t) + offset
-                : ctx_.domain.stage_in(p, half) + me * chunk_ + position;
+          if (plan_.reads) {
+            const size_t offset = begin * plan_.src_size;
+            for (int p = 0; p < ctx_.size(); ++p) {
+              srcs_[p] = p == me ? plan_.tensors[t].src + offset
+                  : path_.reads_direct
+                  ? peer_src(p, t) + offset
+                  : ctx_.domain.stage_in(p, half) + me * chunk_ + position;
+            }
           }
+          const size_t offset = begin * plan_.dst_size;
+          const bool all = plan_.receiver == TwoShot::kAll;
           size_t n = 0;
-          if (plan_.receiver < 0 || plan_.receiver == me) {
+          if (all || plan_.receiver == TwoShot::kOwner ||
+              plan_.receiver == me) {
             dsts_[n++] = plan_.tensors[t].dst + offset;
           }
           if (copies_out_) {
             dsts_[n++] = result + position;
-          } else if (plan_.receiver != TwoShot::kOwner) {
+          } else if (gives_) {
             for (int p = 0; p < ctx_.size(); ++p) {
-              if (p != me && (plan_.receiver < 0 || plan_.receiver == p)) {
+              if (p != me && (all || plan_.receiver == p)) {
                 dsts_[n++] = peer_dst(p, t) + offset;
               }
             }
@@ -193,20 +231,23 @@ class Pipeline {
       size_t count,
       size_t num_dsts,
       bool stream) {
-    const size_t size = plan_.element_size;
     if (ctx_.pool.threads() == 1) {
       plan_.epilogue(
           t, begin, count, dsts_.data(), num_dsts, srcs_.data(), stream);
       return;
     }
-    ctx_.pool.run(count, 1024, 65536 / size, [&](size_t from, size_t to) {
+    const size_t grain = 65536 / std::max(plan_.src_size, plan_.dst_size);
+    const size_t align = std::max<size_t>(plan_.granule, 1024);
+    ctx_.pool.run(count, align, grain, [&](size_t from, size_t to) {
       std::vector<void*> dsts(dsts_.begin(), dsts_.begin() + num_dsts);
       std::vector<const void*> srcs(srcs_);
       for (void*& dst : dsts) {
-        dst = static_cast<char*>(dst) + from * size;
+        dst = static_cast<char*>(dst) + from * plan_.dst_size;
       }
       for (const void*& src : srcs) {
-        src = static_cast<const char*>(src) + from * size;
+        if (plan_.reads) {
+          src = static_cast<const char*>(src) + from * plan_.src_size;
+        }
       }
       plan_.epilogue(
           t,
@@ -232,9 +273,9 @@ class Pipeline {
       out_[p].next(
           chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
             ctx_.copy(
-                plan_.tensors[t].dst + begin * plan_.element_size,
+                plan_.tensors[t].dst + begin * plan_.dst_size,
                 stage + position,
-                count * plan_.element_size);
+                count * plan_.dst_size);
           });
     }
   }
@@ -245,9 +286,10 @@ class Pipeline {
   const Path path_;
   bool copies_in_;
   bool copies_out_;
+  bool gives_; // to another rank than the owner
   bool stream_;
   size_t chunk_; // bytes of one lane
-  size_t steps_;
+  size_t steps_ = 0;
   std::vector<std::vector<uint64_t>> locations_; // [rank][2 * tensor + is_dst]
   std::vector<LaneCursor> in_;
   std::vector<LaneCursor> out_;
@@ -274,7 +316,10 @@ std::vector<std::vector<TwoShot::Piece>> TwoShot::shards(
   return lanes;
 }
 
-void TwoShot::begin(Context& ctx, OpDescriptor& d) const {
+void TwoShot::begin(
+    Context& ctx,
+    OpDescriptor& d,
+    const std::vector<uint64_t>& extra) const {
   // The extent of each tensor, from the lanes that cover it.
   std::vector<size_t> ends(tensors.size());
   for (const auto& lane : lanes) {
@@ -287,13 +332,17 @@ void TwoShot::begin(Context& ctx, OpDescriptor& d) const {
   std::vector<uint64_t> table;
   uint64_t flags = kReadsDirect | kWritesDirect;
   for (size_t t = 0; t < tensors.size(); ++t) {
-    const size_t bytes = ends[t] * element_size;
-    for (const auto& [address, bit] :
-         {std::pair<const char*, uint64_t>(tensors[t].src, kReadsDirect),
-          std::pair<const char*, uint64_t>(tensors[t].dst, kWritesDirect)}) {
+    struct Side {
+      const char* address;
+      size_t element;
+      uint64_t bit;
+    };
+    for (const auto& [address, element, bit] :
+         {Side{tensors[t].src, src_size, kReadsDirect},
+          Side{tensors[t].dst, dst_size, kWritesDirect}}) {
       uint64_t location = 0;
-      if (bytes != 0 && (flags & bit)) {
-        const auto found = arena.locate(address, bytes);
+      if (ends[t] != 0 && address != nullptr && (flags & bit)) {
+        const auto found = arena.locate(address, ends[t] * element);
         location = found.value_or(kNotInArena);
         flags &= found ? ~uint64_t(0) : ~bit;
       }
@@ -301,7 +350,19 @@ void TwoShot::begin(Context& ctx, OpDescriptor& d) const {
     }
   }
   d.flags |= flags;
+  table.insert(table.end(), extra.begin(), extra.end());
   enter(ctx, d, table.data(), table.size());
+}
+
+const uint64_t* TwoShot::extra_words(Context& ctx, int rank) const {
+  return ctx.domain.table(rank, ctx.domain.half()) + 2 * tensors.size();
+}
+
+void TwoShot::drop(size_t tensor) {
+  for (auto& lane : lanes) {
+    std::erase_if(
+        lane, [tensor](const Piece& piece) { return piece.tensor == tensor; });
+  }
 }
 
 void TwoShot::run(Context& ctx, const OpDescriptor& d) const {

@@ -36,23 +36,41 @@ struct TwoShot {
       const void* const* srcs,
       bool stream)>;
 
-  size_t element_size;
+  size_t src_size; // bytes of an element of the contributions
+  size_t dst_size; // and of the results
   std::vector<Tensor> tensors;
   std::vector<std::vector<Piece>> lanes; // by owner
   Epilogue epilogue;
-  // Who receives results: everyone (kAll), their owner alone (kOwner), or one
-  // rank.
+  // Who receives results: everyone (kAll), their owner alone (kOwner), nobody
+  // (the epilogue keeps them; kNobody), or one rank.
   static constexpr int kAll = -1;
   static constexpr int kOwner = -2;
+  static constexpr int kNobody = -3;
   int receiver = kAll;
+  // Whether there are contributions; without, the epilogue's srcs mean nothing.
+  bool reads = true;
+  // Whether the owners' results are memory that all ranks see: then nobody
+  // returns before all are written.
+  bool shared_results = false;
+  // The epilogue gets multiples of this many elements, counted from the start
+  // of a piece, but for the piece's end.
+  size_t granule = 1;
 
   // Lanes by the ownership map: owner p has shard_range(count, P, p) of each.
   static std::vector<std::vector<Piece>> shards(
       const std::vector<size_t>& counts,
       int world_size);
 
-  // enter() for this operation: publishes where the tensors lie.
-  void begin(Context& ctx, OpDescriptor& d) const;
+  // enter() for this operation: publishes where the tensors lie, followed by
+  // the words of `extra`, which peers find at extra_words().
+  void begin(
+      Context& ctx,
+      OpDescriptor& d,
+      const std::vector<uint64_t>& extra = {}) const;
+  const uint64_t* extra_words(Context& ctx, int rank) const;
+  // Takes a tensor out of the operation; between begin() and run(), the same on
+  // all ranks.
+  void drop(size_t tensor);
   // The rest. `d` names the operation in errors.
   void run(Context& ctx, const OpDescriptor& d) const;
 };

@@ -36,6 +36,16 @@ const char* op_name(OpCode op) {
       return "barrier";
     case OpCode::kFusedAdamW:
       return "fused_adamw_";
+    case OpCode::kFusedSgd:
+      return "fused_sgd_";
+    case OpCode::kFusedAdam:
+      return "fused_adam_";
+    case OpCode::kFusedLamb:
+      return "fused_lamb_";
+    case OpCode::kShareMemory:
+      return "share_memory";
+    case OpCode::kReduceShards:
+      return "reduce_shards";
   }
   return "unknown";
 }

@@ -20,6 +20,11 @@ enum class OpCode : uint8_t {
   kAllToAll,
   kBarrier,
   kFusedAdamW,
+  kFusedSgd,
+  kFusedAdam,
+  kFusedLamb,
+  kReduceShards,
+  kShareMemory,
 };
 
 // torch.distributed's name: "all_reduce".
@@ -34,7 +39,6 @@ struct alignas(64) OpDescriptor {
   OpCode op = OpCode::kNone;
   DType dtype = DType::kOpaque;
   RedOp red_op = RedOp::kSum;
-  uint8_t unused = 0;
   int32_t root = -1;
   uint64_t count = 0; // elements, over all tensors of the call
   uint64_t items = 1; // tensors
@@ -45,6 +49,7 @@ struct alignas(64) OpDescriptor {
   // Facts that may differ from rank to rank.
   uint64_t flags = 0;
   uint64_t table_entries = 0;
+  double weight = 1; // of this rank's contribution to a weighted mean
 };
 
 // Sets of bits in OpDescriptor::flags.

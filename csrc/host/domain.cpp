@@ -67,8 +67,9 @@ Domain::Domain(
     if (bytes < static_cast<off_t>(layout_.total)) {
       fail(ErrorKind::kSystem, "fused: the arena of rank ", p, " is too small");
     }
-    mappings_[p] = Mapping(peers_[p].memory.get(), static_cast<size_t>(bytes));
-    bases_[p] = mappings_[p].data();
+    mappings_[p] = std::make_shared<Mapping>(
+        peers_[p].memory.get(), static_cast<size_t>(bytes));
+    bases_[p] = mappings_[p]->data();
     peers_[p].memory.reset();
   }
   // Spinning helps only while nobody else needs this core.
@@ -80,6 +81,28 @@ Domain::Domain(
 
 Domain::~Domain() {
   leave();
+}
+
+std::optional<Domain::Place> Domain::locate_any(const void* p, size_t bytes)
+    const {
+  if (const auto mine = arena_->locate(p, bytes)) {
+    return Place{rank_, *mine};
+  }
+  const char* begin = static_cast<const char*>(p);
+  for (int r = 0; r < size_; ++r) {
+    if (mappings_[r] && begin >= mappings_[r]->data() &&
+        begin + bytes <= mappings_[r]->data() + mappings_[r]->size()) {
+      return Place{r, static_cast<uint64_t>(begin - mappings_[r]->data())};
+    }
+  }
+  return std::nullopt;
+}
+
+std::shared_ptr<const void> Domain::mapping(int rank) const {
+  if (rank == rank_) {
+    return arena_;
+  }
+  return mappings_[rank];
 }
 
 void Domain::barrier(const OpDescriptor& op, const Deadline& deadline) {

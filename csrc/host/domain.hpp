@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -133,6 +134,15 @@ class Domain {
     return bases_[rank] + offset;
   }
 
+  // Where in the arenas of the group a range lies, whoever's it is.
+  struct Place {
+    int rank;
+    uint64_t offset; // for address()
+  };
+  std::optional<Place> locate_any(const void* p, size_t bytes) const;
+  // What keeps a rank's arena mapped here for longer than the group lives.
+  std::shared_ptr<const void> mapping(int rank) const;
+
   // Arrives and waits for everyone. `op` names the operation in errors.
   void barrier(const OpDescriptor& op, const Deadline& deadline);
 
@@ -203,7 +213,7 @@ class Domain {
   const Layout layout_;
   std::shared_ptr<Arena> arena_;
   std::vector<Bootstrap::Peer> peers_;
-  std::vector<Mapping> mappings_;
+  std::vector<std::shared_ptr<Mapping>> mappings_; // none for this rank
   std::vector<char*> bases_;
   uint64_t phase_ = 0;
   std::atomic<uint64_t> passed_{0}; // as phase_, once all have arrived

@@ -83,18 +83,24 @@ static void widen(
   }
 }
 
-static void narrow(Half* __restrict out, const float* in, size_t n) {
+static void narrow(
+    char* __restrict out,
+    const Half* /*tag*/,
+    const char* in,
+    size_t n) {
   size_t i = 0;
 #if defined(__F16C__)
   for (; i + 8 <= n; i += 8) {
     _mm_storeu_si128(
-        reinterpret_cast<__m128i*>(out + i),
-        _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+        reinterpret_cast<__m128i*>(out + 2 * i),
+        _mm256_cvtps_ph(
+            _mm256_loadu_ps(reinterpret_cast<const float*>(in + 4 * i)),
+            _MM_FROUND_TO_NEAREST_INT));
   }
 #endif
 #pragma GCC ivdep
   for (; i < n; ++i) {
-    out[i].bits = float_to_half(in[i]);
+    store(out, i, float_to_half(load<float>(in, i)));
   }
 }
 
@@ -109,9 +115,13 @@ static void widen(
   }
 }
 
-static void narrow(BFloat* __restrict out, const float* in, size_t n) {
+static void narrow(
+    char* __restrict out,
+    const BFloat* /*tag*/,
+    const char* in,
+    size_t n) {
 #pragma GCC ivdep
   for (size_t i = 0; i < n; ++i) {
-    out[i].bits = float_to_bfloat(in[i]);
+    store(out, i, float_to_bfloat(load<float>(in, i)));
   }
 }

@@ -4,7 +4,9 @@
 #include <cstdint>
 
 #include "base/dtype.hpp"
-#include "kernels/formulas/adamw.hpp"
+#include "kernels/formulas/adam.hpp"
+#include "kernels/formulas/lamb.hpp"
+#include "kernels/formulas/sgd.hpp"
 
 // Pure functions over spans: no allocation, no locks, no errors, no I/O. Every
 // pointer is to at least `count` elements; spans are either identical or
@@ -15,11 +17,60 @@ namespace fusedpg::kernels {
 struct ReduceArgs {
   DType dtype = DType::kFloat32;
   RedOp op = RedOp::kSum;
-  // kAvg divides the sum by this.
+  // kAvg divides the sum by this, or multiplies it by the rounded reciprocal,
+  // as the gradients of an optimizer step are (real floating-point types only).
   int64_t divisor = 1;
-  // kPremulSum multiplies each contribution by this.
+  bool reciprocal = false;
+  // kPremulSum multiplies each contribution by this, or source k by weights[k]
+  // (real floating-point types only). Each product is rounded.
   double factor = 1.0;
+  const double* weights = nullptr;
 };
+
+enum class Formula : uint8_t { kSgd, kAdam, kLamb };
+
+// Scalars of one update, resolved once per call and tensor. Each is rounded
+// once to the compute type (double where the parameters are float64, else
+// float), so they are what the formulas of both sides see.
+struct UpdateArgs {
+  Formula formula = Formula::kAdam;
+  // gradient = (x0 + x1 + ...) * grad_factor in the order of the sources; with
+  // weights, (w0 x0 + w1 x1 + ...) * grad_factor, each product rounded.
+  double grad_factor = 1; // negative when maximizing
+  const double* weights = nullptr; // one per source, or none
+
+  SgdScalars<double> sgd;
+  AdamScalars<double> adam;
+  LambScalars<double> lamb;
+};
+
+// The slice that one update works on. All pointers are to its first element.
+// The compute type is double where param_type is kFloat64 (then all types are),
+// else float: other types are widened to it and results rounded once.
+struct UpdateSpans {
+  DType param_type = DType::kFloat32; // float64, float32, bfloat16, float16
+  DType grad_type = DType::kFloat32; // the same choice
+  DType state_type = DType::kFloat32; // the compute type or param_type
+  void* const* params_out = nullptr; // any of them may be identical to `param`
+  size_t num_out = 0;
+  const void* param = nullptr;
+  const void* const* grads = nullptr;
+  size_t num_grads = 0;
+  // Parameters in the compute type, read and written in place of `param`;
+  // params_out then receive its rounding. Null: none.
+  void* master = nullptr;
+  // SGD: momentum buffer or null. Adam: exp_avg, exp_avg_sq, and with amsgrad
+  // max_exp_avg_sq. LAMB: exp_avg, exp_avg_sq in the compute type.
+  void* state[3] = {nullptr, nullptr, nullptr};
+  size_t count = 0;
+  bool stream = false; // write params_out around the cache
+};
+
+// Sums of squares are taken over blocks of this many elements: within a block
+// 16 fp64 partial sums, element i in sum i % 16, added in order 0 ... 15 at its
+// end. So they depend on the span alone: not on tiles, threads or instruction
+// set.
+constexpr size_t kSumBlock = 256;
 
 struct Table {
   const char* name; // "x86-64-v2", "avx2", "avx512", "neon", "scalar"
@@ -40,21 +91,24 @@ struct Table {
       size_t count,
       bool stream);
 
-  // One AdamW update of a slice: gradient = reduce(grads) (sum in rank order,
-  // times args.grad_factor), moments in place, the new parameters to every
-  // params_out. params_out[j] may be identical to param.
-  void (*adamw_f32)(
-      const AdamwArgs& args,
-      float* const* params_out,
-      size_t num_out,
-      const float* param,
-      const float* const* grads,
-      size_t num_grads,
-      float* exp_avg,
-      float* exp_avg_sq,
-      float* max_exp_avg_sq, // nullptr unless args.amsgrad
-      size_t count,
-      bool stream);
+  // One optimizer step on a slice: gradient = fold of the sources (UpdateArgs
+  // says how), state in place, new parameters to every destination. For kLamb
+  // this is its second half: the step along the direction that the moments
+  // (updated by lamb_moments) and the parameters give; no gradient is read.
+  void (*update)(const UpdateArgs& args, const UpdateSpans& spans);
+
+  // The first half of LAMB: gradient and moments as in `update`, parameters
+  // only read. block_sums[2 * b] and [2 * b + 1] receive the sums of squares of
+  // the parameters and of the direction over block b, kSumBlock elements from
+  // the start of the spans (the last block may be short).
+  void (*lamb_moments)(
+      const UpdateArgs& args,
+      const UpdateSpans& spans,
+      double* block_sums);
+
+  // The sum of squares of a floating-point span, in fp64: kSumBlock elements at
+  // a time, sums of blocks added in order. Other types: 0.
+  double (*sum_squares)(DType dtype, const void* src, size_t count);
 
   // memcpy; `stream` writes around the cache.
   void (*copy)(void* dst, const void* src, size_t bytes, bool stream);

@@ -110,7 +110,7 @@ FUSEDPG_INLINE void fold_all(
   alignas(kLine) Acc wide[kFan][kSpace];
   for (size_t k = 0; k < num_srcs; k += kFan) {
     const size_t num = smaller(kFan, num_srcs - k);
-    const char* some[kFan];
+    const char* some[kFan] = {};
     for (size_t f = 0; f < num; ++f) {
       some[f] = static_cast<const char*>(srcs[k + f]) + begin * sizeof(T);
       if constexpr (kWiden) {
@@ -140,15 +140,19 @@ template <typename Acc>
 using Finish = void (*)(Acc* tile, size_t n, int64_t divisor);
 
 template <typename Acc>
+static void multiply_by_reciprocal(Acc* tile, size_t n, int64_t divisor) {
+  const Acc inverse = Acc(1) / static_cast<Acc>(divisor);
+  for (size_t i = 0; i < n; ++i) {
+    tile[i] *= inverse;
+  }
+}
+
+template <typename Acc>
 static void divide_real(Acc* tile, size_t n, int64_t divisor) {
   const auto by = static_cast<Acc>(divisor);
   if ((divisor & (divisor - 1)) == 0) {
     // The reciprocal is exact, so the product has the quotient's bits.
-    const Acc inverse = Acc(1) / by;
-    for (size_t i = 0; i < n; ++i) {
-      tile[i] *= inverse;
-    }
-    return;
+    return multiply_by_reciprocal(tile, n, divisor);
   }
   for (size_t i = 0; i < n; ++i) {
     tile[i] /= by;
@@ -179,7 +183,7 @@ static void reduce_spans(
   constexpr size_t kTile = kTileBytes / sizeof(Acc);
   constexpr bool kNarrow = sizeof(T) != sizeof(Acc);
   alignas(kLine) Acc tile[kTile];
-  alignas(kLine) T narrowed[kNarrow ? kTile : 1];
+  alignas(kLine) char narrowed[kNarrow ? kTile * sizeof(T) : 1];
   size_t n = first_tile(s.dsts[0], sizeof(T), kTile, s.stream);
   for (size_t i = 0; i < s.count; i += n, n = kTile) {
     n = smaller(n, s.count - i);
@@ -189,7 +193,55 @@ static void reduce_spans(
     }
     const void* result = tile;
     if constexpr (kNarrow) {
-      narrow(narrowed, tile, n);
+      narrow(
+          narrowed,
+          static_cast<const T*>(nullptr),
+          reinterpret_cast<const char*>(tile),
+          n);
+      result = narrowed;
+    }
+    store_tile(
+        s.dsts,
+        s.num_dsts,
+        s.srcs,
+        s.num_srcs,
+        i * sizeof(T),
+        result,
+        n * sizeof(T),
+        s.stream);
+  }
+  stream_fence(s.stream);
+}
+
+template <typename T, typename Acc>
+static void reduce_weighted(const Spans& s, const double* weights) {
+  constexpr size_t kTile = kTileBytes / sizeof(Acc);
+  constexpr bool kWiden = sizeof(T) != sizeof(Acc);
+  alignas(kLine) Acc tile[kTile];
+  alignas(kLine) Acc wide[kWiden ? kTile : 1];
+  alignas(kLine) T narrowed[kWiden ? kTile : 1];
+  for (size_t i = 0, n = 0; i < s.count; i += n) {
+    n = smaller(kTile, s.count - i);
+    for (size_t k = 0; k < s.num_srcs; ++k) {
+      const PremulSum<Acc> weighted{static_cast<Acc>(weights[k])};
+      const char* src = static_cast<const char*>(s.srcs[k]) + i * sizeof(T);
+      if constexpr (kWiden) {
+        widen(wide, static_cast<const T*>(nullptr), src, n);
+        src = reinterpret_cast<const char*>(wide);
+      }
+      if (k == 0) {
+        fold<PremulSum<Acc>, 1, true>(weighted, tile, &src, n);
+      } else {
+        fold<PremulSum<Acc>, 1, false>(weighted, tile, &src, n);
+      }
+    }
+    const void* result = tile;
+    if constexpr (kWiden) {
+      narrow(
+          reinterpret_cast<char*>(narrowed),
+          static_cast<const T*>(nullptr),
+          reinterpret_cast<const char*>(tile),
+          n);
       result = narrowed;
     }
     store_tile(
@@ -217,8 +269,14 @@ static void reduce_real(const Spans& s, const ReduceArgs& args) {
       return reduce_spans<T, kSumFan<T>>(s, Sum<Acc>());
     case RedOp::kAvg:
       return reduce_spans<T, kSumFan<T>>(
-          s, Sum<Acc>(), divide_real<Acc>, args.divisor);
+          s,
+          Sum<Acc>(),
+          args.reciprocal ? multiply_by_reciprocal<Acc> : divide_real<Acc>,
+          args.divisor);
     case RedOp::kPremulSum:
+      if (args.weights != nullptr) {
+        return reduce_weighted<T, Acc>(s, args.weights);
+      }
       return reduce_spans<T, 2>(
           s, PremulSum<Acc>{static_cast<Acc>(args.factor)});
     case RedOp::kProduct:
@@ -384,97 +442,7 @@ static void reduce(
   }
 }
 
-template <bool amsgrad>
-static void adamw_tile(
-    const AdamwArgs& args,
-    float* __restrict out,
-    const char* __restrict param,
-    const float* __restrict grad,
-    char* __restrict exp_avg,
-    char* __restrict exp_avg_sq,
-    char* __restrict max_exp_avg_sq,
-    size_t n) {
-  // A copy: the stores below could alias the caller's.
-  const AdamwArgs a = args;
-#pragma GCC ivdep
-  for (size_t i = 0; i < n; ++i) {
-    AdamwState state{
-        load<float>(param, i),
-        load<float>(exp_avg, i),
-        load<float>(exp_avg_sq, i),
-        amsgrad ? load<float>(max_exp_avg_sq, i) : 0.0f};
-    adamw<amsgrad>(a, grad[i] * a.grad_factor, state);
-    store(exp_avg, i, state.exp_avg);
-    store(exp_avg_sq, i, state.exp_avg_sq);
-    if constexpr (amsgrad) {
-      store(max_exp_avg_sq, i, state.max_exp_avg_sq);
-    }
-    out[i] = state.param;
-  }
-}
-
-static void adamw_f32(
-    const AdamwArgs& args,
-    float* const* params_out,
-    size_t num_out,
-    const float* param,
-    const float* const* grads,
-    size_t num_grads,
-    float* exp_avg,
-    float* exp_avg_sq,
-    float* max_exp_avg_sq,
-    size_t count,
-    bool stream) {
-  if (count == 0 || num_out == 0 || num_grads == 0) {
-    return;
-  }
-  constexpr size_t kTile = kTileBytes / sizeof(float);
-  alignas(kLine) float grad[kTile];
-  alignas(kLine) float updated[kTile];
-  const auto* srcs = reinterpret_cast<const void* const*>(grads);
-  auto* dsts = reinterpret_cast<void* const*>(params_out);
-  const void* const read = param;
-  const auto at = [](auto* base, size_t i) {
-    return reinterpret_cast<char*>(const_cast<float*>(base)) +
-        i * sizeof(float);
-  };
-  size_t n = first_tile(dsts[0], sizeof(float), kTile, stream);
-  for (size_t i = 0; i < count; i += n, n = kTile) {
-    n = smaller(n, count - i);
-    fold_all<float, Sum<float>, 4>(Sum<float>(), grad, srcs, num_grads, i, n);
-    if (args.amsgrad) {
-      adamw_tile<true>(
-          args,
-          updated,
-          at(param, i),
-          grad,
-          at(exp_avg, i),
-          at(exp_avg_sq, i),
-          at(max_exp_avg_sq, i),
-          n);
-    } else {
-      adamw_tile<false>(
-          args,
-          updated,
-          at(param, i),
-          grad,
-          at(exp_avg, i),
-          at(exp_avg_sq, i),
-          nullptr,
-          n);
-    }
-    store_tile(
-        dsts,
-        num_out,
-        &read,
-        1,
-        i * sizeof(float),
-        updated,
-        n * sizeof(float),
-        stream);
-  }
-  stream_fence(stream);
-}
+#include "kernels/update_impl.hpp"
 
 static void copy(void* dst, const void* src, size_t bytes, bool stream) {
   if (bytes == 0) {
@@ -536,7 +504,9 @@ namespace detail {
 extern const Table FUSEDPG_KERNELS_TABLE = {
     FUSEDPG_KERNELS_NAME,
     reduce,
-    adamw_f32,
+    update,
+    lamb_moments,
+    sum_squares,
     copy,
     has_nan,
 };

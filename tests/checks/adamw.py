@@ -326,7 +326,7 @@ def wrong(context: Context, what: str) -> str:
     elif what == "param dtype":
         model.params[0] = model.params[0].double()
     elif what == "gradient dtype":
-        model.grads[0] = model.grads[0].half()
+        model.grads[0] = model.grads[0].double()
     elif what == "step dtype":
         model.steps[0] = torch.tensor(0)
     elif what == "gaps":

@@ -1,302 +1,338 @@
-#include <cstring>
-#include <string>
+#include <limits>
 
-#include "base/ownership.hpp"
-#include "collective_cases.hpp"
+#include "fused_cases.hpp"
 
 namespace {
 
 using namespace fusedpg;
 using namespace fusedpg::test;
 
-constexpr DType kF32 = DType::kFloat32;
-
-std::vector<float> floats(size_t count, uint64_t seed) {
-  const Bytes bytes = values(kF32, count, seed);
-  std::vector<float> out(count);
-  if (count != 0) {
-    std::memcpy(out.data(), bytes.data(), bytes.size());
-  }
-  return out;
+std::vector<Recipe> recipes() {
+  const auto change = [](auto member, auto value) {
+    return [=](StepHyper& h) { h.*member = value; };
+  };
+  std::vector<Recipe> list = one_of_each();
+  list.pop_back(); // LAMB has its own tests
+  list.push_back(recipe(OpCode::kFusedSgd, [](StepHyper& h) {
+    h.nesterov = true;
+    h.dampening = 0;
+  }));
+  list.push_back(recipe(OpCode::kFusedSgd, change(&StepHyper::momentum, 0.0)));
+  list.push_back(recipe(OpCode::kFusedAdam, change(&StepHyper::amsgrad, true)));
+  list.push_back(recipe(OpCode::kFusedAdamW));
+  return list;
 }
-
-AdamwHyper hyper() {
-  AdamwHyper h{};
-  h.lr = 1e-2;
-  h.beta1 = 0.9;
-  h.beta2 = 0.99;
-  h.weight_decay = 0.1;
-  h.eps = 1e-6;
-  h.mean = true;
-  return h;
-}
-
-// One parameter of the reference: the whole of it in one place.
-struct Whole {
-  std::vector<float> param, m, v, top;
-};
-
-// One parameter as a rank of the group has it.
-struct Part {
-  Buffer param;
-  Buffer grad;
-  std::vector<float> m, v, top;
-  float step = 0;
-  size_t offset; // of m, v and top in the whole
-};
-
-class Training {
- public:
-  Training(
-      Group& g,
-      const std::vector<size_t>& counts,
-      Place params,
-      Place grads)
-      : g_(g) {
-    for (size_t t = 0; t < counts.size(); ++t) {
-      const size_t n = counts[t];
-      const std::vector<float> zeros(n, 0.0f);
-      wholes_.push_back({floats(n, 7 + t), zeros, zeros, zeros});
-      const ShardRange r = shard_range(static_cast<int64_t>(n), g.size, g.rank);
-      const std::vector<float> state(static_cast<size_t>(r.length), 0.0f);
-      parts_.push_back(
-          {placed(g, params, n * 4),
-           placed(g, grads, n * 4),
-           state,
-           state,
-           state,
-           0,
-           static_cast<size_t>(r.offset)});
-      parts_[t].param.assign(wholes_[t].param.data());
-    }
-  }
-
-  void step(const AdamwHyper& h) {
-    ++steps_;
-    for (size_t t = 0; t < parts_.size(); ++t) {
-      parts_[t].grad.assign(gradient(t, g_.rank).data());
-    }
-    g_.run([&](Context& ctx) { fused_adamw(ctx, tensors(h), h); });
-  }
-
-  // At once after step(): the result, and that gradients were only read.
-  void check(const AdamwHyper& h, bool updated = true) {
-    for (size_t t = 0; t < parts_.size(); ++t) {
-      Part& part = parts_[t];
-      CHECK(part.grad.holds(gradient(t, g_.rank).data()));
-      std::memset(part.grad.data(), 0xff, part.grad.bytes());
-      if (updated) {
-        update(wholes_[t], t, h);
-      }
-      CHECK(part.param.holds(wholes_[t].param.data()));
-      CHECK(same(part.m, wholes_[t].m, part.offset));
-      CHECK(same(part.v, wholes_[t].v, part.offset));
-      CHECK(same(part.top, wholes_[t].top, part.offset));
-      CHECK_EQ(part.step, static_cast<float>(applied_ + (updated ? 1 : 0)));
-    }
-    applied_ += updated ? 1 : 0;
-  }
-
-  float* first_step() {
-    return &parts_[0].step;
-  }
-
-  std::vector<AdamwTensor> tensors(const AdamwHyper& h) {
-    std::vector<AdamwTensor> list;
-    for (Part& p : parts_) {
-      list.push_back(
-          {p.param.as<float>(),
-           p.grad.as<float>(),
-           p.m.data(),
-           p.v.data(),
-           h.amsgrad ? p.top.data() : nullptr,
-           &p.step,
-           p.param.bytes() / 4,
-           0});
-    }
-    return list;
-  }
-
- private:
-  std::vector<float> gradient(size_t tensor, int rank) const {
-    return floats(
-        wholes_[tensor].param.size(), steps_ * 10000 + tensor * 20 + rank);
-  }
-
-  static bool same(
-      const std::vector<float>& part,
-      const std::vector<float>& whole,
-      size_t offset) {
-    return part.empty() ||
-        std::memcmp(part.data(), whole.data() + offset, part.size() * 4) == 0;
-  }
-
-  // What one process does with everybody's gradients.
-  void update(Whole& w, size_t tensor, const AdamwHyper& h) {
-    std::vector<std::vector<float>> grads;
-    std::vector<const float*> srcs;
-    for (int p = 0; p < g_.size; ++p) {
-      grads.push_back(gradient(tensor, p));
-      srcs.push_back(grads.back().data());
-    }
-    float* out = w.param.data();
-    kernels::table()->adamw_f32(
-        adamw_args(h, static_cast<float>(applied_ + 1), g_.size),
-        &out,
-        1,
-        w.param.data(),
-        srcs.data(),
-        srcs.size(),
-        w.m.data(),
-        w.v.data(),
-        h.amsgrad ? w.top.data() : nullptr,
-        w.param.size(),
-        false);
-  }
-
-  Group& g_;
-  std::vector<Whole> wholes_;
-  std::vector<Part> parts_;
-  uint64_t steps_ = 0;
-  int applied_ = 0;
-};
 
 void train(Group& g) {
   const std::vector<std::vector<size_t>> lists{
       {1},
       {33, 0, 5000, 1, 129},
-      {g.size == 2 && !kSanitized ? size_t{300000} : size_t{40000}, 31, 20001}};
-  int turn = 0;
-  for (const auto& counts : lists) {
-    for (Place params : kPlaces) {
-      for (Place grads : kPlaces) {
-        AdamwHyper h = hyper();
-        const int kind = turn++;
-        float scale = 8;
-        h.amsgrad = kind % 2 == 1;
-        h.maximize = kind % 5 == 1;
-        h.mean = kind % 3 != 2;
-        h.grad_scale = kind % 4 == 3 ? &scale : nullptr;
-        Training training(g, counts, params, grads);
-        for (int step = 0; step < 3; ++step) {
-          h.lr *= 0.9;
-          training.step(h);
-          training.check(h);
-        }
+      {g.size == 2 && !kSanitized ? size_t{150000} : size_t{30000}, 31, 9001}};
+  size_t turn = 0;
+  for (const Recipe& r : recipes()) {
+    for (const StepTypes& types : kStepTypes) {
+      const size_t kind = turn++;
+      const float scale = 8;
+      Training training(
+          g,
+          r,
+          types,
+          lists[(kind + kind / 3) % 3],
+          kPlaces[kind % 3],
+          kPlaces[kind / 3 % 3]);
+      training.call.hypers[0].maximize = kind % 5 == 1;
+      training.call.reduction.mean = kind % 4 != 2;
+      training.call.grad_scale = kind % 4 == 3 ? &scale : nullptr;
+      for (int step = 0; step < 3; ++step) {
+        training.call.hypers[0].lr *= 0.9;
+        training.step();
+        training.check();
       }
+      training.check_exact();
     }
+  }
+}
+
+// Groups of one to four ranks, for every kind of step.
+void with_each(
+    const std::vector<int>& sizes,
+    const std::function<void(Group&, const Recipe&)>& body) {
+  for (const int size : sizes) {
+    with_group(size, 1, [&](Group& g) {
+      for (const Recipe& r : one_of_each()) {
+        body(g, r);
+      }
+    });
   }
 }
 
 } // namespace
 
-TEST(fused_adamw_equals_one_process) {
+TEST(fused_step_equals_one_process) {
   with_groups(train);
 }
 
-TEST(fused_adamw_between_processes) {
+TEST(fused_step_between_processes) {
   with_group(3, 2, train, true);
 }
 
-TEST(fused_adamw_many_tensors) {
-  with_group(3, 1, [](Group& g) {
-    for (Place place : kPlaces) {
-      Training training(g, std::vector<size_t>(1500, 70), place, place);
-      const AdamwHyper h = hyper();
-      training.step(h);
-      training.check(h);
-    }
-  });
-}
-
-// More than there is room for in the operation's table.
-TEST(fused_adamw_too_many_tensors) {
-  with_group(2, 1, [](Group& g) {
-    Training training(
-        g, std::vector<size_t>(5000, 1), Place::kOrdinary, Place::kOrdinary);
-    const AdamwHyper h = hyper();
-    expect_error(ErrorKind::kInvalid, {"fused_adamw_", "split the list"}, [&] {
-      training.step(h);
-    });
-    training.check(h, false);
-    check_usable(g);
-  });
-}
-
-TEST(fused_adamw_found_inf_on_one_rank) {
-  for (int size : {1, 2, 4}) {
-    with_group(size, 1, [](Group& g) {
-      for (Place place : {Place::kOrdinary, Place::kArena}) {
-        Training training(g, {100, 40000}, place, place);
-        AdamwHyper h = hyper();
-        float found = 0;
-        h.found_inf = &found;
-        training.step(h);
-        training.check(h);
-        CHECK_EQ(found, 0.0f);
-        for (int who = 0; who < g.size; ++who) {
-          found = g.rank == who ? 1.0f : 0.0f;
-          training.step(h);
-          training.check(h, false);
-          CHECK_EQ(found, 1.0f); // everywhere
+// Every combination of places; the bits must not depend on it.
+TEST(fused_step_places) {
+  with_each({2, 3}, [](Group& g, const Recipe& r) {
+    const std::vector<size_t> counts{40000, 1, 777, 0, 12345};
+    for (const StepTypes& types : {kSingles, kStepTypes[3]}) {
+      for (const Place params : kPlaces) {
+        for (const Place grads : kPlaces) {
+          Training training(g, r, types, counts, params, grads);
+          training.step();
+          training.check();
         }
-        found = 0;
-        training.step(h);
-        training.check(h);
       }
-    });
-  }
+    }
+  });
 }
 
-TEST(fused_adamw_disagreements_raise_everywhere) {
-  with_group(3, 1, [](Group& g) {
-    const bool odd = g.rank == 2;
-    Training training(g, {100, 40000}, Place::kMixed, Place::kMixed);
-    AdamwHyper good = hyper();
-    training.step(good);
-    training.check(good);
-    const auto differ = [&](const AdamwHyper& h, const std::string& says) {
-      expect_error(ErrorKind::kMismatch, {"fused_adamw_", says}, [&] {
-        training.step(h);
-      });
-      training.check(h, false);
+// Half parameters with masters, of which some ranks own nothing: a slice
+// without elements has no address, which is no disagreement.
+TEST(fused_step_empty_master_slices) {
+  with_each({2, 3}, [](Group& g, const Recipe& r) {
+    Training training(
+        g, r, kStepTypes[2], {5, 100, 0}, Place::kArena, Place::kArena);
+    for (StepTensor& t : training.call.tensors) {
+      const auto n = static_cast<int64_t>(t.count);
+      if (shard_range(n, g.size, g.rank).length == 0) {
+        t.master = nullptr;
+      }
+    }
+    training.step();
+    training.check();
+  });
+}
+
+// More than 4 MiB, whose results go around the cache.
+TEST(fused_step_streamed) {
+  if (kSanitized) {
+    return;
+  }
+  with_group(2, 2, [](Group& g) {
+    for (const Place place : kPlaces) {
+      for (const StepTypes& types : {kSingles, kStepTypes[2]}) {
+        Training training(
+            g, recipe(OpCode::kFusedAdamW), types, {1300001}, place, place);
+        training.step();
+        training.check();
+      }
+    }
+  });
+}
+
+TEST(fused_step_many_tensors) {
+  with_each({3}, [](Group& g, const Recipe& r) {
+    std::vector<size_t> counts;
+    for (size_t t = 0; t < (kSanitized ? 500 : 1500); ++t) {
+      counts.push_back(std::vector<size_t>{0, 1, 31, 70, 33, 130}[t % 6]);
+    }
+    for (const Place place : kPlaces) {
+      Training training(g, r, kSingles, counts, place, place);
+      training.uses = [](int rank, size_t t) { return t % 7 == size_t(rank); };
+      training.step();
+      training.check();
+    }
+  });
+}
+
+// As many tensors as there is room for in the operation's table, and one more.
+TEST(fused_step_too_many_tensors) {
+  with_each({2}, [](Group& g, const Recipe& r) {
+    const auto with = [&](size_t tensors, bool good) {
+      const std::vector<size_t> counts(tensors, 1);
+      Training training(
+          g, r, kSingles, counts, Place::kOrdinary, Place::kOrdinary);
+      training.uses = [](int rank, size_t t) { return t % 5 == size_t(rank); };
+      if (good) {
+        training.step();
+      } else {
+        expect_error(
+            ErrorKind::kInvalid, {op_name(r.op), "split the list"}, [&] {
+              training.step();
+            });
+      }
+      training.check(good);
     };
-    for (double AdamwHyper::* scalar :
-         {&AdamwHyper::lr,
-          &AdamwHyper::beta1,
-          &AdamwHyper::beta2,
-          &AdamwHyper::weight_decay,
-          &AdamwHyper::eps}) {
-      AdamwHyper h = good;
-      h.*scalar *= odd ? 0.5 : 1;
-      differ(h, "scalar arguments");
-    }
-    for (bool AdamwHyper::* flag :
-         {&AdamwHyper::amsgrad, &AdamwHyper::maximize, &AdamwHyper::mean}) {
-      AdamwHyper h = good;
-      h.*flag ^= odd;
-      differ(h, "scalar arguments");
-    }
-    const float scale = 2;
-    AdamwHyper h = good;
-    h.grad_scale = odd ? &scale : nullptr;
-    differ(h, "scalar arguments");
-    *training.first_step() += odd ? 1 : 0;
-    expect_error(ErrorKind::kMismatch, {"scalar arguments"}, [&] {
-      training.step(good);
-    });
-    *training.first_step() -= odd ? 1 : 0;
-    training.check(good, false);
-    training.step(good);
-    training.check(good);
-    Training other(
-        g,
-        odd ? std::vector<size_t>{40, 60} : std::vector<size_t>{60, 40},
-        Place::kMixed,
-        Place::kMixed);
-    expect_error(ErrorKind::kMismatch, {"sizes or memory layouts"}, [&] {
-      other.step(good);
-    });
+    with(kMaxStepTensors, true);
+    with(kMaxStepTensors + 1, false);
     check_usable(g);
+  });
+}
+
+TEST(fused_step_found_inf_on_one_rank) {
+  with_each({1, 2, 4}, [](Group& g, const Recipe& r) {
+    for (const Place place : {Place::kOrdinary, Place::kArena}) {
+      Training training(g, r, kSingles, {100, 20000}, place, place);
+      float found = 0;
+      training.call.found_inf = &found;
+      training.step();
+      training.check();
+      CHECK_EQ(found, 0.0f);
+      for (int who = 0; who < g.size; ++who) {
+        found = g.rank == who ? 1.0f : 0.0f;
+        training.step();
+        training.check(false);
+        CHECK_EQ(found, 1.0f); // everywhere
+      }
+      found = 0;
+      training.step();
+      training.check();
+      // The flag itself may be on one rank only.
+      found = 1;
+      training.call.found_inf = g.rank == 0 ? &found : nullptr;
+      training.step();
+      training.check(false);
+    }
+  });
+}
+
+TEST(fused_step_used_on_some_ranks) {
+  with_each({1, 2, 3}, [](Group& g, const Recipe& r) {
+    std::vector<size_t> counts(70, 40);
+    counts[1] = 20000;
+    counts[2] = 10000;
+    counts[69] = 333;
+    for (const Place place : kPlaces) {
+      Training training(
+          g, without_first_step(r), kSingles, counts, place, place);
+      const int last = g.size - 1;
+      for (int step = 0; step < 4; ++step) {
+        // Other tensors in every step, so that counters differ.
+        training.uses = [step, last](int rank, size_t t) {
+          return t % 4 == size_t(step) || (t % 5 == 0 && rank == last);
+        };
+        training.step();
+        training.check();
+      }
+      training.uses = [](int, size_t) { return false; };
+      training.step();
+      training.check();
+      training.uses = nullptr;
+      training.step();
+      training.check();
+      training.check_exact();
+    }
+  });
+}
+
+TEST(fused_step_weighted_mean) {
+  with_each({1, 2, 3, 4}, [](Group& g, const Recipe& r) {
+    const std::vector<std::vector<double>> cases{
+        {3, 1, 2.5, 7}, {0, 5, 0, 1}, {1, 0, 0, 0}, {0, 0, 0, 0}};
+    size_t kind = 0;
+    for (const auto& weights : cases) {
+      for (const StepTypes& types : kStepTypes) {
+        if (r.lamb() && !types.precise()) {
+          continue;
+        }
+        const Place place = kPlaces[kind++ % 3];
+        Training training(g, r, types, {2000, 1, 65}, place, place);
+        training.weights = weights;
+        training.weights.resize(static_cast<size_t>(g.size));
+        for (int step = 0; step < 2; ++step) {
+          training.step();
+          training.check();
+        }
+        training.check_exact();
+      }
+    }
+  });
+}
+
+TEST(fused_step_hyperparameters_by_tensor) {
+  with_each({2, 3}, [](Group& g, const Recipe& r) {
+    Training training(
+        g,
+        r,
+        kSingles,
+        {300, 20000, 1, 500, 7000},
+        Place::kMixed,
+        Place::kArena);
+    StepCall& call = training.call;
+    call.hypers.resize(3, call.hypers[0]);
+    call.hypers[1].lr = 1e-3;
+    call.hypers[1].weight_decay = 0;
+    call.hypers[2].beta1 = 0.5;
+    call.hypers[2].maximize = true;
+    for (size_t t = 0; t < call.tensors.size(); ++t) {
+      call.tensors[t].hyper = (t + 1) % 3;
+    }
+    for (int step = 0; step < 3; ++step) {
+      training.step();
+      training.check();
+    }
+    training.check_exact();
+  });
+}
+
+TEST(fused_step_counters_by_tensor) {
+  with_each({2}, [](Group& g, const Recipe& r) {
+    Training training(
+        g,
+        without_first_step(r),
+        kSingles,
+        {300, 2000, 1},
+        Place::kArena,
+        Place::kArena);
+    for (size_t step = 0; step < 6; ++step) {
+      training.uses = [step](int, size_t t) { return step % (t + 1) == 0; };
+      training.step();
+      training.check();
+    }
+    training.check_exact();
+  });
+}
+
+TEST(fused_step_finds_nan) {
+  on_threads(2, [](int rank, Store& store) {
+    Settings settings = test_settings();
+    settings.nan_check = true;
+    Group g(rank, 2, store, settings);
+    for (const Recipe& r : one_of_each()) {
+      Training training(
+          g, r, kStepTypes[3], {100, 3000}, Place::kMixed, Place::kMixed);
+      training.step();
+      training.check();
+      training.load();
+      if (rank == 1) { // a bfloat16
+        const uint16_t nan = 0x7fc0;
+        auto* grad = const_cast<void*>(training.call.tensors[1].grad);
+        std::memcpy(static_cast<char*>(grad) + 2 * 2999, &nan, 2);
+      }
+      expect_error(ErrorKind::kInvalid, {"rank 1 holds a NaN"}, [&] {
+        g.run([&](Context& ctx) { fused_step(ctx, training.call); });
+      });
+      training.load();
+      training.check(false);
+      check_usable(g);
+    }
+    g.run([](Context& ctx) { barrier(ctx); });
+  });
+}
+
+// Values that are not finite stay in their elements.
+TEST(fused_step_keeps_nan) {
+  with_each({2}, [](Group& g, const Recipe& r) {
+    if (r.lamb()) {
+      return; // norms spread them
+    }
+    Training training(g, r, kSingles, {1000}, Place::kArena, Place::kOrdinary);
+    training.load();
+    if (g.rank == 0) {
+      auto* grad =
+          static_cast<float*>(const_cast<void*>(training.call.tensors[0].grad));
+      grad[700] = std::numeric_limits<float>::quiet_NaN();
+    }
+    g.run([&](Context& ctx) { fused_step(ctx, training.call); });
+    const auto* param = static_cast<float*>(training.call.tensors[0].param);
+    for (size_t i = 0; i < 1000; ++i) {
+      CHECK_EQ(std::isnan(param[i]), i == 700);
+    }
   });
 }

@@ -1,0 +1,268 @@
+"""The training arms of `optimizers.py`: one model, one way to synchronise, one optimizer each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+LR, WEIGHT_DECAY = 1e-4, 1e-2
+NO_SYNC = "no_sync + step"
+
+# ---------------------------------------------------------------------------------------------
+# Models
+
+
+def make_mlp() -> nn.Module:
+    width, layers = 2240, 5
+    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+
+def make_cnn() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
+
+
+class Transformer(nn.Module):
+    """About 10 million parameters; predicts one of ten classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 512
+        self.embedding = nn.Embedding(256, width)
+        layer = nn.TransformerEncoderLayer(
+            width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.layers(self.embedding(x)).mean(1))
+        return y
+
+
+def images(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class Model:
+    make: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Tensor]  # one rank's
+
+
+MODELS = {
+    "mlp": Model(make_mlp, images(4, 2240)),
+    "transformer": Model(
+        Transformer, lambda generator: torch.randint(256, (4, 32), generator=generator)
+    ),
+    "cnn": Model(make_cnn, images(32, 3, 32, 32)),
+}
+
+
+def parameter_bytes(name: str) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() * p.element_size() for p in MODELS[name].make().parameters())
+
+
+# ---------------------------------------------------------------------------------------------
+# Arms
+
+Optimizer = torch.optim.Optimizer
+
+
+class Arm:
+    """A model, its optimizer, and a fixed batch of this rank."""
+
+    optimizer: Optimizer
+
+    def __init__(self, model: str, group: dist.ProcessGroup) -> None:
+        torch.manual_seed(0)
+        self.group = group
+        self.module = MODELS[model].make()
+        generator = torch.Generator().manual_seed(1 + dist.get_rank(group))
+        self.x = MODELS[model].batch(generator)
+        self.y = torch.randint(10, self.x.shape[:1], generator=generator)
+        self.model: nn.Module = self.wrap()
+        self.make_optimizer()
+
+    def wrap(self) -> nn.Module:
+        return DistributedDataParallel(
+            self.module, process_group=self.group, gradient_as_bucket_view=True
+        )
+
+    def make_optimizer(self) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(self.x), self.y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def parameters(self) -> Tensor:
+        """All of them, flat."""
+        return torch.cat([_whole(p).flatten() for p in self.module.parameters()])
+
+
+def _whole(param: Tensor) -> Tensor:
+    full = getattr(param, "full_tensor", None)
+    return (param if full is None else full()).detach()
+
+
+class ZeroArm(Arm):
+    def make_optimizer(self) -> None:
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            process_group=self.group,
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+
+
+class Fsdp2Arm(Arm):
+    """`fully_shard` on the model and on each of its larger parts."""
+
+    def wrap(self) -> nn.Module:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(self.group, "cpu")
+        layers = getattr(self.module, "layers", None)
+        parts = list(layers.layers) if layers is not None else list(self.module.children())
+        for part in parts:
+            if sum(p.numel() for p in part.parameters()) > 1 << 20:
+                fully_shard(part, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        return self.module
+
+
+class FusedArm(Arm):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make_optimizer(self) -> None:
+        import fusedpg
+
+        assert isinstance(self.model, DistributedDataParallel)
+        self.optimizer = fusedpg.optim.AdamW(
+            self.model.parameters(),
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            ddp=self.model,
+            **self.options,
+        )
+
+
+class UnfusedArm(FusedArm):
+    """The same reduce-scatter in backward; then torch's AdamW on the slices, then all-gathers."""
+
+    def make_optimizer(self) -> None:
+        import fusedpg
+
+        super().make_optimizer()
+        params = list(self.module.parameters())
+        world_size = dist.get_world_size(self.group)
+        self._pieces = []
+        for p in params:
+            flat = p.detach().view(-1)
+            ranges = [fusedpg.shard_range(p.numel(), world_size, r) for r in range(world_size)]
+            self._pieces.append([flat[begin : begin + length] for begin, length in ranges])
+        rank = dist.get_rank(self.group)
+        self._slices = [nn.Parameter(pieces[rank]) for pieces in self._pieces]
+        self._unfused = torch.optim.AdamW(
+            self._slices, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(self.x), self.y)
+        loss.backward()
+        for p, own in zip(self.module.parameters(), self._slices, strict=True):
+            assert p.grad is not None
+            own.grad = p.grad.local()  # type: ignore[attr-defined]
+        self._unfused.step()
+        for pieces, own in zip(self._pieces, self._slices, strict=True):
+            dist.all_gather(pieces, own.detach(), group=self.group)
+        return loss.detach()
+
+
+class OverlapArm(FusedArm):
+    options: ClassVar[dict[str, Any]] = {"overlap": True}
+
+
+class SharedArm(FusedArm):
+    options: ClassVar[dict[str, Any]] = {"share_parameters": True}
+
+
+class ManualArm(Arm):
+    """No DDP: `step()` reduces the gradients where backward left them."""
+
+    def wrap(self) -> nn.Module:
+        return self.module
+
+    def make_optimizer(self) -> None:
+        import fusedpg
+
+        self.optimizer = fusedpg.optim.AdamW(
+            self.model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, process_group=self.group
+        )
+
+
+class NoSyncArm(FusedArm):
+    """The limit: backward under no_sync(), then the fused step on one flat buffer of the size."""
+
+    def make_optimizer(self) -> None:
+        import fusedpg
+
+        numel = sum(p.numel() for p in self.module.parameters())
+        self.flat = fusedpg.empty(numel, group=self.group).zero_().requires_grad_()
+        self.flat.grad = fusedpg.empty(numel, group=self.group).zero_()
+        self.optimizer = fusedpg.optim.AdamW(
+            [self.flat], lr=LR, weight_decay=WEIGHT_DECAY, process_group=self.group
+        )
+
+    def step(self) -> Tensor:
+        assert isinstance(self.model, DistributedDataParallel)
+        for p in self.module.parameters():
+            p.grad = None
+        with self.model.no_sync():
+            loss = F.cross_entropy(self.model(self.x), self.y)
+            loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Kind:
+    make: Callable[[str, dist.ProcessGroup], Arm]
+    backend: str
+    what: str
+
+
+ARMS = {
+    "a": Kind(Arm, "gloo", "Gloo DDP + AdamW(fused=True)"),
+    "b": Kind(ZeroArm, "gloo", "Gloo DDP + ZeroRedundancyOptimizer(AdamW, fused=True)"),
+    "c": Kind(Fsdp2Arm, "gloo", "Gloo FSDP2 + AdamW(fused=True)"),
+    "d": Kind(Arm, "fused", "fused DDP + AdamW(fused=True)"),
+    "e": Kind(UnfusedArm, "fused", "reduce-scatter, AdamW on the slice, all-gather"),
+    "f": Kind(FusedArm, "fused", "fusedpg.optim.AdamW, overlap=False"),
+    "g": Kind(OverlapArm, "fused", "fusedpg.optim.AdamW, overlap=True"),
+    "h": Kind(SharedArm, "fused", "f with share_parameters=True"),
+    "m": Kind(ManualArm, "fused", "fusedpg.optim.AdamW without DDP"),
+    NO_SYNC: Kind(NoSyncArm, "fused", "the limit: no_sync() and the fused step alone"),
+}

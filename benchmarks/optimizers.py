@@ -1,0 +1,239 @@
+"""Time training with the fused optimizers against torch's, and one step of each alone.
+
+    python benchmarks/optimizers.py --check-bars
+    python benchmarks/optimizers.py --parts step --world-size 4 --check-bars
+    python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
+
+Three parts. **training**: steps of three models (an MLP of 25 million parameters at a small batch,
+a transformer of 10 million, a CNN bound by its arithmetic) in the arms
+
+    a  Gloo DDP + AdamW(fused=True), gradients as bucket views
+    b  Gloo DDP + ZeroRedundancyOptimizer(AdamW, fused=True)
+    c  Gloo FSDP2 + AdamW(fused=True)
+    d  fused DDP + AdamW(fused=True)            a -> d: the transport
+    e  d with the state split, unfused          d -> e: sharding
+    f  fusedpg.optim.AdamW, overlap=False       e -> f: fusion
+    g  fusedpg.optim.AdamW, overlap=True        f -> g: overlap
+    h  f with share_parameters=True
+    m  fusedpg.optim.AdamW without DDP
+    no_sync + step  the limit: backward without synchronisation, then the fused step alone
+
+**step**: one optimizer step on 100 MB of parameters: fused ops, the same in three calls, and an
+all-reduce followed by torch's optimizer. **memory**: what each training arm adds to the
+proportional set size (PSS) of a rank, each in processes of its own.
+
+Every arm has to reproduce one process's parameters before it is timed; the program ends non-zero
+when one does not. How times are taken: see `_harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import _harness as harness
+import _optimizer_arms as arms
+import _step_arms as steps
+from _harness import Bar, Context, Row
+from _optimizer_arms import ARMS, MODELS, NO_SYNC
+
+PARTS = ("training", "step", "memory")
+CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
+TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
+
+
+def bars() -> list[Bar]:
+    mlp, cnn = (arms.parameter_bytes(name) for name in ("mlp", "cnn"))
+    result = [
+        Bar(2, "mlp", "best of f, g", mlp, "a", at_least=1.5),
+        Bar(2, "mlp", "best of f, g", mlp, NO_SYNC, at_most=1.1),
+        Bar(2, "mlp", "m", mlp, NO_SYNC, at_most=1.1),
+        Bar(2, "mlp", "best of f, g", mlp, "b", at_least=1.8),
+        Bar(2, "mlp", "best of f, g", mlp, "c", at_least=1.8),
+        Bar(2, "cnn", "best of f, g", cnn, "a", at_least=1.0),
+    ]
+    return result + steps.bars()
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo,deepspeed", sizes="100M", rounds=21)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--arms", default=",".join(ARMS))
+    args = parser.parse_args()
+    for option, known in (("parts", PARTS), ("models", MODELS), ("arms", ARMS)):
+        chosen = getattr(args, option).split(",")
+        setattr(args, option, chosen)
+        unknown = set(chosen) - set(known)
+        if unknown:
+            parser.error(f"--{option}: unknown: {', '.join(sorted(unknown))}")
+    rows: list[Row] = []
+    if "training" in args.parts:
+        for name in args.models:
+            args.model = name
+            rows += harness.run(train, args)
+    if "step" in args.parts:
+        rows += harness.run(steps.worker, args)
+    if rows:
+        harness.finish("optimizers", rows, args, limit=NO_SYNC, bars=bars())
+        explain(rows)
+    if "memory" in args.parts:
+        args.model = args.models[0]
+        memory = {name: measure_memory(name, args) for name in args.arms if name != NO_SYNC}
+        print_memory(memory, args)
+        if not args.no_save:
+            save_memory(memory, args)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+
+
+def train(context: Context, args: argparse.Namespace) -> list[Row]:
+    name = args.model
+    reference = reference_change(name, context.world_size)
+    timed: dict[str, Callable[[], object]] = {}
+    for arm in harness.progress(context, args.arms, lambda arm: f"{name}: arm {arm}"):
+        group = context.groups.get(ARMS[arm].backend)
+        if group is not None:
+            made = ARMS[arm].make(name, group)
+            if arm != NO_SYNC:  # its replicas go their own ways
+                check(arm, name, made, reference)
+            timed[arm] = made.step
+    size = arms.parameter_bytes(name)
+    rows = harness.measure(context, timed, case=name, size=size, rounds=args.rounds)
+    ours = [row for row in rows if row.arm in ("f", "g")]
+    if ours:
+        best = copy.copy(min(ours, key=lambda row: row.median))
+        best.arm = "best of f, g"
+        rows.append(best)
+    return rows
+
+
+def flat(module: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def reference_change(name: str, world_size: int) -> Tensor:
+    """How far one process on the average of all ranks' gradients moves the parameters."""
+    torch.manual_seed(0)
+    module = MODELS[name].make()
+    before = flat(module)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=arms.LR, weight_decay=arms.WEIGHT_DECAY, fused=False
+    )
+    batches = []
+    for rank in range(world_size):
+        generator = torch.Generator().manual_seed(1 + rank)
+        x = MODELS[name].batch(generator)
+        batches.append((x, torch.randint(10, x.shape[:1], generator=generator)))
+    for _ in range(CHECKED_STEPS):
+        optimizer.zero_grad()
+        for x, y in batches:
+            loss = torch.nn.functional.cross_entropy(module(x), y) / world_size
+            loss.backward()
+        optimizer.step()
+    return flat(module) - before
+
+
+def check(arm: str, name: str, made: arms.Arm, reference: Tensor) -> None:
+    """An arm's steps follow one process's, and all ranks hold the same parameters."""
+    before = made.parameters()
+    losses = [made.step() for _ in range(CHECKED_STEPS)]
+    after = made.parameters()
+    # Adam's first steps are about lr * sign(gradient): where a gradient is nothing but rounding
+    # errors its sign is open, so a few elements may differ by much.
+    apart = ((after - before) - reference).abs() > 0.05 * reference.abs().max()
+    share = float(apart.float().mean())
+    harness.require(share < 1e-3, f"{name}, arm {arm}: {share:.2%} of the parameters differ")
+    harness.require(bool(losses[-1] < losses[0]), f"{name}, arm {arm}: does not learn")
+    harness.require(harness.same_on_all_ranks(after), f"{name}, arm {arm}: ranks differ")
+
+
+def explain(rows: list[Row]) -> None:
+    """What each difference between two arms buys."""
+    for name in dict.fromkeys(row.case for row in rows):
+        times = {row.arm: row.median for row in rows if row.case == name}
+        parts = []
+        for what, slow, fast in (
+            ("transport", "a", "d"),
+            ("sharding", "d", "e"),
+            ("fusion", "e", "f"),
+            ("overlap", "f", "g"),
+        ):
+            if slow in times and fast in times:
+                parts.append(f"{what} {slow}->{fast} {times[slow] / times[fast]:.2f}x")
+        if parts:
+            print(f"{name}: " + ", ".join(parts))
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+
+
+def measure_memory(arm: str, args: argparse.Namespace) -> float:
+    """Bytes of PSS that the arm adds to a rank."""
+    args.arm = arm
+    return harness.run(memory_worker, args)[0].median
+
+
+def pss() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("the kernel reports no PSS")
+
+
+def memory_worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    kind = ARMS[args.arm]
+    group = context.groups[kind.backend]
+    # What one backward needs besides, once for all arms.
+    small = torch.nn.Linear(8, 8)
+    small(torch.zeros(1, 8)).sum().backward()
+    gc.collect()
+    dist.barrier(group=group)
+    before = pss()
+    made = kind.make(args.model, group)
+    for _ in range(3):
+        made.step()
+    gc.collect()
+    dist.barrier(group=group)
+    used = torch.tensor([float(pss() - before)])
+    dist.all_reduce(used, group=group)
+    mean = float(used) / context.world_size
+    size = arms.parameter_bytes(args.model)
+    return [Row("memory", size, args.arm, mean, mean, mean, mean, 1, 1)]
+
+
+def print_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    size = arms.parameter_bytes(args.model)
+    table = Table(title=f"PSS a rank, {args.model}, world size {args.world_size}")
+    for column in ("arm", "", "MiB", "/ parameters"):
+        table.add_column(column)
+    for arm, used in memory.items():
+        table.add_row(arm, ARMS[arm].what, f"{used / 2**20:.0f}", f"{used / size:.2f}")
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def save_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
+    size = arms.parameter_bytes(args.model)
+    rows = [Row("memory", size, arm, b, b, b, b, 1, 1) for arm, b in memory.items()]
+    path = harness.RESULTS / f"optimizers_memory_p{args.world_size}.json"
+    harness.save_json(path, rows, args.world_size, unit="bytes of PSS a rank")
+    print(f"saved {path.name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,468 @@
+// Arguments of the fused steps: checks, and the way to the engine's form.
+
+#include "c10d/fused_arguments.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <tuple>
+
+#include "base/ownership.hpp"
+#include "c10d/tensors.hpp"
+
+namespace fusedpg {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+bool is_half(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16;
+}
+
+bool is_supported(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || is_half(type);
+}
+
+at::ScalarType compute_type(at::ScalarType param) {
+  return param == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+bool any_hyper(const StepArguments& a, bool (*holds)(const StepHyper&)) {
+  return std::any_of(
+      a.hypers.begin(), a.hypers.end(), [&](const HyperArguments& h) {
+        return holds(h.rest);
+      });
+}
+
+std::vector<const char*> state_names(const StepArguments& a) {
+  if (a.op == OpCode::kFusedSgd) {
+    if (any_hyper(a, [](const StepHyper& h) { return h.momentum != 0; })) {
+      return {"momentum_buffer_list"};
+    }
+    return {};
+  }
+  if (any_hyper(a, [](const StepHyper& h) { return h.amsgrad; })) {
+    return {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
+  }
+  return {"exp_avgs", "exp_avg_sqs"};
+}
+
+class Checker {
+ public:
+  Checker(const StepArguments& a, int rank, int size)
+      : a_(a),
+        op_(op_name(a.op)),
+        rank_(rank),
+        size_(size) {}
+
+  void check() const {
+    check_lists();
+    for (size_t i = 0; i < a_.params.size(); ++i) {
+      check_param(i);
+      check_slices(i);
+    }
+    check_scalars();
+  }
+
+ private:
+  void check_list(const char* name, size_t found, size_t expected) const {
+    TORCH_CHECK_VALUE(
+        found == expected,
+        "fused: ",
+        op_,
+        ": ",
+        name,
+        " has ",
+        found,
+        " tensors, expected ",
+        expected,
+        " (params has ",
+        a_.params.size(),
+        ")");
+  }
+
+  void check_lists() const {
+    const size_t n = a_.params.size();
+    TORCH_CHECK_VALUE(n != 0, "fused: ", op_, ": params is empty");
+    check_list("grads", a_.grads.size(), n);
+    check_list("master_params", a_.masters.size(), a_.masters.empty() ? 0 : n);
+    const bool counts = a_.op != OpCode::kFusedSgd || !a_.steps.empty();
+    check_list("state_steps", a_.steps.size(), counts ? n : 0);
+    const auto names = state_names(a_);
+    for (size_t k = 0; k < names.size(); ++k) {
+      check_list(names[k], k < a_.states.size() ? a_.states[k].size() : 0, n);
+    }
+    for (size_t k = names.size(); k < a_.states.size(); ++k) {
+      check_list("a state list without use here", a_.states[k].size(), 0);
+    }
+    if (!a_.hyper_index.empty()) {
+      check_list("hyper_index", a_.hyper_index.size(), n);
+    }
+  }
+
+  void check_param(size_t i) const {
+    const at::Tensor& p = a_.params[i];
+    const at::Tensor& g = a_.grads[i];
+    check_tensor(op_, p);
+    check_tensor(op_, g);
+    TORCH_CHECK_VALUE(
+        is_supported(p.scalar_type()),
+        "fused: ",
+        op_,
+        ": params[",
+        i,
+        "] must be float32, float64, bfloat16 or float16, found ",
+        p.scalar_type());
+    TORCH_CHECK_VALUE(
+        p.scalar_type() == at::kDouble
+            ? g.scalar_type() == at::kDouble
+            : is_supported(g.scalar_type()) && g.scalar_type() != at::kDouble,
+        "fused: ",
+        op_,
+        ": grads[",
+        i,
+        "] of type ",
+        g.scalar_type(),
+        " does not go with params of type ",
+        p.scalar_type(),
+        " (float64 with float64; float32, bfloat16 and float16 with each "
+        "other)");
+    TORCH_CHECK_VALUE(
+        p.is_non_overlapping_and_dense(),
+        "fused: ",
+        op_,
+        ": params[",
+        i,
+        "] must be dense in memory (no gaps, no overlaps)");
+    if (!a_.reduced) {
+      TORCH_CHECK_VALUE(
+          g.sizes() == p.sizes(),
+          "fused: ",
+          op_,
+          ": grads[",
+          i,
+          "] has shape ",
+          g.sizes(),
+          ", params[",
+          i,
+          "] ",
+          p.sizes());
+    }
+  }
+
+  void check_slice(
+      const char* name,
+      size_t i,
+      const at::Tensor& t,
+      const ShardRange& range,
+      std::initializer_list<at::ScalarType> types) const {
+    check_tensor(op_, t);
+    const bool typed =
+        std::find(types.begin(), types.end(), t.scalar_type()) != types.end();
+    TORCH_CHECK_VALUE(
+        typed && t.is_contiguous() && t.numel() == range.length,
+        "fused: ",
+        op_,
+        ": ",
+        name,
+        "[",
+        i,
+        "] must be a contiguous ",
+        *types.begin(),
+        " tensor with this rank's slice of params[",
+        i,
+        "], ",
+        range.length,
+        " elements (fusedpg.shard_range); found ",
+        t.scalar_type(),
+        " with ",
+        t.numel());
+  }
+
+  void check_slices(size_t i) const {
+    const at::Tensor& p = a_.params[i];
+    const ShardRange range = shard_range(p.numel(), size_, rank_);
+    const at::ScalarType compute = compute_type(p.scalar_type());
+    const auto names = state_names(a_);
+    for (size_t k = 0; k < names.size(); ++k) {
+      const at::ScalarType other =
+          a_.op == OpCode::kFusedLamb ? compute : p.scalar_type();
+      check_slice(names[k], i, a_.states[k][i], range, {compute, other});
+    }
+    if (!a_.masters.empty()) {
+      TORCH_CHECK_VALUE(
+          is_half(p.scalar_type()),
+          "fused: ",
+          op_,
+          ": master_params are for bfloat16 and float16 params, found ",
+          p.scalar_type());
+      check_slice("master_params", i, a_.masters[i], range, {at::kFloat});
+    }
+    if (a_.reduced) {
+      check_slice("grads", i, a_.grads[i], range, {a_.grads[i].scalar_type()});
+    }
+    if (!a_.steps.empty()) {
+      const at::Tensor& step = a_.steps[i];
+      TORCH_CHECK_VALUE(
+          step.numel() == 1 && step.scalar_type() == at::kFloat &&
+              step.device().is_cpu(),
+          "fused: ",
+          op_,
+          ": state_steps[",
+          i,
+          "] must be a float32 scalar tensor on the CPU");
+    }
+  }
+
+  void check_scalars() const {
+    for (const auto& t : {a_.grad_scale, a_.found_inf}) {
+      TORCH_CHECK_VALUE(
+          !t ||
+              (t->numel() == 1 && t->scalar_type() == at::kFloat &&
+               t->device().is_cpu()),
+          "fused: ",
+          op_,
+          ": grad_scale and found_inf must be float32 scalar tensors on the "
+          "CPU");
+    }
+    TORCH_CHECK_VALUE(
+        !a_.hypers.empty(), "fused: ", op_, ": no hyperparameters");
+    for (const int64_t index : a_.hyper_index) {
+      TORCH_CHECK_VALUE(
+          index >= 0 && index < static_cast<int64_t>(a_.hypers.size()),
+          "fused: ",
+          op_,
+          ": hyper_index ",
+          index,
+          " of ",
+          a_.hypers.size());
+    }
+    for (const HyperArguments& h : a_.hypers) {
+      const auto in_range = [](double beta) { return beta >= 0 && beta < 1; };
+      TORCH_CHECK_VALUE(
+          in_range(h.rest.beta1) && in_range(h.rest.beta2),
+          "fused: ",
+          op_,
+          ": betas must be in [0, 1), found ",
+          h.rest.beta1,
+          " and ",
+          h.rest.beta2);
+    }
+  }
+
+  const StepArguments& a_;
+  const char* op_;
+  const int rank_;
+  const int size_;
+};
+
+void check_reduction(
+    const char* op,
+    const ReductionArguments& r,
+    size_t tensors) {
+  TORCH_CHECK_VALUE(
+      !r.weight || (r.mean && *r.weight >= 0 && std::isfinite(*r.weight)),
+      "fused: ",
+      op,
+      ": weight must be finite and not negative, and needs reduce=\"mean\"");
+  TORCH_CHECK_VALUE(
+      !r.used ||
+          (r.used->scalar_type() == at::kByte && r.used->is_contiguous() &&
+           r.used->numel() == static_cast<int64_t>(tensors)),
+      "fused: ",
+      op,
+      ": used must be a contiguous uint8 tensor with an element for each of ",
+      tensors,
+      " tensors");
+}
+
+// A gradient laid out in memory as its parameter is.
+at::Tensor like_param(const at::Tensor& grad, const at::Tensor& param) {
+  if (grad.strides() == param.strides()) {
+    return grad;
+  }
+  at::Tensor copy = at::empty_like(param, grad.options());
+  copy.copy_(grad.detach());
+  return copy;
+}
+
+uint64_t layout_hash(const at::Tensor& t) {
+  Hash layout;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    layout.add(static_cast<uint64_t>(t.size(d)));
+    // The stride of a dimension of one element means nothing.
+    layout.add(static_cast<uint64_t>(t.size(d) == 1 ? 0 : t.stride(d)));
+  }
+  return layout.value();
+}
+
+GradReduction to_engine(const ReductionArguments& r) {
+  return {r.mean, r.weight};
+}
+
+StepTensor to_engine(const StepArguments& a, size_t i, const at::Tensor& grad) {
+  const at::Tensor& param = a.params[i];
+  StepTensor t;
+  t.param = param.data_ptr();
+  t.grad = grad.const_data_ptr();
+  t.master = a.masters.empty() ? nullptr : a.masters[i].data_ptr();
+  for (size_t k = 0; k < a.states.size(); ++k) {
+    t.state[k] = a.states[k].empty() ? nullptr : a.states[k][i].data_ptr();
+  }
+  t.step = a.steps.empty() ? nullptr : a.steps[i].data_ptr<float>();
+  t.count = static_cast<size_t>(param.numel());
+  t.layout_hash = layout_hash(param);
+  t.hyper = a.hyper_index.empty() ? 0 : static_cast<size_t>(a.hyper_index[i]);
+  return t;
+}
+
+StepHyper to_engine(const HyperArguments& h) {
+  StepHyper hyper = h.rest;
+  hyper.lr = std::holds_alternative<double>(h.lr)
+      ? std::get<double>(h.lr)
+      : std::get<at::Tensor>(h.lr).item<double>();
+  return hyper;
+}
+
+} // namespace
+
+OpCode step_op(const std::string& name) {
+  for (const OpCode op :
+       {OpCode::kFusedSgd,
+        OpCode::kFusedAdam,
+        OpCode::kFusedAdamW,
+        OpCode::kFusedLamb}) {
+    if (name == op_name(op)) {
+      return op;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "fused: ", name, " is not an optimizer step");
+}
+
+void check_arguments(const StepArguments& a, int rank, int size) {
+  Checker(a, rank, size).check();
+  check_reduction(op_name(a.op), a.reduction, a.params.size());
+}
+
+void check_arguments(const ShardsArguments& a) {
+  const char* op = op_name(OpCode::kReduceShards);
+  TORCH_CHECK_VALUE(!a.grads.empty(), "fused: ", op, ": no tensors");
+  for (const at::Tensor& g : a.grads) {
+    check_tensor(op, g);
+    TORCH_CHECK_VALUE(
+        is_supported(g.scalar_type()) && g.is_non_overlapping_and_dense() &&
+            g.scalar_type() == a.grads[0].scalar_type(),
+        "fused: ",
+        op,
+        ": gradients must be dense in memory and of one type of float32, "
+        "float64, bfloat16, float16");
+  }
+  TORCH_CHECK_VALUE(
+      a.outputs.empty() || a.outputs.size() == a.grads.size(),
+      "fused: ",
+      op,
+      ": outputs has ",
+      a.outputs.size(),
+      " tensors, expected ",
+      a.grads.size());
+  for (size_t i = 0; i < a.outputs.size(); ++i) {
+    check_tensor(op, a.outputs[i]);
+    TORCH_CHECK_VALUE(
+        a.outputs[i].sizes() == a.grads[i].sizes() &&
+            a.outputs[i].strides() == a.grads[i].strides() &&
+            a.outputs[i].scalar_type() == a.grads[i].scalar_type(),
+        "fused: ",
+        op,
+        ": outputs[",
+        i,
+        "] must have the sizes, strides and type of its gradient");
+  }
+  check_reduction(op, a.reduction, a.grads.size());
+}
+
+StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments)
+    : arguments_(std::move(arguments)) {
+  const StepArguments& a = *arguments_;
+  using Types = std::tuple<at::ScalarType, at::ScalarType, at::ScalarType>;
+  std::map<Types, size_t> open; // calls that still take tensors
+  Hash whole;
+  StepCall shared;
+  shared.op = a.op;
+  shared.reduction = to_engine(a.reduction);
+  shared.has_masters = !a.masters.empty();
+  shared.reduced = a.reduced;
+  shared.shared_params = a.shared_params;
+  shared.grad_scale =
+      a.grad_scale ? a.grad_scale->const_data_ptr<float>() : nullptr;
+  shared.found_inf = a.found_inf ? a.found_inf->data_ptr<float>() : nullptr;
+  for (const HyperArguments& h : a.hypers) {
+    shared.hypers.push_back(to_engine(h));
+  }
+  for (size_t i = 0; i < a.params.size(); ++i) {
+    const at::Tensor& param = a.params[i];
+    grads_.push_back(a.reduced ? a.grads[i] : like_param(a.grads[i], param));
+    const at::ScalarType state = a.states.empty() || a.states[0].empty()
+        ? compute_type(param.scalar_type())
+        : a.states[0][i].scalar_type();
+    const Types types{param.scalar_type(), grads_.back().scalar_type(), state};
+    auto found = open.find(types);
+    if (found == open.end() ||
+        members_[found->second].size() == kMaxStepTensors) {
+      open[types] = calls_.size();
+      found = open.find(types);
+      calls_.push_back(shared);
+      calls_.back().param_type = to_dtype(std::get<0>(types));
+      calls_.back().grad_type = to_dtype(std::get<1>(types));
+      calls_.back().state_type = to_dtype(state);
+      members_.emplace_back();
+      used_.emplace_back();
+    }
+    const size_t call = found->second;
+    calls_[call].tensors.push_back(to_engine(a, i, grads_.back()));
+    members_[call].push_back(i);
+    if (a.reduction.used) {
+      used_[call].push_back(a.reduction.used->const_data_ptr<uint8_t>()[i]);
+    }
+    const StepTensor& t = calls_[call].tensors.back();
+    whole.add(t.layout_hash).add(t.step ? double(*t.step) : 0.0);
+  }
+  for (size_t c = 0; c < calls_.size(); ++c) {
+    // A disagreement anywhere must stop all of it.
+    calls_[c].call_hash = calls_.size() > 1 ? whole.value() : 0;
+    calls_[c].used = a.reduction.used ? used_[c].data() : nullptr;
+  }
+}
+
+void StepPlan::take_used(size_t i) {
+  if (arguments_->reduction.used) {
+    for (size_t k = 0; k < members_[i].size(); ++k) {
+      arguments_->reduction.used->data_ptr<uint8_t>()[members_[i][k]] =
+          used_[i][k];
+    }
+  }
+}
+
+ShardsCall to_engine(const ShardsArguments& a) {
+  ShardsCall call;
+  call.dtype = to_dtype(a.grads[0].scalar_type());
+  Hash layout;
+  for (const at::Tensor& output : a.outputs.empty() ? a.grads : a.outputs) {
+    call.outputs.push_back(output.data_ptr());
+  }
+  for (const at::Tensor& g : a.grads) {
+    call.grads.push_back(g.const_data_ptr());
+    call.counts.push_back(static_cast<size_t>(g.numel()));
+    layout.add(layout_hash(g));
+  }
+  call.layout_hash = layout.value();
+  call.reduction = to_engine(a.reduction);
+  call.used =
+      a.reduction.used ? a.reduction.used->data_ptr<uint8_t>() : nullptr;
+  return call;
+}
+
+at::Tensor memory_order(const at::Tensor& t) {
+  return t.detach().as_strided({t.numel()}, {1});
+}
+
+} // namespace fusedpg

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "collectives/fused_step.hpp"
+
+namespace fusedpg {
+
+// How gradients are combined, as callers say it; see GradReduction.
+struct ReductionArguments {
+  bool mean = true;
+  std::optional<double> weight;
+  // uint8, one element a tensor of the list: in, whether this rank used it;
+  // out, whether any rank did.
+  std::optional<at::Tensor> used;
+};
+
+struct HyperArguments {
+  std::variant<double, at::Tensor> lr = 0.0; // read when the step executes
+  StepHyper rest;
+};
+
+// One call of a fused optimizer step. Lists are parallel to `params`.
+struct StepArguments {
+  OpCode op = OpCode::kFusedAdamW;
+  std::vector<at::Tensor> params;
+  std::vector<at::Tensor> grads; // slices when `reduced`
+  std::vector<at::Tensor> masters; // slices, or empty
+  // SGD: [momentum buffers] or none. Adam: [exp_avgs, exp_avg_sqs] and with
+  // amsgrad max_exp_avg_sqs. LAMB: [exp_avgs, exp_avg_sqs].
+  std::vector<std::vector<at::Tensor>> states;
+  std::vector<at::Tensor> steps; // empty for SGD
+  std::vector<HyperArguments> hypers;
+  std::vector<int64_t> hyper_index; // empty: all use hypers[0]
+  ReductionArguments reduction;
+  bool reduced = false;
+  bool shared_params = false;
+  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> found_inf;
+};
+
+struct ShardsArguments {
+  std::vector<at::Tensor> grads;
+  std::vector<at::Tensor> outputs; // like grads; empty: in place
+  ReductionArguments reduction;
+};
+
+// "fused_adamw_" -> kFusedAdamW; ValueError for what is no optimizer step.
+OpCode step_op(const std::string& name);
+
+// Throws ValueError for what a rank can find wrong alone.
+void check_arguments(const StepArguments& a, int rank, int size);
+void check_arguments(const ShardsArguments& a);
+
+ShardsCall to_engine(const ShardsArguments& a);
+
+// The call cut into operations that one engine call can do: of one combination
+// of types, and of a limited number of tensors. Owns what the calls point to.
+class StepPlan {
+ public:
+  explicit StepPlan(std::shared_ptr<const StepArguments> arguments);
+  StepPlan(const StepPlan&) = delete;
+
+  std::vector<StepCall>& calls() {
+    return calls_;
+  }
+  // The flags that calls()[i] left, into the caller's tensor.
+  void take_used(size_t i);
+
+ private:
+  std::shared_ptr<const StepArguments> arguments_;
+  std::vector<at::Tensor> grads_; // laid out as their parameters
+  std::vector<StepCall> calls_;
+  std::vector<std::vector<size_t>> members_; // tensors of each call
+  std::vector<std::vector<uint8_t>> used_;
+};
+
+// The same step composed of another backend's collectives.
+void run_delegated_step(
+    const StepArguments& a,
+    c10d::Backend& backend,
+    const kernels::Table& kernels);
+void run_delegated_shards(const ShardsArguments& a, c10d::Backend& backend);
+
+// The elements of a dense tensor in memory order.
+at::Tensor memory_order(const at::Tensor& t);
+
+} // namespace fusedpg

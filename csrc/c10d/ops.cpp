@@ -1,0 +1,262 @@
+// torch.ops.fusedpg: the fused steps as operators that torch.compile and export
+// understand. They are synchronous; groups are named.
+
+#include <torch/library.h>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "c10d/process_group_fused.hpp"
+
+namespace fusedpg {
+namespace {
+
+ProcessGroupFused& resolve(const std::string& group_name) {
+  // Raises for names that nobody has; keeps the backend while it is used.
+  const auto group = c10d::resolve_process_group(group_name);
+  ProcessGroupFused* fused = dynamic_cast<ProcessGroupFused*>(
+      group->getBackend(c10::DeviceType::CPU).get());
+  fused = fused ? fused : find_group(group_name);
+  TORCH_CHECK_VALUE(
+      fused != nullptr,
+      "fused: group \"",
+      group_name,
+      "\" is of another backend; create it with init_process_group(\"fused\") "
+      "or new_group(backend=\"fused\")");
+  return *fused;
+}
+
+using Lr = std::variant<double, at::Tensor>;
+using OptionalTensor = std::optional<at::Tensor>;
+
+// What all steps have in common.
+struct Common {
+  at::TensorList params;
+  at::TensorList grads;
+  at::TensorList master_params;
+  const OptionalTensor& grad_scale;
+  const OptionalTensor& found_inf;
+  c10::string_view reduce;
+  std::optional<double> weight;
+};
+
+StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
+  TORCH_CHECK_VALUE(
+      c.reduce == "mean" || c.reduce == "sum",
+      "fused: ",
+      op_name(op),
+      ": reduce must be \"mean\" or \"sum\", found \"",
+      c.reduce,
+      "\"");
+  StepArguments a;
+  a.op = op;
+  a.params = c.params.vec();
+  a.grads = c.grads.vec();
+  a.masters = c.master_params.vec();
+  a.hypers = {std::move(hyper)};
+  a.reduction.mean = c.reduce == "mean";
+  a.reduction.weight = c.weight;
+  a.grad_scale = c.grad_scale;
+  a.found_inf = c.found_inf;
+  return a;
+}
+
+void run(StepArguments a, c10::string_view group_name) {
+  // A synchronous step has succeeded when it returns nothing to wait for.
+  if (const auto work =
+          resolve(std::string(group_name)).fused_step_(std::move(a), false)) {
+    work->wait();
+  }
+}
+
+template <typename L>
+void sgd(
+    at::TensorList params,
+    at::TensorList grads,
+    at::TensorList momentum_buffer_list,
+    at::TensorList master_params,
+    double weight_decay,
+    double momentum,
+    L lr,
+    double dampening,
+    bool nesterov,
+    bool maximize,
+    bool is_first_step,
+    const OptionalTensor& grad_scale,
+    const OptionalTensor& found_inf,
+    c10::string_view reduce,
+    std::optional<double> weight,
+    c10::string_view group_name) {
+  HyperArguments h{Lr(lr), {}};
+  h.rest.weight_decay = weight_decay;
+  h.rest.momentum = momentum;
+  h.rest.dampening = dampening;
+  h.rest.nesterov = nesterov;
+  h.rest.maximize = maximize;
+  h.rest.first_step = is_first_step;
+  StepArguments a = arguments(
+      OpCode::kFusedSgd,
+      {params, grads, master_params, grad_scale, found_inf, reduce, weight},
+      std::move(h));
+  a.states = {momentum_buffer_list.vec()};
+  run(std::move(a), group_name);
+}
+
+template <OpCode op, typename L>
+void adam(
+    at::TensorList params,
+    at::TensorList grads,
+    at::TensorList exp_avgs,
+    at::TensorList exp_avg_sqs,
+    at::TensorList max_exp_avg_sqs,
+    at::TensorList state_steps,
+    at::TensorList master_params,
+    L lr,
+    double beta1,
+    double beta2,
+    double weight_decay,
+    double eps,
+    bool amsgrad,
+    bool maximize,
+    const OptionalTensor& grad_scale,
+    const OptionalTensor& found_inf,
+    c10::string_view reduce,
+    std::optional<double> weight,
+    c10::string_view group_name) {
+  HyperArguments h{Lr(lr), {}};
+  h.rest.beta1 = beta1;
+  h.rest.beta2 = beta2;
+  h.rest.weight_decay = weight_decay;
+  h.rest.eps = eps;
+  h.rest.decoupled = op == OpCode::kFusedAdamW;
+  h.rest.amsgrad = amsgrad;
+  h.rest.maximize = maximize;
+  StepArguments a = arguments(
+      op,
+      {params, grads, master_params, grad_scale, found_inf, reduce, weight},
+      std::move(h));
+  a.states = {exp_avgs.vec(), exp_avg_sqs.vec(), max_exp_avg_sqs.vec()};
+  a.steps = state_steps.vec();
+  run(std::move(a), group_name);
+}
+
+template <typename L>
+void lamb(
+    at::TensorList params,
+    at::TensorList grads,
+    at::TensorList exp_avgs,
+    at::TensorList exp_avg_sqs,
+    at::TensorList state_steps,
+    at::TensorList master_params,
+    L lr,
+    double beta1,
+    double beta2,
+    double weight_decay,
+    double eps,
+    bool trust_clip,
+    bool always_adapt,
+    bool maximize,
+    const OptionalTensor& grad_scale,
+    const OptionalTensor& found_inf,
+    c10::string_view reduce,
+    std::optional<double> weight,
+    c10::string_view group_name) {
+  HyperArguments h{Lr(lr), {}};
+  h.rest.beta1 = beta1;
+  h.rest.beta2 = beta2;
+  h.rest.weight_decay = weight_decay;
+  h.rest.eps = eps;
+  h.rest.trust_clip = trust_clip;
+  h.rest.always_adapt = always_adapt;
+  h.rest.maximize = maximize;
+  StepArguments a = arguments(
+      OpCode::kFusedLamb,
+      {params, grads, master_params, grad_scale, found_inf, reduce, weight},
+      std::move(h));
+  a.states = {exp_avgs.vec(), exp_avg_sqs.vec()};
+  a.steps = state_steps.vec();
+  run(std::move(a), group_name);
+}
+
+// With fake and meta tensors nothing happens: outputs are the inputs.
+void nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+// `lr` is a number, or in the overload tensor_lr a tensor, as in torch's own
+// _fused_*_; $lr stands for it. found_inf is written because it becomes global.
+std::string schema(
+    const std::string& name,
+    bool tensor_lr,
+    const std::string& states,
+    std::string hypers) {
+  hypers.replace(hypers.find("$lr"), 3, tensor_lr ? "Tensor lr" : "float lr");
+  return name + (tensor_lr ? ".tensor_lr" : "") +
+      "(Tensor(a!)[] params, Tensor[] grads, " + states +
+      ", *, Tensor(f!)[] master_params, " + hypers +
+      ", Tensor? grad_scale=None, Tensor(g!)? found_inf=None, "
+      "str reduce=\"mean\", float? weight=None, str group_name) -> ()";
+}
+
+void define(torch::Library& m, const std::string& text) {
+  m.def(text.c_str());
+}
+
+} // namespace
+
+TORCH_LIBRARY(fusedpg, m) {
+  for (const bool tensor_lr : {false, true}) {
+    define(
+        m,
+        schema(
+            "fused_sgd_",
+            tensor_lr,
+            "Tensor(b!)[] momentum_buffer_list",
+            "float weight_decay, float momentum, $lr, float dampening, "
+            "bool nesterov, bool maximize, bool is_first_step"));
+    for (const char* name : {"fused_adam_", "fused_adamw_"}) {
+      define(
+          m,
+          schema(
+              name,
+              tensor_lr,
+              "Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+              "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps",
+              "$lr, float beta1, float beta2, float weight_decay, float eps, "
+              "bool amsgrad, bool maximize"));
+    }
+    define(
+        m,
+        schema(
+            "fused_lamb_",
+            tensor_lr,
+            "Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+            "Tensor(e!)[] state_steps",
+            "$lr, float beta1, float beta2, float weight_decay, float eps, "
+            "bool trust_clip, bool always_adapt, bool maximize"));
+  }
+}
+
+TORCH_LIBRARY_IMPL(fusedpg, CPU, m) {
+  using Tensor = const at::Tensor&;
+  m.impl("fused_sgd_", &sgd<double>);
+  m.impl("fused_sgd_.tensor_lr", &sgd<Tensor>);
+  m.impl("fused_adam_", &adam<OpCode::kFusedAdam, double>);
+  m.impl("fused_adam_.tensor_lr", &adam<OpCode::kFusedAdam, Tensor>);
+  m.impl("fused_adamw_", &adam<OpCode::kFusedAdamW, double>);
+  m.impl("fused_adamw_.tensor_lr", &adam<OpCode::kFusedAdamW, Tensor>);
+  m.impl("fused_lamb_", &lamb<double>);
+  m.impl("fused_lamb_.tensor_lr", &lamb<Tensor>);
+}
+
+TORCH_LIBRARY_IMPL(fusedpg, Meta, m) {
+  for (const char* name :
+       {"fused_sgd_", "fused_adam_", "fused_adamw_", "fused_lamb_"}) {
+    for (const char* overload : {"", ".tensor_lr"}) {
+      m.impl(
+          (std::string(name) + overload).c_str(),
+          torch::CppFunction::makeFromBoxedFunction<&nothing>());
+    }
+  }
+}
+
+} // namespace fusedpg

@@ -1,0 +1,25 @@
+"""Optimizers whose step is one collective and whose state is split between the ranks.
+
+    optimizer = fusedpg.optim.AdamW(model.parameters(), lr=1e-3, ddp=ddp)
+
+in place of ``torch.optim.AdamW(model.parameters(), lr=1e-3)`` is all that changes in a script that
+trains with DistributedDataParallel on the backend "fused". See docs/optimizers.md.
+"""
+
+from fusedpg.optim._base import FusedOptimizer
+from fusedpg.optim._fuse import fuse
+from fusedpg.optim._slices import SliceTensor, merge_state_dicts
+from fusedpg.optim.adam import Adam, AdamW
+from fusedpg.optim.lamb import LAMB
+from fusedpg.optim.sgd import SGD
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "FusedOptimizer",
+    "SliceTensor",
+    "fuse",
+    "merge_state_dicts",
+]

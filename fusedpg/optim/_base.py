@@ -1,0 +1,538 @@
+"""What the fused optimizers have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fusedpg._registration import load_extension
+from fusedpg.functional import _backend
+from fusedpg.optim import _checkpoint
+from fusedpg.optim._bridge import Bridge, Gradient
+from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
+from fusedpg.optim._parameters import Parameters
+from fusedpg.optim._state import ShardedState
+
+
+class _StepOnJoin(JoinHook):
+    """A rank without data left takes part in the others' steps."""
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self._optimizer._shadow_step()
+
+
+class FusedOptimizer(ShardedState, Joinable):
+    """An optimizer whose step is one collective and whose state is sharded.
+
+    Every rank keeps the state of ``fusedpg.shard_range(param.numel(), world_size, rank)`` of each
+    parameter, so about 1/world_size of what torch's optimizer keeps.
+
+    Subclasses say what their step is called, which state it has, and how a group's
+    hyperparameters are passed to it.
+    """
+
+    _op: str
+    # With overlap=True the parameters have changed when backward returns.
+    overlap: bool
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        ddp: DistributedDataParallel | None,
+        process_group: dist.ProcessGroup | None,
+        overlap: bool,
+        max_grad_norm: float | None,
+        master_dtype: torch.dtype | None,
+        reduce: str,
+        share_parameters: bool,
+    ) -> None:
+        if reduce not in ("mean", "sum"):
+            raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
+        if master_dtype not in (None, torch.float32):
+            raise ValueError(f"master_dtype must be torch.float32 or None, got {master_dtype}")
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}")
+        if overlap and max_grad_norm is not None:
+            raise ValueError(
+                "overlap=True updates parameters before the norm of all gradients is known: "
+                "max_grad_norm needs overlap=False"
+            )
+        if ddp is not None and process_group is None:
+            process_group = ddp.process_group
+        if process_group is None:
+            process_group = dist.distributed_c10d._get_default_group()
+        self._group = process_group
+        self._backend = _backend(process_group)
+        self._rank = dist.get_rank(process_group)
+        self._world_size = dist.get_world_size(process_group)
+        self.overlap = overlap
+        self._max_grad_norm = max_grad_norm
+        self._master_dtype = master_dtype
+        self._reduce = reduce
+        self._weight: float | None = None
+        self._bridge = None
+        self._in_flight: list[Callable[[], None]] = []
+        self._updated: set[torch.Tensor] = set()  # by the hook, since the last step
+        self._context = GradContext(
+            process_group, self._sharded_grads, self._reduce_for_gradient, self._rebound
+        )
+        self._was_reduced = False  # manual mode: reduce_gradients() since the last step
+        self._shadow = False  # a joined rank, which has no data left
+        self._parameters = Parameters(process_group, share=share_parameters)
+        self._group_of = {}
+        self._param_versions = {}
+        Joinable.__init__(self)
+        Optimizer.__init__(self, params, defaults)
+        self.register_state_dict_post_hook(_checkpoint.to_slices)
+        if ddp is not None:
+            self.attach(ddp)
+
+    # --- DDP ------------------------------------------------------------------------
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Takes the gradients of a DistributedDataParallel module from now on.
+
+        For libraries that wrap the model after the optimizer was made. The module's parameters
+        must be this optimizer's, and its process group the same.
+
+        Raises:
+            RuntimeError: when DDP already has a communication hook, or after a step.
+            ValueError: for another process group or foreign parameters.
+        """
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(f"expected DistributedDataParallel, got {type(ddp).__name__}")
+        if _backend(ddp.process_group) is not self._backend:
+            raise ValueError("the module's process group is not the optimizer's")
+        bridge = Bridge.of(ddp)
+        params = [p for group in self.param_groups for p in group["params"]]
+        bridge.add(self, params)
+        self._bridge = bridge
+        # DDP's constructor has broadcast them.
+        self._parameters.accept(params)
+
+    def _rebound(self, grad: ShardedGrad, memory: torch.Tensor) -> None:
+        if self._bridge is not None:
+            self._bridge.rebound(grad, memory)
+
+    def set_local_batch_size(self, size: float | None) -> None:
+        """Weights this rank's gradients: grad = sum(m_k * g_k) / sum(m_k) over ranks k.
+
+        With losses that are means over the local batch of m_k samples, this is the gradient of the
+        mean over all samples. Read when gradients are reduced; call it before backward, on all
+        ranks or on none. None: every rank counts alike.
+        """
+        if size is not None and (self._reduce != "mean" or not 0 <= size < float("inf")):
+            raise ValueError(
+                f'a batch size must be finite, not negative, and needs reduce="mean"; got {size}'
+            )
+        self._weight = None if size is None else float(size)
+
+    def _reduction(self, shadow: bool) -> dict[str, Any]:
+        weight = self._weight
+        if weight is None and self._bridge is not None and self._bridge.weighted_by_joining():
+            weight = 1.0
+        if weight is not None and shadow:
+            weight = 0.0
+        return {"mean": self._reduce == "mean", "weight": weight}
+
+    def _gradients_ready(
+        self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
+    ) -> None:
+        """The bridge's call for one bucket."""
+        if self.overlap:
+            self._update_in_backward(gradients, used, shadow)
+        else:
+            self._start_reduction(gradients, used, shadow)
+
+    def _start_reduction(
+        self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool = False
+    ) -> None:
+        work = self._backend.reduce_shards_(
+            [gradient.local for gradient in gradients],
+            [gradient.output for gradient in gradients],
+            used=used,
+            async_op=True,
+            **self._reduction(shadow),
+        )
+        # DDP must find None to leave p.grad alone. What an earlier backward has reduced stays.
+        reduced = []
+        for param, _, output, earlier in gradients:
+            reduced.append((param, self._owned(output, param), earlier))
+            param.grad = None
+        del gradients  # the work holds them until it is done
+
+        def finish() -> None:
+            work.wait()
+            flags = [True] * len(reduced) if used is None else used.tolist()
+            for (param, local, before), flag in zip(reduced, flags, strict=True):
+                if before is not None:
+                    before.add_reduced(local if flag else None)
+                    param.grad = before if flag or before.is_reduced() else None
+                elif flag:
+                    param.grad = ShardedGrad(param, self._context, reduced=local)
+
+        self._in_flight.append(finish)
+
+    def _update_in_backward(
+        self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
+    ) -> None:
+        params = [gradient.param for gradient in gradients]
+        if self._parameters.shared:
+            self._parameters.check((f"of shape {tuple(p.shape)}", p) for p in params)
+        if not self._updated.isdisjoint(params):
+            raise RuntimeError(
+                "overlap=True: a second backward before step(); the first one has already updated "
+                "the parameters. Accumulate under ddp.no_sync(), or use overlap=False"
+            )
+        self._updated.update(params)
+        grads = [gradient.local for gradient in gradients]
+        works = self._fused_step(params, grads, used=used, **self._reduction(shadow))
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        self._in_flight.append(finish)
+        for param in params:
+            param.grad = None
+
+    def _backward_done(self) -> None:
+        """The bridge's call at the end of backward."""
+        if self.overlap:
+            for param in self._updated:
+                param.grad = SpentGrad(param)
+            return
+        self._wait()
+
+    def _wait(self) -> None:
+        in_flight, self._in_flight = self._in_flight, []
+        for finish in in_flight:
+            finish()
+        if self._bridge is not None:
+            self._bridge.restore([p for _, p in self._named_parameters()])
+        if in_flight:
+            self._context.changed()
+
+    def _sharded_grads(self) -> list[ShardedGrad]:
+        return [
+            p.grad
+            for group in self.param_groups
+            for p in group["params"]
+            if isinstance(p.grad, ShardedGrad)
+        ]
+
+    # --- the step -------------------------------------------------------------------
+
+    def _fused_step(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        *,
+        used: torch.Tensor | None = None,
+        **options: Any,
+    ) -> list[dist.Work]:
+        """Starts the step of some parameters, in one operation if their groups allow."""
+        hyper = load_extension().Hyper
+        self._refresh_masters(params)
+        # What one operation cannot mix: other state, and momentum buffers without a value.
+        kinds: dict[Any, list[int]] = {}
+        groups = [self._group_of[param] for param in params]
+        for i, (param, number) in enumerate(zip(params, groups, strict=True)):
+            group = self.param_groups[number]
+            kind = (
+                tuple(self._state_keys(group)),
+                self._has_master(param),
+                self._has_steps(group),
+                self._is_first(param, group),
+            )
+            kinds.setdefault(kind, []).append(i)
+        works = []
+        for (keys, master, counts, first), members in kinds.items():
+            chosen = sorted({groups[i] for i in members})
+            states = [self.state[params[i]] for i in members]
+            hypers = [self._hyper(self.param_groups[g]) for g in chosen]
+            if first:
+                hypers = [{**h, "first_step": True} for h in hypers]
+            work = self._backend.fused_step_(
+                self._op,
+                [params[i] for i in members],
+                [grads[i] for i in members],
+                [[state[key] for state in states] for key in keys],
+                [state["step"] for state in states] if counts else [],
+                [hyper(**h) for h in hypers],
+                hyper_index=[chosen.index(groups[i]) for i in members],
+                master_params=[state["master_param"] for state in states] if master else [],
+                used=None if used is None else used[members],
+                shared_params=self._parameters.shared,
+                async_op=True,
+                **options,
+            )
+            works.append(work)
+        for param in params:
+            self._param_versions[param] = param._version
+        self._parameters.accept(params)
+        return works
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks before it looks at gradients."""
+        if self.overlap and self._bridge is not None:
+            raise RuntimeError("GradScaler needs overlap=False: see fusedpg's docs/optimizers.md")
+        return True
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """Optimizer's constructor would set it."""
+
+    def _watch(self, param: torch.Tensor) -> None:
+        """Manual mode: has ``p.grad`` know that it is one rank's part of a gradient."""
+        this = weakref.ref(self)
+
+        def accumulated(param: torch.Tensor) -> None:
+            optimizer, grad = this(), param.grad
+            if optimizer is None or optimizer._bridge is not None or grad is None:
+                return
+            if type(grad) is torch.Tensor and grad.layout == torch.strided:
+                grad = _laid_out(grad, param)
+                param.grad = ShardedGrad(param, optimizer._context, unreduced=grad)
+                optimizer._context.changed()
+
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(accumulated)
+
+    def reduce_gradients(self) -> None:
+        """Manual mode: reduces ``p.grad`` over ranks now instead of in ``step()``.
+
+        Clipping, norms and GradScaler do this by themselves. Collective.
+        """
+        gradients, used = self._local_gradients()
+        # What has been reduced and has not changed since need not go again.
+        some = torch.tensor(float(used.any()))
+        dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._group)
+        if not some or not gradients:
+            return
+        self._was_reduced = True
+        for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
+            members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
+            self._start_reduction([gradients[i] for i in members], used[members])
+        self._wait()
+
+    def _reduce_for_gradient(self) -> None:
+        """The reduction that somebody's question about one gradient needs."""
+        if self._bridge is not None:
+            raise RuntimeError(_unsynchronised("asked for"))
+        without = [(name, p) for name, p in self._named_parameters() if p.grad is None]
+        self.reduce_gradients()
+        for name, param in without:
+            if param.grad is not None:
+                # The caller has a list of gradients in which this one is missing.
+                raise RuntimeError(
+                    f"parameter {name} was used on other ranks only; call "
+                    "optimizer.reduce_gradients() before clipping or unscaling"
+                )
+
+    def _local_gradients(self) -> tuple[list[Gradient], torch.Tensor]:
+        """Manual mode: this rank's gradients, and which of them it has."""
+        gradients, used = [], []
+        for _, param in self._named_parameters():
+            grad: Any = param.grad
+            if not param.requires_grad:
+                continue
+            earlier = grad if isinstance(grad, ShardedGrad) else None
+            if earlier is not None:
+                grad = earlier.unreduced()
+            if grad is not None and grad.layout != torch.strided:
+                raise RuntimeError("fused optimizers do not take sparse gradients")
+            used.append(grad is not None)
+            # A peer may have a gradient where this rank has none.
+            grad = torch.zeros_like(param) if grad is None else _laid_out(grad, param)
+            gradients.append(Gradient(param, grad, grad, earlier))
+        return gradients, torch.tensor(used, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step; collective.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called once, with gradients
+                enabled. Not with ``overlap=True``.
+
+        Raises:
+            RuntimeError: for gradients that were never reduced, and for what ``overlap=True``
+                cannot do.
+            torch.distributed.DistBackendError: when ranks disagree or a rank fails.
+        """
+        loss = None
+        if closure is not None:
+            if self.overlap:
+                raise RuntimeError("a closure needs overlap=False")
+            with torch.enable_grad():
+                loss = closure()
+        if self._bridge is None and not self._shadow:
+            Join.notify_join_context(self)
+        if self._parameters.shared:
+            self._parameters.check(self._named_parameters())
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self.overlap and self._bridge is not None:
+            self._commit(scale, found_inf)
+        elif self._bridge is None and not self._was_reduced and self._max_grad_norm is None:
+            self._step_on_local(scale, found_inf)
+        else:
+            if self._bridge is None:
+                self.reduce_gradients()
+            self._was_reduced = False
+            self._step_on_reduced(scale, found_inf)
+        return loss
+
+    def _commit(self, scale: Any, found_inf: Any) -> None:
+        """overlap=True: the work is under way since backward."""
+        if scale is not None or found_inf is not None:
+            raise RuntimeError("GradScaler needs overlap=False")
+        self._wait()
+        for name, param in self._named_parameters():
+            if param.grad is not None and not isinstance(param.grad, SpentGrad):
+                raise RuntimeError(_unsynchronised(name))
+            param.grad = None
+        self._updated.clear()
+
+    def _step_on_local(self, scale: Any, found_inf: Any) -> None:
+        """Manual mode: everything is one operation."""
+        gradients, used = self._local_gradients()
+        if gradients:
+            for work in self._fused_step(
+                [gradient.param for gradient in gradients],
+                [gradient.local for gradient in gradients],
+                used=used,
+                grad_scale=_scalar(scale),
+                found_inf=_scalar(found_inf),
+                **self._reduction(self._shadow),
+            ):
+                work.wait()
+
+    def _step_on_reduced(self, scale: Any, found_inf: Any) -> None:
+        """Update and all-gather of what the hook has reduced."""
+        self._wait()
+        params, slices = [], []
+        for name, param in self._named_parameters():
+            grad = param.grad
+            if grad is None:
+                continue
+            if not isinstance(grad, ShardedGrad) or not grad.is_reduced():
+                raise RuntimeError(_unsynchronised(name))
+            params.append(param)
+            slices.append(grad.local())
+        if not params:
+            return
+        if self._bridge is None and scale is None and found_inf is not None:
+            # unscale_() looked at this rank's gradients, before they were reduced.
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
+        if found_inf is not None and float(found_inf) != 0:
+            return  # on all ranks: the check was a collective
+        factor = 1.0 if scale is None else float(scale)
+        if self._max_grad_norm is not None:
+            norm = float(self._context.total_norm(2.0)) / factor
+            factor *= max(1.0, (norm + 1e-6) / self._max_grad_norm)
+        for work in self._fused_step(
+            params,
+            slices,
+            reduced=True,
+            grad_scale=None if factor == 1 else torch.tensor(factor, dtype=torch.float32),
+        ):
+            work.wait()
+
+    def _shadow_step(self) -> None:
+        """A step for which this rank has no data."""
+        self._shadow = True
+        try:
+            if self._bridge is None:
+                self._drop_gradients()
+            self.step()
+        finally:
+            self._shadow = False
+        # Nobody calls zero_grad() on a joined rank.
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for _, param in self._named_parameters():
+            param.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; reduced gradients are always set to None."""
+        for _, param in self._named_parameters():
+            if isinstance(param.grad, (ShardedGrad, SpentGrad)):
+                param.grad = None
+        super().zero_grad(set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over all ranks is at most ``max_norm``.
+
+        Collective; between backward and ``step()``. ``torch.nn.utils.clip_grad_norm_`` on the
+        parameters does the same.
+
+        Returns:
+            The norm before, float32 scalar, the same on all ranks.
+        """
+        if self.overlap and self._bridge is not None:
+            raise RuntimeError("clipping needs overlap=False")
+        if self._bridge is None:
+            self.reduce_gradients()
+        self._wait()
+        total = self._context.total_norm(float(norm_type))
+        factor = float(max_norm) / (float(total) + 1e-6)
+        if factor < 1 or factor != factor:
+            torch._foreach_mul_([grad.local() for grad in self._sharded_grads()], factor)
+            self._context.changed()
+        return total.float()
+
+    # --- uneven inputs ------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``Join([ddp, optimizer])``: joined ranks take part in the others' steps."""
+        return _StepOnJoin(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._group
+
+
+def _laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A gradient in the memory layout and type of its parameter."""
+    if grad.stride() == param.stride() and grad.dtype == param.dtype:
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def _scalar(value: Any) -> torch.Tensor | None:
+    return None if value is None else value.detach().float().reshape(())
+
+
+def _unsynchronised(name: str) -> str:
+    return (
+        f"the gradient of parameter {name} was never reduced over ranks: the last backward before "
+        "step() ran under no_sync(), or p.grad was set by hand"
+    )
+
+
+def check_unsupported(*, differentiable: bool, capturable: bool = False) -> None:
+    """``foreach`` and ``fused`` are accepted and ignored; these two change what a step means."""
+    if differentiable:
+        raise ValueError("differentiable=True is not supported by fused optimizers")
+    if capturable:
+        raise ValueError("capturable=True is for CUDA graphs and not supported on the CPU")

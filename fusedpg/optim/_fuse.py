@@ -1,0 +1,54 @@
+"""From an optimizer of torch to ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedpg.optim._base import FusedOptimizer
+from fusedpg.optim.adam import Adam, AdamW
+from fusedpg.optim.sgd import SGD
+
+_CLASSES: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}
+
+
+def fuse(
+    optimizer: torch.optim.Optimizer,
+    ddp: DistributedDataParallel | None = None,
+    **options: Any,
+) -> FusedOptimizer:
+    """The fused optimizer that continues where an optimizer of torch stands.
+
+    The new optimizer takes over state (each rank keeps its slices) and *shares* the parameter
+    groups, so learning-rate schedulers made for the old one keep working. The old optimizer's
+    state is left as it is; drop the old optimizer to free it, and do not call its ``step()``.
+
+    Args:
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``, with equal state on all ranks.
+        ddp: the module whose gradients it takes; without, manual mode.
+        options: keyword arguments of ours, such as ``overlap`` or ``max_grad_norm``.
+
+    Raises:
+        TypeError: for another class of optimizer.
+    """
+    ours = _CLASSES.get(type(optimizer))
+    if ours is None:
+        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _CLASSES)
+        raise TypeError(f"fuse() takes {names}; got {type(optimizer).__name__}")
+    groups = [dict(group) for group in optimizer.param_groups]
+    defaults = {
+        key: value
+        for key, value in optimizer.defaults.items()
+        if not (ours is AdamW and key == "decoupled_weight_decay")
+    }
+    fused = ours(groups, ddp=ddp, **defaults, **options)
+    if optimizer.state:
+        fused.load_state_dict(optimizer.state_dict())
+    fused.param_groups = optimizer.param_groups
+    return fused

@@ -1,0 +1,337 @@
+"""What stands in ``p.grad`` between a backward that reduced gradients and ``step()``.
+
+After the reduce-scatter a rank holds the combined gradient of its slice alone. A plain tensor of
+the parameter's shape would hold garbage elsewhere, and clipping by it would go wrong silently. So
+``p.grad`` is a tensor subclass that knows its slice: norms, scaling and GradScaler's check work on
+all ranks' slices; anything else raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fusedpg._registration import load_extension
+
+aten = torch.ops.aten
+
+
+class GradContext:
+    """What the gradients of one optimizer share: their group, their norms, their reduction.
+
+    ``torch.nn.utils.clip_grad_norm_`` asks for one norm after the other; the first question
+    computes those of all gradients, in one collective. Every rank must ask.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        gradients: Callable[[], list[ShardedGrad]],
+        reduce: Callable[[], None],
+        rebound: Callable[[ShardedGrad, torch.Tensor], None],
+    ) -> None:
+        self.group = group
+        self.reduce = reduce  # everything that is not reduced yet
+        self.rebound = rebound  # DDP has put other memory in the place of a gradient
+        self._gradients = gradients
+        self._known: dict[float, dict[int, torch.Tensor]] = {}
+
+    def changed(self) -> None:
+        """Gradients have other values now."""
+        self._known.clear()
+
+    def norms(self, order: float) -> dict[int, torch.Tensor]:
+        """The norm of every gradient by its id, float64."""
+        if order not in self._known:
+            if any(gradient.unreduced() is not None for gradient in self._gradients()):
+                self.reduce()
+            gradients = self._gradients()
+            slices = [gradient.local() for gradient in gradients]
+            each = norms(slices, order, self.group)
+            self._known[order] = {id(g): norm for g, norm in zip(gradients, each, strict=True)}
+        return self._known[order]
+
+    def total_norm(self, order: float) -> torch.Tensor:
+        """The norm of all gradients together, float64."""
+        each = list(self.norms(order).values())
+        if not each:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(each), order)
+
+
+def norms(
+    slices: list[torch.Tensor], order: float, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Norms of tensors of which every rank holds slices; collective.
+
+    Returns:
+        float64 tensor with one norm for each of ``slices``, the same on all ranks.
+    """
+    order = float(order)
+    if order == 0:
+        raise ValueError("norms of sharded gradients need norm_type > 0")
+    if order == 2:
+        # Ours sums in an order that depends on neither threads nor instruction set.
+        sum_squares = load_extension().sum_squares
+        parts = torch.tensor([sum_squares(one) for one in slices], dtype=torch.float64)
+        dist.all_reduce(parts, group=group)
+        return parts.sqrt_()
+    # An empty slice contributes zero; torch has no inf-norm of nothing.
+    parts = torch.zeros(len(slices), dtype=torch.float64)
+    for i, one in enumerate(slices):
+        if one.numel():
+            parts[i] = torch.linalg.vector_norm(one, order)
+    if order == float("inf"):
+        dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=group)
+        return parts
+    dist.all_reduce(parts.pow_(order), group=group)
+    return parts.pow_(1 / order)
+
+
+class _Gradient(torch.Tensor):
+    """Shape, strides and dtype of a parameter, no data of its own."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class ShardedGrad(_Gradient):
+    """The gradient of a parameter over all ranks, of which this rank holds its slice.
+
+    Norms (``torch.linalg.vector_norm``, ``Tensor.norm``, ``torch.nn.utils.clip_grad_norm_``) are
+    those of the whole gradient and need a collective: all ranks must ask. ``mul_``, ``div_`` by a
+    number, ``zero_`` and GradScaler's unscaling work on the slice. Backward may accumulate into it.
+
+    In manual mode the reduction waits until somebody asks for it, or for ``step()``.
+    """
+
+    _slice: torch.Tensor | None  # reduced
+    _unreduced: torch.Tensor | None  # this rank's, not in the slice yet
+    _context: GradContext
+
+    @staticmethod
+    def __new__(
+        cls,
+        param: torch.Tensor,
+        context: GradContext,
+        *,
+        reduced: torch.Tensor | None = None,
+        unreduced: torch.Tensor | None = None,
+    ) -> ShardedGrad:
+        self: ShardedGrad = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        self._slice = reduced
+        self._unreduced = unreduced
+        self._context = context
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def local(self) -> torch.Tensor:
+        """This rank's slice: 1-D, in memory order; shared, not copied."""
+        if self._slice is None:
+            self._context.reduce()
+        assert self._slice is not None
+        return self._slice
+
+    def unreduced(self) -> torch.Tensor | None:
+        """What backward has added since the last reduction, as a gradient of this rank."""
+        return self._unreduced
+
+    def is_reduced(self) -> bool:
+        return self._slice is not None and self._unreduced is None
+
+    def add_reduced(self, local: torch.Tensor | None) -> None:
+        """Adds the slice that a further reduction has given, if any rank had a gradient."""
+        if self._slice is None:
+            self._slice = local
+        elif local is not None:
+            self._slice.add_(local)
+        self._unreduced = None
+
+    def _accumulate(self, new: torch.Tensor) -> None:
+        if self._unreduced is not None:
+            self._unreduced += new
+            return
+        if self._slice is not None:
+            # The bucket that the slice lies in is about to be written again.
+            self._slice = self._slice.clone()
+        self._unreduced = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(
+            new
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            _refuse(func)
+        return handler(*args, **(kwargs or {}))
+
+
+def _refuse(func: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{func}: each rank holds only its slice of this reduced gradient, so this would give a "
+        "different result on every rank. Norms, clip_grad_norm_, scaling by a number and "
+        "GradScaler work on it. To inspect gradients, use p.grad.local() (this rank's slice) or "
+        "train with torch's optimizer and DDP's all-reduce."
+    )
+
+
+def _vector_norm(
+    grad: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    if dim is not None:
+        _refuse("norm along dimensions")
+    return grad._context.norms(float(ord))[id(grad)].to(dtype or grad.dtype)
+
+
+def _norm(grad: Any, p: Any = 2, *args: Any) -> torch.Tensor:
+    if args and args[0]:
+        _refuse("norm along dimensions")
+    return _vector_norm(grad, 2 if p is None else p)
+
+
+def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return [_vector_norm(grad, ord, dtype=dtype) for grad in grads]
+
+
+def _number(func: Callable[..., Any], grad: Any, other: Any) -> Any:
+    if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
+        _refuse(func)
+    for part in (grad._slice, grad._unreduced):
+        if part is not None:
+            func(part, other)
+    grad._context.changed()
+    return grad
+
+
+def _mul_(grad: Any, other: Any) -> Any:
+    return _number(torch.Tensor.mul_, grad, other)
+
+
+def _div_(grad: Any, other: Any) -> Any:
+    return _number(torch.Tensor.div_, grad, other)
+
+
+def _zero_(grad: Any) -> Any:
+    if grad._slice is None:
+        grad._unreduced.zero_()
+    else:
+        grad._slice.zero_()
+        grad._unreduced = None
+    grad._context.changed()
+    return grad
+
+
+def _foreach(one: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
+    def apply(grads: Any, other: Any) -> None:
+        others = other if isinstance(other, (list, tuple)) else [other] * len(grads)
+        for grad, factor in zip(grads, others, strict=True):
+            one(grad, factor)
+
+    return apply
+
+
+def _foreach_zero_(grads: Any) -> None:
+    for grad in grads:
+        _zero_(grad)
+
+
+def _add_(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
+    # Autograd accumulates: a further backward before step().
+    if isinstance(grad, ShardedGrad) and type(other) is torch.Tensor and alpha == 1:
+        grad._accumulate(other)
+        grad._context.changed()
+        return grad
+    _refuse("add_")
+
+
+def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
+    if isinstance(src, ShardedGrad) and not isinstance(dst, _Gradient):
+        if src._unreduced is None:
+            # DDP rebuilds its buckets and lets p.grad point there.
+            src._context.rebound(src, dst)
+            return dst.zero_()
+        # DDP fills its bucket with what backward has added.
+        return dst.copy_(src._unreduced)
+    _refuse("copy_")
+
+
+def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    aten._amp_foreach_non_finite_check_and_unscale_(
+        [grad.local() for grad in grads], found_inf, inv_scale
+    )
+    # An overflow in any rank's slice stops all of them.
+    dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=grads[0]._context.group)
+    grads[0]._context.changed()
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.mul_.Tensor: _mul_,
+    aten.mul_.Scalar: _mul_,
+    aten.div_.Tensor: _div_,
+    aten.div_.Scalar: _div_,
+    aten.zero_.default: _zero_,
+    aten._foreach_mul_.Scalar: _foreach(_mul_),
+    aten._foreach_mul_.Tensor: _foreach(_mul_),
+    aten._foreach_mul_.ScalarList: _foreach(_mul_),
+    aten._foreach_div_.Scalar: _foreach(_div_),
+    aten._foreach_zero_.default: _foreach_zero_,
+    aten.add_.Tensor: _add_,
+    aten.copy_.default: _copy_,
+    aten.detach.default: lambda grad: grad,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
+}
+
+
+class SpentGrad(_Gradient):
+    """The gradient of a parameter that was updated during backward (``overlap=True``).
+
+    Whatever is asked of it raises, so that clipping or a check for infinities is not skipped
+    silently. ``step()`` replaces it by None.
+    """
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor) -> SpentGrad:
+        self: SpentGrad = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is aten.detach.default:
+            return args[0]
+        if func is aten.add_.Tensor:
+            raise RuntimeError(
+                "overlap=True: a second backward before step(); the first one has already updated "
+                "the parameters. Accumulate under ddp.no_sync(), or use overlap=False"
+            )
+        raise RuntimeError(
+            f"{func}: with overlap=True the parameters were updated during backward and their "
+            "gradients are gone, so clipping, checks and GradScaler cannot work; use overlap=False"
+        )

@@ -1,0 +1,105 @@
+"""Where parameters lie: in the group's arena, where peers write them in place."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg.functional import _backend
+
+_log = logging.getLogger("fusedpg")
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a range of memory, in whatever order of dimensions."""
+    stride = 1
+    for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
+        if size == 1:
+            continue
+        if step != stride:
+            return tensor.numel() == 0
+        stride *= size
+    return True
+
+
+def _like(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return memory.as_strided(param.shape, param.stride())
+
+
+class Parameters:
+    """Moves parameters into the arena, and remembers which of them are shared."""
+
+    def __init__(self, group: dist.ProcessGroup | None, *, share: bool) -> None:
+        self._group = group
+        self._share = share
+        self._versions: dict[torch.Tensor, int] = {}
+
+    @property
+    def shared(self) -> bool:
+        return self._share
+
+    @torch.no_grad()
+    def adopt(self, params: Iterable[torch.Tensor]) -> None:
+        """Moves the data of parameters. With sharing a collective: rank 0's values win."""
+        params = list(params)
+        if not self._share:
+            self._adopt_replicas(params)
+            return
+        backend = _backend(self._group)
+        for param in params:
+            memory = backend.empty_shared([param.numel()], param.dtype)
+            if dist.get_rank(self._group) == 0:
+                _like(memory, param).copy_(param)
+            param.data = _like(memory, param)
+            self._versions[param] = param._version
+        # Nobody reads before rank 0 has written.
+        dist.barrier(group=self._group)
+
+    def _adopt_replicas(self, params: list[torch.Tensor]) -> None:
+        backend = _backend(self._group)
+        if backend.info()["engine"] != "shm":
+            return
+        users = collections.Counter(param.untyped_storage().data_ptr() for param in params)
+        for param in params:
+            storage = param.untyped_storage()
+            # Memory that others may refer to stays where it is; it is staged.
+            alone = (
+                storage.nbytes() == param.numel() * param.element_size()
+                and users[storage.data_ptr()] == 1
+            )
+            if not alone or param.numel() == 0 or backend.in_arena(param):
+                continue
+            try:
+                memory = backend.empty([param.numel()], param.dtype)
+            except torch.OutOfMemoryError as error:
+                _log.info("fused: parameters stay in ordinary memory and are staged: %s", error)
+                return
+            moved = _like(memory, param)
+            moved.copy_(param)
+            param.data = moved
+
+    def check(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises RuntimeError when a shared parameter was written outside ``step()``."""
+        for name, param in params:
+            if self._versions.get(param, param._version) != param._version:
+                self._versions[param] = param._version
+                raise RuntimeError(
+                    f"shared parameter {name} was written in place outside step(): the ranks of "
+                    "this machine hold one copy of it, so such writes race. Write on one rank "
+                    "between barriers, inside `with optimizer.writing_parameters():`"
+                )
+
+    def accept(self, params: Iterable[torch.Tensor]) -> None:
+        """Takes the present contents as they are."""
+        for param in params:
+            if self._share:
+                self._versions[param] = param._version
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

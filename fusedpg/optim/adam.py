@@ -1,0 +1,174 @@
+"""Adam and AdamW whose step is one collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedpg.optim._base import FusedOptimizer, check_unsupported
+from fusedpg.optim._documentation import documented
+
+
+class _AdamBase(FusedOptimizer):
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        amsgrad: bool,
+        *,
+        decoupled_weight_decay: bool,
+        maximize: bool,
+        foreach: bool | None,
+        capturable: bool,
+        differentiable: bool,
+        fused: bool | None,
+        **options: Any,
+    ) -> None:
+        check_unsupported(differentiable=differentiable, capturable=capturable)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, **options)
+
+    def _state_keys(self, group: dict[str, Any]) -> list[str]:
+        return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "decoupled": bool(group["decoupled_weight_decay"]),
+            "amsgrad": bool(group["amsgrad"]),
+            "maximize": bool(group["maximize"]),
+        }
+
+
+class Adam(_AdamBase):
+    @documented(
+        """``torch.optim.Adam`` as one collective over all ranks.
+
+        Formula: Kingma and Ba 2015 (arXiv:1412.6980), algorithm 1; with ``amsgrad`` Reddi et al.
+        2018, algorithm 2. State: ``step``, ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``.
+        """
+    )
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        ddp: DistributedDataParallel | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        overlap: bool = False,
+        max_grad_norm: float | None = None,
+        master_dtype: torch.dtype | None = None,
+        reduce: str = "mean",
+        share_parameters: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=decoupled_weight_decay,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            ddp=ddp,
+            process_group=process_group,
+            overlap=overlap,
+            max_grad_norm=max_grad_norm,
+            master_dtype=master_dtype,
+            reduce=reduce,
+            share_parameters=share_parameters,
+        )
+
+    _op = "fused_adam_"
+
+
+class AdamW(_AdamBase):
+    @documented(
+        """``torch.optim.AdamW`` as one collective over all ranks.
+
+        Formula: Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2. State: ``step``,
+        ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``.
+        """
+    )
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        ddp: DistributedDataParallel | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        overlap: bool = False,
+        max_grad_norm: float | None = None,
+        master_dtype: torch.dtype | None = None,
+        reduce: str = "mean",
+        share_parameters: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=True,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            ddp=ddp,
+            process_group=process_group,
+            overlap=overlap,
+            max_grad_norm=max_grad_norm,
+            master_dtype=master_dtype,
+            reduce=reduce,
+            share_parameters=share_parameters,
+        )
+
+    _op = "fused_adamw_"

@@ -1,0 +1,101 @@
+"""LAMB whose step is one collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedpg.optim._base import FusedOptimizer, check_unsupported
+from fusedpg.optim._documentation import documented
+
+
+class LAMB(FusedOptimizer):
+    @documented(
+        """LAMB as one collective over all ranks.
+
+        Formula: You et al. 2020 (arXiv:1904.00962), algorithm 2, with the identity for phi::
+
+            u = m^ / (sqrt(v^) + eps) + weight_decay * x
+            x -= lr * (|x| / |u|) * u
+
+        Norms are of whole parameters, computed from the ranks' slices in float64; where one is
+        zero the ratio is 1. State: ``step``, ``exp_avg``, ``exp_avg_sq``, in float32 (float64 for
+        float64 parameters).
+        """,
+        """
+            trust_clip: limit the ratio |x| / |u| to 1.
+            always_adapt: use the ratio even for groups with ``weight_decay=0``; without, it is 1
+                there.""",
+    )
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        ddp: DistributedDataParallel | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        overlap: bool = False,
+        max_grad_norm: float | None = None,
+        master_dtype: torch.dtype | None = None,
+        reduce: str = "mean",
+        share_parameters: bool = False,
+    ) -> None:
+        check_unsupported(differentiable=differentiable, capturable=capturable)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            ddp=ddp,
+            process_group=process_group,
+            overlap=overlap,
+            max_grad_norm=max_grad_norm,
+            master_dtype=master_dtype,
+            reduce=reduce,
+            share_parameters=share_parameters,
+        )
+
+    _op = "fused_lamb_"
+
+    def _state_dtype(self, param: torch.Tensor) -> torch.dtype:
+        return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+    def _state_keys(self, group: dict[str, Any]) -> list[str]:
+        return ["exp_avg", "exp_avg_sq"]
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "trust_clip": bool(group["trust_clip"]),
+            "always_adapt": bool(group["always_adapt"]),
+            "maximize": bool(group["maximize"]),
+        }

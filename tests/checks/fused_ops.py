@@ -1,0 +1,564 @@
+"""The four fused steps against torch.optim, and LAMB against its formula in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checks.adamw import distance, flat, randn
+from checks.cases import digest, same
+from harness import Context
+
+SHAPES: tuple[tuple[int, ...], ...] = ((1021,), (7,), (31, 33), (2, 3, 4, 5), (4099,), (1,))
+OPS = ("sgd", "adam", "adamw", "lamb")
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# Of the relative norm. Half types: rounding of a sum in another order, now and then.
+TOLERANCE = {FP32: 1e-6, FP64: 1e-13, BF16: 2e-3, FP16: 3e-4}
+HYPERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.0, "nesterov": False},
+    "adam": {"lr": 1e-2, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-7},
+    "adamw": {"lr": 1e-2, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-7},
+    "lamb": {"lr": 1e-2, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-6},
+}
+STATES = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run of some tensors; types are taken in turn over the tensors."""
+
+    op: str = "adamw"
+    hyper: tuple[tuple[str, Any], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    steps: int = 8
+    dtypes: tuple[torch.dtype, ...] = (FP32,)
+    grad_dtypes: tuple[torch.dtype, ...] = ()  # default: the parameters'
+    half_state: bool = False  # state in the parameters' type, as torch
+    master: bool = False
+    memory: str = "ordinary"  # or arena, mixed
+    layout: str = "contiguous"  # or channels_last, transposed
+    reduce: str = "mean"
+    weighted: bool = False
+    scale: float | None = None
+    lr_tensor: bool = False
+    async_op: bool = False
+    seed: int = 0
+
+    def hypers(self) -> dict[str, Any]:
+        return HYPERS[self.op] | dict(self.hyper)
+
+    def dtype(self, i: int) -> torch.dtype:
+        return self.dtypes[i % len(self.dtypes)]
+
+    def compute(self, i: int) -> torch.dtype:
+        return FP64 if self.dtype(i) == FP64 else FP32
+
+    def grad_dtype(self, i: int) -> torch.dtype:
+        types = self.grad_dtypes or self.dtypes
+        return types[i % len(types)]
+
+    def state_dtype(self, i: int) -> torch.dtype:
+        return self.dtype(i) if self.half_state and self.op != "lamb" else self.compute(i)
+
+    def state_names(self) -> tuple[str, ...]:
+        names, hyper = STATES[self.op], self.hypers()
+        if self.op == "sgd":
+            return names if hyper["momentum"] else ()
+        return names if hyper.get("amsgrad") else names[:2]
+
+
+class Lamb:
+    """You et al. 2020 (arXiv:1904.00962), algorithm 2, phi the identity, in float64.
+
+    ``divide_again`` is a known wrong implementation, with a second division by the norm of
+    the update.
+    """
+
+    def __init__(
+        self, params: list[torch.Tensor], divide_again: bool = False, **hyper: Any
+    ) -> None:
+        self.params = params
+        self.hyper = hyper
+        self.divide_again = divide_again
+        self.x = [param.detach().double() for param in params]
+        zeros = [torch.zeros_like(x) for x in self.x]
+        self.state: dict[torch.Tensor, dict[str, Any]] = {
+            param: {"exp_avg": zero, "exp_avg_sq": zero.clone()}
+            for param, zero in zip(params, zeros, strict=True)
+        }
+        self.steps = 0
+
+    def step(self) -> None:
+        h = self.hyper
+        self.steps += 1
+        for i, param in enumerate(self.params):
+            assert param.grad is not None
+            # Rounded by the caller, or the same to float32.
+            x = self.x[i] if param.dtype == FP64 else param.detach().double()
+            g = param.grad.double() * (-1 if h.get("maximize") else 1)
+            state = self.state[param]
+            m = state["exp_avg"] = h["beta1"] * state["exp_avg"] + (1 - h["beta1"]) * g
+            v = state["exp_avg_sq"] = h["beta2"] * state["exp_avg_sq"] + (1 - h["beta2"]) * g * g
+            m_hat = m / (1 - h["beta1"] ** self.steps)
+            v_hat = v / (1 - h["beta2"] ** self.steps)
+            u = m_hat / (v_hat.sqrt() + h["eps"]) + h["weight_decay"] * x
+            ratio = 1.0
+            if h["weight_decay"] != 0 or h.get("always_adapt"):
+                if x.norm() > 0 and u.norm() > 0:
+                    ratio = float(x.norm() / u.norm())
+                if h.get("trust_clip"):
+                    ratio = min(ratio, 1.0)
+            if self.divide_again:
+                ratio /= float(u.norm())
+            self.x[i] = x - h["lr"] * ratio * u
+            param.data.copy_(self.x[i])
+
+
+def torch_optimizer(op: str, params: list[torch.Tensor], hyper: dict[str, Any]) -> Any:
+    """The oracle; torch has no LAMB."""
+    hyper = dict(hyper)
+    if op == "lamb":
+        return Lamb(params, **hyper)
+    if op == "sgd":
+        return torch.optim.SGD(params, foreach=False, fused=False, **hyper)
+    betas = hyper.pop("beta1"), hyper.pop("beta2")
+    cls = torch.optim.Adam if op == "adam" else torch.optim.AdamW
+    return cls(params, betas=betas, foreach=False, fused=False, **hyper)
+
+
+class Model:
+    """Parameters, gradients and this rank's slices of the state."""
+
+    def __init__(self, context: Context, run: Run) -> None:
+        import fusedpg
+
+        self.context, self.run = context, run
+        rank, size = context.rank, context.world_size
+        shapes = list(enumerate(run.shapes))
+        self.params = [self.place(i, shape, run.dtype(i)) for i, shape in shapes]
+        self.grads = [self.place(i + 1, shape, run.grad_dtype(i)) for i, shape in shapes]
+        for i, param in enumerate(self.params):
+            param.copy_(self.initial(i))
+        self.ranges = [fusedpg.shard_range(param.numel(), size, rank) for param in self.params]
+        self.states = {
+            name: [
+                torch.zeros(length, dtype=run.state_dtype(i))
+                for i, (_, length) in enumerate(self.ranges)
+            ]
+            for name in run.state_names()
+        }
+        for buffer in self.states.get("momentum_buffer", []):
+            buffer.fill_(torch.nan)  # the first step must not read it
+        self.masters = [
+            flat(param)[begin : begin + length].float()
+            for param, (begin, length) in zip(self.params, self.ranges, strict=True)
+            if run.master
+        ]
+        self.steps = [torch.tensor(0.0) for _ in self.params if run.op != "sgd"]
+        self.calls = 0
+
+    def place(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the memory and layout of the run."""
+        arena = self.run.memory == "arena" or (
+            self.run.memory == "mixed" and (index + self.context.rank) % 2 == 0
+        )
+        empty = self.context.empty
+        if self.run.layout == "channels_last" and len(shape) == 4:
+            a, b, c, d = shape
+            return empty(a, c, d, b, dtype=dtype, arena=arena).permute(0, 3, 1, 2)
+        if self.run.layout == "transposed" and len(shape) == 2:
+            return empty(*shape[::-1], dtype=dtype, arena=arena).t()
+        return empty(*shape, dtype=dtype, arena=arena)
+
+    def initial(self, i: int) -> torch.Tensor:
+        shape = self.run.shapes[i]
+        values = randn(self.run.seed, i, numel=torch.Size(shape).numel()).reshape(shape)
+        return values.to(self.run.dtype(i))
+
+    def gradient(self, step: int, rank: int, i: int) -> torch.Tensor:
+        shape = self.run.shapes[i]
+        values = randn(self.run.seed, i, step, rank, numel=torch.Size(shape).numel())
+        return values.reshape(shape).to(self.run.grad_dtype(i))
+
+    def weight(self, rank: int) -> float:
+        """A rank without data is among them."""
+        return float(rank) + (self.context.world_size == 1)
+
+    def reduced(self, step: int, i: int) -> torch.Tensor:
+        """What the ranks' gradients amount to."""
+        ranks = range(self.context.world_size)
+        total = torch.zeros(self.run.shapes[i], dtype=FP64)
+        for rank in ranks:
+            share = self.weight(rank) if self.run.weighted else 1.0
+            total += share * self.gradient(step, rank, i).double()
+        if self.run.weighted:
+            total /= sum(self.weight(rank) for rank in ranks)
+        elif self.run.reduce == "mean":
+            total /= len(ranks)
+        return total.to(self.run.compute(i))
+
+    def set_gradients(self, step: int) -> None:
+        for i, grad in enumerate(self.grads):
+            grad.copy_(self.gradient(step, self.context.rank, i) * (self.run.scale or 1))
+
+    def options(self) -> dict[str, Any]:
+        run = self.run
+        hyper = run.hypers()
+        if run.lr_tensor:
+            hyper["lr"] = torch.tensor(hyper["lr"], dtype=FP64)
+        if run.op == "sgd":
+            hyper["is_first_step"] = self.calls == 0
+        hyper |= {"reduce": run.reduce, "async_op": run.async_op, "master_params": self.masters}
+        if run.weighted:
+            hyper["weight"] = self.weight(self.context.rank)
+        if run.scale is not None:
+            hyper |= {"grad_scale": torch.tensor(run.scale), "found_inf": torch.tensor(0.0)}
+        return hyper
+
+    def lists(self) -> list[list[torch.Tensor]]:
+        """The positional arguments."""
+        lists = [self.params, self.grads]
+        names = STATES[self.run.op]
+        lists += [self.states.get(name, []) for name in names]
+        if self.run.op != "sgd":
+            lists.append(self.steps)
+        return lists
+
+    def step(self, **override: Any) -> None:
+        """One call of the op on what the gradients hold."""
+        import fusedpg
+
+        options = self.options() | override
+        work = getattr(fusedpg, f"fused_{self.run.op}_")(*self.lists(), **options)
+        assert (work is not None) == options["async_op"]
+        if work is not None:
+            work.wait()
+        self.calls += 1
+
+    def state(self) -> list[torch.Tensor]:
+        slices = [one for name in self.states for one in self.states[name]]
+        return [*self.params, *slices, *self.masters, *self.steps]
+
+
+class Oracle:
+    """The run in one process: arithmetic in float32 or float64, storage in the run's types."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.run = model, model.run
+        indices = range(len(self.run.shapes))
+        self.params = [model.initial(i).to(self.run.compute(i)).requires_grad_() for i in indices]
+        self.optimizer = torch_optimizer(self.run.op, self.params, self.run.hypers())
+
+    def step(self, number: int) -> None:
+        for i, param in enumerate(self.params):
+            param.grad = self.model.reduced(number, i)
+        self.optimizer.step()
+        for i, param in enumerate(self.params):
+            if not self.run.master:
+                param.data.copy_(param.detach().to(self.run.dtype(i)))
+            for name in self.run.state_names():
+                value = self.optimizer.state[param][name]
+                value.copy_(value.to(self.run.state_dtype(i)))
+
+
+def compare(model: Model, oracle: Oracle) -> None:
+    """Parameters, masters, state and counters within the tolerance of their types."""
+    run = model.run
+    for i, want in enumerate(oracle.params):
+        where = (i, run)
+        exact = want.detach()
+        tolerance = TOLERANCE[run.dtype(i)]
+        assert distance(model.params[i].to(exact.dtype), exact) <= tolerance * 4 ** (run.master), (
+            where
+        )
+        offset, length = model.ranges[i]
+        if run.op != "sgd":
+            assert float(model.steps[i]) == run.steps
+        pairs = [(name, model.states[name][i]) for name in run.state_names()]
+        wants = [oracle.optimizer.state[want][name] for name in run.state_names()]
+        if run.master:
+            pairs.append(("master", model.masters[i]))
+            wants.append(exact)
+        # The state of a half parameter has that parameter's own noise in it.
+        limit = 2 * (TOLERANCE[FP32] if run.master else tolerance)
+        for (name, mine), full in zip(pairs, wants, strict=True):
+            laid_out = torch.empty_strided(
+                full.shape, model.params[i].stride(), dtype=full.dtype
+            ).copy_(full.detach())
+            shard = flat(laid_out)[offset : offset + length]
+            assert mine.shape == shard.shape
+            if length:
+                # Gradients are about 1: few of them may cancel, and only their error is left.
+                error = float((mine.to(shard.dtype) - shard).norm())
+                assert error <= limit * max(1.0, float(shard.norm())), (name, *where)
+
+
+def train(model: Model, oracle: Oracle | None) -> None:
+    for step in range(model.run.steps):
+        model.set_gradients(step)
+        kept = [grad.clone() for grad in model.grads]
+        versions = [param._version for param in model.params]
+        model.step()
+        for grad, before in zip(model.grads, kept, strict=True):
+            assert same(grad, before), "a gradient was written"
+        for param, version in zip(model.params, versions, strict=True):
+            assert param._version > version, "autograd was not told about the update"
+        if oracle is not None:
+            oracle.step(step)
+
+
+def parity(context: Context, run: Run) -> str:
+    """A run against its oracle; the digest of the parameters."""
+    model = Model(context, run)
+    oracle = Oracle(model)
+    train(model, oracle)
+    compare(model, oracle)
+    return digest(model.params)
+
+
+def mutant(context: Context, run: Run) -> None:
+    """LAMB with a second division by the norm of the update must not pass."""
+    model = Model(context, run)
+    oracle = Oracle(model)
+    oracle.optimizer = Lamb(oracle.params, divide_again=True, **run.hypers())
+    train(model, oracle)
+    try:
+        compare(model, oracle)
+    except AssertionError:
+        return
+    raise RuntimeError("the check does not see a second division by the norm")
+
+
+def digests(context: Context, run: Run) -> tuple[str, str]:
+    """A run without oracle; digests of parameters and of all state."""
+    model = Model(context, run)
+    train(model, None)
+    return digest(model.params), digest(model.state())
+
+
+def bert(hidden: int = 64, layers: int = 24, vocabulary: int = 1907) -> tuple[tuple[int, ...], ...]:
+    """The shapes of BERT-large with narrower layers: 397 tensors."""
+    h, f = hidden, 4 * hidden
+    shapes: list[tuple[int, ...]] = [(vocabulary, h), (32, h), (2, h), (h,), (h,)]
+    for _ in range(layers):
+        shapes += [(h, h), (h,)] * 4 + [(h,), (h,), (f, h), (f,), (h, f), (h,), (h,), (h,)]
+    shapes += [(h, h), (h,), (vocabulary,), (h, h), (h,), (h,), (h,), (1,)]
+    return tuple(shapes)
+
+
+def like_flat(context: Context, op: str, shapes: tuple[tuple[int, ...], ...], memory: str) -> None:
+    """Many tensors in one call, and their elements as one tensor: the same bits."""
+    shapes = tuple(shapes)
+    model = Model(context, Run(op, shapes=shapes, memory=memory))
+    numel = sum(param.numel() for param in model.params)
+    whole = Model(context, Run(op, shapes=((numel,),), memory=memory))
+    whole.params[0].copy_(torch.cat([param.flatten() for param in model.params]))
+    for step in range(3):
+        gradient = randn(step, context.rank, numel=numel)
+        whole.grads[0].copy_(gradient)
+        pieces = gradient.split([grad.numel() for grad in model.grads])
+        for grad, piece in zip(model.grads, pieces, strict=True):
+            grad.copy_(piece.view_as(grad))
+        model.step()
+        whole.step()
+    assert same(torch.cat([param.flatten() for param in model.params]), whole.params[0])
+    assert all(float(step) == 3 for step in model.steps)
+
+
+def overflow(context: Context, run: Run) -> None:
+    """An overflow that one rank has seen stops all of them and nothing moves."""
+    model = Model(context, dataclasses.replace(run, scale=4.0))
+    model.set_gradients(0)
+    model.step()
+    before = [one.clone() for one in model.state()]
+    last = context.rank == context.world_size - 1
+    if last:
+        model.grads[0].view(-1)[3] = torch.inf
+    found = torch.tensor(float(last))
+    model.step(found_inf=found)
+    assert float(found) == 1.0, "found_inf is not global"
+    for now, old in zip(model.state(), before, strict=True):
+        assert same(now, old), "a skipped step changed something"
+    model.set_gradients(1)
+    found = torch.tensor(0.0)
+    model.step(found_inf=found)
+    assert float(found) == 0.0
+    assert all(float(step) == 2 for step in model.steps)
+    assert not same(model.params[0], before[0])
+
+
+def unused_options(context: Context, run: Run) -> None:
+    """Nothing to learn moves nothing."""
+    model = Model(context, run)
+    before = [param.clone() for param in model.params]
+    model.set_gradients(0)
+    model.step()
+    for param, old in zip(model.params, before, strict=True):
+        assert same(param, old)
+
+
+def works(context: Context) -> None:
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    assert bool((tensor == context.world_size).all()), "the group is broken"
+
+
+# --- dispatcher ---------------------------------------------------------------
+
+
+def direct(model: Model, group_name: str) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of torch.ops.fusedpg.*."""
+    options = model.options()
+    missing = {"sgd": (), "lamb": ("trust_clip", "always_adapt")}.get(model.run.op, ("amsgrad",))
+    for flag in ("maximize", *missing):
+        options.setdefault(flag, False)
+    del options["async_op"]
+    return [list(one) for one in model.lists()], options | {"group_name": group_name}
+
+
+def packet(op: str, tensor_lr: bool = False) -> Any:
+    import fusedpg  # noqa: F401
+
+    found = getattr(torch.ops.fusedpg, f"fused_{op}_")
+    return found.tensor_lr if tensor_lr else found.default
+
+
+def schema(context: Context, op: str, tensor_lr: bool) -> dict[str, bool]:
+    """Which arguments the schema says are written."""
+    written = {}
+    for argument in packet(op, tensor_lr)._schema.arguments:
+        written[argument.name] = argument.alias_info is not None and argument.alias_info.is_write
+    return written
+
+
+def fake(context: Context, run: Run) -> None:
+    """Fake and meta tensors pass, and nothing happens to real ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import fusedpg
+
+    model = Model(context, run)
+    name = dist.distributed_c10d._get_default_group().group_name
+    lists, options = direct(model, name)
+    with FakeTensorMode() as mode:
+        fakes = [[mode.from_tensor(one) for one in many] for many in lists]
+        kwargs = {
+            key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in options.items()
+        }
+        kwargs["master_params"] = [mode.from_tensor(one) for one in model.masters]
+        assert packet(run.op, run.lr_tensor)(*fakes, **kwargs) is None
+        wrapper = getattr(fusedpg, f"fused_{run.op}_")
+        del kwargs["group_name"]
+        assert wrapper(*fakes, **kwargs) is None
+    metas = [[one.to("meta") for one in many] for many in lists]
+    kwargs = {
+        key: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for key, value in options.items()
+    }
+    kwargs["master_params"] = [one.to("meta") for one in model.masters]
+    assert packet(run.op, run.lr_tensor)(*metas, **kwargs) is None
+    works(context)
+
+
+def opcheck(context: Context, run: Run) -> None:
+    """torch's own test of the registration."""
+    model = Model(context, run)
+    model.set_gradients(0)
+    name = dist.distributed_c10d._get_default_group().group_name
+    lists, options = direct(model, name)
+    torch.library.opcheck(
+        packet(run.op, run.lr_tensor),
+        tuple(lists),
+        options,
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def unknown_group(context: Context, op: str) -> tuple[str, str]:
+    model = Model(context, Run(op))
+    lists, options = direct(model, "nobody has this name")
+    try:
+        packet(op)(*lists, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("a group that does not exist was accepted")
+
+
+def compiled(context: Context, run: Run, how: str, backend: str) -> None:
+    """The same bits as in eager mode, in one graph."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    import fusedpg
+
+    # Compiling in processes of its own is slow to start.
+    torch._inductor.config.compile_threads = 1
+    torch._dynamo.reset()
+    eager, model = Model(context, run), Model(context, run)
+    name = dist.distributed_c10d._get_default_group().group_name
+    wrapper = getattr(fusedpg, f"fused_{run.op}_")
+    operator = packet(run.op, run.lr_tensor)
+
+    def function(lists: list[list[torch.Tensor]], options: dict[str, Any]) -> torch.Tensor:
+        params, grads, *rest = lists
+        doubled = [grad * 2 for grad in grads]
+        if how == "wrapper":
+            wrapper(params, doubled, *rest, **options)
+        else:
+            operator(params, doubled, *rest, **options)
+        return params[0] + 1
+
+    fast = torch.compile(function, fullgraph=True, backend=backend)
+    for step in range(3):
+        results = []
+        for one, call in ((eager, function), (model, fast)):
+            one.set_gradients(step)
+            lists, options = direct(one, name)
+            if how == "wrapper":
+                del options["group_name"]
+            results.append(call(lists, options))
+            one.calls += 1
+        assert same(results[0], results[1])
+        for mine, want in zip(model.state(), eager.state(), strict=True):
+            assert same(mine, want)
+    assert all(float(step) == 3 for step in model.steps)
+
+
+# --- groups that span hosts ----------------------------------------------------
+
+
+def manual(context: Context, op: str, options: tuple[tuple[str, Any], ...] = ()) -> str:
+    """An optimizer class in manual mode against its oracle."""
+    import fusedpg
+
+    run = Run(op, hyper=options)
+    model = Model(context, run)
+    oracle = Oracle(model)
+    # Only rank 0's values count.
+    params = [torch.nn.Parameter(model.initial(i) + context.rank) for i in range(len(run.shapes))]
+    hyper = run.hypers()
+    if op != "sgd":
+        hyper["betas"] = hyper.pop("beta1"), hyper.pop("beta2")
+    names = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lamb": "LAMB"}
+    optimizer = getattr(fusedpg.optim, names[op])(params, **hyper)
+    for step in range(run.steps):
+        for i, param in enumerate(params):
+            param.grad = model.gradient(step, context.rank, i)
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle.step(step)
+    for param, want in zip(params, oracle.params, strict=True):
+        assert distance(param.detach(), want.detach()) <= 1e-6, run
+    held = {key for state in optimizer.state.values() for key in state}
+    counts = op != "sgd" or bool(hyper["dampening"])
+    assert held == {*run.state_names()} | ({"step"} if counts else set())
+    return digest([param.detach() for param in params])

@@ -1,0 +1,524 @@
+"""Fused optimizers against torch.optim in one process on averaged gradients."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checks.adamw import distance, flat, randn
+from checks.cases import digest, same
+from harness import Context
+
+SHAPES: tuple[tuple[int, ...], ...] = ((1021,), (7,), (31, 37), (2, 3, 5, 7), (1,))
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+SIGNED = ("exp_avg", "momentum_buffer")
+ADAM = {"betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1, "lr": 1e-2}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.05},
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "LAMB": ADAM,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How some parameters are trained."""
+
+    optimizer: str = "AdamW"
+    mode: str = "manual"  # or ddp, overlap
+    steps: int = 100
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    dtypes: tuple[str, ...] = ("float32",)  # of the parameters in turn
+    layout: str = "contiguous"  # or channels_last, transposed
+    lr_tensor: bool = False
+    groups: bool = True  # two groups that differ, or one
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # torch's
+    ours: dict[str, Any] = dataclasses.field(default_factory=dict)  # of our constructor alone
+    ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def dtype(self, i: int) -> torch.dtype:
+        return DTYPES[self.dtypes[i % len(self.dtypes)]]
+
+    def gradient(self, step: int, rank: int, i: int) -> torch.Tensor:
+        """The gradient of parameter ``i`` on a rank."""
+        numel = torch.Size(self.shapes[i]).numel()
+        # Of different sizes on different ranks, so that a forgotten division shows.
+        one = randn(i, step, rank, numel=numel).reshape(self.shapes[i]) * (1 + rank)
+        return one.to(self.dtype(i))
+
+
+class Bag(nn.Module):
+    """Parameters whose gradients are what forward is given."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList()
+        for i, shape in enumerate(run.shapes):
+            numel = torch.Size(shape).numel()
+            value = randn(77, i, numel=numel).reshape(shape).to(run.dtype(i))
+            if run.layout == "channels_last" and len(shape) == 4:
+                value = value.contiguous(memory_format=torch.channels_last)
+            elif run.layout == "transposed" and len(shape) == 2:
+                value = value.t().contiguous().t()
+            self.weights.append(nn.Parameter(value))
+
+    def forward(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        terms = [
+            (weight * gradient).sum().double()
+            for weight, gradient in zip(self.weights, gradients, strict=True)
+            if gradient is not None
+        ]
+        return torch.stack(terms).sum()
+
+
+class Lamb:
+    """You et al. 2020, algorithm 2, in float64 on whole tensors."""
+
+    def __init__(self, groups: list[dict[str, Any]], mutant: bool = False) -> None:
+        self.param_groups = groups
+        self.mutant = mutant
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        self.exact: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._one(param, group)
+
+    def _one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        x = self.exact.setdefault(param, param.double())
+        grad = param.grad.double() * (-1 if group.get("maximize") else 1)  # type: ignore[union-attr]
+        zeros = {"exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}
+        state = self.state.setdefault(param, {"step": 0, **zeros})
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * grad
+        state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad**2
+        first = state["exp_avg"] / (1 - beta1 ** state["step"])
+        second = state["exp_avg_sq"] / (1 - beta2 ** state["step"])
+        decay = group["weight_decay"]
+        update = first / (second.sqrt() + group["eps"]) + decay * x
+        ratio = 1.0
+        if decay != 0 or group.get("always_adapt"):
+            norm, size = float(x.norm()), float(update.norm())
+            ratio = norm / size if norm > 0 and size > 0 else 1.0
+            if self.mutant:
+                ratio /= size
+        if group.get("trust_clip"):
+            ratio = min(ratio, 1.0)
+        x -= float(group["lr"]) * ratio * update
+        param.copy_(x)
+
+
+def grouped(run: Run, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """The parameter groups of a run: the second one's hyperparameters differ."""
+    options = {**DEFAULTS[run.optimizer], **run.options}
+    if not run.groups:
+        return [{**options, "params": params}]
+    other = dict(options)
+    other["lr"] = options["lr"] * 0.3
+    other["weight_decay"] = options["weight_decay"] * 0.5
+    if "betas" in other:
+        other["betas"] = (0.7, 0.9)
+    half = len(params) // 2
+    groups = [{**options, "params": params[:half]}, {**other, "params": params[half:]}]
+    if run.lr_tensor:
+        for group in groups:
+            group["lr"] = torch.tensor(group["lr"])
+    return groups
+
+
+def fused(run: Run, params: Any, **options: Any) -> Any:
+    """The optimizer under test."""
+    import fusedpg
+
+    kind = getattr(fusedpg.optim, run.optimizer)
+    return kind(params, overlap=run.mode == "overlap", **run.ours, **options)
+
+
+def unsharded(run: Run, params: Sequence[torch.Tensor], mutant: bool = False) -> Any:
+    """What it is compared with."""
+    groups = grouped(run, params)
+    if run.optimizer == "LAMB":
+        return Lamb(groups, mutant)
+    return getattr(torch.optim, run.optimizer)(groups, foreach=False)
+
+
+class Trainer:
+    """A run on the fused backend, beside the oracle's run on averaged gradients."""
+
+    def __init__(self, context: Context, run: Run) -> None:
+        self.context, self.run = context, run
+        self.bag = Bag(run)
+        self.twin = copy.deepcopy(self.bag)
+        self.net: nn.Module = self.bag
+        wrapped = None
+        if run.mode != "manual":
+            options = {"bucket_cap_mb": 0.004, **run.ddp}
+            self.net = wrapped = DistributedDataParallel(self.bag, **options)
+        self.ddp: Any = wrapped
+        self.params = list(self.bag.parameters())
+        self.optimizer = fused(run, grouped(run, list(self.params)), ddp=wrapped)
+        self.oracle = unsharded(run, list(self.twin.parameters()))
+
+    def gradients(self, step: int) -> list[torch.Tensor | None]:
+        rank = self.context.rank
+        return [self.run.gradient(step, rank, i) for i in range(len(self.run.shapes))]
+
+    def backward(self, step: int, factor: float = 1.0) -> None:
+        (self.net(self.gradients(step)) * factor).backward()
+
+    def averaged(self, step: int, i: int) -> torch.Tensor:
+        """What the oracle sees: the mean over ranks, rounded once."""
+        size = self.context.world_size
+        parts = [self.run.gradient(step, rank, i).double() for rank in range(size)]
+        total = torch.stack(parts).sum(0)
+        return total if self.run.ours.get("reduce") == "sum" else total / size
+
+    def prepare(self, *steps: int, used: Iterable[int] | None = None) -> None:
+        """The oracle's gradients: the sum of those of some steps."""
+        chosen = range(len(self.params)) if used is None else used
+        for i, param in enumerate(self.twin.parameters()):
+            param.grad = None
+            if i in chosen:
+                param.grad = sum(self.averaged(step, i) for step in steps).to(param.dtype)  # type: ignore[union-attr]
+
+    def both(self, step: int) -> None:
+        """A step here and in the oracle."""
+        self.optimizer.zero_grad()
+        self.backward(step)
+        self.optimizer.step()
+        self.prepare(step)
+        self.oracle.step()
+
+    def agree(self, tolerance: float = 1e-6, state: bool = True) -> str:
+        """Parameters and state are the oracle's; the digest of the parameters."""
+        for i, (mine, want) in enumerate(zip(self.params, self.twin.parameters(), strict=True)):
+            # A tolerance that a caller asks for has float32 factors in it (clipping, scaling).
+            exact = mine.dtype == torch.float64 and tolerance == 1e-6
+            close = 1e-12 if exact else tolerance
+            assert distance(mine.detach().double(), want.detach().double()) <= close, i
+            if state:
+                self._agree_in_state(i, mine, want, 4 * close)
+        return digest(self.params)
+
+    def _agree_in_state(
+        self, i: int, mine: torch.Tensor, want: torch.Tensor, tolerance: float
+    ) -> None:
+        theirs = self.oracle.state.get(want, {})
+        ours = self.optimizer.state[mine]
+        if self.run.optimizer != "SGD":  # torch's counts nothing
+            assert float(ours["step"]) == float(theirs.get("step", 0)), i
+        offset, length = self.optimizer._shard(mine)
+        for key, value in theirs.items():
+            if key == "step" or value is None:
+                continue
+            whole = torch.empty_strided(mine.shape, mine.stride(), dtype=torch.float64)
+            whole.copy_(value)
+            shard = flat(whole)[offset : offset + length]
+            assert ours[key].shape == shard.shape, (i, key)
+            # One number may be the rest of a cancellation.
+            size = max(float(shard.norm()), 1.0 if key in SIGNED else 0.0)
+            error = float((ours[key].double() - shard).norm())
+            assert error <= tolerance * size, (i, key, error, float(shard.norm()))
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of the parameters and of this rank's state."""
+        slices = [
+            value
+            for param in self.params
+            for value in self.optimizer.state[param].values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return [one.detach().clone() for one in [*self.params, *slices]]
+
+
+@contextmanager
+def refused(text: str, *kinds: type[Exception]) -> Iterator[None]:
+    """The block raises an exception that says a text."""
+    expected = kinds or (RuntimeError,)
+    try:
+        yield
+    except expected as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"nothing raised; expected {text!r}")
+
+
+def unchanged(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
+    assert all(same(a, b) for a, b in zip(now, before, strict=True))
+
+
+def healthy(context: Context) -> None:
+    """The group still works."""
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    assert bool((tensor == context.world_size).all())
+
+
+def parity(context: Context, run: Run, tolerance: float = 1e-6) -> str:
+    """A run against the oracle's."""
+    trainer = Trainer(context, run)
+    for step in range(run.steps):
+        trainer.both(step)
+    return trainer.agree(tolerance)
+
+
+def reproducible(context: Context, run: Run) -> tuple[str, str]:
+    """Digests of the parameters and of this rank's state after a run."""
+    trainer = Trainer(context, run)
+    for step in range(run.steps):
+        trainer.both(step)
+    return digest(trainer.params), digest(trainer.state())
+
+
+def lamb_mutant(context: Context, run: Run) -> float:
+    """How far LAMB is from the formula with a second division by the update's norm."""
+    trainer = Trainer(context, run)
+    trainer.oracle = unsharded(run, list(trainer.twin.parameters()), mutant=True)
+    for step in range(run.steps):
+        trainer.both(step)
+    try:
+        trainer.agree(state=False)
+    except AssertionError:
+        pairs = zip(trainer.params, trainer.twin.parameters(), strict=True)
+        return min(distance(a.detach(), b.detach()) for a, b in pairs if a.numel() > 1)
+    raise AssertionError("the comparison does not see a second division by the update's norm")
+
+
+def lamb_ratio(context: Context, mode: str) -> None:
+    """The first step's length is lr * |x|, whatever the gradient is, and 0-norms count as 1."""
+    run = Run("LAMB", mode, options={"weight_decay": 0.0, "always_adapt": True}, groups=False)
+    trainer = Trainer(context, run)
+    with torch.no_grad():
+        trainer.params[1].zero_()
+    before = [param.detach().clone() for param in trainer.params]
+    trainer.backward(0, 1000.0)
+    trainer.optimizer.step()
+    for i, (param, old) in enumerate(zip(trainer.params, before, strict=True)):
+        moved = float((param.detach() - old).double().norm())
+        want = 1e-2 * (float(old.double().norm()) if i != 1 else 7**0.5)
+        assert abs(moved - want) <= 1e-5 * want, i
+
+
+def half_with_master(context: Context, run: Run) -> str:
+    """Half parameters with float32 masters: a float32 run, rounded."""
+    trainer = Trainer(context, run)
+    trainer.twin = trainer.twin.float()
+    twins = list(trainer.twin.parameters())
+    trainer.oracle = unsharded(run, twins)
+    for step in range(run.steps):
+        trainer.both(step)
+    # DDP's buckets hold the mean rounded to half; the manual mode never rounds it.
+    tolerance = 1e-6 if run.mode == "manual" or context.world_size == 1 else 1e-3
+    for param, want in zip(trainer.params, twins, strict=True):
+        offset, length = trainer.optimizer._shard(param)
+        master = trainer.optimizer.state[param]["master_param"]
+        assert master.dtype == torch.float32
+        whole = torch.empty_strided(param.shape, param.stride()).copy_(want.detach())
+        if length:
+            assert distance(master, flat(whole)[offset : offset + length]) <= tolerance
+            mine = flat(param.detach())[offset : offset + length]
+            assert same(mine, master.to(param.dtype)), "not the rounded master"
+        assert distance(param.detach().float(), want.detach()) <= 4e-3
+    return digest(trainer.params)
+
+
+def half_written_outside(context: Context) -> None:
+    """A half parameter loaded between steps is taken over by its master."""
+    ours = {"master_dtype": torch.float32}
+    run = Run("SGD", shapes=((1021,), (31, 37)), dtypes=("bfloat16",), ours=ours)
+    trainer = Trainer(context, run)
+    trainer.both(0)
+    with torch.no_grad():
+        for param in trainer.params:
+            param.fill_(3.0)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.0
+    trainer.both(1)
+    assert all(bool((param == 3.0).all()) for param in trainer.params)
+
+
+def scheduled(context: Context, run: Run) -> str:
+    """OneCycleLR moves lr and momentum; what it sets is used by the next update."""
+    trainer = Trainer(context, run)
+    # The formula is no Optimizer; whoever has the same groups gets the same schedule.
+    groups = trainer.oracle.param_groups
+    twin = torch.optim.SGD(groups) if run.optimizer == "LAMB" else trainer.oracle
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            one, [0.05, 0.02], run.steps + 1, cycle_momentum=run.optimizer != "LAMB"
+        )
+        for one in (trainer.optimizer, twin)
+    ]
+    rates = set()
+    for step in range(run.steps):
+        if run.optimizer == "LAMB":
+            for mine, theirs in zip(groups, twin.param_groups, strict=True):
+                mine["lr"] = theirs["lr"]
+        trainer.both(step)
+        for schedule in schedules:
+            schedule.step()
+        rates.add(float(trainer.optimizer.param_groups[0]["lr"]))
+    assert len(rates) == run.steps
+    return trainer.agree()
+
+
+def edited(context: Context, run: Run) -> str:
+    """Every hyperparameter of a group may change between steps."""
+    trainer = Trainer(context, run)
+    for step in range(run.steps):
+        for one in (trainer.optimizer, trainer.oracle):
+            group = one.param_groups[0]
+            group["lr"] = 1e-2 / (1 + step)
+            group["weight_decay"] = 0.01 * (step + 1)
+            if run.optimizer == "SGD":
+                group["momentum"] = 0.5 + 0.04 * step
+            else:
+                group["betas"] = (0.9 - 0.02 * step, 0.99 - 0.01 * step)
+                group["eps"] = 1e-7 * (step + 1)
+        trainer.both(step)
+    return trainer.agree()
+
+
+def still(context: Context, run: Run) -> None:
+    """lr=0 moves nothing."""
+    trainer = Trainer(context, run)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [param.detach().clone() for param in trainer.params]
+    for step in range(3):
+        trainer.optimizer.zero_grad()
+        trainer.backward(step)
+        trainer.optimizer.step()
+    unchanged([param.detach() for param in trainer.params], before)
+    for param in trainer.params:
+        assert float(trainer.optimizer.state[param].get("step", 3)) == 3
+
+
+def group_later(context: Context, run: Run) -> str:
+    """Parameters that join the optimizer after some steps."""
+    trainer = Trainer(context, run)
+    trainer.optimizer = None
+    if run.mode != "manual":
+        bag = copy.deepcopy(trainer.bag)
+        trainer.net = trainer.ddp = DistributedDataParallel(bag, bucket_cap_mb=0.004)
+        trainer.bag, trainer.params = bag, list(bag.parameters())
+    elif context.rank:
+        with torch.no_grad():
+            trainer.params[-1].fill_(float(context.rank))  # the first rank's value wins
+    first, last = grouped(run, list(trainer.params))
+    trainer.optimizer = fused(run, [first], ddp=trainer.ddp)
+    twins = grouped(run, list(trainer.twin.parameters()))
+    trainer.oracle = getattr(torch.optim, run.optimizer)(twins[:1], foreach=False)
+    for step in range(run.steps):
+        if step == 3:
+            trainer.net.zero_grad()
+            trainer.optimizer.add_param_group(last)
+            trainer.oracle.add_param_group(twins[1])
+        trainer.net.zero_grad()
+        trainer.both(step)
+    return trainer.agree()
+
+
+def closure(context: Context, mode: str) -> None:
+    """A closure is called once, with gradients enabled, and its loss is returned."""
+    trainer = Trainer(context, Run(mode=mode, steps=2))
+    calls: list[int] = []
+
+    def evaluate() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        calls.append(len(calls))
+        trainer.optimizer.zero_grad()
+        loss: torch.Tensor = trainer.net(trainer.gradients(calls[-1]))
+        loss.backward()
+        return loss
+
+    for step in range(2):
+        with torch.no_grad():
+            loss = trainer.optimizer.step(evaluate)
+        assert loss.dim() == 0
+        assert loss.requires_grad
+        trainer.prepare(step)
+        trainer.oracle.step()
+    assert calls == [0, 1]
+    trainer.agree()
+
+
+def unused(context: Context, run: Run) -> str:
+    """One parameter that no rank uses, and one that only the first rank does."""
+    trainer = Trainer(context, run)
+    nobody, some = 2, 3
+    before = trainer.params[nobody].detach().clone()
+    size = context.world_size
+    for step in range(run.steps):
+        trainer.optimizer.zero_grad()
+        gradients = trainer.gradients(step)
+        gradients[nobody] = None
+        if context.rank:
+            gradients[some] = None
+        trainer.net(gradients).backward()
+        # With overlap nobody has waited yet, and a guard stands in every gradient's place.
+        assert run.mode == "overlap" or trainer.params[nobody].grad is None
+        trainer.optimizer.step()
+        trainer.prepare(step, used=[i for i in range(len(trainer.params)) if i != nobody])
+        list(trainer.twin.parameters())[some].grad = run.gradient(step, 0, some) / size
+        trainer.oracle.step()
+        assert trainer.params[nobody].grad is None
+    assert same(trainer.params[nobody].detach(), before)
+    state = trainer.optimizer.state[trainer.params[nobody]]
+    assert not any(bool(value.any()) for value in state.values() if value is not None)
+    if not run.ddp.get("static_graph"):
+        trainer.agree()
+        # Used at last: momentum starts here, and so do bias corrections.
+        trainer.both(run.steps)
+    return trainer.agree()
+
+
+def two_steps(context: Context, mode: str) -> None:
+    """Without gradients step() does nothing."""
+    trainer = Trainer(context, Run(mode=mode))
+    trainer.both(0)
+    before = trainer.state()
+    trainer.optimizer.zero_grad()
+    trainer.optimizer.step()
+    unchanged(trainer.state(), before)
+    trainer.both(1)
+    trainer.agree()
+
+
+def frozen(context: Context, mode: str) -> str:
+    """Parameters that need no gradient stay as they are."""
+    trainer = Trainer(context, Run(mode="manual", groups=False))
+    bag = trainer.bag
+    trainer.params[0].requires_grad_(False)
+    before = trainer.params[0].detach().clone()
+    run = Run(mode=mode, groups=False)
+    if mode != "manual":
+        trainer.ddp = DistributedDataParallel(bag, bucket_cap_mb=0.004)
+        trainer.net = trainer.ddp
+    trainer.optimizer = fused(run, grouped(run, trainer.params), ddp=trainer.ddp)
+    for step in range(5):
+        trainer.optimizer.zero_grad()
+        trainer.backward(step)
+        trainer.optimizer.step()
+        trainer.prepare(step, used=range(1, len(trainer.params)))
+        trainer.oracle.step()
+    assert same(trainer.params[0].detach(), before)
+    return trainer.agree()

@@ -1,0 +1,377 @@
+"""The functional steps: SGD, Adam, AdamW, LAMB."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+import harness
+from checks import fused_ops, optim_faults
+from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, Run
+
+pytestmark = pytest.mark.fused_only
+
+COMMON: dict[str, dict[str, Any]] = {
+    "long": {"steps": 60},
+    "arena": {"memory": "arena"},
+    "mixed memory": {"memory": "mixed"},
+    "channels_last": {"layout": "channels_last"},
+    "channels_last arena": {"layout": "channels_last", "memory": "arena"},
+    "transposed mixed": {"layout": "transposed", "memory": "mixed"},
+    "sum": {"reduce": "sum"},
+    "scaled": {"scale": 1024.0},
+    "weighted": {"weighted": True},
+    "weighted scaled": {"weighted": True, "scale": 8.0, "memory": "mixed"},
+    "tensor lr": {"lr_tensor": True},
+    "async": {"async_op": True},
+    "async tensor lr": {"async_op": True, "lr_tensor": True, "scale": 2.0},
+    "maximize": {"hyper": (("maximize", True),)},
+    "no decay": {"hyper": (("weight_decay", 0.0),)},
+    "fp64": {"dtypes": (FP64,)},
+    "fp64 arena": {"dtypes": (FP64,), "memory": "arena"},
+    "bf16": {"dtypes": (BF16,)},
+    "fp16": {"dtypes": (FP16,), "memory": "arena"},
+    "fp32 with bf16 gradients": {"grad_dtypes": (BF16,)},
+    "fp32 with fp16 gradients": {"grad_dtypes": (FP16,), "memory": "mixed"},
+    "bf16 with fp32 gradients": {"dtypes": (BF16,), "grad_dtypes": (FP32,)},
+    "bf16 with masters": {"dtypes": (BF16,), "master": True},
+    "fp16 with masters": {"dtypes": (FP16,), "master": True, "memory": "mixed"},
+    "masters channels_last": {"dtypes": (BF16,), "master": True, "layout": "channels_last"},
+    "masters weighted": {"dtypes": (BF16,), "master": True, "weighted": True},
+    "bf16 state": {"dtypes": (BF16,), "half_state": True},
+    "fp16 state": {"dtypes": (FP16,), "half_state": True},
+    "types mixed": {"dtypes": (FP32, BF16, FP64, FP16), "memory": "mixed"},
+    "types mixed with others": {"dtypes": (FP32, BF16, FP32), "grad_dtypes": (BF16, FP32)},
+    "empty tensors": {"shapes": ((0,), (100,), (0, 4), (5,), (33,), (97,))},
+}
+OWN: dict[str, dict[str, Any]] = {
+    "sgd without momentum": {"op": "sgd", "hyper": (("momentum", 0.0),)},
+    "sgd without momentum, bf16 with masters": {
+        "op": "sgd",
+        "hyper": (("momentum", 0.0),),
+        "dtypes": (BF16,),
+        "master": True,
+    },
+    "sgd dampening": {"op": "sgd", "hyper": (("dampening", 0.3),)},
+    "sgd nesterov": {"op": "sgd", "hyper": (("nesterov", True),)},
+    "sgd nesterov async": {"op": "sgd", "hyper": (("nesterov", True),), "async_op": True},
+    "adam amsgrad": {"op": "adam", "hyper": (("amsgrad", True),)},
+    "adamw amsgrad": {"op": "adamw", "hyper": (("amsgrad", True),), "memory": "mixed"},
+    "adamw amsgrad async": {"op": "adamw", "hyper": (("amsgrad", True),), "async_op": True},
+    "adamw amsgrad bf16 state": {
+        "op": "adamw",
+        "hyper": (("amsgrad", True),),
+        "dtypes": (BF16,),
+        "half_state": True,
+    },
+    "lamb trust_clip": {"op": "lamb", "hyper": (("trust_clip", True), ("weight_decay", 0.01))},
+    "lamb always_adapt": {"op": "lamb", "hyper": (("always_adapt", True), ("weight_decay", 0.0))},
+    "lamb both": {
+        "op": "lamb",
+        "hyper": (("always_adapt", True), ("trust_clip", True), ("weight_decay", 0.0)),
+        "async_op": True,
+    },
+    "lamb large": {"op": "lamb", "shapes": ((200_003,), (257, 103), (1,)), "steps": 3},
+}
+
+
+# Where gradients cancel by chance, a small eps shows how their sum was rounded.
+NOISE_FREE = (("eps", 1e-3),)
+
+
+def agree(answers: list[str]) -> None:
+    assert len(set(answers)) == 1, "ranks hold different parameters"
+
+
+@pytest.mark.parametrize("variant", COMMON)
+def test_parity(workers: harness.Workers, variant: str) -> None:
+    for op in OPS:
+        agree(workers.run(fused_ops.parity, Run(op, **COMMON[variant])))
+
+
+@pytest.mark.parametrize("variant", OWN)
+def test_own_options(workers: harness.Workers, variant: str) -> None:
+    agree(workers.run(fused_ops.parity, Run(**OWN[variant])))
+
+
+def test_lamb_is_not_divided_twice(workers: harness.Workers) -> None:
+    workers.run(fused_ops.mutant, Run("lamb"))
+    workers.run(fused_ops.mutant, Run("lamb", steps=1))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_memory_makes_no_difference(trio: harness.Workers, op: str) -> None:
+    answers = [
+        trio.run(fused_ops.digests, Run(op, memory=memory, async_op=async_op))
+        for memory in ("ordinary", "arena", "mixed")
+        for async_op in (False, True)
+    ]
+    assert all(one == answers[0] for one in answers)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("memory", ["ordinary", "arena"])
+def test_overflow_on_one_rank_stops_all(workers: harness.Workers, op: str, memory: str) -> None:
+    workers.run(fused_ops.overflow, Run(op, memory=memory))
+    mixed = Run(op, memory=memory, dtypes=(BF16, FP32), master=False, async_op=True)
+    workers.run(fused_ops.overflow, mixed)
+    workers.run(fused_ops.overflow, Run(op, memory=memory, dtypes=(BF16,), master=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_lr_moves_nothing(workers: harness.Workers, op: str) -> None:
+    workers.run(fused_ops.unused_options, Run(op, hyper=(("lr", 0.0),)))
+    workers.run(fused_ops.unused_options, Run(op, hyper=(("lr", 0.0),), dtypes=(BF16,)))
+
+
+@pytest.mark.parametrize("op", ["sgd", "adam", "adamw"])
+def test_tensors_of_bert_as_one(workers: harness.Workers, op: str) -> None:
+    shapes = fused_ops.bert()
+    assert len(shapes) == 397
+    workers.run(fused_ops.like_flat, op, shapes, "arena" if op == "adam" else "ordinary")
+
+
+def test_lamb_of_many_tensors(workers: harness.Workers) -> None:
+    shapes = fused_ops.bert(hidden=16, vocabulary=477)
+    agree(workers.run(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=2)))
+
+
+@pytest.mark.parametrize("op", ["sgd", "adamw"])
+def test_thousands_of_tensors(workers: harness.Workers, op: str) -> None:
+    shapes = tuple((1 + i * 37 % 41,) for i in range(8501))
+    workers.run(fused_ops.like_flat, op, shapes, "ordinary")
+
+
+def test_thousands_of_tensors_with_norms(pair: harness.Workers) -> None:
+    shapes = tuple((1 + i * 37 % 41,) for i in range(4100))
+    agree(pair.run(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=1)))
+
+
+SIZES = st.integers(0, 40) | st.sampled_from([63, 64, 65, 127, 128, 1021, 4096, 16_385, 70_001])
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    op=st.sampled_from(OPS),
+    world_size=st.sampled_from([1, 2, 3, 4]),
+    sizes=st.lists(SIZES, min_size=1, max_size=8),
+    dtypes=st.lists(st.sampled_from([FP32, FP64, BF16, FP16]), min_size=1, max_size=4),
+    half_state=st.booleans(),
+    memory=st.sampled_from(["ordinary", "arena", "mixed"]),
+    reduce=st.sampled_from(["mean", "sum", "weighted"]),
+    async_op=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_mix(
+    op: str,
+    world_size: int,
+    sizes: list[int],
+    dtypes: list[Any],
+    half_state: bool,
+    memory: str,
+    reduce: str,
+    async_op: bool,
+    seed: int,
+) -> None:
+    run = Run(
+        op,
+        shapes=tuple((size,) for size in sizes),
+        steps=3,
+        dtypes=tuple(dtypes),
+        half_state=half_state,
+        memory=memory,
+        reduce="sum" if reduce == "sum" else "mean",
+        weighted=reduce == "weighted",
+        async_op=async_op,
+        seed=seed,
+    )
+    agree(harness.pool(world_size).run(fused_ops.parity, run))
+
+
+WRONG = {
+    "no params": "params",
+    "fewer grads": "grads",
+    "more params": "grads",
+    "fewer states": "state",
+    "fewer steps": "state_steps",
+    "fewer masters": "master_params",
+    "master of float32": "master_params",
+    "grad shape": "grads[1]",
+    "grad dtype": "grads[0]",
+    "param dtype": "params[0]",
+    "state length": "state",
+    "state dtype": "state",
+    "state gaps": "state",
+    "step dtype": "state_steps[0]",
+    "gaps": "params[0]",
+    "reduce": "reduce",
+    "beta1": "beta",
+    "beta2": "beta",
+    "negative weight": "weight",
+    "infinite weight": "weight",
+    "weight of a sum": "weight",
+    "grad_scale": "grad_scale",
+    "found_inf": "found_inf",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_arguments(pair: harness.Workers, op: str, what: str) -> None:
+    if op == "sgd" and what in ("fewer steps", "step dtype", "beta1", "beta2"):
+        pytest.skip("SGD has none")
+    word = WRONG[what]
+    if word == "state":
+        word = "momentum_buffer_list" if op == "sgd" else "exp_avgs"
+    for kind, text in pair.run(optim_faults.wrong, op, what):
+        assert kind == "ValueError", text
+        assert word in text, text
+        assert f"fused_{op}_" in text, text
+
+
+@pytest.fixture(params=[2, 3], ids=lambda size: f"world{size}")
+def disagreeing(request: pytest.FixtureRequest) -> harness.Workers:
+    return harness.pool(request.param, timeout=20, oracle=False)
+
+
+DISAGREEMENTS = (
+    "lr",
+    "lr tensor",
+    "weight_decay",
+    "step",
+    "is_first_step",
+    "dtype",
+    "gradient dtype",
+    "state dtype",
+    "masters",
+    "sizes",
+    "fewer tensors",
+    "layout",
+    "weight",
+    "reduce",
+    "grad_scale",
+    "a late tensor",
+)
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.parametrize("op", OPS)
+def test_disagreement(disagreeing: harness.Workers, op: str, what: str) -> None:
+    if (what == "step" and op == "sgd") or (what == "is_first_step" and op != "sgd"):
+        pytest.skip("no such argument")
+    if what == "state dtype" and op == "lamb":
+        pytest.skip("LAMB keeps float32")
+    if what == "a late tensor" and op in ("adam", "adamw"):
+        pytest.skip("slow, and the same as for SGD")
+    begin = time.monotonic()
+    for async_op in (False, True):
+        for error in disagreeing.errors(optim_faults.disagree, op, what, async_op):
+            assert error.kind == "DistBackendError", error.trace
+            assert error.text.startswith("fused:"), error.text
+            assert f"fused_{op}_" in error.text, error.text
+    assert time.monotonic() - begin < 8
+    agree(disagreeing.run(optim_faults.usable, op))
+
+
+# --- dispatcher ---------------------------------------------------------------
+
+WRITTEN = {
+    "sgd": {"params", "momentum_buffer_list"},
+    "adam": {"params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"},
+    "adamw": {"params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"},
+    "lamb": {"params", "exp_avgs", "exp_avg_sqs", "state_steps"},
+}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_schema(op: str, tensor_lr: bool) -> None:
+    [written] = harness.pool(1).run(fused_ops.schema, op, tensor_lr)
+    mutated = {name for name, flag in written.items() if flag}
+    assert mutated == WRITTEN[op] | {"master_params", "found_inf"}
+    assert "grads" in written and "group_name" in written
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fake_tensors(pair: harness.Workers, op: str) -> None:
+    pair.run(fused_ops.fake, Run(op))
+    pair.run(fused_ops.fake, Run(op, lr_tensor=True, scale=2.0))
+    pair.run(fused_ops.fake, Run(op, dtypes=(BF16,), master=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op: str) -> None:
+    workers = harness.pool(1)
+    shapes = ((37,), (3, 5))
+    workers.run(fused_ops.opcheck, Run(op, shapes=shapes))
+    workers.run(fused_ops.opcheck, Run(op, shapes=shapes, lr_tensor=True, scale=2.0))
+    workers.run(fused_ops.opcheck, Run(op, shapes=shapes, dtypes=(BF16,), master=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unknown_group(op: str) -> None:
+    [(_, text)] = harness.pool(1).run(fused_ops.unknown_group, op)
+    assert "nobody has this name" in text
+
+
+@pytest.mark.parametrize("how", ["wrapper", "operator"])
+@pytest.mark.parametrize("op", OPS)
+def test_compiled(pair: harness.Workers, op: str, how: str) -> None:
+    shapes = ((1021,), (64, 3))
+    pair.run(fused_ops.compiled, Run(op, shapes=shapes), how, "aot_eager")
+    options = Run(op, shapes=shapes, lr_tensor=True, scale=4.0)
+    pair.run(fused_ops.compiled, options, how, "aot_eager")
+
+
+@pytest.mark.parametrize("how", ["wrapper", "operator"])
+def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
+    run = Run("adamw", shapes=((1021,), (64, 3)))
+    pair.run(fused_ops.compiled, run, how, "inductor", timeout=200)
+
+
+# --- groups that span hosts ----------------------------------------------------
+
+HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
+
+
+@pytest.fixture(params=HOSTS)
+def spread(request: pytest.FixtureRequest) -> harness.Workers:
+    names = HOSTS[request.param]
+    env = [{"FUSEDPG_HOST_ID": name} for name in names]
+    return harness.pool(len(names), env=env, one_host=False)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_across_hosts(spread: harness.Workers, op: str) -> None:
+    for options in (
+        {},
+        {"weighted": True, "memory": "mixed"},
+        {"reduce": "sum", "async_op": True},
+        {"scale": 8.0, "layout": "channels_last"},
+        {"dtypes": (BF16,), "master": True, "lr_tensor": True},
+        {"dtypes": (BF16,), "half_state": True},
+        {"dtypes": (FP32, FP64, BF16), "layout": "transposed"},
+        {"shapes": ((0,), (5,), (100,), (1,))},
+    ):
+        agree(spread.run(fused_ops.parity, Run(op, **options)))  # type: ignore[arg-type]
+    spread.run(fused_ops.overflow, Run(op))
+
+
+@pytest.mark.parametrize("variant", [name for name, own in OWN.items() if "large" not in name])
+def test_own_options_across_hosts(variant: str) -> None:
+    env = [{"FUSEDPG_HOST_ID": name} for name in HOSTS["three"]]
+    workers = harness.pool(3, env=env, one_host=False)
+    agree(workers.run(fused_ops.parity, Run(**OWN[variant])))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_classes_across_hosts(spread: harness.Workers, op: str) -> None:
+    agree(spread.run(fused_ops.manual, op))
+    if op.startswith("adam"):
+        agree(spread.run(fused_ops.manual, op, (("amsgrad", True),)))
+    if op == "sgd":
+        agree(spread.run(fused_ops.manual, op, (("dampening", 0.3),)))
