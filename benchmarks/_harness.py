@@ -525,16 +525,27 @@ def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
     import matplotlib.pyplot as plt
 
     cases = list(dict.fromkeys(row.case for row in rows))
+    columns = min(3, len(cases))
+    lines = math.ceil(len(cases) / columns)
+    arms = max(len({row.arm for row in rows if row.case == case}) for case in cases)
     figure, axes = plt.subplots(
-        1, len(cases), figsize=(4.2 * len(cases), 3.8), squeeze=False, layout="constrained"
+        lines,
+        columns,
+        figsize=(5 * columns, max(3.8, 0.35 * arms) * lines),
+        squeeze=False,
+        layout="constrained",
     )
-    for axis, case in zip(axes[0], cases, strict=True):
+    for axis in axes.flat[len(cases) :]:
+        axis.set_axis_off()
+    for axis, case in zip(axes.flat, cases, strict=False):
         chosen = [row for row in rows if row.case == case]
         names = list(dict.fromkeys(row.arm for row in chosen))
         if len({row.size for row in chosen}) == 1:
-            bars = axis.bar(names, [1e3 * row.median for row in chosen])
-            axis.bar_label(bars, fmt="%.3g")
-            axis.set(ylabel="ms")
+            bars = axis.barh(names, [1e3 * row.median for row in chosen])
+            axis.bar_label(bars, fmt="%.3g", padding=2)
+            axis.invert_yaxis()
+            axis.margins(x=0.12)
+            axis.set(xlabel="ms")
         else:
             for name in names:
                 line = [row for row in chosen if row.arm == name]

@@ -40,6 +40,7 @@ LAMB_OP, LAMB_GLOO = "fused_lamb_", "gloo all_reduce + LAMB"
 
 def bars() -> list[Bar]:
     adamw = "adamw step"
+    bert = 4 * sum(torch.Size(shape).numel() for shape in bert_shapes())
     return [
         Bar(2, adamw, ONE_OP, SIZE, GLOO, at_least=4.5),
         Bar(4, adamw, ONE_OP, SIZE, GLOO, at_least=8),
@@ -48,6 +49,7 @@ def bars() -> list[Bar]:
         Bar(2, adamw, ONE_OP, SIZE, THREE_OPS, at_least=1.15),
         Bar(2, adamw, TWO_OPS, SIZE, THREE_OPS, at_least=1.0),
         Bar(2, "lamb step", LAMB_OP, SIZE, LAMB_GLOO, at_least=5),
+        Bar(2, "list", LIST, bert, ONE_TENSOR, at_most=1.01),
         Bar(1, adamw, CLASS, SIZE, LOCAL, at_least=1.0),
     ]
 
@@ -225,6 +227,72 @@ class DeepSpeedStep(LocalStep):
         self._all_reduce(self.grads)
         self.grads.div_(self._world_size)
         self._optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------------
+# Many tensors
+
+ONE_TENSOR, LIST = "one flat tensor", "397 tensors"
+
+
+def bert_shapes() -> list[tuple[int, ...]]:
+    """The parameters of BERT-large with its pre-training heads: 397 tensors, 336 million."""
+    width, layer = 1024, []
+    for rows, columns in ((width, width),) * 4 + ((4 * width, width), (width, 4 * width)):
+        layer += [(rows, columns), (rows,)]
+    layer += [(width,)] * 4
+    embeddings = [(30522, width), (512, width), (2, width), (width,), (width,)]
+    heads = [(width, width), (width,), (width, width), (width,), (width,), (width,)]
+    return embeddings + 24 * layer + heads + [(30522,), (1,)]
+
+
+def measure_list(context: Context, rounds: int) -> list[Row]:
+    """What describing 397 tensors costs, against one tensor of all their elements."""
+    import fusedpg
+
+    group = context.groups["fused"]
+    shapes = bert_shapes()
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    # The same memory for both: only its description differs.
+    params, grads = (fusedpg.empty(sum(numels), group=group).zero_() for _ in range(2))
+    timed: dict[str, Callable[[], object]] = {}
+    for name, parts in ((ONE_TENSOR, [sum(numels)]), (LIST, numels)):
+        owned = [fusedpg.shard_range(n, context.world_size, context.rank)[1] for n in parts]
+        lists = [list(whole.split(parts)) for whole in (params, grads)]
+        for _ in range(2):
+            lists.append(list(torch.zeros(sum(owned)).split(owned)))
+        steps = [torch.zeros(()) for _ in parts]
+        timed[name] = _list_step(lists, steps, group)
+    harness.require(len(numels) == 397, f"{len(numels)} tensors")
+    return harness.measure(
+        context, timed, case="list", size=4 * sum(numels), rounds=max(rounds // 2, 5)
+    )
+
+
+def _list_step(
+    lists: list[list[Tensor]], steps: list[Tensor], group: dist.ProcessGroup
+) -> Callable[[], None]:
+    import fusedpg
+
+    params, grads, exp_avgs, exp_avg_sqs = lists
+
+    def step() -> None:
+        fusedpg.fused_adamw_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            lr=LR,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            weight_decay=WEIGHT_DECAY,
+            eps=EPS,
+            group=group,
+        )
+
+    return step
 
 
 # ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     python benchmarks/optimizers.py --parts step --world-size 4 --check-bars
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
 
-Three parts. **training**: steps of three models (an MLP of 25 million parameters at a small batch,
+Four parts. **training**: steps of three models (an MLP of 25 million parameters at a small batch,
 a transformer of 10 million, a CNN bound by its arithmetic) in the arms
 
     a  Gloo DDP + AdamW(fused=True), gradients as bucket views
@@ -19,8 +19,9 @@ a transformer of 10 million, a CNN bound by its arithmetic) in the arms
     no_sync + step  the limit: backward without synchronisation, then the fused step alone
 
 **step**: one optimizer step on 100 MB of parameters: fused ops, the same in three calls, and an
-all-reduce followed by torch's optimizer. **memory**: what each training arm adds to the
-proportional set size (PSS) of a rank between two steps, each in processes of its own.
+all-reduce followed by torch's optimizer. **list**: the 397 tensors of BERT-large in one
+`fused_adamw_` against one tensor of as many elements. **memory**: what each training arm adds to
+the proportional set size (PSS) of a rank between two steps, each in processes of its own.
 
 Every arm has to reproduce one process's parameters before it is timed; the program ends non-zero
 when one does not. How times are taken: see `_harness.py`.
@@ -46,7 +47,7 @@ import _step_arms as steps
 from _harness import Bar, Context, Row
 from _optimizer_arms import ARMS, MODELS, NO_SYNC
 
-PARTS = ("training", "step", "memory")
+PARTS = ("training", "step", "list", "memory")
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
@@ -83,6 +84,8 @@ def main() -> int:
             rows += harness.run(train, args)
     if "step" in args.parts:
         rows += harness.run(steps.worker, args)
+    if "list" in args.parts:
+        rows += harness.run(many_tensors, args)
     if rows:
         harness.finish("optimizers", rows, args, limit=NO_SYNC, bars=bars())
         explain(rows)
@@ -93,6 +96,10 @@ def main() -> int:
         if not args.no_save:
             save_memory(memory, args)
     return 0
+
+
+def many_tensors(context: Context, args: argparse.Namespace) -> list[Row]:
+    return steps.measure_list(context, args.rounds)
 
 
 # ---------------------------------------------------------------------------------------------

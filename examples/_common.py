@@ -291,17 +291,20 @@ class Training:
         losses /= world_size
         if dist.get_rank() == 0:
             done = self._first + len(losses)
-            speed = self._timed / self._seconds if self._timed else float("nan")
-            last = losses[-1].item() if self._losses else float("nan")
-            figures = [f"loss {last:.4f}", *(f"{k} {v}" for k, v in metrics.items())]
+            figures = [f"{name} {value}" for name, value in metrics.items()]
+            if self._losses:
+                figures.insert(0, f"loss {losses[-1].item():.4f}")
+            speed = self._timed / self._seconds if self._timed else None
+            if speed is not None:
+                figures.append(f"{speed:.1f} steps/s")
             who = f"{args.optimizer} {args.algorithm} on {args.backend}, {world_size} ranks"
             print(f"{PROGRAM}: {who}: step {done}/{self._total}, ", end="")
-            print(f"{', '.join(figures)}, {speed:.1f} steps/s", flush=True)
+            print(", ".join(figures), flush=True)
             if args.json is not None:
                 report = {
                     "first_step": self._first,
                     "losses": losses.tolist(),  # of every step, the mean over ranks
-                    "steps_per_second": speed if self._timed else None,
+                    "steps_per_second": speed,
                     **metrics,
                 }
                 args.json.write_text(json.dumps(report) + "\n")

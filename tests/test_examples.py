@@ -1,0 +1,53 @@
+"""The examples run, learn something, and resume with the other optimizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import harness
+
+pytestmark = pytest.mark.fused_only
+
+EXAMPLES = Path(harness.__file__).resolve().parent.parent / "examples"
+
+
+def run(program: str, scratch: Path, *arguments: str) -> dict[str, Any]:
+    report = scratch / "report.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = str(EXAMPLES / program)
+    done = subprocess.run(
+        [sys.executable, *launcher, program, "--quick", "--json", str(report), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(report.read_text())
+    return result
+
+
+@pytest.mark.parametrize("program", ["char_transformer.py", "resnet9.py"])
+def test_learns(program: str, tmp_path: Path) -> None:
+    losses = run(program, tmp_path)["losses"]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_resumes_with_the_other_optimizer(tmp_path: Path) -> None:
+    whole = run("digits_cnn.py", tmp_path)["losses"]
+    saved = ["--checkpoint", str(tmp_path / "checkpoint.pt")]
+    middle = len(whole) // 2
+    begin = run("digits_cnn.py", tmp_path, *saved, "--stop-at", str(middle))
+    assert begin["losses"] == whole[:middle]
+    rest = run("digits_cnn.py", tmp_path, *saved, "--resume", "--optimizer", "torch")
+    assert rest["first_step"] == middle
+    for mine, want in zip(rest["losses"], whole[middle:], strict=True):
+        assert mine == pytest.approx(want, rel=1e-3, abs=1e-4)
