@@ -88,7 +88,7 @@ def test_state_is_split(workers: harness.Workers, kind: str) -> None:
     factor = 4 if kind == "momentum" else 8
     for reported, held, count in workers.run(optim_state.state_bytes, kind, 701, 5):
         assert reported <= factor * count / workers.world_size * 1.01
-        assert held == reported
+        assert reported <= held <= reported * 1.01
 
 
 def test_memory_of_processes() -> None:
