@@ -68,7 +68,7 @@ setup: $(DEPS)
 build: $(BUILT)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train bench wheel
+.PHONY: train bench bench-kernels wheel
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
@@ -77,6 +77,11 @@ bench: $(BUILT)
 	$(BIN)/python benchmarks/collectives.py --backends fused,gloo --plot $(BENCH_ARGS)
 	$(BIN)/python benchmarks/fused_step.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/optimizers.py $(BENCH_ARGS)
+
+bench-kernels: $(DEPS)
+	cmake -S . -B build/bench -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_BENCHMARKS=ON
+	cmake --build build/bench
+	build/bench/fusedpg_bench_kernels
 
 wheel: $(DEPS)
 	rm -rf build/lib* build/bdist*
