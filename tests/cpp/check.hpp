@@ -15,6 +15,20 @@
 // pass on an exit status).
 namespace fusedpg::test {
 
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
+// TSan looks at threads of one process, and makes everything many times slower:
+// no pure kernels, no groups of processes, few types.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kOnlyThreads = true;
+#else
+constexpr bool kOnlyThreads = false;
+#endif
+
 struct Case {
   const char* name;
   void (*body)();

@@ -122,6 +122,9 @@ inline void with_group(
     CHECK_EQ(group.engine.domain().arena()->used_bytes(), size_t{0});
     group.run([](Context& ctx) { barrier(ctx); });
   };
+  if (processes && kOnlyThreads) {
+    return;
+  }
   if (processes) {
     on_processes(size, run);
   } else {

@@ -43,6 +43,17 @@ constexpr StepTypes kStepTypes[] = {
     {kBHalf, kSingle, kSingle, true},
     {kHalf, kHalf, kSingle, false}};
 
+// What a test of many types goes through: where types do not matter, one.
+inline std::vector<StepTypes> step_types(
+    std::vector<StepTypes> types = {
+        std::begin(kStepTypes),
+        std::end(kStepTypes)}) {
+  if (kOnlyThreads) {
+    types.resize(1);
+  }
+  return types;
+}
+
 struct Recipe {
   OpCode op = OpCode::kFusedAdamW;
   StepHyper hyper;

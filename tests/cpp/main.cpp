@@ -47,7 +47,8 @@ int main(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
       wanted = wanted || std::strstr(test.name, argv[i]) != nullptr;
     }
-    if (!wanted) {
+    const bool kernel = std::strncmp(test.name, "kernels_", 8) == 0;
+    if (!wanted || (kernel && kOnlyThreads)) {
       continue;
     }
     failures = 0;

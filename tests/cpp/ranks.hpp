@@ -27,12 +27,6 @@
 // look into, or as forked processes, which can be killed and stopped.
 namespace fusedpg::test {
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
-
 using std::chrono::milliseconds;
 
 // For operations that should succeed: a test that hangs fails in this time.

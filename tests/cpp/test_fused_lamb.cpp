@@ -24,7 +24,7 @@ void train(Group& g) {
       {g.size == 2 && !kSanitized ? size_t{150000} : size_t{30000}, 31, 9001}};
   size_t turn = 0;
   for (const Recipe& r : recipes()) {
-    for (const StepTypes& types : kStepTypes) {
+    for (const StepTypes& types : step_types()) {
       if (dtype_size(types.state) == 2) {
         continue; // moments are of the compute type
       }
@@ -61,7 +61,8 @@ std::vector<size_t> odd_counts() {
 }
 
 void many_chunks(Group& g) {
-  for (const StepTypes& types : {kSingles, kStepTypes[1], kStepTypes[2]}) {
+  for (const StepTypes& types :
+       step_types({kSingles, kStepTypes[1], kStepTypes[2]})) {
     for (const Place params : kPlaces) {
       for (const Place grads : kPlaces) {
         Training training(
@@ -102,7 +103,7 @@ TEST(fused_lamb_norms_do_not_depend_on_threads) {
         continue;
       }
       with_group(size, threads, [](Group& g) {
-        for (const StepTypes& types : {kSingles, kStepTypes[2]}) {
+        for (const StepTypes& types : step_types({kSingles, kStepTypes[2]})) {
           for (const Place place : {Place::kArena, Place::kOrdinary}) {
             Training training(
                 g,

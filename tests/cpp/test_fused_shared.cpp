@@ -18,6 +18,9 @@ void with_sharing_group(
     body(group);
     group.run([](Context& ctx) { barrier(ctx); });
   };
+  if (processes && kOnlyThreads) {
+    return;
+  }
   if (processes) {
     on_processes(size, run);
   } else {
@@ -63,7 +66,7 @@ void share(Group& g) {
 void train(Group& g) {
   size_t turn = 0;
   for (const Recipe& r : one_of_each()) {
-    for (const StepTypes& types : kStepTypes) {
+    for (const StepTypes& types : step_types()) {
       if (r.lamb() && dtype_size(types.state) == 2) {
         continue;
       }

@@ -30,7 +30,7 @@ void train(Group& g) {
       {g.size == 2 && !kSanitized ? size_t{150000} : size_t{30000}, 31, 9001}};
   size_t turn = 0;
   for (const Recipe& r : recipes()) {
-    for (const StepTypes& types : kStepTypes) {
+    for (const StepTypes& types : step_types()) {
       const size_t kind = turn++;
       const float scale = 8;
       Training training(
@@ -80,7 +80,7 @@ TEST(fused_step_between_processes) {
 TEST(fused_step_places) {
   with_each({2, 3}, [](Group& g, const Recipe& r) {
     const std::vector<size_t> counts{40000, 1, 777, 0, 12345};
-    for (const StepTypes& types : {kSingles, kStepTypes[3]}) {
+    for (const StepTypes& types : step_types({kSingles, kStepTypes[3]})) {
       for (const Place params : kPlaces) {
         for (const Place grads : kPlaces) {
           Training training(g, r, types, counts, params, grads);
@@ -144,6 +144,9 @@ TEST(fused_step_many_tensors) {
 // As many tensors as there is room for in the operation's table, and one more.
 TEST(fused_step_too_many_tensors) {
   with_each({2}, [](Group& g, const Recipe& r) {
+    if (kOnlyThreads && r.op != OpCode::kFusedAdamW) {
+      return;
+    }
     const auto with = [&](size_t tensors, bool good) {
       const std::vector<size_t> counts(tensors, 1);
       Training training(
@@ -227,7 +230,7 @@ TEST(fused_step_weighted_mean) {
         {3, 1, 2.5, 7}, {0, 5, 0, 1}, {1, 0, 0, 0}, {0, 0, 0, 0}};
     size_t kind = 0;
     for (const auto& weights : cases) {
-      for (const StepTypes& types : kStepTypes) {
+      for (const StepTypes& types : step_types()) {
         if (r.lamb() && !types.precise()) {
           continue;
         }
