@@ -13,24 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from _models import make_cnn, make_mlp
+
 LR, WEIGHT_DECAY = 1e-4, 1e-2
 NO_SYNC = "no_sync + step"
 
 # ---------------------------------------------------------------------------------------------
 # Models
-
-
-def make_mlp() -> nn.Module:
-    width, layers = 2240, 5
-    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(width, 10))
-
-
-def make_cnn() -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
 
 
 class Transformer(nn.Module):

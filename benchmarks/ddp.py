@@ -28,24 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
 from _harness import Bar, Context, Row
+from _models import make_cnn, make_mlp
 
 NO_SYNC = "no_sync"
 NO_COMM = "no_comm"
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
-
-
-def make_mlp() -> nn.Module:
-    width, layers = 2240, 5
-    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(width, 10))
-
-
-def make_cnn() -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
-
 
 # Model, and the shape of one rank's batch.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -8,10 +8,12 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
 
 import harness
 from checks import fused_ops, optim_faults
 from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, Run
+from fusedpg._registration import load_extension
 
 pytestmark = pytest.mark.fused_only
 
@@ -375,3 +377,10 @@ def test_classes_across_hosts(spread: harness.Workers, op: str) -> None:
         agree(spread.run(fused_ops.manual, op, (("amsgrad", True),)))
     if op == "sgd":
         agree(spread.run(fused_ops.manual, op, (("dampening", 0.3),)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool])
+def test_sum_of_squares_refuses_other_types(dtype: torch.dtype) -> None:
+    """They have no kernel, whose answer would be 0."""
+    with pytest.raises(ValueError, match="sum_squares"):
+        load_extension().sum_squares(torch.ones(3, dtype=dtype))

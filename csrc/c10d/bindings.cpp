@@ -286,7 +286,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       [](const at::Tensor& t) {
         check_tensor("sum_squares", t);
         TORCH_CHECK_VALUE(
-            t.is_contiguous(), "fused: sum_squares: not contiguous");
+            t.is_floating_point() && t.is_contiguous() &&
+                to_dtype(t.scalar_type()) != DType::kOpaque,
+            "fused: sum_squares: needs a contiguous tensor of float32, "
+            "float64, bfloat16 or float16, got ",
+            t.scalar_type());
         return kernels::table()->sum_squares(
             to_dtype(t.scalar_type()),
             t.const_data_ptr(),

@@ -14,10 +14,17 @@ Formula formula(OpCode op) {
   switch (op) {
     case OpCode::kFusedSgd:
       return Formula::kSgd;
+    case OpCode::kFusedAdam:
+    case OpCode::kFusedAdamW:
+      return Formula::kAdam;
     case OpCode::kFusedLamb:
       return Formula::kLamb;
     default:
-      return Formula::kAdam;
+      fail(
+          ErrorKind::kInvalid,
+          "fused: ",
+          op_name(op),
+          " is not an optimizer step");
   }
 }
 

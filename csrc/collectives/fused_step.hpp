@@ -77,7 +77,7 @@ struct StepCall {
 // Counters are incremented unless a rank found an infinity.
 void fused_step(Context& ctx, const StepCall& call);
 
-// The scalars of one update of `tensor`, whose gradient comes from `sources`.
+// The scalars of one update of `tensor`, on a group of this size.
 kernels::UpdateArgs update_args(
     const StepCall& call,
     const StepTensor& tensor,

@@ -467,4 +467,45 @@ class Training {
   bool reduced_ = false;
 };
 
+// LAMB's moments are of the compute type.
+inline bool takes(const Recipe& r, const StepTypes& types) {
+  return !r.lamb() || dtype_size(types.state) != 2;
+}
+
+// Every recipe with all types, in turn with one, some odd and a few long
+// tensors, in every place, with each way to combine and scale gradients.
+inline void train_recipes(
+    Group& g,
+    const std::vector<Recipe>& recipes,
+    const std::vector<size_t>& odd) {
+  const size_t longest = g.size == 2 && !kSanitized ? 150000 : 30000;
+  const std::vector<std::vector<size_t>> lists{{1}, odd, {longest, 31, 9001}};
+  size_t turn = 0;
+  for (const Recipe& r : recipes) {
+    for (const StepTypes& types : step_types()) {
+      if (!takes(r, types)) {
+        continue;
+      }
+      const size_t kind = turn++;
+      const float scale = 8;
+      Training training(
+          g,
+          r,
+          types,
+          lists[(kind + kind / 3) % 3],
+          kPlaces[kind % 3],
+          kPlaces[kind / 3 % 3]);
+      training.call.hypers[0].maximize = kind % 5 == 1;
+      training.call.reduction.mean = kind % 4 != 2;
+      training.call.grad_scale = kind % 4 == 3 ? &scale : nullptr;
+      for (int step = 0; step < 3; ++step) {
+        training.call.hypers[0].lr *= 0.9;
+        training.step();
+        training.check();
+      }
+      training.check_exact();
+    }
+  }
+}
+
 } // namespace fusedpg::test

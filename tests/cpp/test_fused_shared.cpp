@@ -7,25 +7,12 @@ namespace {
 using namespace fusedpg;
 using namespace fusedpg::test;
 
-// As with_group(); but shared memory is never given back.
 void with_sharing_group(
     int size,
     int threads,
     const GroupBody& body,
     bool processes = false) {
-  const RankBody run = [&](int rank, Store& store) {
-    Group group(rank, size, store, test_settings(threads));
-    body(group);
-    group.run([](Context& ctx) { barrier(ctx); });
-  };
-  if (processes && kOnlyThreads) {
-    return;
-  }
-  if (processes) {
-    on_processes(size, run);
-  } else {
-    on_threads(size, run);
-  }
+  with_group(size, threads, body, processes, true);
 }
 
 void* shared(Group& g, size_t bytes) {
@@ -67,7 +54,7 @@ void train(Group& g) {
   size_t turn = 0;
   for (const Recipe& r : one_of_each()) {
     for (const StepTypes& types : step_types()) {
-      if (r.lamb() && dtype_size(types.state) == 2) {
+      if (!takes(r, types)) {
         continue;
       }
       const size_t kind = turn++;

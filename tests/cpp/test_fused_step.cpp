@@ -24,33 +24,7 @@ std::vector<Recipe> recipes() {
 }
 
 void train(Group& g) {
-  const std::vector<std::vector<size_t>> lists{
-      {1},
-      {33, 0, 5000, 1, 129},
-      {g.size == 2 && !kSanitized ? size_t{150000} : size_t{30000}, 31, 9001}};
-  size_t turn = 0;
-  for (const Recipe& r : recipes()) {
-    for (const StepTypes& types : step_types()) {
-      const size_t kind = turn++;
-      const float scale = 8;
-      Training training(
-          g,
-          r,
-          types,
-          lists[(kind + kind / 3) % 3],
-          kPlaces[kind % 3],
-          kPlaces[kind / 3 % 3]);
-      training.call.hypers[0].maximize = kind % 5 == 1;
-      training.call.reduction.mean = kind % 4 != 2;
-      training.call.grad_scale = kind % 4 == 3 ? &scale : nullptr;
-      for (int step = 0; step < 3; ++step) {
-        training.call.hypers[0].lr *= 0.9;
-        training.step();
-        training.check();
-      }
-      training.check_exact();
-    }
-  }
+  train_recipes(g, recipes(), {33, 0, 5000, 1, 129});
 }
 
 // Groups of one to four ranks, for every kind of step.

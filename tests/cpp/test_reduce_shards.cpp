@@ -38,7 +38,7 @@ void train(Group& g) {
   size_t turn = 0;
   for (const Recipe& r : one_of_each()) {
     for (const StepTypes& types : step_types()) {
-      if (r.lamb() && dtype_size(types.state) == 2) {
+      if (!takes(r, types)) {
         continue;
       }
       const size_t kind = turn++;
