@@ -155,7 +155,23 @@ void Arena::replace_window(size_t offset, size_t bytes, bool live) {
   if (copy == MAP_FAILED) {
     fail_errno("fused: no memory to detach the arena after a failure");
   }
-  std::memcpy(copy, base() + offset, bytes);
+  // Through the file: another thread's operation, which fails now, may be
+  // writing to its tensors, whose contents are undefined then.
+  for (size_t done = 0; done < bytes;) {
+    const ssize_t read = pread(
+        file_.get(),
+        static_cast<char*>(copy) + done,
+        bytes - done,
+        static_cast<off_t>(offset + done));
+    if (read < 0 && errno == EINTR) {
+      continue;
+    }
+    if (read <= 0) {
+      munmap(copy, bytes);
+      fail_errno("fused: cannot read the arena after a failure");
+    }
+    done += static_cast<size_t>(read);
+  }
   if (mremap(
           copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base() + offset) ==
       MAP_FAILED) {
