@@ -28,7 +28,7 @@ BUILT := $(VENV)/.built-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
-CXX_FILES = $(shell find csrc tests/cpp -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests/cpp tests/cuda_fake -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help
 help:
@@ -44,10 +44,14 @@ $(VENV)/bin/python:
 	  || { rm -rf $(VENV); echo 'is the package python3-venv installed?' >&2; exit 1; }
 
 $(DEPS): requirements/torch.txt requirements/build.txt requirements/test.txt \
-         requirements/examples.txt | $(VENV)/bin/python
+         requirements/examples.txt requirements/nccl.txt | $(VENV)/bin/python
 	rm -f $(VENV)/.deps-* $(VENV)/.built-*
 	$(PIP) install $(TORCH_ARG) -r requirements/build.txt \
 	  -r requirements/test.txt -r requirements/examples.txt
+	# Its headers, for the CUDA kernels; a CUDA build of torch brings its own.
+	if command -v nvcc >/dev/null \
+	  && ! $(BIN)/python -c 'import nvidia.nccl' 2>/dev/null; then \
+	  $(PIP) install -r requirements/nccl.txt; fi
 	touch $@
 
 $(BUILT): $(DEPS) $(NATIVE)
@@ -98,13 +102,18 @@ endef
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-cpp test-python test-sanitizers test-aarch64 test-c10d test-mpi
+.PHONY: test test-cpp test-python test-sanitizers test-aarch64 test-c10d test-mpi fake-gpu
 test: test-cpp test-python
 
 test-cpp: $(DEPS)
 	$(call cpp_tests,build/cpp)
 
-test-python: $(BUILT)
+# What the CUDA engine runs on where there is no GPU; test-cpp builds it too.
+fake-gpu: $(DEPS)
+	cmake -S . -B build/cpp -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_TESTS=ON
+	cmake --build build/cpp --target fusedpg_fake_gpu
+
+test-python: $(BUILT) fake-gpu
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 test-sanitizers: $(DEPS)

@@ -14,6 +14,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 MIN_CMAKE = (3, 22)
+CUDA_LIBRARY = "libfusedpg_cuda.so"
 
 
 def find_cmake() -> str:
@@ -66,6 +67,13 @@ def check_module(path: Path) -> None:
         raise SystemExit(f"the module that was built cannot be loaded: {path.name}")
 
 
+def replace_library(source: Path, target: Path) -> None:
+    """A new file, never a rewrite: a process may have the old one mapped."""
+    target.unlink(missing_ok=True)
+    if source.exists():
+        shutil.copy2(source, target)
+
+
 class CMakeBuild(build_ext):
     """One CMake build for the one extension; the build folder is kept and reused."""
 
@@ -104,9 +112,9 @@ class CMakeBuild(build_ext):
         for target in targets:
             target.mkdir(parents=True, exist_ok=True)
             shutil.copy2(build_dir / "fusedpg" / "_build_info.py", target)
-        # A new file, never a rewrite: a process may have the old module mapped.
-        module.unlink(missing_ok=True)
-        shutil.copy2(built, module)
+            # Without nvcc there is none, and one of an earlier build goes.
+            replace_library(build_dir / "fusedpg" / CUDA_LIBRARY, target / CUDA_LIBRARY)
+        replace_library(built, module)
 
     def copy_extensions_to_source(self) -> None:
         for ext in self.extensions:

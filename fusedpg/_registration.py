@@ -59,17 +59,29 @@ def load_extension() -> ModuleType:
             ) from error
         check_torch_version(info.torch_version, str(torch.__version__))
         module = importlib.import_module("fusedpg._C")
-        module._set_delegate_factory(_make_gloo)
+        module._set_delegate_factory(_make_delegate)
         atexit.register(module._shutdown_all_groups)
         _extension = module
     return _extension
 
 
-def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """The backend that does what the native engine does not."""
-    from torch.distributed import ProcessGroupGloo
+def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """The backend that does what the native engines do not."""
+    group: Any
+    if device == "cpu":
+        from torch.distributed import ProcessGroupGloo
 
-    group = ProcessGroupGloo(store, rank, size, timeout=timeout)
+        group = ProcessGroupGloo(store, rank, size, timeout=timeout)
+    else:
+        try:
+            from torch.distributed import ProcessGroupNCCL
+        except ImportError as error:
+            raise RuntimeError(
+                "fused: collectives of CUDA tensors need a torch built with NCCL"
+            ) from error
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = ProcessGroupNCCL(store, rank, size, options)
     group._set_sequence_number_for_group()
     return group
 

@@ -14,11 +14,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _backend(group: dist.ProcessGroup | None) -> Any:
-    """The ProcessGroupFused behind a group's CPU tensors."""
+    """The ProcessGroupFused behind a group."""
     module = load_extension()
     if group is None:
         group = dist.distributed_c10d._get_default_group()
-    backend = group._get_backend(torch.device("cpu"))
+    types = {device.type for device in group._device_types}
+    device = torch.device("cpu" if "cpu" in types else "cuda")
+    backend = group._get_backend(device)
     # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it.
     wrapped = getattr(backend, "wrapped_pg", None)
     backend = backend if wrapped is None else wrapped
@@ -60,18 +62,17 @@ def empty(
     Args:
         size: as for ``torch.empty``.
         dtype: default ``torch.get_default_dtype()``.
-        device: only ``"cpu"`` in this version.
+        device: ``"cpu"``, or a GPU: there the arena is what the GPUs of all ranks see
+            (``FUSEDPG_CUDA_ARENA_BYTES``), and ordinary memory where that is off or full.
 
     Raises:
         torch.OutOfMemoryError: when the arena (``FUSEDPG_ARENA_BYTES``) or the memory limit of the
             process is exhausted.
         ValueError: for another device or a group of another backend.
     """
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"fusedpg.empty: only CPU tensors in this version, got device {device}")
     sizes = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)  # type: ignore[arg-type]
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    return cast("torch.Tensor", _backend(group).empty(list(sizes), dtype))
+    return cast("torch.Tensor", _backend(group).empty(list(sizes), dtype, torch.device(device)))
 
 
 def in_arena(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
@@ -83,8 +84,9 @@ def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Facts about a group on this rank.
 
     Keys: ``engine`` ("shm" or "gloo"), ``world_size``, ``local_world_size``, ``threads``, ``isa``,
-    ``arena_reserved`` and ``arena_used`` (bytes), ``sequence_number``, ``state`` ("ok" or
-    "failed").
+    ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
+    ``state`` ("ok" or "failed"); once a fused operation has run on a GPU also ``nccl_version`` and
+    ``cuda_path`` ("stock" or "direct") of the latest one.
     """
     return cast("dict[str, Any]", _backend(group).info())
 
@@ -97,7 +99,7 @@ def _group_name(group: dist.ProcessGroup | None) -> str:
 
 _STATES = """
         params: full replicas, dense in memory, equal on all ranks: float32, float64, bfloat16 or
-            float16 CPU tensors; updated in place on every rank, to the same bits.
+            float16 tensors; updated in place on every rank, to the same bits.
         grads: this rank's gradients, shaped as ``params``; read and never written. float64 goes
             with float64, the other types with each other; arithmetic is in float32 or float64."""
 

@@ -35,6 +35,7 @@ IS_FUSED = BACKEND == "fused"
 DEFAULT_TIMEOUT = 60.0
 # How long the other ranks may need after the first one has raised.
 GRACE = 10.0
+ROOT = Path(__file__).resolve().parent.parent
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["torch.distributed", "torch.nn.parallel"])
 
@@ -103,6 +104,7 @@ class _Start:
     init: bool
     oracle: bool
     one_host: bool
+    options: dict[str, Any]
 
 
 def _connect(start: _Start) -> Context:
@@ -116,12 +118,18 @@ def _connect(start: _Start) -> Context:
         scratch=start.scratch,
     )
     if start.init:
+        options = None
+        if start.options:
+            import fusedpg
+
+            options = fusedpg.Options(**start.options)
         dist.init_process_group(
             start.backend,
             store=store,
             rank=start.rank,
             world_size=start.world_size,
             timeout=datetime.timedelta(seconds=start.timeout),
+            pg_options=options,
         )
         if start.oracle:
             context.oracle = dist.new_group(backend="gloo")
@@ -184,6 +192,7 @@ class Workers:
         oracle: bool = True,
         one_host: bool = True,
         backend: str = BACKEND,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.world_size = world_size
         self.broken = False
@@ -209,6 +218,7 @@ class Workers:
                 init,
                 oracle,
                 one_host,
+                dict(options or {}),
             )
             process = FORKED.Process(target=_worker, args=(there, start), daemon=True)
             process.start()
@@ -359,6 +369,19 @@ def pool(world_size: int, **options: Any) -> Workers:
     if workers is None or workers.broken:
         workers = _pools[key] = Workers(world_size, **options)
     return workers
+
+
+def fake_gpu(**more: str) -> dict[str, Any]:
+    """Options of workers whose CPU tensors are a fake GPU's memory (tests/cuda_fake)."""
+    library = os.environ.get("FUSEDPG_FAKE_GPU") or str(ROOT / "build/cpp/libfusedpg_fake_gpu.so")
+    if not Path(library).exists():
+        raise WorkerFailure(f"{library} is missing: run `make test-cpp` first")
+    return {
+        "env": {"FUSEDPG_CUDA_LIB": library, "FUSEDPG_NCCL_LIB": library, **more},
+        # Small chunks, so that small tensors make many.
+        "options": {"_cpu_as_cuda": True, "cuda_chunk_bytes": 1 << 14},
+        "oracle": False,
+    }
 
 
 def close_pools() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 import datetime
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -167,3 +169,31 @@ def test_public_names() -> None:
 def test_other_devices_are_refused(pair: harness.Workers) -> None:
     for text in pair.run(options.other_devices):
         assert "meta" in text, text
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc, so no CUDA kernels")
+def test_cuda_library() -> None:
+    """Where nvcc is, the kernels are built; the table works without a GPU."""
+    library = Path(harness.ROOT / "fusedpg" / "libfusedpg_cuda.so")
+    assert library.exists(), "see what CMake says of CUDA"
+    needed = subprocess.run(
+        ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    for other in ("libtorch", "libc10", "libnccl", "libcudart", "libpython"):
+        assert other not in needed, f"it links {other}"
+
+    class Head(ctypes.Structure):
+        _fields_ = (
+            ("version", ctypes.c_uint32),
+            ("bytes", ctypes.c_uint32),
+            ("name", ctypes.c_char_p),
+            ("direct_nccl_version", ctypes.c_int32),
+        )
+
+    function = ctypes.CDLL(str(library)).fusedpg_cuda_api
+    function.restype = ctypes.POINTER(Head)
+    head = function().contents
+    assert head.name == b"cuda"
+    assert head.version == 1
+    assert head.bytes % 8 == 0
+    assert head.direct_nccl_version >= 22800, "the direct path is missing"

@@ -13,6 +13,7 @@ namespace fusedpg {
 namespace {
 
 constexpr size_t kMiB = size_t(1) << 20;
+constexpr size_t kCudaChunk = 32 * kMiB;
 constexpr size_t kMaxDefaultArena = size_t(64) << 30;
 
 std::optional<std::string> env(const char* name) {
@@ -43,6 +44,23 @@ std::optional<int64_t> env_integer(const char* name) {
   return value;
 }
 
+// A number of bytes by option, environment or default.
+size_t bytes_of(
+    const std::optional<size_t>& option,
+    const char* name,
+    size_t otherwise) {
+  const auto value = env_integer(name);
+  if (value && *value < 0) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: ",
+        name,
+        " must not be negative, got ",
+        *value);
+  }
+  return option.value_or(value ? static_cast<size_t>(*value) : otherwise);
+}
+
 size_t default_arena_bytes() {
   const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -53,15 +71,8 @@ size_t default_arena_bytes() {
 
 Settings resolve(const Options& options) {
   Settings s;
-  const auto arena = env_integer("FUSEDPG_ARENA_BYTES");
-  if (arena && *arena < 0) {
-    fail(
-        ErrorKind::kInvalid,
-        "fused: FUSEDPG_ARENA_BYTES must not be negative, got ",
-        *arena);
-  }
-  s.arena_bytes = options.arena_bytes.value_or(
-      arena ? static_cast<size_t>(*arena) : default_arena_bytes());
+  s.arena_bytes = bytes_of(
+      options.arena_bytes, "FUSEDPG_ARENA_BYTES", default_arena_bytes());
   s.arena_bytes = (s.arena_bytes + kMiB - 1) / kMiB * kMiB;
   const int64_t threads = options.threads
       ? *options.threads
@@ -76,6 +87,13 @@ Settings resolve(const Options& options) {
   s.threads = static_cast<int>(threads);
   s.nan_check = options.nan_check.value_or(
       env_integer("FUSEDPG_NAN_CHECK").value_or(0) != 0);
+  s.cuda_chunk_bytes = bytes_of(
+      options.cuda_chunk_bytes, "FUSEDPG_CUDA_CHUNK_BYTES", kCudaChunk);
+  s.cuda_arena_bytes =
+      bytes_of(options.cuda_arena_bytes, "FUSEDPG_CUDA_ARENA_BYTES", 0);
+  s.cuda_multimem = env_integer("FUSEDPG_CUDA_MULTIMEM").value_or(0) != 0;
+  s.cuda_lib = env("FUSEDPG_CUDA_LIB").value_or("");
+  s.nccl_lib = env("FUSEDPG_NCCL_LIB").value_or("");
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");
   s.isa = env("FUSEDPG_ISA").value_or("");
   s.spin_us = env_integer("FUSEDPG_SPIN_US").value_or(-1);

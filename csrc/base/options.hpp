@@ -18,6 +18,13 @@ struct Options {
   std::optional<int> threads;
   // Raise when an input holds a NaN. FUSEDPG_NAN_CHECK.
   std::optional<bool> nan_check;
+  // CUDA: bytes that one NCCL call of a fused operation moves. Smaller pieces
+  // overlap better, larger ones are transferred faster.
+  // FUSEDPG_CUDA_CHUNK_BYTES.
+  std::optional<size_t> cuda_chunk_bytes;
+  // CUDA: device memory that all GPUs of an NVLink domain see, for the direct
+  // path; 0: none. FUSEDPG_CUDA_ARENA_BYTES.
+  std::optional<size_t> cuda_arena_bytes;
 };
 
 struct Settings {
@@ -34,6 +41,16 @@ struct Settings {
   // Ranks on this host as the launcher says, 0 if it does not.
   // LOCAL_WORLD_SIZE.
   int local_world_size;
+  size_t cuda_chunk_bytes;
+  size_t cuda_arena_bytes;
+  // Multicast stores on the direct path (NVSwitch). NCCL 2.28 breaks the
+  // communicator where the machine has none, so nobody may try.
+  // FUSEDPG_CUDA_MULTIMEM.
+  bool cuda_multimem;
+  // libfusedpg_cuda.so; empty: beside the Python module. FUSEDPG_CUDA_LIB.
+  std::string cuda_lib;
+  // libnccl; empty: the one that torch has loaded. FUSEDPG_NCCL_LIB.
+  std::string nccl_lib;
   // 0 warnings only, 1 one line per group and fallback. FUSEDPG_LOG=info.
   int log_level;
 };

@@ -14,6 +14,12 @@ struct ShardRange {
 // elements, two of 4-byte ones.
 constexpr int64_t kShardAlignment = 32;
 
+// Elements of a full shard.
+constexpr int64_t shard_size(int64_t numel, int64_t world_size) {
+  const int64_t even = numel / world_size + (numel % world_size != 0);
+  return (even + kShardAlignment - 1) / kShardAlignment * kShardAlignment;
+}
+
 // The ownership map: which elements of a tensor of `numel` elements rank `rank`
 // of `world_size` reduces, updates and keeps optimizer state for. It depends on
 // nothing else, ever: checkpoints rely on it.
@@ -21,8 +27,7 @@ constexpr ShardRange shard_range(
     int64_t numel,
     int64_t world_size,
     int64_t rank) {
-  int64_t chunk = numel / world_size + (numel % world_size != 0);
-  chunk = (chunk + kShardAlignment - 1) / kShardAlignment * kShardAlignment;
+  const int64_t chunk = shard_size(numel, world_size);
   const int64_t offset = std::min(chunk * rank, numel);
   return {offset, std::min(chunk, numel - offset)};
 }

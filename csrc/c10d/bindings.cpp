@@ -22,12 +22,13 @@ void set_python_factory(py::object factory) {
   // Leaked on purpose: it may be called until the process ends.
   auto* held = new py::object(std::move(factory));
   set_delegate_factory([held](
+                           const std::string& device,
                            const c10::intrusive_ptr<c10d::Store>& store,
                            int rank,
                            int size,
                            Milliseconds timeout) {
     const py::gil_scoped_acquire gil;
-    return (*held)(store, rank, size, timeout)
+    return (*held)(device, store, rank, size, timeout)
         .cast<c10::intrusive_ptr<c10d::Backend>>();
   });
 }
@@ -43,6 +44,11 @@ py::dict info_dict(ProcessGroupFused& group) {
   d["arena_reserved"] = info.arena_reserved;
   d["arena_used"] = info.arena_used;
   d["sequence_number"] = info.sequence_number;
+  d["cuda_arena"] = info.cuda_arena;
+  if (info.nccl_version != 0) {
+    d["nccl_version"] = info.nccl_version;
+    d["cuda_path"] = info.cuda_path;
+  }
   d["state"] = info.failed ? "failed" : "ok";
   return d;
 }
@@ -55,14 +61,27 @@ void bind_options(py::module_& m) {
           py::init([](Milliseconds timeout,
                       std::optional<int64_t> arena_bytes,
                       std::optional<int> threads,
-                      std::optional<bool> nan_check) {
-            TORCH_CHECK_VALUE(
-                !arena_bytes || *arena_bytes >= 0,
-                "fused: arena_bytes must not be negative");
+                      std::optional<bool> nan_check,
+                      std::optional<int64_t> cuda_chunk_bytes,
+                      std::optional<int64_t> cuda_arena_bytes,
+                      bool cpu_as_cuda) {
             auto options = c10::make_intrusive<Options>(timeout);
-            if (arena_bytes) {
-              options->engine.arena_bytes = static_cast<size_t>(*arena_bytes);
-            }
+            const auto bytes = [](const char* name,
+                                  const std::optional<int64_t>& from,
+                                  std::optional<size_t>& to) {
+              if (from) {
+                TORCH_CHECK_VALUE(
+                    *from >= 0, "fused: ", name, " must not be negative");
+                to = static_cast<size_t>(*from);
+              }
+            };
+            fusedpg::Options& engine = options->engine;
+            bytes("arena_bytes", arena_bytes, engine.arena_bytes);
+            bytes(
+                "cuda_chunk_bytes", cuda_chunk_bytes, engine.cuda_chunk_bytes);
+            bytes(
+                "cuda_arena_bytes", cuda_arena_bytes, engine.cuda_arena_bytes);
+            options->cpu_as_cuda = cpu_as_cuda;
             options->engine.threads = threads;
             options->engine.nan_check = nan_check;
             return options;
@@ -71,7 +90,16 @@ void bind_options(py::module_& m) {
           py::arg("timeout") = Milliseconds(kBackendDefaultTimeout),
           py::arg("arena_bytes") = py::none(),
           py::arg("threads") = py::none(),
-          py::arg("nan_check") = py::none())
+          py::arg("nan_check") = py::none(),
+          py::arg("cuda_chunk_bytes") = py::none(),
+          py::arg("cuda_arena_bytes") = py::none(),
+          py::arg("_cpu_as_cuda") = false)
+      .def_property_readonly(
+          "cuda_chunk_bytes",
+          [](const Options& o) { return o.engine.cuda_chunk_bytes; })
+      .def_property_readonly(
+          "cuda_arena_bytes",
+          [](const Options& o) { return o.engine.cuda_arena_bytes; })
       .def_property_readonly(
           "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
       .def_property_readonly(
@@ -192,9 +220,14 @@ void bind_group(py::module_& m) {
           "empty",
           [](ProcessGroupFused& group,
              const std::vector<int64_t>& sizes,
-             at::ScalarType dtype) { return group.empty(sizes, dtype); },
+             at::ScalarType dtype,
+             at::Device device) {
+            const py::gil_scoped_release no_gil;
+            return group.empty(sizes, dtype, device);
+          },
           py::arg("sizes"),
-          py::arg("dtype"))
+          py::arg("dtype"),
+          py::arg("device") = at::Device(at::kCPU))
       .def("in_arena", &ProcessGroupFused::in_arena, py::arg("tensor"))
       .def("info", &info_dict)
       .def(

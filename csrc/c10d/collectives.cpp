@@ -49,6 +49,9 @@ struct DelegatedReduction {
 ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce(
     Tensors& tensors,
     const c10d::AllreduceOptions& opts) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::allreduce, tensors, opts);
+  }
   check_count("all_reduce", "tensor", tensors.size(), 1);
   if (tensors[0].layout() == at::kSparse) {
     return allreduce_sparse(tensors, opts);
@@ -61,6 +64,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce(
 ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_coalesced(
     Tensors& tensors,
     const c10d::AllreduceCoalescedOptions& opts) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::allreduce_coalesced, tensors, opts);
+  }
   const Call call{
       c10d::OpType::ALLREDUCE,
       "fused:all_reduce",
@@ -111,6 +117,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_coalesced(
 ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_sparse(
     Tensors& tensors,
     const c10d::AllreduceOptions& opts) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::allreduce_sparse, tensors, opts);
+  }
   check_count("all_reduce", "tensor", tensors.size(), 1);
   log_once("all_reduce of sparse tensors uses Gloo in this version");
   const Call call{
@@ -127,6 +136,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_sparse(
 ProcessGroupFused::WorkPtr ProcessGroupFused::reduce(
     Tensors& tensors,
     const c10d::ReduceOptions& opts) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::reduce, tensors, opts);
+  }
   const Call call{
       c10d::OpType::REDUCE,
       "fused:reduce",
@@ -177,6 +189,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter(
     Tensors& outputs,
     TensorLists& inputs,
     const c10d::ReduceScatterOptions& opts) {
+  if (on_gpu(outputs)) {
+    return on_nccl(outputs, &Backend::reduce_scatter, outputs, inputs, opts);
+  }
   check_count("reduce_scatter", "output tensor", outputs.size(), 1);
   check_count("reduce_scatter", "list of inputs", inputs.size(), 1);
   check_count(
@@ -244,6 +259,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::_reduce_scatter_base(
     at::Tensor& output,
     at::Tensor& input,
     const c10d::ReduceScatterOptions& opts) {
+  if (on_gpu(output)) {
+    return on_nccl(output, &Backend::_reduce_scatter_base, output, input, opts);
+  }
   Tensors outputs{output};
   Tensors inputs{input};
   return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
@@ -253,6 +271,14 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::ReduceScatterOptions& opts) {
+  if (on_gpu(outputs)) {
+    return on_nccl(
+        outputs,
+        &Backend::reduce_scatter_tensor_coalesced,
+        outputs,
+        inputs,
+        opts);
+  }
   check_count("reduce_scatter_tensor", "inputs", inputs.size(), outputs.size());
   const Call call{
       c10d::OpType::_REDUCE_SCATTER_BASE,
@@ -319,6 +345,12 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter_tensor_coalesced(
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::barrier(
     const c10d::BarrierOptions& opts) {
+  if (opts.device && opts.device->is_cuda()) {
+    return on_nccl(
+        at::empty({0}, at::TensorOptions().device(*opts.device)),
+        &Backend::barrier,
+        opts);
+  }
   const Call call{
       c10d::OpType::BARRIER,
       "fused:barrier",

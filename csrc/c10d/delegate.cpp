@@ -20,6 +20,7 @@ void set_delegate_factory(DelegateFactory factory) {
 }
 
 c10::intrusive_ptr<c10d::Backend> make_delegate(
+    const std::string& device,
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
@@ -28,7 +29,7 @@ c10::intrusive_ptr<c10d::Backend> make_delegate(
       registered(),
       "fused: no backend to delegate to; import fusedpg before creating the "
       "group");
-  return registered()(store, rank, size, timeout);
+  return registered()(device, store, rank, size, timeout);
 }
 
 void log_once(const std::string& text) {

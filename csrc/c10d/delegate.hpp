@@ -2,15 +2,18 @@
 
 #include <chrono>
 #include <functional>
+#include <string>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace fusedpg {
 
-// Makes the backend that executes what the engine does not: torch's own Gloo.
-// Its C++ headers do not ship, so Python registers how to construct it.
+// Makes the backend that executes what the engines do not: torch's own Gloo for
+// device "cpu", NCCL for "cuda". Their C++ headers do not ship or need CUDA's,
+// so Python registers how to construct them.
 using DelegateFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
+    const std::string& device,
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
@@ -20,6 +23,7 @@ void set_delegate_factory(DelegateFactory factory);
 
 // Throws when none is registered. A collective call.
 c10::intrusive_ptr<c10d::Backend> make_delegate(
+    const std::string& device,
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,

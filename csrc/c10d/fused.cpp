@@ -33,6 +33,14 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
       p.unsafeGetTensorImpl()->bump_version();
     }
   }
+  if (on_gpu(arguments.params)) {
+    TORCH_CHECK_VALUE(
+        !arguments.shared_params,
+        "fused: parameters on a GPU cannot be shared between ranks");
+    check_open(call.title);
+    return cuda().fused_step(
+        std::move(arguments), call.title, call.timeout, async_op);
+  }
   // Kept by the closure, which may run after this call has returned.
   const auto a = std::make_shared<const StepArguments>(std::move(arguments));
   if (spans_hosts()) {
@@ -62,6 +70,11 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_shards_(
       "fused:reduce_shards",
       timeout_.load(),
       async_op};
+  if (on_gpu(arguments.grads)) {
+    check_open(call.title);
+    return cuda().reduce_shards(
+        std::move(arguments), call.title, call.timeout, async_op);
+  }
   const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
   if (spans_hosts()) {
     return run_delegated(call, a->grads, a->grads, [a](auto& backend) {
@@ -70,21 +83,10 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_shards_(
     });
   }
   return run(call, a->grads, a->grads, [a](Context& ctx) {
-    const ShardsCall whole = to_engine(*a);
-    const size_t n = whole.grads.size();
-    const size_t items = (n + kMaxStepTensors - 1) / kMaxStepTensors;
-    for (size_t i = 0; i < items; ++i) {
-      const size_t begin = i * kMaxStepTensors;
-      const size_t end = std::min(n, begin + kMaxStepTensors);
-      ShardsCall part = whole;
-      part.grads.assign(whole.grads.begin() + begin, whole.grads.begin() + end);
-      part.outputs.assign(
-          whole.outputs.begin() + begin, whole.outputs.begin() + end);
-      part.counts.assign(
-          whole.counts.begin() + begin, whole.counts.begin() + end);
-      part.used = whole.used ? whole.used + begin : nullptr;
-      ctx.begin_item(i, items);
-      reduce_shards(ctx, part);
+    const auto parts = split_shards(to_engine(*a));
+    for (size_t i = 0; i < parts.size(); ++i) {
+      ctx.begin_item(i, parts.size());
+      reduce_shards(ctx, parts[i]);
     }
   });
 }

@@ -53,7 +53,8 @@ class Checker {
       : a_(a),
         op_(op_name(a.op)),
         rank_(rank),
-        size_(size) {}
+        size_(size),
+        device_(a.params.empty() ? at::kCPU : a.params[0].device()) {}
 
   void check() const {
     check_lists();
@@ -65,6 +66,18 @@ class Checker {
   }
 
  private:
+  void check_place(const char* op, const at::Tensor& t) const {
+    check_dense(op, t);
+    TORCH_CHECK_VALUE(
+        t.device() == device_,
+        "fused: ",
+        op,
+        ": tensors of one call must be on one device, found ",
+        device_,
+        " and ",
+        t.device());
+  }
+
   void check_list(const char* name, size_t found, size_t expected) const {
     TORCH_CHECK_VALUE(
         found == expected,
@@ -103,8 +116,8 @@ class Checker {
   void check_param(size_t i) const {
     const at::Tensor& p = a_.params[i];
     const at::Tensor& g = a_.grads[i];
-    check_tensor(op_, p);
-    check_tensor(op_, g);
+    check_place(op_, p);
+    check_place(op_, g);
     TORCH_CHECK_VALUE(
         is_supported(p.scalar_type()),
         "fused: ",
@@ -156,7 +169,7 @@ class Checker {
       const at::Tensor& t,
       const ShardRange& range,
       std::initializer_list<at::ScalarType> types) const {
-    check_tensor(op_, t);
+    check_place(op_, t);
     const bool typed =
         std::find(types.begin(), types.end(), t.scalar_type()) != types.end();
     TORCH_CHECK_VALUE(
@@ -205,12 +218,13 @@ class Checker {
       const at::Tensor& step = a_.steps[i];
       TORCH_CHECK_VALUE(
           step.numel() == 1 && step.scalar_type() == at::kFloat &&
-              step.device().is_cpu(),
+              step.device() == device_,
           "fused: ",
           op_,
           ": state_steps[",
           i,
-          "] must be a float32 scalar tensor on the CPU");
+          "] must be a float32 scalar tensor on ",
+          device_);
     }
   }
 
@@ -219,11 +233,11 @@ class Checker {
       TORCH_CHECK_VALUE(
           !t ||
               (t->numel() == 1 && t->scalar_type() == at::kFloat &&
-               t->device().is_cpu()),
+               t->device() == device_),
           "fused: ",
           op_,
-          ": grad_scale and found_inf must be float32 scalar tensors on the "
-          "CPU");
+          ": grad_scale and found_inf must be float32 scalar tensors on ",
+          device_);
     }
     TORCH_CHECK_VALUE(
         !a_.hypers.empty(), "fused: ", op_, ": no hyperparameters");
@@ -254,12 +268,14 @@ class Checker {
   const char* op_;
   const int rank_;
   const int size_;
+  const at::Device device_;
 };
 
 void check_reduction(
     const char* op,
     const ReductionArguments& r,
-    size_t tensors) {
+    size_t tensors,
+    at::Device device) {
   TORCH_CHECK_VALUE(
       !r.weight || (r.mean && *r.weight >= 0 && std::isfinite(*r.weight)),
       "fused: ",
@@ -268,10 +284,13 @@ void check_reduction(
   TORCH_CHECK_VALUE(
       !r.used ||
           (r.used->scalar_type() == at::kByte && r.used->is_contiguous() &&
+           r.used->device() == device &&
            r.used->numel() == static_cast<int64_t>(tensors)),
       "fused: ",
       op,
-      ": used must be a contiguous uint8 tensor with an element for each of ",
+      ": used must be a contiguous uint8 tensor on ",
+      device,
+      " with an element for each of ",
       tensors,
       " tensors");
 }
@@ -300,6 +319,11 @@ GradReduction to_engine(const ReductionArguments& r) {
   return {r.mean, r.weight};
 }
 
+unsigned variant_of(const StepHyper& h) {
+  return unsigned(h.momentum != 0) | unsigned(h.nesterov) << 1 |
+      unsigned(h.decoupled) << 2 | unsigned(h.amsgrad) << 3;
+}
+
 StepTensor to_engine(const StepArguments& a, size_t i, const at::Tensor& grad) {
   const at::Tensor& param = a.params[i];
   StepTensor t;
@@ -316,11 +340,26 @@ StepTensor to_engine(const StepArguments& a, size_t i, const at::Tensor& grad) {
   return t;
 }
 
+// A learning rate in the memory of a GPU stays there: nobody waits for it.
+DeviceScalar device_lr(const HyperArguments& h) {
+  const auto* lr = std::get_if<at::Tensor>(&h.lr);
+  if (lr == nullptr || lr->device().is_cpu()) {
+    return {};
+  }
+  TORCH_CHECK_VALUE(
+      lr->numel() == 1 &&
+          (lr->scalar_type() == at::kFloat || lr->scalar_type() == at::kDouble),
+      "fused: lr on a GPU must be a float32 or float64 scalar tensor");
+  return {lr->const_data_ptr(), to_dtype(lr->scalar_type())};
+}
+
 StepHyper to_engine(const HyperArguments& h) {
   StepHyper hyper = h.rest;
-  hyper.lr = std::holds_alternative<double>(h.lr)
-      ? std::get<double>(h.lr)
-      : std::get<at::Tensor>(h.lr).item<double>();
+  if (const auto* lr = std::get_if<double>(&h.lr)) {
+    hyper.lr = *lr;
+  } else if (device_lr(h).data == nullptr) {
+    hyper.lr = std::get<at::Tensor>(h.lr).item<double>();
+  }
   return hyper;
 }
 
@@ -341,14 +380,20 @@ OpCode step_op(const std::string& name) {
 
 void check_arguments(const StepArguments& a, int rank, int size) {
   Checker(a, rank, size).check();
-  check_reduction(op_name(a.op), a.reduction, a.params.size());
+  check_reduction(
+      op_name(a.op), a.reduction, a.params.size(), a.params[0].device());
 }
 
 void check_arguments(const ShardsArguments& a) {
   const char* op = op_name(OpCode::kReduceShards);
   TORCH_CHECK_VALUE(!a.grads.empty(), "fused: ", op, ": no tensors");
   for (const at::Tensor& g : a.grads) {
-    check_tensor(op, g);
+    check_dense(op, g);
+    TORCH_CHECK_VALUE(
+        g.device() == a.grads[0].device(),
+        "fused: ",
+        op,
+        ": gradients must be on one device");
     TORCH_CHECK_VALUE(
         is_supported(g.scalar_type()) && g.is_non_overlapping_and_dense() &&
             g.scalar_type() == a.grads[0].scalar_type(),
@@ -366,24 +411,28 @@ void check_arguments(const ShardsArguments& a) {
       " tensors, expected ",
       a.grads.size());
   for (size_t i = 0; i < a.outputs.size(); ++i) {
-    check_tensor(op, a.outputs[i]);
+    check_dense(op, a.outputs[i]);
     TORCH_CHECK_VALUE(
-        a.outputs[i].sizes() == a.grads[i].sizes() &&
+        a.outputs[i].device() == a.grads[i].device() &&
+            a.outputs[i].sizes() == a.grads[i].sizes() &&
             a.outputs[i].strides() == a.grads[i].strides() &&
             a.outputs[i].scalar_type() == a.grads[i].scalar_type(),
         "fused: ",
         op,
         ": outputs[",
         i,
-        "] must have the sizes, strides and type of its gradient");
+        "] must have the sizes, strides, type and device of its gradient");
   }
-  check_reduction(op, a.reduction, a.grads.size());
+  check_reduction(op, a.reduction, a.grads.size(), a.grads[0].device());
 }
 
 StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments)
     : arguments_(std::move(arguments)) {
   const StepArguments& a = *arguments_;
-  using Types = std::tuple<at::ScalarType, at::ScalarType, at::ScalarType>;
+  // What one engine call cannot mix: types, and variants of the formula.
+  using Types =
+      std::tuple<at::ScalarType, at::ScalarType, at::ScalarType, unsigned>;
+  const bool on_cpu = a.params[0].device().is_cpu();
   std::map<Types, size_t> open; // calls that still take tensors
   Hash whole;
   StepCall shared;
@@ -397,6 +446,7 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments)
   shared.found_inf = a.found_inf ? a.found_inf->data_ptr<float>() : nullptr;
   for (const HyperArguments& h : a.hypers) {
     shared.hypers.push_back(to_engine(h));
+    shared.lrs.push_back(device_lr(h));
   }
   for (size_t i = 0; i < a.params.size(); ++i) {
     const at::Tensor& param = a.params[i];
@@ -404,7 +454,13 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments)
     const at::ScalarType state = a.states.empty() || a.states[0].empty()
         ? compute_type(param.scalar_type())
         : a.states[0][i].scalar_type();
-    const Types types{param.scalar_type(), grads_.back().scalar_type(), state};
+    const size_t group =
+        a.hyper_index.empty() ? 0 : static_cast<size_t>(a.hyper_index[i]);
+    const Types types{
+        param.scalar_type(),
+        grads_.back().scalar_type(),
+        state,
+        variant_of(a.hypers[group].rest)};
     auto found = open.find(types);
     if (found == open.end() ||
         members_[found->second].size() == kMaxStepTensors) {
@@ -415,31 +471,51 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments)
       calls_.back().grad_type = to_dtype(std::get<1>(types));
       calls_.back().state_type = to_dtype(state);
       members_.emplace_back();
-      used_.emplace_back();
     }
     const size_t call = found->second;
     calls_[call].tensors.push_back(to_engine(a, i, grads_.back()));
-    members_[call].push_back(i);
-    if (a.reduction.used) {
-      used_[call].push_back(a.reduction.used->const_data_ptr<uint8_t>()[i]);
-    }
+    members_[call].push_back(static_cast<int64_t>(i));
     const StepTensor& t = calls_[call].tensors.back();
-    whole.add(t.layout_hash).add(t.step ? double(*t.step) : 0.0);
+    whole.add(t.layout_hash).add(t.step && on_cpu ? double(*t.step) : 0.0);
   }
   for (size_t c = 0; c < calls_.size(); ++c) {
     // A disagreement anywhere must stop all of it.
     calls_[c].call_hash = calls_.size() > 1 ? whole.value() : 0;
-    calls_[c].used = a.reduction.used ? used_[c].data() : nullptr;
+    if (a.reduction.used) {
+      const at::Tensor& used = *a.reduction.used;
+      used_.push_back(
+          calls_.size() == 1 ? used : used.index_select(0, positions(c)));
+      calls_[c].used = used_[c].data_ptr<uint8_t>();
+    }
   }
 }
 
+at::Tensor StepPlan::positions(size_t i) const {
+  return at::tensor(members_[i], at::kLong).to(arguments_->params[0].device());
+}
+
 void StepPlan::take_used(size_t i) {
-  if (arguments_->reduction.used) {
-    for (size_t k = 0; k < members_[i].size(); ++k) {
-      arguments_->reduction.used->data_ptr<uint8_t>()[members_[i][k]] =
-          used_[i][k];
-    }
+  if (has_used() && calls_.size() > 1) {
+    at::Tensor used = *arguments_->reduction.used;
+    used.index_copy_(0, positions(i), used_[i]);
   }
+}
+
+std::vector<ShardsCall> split_shards(const ShardsCall& whole) {
+  std::vector<ShardsCall> parts;
+  const size_t n = whole.grads.size();
+  for (size_t begin = 0; begin < n; begin += kMaxStepTensors) {
+    const size_t end = std::min(n, begin + kMaxStepTensors);
+    ShardsCall part = whole;
+    part.grads.assign(whole.grads.begin() + begin, whole.grads.begin() + end);
+    part.outputs.assign(
+        whole.outputs.begin() + begin, whole.outputs.begin() + end);
+    part.counts.assign(
+        whole.counts.begin() + begin, whole.counts.begin() + end);
+    part.used = whole.used ? whole.used + begin : nullptr;
+    parts.push_back(std::move(part));
+  }
+  return parts;
 }
 
 ShardsCall to_engine(const ShardsArguments& a) {

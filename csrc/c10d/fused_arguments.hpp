@@ -60,6 +60,8 @@ void check_arguments(const StepArguments& a, int rank, int size);
 void check_arguments(const ShardsArguments& a);
 
 ShardsCall to_engine(const ShardsArguments& a);
+// Into operations of a limited number of tensors.
+std::vector<ShardsCall> split_shards(const ShardsCall& whole);
 
 // The call cut into operations that one engine call can do: of one combination
 // of types, and of a limited number of tensors. Owns what the calls point to.
@@ -71,15 +73,21 @@ class StepPlan {
   std::vector<StepCall>& calls() {
     return calls_;
   }
+  bool has_used() const {
+    return arguments_->reduction.used.has_value();
+  }
   // The flags that calls()[i] left, into the caller's tensor.
   void take_used(size_t i);
 
  private:
+  // Of the tensors of calls()[i] in the caller's lists.
+  at::Tensor positions(size_t i) const;
+
   std::shared_ptr<const StepArguments> arguments_;
   std::vector<at::Tensor> grads_; // laid out as their parameters
   std::vector<StepCall> calls_;
-  std::vector<std::vector<size_t>> members_; // tensors of each call
-  std::vector<std::vector<uint8_t>> used_;
+  std::vector<std::vector<int64_t>> members_; // tensors of each call
+  std::vector<at::Tensor> used_;
 };
 
 // The same step composed of another backend's collectives.

@@ -56,23 +56,31 @@ at::Tensor tensor_in(
 } // namespace
 
 std::shared_ptr<c10::Allocator> ProcessGroupFused::getMemAllocator() {
+  // It is asked for no device: a group that is bound to a GPU means that.
+  if (const auto device = getBoundDeviceId(); device && device->is_cuda()) {
+    return cuda_->pool_allocator(timeout_.load());
+  }
   TORCH_CHECK(
       !spans_hosts(), "fused: a group that spans hosts has no shared arena");
   return std::make_shared<ArenaAllocator>(engine_->domain().arena());
 }
 
-bool ProcessGroupFused::supportsTensorAlloc(c10::DeviceIndex /* device */) {
+// DDP asks with index -1 for the CPU.
+bool ProcessGroupFused::supportsTensorAlloc(c10::DeviceIndex device) {
+  if ((device >= 0 || options_->cpu_as_cuda) &&
+      settings_.cuda_arena_bytes > 0) {
+    return true;
+  }
   return !spans_hosts() && engine_->domain().arena()->heap_bytes() > 0;
 }
 
 at::Tensor ProcessGroupFused::allocateTensor(
     long size,
     at::TensorOptions options) {
-  TORCH_CHECK_VALUE(
-      options.device().is_cpu(),
-      "fused: allocateTensor for ",
-      options.device(),
-      ": only CPU tensors can be allocated in this version");
+  if (options.device().is_cuda() || options_->cpu_as_cuda) {
+    const auto t = cuda_->allocate({size}, options, timeout_.load());
+    return t ? *t : at::empty({size}, options);
+  }
   if (!spans_hosts() && !forked()) {
     try {
       return tensor_in(engine_->domain().arena(), {size}, options);
@@ -88,7 +96,18 @@ at::Tensor ProcessGroupFused::allocateTensor(
 
 at::Tensor ProcessGroupFused::empty(
     at::IntArrayRef sizes,
-    at::ScalarType type) {
+    at::ScalarType type,
+    at::Device device) {
+  TORCH_CHECK_VALUE(
+      device.is_cpu() || device.is_cuda(),
+      "fused: empty: device must be the CPU or a GPU, got ",
+      device);
+  const auto options = at::TensorOptions().dtype(type).device(device);
+  if (device.is_cuda() || options_->cpu_as_cuda) {
+    check_open("fused:empty");
+    const auto t = cuda_->allocate(sizes, options, timeout_.load());
+    return t ? *t : at::empty(sizes, options);
+  }
   if (spans_hosts()) {
     return at::empty(sizes, at::TensorOptions().dtype(type));
   }
@@ -117,6 +136,14 @@ at::Tensor ProcessGroupFused::empty_shared(
 }
 
 bool ProcessGroupFused::in_arena(const at::Tensor& t) const {
+  if (on_gpu(t)) {
+    const auto engine = cuda_->engine();
+    const auto* begin =
+        engine ? static_cast<const char*>(engine->arena()) : nullptr;
+    const auto* data = static_cast<const char*>(t.const_data_ptr());
+    return begin != nullptr && data >= begin &&
+        data < begin + engine->arena_bytes();
+  }
   return !spans_hosts() && t.device().is_cpu() && t.has_storage() &&
       t.storage().nbytes() != 0 &&
       engine_->domain()

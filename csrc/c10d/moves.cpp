@@ -84,6 +84,9 @@ std::vector<Span> split_spans(
 ProcessGroupFused::WorkPtr ProcessGroupFused::broadcast(
     Tensors& tensors,
     const c10d::BroadcastOptions& opts) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::broadcast, tensors, opts);
+  }
   const Call call{
       c10d::OpType::BROADCAST,
       "fused:broadcast",
@@ -115,6 +118,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
+  if (on_gpu(inputs)) {
+    return on_nccl(inputs, &Backend::allgather, outputs, inputs, opts);
+  }
   check_count("all_gather", "input tensor", inputs.size(), 1);
   return gather_lists(outputs, inputs, opts);
 }
@@ -123,6 +129,10 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_coalesced(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
+  if (on_gpu(inputs)) {
+    return on_nccl(
+        inputs, &Backend::allgather_coalesced, outputs, inputs, opts);
+  }
   // Here outputs[p] holds what comes from rank p, a tensor for each input.
   check_count(
       "all_gather_coalesced",
@@ -209,6 +219,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::_allgather_base(
     at::Tensor& output,
     at::Tensor& input,
     const c10d::AllgatherOptions& opts) {
+  if (on_gpu(output)) {
+    return on_nccl(output, &Backend::_allgather_base, output, input, opts);
+  }
   Tensors outputs{output};
   Tensors inputs{input};
   return allgather_into_tensor_coalesced(outputs, inputs, opts);
@@ -218,6 +231,14 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
+  if (on_gpu(outputs)) {
+    return on_nccl(
+        outputs,
+        &Backend::allgather_into_tensor_coalesced,
+        outputs,
+        inputs,
+        opts);
+  }
   const Call call{
       c10d::OpType::_ALLGATHER_BASE,
       "fused:_all_gather_base",
@@ -279,6 +300,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::GatherOptions& opts) {
+  if (on_gpu(inputs)) {
+    return on_nccl(inputs, &Backend::gather, outputs, inputs, opts);
+  }
   const Call call{
       c10d::OpType::GATHER,
       "fused:gather",
@@ -325,6 +349,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::scatter(
     Tensors& outputs,
     TensorLists& inputs,
     const c10d::ScatterOptions& opts) {
+  if (on_gpu(outputs)) {
+    return on_nccl(outputs, &Backend::scatter, outputs, inputs, opts);
+  }
   const Call call{
       c10d::OpType::SCATTER,
       "fused:scatter",
@@ -370,6 +397,16 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& opts) {
+  if (on_gpu(output)) {
+    return on_nccl(
+        output,
+        &Backend::alltoall_base,
+        output,
+        input,
+        output_splits,
+        input_splits,
+        opts);
+  }
   const Call call{
       c10d::OpType::ALLTOALL_BASE,
       "fused:all_to_all",
@@ -409,6 +446,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::alltoall(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllToAllOptions& opts) {
+  if (on_gpu(outputs)) {
+    return on_nccl(outputs, &Backend::alltoall, outputs, inputs, opts);
+  }
   const Call call{
       c10d::OpType::ALLTOALL,
       "fused:all_to_all",

@@ -236,7 +236,9 @@ TORCH_LIBRARY(fusedpg, m) {
   }
 }
 
-TORCH_LIBRARY_IMPL(fusedpg, CPU, m) {
+namespace {
+
+void implement(torch::Library& m) {
   using Tensor = const at::Tensor&;
   m.impl("fused_sgd_", &sgd<double>);
   m.impl("fused_sgd_.tensor_lr", &sgd<Tensor>);
@@ -246,6 +248,15 @@ TORCH_LIBRARY_IMPL(fusedpg, CPU, m) {
   m.impl("fused_adamw_.tensor_lr", &adam<OpCode::kFusedAdamW, Tensor>);
   m.impl("fused_lamb_", &lamb<double>);
   m.impl("fused_lamb_.tensor_lr", &lamb<Tensor>);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(fusedpg, CPU, m) {
+  implement(m);
+}
+TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
+  implement(m);
 }
 
 TORCH_LIBRARY_IMPL(fusedpg, Meta, m) {

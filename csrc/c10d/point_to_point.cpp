@@ -35,6 +35,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::send(
     Tensors& tensors,
     int dst,
     int tag) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::send, tensors, dst, tag);
+  }
   check_open("fused:send");
   check_count("send", "tensor", tensors.size(), 1);
   check_tensor("send", tensors[0]);
@@ -62,6 +65,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::recv(
     Tensors& tensors,
     int src,
     int tag) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::recv, tensors, src, tag);
+  }
   check_root("recv", src);
   TORCH_CHECK_VALUE(
       src != getRank(), "fused: recv: rank ", src, " is this one");
@@ -75,6 +81,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::recv(
 ProcessGroupFused::WorkPtr ProcessGroupFused::recvAnysource(
     Tensors& tensors,
     int tag) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::recvAnysource, tensors, tag);
+  }
   if (spans_hosts()) {
     check_open("fused:recvAnySource");
     return remember(delegate().recvAnysource(tensors, tag));

@@ -1,6 +1,5 @@
 #include "c10d/process_group_fused.hpp"
 
-#include <Python.h>
 #include <unistd.h>
 
 #include <set>
@@ -9,9 +8,14 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/errors.hpp"
+#include "c10d/gil.hpp"
+#include "c10d/store_rendezvous.hpp"
 
 namespace fusedpg {
 namespace {
+
+// For outstanding work on the GPU when a group is shut down.
+constexpr std::chrono::milliseconds kShutdownPatience{10000};
 
 // Groups to shut down when the interpreter exits.
 struct Registry {
@@ -23,51 +27,6 @@ Registry& registry() {
   static auto* r = new Registry();
   return *r;
 }
-
-class StoreRendezvous : public Rendezvous {
- public:
-  explicit StoreRendezvous(c10::intrusive_ptr<c10d::Store> store)
-      : store_(std::move(store)) {}
-  void set(const std::string& key, const std::string& value) override {
-    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
-  }
-  std::string get(const std::string& key, const Deadline& deadline) override {
-    store_->wait(
-        {key},
-        std::max(
-            std::chrono::duration_cast<std::chrono::milliseconds>(
-                deadline.remaining()),
-            std::chrono::milliseconds(1)));
-    const auto bytes = store_->get(key);
-    return std::string(bytes.begin(), bytes.end());
-  }
-  int64_t add(const std::string& key, int64_t amount) override {
-    return store_->add(key, amount);
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Store> store_;
-};
-
-// Releases the GIL for a scope if this thread holds it: threads that are joined
-// there may need it to drop their last tensors.
-class ReleaseGil {
- public:
-  ReleaseGil()
-      : state_(
-            Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread()
-                                                     : nullptr) {}
-  ~ReleaseGil() {
-    if (state_ != nullptr) {
-      PyEval_RestoreThread(state_);
-    }
-  }
-  ReleaseGil(const ReleaseGil&) = delete;
-  ReleaseGil& operator=(const ReleaseGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 } // namespace
 
@@ -86,6 +45,18 @@ ProcessGroupFused::ProcessGroupFused(
         return select_kernels(settings_);
       })),
       executor_(std::make_unique<Executor>()) {
+  cuda_ = std::make_unique<CudaGroup>(
+      store,
+      rank,
+      size,
+      settings_,
+      [this](const std::string& what) {
+        if (engine_ != nullptr) {
+          engine_->domain().check_peers(
+              what, [this](int p) { return p != getRank(); });
+        }
+      },
+      options_->cpu_as_cuda);
   const Deadline deadline(options_->timeout);
   translate([&] {
     Bootstrap bootstrap(rank, size, settings_);
@@ -126,6 +97,7 @@ ProcessGroupFused::~ProcessGroupFused() {
   }
   if (forked()) {
     // A forked child has none of the threads these would join.
+    (void)cuda_.release();
     (void)delegate_.release();
     (void)mailbox_.release();
     (void)engine_.release();
@@ -134,6 +106,7 @@ ProcessGroupFused::~ProcessGroupFused() {
   }
   const ReleaseGil release;
   shutdown();
+  cuda_.reset();
   mailbox_.reset();
   executor_.reset();
   engine_.reset();
@@ -220,7 +193,7 @@ thread_local Coalescing coalescing;
 } // namespace
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::remember(WorkPtr work) {
-  if (coalescing.group == this) {
+  if (coalescing.group == this && work) {
     coalescing.works.push_back(work);
   }
   return work;
@@ -230,21 +203,37 @@ void ProcessGroupFused::startCoalescing() {
   // What an exception has left behind is over.
   coalescing.works.clear();
   coalescing.group = this;
+  if (const auto nccl = cuda_->inner(); nccl && nccl->supportsCoalescing()) {
+    nccl->startCoalescing();
+  }
 }
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::endCoalescing() {
   TORCH_CHECK(
       coalescing.group == this,
       "fused: endCoalescing without startCoalescing on this group and thread");
+  if (const auto nccl = cuda_->inner(); nccl && nccl->supportsCoalescing()) {
+    if (const auto work = nccl->endCoalescing()) {
+      remember(work);
+    }
+  }
   coalescing.group = nullptr;
   return c10::make_intrusive<WorkGroup>(
       getRank(), std::exchange(coalescing.works, {}));
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::ordinary(
+    const at::Tensor& tensor,
+    const CudaGroup::Ordinary& call) {
+  check_open("fused: a collective of CUDA tensors");
+  return remember(cuda_->ordinary(tensor, timeout_.load(), call));
 }
 
 c10d::Backend& ProcessGroupFused::delegate() {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!delegate_) {
     delegate_ = make_delegate(
+        "cpu",
         c10::make_intrusive<c10d::PrefixStore>("fusedpg-delegate", store_),
         getRank(),
         getSize(),
@@ -359,14 +348,15 @@ uint64_t ProcessGroupFused::getSequenceNumberForGroup() {
 }
 
 c10d::ErrorType ProcessGroupFused::getError() {
-  if (engine_ == nullptr) {
+  ErrorKind kind;
+  if (const auto cuda = cuda_->engine(); cuda && cuda->failed()) {
+    kind = cuda->failure_kind();
+  } else if (engine_ != nullptr && engine_->domain().failed()) {
+    kind = engine_->domain().failure_kind();
+  } else {
     return c10d::ErrorType::SUCCESS;
   }
-  Domain& domain = engine_->domain();
-  if (!domain.failed()) {
-    return c10d::ErrorType::SUCCESS;
-  }
-  switch (domain.failure_kind()) {
+  switch (kind) {
     case ErrorKind::kTimeout:
       return c10d::ErrorType::TIMEOUT;
     case ErrorKind::kPeerDead:
@@ -393,6 +383,7 @@ void ProcessGroupFused::abort() {
     return;
   }
   const ReleaseGil release;
+  cuda_->abort();
   abort_delegate();
   if (engine_ != nullptr) {
     engine_->abort(*executor_);
@@ -404,6 +395,7 @@ void ProcessGroupFused::shutdown() {
     return;
   }
   const ReleaseGil release;
+  cuda_->shutdown(kShutdownPatience);
   executor_->stop();
   {
     std::lock_guard<std::mutex> lock(mailbox_mutex_);
@@ -445,6 +437,12 @@ ProcessGroupFused::Info ProcessGroupFused::info() {
   i.arena_used = spans_hosts() ? 0 : engine_->domain().arena()->used_bytes();
   i.sequence_number = executor_->tickets();
   i.failed = !spans_hosts() && engine_->domain().failed();
+  i.cuda_arena = settings_.cuda_arena_bytes;
+  if (const auto cuda = cuda_->engine()) {
+    i.failed = i.failed || cuda->failed();
+    i.nccl_version = cuda->nccl().version;
+    i.cuda_path = cuda->path_of_last_step();
+  }
   return i;
 }
 

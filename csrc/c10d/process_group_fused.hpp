@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "c10d/cuda_group.hpp"
 #include "c10d/delegate.hpp"
 #include "c10d/fused_arguments.hpp"
 #include "c10d/work_fused.hpp"
@@ -35,6 +36,8 @@ class ProcessGroupFused : public c10d::Backend {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : c10d::Backend::Options("fused", timeout) {}
     fusedpg::Options engine;
+    // CPU tensors are taken for a GPU's: tests, with a fake CUDA and NCCL.
+    bool cpu_as_cuda = false;
   };
 
   // Collective over the ranks of the group.
@@ -144,7 +147,10 @@ class ProcessGroupFused : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   // A tensor in the arena, or an error; ordinary memory when the group spans
   // hosts.
-  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type);
+  at::Tensor empty(
+      at::IntArrayRef sizes,
+      at::ScalarType type,
+      at::Device device = at::kCPU);
   bool in_arena(const at::Tensor& t) const;
   // Collective: a tensor of which the ranks of the group hold one physical
   // copy.
@@ -184,6 +190,9 @@ class ProcessGroupFused : public c10d::Backend {
     size_t arena_used;
     uint64_t sequence_number;
     bool failed;
+    size_t cuda_arena = 0; // bytes that were asked for
+    int nccl_version = 0; // of the CUDA engine; 0: none
+    std::string cuda_path; // of its last step: "stock" or "direct"
   };
   Info info();
 
@@ -226,6 +235,36 @@ class ProcessGroupFused : public c10d::Backend {
       const char* title);
   WorkPtr remember(WorkPtr work);
 
+  // Whether the CUDA side of the group has to do with these tensors.
+  bool on_gpu(const at::Tensor& t) const {
+    return t.is_cuda() || options_->cpu_as_cuda;
+  }
+  bool on_gpu(const Tensors& tensors) const {
+    return !tensors.empty() && on_gpu(tensors[0]);
+  }
+  bool on_gpu(const TensorLists& lists) const {
+    return !lists.empty() && on_gpu(lists[0]);
+  }
+  CudaGroup& cuda() {
+    return *cuda_;
+  }
+  static const at::Tensor& first(const at::Tensor& t) {
+    return t;
+  }
+  template <typename List>
+  static const at::Tensor& first(const List& list) {
+    return first(list[0]);
+  }
+  // An ordinary collective of CUDA tensors: the same method of
+  // ProcessGroupNCCL.
+  template <typename Tensors, typename Method, typename... Args>
+  WorkPtr on_nccl(const Tensors& tensors, Method method, Args&... args) {
+    return ordinary(first(tensors), [&](c10d::Backend& nccl) {
+      return (nccl.*method)(args...);
+    });
+  }
+  WorkPtr ordinary(const at::Tensor& tensor, const CudaGroup::Ordinary& call);
+
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds given) const {
     return given > std::chrono::milliseconds(0) ? given : timeout_.load();
   }
@@ -259,6 +298,7 @@ class ProcessGroupFused : public c10d::Backend {
   std::unique_ptr<Mailbox> mailbox_; // made by the first send or recv
   std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
+  std::unique_ptr<CudaGroup> cuda_; // makes what it needs when needed
   std::atomic<bool> closed_{false};
   std::atomic<int> children_{0}; // groups made by shrink()
 };

@@ -98,14 +98,16 @@ kernels::ReduceArgs to_reduce_args(
 
 void check_tensor(const char* op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
-      !t.is_cuda(),
+      t.device().is_cpu(),
       "fused: ",
       op,
-      " got a CUDA tensor, but the CUDA engine is not built into this version "
-      "of fusedpg. Use backend \"cpu:fused,cuda:nccl\" to keep CUDA tensors on "
-      "NCCL.");
-  TORCH_CHECK_VALUE(
-      t.device().is_cpu(), "fused: ", op, " got a tensor on ", t.device());
+      " got a tensor on ",
+      t.device(),
+      "; all tensors of one call are to be on the CPU or all on one GPU");
+  check_dense(op, t);
+}
+
+void check_dense(const char* op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.layout() == at::kStrided,
       "fused: ",

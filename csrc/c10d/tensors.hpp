@@ -20,6 +20,8 @@ kernels::ReduceArgs to_reduce_args(
 
 // Throws ValueError unless `t` is a dense CPU tensor; `op` is torch's name.
 void check_tensor(const char* op, const at::Tensor& t);
+// The same on any device.
+void check_dense(const char* op, const at::Tensor& t);
 
 // A tensor as the engine wants it: contiguous. A tensor that is not is copied,
 // and copied back by finish() if it was an output.

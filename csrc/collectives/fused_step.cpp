@@ -32,26 +32,7 @@ Formula formula(OpCode op) {
 uint64_t value_hash(const StepCall& call) {
   Hash hash;
   for (const StepHyper& h : call.hypers) {
-    for (const double value :
-         {h.lr,
-          h.beta1,
-          h.beta2,
-          h.eps,
-          h.weight_decay,
-          h.momentum,
-          h.dampening}) {
-      hash.add(value);
-    }
-    for (const bool value :
-         {h.nesterov,
-          h.first_step,
-          h.decoupled,
-          h.amsgrad,
-          h.maximize,
-          h.trust_clip,
-          h.always_adapt}) {
-      hash.add(uint64_t(value));
-    }
+    hash.add(hyper_hash(h));
   }
   hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.reduced));
   hash.add(call.grad_scale ? double(*call.grad_scale) : 1.0);
@@ -326,46 +307,8 @@ kernels::UpdateArgs update_args(
   a.grad_factor =
       (h.maximize ? -1.0 : 1.0) / (scale * (divide ? world_size : 1));
   const double step = tensor.step ? *tensor.step + 1.0 : 1.0;
-  const double bias_correction1 = 1.0 - std::pow(h.beta1, step);
-  const double bias_correction2 = 1.0 - std::pow(h.beta2, step);
-
-  a.sgd.lr = h.lr;
-  a.sgd.weight_decay = h.weight_decay;
-  a.sgd.momentum = h.momentum;
-  a.sgd.one_minus_dampening = 1.0 - h.dampening;
-  a.sgd.nesterov = h.nesterov;
-  a.sgd.first_step = h.first_step;
-
-  a.adam.decay = h.decoupled ? 1.0 - h.lr * h.weight_decay : 1.0;
-  a.adam.l2 = h.decoupled ? 0.0 : h.weight_decay;
-  a.adam.beta1 = h.beta1;
-  a.adam.one_minus_beta1 = 1.0 - h.beta1;
-  a.adam.beta2 = h.beta2;
-  a.adam.one_minus_beta2 = 1.0 - h.beta2;
-  a.adam.eps = h.eps;
-  a.adam.step_size = h.lr / bias_correction1;
-  a.adam.bias_correction2_sqrt = std::sqrt(bias_correction2);
-  a.adam.decoupled = h.decoupled;
-  a.adam.amsgrad = h.amsgrad;
-
-  a.lamb.beta1 = h.beta1;
-  a.lamb.one_minus_beta1 = 1.0 - h.beta1;
-  a.lamb.beta2 = h.beta2;
-  a.lamb.one_minus_beta2 = 1.0 - h.beta2;
-  a.lamb.eps = h.eps;
-  a.lamb.inverse_bias_correction1 = 1.0 / bias_correction1;
-  a.lamb.inverse_bias_correction2 = 1.0 / bias_correction2;
-  a.lamb.weight_decay = h.weight_decay;
+  kernels::resolve_scalars(h, step, a);
   return a;
-}
-
-double trust_ratio(const StepHyper& hyper, double param, double direction) {
-  if ((hyper.weight_decay == 0 && !hyper.always_adapt) || !(param > 0) ||
-      !(direction > 0)) {
-    return 1.0;
-  }
-  const double ratio = std::sqrt(param) / std::sqrt(direction);
-  return hyper.trust_clip ? std::min(ratio, 1.0) : ratio;
 }
 
 void fused_step(Context& ctx, const StepCall& call) {

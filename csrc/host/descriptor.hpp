@@ -4,31 +4,10 @@
 #include <string>
 
 #include "base/dtype.hpp"
+#include "base/hash.hpp"
+#include "base/op_code.hpp"
 
 namespace fusedpg {
-
-// Operations as ranks name them to each other. Append, never reorder.
-enum class OpCode : uint8_t {
-  kNone = 0,
-  kAllReduce,
-  kReduce,
-  kReduceScatter,
-  kAllGather,
-  kBroadcast,
-  kGather,
-  kScatter,
-  kAllToAll,
-  kBarrier,
-  kFusedAdamW,
-  kFusedSgd,
-  kFusedAdam,
-  kFusedLamb,
-  kReduceShards,
-  kShareMemory,
-};
-
-// torch.distributed's name: "all_reduce".
-const char* op_name(OpCode op);
 
 constexpr uint64_t kNotInArena = ~uint64_t(0);
 
@@ -66,27 +45,5 @@ std::string describe(const OpDescriptor& d);
 // The first difference that makes two descriptors incompatible, as
 // "dtype float32 here, float64 there"; empty when they agree.
 std::string difference(const OpDescriptor& here, const OpDescriptor& there);
-
-// FNV-1a, for shape_hash and value_hash.
-class Hash {
- public:
-  Hash& add(uint64_t value) {
-    for (int i = 0; i < 8; ++i) {
-      value_ = (value_ ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3ULL;
-    }
-    return *this;
-  }
-  Hash& add(double value) {
-    uint64_t bits;
-    __builtin_memcpy(&bits, &value, sizeof bits);
-    return add(bits);
-  }
-  uint64_t value() const {
-    return value_;
-  }
-
- private:
-  uint64_t value_ = 0xcbf29ce484222325ULL;
-};
 
 } // namespace fusedpg

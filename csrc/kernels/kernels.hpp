@@ -4,9 +4,7 @@
 #include <cstdint>
 
 #include "base/dtype.hpp"
-#include "kernels/formulas/adam.hpp"
-#include "kernels/formulas/lamb.hpp"
-#include "kernels/formulas/sgd.hpp"
+#include "kernels/formulas/hyper.hpp"
 
 // Pure functions over spans: no allocation, no locks, no errors, no I/O. Every
 // pointer is to at least `count` elements; spans are either identical or
@@ -32,16 +30,12 @@ enum class Formula : uint8_t { kSgd, kAdam, kLamb };
 // Scalars of one update, resolved once per call and tensor. Each is rounded
 // once to the compute type (double where the parameters are float64, else
 // float), so they are what the formulas of both sides see.
-struct UpdateArgs {
+struct UpdateArgs : StepScalars {
   Formula formula = Formula::kAdam;
   // gradient = (x0 + x1 + ...) * grad_factor in the order of the sources; with
   // weights, (w0 x0 + w1 x1 + ...) * grad_factor, each product rounded.
   double grad_factor = 1; // negative when maximizing
   const double* weights = nullptr; // one per source, or none
-
-  SgdScalars<double> sgd;
-  AdamScalars<double> adam;
-  LambScalars<double> lamb;
 };
 
 // The slice that one update works on. All pointers are to its first element.

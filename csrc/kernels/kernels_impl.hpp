@@ -3,6 +3,8 @@
 // internal linkage and no std:: function template is used: a weak symbol
 // compiled with AVX could be the copy the linker keeps for every other file.
 
+#include "kernels/formulas/half.hpp"
+#include "kernels/formulas/rules.hpp"
 #include "kernels/tables.hpp"
 
 #if defined(__x86_64__)

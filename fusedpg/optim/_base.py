@@ -274,7 +274,7 @@ class FusedOptimizer(ShardedState, Joinable):
                 [hyper(**h) for h in hypers],
                 hyper_index=[chosen.index(groups[i]) for i in members],
                 master_params=[state["master_param"] for state in states] if master else [],
-                used=None if used is None else used[members],
+                used=used if used is None or len(members) == len(params) else used[members],
                 shared_params=self._parameters.shared,
                 async_op=True,
                 **options,
@@ -319,14 +319,16 @@ class FusedOptimizer(ShardedState, Joinable):
         """
         gradients, used = self._local_gradients()
         # What has been reduced and has not changed since need not go again.
-        some = torch.tensor(float(used.any()))
+        some = torch.tensor(float(any(used)))
         dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._group)
         if not some or not gradients:
             return
         self._was_reduced = True
         for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
             members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
-            self._start_reduction([gradients[i] for i in members], used[members])
+            self._start_reduction(
+                [gradients[i] for i in members], self._flags([used[i] for i in members])
+            )
         self._wait()
 
     def _reduce_for_gradient(self) -> None:
@@ -343,7 +345,17 @@ class FusedOptimizer(ShardedState, Joinable):
                     "optimizer.reduce_gradients() before clipping or unscaling"
                 )
 
-    def _local_gradients(self) -> tuple[list[Gradient], torch.Tensor]:
+    def _flags(self, used: list[bool]) -> torch.Tensor | None:
+        """Whether this rank used parameters, as operations take it."""
+        device = self._device()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # A graph does the same at every launch, so all ranks must have all gradients.
+            if not all(used):
+                raise RuntimeError("a parameter has no gradient: a CUDA graph needs all of them")
+            return None
+        return torch.tensor(used, dtype=torch.uint8, device=device)
+
+    def _local_gradients(self) -> tuple[list[Gradient], list[bool]]:
         """Manual mode: this rank's gradients, and which of them it has."""
         gradients, used = [], []
         for _, param in self._named_parameters():
@@ -359,7 +371,7 @@ class FusedOptimizer(ShardedState, Joinable):
             # A peer may have a gradient where this rank has none.
             grad = torch.zeros_like(param) if grad is None else _laid_out(grad, param)
             gradients.append(Gradient(param, grad, grad, earlier))
-        return gradients, torch.tensor(used, dtype=torch.uint8)
+        return gradients, used
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -414,7 +426,7 @@ class FusedOptimizer(ShardedState, Joinable):
             for work in self._fused_step(
                 [gradient.param for gradient in gradients],
                 [gradient.local for gradient in gradients],
-                used=used,
+                used=self._flags(used),
                 grad_scale=_scalar(scale),
                 found_inf=_scalar(found_inf),
                 **self._reduction(self._shadow),
@@ -438,17 +450,19 @@ class FusedOptimizer(ShardedState, Joinable):
         if self._bridge is None and scale is None and found_inf is not None:
             # unscale_() looked at this rank's gradients, before they were reduced.
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
-        if found_inf is not None and float(found_inf) != 0:
-            return  # on all ranks: the check was a collective
-        factor = 1.0 if scale is None else float(scale)
+        # Tensors, so that a GPU need not be waited for.
+        factor = None if scale is None else scale.detach().double().reshape(())
         if self._max_grad_norm is not None:
-            norm = float(self._context.total_norm(2.0)) / factor
-            factor *= max(1.0, (norm + 1e-6) / self._max_grad_norm)
+            norm = self._context.total_norm(2.0)
+            norm = norm if factor is None else norm / factor
+            clip = ((norm + 1e-6) / self._max_grad_norm).clamp(min=1.0)
+            factor = clip if factor is None else factor * clip
         for work in self._fused_step(
             params,
             slices,
             reduced=True,
-            grad_scale=None if factor == 1 else torch.tensor(factor, dtype=torch.float32),
+            grad_scale=_scalar(factor),
+            found_inf=_scalar(found_inf),
         ):
             work.wait()
 
@@ -491,9 +505,11 @@ class FusedOptimizer(ShardedState, Joinable):
             self.reduce_gradients()
         self._wait()
         total = self._context.total_norm(float(norm_type))
-        factor = float(max_norm) / (float(total) + 1e-6)
-        if factor < 1 or factor != factor:
-            torch._foreach_mul_([grad.local() for grad in self._sharded_grads()], factor)
+        factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        # Multiplying by one changes nothing; only a GPU's answer is not worth waiting for.
+        if total.device.type != "cpu" or factor != 1:
+            for grad in self._sharded_grads():
+                grad.local().mul_(factor)
             self._context.changed()
         return total.float()
 
@@ -505,7 +521,7 @@ class FusedOptimizer(ShardedState, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return torch.device("cpu")
+        return self._device()
 
     @property
     def join_process_group(self) -> Any:
@@ -530,9 +546,7 @@ def _unsynchronised(name: str) -> str:
     )
 
 
-def check_unsupported(*, differentiable: bool, capturable: bool = False) -> None:
-    """``foreach`` and ``fused`` are accepted and ignored; these two change what a step means."""
+def check_unsupported(*, differentiable: bool) -> None:
+    """``foreach`` and ``fused`` are accepted and ignored; this would change what a step means."""
     if differentiable:
         raise ValueError("differentiable=True is not supported by fused optimizers")
-    if capturable:
-        raise ValueError("capturable=True is for CUDA graphs and not supported on the CPU")

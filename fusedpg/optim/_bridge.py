@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg.functional import _backend
 from fusedpg.optim._gradients import ShardedGrad
 
 _ATTRIBUTE = "_fusedpg_bridge"
@@ -39,7 +40,9 @@ class Bridge:
         self._tracks_used = bool(ddp.find_unused_parameters or ddp.static_graph)
         # DDP would copy every gradient into its bucket, which is most of what it costs. We take
         # gradients where autograd has left them, unless backward may come back for more.
-        self._takes = not ddp.static_graph
+        # Where GPUs read each other's buckets, that is where gradients have to be.
+        info = _backend(ddp.process_group).info()
+        self._takes = not ddp.static_graph and info["cuda_arena"] == 0
         self._as_view = bool(ddp.gradient_as_bucket_view)
         self._taken: dict[torch.Tensor, torch.Tensor] = {}
         self._unsynced: dict[torch.Tensor, torch.Tensor] = {}  # gradients under no_sync()
@@ -173,11 +176,14 @@ class Bridge:
             used = None
             if self._tracks_used:
                 flags = [gradient.param in self._used for gradient in gradients]
-                used = torch.tensor(flags, dtype=torch.uint8)
+                used = torch.tensor(flags, dtype=torch.uint8, device=buffer.device)
             owner._gradients_ready(gradients, used, shadow)
         if not shadow:
             self._call_when_done()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        on_gpu = buffer.device.type != "cpu"
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if on_gpu else None
+        )
         future.set_result(buffer)
         return future
 

@@ -131,7 +131,7 @@ def _gather_one(
 
     ranges = [shard_range(param.numel(), world_size, rank) for rank in range(world_size)]
     chunk = ranges[0][1]
-    padded = torch.zeros(chunk, dtype=local.dtype)
+    padded = torch.zeros(chunk, dtype=local.dtype, device=local.device)
     padded[: local.numel()] = local
     if rank0_only:
         receives = dist.get_rank(group) == 0

@@ -13,8 +13,9 @@ _COMMON = """
         ``fused`` are accepted and ignored.
 
         Args:
-            params, lr, ...: as for ``torch.optim``. Parameters are dense CPU tensors of float32,
-                float64, bfloat16 or float16. ``lr`` and all others are read at each step.{extra}
+            params, lr, ...: as for ``torch.optim``. Parameters are dense tensors of float32,
+                float64, bfloat16 or float16, on the CPU or all on one GPU. ``lr`` and all
+                others are read at each step.{extra}
             ddp: take gradients from this DistributedDataParallel module, during backward. Without:
                 manual mode, in which ``step()`` reduces ``p.grad`` and parameters are broadcast
                 from rank 0 when they are added. ``attach(ddp)`` does the same later.

@@ -73,22 +73,28 @@ def norms(
     order = float(order)
     if order == 0:
         raise ValueError("norms of sharded gradients need norm_type > 0")
-    if order == 2:
+    device = slices[0].device if slices else torch.device("cpu")
+    if order == 2 and device.type == "cpu":
         # Ours sums in an order that depends on neither threads nor instruction set.
         sum_squares = load_extension().sum_squares
         parts = torch.tensor([sum_squares(one) for one in slices], dtype=torch.float64)
         dist.all_reduce(parts, group=group)
         return parts.sqrt_()
     # An empty slice contributes zero; torch has no inf-norm of nothing.
-    parts = torch.zeros(len(slices), dtype=torch.float64)
+    parts = torch.zeros(len(slices), dtype=torch.float64, device=device)
     for i, one in enumerate(slices):
         if one.numel():
-            parts[i] = torch.linalg.vector_norm(one, order)
+            parts[i] = torch.linalg.vector_norm(one, order, dtype=_wide(one.dtype))
     if order == float("inf"):
         dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=group)
         return parts
     dist.all_reduce(parts.pow_(order), group=group)
     return parts.pow_(1 / order)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Norms of half gradients overflow in their own type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _Gradient(torch.Tensor):
@@ -161,9 +167,9 @@ class ShardedGrad(_Gradient):
         if self._slice is not None:
             # The bucket that the slice lies in is about to be written again.
             self._slice = self._slice.clone()
-        self._unreduced = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(
-            new
-        )
+        self._unreduced = torch.empty_strided(
+            self.shape, self.stride(), dtype=self.dtype, device=self.device
+        ).copy_(new)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

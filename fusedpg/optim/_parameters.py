@@ -50,6 +50,8 @@ class Parameters:
         if not self._share:
             self._adopt_replicas(params)
             return
+        if any(param.device.type != "cpu" for param in params):
+            raise ValueError("share_parameters=True is for parameters on the CPU")
         backend = _backend(self._group)
         for param in params:
             memory = backend.empty_shared([param.numel()], param.dtype)
@@ -62,7 +64,11 @@ class Parameters:
 
     def _adopt_replicas(self, params: list[torch.Tensor]) -> None:
         backend = _backend(self._group)
-        if backend.info()["engine"] != "shm" or dist.get_world_size(self._group) == 1:
+        if not params or dist.get_world_size(self._group) == 1:
+            return
+        on_gpu = params[0].device.type != "cpu"
+        info = backend.info()
+        if (info["cuda_arena"] == 0) if on_gpu else (info["engine"] != "shm"):
             return
         users = collections.Counter(param.untyped_storage().data_ptr() for param in params)
         for param in params:
@@ -75,7 +81,7 @@ class Parameters:
             if not alone or param.numel() == 0 or backend.in_arena(param):
                 continue
             try:
-                memory = backend.empty([param.numel()], param.dtype)
+                memory = backend.empty([param.numel()], param.dtype, param.device)
             except torch.OutOfMemoryError as error:
                 _log.info("fused: parameters stay in ordinary memory and are staged: %s", error)
                 return

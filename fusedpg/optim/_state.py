@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _zeros(length: int, dtype: torch.dtype, number: int) -> torch.Tensor:
+def _zeros(length: int, dtype: torch.dtype, number: int, device: torch.device) -> torch.Tensor:
     """A slice of state. Large blocks of memory all begin at the same place of a page; streams that
     advance together are faster (by 4%, measured) when they do not."""
-    if length * dtype.itemsize < 1 << 20:
-        return torch.zeros(length, dtype=dtype)
+    if device.type != "cpu" or length * dtype.itemsize < 1 << 20:
+        return torch.zeros(length, dtype=dtype, device=device)
     begin = (number + 1) * 1024 // dtype.itemsize
     return torch.zeros(begin + length, dtype=dtype)[begin:]
 
@@ -99,12 +99,24 @@ class ShardedState(Optimizer):
 
     def _check_param(self, param: torch.Tensor) -> None:
         name = f"a parameter of shape {tuple(param.shape)} and type {param.dtype}"
-        if param.device.type != "cpu":
-            raise ValueError(f"{name} is on {param.device}: only CPU tensors in this version")
+        if param.device.type not in ("cpu", "cuda") or param.device != self._device():
+            raise ValueError(
+                f"{name} is on {param.device}: fused optimizers take parameters on the CPU, or on "
+                "one GPU"
+            )
+        if param.device.type == "cpu" and self.defaults.get("capturable"):
+            raise ValueError("capturable=True is for CUDA graphs; this parameter is on the CPU")
         if param.dtype not in _DTYPES:
             raise TypeError(f"{name}: fused optimizers take float32, float64, bfloat16, float16")
         if param.layout != torch.strided or not is_dense(param):
             raise TypeError(f"{name} is not dense in memory")
+
+    def _device(self) -> torch.device:
+        """Where all parameters are."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                return cast("torch.device", param.device)
+        return torch.device("cpu")
 
     def _shard(self, param: torch.Tensor) -> tuple[int, int]:
         return shard_range(param.numel(), self._world_size, self._rank)
@@ -123,9 +135,9 @@ class ShardedState(Optimizer):
         state = self.state[param]
         _, length = self._shard(param)
         if self._has_steps(group):
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for number, key in enumerate(self._state_keys(group)):
-            state[key] = _zeros(length, self._state_dtype(param), number)
+            state[key] = _zeros(length, self._state_dtype(param), number, param.device)
         if self._has_master(param):
             state["master_param"] = self._owned(param, param).float()
         self._param_versions[param] = param._version

@@ -30,7 +30,7 @@ class _AdamBase(FusedOptimizer):
         fused: bool | None,
         **options: Any,
     ) -> None:
-        check_unsupported(differentiable=differentiable, capturable=capturable)
+        check_unsupported(differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -53,7 +53,7 @@ class LAMB(FusedOptimizer):
         reduce: str = "mean",
         share_parameters: bool = False,
     ) -> None:
-        check_unsupported(differentiable=differentiable, capturable=capturable)
+        check_unsupported(differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -15,6 +15,11 @@ namespace fusedpg::test {
 
 // Where a rank has its tensors.
 enum class Place { kOrdinary, kArena, kMixed };
+// Sanitizers find the same in fewer groups.
+inline std::vector<int> world_sizes() {
+  return kSanitized ? std::vector{3} : std::vector{1, 2, 3, 4};
+}
+
 constexpr Place kPlaces[] = {Place::kOrdinary, Place::kArena, Place::kMixed};
 
 inline Buffer placed(Group& g, Place place, size_t bytes, int salt = 0) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <vector>
@@ -218,6 +219,62 @@ struct Exact {
     for (size_t i = 0; i < n; ++i) {
       param[i] -= h.lr * ratio * direction[i];
     }
+  }
+};
+
+// One parameter with its state, as one process has it.
+struct Whole {
+  Bytes param, master, state[3];
+  float step = 0;
+};
+
+// What a kernel reads and writes when one process updates a part of a parameter
+// with the gradients of several ranks.
+struct WholeOperands {
+  kernels::UpdateSpans spans;
+  std::vector<const void*> grads;
+  void* out;
+
+  WholeOperands(
+      Whole& w,
+      const StepTypes& types,
+      const std::vector<Bytes>& gradients,
+      size_t begin,
+      size_t count) {
+    spans.param_type = types.param;
+    spans.grad_type = types.grad;
+    spans.state_type = types.state;
+    out = w.param.data() + begin * dtype_size(types.param);
+    spans.param = out;
+    spans.params_out = &out;
+    spans.num_out = 1;
+    for (const Bytes& grad : gradients) {
+      grads.push_back(grad.data() + begin * dtype_size(types.grad));
+    }
+    spans.grads = grads.data();
+    spans.num_grads = grads.size();
+    if (types.master) {
+      spans.master = w.master.data() + begin * 4;
+    }
+    for (size_t k = 0; k < 3; ++k) {
+      spans.state[k] = w.state[k].empty()
+          ? nullptr
+          : w.state[k].data() + begin * dtype_size(types.state);
+    }
+    spans.count = count;
+  }
+  WholeOperands(const WholeOperands&) = delete;
+
+  // LAMB's first half; the sums of squares of parameters and directions.
+  std::array<double, 2> moments(const kernels::UpdateArgs& args) const {
+    std::vector<double> blocks(
+        (spans.count + kernels::kSumBlock - 1) / kernels::kSumBlock * 2);
+    kernels::table()->lamb_moments(args, spans, blocks.data());
+    std::array<double, 2> sums{};
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      sums[b % 2] += blocks[b];
+    }
+    return sums;
   }
 };
 

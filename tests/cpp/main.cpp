@@ -1,6 +1,8 @@
 #include "check.hpp"
 
 #include <atomic>
+#include <chrono>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -47,11 +49,13 @@ int main(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
       wanted = wanted || std::strstr(test.name, argv[i]) != nullptr;
     }
-    const bool kernel = std::strncmp(test.name, "kernels_", 8) == 0;
+    const bool kernel = std::strncmp(test.name, "kernels_", 8) == 0 ||
+        std::strncmp(test.name, "cuda_tiles_", 11) == 0;
     if (!wanted || (kernel && kOnlyThreads)) {
       continue;
     }
     failures = 0;
+    const auto begin = std::chrono::steady_clock::now();
     try {
       test.body();
     } catch (const std::exception& error) {
@@ -59,7 +63,10 @@ int main(int argc, char** argv) {
     }
     const bool ok = failures == 0;
     ++(ok ? passed : failed);
-    std::cout << (ok ? "ok     " : "FAILED ") << test.name << std::endl;
+    const std::chrono::duration<double> took =
+        std::chrono::steady_clock::now() - begin;
+    std::cout << (ok ? "ok     " : "FAILED ") << test.name << " ("
+              << std::lround(took.count() * 1e3) << " ms)" << std::endl;
   }
   std::cout << passed << " passed, " << failed << " failed" << std::endl;
   return failed == 0 && passed > 0 ? 0 : 1;

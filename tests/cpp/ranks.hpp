@@ -74,6 +74,10 @@ class Store : public Rendezvous {
     }
   }
 
+  bool has(const std::string& key) override {
+    const Lock lock(*table_);
+    return entry(key).written;
+  }
   int64_t add(const std::string& key, int64_t amount) override {
     const Lock lock(*table_);
     Entry& found = entry(key);

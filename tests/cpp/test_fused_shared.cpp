@@ -151,7 +151,7 @@ TEST(domain_locates_in_any_arena) {
 }
 
 TEST(fused_step_on_shared_parameters) {
-  for (const int size : {1, 2, 3, 4}) {
+  for (const int size : world_sizes()) {
     with_sharing_group(size, size < 3 ? 2 : 1, train);
   }
 }

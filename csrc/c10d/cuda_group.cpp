@@ -1,0 +1,384 @@
+#include "c10d/cuda_group.hpp"
+
+#include <dlfcn.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "c10d/delegate.hpp"
+#include "c10d/errors.hpp"
+#include "c10d/store_rendezvous.hpp"
+#include "c10d/work_cuda.hpp"
+#include "cuda/block_list.hpp"
+
+namespace fusedpg {
+namespace {
+
+using cuda::CudaEngine;
+
+// Ordinary collectives that a fused operation still waits for one by one;
+// ProcessGroupNCCL runs them in order, but for point to point.
+constexpr size_t kRemembered = 64;
+
+// The library beside this module.
+std::string kernel_library(const Settings& settings) {
+  if (!settings.cuda_lib.empty()) {
+    return settings.cuda_lib;
+  }
+  Dl_info here{};
+  dladdr(reinterpret_cast<void*>(&kernel_library), &here);
+  const std::string module = here.dli_fname;
+  return module.substr(0, module.rfind('/') + 1) + "libfusedpg_cuda.so";
+}
+
+// Makes `to` wait for what is on `from` now.
+void link(CudaEngine& engine, cuda::Stream from, cuda::Stream to) {
+  const cuda::OwnedEvent event = cuda::make_event(engine.cuda());
+  cuda::check(
+      engine.cuda(),
+      "cudaEventRecord",
+      engine.cuda().event_record(event.get(), from));
+  cuda::check(
+      engine.cuda(),
+      "cudaStreamWaitEvent",
+      engine.cuda().stream_wait_event(to, event.get()));
+}
+
+// Makes the current stream wait for an ordinary collective. Its wait() would
+// also give up its hold on tensors, which their own stream has not waited for.
+void follow(c10d::Work& work) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    future = work.getFuture();
+  } catch (const c10::Error&) {
+    // No future: an old or unusual operation.
+  }
+  if (future) {
+    future->wait();
+  } else {
+    work.wait();
+  }
+}
+
+} // namespace
+
+// Memory that all GPUs of the group see, cut into tensors.
+class CudaGroup::Arena {
+ public:
+  explicit Arena(std::shared_ptr<CudaEngine> engine)
+      : engine_(std::move(engine)),
+        blocks_(engine_->arena_bytes()) {}
+
+  std::optional<at::Tensor> allocate(
+      const std::shared_ptr<Arena>& self,
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options) {
+    const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
+        options.dtype().itemsize();
+    const auto offset = blocks_.allocate(bytes);
+    if (!offset) {
+      return std::nullopt;
+    }
+    return at::from_blob(
+        static_cast<char*>(engine_->arena()) + *offset,
+        sizes,
+        [self, offset = *offset](void*) { self->blocks_.release(offset); },
+        options);
+  }
+
+ private:
+  const std::shared_ptr<CudaEngine> engine_; // tensors outlive the group
+  cuda::BlockList blocks_;
+};
+
+CudaGroup::CudaGroup(
+    c10::intrusive_ptr<c10d::Store> store,
+    int rank,
+    int size,
+    const Settings& settings,
+    CudaEngine::CheckPeers check_peers,
+    bool pretend)
+    : store_(std::move(store)),
+      rank_(rank),
+      size_(size),
+      settings_(settings),
+      check_peers_(std::move(check_peers)),
+      pretend_(pretend) {}
+
+CudaGroup::~CudaGroup() {
+  // A Work may keep the engine for longer than the group lives.
+  if (engine_) {
+    engine_->close();
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend> CudaGroup::inner_for(
+    std::chrono::milliseconds timeout) {
+  if (auto made = inner()) {
+    return made;
+  }
+  auto made = make_delegate(
+      pretend_ ? "cpu" : "cuda",
+      c10::make_intrusive<c10d::PrefixStore>("fusedpg-cuda", store_),
+      rank_,
+      size_,
+      timeout);
+  std::lock_guard<std::mutex> lock(made_mutex_);
+  return inner_ = made;
+}
+
+std::shared_ptr<CudaEngine> CudaGroup::engine_for(
+    const at::Tensor& tensor,
+    std::chrono::milliseconds timeout) {
+  const CudaStreams streams(tensor.device(), pretend_);
+  if (const auto made = engine()) {
+    TORCH_CHECK_VALUE(
+        made->device() == streams.index(),
+        "fused: the group works on GPU ",
+        made->device(),
+        " on rank ",
+        rank_,
+        ", but got a tensor on GPU ",
+        streams.index(),
+        "; use one GPU a rank");
+    return made;
+  }
+  const auto made = translate([&] {
+    return std::make_shared<CudaEngine>(
+        cuda::load_cuda_api(kernel_library(settings_)),
+        cuda::load_nccl_api(settings_.nccl_lib),
+        rank_,
+        size_,
+        streams.index(),
+        settings_,
+        std::make_shared<StoreRendezvous>(
+            c10::make_intrusive<c10d::PrefixStore>("fusedpg-engine", store_)),
+        check_peers_,
+        Deadline(timeout));
+  });
+  if (settings_.log_level > 0 && rank_ == 0) {
+    const int version = made->nccl().version;
+    log_line(
+        c10::str(
+            "CUDA engine on NCCL ",
+            version / 10000,
+            ".",
+            version / 100 % 100,
+            ".",
+            version % 100,
+            " (",
+            made->nccl().path,
+            "), ",
+            made->arena() != nullptr ? "direct path over " : "stock path",
+            made->arena() != nullptr
+                ? c10::str(made->arena_bytes() >> 20, " MiB of windows")
+                : std::string()));
+  }
+  if (made->arena() != nullptr) {
+    arena_ = std::make_shared<Arena>(made);
+  }
+  std::lock_guard<std::mutex> lock(made_mutex_);
+  return engine_ = made;
+}
+
+CudaGroup::WorkPtr CudaGroup::ordinary(
+    const at::Tensor& tensor,
+    std::chrono::milliseconds timeout,
+    const Ordinary& call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto inner = inner_for(timeout);
+  const auto engine = this->engine();
+  const CudaStreams streams(tensor.device(), pretend_);
+  if (pretend_) {
+    if (engine) {
+      translate([&] { engine->drain(timeout); });
+    }
+    return call(*inner);
+  }
+  WorkPtr work;
+  if (!engine || engine->idle()) {
+    work = call(*inner);
+  } else {
+    // Called as if from a stream that has waited for our operations: so the
+    // caller's own need not.
+    if (!order_) {
+      order_ = streams.from_pool();
+    }
+    const cuda::Stream current = streams.current();
+    const cuda::Stream order = streams.handle(*order_);
+    translate([&] {
+      link(*engine, current, order);
+      engine->join(order);
+    });
+    {
+      const CudaStreams::Scope scope(streams, *order_);
+      work = call(*inner);
+    }
+    if (!work) { // it was synchronous, so it ran on that stream
+      translate([&] { link(*engine, order, current); });
+    }
+  }
+  if (work) {
+    ordinary_.push_back(work);
+    if (ordinary_.size() > kRemembered) {
+      ordinary_.pop_front();
+    }
+  }
+  return work;
+}
+
+CudaGroup::WorkPtr CudaGroup::submit(
+    const at::Tensor& tensor,
+    const char* title,
+    std::chrono::milliseconds timeout,
+    bool async_op,
+    std::vector<at::Tensor> outputs,
+    std::shared_ptr<void> tensors,
+    const Enqueue& enqueue,
+    std::function<void()> after_wait) {
+  const CudaStreams streams(tensor.device(), pretend_);
+  c10::intrusive_ptr<WorkCuda> work;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto engine = engine_for(tensor, timeout);
+    CudaEngine::Submission submission{
+        streams.current(), timeout, std::move(tensors)};
+    if (!ordinary_.empty() && !pretend_) {
+      if (!order_) {
+        order_ = streams.from_pool();
+      }
+      const cuda::Stream order = streams.handle(*order_);
+      translate([&] { link(*engine, submission.current, order); });
+      const CudaStreams::Scope scope(streams, *order_);
+      for (const WorkPtr& one : ordinary_) {
+        follow(*one);
+      }
+      submission.current = order;
+    }
+    ordinary_.clear();
+    work = c10::make_intrusive<WorkCuda>(
+        rank_,
+        title,
+        engine,
+        streams,
+        translate([&] { return enqueue(*engine, submission); }),
+        std::move(outputs),
+        std::move(after_wait));
+  }
+  if (async_op) {
+    return work;
+  }
+  work->wait();
+  return nullptr;
+}
+
+CudaGroup::WorkPtr CudaGroup::fused_step(
+    StepArguments arguments,
+    const char* title,
+    std::chrono::milliseconds timeout,
+    bool async_op) {
+  const at::Tensor first = arguments.params[0];
+  const std::vector<at::Tensor> outputs = arguments.params;
+  c10::NoGradGuard no_grad;
+  const auto plan = std::make_shared<StepPlan>(
+      std::make_shared<const StepArguments>(std::move(arguments)));
+  return submit(
+      first,
+      title,
+      timeout,
+      async_op,
+      outputs,
+      plan,
+      [plan](CudaEngine& engine, const CudaEngine::Submission& submission) {
+        WorkCuda::Operations operations;
+        for (const StepCall& call : plan->calls()) {
+          operations.push_back(engine.fused_step(call, submission));
+        }
+        return operations;
+      },
+      plan->has_used() ? std::function<void()>([plan] {
+        for (size_t i = 0; i < plan->calls().size(); ++i) {
+          plan->take_used(i);
+        }
+      })
+                       : nullptr);
+}
+
+CudaGroup::WorkPtr CudaGroup::reduce_shards(
+    ShardsArguments arguments,
+    const char* title,
+    std::chrono::milliseconds timeout,
+    bool async_op) {
+  const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
+  const auto calls =
+      std::make_shared<std::vector<ShardsCall>>(split_shards(to_engine(*a)));
+  return submit(
+      a->grads[0],
+      title,
+      timeout,
+      async_op,
+      a->outputs.empty() ? a->grads : a->outputs,
+      std::make_shared<std::shared_ptr<const ShardsArguments>>(a),
+      [calls](CudaEngine& engine, const CudaEngine::Submission& submission) {
+        WorkCuda::Operations operations;
+        for (const ShardsCall& call : *calls) {
+          operations.push_back(engine.reduce_shards(call, submission));
+        }
+        return operations;
+      },
+      nullptr);
+}
+
+c10::intrusive_ptr<c10d::Backend> CudaGroup::inner() {
+  std::lock_guard<std::mutex> lock(made_mutex_);
+  return inner_;
+}
+
+std::shared_ptr<CudaEngine> CudaGroup::engine() {
+  std::lock_guard<std::mutex> lock(made_mutex_);
+  return engine_;
+}
+
+std::optional<at::Tensor> CudaGroup::allocate(
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options,
+    std::chrono::milliseconds timeout) {
+  if (settings_.cuda_arena_bytes == 0) {
+    return std::nullopt;
+  }
+  std::shared_ptr<Arena> arena;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    engine_for(at::empty({0}, options), timeout);
+    arena = arena_;
+  }
+  return arena ? arena->allocate(arena, sizes, options) : std::nullopt;
+}
+
+std::shared_ptr<c10::Allocator> CudaGroup::pool_allocator(
+    std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return inner_for(timeout)->getMemAllocator();
+}
+
+void CudaGroup::abort() {
+  // Not under the lock, which a call that hangs may hold.
+  if (const auto engine = this->engine()) {
+    engine->abort(c10::str("fused: the group was aborted on rank ", rank_));
+  }
+  if (const auto inner = this->inner()) {
+    inner->abort();
+  }
+}
+
+void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ordinary_.clear();
+  if (const auto made = engine()) {
+    made->shutdown(Deadline(timeout));
+  }
+  if (const auto made = inner()) {
+    made->shutdown();
+  }
+}
+
+} // namespace fusedpg

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "c10d/fused_arguments.hpp"
+#include "cuda/engine.hpp"
+
+namespace fusedpg {
+
+// What a group does with CUDA tensors. Ordinary collectives go to torch's own
+// ProcessGroupNCCL; fused operations to the CUDA engine, whose communicator is
+// its own.
+//
+// Kernels of two communicators that wait for their peers must never be in
+// flight in different orders on two ranks. So everything of a group runs in the
+// order of its calls: before a fused operation the engine's streams wait for
+// the ordinary collectives so far, and an ordinary collective is called behind
+// the fused operations so far. Streams wait, never the host.
+//
+// No CUDA header: streams are c10's, and the engine takes their handles.
+//
+// Thread-safe.
+class CudaGroup {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  using Ordinary = std::function<WorkPtr(c10d::Backend&)>;
+
+  // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
+  CudaGroup(
+      c10::intrusive_ptr<c10d::Store> store,
+      int rank,
+      int size,
+      const Settings& settings,
+      cuda::CudaEngine::CheckPeers check_peers,
+      bool pretend);
+  ~CudaGroup();
+  CudaGroup(const CudaGroup&) = delete;
+
+  WorkPtr ordinary(
+      const at::Tensor& tensor,
+      std::chrono::milliseconds timeout,
+      const Ordinary& call);
+
+  WorkPtr fused_step(
+      StepArguments arguments,
+      const char* title,
+      std::chrono::milliseconds timeout,
+      bool async_op);
+  WorkPtr reduce_shards(
+      ShardsArguments arguments,
+      const char* title,
+      std::chrono::milliseconds timeout,
+      bool async_op);
+
+  // ProcessGroupNCCL, made by the first ordinary collective; may be null.
+  c10::intrusive_ptr<c10d::Backend> inner();
+  // The engine, made by the first fused operation; may be null.
+  std::shared_ptr<cuda::CudaEngine> engine();
+
+  // ProcessGroupNCCL's allocator, for torch.cuda.MemPool.
+  std::shared_ptr<c10::Allocator> pool_allocator(
+      std::chrono::milliseconds timeout);
+  // A tensor in the arena that all GPUs of the group see, if there is room.
+  std::optional<at::Tensor> allocate(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options,
+      std::chrono::milliseconds timeout);
+
+  void abort();
+  void shutdown(std::chrono::milliseconds timeout);
+
+ private:
+  class Arena;
+
+  std::shared_ptr<cuda::CudaEngine> engine_for(
+      const at::Tensor& tensor,
+      std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<c10d::Backend> inner_for(
+      std::chrono::milliseconds timeout);
+  using Enqueue = std::function<std::vector<std::shared_ptr<cuda::Operation>>(
+      cuda::CudaEngine&,
+      const cuda::CudaEngine::Submission&)>;
+  WorkPtr submit(
+      const at::Tensor& tensor,
+      const char* title,
+      std::chrono::milliseconds timeout,
+      bool async_op,
+      std::vector<at::Tensor> outputs,
+      std::shared_ptr<void> tensors,
+      const Enqueue& enqueue,
+      std::function<void()> after_wait);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const int size_;
+  const Settings settings_;
+  const cuda::CudaEngine::CheckPeers check_peers_;
+  const bool pretend_;
+
+  std::mutex mutex_; // of the order of calls, and of what follows
+  std::shared_ptr<Arena> arena_;
+  std::deque<WorkPtr> ordinary_; // since the latest fused operation
+  std::optional<c10::Stream> order_; // see ordinary()
+
+  std::mutex made_mutex_; // of these pointers; taken inside the other
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  std::shared_ptr<cuda::CudaEngine> engine_;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "cuda/cuda_api.hpp"
+
+namespace fusedpg {
+
+// torch's streams of one device, as handles that CUDA understands. When CPU
+// tensors pretend to be on a device (tests), there is only the default stream.
+class CudaStreams {
+ public:
+  CudaStreams(c10::Device device, bool pretend)
+      : device_(device),
+        pretend_(pretend) {}
+
+  bool pretend() const {
+    return pretend_;
+  }
+  c10::Device device() const {
+    return device_;
+  }
+  int index() const {
+    return pretend_ ? 0 : static_cast<int>(device_.index());
+  }
+
+  cuda::Stream current() const {
+    return pretend_ ? nullptr : handle(impl().getStream(device_));
+  }
+  cuda::Stream handle(const c10::Stream& stream) const {
+    return impl().getStreamNativeHandle(stream);
+  }
+  c10::Stream from_pool() const {
+    return impl().getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+  }
+
+  // Makes a stream the current one for a scope.
+  class Scope {
+   public:
+    Scope(const CudaStreams& streams, const c10::Stream& stream)
+        : impl_(streams.impl()),
+          before_(impl_.exchangeStream(stream)) {}
+    ~Scope() {
+      impl_.exchangeStream(before_);
+    }
+    Scope(const Scope&) = delete;
+
+   private:
+    const c10::impl::VirtualGuardImpl impl_;
+    const c10::Stream before_;
+  };
+
+ private:
+  c10::impl::VirtualGuardImpl impl() const {
+    return c10::impl::VirtualGuardImpl(device_.type());
+  }
+
+  c10::Device device_;
+  bool pretend_;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "cuda/launch.hpp"
+
+namespace fusedpg::cuda {
+
+using Stream = void*; // cudaStream_t
+using Event = void*; // cudaEvent_t
+
+constexpr uint32_t kCudaApiVersion = 1;
+constexpr int kSuccess = 0;
+constexpr int kNotReady = 600; // cudaErrorNotReady
+
+// NCCL's functions that direct_create() needs, passed in because
+// libfusedpg_cuda.so links no NCCL.
+struct DirectCreateArgs {
+  void* comm;
+  void* window; // of the arena
+  void* arena;
+  int32_t nccl_version;
+  int32_t size;
+  void* dev_comm_create; // ncclDevCommCreate
+  void* dev_comm_destroy; // ncclDevCommDestroy
+  void* team_lsa; // ncclTeamLsa(ncclComm_t)
+  // Whether to ask for multicast memory. NCCL 2.28 cannot be asked whether the
+  // machine has it, and a communicator that is denied it is of no more use.
+  int32_t multimem;
+};
+
+// Everything the engine asks of CUDA: the runtime's calls it needs, and the
+// kernels. libfusedpg_cuda.so exports it, and the tests' fake does. Functions
+// return a CUDA error code and work on the calling thread's current device.
+struct CudaApi {
+  uint32_t version; // kCudaApiVersion
+  uint32_t bytes; // sizeof(CudaApi)
+  const char* name; // "cuda" or "fake"
+  // NCCL_VERSION_CODE of the headers that the direct path was compiled with; 0:
+  // compiled without.
+  int32_t direct_nccl_version;
+  int32_t runtime_version;
+
+  const char* (*error_string)(int error);
+  int (*device_count)(int* count);
+  int (*get_device)(int* device);
+  int (*set_device)(int device);
+
+  int (*stream_create)(Stream* stream); // non-blocking
+  int (*stream_destroy)(Stream stream);
+  int (*stream_synchronize)(Stream stream);
+  int (*stream_wait_event)(Stream stream, Event event);
+  int (*stream_is_capturing)(Stream stream, int* capturing);
+
+  int (*event_create)(Event* event); // without timing
+  int (*event_destroy)(Event event);
+  int (*event_record)(Event event, Stream stream);
+  // kSuccess, kNotReady or an error. This and allocations must work while some
+  // stream of the process is captured.
+  int (*event_query)(Event event);
+
+  int (*allocate)(void** memory, size_t bytes); // device memory
+  int (*release)(void* memory);
+  // Host memory that copies run asynchronously from, and that the device reads
+  // and writes at the same address.
+  int (*host_allocate)(void** memory, size_t bytes);
+  int (*host_release)(void* memory);
+  int (*copy)(void* dst, const void* src, size_t bytes, Stream stream);
+
+  int (*propose)(const ProposeArgs* args, Stream stream);
+  int (*prepare)(const PrepareArgs* args, Stream stream);
+  int (*pack)(const PackArgs* args, Stream stream);
+  int (*unpack)(const UnpackArgs* args, Stream stream);
+  int (*update)(const UpdateArgs* args, Stream stream);
+  int (*lamb_moments)(const MomentsArgs* args, Stream stream);
+  int (*sum_tiles)(const SumTilesArgs* args, Stream stream);
+  int (*trust)(const TrustArgs* args, Stream stream);
+
+  // The device-API path; null without. `usable` is 0 when the ranks of the
+  // communicator do not reach each other's memory. Collective. kNotReady: NCCL
+  // goes on in the background (ncclInProgress); the context can be used when
+  // the communicator is ready.
+  int (*direct_create)(
+      const DirectCreateArgs* args,
+      void** context,
+      int* usable);
+  int (*direct_destroy)(void* context);
+  int (*direct_step)(const DirectArgs* args, Stream stream);
+};
+
+// The name of the exported function, and its type.
+constexpr const char* kCudaApiSymbol = "fusedpg_cuda_api";
+using CudaApiFunction = const CudaApi* (*)();
+
+// Loads the library once per path; throws Error(kSystem) with what to do.
+const CudaApi& load_cuda_api(const std::string& path);
+
+} // namespace fusedpg::cuda

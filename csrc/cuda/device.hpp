@@ -1,0 +1,111 @@
+#pragma once
+
+#include <utility>
+
+#include "base/error.hpp"
+#include "cuda/cuda_api.hpp"
+
+// Owners of what CudaApi hands out.
+namespace fusedpg::cuda {
+
+inline void check(const CudaApi& api, const char* what, int error) {
+  if (error != kSuccess) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: CUDA error in ",
+        what,
+        ": ",
+        api.error_string(error));
+  }
+}
+
+// The calling thread's device, for a scope.
+class DeviceScope {
+ public:
+  DeviceScope(const CudaApi& api, int device) : api_(api) {
+    check(api, "cudaGetDevice", api.get_device(&before_));
+    if (before_ != device) {
+      check(api, "cudaSetDevice", api.set_device(device));
+      changed_ = true;
+    }
+  }
+  ~DeviceScope() {
+    if (changed_) {
+      api_.set_device(before_);
+    }
+  }
+  DeviceScope(const DeviceScope&) = delete;
+
+ private:
+  const CudaApi& api_;
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+template <auto release>
+class Handle {
+ public:
+  Handle() = default;
+  Handle(const CudaApi& api, void* value) : api_(&api), value_(value) {}
+  Handle(Handle&& other) noexcept
+      : api_(other.api_),
+        value_(std::exchange(other.value_, nullptr)) {}
+  Handle& operator=(Handle&& other) noexcept {
+    std::swap(api_, other.api_);
+    std::swap(value_, other.value_);
+    return *this;
+  }
+  ~Handle() {
+    if (value_ != nullptr) {
+      (api_->*release)(value_);
+    }
+  }
+  void* get() const {
+    return value_;
+  }
+  explicit operator bool() const {
+    return value_ != nullptr;
+  }
+
+ private:
+  const CudaApi* api_ = nullptr;
+  void* value_ = nullptr;
+};
+
+using OwnedStream = Handle<&CudaApi::stream_destroy>;
+using OwnedEvent = Handle<&CudaApi::event_destroy>;
+using DeviceMemory = Handle<&CudaApi::release>;
+using HostMemory = Handle<&CudaApi::host_release>;
+
+inline OwnedStream make_stream(const CudaApi& api) {
+  Stream stream = nullptr;
+  check(api, "cudaStreamCreate", api.stream_create(&stream));
+  return {api, stream};
+}
+
+inline OwnedEvent make_event(const CudaApi& api) {
+  Event event = nullptr;
+  check(api, "cudaEventCreate", api.event_create(&event));
+  return {api, event};
+}
+
+inline DeviceMemory allocate_device(const CudaApi& api, size_t bytes) {
+  void* memory = nullptr;
+  if (api.allocate(&memory, bytes) != kSuccess) {
+    fail(
+        ErrorKind::kOutOfMemory,
+        "fused: the GPU has no ",
+        bytes,
+        " bytes left for communication buffers; make FUSEDPG_CUDA_CHUNK_BYTES "
+        "smaller or free memory");
+  }
+  return {api, memory};
+}
+
+inline HostMemory allocate_host(const CudaApi& api, size_t bytes) {
+  void* memory = nullptr;
+  check(api, "cudaHostAlloc", api.host_allocate(&memory, bytes));
+  return {api, memory};
+}
+
+} // namespace fusedpg::cuda

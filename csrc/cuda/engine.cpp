@@ -1,0 +1,584 @@
+// Life of the CUDA engine: its start, its watchdog, its end.
+
+#include "cuda/engine.hpp"
+
+#include <cstring>
+
+#include "base/error.hpp"
+
+namespace fusedpg::cuda {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLook{2}; // between looks at outstanding operations
+// An operation that takes longer makes the watchdog look for other ranks'
+// failures, which costs a message to the store.
+constexpr milliseconds kSuspicious{1000};
+constexpr milliseconds kAskRanks{2000};
+constexpr size_t kArenaAlignment = 1 << 21;
+constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
+
+const char* const kSettingsKey = "cuda/settings/";
+const char* const kIdKey = "cuda/id";
+const char* const kFailedKey = "cuda/failed";
+
+} // namespace
+
+CudaEngine::CudaEngine(
+    const CudaApi& cuda,
+    const NcclApi& nccl,
+    int rank,
+    int size,
+    int device,
+    const Settings& settings,
+    std::shared_ptr<Rendezvous> store,
+    CheckPeers check_peers,
+    const Deadline& deadline)
+    : cuda_(cuda),
+      nccl_(nccl),
+      rank_(rank),
+      size_(size),
+      device_(device),
+      settings_(settings),
+      store_(std::move(store)),
+      check_peers_(std::move(check_peers)) {
+  const DeviceScope scope(cuda_, device_);
+  if (size_ > 1) {
+    compare_settings(deadline);
+    NcclUniqueId id;
+    if (rank_ == 0) {
+      id = Communicator::make_id(nccl_);
+      store_->set(kIdKey, std::string(id.internal, sizeof id.internal));
+    } else {
+      const std::string text = store_->get(kIdKey, deadline);
+      if (text.size() != sizeof id.internal) {
+        fail(ErrorKind::kSystem, "fused: the store holds no NCCL id");
+      }
+      std::memcpy(id.internal, text.data(), text.size());
+    }
+    comm_ = std::make_unique<Communicator>(nccl_, id, rank_, size_, deadline);
+  }
+  compute_ = make_stream(cuda_);
+  wire_stream_ = make_stream(cuda_);
+  for (OwnedEvent* event :
+       {&events_.begin,
+        &events_.proposed,
+        &events_.agreed,
+        &events_.summed,
+        &events_.gathered_sums}) {
+    *event = make_event(cuda_);
+  }
+  for (OwnedEvent(*pair)[2] :
+       {&events_.packed,
+        &events_.reduced,
+        &events_.updated,
+        &events_.gathered}) {
+    (*pair)[0] = make_event(cuda_);
+    (*pair)[1] = make_event(cuda_);
+  }
+  flags_memory_ = allocate_host(cuda_, sizeof(Flags));
+  flags_ = new (flags_memory_.get()) Flags;
+  try {
+    make_arena(deadline);
+  } catch (const Error&) {
+    comm_->abort(); // it may still be at work on the arena
+    release_arena();
+    throw;
+  }
+  watchdog_ = std::thread([this] { watch(); });
+}
+
+void CudaEngine::close() {
+  {
+    std::lock_guard<std::mutex> lock(watch_mutex_);
+    if (stopping_) {
+      return;
+    }
+    stopping_ = true;
+  }
+  watch_changed_.notify_all();
+  watchdog_.join();
+  fail_engine(
+      ErrorKind::kAborted,
+      str("fused: the group was destroyed on rank ", rank_));
+  // Kernels of an aborted communicator end by themselves.
+  int before = 0;
+  cuda_.get_device(&before);
+  cuda_.set_device(device_);
+  cuda_.stream_synchronize(wire_stream_.get());
+  cuda_.stream_synchronize(compute_.get());
+  cuda_.set_device(before);
+  // Now, since tensors in the arena keep the engine.
+  std::deque<OperationPtr> held;
+  {
+    std::lock_guard<std::mutex> lock(watch_mutex_);
+    held.swap(abandoned_);
+  }
+  for (const OperationPtr& operation : held) {
+    operation->release_tensors();
+  }
+}
+
+CudaEngine::~CudaEngine() {
+  close();
+  int before = 0;
+  cuda_.get_device(&before);
+  cuda_.set_device(device_);
+  release_arena();
+  cuda_.set_device(before);
+}
+
+// What would otherwise show as a hang.
+void CudaEngine::compare_settings(const Deadline& deadline) {
+  const std::string mine =
+      str("cuda_chunk_bytes=",
+          settings_.cuda_chunk_bytes,
+          ", cuda_arena_bytes=",
+          settings_.cuda_arena_bytes,
+          ", FUSEDPG_CUDA_MULTIMEM=",
+          settings_.cuda_multimem,
+          ", NCCL ",
+          nccl_.version,
+          ", direct path built with NCCL ",
+          cuda_.direct_nccl_version);
+  store_->set(str(kSettingsKey, rank_), mine);
+  for (int p = 0; p < size_; ++p) {
+    std::string theirs;
+    try {
+      theirs = store_->get(str(kSettingsKey, p), deadline);
+    } catch (const std::exception&) {
+      if (!deadline.expired()) {
+        throw;
+      }
+      fail(
+          ErrorKind::kTimeout,
+          "fused: rank ",
+          p,
+          " has not come to its first fused operation on a GPU within ",
+          deadline.timeout().count(),
+          " ms");
+    }
+    if (theirs != mine) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: ranks have different settings; rank ",
+          rank_,
+          ": ",
+          mine,
+          "; rank ",
+          p,
+          ": ",
+          theirs);
+    }
+  }
+}
+
+void CudaEngine::make_arena(const Deadline& deadline) {
+  if (settings_.cuda_arena_bytes == 0 || !comm_ || !nccl_.has_device_api() ||
+      cuda_.direct_create == nullptr) {
+    return;
+  }
+  const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
+      kArenaAlignment * kArenaAlignment;
+  if (nccl_.mem_alloc(&arena_, bytes + kSignalBytes) != kNcclSuccess) {
+    fail(
+        ErrorKind::kOutOfMemory,
+        "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES=",
+        bytes,
+        " failed on rank ",
+        rank_);
+  }
+  arena_bytes_ = bytes;
+  clear_signals();
+  comm_->enqueue("ncclCommWindowRegister", deadline, [&](NcclComm comm) {
+    return nccl_.comm_window_register(
+        comm, arena_, bytes + kSignalBytes, &window_, kNcclWindowSymmetric);
+  });
+  int usable = 0;
+  comm_->enqueue("ncclDevCommCreate", deadline, [&](NcclComm comm) {
+    const DirectCreateArgs args{
+        comm,
+        window_,
+        arena_,
+        nccl_.version,
+        size_,
+        nccl_.dev_comm_create,
+        nccl_.dev_comm_destroy,
+        nccl_.team_lsa,
+        settings_.cuda_multimem};
+    switch (cuda_.direct_create(&args, &direct_, &usable)) {
+      case kSuccess:
+        return kNcclSuccess;
+      case kNotReady:
+        return kNcclInProgress;
+      default:
+        return kNcclUnhandledCudaError;
+    }
+  });
+  if (usable == 0) {
+    release_arena();
+  }
+}
+
+DirectSignals* CudaEngine::signals() const {
+  return reinterpret_cast<DirectSignals*>(
+      static_cast<char*>(arena_) + arena_bytes_);
+}
+
+// Before the window is registered, which all ranks wait for.
+void CudaEngine::clear_signals() {
+  const HostMemory zeros = allocate_host(cuda_, kSignalBytes);
+  std::memset(zeros.get(), 0, kSignalBytes);
+  const Stream stream = compute_.get();
+  check(
+      cuda_,
+      "cudaMemcpyAsync",
+      cuda_.copy(signals(), zeros.get(), kSignalBytes, stream));
+  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
+}
+
+void CudaEngine::release_arena() {
+  if (direct_ != nullptr) {
+    cuda_.direct_destroy(direct_);
+    direct_ = nullptr;
+  }
+  if (window_ != nullptr && comm_) {
+    // Unless it went with its communicator.
+    comm_->if_alive([this](NcclComm comm) {
+      return nccl_.comm_window_deregister(comm, window_);
+    });
+    window_ = nullptr;
+  }
+  if (arena_ != nullptr) {
+    nccl_.mem_free(arena_);
+    arena_ = nullptr;
+    arena_bytes_ = 0;
+  }
+}
+
+bool CudaEngine::capturing(Stream stream) const {
+  int answer = 0;
+  check(
+      cuda_,
+      "cudaStreamIsCapturing",
+      cuda_.stream_is_capturing(stream, &answer));
+  return answer != 0;
+}
+
+void CudaEngine::check_failed() {
+  if (failed()) {
+    std::lock_guard<std::mutex> lock(watch_mutex_);
+    throw Error(failure_kind_, failure_);
+  }
+}
+
+ErrorKind CudaEngine::failure_kind() {
+  std::lock_guard<std::mutex> lock(watch_mutex_);
+  return failure_kind_;
+}
+
+CudaEngine::OperationPtr CudaEngine::submit(
+    OpCode op,
+    std::string summary,
+    const Submission& submission,
+    const std::function<void(Operation&)>& body) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_failed();
+  const DeviceScope scope(cuda_, device_);
+  auto operation = std::make_shared<Operation>();
+  operation->op = op;
+  operation->sequence = ++sequence_;
+  operation->summary = std::move(summary);
+  operation->deadline_ = Deadline(submission.timeout);
+  operation->tensors_ = submission.tensors;
+  try {
+    operation->end_ = make_event(cuda_);
+    operation->captured_ = capturing(submission.current);
+    ever_captured_ = ever_captured_ || operation->captured_;
+    check(
+        cuda_,
+        "cudaEventRecord",
+        cuda_.event_record(events_.begin.get(), submission.current));
+    check(
+        cuda_,
+        "cudaStreamWaitEvent",
+        cuda_.stream_wait_event(compute_.get(), events_.begin.get()));
+    body(*operation);
+    check(
+        cuda_,
+        "cudaEventRecord",
+        cuda_.event_record(operation->end_.get(), compute_.get()));
+  } catch (const Error& error) {
+    // Other ranks wait for what was not enqueued.
+    fail_engine(
+        error.kind(),
+        str(error.what(),
+            " [",
+            operation->summary,
+            ", sequence ",
+            operation->sequence,
+            ", rank ",
+            rank_,
+            "]"));
+    {
+      std::lock_guard<std::mutex> watch_lock(watch_mutex_);
+      abandoned_.push_back(operation);
+    }
+    check_failed(); // which is not this error, if that is its consequence
+  }
+  if (operation->captured_) {
+    last_captured_ = operation;
+    captured_slots_.push_back(operation->slot_);
+    operation->complete(nullptr);
+    return operation;
+  }
+  last_ = operation;
+  {
+    std::lock_guard<std::mutex> watch_lock(watch_mutex_);
+    (failed_ ? abandoned_ : in_flight_).push_back(operation);
+  }
+  check_failed();
+  watch_changed_.notify_all();
+  return operation;
+}
+
+void CudaEngine::wait(Operation& operation, Stream stream) {
+  check_failed();
+  const DeviceScope scope(cuda_, device_);
+  check(
+      cuda_,
+      "cudaStreamWaitEvent",
+      cuda_.stream_wait_event(stream, operation.end_.get()));
+}
+
+void CudaEngine::join(Stream stream) {
+  OperationPtr last;
+  {
+    const DeviceScope scope(cuda_, device_);
+    std::lock_guard<std::mutex> lock(mutex_);
+    // A graph can wait only for what is captured with it.
+    last = !capturing(stream)       ? last_
+        : capturing(compute_.get()) ? last_captured_
+                                    : nullptr;
+  }
+  if (last) {
+    wait(*last, stream);
+  }
+}
+
+void CudaEngine::drain(milliseconds timeout) {
+  OperationPtr last;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last = last_;
+  }
+  if (last) {
+    const bool ended = last->wait_for(timeout);
+    check_failed();
+    if (!ended) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: ",
+          last->summary,
+          " has not ended within ",
+          timeout.count(),
+          " ms on rank ",
+          rank_);
+    }
+  }
+}
+
+bool CudaEngine::idle() {
+  const DeviceScope scope(cuda_, device_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return (!last_ || last_->is_completed()) && !capturing(compute_.get());
+}
+
+void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
+  std::deque<OperationPtr> outstanding;
+  {
+    std::lock_guard<std::mutex> lock(watch_mutex_);
+    if (failed_) {
+      return;
+    }
+    failure_kind_ = kind;
+    failure_ = message;
+    failed_.store(true, std::memory_order_release);
+    outstanding.swap(in_flight_);
+    abandoned_ = outstanding;
+  }
+  // The kernels stop waiting for their peers, before anybody hears of it.
+  __atomic_store_n(&flags_->stop, 1, __ATOMIC_RELEASE);
+  if (comm_) {
+    comm_->abort();
+  }
+  const auto error = std::make_exception_ptr(Error(kind, message));
+  for (const OperationPtr& operation : outstanding) {
+    operation->complete(error);
+  }
+  // Of one failure all ranks hear from the rank that had it.
+  if (size_ > 1 && kind != ErrorKind::kAborted &&
+      kind != ErrorKind::kPeerFailed) {
+    try {
+      store_->set(kFailedKey, str("rank ", rank_, ": ", message));
+    } catch (const std::exception&) {
+      // The store may have gone with its host.
+    }
+  }
+}
+
+void CudaEngine::abort(const std::string& reason) {
+  fail_engine(ErrorKind::kAborted, reason);
+}
+
+std::string CudaEngine::tell_ranks(
+    uint64_t sequence,
+    const std::string& summary) {
+  store_->set(str("cuda/said/", sequence, "/", rank_), summary);
+  const Deadline deadline(kAskRanks);
+  std::string text;
+  for (int p = 0; p < size_; ++p) {
+    std::string said = "does not answer";
+    try {
+      said = store_->get(str("cuda/said/", sequence, "/", p), deadline);
+    } catch (const std::exception&) {
+    }
+    text += str(p == 0 ? "" : "; ", "rank ", p, ": ", said);
+  }
+  return text;
+}
+
+milliseconds CudaEngine::look() {
+  OperationPtr first;
+  {
+    std::lock_guard<std::mutex> lock(watch_mutex_);
+    if (in_flight_.empty()) {
+      return milliseconds(0);
+    }
+    first = in_flight_.front();
+  }
+  const std::string where =
+      str(first->summary,
+          " (sequence ",
+          first->sequence,
+          ") on rank ",
+          rank_,
+          " of ",
+          size_);
+  // Before the flag, which an operation sets before it ends.
+  const int state = cuda_.event_query(first->end_.get());
+  const uint64_t disagreed =
+      __atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE);
+  // Not if the first one is only about to be completed.
+  const bool later = state == kSuccess && disagreed > first->sequence;
+  if (disagreed != 0 && !later) {
+    fail_engine(
+        ErrorKind::kMismatch,
+        str("fused: ranks disagree about operation ",
+            disagreed,
+            " of the group; ",
+            tell_ranks(disagreed, first->summary),
+            ". Every rank must call the same operations in the same order "
+            "with the same sizes, types and hyperparameters"));
+    return kLook;
+  }
+  const std::string news = comm_ ? comm_->async_error() : "";
+  if (!news.empty()) {
+    fail_engine(
+        ErrorKind::kPeerDead, str("fused: ", where, ": NCCL reports: ", news));
+    return kLook;
+  }
+  if (state == kSuccess) {
+    {
+      std::lock_guard<std::mutex> lock(watch_mutex_);
+      if (in_flight_.empty() || in_flight_.front() != first) {
+        return kLook; // failed meanwhile
+      }
+      in_flight_.pop_front();
+    }
+    first->complete(nullptr);
+    return kLook / kLook.count();
+  }
+  if (state != kNotReady) {
+    fail_engine(
+        ErrorKind::kSystem,
+        str("fused: ", where, ": CUDA error: ", cuda_.error_string(state)));
+    return kLook;
+  }
+  const milliseconds timeout = first->deadline_.timeout();
+  if (first->deadline_.expired()) {
+    fail_engine(
+        ErrorKind::kTimeout,
+        str("fused: ",
+            where,
+            " did not finish within ",
+            timeout.count(),
+            " ms. Where ranks are: ",
+            tell_ranks(first->sequence, first->summary)));
+    return kLook;
+  }
+  const auto waited = Clock::now() - first->begun_;
+  if (waited > kSuspicious && check_peers_) {
+    try {
+      check_peers_(where);
+    } catch (const Error& error) {
+      fail_engine(error.kind(), error.what());
+      return kLook;
+    }
+  }
+  if (size_ > 1 && waited > kSuspicious && store_->has(kFailedKey)) {
+    fail_engine(
+        ErrorKind::kPeerFailed,
+        str("fused: ",
+            where,
+            ": another rank has failed: ",
+            store_->get(kFailedKey, Deadline(kAskRanks))));
+  }
+  return waited > kSuspicious ? kLook * 50 : kLook;
+}
+
+void CudaEngine::watch() {
+  cuda_.set_device(device_);
+  std::unique_lock<std::mutex> lock(watch_mutex_);
+  while (!stopping_) {
+    if (in_flight_.empty()) {
+      watch_changed_.wait(
+          lock, [this] { return stopping_ || !in_flight_.empty(); });
+      continue;
+    }
+    lock.unlock();
+    milliseconds pause = kLook;
+    try {
+      pause = look();
+    } catch (const std::exception& error) {
+      fail_engine(ErrorKind::kSystem, str("fused: watchdog: ", error.what()));
+    }
+    lock.lock();
+    if (!stopping_ && pause.count() > 1) {
+      watch_changed_.wait_for(lock, pause, [this] { return stopping_; });
+    }
+  }
+}
+
+void CudaEngine::shutdown(const Deadline& deadline) {
+  OperationPtr last;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last = last_;
+  }
+  if (last) {
+    last->wait_for(
+        std::chrono::duration_cast<milliseconds>(deadline.remaining()));
+  }
+  if (failed() || !comm_) {
+    return;
+  }
+  try {
+    comm_->finish(deadline);
+  } catch (const Error&) {
+    comm_->abort(); // a peer has gone first
+  }
+}
+
+} // namespace fusedpg::cuda

@@ -1,0 +1,211 @@
+#pragma once
+
+#include <deque>
+#include <map>
+#include <thread>
+
+#include "base/options.hpp"
+#include "base/rendezvous.hpp"
+#include "base/step.hpp"
+#include "cuda/communicator.hpp"
+#include "cuda/layout.hpp"
+#include "cuda/operation.hpp"
+
+namespace fusedpg::cuda {
+
+struct Task;
+
+// The CUDA engine of one rank of a group: fused operations on a communicator of
+// its own.
+//
+// Operations are enqueued, never awaited, on two streams: `compute` runs our
+// kernels, `wire` NCCL's. An operation begins behind the stream it was called
+// on, and ends at an event that Operation holds. Operations of a group run in
+// the order of their calls.
+//
+// A watchdog thread looks for operations that have ended, deadlines, errors of
+// the communicator, disagreements between ranks and failures of other ranks. A
+// failure aborts the communicator, so that no kernel waits for ever, and every
+// outstanding and later operation throws.
+//
+// Thread-safe.
+class CudaEngine {
+ public:
+  // Throws if another rank of the machine is known to be dead or gone; `what`
+  // is what this one waits for. May be null.
+  using CheckPeers = std::function<void(const std::string& what)>;
+
+  // Collective. `store` and `check_peers` are used until close().
+  CudaEngine(
+      const CudaApi& cuda,
+      const NcclApi& nccl,
+      int rank,
+      int size,
+      int device,
+      const Settings& settings,
+      std::shared_ptr<Rendezvous> store,
+      CheckPeers check_peers,
+      const Deadline& deadline);
+  ~CudaEngine();
+  CudaEngine(const CudaEngine&) = delete;
+
+  using OperationPtr = std::shared_ptr<Operation>;
+  struct Submission {
+    Stream current = nullptr; // whose work so far the operation needs
+    std::chrono::milliseconds timeout{0};
+    std::shared_ptr<void> tensors; // kept until the operation has ended
+  };
+  OperationPtr fused_step(const StepCall& call, const Submission& submission);
+  OperationPtr reduce_shards(
+      const ShardsCall& call,
+      const Submission& submission);
+
+  // Makes a stream wait for an operation; throws if the engine has failed.
+  void wait(Operation& operation, Stream stream);
+  // Makes a stream wait for everything enqueued so far.
+  void join(Stream stream);
+  // Blocks until everything enqueued so far has ended; throws if that failed.
+  void drain(std::chrono::milliseconds timeout);
+  // Whether everything enqueued so far has ended, as far as is known.
+  bool idle();
+
+  bool failed() const {
+    return failed_.load(std::memory_order_acquire);
+  }
+  ErrorKind failure_kind();
+  void abort(const std::string& reason);
+  // Waits for outstanding work, at most until the deadline; collective.
+  void shutdown(const Deadline& deadline);
+  // Ends the watchdog; operations still outstanding fail. Waits until the GPU
+  // is done with them.
+  void close();
+
+  // The arena that the GPUs of all ranks see, or null.
+  void* arena() const {
+    return arena_;
+  }
+  size_t arena_bytes() const {
+    return arena_bytes_;
+  }
+  const CudaApi& cuda() const {
+    return cuda_;
+  }
+  const NcclApi& nccl() const {
+    return nccl_;
+  }
+  int device() const {
+    return device_;
+  }
+  // "stock" or "direct"
+  const char* path_of_last_step() const {
+    return last_path_.load();
+  }
+
+ private:
+  friend class Run;
+
+  // Memory that both streams' work alternates between.
+  struct Wire {
+    DeviceMemory grads[2];
+    DeviceMemory params[2];
+    size_t grad_bytes = 0;
+    size_t param_bytes = 0;
+  };
+  struct Events {
+    OwnedEvent begin, proposed, agreed, summed, gathered_sums;
+    OwnedEvent packed[2], reduced[2], updated[2], gathered[2];
+  };
+  // A layout with its arrays in device memory, for all calls of the same
+  // counts.
+  struct DeviceLayout {
+    Layout layout;
+    DeviceMemory memory;
+    const Piece* pieces = nullptr;
+    const Tile* tiles = nullptr;
+    const uint32_t* tile_list = nullptr;
+    const uint32_t* tile_begin = nullptr;
+  };
+
+  // --- step.cpp
+  OperationPtr submit(const Task& task, const Submission& submission);
+
+  // --- engine.cpp
+  void compare_settings(const Deadline& deadline);
+  void make_arena(const Deadline& deadline);
+  DirectSignals* signals() const;
+  void clear_signals();
+  void release_arena();
+  // Runs `body`, which enqueues one operation, under the engine's lock.
+  OperationPtr submit(
+      OpCode op,
+      std::string summary,
+      const Submission& submission,
+      const std::function<void(Operation&)>& body);
+  void check_failed();
+  bool capturing(Stream stream) const;
+  void watch();
+  // One look at everything; returns how long to sleep.
+  std::chrono::milliseconds look();
+  void fail_engine(ErrorKind kind, const std::string& message);
+  // Says what this rank is doing, and what the others say of the same
+  // operation.
+  std::string tell_ranks(uint64_t sequence, const std::string& summary);
+
+  // --- resources.cpp; under the lock
+  std::shared_ptr<Slot> take_slot(size_t bytes);
+  const DeviceLayout& layout_of(
+      const std::vector<size_t>& counts,
+      size_t max_block,
+      size_t whole_from);
+  void reserve_wire(size_t grad_bytes, size_t param_bytes);
+
+  const CudaApi& cuda_;
+  const NcclApi& nccl_;
+  const int rank_;
+  const int size_;
+  const int device_;
+  const Settings settings_;
+  const std::shared_ptr<Rendezvous> store_;
+  const CheckPeers check_peers_;
+
+  std::unique_ptr<Communicator> comm_; // null for one rank
+  OwnedStream compute_;
+  OwnedStream wire_stream_;
+  Events events_;
+  // What the host and running kernels tell each other.
+  struct Flags {
+    uint64_t mismatch = 0; // the operation that ranks disagree about
+    uint64_t stop = 0; // kernels must not wait for other ranks any more
+  };
+  HostMemory flags_memory_;
+  Flags* flags_ = nullptr;
+  void* arena_ = nullptr;
+  size_t arena_bytes_ = 0; // for tensors; the direct path's signals follow
+  NcclWindow window_ = nullptr;
+  void* direct_ = nullptr;
+
+  std::mutex mutex_; // of what enqueuing an operation uses
+  uint64_t sequence_ = 0;
+  Wire wire_;
+  std::vector<DeviceMemory> retired_; // that captured graphs may still use
+  bool ever_captured_ = false;
+  std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts_;
+  std::vector<std::shared_ptr<Slot>> slots_;
+  std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
+  OperationPtr last_; // the latest operation that was not captured ...
+  OperationPtr last_captured_; // ... and that was
+
+  std::mutex watch_mutex_; // of what follows
+  std::condition_variable watch_changed_;
+  std::deque<OperationPtr> in_flight_;
+  // That have failed, but whose kernels may still use their tensors.
+  std::deque<OperationPtr> abandoned_;
+  bool stopping_ = false;
+  std::atomic<bool> failed_{false};
+  ErrorKind failure_kind_ = ErrorKind::kSystem;
+  std::string failure_;
+  std::atomic<const char*> last_path_{"none"};
+  std::thread watchdog_;
+};
+
+} // namespace fusedpg::cuda

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/cuda_api.hpp"
+#include "cuda/kernels/tiles.hpp"
+
+// What api.cu exports; the functions of CudaApi with the same names.
+namespace fusedpg::cuda {
+
+int launch_propose(const ProposeArgs* args, Stream stream);
+int launch_prepare(const PrepareArgs* args, Stream stream);
+int launch_pack(const PackArgs* args, Stream stream);
+int launch_unpack(const UnpackArgs* args, Stream stream);
+int launch_update_float(const UpdateArgs* args, Stream stream);
+int launch_update_double(const UpdateArgs* args, Stream stream);
+int launch_moments_float(const MomentsArgs* args, Stream stream);
+int launch_moments_double(const MomentsArgs* args, Stream stream);
+int launch_sum_tiles(const SumTilesArgs* args, Stream stream);
+int launch_trust(const TrustArgs* args, Stream stream);
+
+// FUSEDPG_NCCL_DEVICE is the NCCL_VERSION_CODE of NCCL's headers.
+#if defined(FUSEDPG_NCCL_DEVICE)
+constexpr int kDirectNcclVersion = FUSEDPG_NCCL_DEVICE;
+int direct_create(const DirectCreateArgs* args, void** context, int* usable);
+int direct_destroy(void* context);
+int direct_step(const DirectArgs* args, Stream stream);
+#endif
+
+// The runtime keeps a thread's last error; it must not be taken for that of a
+// later call.
+inline int settled(cudaError_t error) {
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+  }
+  return error;
+}
+
+template <typename Args>
+int launch(
+    void (*kernel)(Args),
+    uint32_t blocks,
+    const Args& args,
+    Stream stream) {
+  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
+  return settled(cudaLaunchKernel(
+      reinterpret_cast<const void*>(kernel),
+      dim3(blocks),
+      dim3(kThreads),
+      parameters,
+      0,
+      static_cast<cudaStream_t>(stream)));
+}
+
+// Blocks that stride over `items`: what the device holds at once, at most.
+template <typename Args>
+int launch_over(
+    void (*kernel)(Args),
+    uint64_t items,
+    const Args& args,
+    Stream stream) {
+  if (items == 0) {
+    return kSuccess;
+  }
+  constexpr uint64_t kBlocksPerSm = 2048 / kThreads;
+  int device = 0;
+  int sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error =
+        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) {
+    return settled(error);
+  }
+  const uint64_t most = kBlocksPerSm * static_cast<uint64_t>(sms);
+  return launch(
+      kernel, static_cast<uint32_t>(items < most ? items : most), args, stream);
+}
+
+#if defined(__CUDACC__)
+// The block's sum of `mine`; valid in thread 0. Ends with a barrier before the
+// lanes may be used again.
+__device__ __forceinline__ Sums block_sum(const Sums& mine, Sums* lanes) {
+  const int thread = static_cast<int>(threadIdx.x);
+  lanes[thread] = mine;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    fold_lanes(lanes, half, thread, kThreads);
+  }
+  const Sums total = lanes[0];
+  __syncthreads();
+  return total;
+}
+#endif
+
+} // namespace fusedpg::cuda

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <vector>
+
+#include "cuda/kernels/tiles.hpp"
+
+// All of a launch on the calling CPU thread, for tests without a GPU: the
+// kernels' own code, in their order of additions.
+namespace fusedpg::cuda::serial {
+
+inline void propose(const ProposeArgs& args) {
+  propose_bytes(args, 0, 1);
+}
+
+inline void prepare(const PrepareArgs& args) {
+  for (uint32_t t = 0; t < prepare_calls(args); ++t) {
+    prepare_tensor(args, t);
+  }
+}
+
+inline void pack(const PackArgs& args) {
+  for (int block = 0; block < args.chunk.size; ++block) {
+    for (uint32_t tile = 0; tile < args.chunk.num_tiles; ++tile) {
+      pack_tile(args, tile, block, 0, 1);
+    }
+  }
+}
+
+inline void unpack(const UnpackArgs& args) {
+  for (int block = 0; block < unpack_blocks(args); ++block) {
+    for (uint32_t tile = 0; tile < args.chunk.num_tiles; ++tile) {
+      unpack_tile(args, tile, block, 0, 1);
+    }
+  }
+}
+
+template <typename C>
+void update_as(const UpdateArgs& args) {
+  with_rule<C>(args, [&](auto tag) {
+    for (uint32_t tile = 0; tile < args.chunk.num_tiles; ++tile) {
+      update_tile<typename decltype(tag)::Type>(args, tile, 0, 1);
+    }
+  });
+}
+
+inline void update(const UpdateArgs& args) {
+  if (args.param_type == DType::kFloat64) {
+    update_as<double>(args);
+  } else {
+    update_as<float>(args);
+  }
+}
+
+// As a block does it: lane after lane, then the tree.
+template <typename Lane>
+Sums sum_of(Lane&& lane) {
+  std::vector<Sums> lanes;
+  for (int i = 0; i < kThreads; ++i) {
+    lanes.push_back(lane(i));
+  }
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    fold_lanes(lanes.data(), half, 0, 1);
+  }
+  return lanes[0];
+}
+
+inline void lamb_moments(const MomentsArgs& args) {
+  for (uint32_t tile = 0; tile < args.update.chunk.num_tiles; ++tile) {
+    const Sums sums = sum_of([&](int i) {
+      return args.update.param_type == DType::kFloat64
+          ? moments_tile<double>(args, tile, i, kThreads)
+          : moments_tile<float>(args, tile, i, kThreads);
+    });
+    args.tile_sums[2 * tile] = sums.param;
+    args.tile_sums[2 * tile + 1] = sums.direction;
+  }
+}
+
+inline void sum_tiles(const SumTilesArgs& args) {
+  for (uint32_t t = 0; t < args.num_tensors; ++t) {
+    const Sums sums = sum_of([&](int i) { return sum_tiles_lane(args, t, i); });
+    args.sums[2 * t] = sums.param;
+    args.sums[2 * t + 1] = sums.direction;
+  }
+}
+
+inline void trust(const TrustArgs& args) {
+  for (uint32_t t = 0; t < args.num_tensors; ++t) {
+    trust_tensor(args, t);
+  }
+}
+
+} // namespace fusedpg::cuda::serial

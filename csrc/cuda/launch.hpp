@@ -1,0 +1,215 @@
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.hpp"
+#include "kernels/kernels.hpp"
+
+// What the engine tells the kernels of libfusedpg_cuda.so. Plain data only:
+// both sides are compiled by different compilers. Everything that a pointer
+// leads to is device memory, unless said.
+namespace fusedpg::cuda {
+
+// One tensor of an operation.
+struct TensorInfo {
+  void* param; // whole
+  const void* grad; // whole, or in a step on reduced gradients the slice
+  void* output; // whole; reduce_shards leaves this rank's slice there
+  void* master; // slice in fp32, or null
+  void* state[3]; // slices, or null
+  float* step; // counter, or null
+  uint64_t count; // elements
+  uint64_t shard; // elements of a full shard: rank r owns [r * shard, ...)
+  uint32_t hyper; // index of its hyperparameters
+  uint32_t unused;
+};
+
+// Elements [begin, begin + length) of every rank's shard of a tensor. Both are
+// multiples of kShardAlignment; the shards of the last ranks may end earlier.
+struct Piece {
+  uint32_t tensor;
+  uint32_t unused;
+  uint64_t begin;
+  uint64_t length;
+  // Where it lies in a rank's block on the wire, in elements; also a multiple
+  // of kShardAlignment.
+  uint64_t wire;
+};
+
+// A thread block's work: elements [index * kTile, ...) of a piece.
+struct Tile {
+  uint32_t piece;
+  uint32_t index;
+};
+constexpr uint32_t kTile = 4096;
+
+// A part of an operation that goes over the wire at once. The wire buffer holds
+// one block a rank, in rank order.
+struct Chunk {
+  const TensorInfo* tensors;
+  const Piece* pieces;
+  const Tile* tiles;
+  uint32_t num_tiles;
+  int32_t rank;
+  int32_t size;
+  uint32_t unused;
+  uint64_t block; // elements of a rank's block
+};
+
+// What ranks agree on before a step: bytes that an all-reduce with MAX
+// combines. The first 16 are the call's hash and its complement: the maxima
+// complement each other only if all ranks have the same.
+constexpr uint32_t kAgreeHash = 0;
+constexpr uint32_t kAgreeComplement = 8;
+constexpr uint32_t kAgreeFoundInf = 16;
+constexpr uint32_t kAgreeUsed = 32; // one byte a tensor
+constexpr uint32_t kAgreeBytes = 4096;
+
+// Fills `agree` with this rank's view.
+struct ProposeArgs {
+  uint8_t* agree;
+  const uint8_t* used; // null: all are
+  const float* found_inf; // null: none
+  uint64_t hash;
+  uint32_t tensors;
+  uint32_t unused;
+};
+
+// Scalars of one tensor's update.
+struct TensorScalars : kernels::StepScalars {
+  // gradient = reduced gradient * grad_factor; negative when maximizing.
+  double grad_factor;
+  bool skip; // parameters and state stay as they are
+};
+
+// Reads what was agreed, resolves the scalars of every tensor, and counts the
+// step. One thread a tensor.
+struct PrepareArgs {
+  const uint8_t* agree; // null: nothing to agree on, all are used
+  const TensorInfo* tensors; // null: flags only (reduce_shards)
+  const kernels::Hyper* hypers;
+  // Of group i, a scalar that replaces hypers[i].lr; null entries: none. Null:
+  // no such entries.
+  const void* const* lrs;
+  const DType* lr_types; // float32 or float64
+  const float* grad_scale; // null: 1
+  const double* weights; // all ranks' weights, summed here; null: none
+  double divisor; // of the sum of gradients, 1 when weighted
+  TensorScalars* scalars; // out, one a tensor
+  uint8_t* used; // out: what any rank uses; null: not wanted
+  float* found_inf; // out: set to 1 if any rank's is; null: not wanted
+  // Host memory that the device writes: receives `sequence` if ranks disagree.
+  uint64_t* mismatch;
+  uint64_t sequence;
+  uint32_t num_tensors;
+  int32_t size; // of the group
+};
+
+// wire[p * block + piece.wire + i] = weight * grad[p * shard + begin + i] for
+// every rank p, zero beyond the end of the tensor.
+struct PackArgs {
+  Chunk chunk;
+  void* wire;
+  DType type;
+  double weight; // 1: bits are copied; else each product is rounded to `type`
+};
+
+// The way back: of all blocks into the whole parameter, or of this rank's block
+// (`wire` is the block) into the slice of the output.
+struct UnpackArgs {
+  Chunk chunk;
+  const void* wire;
+  DType type;
+  bool to_outputs;
+  // Whole parameters: skipped tensors are left alone. Null: none is skipped.
+  const TensorScalars* scalars;
+  // to_outputs: values are multiplied by the reciprocal of `divisor`, or of the
+  // sum of `weights` if that is not null; a sum of zero gives zeros.
+  double divisor;
+  const double* weights;
+  // to_outputs: tensors nobody uses are left alone; null: all are used.
+  const uint8_t* used;
+};
+
+// The update of this rank's slices of a chunk.
+struct UpdateArgs {
+  Chunk chunk;
+  kernels::Formula formula; // kLamb: the second half, which reads no gradient
+  DType param_type;
+  DType grad_type;
+  DType state_type;
+  bool masters;
+  bool decoupled; // Adam
+  bool amsgrad; // Adam
+  bool momentum; // SGD
+  bool nesterov; // SGD
+  const TensorScalars* scalars; // by tensor
+  const void* grads; // this rank's block; null: TensorInfo::grad are slices
+  // This rank's block of the parameters' wire, in param_type; skipped tensors'
+  // parameters are copied there. Null: the new values go to TensorInfo::param.
+  void* params_out;
+};
+
+// LAMB's first half: moments, and for each tile of the chunk the sums of
+// squares of parameters and directions: tile_sums[2 * (first_tile + tile)] and
+// the next.
+struct MomentsArgs {
+  UpdateArgs update;
+  double* tile_sums;
+};
+
+// Adds this rank's tile sums of each tensor: sums[2 * tensor] and the next. The
+// tiles of tensor t are tile_list[tile_begin[t]] ... [tile_begin[t + 1] - 1]:
+// indices into tile_sums, added in an order that depends on their number alone.
+struct SumTilesArgs {
+  const double* tile_sums;
+  const uint32_t* tile_list;
+  const uint32_t* tile_begin;
+  double* sums;
+  uint32_t num_tensors;
+};
+
+// scalars[t].lamb.step_size = lr * trust ratio, from all ranks' sums in rank
+// order: gathered[(p * num_tensors + t) * 2].
+struct TrustArgs {
+  const double* gathered;
+  const TensorInfo* tensors;
+  const kernels::Hyper* hypers;
+  TensorScalars* scalars;
+  uint32_t num_tensors;
+  int32_t size;
+};
+
+// Blocks meet the other ranks' blocks of their number, so all ranks start as
+// many, whatever their GPUs are.
+constexpr uint32_t kDirectBlocks = 128;
+constexpr int kMaxDirectRanks = 128;
+
+// What the barriers of one block count: those it has left in earlier kernels,
+// and those at which each rank has arrived, which that rank writes.
+struct alignas(128) DirectSignals {
+  uint64_t epoch;
+  uint64_t passed[kMaxDirectRanks];
+};
+
+// The whole step of a chunk in one kernel, over the arenas (windows) of all
+// ranks: reads the peers' gradients, updates this rank's slices, and stores the
+// new parameters to all ranks, between two barriers of all ranks. Sums are left
+// folds in rank order, in the compute type.
+struct DirectArgs {
+  UpdateArgs update; // its `grads` and `params_out` mean nothing
+  // offsets[(p * num_tensors + t) * 2]: where gradient t of rank p begins in
+  // its arena, in bytes; and the next one, where its parameter does.
+  const uint64_t* offsets;
+  const double* weights; // by rank; each product is rounded. Null: none
+  uint32_t num_tensors;
+  uint32_t unused;
+  DirectSignals* signals; // kDirectBlocks of them, at the same place of all
+                          // ranks' arenas; zero before the first step
+  // Host memory that the device reads: once it is not 0, kernels that wait for
+  // other ranks end, whatever has been done by then.
+  const uint64_t* stop;
+  void* context; // host: what direct_create() gave
+};
+
+} // namespace fusedpg::cuda

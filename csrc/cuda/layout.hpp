@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "cuda/launch.hpp"
+
+namespace fusedpg::cuda {
+
+// A part of a list of tensors that goes over the wire at once.
+struct ChunkLayout {
+  size_t first_tile = 0;
+  size_t num_tiles = 0;
+  size_t block = 0; // elements of a rank's block on the wire
+  // The chunk is one tensor whose shards fill it exactly, so that NCCL can work
+  // in the tensor itself: nothing to pack.
+  bool whole = false;
+  size_t tensor = 0; // if `whole`
+};
+
+// How a list of tensors is cut into chunks, pieces and tiles. A function of the
+// counts, the world size and the chunk size alone, so the same on all ranks.
+struct Layout {
+  std::vector<Piece> pieces;
+  std::vector<Tile> tiles; // of chunk after chunk
+  std::vector<ChunkLayout> chunks;
+  size_t max_block = 0; // over the chunks that are not whole
+  size_t max_whole_shard = 0; // over those that are
+  // For sums over tensors: the tiles of tensor t are tile_list[tile_begin[t]]
+  // up to tile_begin[t + 1].
+  std::vector<uint32_t> tile_list;
+  std::vector<uint32_t> tile_begin;
+};
+
+// Blocks are of at most `max_block` elements. Tensors of `whole_from` elements
+// or more may become whole chunks, up to four blocks long.
+Layout make_layout(
+    const std::vector<size_t>& counts,
+    int world_size,
+    size_t max_block,
+    size_t whole_from);
+
+} // namespace fusedpg::cuda

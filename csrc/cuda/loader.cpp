@@ -1,0 +1,142 @@
+// Finds libfusedpg_cuda.so and libnccl and the functions in them.
+
+#include <dlfcn.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "base/error.hpp"
+#include "cuda/cuda_api.hpp"
+#include "cuda/nccl_api.hpp"
+
+namespace fusedpg::cuda {
+namespace {
+
+constexpr int kOldestNccl = 21800; // ncclCommFinalize, non-blocking calls
+
+std::string dl_error() {
+  const char* text = dlerror();
+  return text == nullptr ? "unknown error" : text;
+}
+
+// Libraries stay loaded until the process ends: their threads and exit handlers
+// may still run.
+template <typename Api, typename Load>
+const Api& load_once(const std::string& path, const Load& load) {
+  static auto* mutex = new std::mutex();
+  static auto* loaded = new std::map<std::string, std::unique_ptr<Api>>();
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::unique_ptr<Api>& api = (*loaded)[path];
+  if (!api) {
+    api = std::make_unique<Api>(load(path));
+  }
+  return *api;
+}
+
+CudaApi load_cuda(const std::string& path) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: cannot load the CUDA kernels: ",
+        dl_error(),
+        ". CUDA tensors need fusedpg to be built where nvcc is on PATH; "
+        "FUSEDPG_CUDA_LIB names another libfusedpg_cuda.so");
+  }
+  const auto get =
+      reinterpret_cast<CudaApiFunction>(dlsym(library, kCudaApiSymbol));
+  const CudaApi* api = get == nullptr ? nullptr : get();
+  if (api == nullptr || api->version != kCudaApiVersion ||
+      api->bytes != sizeof(CudaApi)) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: ",
+        path,
+        " was built from another version of fusedpg; build both again");
+  }
+  return *api;
+}
+
+void* open_nccl(const std::string& path) {
+  if (!path.empty()) {
+    // Local symbols: torch's own libnccl must not find these.
+    return dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  }
+  // torch's, if it has loaded one.
+  void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+  return library != nullptr ? library
+                            : dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+}
+
+NcclApi load_nccl(const std::string& path) {
+  void* library = open_nccl(path);
+  if (library == nullptr) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: cannot load NCCL: ",
+        dl_error(),
+        ". Install nvidia-nccl-cu12 or -cu13 (torch's CUDA wheels bring it), "
+        "or set FUSEDPG_NCCL_LIB to a libnccl.so.2");
+  }
+  NcclApi api;
+  const auto find = [library](auto& function, const char* name) {
+    using Function = std::remove_reference_t<decltype(function)>;
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    return function != nullptr;
+  };
+  bool complete = true;
+  const auto require = [&](auto& function, const char* name) {
+    complete = find(function, name) && complete;
+  };
+  require(api.get_version, "ncclGetVersion");
+  require(api.get_error_string, "ncclGetErrorString");
+  require(api.get_unique_id, "ncclGetUniqueId");
+  require(api.comm_init_rank_config, "ncclCommInitRankConfig");
+  require(api.comm_get_async_error, "ncclCommGetAsyncError");
+  require(api.comm_finalize, "ncclCommFinalize");
+  require(api.comm_destroy, "ncclCommDestroy");
+  require(api.comm_abort, "ncclCommAbort");
+  require(api.all_reduce, "ncclAllReduce");
+  require(api.reduce_scatter, "ncclReduceScatter");
+  require(api.all_gather, "ncclAllGather");
+  if (!complete || api.get_version(&api.version) != kNcclSuccess ||
+      api.version < kOldestNccl) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: NCCL 2.18 or newer is needed, found ",
+        complete ? str("version code ", api.version) : "a library without it",
+        path.empty() ? "" : " in " + path);
+  }
+  find(api.get_last_error, "ncclGetLastError");
+  if (api.version >= 21900) {
+    find(api.mem_alloc, "ncclMemAlloc");
+    find(api.mem_free, "ncclMemFree");
+  }
+  if (api.version >= 22700) {
+    find(api.comm_window_register, "ncclCommWindowRegister");
+    find(api.comm_window_deregister, "ncclCommWindowDeregister");
+  }
+  if (api.version >= 22800) {
+    find(api.dev_comm_create, "ncclDevCommCreate");
+    find(api.dev_comm_destroy, "ncclDevCommDestroy");
+    find(api.team_lsa, "ncclTeamLsa");
+  }
+  Dl_info where{};
+  if (dladdr(reinterpret_cast<void*>(api.get_version), &where) != 0) {
+    api.path = where.dli_fname;
+  }
+  return api;
+}
+
+} // namespace
+
+const CudaApi& load_cuda_api(const std::string& path) {
+  return load_once<CudaApi>(path, load_cuda);
+}
+
+const NcclApi& load_nccl_api(const std::string& path) {
+  return load_once<NcclApi>(path, load_nccl);
+}
+
+} // namespace fusedpg::cuda

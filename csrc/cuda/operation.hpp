@@ -1,0 +1,63 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/deadline.hpp"
+#include "base/op_code.hpp"
+#include "cuda/device.hpp"
+
+namespace fusedpg::cuda {
+
+// Scratch memory of one operation: what it uploads, and what ranks exchange.
+struct Slot {
+  HostMemory host;
+  DeviceMemory device;
+  size_t bytes = 0;
+};
+
+// One operation that has been enqueued. Complete when the GPU is done with it,
+// or when the engine has failed.
+//
+// Thread-safe.
+class Operation {
+ public:
+  uint64_t sequence = 0;
+  OpCode op = OpCode::kNone;
+  std::string summary; // "fused_adamw_ of 3 tensors, 120 elements, float32"
+
+  bool is_completed() const {
+    return done_.load(std::memory_order_acquire);
+  }
+  // The failure, or null.
+  std::exception_ptr exception() const;
+  // Blocks until it is complete; false when time is up.
+  bool wait_for(std::chrono::milliseconds timeout) const;
+  // What keeps the operation's tensors alive may go: whoever calls this has
+  // made the streams that own them wait.
+  void release_tensors();
+
+ private:
+  friend class CudaEngine;
+  friend class Run;
+
+  void complete(std::exception_ptr error);
+
+  Deadline deadline_{std::chrono::milliseconds(0)};
+  const Clock::time_point begun_ = Clock::now();
+  OwnedEvent end_;
+  std::shared_ptr<Slot> slot_;
+  bool captured_ = false; // into a graph; runs whenever that is launched
+  std::atomic<bool> done_{false};
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::exception_ptr error_;
+  std::shared_ptr<void> tensors_;
+};
+
+} // namespace fusedpg::cuda

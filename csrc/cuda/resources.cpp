@@ -1,0 +1,119 @@
+// Memory of the CUDA engine that operations share or take turns with.
+
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/engine.hpp"
+
+namespace fusedpg::cuda {
+namespace {
+
+constexpr size_t kSlotAlignment = 1 << 16;
+constexpr size_t kMaxLayouts = 256;
+
+size_t round_up(size_t bytes, size_t multiple) {
+  return (bytes + multiple - 1) / multiple * multiple;
+}
+
+} // namespace
+
+std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {
+  bytes = round_up(bytes, kSlotAlignment);
+  for (const auto& slot : slots_) {
+    // Only the pool knows it: its operation has ended.
+    if (slot.use_count() == 1 && slot->bytes >= bytes) {
+      return slot;
+    }
+  }
+  auto slot = std::make_shared<Slot>();
+  slot->host = allocate_host(cuda_, bytes);
+  slot->device = allocate_device(cuda_, bytes);
+  slot->bytes = bytes;
+  slots_.push_back(slot);
+  return slot;
+}
+
+const CudaEngine::DeviceLayout& CudaEngine::layout_of(
+    const std::vector<size_t>& counts,
+    size_t max_block,
+    size_t whole_from) {
+  std::vector<size_t> key = counts;
+  key.push_back(max_block);
+  key.push_back(whole_from);
+  const auto known = layouts_.find(key);
+  if (known != layouts_.end()) {
+    return *known->second;
+  }
+  if (layouts_.size() > kMaxLayouts && !ever_captured_) {
+    check(
+        cuda_,
+        "cudaStreamSynchronize",
+        cuda_.stream_synchronize(compute_.get()));
+    layouts_.clear();
+    return layout_of(counts, max_block, whole_from);
+  }
+  auto made = std::make_unique<DeviceLayout>();
+  made->layout = make_layout(counts, size_, max_block, whole_from);
+  const Layout& l = made->layout;
+  const size_t sizes[] = {
+      l.pieces.size() * sizeof(Piece),
+      l.tiles.size() * sizeof(Tile),
+      l.tile_list.size() * sizeof(uint32_t),
+      l.tile_begin.size() * sizeof(uint32_t)};
+  const void* sources[] = {
+      l.pieces.data(), l.tiles.data(), l.tile_list.data(), l.tile_begin.data()};
+  size_t bytes = 0;
+  size_t offsets[4];
+  for (int i = 0; i < 4; ++i) {
+    offsets[i] = bytes;
+    bytes += round_up(sizes[i], 16);
+  }
+  const HostMemory host = allocate_host(cuda_, bytes);
+  auto* h = static_cast<char*>(host.get());
+  for (int i = 0; i < 4; ++i) {
+    if (sizes[i] != 0) {
+      std::memcpy(h + offsets[i], sources[i], sizes[i]);
+    }
+  }
+  made->memory = allocate_device(cuda_, bytes);
+  auto* d = static_cast<char*>(made->memory.get());
+  // On a stream of its own: the call may be inside a graph's capture, of which
+  // this is no part.
+  const OwnedStream stream = make_stream(cuda_);
+  check(cuda_, "cudaMemcpyAsync", cuda_.copy(d, h, bytes, stream.get()));
+  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream.get()));
+  made->pieces = reinterpret_cast<const Piece*>(d + offsets[0]);
+  made->tiles = reinterpret_cast<const Tile*>(d + offsets[1]);
+  made->tile_list = reinterpret_cast<const uint32_t*>(d + offsets[2]);
+  made->tile_begin = reinterpret_cast<const uint32_t*>(d + offsets[3]);
+  return *(layouts_[key] = std::move(made));
+}
+
+void CudaEngine::reserve_wire(size_t grad_bytes, size_t param_bytes) {
+  const auto grow = [this](
+                        DeviceMemory(&memory)[2], size_t& has, size_t bytes) {
+    if (bytes <= has) {
+      return;
+    }
+    bytes = round_up(bytes, kSlotAlignment);
+    if (has != 0 && !ever_captured_) {
+      // Operations in flight may use what is about to be freed.
+      check(
+          cuda_,
+          "cudaStreamSynchronize",
+          cuda_.stream_synchronize(compute_.get()));
+    }
+    for (DeviceMemory& one : memory) {
+      if (ever_captured_) {
+        retired_.push_back(std::move(one));
+      }
+      one = DeviceMemory();
+      one = allocate_device(cuda_, bytes);
+    }
+    has = bytes;
+  };
+  grow(wire_.grads, wire_.grad_bytes, grad_bytes);
+  grow(wire_.params, wire_.param_bytes, param_bytes);
+}
+
+} // namespace fusedpg::cuda

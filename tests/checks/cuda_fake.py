@@ -1,0 +1,145 @@
+"""What ranks do in tests of the CUDA engine; their CPU tensors stand for device memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checks.cases import digest, same
+from checks.fused_ops import BF16, FP32, FP64, Model, Run
+from harness import Context
+
+
+def info(context: Context) -> dict[str, Any]:
+    import fusedpg
+
+    return fusedpg.group_info()
+
+
+def info_after_a_step(context: Context) -> dict[str, Any]:
+    model = Model(context, Run())
+    model.set_gradients(0)
+    model.step()
+    return info(context)
+
+
+def interleaved(context: Context) -> None:
+    """Ordinary collectives between fused steps see their results, and the other way round."""
+    model, rank, size = Model(context, Run("sgd")), context.rank, context.world_size
+    for step in range(10):
+        model.set_gradients(step)
+        work = model.start(async_op=step % 2 == 0)
+        total = model.params[0].clone() if work is None else None
+        seen = torch.empty(size * model.params[0].numel())
+        dist.all_gather_into_tensor(seen, model.params[0].view(-1))
+        seen = seen.view(size, -1)
+        assert same(seen[0], seen[size - 1]), "replicas differ"
+        if total is not None:
+            assert same(seen[rank], total.view(-1))
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        assert same(ones, torch.full((3,), float(size)))
+        dist.broadcast(model.grads[0], src=0)
+        if work is not None:
+            work.wait()
+
+
+def work(context: Context) -> None:
+    """An asynchronous step: its Work, its future, and what it keeps alive."""
+    model = Model(context, Run("adamw", steps=1))
+    model.set_gradients(0)
+    gone = weakref.ref(model.grads[0])
+    work = model.start(async_op=True)
+    model.grads.clear()
+    gc.collect()
+    future = work.get_future()
+    future.wait()
+    work.wait()
+    assert work.is_completed() and work.is_success()
+    assert future.done() and len(future.value()) == len(model.params)
+    first = digest(model.params)
+    gc.collect()
+    assert gone() is None, "gradients outlive their operation"
+    again = Model(context, Run("adamw", steps=1))
+    again.set_gradients(0)
+    again.step()
+    assert digest(again.params) == first
+
+
+def found_inf(context: Context) -> None:
+    """A flag on one rank stops all of them."""
+    run = Run("adamw")
+    model = Model(context, run)
+    for step in range(3):
+        model.set_gradients(step)
+        flag = torch.tensor(float(step == 1 and context.rank == context.world_size - 1))
+        kept = [one.clone() for one in model.state()]
+        model.step(found_inf=flag)
+        moved = [not same(now, old) for now, old in zip(model.state(), kept, strict=True)]
+        assert float(flag) == (step == 1)
+        assert any(moved) == (step != 1)
+
+
+def disagree(context: Context, op: str, what: str) -> None:
+    """Rank 0 passes something else; raises on all ranks."""
+    odd = context.rank == 0
+    sizes = ((1021,), (65, 3)) if odd and what == "sizes" else ((1021,), (64, 3))
+    dtype = FP64 if odd and what == "dtype" else FP32
+    grad_dtype = BF16 if odd and what == "gradient dtype" else dtype
+    model = Model(context, Run(op, shapes=sizes, dtypes=(dtype,), grad_dtypes=(grad_dtype,)))
+    model.set_gradients(0)
+    override: dict[str, Any] = {}
+    if odd and what in ("lr", "weight_decay"):
+        override[what] = 0.5
+    elif odd and what == "weight":
+        override["weight"] = 2.0
+    elif odd and what == "fewer tensors":
+        for one in model.lists():
+            if one:
+                one.pop()
+    model.step(**override)
+
+
+def absent(context: Context, seconds: float) -> str:
+    """Rank 1 does not come; what rank 0 is told."""
+    model = Model(context, Run("sgd"))
+    model.set_gradients(0)
+    model.step()
+    if context.rank == 1:
+        time.sleep(seconds)
+        return ""
+    begin = time.monotonic()
+    try:
+        model.step()
+    except RuntimeError as error:
+        assert time.monotonic() - begin < seconds
+        return str(error)
+    raise AssertionError("an absent rank was not missed")
+
+
+def aborted(context: Context) -> str:
+    """Rank 0 waits for a rank that does not come, and another thread of it aborts."""
+    model = Model(context, Run("sgd"))
+    model.set_gradients(0)
+    model.step()
+    if context.rank == 1:
+        time.sleep(3)
+        return ""
+    group: Any = dist.distributed_c10d._get_default_group()
+    timer = threading.Timer(0.5, group.abort)
+    timer.start()
+    begin = time.monotonic()
+    try:
+        model.step()
+    except RuntimeError as error:
+        assert time.monotonic() - begin < 3
+        return str(error)
+    finally:
+        timer.join()
+    raise AssertionError("nothing was aborted")

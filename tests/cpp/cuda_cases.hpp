@@ -1,0 +1,199 @@
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/engine.hpp"
+#include "kernels_reference.hpp"
+#include "testing.hpp"
+
+// What the tests of the CUDA engine have in common: ranks on the fake GPU.
+namespace fusedpg::test {
+
+using cuda::CudaEngine;
+using fake_gpu::Clean;
+using fake_gpu::gpu;
+using fake_gpu::hooks;
+using OperationPtr = CudaEngine::OperationPtr;
+
+// For many operations in little time, in microseconds; the fake's own is 200.
+constexpr uint32_t kShortDelay = 30;
+
+inline Settings cuda_settings(size_t chunk_bytes = 2048, size_t arena = 0) {
+  Settings s = test_settings();
+  s.cuda_chunk_bytes = chunk_bytes;
+  s.cuda_arena_bytes = arena;
+  return s;
+}
+
+// A part of the test's store.
+class StorePart : public Rendezvous {
+ public:
+  StorePart(Store& store, std::string name)
+      : store_(store),
+        name_(std::move(name)) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_.set(name_ + key, value);
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    return store_.get(name_ + key, deadline);
+  }
+  bool has(const std::string& key) override {
+    return store_.has(name_ + key);
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return store_.add(name_ + key, amount);
+  }
+
+ private:
+  Store& store_;
+  const std::string name_;
+};
+
+struct EngineWith {
+  Settings settings = cuda_settings();
+  std::string name; // of the group, in the store
+  CudaEngine::CheckPeers check_peers = nullptr;
+  const cuda::NcclApi* nccl = &fake_gpu::nccl();
+  const cuda::CudaApi* cuda = &gpu();
+  milliseconds deadline = kLong;
+};
+
+// A stream on a device that need not be the current one.
+struct StreamOn {
+  explicit StreamOn(int device) {
+    const cuda::DeviceScope scope(gpu(), device);
+    own = cuda::make_stream(gpu());
+    stream = own.get();
+  }
+  cuda::OwnedStream own;
+  cuda::Stream stream = nullptr;
+};
+
+constexpr size_t kArena = size_t{1} << 20;
+
+inline EngineWith with_arena() {
+  EngineWith with;
+  with.settings = cuda_settings(2048, kArena);
+  return with;
+}
+
+// One rank of an engine, and the stream of its caller. They are on device
+// `rank`, while the current device is 0.
+struct GpuRank {
+  GpuRank(int rank, int size, Store& store, const EngineWith& with = {})
+      : rank(rank),
+        size(size),
+        store(store),
+        engine(
+            *with.cuda,
+            *with.nccl,
+            rank,
+            size,
+            rank,
+            with.settings,
+            std::make_shared<StorePart>(store, with.name),
+            with.check_peers,
+            Deadline(with.deadline)),
+        own_stream(rank),
+        stream(own_stream.stream) {}
+
+  void sync() const {
+    CHECK_EQ(gpu().stream_synchronize(stream), 0);
+  }
+  // All ranks are here.
+  void meet(const std::string& where) const {
+    store.meet(where, size);
+  }
+  CudaEngine::Submission from(milliseconds timeout = kLong) const {
+    return {stream, timeout, nullptr};
+  }
+
+  const int rank;
+  const int size;
+  Store& store;
+  CudaEngine engine;
+  const StreamOn own_stream;
+  const cuda::Stream stream;
+};
+
+// Ranks on threads, each with an engine that ends well.
+inline void with_gpus(
+    int size,
+    const std::function<void(GpuRank&)>& body,
+    const EngineWith& with = {},
+    bool processes = false) {
+  const RankBody rank_body = [&](int rank, Store& store) {
+    GpuRank r(rank, size, store, with);
+    body(r);
+    r.engine.shutdown(Deadline(kLong));
+    CHECK(!r.engine.failed());
+  };
+  if (processes) {
+    on_processes(size, rank_body);
+  } else {
+    on_threads(size, rank_body);
+  }
+}
+
+// Throws what the operation failed with.
+inline void finish(const OperationPtr& op, milliseconds within = kLong) {
+  if (CHECK(op->wait_for(within))) {
+    if (const auto error = op->exception()) {
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+// Device memory: of its own, or a part of somebody's arena. With a canary.
+class GpuBuffer {
+ public:
+  explicit GpuBuffer(size_t bytes, char* place = nullptr)
+      : data_(place),
+        bytes_(bytes) {
+    if (place == nullptr) {
+      own_ = cuda::allocate_device(gpu(), bytes + kCanary);
+      data_ = static_cast<char*>(own_.get());
+    }
+    std::memset(data_, kPattern, bytes + kCanary);
+  }
+  GpuBuffer(GpuBuffer&&) = default;
+  ~GpuBuffer() {
+    const char* end = data_ + bytes_;
+    CHECK(data_ == nullptr || std::all_of(end, end + kCanary, [](char c) {
+            return c == kPattern;
+          }));
+  }
+
+  char* data() const {
+    return data_;
+  }
+  size_t bytes() const {
+    return bytes_;
+  }
+  template <typename T>
+  T& as() const {
+    return *reinterpret_cast<T*>(data_);
+  }
+  void assign(const Bytes& from) const {
+    if (!from.empty()) {
+      std::memcpy(data_, from.data(), from.size());
+    }
+  }
+  bool holds(const Bytes& wanted) const {
+    return wanted.empty() ||
+        std::memcmp(data_, wanted.data(), wanted.size()) == 0;
+  }
+
+ private:
+  static constexpr size_t kCanary = 32;
+  static constexpr char kPattern = 0x5a;
+  cuda::DeviceMemory own_;
+  char* data_;
+  size_t bytes_;
+};
+
+} // namespace fusedpg::test

@@ -1,0 +1,537 @@
+// The CUDA engine on the fake GPU.
+
+#include <unistd.h>
+
+#include "cuda_training.hpp"
+
+namespace fusedpg::test {
+
+using namespace cuda; // NOLINT: all of this is about it
+
+namespace {
+
+std::vector<Recipe> recipes() {
+  std::vector<Recipe> list = one_of_each();
+  list.push_back(recipe(OpCode::kFusedSgd, [](StepHyper& h) {
+    h.nesterov = true;
+    h.dampening = 0;
+  }));
+  list.push_back(
+      recipe(OpCode::kFusedSgd, [](StepHyper& h) { h.momentum = 0; }));
+  list.push_back(recipe(OpCode::kFusedAdamW));
+  return list;
+}
+
+std::vector<double> some_weights(int size) {
+  std::vector<double> weights;
+  for (int p = 0; p < size; ++p) {
+    weights.push_back(p == 1 ? 0.3 : 1.7 + p);
+  }
+  return weights;
+}
+
+// Every kind of step in every kind of type, with everything a call may have.
+void train(GpuRank& r) {
+  hooks().set_delay(kShortDelay);
+  const std::vector<std::vector<size_t>> lists{
+      {1}, {33, 0, 3000, 1, 129}, {9001, 31, 0, 640}, {0, 0}};
+  size_t turn = 0;
+  for (const Recipe& recipe : recipes()) {
+    for (const StepTypes& types : step_types()) {
+      const size_t kind = turn++;
+      if (recipe.lamb() && dtype_size(types.state) == 2) {
+        continue;
+      }
+      GpuTraining training(r, recipe, types, lists[(kind + kind / 4) % 4]);
+      training.call.hypers[0].maximize = kind % 5 == 1;
+      training.call.reduction.mean = kind % 4 != 2;
+      if (kind % 4 == 3) {
+        training.set_grad_scale(8);
+        training.set_found_inf(false);
+      }
+      if (kind % 4 == 0) {
+        training.weights = some_weights(r.size);
+      }
+      if (kind % 3 == 2) {
+        training.uses = [size = r.size](int rank, size_t t) {
+          return t % static_cast<size_t>(size + 1) == static_cast<size_t>(rank);
+        };
+      }
+      for (int step = 0; step < 2; ++step) {
+        if (kind % 5 == 0) {
+          training.set_lr(0.01 / (step + 1), kind % 2 ? kDouble : kSingle);
+        }
+        training.load();
+        if (kind % 3 == 1) {
+          training.reduce_and_step(kind % 2 == 0);
+        } else {
+          training.step();
+        }
+        training.check();
+      }
+    }
+  }
+}
+
+// The operations that a rank began, in order.
+std::vector<std::vector<uint64_t>> order_of(int rank) {
+  std::vector<fake::Executed> log(4096);
+  log.resize(std::min(hooks().order(log.data(), log.size()), log.size()));
+  std::vector<std::vector<uint64_t>> out;
+  for (const fake::Executed& e : log) {
+    if (e.rank == rank) {
+      out.push_back({e.communicator, e.sequence, e.count, uint64_t(e.op)});
+    }
+  }
+  return out;
+}
+
+} // namespace
+
+TEST(cuda_engine_equals_one_process) {
+  const Clean clean;
+  for (int size = 1; size <= 4; ++size) {
+    with_gpus(size, train);
+  }
+  CHECK_EQ(hooks().now().mismatches, 0u);
+  CHECK_EQ(hooks().now().freed_written, 0u);
+}
+
+TEST(cuda_engine_between_processes) {
+  if (kOnlyThreads) {
+    return;
+  }
+  const Clean clean;
+  with_gpus(
+      2,
+      [](GpuRank& r) {
+        GpuTraining training(r, adam(), kStepTypes[2], {33, 0, 3000, 640});
+        for (int step = 0; step < 3; ++step) {
+          training.load();
+          training.step();
+          training.check();
+        }
+      },
+      {},
+      true);
+}
+
+// Tensors that are chunks by themselves, between packed ones.
+TEST(cuda_engine_whole_tensors) {
+  const Clean clean;
+  EngineWith with;
+  with.settings = cuda_settings(size_t{1} << 19);
+  for (const int size : {2, 3}) {
+    with_gpus(
+        size,
+        [](GpuRank& r) {
+          hooks().set_delay(200);
+          const auto unit = static_cast<size_t>(32 * r.size);
+          const size_t large = (262144 + unit - 1) / unit * unit;
+          const std::vector<size_t> counts{
+              70, large, 262145, large + unit, 31, large};
+          for (const StepTypes& types : step_types({kSingles, kStepTypes[2]})) {
+            if (kSanitized && types.master) {
+              continue;
+            }
+            GpuTraining training(r, adam(), types, counts);
+            for (int step = 0; step < (kSanitized ? 1 : 2); ++step) {
+              training.load();
+              training.step();
+              training.check();
+            }
+            training.set_found_inf(r.rank == 1);
+            training.load();
+            training.step();
+            training.check(0);
+          }
+          GpuTraining lamb(r, recipe(OpCode::kFusedLamb), kSingles, {large, 5});
+          lamb.load();
+          lamb.reduce_and_step(true);
+          lamb.check();
+        },
+        with);
+  }
+}
+
+TEST(cuda_engine_skips_steps) {
+  const Clean clean;
+  with_gpus(3, [](GpuRank& r) {
+    hooks().set_delay(kShortDelay);
+    for (const Recipe& recipe : one_of_each()) {
+      GpuTraining training(r, recipe, kSingles, {1000, 0, 77});
+      training.set_found_inf(false);
+      training.load();
+      training.step();
+      training.check();
+      training.set_found_inf(r.rank == 2);
+      training.load();
+      training.step();
+      training.check(0);
+      CHECK(training.found_inf());
+      training.set_found_inf(false);
+      training.load();
+      training.step();
+      training.check();
+      CHECK(!training.found_inf());
+    }
+  });
+}
+
+TEST(cuda_engine_is_asynchronous) {
+  const Clean clean;
+  with_gpus(2, [](GpuRank& r) {
+    GpuTraining training(r, adam(), kSingles, {5000, 64, 1});
+    GpuBuffer copied(training.param(0).bytes());
+    const StreamOn other(r.rank);
+    std::atomic<bool> go{false};
+    CHECK_EQ(hooks().hold(r.stream, &go), 0);
+    const auto before = Clock::now();
+    training.load();
+    const auto keep = std::make_shared<int>(0);
+    const OperationPtr first = training.step(keep);
+    const OperationPtr second = training.step();
+    r.engine.wait(*second, other.stream);
+    CHECK_EQ(
+        gpu().copy(
+            copied.data(),
+            training.param(0).data(),
+            copied.bytes(),
+            other.stream),
+        0);
+    CHECK(seconds_since(before) < 5);
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(!first->is_completed());
+    CHECK(!second->wait_for(milliseconds(1)));
+    CHECK(!r.engine.idle());
+    CHECK_THROWS(r.engine.drain(milliseconds(1)), Error, "has not ended");
+    CHECK_EQ(keep.use_count(), 2);
+    CHECK(training.param(0).holds(training.expected_param(0)));
+    r.meet("seen");
+    go = true;
+    CHECK_EQ(gpu().stream_synchronize(other.stream), 0);
+    training.check(2);
+    CHECK(copied.holds(training.expected_param(0)));
+    r.engine.drain(kLong);
+    CHECK(first->is_completed() && second->is_completed());
+    CHECK(r.engine.idle());
+    CHECK_EQ(keep.use_count(), 1);
+    CHECK_EQ(std::strcmp(r.engine.path_of_last_step(), "stock"), 0);
+
+    const OperationPtr third = training.step(keep);
+    third->release_tensors();
+    CHECK_EQ(keep.use_count(), 1);
+    r.engine.join(other.stream);
+    CHECK_EQ(gpu().stream_synchronize(other.stream), 0);
+    training.check();
+  });
+}
+
+// A collective that stalls on one rank holds up nobody's host.
+TEST(cuda_engine_order_of_calls) {
+  const Clean clean;
+  hooks().stall(1, 4, 50);
+  with_gpus(3, [](GpuRank& r) {
+    GpuTraining training(r, adam(), kSingles, {5000, 64, 1});
+    GpuTraining lamb(r, recipe(OpCode::kFusedLamb), kSingles, {700, 3000});
+    training.load();
+    lamb.load();
+    for (int i = 0; i < 3; ++i) {
+      training.step();
+      lamb.step();
+    }
+    training.check(3);
+    lamb.check(3);
+  });
+  const auto first = order_of(0);
+  CHECK(first.size() > 20);
+  CHECK(first == order_of(1));
+  CHECK(first == order_of(2));
+}
+
+TEST(cuda_engine_reuses_memory) {
+  const Clean clean;
+  with_gpus(2, [](GpuRank& r) {
+    hooks().set_delay(0);
+    GpuTraining training(r, adam(), kSingles, {3000, 70});
+    fake::Stats before{};
+    for (int step = 0; step < (kOnlyThreads ? 15 : 50); ++step) {
+      training.load();
+      training.step();
+      training.check();
+      r.engine.drain(kLong);
+      if (step == 3) {
+        r.meet("begin");
+        before = hooks().now();
+        r.meet("counted");
+      }
+    }
+    r.meet("end");
+    const fake::Stats after = hooks().now();
+    CHECK_EQ(after.device_bytes, before.device_bytes);
+    CHECK_EQ(after.host_bytes, before.host_bytes);
+    // The last operation of either rank keeps its event.
+    CHECK_EQ(after.events, before.events);
+    CHECK_EQ(after.streams, before.streams);
+    r.meet("compared");
+  });
+}
+
+// Buffers grow while an operation is to use the smaller ones.
+TEST(cuda_engine_grows_memory) {
+  const Clean clean;
+  EngineWith with;
+  with.settings = cuda_settings(size_t{1} << 18);
+  with_gpus(
+      2,
+      [](GpuRank& r) {
+        GpuTraining training(r, adam(), kSingles, {3000, 70});
+        GpuTraining larger(r, adam(), kStepTypes[1], {90, 20000});
+        larger.load();
+        CHECK_EQ(hooks().sleep(r.stream, 20), 0);
+        training.load();
+        training.step();
+        larger.step();
+        training.check();
+        larger.check();
+      },
+      with);
+  CHECK_EQ(hooks().now().freed_written, 0u);
+}
+
+// Layouts of past calls are forgotten at some time, but not those in use.
+TEST(cuda_engine_many_layouts) {
+  const Clean clean;
+  with_gpus(1, [](GpuRank& r) {
+    hooks().set_delay(kShortDelay);
+    uint64_t most = 0;
+    for (size_t n = 1; n < 200; ++n) {
+      GpuTraining one(r, adam(), kSingles, {n});
+      GpuTraining two(r, adam(), kSingles, {n + 1000});
+      one.load();
+      two.load();
+      one.step();
+      two.step();
+      one.check();
+      two.check();
+      r.engine.drain(kLong);
+      most = std::max(most, hooks().now().device_allocations);
+    }
+    CHECK(most > 256);
+    CHECK(most < 300);
+  });
+}
+
+TEST(cuda_engine_capture) {
+  const Clean clean;
+  EngineWith with;
+  for (int size = 1; size <= 3; ++size) {
+    // Room for buffers to grow, or several chunks in a graph.
+    with.settings = cuda_settings(size == 2 ? size_t{1} << 18 : 2048);
+    const auto body = [](GpuRank& r) {
+      hooks().set_delay(kShortDelay);
+      const bool lamb = r.size == 2;
+      GpuTraining training(
+          r,
+          lamb ? recipe(OpCode::kFusedLamb) : adam(),
+          kSingles,
+          {3000, 0, 70});
+      training.uses = [](int, size_t t) { return t != 2; };
+      if (r.size == 3) {
+        training.weights = some_weights(3);
+      }
+      training.load();
+      training.step();
+      training.check();
+      r.engine.drain(kLong);
+      void* graph = nullptr;
+      const auto keep = std::make_shared<int>(0);
+      CHECK_EQ(hooks().begin_capture(r.stream), 0);
+      const OperationPtr op = training.step(keep);
+      CHECK_EQ(keep.use_count(), 2);
+      CHECK(!r.engine.idle());
+      r.engine.join(r.stream);
+      CHECK_EQ(hooks().end_capture(r.stream, &graph), 0);
+      CHECK(r.engine.idle());
+      r.engine.join(r.stream); // not with what was captured
+      op->release_tensors();
+      CHECK_EQ(keep.use_count(), 1);
+      r.sync();
+      training.check(0);
+      for (int i = 0; i < 3; ++i) {
+        CHECK_EQ(hooks().launch(graph, r.stream), 0);
+      }
+      training.check(3);
+      // Larger ones, which need other memory.
+      for (const size_t count : {size_t(20000), size_t(70000)}) {
+        GpuTraining larger(r, adam(), kStepTypes[1], {count, 31});
+        for (int i = 0; i < 2; ++i) {
+          larger.load();
+          larger.step();
+          larger.check();
+        }
+      }
+      training.load();
+      CHECK_EQ(hooks().launch(graph, r.stream), 0);
+      training.check();
+      CHECK_EQ(hooks().destroy_graph(graph), 0);
+    };
+    with_gpus(size, body, with);
+  }
+  CHECK_EQ(hooks().now().freed_written, 0u);
+}
+
+// --- capabilities ------------------------------------------------------------
+
+namespace {
+
+// Steps on tensors in the arena, or all but one.
+void step_in_arena(
+    GpuRank& r,
+    const char* path,
+    const StepTypes& types,
+    bool outside,
+    bool weighted = false) {
+  const Recipe recipes[] = {adam(), recipe(OpCode::kFusedSgd)};
+  for (const Recipe& recipe : recipes) {
+    GpuBuffer elsewhere(3000 * 8);
+    GpuTraining training(
+        r, recipe, types, {3000, 0, 129}, static_cast<char*>(r.engine.arena()));
+    training.direct = std::strcmp(path, "direct") == 0;
+    if (weighted) {
+      training.weights = some_weights(r.size);
+    }
+    if (outside) {
+      std::memcpy(elsewhere.data(), training.param(0).data(), 3000 * 4);
+      training.call.tensors[0].param = elsewhere.data();
+    }
+    for (int step = 0; step < 2; ++step) {
+      training.load();
+      training.step();
+      if (outside) {
+        r.sync();
+        std::memcpy(training.param(0).data(), elsewhere.data(), 3000 * 4);
+      }
+      training.check();
+      CHECK_EQ(std::string(r.engine.path_of_last_step()), path);
+    }
+    if (!outside) {
+      training.uses = [](int rank, size_t t) { return rank == 1 && t < 2; };
+      training.load();
+      training.step();
+      training.check();
+      training.set_found_inf(r.rank == 0);
+      training.load();
+      training.step();
+      training.check(0);
+      CHECK(training.found_inf());
+    }
+    r.engine.drain(kLong); // nobody uses this part of the arena
+  }
+}
+
+} // namespace
+
+TEST(cuda_engine_direct_path) {
+  const Clean clean;
+  for (int size = 2; size <= (kOnlyThreads ? 3 : 4); ++size) {
+    with_gpus(
+        size,
+        [](GpuRank& r) {
+          hooks().set_delay(kShortDelay);
+          if (!CHECK(r.engine.arena() != nullptr)) {
+            return;
+          }
+          CHECK(r.engine.arena_bytes() >= kArena);
+          for (const StepTypes& types : step_types(
+                   {kSingles, kStepTypes[1], kStepTypes[2], kStepTypes[3]})) {
+            step_in_arena(r, "direct", types, false);
+          }
+          step_in_arena(r, "direct", kSingles, false, true);
+          step_in_arena(r, "stock", kSingles, true);
+          char* arena = static_cast<char*>(r.engine.arena());
+          GpuTraining empty(r, adam(), kSingles, {0, 0}, arena);
+          empty.step();
+          empty.check();
+          CHECK_EQ(std::string(r.engine.path_of_last_step()), "direct");
+          r.engine.drain(kLong);
+          GpuTraining lamb(
+              r,
+              recipe(OpCode::kFusedLamb),
+              kSingles,
+              {300},
+              arena + kArena / 2);
+          lamb.load();
+          lamb.step();
+          lamb.check();
+          CHECK_EQ(std::string(r.engine.path_of_last_step()), "stock");
+        },
+        with_arena());
+  }
+}
+
+TEST(cuda_engine_without_direct_path) {
+  const auto stock = [](const EngineWith& with) {
+    with_gpus(
+        2,
+        [](GpuRank& r) {
+          CHECK(r.engine.arena() == nullptr);
+          CHECK_EQ(r.engine.arena_bytes(), 0u);
+          GpuTraining training(r, adam(), kSingles, {3000});
+          training.load();
+          training.step();
+          training.check();
+          CHECK_EQ(std::string(r.engine.path_of_last_step()), "stock");
+        },
+        with);
+  };
+  EngineWith with = with_arena();
+  {
+    const Clean clean;
+    NcclApi without = fake_gpu::nccl();
+    without.dev_comm_create = nullptr;
+    with.nccl = &without;
+    stock(with);
+    without.comm_window_register = nullptr;
+    stock(with);
+    with.nccl = &fake_gpu::nccl();
+    CudaApi kernels = gpu();
+    kernels.direct_create = nullptr;
+    with.cuda = &kernels;
+    stock(with);
+    with.cuda = &gpu();
+  }
+  {
+    // Each rank on a machine of its own: the windows go again.
+    const Clean clean("FUSEDPG_FAKE_NO_LSA", "1");
+    stock(with);
+    CHECK_EQ(hooks().now().bad_handles, 0u);
+  }
+}
+
+// A link by which the library is another one.
+TEST(cuda_engine_libraries) {
+  const Clean clean("FUSEDPG_FAKE_NCCL_VERSION", "21706");
+  const std::string link = str("/tmp/fusedpg-fake-", getpid(), ".so");
+  unlink(link.c_str());
+  CHECK_EQ(symlink(FUSEDPG_FAKE_GPU_LIB, link.c_str()), 0);
+  CHECK_THROWS(load_nccl_api(link), Error, "2.18 or newer is needed");
+  setenv("FUSEDPG_FAKE_NCCL_VERSION", "21805", 1);
+  const NcclApi& old = load_nccl_api(link);
+  CHECK_EQ(old.version, 21805);
+  CHECK(old.mem_alloc == nullptr && !old.has_windows());
+  setenv("FUSEDPG_FAKE_NCCL_VERSION", "22700", 1);
+  unlink(link.c_str());
+  const std::string second = link + "2";
+  CHECK_EQ(symlink(FUSEDPG_FAKE_GPU_LIB, second.c_str()), 0);
+  CHECK(load_nccl_api(second).has_windows());
+  CHECK(!load_nccl_api(second).has_device_api());
+  unlink(second.c_str());
+
+  CHECK_THROWS(load_nccl_api("/none.so"), Error, "FUSEDPG_NCCL_LIB");
+  CHECK_THROWS(load_nccl_api("libm.so.6"), Error, "without it");
+  CHECK_THROWS(load_cuda_api("/none.so"), Error, "FUSEDPG_CUDA_LIB");
+  CHECK_THROWS(load_cuda_api("libm.so.6"), Error, "another version");
+}
+
+} // namespace fusedpg::test

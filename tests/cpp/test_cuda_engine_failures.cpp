@@ -1,0 +1,303 @@
+// What the CUDA engine says and does when something fails.
+
+#include <csignal>
+
+#include "cuda_training.hpp"
+
+namespace fusedpg::test {
+
+using namespace cuda; // NOLINT: all of this is about it
+
+namespace {
+
+// The operation that `call` enqueues fails with this, and so do later ones.
+void expect_failure(
+    GpuRank& r,
+    ErrorKind kind,
+    const std::vector<std::string>& parts,
+    const std::function<OperationPtr()>& call) {
+  expect_error(kind, parts, [&] { finish(call()); });
+  CHECK(r.engine.failed());
+  CHECK_EQ(static_cast<int>(r.engine.failure_kind()), static_cast<int>(kind));
+  expect_error(kind, parts, [&] { call(); });
+  expect_error(kind, parts, [&] { r.engine.join(r.stream); });
+}
+
+} // namespace
+
+TEST(cuda_engine_mismatches) {
+  const Clean clean;
+  struct Difference {
+    const char* text; // that names rank 1's call
+    Recipe recipe;
+    StepTypes types;
+    std::vector<size_t> counts;
+    std::function<void(GpuTraining&)> change;
+    bool shards = false;
+  };
+  const std::vector<size_t> counts{3000, 70};
+  const auto none = [](GpuTraining&) {};
+  const Difference differences[] = {
+      {"3 tensors", adam(), kSingles, {3000, 70, 1}, none},
+      {"4070 elements", adam(), kSingles, {3000, 1070}, none},
+      {"float64", adam(), kStepTypes[1], counts, none},
+      {"fused_sgd", recipe(OpCode::kFusedSgd), kSingles, counts, none},
+      {"fused_lamb", recipe(OpCode::kFusedLamb), kSingles, counts, none},
+      {"reduce_shards", adam(), kSingles, counts, none, true},
+      {"fused_adamw",
+       recipe(OpCode::kFusedAdamW, [](StepHyper& h) { h.lr = 0.02; }),
+       kSingles,
+       counts,
+       none},
+      {"weighted",
+       adam(),
+       kSingles,
+       counts,
+       [](GpuTraining& t) { t.weights = {1, 2, 3}; }},
+      {"with used flags", adam(), kSingles, counts, [](GpuTraining& t) {
+         t.uses = [](int, size_t) { return true; };
+       }}};
+  hooks().set_delay(kShortDelay);
+  on_threads(3, [&](int rank, Store& store) {
+    int turn = 0;
+    for (const Difference& d : differences) {
+      EngineWith with;
+      with.name = str("group", turn++, "/");
+      GpuRank r(rank, 3, store, with);
+      const bool odd = rank == 1;
+      GpuTraining training(
+          r,
+          odd ? d.recipe : adam(),
+          odd ? d.types : kSingles,
+          odd ? d.counts : counts);
+      if (odd) {
+        d.change(training);
+      }
+      training.load();
+      const auto begin = Clock::now();
+      expect_failure(
+          r,
+          ErrorKind::kMismatch,
+          {"ranks disagree",
+           "rank 0: fused_adamw",
+           str("rank 1: ", odd && d.shards ? "reduce_shards" : ""),
+           d.text},
+          [&] {
+            return odd && d.shards
+                ? r.engine.reduce_shards(
+                      training.shards(), training.submission())
+                : training.step();
+          });
+      CHECK(seconds_since(begin) < 8);
+      // The tensors are as they were.
+      CHECK(training.param(0).holds(training.expected_param(0)));
+    }
+  });
+}
+
+// Where ranks' settings make other chunks of the same tensors.
+TEST(cuda_engine_mismatched_settings) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    EngineWith with;
+    with.settings = cuda_settings(rank == 0 ? 2048 : 4096);
+    expect_error(
+        ErrorKind::kMismatch,
+        {"rank 0: cuda_chunk_bytes=2048", "rank 1: cuda_chunk_bytes=4096"},
+        [&] { GpuRank r(rank, 2, store, with); });
+  });
+}
+
+TEST(cuda_engine_rank_that_never_calls) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    if (rank == 0) {
+      training.timeout = milliseconds(200);
+      const auto begin = Clock::now();
+      expect_failure(
+          r,
+          ErrorKind::kTimeout,
+          {"fused_adamw", "200 ms", "rank 0 of 2"},
+          [&] { return training.step(); });
+      CHECK(seconds_since(begin) > 0.19);
+      CHECK(seconds_since(begin) < 8);
+    }
+    r.meet("late");
+    if (rank == 1) { // which hears of it
+      expect_failure(
+          r, ErrorKind::kPeerFailed, {"another rank has failed: rank 0"}, [&] {
+            return training.step();
+          });
+    }
+  });
+}
+
+TEST(cuda_engine_rank_without_engine) {
+  const Clean clean;
+  Store store;
+  EngineWith with;
+  with.deadline = milliseconds(100);
+  expect_error(ErrorKind::kTimeout, {"rank 1 has not", "100 ms"}, [&] {
+    GpuRank r(0, 2, store, with);
+  });
+}
+
+TEST(cuda_engine_killed_peer) {
+  if (kOnlyThreads) {
+    return;
+  }
+  for (const bool nccl_tells : {true, false}) {
+    const Clean clean("FUSEDPG_FAKE_ASYNC_ERROR", nccl_tells ? "1" : "0");
+    Processes ranks(2, [&](int rank, Store& store) {
+      EngineWith with;
+      const Deadline dead(milliseconds(1500));
+      if (!nccl_tells) {
+        with.check_peers = [&](const std::string& what) {
+          if (dead.expired()) {
+            fail(ErrorKind::kPeerDead, "fused: ", what, ": rank 1 has died");
+          }
+        };
+      }
+      GpuRank r(rank, 2, store, with);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      training.step();
+      training.check();
+      store.meet("ready", 3);
+      if (rank == 1) {
+        store.get("never", Deadline(kLong));
+      }
+      training.load();
+      const auto begin = Clock::now();
+      expect_failure(
+          r,
+          ErrorKind::kPeerDead,
+          {nccl_tells ? "remote process exited" : "rank 1 has died"},
+          [&] { return training.step(); });
+      CHECK(seconds_since(begin) < 8);
+    });
+    ranks.store().meet("ready", 3);
+    ranks.signal(1, SIGKILL);
+    ranks.check(0);
+  }
+}
+
+// Calls that fail on one rank; the others are told.
+TEST(cuda_engine_failing_calls) {
+  struct Fault {
+    const char* function;
+    int nth;
+    int code;
+    const char* text;
+  };
+  const Fault faults[] = {
+      {"ncclReduceScatter", 2, kNcclInternalError, "internal error"},
+      {"update", 1, 719, "CUDA error in update"},
+      {"event_create", 1, 2, "cudaEventCreate"},
+      {"allocate", 1, 2, "FUSEDPG_CUDA_CHUNK_BYTES"}};
+  const Clean clean;
+  for (size_t i = 0; i < (kSanitized ? 2 : std::size(faults)); ++i) {
+    const Fault& fault = faults[i];
+    std::atomic<int> threw{0};
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      r.meet("begin");
+      if (rank == 0) {
+        if (fault.function[0] == 'n') {
+          hooks().fail_rank(fault.function, 1, fault.nth, fault.code);
+        } else {
+          hooks().fail(fault.function, fault.nth, fault.code);
+        }
+      }
+      r.meet("armed");
+      const auto keep = std::make_shared<int>(0);
+      OperationPtr op;
+      try {
+        op = training.step(keep);
+      } catch (const Error& error) {
+        ++threw;
+        CHECK(std::strstr(error.what(), fault.text) != nullptr);
+        CHECK(std::strstr(error.what(), "fused_adamw") != nullptr);
+        // Its kernels may be under way.
+        CHECK_EQ(keep.use_count(), 2);
+        CHECK_THROWS(training.step(), Error, fault.text);
+      }
+      if (op) {
+        expect_error(
+            ErrorKind::kPeerFailed,
+            {"another rank has failed", fault.text},
+            [&] { finish(op); });
+      }
+    });
+    CHECK_EQ(threw.load(), 1);
+  }
+}
+
+TEST(cuda_engine_abort_and_again) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    for (int turn = 0; turn < 2; ++turn) {
+      EngineWith with;
+      with.name = str("group", turn, "/");
+      GpuRank r(rank, 2, store, with);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      if (turn == 1) {
+        training.step();
+        training.check();
+        r.engine.shutdown(Deadline(kLong));
+        continue;
+      }
+      if (rank == 0) {
+        const auto keep = std::make_shared<int>(0);
+        const OperationPtr op = training.step(keep);
+        std::thread aborter([&] {
+          std::this_thread::sleep_for(milliseconds(30));
+          r.engine.abort("fused: enough");
+        });
+        expect_error(ErrorKind::kAborted, {"enough"}, [&] { finish(op); });
+        aborter.join();
+        // Kernels may still use them.
+        CHECK_EQ(keep.use_count(), 2);
+        expect_error(ErrorKind::kAborted, {"enough"}, [&] { training.step(); });
+      }
+      r.meet("aborted");
+      r.engine.close();
+      expect_error(
+          ErrorKind::kAborted, {rank == 0 ? "enough" : "destroyed"}, [&] {
+            training.step();
+          });
+    }
+  });
+}
+
+// Of ranks that take different paths nobody may hang.
+TEST(cuda_engine_direct_mismatch) {
+  const Clean clean;
+  for (const bool outside : {true, false}) {
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store, with_arena());
+      std::vector<size_t> counts{3000, 70};
+      if (rank == 1 && !outside) {
+        counts.push_back(1);
+      }
+      char* arena = static_cast<char*>(r.engine.arena());
+      GpuTraining training(
+          r, adam(), kSingles, counts, rank == 1 && outside ? nullptr : arena);
+      training.load();
+      const auto begin = Clock::now();
+      expect_failure(
+          r, ErrorKind::kMismatch, {"rank 0: fused", "rank 1: fused"}, [&] {
+            return training.step();
+          });
+      CHECK(seconds_since(begin) < 8);
+    });
+  }
+}
+
+} // namespace fusedpg::test

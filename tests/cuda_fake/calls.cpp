@@ -1,0 +1,203 @@
+#include "calls.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+
+namespace fusedpg::fake {
+
+namespace {
+
+// The name of the fault that is a stall.
+constexpr const char* kStall = "stall";
+
+bool covers(int wanted, int rank) {
+  return wanted < 0 || wanted == rank;
+}
+
+} // namespace
+
+int64_t from_environment(const char* name, int64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr || *text == '\0' ? otherwise : std::atoll(text);
+}
+
+Calls::Calls() {
+  read_environment();
+}
+
+// FUSEDPG_FAKE_FAIL: "function:nth:code[:rank]", and FUSEDPG_FAKE_STALL:
+// "nth:milliseconds[:rank]", with commas between several.
+void Calls::read_environment() {
+  delay = static_cast<uint32_t>(from_environment("FUSEDPG_FAKE_DELAY_US", 200));
+  const auto read = [this](const char* name, const std::string& prefix) {
+    const char* text = std::getenv(name);
+    std::istringstream items(text == nullptr ? "" : text);
+    for (std::string item; std::getline(items, item, ',');) {
+      std::istringstream parts(prefix + item);
+      std::vector<std::string> part;
+      for (std::string p; std::getline(parts, p, ':');) {
+        part.push_back(p);
+      }
+      if (part.size() >= 3) {
+        faults_.push_back(
+            {part[0],
+             part.size() > 3 ? std::atoi(part[3].c_str()) : -1,
+             std::atoi(part[1].c_str()),
+             std::atoi(part[2].c_str())});
+      }
+    }
+  };
+  read("FUSEDPG_FAKE_FAIL", "");
+  read("FUSEDPG_FAKE_STALL", std::string(kStall) + ":");
+}
+
+int Calls::take_fault(const std::string& function, int rank) {
+  for (auto fault = faults_.begin(); fault != faults_.end(); ++fault) {
+    if (fault->function == function && covers(fault->rank, rank) &&
+        --fault->left == 0) {
+      const int code = fault->code;
+      faults_.erase(fault);
+      return code;
+    }
+  }
+  return 0;
+}
+
+int Calls::enter(const char* function, int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++counts_[function];
+  return take_fault(function, rank);
+}
+
+int Calls::begin(const Executed& executed, uint64_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++begun_;
+  bytes_[executed.op] += bytes;
+  order_.push_back(executed);
+  return take_fault(kStall, executed.rank);
+}
+
+void Calls::end() {
+  ++ended_;
+}
+
+void Calls::mistake(std::atomic<uint64_t>& counter, const std::string& text) {
+  ++counter;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++notes_;
+  note_ = text;
+}
+
+int Calls::bad_handle(int code, const char* what) {
+  mistake(bad_handles, what);
+  return code;
+}
+
+uint64_t Calls::count(const std::string& function) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = counts_.find(function);
+  return found == counts_.end() ? 0 : found->second;
+}
+
+size_t Calls::order(Executed* out, size_t capacity) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::copy_n(order_.begin(), std::min(capacity, order_.size()), out);
+  return order_.size();
+}
+
+void Calls::add_fault(
+    const std::string& function,
+    int rank,
+    int nth,
+    int code) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  faults_.push_back({function, rank, nth, code});
+}
+
+void Calls::set_async_error(int rank, int code) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  async_errors_.push_back({rank, code});
+}
+
+int Calls::async_error(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int code = 0;
+  for (const AsyncError& error : async_errors_) {
+    code = covers(error.rank, rank) ? error.code : code;
+  }
+  return code;
+}
+
+void Calls::fill(Stats& s) {
+  s.work = work_;
+  s.collectives_begun = begun_;
+  s.collectives_ended = ended_;
+  s.mismatches = mismatches;
+  s.bad_handles = bad_handles;
+  s.freed_written = freed_written;
+  s.unsafe_in_capture = unsafe_in_capture;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  s.all_reduce_bytes = bytes_[kAllReduce];
+  s.reduce_scatter_bytes = bytes_[kReduceScatter];
+  s.all_gather_bytes = bytes_[kAllGather];
+  s.notes = notes_;
+  std::strncpy(s.note, note_.c_str(), sizeof s.note - 1);
+}
+
+void Calls::reset() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  counts_.clear();
+  faults_.clear();
+  async_errors_.clear();
+  order_.clear();
+  std::fill(std::begin(bytes_), std::end(bytes_), 0);
+  notes_ = 0;
+  note_.clear();
+  work_ = begun_ = ended_ = 0;
+  mismatches = bad_handles = freed_written = unsafe_in_capture = 0;
+  read_environment();
+}
+
+} // namespace fusedpg::fake
+
+FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_calls(const char* function) {
+  return fusedpg::fake::calls().count(function);
+}
+
+FUSEDPG_FAKE_EXPORT size_t
+fusedpg_fake_order(fusedpg::fake::Executed* out, size_t capacity) {
+  return fusedpg::fake::calls().order(out, capacity);
+}
+
+FUSEDPG_FAKE_EXPORT void fusedpg_fake_fail_rank(
+    const char* function,
+    int rank,
+    int nth,
+    int code) {
+  fusedpg::fake::calls().add_fault(function, rank, nth, code);
+}
+
+FUSEDPG_FAKE_EXPORT void fusedpg_fake_fail(
+    const char* function,
+    int nth,
+    int code) {
+  fusedpg::fake::calls().add_fault(function, -1, nth, code);
+}
+
+FUSEDPG_FAKE_EXPORT void fusedpg_fake_stall(
+    int rank,
+    int nth,
+    int milliseconds) {
+  fusedpg::fake::calls().add_fault(
+      fusedpg::fake::kStall, rank, nth, milliseconds);
+}
+
+FUSEDPG_FAKE_EXPORT void fusedpg_fake_async_error(int rank, int code) {
+  fusedpg::fake::calls().set_async_error(rank, code);
+}
+
+FUSEDPG_FAKE_EXPORT void fusedpg_fake_set_delay(uint32_t microseconds) {
+  fusedpg::fake::calls().delay = microseconds;
+}

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "global.hpp"
+#include "hooks.hpp"
+
+namespace fusedpg::fake {
+
+int64_t from_environment(const char* name, int64_t otherwise);
+
+// Counts calls and mistakes, and holds the faults to be made.
+class Calls {
+ public:
+  Calls();
+
+  // Counts a call; returns what it must fail with, or 0.
+  int enter(const char* function, int rank = -1);
+  // How long the operation that begins now must sleep first.
+  int begin(const Executed& executed, uint64_t bytes);
+  void end();
+  void worked() {
+    ++work_;
+  }
+
+  void mistake(std::atomic<uint64_t>& counter, const std::string& text);
+  int bad_handle(int code, const char* what);
+  std::atomic<uint64_t> mismatches{0};
+  std::atomic<uint64_t> bad_handles{0};
+  std::atomic<uint64_t> freed_written{0};
+  std::atomic<uint64_t> unsafe_in_capture{0};
+
+  uint64_t count(const std::string& function);
+  size_t order(Executed* out, size_t capacity);
+  void add_fault(const std::string& function, int rank, int nth, int code);
+  void set_async_error(int rank, int code);
+  int async_error(int rank);
+  void fill(Stats& stats);
+  void reset();
+
+  // Microseconds.
+  std::atomic<uint32_t> delay{0};
+
+ private:
+  struct Fault {
+    std::string function;
+    int rank;
+    int left;
+    int code;
+  };
+  struct AsyncError {
+    int rank;
+    int code;
+  };
+  int take_fault(const std::string& function, int rank); // locked
+  void read_environment(); // locked
+
+  std::mutex mutex_;
+  std::map<std::string, uint64_t> counts_;
+  std::vector<Fault> faults_;
+  std::vector<AsyncError> async_errors_;
+  std::vector<Executed> order_;
+  uint64_t bytes_[4] = {};
+  uint64_t notes_ = 0;
+  std::string note_;
+  std::atomic<uint64_t> work_{0};
+  std::atomic<uint64_t> begun_{0};
+  std::atomic<uint64_t> ended_{0};
+};
+
+inline Calls& calls() {
+  return global<Calls>();
+}
+
+} // namespace fusedpg::fake

@@ -1,0 +1,154 @@
+// What the collectives of the fake NCCL do when their turn on the stream comes.
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/dtype.hpp"
+#include "comm.hpp"
+#include "kernels/kernels.hpp"
+
+namespace fusedpg::fake {
+
+using namespace cuda; // NOLINT: NCCL's names
+
+namespace {
+
+DType element(NcclDataType type) {
+  switch (type) {
+    case kNcclInt8:
+      return DType::kInt8;
+    case kNcclUint8:
+      return DType::kUInt8;
+    case kNcclInt32:
+      return DType::kInt32;
+    case kNcclUint32:
+      return DType::kUInt32;
+    case kNcclInt64:
+      return DType::kInt64;
+    case kNcclUint64:
+      return DType::kUInt64;
+    case kNcclFloat16:
+      return DType::kFloat16;
+    case kNcclFloat32:
+      return DType::kFloat32;
+    case kNcclFloat64:
+      return DType::kFloat64;
+    case kNcclBfloat16:
+      return DType::kBFloat16;
+  }
+  return DType::kOpaque;
+}
+
+RedOp operation(NcclRedOp op) {
+  switch (op) {
+    case kNcclSum:
+      return RedOp::kSum;
+    case kNcclProd:
+      return RedOp::kProduct;
+    case kNcclMax:
+      return RedOp::kMax;
+    case kNcclMin:
+      return RedOp::kMin;
+    case kNcclAvg:
+      return RedOp::kAvg;
+  }
+  return RedOp::kPremulSum;
+}
+
+} // namespace
+
+size_t type_size(NcclDataType type) {
+  const DType known = element(type);
+  return known == DType::kOpaque ? 0 : dtype_size(known);
+}
+
+NcclResult Comm::launch(const Collective& c, void* stream) {
+  const bool reduces = c.op != kAllGather;
+  if (type_size(c.type) == 0 ||
+      (reduces && !reduction_supported(element(c.type), operation(c.red_op)))) {
+    return kNcclInvalidArgument;
+  }
+  if (c.count == 0) {
+    return kNcclSuccess;
+  }
+  if (c.src == nullptr || c.dst == nullptr) {
+    return kNcclInvalidArgument;
+  }
+  return perform(coin(), [=, this] {
+    const int error = enqueue(stream, [this, c] { execute(c); }, device_);
+    return error == kSuccess ? kNcclSuccess : kNcclUnhandledCudaError;
+  });
+}
+
+// In rank order, rounded to the type at each step as a ring does it.
+void Comm::reduce(const Collective& c, char* dst, size_t first, size_t count)
+    const {
+  const kernels::Table& table = *kernels::table();
+  const size_t bytes = type_size(c.type);
+  kernels::ReduceArgs args;
+  args.dtype = element(c.type);
+  std::memcpy(dst, segment_->slot(0) + first * bytes, count * bytes);
+  for (int r = 1; r < size; ++r) {
+    const bool last = r == size - 1;
+    const bool average = c.red_op == kNcclAvg;
+    args.op = average && !last ? RedOp::kSum : operation(c.red_op);
+    args.divisor = average && last ? size : 1;
+    void* const to = dst;
+    const void* const from[] = {dst, segment_->slot(r) + first * bytes};
+    table.reduce(args, &to, 1, from, 2, count, false);
+  }
+}
+
+void Comm::execute(const Collective& c) {
+  const std::lock_guard<std::mutex> lock(executing_);
+  const size_t bytes = type_size(c.type);
+  const size_t blocks = c.op == kReduceScatter ? static_cast<size_t>(size) : 1;
+  Executed executed{0, 0, c.count, c.op, rank};
+  if (!begin(executed, c.count * blocks * bytes, next_sequence_)) {
+    return;
+  }
+  const auto* src = static_cast<const char*>(c.src);
+  auto* dst = static_cast<char*>(c.dst);
+  const size_t most = kSlotBytes / bytes / blocks;
+  Announcement announcement{};
+  announcement.common = {
+      executed.sequence,
+      0,
+      c.count,
+      c.op,
+      c.type,
+      c.op == kAllGather ? 0 : c.red_op,
+      0};
+  for (size_t at = 0; at < c.count; at += most) {
+    const size_t part = std::min(most, c.count - at);
+    const auto publish = [&] {
+      for (size_t block = 0; block < blocks; ++block) {
+        std::memcpy(
+            segment_->slot(rank) + block * most * bytes,
+            src + (block * c.count + at) * bytes,
+            part * bytes);
+      }
+    };
+    const auto consume = [&] {
+      if (c.op != kAllGather) {
+        const size_t own =
+            c.op == kReduceScatter ? static_cast<size_t>(rank) * most : 0;
+        reduce(c, dst + at * bytes, own, part);
+        return;
+      }
+      for (int r = 0; r < size; ++r) {
+        std::memcpy(
+            dst + (static_cast<size_t>(r) * c.count + at) * bytes,
+            segment_->slot(r),
+            part * bytes);
+      }
+    };
+    if (!exchange(kStreamChannel, announcement, publish, consume)) {
+      break;
+    }
+    ++announcement.common.part;
+  }
+  end();
+}
+
+} // namespace fusedpg::fake

@@ -1,0 +1,473 @@
+#include "comm.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+
+#include "base/deadline.hpp"
+
+#if !defined(SYS_pidfd_open)
+#define SYS_pidfd_open 434
+#endif
+
+namespace fusedpg::fake {
+
+using namespace cuda; // NOLINT: NCCL's names
+
+namespace {
+
+// For others to see kNcclInProgress at least once.
+constexpr std::chrono::microseconds kBackgroundDelay{500};
+
+// The device on which a job of a communicator runs.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : before_(current_device()) {
+    current_device() = device;
+  }
+  OnDevice(const OnDevice&) = delete;
+  ~OnDevice() {
+    current_device() = before_;
+  }
+
+ private:
+  const int before_;
+};
+
+std::string shown(const Announcement::Common& a) {
+  static constexpr const char* kNames[] = {
+      "all_reduce", "reduce_scatter", "all_gather", "direct_step"};
+  std::ostringstream out;
+  out << (a.op == kWindowOp        ? "window"
+              : a.op == kDevCommOp ? "dev_comm"
+                                   : kNames[a.op])
+      << " #" << a.sequence << " of count " << a.count << " type " << a.type
+      << " op " << a.red_op << " part " << a.part;
+  return out.str();
+}
+
+// Whether counter `a` has come to `b`; both wrap.
+bool reached(const std::atomic<uint32_t>& a, uint32_t b) {
+  return static_cast<int32_t>(a.load() - b) >= 0;
+}
+
+} // namespace
+
+Comm::Comm(const NcclUniqueId& id, int rank, int size, bool blocking)
+    : rank(rank),
+      size(size),
+      id_(id),
+      blocking_(blocking),
+      device_(current_device()),
+      random_(
+          static_cast<uint32_t>(
+              from_environment("FUSEDPG_FAKE_SEED", 1) * 31 + rank)),
+      jobs_(std::make_unique<Fifo>()) {}
+
+Comm::~Comm() {
+  abort();
+}
+
+NcclResult Comm::perform(bool background, std::function<NcclResult()> job) {
+  if (!background) {
+    const OnDevice scope(device_);
+    return job();
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (jobs_ == nullptr) {
+    return kNcclInvalidUsage;
+  }
+  state_ = kNcclInProgress;
+  jobs_->push([this, job = std::move(job)] {
+    current_device() = device_;
+    std::this_thread::sleep_for(kBackgroundDelay);
+    state_ = job();
+  });
+  return kNcclInProgress;
+}
+
+bool Comm::coin() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !blocking_ && random_() % 2 == 0;
+}
+
+NcclResult Comm::init() {
+  return perform(!blocking_, [this] { return meet(); });
+}
+
+NcclResult Comm::meet() {
+  try {
+    segment_ = Segment::open(id_);
+  } catch (const std::runtime_error& error) {
+    calls().mistake(calls().bad_handles, error.what());
+    return kNcclSystemError;
+  }
+  SegmentHeader& header = segment_->header();
+  uint32_t none = 0;
+  const auto wanted = static_cast<uint32_t>(size);
+  if ((!header.size.compare_exchange_strong(none, wanted) && none != wanted) ||
+      header.ranks[rank].claimed.exchange(1) != 0) {
+    calls().mistake(
+        calls().mismatches,
+        "ranks of one id have different sizes or the same rank");
+    return kNcclInvalidUsage;
+  }
+  header.ranks[rank].pid = getpid();
+  ++header.arrived;
+  segment_->ring();
+  if (!segment_->wait(
+          [&] { return header.arrived == wanted; },
+          [this] { return gone(); })) {
+    return kNcclInternalError;
+  }
+  Segment::release(id_);
+  if (from_environment("FUSEDPG_FAKE_ASYNC_ERROR", 0) != 0) {
+    for (int r = 0; r < size; ++r) {
+      const pid_t pid = header.ranks[r].pid;
+      if (pid != getpid()) {
+        peers_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+      }
+    }
+  }
+  initialized_ = true;
+  return kNcclSuccess;
+}
+
+bool Comm::peer_died() {
+  for (const Descriptor& peer : peers_) {
+    // One without a descriptor had ended before we asked for it.
+    pollfd ended{peer.number(), POLLIN, 0};
+    if (!peer.valid() || poll(&ended, 1, 0) == 1) {
+      return true;
+    }
+  }
+  return false;
+}
+
+NcclResult Comm::async_error() {
+  if (const int injected = calls().async_error(rank)) {
+    return static_cast<NcclResult>(injected);
+  }
+  if (initialized_ && peer_died()) {
+    return kNcclRemoteError;
+  }
+  return static_cast<NcclResult>(state_.load());
+}
+
+NcclResult Comm::ready() {
+  const NcclResult state = async_error();
+  if (state == kNcclInProgress) {
+    calls().bad_handle(
+        0, "a call on a communicator whose last is still in progress");
+    return kNcclInvalidArgument;
+  }
+  // The survivors of a dead rank may still call; they hang.
+  return state == kNcclRemoteError ? kNcclSuccess : state;
+}
+
+uint64_t Comm::identity() const {
+  return segment_->header().nonce;
+}
+
+// --- operations --------------------------------------------------------------
+
+int Comm::enqueue(void* stream, std::function<void()> work, int device) {
+  // Work is outstanding until nobody can execute it any more: in a graph, until
+  // the graph is destroyed.
+  struct Token {
+    const std::shared_ptr<Comm> comm;
+    explicit Token(std::shared_ptr<Comm> of) : comm(std::move(of)) {}
+    Token(const Token&) = delete;
+    ~Token() {
+      const std::lock_guard<std::mutex> lock(comm->mutex_);
+      --comm->outstanding_;
+      comm->changed_.notify_all();
+    }
+  };
+  std::unique_lock<std::mutex> lock(mutex_);
+  ++outstanding_;
+  const auto token = std::make_shared<Token>(shared_from_this());
+  lock.unlock();
+  const std::lock_guard<std::mutex> order_lock(ordering_);
+  return streams().enqueue(
+      stream, [token, work = std::move(work)] { work(); }, device, &order_);
+}
+
+bool Comm::begin(Executed& executed, uint64_t bytes, uint64_t& sequence) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) {
+      return false;
+    }
+    ++running_;
+    executed.sequence = sequence++;
+  }
+  executed.communicator = identity();
+  executed.rank = rank;
+  const int stall = calls().begin(executed, bytes);
+  if (stall > 0) {
+    const Deadline until{std::chrono::milliseconds(stall)};
+    segment_->wait([&] { return until.expired(); }, [this] { return gone(); });
+  }
+  return true;
+}
+
+void Comm::end() {
+  calls().end();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --running_;
+  changed_.notify_all();
+}
+
+bool Comm::exchange(
+    int channel,
+    const Announcement& announcement,
+    const std::function<void()>& publish,
+    const std::function<void()>& consume,
+    std::function<bool()> stopped) {
+  if (!stopped) {
+    stopped = [this] { return gone(); };
+  }
+  SegmentHeader& header = segment_->header();
+  const auto all = [&](std::atomic<uint32_t> SegmentHeader::Lane::* counter,
+                       uint32_t value) {
+    return segment_->wait(
+        [&] {
+          for (int r = 0; r < size; ++r) {
+            if (!reached(header.ranks[r].lanes[channel].*counter, value)) {
+              return false;
+            }
+          }
+          return true;
+        },
+        stopped);
+  };
+  SegmentHeader::Lane& own = header.ranks[rank].lanes[channel];
+  const uint32_t before = own.posted;
+  if (!all(&SegmentHeader::Lane::taken, before)) {
+    return false;
+  }
+  own.announcement = announcement;
+  publish();
+  own.posted = before + 1;
+  segment_->ring();
+  if (!all(&SegmentHeader::Lane::posted, before + 1)) {
+    return false;
+  }
+  for (int r = 0; r < size; ++r) {
+    const Announcement::Common& other = announced(channel, r).common;
+    if (other != announcement.common) {
+      calls().mistake(
+          calls().mismatches,
+          "rank " + std::to_string(rank) + ": " + shown(announcement.common) +
+              "; rank " + std::to_string(r) + ": " + shown(other));
+      segment_->wait([] { return false; }, stopped);
+      return false;
+    }
+  }
+  consume();
+  own.taken = before + 1;
+  segment_->ring();
+  return true;
+}
+
+int Comm::claim_direct_channel() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int channel = kFirstDirectChannel + direct_channels_;
+  if (channel >= kChannels) {
+    return -1;
+  }
+  ++direct_channels_;
+  return channel;
+}
+
+// --- windows -----------------------------------------------------------------
+
+Window::Window() {
+  ++alive().windows;
+}
+
+Window::~Window() {
+  --alive().windows;
+}
+
+NcclResult Comm::register_window(
+    void* memory,
+    size_t bytes,
+    NcclWindow* window,
+    int flags) {
+  *window = nullptr;
+  return perform(
+      coin(), [=, this] { return make_window(memory, bytes, window, flags); });
+}
+
+NcclResult Comm::make_window(
+    void* memory,
+    size_t bytes,
+    NcclWindow* window,
+    int flags) {
+  auto made = std::make_shared<Window>();
+  made->own = fake::memory().shared_holding(memory, bytes);
+  if (made->own == nullptr) {
+    calls().bad_handle(0, "a window over memory that is not of ncclMemAlloc");
+    return kNcclInvalidUsage;
+  }
+  const std::lock_guard<std::mutex> lock(host_);
+  Announcement announcement{};
+  announcement.common = {
+      next_host_sequence_++, 0, bytes, kWindowOp, flags, 0, 0};
+  const auto* data = static_cast<char*>(memory);
+  announcement.own = {
+      bytes,
+      reinterpret_cast<uint64_t>(memory),
+      static_cast<uint64_t>(data - made->own->mapping.data()),
+      made->own->file.number(),
+      getpid()};
+  bool mapped = true;
+  const auto map = [&] {
+    for (int r = 0; r < size; ++r) {
+      const Announcement::Window& peer = announced(kHostChannel, r).own;
+      if (peer.pid == getpid()) {
+        made->bases.push_back(reinterpret_cast<char*>(peer.address));
+        continue;
+      }
+      made->mappings.push_back(
+          std::make_unique<Mapping>(
+              open_shared_file(peer.pid, peer.file), peer.offset + peer.bytes));
+      mapped = mapped && made->mappings.back()->data() != nullptr;
+      made->bases.push_back(made->mappings.back()->data() + peer.offset);
+    }
+  };
+  // The second one lets nobody free memory that others have yet to map.
+  const bool met = exchange(kHostChannel, announcement, [] {}, map);
+  ++announcement.common.part;
+  if (!met || !exchange(kHostChannel, announcement, [] {}, [] {})) {
+    return kNcclInternalError;
+  }
+  if (!mapped) {
+    return kNcclSystemError;
+  }
+  *window = nccl_handle();
+  const std::lock_guard<std::mutex> map_lock(mutex_);
+  windows_.emplace(*window, std::move(made));
+  return kNcclSuccess;
+}
+
+NcclResult Comm::deregister_window(NcclWindow window) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (windows_.erase(window) == 0) {
+    calls().bad_handle(0, "no such window");
+    return kNcclInvalidArgument;
+  }
+  return kNcclSuccess;
+}
+
+std::shared_ptr<Window> Comm::window(NcclWindow window) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = windows_.find(window);
+  return found == windows_.end() ? nullptr : found->second;
+}
+
+NcclResult Comm::create_dev_comm(bool multimem) {
+  return perform(coin(), [=, this] {
+    const std::lock_guard<std::mutex> lock(host_);
+    Announcement announcement{};
+    announcement.common = {
+        next_host_sequence_++, 0, multimem, kDevCommOp, 0, 0, 0};
+    if (!exchange(kHostChannel, announcement, [] {}, [] {})) {
+      return kNcclInternalError;
+    }
+    if (multimem && from_environment("FUSEDPG_FAKE_MULTIMEM", 1) == 0) {
+      // As NCCL 2.28: the communicator stays in this state.
+      state_ = kNcclUnhandledCudaError;
+      return kNcclUnhandledCudaError;
+    }
+    return kNcclSuccess;
+  });
+}
+
+// --- the end -----------------------------------------------------------------
+
+NcclResult Comm::wait_outstanding() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return outstanding_ == 0 || aborted_; });
+  return kNcclSuccess;
+}
+
+NcclResult Comm::finalize() {
+  return perform(!blocking_, [this] { return wait_outstanding(); });
+}
+
+void Comm::destroy() {
+  wait_outstanding();
+  abort();
+}
+
+void Comm::abort() {
+  std::unique_ptr<Fifo> jobs;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+    jobs.swap(jobs_);
+    changed_.notify_all();
+  }
+  if (jobs != nullptr) {
+    jobs->drop();
+    jobs.reset();
+  }
+  if (segment_ != nullptr) {
+    segment_->ring();
+  }
+  std::map<void*, std::shared_ptr<Window>> windows;
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return running_ == 0; });
+  windows.swap(windows_);
+}
+
+// --- handles -----------------------------------------------------------------
+
+void* nccl_handle() {
+  struct Counter {
+    std::atomic<uint64_t> made{0};
+  };
+  return reinterpret_cast<void*>(
+      uint64_t(0xcc) << 40 | ++global<Counter>().made << 4);
+}
+
+void* Comms::add(std::shared_ptr<Comm> comm) {
+  void* handle = nccl_handle();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  comms_.emplace(handle, std::move(comm));
+  return handle;
+}
+
+std::shared_ptr<Comm> Comms::find(void* handle) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = comms_.find(handle);
+  if (found == comms_.end()) {
+    calls().bad_handle(0, "no such communicator");
+    return nullptr;
+  }
+  return found->second;
+}
+
+std::shared_ptr<Comm> Comms::remove(void* handle) {
+  std::shared_ptr<Comm> found = find(handle);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  comms_.erase(handle);
+  return found;
+}
+
+size_t Comms::size() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return comms_.size();
+}
+
+} // namespace fusedpg::fake

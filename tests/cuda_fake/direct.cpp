@@ -1,0 +1,222 @@
+#include "direct.hpp"
+
+#include <utility>
+#include <vector>
+
+#include "cuda/kernels/tiles.hpp"
+#include "kernels/kernels.hpp"
+
+namespace fusedpg::fake {
+
+using namespace cuda; // NOLINT: the launch arguments' names
+
+namespace {
+
+struct Contexts {
+  std::mutex mutex;
+  std::map<void*, std::shared_ptr<Direct>> alive;
+};
+
+struct Team {
+  int ranks;
+  int rank;
+  int stride;
+};
+
+} // namespace
+
+Direct::Direct(
+    std::shared_ptr<Comm> comm,
+    std::shared_ptr<Window> window,
+    int channel)
+    : comm_(std::move(comm)),
+      window_(std::move(window)),
+      channel_(channel) {
+  ++alive().direct_contexts;
+}
+
+Direct::~Direct() {
+  --alive().direct_contexts;
+}
+
+// With the CPU's kernel, which folds in rank order and writes to all ranks.
+void Direct::update_tile(const DirectArgs& args, uint32_t tile) const {
+  const cuda::UpdateArgs& update = args.update;
+  const Chunk& chunk = update.chunk;
+  const Span span = span_of(chunk, tile);
+  const TensorInfo& tensor = *span.tensor;
+  const TensorScalars& scalars = update.scalars[span.index];
+  const uint64_t first = span.first(chunk.rank);
+  if (scalars.skip || span.count(chunk.rank) == 0) {
+    return;
+  }
+  std::vector<const void*> grads;
+  std::vector<void*> params;
+  for (int p = 0; p < chunk.size; ++p) {
+    const uint64_t* offsets = args.offsets +
+        2 * (static_cast<uint64_t>(p) * args.num_tensors + span.index);
+    char* base = window_->bases[p];
+    grads.push_back(at(base + offsets[0], first, update.grad_type));
+    params.push_back(at(base + offsets[1], first, update.param_type));
+  }
+  kernels::UpdateArgs with;
+  static_cast<kernels::StepScalars&>(with) = scalars;
+  with.formula = update.formula;
+  with.grad_factor = scalars.grad_factor;
+  with.weights = args.weights;
+  kernels::UpdateSpans spans;
+  spans.param_type = update.param_type;
+  spans.grad_type = update.grad_type;
+  spans.state_type = update.state_type;
+  spans.params_out = params.data();
+  spans.num_out = params.size();
+  spans.param = at(tensor.param, first, update.param_type);
+  spans.grads = grads.data();
+  spans.num_grads = grads.size();
+  spans.master =
+      update.masters ? at(tensor.master, span.begin, DType::kFloat32) : nullptr;
+  for (int k = 0; k < 3; ++k) {
+    spans.state[k] = tensor.state[k] == nullptr
+        ? nullptr
+        : at(tensor.state[k], span.begin, update.state_type);
+  }
+  spans.count = span.count(chunk.rank);
+  kernels::table()->update(with, spans);
+}
+
+// Counts barriers as the kernel does.
+void Direct::check_signals(DirectSignals* signals) {
+  const Mapping& memory = window_->own->mapping;
+  const auto* begin = reinterpret_cast<const char*>(signals);
+  if (begin < memory.data() ||
+      begin + kDirectBlocks * sizeof(DirectSignals) >
+          memory.data() + memory.bytes()) {
+    calls().bad_handle(0, "signals of direct_step outside the window");
+    return;
+  }
+  for (uint32_t block = 0; block < kDirectBlocks; ++block) {
+    for (const uint64_t passed : signals[block].passed) {
+      if (signals[block].epoch != barriers_ || passed != 0) {
+        calls().bad_handle(0, "signals of direct_step were written to");
+        return;
+      }
+    }
+    signals[block].epoch += 2;
+  }
+  barriers_ += 2;
+}
+
+void Direct::step(const DirectArgs& args) {
+  const std::lock_guard<std::mutex> lock(executing_);
+  Executed executed{0, 0, args.update.chunk.block, kDirectStep, 0};
+  if (!comm_->begin(executed, 0, next_sequence_)) {
+    return;
+  }
+  Announcement announcement{};
+  announcement.common = {
+      executed.sequence,
+      0,
+      args.update.chunk.block,
+      kDirectStep,
+      static_cast<int32_t>(args.update.param_type),
+      static_cast<int32_t>(args.update.formula),
+      0};
+  check_signals(args.signals);
+  // NCCL's abort does not reach this kernel.
+  const auto meet = [&] {
+    return comm_->exchange(
+        channel_,
+        announcement,
+        [] {},
+        [] {},
+        [&args] { return __atomic_load_n(args.stop, __ATOMIC_ACQUIRE) != 0; });
+  };
+  // Two barriers: gradients are there; parameters have arrived.
+  if (meet()) {
+    for (uint32_t tile = 0; tile < args.update.chunk.num_tiles; ++tile) {
+      update_tile(args, tile);
+    }
+    ++announcement.common.part;
+    meet();
+  }
+  comm_->end();
+}
+
+int32_t direct_version() {
+  return static_cast<int32_t>(from_environment(
+      "FUSEDPG_FAKE_DIRECT_VERSION",
+      from_environment("FUSEDPG_FAKE_NCCL_VERSION", 22809)));
+}
+
+int direct_create(const DirectCreateArgs* args, void** context, int* usable) {
+  *context = nullptr;
+  *usable = 0;
+  if (args->nccl_version / 100 != direct_version() / 100 ||
+      args->window == nullptr) {
+    return kSuccess;
+  }
+  const std::shared_ptr<Comm> comm = comms().find(args->comm);
+  const std::shared_ptr<Window> window =
+      comm == nullptr ? nullptr : comm->window(args->window);
+  if (window == nullptr || args->size != comm->size ||
+      args->dev_comm_create == nullptr || args->dev_comm_destroy == nullptr ||
+      args->team_lsa == nullptr) {
+    return calls().bad_handle(
+        kInvalidValue, "wrong arguments of direct_create");
+  }
+  using TeamLsa = Team (*)(NcclComm);
+  const auto team_lsa = reinterpret_cast<TeamLsa>(args->team_lsa);
+  if (team_lsa(args->comm).ranks != args->size) {
+    return kSuccess;
+  }
+  using Create = NcclResult (*)(NcclComm, const int32_t*, void*);
+  const auto create = reinterpret_cast<Create>(args->dev_comm_create);
+  const int channel = comm->claim_direct_channel();
+  const NcclResult result = channel < 0
+      ? kNcclInternalError
+      : create(args->comm, &args->multimem, nullptr);
+  if (result != kNcclSuccess && result != kNcclInProgress) {
+    return kUnknownError;
+  }
+  *context = nccl_handle();
+  *usable = 1;
+  Contexts& contexts = global<Contexts>();
+  const std::lock_guard<std::mutex> lock(contexts.mutex);
+  contexts.alive.emplace(
+      *context, std::make_shared<Direct>(comm, window, channel));
+  return result == kNcclSuccess ? kSuccess : kNotReady;
+}
+
+int direct_destroy(void* context) {
+  std::shared_ptr<Direct> ending;
+  Contexts& contexts = global<Contexts>();
+  const std::lock_guard<std::mutex> lock(contexts.mutex);
+  const auto found = contexts.alive.find(context);
+  if (found == contexts.alive.end()) {
+    return calls().bad_handle(
+        kInvalidValue, "no such context of direct_create");
+  }
+  ending = std::move(found->second);
+  contexts.alive.erase(found);
+  return kSuccess;
+}
+
+int direct_step(const DirectArgs* args, Stream stream) {
+  std::shared_ptr<Direct> direct;
+  Contexts& contexts = global<Contexts>();
+  {
+    const std::lock_guard<std::mutex> lock(contexts.mutex);
+    const auto found = contexts.alive.find(args->context);
+    if (found == contexts.alive.end()) {
+      return calls().bad_handle(
+          kInvalidValue, "no such context of direct_create");
+    }
+    direct = found->second;
+  }
+  return streams().enqueue(
+      stream,
+      [direct, copied = *args] { direct->step(copied); },
+      current_device());
+}
+
+} // namespace fusedpg::fake

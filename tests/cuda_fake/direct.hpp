@@ -1,0 +1,47 @@
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "comm.hpp"
+
+namespace fusedpg::fake {
+
+// One context of direct_create().
+class Direct {
+ public:
+  Direct(
+      std::shared_ptr<Comm> comm,
+      std::shared_ptr<Window> window,
+      int channel);
+  ~Direct();
+
+  void step(const cuda::DirectArgs& args);
+  const std::shared_ptr<Comm>& comm() const {
+    return comm_;
+  }
+
+ private:
+  void update_tile(const cuda::DirectArgs& args, uint32_t tile) const;
+  void check_signals(cuda::DirectSignals* signals);
+
+  const std::shared_ptr<Comm> comm_;
+  const std::shared_ptr<Window> window_;
+  const int channel_;
+  std::mutex executing_;
+  uint64_t next_sequence_ = 0;
+  uint64_t barriers_ = 0;
+};
+
+// Of NCCL, that the fake claims to be compiled with.
+int32_t direct_version();
+int direct_create(
+    const cuda::DirectCreateArgs* args,
+    void** context,
+    int* usable);
+int direct_destroy(void* context);
+int direct_step(const cuda::DirectArgs* args, cuda::Stream stream);
+
+} // namespace fusedpg::fake

@@ -1,0 +1,136 @@
+#pragma once
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/cuda_api.hpp"
+#include "cuda/nccl_api.hpp"
+
+// What tests ask of libfusedpg_fake_gpu.so besides CUDA's and NCCL's functions.
+// Everything counts in this process. Functions are named as NCCL does
+// ("ncclAllReduce"), or as the members of CudaApi ("event_record"); `rank` is
+// the communicator's, and a negative one means any (CUDA has no ranks).
+namespace fusedpg::fake {
+
+struct Stats {
+  // Alive now.
+  uint64_t device_bytes;
+  uint64_t device_allocations;
+  uint64_t host_bytes;
+  uint64_t host_allocations;
+  uint64_t nccl_bytes; // of ncclMemAlloc
+  uint64_t nccl_allocations;
+  uint64_t streams; // without the default ones
+  uint64_t events;
+  uint64_t graphs;
+  uint64_t communicators;
+  uint64_t windows;
+  uint64_t direct_contexts;
+  // Since the last reset.
+  uint64_t work; // kernels, copies and collectives that ended
+  uint64_t collectives_begun;
+  uint64_t collectives_ended; // also by an abort
+  uint64_t all_reduce_bytes; // of inputs
+  uint64_t reduce_scatter_bytes;
+  uint64_t all_gather_bytes;
+  // Mistakes of the caller.
+  uint64_t mismatches; // collectives that ranks did not agree on
+  uint64_t bad_handles; // unknown or ended streams, events, memory, ...
+  uint64_t freed_written; // device memory written after its release
+  // Queries, allocations and waits while some stream was captured: CUDA's
+  // global mode forbids them.
+  uint64_t unsafe_in_capture;
+  uint64_t notes; // texts about mistakes so far, and the latest
+  char note[256];
+};
+
+enum Op : int32_t { kAllReduce = 0, kReduceScatter, kAllGather, kDirectStep };
+
+// An operation that began to execute.
+struct Executed {
+  uint64_t communicator; // the same number on all ranks
+  uint64_t sequence; // of the communicator's operations of this kind of path
+  uint64_t count;
+  int32_t op;
+  int32_t rank;
+};
+
+struct Hooks {
+  void* library = nullptr;
+  const cuda::CudaApi* cuda = nullptr;
+
+  void (*stats)(Stats*) = nullptr;
+  uint64_t (*calls)(const char* function) = nullptr;
+  // The operations since the last reset, at most `capacity`; returns how many.
+  size_t (*order)(Executed*, size_t capacity) = nullptr;
+  // The nth call from now (1: the next) has no effect and returns `code`.
+  void (*fail)(const char* function, int nth, int code) = nullptr;
+  void (*fail_rank)(const char* function, int rank, int nth, int code) =
+      nullptr;
+  // The nth operation from now sleeps before it begins, unless aborted.
+  void (*stall)(int rank, int nth, int milliseconds) = nullptr;
+  // ncclCommGetAsyncError reports it from now on; 0 ends that.
+  void (*async_error)(int rank, int code) = nullptr;
+  // Each piece of work is delayed by up to that.
+  void (*set_delay)(uint32_t microseconds) = nullptr;
+  // Enqueues work that only takes its time.
+  int (*sleep)(cuda::Stream, int milliseconds) = nullptr;
+  // Enqueues work that lasts until somebody sets `go`.
+  int (*hold)(cuda::Stream, const std::atomic<bool>* go) = nullptr;
+
+  int (*begin_capture)(cuda::Stream) = nullptr;
+  int (*end_capture)(cuda::Stream, void** graph) = nullptr;
+  int (*launch)(void* graph, cuda::Stream) = nullptr;
+  int (*destroy_graph)(void* graph) = nullptr;
+
+  // Ends the default streams (waits for their work), forgets counts, the order
+  // log and faults, and reads the environment again. Returns how many streams,
+  // events, graphs, communicators, windows and allocations are still alive.
+  uint64_t (*reset)() = nullptr;
+
+  explicit Hooks(const char* path)
+      : library(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
+    if (library == nullptr) {
+      throw std::runtime_error(dlerror());
+    }
+    cuda::CudaApiFunction api = nullptr;
+    find(cuda::kCudaApiSymbol, api);
+    cuda = api();
+    find("fusedpg_fake_stats", stats);
+    find("fusedpg_fake_calls", calls);
+    find("fusedpg_fake_order", order);
+    find("fusedpg_fake_fail", fail);
+    find("fusedpg_fake_fail_rank", fail_rank);
+    find("fusedpg_fake_stall", stall);
+    find("fusedpg_fake_async_error", async_error);
+    find("fusedpg_fake_set_delay", set_delay);
+    find("fusedpg_fake_sleep", sleep);
+    find("fusedpg_fake_hold", hold);
+    find("fusedpg_fake_begin_capture", begin_capture);
+    find("fusedpg_fake_end_capture", end_capture);
+    find("fusedpg_fake_launch", launch);
+    find("fusedpg_fake_destroy_graph", destroy_graph);
+    find("fusedpg_fake_reset", reset);
+  }
+
+  template <typename Function>
+  void find(const char* name, Function& function) const {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    if (function == nullptr) {
+      throw std::runtime_error(std::string("no symbol ") + name);
+    }
+  }
+
+  Stats now() const {
+    Stats s{};
+    stats(&s);
+    return s;
+  }
+};
+
+} // namespace fusedpg::fake

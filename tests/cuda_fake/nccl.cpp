@@ -1,0 +1,275 @@
+// The exported functions of the fake NCCL.
+
+#include <memory>
+
+#include "calls.hpp"
+#include "comm.hpp"
+#include "memory.hpp"
+
+namespace fusedpg::fake {
+
+using namespace cuda; // NOLINT: NCCL's names
+
+namespace {
+
+constexpr unsigned kConfigMagic = 0xcafebeef;
+
+// Since when it has what.
+constexpr int kMemAlloc = 21900;
+constexpr int kWindows = 22700;
+constexpr int kDeviceApi = 22800;
+
+struct Team {
+  int ranks;
+  int rank;
+  int stride;
+};
+
+int nccl_version() {
+  return static_cast<int>(from_environment("FUSEDPG_FAKE_NCCL_VERSION", 22809));
+}
+
+// Counts the call, makes its fault, finds the communicator and calls `body`.
+template <typename Body>
+NcclResult with_comm(const char* function, NcclComm handle, Body&& body) {
+  const std::shared_ptr<Comm> comm = comms().find(handle);
+  const int fault = calls().enter(function, comm ? comm->rank : -1);
+  if (fault != 0) {
+    return static_cast<NcclResult>(fault);
+  }
+  return comm == nullptr ? kNcclInvalidArgument : body(*comm);
+}
+
+NcclResult collective(
+    const char* function,
+    NcclComm handle,
+    Collective c,
+    void* stream) {
+  return with_comm(function, handle, [&](Comm& comm) {
+    const NcclResult ready = comm.ready();
+    return ready == kNcclSuccess ? comm.launch(c, stream) : ready;
+  });
+}
+
+NcclResult faulty(const char* function, int since = 0) {
+  const int fault = calls().enter(function);
+  return fault != 0            ? static_cast<NcclResult>(fault)
+      : nccl_version() < since ? kNcclInvalidUsage
+                               : kNcclSuccess;
+}
+
+} // namespace
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclGetVersion(int* version) {
+  *version = nccl_version();
+  return kNcclSuccess;
+}
+
+FUSEDPG_FAKE_EXPORT const char* ncclGetErrorString(NcclResult result) {
+  switch (result) {
+    case kNcclSuccess:
+      return "no error";
+    case kNcclUnhandledCudaError:
+      return "unhandled cuda error";
+    case kNcclSystemError:
+      return "unhandled system error";
+    case kNcclInternalError:
+      return "internal error";
+    case kNcclInvalidArgument:
+      return "invalid argument";
+    case kNcclInvalidUsage:
+      return "invalid usage";
+    case kNcclRemoteError:
+      return "remote process exited or there was a network error";
+    case kNcclInProgress:
+      return "NCCL operation in progress";
+  }
+  return "unknown result code";
+}
+
+FUSEDPG_FAKE_EXPORT const char* ncclGetLastError(NcclComm /*comm*/) {
+  return "";
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclGetUniqueId(NcclUniqueId* id) {
+  const NcclResult fault = faulty("ncclGetUniqueId");
+  if (fault == kNcclSuccess) {
+    try {
+      *id = Segment::make_id();
+    } catch (const std::exception&) {
+      return kNcclSystemError;
+    }
+  }
+  return fault;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclCommInitRankConfig(
+    NcclComm* handle,
+    int size,
+    NcclUniqueId id,
+    int rank,
+    NcclConfig* config) {
+  *handle = nullptr;
+  if (const int fault = calls().enter("ncclCommInitRankConfig", rank)) {
+    return static_cast<NcclResult>(fault);
+  }
+  if (rank < 0 || rank >= size || size > kMaxRanks ||
+      (config != nullptr && config->magic != kConfigMagic)) {
+    return kNcclInvalidArgument;
+  }
+  const bool blocking = config == nullptr || config->blocking != 0;
+  const auto comm = std::make_shared<Comm>(id, rank, size, blocking);
+  const NcclResult result = comm->init();
+  if (result == kNcclSuccess || result == kNcclInProgress) {
+    *handle = comms().add(comm);
+  }
+  return result;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult
+ncclCommGetAsyncError(NcclComm handle, NcclResult* error) {
+  return with_comm("ncclCommGetAsyncError", handle, [&](Comm& comm) {
+    *error = comm.async_error();
+    return kNcclSuccess;
+  });
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclCommFinalize(NcclComm handle) {
+  return with_comm("ncclCommFinalize", handle, [](Comm& comm) {
+    const NcclResult ready = comm.ready();
+    return ready == kNcclSuccess ? comm.finalize() : ready;
+  });
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclCommDestroy(NcclComm handle) {
+  return with_comm("ncclCommDestroy", handle, [&](Comm& comm) {
+    if (!comm.initialized()) {
+      return kNcclInvalidArgument;
+    }
+    const auto ended = comms().remove(handle);
+    comm.destroy();
+    return kNcclSuccess;
+  });
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclCommAbort(NcclComm handle) {
+  return with_comm("ncclCommAbort", handle, [&](Comm& comm) {
+    const auto ended = comms().remove(handle);
+    comm.abort();
+    return kNcclSuccess;
+  });
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclAllReduce(
+    const void* src,
+    void* dst,
+    size_t count,
+    NcclDataType type,
+    NcclRedOp op,
+    NcclComm comm,
+    NcclStream stream) {
+  return collective(
+      "ncclAllReduce", comm, {kAllReduce, src, dst, count, type, op}, stream);
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclReduceScatter(
+    const void* src,
+    void* dst,
+    size_t count,
+    NcclDataType type,
+    NcclRedOp op,
+    NcclComm comm,
+    NcclStream stream) {
+  return collective(
+      "ncclReduceScatter",
+      comm,
+      {kReduceScatter, src, dst, count, type, op},
+      stream);
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclAllGather(
+    const void* src,
+    void* dst,
+    size_t count,
+    NcclDataType type,
+    NcclComm comm,
+    NcclStream stream) {
+  return collective(
+      "ncclAllGather",
+      comm,
+      {kAllGather, src, dst, count, type, kNcclSum},
+      stream);
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclMemAlloc(void** out, size_t bytes) {
+  const NcclResult fault = faulty("ncclMemAlloc", kMemAlloc);
+  if (fault == kNcclSuccess && !memory().share(out, bytes)) {
+    return kNcclUnhandledCudaError; // no memory
+  }
+  return fault;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclMemFree(void* shared) {
+  const NcclResult fault = faulty("ncclMemFree", kMemAlloc);
+  if (fault == kNcclSuccess && shared != nullptr && !memory().unshare(shared)) {
+    return kNcclInvalidArgument;
+  }
+  return fault;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclCommWindowRegister(
+    NcclComm handle,
+    void* data,
+    size_t bytes,
+    NcclWindow* window,
+    int flags) {
+  return with_comm("ncclCommWindowRegister", handle, [&](Comm& comm) {
+    const NcclResult ready = comm.ready();
+    if (ready != kNcclSuccess || nccl_version() < kWindows) {
+      return ready != kNcclSuccess ? ready : kNcclInvalidUsage;
+    }
+    return comm.register_window(data, bytes, window, flags);
+  });
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult
+ncclCommWindowDeregister(NcclComm handle, NcclWindow window) {
+  return with_comm("ncclCommWindowDeregister", handle, [&](Comm& comm) {
+    return nccl_version() < kWindows ? kNcclInvalidUsage
+                                     : comm.deregister_window(window);
+  });
+}
+
+// The device API's structures mean nothing here: of the requirements, which the
+// fake's direct_create() passes, there is only whether multicast is wanted.
+FUSEDPG_FAKE_EXPORT NcclResult ncclDevCommCreate(
+    NcclComm handle,
+    const int32_t* multimem,
+    void* /*dev_comm*/) {
+  return with_comm("ncclDevCommCreate", handle, [&](Comm& comm) {
+    const NcclResult ready = comm.ready();
+    if (ready != kNcclSuccess || nccl_version() < kDeviceApi) {
+      return ready != kNcclSuccess ? ready : kNcclInvalidUsage;
+    }
+    return comm.create_dev_comm(*multimem != 0);
+  });
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult
+ncclDevCommDestroy(NcclComm handle, const void* /*dev_comm*/) {
+  return with_comm("ncclDevCommDestroy", handle, [](Comm& /*comm*/) {
+    return kNcclSuccess;
+  });
+}
+
+FUSEDPG_FAKE_EXPORT Team ncclTeamLsa(NcclComm handle) {
+  const std::shared_ptr<Comm> comm = comms().find(handle);
+  calls().enter("ncclTeamLsa");
+  // FUSEDPG_FAKE_NO_LSA: as if each rank were alone on its machine.
+  const bool alone = from_environment("FUSEDPG_FAKE_NO_LSA", 0) != 0;
+  return comm == nullptr ? Team{0, 0, 0}
+      : alone            ? Team{1, 0, 1}
+                         : Team{comm->size, comm->rank, 1};
+}
+
+} // namespace fusedpg::fake

@@ -1,0 +1,147 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "fifo.hpp"
+#include "global.hpp"
+#include "hooks.hpp"
+
+namespace fusedpg::fake {
+
+// CUDA's codes.
+constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
+constexpr int kInvalidDevice = 101;
+constexpr int kInvalidHandle = 400;
+constexpr int kCaptureUnsupported = 900;
+constexpr int kCaptureInvalidated = 901;
+constexpr int kCaptureMerge = 902;
+constexpr int kCaptureUnmatched = 903;
+constexpr int kCaptureUnjoined = 904;
+constexpr int kCaptureIsolation = 905;
+constexpr int kCapturedEvent = 907;
+constexpr int kCaptureWrongThread = 908;
+constexpr int kUnknownError = 999;
+
+// The calling thread's device.
+int& current_device();
+int device_count();
+
+// What was captured: a lane of operations for each stream, and the records that
+// order them. The lanes of a launch run at once, so that a missing wait shows.
+struct Graph {
+  struct Operation {
+    enum Kind { kRun, kRecord, kWait } kind;
+    Fifo::Work run;
+    size_t record;
+  };
+  std::vector<std::vector<Operation>> lanes; // the first: of the origin
+  size_t records = 0;
+  std::mutex launched; // launches of one graph do not overlap
+
+  void execute(uint32_t seed);
+};
+
+struct Capture {
+  // How many operations of each lane come before a point.
+  using Clock = std::vector<size_t>;
+
+  std::thread::id thread;
+  std::shared_ptr<Graph> graph = std::make_shared<Graph>();
+  std::vector<void*> streams; // by lane
+  std::vector<Clock> clocks; // by lane
+  bool invalid = false;
+  bool ended = false;
+
+  size_t add_lane(void* stream);
+  void add(size_t lane, Graph::Operation operation);
+  void join(size_t lane, const Clock& before);
+  bool joined() const;
+};
+
+// An event's latest record.
+struct Record {
+  int device = 0;
+  std::shared_ptr<Marker> marker; // of work that is executed
+  std::shared_ptr<Capture> capture; // or of work that was captured
+  Capture::Clock clock;
+  size_t index = 0;
+  void* stream = nullptr;
+};
+
+// All streams and events of the process. Functions return CUDA's codes.
+class Streams {
+ public:
+  int create(void** stream);
+  int destroy(void* stream);
+  int synchronize(void* stream);
+  int is_capturing(void* stream, int* capturing);
+  // Kernels run on streams of the current device; `order`, if any, makes all
+  // work that names it run in the order of these calls.
+  int enqueue(
+      void* stream,
+      Fifo::Work work,
+      int device = kAnyDevice,
+      Record* order = nullptr);
+
+  int create_event(void** event);
+  int destroy_event(void* event);
+  int record(void* event, void* stream);
+  int wait(void* stream, void* event);
+  int query(void* event);
+
+  int begin_capture(void* stream);
+  int end_capture(void* stream, void** graph);
+  int launch(void* graph, void* stream);
+  int destroy_graph(void* graph);
+  // For calls that CUDA may refuse while a stream is captured: 0 or an error.
+  int check_unsafe();
+
+  void fill(Stats& stats);
+  void reset();
+
+  static constexpr int kAnyDevice = -1;
+
+ private:
+  struct Stream {
+    int device;
+    std::mt19937 random; // the same delays in each run
+    std::shared_ptr<Capture> capture;
+    size_t lane = 0;
+    Fifo fifo;
+
+    Stream(int device, uint32_t seed) : device(device), random(seed) {}
+  };
+
+  // All with the lock held.
+  Stream* find(void*& stream);
+  std::unique_ptr<Stream> make(int device);
+  int push(Stream& stream, Fifo::Work work);
+  int record(Record& record, Stream& stream, void* handle);
+  int wait(Stream& stream, void* handle, const Record& record);
+  int check_unsafe_locked();
+  void bury();
+
+  std::mutex mutex_;
+  uint64_t made_ = 0; // streams, for handles and seeds
+  uint64_t events_made_ = 0;
+  std::map<void*, std::unique_ptr<Stream>> streams_;
+  std::map<void*, Record> events_;
+  std::map<void*, std::shared_ptr<Graph>> graphs_;
+  std::set<std::shared_ptr<Capture>> captures_; // that have not ended
+  // Destroyed streams whose work may go on.
+  std::vector<std::unique_ptr<Stream>> destroyed_;
+};
+
+inline Streams& streams() {
+  return global<Streams>();
+}
+
+} // namespace fusedpg::fake

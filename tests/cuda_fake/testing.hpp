@@ -1,0 +1,218 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "cuda/kernels/elements.hpp"
+#include "hooks.hpp"
+#include "ranks.hpp"
+
+// What tests on the fake GPU are made of.
+namespace fusedpg::test::fake_gpu {
+
+using namespace cuda; // NOLINT: NCCL's names
+
+inline const fake::Hooks& hooks() {
+  static const fake::Hooks loaded(FUSEDPG_FAKE_GPU_LIB);
+  return loaded;
+}
+inline const CudaApi& gpu() {
+  return *hooks().cuda;
+}
+inline const NcclApi& nccl() {
+  return load_nccl_api(FUSEDPG_FAKE_GPU_LIB);
+}
+
+// A test begins with clean counts and leaves nothing behind. With a setting of
+// the fake's for as long.
+struct Clean {
+  explicit Clean(const char* name = nullptr, const char* value = nullptr)
+      : setting(name) {
+    if (setting != nullptr) {
+      setenv(setting, value, 1);
+    }
+    hooks().reset();
+  }
+  Clean(const Clean&) = delete;
+  ~Clean() {
+    if (setting != nullptr) {
+      unsetenv(setting);
+    }
+    CHECK_EQ(hooks().reset(), 0u);
+  }
+  const char* const setting;
+};
+
+struct OwnStream {
+  OwnStream() {
+    CHECK_EQ(gpu().stream_create(&handle), 0);
+  }
+  OwnStream(const OwnStream&) = delete;
+  ~OwnStream() {
+    CHECK_EQ(gpu().stream_destroy(handle), 0);
+  }
+  operator Stream() const { // NOLINT: a stream is one
+    return handle;
+  }
+  void sync() const {
+    CHECK_EQ(gpu().stream_synchronize(handle), 0);
+  }
+  Stream handle = nullptr;
+};
+
+struct OwnEvent {
+  OwnEvent() {
+    CHECK_EQ(gpu().event_create(&handle), 0);
+  }
+  OwnEvent(const OwnEvent&) = delete;
+  ~OwnEvent() {
+    CHECK_EQ(gpu().event_destroy(handle), 0);
+  }
+  operator Event() const { // NOLINT: an event is one
+    return handle;
+  }
+  Event handle = nullptr;
+};
+
+struct Memory {
+  explicit Memory(size_t size) : bytes(size) {
+    CHECK_EQ(gpu().allocate(&data, bytes), 0);
+  }
+  Memory(const Memory&) = delete;
+  ~Memory() {
+    CHECK_EQ(gpu().release(data), 0);
+  }
+  int& value() const {
+    return *static_cast<int*>(data);
+  }
+  void* data = nullptr;
+  size_t bytes;
+};
+
+inline void copy(const Memory& to, const Memory& from, Stream stream) {
+  CHECK_EQ(gpu().copy(to.data, from.data, to.bytes, stream), 0);
+}
+
+// What a rank of a communicator holds.
+class Peer {
+ public:
+  Peer(int rank, int size, Store& store, const std::string& name = "id")
+      : rank(rank),
+        size(size) {
+    NcclUniqueId id;
+    if (rank == 0) {
+      CHECK_EQ(nccl().get_unique_id(&id), kNcclSuccess);
+      store.set(name, std::string(id.internal, sizeof id.internal));
+    }
+    const std::string text = store.get(name, Deadline(kLong));
+    std::memcpy(id.internal, text.data(), sizeof id.internal);
+    NcclConfig config;
+    result = nccl().comm_init_rank_config(&comm, size, id, rank, &config);
+    CHECK_EQ(result, kNcclInProgress);
+  }
+  Peer(const Peer&) = delete;
+  ~Peer() {
+    if (comm != nullptr) {
+      CHECK_EQ(nccl().comm_abort(comm), kNcclSuccess);
+    }
+  }
+
+  // As an engine polls: until the last call has ended.
+  NcclResult settled(NcclResult of) const {
+    const Deadline deadline(kLong);
+    while (of == kNcclInProgress && CHECK(!deadline.expired())) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      CHECK_EQ(nccl().comm_get_async_error(comm, &of), kNcclSuccess);
+    }
+    return of;
+  }
+  void settle(NcclResult of) const {
+    CHECK_EQ(settled(of), kNcclSuccess);
+  }
+  void finish() {
+    settle(nccl().comm_finalize(comm));
+    CHECK_EQ(nccl().comm_destroy(comm), kNcclSuccess);
+    comm = nullptr;
+  }
+  void sum(void* data, size_t count, NcclDataType type, Stream stream) const {
+    settle(nccl().all_reduce(data, data, count, type, kNcclSum, comm, stream));
+  }
+
+  const int rank;
+  const int size;
+  NcclComm comm = nullptr;
+  NcclResult result;
+};
+
+// Ranks as threads, and without a sanitizer of threads also as processes.
+inline void on_ranks(int size, const RankBody& body) {
+  on_threads(size, body);
+  if (!kOnlyThreads) {
+    hooks().reset(); // its threads end: a fork needs that
+    on_processes(size, body);
+  }
+}
+
+// --- values ------------------------------------------------------------------
+
+struct Type {
+  NcclDataType type;
+  size_t bytes;
+};
+constexpr Type kTypes[] = {
+    {kNcclUint8, 1},
+    {kNcclInt32, 4},
+    {kNcclInt64, 8},
+    {kNcclFloat16, 2},
+    {kNcclBfloat16, 2},
+    {kNcclFloat32, 4},
+    {kNcclFloat64, 8}};
+
+template <typename T>
+void put_as(void* data, size_t i, T value) {
+  static_cast<T*>(data)[i] = value;
+}
+
+// Element i of an array.
+inline void put(void* data, size_t i, double value, NcclDataType type) {
+  switch (type) {
+    case kNcclUint8:
+      return put_as(data, i, static_cast<uint8_t>(value));
+    case kNcclInt32:
+      return put_as(data, i, static_cast<int32_t>(value));
+    case kNcclInt64:
+      return put_as(data, i, static_cast<int64_t>(value));
+    case kNcclFloat16:
+      return put_as(data, i, float_to_half(static_cast<float>(value)));
+    case kNcclBfloat16:
+      return put_as(data, i, float_to_bfloat(static_cast<float>(value)));
+    case kNcclFloat32:
+      return put_as(data, i, static_cast<float>(value));
+    default:
+      return put_as(data, i, value);
+  }
+}
+
+// Small integers, which every type holds exactly.
+inline double input(int rank, size_t i) {
+  return static_cast<double>((static_cast<size_t>(rank) * 5 + i * 3) % 13);
+}
+
+// Of all ranks' inputs: sum, maximum or minimum.
+inline double combined(NcclRedOp op, int size, size_t i) {
+  double result = input(0, i);
+  for (int r = 1; r < size; ++r) {
+    const double next = input(r, i);
+    result = op == kNcclSum ? result + next
+        : op == kNcclMax    ? std::max(result, next)
+                            : std::min(result, next);
+  }
+  return result;
+}
+
+} // namespace fusedpg::test::fake_gpu

@@ -1,0 +1,216 @@
+"""The CUDA engine on a fake GPU: CPU tensors stand for device memory (see tests/cuda_fake).
+
+Streams are threads that run late, so a missing event shows as a wrong number; NCCL works between
+the processes. What kernels do on a real device is tested in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import harness
+from checks import cuda_fake, fused_ops, optim, optim_ddp, optim_faults, optim_state
+from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, Run
+from test_faults import wait_for
+
+pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
+
+MODES = ("manual", "ddp", "overlap")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"reduce": "sum"},
+    "scaled": {"scale": 1024.0, "async_op": True},
+    "weighted": {"weighted": True, "scale": 8.0},
+    "tensor lr": {"lr_tensor": True},
+    "transposed": {"layout": "transposed"},
+    "maximize": {"hyper": (("maximize", True),)},
+    "fp64": {"dtypes": (FP64,)},
+    "bf16 with masters": {"dtypes": (BF16,), "master": True},
+    "fp16": {"dtypes": (FP16,)},
+    "fp32 with bf16 gradients": {"grad_dtypes": (BF16,)},
+    "types mixed": {"dtypes": (FP32, BF16, FP64, FP16)},
+    "empty tensors": {"shapes": ((0,), (100,), (0, 4), (5,), (33,), (97,))},
+    # Shards that fill a chunk exactly: NCCL works in the tensor itself.
+    "whole tensors": {"shapes": ((4, 96 * 1024), (1021,)), "steps": 3},
+}
+OWN: dict[str, dict[str, Any]] = {
+    "sgd nesterov": {"op": "sgd", "hyper": (("nesterov", True),)},
+    "sgd without momentum": {"op": "sgd", "hyper": (("momentum", 0.0),)},
+    "adamw amsgrad": {"op": "adamw", "hyper": (("amsgrad", True),)},
+    "lamb clipped": {"op": "lamb", "hyper": (("trust_clip", True), ("weight_decay", 0.01))},
+}
+
+
+def agree(answers: list[Any]) -> None:
+    assert len(set(answers)) == 1, "ranks hold different parameters"
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda size: f"world{size}")
+def gpus(request: pytest.FixtureRequest) -> harness.Workers:
+    return harness.pool(request.param, **harness.fake_gpu())
+
+
+@pytest.fixture
+def two() -> harness.Workers:
+    return harness.pool(2, **harness.fake_gpu())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps(gpus: harness.Workers, variant: str) -> None:
+    for op in OPS:
+        agree(gpus.run(fused_ops.parity, Run(op, ring=True, **VARIANTS[variant])))
+
+
+@pytest.mark.parametrize("variant", OWN)
+def test_own_options(two: harness.Workers, variant: str) -> None:
+    agree(two.run(fused_ops.parity, Run(ring=True, **OWN[variant])))
+
+
+def test_took_the_stock_path(two: harness.Workers) -> None:
+    for info in two.run(cuda_fake.info_after_a_step):
+        assert info["cuda_path"] == "stock"
+        assert info["nccl_version"] >= 21800
+        assert info["state"] == "ok"
+
+
+def test_ordinary_collectives_interleaved(two: harness.Workers) -> None:
+    two.run(cuda_fake.interleaved)
+
+
+def test_work(two: harness.Workers) -> None:
+    two.run(cuda_fake.work)
+
+
+def test_found_inf_on_one_rank(gpus: harness.Workers) -> None:
+    gpus.run(cuda_fake.found_inf)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "LAMB"])
+def test_optimizers(two: harness.Workers, name: str, mode: str) -> None:
+    agree(two.run(optim.parity, optim.Run(name, mode, steps=20)))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@pytest.mark.parametrize("kind", ["net", "tied", "channels_last"])
+def test_networks(two: harness.Workers, kind: str, mode: str) -> None:
+    run = optim.Run("AdamW", mode, steps=5, options={"eps": 1e-3})
+    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        agree(two.run(optim_ddp.trains, kind, run, options))
+
+
+def direct(**more: str) -> dict[str, Any]:
+    options = harness.fake_gpu(**more)
+    options["options"] = options["options"] | {"cuda_arena_bytes": 64 << 20}
+    return options
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_direct_path(size: int) -> None:
+    gpus = harness.pool(size, **direct())
+    for op in ("sgd", "adam", "adamw"):
+        for variant in ("plain", "weighted", "scaled", "tensor lr", "types mixed"):
+            run = Run(op, memory="arena", **VARIANTS[variant])
+            agree(gpus.run(fused_ops.parity, run))
+            assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"direct"}
+    # Norms need the reduced gradients twice.
+    agree(gpus.run(fused_ops.parity, Run("lamb", memory="arena")))
+    assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
+
+
+def test_direct_path_under_ddp() -> None:
+    gpus = harness.pool(2, **direct())
+    run = optim.Run("AdamW", "overlap", steps=10)
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        agree(gpus.run(optim.parity, dataclasses.replace(run, ddp=options)))
+        assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"direct"}
+    agree(gpus.run(optim.parity, dataclasses.replace(run, mode="ddp")))
+
+
+def test_direct_path_needs_all_tensors_in_the_arena() -> None:
+    gpus = harness.pool(2, **direct())
+    agree(gpus.run(fused_ops.parity, Run("adamw", memory="mixed")))
+    assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
+
+
+@pytest.mark.parametrize(
+    "why", [{"FUSEDPG_FAKE_NCCL_VERSION": "22304"}, {"FUSEDPG_FAKE_NO_LSA": "1"}]
+)
+def test_direct_path_falls_back(why: dict[str, str]) -> None:
+    with harness.Workers(2, **direct(**why)) as gpus:
+        agree(gpus.run(fused_ops.parity, Run("adamw", memory="arena")))
+        assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
+
+
+# --- failures ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "what", ["lr", "weight_decay", "sizes", "dtype", "gradient dtype", "weight", "fewer tensors"]
+)
+def test_disagreement(what: str) -> None:
+    begin = time.monotonic()
+    with harness.Workers(2, timeout=20, **harness.fake_gpu()) as gpus:
+        for error in gpus.errors(cuda_fake.disagree, "adamw", what):
+            assert error.kind == "DistBackendError", error.trace
+            assert "fused_adamw_" in error.text and "rank 1: " in error.text, error.text
+        # The communicator is gone; what it was is told again.
+        for error in gpus.errors(fused_ops.parity, Run()):
+            assert "disagree" in error.text, error.text
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_peer(mode: str) -> None:
+    env = {"FUSEDPG_FAKE_ASYNC_ERROR": "1"}
+    with harness.Workers(3, timeout=20, **harness.fake_gpu(**env)) as gpus:
+        gpus.start(optim_faults.train_until_failure, mode, 1, "outside")
+        wait_for(gpus, "running", [0, 1, 2])
+        gpus.signal(1, signal.SIGKILL)
+        since = time.monotonic()
+        for answer in gpus.collect(25, ranks=[0, 2]):
+            assert not isinstance(answer, harness.RemoteError | harness.Died), answer
+            assert answer[1] - since < 12
+        gpus.start(optim_faults.train_anew, [0, 2], mode, ranks=[0, 2])
+        first, second = gpus.collect(30, ranks=[0, 2])
+        assert isinstance(first, str), first
+        assert first == second
+
+
+def test_absent_rank_is_named() -> None:
+    with harness.Workers(2, timeout=2, **harness.fake_gpu()) as gpus:
+        present, _ = gpus.run(cuda_fake.absent, 6)
+        assert "did not finish within 2000 ms" in present, present
+        assert "rank 1: does not answer" in present, present
+
+
+def test_abort_ends_a_wait() -> None:
+    with harness.Workers(2, timeout=60, **harness.fake_gpu()) as gpus:
+        first, _ = gpus.run(cuda_fake.aborted)
+        assert "abort" in first, first
+
+
+def test_missing_libraries_are_named() -> None:
+    for variable, text in (("FUSEDPG_CUDA_LIB", "nvcc"), ("FUSEDPG_NCCL_LIB", "NCCL")):
+        options = harness.fake_gpu(**{variable: "/nowhere/lib.so"})
+        with harness.Workers(1, **options) as gpus:
+            [error] = gpus.errors(fused_ops.parity, dataclasses.replace(Run(), steps=1))
+            assert "/nowhere/lib.so" in error.text and text in error.text, error.text
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam", "lamb"])
+def test_checkpoints_fit_the_other_engine(kind: str, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        Path(folder).mkdir()
+    gpus = harness.pool(2, **harness.fake_gpu())
+    leg = optim_state.leg
+    gpus.run(leg, "full", kind, "", folders[0], 0, "contiguous")
+    harness.pool(3).run(leg, "full", kind, folders[0], folders[1], 1, "contiguous")
+    gpus.run(leg, "full", kind, folders[1], "", 2, "contiguous")
