@@ -1,0 +1,106 @@
+"""Time the CUDA kernels and the fused step on one GPU.
+
+    python benchmarks/gpu.py --check-bars
+    python benchmarks/gpu.py --parts kernels --kernel-sizes 64M,1G
+
+Two parts. **kernels**: pack, unpack and AdamW of libfusedpg_cuda.so alone, against a copy of as
+many bytes on the same device in the same run (bar: at least 90% of its bandwidth) and against
+torch's fused AdamW (bar: faster). **step**: `fused_adamw_` at two ranks that share the device,
+against NCCL's all-reduce followed by torch's AdamW(fused=True), and against reduce-scatter, our
+update and all-gather as three calls.
+
+Results are compared before anything is timed, and the program ends non-zero where they differ.
+Without a GPU it ends with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _gpu_kernels as kernels
+import _gpu_steps as steps
+import _harness as harness
+from _gpu_table import library, load
+from _harness import Row
+
+PARTS = ("kernels", "step")
+
+
+def driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def facts() -> dict[str, Any]:
+    """What a result is worth nothing without."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "cudart_of_kernels": load().runtime_version,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+
+
+def finish(name: str, rows: list[Row], args: argparse.Namespace, bars: list[harness.Bar]) -> None:
+    harness.finish(name, rows, args, bars=bars)
+    if not args.no_save:
+        path = args.json or harness.RESULTS / f"{name}_p{args.world_size}.json"
+        report = json.loads(path.read_text())
+        path.write_text(json.dumps(facts() | report, indent=1) + "\n")
+
+
+def problem() -> str | None:
+    """Why nothing can be measured here."""
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    path = library()
+    if not Path(path).exists():
+        return f"{path} is missing; install fusedpg where nvcc is on PATH"
+    return None
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,nccl", sizes="1M,16M,64M,256M", rounds=21)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument(
+        "--kernel-sizes",
+        type=lambda text: [harness.parse_size(part) for part in text.split(",")],
+        default="1M,16M,64M,256M,1G",
+        help="bytes of the parameters",
+    )
+    parser.add_argument("--no-lists", dest="lists", action="store_false", help="flat tensors only")
+    args = parser.parse_args()
+    chosen = args.parts.split(",")
+    if set(chosen) - set(PARTS):
+        parser.error(f"--parts: choose from {', '.join(PARTS)}")
+    if len(chosen) > 1 and (args.json or args.plot):
+        parser.error("--json and --plot name the files of one part: choose it with --parts")
+    reason = problem()
+    if reason is not None:
+        print(f"benchmarks/gpu.py needs a GPU: {reason}", file=sys.stderr)
+        return 2
+    if "kernels" in chosen:
+        alone = copy.copy(args)
+        alone.sizes, alone.world_size, alone.backends = args.kernel_sizes, 1, ["torch"]
+        finish("gpu_kernels", kernels.run(alone), alone, kernels.bars())
+    if "step" in chosen:
+        finish("gpu_step", harness.run(steps.worker, args), args, steps.bars())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

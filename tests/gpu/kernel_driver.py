@@ -1,0 +1,26 @@
+"""Runs every kernel once, for compute-sanitizer: PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes each
+tensor an allocation of its own, so that a step beyond one is seen.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/kernel_driver.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+from gpu_checks import kernels  # noqa: E402
+
+
+def main() -> int:
+    print(f"{kernels.run_all(None)} checks of kernels passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
