@@ -88,11 +88,14 @@ inline Recipe recipe(
 
 // One of each kind of step.
 inline std::vector<Recipe> one_of_each() {
-  return {
-      recipe(OpCode::kFusedSgd),
-      recipe(OpCode::kFusedAdam),
+  std::vector<Recipe> all{
       recipe(OpCode::kFusedAdamW, [](StepHyper& h) { h.amsgrad = true; }),
       recipe(OpCode::kFusedLamb)};
+  if (!kOnlyThreads) {
+    all.push_back(recipe(OpCode::kFusedSgd));
+    all.push_back(recipe(OpCode::kFusedAdam));
+  }
+  return all;
 }
 
 // For tensors whose first steps are different ones: buffers of zeros.
