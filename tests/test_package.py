@@ -56,6 +56,8 @@ def test_command_line() -> None:
     assert done.returncode == 0, done.stderr
     assert torch.__version__.split("+")[0] in done.stdout
     assert "shared memory" in done.stdout
+    built = (harness.ROOT / "fusedpg/libfusedpg_cuda.so").exists()
+    assert ("cuda: not built" in done.stdout) != built
 
 
 def test_options_are_values() -> None:
