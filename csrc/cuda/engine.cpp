@@ -16,8 +16,8 @@ constexpr milliseconds kLook{2}; // between looks at outstanding operations
 // failures, which costs a message to the store.
 constexpr milliseconds kSuspicious{1000};
 constexpr milliseconds kAskRanks{2000};
-constexpr size_t kArenaAlignment = 1 << 21;
-constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
+// Longer than an answer of a store that works takes.
+constexpr milliseconds kStorePatience{1000};
 
 const char* const kSettingsKey = "cuda/settings/";
 const char* const kIdKey = "cuda/id";
@@ -171,89 +171,6 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
           ": ",
           theirs);
     }
-  }
-}
-
-void CudaEngine::make_arena(const Deadline& deadline) {
-  if (settings_.cuda_arena_bytes == 0 || !comm_ || !nccl_.has_device_api() ||
-      cuda_.direct_create == nullptr) {
-    return;
-  }
-  const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
-      kArenaAlignment * kArenaAlignment;
-  if (nccl_.mem_alloc(&arena_, bytes + kSignalBytes) != kNcclSuccess) {
-    fail(
-        ErrorKind::kOutOfMemory,
-        "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES=",
-        bytes,
-        " failed on rank ",
-        rank_);
-  }
-  arena_bytes_ = bytes;
-  clear_signals();
-  comm_->enqueue("ncclCommWindowRegister", deadline, [&](NcclComm comm) {
-    return nccl_.comm_window_register(
-        comm, arena_, bytes + kSignalBytes, &window_, kNcclWindowSymmetric);
-  });
-  int usable = 0;
-  comm_->enqueue("ncclDevCommCreate", deadline, [&](NcclComm comm) {
-    const DirectCreateArgs args{
-        comm,
-        window_,
-        arena_,
-        nccl_.version,
-        size_,
-        nccl_.dev_comm_create,
-        nccl_.dev_comm_destroy,
-        nccl_.team_lsa,
-        settings_.cuda_multimem};
-    switch (cuda_.direct_create(&args, &direct_, &usable)) {
-      case kSuccess:
-        return kNcclSuccess;
-      case kNotReady:
-        return kNcclInProgress;
-      default:
-        return kNcclUnhandledCudaError;
-    }
-  });
-  if (usable == 0) {
-    release_arena();
-  }
-}
-
-DirectSignals* CudaEngine::signals() const {
-  return reinterpret_cast<DirectSignals*>(
-      static_cast<char*>(arena_) + arena_bytes_);
-}
-
-// Before the window is registered, which all ranks wait for.
-void CudaEngine::clear_signals() {
-  const HostMemory zeros = allocate_host(cuda_, kSignalBytes);
-  std::memset(zeros.get(), 0, kSignalBytes);
-  const Stream stream = compute_.get();
-  check(
-      cuda_,
-      "cudaMemcpyAsync",
-      cuda_.copy(signals(), zeros.get(), kSignalBytes, stream));
-  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
-}
-
-void CudaEngine::release_arena() {
-  if (direct_ != nullptr) {
-    cuda_.direct_destroy(direct_);
-    direct_ = nullptr;
-  }
-  if (window_ != nullptr && comm_) {
-    // Unless it went with its communicator.
-    comm_->if_alive([this](NcclComm comm) {
-      return nccl_.comm_window_deregister(comm, window_);
-    });
-    window_ = nullptr;
-  }
-  if (arena_ != nullptr) {
-    nccl_.mem_free(arena_);
-    arena_ = nullptr;
-    arena_bytes_ = 0;
   }
 }
 
@@ -420,11 +337,12 @@ void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
   // Of one failure all ranks hear from the rank that had it.
   if (size_ > 1 && kind != ErrorKind::kAborted &&
       kind != ErrorKind::kPeerFailed) {
-    try {
-      store_->set(kFailedKey, str("rank ", rank_, ": ", message));
-    } catch (const std::exception&) {
-      // The store may have gone with its host.
-    }
+    // The store may have gone with its host.
+    ask([key = kFailedKey,
+         text = str("rank ", rank_, ": ", message)](Rendezvous& store) {
+      store.set(key, text);
+      return std::string();
+    }).wait_for(kStorePatience);
   }
 }
 
@@ -432,21 +350,49 @@ void CudaEngine::abort(const std::string& reason) {
   fail_engine(ErrorKind::kAborted, reason);
 }
 
+std::future<std::string> CudaEngine::ask(Question question) const {
+  std::packaged_task<std::string()> task(
+      [store = store_, question = std::move(question)] {
+        return question(*store);
+      });
+  std::future<std::string> answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  return answer;
+}
+
+std::optional<std::string> CudaEngine::ask_within(
+    milliseconds patience,
+    Question question) {
+  const auto answered = [this](milliseconds within) {
+    return asked_.wait_for(within) == std::future_status::ready;
+  };
+  if (asked_.valid() && !answered(milliseconds(0))) {
+    return std::nullopt;
+  }
+  asked_ = ask(std::move(question));
+  return answered(patience) ? std::optional(asked_.get()) : std::nullopt;
+}
+
 std::string CudaEngine::tell_ranks(
     uint64_t sequence,
     const std::string& summary) {
-  store_->set(str("cuda/said/", sequence, "/", rank_), summary);
-  const Deadline deadline(kAskRanks);
-  std::string text;
-  for (int p = 0; p < size_; ++p) {
-    std::string said = "does not answer";
-    try {
-      said = store_->get(str("cuda/said/", sequence, "/", p), deadline);
-    } catch (const std::exception&) {
+  const auto tell = [=, rank = rank_, size = size_](Rendezvous& store) {
+    const auto key = [&](int p) { return str("cuda/said/", sequence, "/", p); };
+    store.set(key(rank), summary);
+    const Deadline deadline(kAskRanks);
+    std::string text;
+    for (int p = 0; p < size; ++p) {
+      std::string said = "does not answer";
+      try {
+        said = store.get(key(p), deadline);
+      } catch (const std::exception&) {
+      }
+      text += str(p == 0 ? "" : "; ", "rank ", p, ": ", said);
     }
-    text += str(p == 0 ? "" : "; ", "rank ", p, ": ", said);
-  }
-  return text;
+    return text;
+  };
+  return ask_within(kAskRanks + kStorePatience, tell)
+      .value_or("unknown, the store does not answer");
 }
 
 milliseconds CudaEngine::look() {
@@ -527,13 +473,16 @@ milliseconds CudaEngine::look() {
       return kLook;
     }
   }
-  if (size_ > 1 && waited > kSuspicious && store_->has(kFailedKey)) {
-    fail_engine(
-        ErrorKind::kPeerFailed,
-        str("fused: ",
-            where,
-            ": another rank has failed: ",
-            store_->get(kFailedKey, Deadline(kAskRanks))));
+  if (size_ > 1 && waited > kSuspicious) {
+    const auto failed = ask_within(kLook * 50, [](Rendezvous& store) {
+      return store.has(kFailedKey) ? store.get(kFailedKey, Deadline(kAskRanks))
+                                   : std::string();
+    });
+    if (failed && !failed->empty()) {
+      fail_engine(
+          ErrorKind::kPeerFailed,
+          str("fused: ", where, ": another rank has failed: ", *failed));
+    }
   }
   return waited > kSuspicious ? kLook * 50 : kLook;
 }

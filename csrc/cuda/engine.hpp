@@ -1,7 +1,9 @@
 #pragma once
 
 #include <deque>
+#include <future>
 #include <map>
+#include <optional>
 #include <thread>
 
 #include "base/options.hpp"
@@ -131,10 +133,6 @@ class CudaEngine {
 
   // --- engine.cpp
   void compare_settings(const Deadline& deadline);
-  void make_arena(const Deadline& deadline);
-  DirectSignals* signals() const;
-  void clear_signals();
-  void release_arena();
   // Runs `body`, which enqueues one operation, under the engine's lock.
   OperationPtr submit(
       OpCode op,
@@ -147,11 +145,25 @@ class CudaEngine {
   // One look at everything; returns how long to sleep.
   std::chrono::milliseconds look();
   void fail_engine(ErrorKind kind, const std::string& message);
+  using Question = std::function<std::string(Rendezvous& store)>;
+  // Of the store, by a thread of its own: its host may be stopped, and another
+  // thread's wait may hold it. Nobody here may wait for that.
+  std::future<std::string> ask(Question question) const;
+  // The answer, or nothing if there is none yet, or to the question before.
+  // For the watchdog.
+  std::optional<std::string> ask_within(
+      std::chrono::milliseconds patience,
+      Question question);
   // Says what this rank is doing, and what the others say of the same
   // operation.
   std::string tell_ranks(uint64_t sequence, const std::string& summary);
 
-  // --- resources.cpp; under the lock
+  // --- resources.cpp; at the start and the end
+  void make_arena(const Deadline& deadline);
+  void release_arena();
+  DirectSignals* signals() const;
+  void clear_signals();
+  // under the lock
   std::shared_ptr<Slot> take_slot(size_t bytes);
   const DeviceLayout& layout_of(
       const std::vector<size_t>& counts,
@@ -205,6 +217,7 @@ class CudaEngine {
   ErrorKind failure_kind_ = ErrorKind::kSystem;
   std::string failure_;
   std::atomic<const char*> last_path_{"none"};
+  std::future<std::string> asked_; // the watchdog's
   std::thread watchdog_;
 };
 

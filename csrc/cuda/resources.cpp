@@ -10,12 +10,97 @@ namespace {
 
 constexpr size_t kSlotAlignment = 1 << 16;
 constexpr size_t kMaxLayouts = 256;
+constexpr size_t kArenaAlignment = 1 << 21;
+constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
 
 size_t round_up(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
 }
 
 } // namespace
+
+void CudaEngine::make_arena(const Deadline& deadline) {
+  if (settings_.cuda_arena_bytes == 0 || !comm_ || !nccl_.has_device_api() ||
+      cuda_.direct_create == nullptr) {
+    return;
+  }
+  const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
+      kArenaAlignment * kArenaAlignment;
+  if (nccl_.mem_alloc(&arena_, bytes + kSignalBytes) != kNcclSuccess) {
+    fail(
+        ErrorKind::kOutOfMemory,
+        "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES=",
+        bytes,
+        " failed on rank ",
+        rank_);
+  }
+  arena_bytes_ = bytes;
+  clear_signals();
+  comm_->enqueue("ncclCommWindowRegister", deadline, [&](NcclComm comm) {
+    return nccl_.comm_window_register(
+        comm, arena_, bytes + kSignalBytes, &window_, kNcclWindowSymmetric);
+  });
+  int usable = 0;
+  comm_->enqueue("ncclDevCommCreate", deadline, [&](NcclComm comm) {
+    const DirectCreateArgs args{
+        comm,
+        window_,
+        arena_,
+        nccl_.version,
+        size_,
+        nccl_.dev_comm_create,
+        nccl_.dev_comm_destroy,
+        nccl_.team_lsa,
+        settings_.cuda_multimem};
+    switch (cuda_.direct_create(&args, &direct_, &usable)) {
+      case kSuccess:
+        return kNcclSuccess;
+      case kNotReady:
+        return kNcclInProgress;
+      default:
+        return kNcclUnhandledCudaError;
+    }
+  });
+  if (usable == 0) {
+    release_arena();
+  }
+}
+
+DirectSignals* CudaEngine::signals() const {
+  return reinterpret_cast<DirectSignals*>(
+      static_cast<char*>(arena_) + arena_bytes_);
+}
+
+// Before the window is registered, which all ranks wait for.
+void CudaEngine::clear_signals() {
+  const HostMemory zeros = allocate_host(cuda_, kSignalBytes);
+  std::memset(zeros.get(), 0, kSignalBytes);
+  const Stream stream = compute_.get();
+  check(
+      cuda_,
+      "cudaMemcpyAsync",
+      cuda_.copy(signals(), zeros.get(), kSignalBytes, stream));
+  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
+}
+
+void CudaEngine::release_arena() {
+  if (direct_ != nullptr) {
+    cuda_.direct_destroy(direct_);
+    direct_ = nullptr;
+  }
+  if (window_ != nullptr && comm_) {
+    // Unless it went with its communicator.
+    comm_->if_alive([this](NcclComm comm) {
+      return nccl_.comm_window_deregister(comm, window_);
+    });
+    window_ = nullptr;
+  }
+  if (arena_ != nullptr) {
+    nccl_.mem_free(arena_);
+    arena_ = nullptr;
+    arena_bytes_ = 0;
+  }
+}
 
 std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {
   bytes = round_up(bytes, kSlotAlignment);

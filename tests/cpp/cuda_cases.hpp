@@ -32,16 +32,21 @@ inline Settings cuda_settings(size_t chunk_bytes = 2048, size_t arena = 0) {
 // A part of the test's store.
 class StorePart : public Rendezvous {
  public:
-  StorePart(Store& store, std::string name)
+  // While `*stuck` nothing is answered.
+  StorePart(Store& store, std::string name, const std::atomic<bool>* stuck)
       : store_(store),
-        name_(std::move(name)) {}
+        name_(std::move(name)),
+        stuck_(stuck) {}
   void set(const std::string& key, const std::string& value) override {
+    answer();
     store_.set(name_ + key, value);
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
+    answer();
     return store_.get(name_ + key, deadline);
   }
   bool has(const std::string& key) override {
+    answer();
     return store_.has(name_ + key);
   }
   int64_t add(const std::string& key, int64_t amount) override {
@@ -49,13 +54,21 @@ class StorePart : public Rendezvous {
   }
 
  private:
+  void answer() const {
+    while (stuck_ != nullptr && *stuck_) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+
   Store& store_;
   const std::string name_;
+  const std::atomic<bool>* const stuck_;
 };
 
 struct EngineWith {
   Settings settings = cuda_settings();
   std::string name; // of the group, in the store
+  const std::atomic<bool>* stuck = nullptr; // whether the store is
   CudaEngine::CheckPeers check_peers = nullptr;
   const cuda::NcclApi* nccl = &fake_gpu::nccl();
   const cuda::CudaApi* cuda = &gpu();
@@ -95,7 +108,7 @@ struct GpuRank {
             size,
             rank,
             with.settings,
-            std::make_shared<StorePart>(store, with.name),
+            std::make_shared<StorePart>(store, with.name, with.stuck),
             with.check_peers,
             Deadline(with.deadline)),
         own_stream(rank),

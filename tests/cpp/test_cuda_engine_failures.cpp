@@ -135,6 +135,39 @@ TEST(cuda_engine_rank_that_never_calls) {
   });
 }
 
+// The store's host may be stopped, or another thread's wait hold the store:
+// deadlines hold all the same.
+TEST(cuda_engine_store_that_does_not_answer) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    std::atomic<bool> stuck{false};
+    EngineWith with;
+    with.stuck = &stuck;
+    {
+      GpuRank r(rank, 2, store, with);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      stuck = true;
+      if (rank == 0) {
+        training.timeout = milliseconds(1500); // it asks for news after 1000
+        const auto begin = Clock::now();
+        expect_failure(
+            r,
+            ErrorKind::kTimeout,
+            {"fused_adamw", "1500 ms", "the store does not answer"},
+            [&] { return training.step(); });
+        CHECK(seconds_since(begin) < 8);
+      }
+      r.meet("late");
+    }
+    stuck = false;
+    // What was asked comes to its end, and uses the store until then.
+    store.get("cuda/failed", Deadline(kLong));
+    std::this_thread::sleep_for(milliseconds(200));
+    store.meet("end", 2);
+  });
+}
+
 TEST(cuda_engine_rank_without_engine) {
   const Clean clean;
   Store store;
