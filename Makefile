@@ -28,7 +28,8 @@ BUILT := $(VENV)/.built-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
-CXX_FILES = $(shell find csrc tests/cpp tests/cuda_fake -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests/cpp tests/cuda_fake patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
+  -o -name '*.h' -o -name '*.cc')
 
 .PHONY: help
 help:

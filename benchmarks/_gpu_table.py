@@ -201,13 +201,14 @@ class MomentsArgs(Structure):
     _fields_ = [("update", UpdateArgs), ("tile_sums", c_void_p)]
 
 
-class SumTilesArgs(Structure):
+class AddSumsArgs(Structure):
     _fields_ = [
-        ("tile_sums", c_void_p),
-        ("tile_list", c_void_p),
-        ("tile_begin", c_void_p),
+        ("partial", c_void_p),
+        ("list", c_void_p),
+        ("begin", c_void_p),
         ("sums", c_void_p),
         ("num_tensors", c_uint32),
+        ("pairs", c_uint32),
     ]
 
 
@@ -270,13 +271,14 @@ class CudaApi(Structure):
         ("host_allocate", _ALLOCATE),
         ("host_release", _STREAM),
         ("copy", CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p)),
+        ("clear", CFUNCTYPE(c_int, c_void_p, c_size_t, c_void_p)),
         ("propose", _launch(ProposeArgs)),
         ("prepare", _launch(PrepareArgs)),
         ("pack", _launch(PackArgs)),
         ("unpack", _launch(UnpackArgs)),
         ("update", _launch(UpdateArgs)),
         ("lamb_moments", _launch(MomentsArgs)),
-        ("sum_tiles", _launch(SumTilesArgs)),
+        ("add_sums", _launch(AddSumsArgs)),
         ("trust", _launch(TrustArgs)),
         ("direct_create", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), POINTER(c_int))),
         ("direct_destroy", _STREAM),
@@ -478,13 +480,14 @@ class Slices:
         self.launch("lamb_moments", MomentsArgs(args, address(self.tile_sums)))
         count = len(self.counts)
         self.launch(
-            "sum_tiles",
-            SumTilesArgs(
+            "add_sums",
+            AddSumsArgs(
                 address(self.tile_sums),
                 address(self._list),
                 address(self._begins),
                 address(self.sums),
                 count,
+                1,
             ),
         )
         self.launch(

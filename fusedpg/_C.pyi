@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import Backend, Store, Work
@@ -18,12 +18,15 @@ class Options(Backend.Options):
         nan_check: bool | None = None,
         cuda_chunk_bytes: int | None = None,
         cuda_arena_bytes: int | None = None,
+        nccl: Literal["auto", "patched", "stock"] | None = None,
         _cpu_as_cuda: bool = False,
     ) -> None: ...
     @property
     def cuda_chunk_bytes(self) -> int | None: ...
     @property
     def cuda_arena_bytes(self) -> int | None: ...
+    @property
+    def nccl(self) -> str | None: ...
     @property
     def arena_bytes(self) -> int | None: ...
     @property

@@ -86,7 +86,7 @@ def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     Keys: ``engine`` ("shm" or "gloo"), ``world_size``, ``local_world_size``, ``threads``, ``isa``,
     ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
     ``state`` ("ok" or "failed"); once a fused operation has run on a GPU also ``nccl_version`` and
-    ``cuda_path`` ("stock" or "direct") of the latest one.
+    ``cuda_path`` ("stock", "ring" or "direct") of the latest one.
     """
     return cast("dict[str, Any]", _backend(group).info())
 

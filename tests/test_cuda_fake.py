@@ -7,6 +7,7 @@ the processes. What kernels do on a real device is tested in tests/gpu.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import signal
 import time
 from pathlib import Path
@@ -146,6 +147,51 @@ def test_direct_path_falls_back(why: dict[str, str]) -> None:
     with harness.Workers(2, **direct(**why)) as gpus:
         agree(gpus.run(fused_ops.parity, Run("adamw", memory="arena")))
         assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
+
+
+# --- a patched NCCL ---------------------------------------------------------------
+
+
+def patched(choice: str = "patched", **more: str) -> dict[str, Any]:
+    options = harness.fake_gpu(**{"FUSEDPG_FAKE_PATCHED": "1"} | more)
+    options["options"] = options["options"] | {"nccl": choice}
+    return options
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_patched_ring(size: int) -> None:
+    gpus = harness.pool(size, **patched())
+    for op, variant in itertools.product(("sgd", "adam", "adamw"), VARIANTS):
+        agree(gpus.run(fused_ops.parity, Run(op, ring=True, **VARIANTS[variant])))
+    ring, stock = {"dtypes": (BF16,), "master": True}, {"grad_dtypes": (BF16,)}
+    for kind, path in ((ring, "ring"), (stock, "stock")):
+        agree(gpus.run(fused_ops.parity, Run("adamw", ring=True, **kind)))
+        assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {path}
+    agree(gpus.run(optim.parity, optim.Run("AdamW", "overlap", steps=10)))
+
+
+def test_ring_only_between_machines() -> None:
+    for hosts, path in ((("a", "a"), "stock"), (("a", "b"), "ring")):
+        options = patched("auto")
+        env = [options["env"] | {"FUSEDPG_HOST_ID": host} for host in hosts]
+        with harness.Workers(2, **options | {"env": env}) as gpus:
+            agree(gpus.run(fused_ops.parity, Run("adamw", ring=True)))
+            assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {path}
+
+
+def test_patched_nccl_that_is_not() -> None:
+    with harness.Workers(2, timeout=20, **patched(FUSEDPG_FAKE_PATCHED="0")) as gpus:
+        for error in gpus.errors(fused_ops.parity, Run("adamw")):
+            assert "patches/nccl/README.md" in error.text, error.text
+    [error] = harness.pool(1, **harness.fake_gpu()).errors(cuda_fake.unknown_nccl)
+    assert "auto, patched or stock" in error.text, error.text
+
+
+def test_checkpoints_move_between_paths(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ring, stock = (harness.pool(2, **patched(choice)) for choice in ("patched", "stock"))
+    ring.run(optim_state.leg, "full", "adam", "", folder, 0, "contiguous")
+    stock.run(optim_state.leg, "full", "adam", folder, "", 1, "contiguous")
 
 
 # --- failures ---------------------------------------------------------------------

@@ -61,6 +61,22 @@ size_t bytes_of(
   return option.value_or(value ? static_cast<size_t>(*value) : otherwise);
 }
 
+NcclChoice nccl_choice(const std::string& name) {
+  if (name == "auto") {
+    return NcclChoice::kAuto;
+  }
+  if (name == "patched") {
+    return NcclChoice::kPatched;
+  }
+  if (name != "stock") {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: nccl (FUSEDPG_NCCL) must be auto, patched or stock, got ",
+        name);
+  }
+  return NcclChoice::kStock;
+}
+
 size_t default_arena_bytes() {
   const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -92,6 +108,8 @@ Settings resolve(const Options& options) {
   s.cuda_arena_bytes =
       bytes_of(options.cuda_arena_bytes, "FUSEDPG_CUDA_ARENA_BYTES", 0);
   s.cuda_multimem = env_integer("FUSEDPG_CUDA_MULTIMEM").value_or(0) != 0;
+  s.nccl =
+      nccl_choice(options.nccl.value_or(env("FUSEDPG_NCCL").value_or("auto")));
   s.cuda_lib = env("FUSEDPG_CUDA_LIB").value_or("");
   s.nccl_lib = env("FUSEDPG_NCCL_LIB").value_or("");
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");

@@ -25,7 +25,13 @@ struct Options {
   // CUDA: device memory that all GPUs of an NVLink domain see, for the direct
   // path; 0: none. FUSEDPG_CUDA_ARENA_BYTES.
   std::optional<size_t> cuda_arena_bytes;
+  // CUDA: "patched" for the ring of a patched NCCL (patches/nccl), "stock", or
+  // "auto": patched where there is one and the group spans machines.
+  // FUSEDPG_NCCL.
+  std::optional<std::string> nccl;
 };
+
+enum class NcclChoice { kAuto, kPatched, kStock };
 
 struct Settings {
   size_t arena_bytes;
@@ -47,6 +53,7 @@ struct Settings {
   // communicator where the machine has none, so nobody may try.
   // FUSEDPG_CUDA_MULTIMEM.
   bool cuda_multimem;
+  NcclChoice nccl;
   // libfusedpg_cuda.so; empty: beside the Python module. FUSEDPG_CUDA_LIB.
   std::string cuda_lib;
   // libnccl; empty: the one that torch has loaded. FUSEDPG_NCCL_LIB.

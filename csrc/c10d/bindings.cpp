@@ -64,6 +64,7 @@ void bind_options(py::module_& m) {
                       std::optional<bool> nan_check,
                       std::optional<int64_t> cuda_chunk_bytes,
                       std::optional<int64_t> cuda_arena_bytes,
+                      std::optional<std::string> nccl,
                       bool cpu_as_cuda) {
             auto options = c10::make_intrusive<Options>(timeout);
             const auto bytes = [](const char* name,
@@ -84,6 +85,7 @@ void bind_options(py::module_& m) {
             options->cpu_as_cuda = cpu_as_cuda;
             options->engine.threads = threads;
             options->engine.nan_check = nan_check;
+            options->engine.nccl = std::move(nccl);
             return options;
           }),
           py::kw_only(),
@@ -93,6 +95,7 @@ void bind_options(py::module_& m) {
           py::arg("nan_check") = py::none(),
           py::arg("cuda_chunk_bytes") = py::none(),
           py::arg("cuda_arena_bytes") = py::none(),
+          py::arg("nccl") = py::none(),
           py::arg("_cpu_as_cuda") = false)
       .def_property_readonly(
           "cuda_chunk_bytes",
@@ -100,6 +103,8 @@ void bind_options(py::module_& m) {
       .def_property_readonly(
           "cuda_arena_bytes",
           [](const Options& o) { return o.engine.cuda_arena_bytes; })
+      .def_property_readonly(
+          "nccl", [](const Options& o) { return o.engine.nccl; })
       .def_property_readonly(
           "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
       .def_property_readonly(

@@ -95,12 +95,14 @@ CudaGroup::CudaGroup(
     int rank,
     int size,
     const Settings& settings,
+    bool spans_hosts,
     CudaEngine::CheckPeers check_peers,
     bool pretend)
     : store_(std::move(store)),
       rank_(rank),
       size_(size),
       settings_(settings),
+      spans_hosts_(spans_hosts),
       check_peers_(std::move(check_peers)),
       pretend_(pretend) {}
 
@@ -150,6 +152,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
         size_,
         streams.index(),
         settings_,
+        spans_hosts_,
         std::make_shared<StoreRendezvous>(
             c10::make_intrusive<c10d::PrefixStore>("fusedpg-engine", store_)),
         check_peers_,
@@ -168,7 +171,11 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
             " (",
             made->nccl().path,
             "), ",
-            made->arena() != nullptr ? "direct path over " : "stock path",
+            made->has_ring() ? "patched ring"
+                : made->nccl().has_ring()
+                ? "stock path (a patched ring is there, but not asked for)"
+                : "stock path",
+            made->arena() != nullptr ? ", direct path over " : "",
             made->arena() != nullptr
                 ? c10::str(made->arena_bytes() >> 20, " MiB of windows")
                 : std::string()));

@@ -39,6 +39,7 @@ class CudaGroup {
       int rank,
       int size,
       const Settings& settings,
+      bool spans_hosts,
       cuda::CudaEngine::CheckPeers check_peers,
       bool pretend);
   ~CudaGroup();
@@ -102,6 +103,7 @@ class CudaGroup {
   const int rank_;
   const int size_;
   const Settings settings_;
+  const bool spans_hosts_;
   const cuda::CudaEngine::CheckPeers check_peers_;
   const bool pretend_;
 

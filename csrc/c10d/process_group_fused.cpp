@@ -45,18 +45,6 @@ ProcessGroupFused::ProcessGroupFused(
         return select_kernels(settings_);
       })),
       executor_(std::make_unique<Executor>()) {
-  cuda_ = std::make_unique<CudaGroup>(
-      store,
-      rank,
-      size,
-      settings_,
-      [this](const std::string& what) {
-        if (engine_ != nullptr) {
-          engine_->domain().check_peers(
-              what, [this](int p) { return p != getRank(); });
-        }
-      },
-      options_->cpu_as_cuda);
   const Deadline deadline(options_->timeout);
   translate([&] {
     Bootstrap bootstrap(rank, size, settings_);
@@ -67,6 +55,19 @@ ProcessGroupFused::ProcessGroupFused(
       engine_ = std::make_unique<Engine>(rank, bootstrap, settings_, deadline);
     }
   });
+  cuda_ = std::make_unique<CudaGroup>(
+      store,
+      rank,
+      size,
+      settings_,
+      spans_hosts(),
+      [this](const std::string& what) {
+        if (engine_ != nullptr) {
+          engine_->domain().check_peers(
+              what, [this](int p) { return p != getRank(); });
+        }
+      },
+      options_->cpu_as_cuda);
   if (spans_hosts()) {
     log_once(
         "a group spans several hosts: its collectives use Gloo in this "

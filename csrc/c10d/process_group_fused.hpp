@@ -192,7 +192,7 @@ class ProcessGroupFused : public c10d::Backend {
     bool failed;
     size_t cuda_arena = 0; // bytes that were asked for
     int nccl_version = 0; // of the CUDA engine; 0: none
-    std::string cuda_path; // of its last step: "stock" or "direct"
+    std::string cuda_path; // of its last step: "stock", "ring" or "direct"
   };
   Info info();
 

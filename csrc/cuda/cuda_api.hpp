@@ -68,6 +68,7 @@ struct CudaApi {
   int (*host_allocate)(void** memory, size_t bytes);
   int (*host_release)(void* memory);
   int (*copy)(void* dst, const void* src, size_t bytes, Stream stream);
+  int (*clear)(void* memory, size_t bytes, Stream stream); // to zeros
 
   int (*propose)(const ProposeArgs* args, Stream stream);
   int (*prepare)(const PrepareArgs* args, Stream stream);
@@ -75,7 +76,7 @@ struct CudaApi {
   int (*unpack)(const UnpackArgs* args, Stream stream);
   int (*update)(const UpdateArgs* args, Stream stream);
   int (*lamb_moments)(const MomentsArgs* args, Stream stream);
-  int (*sum_tiles)(const SumTilesArgs* args, Stream stream);
+  int (*add_sums)(const AddSumsArgs* args, Stream stream);
   int (*trust)(const TrustArgs* args, Stream stream);
 
   // The device-API path; null without. `usable` is 0 when the ranks of the

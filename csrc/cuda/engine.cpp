@@ -19,6 +19,22 @@ constexpr milliseconds kAskRanks{2000};
 // Longer than an answer of a store that works takes.
 constexpr milliseconds kStorePatience{1000};
 
+// Inside a machine the stock path is as good as any.
+bool choose_ring(const NcclApi& nccl, NcclChoice choice, bool spans_hosts) {
+  if (choice == NcclChoice::kPatched && !nccl.has_ring()) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: nccl=\"patched\" (FUSEDPG_NCCL), but ",
+        nccl.path,
+        nccl.ring_abi ? " was patched by another version of fusedpg"
+                      : " is not patched",
+        "; see patches/nccl/README.md, and FUSEDPG_NCCL_LIB to name another");
+  }
+  return nccl.has_ring() &&
+      (choice == NcclChoice::kPatched ||
+       (choice == NcclChoice::kAuto && spans_hosts));
+}
+
 const char* const kSettingsKey = "cuda/settings/";
 const char* const kIdKey = "cuda/id";
 const char* const kFailedKey = "cuda/failed";
@@ -32,6 +48,7 @@ CudaEngine::CudaEngine(
     int size,
     int device,
     const Settings& settings,
+    bool spans_hosts,
     std::shared_ptr<Rendezvous> store,
     CheckPeers check_peers,
     const Deadline& deadline)
@@ -41,6 +58,7 @@ CudaEngine::CudaEngine(
       size_(size),
       device_(device),
       settings_(settings),
+      ring_(size > 1 && choose_ring(nccl, settings.nccl, spans_hosts)),
       store_(std::move(store)),
       check_peers_(std::move(check_peers)) {
   const DeviceScope scope(cuda_, device_);
@@ -140,6 +158,7 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
           settings_.cuda_multimem,
           ", NCCL ",
           nccl_.version,
+          ring_ ? " (patched ring)" : "",
           ", direct path built with NCCL ",
           cuda_.direct_nccl_version);
   store_->set(str(kSettingsKey, rank_), mine);

@@ -45,6 +45,7 @@ class CudaEngine {
       int size,
       int device,
       const Settings& settings,
+      bool spans_hosts,
       std::shared_ptr<Rendezvous> store,
       CheckPeers check_peers,
       const Deadline& deadline);
@@ -98,7 +99,11 @@ class CudaEngine {
   int device() const {
     return device_;
   }
-  // "stock" or "direct"
+  // Whether steps go over the ring of a patched NCCL where they can.
+  bool has_ring() const {
+    return ring_;
+  }
+  // "stock", "ring" or "direct"
   const char* path_of_last_step() const {
     return last_path_.load();
   }
@@ -126,6 +131,8 @@ class CudaEngine {
     const Tile* tiles = nullptr;
     const uint32_t* tile_list = nullptr;
     const uint32_t* tile_begin = nullptr;
+    const uint32_t* piece_list = nullptr;
+    const uint32_t* piece_begin = nullptr;
   };
 
   // --- step.cpp
@@ -177,6 +184,7 @@ class CudaEngine {
   const int size_;
   const int device_;
   const Settings settings_;
+  const bool ring_;
   const std::shared_ptr<Rendezvous> store_;
   const CheckPeers check_peers_;
 

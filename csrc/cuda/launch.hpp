@@ -158,15 +158,17 @@ struct MomentsArgs {
   double* tile_sums;
 };
 
-// Adds this rank's tile sums of each tensor: sums[2 * tensor] and the next. The
-// tiles of tensor t are tile_list[tile_begin[t]] ... [tile_begin[t + 1] - 1]:
-// indices into tile_sums, added in an order that depends on their number alone.
-struct SumTilesArgs {
-  const double* tile_sums;
-  const uint32_t* tile_list;
-  const uint32_t* tile_begin;
+// Adds this rank's partial sums of each tensor: sums[2 * tensor] and the next.
+// Those of tensor t are the `pairs` pairs from partial[2 * pairs * i] on of
+// each i in list[begin[t]] ... [begin[t + 1] - 1], added in an order that
+// depends on their number alone.
+struct AddSumsArgs {
+  const double* partial;
+  const uint32_t* list;
+  const uint32_t* begin;
   double* sums;
   uint32_t num_tensors;
+  uint32_t pairs;
 };
 
 // scalars[t].lamb.step_size = lr * trust ratio, from all ranks' sums in rank
@@ -179,6 +181,33 @@ struct TrustArgs {
   uint32_t num_tensors;
   int32_t size;
 };
+
+// What the ring of a patched NCCL (patches/nccl) does to this rank's block
+// while it passes by. Lies in device memory.
+constexpr uint32_t kRingChannels = 64; // at most
+enum class RingMode : uint32_t {
+  kSum, // nothing: a reduce-scatter and all-gather
+  kUpdate, // the update; the parameters go on
+  kMoments, // LAMB's first half; nothing goes on
+};
+struct RingUpdate {
+  // `grads` and `params_out` are this rank's block of the receive buffer, where
+  // the ring leaves the sum and takes up the parameters.
+  UpdateArgs update;
+  uint32_t num_pieces; // of update.chunk, by ascending `wire`
+  RingMode mode;
+  // kMoments: sums of squares of parameters and directions, added to
+  // sums[2 * (piece * kRingChannels + channel)] and the next.
+  double* sums;
+  // Blocks of `skip_block` elements that travel, in ascending order: those of
+  // rank r's block on the wire are present[first[r]] ... [first[r + 1] - 1].
+  // 0: all of it.
+  const uint32_t* present;
+  const uint32_t* first;
+  uint64_t skip_block;
+};
+// Changes with the meaning or the layout of what RingUpdate leads to.
+constexpr uint64_t kRingAbi = (uint64_t(1) << 32) | sizeof(RingUpdate);
 
 // Blocks meet the other ranks' blocks of their number, so all ranks start as
 // many, whatever their GPUs are.

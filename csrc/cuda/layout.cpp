@@ -68,19 +68,25 @@ class Cutter {
   ChunkLayout current_;
 };
 
-void list_tiles(Layout& layout, size_t tensors) {
-  layout.tile_begin.assign(tensors + 1, 0);
-  for (const Tile& tile : layout.tiles) {
-    ++layout.tile_begin[layout.pieces[tile.piece].tensor + 1];
+// Sorts parts 0 ... n - 1 by their tensors; otherwise they keep their order.
+template <typename TensorOf>
+void list_by_tensor(
+    size_t n,
+    size_t tensors,
+    const TensorOf& tensor_of,
+    std::vector<uint32_t>& list,
+    std::vector<uint32_t>& begin) {
+  begin.assign(tensors + 1, 0);
+  for (size_t i = 0; i < n; ++i) {
+    ++begin[tensor_of(i) + 1];
   }
   for (size_t t = 0; t < tensors; ++t) {
-    layout.tile_begin[t + 1] += layout.tile_begin[t];
+    begin[t + 1] += begin[t];
   }
-  std::vector<uint32_t> next = layout.tile_begin;
-  layout.tile_list.resize(layout.tiles.size());
-  for (size_t i = 0; i < layout.tiles.size(); ++i) {
-    layout.tile_list[next[layout.pieces[layout.tiles[i].piece].tensor]++] =
-        static_cast<uint32_t>(i);
+  std::vector<uint32_t> next = begin;
+  list.resize(n);
+  for (size_t i = 0; i < n; ++i) {
+    list[next[tensor_of(i)]++] = static_cast<uint32_t>(i);
   }
 }
 
@@ -105,7 +111,23 @@ Layout make_layout(
     }
   }
   cutter.close();
-  list_tiles(layout, counts.size());
+  const auto of_piece = [&](size_t i) { return layout.pieces[i].tensor; };
+  const auto of_tile = [&](size_t i) {
+    return of_piece(layout.tiles[i].piece);
+  };
+  const size_t tensors = counts.size();
+  list_by_tensor(
+      layout.tiles.size(),
+      tensors,
+      of_tile,
+      layout.tile_list,
+      layout.tile_begin);
+  list_by_tensor(
+      layout.pieces.size(),
+      tensors,
+      of_piece,
+      layout.piece_list,
+      layout.piece_begin);
   return layout;
 }
 

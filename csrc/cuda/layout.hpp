@@ -27,9 +27,11 @@ struct Layout {
   size_t max_block = 0; // over the chunks that are not whole
   size_t max_whole_shard = 0; // over those that are
   // For sums over tensors: the tiles of tensor t are tile_list[tile_begin[t]]
-  // up to tile_begin[t + 1].
+  // up to tile_begin[t + 1]; and its pieces.
   std::vector<uint32_t> tile_list;
   std::vector<uint32_t> tile_begin;
+  std::vector<uint32_t> piece_list;
+  std::vector<uint32_t> piece_begin;
 };
 
 // Blocks are of at most `max_block` elements. Tensors of `whole_from` elements

@@ -122,6 +122,8 @@ NcclApi load_nccl(const std::string& path) {
     find(api.dev_comm_destroy, "ncclDevCommDestroy");
     find(api.team_lsa, "ncclTeamLsa");
   }
+  find(api.ring_abi, "ncclFusedpgAbi");
+  find(api.reduce_scatter_update, "ncclFusedpgReduceScatterUpdate");
   Dl_info where{};
   if (dladdr(reinterpret_cast<void*>(api.get_version), &where) != 0) {
     api.path = where.dli_fname;
@@ -130,6 +132,10 @@ NcclApi load_nccl(const std::string& path) {
 }
 
 } // namespace
+
+bool NcclApi::has_ring() const {
+  return ring_abi && reduce_scatter_update && ring_abi() == kRingAbi;
+}
 
 const CudaApi& load_cuda_api(const std::string& path) {
   return load_once<CudaApi>(path, load_cuda);

@@ -123,9 +123,24 @@ struct NcclApi {
   void* dev_comm_destroy = nullptr;
   void* team_lsa = nullptr;
 
+  // Of a patched NCCL (patches/nccl/files/src/include/fusedpg_api.h).
+  uint64_t (*ring_abi)() = nullptr;
+  NcclResult (*reduce_scatter_update)(
+      const void* src,
+      void* dst,
+      size_t count, // of a rank's part
+      NcclDataType type,
+      const void* update, // RingUpdate in device memory
+      size_t skip_bytes,
+      int gather,
+      NcclComm comm,
+      NcclStream stream) = nullptr;
+
   bool has_windows() const {
     return mem_alloc && comm_window_register && comm_window_deregister;
   }
+  // Whether it is patched, for this version of the backend.
+  bool has_ring() const;
   bool has_device_api() const {
     return has_windows() && dev_comm_create && dev_comm_destroy && team_lsa;
   }

@@ -73,13 +73,8 @@ DirectSignals* CudaEngine::signals() const {
 
 // Before the window is registered, which all ranks wait for.
 void CudaEngine::clear_signals() {
-  const HostMemory zeros = allocate_host(cuda_, kSignalBytes);
-  std::memset(zeros.get(), 0, kSignalBytes);
   const Stream stream = compute_.get();
-  check(
-      cuda_,
-      "cudaMemcpyAsync",
-      cuda_.copy(signals(), zeros.get(), kSignalBytes, stream));
+  check(cuda_, "cudaMemsetAsync", cuda_.clear(signals(), kSignalBytes, stream));
   check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
 }
 
@@ -140,37 +135,37 @@ const CudaEngine::DeviceLayout& CudaEngine::layout_of(
   auto made = std::make_unique<DeviceLayout>();
   made->layout = make_layout(counts, size_, max_block, whole_from);
   const Layout& l = made->layout;
-  const size_t sizes[] = {
-      l.pieces.size() * sizeof(Piece),
-      l.tiles.size() * sizeof(Tile),
-      l.tile_list.size() * sizeof(uint32_t),
-      l.tile_begin.size() * sizeof(uint32_t)};
-  const void* sources[] = {
-      l.pieces.data(), l.tiles.data(), l.tile_list.data(), l.tile_begin.data()};
   size_t bytes = 0;
-  size_t offsets[4];
-  for (int i = 0; i < 4; ++i) {
-    offsets[i] = bytes;
-    bytes += round_up(sizes[i], 16);
-  }
+  const auto each_array = [&](const auto& call) {
+    bytes = 0;
+    const auto one = [&](const auto& from, auto& to) {
+      call(from, to);
+      bytes += round_up(from.size() * sizeof(from[0]), 16);
+    };
+    one(l.pieces, made->pieces);
+    one(l.tiles, made->tiles);
+    one(l.tile_list, made->tile_list);
+    one(l.tile_begin, made->tile_begin);
+    one(l.piece_list, made->piece_list);
+    one(l.piece_begin, made->piece_begin);
+  };
+  each_array([](const auto&, auto&) {}); // counts the bytes
   const HostMemory host = allocate_host(cuda_, bytes);
   auto* h = static_cast<char*>(host.get());
-  for (int i = 0; i < 4; ++i) {
-    if (sizes[i] != 0) {
-      std::memcpy(h + offsets[i], sources[i], sizes[i]);
-    }
-  }
   made->memory = allocate_device(cuda_, bytes);
   auto* d = static_cast<char*>(made->memory.get());
+  each_array([&](const auto& from, auto& to) {
+    std::copy_n(
+        reinterpret_cast<const char*>(from.data()),
+        from.size() * sizeof(from[0]),
+        h + bytes);
+    to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(d + bytes);
+  });
   // On a stream of its own: the call may be inside a graph's capture, of which
   // this is no part.
   const OwnedStream stream = make_stream(cuda_);
   check(cuda_, "cudaMemcpyAsync", cuda_.copy(d, h, bytes, stream.get()));
   check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream.get()));
-  made->pieces = reinterpret_cast<const Piece*>(d + offsets[0]);
-  made->tiles = reinterpret_cast<const Tile*>(d + offsets[1]);
-  made->tile_list = reinterpret_cast<const uint32_t*>(d + offsets[2]);
-  made->tile_begin = reinterpret_cast<const uint32_t*>(d + offsets[3]);
   return *(layouts_[key] = std::move(made));
 }
 

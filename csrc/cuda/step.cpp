@@ -8,14 +8,11 @@
 // t + 1 is packed and reduced while chunk t is updated and gathered.
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/hash.hpp"
-#include "cuda/engine.hpp"
-#include "cuda/task.hpp"
+#include "cuda/run.hpp"
 
 namespace fusedpg::cuda {
-namespace {
 
 NcclDataType nccl_type(DType type) {
   switch (type) {
@@ -41,6 +38,8 @@ kernels::Formula formula(OpCode op) {
   }
 }
 
+namespace {
+
 // Below this a whole tensor is not worth a chunk of its own.
 constexpr size_t kWholeBytes = 1 << 20;
 
@@ -62,516 +61,361 @@ class Arrays {
 
 } // namespace
 
-class Run {
- public:
-  Run(CudaEngine& engine, Operation& operation, const Task& task)
-      : e_(engine),
-        cuda_(engine.cuda_),
-        operation_(operation),
-        task_(task),
-        n_(task.tensors.size()),
-        compute_(engine.compute_.get()),
-        wire_(engine.wire_stream_.get()),
-        lamb_(task.updates && formula(task.op) == kernels::Formula::kLamb),
-        weighted_(task.reduction.weight.has_value() && task.reduces) {}
-
-  void run() {
-    const bool direct = use_direct();
-    e_.last_path_ = direct ? "direct" : "stock";
-    const size_t element =
-        std::max(dtype_size(task_.grad_type), dtype_size(task_.param_type));
-    const size_t block =
-        e_.settings_.cuda_chunk_bytes / element / static_cast<size_t>(e_.size_);
-    // Products with a weight are rounded on the way into the wire, sums that
-    // are left in outputs copied out of it: neither can use whole tensors.
-    const bool may_be_whole = task_.updates && !weighted_;
-    layout_ = &e_.layout_of(
-        task_.counts, block, may_be_whole ? kWholeBytes / element : ~size_t(0));
-    fill_slot(direct);
-    agree();
-    if (direct) {
-      run_direct();
+void Run::run() {
+  constexpr const char* kNames[] = {"stock", "ring", "direct"};
+  e_.last_path_ = kNames[static_cast<int>(path_)];
+  const size_t element =
+      std::max(dtype_size(task_.grad_type), dtype_size(task_.param_type));
+  const size_t block =
+      e_.settings_.cuda_chunk_bytes / element / static_cast<size_t>(e_.size_);
+  // Products with a weight are rounded on the way into the wire, sums that
+  // are left in outputs copied out of it, and the ring's sums would overwrite
+  // the parameters: none can use whole tensors.
+  const bool may_be_whole = task_.updates && !weighted_ && path_ != Path::kRing;
+  layout_ = &e_.layout_of(
+      task_.counts, block, may_be_whole ? kWholeBytes / element : ~size_t(0));
+  if (path_ != Path::kDirect) {
+    reserve();
+  }
+  fill_slot();
+  agree();
+  if (path_ == Path::kDirect) {
+    run_direct();
+  } else if (lamb_) {
+    if (path_ == Path::kRing) {
+      run_ring();
     } else {
-      reserve();
-      if (lamb_) {
-        pass(task_.reduces, Middle::kMoments, false);
-        exchange_norms();
-        pass(false, Middle::kUpdate, true);
-      } else if (task_.updates) {
-        pass(task_.reduces, Middle::kUpdate, true);
-      } else {
-        pass(true, Middle::kOutputs, false);
-      }
+      pass(task_.reduces, Middle::kMoments, false);
     }
+    exchange_norms();
+    pass(false, Middle::kUpdate, true);
+  } else if (path_ == Path::kRing) {
+    run_ring();
+  } else if (task_.updates) {
+    pass(task_.reduces, Middle::kUpdate, true);
+  } else {
+    pass(true, Middle::kOutputs, false);
   }
+}
 
- private:
-  enum class Middle { kUpdate, kMoments, kOutputs };
+void Run::fill_slot() {
+  const bool direct = path_ == Path::kDirect;
+  const size_t groups = task_.step ? task_.step->hypers.size() : 0;
+  const auto ranks = static_cast<size_t>(e_.size_);
+  Arrays arrays;
+  tensors_ = arrays.add(n_ * sizeof(TensorInfo));
+  hypers_ = arrays.add(groups * sizeof(kernels::Hyper));
+  lrs_ = arrays.add(groups * sizeof(void*));
+  lr_types_ = arrays.add(groups * sizeof(DType));
+  weight_ = arrays.add(sizeof(double));
+  offsets_ = arrays.add(direct ? 2 * n_ * sizeof(uint64_t) : 0);
+  const size_t num_rings = path_ == Path::kRing ? chunks().size() : 0;
+  rings_ = arrays.add(num_rings * sizeof(RingUpdate));
+  const size_t uploaded = arrays.bytes();
+  agree_ = arrays.add(kAgreeBytes);
+  weights_ = arrays.add(ranks * sizeof(double));
+  scalars_ = arrays.add(n_ * sizeof(TensorScalars));
+  all_offsets_ = arrays.add(direct ? ranks * 2 * n_ * sizeof(uint64_t) : 0);
+  partial_sums_ = arrays.add(partial_sum_bytes());
+  sums_ = arrays.add(lamb_ ? 2 * n_ * sizeof(double) : 0);
+  all_sums_ = arrays.add(lamb_ ? ranks * 2 * n_ * sizeof(double) : 0);
+  operation_.slot_ = e_.take_slot(arrays.bytes());
 
-  void check(const char* what, int error) const {
-    cuda::check(cuda_, what, error);
-  }
-  // `to` goes on when `from` has got this far.
-  void order(Stream from, const OwnedEvent& event, Stream to) {
-    check("cudaEventRecord", cuda_.event_record(event.get(), from));
-    check("cudaStreamWaitEvent", cuda_.stream_wait_event(to, event.get()));
-  }
-  template <typename Call>
-  void nccl(const char* what, const Call& call) {
-    e_.comm_->enqueue(what, operation_.deadline_, call);
-  }
-  bool alone() const {
-    return e_.size_ == 1;
-  }
-
-  // --- the slot
-
-  template <typename T>
-  T* device(size_t offset) const {
-    return reinterpret_cast<T*>(
-        static_cast<char*>(operation_.slot_->device.get()) + offset);
-  }
-  template <typename T>
-  T* host(size_t offset) const {
-    return reinterpret_cast<T*>(
-        static_cast<char*>(operation_.slot_->host.get()) + offset);
-  }
-
-  void fill_slot(bool direct) {
-    const size_t groups = task_.step ? task_.step->hypers.size() : 0;
-    const auto ranks = static_cast<size_t>(e_.size_);
-    Arrays arrays;
-    tensors_ = arrays.add(n_ * sizeof(TensorInfo));
-    hypers_ = arrays.add(groups * sizeof(kernels::Hyper));
-    lrs_ = arrays.add(groups * sizeof(void*));
-    lr_types_ = arrays.add(groups * sizeof(DType));
-    weight_ = arrays.add(sizeof(double));
-    offsets_ = arrays.add(direct ? 2 * n_ * sizeof(uint64_t) : 0);
-    const size_t uploaded = arrays.bytes();
-    agree_ = arrays.add(kAgreeBytes);
-    weights_ = arrays.add(ranks * sizeof(double));
-    scalars_ = arrays.add(n_ * sizeof(TensorScalars));
-    all_offsets_ = arrays.add(direct ? ranks * 2 * n_ * sizeof(uint64_t) : 0);
-    tile_sums_ = arrays.add(
-        lamb_ ? layout_->layout.tiles.size() * 2 * sizeof(double) : 0);
-    sums_ = arrays.add(lamb_ ? 2 * n_ * sizeof(double) : 0);
-    all_sums_ = arrays.add(lamb_ ? ranks * 2 * n_ * sizeof(double) : 0);
-    operation_.slot_ = e_.take_slot(arrays.bytes());
-
-    std::copy(
-        task_.tensors.begin(), task_.tensors.end(), host<TensorInfo>(tensors_));
-    has_lrs_ = false;
-    for (size_t g = 0; g < groups; ++g) {
-      const StepCall& step = *task_.step;
-      host<kernels::Hyper>(hypers_)[g] = step.hypers[g];
-      const DeviceScalar lr =
-          g < step.lrs.size() ? step.lrs[g] : DeviceScalar();
-      host<const void*>(lrs_)[g] = lr.data;
-      host<DType>(lr_types_)[g] = lr.type;
-      has_lrs_ = has_lrs_ || lr.data != nullptr;
-    }
-    *host<double>(weight_) = task_.reduction.weight.value_or(1.0);
-    if (direct) {
-      const auto* arena = static_cast<const char*>(e_.arena_);
-      for (size_t t = 0; t < n_; ++t) {
-        const TensorInfo& info = task_.tensors[t];
-        uint64_t* pair = host<uint64_t>(offsets_) + 2 * t;
-        pair[0] =
-            static_cast<uint64_t>(static_cast<const char*>(info.grad) - arena);
-        pair[1] =
-            static_cast<uint64_t>(static_cast<const char*>(info.param) - arena);
-      }
-    }
-    check(
-        "cudaMemcpyAsync",
-        cuda_.copy(device<char>(0), host<char>(0), uploaded, compute_));
-  }
-
-  // --- agreement
-
-  // Everything that all ranks must have the same, and the flags of each.
-  void agree() {
-    ProposeArgs propose{};
-    propose.agree = device<uint8_t>(agree_);
-    propose.used = task_.used;
-    propose.found_inf = task_.found_inf;
-    propose.hash = Hash()
-                       .add(task_.hash)
-                       .add(uint64_t(e_.settings_.cuda_chunk_bytes))
-                       .add(uint64_t(std::strcmp(e_.last_path_, "direct") == 0))
-                       .value();
-    propose.tensors = static_cast<uint32_t>(n_);
-    check("propose", cuda_.propose(&propose, compute_));
-    if (alone()) {
-      if (weighted_) {
-        check(
-            "cudaMemcpyAsync",
-            cuda_.copy(
-                device<double>(weights_),
-                device<double>(weight_),
-                sizeof(double),
-                compute_));
-      }
-      return;
-    }
-    order(compute_, e_.events_.proposed, wire_);
-    nccl("ncclAllReduce", [&](NcclComm comm) {
-      return e_.nccl_.all_reduce(
-          propose.agree,
-          propose.agree,
-          kAgreeBytes,
-          kNcclUint8,
-          kNcclMax,
-          comm,
-          wire_);
-    });
-    if (weighted_ || use_direct()) {
-      report_mismatch();
-    }
-    if (weighted_) {
-      gather(weight_, weights_, 1, kNcclFloat64);
-    }
-    if (use_direct()) {
-      gather(offsets_, all_offsets_, 2 * n_, kNcclUint64);
-    }
-    check(
-        "cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
-  }
-
-  // At once: ranks that disagree may hang in what they exchange next, so that
-  // prepare() would not be reached.
-  void report_mismatch() {
-    PrepareArgs p{};
-    p.agree = device<uint8_t>(agree_);
-    p.mismatch = &e_.flags_->mismatch;
-    p.sequence = operation_.sequence;
-    check("prepare", cuda_.prepare(&p, wire_));
-  }
-
-  void gather(size_t from, size_t to, size_t count, NcclDataType type) {
-    nccl("ncclAllGather", [&](NcclComm comm) {
-      return e_.nccl_.all_gather(
-          device<char>(from), device<char>(to), count, type, comm, wire_);
-    });
-  }
-
-  // Once, before the first kernel that needs to know what was agreed.
-  void prepare() {
-    if (prepared_) {
-      return;
-    }
-    prepared_ = true;
-    if (!alone()) {
-      check(
-          "cudaStreamWaitEvent",
-          cuda_.stream_wait_event(compute_, e_.events_.agreed.get()));
-    }
-    const StepCall* step = task_.step;
-    PrepareArgs p{};
-    p.agree = device<uint8_t>(agree_);
-    p.tensors = step ? device<TensorInfo>(tensors_) : nullptr;
-    p.hypers = device<kernels::Hyper>(hypers_);
-    p.lrs = has_lrs_ ? device<const void*>(lrs_) : nullptr;
-    p.lr_types = device<DType>(lr_types_);
-    p.grad_scale = step ? step->grad_scale : nullptr;
-    p.weights = weighted_ ? device<double>(weights_) : nullptr;
-    p.divisor = divisor();
-    p.scalars = device<TensorScalars>(scalars_);
-    p.used = task_.used;
-    p.found_inf = task_.found_inf;
-    p.mismatch = &e_.flags_->mismatch;
-    p.sequence = operation_.sequence;
-    p.num_tensors = static_cast<uint32_t>(n_);
-    p.size = e_.size_;
-    check("prepare", cuda_.prepare(&p, compute_));
-  }
-
-  double divisor() const {
-    return task_.reduces && task_.reduction.mean && !weighted_ ? e_.size_ : 1;
-  }
-
-  // --- chunks
-
-  const std::vector<ChunkLayout>& chunks() const {
-    return layout_->layout.chunks;
-  }
-
-  Chunk chunk(size_t t) const {
-    const ChunkLayout& c = chunks()[t];
-    return {
-        device<TensorInfo>(tensors_),
-        layout_->pieces,
-        layout_->tiles + c.first_tile,
-        static_cast<uint32_t>(c.num_tiles),
-        e_.rank_,
-        e_.size_,
-        0,
-        c.block};
-  }
-
-  char* block(const DeviceMemory& buffer, size_t t, DType type, int rank)
-      const {
-    // Results of whole chunks are all that lies in their buffer.
-    const size_t begin =
-        chunks()[t].whole ? 0 : static_cast<size_t>(rank) * chunks()[t].block;
-    return static_cast<char*>(buffer.get()) + begin * dtype_size(type);
-  }
-  char* grad_block(size_t t, int rank) const {
-    return block(e_.wire_.grads[t % 2], t, task_.grad_type, rank);
-  }
-  char* param_block(size_t t, int rank) const {
-    return block(e_.wire_.params[t % 2], t, task_.param_type, rank);
-  }
-
-  void reserve() {
-    const Layout& l = layout_->layout;
-    const size_t all = l.max_block * static_cast<size_t>(e_.size_);
-    const bool packs_params = task_.updates && !alone();
-    e_.reserve_wire(
-        task_.reduces && !in_place()
-            ? std::max(all, l.max_whole_shard) * dtype_size(task_.grad_type)
-            : 0,
-        packs_params ? all * dtype_size(task_.param_type) : 0);
-  }
-
-  // A single rank's gradients are its slices.
-  bool in_place() const {
-    return alone() && task_.updates && !weighted_;
-  }
-
-  void pass(bool reduces, Middle middle, bool gathers) {
-    const size_t n = chunks().size();
-    const CudaEngine::Events& ev = e_.events_;
-    reduces = reduces && !in_place();
-    gathers = gathers && !alone();
-    if (n == 0) {
-      prepare(); // flags and counters
-    }
-    for (size_t t = 0; t < n + 2; ++t) {
-      if (t < n && reduces) {
-        pack(t);
-        if (!alone()) {
-          order(compute_, ev.packed[t % 2], wire_);
-          reduce_scatter(t);
-          check(
-              "cudaEventRecord",
-              cuda_.event_record(ev.reduced[t % 2].get(), wire_));
-        }
-      }
-      if (t >= 1 && t - 1 < n) {
-        const size_t u = t - 1;
-        prepare();
-        if (reduces && !alone()) {
-          check(
-              "cudaStreamWaitEvent",
-              cuda_.stream_wait_event(compute_, ev.reduced[u % 2].get()));
-        }
-        work_on(u, middle, reduces);
-        if (gathers) {
-          order(compute_, ev.updated[u % 2], wire_);
-          all_gather(u);
-          check(
-              "cudaEventRecord",
-              cuda_.event_record(ev.gathered[u % 2].get(), wire_));
-        }
-      }
-      if (t >= 2 && gathers) {
-        check(
-            "cudaStreamWaitEvent",
-            cuda_.stream_wait_event(compute_, ev.gathered[t % 2].get()));
-        unpack(t - 2);
-      }
-    }
-  }
-
-  void pack(size_t t) {
-    if (chunks()[t].whole) {
-      return;
-    }
-    PackArgs args{};
-    args.chunk = chunk(t);
-    args.wire = grad_block(t, 0);
-    args.type = task_.grad_type;
-    args.weight = weighted_ ? *task_.reduction.weight : 1.0;
-    check("pack", cuda_.pack(&args, compute_));
-  }
-
-  void reduce_scatter(size_t t) {
-    const ChunkLayout& c = chunks()[t];
-    const void* from = c.whole ? task_.tensors[c.tensor].grad
-                               : static_cast<const void*>(grad_block(t, 0));
-    nccl("ncclReduceScatter", [&](NcclComm comm) {
-      return e_.nccl_.reduce_scatter(
-          from,
-          grad_block(t, e_.rank_),
-          c.block,
-          nccl_type(task_.grad_type),
-          kNcclSum,
-          comm,
-          wire_);
-    });
-  }
-
-  UpdateArgs update_args(size_t t, bool reduced_here) const {
+  std::copy(
+      task_.tensors.begin(), task_.tensors.end(), host<TensorInfo>(tensors_));
+  has_lrs_ = false;
+  for (size_t g = 0; g < groups; ++g) {
     const StepCall& step = *task_.step;
-    const StepHyper& h = step.hypers[0];
-    UpdateArgs u{};
-    u.chunk = chunk(t);
-    u.formula = formula(task_.op);
-    u.param_type = step.param_type;
-    u.grad_type = step.grad_type;
-    u.state_type = step.state_type;
-    u.masters = step.has_masters;
-    u.decoupled = h.decoupled;
-    u.amsgrad = h.amsgrad;
-    u.momentum = h.momentum != 0;
-    u.nesterov = h.nesterov;
-    u.scalars = device<TensorScalars>(scalars_);
-    u.grads = reduced_here ? grad_block(t, e_.rank_) : nullptr;
-    u.params_out =
-        alone() || chunks()[t].whole ? nullptr : param_block(t, e_.rank_);
-    return u;
+    host<kernels::Hyper>(hypers_)[g] = step.hypers[g];
+    const DeviceScalar lr = g < step.lrs.size() ? step.lrs[g] : DeviceScalar();
+    host<const void*>(lrs_)[g] = lr.data;
+    host<DType>(lr_types_)[g] = lr.type;
+    has_lrs_ = has_lrs_ || lr.data != nullptr;
   }
-
-  void work_on(size_t t, Middle middle, bool reduced_here) {
-    if (middle == Middle::kOutputs) {
-      UnpackArgs args{};
-      args.chunk = chunk(t);
-      args.wire = grad_block(t, e_.rank_);
-      args.type = task_.grad_type;
-      args.to_outputs = true;
-      args.divisor = divisor();
-      args.weights = weighted_ ? device<double>(weights_) : nullptr;
-      args.used = task_.used;
-      check("unpack", cuda_.unpack(&args, compute_));
-      return;
-    }
-    const UpdateArgs update = update_args(t, reduced_here);
-    if (middle == Middle::kMoments) {
-      const MomentsArgs args{
-          update, device<double>(tile_sums_) + 2 * chunks()[t].first_tile};
-      check("lamb_moments", cuda_.lamb_moments(&args, compute_));
-    } else {
-      check("update", cuda_.update(&update, compute_));
-    }
+  for (size_t t = 0; t < num_rings; ++t) {
+    host<RingUpdate>(rings_)[t] = ring_update(t);
   }
-
-  void all_gather(size_t t) {
-    const ChunkLayout& c = chunks()[t];
-    char* to = param_block(t, 0);
-    char* from = param_block(t, e_.rank_);
-    if (c.whole) {
-      to = static_cast<char*>(task_.tensors[c.tensor].param);
-      from = to +
-          static_cast<size_t>(e_.rank_) * c.block *
-              dtype_size(task_.param_type);
-    }
-    nccl("ncclAllGather", [&](NcclComm comm) {
-      return e_.nccl_.all_gather(
-          from, to, c.block, nccl_type(task_.param_type), comm, wire_);
-    });
-  }
-
-  void unpack(size_t t) {
-    if (chunks()[t].whole) {
-      return;
-    }
-    UnpackArgs args{};
-    args.chunk = chunk(t);
-    args.wire = param_block(t, 0);
-    args.type = task_.param_type;
-    args.scalars = device<TensorScalars>(scalars_);
-    args.divisor = 1;
-    check("unpack", cuda_.unpack(&args, compute_));
-  }
-
-  // --- LAMB
-
-  void exchange_norms() {
-    SumTilesArgs sum{};
-    sum.tile_sums = device<double>(tile_sums_);
-    sum.tile_list = layout_->tile_list;
-    sum.tile_begin = layout_->tile_begin;
-    sum.sums = device<double>(sums_);
-    sum.num_tensors = static_cast<uint32_t>(n_);
-    check("sum_tiles", cuda_.sum_tiles(&sum, compute_));
-    if (!alone()) {
-      order(compute_, e_.events_.summed, wire_);
-      gather(sums_, all_sums_, 2 * n_, kNcclFloat64);
-      order(wire_, e_.events_.gathered_sums, compute_);
-    }
-    TrustArgs trust{};
-    trust.gathered = device<double>(alone() ? sums_ : all_sums_);
-    trust.tensors = device<TensorInfo>(tensors_);
-    trust.hypers = device<kernels::Hyper>(hypers_);
-    trust.scalars = device<TensorScalars>(scalars_);
-    trust.num_tensors = static_cast<uint32_t>(n_);
-    trust.size = e_.size_;
-    check("trust", cuda_.trust(&trust, compute_));
-  }
-
-  // --- the direct path
-
-  bool in_arena(const void* p, size_t bytes) const {
-    const auto* begin = static_cast<const char*>(e_.arena_);
-    const auto* at = static_cast<const char*>(p);
-    return begin != nullptr && at >= begin &&
-        at + bytes <= begin + e_.arena_bytes_;
-  }
-
-  // The same on all ranks if all put their tensors into their arenas; the hash
-  // that ranks compare says which way they take.
-  bool use_direct() const {
-    if (e_.direct_ == nullptr || lamb_ || !task_.reduces || !task_.updates) {
-      return false;
-    }
+  *host<double>(weight_) = task_.reduction.weight.value_or(1.0);
+  if (direct) {
+    const auto* arena = static_cast<const char*>(e_.arena_);
     for (size_t t = 0; t < n_; ++t) {
       const TensorInfo& info = task_.tensors[t];
-      if (!in_arena(info.grad, info.count * dtype_size(task_.grad_type)) ||
-          !in_arena(info.param, info.count * dtype_size(task_.param_type))) {
-        return false;
+      uint64_t* pair = host<uint64_t>(offsets_) + 2 * t;
+      pair[0] =
+          static_cast<uint64_t>(static_cast<const char*>(info.grad) - arena);
+      pair[1] =
+          static_cast<uint64_t>(static_cast<const char*>(info.param) - arena);
+    }
+  }
+  check(
+      "cudaMemcpyAsync",
+      cuda_.copy(device<char>(0), host<char>(0), uploaded, compute_));
+}
+
+// Everything that all ranks must have the same, and the flags of each.
+void Run::agree() {
+  ProposeArgs propose{};
+  propose.agree = device<uint8_t>(agree_);
+  propose.used = task_.used;
+  propose.found_inf = task_.found_inf;
+  propose.hash = Hash()
+                     .add(task_.hash)
+                     .add(uint64_t(e_.settings_.cuda_chunk_bytes))
+                     .add(uint64_t(path_))
+                     .value();
+  propose.tensors = static_cast<uint32_t>(n_);
+  check("propose", cuda_.propose(&propose, compute_));
+  if (alone()) {
+    if (weighted_) {
+      check(
+          "cudaMemcpyAsync",
+          cuda_.copy(
+              device<double>(weights_),
+              device<double>(weight_),
+              sizeof(double),
+              compute_));
+    }
+    return;
+  }
+  order(compute_, e_.events_.proposed, wire_);
+  nccl("ncclAllReduce", [&](NcclComm comm) {
+    return e_.nccl_.all_reduce(
+        propose.agree,
+        propose.agree,
+        kAgreeBytes,
+        kNcclUint8,
+        kNcclMax,
+        comm,
+        wire_);
+  });
+  if (weighted_ || path_ == Path::kDirect) {
+    report_mismatch();
+  }
+  if (weighted_) {
+    gather(weight_, weights_, 1, kNcclFloat64);
+  }
+  if (path_ == Path::kDirect) {
+    gather(offsets_, all_offsets_, 2 * n_, kNcclUint64);
+  }
+  check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
+}
+
+// At once: ranks that disagree may hang in what they exchange next, so that
+// prepare() would not be reached.
+void Run::report_mismatch() {
+  PrepareArgs p{};
+  p.agree = device<uint8_t>(agree_);
+  p.mismatch = &e_.flags_->mismatch;
+  p.sequence = operation_.sequence;
+  check("prepare", cuda_.prepare(&p, wire_));
+}
+
+void Run::gather(size_t from, size_t to, size_t count, NcclDataType type) {
+  nccl("ncclAllGather", [&](NcclComm comm) {
+    return e_.nccl_.all_gather(
+        device<char>(from), device<char>(to), count, type, comm, wire_);
+  });
+}
+
+// Once, before the first kernel that needs to know what was agreed.
+void Run::prepare() {
+  if (prepared_) {
+    return;
+  }
+  prepared_ = true;
+  if (!alone()) {
+    check(
+        "cudaStreamWaitEvent",
+        cuda_.stream_wait_event(compute_, e_.events_.agreed.get()));
+  }
+  const StepCall* step = task_.step;
+  PrepareArgs p{};
+  p.agree = device<uint8_t>(agree_);
+  p.tensors = step ? device<TensorInfo>(tensors_) : nullptr;
+  p.hypers = device<kernels::Hyper>(hypers_);
+  p.lrs = has_lrs_ ? device<const void*>(lrs_) : nullptr;
+  p.lr_types = device<DType>(lr_types_);
+  p.grad_scale = step ? step->grad_scale : nullptr;
+  p.weights = weighted_ ? device<double>(weights_) : nullptr;
+  p.divisor = divisor();
+  p.scalars = device<TensorScalars>(scalars_);
+  p.used = task_.used;
+  p.found_inf = task_.found_inf;
+  p.mismatch = &e_.flags_->mismatch;
+  p.sequence = operation_.sequence;
+  p.num_tensors = static_cast<uint32_t>(n_);
+  p.size = e_.size_;
+  check("prepare", cuda_.prepare(&p, compute_));
+}
+
+Chunk Run::chunk(size_t t) const {
+  const ChunkLayout& c = chunks()[t];
+  return {
+      device<TensorInfo>(tensors_),
+      layout_->pieces,
+      layout_->tiles + c.first_tile,
+      static_cast<uint32_t>(c.num_tiles),
+      e_.rank_,
+      e_.size_,
+      0,
+      c.block};
+}
+
+void Run::reserve() {
+  const Layout& l = layout_->layout;
+  const size_t all = l.max_block * static_cast<size_t>(e_.size_);
+  const bool packs_params = task_.updates && !alone();
+  e_.reserve_wire(
+      task_.reduces && !in_place()
+          ? std::max(all, l.max_whole_shard) * dtype_size(task_.grad_type)
+          : 0,
+      packs_params ? all * dtype_size(task_.param_type) : 0);
+}
+
+void Run::pass(bool reduces, Middle middle, bool gathers) {
+  const size_t n = chunks().size();
+  const CudaEngine::Events& ev = e_.events_;
+  reduces = reduces && !in_place();
+  gathers = gathers && !alone();
+  if (n == 0) {
+    prepare(); // flags and counters
+  }
+  for (size_t t = 0; t < n + 2; ++t) {
+    if (t < n && reduces) {
+      pack(t);
+      if (!alone()) {
+        order(compute_, ev.packed[t % 2], wire_);
+        reduce_scatter(t);
+        check(
+            "cudaEventRecord",
+            cuda_.event_record(ev.reduced[t % 2].get(), wire_));
       }
     }
-    return true;
-  }
-
-  void run_direct() {
-    prepare();
-    if (chunks().empty()) {
-      return;
+    if (t >= 1 && t - 1 < n) {
+      const size_t u = t - 1;
+      prepare();
+      if (reduces && !alone()) {
+        check(
+            "cudaStreamWaitEvent",
+            cuda_.stream_wait_event(compute_, ev.reduced[u % 2].get()));
+      }
+      work_on(u, middle, reduces);
+      if (gathers) {
+        order(compute_, ev.updated[u % 2], wire_);
+        all_gather(u);
+        check(
+            "cudaEventRecord",
+            cuda_.event_record(ev.gathered[u % 2].get(), wire_));
+      }
     }
-    DirectArgs args{};
-    args.update = update_args(0, false);
-    args.update.params_out = nullptr;
-    args.update.chunk.tiles = layout_->tiles;
-    args.update.chunk.num_tiles =
-        static_cast<uint32_t>(layout_->layout.tiles.size());
-    args.offsets = device<uint64_t>(all_offsets_);
-    args.weights = weighted_ ? device<double>(weights_) : nullptr;
-    args.num_tensors = static_cast<uint32_t>(n_);
-    args.signals = e_.signals();
-    args.stop = &e_.flags_->stop;
-    args.context = e_.direct_;
-    check("direct_step", cuda_.direct_step(&args, compute_));
+    if (t >= 2 && gathers) {
+      check(
+          "cudaStreamWaitEvent",
+          cuda_.stream_wait_event(compute_, ev.gathered[t % 2].get()));
+      unpack(t - 2);
+    }
   }
+}
 
-  CudaEngine& e_;
-  const CudaApi& cuda_;
-  Operation& operation_;
-  const Task& task_;
-  const size_t n_;
-  const Stream compute_;
-  const Stream wire_;
-  const bool lamb_;
-  const bool weighted_;
-  const CudaEngine::DeviceLayout* layout_ = nullptr;
-  bool has_lrs_ = false;
-  bool prepared_ = false;
-  // Offsets in the slot.
-  size_t tensors_ = 0, hypers_ = 0, lrs_ = 0, lr_types_ = 0, weight_ = 0,
-         offsets_ = 0, agree_ = 0, weights_ = 0, scalars_ = 0, all_offsets_ = 0,
-         tile_sums_ = 0, sums_ = 0, all_sums_ = 0;
-};
+void Run::pack(size_t t) {
+  if (chunks()[t].whole) {
+    return;
+  }
+  PackArgs args{};
+  args.chunk = chunk(t);
+  args.wire = grad_block(t, 0);
+  args.type = task_.grad_type;
+  args.weight = weighted_ ? *task_.reduction.weight : 1.0;
+  check("pack", cuda_.pack(&args, compute_));
+}
+
+void Run::reduce_scatter(size_t t) {
+  const ChunkLayout& c = chunks()[t];
+  const void* from = c.whole ? task_.tensors[c.tensor].grad
+                             : static_cast<const void*>(grad_block(t, 0));
+  nccl("ncclReduceScatter", [&](NcclComm comm) {
+    return e_.nccl_.reduce_scatter(
+        from,
+        grad_block(t, e_.rank_),
+        c.block,
+        nccl_type(task_.grad_type),
+        kNcclSum,
+        comm,
+        wire_);
+  });
+}
+
+UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
+  const StepCall& step = *task_.step;
+  const StepHyper& h = step.hypers[0];
+  UpdateArgs u{};
+  u.chunk = chunk(t);
+  u.formula = formula(task_.op);
+  u.param_type = step.param_type;
+  u.grad_type = step.grad_type;
+  u.state_type = step.state_type;
+  u.masters = step.has_masters;
+  u.decoupled = h.decoupled;
+  u.amsgrad = h.amsgrad;
+  u.momentum = h.momentum != 0;
+  u.nesterov = h.nesterov;
+  u.scalars = device<TensorScalars>(scalars_);
+  u.grads = reduced_here ? grad_block(t, e_.rank_) : nullptr;
+  u.params_out =
+      alone() || chunks()[t].whole ? nullptr : param_block(t, e_.rank_);
+  return u;
+}
+
+void Run::work_on(size_t t, Middle middle, bool reduced_here) {
+  if (middle == Middle::kOutputs) {
+    UnpackArgs args{};
+    args.chunk = chunk(t);
+    args.wire = grad_block(t, e_.rank_);
+    args.type = task_.grad_type;
+    args.to_outputs = true;
+    args.divisor = divisor();
+    args.weights = weighted_ ? device<double>(weights_) : nullptr;
+    args.used = task_.used;
+    check("unpack", cuda_.unpack(&args, compute_));
+    return;
+  }
+  const UpdateArgs update = update_args(t, reduced_here);
+  if (middle == Middle::kMoments) {
+    const MomentsArgs args{
+        update, device<double>(partial_sums_) + 2 * chunks()[t].first_tile};
+    check("lamb_moments", cuda_.lamb_moments(&args, compute_));
+  } else {
+    check("update", cuda_.update(&update, compute_));
+  }
+}
+
+void Run::all_gather(size_t t) {
+  const ChunkLayout& c = chunks()[t];
+  char* to = param_block(t, 0);
+  char* from = param_block(t, e_.rank_);
+  if (c.whole) {
+    to = static_cast<char*>(task_.tensors[c.tensor].param);
+    from = to +
+        static_cast<size_t>(e_.rank_) * c.block * dtype_size(task_.param_type);
+  }
+  nccl("ncclAllGather", [&](NcclComm comm) {
+    return e_.nccl_.all_gather(
+        from, to, c.block, nccl_type(task_.param_type), comm, wire_);
+  });
+}
+
+void Run::unpack(size_t t) {
+  if (chunks()[t].whole) {
+    return;
+  }
+  UnpackArgs args{};
+  args.chunk = chunk(t);
+  args.wire = param_block(t, 0);
+  args.type = task_.param_type;
+  args.scalars = device<TensorScalars>(scalars_);
+  args.divisor = 1;
+  check("unpack", cuda_.unpack(&args, compute_));
+}
 
 CudaEngine::OperationPtr CudaEngine::submit(
     const Task& task,

@@ -22,6 +22,12 @@ def info(context: Context) -> dict[str, Any]:
     return fusedpg.group_info()
 
 
+def unknown_nccl(context: Context) -> None:
+    import fusedpg
+
+    dist.new_group(backend="fused", pg_options=fusedpg.Options(nccl="other"))  # type: ignore[arg-type]
+
+
 def info_after_a_step(context: Context) -> dict[str, Any]:
     model = Model(context, Run())
     model.set_gradients(0)

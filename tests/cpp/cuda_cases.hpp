@@ -73,6 +73,7 @@ struct EngineWith {
   const cuda::NcclApi* nccl = &fake_gpu::nccl();
   const cuda::CudaApi* cuda = &gpu();
   milliseconds deadline = kLong;
+  bool spans_hosts = false;
 };
 
 // A stream on a device that need not be the current one.
@@ -108,6 +109,7 @@ struct GpuRank {
             size,
             rank,
             with.settings,
+            with.spans_hosts,
             std::make_shared<StorePart>(store, with.name, with.stuck),
             with.check_peers,
             Deadline(with.deadline)),

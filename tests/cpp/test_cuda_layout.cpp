@@ -107,28 +107,42 @@ void check_pieces(const Layout& l, const Input& in) {
   }
 }
 
-void check_tile_list(const Layout& l, size_t tensors) {
-  if (!CHECK_EQ(l.tile_begin.size(), tensors + 1) ||
-      !CHECK_EQ(l.tile_list.size(), l.tiles.size())) {
+// `tensor_of(i)` is the tensor of part i of n.
+template <typename TensorOf>
+void check_by_tensor(
+    size_t n,
+    size_t tensors,
+    const std::vector<uint32_t>& list,
+    const std::vector<uint32_t>& begin,
+    const TensorOf& tensor_of) {
+  if (!CHECK_EQ(begin.size(), tensors + 1) || !CHECK_EQ(list.size(), n)) {
     return;
   }
-  CHECK_EQ(l.tile_begin[0], 0u);
-  CHECK_EQ(l.tile_begin[tensors], l.tiles.size());
+  CHECK_EQ(begin[0], 0u);
+  CHECK_EQ(begin[tensors], n);
   for (size_t t = 0; t < tensors; ++t) {
-    CHECK(l.tile_begin[t] <= l.tile_begin[t + 1]);
-    for (uint32_t i = l.tile_begin[t]; i < l.tile_begin[t + 1]; ++i) {
-      CHECK_EQ(l.pieces[l.tiles[l.tile_list[i]].piece].tensor, t);
+    CHECK(begin[t] <= begin[t + 1]);
+    for (uint32_t i = begin[t]; i < begin[t + 1]; ++i) {
+      CHECK_EQ(tensor_of(list[i]), t);
       // Sums are added in the same order whatever else is in the list.
-      CHECK(i == l.tile_begin[t] || l.tile_list[i - 1] < l.tile_list[i]);
+      CHECK(i == begin[t] || list[i - 1] < list[i]);
     }
   }
+}
+
+void check_lists(const Layout& l, size_t tensors) {
+  const auto of_piece = [&](size_t i) { return l.pieces[i].tensor; };
+  const auto of_tile = [&](size_t i) { return of_piece(l.tiles[i].piece); };
+  check_by_tensor(l.tiles.size(), tensors, l.tile_list, l.tile_begin, of_tile);
+  check_by_tensor(
+      l.pieces.size(), tensors, l.piece_list, l.piece_begin, of_piece);
 }
 
 void check_layout(const Input& in) {
   const Layout l = make_layout(in.counts, in.size, in.max_block, in.whole_from);
   check_pieces(l, in);
   check_chunks(l, in);
-  check_tile_list(l, in.counts.size());
+  check_lists(l, in.counts.size());
 }
 
 Input random_input(std::mt19937& random) {

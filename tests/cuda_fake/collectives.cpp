@@ -5,6 +5,7 @@
 
 #include "base/dtype.hpp"
 #include "comm.hpp"
+#include "cuda/kernels/ranges.hpp"
 #include "kernels/kernels.hpp"
 
 namespace fusedpg::fake {
@@ -76,6 +77,48 @@ NcclResult Comm::launch(const Collective& c, void* stream) {
   }
   return perform(coin(), [=, this] {
     const int error = enqueue(stream, [this, c] { execute(c); }, device_);
+    return error == kSuccess ? kNcclSuccess : kNcclUnhandledCudaError;
+  });
+}
+
+// What the patch of NCCL does on the way, here one after the other.
+NcclResult Comm::launch_ring(
+    const Collective& c,
+    const cuda::RingUpdate* update,
+    bool gathers,
+    void* stream) {
+  if (size < 2 || type_size(c.type) == 0 || c.count == 0) {
+    return kNcclInvalidArgument;
+  }
+  return perform(coin(), [=, this] {
+    const auto run = [this, c, update, gathers] {
+      Collective part = c;
+      part.dst = static_cast<char*>(c.dst) +
+          static_cast<size_t>(rank) * c.count * type_size(c.type);
+      execute(part);
+      const cuda::RingUpdate ring = *update;
+      const cuda::RingMode mode =
+          gathers ? cuda::RingMode::kUpdate : cuda::RingMode::kMoments;
+      const bool valid = ring.mode == mode && ring.skip_block == 0 &&
+          ring.update.chunk.block == c.count && ring.update.grads == part.dst &&
+          ring.update.params_out == part.dst;
+      if (!valid) {
+        calls().bad_handle(0, "a RingUpdate that does not fit its call");
+        return;
+      }
+      if (!gathers) {
+        // As channels do, which need not end where pieces do.
+        const uint64_t half = c.count / 2;
+        const auto add = [](const cuda::Sums& sums) { return sums; };
+        cuda::moments_range(ring, 0, 0, half, 0, 1, add);
+        cuda::moments_range(
+            ring, cuda::kRingChannels - 1, half, c.count, 0, 1, add);
+        return;
+      }
+      cuda::update_range(ring, 0, c.count, 0, 1);
+      execute({kAllGather, part.dst, c.dst, c.count, c.type, kNcclSum});
+    };
+    const int error = enqueue(stream, run, device_);
     return error == kSuccess ? kNcclSuccess : kNcclUnhandledCudaError;
   });
 }

@@ -50,6 +50,11 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // NCCL's functions, which begin with ready().
   cuda::NcclResult init();
   cuda::NcclResult launch(const Collective& collective, void* stream);
+  cuda::NcclResult launch_ring(
+      const Collective& collective,
+      const cuda::RingUpdate* update,
+      bool gathers,
+      void* stream);
   cuda::NcclResult register_window(
       void* memory,
       size_t bytes,

@@ -102,6 +102,12 @@ int copy(void* dst, const void* src, size_t bytes, Stream stream) {
   });
 }
 
+int clear(void* block, size_t bytes, Stream stream) {
+  return faulty("clear", [&] {
+    return streams().enqueue(stream, [=] { std::memset(block, 0, bytes); });
+  });
+}
+
 struct Table : CudaApi {
   Table() : CudaApi{} {
     version = kCudaApiVersion;
@@ -179,6 +185,7 @@ struct Table : CudaApi {
           "host_release", [&] { return memory().host_release(block); });
     };
     CudaApi::copy = fake::copy;
+    CudaApi::clear = fake::clear;
   }
 
   void fill_kernels() {
@@ -200,8 +207,8 @@ struct Table : CudaApi {
     lamb_moments = [](const MomentsArgs* args, Stream stream) {
       return kernel("lamb_moments", serial::lamb_moments, args, stream);
     };
-    sum_tiles = [](const SumTilesArgs* args, Stream stream) {
-      return kernel("sum_tiles", serial::sum_tiles, args, stream);
+    add_sums = [](const AddSumsArgs* args, Stream stream) {
+      return kernel("add_sums", serial::add_sums, args, stream);
     };
     trust = [](const TrustArgs* args, Stream stream) {
       return kernel("trust", serial::trust, args, stream);

@@ -201,6 +201,36 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclAllGather(
       stream);
 }
 
+FUSEDPG_FAKE_EXPORT uint64_t ncclFusedpgAbi() {
+  return from_environment("FUSEDPG_FAKE_PATCHED", 0) != 0 ? kRingAbi : 0;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
+    const void* src,
+    void* dst,
+    size_t count,
+    NcclDataType type,
+    const void* update,
+    size_t skip_bytes,
+    int gather,
+    NcclComm handle,
+    NcclStream stream) {
+  return with_comm("ncclFusedpgReduceScatterUpdate", handle, [&](Comm& comm) {
+    const NcclResult ready = comm.ready();
+    if (ready != kNcclSuccess) {
+      return ready;
+    }
+    if (skip_bytes != 0) {
+      return kNcclInvalidArgument; // the engine does not use it
+    }
+    return comm.launch_ring(
+        {kReduceScatter, src, dst, count, type, kNcclSum},
+        static_cast<const RingUpdate*>(update),
+        gather != 0,
+        stream);
+  });
+}
+
 FUSEDPG_FAKE_EXPORT NcclResult ncclMemAlloc(void** out, size_t bytes) {
   const NcclResult fault = faulty("ncclMemAlloc", kMemAlloc);
   if (fault == kNcclSuccess && !memory().share(out, bytes)) {

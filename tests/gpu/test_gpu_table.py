@@ -28,7 +28,7 @@ TYPES = {
     table.UnpackArgs: "cuda::UnpackArgs",
     table.UpdateArgs: "cuda::UpdateArgs",
     table.MomentsArgs: "cuda::MomentsArgs",
-    table.SumTilesArgs: "cuda::SumTilesArgs",
+    table.AddSumsArgs: "cuda::AddSumsArgs",
     table.TrustArgs: "cuda::TrustArgs",
     table.DirectArgs: "cuda::DirectArgs",
     table.CudaApi: "cuda::CudaApi",

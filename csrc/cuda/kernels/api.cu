@@ -127,6 +127,10 @@ int copy(void* dst, const void* src, size_t bytes, Stream stream) {
       cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, to_cuda(stream)));
 }
 
+int clear(void* memory, size_t bytes, Stream stream) {
+  return settled(cudaMemsetAsync(memory, 0, bytes, to_cuda(stream)));
+}
+
 int update(const UpdateArgs* args, Stream stream) {
   return args->param_type == DType::kFloat64
       ? launch_update_double(args, stream)
@@ -167,6 +171,7 @@ constexpr CudaApi make_api() {
   api.host_allocate = host_allocate;
   api.host_release = host_release;
   api.copy = copy;
+  api.clear = clear;
 
   api.propose = launch_propose;
   api.prepare = launch_prepare;
@@ -174,7 +179,7 @@ constexpr CudaApi make_api() {
   api.unpack = launch_unpack;
   api.update = update;
   api.lamb_moments = lamb_moments;
-  api.sum_tiles = launch_sum_tiles;
+  api.add_sums = launch_add_sums;
   api.trust = launch_trust;
 
 #if defined(FUSEDPG_NCCL_DEVICE)

@@ -16,7 +16,7 @@ int launch_update_float(const UpdateArgs* args, Stream stream);
 int launch_update_double(const UpdateArgs* args, Stream stream);
 int launch_moments_float(const MomentsArgs* args, Stream stream);
 int launch_moments_double(const MomentsArgs* args, Stream stream);
-int launch_sum_tiles(const SumTilesArgs* args, Stream stream);
+int launch_add_sums(const AddSumsArgs* args, Stream stream);
 int launch_trust(const TrustArgs* args, Stream stream);
 
 // FUSEDPG_NCCL_DEVICE is the NCCL_VERSION_CODE of NCCL's headers.

@@ -20,11 +20,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    sum_tiles_kernel(const __grid_constant__ SumTilesArgs args) {
+    add_sums_kernel(const __grid_constant__ AddSumsArgs args) {
   __shared__ Sums lanes[kThreads];
   for (uint32_t t = blockIdx.x; t < args.num_tensors; t += gridDim.x) {
-    const Sums total = block_sum(
-        sum_tiles_lane(args, t, static_cast<int>(threadIdx.x)), lanes);
+    const Sums total =
+        block_sum(add_sums_lane(args, t, static_cast<int>(threadIdx.x)), lanes);
     if (threadIdx.x == 0) {
       args.sums[2 * t] = total.param;
       args.sums[2 * t + 1] = total.direction;
@@ -55,8 +55,8 @@ int launch_prepare(const PrepareArgs* args, Stream stream) {
       prepare_kernel, blocks_for(prepare_calls(*args)), *args, stream);
 }
 
-int launch_sum_tiles(const SumTilesArgs* args, Stream stream) {
-  return launch_over(sum_tiles_kernel, args->num_tensors, *args, stream);
+int launch_add_sums(const AddSumsArgs* args, Stream stream) {
+  return launch_over(add_sums_kernel, args->num_tensors, *args, stream);
 }
 
 int launch_trust(const TrustArgs* args, Stream stream) {

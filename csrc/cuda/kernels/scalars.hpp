@@ -109,12 +109,15 @@ FUSEDPG_HOST_DEVICE void prepare_tensor(const PrepareArgs& args, uint32_t t) {
 
 // Lane `lane` of kThreads of a tensor's sums; see fold_lanes().
 FUSEDPG_HOST_DEVICE Sums
-sum_tiles_lane(const SumTilesArgs& args, uint32_t t, int lane) {
+add_sums_lane(const AddSumsArgs& args, uint32_t t, int lane) {
   Sums sums{};
-  for (uint32_t i = args.tile_begin[t] + lane; i < args.tile_begin[t + 1];
+  const uint64_t end = uint64_t(args.begin[t + 1]) * args.pairs;
+  for (uint64_t i = uint64_t(args.begin[t]) * args.pairs + lane; i < end;
        i += kThreads) {
-    const double* of_tile = args.tile_sums + 2 * uint64_t(args.tile_list[i]);
-    sums.add({of_tile[0], of_tile[1]});
+    const uint64_t part = args.list[i / args.pairs];
+    const double* pair =
+        args.partial + 2 * (part * args.pairs + i % args.pairs);
+    sums.add({pair[0], pair[1]});
   }
   return sums;
 }

@@ -76,9 +76,9 @@ inline void lamb_moments(const MomentsArgs& args) {
   }
 }
 
-inline void sum_tiles(const SumTilesArgs& args) {
+inline void add_sums(const AddSumsArgs& args) {
   for (uint32_t t = 0; t < args.num_tensors; ++t) {
-    const Sums sums = sum_of([&](int i) { return sum_tiles_lane(args, t, i); });
+    const Sums sums = sum_of([&](int i) { return add_sums_lane(args, t, i); });
     args.sums[2 * t] = sums.param;
     args.sums[2 * t + 1] = sums.direction;
   }

@@ -276,13 +276,12 @@ FUSEDPG_HOST_DEVICE void run_rule(
 
 // Rule is the one that `args` ask for: see with_rule().
 template <typename Rule>
-FUSEDPG_HOST_DEVICE void update_tile(
+FUSEDPG_HOST_DEVICE void update_span(
     const UpdateArgs& args,
-    uint32_t tile,
+    const Span& span,
     int thread,
     int threads) {
   using C = typename Rule::Value;
-  const Span span = span_of(args.chunk, tile);
   const TensorScalars& scalars = args.scalars[span.index];
   const int rank = args.chunk.rank;
   const uint32_t n = span.count(rank);
@@ -309,14 +308,23 @@ FUSEDPG_HOST_DEVICE void update_tile(
       threads);
 }
 
-// This thread's part of a tile's sums; the caller adds the threads' parts with
-// fold_lanes() and stores them at tile_sums[2 * tile].
+template <typename Rule>
+FUSEDPG_HOST_DEVICE void update_tile(
+    const UpdateArgs& args,
+    uint32_t tile,
+    int thread,
+    int threads) {
+  update_span<Rule>(args, span_of(args.chunk, tile), thread, threads);
+}
+
+// LAMB's first half; this thread's part of the sums.
 template <typename C>
-FUSEDPG_HOST_DEVICE Sums
-moments_tile(const MomentsArgs& args, uint32_t tile, int thread, int threads) {
+FUSEDPG_HOST_DEVICE Sums moments_span(
+    const UpdateArgs& update,
+    const Span& span,
+    int thread,
+    int threads) {
   using Rule = kernels::LambRule<C, true>;
-  const UpdateArgs& update = args.update;
-  const Span span = span_of(update.chunk, tile);
   const TensorScalars& scalars = update.scalars[span.index];
   Sums sums{};
   if (!scalars.skip) {
@@ -330,6 +338,15 @@ moments_tile(const MomentsArgs& args, uint32_t tile, int thread, int threads) {
         threads);
   }
   return sums;
+}
+
+// The caller adds the threads' parts with fold_lanes() and stores them at
+// tile_sums[2 * tile].
+template <typename C>
+FUSEDPG_HOST_DEVICE Sums
+moments_tile(const MomentsArgs& args, uint32_t tile, int thread, int threads) {
+  return moments_span<C>(
+      args.update, span_of(args.update.chunk, tile), thread, threads);
 }
 
 // A level of the tree that adds kThreads sums: calls with half = kThreads / 2,
@@ -350,8 +367,11 @@ struct RuleTag {
 };
 
 // Calls `call` with the RuleTag of what update_tile has to run.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable // a host's call is not meant for the device
+#endif
 template <typename C, typename Call>
-auto with_rule(const UpdateArgs& args, Call&& call) {
+FUSEDPG_HOST_DEVICE auto with_rule(const UpdateArgs& args, Call&& call) {
   using namespace kernels;
   switch (args.formula) {
     case Formula::kSgd:

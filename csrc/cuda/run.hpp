@@ -1,0 +1,139 @@
+#pragma once
+
+#include "cuda/engine.hpp"
+#include "cuda/task.hpp"
+
+namespace fusedpg::cuda {
+
+NcclDataType nccl_type(DType type);
+kernels::Formula formula(OpCode op);
+
+// One operation of the engine while it is enqueued.
+class Run {
+ public:
+  Run(CudaEngine& engine, Operation& operation, const Task& task)
+      : e_(engine),
+        cuda_(engine.cuda_),
+        operation_(operation),
+        task_(task),
+        n_(task.tensors.size()),
+        compute_(engine.compute_.get()),
+        wire_(engine.wire_stream_.get()),
+        lamb_(task.updates && formula(task.op) == kernels::Formula::kLamb),
+        weighted_(task.reduction.weight.has_value() && task.reduces),
+        path_(choose_path()) {}
+
+  void run();
+
+ private:
+  // What a step takes; ranks must choose the same.
+  enum class Path { kStock, kRing, kDirect };
+  enum class Middle { kUpdate, kMoments, kOutputs };
+
+  void check(const char* what, int error) const {
+    cuda::check(cuda_, what, error);
+  }
+  // `to` goes on when `from` has got this far.
+  void order(Stream from, const OwnedEvent& event, Stream to) {
+    check("cudaEventRecord", cuda_.event_record(event.get(), from));
+    check("cudaStreamWaitEvent", cuda_.stream_wait_event(to, event.get()));
+  }
+  template <typename Call>
+  void nccl(const char* what, const Call& call) {
+    e_.comm_->enqueue(what, operation_.deadline_, call);
+  }
+  bool alone() const {
+    return e_.size_ == 1;
+  }
+
+  template <typename T>
+  T* device(size_t offset) const {
+    return reinterpret_cast<T*>(
+        static_cast<char*>(operation_.slot_->device.get()) + offset);
+  }
+  template <typename T>
+  T* host(size_t offset) const {
+    return reinterpret_cast<T*>(
+        static_cast<char*>(operation_.slot_->host.get()) + offset);
+  }
+
+  void fill_slot();
+  void agree();
+  void report_mismatch();
+  void gather(size_t from, size_t to, size_t count, NcclDataType type);
+  void prepare();
+  double divisor() const {
+    return task_.reduces && task_.reduction.mean && !weighted_ ? e_.size_ : 1;
+  }
+
+  const std::vector<ChunkLayout>& chunks() const {
+    return layout_->layout.chunks;
+  }
+
+  Chunk chunk(size_t t) const;
+  char* block(const DeviceMemory& buffer, size_t t, DType type, int rank)
+      const {
+    // Results of whole chunks are all that lies in their buffer.
+    const size_t begin =
+        chunks()[t].whole ? 0 : static_cast<size_t>(rank) * chunks()[t].block;
+    return static_cast<char*>(buffer.get()) + begin * dtype_size(type);
+  }
+  char* grad_block(size_t t, int rank) const {
+    return block(e_.wire_.grads[t % 2], t, task_.grad_type, rank);
+  }
+  char* param_block(size_t t, int rank) const {
+    return block(e_.wire_.params[t % 2], t, task_.param_type, rank);
+  }
+
+  size_t partial_sum_bytes() const {
+    const Layout& l = layout_->layout;
+    const size_t pairs =
+        path_ == Path::kRing ? l.pieces.size() * kRingChannels : l.tiles.size();
+    return lamb_ ? 2 * pairs * sizeof(double) : 0;
+  }
+
+  void reserve();
+  // A single rank's gradients are its slices.
+  bool in_place() const {
+    return alone() && task_.updates && !weighted_;
+  }
+
+  void pass(bool reduces, Middle middle, bool gathers);
+  void pack(size_t t);
+  void reduce_scatter(size_t t);
+  UpdateArgs update_args(size_t t, bool reduced_here) const;
+  void work_on(size_t t, Middle middle, bool reduced_here);
+  void all_gather(size_t t);
+  void unpack(size_t t);
+
+  // --- step_paths.cpp
+  void exchange_norms();
+  Path choose_path() const;
+  bool in_arena(const void* p, size_t bytes) const;
+  bool can_be_direct() const;
+  void run_direct();
+  bool can_be_ring() const;
+  RingUpdate ring_update(size_t t) const;
+  void run_ring();
+  void ring(size_t t);
+
+  CudaEngine& e_;
+  const CudaApi& cuda_;
+  Operation& operation_;
+  const Task& task_;
+  const size_t n_;
+  const Stream compute_;
+  const Stream wire_;
+  const bool lamb_;
+  const bool weighted_;
+  const Path path_;
+  const CudaEngine::DeviceLayout* layout_ = nullptr;
+  bool has_lrs_ = false;
+  bool prepared_ = false;
+  // Offsets in the slot.
+  size_t tensors_ = 0, hypers_ = 0, lrs_ = 0, lr_types_ = 0, weight_ = 0,
+         offsets_ = 0, agree_ = 0, weights_ = 0, scalars_ = 0, all_offsets_ = 0,
+         partial_sums_ = 0, sums_ = 0, all_sums_ = 0, rings_ = 0;
+};
+
+} // namespace fusedpg::cuda

@@ -1,0 +1,156 @@
+// What some operations do in another way: LAMB's norms, the direct path and the
+// ring of a patched NCCL.
+
+#include "cuda/run.hpp"
+
+namespace fusedpg::cuda {
+
+void Run::exchange_norms() {
+  const bool ring = path_ == Path::kRing;
+  AddSumsArgs sum{};
+  sum.partial = device<double>(partial_sums_);
+  sum.list = ring ? layout_->piece_list : layout_->tile_list;
+  sum.begin = ring ? layout_->piece_begin : layout_->tile_begin;
+  sum.pairs = ring ? kRingChannels : 1;
+  sum.sums = device<double>(sums_);
+  sum.num_tensors = static_cast<uint32_t>(n_);
+  check("add_sums", cuda_.add_sums(&sum, compute_));
+  if (!alone()) {
+    order(compute_, e_.events_.summed, wire_);
+    gather(sums_, all_sums_, 2 * n_, kNcclFloat64);
+    order(wire_, e_.events_.gathered_sums, compute_);
+  }
+  TrustArgs trust{};
+  trust.gathered = device<double>(alone() ? sums_ : all_sums_);
+  trust.tensors = device<TensorInfo>(tensors_);
+  trust.hypers = device<kernels::Hyper>(hypers_);
+  trust.scalars = device<TensorScalars>(scalars_);
+  trust.num_tensors = static_cast<uint32_t>(n_);
+  trust.size = e_.size_;
+  check("trust", cuda_.trust(&trust, compute_));
+}
+
+bool Run::in_arena(const void* p, size_t bytes) const {
+  const auto* begin = static_cast<const char*>(e_.arena_);
+  const auto* at = static_cast<const char*>(p);
+  return begin != nullptr && at >= begin &&
+      at + bytes <= begin + e_.arena_bytes_;
+}
+
+Run::Path Run::choose_path() const {
+  return can_be_direct() ? Path::kDirect
+      : can_be_ring()    ? Path::kRing
+                         : Path::kStock;
+}
+
+// The same on all ranks if all put their tensors into their arenas; the hash
+// that ranks compare says which way they take.
+bool Run::can_be_direct() const {
+  if (e_.direct_ == nullptr || lamb_ || !task_.reduces || !task_.updates) {
+    return false;
+  }
+  for (size_t t = 0; t < n_; ++t) {
+    const TensorInfo& info = task_.tensors[t];
+    if (!in_arena(info.grad, info.count * dtype_size(task_.grad_type)) ||
+        !in_arena(info.param, info.count * dtype_size(task_.param_type))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Run::run_direct() {
+  prepare();
+  if (chunks().empty()) {
+    return;
+  }
+  DirectArgs args{};
+  args.update = update_args(0, false);
+  args.update.params_out = nullptr;
+  args.update.chunk.tiles = layout_->tiles;
+  args.update.chunk.num_tiles =
+      static_cast<uint32_t>(layout_->layout.tiles.size());
+  args.offsets = device<uint64_t>(all_offsets_);
+  args.weights = weighted_ ? device<double>(weights_) : nullptr;
+  args.num_tensors = static_cast<uint32_t>(n_);
+  args.signals = e_.signals();
+  args.stop = &e_.flags_->stop;
+  args.context = e_.direct_;
+  check("direct_step", cuda_.direct_step(&args, compute_));
+}
+
+// One type on the wire both ways.
+bool Run::can_be_ring() const {
+  return e_.ring_ && task_.reduces && task_.updates &&
+      task_.grad_type == task_.param_type &&
+      task_.param_type != DType::kFloat64;
+}
+
+RingUpdate Run::ring_update(size_t t) const {
+  const ChunkLayout& c = chunks()[t];
+  const std::vector<Tile>& tiles = layout_->layout.tiles;
+  const uint32_t first = tiles[c.first_tile].piece;
+  RingUpdate ring{};
+  ring.update = update_args(t, true);
+  ring.update.chunk.pieces = layout_->pieces + first;
+  ring.update.grads = ring.update.params_out;
+  ring.num_pieces = tiles[c.first_tile + c.num_tiles - 1].piece - first + 1;
+  ring.mode = lamb_ ? RingMode::kMoments : RingMode::kUpdate;
+  ring.sums = device<double>(partial_sums_) + size_t(2) * kRingChannels * first;
+  return ring;
+}
+
+// compute:  pack(0)    pack(1)    unpack(0)  pack(2)    unpack(1) ...
+// wire:     agree   ring(0)           ring(1)            ring(2)  ...
+//
+// LAMB's trust ratios need all norms before anything is gathered: its rings
+// end with the moments, and there is nothing to unpack.
+void Run::run_ring() {
+  const CudaEngine::Events& ev = e_.events_;
+  const size_t n = chunks().size();
+  if (n == 0) {
+    prepare(); // flags and counters
+  }
+  if (lamb_) {
+    check(
+        "cudaMemsetAsync",
+        cuda_.clear(
+            device<double>(partial_sums_), partial_sum_bytes(), compute_));
+  }
+  for (size_t t = 0; t < n + 1; ++t) {
+    if (t < n) {
+      pack(t);
+      prepare();
+      order(compute_, ev.packed[t % 2], wire_);
+      ring(t);
+      check(
+          "cudaEventRecord",
+          cuda_.event_record(ev.gathered[t % 2].get(), wire_));
+    }
+    if (t >= 1) {
+      check(
+          "cudaStreamWaitEvent",
+          cuda_.stream_wait_event(compute_, ev.gathered[(t - 1) % 2].get()));
+      if (!lamb_) {
+        unpack(t - 1);
+      }
+    }
+  }
+}
+
+void Run::ring(size_t t) {
+  nccl("ncclFusedpgReduceScatterUpdate", [&](NcclComm comm) {
+    return e_.nccl_.reduce_scatter_update(
+        grad_block(t, 0),
+        param_block(t, 0),
+        chunks()[t].block,
+        nccl_type(task_.param_type),
+        device<RingUpdate>(rings_) + t,
+        0,
+        lamb_ ? 0 : 1,
+        comm,
+        wire_);
+  });
+}
+
+} // namespace fusedpg::cuda
