@@ -22,18 +22,18 @@ BF16 = torch.bfloat16
 class GpuTrainer(Trainer):
     """A run on the device, beside torch's optimizer on averaged gradients there."""
 
-    def __init__(self, context: Context, run: Run, device: torch.device = DEVICE) -> None:
+    def __init__(
+        self, context: Context, run: Run, device: torch.device = DEVICE, **options: Any
+    ) -> None:
         self.context, self.run, self.device = context, run, device
-        self.group = group_of(context) if device == DEVICE else dist.group.WORLD
+        self.group = group_of(context, **options) if device == DEVICE else dist.group.WORLD
         self.bag = Bag(run).to(device)
         self.twin = copy.deepcopy(self.bag)
         self.net: nn.Module = self.bag
         wrapped = None
         if run.mode != "manual":
-            options = {"bucket_cap_mb": 0.004, **run.ddp}
-            self.net = wrapped = DistributedDataParallel(
-                self.bag, process_group=self.group, **options
-            )
+            ddp = {"bucket_cap_mb": 0.004, **run.ddp}
+            self.net = wrapped = DistributedDataParallel(self.bag, process_group=self.group, **ddp)
         self.ddp: Any = wrapped
         self.params = list(self.bag.parameters())
         # With a module the group is its own.
@@ -77,15 +77,19 @@ def parity(context: Context, run: Run) -> str:
     return trainer.agree()
 
 
+def with_fp32_twin(trainer: GpuTrainer) -> None:
+    """The oracle of parameters with fp32 masters."""
+    trainer.twin = trainer.twin.float()
+    trainer.oracle = unsharded(trainer.run, list(trainer.twin.parameters()))
+
+
 def masters(context: Context, run: Run) -> str:
     """bf16 parameters with fp32 masters follow a run in fp32, but for bf16 gradients."""
     trainer = GpuTrainer(context, run)
-    trainer.twin = trainer.twin.float()
-    twins = list(trainer.twin.parameters())
-    trainer.oracle = unsharded(run, twins)
+    with_fp32_twin(trainer)
     for step in range(run.steps):
         trainer.both(step)
-    for param, want in zip(trainer.params, twins, strict=True):
+    for param, want in zip(trainer.params, trainer.twin.parameters(), strict=True):
         assert param.dtype == BF16
         # A gradient of two ranks is rounded once on the wire, and once more behind it with DDP.
         assert distance(param.detach().float(), want.detach()) <= 6e-3
@@ -152,30 +156,40 @@ def accumulates(context: Context, run: Run) -> str:
     return trainer.agree(4e-6)
 
 
+def goes_on(first: GpuTrainer, second: GpuTrainer, tolerance: float, own: bool = False) -> str:
+    """Steps of the first, then of the second from its checkpoint; `own`: each rank loads its part.
+
+    The second one's oracle is the first one's, which sees no checkpoint.
+    """
+    for step in range(4):
+        first.both(step)
+    saved = (
+        first.optimizer.state_dict() if own else first.optimizer.full_state_dict(rank0_only=False)
+    )
+    weights = {key: value.cpu() for key, value in first.bag.state_dict().items()}
+    synchronize()
+    second.bag.load_state_dict(weights)
+    second.optimizer.load_state_dict(saved)
+    second.twin = copy.deepcopy(first.twin).to(second.device)
+    second.oracle = unsharded(second.run, list(second.twin.parameters()))
+    for mine, theirs in zip(second.twin.parameters(), first.twin.parameters(), strict=True):
+        second.oracle.state[mine] = {
+            key: value.to(second.device)
+            if isinstance(value, torch.Tensor) and value.dim()
+            else value
+            for key, value in first.oracle.state[theirs].items()
+        }
+    for step in range(4, 8):
+        second.both(step)
+    return second.agree(tolerance)
+
+
 def moves_between_devices(context: Context, run: Run, to_gpu: bool) -> str:
     """A checkpoint of one device goes on on the other."""
     cpu = torch.device("cpu")
     places = (cpu, DEVICE) if to_gpu else (DEVICE, cpu)
-    first = GpuTrainer(context, run, places[0])
-    for step in range(4):
-        first.both(step)
-    saved = first.optimizer.full_state_dict(rank0_only=False)
-    weights = {key: value.cpu() for key, value in first.bag.state_dict().items()}
-    synchronize()
-    second = GpuTrainer(context, run, places[1])
-    second.bag.load_state_dict(weights)
-    second.optimizer.load_state_dict(saved)
-    # Another copy, as its own state dict, from the device's own memory.
-    second.twin.load_state_dict(weights)
-    for mine, theirs in zip(second.twin.parameters(), first.twin.parameters(), strict=True):
-        state = first.oracle.state[theirs]
-        second.oracle.state[mine] = {
-            key: value.to(places[1]) if isinstance(value, torch.Tensor) and value.dim() else value
-            for key, value in state.items()
-        }
-    for step in range(4, 8):
-        second.both(step)
-    return second.agree(4e-6)
+    first, second = (GpuTrainer(context, run, place) for place in places)
+    return goes_on(first, second, 4e-6)
 
 
 # --- real networks -----------------------------------------------------------------
