@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ import _harness as harness
 from _harness import COPY, Bar, Context, Row
 
 FUSED = "fused_adamw_"
+RING = "fused_adamw_, patched ring"
 ALL_REDUCE = "nccl all_reduce + AdamW(fused=True)"
 THREE_CALLS = "reduce_scatter, our update, all_gather"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.999), 0.1, 1e-2
@@ -156,6 +158,16 @@ class ThreeCalls(Sharded):
 
 
 class Fused(Sharded):
+    group, path = "fused", "stock"
+
+    def checked(self, reference: Tensor) -> Callable[[], object]:
+        import fusedpg
+
+        call = super().checked(reference)
+        path = fusedpg.group_info(self.context.groups[self.group])["cuda_path"]
+        harness.require(path == self.path, f"{type(self).__name__} took the path {path!r}")
+        return call
+
     def step(self) -> None:
         import fusedpg
 
@@ -172,8 +184,12 @@ class Fused(Sharded):
             weight_decay=WEIGHT_DECAY,
             eps=EPS,
             master_params=self.masters,
-            group=self.context.groups["fused"],
+            group=self.context.groups[self.group],
         )
+
+
+class Ring(Fused):
+    group, path = "ring", "ring"
 
 
 ARMS = {ALL_REDUCE: AllReduce, THREE_CALLS: ThreeCalls, FUSED: Fused}
@@ -203,9 +219,28 @@ def copy_arm(size: int) -> Callable[[], object]:
     return call
 
 
+def add_ring(context: Context) -> bool:
+    """A group that takes the ring, where the NCCL that is loaded is patched."""
+    import fusedpg
+
+    options = fusedpg.Options(timeout=harness.TIMEOUT, nccl="patched")
+    context.groups["ring"] = dist.new_group(backend="fused", pg_options=options)
+    try:
+        Ring(32 * context.world_size, torch.float32, context).call()
+    except RuntimeError as error:
+        if "patches/nccl" not in str(error):
+            raise
+        if context.rank == 0:
+            print(f"{RING!r} is left out: {error}", file=sys.stderr)
+        return False
+    return True
+
+
 def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     environment(context.rank)
     torch.cuda.set_device(DEVICE)
+    ring = context.world_size > 1 and add_ring(context)
+    kinds = ARMS | ({RING: Ring} if ring else {})
     rows = []
     cases = [(case, size) for case in TYPES for size in args.sizes]
     for case, size in harness.progress(
@@ -213,10 +248,10 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     ):
         dtype = TYPES[case]
         numel = size // dtype.itemsize
-        made = {name: kind(numel, dtype, context) for name, kind in ARMS.items()}
+        made = {name: kind(numel, dtype, context) for name, kind in kinds.items()}
         # What is compared moves the same.
-        kinds = {(a.params.dtype, a.params.nbytes, a.grads.nbytes) for a in made.values()}
-        harness.require(kinds == {(dtype, size, size)}, f"arms differ: {kinds}")
+        moved = {(a.params.dtype, a.params.nbytes, a.grads.nbytes) for a in made.values()}
+        harness.require(moved == {(dtype, size, size)}, f"arms differ: {moved}")
         want = reference(numel, dtype, context.world_size)
         arms: dict[str, Callable[[], object]] = {COPY: copy_arm(size)}
         arms.update((name, arm.checked(want)) for name, arm in made.items())

@@ -7,7 +7,8 @@ Two parts. **kernels**: pack, unpack and AdamW of libfusedpg_cuda.so alone, agai
 many bytes on the same device in the same run (bar: at least 90% of its bandwidth) and against
 torch's fused AdamW (bar: faster). **step**: `fused_adamw_` at two ranks that share the device,
 against NCCL's all-reduce followed by torch's AdamW(fused=True), and against reduce-scatter, our
-update and all-gather as three calls.
+update and all-gather as three calls; where FUSEDPG_NCCL_LIB names a patched NCCL
+(patches/nccl/README.md), also in its ring.
 
 Results are compared before anything is timed, and the program ends non-zero where they differ.
 Without a GPU it ends with 2.
