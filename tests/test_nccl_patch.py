@@ -133,7 +133,9 @@ def test_another_version_of_the_patch(tree: Path) -> None:
 
 
 def test_file_of_the_same_name(tree: Path) -> None:
-    (tree / "src/misc/fusedpg_update.cc").write_text("// somebody else's\n")
+    path = tree / "src/misc/fusedpg_update.cc"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("// somebody else's\n")
     assert "exists already" in refused(tree)
 
 
