@@ -3,7 +3,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import Backend, Store, Work
+from torch._C._distributed_c10d import Backend, ReduceOp, Store, Work
 
 torch_version: str
 version: str
@@ -16,11 +16,17 @@ class Options(Backend.Options):
         arena_bytes: int | None = None,
         threads: int | None = None,
         nan_check: bool | None = None,
+        block_skip: Literal["off", "auto", "on"] | None = None,
+        block_size: int | None = None,
         cuda_chunk_bytes: int | None = None,
         cuda_arena_bytes: int | None = None,
         nccl: Literal["auto", "patched", "stock"] | None = None,
         _cpu_as_cuda: bool = False,
     ) -> None: ...
+    @property
+    def block_skip(self) -> str | None: ...
+    @property
+    def block_size(self) -> int | None: ...
     @property
     def cuda_chunk_bytes(self) -> int | None: ...
     @property
@@ -65,6 +71,17 @@ class ProcessGroupFused(Backend):
     ) -> torch.Tensor: ...
     def in_arena(self, tensor: torch.Tensor) -> bool: ...
     def info(self) -> dict[str, Any]: ...
+    def stats(self) -> dict[str, dict[str, Any]]: ...
+    def reset_stats(self) -> None: ...
+    def sparse_all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp | ReduceOp.RedOpType,
+        block_size: int,
+        threshold: float,
+        residual: torch.Tensor | None,
+        async_op: bool,
+    ) -> Work | None: ...
     def empty_shared(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def fused_step_(
         self,
@@ -82,6 +99,7 @@ class ProcessGroupFused(Backend):
         used: torch.Tensor | None = None,
         reduced: bool = False,
         shared_params: bool = False,
+        block_skip: bool = False,
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
         async_op: bool = False,
@@ -99,6 +117,7 @@ class ProcessGroupFused(Backend):
 
 def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]: ...
 def sum_squares(tensor: torch.Tensor) -> float: ...
+def find_blocks(tensor: torch.Tensor, block_size: int) -> torch.Tensor: ...
 def isa() -> str: ...
 def _set_delegate_factory(factory: Any) -> None: ...
 def _shutdown_all_groups() -> None: ...

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fusedpg._registration import register as _register
 
 if TYPE_CHECKING:
+    from fusedpg import ddp as ddp
     from fusedpg import optim as optim
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
     from fusedpg.functional import group_info as group_info
     from fusedpg.functional import in_arena as in_arena
     from fusedpg.functional import shard_range as shard_range
+    from fusedpg.functional import sparse_all_reduce as sparse_all_reduce
+    from fusedpg.functional import stats as stats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Options",
     "ProcessGroupFused",
+    "ddp",
     "empty",
     "fused_adam_",
     "fused_adamw_",
@@ -44,9 +48,12 @@ __all__ = [
     "in_arena",
     "optim",
     "shard_range",
+    "sparse_all_reduce",
+    "stats",
 ]
 
-_FUNCTIONS = frozenset(__all__) - {"Options", "ProcessGroupFused", "optim"}
+_MODULES = frozenset({"ddp", "optim"})
+_FUNCTIONS = frozenset(__all__) - {"Options", "ProcessGroupFused"} - _MODULES
 
 
 def __getattr__(name: str) -> Any:
@@ -54,10 +61,10 @@ def __getattr__(name: str) -> Any:
         from fusedpg._registration import load_extension
 
         return getattr(load_extension(), name)
-    if name == "optim":
+    if name in _MODULES:
         import importlib
 
-        return importlib.import_module("fusedpg.optim")
+        return importlib.import_module(f"fusedpg.{name}")
     if name in _FUNCTIONS:
         from fusedpg import functional
 

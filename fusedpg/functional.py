@@ -91,6 +91,62 @@ def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     return cast("dict[str, Any]", _backend(group).info())
 
 
+def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dict[str, Any]:
+    """What this rank's reductions have cost since the group began, or since the last reset.
+
+    Returns:
+        A dict by operation ("all_reduce", "sparse_all_reduce", ...) of dicts: ``calls``; ``paths``,
+        calls by the way the data took ("one_shot", "staged", "direct", "block_sparse",
+        "coordinates", "delegated"); ``bytes_sent`` and ``bytes_received`` between this rank and its
+        peers, through shared memory or a wire; ``messages_sent`` over a wire; and of calls that
+        looked for blocks of zeros ``blocks``, ``blocks_present`` on this rank and ``blocks_union``
+        on any rank, with ``density`` and ``union_density`` as shares of ``blocks`` (None without).
+    """
+    backend = _backend(group)
+    result = cast("dict[str, Any]", backend.stats())
+    if reset:
+        backend.reset_stats()
+    return result
+
+
+def sparse_all_reduce(
+    tensor: torch.Tensor,
+    block_size: int = 256,
+    threshold: float = 0.0,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    residual: torch.Tensor | None = None,
+) -> dist.Work | None:
+    """``dist.all_reduce`` that moves only the blocks in which some element is not zero.
+
+    In place. The result is that of ``dist.all_reduce``, bit for bit (but for which NaN): a block
+    counts as zero only if all its bits are 0, so -0.0 and NaN travel. What travels is the share d
+    of blocks that a rank has, and back the share u that any rank has (OmniReduce, SIGCOMM 2021).
+    Where u is so large that this does not pay, the whole tensor travels.
+
+    Args:
+        tensor: dense CPU tensor of float64, float32, bfloat16, float16, int64 or int32.
+        block_size: elements of a block, 32 to 65536. The same on all ranks.
+        threshold: blocks without an element of a larger magnitude are not sent, but kept in
+            ``residual``; 0 sends all that is not zero.
+        op: SUM or AVG.
+        residual: with ``threshold``, a contiguous tensor of as many elements and the same dtype,
+            zeros at first, which belongs to this rank and this call site. It is added to
+            ``tensor`` before, and receives what was not sent (error feedback), so that nothing is
+            lost: sent + residual == tensor + old residual, bit for bit (but for -0.0).
+        group: a group of the fused backend; default: the default group.
+        async_op: return a Work to wait for; arguments must stay untouched until then.
+
+    Raises:
+        ValueError: for arguments this rank can check alone.
+        torch.distributed.DistBackendError: when ranks disagree or a rank fails.
+    """
+    work = _backend(group).sparse_all_reduce(tensor, op, block_size, threshold, residual, async_op)
+    return cast("dist.Work | None", work)
+
+
 def _group_name(group: dist.ProcessGroup | None) -> str:
     if group is None:
         group = dist.distributed_c10d._get_default_group()
@@ -115,6 +171,9 @@ _OPTIONS = """
         reduce: "mean" divides the summed gradients by the world size, "sum" does not.
         weight: with "mean", gradients are summed as ``weight * grad`` and divided by the sum of all
             ranks' weights: pass the local batch size for uneven data. On all ranks or on none.
+        block_skip: (not LAMB) look for blocks of zeros in the gradients and skip them on the way
+            to their owners; the numbers are the same. Blocks are of the group's ``block_size``. On
+            all ranks or on none; takes no effect with ``weight``, between hosts or on a GPU.
         group: a group of the fused backend; default: the default group.
         async_op: return a Work to wait for; arguments must stay untouched until then.
 
@@ -154,8 +213,9 @@ def _step(
     grads: Sequence[torch.Tensor],
     common: dict[str, Any],
     group: dist.ProcessGroup | None,
-) -> dist.Work:
-    """The asynchronous form, which torch's dispatcher has no type for."""
+    async_op: bool,
+) -> dist.Work | None:
+    """The forms that torch's dispatcher has no type for."""
     common = dict(common)
     mean = common.pop("reduce") == "mean"
     work = _backend(group).fused_step_(
@@ -166,10 +226,10 @@ def _step(
         list(state_steps),
         [load_extension().Hyper(**hyper)],
         mean=mean,
-        async_op=True,
+        async_op=async_op,
         **common,
     )
-    return cast("dist.Work", work)
+    return cast("dist.Work | None", work)
 
 
 def _operator(op: str, lr: float | torch.Tensor) -> Any:
@@ -206,6 +266,7 @@ def fused_sgd_(
     master_params: Sequence[torch.Tensor] = (),
     reduce: str = "mean",
     weight: float | None = None,
+    block_skip: bool = False,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -225,10 +286,11 @@ def fused_sgd_(
         "reduce": reduce,
         "weight": weight,
     }
-    if async_op:
+    if async_op or block_skip:
         hyper["first_step"] = is_first_step
+        common["block_skip"] = block_skip
         states = [momentum_buffer_list]
-        return _step("fused_sgd_", states, [], hyper, params, grads, common, group)
+        return _step("fused_sgd_", states, [], hyper, params, grads, common, group, async_op)
     _operator("fused_sgd_", lr)(
         list(params),
         list(grads),
@@ -251,10 +313,11 @@ def _adam(
 ) -> dist.Work | None:
     _check(op, lists[0], common["reduce"])
     common["master_params"] = list(common["master_params"])
-    if async_op:
+    if async_op or common.get("block_skip"):
         params, grads, *states, steps = lists
         hyper["decoupled"] = op == "fused_adamw_"
-        return _step(op, states, steps, hyper, params, grads, common, group)
+        return _step(op, states, steps, hyper, params, grads, common, group, async_op)
+    common.pop("block_skip", None)
     _operator(op, hyper["lr"])(
         *[list(one) for one in lists], group_name=_group_name(group), **hyper, **common
     )
@@ -298,6 +361,7 @@ def fused_adam_(
     master_params: Sequence[torch.Tensor] = (),
     reduce: str = "mean",
     weight: float | None = None,
+    block_skip: bool = False,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -319,6 +383,7 @@ def fused_adam_(
             "found_inf": found_inf,
             "reduce": reduce,
             "weight": weight,
+            "block_skip": block_skip,
         },
         group,
         async_op,
@@ -353,6 +418,7 @@ def fused_adamw_(
     master_params: Sequence[torch.Tensor] = (),
     reduce: str = "mean",
     weight: float | None = None,
+    block_skip: bool = False,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -374,6 +440,7 @@ def fused_adamw_(
             "found_inf": found_inf,
             "reduce": reduce,
             "weight": weight,
+            "block_skip": block_skip,
         },
         group,
         async_op,

@@ -34,6 +34,8 @@ const char* op_name(OpCode op) {
       return "fused_lamb_";
     case OpCode::kShareMemory:
       return "share_memory";
+    case OpCode::kSparseAllReduce:
+      return "sparse_all_reduce";
     case OpCode::kReduceShards:
       return "reduce_shards";
   }

@@ -22,7 +22,9 @@ enum class OpCode : uint8_t {
   kFusedLamb,
   kReduceShards,
   kShareMemory,
+  kSparseAllReduce,
 };
+constexpr int kOpCodes = 17;
 
 // torch.distributed's name: "all_reduce".
 const char* op_name(OpCode op);

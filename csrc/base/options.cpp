@@ -61,20 +61,34 @@ size_t bytes_of(
   return option.value_or(value ? static_cast<size_t>(*value) : otherwise);
 }
 
-NcclChoice nccl_choice(const std::string& name) {
-  if (name == "auto") {
-    return NcclChoice::kAuto;
+// One of three by option or environment; the first is the default.
+template <typename Choice>
+Choice choice_of(
+    const std::optional<std::string>& option,
+    const char* option_name,
+    const char* name,
+    const std::pair<const char*, Choice> (&choices)[3]) {
+  const std::string given =
+      option.value_or(env(name).value_or(choices[0].first));
+  for (const auto& [text, choice] : choices) {
+    if (given == text) {
+      return choice;
+    }
   }
-  if (name == "patched") {
-    return NcclChoice::kPatched;
-  }
-  if (name != "stock") {
-    fail(
-        ErrorKind::kInvalid,
-        "fused: nccl (FUSEDPG_NCCL) must be auto, patched or stock, got ",
-        name);
-  }
-  return NcclChoice::kStock;
+  fail(
+      ErrorKind::kInvalid,
+      "fused: ",
+      option_name,
+      " (",
+      name,
+      ") must be ",
+      choices[0].first,
+      ", ",
+      choices[1].first,
+      " or ",
+      choices[2].first,
+      ", got ",
+      given);
 }
 
 size_t default_arena_bytes() {
@@ -84,6 +98,19 @@ size_t default_arena_bytes() {
 }
 
 } // namespace
+
+void check_block_size(int64_t elements) {
+  if (elements < kMinBlockSize || elements > kMaxBlockSize) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: block_size (FUSEDPG_BLOCK_SIZE) must be from ",
+        kMinBlockSize,
+        " to ",
+        kMaxBlockSize,
+        " elements, got ",
+        elements);
+  }
+}
 
 Settings resolve(const Options& options) {
   Settings s;
@@ -103,13 +130,30 @@ Settings resolve(const Options& options) {
   s.threads = static_cast<int>(threads);
   s.nan_check = options.nan_check.value_or(
       env_integer("FUSEDPG_NAN_CHECK").value_or(0) != 0);
+  s.block_skip = choice_of<BlockSkip>(
+      options.block_skip,
+      "block_skip",
+      "FUSEDPG_BLOCK_SKIP",
+      {{"off", BlockSkip::kOff},
+       {"auto", BlockSkip::kAuto},
+       {"on", BlockSkip::kOn}});
+  const int64_t block = options.block_size
+      ? *options.block_size
+      : env_integer("FUSEDPG_BLOCK_SIZE").value_or(kBlockSize);
+  check_block_size(block);
+  s.block_size = static_cast<size_t>(block);
   s.cuda_chunk_bytes = bytes_of(
       options.cuda_chunk_bytes, "FUSEDPG_CUDA_CHUNK_BYTES", kCudaChunk);
   s.cuda_arena_bytes =
       bytes_of(options.cuda_arena_bytes, "FUSEDPG_CUDA_ARENA_BYTES", 0);
   s.cuda_multimem = env_integer("FUSEDPG_CUDA_MULTIMEM").value_or(0) != 0;
-  s.nccl =
-      nccl_choice(options.nccl.value_or(env("FUSEDPG_NCCL").value_or("auto")));
+  s.nccl = choice_of<NcclChoice>(
+      options.nccl,
+      "nccl",
+      "FUSEDPG_NCCL",
+      {{"auto", NcclChoice::kAuto},
+       {"patched", NcclChoice::kPatched},
+       {"stock", NcclChoice::kStock}});
   s.cuda_lib = env("FUSEDPG_CUDA_LIB").value_or("");
   s.nccl_lib = env("FUSEDPG_NCCL_LIB").value_or("");
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");

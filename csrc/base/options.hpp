@@ -18,6 +18,11 @@ struct Options {
   std::optional<int> threads;
   // Raise when an input holds a NaN. FUSEDPG_NAN_CHECK.
   std::optional<bool> nan_check;
+  // Whether all_reduce skips blocks of zeros: "off", "on", or "auto", where
+  // they are many enough. The same on all ranks. FUSEDPG_BLOCK_SKIP.
+  std::optional<std::string> block_skip;
+  // Elements of such a block, 32 to 65536. FUSEDPG_BLOCK_SIZE.
+  std::optional<int64_t> block_size;
   // CUDA: bytes that one NCCL call of a fused operation moves. Smaller pieces
   // overlap better, larger ones are transferred faster.
   // FUSEDPG_CUDA_CHUNK_BYTES.
@@ -31,12 +36,15 @@ struct Options {
   std::optional<std::string> nccl;
 };
 
+enum class BlockSkip { kOff, kAuto, kOn };
 enum class NcclChoice { kAuto, kPatched, kStock };
 
 struct Settings {
   size_t arena_bytes;
   int threads; // 0: affinity mask / ranks on this host
   bool nan_check;
+  BlockSkip block_skip;
+  size_t block_size;
   // Empty: derived from the machine. FUSEDPG_HOST_ID.
   std::string host_id;
   // Kernel table by name, empty: the best. FUSEDPG_ISA.
@@ -61,6 +69,12 @@ struct Settings {
   // 0 warnings only, 1 one line per group and fallback. FUSEDPG_LOG=info.
   int log_level;
 };
+
+constexpr int64_t kMinBlockSize = 32;
+constexpr int64_t kMaxBlockSize = 65536;
+constexpr int64_t kBlockSize = 256; // the default
+// Throws Error(kInvalid) if there are no such blocks.
+void check_block_size(int64_t elements);
 
 // The one place that reads the environment. Throws Error(kInvalid) naming the
 // variable when a value cannot be parsed.

@@ -57,6 +57,9 @@ struct StepCall {
   bool has_masters = false;
   bool reduced = false; // the gradients have been through reduce_shards()
   bool shared_params = false; // all ranks see one copy of the parameters
+  // Elements of the blocks of gradients that are skipped where they are zero;
+  // 0: none is. For speed alone: results are the same.
+  size_t skip_block = 0;
   // One byte a tensor: whether this rank used it; afterwards whether any rank
   // did. Unused tensors keep their bits and counters. Null: all are used.
   uint8_t* used = nullptr;

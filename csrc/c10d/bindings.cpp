@@ -53,6 +53,42 @@ py::dict info_dict(ProcessGroupFused& group) {
   return d;
 }
 
+py::dict stats_dict(const Stats& stats) {
+  py::dict all;
+  for (int code = 0; code < kOpCodes; ++code) {
+    const auto op = static_cast<OpCode>(code);
+    const OpStats s = stats.of(op);
+    py::dict paths;
+    uint64_t calls = 0;
+    for (size_t p = 0; p < kDataPaths; ++p) {
+      if (s.calls[p] != 0) {
+        paths[path_name(static_cast<DataPath>(p))] = s.calls[p];
+        calls += s.calls[p];
+      }
+    }
+    if (calls == 0) {
+      continue;
+    }
+    const auto share = [&](uint64_t blocks) {
+      return s.blocks == 0 ? py::object(py::none())
+                           : py::cast(double(blocks) / double(s.blocks));
+    };
+    py::dict d;
+    d["calls"] = calls;
+    d["paths"] = paths;
+    d["bytes_sent"] = s.bytes_sent;
+    d["bytes_received"] = s.bytes_received;
+    d["messages_sent"] = s.messages_sent;
+    d["blocks"] = s.blocks;
+    d["blocks_present"] = s.blocks_present;
+    d["blocks_union"] = s.blocks_union;
+    d["density"] = share(s.blocks_present);
+    d["union_density"] = share(s.blocks_union);
+    all[op_name(op)] = d;
+  }
+  return all;
+}
+
 void bind_options(py::module_& m) {
   using Options = ProcessGroupFused::Options;
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(
@@ -62,6 +98,8 @@ void bind_options(py::module_& m) {
                       std::optional<int64_t> arena_bytes,
                       std::optional<int> threads,
                       std::optional<bool> nan_check,
+                      std::optional<std::string> block_skip,
+                      std::optional<int64_t> block_size,
                       std::optional<int64_t> cuda_chunk_bytes,
                       std::optional<int64_t> cuda_arena_bytes,
                       std::optional<std::string> nccl,
@@ -85,6 +123,8 @@ void bind_options(py::module_& m) {
             options->cpu_as_cuda = cpu_as_cuda;
             options->engine.threads = threads;
             options->engine.nan_check = nan_check;
+            options->engine.block_skip = std::move(block_skip);
+            options->engine.block_size = block_size;
             options->engine.nccl = std::move(nccl);
             return options;
           }),
@@ -93,6 +133,8 @@ void bind_options(py::module_& m) {
           py::arg("arena_bytes") = py::none(),
           py::arg("threads") = py::none(),
           py::arg("nan_check") = py::none(),
+          py::arg("block_skip") = py::none(),
+          py::arg("block_size") = py::none(),
           py::arg("cuda_chunk_bytes") = py::none(),
           py::arg("cuda_arena_bytes") = py::none(),
           py::arg("nccl") = py::none(),
@@ -111,6 +153,10 @@ void bind_options(py::module_& m) {
           "threads", [](const Options& o) { return o.engine.threads; })
       .def_property_readonly(
           "nan_check", [](const Options& o) { return o.engine.nan_check; })
+      .def_property_readonly(
+          "block_skip", [](const Options& o) { return o.engine.block_skip; })
+      .def_property_readonly(
+          "block_size", [](const Options& o) { return o.engine.block_size; })
       .def(
           "__copy__",
           [](const Options& o) { return c10::make_intrusive<Options>(o); })
@@ -134,6 +180,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
     std::optional<at::Tensor> used,
     bool reduced,
     bool shared_params,
+    bool block_skip,
     std::optional<at::Tensor> grad_scale,
     std::optional<at::Tensor> found_inf,
     bool async_op) {
@@ -149,6 +196,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
   a.reduction = {mean, weight, std::move(used)};
   a.reduced = reduced;
   a.shared_params = shared_params;
+  a.block_skip = block_skip;
   a.grad_scale = std::move(grad_scale);
   a.found_inf = std::move(found_inf);
   return group.fused_step_(std::move(a), async_op);
@@ -236,6 +284,22 @@ void bind_group(py::module_& m) {
       .def("in_arena", &ProcessGroupFused::in_arena, py::arg("tensor"))
       .def("info", &info_dict)
       .def(
+          "stats",
+          [](const ProcessGroupFused& group) {
+            return stats_dict(group.stats());
+          })
+      .def("reset_stats", &ProcessGroupFused::reset_stats)
+      .def(
+          "sparse_all_reduce",
+          &ProcessGroupFused::sparse_all_reduce,
+          py::arg("tensor"),
+          py::arg("op"),
+          py::arg("block_size"),
+          py::arg("threshold"),
+          py::arg("residual"),
+          py::arg("async_op"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
           "empty_shared",
           [](ProcessGroupFused& group,
              const std::vector<int64_t>& sizes,
@@ -262,6 +326,7 @@ void bind_group(py::module_& m) {
           py::arg("used") = py::none(),
           py::arg("reduced") = false,
           py::arg("shared_params") = false,
+          py::arg("block_skip") = false,
           py::arg("grad_scale") = py::none(),
           py::arg("found_inf") = py::none(),
           py::arg("async_op") = false,
@@ -335,6 +400,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             static_cast<size_t>(t.numel()));
       },
       py::arg("tensor"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "find_blocks",
+      [](const at::Tensor& t, int64_t block_size) {
+        check_tensor("find_blocks", t);
+        TORCH_CHECK_VALUE(
+            t.is_contiguous() && block_size > 0,
+            "fused: find_blocks: needs a contiguous tensor and a block size");
+        const int64_t blocks = (t.numel() + block_size - 1) / block_size;
+        at::Tensor bits = at::zeros({(blocks + 63) / 64}, at::kLong);
+        kernels::table()->find_blocks(
+            t.const_data_ptr(),
+            t.nbytes(),
+            static_cast<size_t>(block_size) * t.element_size(),
+            reinterpret_cast<uint64_t*>(bits.data_ptr<int64_t>()));
+        return bits;
+      },
+      py::arg("tensor"),
+      py::arg("block_size"),
       py::call_guard<py::gil_scoped_release>());
   m.def("isa", [] { return std::string(kernels::table()->name); });
   m.def("_set_delegate_factory", &set_python_factory);

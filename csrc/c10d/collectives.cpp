@@ -85,21 +85,26 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_coalesced(
   const auto type = tensors[0].scalar_type();
   if (spans_hosts()) {
     const DelegatedReduction reduction(opts.reduceOp, type, getSize());
-    return run_delegated(
-        call, tensors, tensors, [tensors, opts, reduction](auto& gloo) mutable {
+    return enqueue(
+        call,
+        tensors,
+        tensors,
+        [this, tensors, opts, reduction, timeout = call.timeout](
+            uint64_t ticket) mutable {
           for (at::Tensor& t : tensors) {
             at::Tensor flat = t.detach().contiguous();
-            reduction.prepare(flat);
-            c10d::AllreduceOptions one = opts;
-            one.reduceOp = reduction.op;
-            Tensors list{flat};
-            gloo.allreduce(list, one)->wait();
-            reduction.finish(flat);
+            if (!skip_between_hosts(ticket, timeout, flat, opts.reduceOp)) {
+              reduction.prepare(flat);
+              c10d::AllreduceOptions one = opts;
+              one.reduceOp = reduction.op;
+              Tensors list{flat};
+              delegate().allreduce(list, one)->wait();
+              reduction.finish(flat);
+            }
             if (!flat.is_same(t)) {
               t.detach().copy_(flat);
             }
           }
-          return WorkPtr();
         });
   }
   const auto args = to_reduce_args(opts.reduceOp, type, getSize());
@@ -112,25 +117,6 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_coalesced(
     all_reduce(ctx, reduce_tensors(flats), args);
     finish(flats);
   });
-}
-
-ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_sparse(
-    Tensors& tensors,
-    const c10d::AllreduceOptions& opts) {
-  if (on_gpu(tensors)) {
-    return on_nccl(tensors, &Backend::allreduce_sparse, tensors, opts);
-  }
-  check_count("all_reduce", "tensor", tensors.size(), 1);
-  log_once("all_reduce of sparse tensors uses Gloo in this version");
-  const Call call{
-      c10d::OpType::_ALLREDUCE_SPARSE,
-      "fused:sparse_all_reduce",
-      timeout_or(opts.timeout),
-      opts.asyncOp};
-  return run_delegated(
-      call, tensors, tensors, [tensors, opts](auto& gloo) mutable {
-        return gloo.allreduce(tensors, opts);
-      });
 }
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::reduce(

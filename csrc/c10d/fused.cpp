@@ -52,7 +52,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
   }
   return run(call, a->grads, a->params, [a](Context& ctx) {
     c10::NoGradGuard no_grad;
-    StepPlan plan(a);
+    StepPlan plan(a, ctx.skip.block);
     for (size_t i = 0; i < plan.calls().size(); ++i) {
       ctx.begin_item(i, plan.calls().size());
       fused_step(ctx, plan.calls()[i]);

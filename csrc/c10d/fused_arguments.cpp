@@ -426,7 +426,7 @@ void check_arguments(const ShardsArguments& a) {
   check_reduction(op, a.reduction, a.grads.size(), a.grads[0].device());
 }
 
-StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments)
+StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments, size_t block)
     : arguments_(std::move(arguments)) {
   const StepArguments& a = *arguments_;
   // What one engine call cannot mix: types, and variants of the formula.
@@ -441,6 +441,7 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments)
   shared.has_masters = !a.masters.empty();
   shared.reduced = a.reduced;
   shared.shared_params = a.shared_params;
+  shared.skip_block = a.block_skip ? block : 0;
   shared.grad_scale =
       a.grad_scale ? a.grad_scale->const_data_ptr<float>() : nullptr;
   shared.found_inf = a.found_inf ? a.found_inf->data_ptr<float>() : nullptr;

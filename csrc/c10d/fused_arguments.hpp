@@ -42,6 +42,7 @@ struct StepArguments {
   ReductionArguments reduction;
   bool reduced = false;
   bool shared_params = false;
+  bool block_skip = false; // by the group's block size; see StepCall
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;
 };
@@ -67,7 +68,10 @@ std::vector<ShardsCall> split_shards(const ShardsCall& whole);
 // of types, and of a limited number of tensors. Owns what the calls point to.
 class StepPlan {
  public:
-  explicit StepPlan(std::shared_ptr<const StepArguments> arguments);
+  // `block` for gradients' blocks of zeros, if the arguments ask for it.
+  explicit StepPlan(
+      std::shared_ptr<const StepArguments> arguments,
+      size_t block = 0);
   StepPlan(const StepPlan&) = delete;
 
   std::vector<StepCall>& calls() {

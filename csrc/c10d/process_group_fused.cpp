@@ -44,7 +44,8 @@ ProcessGroupFused::ProcessGroupFused(
       kernels_(translate([&]() -> const kernels::Table& {
         return select_kernels(settings_);
       })),
-      executor_(std::make_unique<Executor>()) {
+      executor_(std::make_unique<Executor>()),
+      net_skip_{settings_.block_skip, settings_.block_size, {}} {
   const Deadline deadline(options_->timeout);
   translate([&] {
     Bootstrap bootstrap(rank, size, settings_);
@@ -52,7 +53,8 @@ ProcessGroupFused::ProcessGroupFused(
     bootstrap.meet(rendezvous, deadline);
     local_world_size_ = bootstrap.local_world_size();
     if (bootstrap.single_host()) {
-      engine_ = std::make_unique<Engine>(rank, bootstrap, settings_, deadline);
+      engine_ = std::make_unique<Engine>(
+          rank, bootstrap, settings_, stats_, deadline);
     }
   });
   cuda_ = std::make_unique<CudaGroup>(
@@ -70,8 +72,8 @@ ProcessGroupFused::ProcessGroupFused(
       options_->cpu_as_cuda);
   if (spans_hosts()) {
     log_once(
-        "a group spans several hosts: its collectives use Gloo in this "
-        "version");
+        "a group spans several hosts: its collectives use Gloo, but for "
+        "all-reduces that skip blocks of zeros");
     delegate();
   } else if (settings_.log_level > 0 && rank == 0) {
     log_line(
@@ -100,6 +102,7 @@ ProcessGroupFused::~ProcessGroupFused() {
     // A forked child has none of the threads these would join.
     (void)cuda_.release();
     (void)delegate_.release();
+    (void)transport_.release();
     (void)mailbox_.release();
     (void)engine_.release();
     (void)executor_.release();
@@ -243,6 +246,21 @@ c10d::Backend& ProcessGroupFused::delegate() {
   return *delegate_;
 }
 
+NetContext ProcessGroupFused::net_context(
+    uint64_t ticket,
+    std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (!transport_) {
+    transport_ = std::make_unique<BackendTransport>(make_delegate(
+        "cpu",
+        c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", store_),
+        getRank(),
+        getSize(),
+        timeout_.load()));
+  }
+  return {*transport_, kernels_, net_pool_, Deadline(timeout), ticket};
+}
+
 bool ProcessGroupFused::forked() const {
   return getpid() != owner_;
 }
@@ -373,6 +391,9 @@ void ProcessGroupFused::abort_delegate() {
   {
     std::lock_guard<std::mutex> lock(delegate_mutex_);
     backend = delegate_;
+    if (transport_) {
+      transport_->abort();
+    }
   }
   if (backend) {
     backend->abort();

@@ -10,12 +10,14 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "c10d/backend_transport.hpp"
 #include "c10d/cuda_group.hpp"
 #include "c10d/delegate.hpp"
 #include "c10d/fused_arguments.hpp"
 #include "c10d/work_fused.hpp"
 #include "collectives/collectives.hpp"
 #include "collectives/engine.hpp"
+#include "collectives/net_sparse.hpp"
 #include "host/executor.hpp"
 #include "host/mailbox.hpp"
 
@@ -131,6 +133,23 @@ class ProcessGroupFused : public c10d::Backend {
   WorkPtr fused_step_(StepArguments arguments, bool async_op);
   // Its first third: every gradient is reduced in place to its owners.
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op);
+
+  // --- reductions that skip zeros (sparse.cpp)
+  // all_reduce() that skips blocks of zeros; see
+  // collectives/sparse_all_reduce.hpp.
+  WorkPtr sparse_all_reduce(
+      const at::Tensor& tensor,
+      const c10d::ReduceOp& op,
+      int64_t block_size,
+      double threshold,
+      const std::optional<at::Tensor>& residual,
+      bool async_op);
+  const Stats& stats() const {
+    return stats_;
+  }
+  void reset_stats() {
+    stats_.clear();
+  }
 
   // --- coalescing
   // ----------------------------------------------------------------
@@ -279,6 +298,15 @@ class ProcessGroupFused : public c10d::Backend {
       size_t found,
       size_t expected) const;
   c10d::Backend& delegate();
+  // For an operation between hosts that is not delegated.
+  NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
+  // all_reduce of one contiguous tensor between hosts: skips blocks of zeros if
+  // the group's option says so, or returns false.
+  bool skip_between_hosts(
+      uint64_t ticket,
+      std::chrono::milliseconds timeout,
+      const at::Tensor& flat,
+      const c10d::ReduceOp& op);
   void abort_delegate();
   bool spans_hosts() const { // then everything is delegated
     return engine_ == nullptr;
@@ -292,12 +320,18 @@ class ProcessGroupFused : public c10d::Backend {
   std::atomic<std::chrono::milliseconds> timeout_;
   const kernels::Table& kernels_;
   int local_world_size_ = 0;
+  Stats stats_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Engine> engine_; // null when the group spans machines
   std::mutex mailbox_mutex_;
   std::unique_ptr<Mailbox> mailbox_; // made by the first send or recv
   std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
+  // Made by the first operation that needs it; connections of its own.
+  std::unique_ptr<BackendTransport> transport_;
+  // Of the executing thread, in a group that spans hosts.
+  SkipState net_skip_;
+  Pool net_pool_{1};
   std::unique_ptr<CudaGroup> cuda_; // makes what it needs when needed
   std::atomic<bool> closed_{false};
   std::atomic<int> children_{0}; // groups made by shrink()

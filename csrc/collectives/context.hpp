@@ -4,6 +4,9 @@
 #include <string>
 
 #include "base/deadline.hpp"
+#include "base/options.hpp"
+#include "base/stats.hpp"
+#include "collectives/density.hpp"
 #include "host/descriptor.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
@@ -19,6 +22,13 @@ struct Span {
 // Copies shorter than twice this are not worth a second thread.
 constexpr size_t kCopyGrain = size_t(32) << 10;
 
+// What a group keeps from one operation to the next, for skipping zero blocks.
+struct SkipState {
+  BlockSkip mode = BlockSkip::kOff;
+  size_t block = kBlockSize; // elements
+  DensityEstimates estimates;
+};
+
 // What an algorithm works with during one operation.
 struct Context {
   Domain& domain;
@@ -27,6 +37,8 @@ struct Context {
   Deadline deadline;
   uint64_t sequence;
   bool nan_check;
+  SkipState& skip;
+  Stats& stats;
   // Position in, and length of, a list of operations that one call runs.
   uint64_t list_index = 0;
   uint64_t list_length = 1;

@@ -34,13 +34,16 @@ Engine::Engine(
     int rank,
     Bootstrap& bootstrap,
     const Settings& settings,
+    Stats& stats,
     const Deadline& deadline)
     : kernels_(select_kernels(settings)),
       domain_(rank, bootstrap, settings, deadline),
       pool_(
           settings.threads > 0 ? settings.threads
                                : default_threads(domain_.size(), settings)),
-      nan_check_(settings.nan_check) {}
+      nan_check_(settings.nan_check),
+      skip_{settings.block_skip, settings.block_size, {}},
+      stats_(stats) {}
 
 void Engine::check_failed() {
   if (domain_.failed()) {
@@ -58,7 +61,14 @@ void Engine::execute(
     std::chrono::milliseconds timeout) {
   check_failed();
   Context ctx{
-      domain_, kernels_, pool_, Deadline(timeout), sequence, nan_check_};
+      domain_,
+      kernels_,
+      pool_,
+      Deadline(timeout),
+      sequence,
+      nan_check_,
+      skip_,
+      stats_};
   try {
     try {
       op(ctx);

@@ -23,6 +23,7 @@ class Engine {
       int rank,
       Bootstrap& bootstrap,
       const Settings& settings,
+      Stats& stats, // lives as long
       const Deadline& deadline);
 
   using Operation = std::function<void(Context&)>;
@@ -53,6 +54,8 @@ class Engine {
   Domain domain_;
   Pool pool_;
   const bool nan_check_;
+  SkipState skip_;
+  Stats& stats_;
 };
 
 } // namespace fusedpg

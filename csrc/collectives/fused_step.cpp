@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include "base/ownership.hpp"
+#include "collectives/reduction.hpp"
+#include "collectives/sparse_all_reduce.hpp"
 
 namespace fusedpg {
 namespace {
@@ -39,6 +41,7 @@ uint64_t value_hash(const StepCall& call) {
   for (const StepTensor& t : call.tensors) {
     hash.add(t.step ? double(*t.step) : 0.0).add(uint64_t(t.hyper));
   }
+  hash.add(static_cast<uint64_t>(call.skip_block));
   return hash.add(call.call_hash).value();
 }
 
@@ -102,10 +105,23 @@ class Step {
     OpDescriptor d = describe_step(ctx_, call_);
     const bool lamb = formula(call_.op) == Formula::kLamb;
     TwoShot first = lamb ? moments_plan() : update_plan(!call_.reduced);
+    if (skips()) {
+      std::vector<ReduceTensor> grads;
+      for (const StepTensor& t : call_.tensors) {
+        grads.push_back({const_cast<void*>(t.grad), t.count});
+      }
+      skipping_.emplace(
+          ctx_, grads, call_.grad_type, SparseOptions{call_.skip_block});
+      first.blocks = &skipping_->map();
+    }
     weights_ = begin_reduction(ctx_, first, d, call_.reduction, call_.used);
     for (kernels::UpdateArgs& args : args_) {
       const bool weighted = !weights_.empty() && !call_.reduced;
       args.weights = weighted ? weights_.data() : nullptr;
+    }
+    if (skipping_) {
+      skipping_->load(ctx_);
+      ctx_.stats.add(call_.op, DataPath::kSkipping, skipped_stats(first.lanes));
     }
     if (any_rank(ctx_, kFoundInf)) {
       if (call_.found_inf) {
@@ -171,6 +187,10 @@ class Step {
                      size_t num_dsts,
                      const void* const* srcs,
                      bool stream) {
+      if (skipping_) {
+        update_skipping({tensor, begin, count}, dsts, num_dsts, srcs, stream);
+        return;
+      }
       const void* slice = nullptr;
       kernels::UpdateSpans s = spans(tensor, begin, count, srcs, slice);
       s.params_out = dsts;
@@ -179,6 +199,57 @@ class Step {
       ctx_.kernels.update(args_[tensor], s);
     };
     return p;
+  }
+
+  // LAMB takes sums over runs that have nothing to do with blocks; a weighted
+  // mean has a weight a rank; a tensor that is not used has no gradient.
+  bool skips() const {
+    return call_.skip_block != 0 && !call_.reduced && ctx_.size() > 1 &&
+        !call_.reduction.weight && call_.used == nullptr &&
+        formula(call_.op) != Formula::kLamb;
+  }
+
+  // Only the contributions of ranks that have the block are read; the others
+  // are zero, which parameters still see.
+  void update_skipping(
+      const Piece& piece,
+      void* const* dsts,
+      size_t num_dsts,
+      const void* const* srcs,
+      bool stream) {
+    thread_local std::vector<void*> outs;
+    outs.resize(num_dsts);
+    const size_t out_size = dtype_size(call_.param_type);
+    skipping_->for_sources(
+        piece,
+        srcs,
+        dtype_size(call_.grad_type),
+        [&](size_t from, size_t to, const void* const* some, size_t num) {
+          for (size_t k = 0; k < num_dsts; ++k) {
+            outs[k] =
+                static_cast<char*>(dsts[k]) + (from - piece.begin) * out_size;
+          }
+          const void* slice = nullptr;
+          kernels::UpdateSpans s =
+              spans(piece.tensor, from, to - from, some, slice);
+          s.num_grads = num;
+          s.params_out = outs.data();
+          s.num_out = num_dsts;
+          s.stream = stream;
+          ctx_.kernels.update(args_[piece.tensor], s);
+        });
+  }
+
+  // Gradients of present blocks one way, all parameters the other.
+  OpStats skipped_stats(const Lanes& lanes) const {
+    OpStats s = skipping_->stats(
+        ctx_, lanes, dtype_size(call_.grad_type), /*gathers=*/false);
+    TwoShot params = plan(false);
+    params.src_size = 0;
+    const OpStats gathered = lane_stats(params, ctx_);
+    s.bytes_sent += gathered.bytes_sent;
+    s.bytes_received += gathered.bytes_received;
+    return s;
   }
 
   // LAMB's first half: moments, and the norms of what the second half needs.
@@ -290,6 +361,7 @@ class Step {
   std::vector<kernels::UpdateArgs> args_;
   std::vector<double> weights_;
   std::vector<std::vector<double>> sums_; // of blocks: parameter, direction
+  std::optional<Skipping> skipping_;
 };
 
 } // namespace

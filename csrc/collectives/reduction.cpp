@@ -51,6 +51,28 @@ TwoShot::Epilogue identity_epilogue(
   };
 }
 
+OpStats lane_stats(const TwoShot& plan, Context& ctx) {
+  OpStats stats;
+  const auto peers = static_cast<size_t>(ctx.size() - 1);
+  for (int p = 0; p < ctx.size(); ++p) {
+    size_t elements = 0;
+    for (const Piece& piece : plan.lanes[p]) {
+      elements += piece.count;
+    }
+    const size_t contributed = elements * plan.src_size;
+    const size_t given = elements * plan.dst_size;
+    const bool mine = p == ctx.rank();
+    stats.bytes_sent += mine ? peers * given : contributed;
+    stats.bytes_received += mine ? peers * contributed : given;
+  }
+  return stats;
+}
+
+DataPath data_path(const Path& path) {
+  return path.reads_direct && path.writes_direct ? DataPath::kDirect
+                                                 : DataPath::kStaged;
+}
+
 TwoShot in_place(
     Context& ctx,
     const std::vector<ReduceTensor>& tensors,

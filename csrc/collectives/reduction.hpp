@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "collectives/collectives.hpp"
+#include "collectives/selector.hpp"
 #include "collectives/two_shot.hpp"
 
 // What the collectives that only reduce have in common.
@@ -21,6 +22,11 @@ void describe_tensors(
 TwoShot::Epilogue identity_epilogue(
     Context& ctx,
     const kernels::ReduceArgs& args);
+
+// What a run of the plan, as its lanes are, moves between ranks.
+OpStats lane_stats(const TwoShot& plan, Context& ctx);
+// After enter().
+DataPath data_path(const Path& path);
 
 // A plan that reduces tensors where they lie.
 TwoShot in_place(

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "collectives/find_blocks.hpp"
+
 namespace fusedpg {
 
 bool select_one_shot(size_t bytes, bool in_arena) {
@@ -29,6 +31,29 @@ size_t select_chunk(size_t total_bytes, int world_size) {
   const size_t lanes = static_cast<size_t>(world_size);
   const size_t lane = std::min(kChunk, half) / lanes / 64 * 64;
   return std::max<size_t>(lane, 64) * lanes;
+}
+
+DensityEstimates::Choice select_skip(
+    SkipState& state,
+    int world_size,
+    uint64_t shape,
+    size_t bytes,
+    const kernels::ReduceArgs& args) {
+  using Choice = DensityEstimates::Choice;
+  if (state.mode == BlockSkip::kOff || world_size == 1 ||
+      bytes <= kOneShotBytes || !can_skip(args)) {
+    return Choice::kDense;
+  }
+  return state.mode == BlockSkip::kOn
+      ? Choice::kSkip
+      : state.estimates.choose(shape, args.dtype);
+}
+
+double select_skip_limit(const Path& path) {
+  // Looking for zeros reads every rank's tensor once, which is two thirds of
+  // what a direct path takes, and one third of a staged one; scattered blocks
+  // are slower than long runs.
+  return path.reads_direct && path.writes_direct ? 0.07 : 0.25;
 }
 
 bool select_stream(size_t bytes) {

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "collectives/context.hpp"
+#include "collectives/density.hpp"
 
 // The one place that chooses algorithms. Every input is the same on all ranks,
 // so every choice is.
@@ -28,6 +29,21 @@ Path select_path(Context& ctx);
 
 // Bytes that a rank stages between two barriers, over all destinations.
 size_t select_chunk(size_t total_bytes, int world_size);
+
+// How an all-reduce treats blocks of zeros, by the group's option. Before
+// enter(); the same on all ranks.
+DensityEstimates::Choice select_skip(
+    SkipState& state,
+    int world_size,
+    uint64_t shape,
+    size_t bytes,
+    const kernels::ReduceArgs& args);
+
+// The share of blocks in the result from which skipping costs more time than it
+// saves.
+double select_skip_limit(const Path& path);
+// Between machines the wire is slower than everything else.
+constexpr double kNetSkipLimit = 0.9;
 
 // Whether results of this size should be written around the cache.
 bool select_stream(size_t bytes);

@@ -19,7 +19,7 @@ constexpr size_t round_up(size_t n, size_t to) {
 class LaneCursor {
  public:
   LaneCursor(
-      const std::vector<TwoShot::Piece>& pieces,
+      const std::vector<Piece>& pieces,
       size_t element_size,
       size_t granule)
       : pieces_(&pieces),
@@ -36,7 +36,7 @@ class LaneCursor {
   void next(size_t bytes, Fn&& fn) {
     size_t position = 0;
     while (index_ < pieces_->size() && position < bytes) {
-      const TwoShot::Piece& piece = (*pieces_)[index_];
+      const Piece& piece = (*pieces_)[index_];
       const size_t room = (bytes - position) / element_size_;
       size_t count = piece.count - done_;
       if (count > room) {
@@ -58,18 +58,16 @@ class LaneCursor {
   }
 
  private:
-  const std::vector<TwoShot::Piece>* pieces_;
+  const std::vector<Piece>* pieces_;
   size_t element_size_;
   size_t granule_;
   size_t index_ = 0;
   size_t done_ = 0;
 };
 
-size_t lane_bytes(
-    const std::vector<TwoShot::Piece>& lane,
-    size_t element_size) {
+size_t lane_bytes(const std::vector<Piece>& lane, size_t element_size) {
   size_t bytes = 0;
-  for (const TwoShot::Piece& piece : lane) {
+  for (const Piece& piece : lane) {
     bytes += round_up(piece.count * element_size, kPieceAlignment);
   }
   return bytes;
@@ -92,8 +90,7 @@ class Pipeline {
         ctx_(ctx),
         descriptor_(d),
         path_(select_path(ctx)),
-        srcs_(ctx.size()),
-        dsts_(ctx.size() + 1) {
+        ends_(make_ends()) {
     // Both directions cut the lanes alike, whatever their element sizes.
     const size_t element = std::max(plan.src_size, plan.dst_size);
     size_t longest = 0;
@@ -181,83 +178,142 @@ class Pipeline {
       char* stage = ctx_.domain.stage_in(ctx_.rank(), half) + p * chunk_;
       in_[p].next(
           chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
-            ctx_.copy(
-                stage + position,
-                plan_.tensors[t].src + begin * plan_.src_size,
-                count * plan_.src_size);
+            const size_t size = plan_.src_size;
+            const char* src = plan_.tensors[t].src;
+            const auto copy = [&](size_t from, size_t to) {
+              ctx_.copy(
+                  stage + position + (from - begin) * size,
+                  src + from * size,
+                  (to - from) * size);
+            };
+            if (plan_.blocks == nullptr) {
+              copy(begin, begin + count);
+            } else {
+              plan_.blocks->for_present(ctx_.rank(), {t, begin, count}, copy);
+            }
           });
     }
   }
 
+  // A part of the own lane's chunk.
+  struct Part {
+    size_t tensor;
+    size_t begin;
+    size_t count;
+    size_t position; // from the chunk's start, in bytes
+    size_t into = 0; // elements behind `position`
+  };
+  // Where the epilogue finds and leaves what it works on.
+  struct Ends {
+    std::vector<const void*> srcs;
+    std::vector<void*> dsts;
+  };
+
   void reduce(LaneCursor& own) {
-    const int me = ctx_.rank();
-    const int half = ctx_.domain.half();
-    char* result = ctx_.domain.stage_out(me, ctx_.domain.next_half());
+    parts_.clear();
     own.next(
         chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
-          if (plan_.reads) {
-            const size_t offset = begin * plan_.src_size;
-            for (int p = 0; p < ctx_.size(); ++p) {
-              srcs_[p] = p == me ? plan_.tensors[t].src + offset
-                  : path_.reads_direct
-                  ? peer_src(p, t) + offset
-                  : ctx_.domain.stage_in(p, half) + me * chunk_ + position;
-            }
-          }
-          const size_t offset = begin * plan_.dst_size;
-          const bool all = plan_.receiver == TwoShot::kAll;
-          size_t n = 0;
-          if (all || plan_.receiver == TwoShot::kOwner ||
-              plan_.receiver == me) {
-            dsts_[n++] = plan_.tensors[t].dst + offset;
-          }
-          if (copies_out_) {
-            dsts_[n++] = result + position;
-          } else if (gives_) {
-            for (int p = 0; p < ctx_.size(); ++p) {
-              if (p != me && (all || plan_.receiver == p)) {
-                dsts_[n++] = peer_dst(p, t) + offset;
-              }
-            }
-          }
-          // What a peer is about to copy out should stay in the cache.
-          apply(t, begin, count, n, stream_ && !copies_out_);
+          parts_.push_back({t, begin, count, position});
         });
-  }
-
-  void apply(
-      size_t t,
-      size_t begin,
-      size_t count,
-      size_t num_dsts,
-      bool stream) {
-    if (ctx_.pool.threads() == 1) {
-      plan_.epilogue(
-          t, begin, count, dsts_.data(), num_dsts, srcs_.data(), stream);
+    Pool& pool = ctx_.pool;
+    const auto threads = static_cast<size_t>(pool.threads());
+    const size_t element = std::max(plan_.src_size, plan_.dst_size);
+    const size_t grain = 65536 / element;
+    if (threads > 1 && parts_.size() >= 4 * threads) {
+      size_t total = 0;
+      for (const Part& part : parts_) {
+        total += part.count;
+      }
+      const size_t few = parts_.size() * grain / std::max<size_t>(total, 1);
+      pool.run(parts_.size(), 1, few + 1, [&](size_t first, size_t last) {
+        Ends ends = make_ends();
+        for (size_t i = first; i < last; ++i) {
+          apply(parts_[i], ends);
+        }
+      });
       return;
     }
-    const size_t grain = 65536 / std::max(plan_.src_size, plan_.dst_size);
     const size_t align = std::max<size_t>(plan_.granule, 1024);
-    ctx_.pool.run(count, align, grain, [&](size_t from, size_t to) {
-      std::vector<void*> dsts(dsts_.begin(), dsts_.begin() + num_dsts);
-      std::vector<const void*> srcs(srcs_);
-      for (void*& dst : dsts) {
-        dst = static_cast<char*>(dst) + from * plan_.dst_size;
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const Part& part = parts_[i];
+      if (threads == 1) {
+        if (i + 1 < parts_.size()) {
+          prefetch(parts_[i + 1]);
+        }
+        apply(part, ends_);
+        continue;
       }
-      for (const void*& src : srcs) {
-        if (plan_.reads) {
-          src = static_cast<const char*>(src) + from * plan_.src_size;
+      pool.run(part.count, align, grain, [&](size_t from, size_t to) {
+        Ends ends = make_ends();
+        apply(
+            {part.tensor, part.begin + from, to - from, part.position, from},
+            ends);
+      });
+    }
+  }
+
+  // Short parts, scattered over large tensors, would each wait for memory.
+  void prefetch(const Part& part) const {
+    constexpr size_t kShort = 4096;
+    const size_t bytes = part.count * plan_.dst_size;
+    if (bytes > kShort || !gives_ || !path_.writes_direct) {
+      return;
+    }
+    for (int p = 0; p < ctx_.size(); ++p) {
+      const char* to = p == ctx_.rank() ? plan_.tensors[part.tensor].dst
+                                        : peer_dst(p, part.tensor);
+      to += part.begin * plan_.dst_size;
+      for (size_t i = 0; i < bytes; i += kPieceAlignment) {
+        __builtin_prefetch(to + i, 1);
+      }
+    }
+  }
+
+  Ends make_ends() const {
+    Ends ends;
+    ends.srcs.resize(ctx_.size());
+    ends.dsts.resize(ctx_.size() + 1);
+    return ends;
+  }
+
+  void apply(const Part& part, Ends& ends) {
+    const int me = ctx_.rank();
+    const size_t t = part.tensor;
+    if (plan_.reads) {
+      const int half = ctx_.domain.half();
+      const size_t offset = part.begin * plan_.src_size;
+      for (int p = 0; p < ctx_.size(); ++p) {
+        ends.srcs[p] = p == me   ? plan_.tensors[t].src + offset
+            : path_.reads_direct ? peer_src(p, t) + offset
+                                 : ctx_.domain.stage_in(p, half) + me * chunk_ +
+                part.position + part.into * plan_.src_size;
+      }
+    }
+    const size_t offset = part.begin * plan_.dst_size;
+    const bool all = plan_.receiver == TwoShot::kAll;
+    size_t n = 0;
+    if (all || plan_.receiver == TwoShot::kOwner || plan_.receiver == me) {
+      ends.dsts[n++] = plan_.tensors[t].dst + offset;
+    }
+    if (copies_out_) {
+      ends.dsts[n++] = ctx_.domain.stage_out(me, ctx_.domain.next_half()) +
+          part.position + part.into * plan_.dst_size;
+    } else if (gives_) {
+      for (int p = 0; p < ctx_.size(); ++p) {
+        if (p != me && (all || plan_.receiver == p)) {
+          ends.dsts[n++] = peer_dst(p, t) + offset;
         }
       }
-      plan_.epilogue(
-          t,
-          begin + from,
-          to - from,
-          dsts.data(),
-          num_dsts,
-          srcs.data(),
-          stream);
-    });
+    }
+    // What a peer is about to copy out should stay in the cache.
+    plan_.epilogue(
+        t,
+        part.begin,
+        part.count,
+        ends.dsts.data(),
+        n,
+        ends.srcs.data(),
+        stream_ && !copies_out_);
   }
 
   void copy_out() {
@@ -293,16 +349,14 @@ class Pipeline {
   std::vector<std::vector<uint64_t>> locations_; // [rank][2 * tensor + is_dst]
   std::vector<LaneCursor> in_;
   std::vector<LaneCursor> out_;
-  std::vector<const void*> srcs_;
-  std::vector<void*> dsts_;
+  std::vector<Part> parts_; // of the current chunk
+  Ends ends_; // for one thread
 };
 
 } // namespace
 
-std::vector<std::vector<TwoShot::Piece>> TwoShot::shards(
-    const std::vector<size_t>& counts,
-    int world_size) {
-  std::vector<std::vector<Piece>> lanes(world_size);
+Lanes TwoShot::shards(const std::vector<size_t>& counts, int world_size) {
+  Lanes lanes(world_size);
   for (int p = 0; p < world_size; ++p) {
     for (size_t t = 0; t < counts.size(); ++t) {
       const ShardRange r =

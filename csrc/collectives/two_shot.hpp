@@ -3,6 +3,7 @@
 #include <functional>
 #include <vector>
 
+#include "collectives/block_map.hpp"
 #include "collectives/context.hpp"
 
 namespace fusedpg {
@@ -21,11 +22,6 @@ struct TwoShot {
     const char* src; // contribution; nullptr where this rank owns nothing of it
     char* dst; // result; may be identical to src
   };
-  struct Piece {
-    size_t tensor;
-    size_t begin; // elements
-    size_t count; // elements
-  };
   // Combines srcs (one per rank, in rank order) into all dsts.
   using Epilogue = std::function<void(
       size_t tensor,
@@ -39,7 +35,7 @@ struct TwoShot {
   size_t src_size; // bytes of an element of the contributions
   size_t dst_size; // and of the results
   std::vector<Tensor> tensors;
-  std::vector<std::vector<Piece>> lanes; // by owner
+  Lanes lanes; // by owner
   Epilogue epilogue;
   // Who receives results: everyone (kAll), their owner alone (kOwner), nobody
   // (the epilogue keeps them; kNobody), or one rank.
@@ -52,14 +48,15 @@ struct TwoShot {
   // Whether the owners' results are memory that all ranks see: then nobody
   // returns before all are written.
   bool shared_results = false;
+  // Of a contribution only these blocks are staged; the epilogue takes the rest
+  // for zeros. Null: all of it.
+  const BlockMap* blocks = nullptr;
   // The epilogue gets multiples of this many elements, counted from the start
   // of a piece, but for the piece's end.
   size_t granule = 1;
 
   // Lanes by the ownership map: owner p has shard_range(count, P, p) of each.
-  static std::vector<std::vector<Piece>> shards(
-      const std::vector<size_t>& counts,
-      int world_size);
+  static Lanes shards(const std::vector<size_t>& counts, int world_size);
 
   // enter() for this operation: publishes where the tensors lie, followed by
   // the words of `extra`, which peers find at extra_words().

@@ -110,6 +110,25 @@ struct Table {
   // Whether any element of a floating-point (or complex) span is NaN. Other
   // types: false.
   bool (*has_nan)(DType dtype, const void* src, size_t count);
+
+  // Which blocks hold anything: bit b % 64 of bits[b / 64] tells whether any
+  // bit of block b is set, so -0 and NaN count. Blocks have `block_bytes`, the
+  // last one may be shorter; bits behind it are 0.
+  void (*find_blocks)(
+      const void* src,
+      size_t bytes,
+      size_t block_bytes,
+      uint64_t* bits);
+
+  // The same for elements whose magnitude is above `threshold` (rounded to the
+  // compute type), or NaN. Floating-point types; others: nothing happens.
+  void (*find_blocks_above)(
+      DType dtype,
+      const void* src,
+      size_t count,
+      size_t block,
+      double threshold,
+      uint64_t* bits);
 };
 
 // The best table this CPU runs; `name` (an option) forces a lesser one, or

@@ -499,6 +499,8 @@ static bool has_nan(DType dtype, const void* src, size_t count) {
   }
 }
 
+#include "kernels/blocks_impl.hpp"
+
 } // namespace
 
 namespace detail {
@@ -511,6 +513,8 @@ extern const Table FUSEDPG_KERNELS_TABLE = {
     sum_squares,
     copy,
     has_nan,
+    find_blocks,
+    find_blocks_above,
 };
 
 } // namespace detail

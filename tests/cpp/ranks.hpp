@@ -265,7 +265,7 @@ struct Group {
       : rank(rank),
         size(size),
         bootstrap(met(rank, size, store, s)),
-        engine(rank, bootstrap, s, Deadline(kLong)) {}
+        engine(rank, bootstrap, s, stats, Deadline(kLong)) {}
 
   void run(const Engine::Operation& op, milliseconds timeout = kLong) {
     engine.execute(op, ++sequence, timeout);
@@ -274,6 +274,7 @@ struct Group {
   const int rank;
   const int size;
   Bootstrap bootstrap;
+  Stats stats;
   Engine engine;
   uint64_t sequence = 0;
 };

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/op_code.hpp"
+
+namespace fusedpg {
+
+// How the data of a call travelled. Append, never reorder.
+enum class DataPath : uint8_t {
+  kOneShot, // staged at once, in shared memory
+  kStaged, // in chunks, through shared memory
+  kDirect, // read or written where they lie, in the arenas
+  kSkipping, // only blocks that hold something
+  kDelegated, // by torch's own backend
+  kCoordinates, // of a torch.sparse_coo tensor
+};
+constexpr size_t kDataPaths = 6;
+const char* path_name(DataPath path);
+
+// What calls of one operation have cost this rank.
+struct OpStats {
+  // Between this rank and its peers, through whatever memory or wire:
+  // contributions one way, results the other way, and what says which blocks
+  // travel.
+  uint64_t bytes_sent = 0;
+  uint64_t bytes_received = 0;
+  uint64_t messages_sent = 0; // 0 inside a machine
+  // Of calls that looked for zero blocks: the blocks of the tensors, those of
+  // them that this rank contributed, and those that any rank did.
+  uint64_t blocks = 0;
+  uint64_t blocks_present = 0;
+  uint64_t blocks_union = 0;
+  std::array<uint64_t, kDataPaths> calls{}; // by path
+};
+
+// Counters of one group. One thread at a time adds, any may read.
+class Stats {
+ public:
+  void add(OpCode op, DataPath path, const OpStats& call) {
+    Counters& c = ops_[static_cast<size_t>(op)];
+    c.bytes_sent.add(call.bytes_sent);
+    c.bytes_received.add(call.bytes_received);
+    c.messages_sent.add(call.messages_sent);
+    c.blocks.add(call.blocks);
+    c.blocks_present.add(call.blocks_present);
+    c.blocks_union.add(call.blocks_union);
+    c.calls[static_cast<size_t>(path)].add(1);
+  }
+  OpStats of(OpCode op) const;
+  void clear();
+
+ private:
+  struct Counter {
+    std::atomic<uint64_t> value{0};
+    void add(uint64_t n) {
+      value.store(
+          value.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+    }
+  };
+  struct Counters {
+    Counter bytes_sent, bytes_received, messages_sent;
+    Counter blocks, blocks_present, blocks_union;
+    std::array<Counter, kDataPaths> calls;
+  };
+  std::array<Counters, kOpCodes> ops_;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,292 @@
+// Reductions that skip zeros: dense tensors by blocks, torch.sparse_coo tensors
+// by their coordinates.
+
+#include "collectives/sparse_all_reduce.hpp"
+
+#include "base/hash.hpp"
+#include "c10d/errors.hpp"
+#include "c10d/process_group_fused.hpp"
+#include "c10d/tensors.hpp"
+#include "collectives/selector.hpp"
+
+namespace fusedpg {
+namespace {
+
+void check_residual(const at::Tensor& tensor, const at::Tensor& residual) {
+  TORCH_CHECK_VALUE(
+      residual.scalar_type() == tensor.scalar_type() &&
+          residual.numel() == tensor.numel() && residual.is_contiguous() &&
+          residual.device() == tensor.device(),
+      "fused: sparse_all_reduce: residual must be a contiguous tensor of ",
+      tensor.numel(),
+      " elements of ",
+      tensor.scalar_type(),
+      " like the tensor, found ",
+      residual.numel(),
+      " of ",
+      residual.scalar_type());
+}
+
+SparseOptions sparse_options(
+    const at::Tensor& tensor,
+    int64_t block_size,
+    double threshold,
+    const std::optional<at::Tensor>& residual) {
+  translate([&] { check_block_size(block_size); });
+  TORCH_CHECK_VALUE(
+      threshold >= 0,
+      "fused: sparse_all_reduce: threshold must not be negative, found ",
+      threshold);
+  TORCH_CHECK_VALUE(
+      (threshold > 0) == residual.has_value(),
+      "fused: sparse_all_reduce: a threshold and a residual, which keeps what "
+      "is not sent, go together");
+  SparseOptions options;
+  options.block = static_cast<size_t>(block_size);
+  options.threshold = threshold;
+  if (residual) {
+    TORCH_CHECK_VALUE(
+        tensor.is_floating_point(),
+        "fused: sparse_all_reduce: a threshold needs a floating-point tensor, "
+        "found ",
+        tensor.scalar_type());
+    check_residual(tensor, *residual);
+    options.residual = residual->data_ptr();
+  }
+  return options;
+}
+
+// --- torch.sparse_coo
+// ----------------------------------------------------------
+
+// What ranks tell each other of their tensors.
+struct CooHeader {
+  int64_t entries;
+  uint64_t shape; // hash of everything else, which must be the same
+};
+
+// The coordinates and values of all ranks.
+struct Gathered {
+  std::vector<at::Tensor> indices; // of each rank: [sparse_dim, entries]
+  std::vector<at::Tensor> values; // [entries, dense sizes...]
+};
+
+uint64_t shape_hash(const at::Tensor& t) {
+  Hash hash;
+  hash.add(static_cast<uint64_t>(t.sparse_dim()));
+  hash.add(static_cast<uint64_t>(t.scalar_type()));
+  for (const int64_t size : t.sizes()) {
+    hash.add(static_cast<uint64_t>(size));
+  }
+  return hash.value();
+}
+
+Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
+  CooHeader header{mine._nnz(), shape_hash(mine)};
+  std::vector<CooHeader> headers(ctx.size());
+  std::vector<Span> parts;
+  for (CooHeader& h : headers) {
+    parts.push_back({&h, sizeof h});
+  }
+  ctx.begin_item(0, 3);
+  all_gather(ctx, parts, {&header, sizeof header}, DType::kOpaque);
+  for (int p = 0; p < ctx.size(); ++p) {
+    if (headers[p].shape != header.shape) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: all_reduce of sparse tensors, sequence number ",
+          ctx.sequence,
+          ": sizes, dtypes or sparse dimensions differ between rank ",
+          ctx.rank(),
+          " (here) and rank ",
+          p,
+          " (there)");
+    }
+  }
+  Gathered all;
+  const auto exchange = [&](const at::Tensor& part,
+                            std::vector<at::Tensor>& list,
+                            int64_t dim,
+                            uint64_t item) {
+    for (const CooHeader& h : headers) {
+      std::vector<int64_t> sizes = part.sizes().vec();
+      sizes[dim] = h.entries;
+      list.push_back(at::empty(sizes, part.options()));
+    }
+    ctx.begin_item(item, 3);
+    const Flat in = Flat::input(part);
+    const auto outs = flat_outputs(list);
+    all_gather(ctx, spans(outs), in.span(), to_dtype(part.scalar_type()));
+    finish(outs);
+  };
+  exchange(mine.indices(), all.indices, 1, 1);
+  exchange(mine.values(), all.values, 0, 2);
+  return all;
+}
+
+// Every entry is a left fold over the ranks that have it, in rank order.
+at::Tensor add_entries(const at::Tensor& like, const Gathered& all) {
+  std::vector<at::Tensor> flat;
+  const int64_t dims = like.sparse_dim();
+  std::vector<int64_t> strides(dims, 1);
+  for (int64_t d = dims - 1; d > 0; --d) {
+    strides[d - 1] = strides[d] * like.size(d);
+  }
+  const at::Tensor factors = at::tensor(strides, at::kLong).unsqueeze(1);
+  for (const at::Tensor& indices : all.indices) {
+    flat.push_back((indices * factors).sum(0));
+  }
+  const auto [places, inverse, counts] =
+      at::_unique2(at::cat(flat), /*sorted=*/true, /*return_inverse=*/true);
+  std::vector<int64_t> sizes = all.values[0].sizes().vec();
+  sizes[0] = places.numel();
+  at::Tensor values = at::zeros(sizes, all.values[0].options());
+  at::Tensor indices = at::empty({dims, places.numel()}, at::kLong);
+  int64_t begin = 0;
+  for (size_t p = 0; p < flat.size(); ++p) {
+    const int64_t entries = flat[p].numel();
+    const at::Tensor mine = inverse.narrow(0, begin, entries);
+    values.index_add_(0, mine, all.values[p]);
+    indices.index_copy_(1, mine, all.indices[p]);
+    begin += entries;
+  }
+  return at::_sparse_coo_tensor_unsafe(
+      indices,
+      values,
+      like.sizes(),
+      like.options(),
+      /*is_coalesced=*/true);
+}
+
+} // namespace
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::sparse_all_reduce(
+    const at::Tensor& tensor,
+    const c10d::ReduceOp& op,
+    int64_t block_size,
+    double threshold,
+    const std::optional<at::Tensor>& residual,
+    bool async_op) {
+  const Call call{
+      c10d::OpType::ALLREDUCE,
+      "fused:sparse_all_reduce",
+      timeout_.load(),
+      async_op};
+  check_tensor("sparse_all_reduce", tensor);
+  const SparseOptions options =
+      sparse_options(tensor, block_size, threshold, residual);
+  const auto args = to_reduce_args(op, tensor.scalar_type(), getSize());
+  // The closures keep the residual.
+  if (spans_hosts()) {
+    return enqueue(
+        call,
+        {tensor},
+        {tensor},
+        [this, tensor, residual, args, options, timeout = call.timeout](
+            uint64_t ticket) {
+          NetContext ctx = net_context(ticket, timeout);
+          const Flat flat = Flat::inout(tensor);
+          stats_.add(
+              OpCode::kSparseAllReduce,
+              DataPath::kSkipping,
+              net_sparse_all_reduce(ctx, flat.reduce_tensor(), args, options));
+          flat.finish();
+        });
+  }
+  return run(
+      call,
+      {tensor},
+      {tensor},
+      [tensor, residual, args, options](Context& ctx) {
+        const Flat flat = Flat::inout(tensor);
+        fusedpg::sparse_all_reduce(ctx, {flat.reduce_tensor()}, args, options);
+        flat.finish();
+      });
+}
+
+bool ProcessGroupFused::skip_between_hosts(
+    uint64_t ticket,
+    std::chrono::milliseconds timeout,
+    const at::Tensor& flat,
+    const c10d::ReduceOp& op) {
+  using Choice = DensityEstimates::Choice;
+  const auto args = to_reduce_args(op, flat.scalar_type(), getSize());
+  const auto shape = static_cast<uint64_t>(flat.numel());
+  const Choice choice =
+      select_skip(net_skip_, getSize(), shape, flat.nbytes(), args);
+  const ReduceTensor tensor{flat.data_ptr(), static_cast<size_t>(flat.numel())};
+  // What Gloo's ring would move.
+  const uint64_t bytes =
+      2 * flat.nbytes() * static_cast<uint64_t>(getSize() - 1) / getSize();
+  if (choice == Choice::kDense) {
+    stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {bytes, bytes});
+    return false;
+  }
+  NetContext ctx = net_context(ticket, timeout);
+  const auto observe = [&](double density) {
+    if (net_skip_.mode == BlockSkip::kAuto) {
+      net_skip_.estimates.observe(shape, args.dtype, density, kNetSkipLimit);
+    }
+  };
+  if (choice == Choice::kSkip) {
+    const OpStats stats =
+        net_sparse_all_reduce(ctx, tensor, args, {net_skip_.block});
+    observe(double(stats.blocks_union) / double(stats.blocks));
+    stats_.add(OpCode::kAllReduce, DataPath::kSkipping, stats);
+    return true;
+  }
+  observe(net_sampled_density(ctx, tensor, args.dtype, net_skip_.block));
+  stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {bytes, bytes});
+  return false;
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_sparse(
+    Tensors& tensors,
+    const c10d::AllreduceOptions& opts) {
+  if (on_gpu(tensors)) {
+    return on_nccl(tensors, &Backend::allreduce_sparse, tensors, opts);
+  }
+  check_count("all_reduce", "tensor", tensors.size(), 1);
+  const Call call{
+      c10d::OpType::_ALLREDUCE_SPARSE,
+      "fused:sparse_all_reduce",
+      timeout_or(opts.timeout),
+      opts.asyncOp};
+  const bool mean = opts.reduceOp.op_ == c10d::ReduceOp::AVG;
+  TORCH_CHECK_VALUE(
+      mean || opts.reduceOp.op_ == c10d::ReduceOp::SUM,
+      "fused: all_reduce of sparse tensors: only SUM and AVG");
+  if (spans_hosts()) {
+    TORCH_CHECK_VALUE(!mean, "fused: Gloo's sparse all_reduce has only SUM");
+    log_once("all_reduce of sparse tensors between hosts uses Gloo");
+    return run_delegated(
+        call, tensors, tensors, [this, tensors, opts](auto& gloo) mutable {
+          stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {});
+          return gloo.allreduce(tensors, opts);
+        });
+  }
+  return run(call, tensors, tensors, [tensor = tensors[0], mean](Context& ctx) {
+    const c10::NoGradGuard no_grad;
+    const at::Tensor mine = tensor.detach().coalesce();
+    const Gathered all = gather_entries(ctx, mine);
+    at::Tensor sum = add_entries(mine, all);
+    if (mean) {
+      sum = sum.is_floating_point() || sum.is_complex()
+          ? sum / ctx.size()
+          : at::div(sum, ctx.size(), "trunc");
+    }
+    tensor.copy_(sum); // what detach() gives has coordinates of its own
+    OpStats stats;
+    for (int p = 0; p < ctx.size(); ++p) {
+      const size_t bytes = all.indices[p].nbytes() + all.values[p].nbytes();
+      if (p == ctx.rank()) {
+        stats.bytes_sent = bytes * static_cast<size_t>(ctx.size() - 1);
+      } else {
+        stats.bytes_received += bytes;
+      }
+    }
+    ctx.stats.add(OpCode::kAllReduce, DataPath::kCoordinates, stats);
+  });
+}
+
+} // namespace fusedpg

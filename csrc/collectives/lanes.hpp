@@ -1,0 +1,18 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace fusedpg {
+
+// A run of elements of one tensor of an operation.
+struct Piece {
+  size_t tensor;
+  size_t begin; // elements
+  size_t count; // elements
+};
+
+// What each owner reduces.
+using Lanes = std::vector<std::vector<Piece>>;
+
+} // namespace fusedpg

@@ -1,0 +1,447 @@
+#include "collectives/net_sparse.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+
+#include "base/error.hpp"
+#include "base/hash.hpp"
+#include "base/ownership.hpp"
+#include "collectives/block_map.hpp"
+
+namespace fusedpg {
+namespace {
+
+// What a message says of an owner's lane between two ranks: enough to keep a
+// link busy, little enough that links work at the same time as the reduction.
+constexpr size_t kSegmentBytes = size_t(1) << 20;
+// Segments whose contributions, or results, may be under way.
+constexpr size_t kWindow = 4;
+
+// Kinds of messages; each is a stream of its own between two ranks.
+enum Kind : uint32_t {
+  kHead,
+  kBitmap,
+  kContribution,
+  kUnion,
+  kResult,
+  kSample,
+  kKinds
+};
+
+// Nothing of an operation that failed half-way meets the next one.
+uint32_t tag_of(const NetContext& ctx, Kind kind) {
+  return static_cast<uint32_t>(ctx.sequence % (1u << 24)) * kKinds + kind;
+}
+
+struct Pending {
+  Transport::RequestPtr request;
+  NetBuffer buffer;
+};
+
+class Exchange {
+ public:
+  Exchange(
+      NetContext& ctx,
+      const ReduceTensor& tensor,
+      const kernels::ReduceArgs& args,
+      const SparseOptions& options)
+      : ctx_(ctx),
+        tensor_(tensor),
+        args_(args),
+        options_(options),
+        rank_(ctx.transport.rank()),
+        size_(ctx.transport.size()),
+        element_(dtype_size(args.dtype)),
+        segment_(
+            std::max(
+                kSegmentBytes / element_ / options.block * options.block,
+                options.block)),
+        map_({tensor.count}, options.block, size_),
+        results_({tensor.count}, options.block, 1) {
+    for (int p = 0; p < size_; ++p) {
+      const ShardRange r =
+          shard_range(static_cast<int64_t>(tensor.count), size_, p);
+      lanes_.push_back(
+          {0, static_cast<size_t>(r.offset), static_cast<size_t>(r.length)});
+      const size_t segments = (lanes_[p].count + segment_ - 1) / segment_;
+      steps_ = std::max(steps_, segments);
+    }
+    head_hash_ = Hash()
+                     .add(ctx.sequence)
+                     .add(static_cast<uint64_t>(tensor.count))
+                     .add(static_cast<uint64_t>(args.dtype))
+                     .add(static_cast<uint64_t>(args.op))
+                     .add(static_cast<uint64_t>(options.block))
+                     .add(options.threshold)
+                     .value();
+  }
+
+  OpStats run() {
+    std::vector<uint64_t> mine(map_.words());
+    find_blocks(
+        ctx_.kernels, ctx_.pool, tensor_, args_.dtype, options_, mine.data());
+    map_.load(rank_, mine.data());
+    compare_calls();
+    exchange_bitmaps(mine);
+    exchange_unions();
+    // Contributions of segment s, results of s - kWindow, and what arrives of
+    // s - 2 kWindow.
+    for (size_t s = 0; s < steps_ + 2 * kWindow; ++s) {
+      if (s < steps_) {
+        contribute(s);
+      }
+      if (s >= kWindow && s - kWindow < steps_) {
+        reduce(s - kWindow);
+      }
+      if (s >= 2 * kWindow) {
+        take_results(s - 2 * kWindow);
+      }
+    }
+    wait_for_sends(0);
+    stats_.blocks = map_.blocks();
+    stats_.blocks_present = map_.present_blocks(rank_);
+    stats_.blocks_union = results_.present_blocks(BlockMap::kAny);
+    return stats_;
+  }
+
+ private:
+  void send(int to, Kind kind, NetBuffer message) {
+    stats_.bytes_sent += message.bytes();
+    ++stats_.messages_sent;
+    auto request = ctx_.transport.send(to, tag_of(ctx_, kind), message);
+    sends_.push_back({std::move(request), std::move(message)});
+    wait_for_sends(4 * kWindow * static_cast<size_t>(size_));
+  }
+
+  // Until at most `left` are under way.
+  void wait_for_sends(size_t left) {
+    while (sends_.size() > left) {
+      sends_.front().request->wait(ctx_.deadline);
+      sends_.pop_front();
+    }
+  }
+
+  Pending receive(int from, Kind kind, size_t bytes) {
+    NetBuffer into(bytes);
+    stats_.bytes_received += bytes;
+    auto request = ctx_.transport.receive(from, tag_of(ctx_, kind), into);
+    return {std::move(request), std::move(into)};
+  }
+
+  // The words of the bitmap in which the blocks of a lane are.
+  struct Words {
+    size_t first;
+    size_t count;
+  };
+  Words words_of(int owner) const {
+    const Piece& lane = lanes_[owner];
+    if (lane.count == 0) {
+      return {0, 0};
+    }
+    const size_t first = lane.begin / options_.block / 64;
+    const size_t last = (lane.begin + lane.count - 1) / options_.block / 64;
+    return {first, last + 1 - first};
+  }
+
+  // Lengths of all later messages follow from what is compared here.
+  void compare_calls() {
+    NetBuffer head(sizeof head_hash_);
+    std::memcpy(head.data(), &head_hash_, sizeof head_hash_);
+    std::vector<Pending> heads(size_);
+    for (int p = 0; p < size_; ++p) {
+      if (p != rank_) {
+        send(p, kHead, head);
+        heads[p] = receive(p, kHead, sizeof head_hash_);
+      }
+    }
+    // All have them before anybody raises, which ends what is under way.
+    for (Pending& one : heads) {
+      if (one.request) {
+        one.request->wait(ctx_.deadline);
+      }
+    }
+    wait_for_sends(0);
+    for (int p = 0; p < size_; ++p) {
+      if (p == rank_) {
+        continue;
+      }
+      if (std::memcmp(heads[p].buffer.data(), &head_hash_, head.bytes()) != 0) {
+        fail(
+            ErrorKind::kMismatch,
+            "fused: sparse_all_reduce(",
+            red_op_name(args_.op),
+            ", ",
+            dtype_name(args_.dtype),
+            ", ",
+            tensor_.count,
+            " elements, blocks of ",
+            options_.block,
+            "), sequence number ",
+            ctx_.sequence,
+            ", on rank ",
+            rank_,
+            ": rank ",
+            p,
+            " called something else (dtype, size, reduction, block size and "
+            "threshold must be equal)");
+      }
+    }
+  }
+
+  // Every rank tells every owner which blocks of its lane it has.
+  void exchange_bitmaps(const std::vector<uint64_t>& mine) {
+    std::vector<Pending> bitmaps(size_);
+    const Words own = words_of(rank_);
+    for (int p = 0; p < size_; ++p) {
+      const Words words = words_of(p);
+      if (p == rank_) {
+        continue;
+      }
+      if (words.count != 0) {
+        NetBuffer bits(words.count * sizeof(uint64_t));
+        std::memcpy(bits.data(), mine.data() + words.first, bits.bytes());
+        send(p, kBitmap, std::move(bits));
+      }
+      if (own.count != 0) {
+        bitmaps[p] = receive(p, kBitmap, own.count * sizeof(uint64_t));
+      }
+    }
+    std::vector<uint64_t> bits(map_.words());
+    for (int p = 0; p < size_; ++p) {
+      if (bitmaps[p].request) {
+        bitmaps[p].request->wait(ctx_.deadline);
+        std::memcpy(
+            bits.data() + own.first,
+            bitmaps[p].buffer.data(),
+            bitmaps[p].buffer.bytes());
+        map_.load(p, bits.data());
+      }
+    }
+  }
+
+  // Every owner tells everybody which blocks of its lane any rank has.
+  void exchange_unions() {
+    std::vector<Pending> unions(size_);
+    // Words at the ends of a lane also have bits of other lanes: only those of
+    // blocks in the lane count.
+    const auto masked = [&](int owner, const uint64_t* from) {
+      std::vector<uint64_t> bits(results_.words());
+      const Piece& lane = lanes_[owner];
+      const Words words = words_of(owner);
+      for (size_t b = lane.begin / options_.block;
+           lane.count > 0 && b * options_.block < lane.begin + lane.count;
+           ++b) {
+        const uint64_t bit = from[b / 64 - words.first] >> (b % 64) & 1;
+        bits[b / 64] |= bit << (b % 64);
+      }
+      return bits;
+    };
+    const Words own = words_of(rank_);
+    for (int p = 0; p < size_; ++p) {
+      if (p == rank_) {
+        continue;
+      }
+      NetBuffer bits(own.count * sizeof(uint64_t));
+      std::memcpy(
+          bits.data(), map_.bits(BlockMap::kAny) + own.first, bits.bytes());
+      if (bits.bytes() != 0) {
+        send(p, kUnion, std::move(bits));
+      }
+      if (words_of(p).count != 0) {
+        unions[p] = receive(p, kUnion, words_of(p).count * sizeof(uint64_t));
+      }
+    }
+    lane_maps_.reserve(size_);
+    for (int p = 0; p < size_; ++p) {
+      std::vector<uint64_t> words(words_of(p).count);
+      if (p == rank_) {
+        std::copy_n(
+            map_.bits(BlockMap::kAny) + own.first, own.count, words.begin());
+      } else if (!words.empty()) {
+        unions[p].request->wait(ctx_.deadline);
+        std::memcpy(
+            words.data(), unions[p].buffer.data(), unions[p].buffer.bytes());
+      }
+      const std::vector<uint64_t> bits = masked(p, words.data());
+      results_.load(0, bits.data());
+      lane_maps_.emplace_back(
+          std::vector<size_t>{tensor_.count}, options_.block, 1);
+      lane_maps_.back().load(0, bits.data());
+    }
+  }
+
+  // Segment `s` of an owner's lane; empty behind its end.
+  Piece segment(int owner, size_t s) const {
+    const Piece& lane = lanes_[owner];
+    const size_t begin = std::min(s * segment_, lane.count);
+    return {0, lane.begin + begin, std::min(segment_, lane.count - begin)};
+  }
+
+  char* at(size_t index) const {
+    return static_cast<char*>(tensor_.data) + index * element_;
+  }
+
+  void contribute(size_t s) {
+    const Piece own = segment(rank_, s);
+    std::vector<Pending> arrivals(size_);
+    for (int k = 1; k < size_; ++k) {
+      // Everybody begins with another peer.
+      const int to = (rank_ + k) % size_;
+      const int from = (rank_ + size_ - k) % size_;
+      const Piece theirs = segment(to, s);
+      const size_t bytes = map_.present_elements(rank_, theirs) * element_;
+      if (bytes != 0) {
+        NetBuffer message(bytes);
+        char* out = message.data();
+        map_.for_present(rank_, theirs, [&](size_t begin, size_t end) {
+          const size_t run = (end - begin) * element_;
+          std::memcpy(out, at(begin), run);
+          out += run;
+        });
+        send(to, kContribution, std::move(message));
+      }
+      const size_t wanted = map_.present_elements(from, own) * element_;
+      if (wanted != 0) {
+        arrivals[from] = receive(from, kContribution, wanted);
+      }
+    }
+    contributions_.push_back(std::move(arrivals));
+  }
+
+  void reduce(size_t s) {
+    std::vector<Pending> arrived = std::move(contributions_.front());
+    contributions_.pop_front();
+    for (Pending& p : arrived) {
+      if (p.request) {
+        p.request->wait(ctx_.deadline);
+      }
+    }
+    const Piece own = segment(rank_, s);
+    const BlockMap& lane = lane_maps_[rank_];
+    NetBuffer result(lane.present_elements(BlockMap::kAny, own) * element_);
+    std::vector<const char*> next(size_); // what of a peer comes next
+    for (int p = 0; p < size_; ++p) {
+      next[p] = arrived[p].buffer.data();
+    }
+    char* out = result.data();
+    std::vector<const void*> srcs(size_ + 1);
+    map_.for_contributors(
+        own, [&](size_t begin, size_t end, const int* ranks, size_t num) {
+          if (num == 0) {
+            return;
+          }
+          const bool all = num == map_.size();
+          const size_t most = all ? end - begin : kZeroBytes / element_;
+          for (size_t from = begin; from < end; from += most) {
+            const size_t n = std::min(most, end - from);
+            for (size_t k = 0; k < num; ++k) {
+              const int p = ranks[k];
+              srcs[k] = p == rank_ ? at(from) : next[p];
+              next[p] += p == rank_ ? 0 : n * element_;
+            }
+            srcs[num] = kZeros;
+            void* dsts[] = {at(from), out};
+            out += n * element_;
+            ctx_.kernels.reduce(
+                args_, dsts, 2, srcs.data(), all ? num : num + 1, n, false);
+          }
+        });
+    std::vector<Pending> arrivals(size_);
+    for (int k = 1; k < size_; ++k) {
+      const int to = (rank_ + k) % size_;
+      const int from = (rank_ + size_ - k) % size_;
+      if (result.bytes() != 0) {
+        send(to, kResult, result);
+      }
+      const size_t bytes =
+          lane_maps_[from].present_elements(BlockMap::kAny, segment(from, s)) *
+          element_;
+      if (bytes != 0) {
+        arrivals[from] = receive(from, kResult, bytes);
+      }
+    }
+    arriving_.push_back(std::move(arrivals));
+  }
+
+  void take_results(size_t s) {
+    std::vector<Pending> arrived = std::move(arriving_.front());
+    arriving_.pop_front();
+    for (int p = 0; p < size_; ++p) {
+      if (!arrived[p].request) {
+        continue;
+      }
+      arrived[p].request->wait(ctx_.deadline);
+      const char* from = arrived[p].buffer.data();
+      lane_maps_[p].for_present(
+          BlockMap::kAny, segment(p, s), [&](size_t begin, size_t end) {
+            const size_t run = (end - begin) * element_;
+            std::memcpy(at(begin), from, run);
+            from += run;
+          });
+    }
+  }
+
+  NetContext& ctx_;
+  const ReduceTensor& tensor_;
+  const kernels::ReduceArgs& args_;
+  const SparseOptions& options_;
+  const int rank_;
+  const int size_;
+  const size_t element_;
+  const size_t segment_; // elements, of whole blocks
+  std::vector<Piece> lanes_; // by owner
+  size_t steps_ = 0;
+  uint64_t head_hash_;
+  BlockMap map_; // all blocks of this rank; in its lane, those of all ranks
+  BlockMap results_;
+  std::vector<BlockMap> lane_maps_; // the union in each lane
+  std::deque<std::vector<Pending>> contributions_; // by segment
+  std::deque<std::vector<Pending>> arriving_;
+  std::deque<Pending> sends_;
+  OpStats stats_;
+};
+
+} // namespace
+
+OpStats net_sparse_all_reduce(
+    NetContext& ctx,
+    const ReduceTensor& tensor,
+    const kernels::ReduceArgs& args,
+    const SparseOptions& options) {
+  check_can_skip(OpCode::kSparseAllReduce, args);
+  return Exchange(ctx, tensor, args, options).run();
+}
+
+double net_sampled_density(
+    NetContext& ctx,
+    const ReduceTensor& tensor,
+    DType dtype,
+    size_t block) {
+  const std::vector<uint64_t> mine =
+      sample_blocks(ctx.kernels, {tensor}, dtype, block);
+  const int size = ctx.transport.size();
+  const size_t bytes = mine.size() * sizeof(uint64_t);
+  NetBuffer message(bytes);
+  std::memcpy(message.data(), mine.data(), bytes);
+  std::vector<Pending> all;
+  for (int p = 0; p < size; ++p) {
+    if (p != ctx.transport.rank()) {
+      const uint32_t tag = tag_of(ctx, kSample);
+      all.push_back({ctx.transport.send(p, tag, message), message});
+      NetBuffer into(bytes);
+      all.push_back({ctx.transport.receive(p, tag, into), into});
+    }
+  }
+  std::vector<const uint64_t*> samples{mine.data()};
+  for (size_t i = 0; i < all.size(); ++i) {
+    all[i].request->wait(ctx.deadline);
+    if (i % 2 == 1) {
+      samples.push_back(
+          reinterpret_cast<const uint64_t*>(all[i].buffer.data()));
+    }
+  }
+  return sampled_density(samples);
+}
+
+} // namespace fusedpg

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/deadline.hpp"
+
+namespace fusedpg {
+
+// Bytes that stay as long as any request needs them: one that failed may still
+// be known to the network.
+class NetBuffer {
+ public:
+  NetBuffer() = default;
+  explicit NetBuffer(size_t bytes) : data_(new char[bytes]), bytes_(bytes) {}
+
+  char* data() const {
+    return data_.get();
+  }
+  size_t bytes() const {
+    return bytes_;
+  }
+  std::shared_ptr<char[]> owner() const {
+    return data_;
+  }
+
+ private:
+  std::shared_ptr<char[]> data_;
+  size_t bytes_ = 0;
+};
+
+// Point to point between the ranks of a group, wherever they are. A message of
+// n bytes meets a receive of n bytes; those of one peer and tag, in order. One
+// thread at a time.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  class Request {
+   public:
+    virtual ~Request() = default;
+    // Throws Error: kTimeout, kPeerFailed or kAborted. The transport can be
+    // used no more then.
+    virtual void wait(const Deadline& deadline) = 0;
+  };
+  using RequestPtr = std::unique_ptr<Request>;
+  virtual RequestPtr send(int to, uint32_t tag, const NetBuffer& message) = 0;
+  virtual RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) = 0;
+
+  // From any thread: makes waits throw Error(kAborted), now and later.
+  virtual void abort() = 0;
+};
+
+} // namespace fusedpg

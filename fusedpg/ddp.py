@@ -1,0 +1,88 @@
+"""Communication hooks for DistributedDataParallel.
+
+No postponed annotations here: DDP inspects those of its hooks.
+"""
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedpg.functional import sparse_all_reduce
+
+
+@dataclasses.dataclass
+class BlockSparseState:
+    """What :func:`block_sparse_hook` works with, one for each DDP module.
+
+    Args:
+        group: the module's process group; default: the default group.
+        block_size: elements of a block, 32 to 65536.
+        threshold: blocks of a gradient bucket without an element of a larger magnitude are not
+            sent, but kept and added to the next step's gradients (error feedback, Karimireddy et
+            al. 2019, arXiv:1901.09847). Magnitudes are those of the local gradients, before the
+            mean. 0: all that is not zero is sent, and training is that without a hook, bit for
+            bit.
+    """
+
+    group: dist.ProcessGroup | None = None
+    block_size: int = 256
+    threshold: float = 0.0
+    # What was not sent of each parameter's gradient: views into one tensor a bucket.
+    _residuals: Any = dataclasses.field(default_factory=WeakTensorKeyDictionary, repr=False)
+    _buckets: dict[int, tuple[list[int], torch.Tensor]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+
+    def residual(self, bucket: GradBucket) -> torch.Tensor:
+        """The residual of a bucket, laid out as its buffer; it follows DDP's rebuilt buckets."""
+        parameters = bucket.parameters()
+        members = [id(parameter) for parameter in parameters]
+        known = self._buckets.get(bucket.index())
+        if known is not None and known[0] == members:
+            return known[1]
+        buffer = bucket.buffer()
+        residual = torch.zeros_like(buffer)
+        begin = 0
+        for parameter in parameters:
+            view = residual[begin : begin + parameter.numel()]
+            begin += parameter.numel()
+            old = self._residuals.get(parameter)
+            if old is not None:
+                view.copy_(old)
+            self._residuals[parameter] = view
+        self._buckets[bucket.index()] = (members, residual)
+        return residual
+
+
+def block_sparse_hook(
+    state: BlockSparseState | dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Averages a gradient bucket, moving only blocks that are not zero.
+
+    ::
+
+        ddp.register_comm_hook(fusedpg.ddp.BlockSparseState(threshold=1e-4),
+                               fusedpg.ddp.block_sparse_hook)
+
+    Without a threshold, ``Options(block_skip="auto")`` does the same with no hook.
+    """
+    if not isinstance(state, BlockSparseState):
+        state = BlockSparseState(group=state)
+    size = dist.get_world_size(state.group)
+    # As DDP does without a hook: its gradients are shares of the mean.
+    buffer = bucket.buffer().mul_(1.0 / size)
+    residual = state.residual(bucket) if state.threshold > 0 else None
+    work = sparse_all_reduce(
+        buffer,
+        state.block_size,
+        state.threshold / size,
+        group=state.group,
+        async_op=True,
+        residual=residual,
+    )
+    future = cast("Any", work).get_future()
+    return cast("torch.futures.Future[torch.Tensor]", future.then(lambda done: done.value()[0]))

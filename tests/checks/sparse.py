@@ -1,0 +1,468 @@
+"""Reductions that skip zeros, against the dense ones.
+
+No postponed annotations here: DDP inspects those of its hooks.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedpg
+from checks.cases import digest
+from harness import Context
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    numel: int
+    block: int = 256
+    density: float = 0.1
+    overlap: str = "random"  # "random", "full" or "none"
+    dtype: str = "fp32"
+    op: str = "SUM"
+    arena: bool = False
+    offset: int = 0  # the tensor begins so many elements into its storage
+    special: bool = False
+    seed: int = 0
+
+
+def present(case: Case, rank: int, world_size: int) -> torch.Tensor:
+    """Which blocks a rank has."""
+    blocks = -(-case.numel // case.block)
+    shared = torch.Generator().manual_seed(case.seed)
+    own = torch.Generator().manual_seed(case.seed * 100 + rank + 1)
+    drawn = torch.rand(blocks, generator=own if case.overlap == "random" else shared)
+    chosen = drawn < case.density
+    if case.overlap == "none":
+        chosen &= torch.randint(world_size, (blocks,), generator=shared) == rank
+    return chosen
+
+
+def values(case: Case, rank: int, world_size: int) -> torch.Tensor:
+    """Integers, of which every order of additions makes the same."""
+    generator = torch.Generator().manual_seed(case.seed * 100 + rank + 51)
+    data = torch.randint(-8, 9, (case.numel,), generator=generator)
+    mask = present(case, rank, world_size).repeat_interleave(case.block)[: case.numel]
+    data = (data * mask).to(DTYPES[case.dtype])
+    if case.special and case.numel > 100:
+        data[7] = -0.0
+        data[33] = -0.0 if rank == 0 else 0.0
+        data[60] = float("nan") if rank == 0 else 1.0
+        data[70] = float("inf") if rank == 0 else 0.0
+        data[-1] = 1e-40 if case.dtype in ("fp32", "fp64") else data[-1]
+    return data
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What must be equal: all but the payload of NaN."""
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+    types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(types[tensor.element_size()])
+
+
+def placed(case: Case, data: torch.Tensor) -> torch.Tensor:
+    numel = case.numel + case.offset
+    empty = fusedpg.empty if case.arena else torch.empty
+    tensor = empty(numel, dtype=data.dtype)[case.offset :]
+    return tensor.copy_(data)
+
+
+def equals_dense(context: Context, *cases: Case) -> None:
+    for case in cases:
+        data = values(case, context.rank, context.world_size)
+        op = getattr(dist.ReduceOp, case.op)
+        dense = placed(case, data)
+        dist.all_reduce(dense, op)
+        sparse = placed(case, data)
+        fusedpg.sparse_all_reduce(sparse, case.block, op=op)
+        got = bits(sparse).clone()
+        sparse.fill_(1)  # while others may be at it yet
+        assert torch.equal(got, bits(dense)), case
+        again = placed(case, data)
+        work = fusedpg.sparse_all_reduce(again, case.block, op=op, async_op=True)
+        assert work is not None
+        work.wait()
+        assert torch.equal(bits(again), got), case
+
+
+def moved_bytes(context: Context, density: float) -> dict[str, Any]:
+    """What one call moves, beside the formula of docs/sparse.md."""
+    case = Case(256 * 64 * 3 * context.world_size, density=density, seed=3)
+    data = values(case, context.rank, context.world_size)
+    fusedpg.stats(reset=True)
+    fusedpg.sparse_all_reduce(data, case.block)
+    found = fusedpg.stats()["sparse_all_reduce"]
+    masks = [present(case, rank, context.world_size) for rank in range(context.world_size)]
+    union = torch.stack(masks).any(0)
+    assert found["calls"] == 1
+    assert found["blocks"] == len(union)
+    assert found["blocks_union"] == int(union.sum())
+    assert found["blocks_present"] == int(masks[context.rank].sum())
+    assert found["union_density"] == float(union.double().mean())
+    share = (context.world_size - 1) / context.world_size
+    return found | {
+        "formula": (float(masks[context.rank].double().mean()) + float(union.double().mean()))
+        * data.nbytes
+        * share,
+        "bitmaps": 2 * len(union) / 8 * (context.world_size - 1),
+    }
+
+
+def keeps_what_it_does_not_send(context: Context, dtype: str, steps: int = 5) -> None:
+    """Sums of all that went in and all that came out or is left are equal."""
+    numel, block, threshold = 5003, 64, 0.05
+    generator = torch.Generator().manual_seed(context.rank)
+    residual = torch.zeros(numel, dtype=DTYPES[dtype])
+    for _ in range(steps):
+        scale = torch.rand(-(-numel // block), generator=generator).pow(6)
+        data = torch.randn(numel, generator=generator)
+        data = (data * scale.repeat_interleave(block)[:numel]).to(DTYPES[dtype])
+        total = data + residual
+        sent = data.clone()
+        # What this rank alone sends: seen in a group of its own.
+        alone = residual.clone()
+        fusedpg.sparse_all_reduce(sent, block, threshold, context_group(context), residual=alone)
+        fusedpg.sparse_all_reduce(data, block, threshold, residual=residual)
+        assert torch.equal(residual, alone)
+        assert torch.equal(sent + residual, total)
+        chunks = residual.split(block)
+        assert all(float(chunk.abs().max()) <= threshold for chunk in chunks)
+        assert any(bool(chunk.any()) for chunk in chunks)
+        everything = [torch.empty_like(sent) for _ in range(context.world_size)]
+        dist.all_gather(everything, sent)
+        want = everything[0].float()
+        for one in everything[1:]:  # in rank order, rounded once
+            want += one.float()
+        assert torch.equal(data, want.to(data.dtype))
+
+
+_alone: dict[int, Any] = {}
+
+
+def context_group(context: Context) -> Any:
+    """A group of this rank only."""
+    if id(context) not in _alone:
+        groups = [dist.new_group([rank]) for rank in range(context.world_size)]
+        _alone[id(context)] = groups[context.rank]
+    return _alone[id(context)]
+
+
+def new_group(**options: Any) -> Any:
+    return dist.new_group(pg_options=fusedpg.Options(**options))
+
+
+def by_option(context: Context, mode: str) -> dict[str, int]:
+    """Plain all_reduce in a group that skips; returns the calls by path."""
+    group = new_group(block_skip=mode, block_size=128)
+    for step in range(20):
+        for density in (0.02, 1.0):
+            numel = 100_000 if density < 1 else 90_000
+            case = Case(numel, 128, density, arena=step % 2 == 0, seed=step)
+            data = values(case, context.rank, context.world_size)
+            want = data.clone()
+            dist.all_reduce(want, group=context.oracle)
+            got = placed(case, data)
+            dist.all_reduce(got, group=group)
+            assert torch.equal(got, want)
+    paths: dict[str, int] = fusedpg.stats(group)["all_reduce"]["paths"]
+    dist.destroy_process_group(group)
+    return paths
+
+
+class Words(nn.Module):
+    """A large embedding of which a batch uses few rows, and a small dense part."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(4000, 32, mode="mean", sparse=sparse)
+        self.out = nn.Linear(32, 5)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.out(self.table(words))
+        return result
+
+
+def train_words(
+    context: Context,
+    group: Any,
+    *,
+    sparse: bool = False,
+    state: Any = None,
+    steps: int = 8,
+    bucket_cap_mb: float = 0.3,
+) -> tuple[list[float], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    module = Words(sparse)
+    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=bucket_cap_mb)
+    if state is not None:
+        from fusedpg.ddp import block_sparse_hook
+
+        ddp.register_comm_hook(state, block_sparse_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + context.rank)
+        target = torch.randint(0, 5, (16,), generator=generator)
+        words = torch.randint(0, 60, (16, 6), generator=generator) + 60 * target[:, None]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(words), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, [p.detach().clone() for p in module.parameters()]
+
+
+def unchanged_ddp(context: Context) -> str:
+    """DDP on a group that skips is DDP on one that does not, bit for bit.
+
+    Between hosts Gloo adds more than two ranks in another order.
+    """
+    close = 0.0 if context.one_host or context.world_size == 2 else 1e-5
+    digests = []
+    off = new_group()
+    want = train_words(context, off)
+    for mode in ("on", "auto"):
+        group = new_group(block_skip=mode, block_size=32)
+        losses, parameters = train_words(context, group)
+        torch.testing.assert_close(losses, want[0], rtol=close, atol=close)
+        torch.testing.assert_close(parameters, want[1], rtol=close, atol=close)
+        assert fusedpg.stats(group)["all_reduce"]["paths"].get("block_sparse", 0) > 3
+        dist.destroy_process_group(group)
+        digests += parameters
+    dist.destroy_process_group(off)
+    return digest(digests)
+
+
+def hook_without_threshold(context: Context) -> str:
+    from fusedpg.ddp import BlockSparseState
+
+    want = train_words(context, None)
+    got = train_words(context, None, state=BlockSparseState(block_size=32))
+    assert got[0] == want[0]
+    for mine, other in zip(got[1], want[1], strict=True):
+        assert torch.equal(mine, other)
+    return digest(got[1])
+
+
+def hook_with_threshold(context: Context) -> str:
+    """It skips, keeps what it skipped through DDP's rebuilt buckets, and learns."""
+    from fusedpg.ddp import BlockSparseState
+
+    exact, _ = train_words(context, None, steps=30)
+    state = BlockSparseState(block_size=32, threshold=2e-3)
+    fusedpg.stats(reset=True)
+    losses, parameters = train_words(context, None, state=state, steps=30, bucket_cap_mb=0.0001)
+    found = fusedpg.stats()["sparse_all_reduce"]
+    assert found["density"] < 0.1
+    assert any(bool(residual.any()) for _, residual in state._buckets.values())
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert abs(sum(losses[-5:]) - sum(exact[-5:])) < 0.1 * sum(exact[-5:])
+    return digest(parameters)
+
+
+def residuals_follow_parameters(context: Context) -> None:
+    """When DDP rebuilds its buckets, what was kept of a parameter goes with it."""
+    from fusedpg.ddp import BlockSparseState
+
+    class Bucket:
+        def __init__(self, index: int, parameters: list[torch.Tensor]) -> None:
+            self._index, self._parameters = index, parameters
+            self._buffer = torch.zeros(sum(p.numel() for p in parameters))
+
+        def index(self) -> int:
+            return self._index
+
+        def parameters(self) -> list[torch.Tensor]:
+            return self._parameters
+
+        def buffer(self) -> torch.Tensor:
+            return self._buffer
+
+    a, b, c = (torch.zeros(n) for n in (3, 4, 5))
+    state = BlockSparseState(threshold=1.0)
+    state.residual(Bucket(0, [a, b])).copy_(torch.arange(7.0))  # type: ignore[arg-type]
+    state.residual(Bucket(1, [c])).copy_(torch.arange(7.0, 12.0))  # type: ignore[arg-type]
+    first = state.residual(Bucket(0, [c, a]))  # type: ignore[arg-type]
+    assert first.tolist() == [7, 8, 9, 10, 11, 0, 1, 2]
+    second = state.residual(Bucket(1, [b]))  # type: ignore[arg-type]
+    assert second.tolist() == [3, 4, 5, 6]
+    assert state.residual(Bucket(0, [c, a])) is first  # type: ignore[arg-type]
+    del context
+
+
+# --- fused optimizer steps -------------------------------------------------------------
+
+STEPS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
+    "adam": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
+    "adamw": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
+    "amsgrad": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": True},
+}
+SIZES = (70_001, 5, 0, 4096, 12_345)
+
+
+def step_tensors(
+    context: Context, name: str, dtype: torch.dtype, memory: str, block_skip: bool, density: float
+) -> list[torch.Tensor]:
+    """Parameters and state after three steps on sparse gradients."""
+    torch.manual_seed(0)
+    function = getattr(fusedpg, f"fused_{'adamw' if name == 'amsgrad' else name}_")
+    empty = {"arena": fusedpg.empty, "ordinary": torch.empty}
+
+    def place(numel: int, i: int, type: torch.dtype) -> torch.Tensor:
+        kind = memory if memory != "mixed" else ("arena", "ordinary")[(i + context.rank) % 2]
+        return empty[kind](numel, dtype=type)
+
+    params = [place(n, i, dtype).copy_(torch.randn(n)) for i, n in enumerate(SIZES)]
+    lengths = [fusedpg.shard_range(n, context.world_size, context.rank)[1] for n in SIZES]
+    names = {"sgd": 1, "amsgrad": 3}.get(name, 2)
+    states = [[torch.zeros(length) for length in lengths] for _ in range(names)]
+    masters: list[torch.Tensor] = []
+    if dtype != torch.float32:
+        starts = [fusedpg.shard_range(n, context.world_size, context.rank)[0] for n in SIZES]
+        for param, start, length in zip(params, starts, lengths, strict=True):
+            masters.append(param[start : start + length].float())
+    steps = [torch.zeros(()) for _ in SIZES]
+    for step in range(3):
+        grads = []
+        for i, n in enumerate(SIZES):
+            case = Case(n, 256, density, seed=10 * step + i)
+            data = values(case, context.rank, context.world_size) / 3
+            grads.append(place(n, i + 1, dtype).copy_(data))
+        common: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "master_params": masters}
+        common |= STEPS[name]
+        common["block_skip"] = block_skip
+        if name == "sgd":
+            function(params, grads, *states, is_first_step=step == 0, **common)
+        else:
+            moments = [*states, []][:3]
+            function(params, grads, *moments, steps, **common)
+    return params + [one for state in states for one in state] + masters + steps
+
+
+def fused_steps(context: Context, name: str, kind: str) -> None:
+    for memory in ("ordinary", "arena", "mixed"):
+        for density in (0.02, 0.5, 1.0):
+            arguments = (context, name, DTYPES[kind], memory)
+            want = step_tensors(*arguments, block_skip=False, density=density)
+            fusedpg.stats(reset=True)
+            got = step_tensors(*arguments, block_skip=True, density=density)
+            for mine, other in zip(got, want, strict=True):
+                assert torch.equal(bits(mine), bits(other))
+            op = {"amsgrad": "adamw"}.get(name, name)
+            found = fusedpg.stats().get(f"fused_{op}_")
+            if context.world_size > 1 and context.one_host:
+                assert found is not None and found["paths"] == {"block_sparse": 3}
+                assert abs(found["density"] - density) < 0.1
+
+
+# --- torch.sparse_coo ------------------------------------------------------------
+
+
+def coordinates(context: Context, dtype: str, op: str = "SUM") -> str:
+    digests = []
+    for entries in (0, 1, 40):
+        for sizes, dims in (((50, 3), 1), ((7, 9, 4), 2), ((200,), 1)):
+            generator = torch.Generator().manual_seed(10 * entries + context.rank)
+            mine = entries if context.rank != 1 else entries // 2
+            indices = torch.stack(
+                [torch.randint(0, sizes[d], (mine,), generator=generator) for d in range(dims)]
+            )
+            shape = (mine, *sizes[dims:])
+            data = torch.randint(-9, 10, shape, generator=generator).to(DTYPES[dtype])
+            tensor = torch.sparse_coo_tensor(indices, data, sizes)
+            want = tensor.to_dense()
+            dist.all_reduce(want, getattr(dist.ReduceOp, op))
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+            assert tensor.is_coalesced()
+            assert torch.equal(tensor.to_dense(), want)
+            digests += [tensor.indices(), tensor.values()]
+    return digest(digests)
+
+
+def coordinates_move_entries(context: Context) -> None:
+    """What travels grows with the entries, not with the size of the tensor."""
+    for entries in (10, 1000):
+        indices = torch.arange(entries).mul(37)[None]
+        tensor = torch.sparse_coo_tensor(indices, torch.ones(entries, 4), (10_000_000, 4))
+        fusedpg.stats(reset=True)
+        dist.all_reduce(tensor)
+        found = fusedpg.stats()["all_reduce"]
+        assert found["paths"] == {"coordinates": 1}
+        assert found["bytes_sent"] == entries * (8 + 16) * (context.world_size - 1)
+
+
+def coordinates_that_differ(context: Context) -> None:
+    size = 10 if context.rank == 0 else 11
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (size,))
+    try:
+        dist.all_reduce(tensor)
+    except dist.DistBackendError as error:
+        assert "sizes, dtypes or sparse dimensions differ" in str(error)
+    else:
+        raise AssertionError("no error")
+    dist.barrier()
+
+
+def sparse_embedding(context: Context) -> str:
+    """DDP with EmbeddingBag(sparse=True) gives what the dense gradient gives."""
+    want = train_words(context, None)
+    got = train_words(context, None, sparse=True)
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]))
+    for mine, other in zip(got[1], want[1], strict=True):
+        torch.testing.assert_close(mine, other)
+    return digest(got[1])
+
+
+# --- errors ------------------------------------------------------------------------
+
+
+def wrong_arguments(context: Context) -> None:
+    del context
+    data = torch.zeros(100_000)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"block_size": 31}, "block_size"),
+        ({"block_size": 65537}, "block_size"),
+        ({"threshold": -1.0}, "negative"),
+        ({"threshold": 0.1}, "residual"),
+        ({"residual": torch.zeros(100_000)}, "residual"),
+        ({"threshold": 0.1, "residual": torch.zeros(5)}, "residual"),
+        ({"op": dist.ReduceOp.MAX}, "SUM and AVG"),
+    ]
+    for options, text in wrong:
+        try:
+            fusedpg.sparse_all_reduce(data, **options)
+        except ValueError as error:
+            assert text in str(error), (options, str(error))
+        else:
+            raise AssertionError(f"no error for {options}")
+    dist.barrier()
+
+
+def disagreement(context: Context, what: str) -> None:
+    data = torch.ones(100_000)
+    calls = {
+        "block": lambda r: fusedpg.sparse_all_reduce(data, 64 << r),
+        "size": lambda r: fusedpg.sparse_all_reduce(data[: 100_000 - r]),
+        "operation": lambda r: dist.all_reduce(data) if r else fusedpg.sparse_all_reduce(data),
+    }
+    try:
+        calls[what](min(context.rank, 1))
+    except dist.DistBackendError as error:
+        assert "disagree" in str(error) or "called something else" in str(error)
+    else:
+        raise AssertionError("no error")

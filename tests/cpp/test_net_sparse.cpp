@@ -1,0 +1,283 @@
+// The all-reduce between machines that skips blocks of zeros, over a transport
+// that is a table in memory.
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <tuple>
+
+#include "collective_cases.hpp"
+#include "collectives/net_sparse.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using namespace fusedpg::test;
+
+// Messages under way between all ranks.
+class Wire {
+ public:
+  using Key = std::tuple<int, int, uint32_t>; // from, to, tag
+
+  void put(const Key& key, Bytes message) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++messages_;
+    waiting_[key].push_back(std::move(message));
+    changed_.notify_all();
+  }
+  // Empty: not within the deadline.
+  Bytes take(const Key& key, const Deadline& deadline) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const bool there = changed_.wait_for(
+        lock, deadline.remaining(), [&] { return !waiting_[key].empty(); });
+    if (!there) {
+      return {};
+    }
+    Bytes message = std::move(waiting_[key].front());
+    waiting_[key].pop_front();
+    return message;
+  }
+  size_t left() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t sum = 0;
+    for (const auto& [key, messages] : waiting_) {
+      sum += messages.size();
+    }
+    return sum;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<Key, std::deque<Bytes>> waiting_;
+  size_t messages_ = 0;
+};
+
+class WireTransport : public Transport {
+ public:
+  WireTransport(Wire& wire, int rank, int size)
+      : wire_(wire),
+        rank_(rank),
+        size_(size) {}
+  int rank() const override {
+    return rank_;
+  }
+  int size() const override {
+    return size_;
+  }
+  RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override {
+    CHECK(message.bytes() != 0);
+    CHECK(to != rank_);
+    // At the latest when it is waited for: until then nobody may write there.
+    return std::make_unique<Done>([this, to, tag, message](const Deadline&) {
+      const auto* begin = reinterpret_cast<const uint8_t*>(message.data());
+      wire_.put({rank_, to, tag}, Bytes(begin, begin + message.bytes()));
+    });
+  }
+  RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override {
+    CHECK(into.bytes() != 0);
+    return std::make_unique<Request>(*this, from, tag, into);
+  }
+  void abort() override {}
+
+ private:
+  // Runs at once; sends never wait.
+  class Done : public Transport::Request {
+   public:
+    explicit Done(const std::function<void(const Deadline&)>& call) {
+      call(Deadline(kLong));
+    }
+    void wait(const Deadline&) override {}
+  };
+  class Request : public Transport::Request {
+   public:
+    Request(WireTransport& transport, int from, uint32_t tag, NetBuffer into)
+        : transport_(transport),
+          key_(from, transport.rank_, tag),
+          into_(std::move(into)) {}
+    void wait(const Deadline& deadline) override {
+      const Bytes message = transport_.wire_.take(key_, deadline);
+      if (message.empty()) {
+        fail(ErrorKind::kTimeout, "no message from rank ", std::get<0>(key_));
+      }
+      if (CHECK_EQ(message.size(), into_.bytes())) {
+        std::memcpy(into_.data(), message.data(), message.size());
+      }
+    }
+
+   private:
+    WireTransport& transport_;
+    const Wire::Key key_;
+    const NetBuffer into_;
+  };
+
+  Wire& wire_;
+  const int rank_;
+  const int size_;
+};
+
+struct NetCase {
+  DType dtype = DType::kFloat32;
+  size_t count = 0;
+  size_t block = 256;
+  size_t percent = 10; // of blocks
+  uint64_t seed = 1;
+};
+
+Bytes contribution(const NetCase& c, int rank) {
+  Bytes x = values(c.dtype, c.count, c.seed + rank);
+  const size_t bytes = c.block * dtype_size(c.dtype);
+  for (size_t b = 0; b * bytes < x.size(); ++b) {
+    if (mixed(c.seed * 31 + 7 * b + 1000 * rank) % 100 >= c.percent) {
+      const size_t end = std::min(x.size(), (b + 1) * bytes);
+      std::fill(x.begin() + b * bytes, x.begin() + end, 0);
+    }
+  }
+  return x;
+}
+
+// Calls body(rank, context, wire) on a thread a rank.
+template <typename Body>
+void on_wire(int size, const Body& body, milliseconds timeout = kLong) {
+  Wire wire;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      WireTransport transport(wire, rank, size);
+      Pool pool(1);
+      NetContext ctx{transport, *kernels::table(), pool, Deadline(timeout), 5};
+      body(rank, ctx);
+    });
+  }
+  for (std::thread& t : threads) {
+    t.join();
+  }
+  if (timeout == kLong) {
+    CHECK_EQ(wire.left(), size_t{0});
+  }
+}
+
+void check_net(int size, const NetCase& c) {
+  std::vector<Bytes> all;
+  std::vector<const void*> srcs;
+  for (int p = 0; p < size; ++p) {
+    all.push_back(contribution(c, p));
+    srcs.push_back(all.back().data());
+  }
+  const Bytes wanted = reference(sum_of(c.dtype), srcs, c.count);
+  const size_t blocks = (c.count + c.block - 1) / c.block;
+  const auto present = [&](const Bytes& x) {
+    std::vector<uint64_t> bits(blocks / 64 + 1);
+    kernels::table()->find_blocks(
+        x.data(), x.size(), c.block * dtype_size(c.dtype), bits.data());
+    return bits;
+  };
+  std::vector<OpStats> stats(static_cast<size_t>(size));
+  on_wire(size, [&](int rank, NetContext& ctx) {
+    Bytes mine = all[static_cast<size_t>(rank)];
+    stats[static_cast<size_t>(rank)] = net_sparse_all_reduce(
+        ctx, {mine.data(), c.count}, sum_of(c.dtype), {c.block});
+    CHECK(mine == wanted);
+  });
+  // All that is sent is received.
+  uint64_t sent = 0, received = 0, here = 0;
+  for (int p = 0; p < size; ++p) {
+    const OpStats& s = stats[static_cast<size_t>(p)];
+    sent += s.bytes_sent;
+    received += s.bytes_received;
+    uint64_t ones = 0;
+    for (const uint64_t word : present(all[static_cast<size_t>(p)])) {
+      ones += static_cast<uint64_t>(__builtin_popcountll(word));
+    }
+    CHECK_EQ(s.blocks_present, ones);
+    CHECK_EQ(s.blocks, blocks);
+    CHECK_EQ(s.blocks_union, stats[0].blocks_union);
+    here += ones;
+  }
+  CHECK_EQ(sent, received);
+  // Every block travels once to its owner and from there to all others; blocks
+  // at the ends of lanes have two owners, and heads a word for that.
+  const double share = double(size - 1) / size;
+  const double block_bytes = double(c.block * dtype_size(c.dtype));
+  const double data =
+      (double(here) + double(size) * double(stats[0].blocks_union)) * share *
+      block_bytes;
+  const double heads =
+      double(size) * (size - 1) * (double(blocks) / size / 4 + 40);
+  CHECK(double(sent) <= data * 1.6 + heads + 4 * size * block_bytes);
+}
+
+TEST(net_sparse_equals_dense) {
+  uint64_t seed = 1;
+  for (const int size : {1, 2, 3, 5}) {
+    for (const DType dtype :
+         {DType::kFloat32, DType::kBFloat16, DType::kInt64}) {
+      for (const size_t count : {0, 1, 31, 5000, 70001, 1300007}) {
+        for (const size_t percent : {0, 1, 30, 100}) {
+          // Many segments in one case only.
+          if (count > 100000 && (dtype != DType::kInt64 || percent != 30)) {
+            continue;
+          }
+          for (const size_t block : {32, 100, 65536}) {
+            check_net(size, {dtype, count, block, percent, ++seed});
+          }
+          if (kOnlyThreads) {
+            break;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(net_sparse_samples) {
+  for (const size_t percent : {0, 10, 100}) {
+    const NetCase c{DType::kFloat32, 1000000, 100, percent};
+    double found[3];
+    on_wire(3, [&](int rank, NetContext& ctx) {
+      Bytes mine = contribution(c, rank);
+      found[rank] =
+          net_sampled_density(ctx, {mine.data(), c.count}, c.dtype, c.block);
+    });
+    CHECK(found[0] == found[1] && found[0] == found[2]);
+    const double wanted =
+        percent == 10 ? 1 - .9 * .9 * .9 : double(percent) / 100;
+    CHECK(std::fabs(found[0] - wanted) < .05);
+  }
+}
+
+TEST(net_sparse_disagreements) {
+  on_wire(
+      2,
+      [](int rank, NetContext& ctx) {
+        Bytes mine(4 * 10000);
+        SparseOptions options;
+        options.block = rank == 0 ? 64 : 128;
+        CHECK_THROWS(
+            net_sparse_all_reduce(ctx, {mine.data(), 10000}, sum_of(), options),
+            Error,
+            "called something else");
+      },
+      milliseconds(20000));
+}
+
+TEST(net_sparse_absent_rank) {
+  on_wire(
+      3,
+      [](int rank, NetContext& ctx) {
+        Bytes mine(4 * 10000, 1);
+        if (rank != 2) {
+          CHECK_THROWS(
+              net_sparse_all_reduce(ctx, {mine.data(), 10000}, sum_of(), {64}),
+              Error,
+              "no message from rank 2");
+        }
+      },
+      milliseconds(300));
+}
+
+} // namespace

@@ -1,0 +1,180 @@
+"""Reductions that skip zeros: blocks of dense tensors, and torch.sparse_coo."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+import fusedpg
+import harness
+from checks import sparse
+from checks.sparse import Case
+
+pytestmark = pytest.mark.fused_only
+
+DENSITIES = (1.0, 0.8, 0.4, 0.2, 0.1, 0.08, 0.04, 0.02, 0.01, 0.0)
+HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
+
+
+def pool_of_hosts(names: str) -> harness.Workers:
+    env = [{"FUSEDPG_HOST_ID": name} for name in HOSTS[names]]
+    return harness.pool(len(env), env=env, one_host=False)
+
+
+@pytest.fixture(params=["one host", *HOSTS])
+def ranks(request: pytest.FixtureRequest) -> harness.Workers:
+    """Ranks of one machine, and of several, whose data take other ways."""
+    return harness.pool(3) if request.param == "one host" else pool_of_hosts(request.param)
+
+
+@pytest.mark.parametrize("overlap", ["random", "full", "none"])
+def test_equals_dense(workers: harness.Workers, overlap: str) -> None:
+    for density in DENSITIES:
+        cases = [
+            Case(numel, density=density, overlap=overlap, arena=arena, special=True, seed=numel)
+            for numel in (100_003, 255)
+            for arena in (False, True)
+        ]
+        workers.run(sparse.equals_dense, *cases)
+
+
+@pytest.mark.parametrize("names", HOSTS)
+def test_equals_dense_across_hosts(names: str) -> None:
+    ranks = pool_of_hosts(names)
+    for density in DENSITIES:
+        ranks.run(
+            sparse.equals_dense,
+            *[
+                Case(numel, density=density, overlap=overlap, seed=numel)
+                for numel in (400_003, 255)
+                for overlap in ("random", "full", "none")
+            ],
+        )
+
+
+@pytest.mark.parametrize("dtype", sparse.DTYPES)
+def test_types(ranks: harness.Workers, dtype: str) -> None:
+    ops = ("SUM", "AVG") if dtype in ("fp64", "fp32") else ("SUM",)
+    ranks.run(
+        sparse.equals_dense,
+        *[
+            Case(70_001, block, dtype=dtype, op=op, density=0.2)
+            for block in (32, 100, 4096, 65536)
+            for op in ops
+        ],
+    )
+
+
+@hypothesis.given(
+    numel=st.integers(0, 60_000),
+    block=st.integers(32, 5000),
+    density=st.sampled_from(DENSITIES),
+    overlap=st.sampled_from(["random", "full", "none"]),
+    dtype=st.sampled_from(list(sparse.DTYPES)),
+    arena=st.booleans(),
+    offset=st.integers(0, 40),
+    seed=st.integers(0, 1000),
+)
+@hypothesis.settings(max_examples=60)
+def test_any_case(**case: object) -> None:
+    harness.pool(3).run(sparse.equals_dense, Case(**case))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.3])
+def test_moved_bytes(ranks: harness.Workers, density: float) -> None:
+    answers = ranks.run(sparse.moved_bytes, density)
+    for key in ("bytes_sent", "bytes_received"):
+        moved = sum(answer[key] for answer in answers)
+        formula = sum(answer["formula"] for answer in answers)
+        bitmaps = sum(answer["bitmaps"] for answer in answers)
+        assert 0.98 * formula <= moved <= 1.02 * formula + bitmaps + 400 * len(answers) ** 2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_keeps_what_it_does_not_send(ranks: harness.Workers, dtype: str) -> None:
+    ranks.run(sparse.keeps_what_it_does_not_send, dtype)
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "on"])
+def test_by_option(ranks: harness.Workers, mode: str) -> None:
+    for paths in ranks.run(sparse.by_option, mode):
+        skipped = paths.get("block_sparse", 0)
+        assert sum(paths.values()) == 40
+        assert skipped == {"off": 0, "auto": 19}.get(mode, skipped)
+        assert mode != "on" or skipped >= 20
+
+
+def test_unchanged_ddp(ranks: harness.Workers) -> None:
+    assert len(set(ranks.run(sparse.unchanged_ddp))) == 1
+
+
+def test_hook(workers: harness.Workers) -> None:
+    assert len(set(workers.run(sparse.hook_without_threshold))) == 1
+    assert len(set(workers.run(sparse.hook_with_threshold))) == 1
+
+
+def test_residuals_follow_parameters(pair: harness.Workers) -> None:
+    pair.run(sparse.residuals_follow_parameters)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", sparse.STEPS)
+def test_fused_steps(workers: harness.Workers, name: str, kind: str) -> None:
+    workers.run(sparse.fused_steps, name, kind)
+
+
+def test_fused_steps_across_hosts() -> None:
+    pool_of_hosts("two").run(sparse.fused_steps, "adamw", "fp32")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int64"])
+def test_coordinates(workers: harness.Workers, dtype: str) -> None:
+    assert len(set(workers.run(sparse.coordinates, dtype))) == 1
+
+
+def test_mean_of_coordinates(pair: harness.Workers) -> None:
+    pair.run(sparse.coordinates, "fp64", "AVG")
+
+
+def test_coordinates_across_hosts() -> None:
+    assert len(set(pool_of_hosts("two").run(sparse.coordinates, "fp32"))) == 1
+
+
+def test_coordinates_move_entries(workers: harness.Workers) -> None:
+    workers.run(sparse.coordinates_move_entries)
+
+
+def test_coordinates_that_differ(pair: harness.Workers) -> None:
+    pair.run(sparse.coordinates_that_differ)
+
+
+def test_sparse_embedding(ranks: harness.Workers) -> None:
+    assert len(set(ranks.run(sparse.sparse_embedding))) == 1
+
+
+def test_wrong_arguments(pair: harness.Workers) -> None:
+    pair.run(sparse.wrong_arguments)
+
+
+@pytest.mark.parametrize("what", ["block", "size", "operation"])
+def test_disagreement(pair: harness.Workers, what: str) -> None:
+    pair.run(sparse.disagreement, what)
+
+
+@pytest.mark.parametrize("what", ["block", "size"])
+def test_disagreement_across_hosts(what: str) -> None:
+    for _ in range(2):  # the group stays usable
+        pool_of_hosts("three").run(sparse.disagreement, what)
+    pool_of_hosts("three").run(sparse.equals_dense, Case(100_003))
+
+
+@pytest.mark.parametrize(
+    "options", [{"block_skip": "sometimes"}, {"block_size": 16}, {"block_size": 100_000}]
+)
+def test_wrong_options(options: dict[str, object]) -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match=next(iter(options))):
+        fusedpg.ProcessGroupFused(store, 0, 1, fusedpg.Options(**options))  # type: ignore[arg-type]
