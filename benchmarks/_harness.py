@@ -264,23 +264,33 @@ def measure(
     size: int,
     rounds: int,
     bus_factor: float | None = None,
+    prepare: Mapping[str, Callable[[], object]] | None = None,
 ) -> list[Row]:
     """Time the arms in turn, `rounds` times; every rank gets the same rows.
 
     Short calls are timed in batches, back to back: of about 300 us, or 3 ms where ranks outnumber
-    cores and have to be scheduled before they can start together.
+    cores and have to be scheduled before they can start together. An arm in `prepare` is timed
+    one call at a time, and what stands there runs before each, outside the timed part.
     """
     clock = context.clock
+    prepare = prepare or {}
     cores = len(os.sched_getaffinity(0))
     span = 300e-6 if context.world_size <= cores else 3e-3
     batch: dict[str, int] = {}
     for name, call in arms.items():
+        if name in prepare:
+            prepare[name]()
+            clock.sample(call)
+            batch[name] = 1
+            continue
         warm = min(clock.sample(call) for _ in range(3))
         batch[name] = min(256, math.ceil(span / warm))
     samples: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)
     for _ in range(rounds):
         for name in order:
+            if name in prepare:
+                prepare[name]()
             samples[name].append(clock.sample(arms[name], batch[name]))
         order.append(order.pop(0))  # no arm always follows the same one
     rows = []
@@ -438,15 +448,16 @@ def finish(
     *,
     limit: str = COPY,
     bars: Sequence[Bar] = (),
+    plot: Callable[[Path, Sequence[Row], int], None] | None = None,
 ) -> None:
-    """Table, JSON, PNG, bars."""
+    """Table, JSON, PNG (by `plot` where the rows need one of their own), bars."""
     peer = next((b for b in args.backends if b not in ("fused", "deepspeed")), "gloo")
     print_table(rows, peer=peer, limit=limit, title=f"{name}, world size {args.world_size}")
     if not args.no_save:
         stem = RESULTS / f"{name}_p{args.world_size}"
         for path, save in (
             (args.json or stem.with_suffix(".json"), save_json),
-            (args.plot or stem.with_suffix(".png"), save_plot),
+            (args.plot or stem.with_suffix(".png"), plot or save_plot),
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             save(path, rows, args.world_size)

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <immintrin.h>
@@ -61,6 +62,20 @@ void plain(const Streams& s, size_t n) {
     }
   }
   _mm_sfence();
+}
+
+// Reads a span and keeps nothing.
+void plain_read(const float* from, size_t n) {
+  __m512i any[4] = {};
+  for (size_t i = 0; i < n; i += 64) {
+    for (size_t k = 0; k < 4; ++k) {
+      any[k] = _mm512_or_si512(any[k], _mm512_loadu_si512(from + i + 16 * k));
+    }
+  }
+  any[0] = _mm512_or_si512(
+      _mm512_or_si512(any[0], any[1]), _mm512_or_si512(any[2], any[3]));
+  volatile int64_t sink = _mm512_reduce_or_epi64(any[0]);
+  (void)sink;
 }
 
 double median(std::vector<double> values) {
@@ -173,5 +188,16 @@ int main(int argc, char** argv) {
       [&] { table->update(a, s); },
       [&] { plain<2, 3, 1>(three, kCount); },
       9 * bytes);
+  // All zeros, so that no block ends the search early.
+  std::fill(p, p + kCount, 0.0F);
+  for (const size_t block : {32, 256, 65536}) {
+    std::vector<uint64_t> bits(kCount / block / 64 + 1);
+    const std::string name = "blocks of " + std::to_string(block);
+    compare(
+        name.c_str(),
+        [&] { table->find_blocks(p, kCount * 4, block * 4, bits.data()); },
+        [&] { plain_read(p, kCount); },
+        bytes);
+  }
   return 0;
 }

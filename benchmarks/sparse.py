@@ -1,0 +1,229 @@
+"""Time all-reduce that skips blocks of zeros against the dense one, by density.
+
+    python benchmarks/sparse.py --check-bars
+    python benchmarks/sparse.py --densities 1,.1,.01 --overlap none --tensor both
+    python benchmarks/sparse.py --hosts 2 --rate 1gbit --sizes 16M,100M --check-bars
+
+Tensors are 1-D, fp32 and zero but for a share of their blocks of 256 elements (the density). Ranks
+draw these blocks each for itself ("random"), all the same ("full") or all others ("none"). The arms
+are `dist.all_reduce` in groups with `block_skip` "off" (called dense), "auto" and "on", Gloo's, the
+search for blocks alone ("scan") and a copy of the same bytes. all_reduce is in place: each sample
+begins from the same data. Before anything is timed, all arms have to give Gloo's result, bit for
+bit, and "on" has to send the bytes that the densities say: with d the share of blocks that a rank
+has and u the share that any rank has, P ranks and N bytes, (d + u) N (P-1)/P and bitmaps. The
+2 N (P-1)/P of a dense all-reduce over that is the bound on the speed-up.
+
+With `--hosts` each rank is on a host of its own: a network namespace whose link has a rate (needs
+root, `ip` and `tc`; exits with 2 where that cannot be). How times are taken: see `_harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import _harness as harness
+import _sparse_arms as sparse
+from _harness import Bar, Row
+from _sparse_arms import OVERLAPS, SCAN, SKIP, TENSORS, SparseRow
+
+DENSITIES = "1,.8,.4,.2,.1,.08,.04,.02,.01"
+ROUNDS, HOST_ROUNDS = 21, 5
+HOST_TIMEOUT = 1800.0  # seconds
+SIZE = 100 << 20
+BARS = [
+    Bar(2, "1% random, arena", "on", SIZE, "dense", at_least=1.8),
+    Bar(2, "1% random, arena", "on", SIZE, "gloo", at_least=8),
+    Bar(2, "100% random, arena", "auto", SIZE, "dense", at_most=1.05),
+    Bar(2, "100% random, arena", "on", SIZE, "dense", at_most=1.15),
+    Bar(2, "1% random, 1gbit", "on", SIZE, "gloo", at_least=20),
+    Bar(2, "10% random, 1gbit", "on", SIZE, "gloo", at_least=5),
+]
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes="100M", rounds=0)
+    parser.add_argument("--densities", default=DENSITIES, help="shares of blocks, above 0")
+    parser.add_argument("--overlap", choices=OVERLAPS, default="random")
+    parser.add_argument("--tensor", choices=(*TENSORS, "both"), default="arena")
+    parser.add_argument("--hosts", type=int, help="2 to 4, with one rank each")
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank on a host
+    args = parser.parse_args()
+    args.densities = [float(part) for part in args.densities.split(",")]
+    if not all(0 < density <= 1 for density in args.densities):
+        parser.error("--densities: shares above 0, 1 at most")
+    if set(args.backends) != {"fused", "gloo"}:
+        parser.error("--backends: this compares fused and gloo")
+    if args.hosts:
+        args.world_size = args.hosts
+        args.places = [args.rate]
+    else:
+        args.places = list(TENSORS) if args.tensor == "both" else [args.tensor]
+    args.rounds = args.rounds or (HOST_ROUNDS if args.hosts else ROUNDS)
+    if not sparse.cases(args, args.world_size):
+        parser.error("--overlap none: no density is that of disjoint blocks")
+    if args.worker:
+        sparse.host_worker(args, lambda rows: append(args.worker, rows))
+        return 0
+
+    name = "sparse" if args.overlap == "random" else f"sparse_{args.overlap}"
+    if args.hosts:
+        hosts = load_hosts()
+        reason = hosts.why_not()
+        if reason is not None:
+            print(f"no hosts: {reason}", file=sys.stderr)
+            return 2
+        rows = run_on_hosts(hosts, args)
+        name += f"_hosts_{args.rate}"
+    else:
+        rows = harness.run(sparse.worker, args)
+    print_densities(rows)
+    limit = "gloo" if args.hosts else harness.COPY
+    harness.finish(name, rows, args, limit=limit, bars=BARS, plot=save_plot)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Hosts
+
+
+def load_hosts() -> Any:
+    """tests/hosts.py."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+    import hosts
+
+    return hosts
+
+
+def append(path: Path, rows: Sequence[Row]) -> None:
+    """One case a line."""
+    with path.open("a") as file:
+        file.write(json.dumps([asdict(row) for row in rows]) + "\n")
+
+
+def run_on_hosts(hosts: Any, args: argparse.Namespace) -> list[Row]:
+    """This program on each host, as a worker; what rank 0 has written."""
+    from tqdm import tqdm
+
+    total = len(sparse.cases(args, args.world_size))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        path.touch()
+        program = [str(Path(__file__).resolve()), *sys.argv[1:], "--worker", str(path)]
+        with (
+            concurrent.futures.ThreadPoolExecutor(1) as pool,
+            hosts.Hosts(args.hosts, args.rate) as made,  # ends first, and its processes with it
+            tqdm(total=total, unit="case", ncols=90, desc=f"{args.hosts} hosts") as bar,
+        ):
+            run = pool.submit(made.run, program, ranks=1, timeout=HOST_TIMEOUT)
+            while concurrent.futures.wait([run], timeout=0.5).not_done:
+                bar.update(path.read_text().count("\n") - bar.n)
+            run.result()
+            lines = path.read_text().splitlines()
+            bar.update(len(lines) - bar.n)
+        return [SparseRow(**row) for line in lines for row in json.loads(line)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Output
+
+
+def bound(row: SparseRow) -> float:
+    """Bytes of the dense all-reduce over those that skipping moves."""
+    return 2 / (row.density + row.union + bitmap_share(row))
+
+
+def bitmap_share(row: SparseRow) -> float:
+    assert row.bus_factor is not None
+    return 2 * row.bitmaps / (row.size * row.bus_factor)
+
+
+def by_arm(rows: Sequence[Row]) -> list[dict[str, SparseRow]]:
+    """The rows of each case."""
+    found: dict[tuple[str, int], dict[str, SparseRow]] = {}
+    for row in rows:
+        assert isinstance(row, SparseRow)
+        found.setdefault((row.case, row.size), {})[row.arm] = row
+    return list(found.values())
+
+
+def print_densities(rows: Sequence[Row]) -> None:
+    """What skipping gains, beside what it could, and what it moves, beside the formula."""
+    from rich.table import Table
+
+    table = Table(title='Densities (u: of the result; bytes: what "on" sends over its formula)')
+    for column in ("work", "size"):
+        table.add_column(column, no_wrap=True)
+    columns = ("u", "bound", "dense/on", "dense/auto", "gloo/on", "scan/on", "MB sent", "bytes")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("path of auto", no_wrap=True)
+    for arms in by_arm(rows):
+        on, auto, dense, gloo = (arms[name] for name in ("on", "auto", "dense", "gloo"))
+        scan = f"{arms[SCAN].median / on.median:.0%}" if SCAN in arms else ""
+        table.add_row(
+            on.case,
+            harness.format_size(on.size),
+            f"{on.union:.1%}",
+            f"{bound(on):.2f}x",
+            *(f"{peer.median / row.median:.2f}x" for peer, row in ((dense, on), (dense, auto))),
+            f"{harness.ratio_to_peer(on, gloo):.2f}x",
+            scan,
+            f"{on.sent * 1e-6:.4g}",
+            f"{on.sent / on.formula:.3f}",
+            auto.path,
+        )
+    harness._console().print(table)
+
+
+def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
+    """Times by density, and below them speed-ups over the dense arm with their bound."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tables: dict[str, list[dict[str, SparseRow]]] = {}
+    for arms in by_arm(rows):
+        first = arms["on"]
+        where = first.case.split(" ", 1)[1]
+        tables.setdefault(f"{harness.format_size(first.size)}, {where}", []).append(arms)
+    figure, axes = plt.subplots(
+        2, len(tables), figsize=(5.5 * len(tables), 7.5), squeeze=False, layout="constrained"
+    )
+    for column, (title, lines) in enumerate(tables.items()):
+        lines = sorted(lines, key=lambda arms: arms["on"].density)
+        densities = [100 * arms["on"].density for arms in lines]
+        times, gains = axes[0][column], axes[1][column]
+        for name in lines[0]:
+            style = {"linestyle": ":"} if name in (harness.COPY, SCAN) else {"marker": "o"}
+            chosen = [arms[name] for arms in lines]
+            times.plot(densities, [1e3 * row.median for row in chosen], label=name, **style)
+            low, high = ([1e3 * getattr(row, q) for row in chosen] for q in ("p25", "p75"))
+            times.fill_between(densities, low, high, alpha=0.2, color=times.lines[-1].get_color())
+            if name in SKIP or name == "gloo":
+                gain = [arms["dense"].median / arms[name].median for arms in lines]
+                gains.plot(densities, gain, color=times.lines[-1].get_color(), **style)
+        bounds = [bound(arms["on"]) for arms in lines]
+        gains.plot(densities, bounds, color="black", linestyle=":", label="bound by bytes")
+        times.set(title=f"{title}, {world_size} ranks", ylabel="ms")
+        gains.set(xlabel="blocks that a rank has, %", ylabel="dense / arm")
+        for axis in (times, gains):
+            axis.set(xscale="log", yscale="log")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.legend(fontsize="small")
+            axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
