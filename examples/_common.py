@@ -53,6 +53,7 @@ def argument_parser(description: str, steps: int, batch_size: int) -> argparse.A
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="as if interrupted there")
     parser.add_argument("--quick", action="store_true", help="a few seconds, for tests")
     parser.add_argument("--json", type=Path, help="file for the loss of every step")
+    parser.set_defaults(momentum=0.9)  # of --algorithm sgd
     return parser
 
 
@@ -104,9 +105,9 @@ def launched(nproc: int) -> bool:
     return False
 
 
-def start(args: argparse.Namespace) -> None:
+def start(args: argparse.Namespace, pg_options: Any = None) -> None:
     """Joins the process group, with an equal share of the processors for each rank."""
-    dist.init_process_group(args.backend)
+    dist.init_process_group(args.backend, pg_options=pg_options)
     world_size = dist.get_world_size()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     if args.batch_size % world_size != 0:
@@ -136,10 +137,10 @@ def make_optimizer(
         case "fused", "adam":
             return fusedpg.optim.Adam(model.parameters(), lr=lr, ddp=ddp, overlap=overlap)
         case "torch", "sgd":
-            return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+            return torch.optim.SGD(model.parameters(), lr=lr, momentum=args.momentum)
         case "fused", "sgd":
             return fusedpg.optim.SGD(
-                model.parameters(), lr=lr, momentum=0.9, ddp=ddp, overlap=overlap
+                model.parameters(), lr=lr, momentum=args.momentum, ddp=ddp, overlap=overlap
             )
         case "fused", "lamb":
             return fusedpg.optim.LAMB(model.parameters(), lr=lr, ddp=ddp, overlap=overlap)
