@@ -27,6 +27,7 @@ DEPS := $(VENV)/.deps-$(TORCH_TAG)
 BUILT := $(VENV)/.built-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
+BUILD := $(or $(FUSEDPG_BUILD_DIR),build/cmake)
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
 CXX_FILES = $(shell find csrc tests/cpp tests/cuda_fake patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' -o -name '*.cc')
@@ -106,15 +107,18 @@ FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setar
 .PHONY: test test-cpp test-python test-sanitizers test-aarch64 test-c10d test-mpi fake-gpu
 test: test-cpp test-python
 
-test-cpp: $(DEPS)
-	$(call cpp_tests,build/cpp)
+# In the module's own build folder: most of it is compiled there.
+test-cpp: $(BUILT)
+	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
+	cmake --build $(BUILD) --target fusedpg_cpp_tests
+	ctest --test-dir $(BUILD) --output-on-failure --timeout 300
 
 # What the CUDA engine runs on where there is no GPU; test-cpp builds it too.
-fake-gpu: $(DEPS)
-	cmake -S . -B build/cpp -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_TESTS=ON
-	cmake --build build/cpp --target fusedpg_fake_gpu
+fake-gpu: $(BUILT)
+	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
+	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
-test-python: $(BUILT) fake-gpu
+test-python: fake-gpu
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 test-sanitizers: $(DEPS)

@@ -373,7 +373,7 @@ def pool(world_size: int, **options: Any) -> Workers:
 
 def fake_gpu(**more: str) -> dict[str, Any]:
     """Options of workers whose CPU tensors are a fake GPU's memory (tests/cuda_fake)."""
-    library = os.environ.get("FUSEDPG_FAKE_GPU") or str(ROOT / "build/cpp/libfusedpg_fake_gpu.so")
+    library = os.environ.get("FUSEDPG_FAKE_GPU") or str(ROOT / "build/cmake/libfusedpg_fake_gpu.so")
     if not Path(library).exists():
         raise WorkerFailure(f"{library} is missing: run `make test-cpp` first")
     return {

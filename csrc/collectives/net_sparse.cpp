@@ -242,10 +242,10 @@ class Exchange {
       if (p == rank_) {
         continue;
       }
-      NetBuffer bits(own.count * sizeof(uint64_t));
-      std::memcpy(
-          bits.data(), map_.bits(BlockMap::kAny) + own.first, bits.bytes());
-      if (bits.bytes() != 0) {
+      if (own.count != 0) {
+        NetBuffer bits(own.count * sizeof(uint64_t));
+        std::memcpy(
+            bits.data(), map_.bits(BlockMap::kAny) + own.first, bits.bytes());
         send(p, kUnion, std::move(bits));
       }
       if (words_of(p).count != 0) {

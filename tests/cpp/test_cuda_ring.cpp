@@ -11,7 +11,7 @@ TEST(cuda_engine_patched_ring) {
   const Clean clean("FUSEDPG_FAKE_PATCHED", "1");
   EngineWith with;
   with.settings.nccl = NcclChoice::kPatched;
-  for (int size = 2; size <= (kOnlyThreads ? 2 : 4); ++size) {
+  for (int size = 2; size <= (kSanitized ? 2 : 4); ++size) {
     with_gpus(
         size,
         [](GpuRank& r) {

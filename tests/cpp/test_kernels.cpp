@@ -267,6 +267,9 @@ TEST(kernels_reduce_all_shapes) {
         inputs.push_back(filled(args.dtype, kCount, random, special));
       }
       for (size_t srcs = 1; srcs <= 9; ++srcs) {
+        if (kSanitized && srcs > 3 && srcs < 9) {
+          continue;
+        }
         args.divisor = static_cast<int64_t>(srcs);
         const size_t dsts = 1 + srcs % 4;
         for (bool in_place : {false, true}) {

@@ -375,10 +375,10 @@ TEST(kernels_update_matches_the_formulas) {
   for (const Hyper& h : variants()) {
     for (const Types& types : all_types(h)) {
       for (size_t count : {0, 1, 31, 33, 1021, 5000}) {
-        if (kSanitized && count > 1021) {
+        const Shape shape = mixed_shape(count, ++number);
+        if (kSanitized && (count > 1021 || number % 3 != 0)) {
           continue;
         }
-        const Shape shape = mixed_shape(count, ++number);
         std::vector<Bytes> first;
         for (const Table* table : tables()) {
           Slice slice(h, types, shape);
@@ -408,7 +408,7 @@ TEST(kernels_update_same_bits_in_pieces) {
   for (const Hyper& h : variants()) {
     for (const Types& types : all_types(h)) {
       Shape shape = mixed_shape(7000, ++number);
-      if (kSanitized && number % 3 != 0) {
+      if (kSanitized && number % 5 != 0) {
         continue;
       }
       Slice whole(h, types, shape);

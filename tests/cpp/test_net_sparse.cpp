@@ -216,17 +216,22 @@ TEST(net_sparse_equals_dense) {
   for (const int size : {1, 2, 3, 5}) {
     for (const DType dtype :
          {DType::kFloat32, DType::kBFloat16, DType::kInt64}) {
+      if (kOnlyThreads && (size == 2 || dtype != DType::kInt64)) {
+        continue;
+      }
       for (const size_t count : {0, 1, 31, 5000, 70001, 1300007}) {
         for (const size_t percent : {0, 1, 30, 100}) {
           // Many segments in one case only.
-          if (count > 100000 && (dtype != DType::kInt64 || percent != 30)) {
+          const bool many = count > 100000;
+          if (many &&
+              (dtype != DType::kInt64 || percent != 30 ||
+               (kSanitized && size != 3))) {
             continue;
           }
           for (const size_t block : {32, 100, 65536}) {
-            check_net(size, {dtype, count, block, percent, ++seed});
-          }
-          if (kOnlyThreads) {
-            break;
+            if (!kSanitized || !many || block == 100) {
+              check_net(size, {dtype, count, block, percent, ++seed});
+            }
           }
         }
       }
