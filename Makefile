@@ -1,5 +1,5 @@
 # make train   sets everything up, then trains a model on 2 ranks
-# make test    the same set-up if needed, then the whole test suite
+# make test    the same set-up if needed, then the tests
 # CONTRIBUTING.md lists the other targets and the variables.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -104,7 +104,7 @@ endef
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-cpp test-python test-sanitizers test-aarch64 test-c10d test-mpi fake-gpu
+.PHONY: test test-all test-cpp test-python test-sanitizers test-aarch64 test-c10d test-mpi fake-gpu
 test: test-cpp test-python
 
 # In the module's own build folder: most of it is compiled there.
@@ -120,6 +120,10 @@ fake-gpu: $(BUILT)
 
 test-python: fake-gpu
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+# With more sizes, ranks and faults of the same kind.
+test-all: test-cpp fake-gpu
+	$(BIN)/python -m pytest tests -m "" $(PYTEST_ARGS)
 
 test-sanitizers: $(DEPS)
 	$(call cpp_tests,build/asan,-DFUSEDPG_SANITIZE=address$(comma)undefined,\

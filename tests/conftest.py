@@ -39,6 +39,7 @@ fused_only = pytest.mark.skipif(
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fused_only: needs the fused backend")
+    config.addinivalue_line("markers", "slow: more of the same; make test-all")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +56,7 @@ def _workers_end_with_the_session() -> Iterator[None]:
     harness.close_pools()
 
 
-@pytest.fixture(params=[1, 2, 3, 4], ids=lambda size: f"world{size}")
+@pytest.fixture(params=[1, 2, 3, harness.slow(4)], ids=lambda size: f"world{size}")
 def workers(request: pytest.FixtureRequest) -> harness.Workers:
     """A pool of 1, 2, 3 and 4 ranks in turn."""
     return harness.pool(request.param)

@@ -390,6 +390,13 @@ def close_pools() -> None:
         _pools.popitem()[1].close()
 
 
+def slow(*values: Any) -> Any:
+    """A parameter of tests that `make test` leaves out: more of the same."""
+    import pytest  # not in workers
+
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def python(*args: str) -> list[str]:
     """The command line of a fresh interpreter."""
     return [sys.executable, *args]

@@ -14,7 +14,7 @@ RUN = Path(__file__).parent / "c10d_suite" / "run.py"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [4])  # two ranks: make test-c10d
+@pytest.mark.parametrize("world_size", [2, harness.slow(4)])
 def test_suite(world_size: int) -> None:
     if importlib.util.find_spec("expecttest") is None:
         pytest.skip("no expecttest: pip install expecttest")

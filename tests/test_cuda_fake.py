@@ -52,7 +52,7 @@ def agree(answers: list[Any]) -> None:
     assert len(set(answers)) == 1, "ranks hold different parameters"
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda size: f"world{size}")
+@pytest.fixture(params=[1, harness.slow(2), 3], ids=lambda size: f"world{size}")
 def gpus(request: pytest.FixtureRequest) -> harness.Workers:
     return harness.pool(request.param, **harness.fake_gpu())
 

@@ -35,7 +35,7 @@ def run(program: str, scratch: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("program", ["char_transformer.py", "resnet9.py"])
+@pytest.mark.parametrize("program", ["char_transformer.py", harness.slow("resnet9.py")])
 def test_learns(program: str, tmp_path: Path) -> None:
     losses = run(program, tmp_path)["losses"]
     assert sum(losses[-3:]) < sum(losses[:3])

@@ -80,8 +80,15 @@ def test_peer_leaves_without_a_word() -> None:
         names(text, "all_reduce", 1)
 
 
-@pytest.mark.parametrize("numel", [100, 1_000_000])
-@pytest.mark.parametrize("how", ["abort", "destroy"])
+@pytest.mark.parametrize(
+    ("how", "numel"),
+    [
+        ("abort", 1_000_000),
+        ("destroy", 100),
+        harness.slow("abort", 100),
+        harness.slow("destroy", 1_000_000),
+    ],
+)
 def test_stopped_peer(numel: int, how: str) -> None:
     with harness.Workers(3, timeout=3, oracle=False) as workers:
         workers.start(faults.loop, "all_reduce", numel, True)
@@ -102,7 +109,7 @@ def test_stopped_peer(numel: int, how: str) -> None:
         assert text.startswith("fused:")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, harness.slow(1), harness.slow(2)])
 def test_stopped_peer_cannot_write(seed: int) -> None:
     """A rank stopped in the middle of a write, continued after recovery."""
     with harness.Workers(3, timeout=2, oracle=False) as workers:

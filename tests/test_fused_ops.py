@@ -340,7 +340,7 @@ def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
 HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
 
 
-@pytest.fixture(params=HOSTS)
+@pytest.fixture(params=[harness.slow("two"), "three", "two of two"])
 def spread(request: pytest.FixtureRequest) -> harness.Workers:
     names = HOSTS[request.param]
     env = [{"FUSEDPG_HOST_ID": name} for name in names]

@@ -39,7 +39,7 @@ def survive(workers: harness.Workers, mode: str, victim: int, since: float) -> N
 
 
 @pytest.mark.parametrize("where", ["backward", "step"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], harness.slow(MODES[1]), MODES[2]])
 def test_killed_inside(mode: str, where: str) -> None:
     before = shm()
     with harness.Workers(3, timeout=TIMEOUT, oracle=False) as workers:
@@ -53,7 +53,13 @@ def test_killed_inside(mode: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "delay"), [(MODES[0], 0.003), (MODES[1], 0.003), (MODES[1], 0.017), (MODES[2], 0.017)]
+    ("mode", "delay"),
+    [
+        harness.slow(MODES[0], 0.003),
+        (MODES[1], 0.003),
+        harness.slow(MODES[1], 0.017),
+        (MODES[2], 0.017),
+    ],
 )
 def test_killed_at_some_time(mode: str, delay: float) -> None:
     with harness.Workers(3, timeout=TIMEOUT, oracle=False) as workers:
@@ -64,7 +70,7 @@ def test_killed_at_some_time(mode: str, delay: float) -> None:
         survive(workers, mode, 2, time.monotonic())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [harness.slow(MODES[0]), MODES[1], harness.slow(MODES[2])])
 def test_stopped_past_the_timeout(mode: str) -> None:
     with harness.Workers(3, timeout=3, oracle=False) as workers:
         workers.start(optim_faults.train_until_failure, mode, 1, "outside")

@@ -70,8 +70,7 @@ TEST(cuda_engine_whole_tensors) {
           const size_t large = (262144 + unit - 1) / unit * unit;
           const std::vector<size_t> counts = kSanitized
               ? std::vector<size_t>{70, large, 262145, 31}
-              : std::vector<size_t>{
-                    70, large, 262145, large + unit, 31, large};
+              : std::vector<size_t>{70, large, 262145, large + unit, 31, large};
           for (const StepTypes& types : step_types({kSingles, kStepTypes[2]})) {
             if (kSanitized && types.master) {
               continue;
