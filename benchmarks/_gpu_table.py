@@ -236,6 +236,60 @@ class DirectArgs(Structure):
     ]
 
 
+class TensorBlocks(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("count", c_uint64),
+        ("block", c_uint64),
+        ("type", c_uint8),
+    ]
+
+
+class FindBlocksArgs(Structure):
+    _fields_ = [("tensor", TensorBlocks), ("num_blocks", c_uint64), ("flags", c_void_p)]
+
+
+class ListBlocksArgs(Structure):
+    _fields_ = [
+        ("flags", c_void_p),
+        ("num_blocks", c_uint64),
+        ("list", c_void_p),
+        ("found", c_void_p),
+    ]
+
+
+class MoveBlocksArgs(Structure):
+    _fields_ = [
+        ("tensor", TensorBlocks),
+        ("list", c_void_p),
+        ("wire", c_void_p),
+        ("num_items", c_uint32),
+        ("to_wire", c_bool),
+    ]
+
+
+class DirectCounts(Structure):
+    _fields_ = [(name, c_uint64) for name in ("blocks_union", "blocks_present", "sent", "received")]
+
+
+class DirectSumArgs(Structure):
+    _fields_ = [
+        ("tensor", TensorBlocks),
+        ("num_blocks", c_uint64),
+        ("shard", c_uint64),
+        ("agree", c_void_p),
+        ("offsets", c_void_p),
+        ("flags", c_void_p),
+        ("counts", c_void_p),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("mean", c_bool),
+        ("signals", c_void_p),
+        ("stop", c_void_p),
+        ("context", c_void_p),
+    ]
+
+
 def _launch(args: type[Structure]) -> Any:
     return CFUNCTYPE(c_int, POINTER(args), c_void_p)
 
@@ -280,9 +334,13 @@ class CudaApi(Structure):
         ("lamb_moments", _launch(MomentsArgs)),
         ("add_sums", _launch(AddSumsArgs)),
         ("trust", _launch(TrustArgs)),
+        ("find_blocks", _launch(FindBlocksArgs)),
+        ("list_blocks", _launch(ListBlocksArgs)),
+        ("move_blocks", _launch(MoveBlocksArgs)),
         ("direct_create", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), POINTER(c_int))),
         ("direct_destroy", _STREAM),
         ("direct_step", _launch(DirectArgs)),
+        ("direct_sum", _launch(DirectSumArgs)),
     ]
 
 

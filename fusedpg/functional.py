@@ -121,13 +121,15 @@ def sparse_all_reduce(
 ) -> dist.Work | None:
     """``dist.all_reduce`` that moves only the blocks in which some element is not zero.
 
-    In place. The result is that of ``dist.all_reduce``, bit for bit (but for which NaN): a block
-    counts as zero only if all its bits are 0, so -0.0 and NaN travel. What travels is the share d
-    of blocks that a rank has, and back the share u that any rank has (OmniReduce, SIGCOMM 2021).
+    In place. On CPUs the result is that of ``dist.all_reduce``, bit for bit (but for which NaN); on
+    GPUs the order of additions may be another. A block counts as zero only if all its bits are 0,
+    so -0.0 and NaN travel. What travels is the share d of blocks that a rank has, and back the
+    share u that any rank has (OmniReduce, SIGCOMM 2021).
     Where u is so large that this does not pay, the whole tensor travels.
 
     Args:
-        tensor: dense CPU tensor of float64, float32, bfloat16, float16, int64 or int32.
+        tensor: dense, on a GPU also dense in memory; float64, float32, bfloat16, float16, int64
+            or int32.
         block_size: elements of a block, 32 to 65536. The same on all ranks.
         threshold: blocks without an element of a larger magnitude are not sent, but kept in
             ``residual``; 0 sends all that is not zero.

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import harness
-from checks import cuda_fake, fused_ops, optim, optim_ddp, optim_faults, optim_state
+from checks import cuda_fake, fused_ops, optim, optim_ddp, optim_faults, optim_state, sparse
 from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, Run
+from checks.sparse import Case
 from test_faults import wait_for
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
@@ -260,3 +261,80 @@ def test_checkpoints_fit_the_other_engine(kind: str, tmp_path: Path) -> None:
     gpus.run(leg, "full", kind, "", folders[0], 0, "contiguous")
     harness.pool(3).run(leg, "full", kind, folders[0], folders[1], 1, "contiguous")
     gpus.run(leg, "full", kind, folders[1], "", 2, "contiguous")
+
+
+# --- all-reduces that skip blocks of zeros ------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sparse_all_reduce(size: int) -> None:
+    gpus = harness.pool(size, **harness.fake_gpu())
+    for dtype in sparse.DTYPES:
+        gpus.run(
+            sparse.equals_dense,
+            *[
+                Case(numel, block, density, dtype=dtype)
+                for numel in (0, 1, 20_003)
+                for block, density in ((256, 0.1), (32, 1.0), (4096, 0.0))
+            ],
+        )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sparse_all_reduce_directly(size: int) -> None:
+    gpus = harness.pool(size, **direct())
+    for dtype in sparse.DTYPES:
+        gpus.run(
+            sparse.equals_dense,
+            *[
+                Case(numel, block, density, dtype=dtype, op=op, arena=True, offset=numel % 2)
+                for numel in (1, 20_003)
+                for block, density in ((256, 0.1), (32, 1.0), (4096, 0.0))
+                for op in ("SUM", "AVG")[: 1 if "int" in dtype else 2]
+            ],
+        )
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+def test_bytes_of_direct_sums(density: float) -> None:
+    found = harness.pool(3, **direct()).run(sparse.moved_bytes, density, True)
+    for one in found:
+        assert one["paths"]["block_sparse"] == 1
+        assert one["bytes_sent"] > 0  # the blocks' flags
+    flags = sum(one["blocks"] * 2 for one in found)
+    sent = sum(one["bytes_sent"] for one in found)
+    assert sent == sum(one["bytes_received"] for one in found)
+    assert sent == pytest.approx(sum(one["formula"] for one in found) + flags, rel=0.02)
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_sparse_by_option(mode: str, arena: bool) -> None:
+    options = direct()
+    options["options"] = options["options"] | {"block_skip": mode}
+    gpus = harness.pool(2, **options | {"oracle": True})
+    cases = [Case(50_000, density=0.05, seed=i, arena=arena) for i in range(20)]
+    cases += [Case(40_000, density=1.0, seed=i, arena=arena) for i in range(20)]
+    for found in gpus.run(sparse.equals_oracle, *cases):
+        # Over the arenas the first look at the dense ones is a sum, too.
+        assert found["paths"]["block_sparse"] == (40 if mode == "on" else 20 + arena)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_sparse_threshold(dtype: str) -> None:
+    harness.pool(2, **harness.fake_gpu()).run(sparse.keeps_what_it_does_not_send, dtype)
+
+
+def test_sparse_hook() -> None:
+    gpus = harness.pool(2, **harness.fake_gpu())
+    agree(gpus.run(sparse.hook_without_threshold))
+    agree(gpus.run(sparse.hook_with_threshold))
+
+
+def test_sparse_disagreement() -> None:
+    with harness.Workers(2, **harness.fake_gpu()) as gpus:
+        for error in gpus.errors(sparse.mismatched_blocks):
+            assert error.kind == "DistBackendError"
+            assert "ranks disagree" in error.text
+            assert "blocks of 64" in error.text
+            assert "blocks of 128" in error.text

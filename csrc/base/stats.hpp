@@ -37,7 +37,7 @@ struct OpStats {
   std::array<uint64_t, kDataPaths> calls{}; // by path
 };
 
-// Counters of one group. One thread at a time adds, any may read.
+// Counters of one group. Thread-safe.
 class Stats {
  public:
   void add(OpCode op, DataPath path, const OpStats& call) {
@@ -57,8 +57,7 @@ class Stats {
   struct Counter {
     std::atomic<uint64_t> value{0};
     void add(uint64_t n) {
-      value.store(
-          value.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+      value.fetch_add(n, std::memory_order_relaxed);
     }
   };
   struct Counters {

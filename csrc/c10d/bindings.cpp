@@ -285,10 +285,17 @@ void bind_group(py::module_& m) {
       .def("info", &info_dict)
       .def(
           "stats",
-          [](const ProcessGroupFused& group) {
+          [](ProcessGroupFused& group) {
+            {
+              const py::gil_scoped_release no_gil;
+              group.stats();
+            }
             return stats_dict(group.stats());
           })
-      .def("reset_stats", &ProcessGroupFused::reset_stats)
+      .def(
+          "reset_stats",
+          &ProcessGroupFused::reset_stats,
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "sparse_all_reduce",
           &ProcessGroupFused::sparse_all_reduce,

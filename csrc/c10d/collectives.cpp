@@ -50,6 +50,10 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce(
     Tensors& tensors,
     const c10d::AllreduceOptions& opts) {
   if (on_gpu(tensors)) {
+    WorkPtr work;
+    if (skip_on_gpu(tensors, opts, work)) {
+      return work;
+    }
     return on_nccl(tensors, &Backend::allreduce, tensors, opts);
   }
   check_count("all_reduce", "tensor", tensors.size(), 1);

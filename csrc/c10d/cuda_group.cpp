@@ -335,6 +335,102 @@ CudaGroup::WorkPtr CudaGroup::reduce_shards(
       nullptr);
 }
 
+CudaGroup::WorkPtr CudaGroup::sparse_all_reduce(
+    const at::Tensor& tensor,
+    const CudaEngine::SparseCall& call,
+    double limit,
+    const char* title,
+    std::chrono::milliseconds timeout,
+    bool async_op,
+    const Report& report) {
+  report_sums(false);
+  return submit(
+      tensor,
+      title,
+      timeout,
+      async_op,
+      {tensor},
+      std::make_shared<at::Tensor>(tensor),
+      [&](CudaEngine& engine,
+          const CudaEngine::Submission& submission) -> WorkCuda::Operations {
+        if (call.count == 0) {
+          report(report_of(call, 0, false));
+          return {engine.reduce_all(call, submission)};
+        }
+        if (engine.can_sum_directly(call)) {
+          const CudaEngine::DirectSum sum = engine.direct_sum(call, submission);
+          if (!engine.capturing(submission.current)) {
+            const std::lock_guard<std::mutex> lock(unreported_mutex_);
+            unreported_.push_back({this->engine(), sum, call, report});
+          }
+          return {sum.operation};
+        }
+        const CudaEngine::SparseFind find =
+            engine.find_blocks(call, submission);
+        const uint64_t found = engine.found_blocks(find);
+        const bool skips = double(found) < limit * double(call.blocks());
+        report(report_of(call, found, skips));
+        return {
+            find.operation,
+            skips ? engine.reduce_blocks(call, submission, find, found)
+                  : engine.reduce_all(call, submission)};
+      },
+      nullptr);
+}
+
+// What NCCL's ring moves of the blocks, and of their flags.
+CudaGroup::SparseReport CudaGroup::report_of(
+    const CudaEngine::SparseCall& call,
+    uint64_t blocks_union,
+    bool skipped) const {
+  const uint64_t element = dtype_size(call.dtype);
+  const uint64_t bytes = call.blocks() +
+      element * (skipped ? blocks_union * call.block : call.count);
+  const auto size = static_cast<uint64_t>(size_);
+  const uint64_t moved = 2 * bytes * (size - 1) / size;
+  return {call.blocks(), 0, blocks_union, moved, moved, skipped};
+}
+
+void CudaGroup::report_sums() {
+  report_sums(true);
+}
+
+void CudaGroup::report_sums(bool wait) {
+  const std::lock_guard<std::mutex> lock(unreported_mutex_);
+  while (!unreported_.empty()) {
+    const Unreported& next = unreported_.front();
+    if (!wait && !next.sum.operation->is_completed()) {
+      return;
+    }
+    if (!next.engine->failed()) {
+      const cuda::DirectCounts counts =
+          translate([&] { return next.engine->counts_of(next.sum); });
+      const uint64_t element = dtype_size(next.call.dtype);
+      const uint64_t flags =
+          next.call.blocks() * static_cast<uint64_t>(size_ - 1);
+      next.report(
+          {next.call.blocks(),
+           counts.blocks_present,
+           counts.blocks_union,
+           counts.sent * element + flags,
+           counts.received * element + flags,
+           true});
+    }
+    unreported_.pop_front();
+  }
+}
+
+bool CudaGroup::can_sum_directly(const CudaEngine::SparseCall& call) {
+  const auto made = engine();
+  return made && made->can_sum_directly(call);
+}
+
+bool CudaGroup::capturing(const at::Tensor& tensor) {
+  const auto made = engine();
+  return made &&
+      made->capturing(CudaStreams(tensor.device(), pretend_).current());
+}
+
 c10::intrusive_ptr<c10d::Backend> CudaGroup::inner() {
   std::lock_guard<std::mutex> lock(made_mutex_);
   return inner_;

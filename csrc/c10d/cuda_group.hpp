@@ -61,6 +61,36 @@ class CudaGroup {
       std::chrono::milliseconds timeout,
       bool async_op);
 
+  // An all-reduce that skips blocks of zeros. Over the arenas of all GPUs it is
+  // enqueued at once; else this waits for the GPU to have found the blocks, and
+  // above a share of `limit` in the result everything travels.
+  struct SparseReport {
+    uint64_t blocks;
+    uint64_t blocks_present; // 0 unless over the arenas
+    uint64_t blocks_union;
+    uint64_t bytes_sent;
+    uint64_t bytes_received;
+    bool skipped;
+  };
+  // Hears what was done: before the call returns, or, over the arenas and not
+  // into a graph, from a later call or report_sums().
+  using Report = std::function<void(const SparseReport&)>;
+  WorkPtr sparse_all_reduce(
+      const at::Tensor& tensor, // dense in memory
+      const cuda::CudaEngine::SparseCall& call,
+      double limit,
+      const char* title,
+      std::chrono::milliseconds timeout,
+      bool async_op,
+      const Report& report);
+  // Of all sums over the arenas so far, in order; waits for them.
+  void report_sums();
+  // Whether the tensor lies where they can be done.
+  bool can_sum_directly(const cuda::CudaEngine::SparseCall& call);
+  // Whether the current stream of the tensor's device is captured into a graph;
+  // false before the first fused operation.
+  bool capturing(const at::Tensor& tensor);
+
   // ProcessGroupNCCL, made by the first ordinary collective; may be null.
   c10::intrusive_ptr<c10d::Backend> inner();
   // The engine, made by the first fused operation; may be null.
@@ -89,6 +119,11 @@ class CudaGroup {
   using Enqueue = std::function<std::vector<std::shared_ptr<cuda::Operation>>(
       cuda::CudaEngine&,
       const cuda::CudaEngine::Submission&)>;
+  void report_sums(bool wait);
+  SparseReport report_of(
+      const cuda::CudaEngine::SparseCall& call,
+      uint64_t blocks_union,
+      bool skipped) const;
   WorkPtr submit(
       const at::Tensor& tensor,
       const char* title,
@@ -112,7 +147,16 @@ class CudaGroup {
   std::deque<WorkPtr> ordinary_; // since the latest fused operation
   std::optional<c10::Stream> order_; // see ordinary()
 
-  std::mutex made_mutex_; // of these pointers; taken inside the other
+  struct Unreported {
+    std::shared_ptr<cuda::CudaEngine> engine;
+    cuda::CudaEngine::DirectSum sum;
+    cuda::CudaEngine::SparseCall call;
+    Report report;
+  };
+  std::mutex unreported_mutex_; // taken inside the first
+  std::deque<Unreported> unreported_;
+
+  std::mutex made_mutex_; // of these pointers; taken inside the others
   c10::intrusive_ptr<c10d::Backend> inner_;
   std::shared_ptr<cuda::CudaEngine> engine_;
 };

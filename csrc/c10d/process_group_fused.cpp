@@ -45,7 +45,8 @@ ProcessGroupFused::ProcessGroupFused(
         return select_kernels(settings_);
       })),
       executor_(std::make_unique<Executor>()),
-      net_skip_{settings_.block_skip, settings_.block_size, {}} {
+      net_skip_{settings_.block_skip, settings_.block_size, {}},
+      cuda_skip_{settings_.block_skip, settings_.block_size, {}} {
   const Deadline deadline(options_->timeout);
   translate([&] {
     Bootstrap bootstrap(rank, size, settings_);

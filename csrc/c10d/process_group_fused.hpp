@@ -144,12 +144,9 @@ class ProcessGroupFused : public c10d::Backend {
       double threshold,
       const std::optional<at::Tensor>& residual,
       bool async_op);
-  const Stats& stats() const {
-    return stats_;
-  }
-  void reset_stats() {
-    stats_.clear();
-  }
+  // Of all operations so far; waits for sums over the GPUs' arenas.
+  const Stats& stats();
+  void reset_stats();
 
   // --- coalescing
   // ----------------------------------------------------------------
@@ -298,6 +295,20 @@ class ProcessGroupFused : public c10d::Backend {
       size_t found,
       size_t expected) const;
   c10d::Backend& delegate();
+  // all_reduce of one tensor on a GPU: skips blocks of zeros if the group's
+  // option says so, or returns false.
+  bool skip_on_gpu(
+      const Tensors& tensors,
+      const c10d::AllreduceOptions& opts,
+      WorkPtr& work);
+  WorkPtr sparse_on_gpu(
+      const at::Tensor& tensor,
+      const kernels::ReduceArgs& args,
+      OpCode named,
+      size_t block,
+      double limit,
+      std::chrono::milliseconds timeout,
+      bool async_op);
   // For an operation between hosts that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
   // all_reduce of one contiguous tensor between hosts: skips blocks of zeros if
@@ -331,6 +342,8 @@ class ProcessGroupFused : public c10d::Backend {
   std::unique_ptr<BackendTransport> transport_;
   // Of the executing thread, in a group that spans hosts.
   SkipState net_skip_;
+  std::mutex cuda_skip_mutex_;
+  SkipState cuda_skip_;
   Pool net_pool_{1};
   std::unique_ptr<CudaGroup> cuda_; // makes what it needs when needed
   std::atomic<bool> closed_{false};

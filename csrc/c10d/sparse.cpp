@@ -158,7 +158,142 @@ at::Tensor add_entries(const at::Tensor& like, const Gathered& all) {
       /*is_coalesced=*/true);
 }
 
+cuda::CudaEngine::SparseCall sparse_call(
+    const at::Tensor& tensor,
+    const kernels::ReduceArgs& args,
+    size_t block) {
+  cuda::CudaEngine::SparseCall call;
+  call.data = tensor.data_ptr();
+  call.count = static_cast<size_t>(tensor.numel());
+  call.dtype = args.dtype;
+  call.mean = args.op == RedOp::kAvg;
+  call.block = block;
+  return call;
+}
+
+// What blocks without an element above the threshold hold goes from the tensor
+// to the residual, all the rest of which is zero.
+void split_residual(
+    const at::Tensor& tensor,
+    const at::Tensor& residual,
+    const SparseOptions& options) {
+  const c10::NoGradGuard no_grad;
+  const auto block = static_cast<int64_t>(options.block);
+  const at::Tensor flat = memory_order(tensor);
+  const at::Tensor kept = residual.view({-1});
+  flat.add_(kept);
+  const int64_t missing = (block - flat.numel() % block) % block;
+  const at::Tensor above =
+      at::constant_pad_nd(flat.abs(), {0, missing}).view({-1, block});
+  // NaN is not below.
+  const at::Tensor sent = above.le(options.threshold)
+                              .all(1)
+                              .logical_not()
+                              .repeat_interleave(block)
+                              .narrow(0, 0, flat.numel());
+  const at::Tensor zero = at::zeros({}, flat.options());
+  kept.copy_(at::where(sent, zero, flat));
+  flat.copy_(at::where(sent, flat, zero));
+}
+
 } // namespace
+
+const Stats& ProcessGroupFused::stats() {
+  cuda_->report_sums();
+  return stats_;
+}
+
+void ProcessGroupFused::reset_stats() {
+  cuda_->report_sums();
+  stats_.clear();
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::sparse_on_gpu(
+    const at::Tensor& tensor,
+    const kernels::ReduceArgs& args,
+    OpCode named,
+    size_t block,
+    double limit,
+    std::chrono::milliseconds timeout,
+    bool async_op) {
+  check_open("fused:sparse_all_reduce");
+  return remember(
+      cuda().sparse_all_reduce(
+          tensor,
+          sparse_call(tensor, args, block),
+          limit,
+          "fused:sparse_all_reduce",
+          timeout,
+          async_op,
+          [this, named, count = tensor.numel(), dtype = args.dtype](
+              const CudaGroup::SparseReport& report) {
+            stats_.add(
+                named,
+                report.skipped ? DataPath::kSkipping : DataPath::kDelegated,
+                {report.bytes_sent,
+                 report.bytes_received,
+                 0,
+                 report.blocks,
+                 report.blocks_present,
+                 report.blocks_union});
+            if (named == OpCode::kAllReduce &&
+                cuda_skip_.mode == BlockSkip::kAuto && report.blocks != 0) {
+              const std::lock_guard<std::mutex> lock(cuda_skip_mutex_);
+              cuda_skip_.estimates.observe(
+                  static_cast<uint64_t>(count),
+                  dtype,
+                  double(report.blocks_union) / double(report.blocks),
+                  kCudaSkipLimit);
+            }
+          }));
+}
+
+bool ProcessGroupFused::skip_on_gpu(
+    const Tensors& tensors,
+    const c10d::AllreduceOptions& opts,
+    WorkPtr& work) {
+  if (cuda_skip_.mode == BlockSkip::kOff || tensors.size() != 1 ||
+      tensors[0].layout() != at::kStrided ||
+      !tensors[0].is_non_overlapping_and_dense() ||
+      to_dtype(tensors[0].scalar_type()) == DType::kOpaque ||
+      opts.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    return false;
+  }
+  const at::Tensor& tensor = tensors[0];
+  const auto args =
+      to_reduce_args(opts.reduceOp, tensor.scalar_type(), getSize());
+  // A graph would replay what its capture found, but for sums over the arenas,
+  // which look each time.
+  const bool adapts = cuda_skip_.mode == BlockSkip::kAuto;
+  if (cuda().capturing(tensor) &&
+      (adapts ||
+       !cuda().can_sum_directly(sparse_call(tensor, args, cuda_skip_.block)))) {
+    return false;
+  }
+  if (adapts) {
+    cuda().report_sums(); // the same on all ranks
+  }
+  {
+    const std::lock_guard<std::mutex> lock(cuda_skip_mutex_);
+    if (select_skip(
+            cuda_skip_,
+            getSize(),
+            static_cast<uint64_t>(tensor.numel()),
+            tensor.nbytes(),
+            args) == DensityEstimates::Choice::kDense) {
+      return false;
+    }
+  }
+  work = sparse_on_gpu(
+      tensor,
+      args,
+      OpCode::kAllReduce,
+      cuda_skip_.block,
+      cuda_skip_.mode == BlockSkip::kAuto ? kCudaSkipLimit : 2.0,
+      timeout_or(opts.timeout),
+      opts.asyncOp);
+  return true;
+}
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::sparse_all_reduce(
     const at::Tensor& tensor,
@@ -172,10 +307,29 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::sparse_all_reduce(
       "fused:sparse_all_reduce",
       timeout_.load(),
       async_op};
-  check_tensor("sparse_all_reduce", tensor);
+  check_dense("sparse_all_reduce", tensor);
   const SparseOptions options =
       sparse_options(tensor, block_size, threshold, residual);
   const auto args = to_reduce_args(op, tensor.scalar_type(), getSize());
+  translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
+  if (on_gpu(tensor)) {
+    TORCH_CHECK_VALUE(
+        tensor.is_non_overlapping_and_dense(),
+        "fused: sparse_all_reduce: a tensor on a GPU must be dense in memory; "
+        "call contiguous() first");
+    if (residual) {
+      split_residual(tensor, *residual, options);
+    }
+    return sparse_on_gpu(
+        tensor,
+        args,
+        OpCode::kSparseAllReduce,
+        options.block,
+        2.0, // always
+        call.timeout,
+        async_op);
+  }
+  check_tensor("sparse_all_reduce", tensor);
   // The closures keep the residual.
   if (spans_hosts()) {
     return enqueue(

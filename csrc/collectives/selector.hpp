@@ -44,6 +44,8 @@ DensityEstimates::Choice select_skip(
 double select_skip_limit(const Path& path);
 // Between machines the wire is slower than everything else.
 constexpr double kNetSkipLimit = 0.9;
+// Between GPUs (not measured): NCCL moves the union as it would move all.
+constexpr double kCudaSkipLimit = 0.8;
 
 // Whether results of this size should be written around the cache.
 bool select_stream(size_t bytes);

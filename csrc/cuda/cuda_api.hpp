@@ -79,6 +79,10 @@ struct CudaApi {
   int (*add_sums)(const AddSumsArgs* args, Stream stream);
   int (*trust)(const TrustArgs* args, Stream stream);
 
+  int (*find_blocks)(const FindBlocksArgs* args, Stream stream);
+  int (*list_blocks)(const ListBlocksArgs* args, Stream stream);
+  int (*move_blocks)(const MoveBlocksArgs* args, Stream stream);
+
   // The device-API path; null without. `usable` is 0 when the ranks of the
   // communicator do not reach each other's memory. Collective. kNotReady: NCCL
   // goes on in the background (ncclInProgress); the context can be used when
@@ -89,6 +93,7 @@ struct CudaApi {
       int* usable);
   int (*direct_destroy)(void* context);
   int (*direct_step)(const DirectArgs* args, Stream stream);
+  int (*direct_sum)(const DirectSumArgs* args, Stream stream);
 };
 
 // The name of the exported function, and its type.

@@ -194,6 +194,7 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
 }
 
 bool CudaEngine::capturing(Stream stream) const {
+  const DeviceScope scope(cuda_, device_);
   int answer = 0;
   check(
       cuda_,

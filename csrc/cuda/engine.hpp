@@ -63,6 +63,51 @@ class CudaEngine {
       const ShardsCall& call,
       const Submission& submission);
 
+  // --- sparse.cpp: an all-reduce that skips blocks of zeros. Over the arenas
+  // it is one operation; else it is two with a look at the first one's result
+  // between, so not in a graph.
+  struct SparseCall {
+    void* data = nullptr;
+    size_t count = 0;
+    DType dtype = DType::kFloat32;
+    bool mean = false;
+    size_t block = 0; // elements
+
+    size_t blocks() const {
+      return (count + block - 1) / block;
+    }
+    std::string summary() const;
+  };
+  struct SparseFind {
+    OperationPtr operation;
+    std::shared_ptr<Slot> slot; // with the list of blocks
+  };
+  // Whether direct_sum() can: the same on all ranks if all put their tensors
+  // into their arenas.
+  bool can_sum_directly(const SparseCall& call) const;
+  struct DirectSum {
+    OperationPtr operation;
+    std::shared_ptr<Slot> slot; // with the thread blocks' counts
+  };
+  DirectSum direct_sum(const SparseCall& call, const Submission& submission);
+  // Waits for it.
+  DirectCounts counts_of(const DirectSum& sum);
+  // Which blocks any rank has; throws Error(kInvalid) while a graph is
+  // captured.
+  SparseFind find_blocks(const SparseCall& call, const Submission& submission);
+  // Waits for it: how many.
+  uint64_t found_blocks(const SparseFind& find);
+  // Reduces these `found` blocks, or all that there is.
+  OperationPtr reduce_blocks(
+      const SparseCall& call,
+      const Submission& submission,
+      const SparseFind& find,
+      uint64_t found);
+  OperationPtr reduce_all(const SparseCall& call, const Submission& submission);
+
+  // Whether a graph is made of what the stream gets.
+  bool capturing(Stream stream) const;
+  bool in_arena(const void* p, size_t bytes) const;
   // Makes a stream wait for an operation; throws if the engine has failed.
   void wait(Operation& operation, Stream stream);
   // Makes a stream wait for everything enqueued so far.
@@ -109,7 +154,9 @@ class CudaEngine {
   }
 
  private:
+  friend class Enqueuing;
   friend class Run;
+  friend class SparseRun;
 
   // Memory that both streams' work alternates between.
   struct Wire {
@@ -135,6 +182,10 @@ class CudaEngine {
     const uint32_t* piece_begin = nullptr;
   };
 
+  // Blocks until the operation has ended; throws if the engine has failed. For
+  // short waits.
+  void await(const Operation& operation);
+
   // --- step.cpp
   OperationPtr submit(const Task& task, const Submission& submission);
 
@@ -147,7 +198,6 @@ class CudaEngine {
       const Submission& submission,
       const std::function<void(Operation&)>& body);
   void check_failed();
-  bool capturing(Stream stream) const;
   void watch();
   // One look at everything; returns how long to sleep.
   std::chrono::milliseconds look();
@@ -169,6 +219,7 @@ class CudaEngine {
   void make_arena(const Deadline& deadline);
   void release_arena();
   DirectSignals* signals() const;
+  uint8_t* direct_flags() const;
   void clear_signals();
   // under the lock
   std::shared_ptr<Slot> take_slot(size_t bytes);
@@ -200,7 +251,7 @@ class CudaEngine {
   HostMemory flags_memory_;
   Flags* flags_ = nullptr;
   void* arena_ = nullptr;
-  size_t arena_bytes_ = 0; // for tensors; the direct path's signals follow
+  size_t arena_bytes_ = 0; // for tensors; what the direct path needs follows
   NcclWindow window_ = nullptr;
   void* direct_ = nullptr;
 

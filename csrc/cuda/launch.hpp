@@ -182,6 +182,39 @@ struct TrustArgs {
   int32_t size;
 };
 
+// A tensor as blocks of `block` elements; the last one may be shorter.
+struct TensorBlocks {
+  void* data;
+  uint64_t count; // elements
+  uint64_t block;
+  DType type; // float64, float32, float16, bfloat16, int32, int64
+};
+
+// flags[b] = whether any bit of block b is set.
+struct FindBlocksArgs {
+  TensorBlocks tensor;
+  uint64_t num_blocks;
+  uint8_t* flags;
+};
+
+// The blocks whose flags are set, in ascending order, and how many there are.
+struct ListBlocksArgs {
+  const uint8_t* flags;
+  uint64_t num_blocks;
+  uint32_t* list;
+  uint64_t* found; // host memory that the device writes
+};
+
+// Blocks list[0] ... list[num_items - 1] to or from their places in the wire,
+// one behind the other; a short one is filled up with zeros there.
+struct MoveBlocksArgs {
+  TensorBlocks tensor;
+  const uint32_t* list;
+  void* wire;
+  uint32_t num_items;
+  bool to_wire;
+};
+
 // What the ring of a patched NCCL (patches/nccl) does to this rank's block
 // while it passes by. Lies in device memory.
 constexpr uint32_t kRingChannels = 64; // at most
@@ -240,5 +273,37 @@ struct DirectArgs {
   const uint64_t* stop;
   void* context; // host: what direct_create() gave
 };
+
+// What a sum over the arenas has met and moved.
+struct DirectCounts {
+  uint64_t blocks_union; // that any rank has
+  uint64_t blocks_present; // that this rank has
+  // Elements between this rank and its peers: contributions one way, results
+  // the other way.
+  uint64_t sent;
+  uint64_t received;
+};
+
+// The all-reduce of one tensor in one kernel, over the arenas of all ranks:
+// each finds its own blocks, and after a barrier owners (shard_range) read
+// those that ranks have and store the sums to all of them. Left folds in rank
+// order.
+struct DirectSumArgs {
+  TensorBlocks tensor; // of this rank
+  uint64_t num_blocks;
+  uint64_t shard; // elements of a full shard
+  const uint8_t* agree; // ranks that disagree do nothing
+  const uint64_t* offsets; // by rank: of the tensor in its arena, in bytes
+  uint8_t* flags; // of num_blocks, at the same place of all ranks' arenas
+  DirectCounts* counts; // by thread block; host memory that the device writes
+  int32_t rank;
+  int32_t size;
+  bool mean;
+  DirectSignals* signals; // as in DirectArgs
+  const uint64_t* stop;
+  void* context;
+};
+// Blocks whose flags there is room for.
+constexpr uint64_t kDirectFlags = 1 << 20;
 
 } // namespace fusedpg::cuda

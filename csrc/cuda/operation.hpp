@@ -44,7 +44,9 @@ class Operation {
 
  private:
   friend class CudaEngine;
+  friend class Enqueuing;
   friend class Run;
+  friend class SparseRun;
 
   void complete(std::exception_ptr error);
 

@@ -12,6 +12,7 @@ constexpr size_t kSlotAlignment = 1 << 16;
 constexpr size_t kMaxLayouts = 256;
 constexpr size_t kArenaAlignment = 1 << 21;
 constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
+constexpr size_t kBehindTensors = kSignalBytes + kDirectFlags;
 
 size_t round_up(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -26,7 +27,7 @@ void CudaEngine::make_arena(const Deadline& deadline) {
   }
   const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
       kArenaAlignment * kArenaAlignment;
-  if (nccl_.mem_alloc(&arena_, bytes + kSignalBytes) != kNcclSuccess) {
+  if (nccl_.mem_alloc(&arena_, bytes + kBehindTensors) != kNcclSuccess) {
     fail(
         ErrorKind::kOutOfMemory,
         "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES=",
@@ -38,7 +39,7 @@ void CudaEngine::make_arena(const Deadline& deadline) {
   clear_signals();
   comm_->enqueue("ncclCommWindowRegister", deadline, [&](NcclComm comm) {
     return nccl_.comm_window_register(
-        comm, arena_, bytes + kSignalBytes, &window_, kNcclWindowSymmetric);
+        comm, arena_, bytes + kBehindTensors, &window_, kNcclWindowSymmetric);
   });
   int usable = 0;
   comm_->enqueue("ncclDevCommCreate", deadline, [&](NcclComm comm) {
@@ -69,6 +70,16 @@ void CudaEngine::make_arena(const Deadline& deadline) {
 DirectSignals* CudaEngine::signals() const {
   return reinterpret_cast<DirectSignals*>(
       static_cast<char*>(arena_) + arena_bytes_);
+}
+
+uint8_t* CudaEngine::direct_flags() const {
+  return static_cast<uint8_t*>(arena_) + arena_bytes_ + kSignalBytes;
+}
+
+bool CudaEngine::in_arena(const void* p, size_t bytes) const {
+  const auto* begin = static_cast<const char*>(arena_);
+  const auto* at = static_cast<const char*>(p);
+  return begin != nullptr && at >= begin && at + bytes <= begin + arena_bytes_;
 }
 
 // Before the window is registered, which all ranks wait for.

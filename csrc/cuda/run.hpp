@@ -1,24 +1,19 @@
 #pragma once
 
-#include "cuda/engine.hpp"
+#include "cuda/enqueuing.hpp"
 #include "cuda/task.hpp"
 
 namespace fusedpg::cuda {
 
-NcclDataType nccl_type(DType type);
 kernels::Formula formula(OpCode op);
 
 // One operation of the engine while it is enqueued.
-class Run {
+class Run : Enqueuing {
  public:
   Run(CudaEngine& engine, Operation& operation, const Task& task)
-      : e_(engine),
-        cuda_(engine.cuda_),
-        operation_(operation),
+      : Enqueuing(engine, operation),
         task_(task),
         n_(task.tensors.size()),
-        compute_(engine.compute_.get()),
-        wire_(engine.wire_stream_.get()),
         lamb_(task.updates && formula(task.op) == kernels::Formula::kLamb),
         weighted_(task.reduction.weight.has_value() && task.reduces),
         path_(choose_path()) {}
@@ -30,37 +25,8 @@ class Run {
   enum class Path { kStock, kRing, kDirect };
   enum class Middle { kUpdate, kMoments, kOutputs };
 
-  void check(const char* what, int error) const {
-    cuda::check(cuda_, what, error);
-  }
-  // `to` goes on when `from` has got this far.
-  void order(Stream from, const OwnedEvent& event, Stream to) {
-    check("cudaEventRecord", cuda_.event_record(event.get(), from));
-    check("cudaStreamWaitEvent", cuda_.stream_wait_event(to, event.get()));
-  }
-  template <typename Call>
-  void nccl(const char* what, const Call& call) {
-    e_.comm_->enqueue(what, operation_.deadline_, call);
-  }
-  bool alone() const {
-    return e_.size_ == 1;
-  }
-
-  template <typename T>
-  T* device(size_t offset) const {
-    return reinterpret_cast<T*>(
-        static_cast<char*>(operation_.slot_->device.get()) + offset);
-  }
-  template <typename T>
-  T* host(size_t offset) const {
-    return reinterpret_cast<T*>(
-        static_cast<char*>(operation_.slot_->host.get()) + offset);
-  }
-
   void fill_slot();
   void agree();
-  void report_mismatch();
-  void gather(size_t from, size_t to, size_t count, NcclDataType type);
   void prepare();
   double divisor() const {
     return task_.reduces && task_.reduction.mean && !weighted_ ? e_.size_ : 1;
@@ -109,7 +75,6 @@ class Run {
   // --- step_paths.cpp
   void exchange_norms();
   Path choose_path() const;
-  bool in_arena(const void* p, size_t bytes) const;
   bool can_be_direct() const;
   void run_direct();
   bool can_be_ring() const;
@@ -117,13 +82,8 @@ class Run {
   void run_ring();
   void ring(size_t t);
 
-  CudaEngine& e_;
-  const CudaApi& cuda_;
-  Operation& operation_;
   const Task& task_;
   const size_t n_;
-  const Stream compute_;
-  const Stream wire_;
   const bool lamb_;
   const bool weighted_;
   const Path path_;

@@ -22,6 +22,10 @@ NcclDataType nccl_type(DType type) {
       return kNcclBfloat16;
     case DType::kFloat64:
       return kNcclFloat64;
+    case DType::kInt32:
+      return kNcclInt32;
+    case DType::kInt64:
+      return kNcclInt64;
     default:
       return kNcclFloat32;
   }
@@ -42,22 +46,6 @@ namespace {
 
 // Below this a whole tensor is not worth a chunk of its own.
 constexpr size_t kWholeBytes = 1 << 20;
-
-// Where the arrays of an operation lie in its slot.
-class Arrays {
- public:
-  size_t add(size_t bytes) {
-    const size_t offset = bytes_;
-    bytes_ += (bytes + 15) / 16 * 16;
-    return offset;
-  }
-  size_t bytes() const {
-    return bytes_;
-  }
-
- private:
-  size_t bytes_ = 0;
-};
 
 } // namespace
 
@@ -178,18 +166,9 @@ void Run::agree() {
     return;
   }
   order(compute_, e_.events_.proposed, wire_);
-  nccl("ncclAllReduce", [&](NcclComm comm) {
-    return e_.nccl_.all_reduce(
-        propose.agree,
-        propose.agree,
-        kAgreeBytes,
-        kNcclUint8,
-        kNcclMax,
-        comm,
-        wire_);
-  });
+  all_reduce(propose.agree, kAgreeBytes, kNcclUint8, kNcclMax);
   if (weighted_ || path_ == Path::kDirect) {
-    report_mismatch();
+    report_mismatch(agree_);
   }
   if (weighted_) {
     gather(weight_, weights_, 1, kNcclFloat64);
@@ -200,17 +179,19 @@ void Run::agree() {
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
 }
 
-// At once: ranks that disagree may hang in what they exchange next, so that
-// prepare() would not be reached.
-void Run::report_mismatch() {
+void Enqueuing::report_mismatch(size_t agree) {
   PrepareArgs p{};
-  p.agree = device<uint8_t>(agree_);
+  p.agree = device<uint8_t>(agree);
   p.mismatch = &e_.flags_->mismatch;
   p.sequence = operation_.sequence;
   check("prepare", cuda_.prepare(&p, wire_));
 }
 
-void Run::gather(size_t from, size_t to, size_t count, NcclDataType type) {
+void Enqueuing::gather(
+    size_t from,
+    size_t to,
+    size_t count,
+    NcclDataType type) {
   nccl("ncclAllGather", [&](NcclComm comm) {
     return e_.nccl_.all_gather(
         device<char>(from), device<char>(to), count, type, comm, wire_);

@@ -30,13 +30,6 @@ void Run::exchange_norms() {
   check("trust", cuda_.trust(&trust, compute_));
 }
 
-bool Run::in_arena(const void* p, size_t bytes) const {
-  const auto* begin = static_cast<const char*>(e_.arena_);
-  const auto* at = static_cast<const char*>(p);
-  return begin != nullptr && at >= begin &&
-      at + bytes <= begin + e_.arena_bytes_;
-}
-
 Run::Path Run::choose_path() const {
   return can_be_direct() ? Path::kDirect
       : can_be_ring()    ? Path::kRing
@@ -51,8 +44,8 @@ bool Run::can_be_direct() const {
   }
   for (size_t t = 0; t < n_; ++t) {
     const TensorInfo& info = task_.tensors[t];
-    if (!in_arena(info.grad, info.count * dtype_size(task_.grad_type)) ||
-        !in_arena(info.param, info.count * dtype_size(task_.param_type))) {
+    if (!e_.in_arena(info.grad, info.count * dtype_size(task_.grad_type)) ||
+        !e_.in_arena(info.param, info.count * dtype_size(task_.param_type))) {
       return false;
     }
   }

@@ -99,10 +99,10 @@ def equals_dense(context: Context, *cases: Case) -> None:
         assert torch.equal(bits(again), got), case
 
 
-def moved_bytes(context: Context, density: float) -> dict[str, Any]:
+def moved_bytes(context: Context, density: float, arena: bool = False) -> dict[str, Any]:
     """What one call moves, beside the formula of docs/sparse.md."""
-    case = Case(256 * 64 * 3 * context.world_size, density=density, seed=3)
-    data = values(case, context.rank, context.world_size)
+    case = Case(256 * 64 * 3 * context.world_size, density=density, seed=3, arena=arena)
+    data = placed(case, values(case, context.rank, context.world_size))
     fusedpg.stats(reset=True)
     fusedpg.sparse_all_reduce(data, case.block)
     found = fusedpg.stats()["sparse_all_reduce"]
@@ -181,6 +181,19 @@ def by_option(context: Context, mode: str) -> dict[str, int]:
     paths: dict[str, int] = fusedpg.stats(group)["all_reduce"]["paths"]
     dist.destroy_process_group(group)
     return paths
+
+
+def equals_oracle(context: Context, *cases: Case) -> dict[str, Any]:
+    """Plain all_reduce in the default group, and what that has moved."""
+    fusedpg.stats(reset=True)
+    for case in cases:
+        data = placed(case, values(case, context.rank, context.world_size))
+        want = data.clone()
+        dist.all_reduce(want, group=context.oracle)
+        dist.all_reduce(data)
+        assert torch.equal(bits(data), bits(want)), case
+    found: dict[str, Any] = fusedpg.stats()["all_reduce"]
+    return found
 
 
 class Words(nn.Module):
@@ -451,6 +464,10 @@ def wrong_arguments(context: Context) -> None:
         else:
             raise AssertionError(f"no error for {options}")
     dist.barrier()
+
+
+def mismatched_blocks(context: Context) -> None:
+    fusedpg.sparse_all_reduce(torch.ones(10_000), 64 << context.rank)
 
 
 def disagreement(context: Context, what: str) -> None:

@@ -213,6 +213,15 @@ struct Table : CudaApi {
     trust = [](const TrustArgs* args, Stream stream) {
       return kernel("trust", serial::trust, args, stream);
     };
+    CudaApi::find_blocks = [](const FindBlocksArgs* args, Stream stream) {
+      return kernel("find_blocks", serial::find_blocks, args, stream);
+    };
+    CudaApi::list_blocks = [](const ListBlocksArgs* args, Stream stream) {
+      return kernel("list_blocks", serial::list_blocks, args, stream);
+    };
+    CudaApi::move_blocks = [](const MoveBlocksArgs* args, Stream stream) {
+      return kernel("move_blocks", serial::move_blocks, args, stream);
+    };
   }
 
   void fill_direct() {
@@ -230,6 +239,10 @@ struct Table : CudaApi {
     CudaApi::direct_step = [](const DirectArgs* args, Stream stream) {
       return faulty(
           "direct_step", [&] { return fake::direct_step(args, stream); });
+    };
+    CudaApi::direct_sum = [](const DirectSumArgs* args, Stream stream) {
+      return faulty(
+          "direct_sum", [&] { return fake::direct_sum(args, stream); });
     };
   }
 };

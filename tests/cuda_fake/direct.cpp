@@ -1,9 +1,10 @@
 #include "direct.hpp"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
-#include "cuda/kernels/tiles.hpp"
+#include "cuda/kernels/serial.hpp"
 #include "kernels/kernels.hpp"
 
 namespace fusedpg::fake {
@@ -106,40 +107,109 @@ void Direct::check_signals(DirectSignals* signals) {
   barriers_ += 2;
 }
 
-void Direct::step(const DirectArgs& args) {
+void Direct::run(
+    const Announcement& announcement,
+    DirectSignals* signals,
+    const uint64_t* stop,
+    const std::function<void()>& before,
+    const std::function<void()>& between) {
   const std::lock_guard<std::mutex> lock(executing_);
-  Executed executed{0, 0, args.update.chunk.block, kDirectStep, 0};
+  Announcement mine = announcement;
+  Executed executed{0, 0, mine.common.count, mine.common.op, 0};
   if (!comm_->begin(executed, 0, next_sequence_)) {
     return;
   }
+  mine.common.sequence = executed.sequence;
+  check_signals(signals);
+  // NCCL's abort does not reach this kernel.
+  const auto meet = [&] {
+    return comm_->exchange(
+        channel_,
+        mine,
+        [] {},
+        [] {},
+        [stop] { return __atomic_load_n(stop, __ATOMIC_ACQUIRE) != 0; });
+  };
+  before();
+  if (meet()) {
+    between();
+    ++mine.common.part;
+    meet();
+  }
+  comm_->end();
+}
+
+// The barriers: gradients are there; parameters have arrived.
+void Direct::step(const DirectArgs& args) {
   Announcement announcement{};
   announcement.common = {
-      executed.sequence,
+      0,
       0,
       args.update.chunk.block,
       kDirectStep,
       static_cast<int32_t>(args.update.param_type),
       static_cast<int32_t>(args.update.formula),
       0};
-  check_signals(args.signals);
-  // NCCL's abort does not reach this kernel.
-  const auto meet = [&] {
-    return comm_->exchange(
-        channel_,
-        announcement,
-        [] {},
-        [] {},
-        [&args] { return __atomic_load_n(args.stop, __ATOMIC_ACQUIRE) != 0; });
-  };
-  // Two barriers: gradients are there; parameters have arrived.
-  if (meet()) {
-    for (uint32_t tile = 0; tile < args.update.chunk.num_tiles; ++tile) {
-      update_tile(args, tile);
-    }
-    ++announcement.common.part;
-    meet();
+  run(
+      announcement,
+      args.signals,
+      args.stop,
+      [] {},
+      [&] {
+        for (uint32_t tile = 0; tile < args.update.chunk.num_tiles; ++tile) {
+          update_tile(args, tile);
+        }
+      });
+}
+
+void Direct::sum_blocks(const DirectSumArgs& args) const {
+  std::vector<char*> bases;
+  std::vector<const uint8_t*> flags;
+  const auto place = static_cast<size_t>(
+      reinterpret_cast<const char*>(args.flags) -
+      window_->bases[static_cast<size_t>(args.rank)]);
+  for (int p = 0; p < args.size; ++p) {
+    char* base = window_->bases[p];
+    bases.push_back(base + args.offsets[p]);
+    flags.push_back(reinterpret_cast<const uint8_t*>(base) + place);
   }
-  comm_->end();
+  std::fill_n(args.counts, kDirectBlocks, DirectCounts{});
+  for (uint64_t b = 0; b < args.num_blocks; ++b) {
+    Ranks ranks{};
+    bool any = false;
+    for (int p = 0; p < args.size; ++p) {
+      if (flags[p][b] != 0) {
+        ranks.words[p / 32] |= uint32_t{1} << (p % 32);
+        any = true;
+      }
+    }
+    if (any) {
+      count_block(args, ranks, b, args.counts[b % kDirectBlocks]);
+      sum_block(args, bases.data(), ranks, b, 0, 1);
+    }
+  }
+}
+
+// The barriers: blocks are there, with their flags; sums have arrived.
+void Direct::sum(const DirectSumArgs& args) {
+  if (!ranks_agree(args.agree)) {
+    return;
+  }
+  Announcement announcement{};
+  announcement.common = {
+      0,
+      0,
+      args.tensor.count,
+      kDirectSum,
+      static_cast<int32_t>(args.tensor.type),
+      0,
+      0};
+  run(
+      announcement,
+      args.signals,
+      args.stop,
+      [&] { serial::find_blocks({args.tensor, args.num_blocks, args.flags}); },
+      [&] { sum_blocks(args); });
 }
 
 int32_t direct_version() {
@@ -201,12 +271,18 @@ int direct_destroy(void* context) {
   return kSuccess;
 }
 
-int direct_step(const DirectArgs* args, Stream stream) {
+namespace {
+
+template <typename Args>
+int enqueue(
+    const Args& args,
+    Stream stream,
+    void (Direct::*kernel)(const Args&)) {
   std::shared_ptr<Direct> direct;
   Contexts& contexts = global<Contexts>();
   {
     const std::lock_guard<std::mutex> lock(contexts.mutex);
-    const auto found = contexts.alive.find(args->context);
+    const auto found = contexts.alive.find(args.context);
     if (found == contexts.alive.end()) {
       return calls().bad_handle(
           kInvalidValue, "no such context of direct_create");
@@ -215,8 +291,18 @@ int direct_step(const DirectArgs* args, Stream stream) {
   }
   return streams().enqueue(
       stream,
-      [direct, copied = *args] { direct->step(copied); },
+      [direct, kernel, copied = args] { ((*direct).*kernel)(copied); },
       current_device());
+}
+
+} // namespace
+
+int direct_step(const DirectArgs* args, Stream stream) {
+  return enqueue(*args, stream, &Direct::step);
+}
+
+int direct_sum(const DirectSumArgs* args, Stream stream) {
+  return enqueue(*args, stream, &Direct::sum);
 }
 
 } // namespace fusedpg::fake

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,13 +20,22 @@ class Direct {
   ~Direct();
 
   void step(const cuda::DirectArgs& args);
+  void sum(const cuda::DirectSumArgs& args);
   const std::shared_ptr<Comm>& comm() const {
     return comm_;
   }
 
  private:
   void update_tile(const cuda::DirectArgs& args, uint32_t tile) const;
+  void sum_blocks(const cuda::DirectSumArgs& args) const;
   void check_signals(cuda::DirectSignals* signals);
+  // A kernel with two barriers.
+  void run(
+      const Announcement& announcement,
+      cuda::DirectSignals* signals,
+      const uint64_t* stop,
+      const std::function<void()>& before,
+      const std::function<void()>& between);
 
   const std::shared_ptr<Comm> comm_;
   const std::shared_ptr<Window> window_;
@@ -43,5 +53,6 @@ int direct_create(
     int* usable);
 int direct_destroy(void* context);
 int direct_step(const cuda::DirectArgs* args, cuda::Stream stream);
+int direct_sum(const cuda::DirectSumArgs* args, cuda::Stream stream);
 
 } // namespace fusedpg::fake

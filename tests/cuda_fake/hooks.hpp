@@ -49,7 +49,13 @@ struct Stats {
   char note[256];
 };
 
-enum Op : int32_t { kAllReduce = 0, kReduceScatter, kAllGather, kDirectStep };
+enum Op : int32_t {
+  kAllReduce = 0,
+  kReduceScatter,
+  kAllGather,
+  kDirectStep,
+  kDirectSum
+};
 
 // An operation that began to execute.
 struct Executed {

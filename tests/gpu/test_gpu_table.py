@@ -31,6 +31,12 @@ TYPES = {
     table.AddSumsArgs: "cuda::AddSumsArgs",
     table.TrustArgs: "cuda::TrustArgs",
     table.DirectArgs: "cuda::DirectArgs",
+    table.TensorBlocks: "cuda::TensorBlocks",
+    table.FindBlocksArgs: "cuda::FindBlocksArgs",
+    table.ListBlocksArgs: "cuda::ListBlocksArgs",
+    table.MoveBlocksArgs: "cuda::MoveBlocksArgs",
+    table.DirectCounts: "cuda::DirectCounts",
+    table.DirectSumArgs: "cuda::DirectSumArgs",
     table.CudaApi: "cuda::CudaApi",
 }
 NAMED = {

@@ -181,12 +181,16 @@ constexpr CudaApi make_api() {
   api.lamb_moments = lamb_moments;
   api.add_sums = launch_add_sums;
   api.trust = launch_trust;
+  api.find_blocks = launch_find_blocks;
+  api.list_blocks = launch_list_blocks;
+  api.move_blocks = launch_move_blocks;
 
 #if defined(FUSEDPG_NCCL_DEVICE)
   api.direct_nccl_version = kDirectNcclVersion;
   api.direct_create = direct_create;
   api.direct_destroy = direct_destroy;
   api.direct_step = direct_step;
+  api.direct_sum = direct_sum;
 #endif
   return api;
 }

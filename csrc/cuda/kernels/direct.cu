@@ -18,6 +18,10 @@ struct Context {
   ncclDevComm comm;
   ncclWindow_t window;
   const char* arena;
+
+  uint64_t place(const void* p) const {
+    return static_cast<uint64_t>(static_cast<const char*>(p) - arena);
+  }
 };
 
 struct DirectLaunch {
@@ -270,6 +274,84 @@ int launch_direct(const DirectLaunch& arguments, Stream stream) {
   });
 }
 
+struct SumLaunch {
+  DirectSumArgs args;
+  ncclWindow_t window;
+  uint64_t signals_at; // of the arena, in bytes
+  uint64_t flags_at;
+};
+
+// Blocks of the tensor go to the warps of all ranks alike: the ranks' thread
+// blocks of one number exchange the flags of the same ones.
+__global__ void __launch_bounds__(kThreads)
+    direct_sum_kernel(const __grid_constant__ SumLaunch launch) {
+  constexpr int kWarp = 32;
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ char* bases[kMaxDirectRanks];
+  __shared__ const uint8_t* flags[kMaxDirectRanks];
+  __shared__ DirectCounts counts[kWarps];
+  const DirectSumArgs& args = launch.args;
+  if (!ranks_agree(args.agree)) {
+    return;
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kWarp;
+  const uint64_t first = uint64_t(blockIdx.x) * kWarps + thread / kWarp;
+  const uint64_t stride = uint64_t(gridDim.x) * kWarps;
+  DirectSignals* mine = args.signals + blockIdx.x;
+  const DirectSignals* theirs = mine;
+  if (thread < args.size) {
+    theirs = static_cast<const DirectSignals*>(
+                 ncclGetLsaPointer(launch.window, launch.signals_at, thread)) +
+        blockIdx.x;
+    bases[thread] = static_cast<char*>(
+        ncclGetLsaPointer(launch.window, args.offsets[thread], thread));
+    flags[thread] = static_cast<const uint8_t*>(
+        ncclGetLsaPointer(launch.window, launch.flags_at, thread));
+  }
+  PeerBarrier barrier(theirs, mine, args.rank, args.size, args.stop);
+  for (uint64_t b = first; b < args.num_blocks; b += stride) {
+    const uint32_t any = block_bits(args.tensor, b, lane, kWarp);
+    const bool found = __any_sync(~0u, any != 0) != 0;
+    if (lane == 0) {
+      args.flags[b] = found ? 1 : 0;
+    }
+  }
+  // All ranks' blocks are there, with their flags.
+  if (!barrier.sync()) {
+    return;
+  }
+  DirectCounts met{};
+  for (uint64_t b = first; b < args.num_blocks; b += stride) {
+    Ranks ranks{};
+    uint32_t any = 0;
+    for (int p = 0; p < args.size; p += kWarp) {
+      const bool has = p + lane < args.size && flags[p + lane][b] != 0;
+      ranks.words[p / kWarp] = __ballot_sync(~0u, has);
+      any |= ranks.words[p / kWarp];
+    }
+    if (any != 0) {
+      count_block(args, ranks, b, met);
+      sum_block(args, bases, ranks, b, lane, kWarp);
+    }
+  }
+  if (lane == 0) {
+    counts[thread / kWarp] = met;
+  }
+  // All sums have arrived, and nobody reads flags any more.
+  barrier.sync();
+  barrier.leave();
+  if (thread == 0) {
+    for (int w = 1; w < kWarps; ++w) {
+      counts[0].blocks_union += counts[w].blocks_union;
+      counts[0].blocks_present += counts[w].blocks_present;
+      counts[0].sent += counts[w].sent;
+      counts[0].received += counts[w].received;
+    }
+    args.counts[blockIdx.x] = counts[0];
+  }
+}
+
 } // namespace
 
 static_assert(NCCL_VERSION_CODE == kDirectNcclVersion);
@@ -323,11 +405,7 @@ int direct_destroy(void* context) {
 int direct_step(const DirectArgs* args, Stream stream) {
   const auto* context = static_cast<const Context*>(args->context);
   const DirectLaunch arguments{
-      *args,
-      context->comm,
-      context->window,
-      static_cast<uint64_t>(
-          reinterpret_cast<const char*>(args->signals) - context->arena)};
+      *args, context->comm, context->window, context->place(args->signals)};
   const UpdateArgs& update = args->update;
   if (update.param_type == DType::kFloat64) {
     return launch_direct<double, 2>(arguments, stream);
@@ -336,6 +414,16 @@ int direct_step(const DirectArgs* args, Stream stream) {
   return is_half(update.param_type) || is_half(update.grad_type)
       ? launch_direct<float, 8>(arguments, stream)
       : launch_direct<float, 4>(arguments, stream);
+}
+
+int direct_sum(const DirectSumArgs* args, Stream stream) {
+  const auto* context = static_cast<const Context*>(args->context);
+  const SumLaunch arguments{
+      *args,
+      context->window,
+      context->place(args->signals),
+      context->place(args->flags)};
+  return launch(direct_sum_kernel, kDirectBlocks, arguments, stream);
 }
 
 } // namespace fusedpg::cuda

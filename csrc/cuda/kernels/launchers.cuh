@@ -18,6 +18,9 @@ int launch_moments_float(const MomentsArgs* args, Stream stream);
 int launch_moments_double(const MomentsArgs* args, Stream stream);
 int launch_add_sums(const AddSumsArgs* args, Stream stream);
 int launch_trust(const TrustArgs* args, Stream stream);
+int launch_find_blocks(const FindBlocksArgs* args, Stream stream);
+int launch_list_blocks(const ListBlocksArgs* args, Stream stream);
+int launch_move_blocks(const MoveBlocksArgs* args, Stream stream);
 
 // FUSEDPG_NCCL_DEVICE is the NCCL_VERSION_CODE of NCCL's headers.
 #if defined(FUSEDPG_NCCL_DEVICE)
@@ -25,6 +28,7 @@ constexpr int kDirectNcclVersion = FUSEDPG_NCCL_DEVICE;
 int direct_create(const DirectCreateArgs* args, void** context, int* usable);
 int direct_destroy(void* context);
 int direct_step(const DirectArgs* args, Stream stream);
+int direct_sum(const DirectSumArgs* args, Stream stream);
 #endif
 
 // The runtime keeps a thread's last error; it must not be taken for that of a

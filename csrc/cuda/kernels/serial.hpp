@@ -90,4 +90,25 @@ inline void trust(const TrustArgs& args) {
   }
 }
 
+inline void find_blocks(const FindBlocksArgs& args) {
+  for (uint64_t b = 0; b < args.num_blocks; ++b) {
+    args.flags[b] = block_bits(args.tensor, b, 0, 1) != 0 ? 1 : 0;
+  }
+}
+
+inline void list_blocks(const ListBlocksArgs& args) {
+  uint32_t before = 0;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    list_flags(args, before, thread, kThreads);
+    before += count_flags(args, thread, kThreads);
+  }
+  *args.found = before;
+}
+
+inline void move_blocks(const MoveBlocksArgs& args) {
+  for (uint32_t item = 0; item < args.num_items; ++item) {
+    move_block(args, item, 0, 1);
+  }
+}
+
 } // namespace fusedpg::cuda::serial

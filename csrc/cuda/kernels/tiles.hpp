@@ -1,6 +1,7 @@
 #pragma once
 
 // The bodies of all kernels, for the GPU and for the host.
+#include "cuda/kernels/blocks.hpp"
 #include "cuda/kernels/elements.hpp"
 #include "cuda/kernels/moves.hpp"
 #include "cuda/kernels/scalars.hpp"

@@ -1,0 +1,67 @@
+#include "cuda/kernels/launchers.cuh"
+
+namespace fusedpg::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+
+// A warp looks at a block.
+__global__ void __launch_bounds__(kThreads)
+    find_blocks_kernel(const __grid_constant__ FindBlocksArgs args) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const uint64_t warps = uint64_t(gridDim.x) * (kThreads / kWarp);
+  for (uint64_t b = (uint64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+       b < args.num_blocks;
+       b += warps) {
+    const uint32_t any = block_bits(args.tensor, b, lane, kWarp);
+    const bool found = __any_sync(~0u, any != 0) != 0;
+    if (lane == 0) {
+      args.flags[b] = found ? 1 : 0;
+    }
+  }
+}
+
+// One block of threads: the list is in ascending order.
+__global__ void __launch_bounds__(kThreads)
+    list_blocks_kernel(const __grid_constant__ ListBlocksArgs args) {
+  __shared__ uint32_t counts[kThreads];
+  const int thread = static_cast<int>(threadIdx.x);
+  counts[thread] = count_flags(args, thread, kThreads);
+  __syncthreads();
+  uint32_t before = 0;
+  for (int i = 0; i < thread; ++i) {
+    before += counts[i];
+  }
+  list_flags(args, before, thread, kThreads);
+  if (thread == kThreads - 1) {
+    *args.found = before + counts[thread];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    move_blocks_kernel(const __grid_constant__ MoveBlocksArgs args) {
+  for (uint32_t item = blockIdx.x; item < args.num_items; item += gridDim.x) {
+    move_block(args, item, static_cast<int>(threadIdx.x), kThreads);
+  }
+}
+
+} // namespace
+
+int launch_find_blocks(const FindBlocksArgs* args, Stream stream) {
+  const uint64_t warps = kThreads / kWarp;
+  return launch_over(
+      find_blocks_kernel,
+      (args->num_blocks + warps - 1) / warps,
+      *args,
+      stream);
+}
+
+int launch_list_blocks(const ListBlocksArgs* args, Stream stream) {
+  return launch(list_blocks_kernel, 1, *args, stream);
+}
+
+int launch_move_blocks(const MoveBlocksArgs* args, Stream stream) {
+  return launch_over(move_blocks_kernel, args->num_items, *args, stream);
+}
+
+} // namespace fusedpg::cuda

@@ -1,0 +1,315 @@
+// The all-reduce that skips blocks of zeros:
+//
+//   find:    compute: find_blocks      list_blocks -> host
+//            wire:    agree     all-reduce(flags)
+//   reduce:  compute: pack(0)     pack(1) unpack(0) ...
+//            wire:        all-reduce(0) all-reduce(1)
+//
+// With the tensor in all ranks' arenas:
+//
+//   sum:     compute:                  direct_sum
+//            wire:    agree offsets
+
+#include <algorithm>
+#include <thread>
+
+#include "base/hash.hpp"
+#include "base/ownership.hpp"
+#include "cuda/enqueuing.hpp"
+
+namespace fusedpg::cuda {
+
+class SparseRun : Enqueuing {
+ public:
+  SparseRun(
+      CudaEngine& engine,
+      Operation& operation,
+      const CudaEngine::SparseCall& call)
+      : Enqueuing(engine, operation),
+        call_(call),
+        blocks_(call.blocks()) {
+    // First, where the host looks.
+    found_ = arrays_.add(sizeof(uint64_t));
+    agree_ = arrays_.add(kAgreeBytes);
+    flags_ = arrays_.add(blocks_);
+    list_ = arrays_.add(blocks_ * sizeof(uint32_t));
+  }
+
+  std::shared_ptr<Slot> find() {
+    const std::shared_ptr<Slot> slot = take_slot();
+    agree(false);
+    FindBlocksArgs find{};
+    find.tensor = tensor();
+    find.num_blocks = blocks_;
+    find.flags = device<uint8_t>(flags_);
+    check("find_blocks", cuda_.find_blocks(&find, compute_));
+    if (!alone()) {
+      order(compute_, e_.events_.packed[0], wire_);
+      all_reduce(find.flags, blocks_, kNcclUint8, kNcclMax);
+      order(wire_, e_.events_.reduced[0], compute_);
+    }
+    ListBlocksArgs list{};
+    list.flags = find.flags;
+    list.num_blocks = blocks_;
+    list.list = device<uint32_t>(list_);
+    list.found = host<uint64_t>(found_);
+    check("list_blocks", cuda_.list_blocks(&list, compute_));
+    return slot;
+  }
+
+  void reduce(std::shared_ptr<Slot> slot, uint64_t found) {
+    operation_.slot_ = std::move(slot);
+    const size_t item = call_.block * dtype_size(call_.dtype);
+    const uint64_t items =
+        std::max<uint64_t>(e_.settings_.cuda_chunk_bytes / item, 1);
+    const uint64_t chunks = (found + items - 1) / items;
+    e_.reserve_wire(std::min(items, found) * item, 0);
+    const CudaEngine::Events& ev = e_.events_;
+    for (uint64_t t = 0; t < chunks + 1; ++t) {
+      if (t < chunks) {
+        move(t, items, found, true);
+        order(compute_, ev.packed[t % 2], wire_);
+        sum(e_.wire_.grads[t % 2].get(), call_.block * count(t, items, found));
+        check(
+            "cudaEventRecord",
+            cuda_.event_record(ev.reduced[t % 2].get(), wire_));
+      }
+      if (t >= 1) {
+        check(
+            "cudaStreamWaitEvent",
+            cuda_.stream_wait_event(compute_, ev.reduced[(t - 1) % 2].get()));
+        move(t - 1, items, found, false);
+      }
+    }
+  }
+
+  std::shared_ptr<Slot> sum_directly() {
+    Arrays arrays;
+    found_ = arrays.add(kDirectBlocks * sizeof(DirectCounts));
+    agree_ = arrays.add(kAgreeBytes);
+    offset_ = arrays.add(sizeof(uint64_t));
+    offsets_ = arrays.add(e_.size_ * sizeof(uint64_t));
+    arrays_ = arrays;
+    const std::shared_ptr<Slot> slot = take_slot();
+    *host<uint64_t>(offset_) = static_cast<uint64_t>(
+        static_cast<const char*>(call_.data) -
+        static_cast<const char*>(e_.arena_));
+    check(
+        "cudaMemcpyAsync",
+        cuda_.copy(
+            device<char>(offset_),
+            host<char>(offset_),
+            sizeof(uint64_t),
+            compute_));
+    agree(true);
+    gather(offset_, offsets_, 1, kNcclUint64);
+    order(wire_, e_.events_.agreed, compute_);
+    DirectSumArgs args{};
+    args.tensor = tensor();
+    args.num_blocks = blocks_;
+    args.shard = static_cast<uint64_t>(
+        shard_size(static_cast<int64_t>(call_.count), e_.size_));
+    args.agree = device<uint8_t>(agree_);
+    args.offsets = device<uint64_t>(offsets_);
+    args.flags = e_.direct_flags();
+    args.counts = host<DirectCounts>(found_);
+    args.rank = e_.rank_;
+    args.size = e_.size_;
+    args.mean = call_.mean;
+    args.signals = e_.signals();
+    args.stop = &e_.flags_->stop;
+    args.context = e_.direct_;
+    check("direct_sum", cuda_.direct_sum(&args, compute_));
+    return slot;
+  }
+
+  void reduce_all() {
+    order(compute_, e_.events_.packed[0], wire_);
+    sum(call_.data, call_.count);
+    order(wire_, e_.events_.reduced[0], compute_);
+  }
+
+ private:
+  TensorBlocks tensor() const {
+    return {call_.data, call_.count, call_.block, call_.dtype};
+  }
+
+  // The caller keeps it: the operation gives its own up when it has ended.
+  std::shared_ptr<Slot> take_slot() {
+    return operation_.slot_ = e_.take_slot(arrays_.bytes());
+  }
+
+  void agree(bool direct) {
+    ProposeArgs propose{};
+    propose.agree = device<uint8_t>(agree_);
+    propose.hash = Hash()
+                       .add(uint64_t(OpCode::kSparseAllReduce))
+                       .add(uint64_t(call_.dtype))
+                       .add(uint64_t(call_.count))
+                       .add(uint64_t(call_.block))
+                       .add(uint64_t(call_.mean))
+                       .add(uint64_t(direct))
+                       .add(uint64_t(e_.settings_.cuda_chunk_bytes))
+                       .value();
+    check("propose", cuda_.propose(&propose, compute_));
+    if (!alone()) {
+      order(compute_, e_.events_.proposed, wire_);
+      all_reduce(propose.agree, kAgreeBytes, kNcclUint8, kNcclMax);
+      report_mismatch(agree_);
+    }
+  }
+
+  static uint64_t count(uint64_t t, uint64_t items, uint64_t found) {
+    return std::min(items, found - t * items);
+  }
+
+  void move(uint64_t t, uint64_t items, uint64_t found, bool to_wire) {
+    MoveBlocksArgs args{};
+    args.tensor = tensor();
+    args.list = device<uint32_t>(list_) + t * items;
+    args.wire = e_.wire_.grads[t % 2].get();
+    args.num_items = static_cast<uint32_t>(count(t, items, found));
+    args.to_wire = to_wire;
+    check("move_blocks", cuda_.move_blocks(&args, compute_));
+  }
+
+  void sum(void* data, size_t elements) {
+    if (!alone()) {
+      all_reduce(
+          data,
+          elements,
+          nccl_type(call_.dtype),
+          call_.mean ? kNcclAvg : kNcclSum);
+    }
+  }
+
+  const CudaEngine::SparseCall& call_;
+  const size_t blocks_;
+  Arrays arrays_;
+  // Offsets in the slot.
+  size_t agree_ = 0, found_ = 0, flags_ = 0, list_ = 0, offset_ = 0,
+         offsets_ = 0;
+};
+
+std::string CudaEngine::SparseCall::summary() const {
+  return str(
+      "sparse_all_reduce(",
+      mean ? "AVG, " : "SUM, ",
+      dtype_name(dtype),
+      ", ",
+      count,
+      " elements, blocks of ",
+      block,
+      ")");
+}
+
+CudaEngine::SparseFind CudaEngine::find_blocks(
+    const SparseCall& call,
+    const Submission& submission) {
+  if (capturing(submission.current)) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: sparse_all_reduce cannot be captured in a CUDA graph: what it "
+        "sends depends on the data; use all_reduce there");
+  }
+  SparseFind found;
+  found.operation = submit(
+      OpCode::kSparseAllReduce,
+      call.summary(),
+      submission,
+      [&](Operation& operation) {
+        found.slot = SparseRun(*this, operation, call).find();
+      });
+  return found;
+}
+
+bool CudaEngine::can_sum_directly(const SparseCall& call) const {
+  return direct_ != nullptr && call.count != 0 &&
+      call.blocks() <= kDirectFlags &&
+      in_arena(call.data, call.count * dtype_size(call.dtype));
+}
+
+CudaEngine::DirectSum CudaEngine::direct_sum(
+    const SparseCall& call,
+    const Submission& submission) {
+  DirectSum sum;
+  sum.operation = submit(
+      OpCode::kSparseAllReduce,
+      call.summary(),
+      submission,
+      [&](Operation& operation) {
+        sum.slot = SparseRun(*this, operation, call).sum_directly();
+      });
+  return sum;
+}
+
+DirectCounts CudaEngine::counts_of(const DirectSum& sum) {
+  await(*sum.operation);
+  const auto* counts = static_cast<const DirectCounts*>(sum.slot->host.get());
+  DirectCounts all{};
+  for (uint32_t i = 0; i < kDirectBlocks; ++i) {
+    all.blocks_union += counts[i].blocks_union;
+    all.blocks_present += counts[i].blocks_present;
+    all.sent += counts[i].sent;
+    all.received += counts[i].received;
+  }
+  return all;
+}
+
+void CudaEngine::await(const Operation& operation) {
+  const DeviceScope scope(cuda_, device_);
+  // The watchdog sees what goes wrong.
+  for (int looks = 0; !operation.is_completed(); ++looks) {
+    check_failed();
+    const int state = cuda_.event_query(operation.end_.get());
+    if (state == kSuccess) {
+      break;
+    }
+    if (state != kNotReady) {
+      check(cuda_, "cudaEventQuery", state);
+    }
+    if (looks > 100) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+  // Unless ranks disagree, which the operation has said before it ended.
+  while (__atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE) ==
+         operation.sequence) {
+    check_failed();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  check_failed();
+}
+
+uint64_t CudaEngine::found_blocks(const SparseFind& find) {
+  await(*find.operation);
+  return *static_cast<const uint64_t*>(find.slot->host.get());
+}
+
+CudaEngine::OperationPtr CudaEngine::reduce_blocks(
+    const SparseCall& call,
+    const Submission& submission,
+    const SparseFind& find,
+    uint64_t found) {
+  return submit(
+      OpCode::kSparseAllReduce,
+      call.summary(),
+      submission,
+      [&](Operation& operation) {
+        SparseRun(*this, operation, call).reduce(find.slot, found);
+      });
+}
+
+CudaEngine::OperationPtr CudaEngine::reduce_all(
+    const SparseCall& call,
+    const Submission& submission) {
+  return submit(
+      OpCode::kSparseAllReduce,
+      call.summary(),
+      submission,
+      [&](Operation& operation) {
+        SparseRun(*this, operation, call).reduce_all();
+      });
+}
+
+} // namespace fusedpg::cuda
