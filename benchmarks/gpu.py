@@ -3,12 +3,13 @@
     python benchmarks/gpu.py --check-bars
     python benchmarks/gpu.py --parts kernels --kernel-sizes 64M,1G
 
-Two parts. **kernels**: pack, unpack and AdamW of libfusedpg_cuda.so alone, against a copy of as
-many bytes on the same device in the same run (bar: at least 90% of its bandwidth) and against
-torch's fused AdamW (bar: faster). **step**: `fused_adamw_` at two ranks that share the device,
-against NCCL's all-reduce followed by torch's AdamW(fused=True), and against reduce-scatter, our
-update and all-gather as three calls; where FUSEDPG_NCCL_LIB names a patched NCCL
-(patches/nccl/README.md), also in its ring.
+Three parts. **kernels**: pack, unpack, AdamW and the search for zeros of libfusedpg_cuda.so alone,
+against a copy of as many bytes on the same device in the same run (bars: at least 90% of its
+bandwidth, 85% for the search) and against torch's fused AdamW (bar: faster). **step**:
+`fused_adamw_` at two ranks that share the device, against NCCL's all-reduce followed by torch's
+AdamW(fused=True), and against reduce-scatter, our update and all-gather as three calls; where
+FUSEDPG_NCCL_LIB names a patched NCCL (patches/nccl/README.md), also in its ring. **sparse**:
+all-reduces that skip blocks of zeros against NCCL's, by density, on the same wire.
 
 Results are compared before anything is timed, and the program ends non-zero where they differ.
 Without a GPU it ends with 2.
@@ -27,12 +28,13 @@ from typing import Any
 import torch
 
 import _gpu_kernels as kernels
+import _gpu_sparse as sparse
 import _gpu_steps as steps
 import _harness as harness
 from _gpu_table import library, load
 from _harness import Row
 
-PARTS = ("kernels", "step")
+PARTS = ("kernels", "step", "sparse")
 
 
 def driver_version() -> str:
@@ -97,9 +99,12 @@ def main() -> int:
     if "kernels" in chosen:
         alone = copy.copy(args)
         alone.sizes, alone.world_size, alone.backends = args.kernel_sizes, 1, ["torch"]
-        finish("gpu_kernels", kernels.run(alone), alone, kernels.bars())
+        rows = kernels.run(alone) + sparse.run_kernels(alone)
+        finish("gpu_kernels", rows, alone, kernels.bars() + sparse.kernel_bars())
     if "step" in chosen:
         finish("gpu_step", harness.run(steps.worker, args), args, steps.bars())
+    if "sparse" in chosen:
+        finish("gpu_sparse", harness.run(sparse.worker, args), args, sparse.bars())
     return 0
 
 
