@@ -50,7 +50,7 @@ def find_arms(api: table.CudaApi, size: int) -> kernels.Arms:
     count = -(-numel // BLOCK)
     flags = torch.empty(count, dtype=torch.uint8, device=DEVICE)
     tensor = table.TensorBlocks(data.data_ptr(), numel, BLOCK, table.DTYPES[torch.float32])
-    arguments = table.FindBlocksArgs(tensor, count, flags.data_ptr())
+    arguments = table.FindBlocksArgs(tensor, count, flags.data_ptr(), None)
 
     def find() -> None:
         stream = torch.cuda.current_stream().cuda_stream

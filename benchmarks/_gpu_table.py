@@ -246,7 +246,12 @@ class TensorBlocks(Structure):
 
 
 class FindBlocksArgs(Structure):
-    _fields_ = [("tensor", TensorBlocks), ("num_blocks", c_uint64), ("flags", c_void_p)]
+    _fields_ = [
+        ("tensor", TensorBlocks),
+        ("num_blocks", c_uint64),
+        ("flags", c_void_p),
+        ("present", c_void_p),
+    ]
 
 
 class ListBlocksArgs(Structure):
@@ -254,6 +259,7 @@ class ListBlocksArgs(Structure):
         ("flags", c_void_p),
         ("num_blocks", c_uint64),
         ("list", c_void_p),
+        ("present", c_void_p),
         ("found", c_void_p),
     ]
 

@@ -331,6 +331,17 @@ def test_sparse_hook() -> None:
     agree(gpus.run(sparse.hook_with_threshold))
 
 
+def test_sparse_is_not_coalesced() -> None:
+    harness.pool(2, **harness.fake_gpu()).run(sparse.refuses_coalescing)
+
+
+def test_sparse_settings_are_compared() -> None:
+    with harness.Workers(2, **harness.fake_gpu()) as gpus:
+        for error in gpus.errors(sparse.other_settings):
+            assert "block_skip=on" in error.text
+            assert "block_skip=off" in error.text
+
+
 def test_sparse_disagreement() -> None:
     with harness.Workers(2, **harness.fake_gpu()) as gpus:
         for error in gpus.errors(sparse.mismatched_blocks):

@@ -112,6 +112,11 @@ void check_block_size(int64_t elements) {
   }
 }
 
+const char* block_skip_name(BlockSkip mode) {
+  constexpr const char* kNames[] = {"off", "auto", "on"};
+  return kNames[static_cast<size_t>(mode)];
+}
+
 Settings resolve(const Options& options) {
   Settings s;
   s.arena_bytes = bytes_of(
@@ -134,9 +139,9 @@ Settings resolve(const Options& options) {
       options.block_skip,
       "block_skip",
       "FUSEDPG_BLOCK_SKIP",
-      {{"off", BlockSkip::kOff},
-       {"auto", BlockSkip::kAuto},
-       {"on", BlockSkip::kOn}});
+      {{block_skip_name(BlockSkip::kOff), BlockSkip::kOff},
+       {block_skip_name(BlockSkip::kAuto), BlockSkip::kAuto},
+       {block_skip_name(BlockSkip::kOn), BlockSkip::kOn}});
   const int64_t block = options.block_size
       ? *options.block_size
       : env_integer("FUSEDPG_BLOCK_SIZE").value_or(kBlockSize);

@@ -37,6 +37,7 @@ struct Options {
 };
 
 enum class BlockSkip { kOff, kAuto, kOn };
+const char* block_skip_name(BlockSkip mode);
 enum class NcclChoice { kAuto, kPatched, kStock };
 
 struct Settings {

@@ -286,11 +286,12 @@ void bind_group(py::module_& m) {
       .def(
           "stats",
           [](ProcessGroupFused& group) {
+            const Stats* stats = nullptr;
             {
               const py::gil_scoped_release no_gil;
-              group.stats();
+              stats = &group.stats();
             }
-            return stats_dict(group.stats());
+            return stats_dict(*stats);
           })
       .def(
           "reset_stats",

@@ -233,6 +233,54 @@ CudaGroup::WorkPtr CudaGroup::ordinary(
   return work;
 }
 
+CudaGroup::Operations CudaGroup::enqueue(
+    const at::Tensor& tensor,
+    std::chrono::milliseconds timeout,
+    std::shared_ptr<void> tensors,
+    const Enqueue& body) {
+  const CudaStreams streams(tensor.device(), pretend_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto engine = engine_for(tensor, timeout);
+  CudaEngine::Submission submission{
+      streams.current(), timeout, std::move(tensors)};
+  if (!ordinary_.empty() && !pretend_) {
+    if (!order_) {
+      order_ = streams.from_pool();
+    }
+    const cuda::Stream order = streams.handle(*order_);
+    translate([&] { link(*engine, submission.current, order); });
+    const CudaStreams::Scope scope(streams, *order_);
+    for (const WorkPtr& one : ordinary_) {
+      follow(*one);
+    }
+    submission.current = order;
+  }
+  ordinary_.clear();
+  return translate([&] { return body(*engine, submission); });
+}
+
+CudaGroup::WorkPtr CudaGroup::finish(
+    const at::Tensor& tensor,
+    const char* title,
+    bool async_op,
+    Operations operations,
+    std::vector<at::Tensor> outputs,
+    std::function<void()> after_wait) {
+  const auto work = c10::make_intrusive<WorkCuda>(
+      rank_,
+      title,
+      engine(),
+      CudaStreams(tensor.device(), pretend_),
+      std::move(operations),
+      std::move(outputs),
+      std::move(after_wait));
+  if (async_op) {
+    return work;
+  }
+  work->wait();
+  return nullptr;
+}
+
 CudaGroup::WorkPtr CudaGroup::submit(
     const at::Tensor& tensor,
     const char* title,
@@ -240,42 +288,15 @@ CudaGroup::WorkPtr CudaGroup::submit(
     bool async_op,
     std::vector<at::Tensor> outputs,
     std::shared_ptr<void> tensors,
-    const Enqueue& enqueue,
+    const Enqueue& body,
     std::function<void()> after_wait) {
-  const CudaStreams streams(tensor.device(), pretend_);
-  c10::intrusive_ptr<WorkCuda> work;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto engine = engine_for(tensor, timeout);
-    CudaEngine::Submission submission{
-        streams.current(), timeout, std::move(tensors)};
-    if (!ordinary_.empty() && !pretend_) {
-      if (!order_) {
-        order_ = streams.from_pool();
-      }
-      const cuda::Stream order = streams.handle(*order_);
-      translate([&] { link(*engine, submission.current, order); });
-      const CudaStreams::Scope scope(streams, *order_);
-      for (const WorkPtr& one : ordinary_) {
-        follow(*one);
-      }
-      submission.current = order;
-    }
-    ordinary_.clear();
-    work = c10::make_intrusive<WorkCuda>(
-        rank_,
-        title,
-        engine,
-        streams,
-        translate([&] { return enqueue(*engine, submission); }),
-        std::move(outputs),
-        std::move(after_wait));
-  }
-  if (async_op) {
-    return work;
-  }
-  work->wait();
-  return nullptr;
+  return finish(
+      tensor,
+      title,
+      async_op,
+      enqueue(tensor, timeout, std::move(tensors), body),
+      std::move(outputs),
+      std::move(after_wait));
 }
 
 CudaGroup::WorkPtr CudaGroup::fused_step(
@@ -296,7 +317,7 @@ CudaGroup::WorkPtr CudaGroup::fused_step(
       outputs,
       plan,
       [plan](CudaEngine& engine, const CudaEngine::Submission& submission) {
-        WorkCuda::Operations operations;
+        Operations operations;
         for (const StepCall& call : plan->calls()) {
           operations.push_back(engine.fused_step(call, submission));
         }
@@ -326,7 +347,7 @@ CudaGroup::WorkPtr CudaGroup::reduce_shards(
       a->outputs.empty() ? a->grads : a->outputs,
       std::make_shared<std::shared_ptr<const ShardsArguments>>(a),
       [calls](CudaEngine& engine, const CudaEngine::Submission& submission) {
-        WorkCuda::Operations operations;
+        Operations operations;
         for (const ShardsCall& call : *calls) {
           operations.push_back(engine.reduce_shards(call, submission));
         }
@@ -338,23 +359,21 @@ CudaGroup::WorkPtr CudaGroup::reduce_shards(
 CudaGroup::WorkPtr CudaGroup::sparse_all_reduce(
     const at::Tensor& tensor,
     const CudaEngine::SparseCall& call,
-    double limit,
     const char* title,
     std::chrono::milliseconds timeout,
     bool async_op,
     const Report& report) {
   report_sums(false);
-  return submit(
+  const auto keep = std::make_shared<at::Tensor>(tensor);
+  std::optional<CudaEngine::SparseFind> find;
+  auto operations = enqueue(
       tensor,
-      title,
       timeout,
-      async_op,
-      {tensor},
-      std::make_shared<at::Tensor>(tensor),
+      keep,
       [&](CudaEngine& engine,
-          const CudaEngine::Submission& submission) -> WorkCuda::Operations {
+          const CudaEngine::Submission& submission) -> Operations {
         if (call.count == 0) {
-          report(report_of(call, 0, false));
+          report(report_of(call, {0, 0}, false));
           return {engine.reduce_all(call, submission)};
         }
         if (engine.can_sum_directly(call)) {
@@ -365,30 +384,50 @@ CudaGroup::WorkPtr CudaGroup::sparse_all_reduce(
           }
           return {sum.operation};
         }
-        const CudaEngine::SparseFind find =
-            engine.find_blocks(call, submission);
-        const uint64_t found = engine.found_blocks(find);
-        const bool skips = double(found) < limit * double(call.blocks());
-        report(report_of(call, found, skips));
-        return {
-            find.operation,
-            skips ? engine.reduce_blocks(call, submission, find, found)
-                  : engine.reduce_all(call, submission)};
-      },
-      nullptr);
+        find = engine.find_blocks(call, submission);
+        return {find->operation};
+      });
+  if (find) {
+    // Not under the lock: nobody else is to wait for the GPU.
+    const CudaEngine::Found found =
+        translate([&] { return engine()->found_blocks(*find); });
+    const bool skips =
+        double(found.blocks_union) < call.limit * double(call.blocks());
+    report(report_of(call, found, skips));
+    const auto rest = enqueue(
+        tensor,
+        timeout,
+        keep,
+        [&](CudaEngine& engine,
+            const CudaEngine::Submission& submission) -> Operations {
+          return {
+              skips ? engine.reduce_blocks(
+                          call, submission, *find, found.blocks_union)
+                    : engine.reduce_all(call, submission)};
+        });
+    operations.insert(operations.end(), rest.begin(), rest.end());
+  }
+  return finish(
+      tensor, title, async_op, std::move(operations), {tensor}, nullptr);
 }
 
 // What NCCL's ring moves of the blocks, and of their flags.
 CudaGroup::SparseReport CudaGroup::report_of(
     const CudaEngine::SparseCall& call,
-    uint64_t blocks_union,
+    const CudaEngine::Found& found,
     bool skipped) const {
   const uint64_t element = dtype_size(call.dtype);
   const uint64_t bytes = call.blocks() +
-      element * (skipped ? blocks_union * call.block : call.count);
+      element * (skipped ? found.blocks_union * call.block : call.count);
   const auto size = static_cast<uint64_t>(size_);
   const uint64_t moved = 2 * bytes * (size - 1) / size;
-  return {call.blocks(), 0, blocks_union, moved, moved, skipped};
+  return {
+      call.blocks(),
+      found.blocks_present,
+      found.blocks_union,
+      moved,
+      moved,
+      skipped};
 }
 
 void CudaGroup::report_sums() {
@@ -426,9 +465,14 @@ bool CudaGroup::can_sum_directly(const CudaEngine::SparseCall& call) {
 }
 
 bool CudaGroup::capturing(const at::Tensor& tensor) {
-  const auto made = engine();
-  return made &&
-      made->capturing(CudaStreams(tensor.device(), pretend_).current());
+  const cuda::Stream stream = CudaStreams(tensor.device(), pretend_).current();
+  return translate([&] {
+    int answer = 0;
+    const cuda::CudaApi& api = cuda::load_cuda_api(kernel_library(settings_));
+    cuda::check(
+        api, "cudaStreamIsCapturing", api.stream_is_capturing(stream, &answer));
+    return answer != 0;
+  });
 }
 
 c10::intrusive_ptr<c10d::Backend> CudaGroup::inner() {
@@ -454,7 +498,16 @@ std::optional<at::Tensor> CudaGroup::allocate(
     engine_for(at::empty({0}, options), timeout);
     arena = arena_;
   }
-  return arena ? arena->allocate(arena, sizes, options) : std::nullopt;
+  if (!arena) {
+    return std::nullopt;
+  }
+  auto tensor = arena->allocate(arena, sizes, options);
+  if (!tensor) {
+    log_once(
+        "the arena on the GPU has no room (FUSEDPG_CUDA_ARENA_BYTES); falling "
+        "back to ordinary memory, which all ranks have to do alike");
+  }
+  return tensor;
 }
 
 std::shared_ptr<c10::Allocator> CudaGroup::pool_allocator(

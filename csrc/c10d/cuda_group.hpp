@@ -63,10 +63,10 @@ class CudaGroup {
 
   // An all-reduce that skips blocks of zeros. Over the arenas of all GPUs it is
   // enqueued at once; else this waits for the GPU to have found the blocks, and
-  // above a share of `limit` in the result everything travels.
+  // from call.limit on everything travels.
   struct SparseReport {
     uint64_t blocks;
-    uint64_t blocks_present; // 0 unless over the arenas
+    uint64_t blocks_present;
     uint64_t blocks_union;
     uint64_t bytes_sent;
     uint64_t bytes_received;
@@ -78,7 +78,6 @@ class CudaGroup {
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor, // dense in memory
       const cuda::CudaEngine::SparseCall& call,
-      double limit,
       const char* title,
       std::chrono::milliseconds timeout,
       bool async_op,
@@ -87,8 +86,7 @@ class CudaGroup {
   void report_sums();
   // Whether the tensor lies where they can be done.
   bool can_sum_directly(const cuda::CudaEngine::SparseCall& call);
-  // Whether the current stream of the tensor's device is captured into a graph;
-  // false before the first fused operation.
+  // Whether the current stream of the tensor's device is captured into a graph.
   bool capturing(const at::Tensor& tensor);
 
   // ProcessGroupNCCL, made by the first ordinary collective; may be null.
@@ -116,14 +114,27 @@ class CudaGroup {
       std::chrono::milliseconds timeout);
   c10::intrusive_ptr<c10d::Backend> inner_for(
       std::chrono::milliseconds timeout);
-  using Enqueue = std::function<std::vector<std::shared_ptr<cuda::Operation>>(
-      cuda::CudaEngine&,
-      const cuda::CudaEngine::Submission&)>;
+  using Operations = std::vector<std::shared_ptr<cuda::Operation>>;
+  using Enqueue = std::function<
+      Operations(cuda::CudaEngine&, const cuda::CudaEngine::Submission&)>;
   void report_sums(bool wait);
   SparseReport report_of(
       const cuda::CudaEngine::SparseCall& call,
-      uint64_t blocks_union,
+      const cuda::CudaEngine::Found& found,
       bool skipped) const;
+  // Behind the ordinary collectives so far.
+  Operations enqueue(
+      const at::Tensor& tensor,
+      std::chrono::milliseconds timeout,
+      std::shared_ptr<void> tensors,
+      const Enqueue& body);
+  WorkPtr finish(
+      const at::Tensor& tensor,
+      const char* title,
+      bool async_op,
+      Operations operations,
+      std::vector<at::Tensor> outputs,
+      std::function<void()> after_wait);
   WorkPtr submit(
       const at::Tensor& tensor,
       const char* title,
@@ -131,7 +142,7 @@ class CudaGroup {
       bool async_op,
       std::vector<at::Tensor> outputs,
       std::shared_ptr<void> tensors,
-      const Enqueue& enqueue,
+      const Enqueue& body,
       std::function<void()> after_wait);
 
   const c10::intrusive_ptr<c10d::Store> store_;

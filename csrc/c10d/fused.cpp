@@ -38,6 +38,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
         !arguments.shared_params,
         "fused: parameters on a GPU cannot be shared between ranks");
     check_open(call.title);
+    check_not_coalescing(call.title);
     return cuda().fused_step(
         std::move(arguments), call.title, call.timeout, async_op);
   }
@@ -72,6 +73,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_shards_(
       async_op};
   if (on_gpu(arguments.grads)) {
     check_open(call.title);
+    check_not_coalescing(call.title);
     return cuda().reduce_shards(
         std::move(arguments), call.title, call.timeout, async_op);
   }

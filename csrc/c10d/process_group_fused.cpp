@@ -197,8 +197,20 @@ struct Coalescing {
 thread_local Coalescing coalescing;
 } // namespace
 
+bool ProcessGroupFused::is_coalescing() const {
+  return coalescing.group == this;
+}
+
+void ProcessGroupFused::check_not_coalescing(const char* title) const {
+  TORCH_CHECK_VALUE(
+      !is_coalescing(),
+      title,
+      " of tensors on a GPU cannot be coalesced with other operations; call it "
+      "before or after them");
+}
+
 ProcessGroupFused::WorkPtr ProcessGroupFused::remember(WorkPtr work) {
-  if (coalescing.group == this && work) {
+  if (is_coalescing() && work) {
     coalescing.works.push_back(work);
   }
   return work;
@@ -215,7 +227,7 @@ void ProcessGroupFused::startCoalescing() {
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::endCoalescing() {
   TORCH_CHECK(
-      coalescing.group == this,
+      is_coalescing(),
       "fused: endCoalescing without startCoalescing on this group and thread");
   if (const auto nccl = cuda_->inner(); nccl && nccl->supportsCoalescing()) {
     if (const auto work = nccl->endCoalescing()) {

@@ -250,6 +250,11 @@ class ProcessGroupFused : public c10d::Backend {
       c10d::OpType type,
       const char* title);
   WorkPtr remember(WorkPtr work);
+  // Between startCoalescing and endCoalescing on this thread.
+  bool is_coalescing() const;
+  // For what runs on the GPU but is not NCCL's alone: it would wait for
+  // collectives that a group of calls still holds back.
+  void check_not_coalescing(const char* title) const;
 
   // Whether the CUDA side of the group has to do with these tensors.
   bool on_gpu(const at::Tensor& t) const {
@@ -303,10 +308,8 @@ class ProcessGroupFused : public c10d::Backend {
       WorkPtr& work);
   WorkPtr sparse_on_gpu(
       const at::Tensor& tensor,
-      const kernels::ReduceArgs& args,
+      const cuda::CudaEngine::SparseCall& call,
       OpCode named,
-      size_t block,
-      double limit,
       std::chrono::milliseconds timeout,
       bool async_op);
   // For an operation between hosts that is not delegated.

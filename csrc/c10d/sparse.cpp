@@ -158,16 +158,21 @@ at::Tensor add_entries(const at::Tensor& like, const Gathered& all) {
       /*is_coalesced=*/true);
 }
 
+// More than the share of all blocks.
+constexpr double kNoLimit = 2;
+
 cuda::CudaEngine::SparseCall sparse_call(
     const at::Tensor& tensor,
     const kernels::ReduceArgs& args,
-    size_t block) {
+    size_t block,
+    double limit) {
   cuda::CudaEngine::SparseCall call;
   call.data = tensor.data_ptr();
   call.count = static_cast<size_t>(tensor.numel());
   call.dtype = args.dtype;
   call.mean = args.op == RedOp::kAvg;
   call.block = block;
+  call.limit = limit;
   return call;
 }
 
@@ -210,88 +215,76 @@ void ProcessGroupFused::reset_stats() {
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::sparse_on_gpu(
     const at::Tensor& tensor,
-    const kernels::ReduceArgs& args,
+    const cuda::CudaEngine::SparseCall& call,
     OpCode named,
-    size_t block,
-    double limit,
     std::chrono::milliseconds timeout,
     bool async_op) {
-  check_open("fused:sparse_all_reduce");
+  constexpr const char* title = "fused:sparse_all_reduce";
+  check_open(title);
+  check_not_coalescing(title);
+  const auto report = [this,
+                       named,
+                       shape = static_cast<uint64_t>(call.count),
+                       dtype =
+                           call.dtype](const CudaGroup::SparseReport& report) {
+    stats_.add(
+        named,
+        report.skipped ? DataPath::kSkipping : DataPath::kDelegated,
+        {report.bytes_sent,
+         report.bytes_received,
+         0,
+         report.blocks,
+         report.blocks_present,
+         report.blocks_union});
+    if (named == OpCode::kAllReduce && cuda_skip_.mode == BlockSkip::kAuto &&
+        report.blocks != 0) {
+      const std::lock_guard<std::mutex> lock(cuda_skip_mutex_);
+      cuda_skip_.estimates.observe(
+          shape,
+          dtype,
+          double(report.blocks_union) / double(report.blocks),
+          kCudaSkipLimit);
+    }
+  };
   return remember(
-      cuda().sparse_all_reduce(
-          tensor,
-          sparse_call(tensor, args, block),
-          limit,
-          "fused:sparse_all_reduce",
-          timeout,
-          async_op,
-          [this, named, count = tensor.numel(), dtype = args.dtype](
-              const CudaGroup::SparseReport& report) {
-            stats_.add(
-                named,
-                report.skipped ? DataPath::kSkipping : DataPath::kDelegated,
-                {report.bytes_sent,
-                 report.bytes_received,
-                 0,
-                 report.blocks,
-                 report.blocks_present,
-                 report.blocks_union});
-            if (named == OpCode::kAllReduce &&
-                cuda_skip_.mode == BlockSkip::kAuto && report.blocks != 0) {
-              const std::lock_guard<std::mutex> lock(cuda_skip_mutex_);
-              cuda_skip_.estimates.observe(
-                  static_cast<uint64_t>(count),
-                  dtype,
-                  double(report.blocks_union) / double(report.blocks),
-                  kCudaSkipLimit);
-            }
-          }));
+      cuda().sparse_all_reduce(tensor, call, title, timeout, async_op, report));
 }
 
 bool ProcessGroupFused::skip_on_gpu(
     const Tensors& tensors,
     const c10d::AllreduceOptions& opts,
     WorkPtr& work) {
-  if (cuda_skip_.mode == BlockSkip::kOff || tensors.size() != 1 ||
-      tensors[0].layout() != at::kStrided ||
+  if (cuda_skip_.mode == BlockSkip::kOff || is_coalescing() ||
+      tensors.size() != 1 || tensors[0].layout() != at::kStrided ||
       !tensors[0].is_non_overlapping_and_dense() ||
       to_dtype(tensors[0].scalar_type()) == DType::kOpaque ||
       opts.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM) {
     return false;
   }
+  check_open("fused:all_reduce");
   const at::Tensor& tensor = tensors[0];
   const auto args =
       to_reduce_args(opts.reduceOp, tensor.scalar_type(), getSize());
+  const bool adapts = cuda_skip_.mode == BlockSkip::kAuto;
+  const auto call = sparse_call(
+      tensor, args, cuda_skip_.block, adapts ? kCudaSkipLimit : kNoLimit);
   // A graph would replay what its capture found, but for sums over the arenas,
   // which look each time.
-  const bool adapts = cuda_skip_.mode == BlockSkip::kAuto;
-  if (cuda().capturing(tensor) &&
-      (adapts ||
-       !cuda().can_sum_directly(sparse_call(tensor, args, cuda_skip_.block)))) {
+  if (cuda().capturing(tensor) && (adapts || !cuda().can_sum_directly(call))) {
     return false;
   }
   if (adapts) {
-    cuda().report_sums(); // the same on all ranks
+    cuda().report_sums(); // so that all ranks know the same
   }
   {
     const std::lock_guard<std::mutex> lock(cuda_skip_mutex_);
-    if (select_skip(
-            cuda_skip_,
-            getSize(),
-            static_cast<uint64_t>(tensor.numel()),
-            tensor.nbytes(),
-            args) == DensityEstimates::Choice::kDense) {
+    if (select_skip(cuda_skip_, getSize(), call.count, tensor.nbytes(), args) ==
+        DensityEstimates::Choice::kDense) {
       return false;
     }
   }
   work = sparse_on_gpu(
-      tensor,
-      args,
-      OpCode::kAllReduce,
-      cuda_skip_.block,
-      cuda_skip_.mode == BlockSkip::kAuto ? kCudaSkipLimit : 2.0,
-      timeout_or(opts.timeout),
-      opts.asyncOp);
+      tensor, call, OpCode::kAllReduce, timeout_or(opts.timeout), opts.asyncOp);
   return true;
 }
 
@@ -322,10 +315,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::sparse_all_reduce(
     }
     return sparse_on_gpu(
         tensor,
-        args,
+        sparse_call(tensor, args, options.block, kNoLimit),
         OpCode::kSparseAllReduce,
-        options.block,
-        2.0, // always
         call.timeout,
         async_op);
   }

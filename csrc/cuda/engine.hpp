@@ -72,6 +72,7 @@ class CudaEngine {
     DType dtype = DType::kFloat32;
     bool mean = false;
     size_t block = 0; // elements
+    double limit = 2; // share of blocks in the result from which all travel
 
     size_t blocks() const {
       return (count + block - 1) / block;
@@ -95,8 +96,12 @@ class CudaEngine {
   // Which blocks any rank has; throws Error(kInvalid) while a graph is
   // captured.
   SparseFind find_blocks(const SparseCall& call, const Submission& submission);
-  // Waits for it: how many.
-  uint64_t found_blocks(const SparseFind& find);
+  struct Found {
+    uint64_t blocks_union;
+    uint64_t blocks_present; // that this rank has
+  };
+  // Waits for it.
+  Found found_blocks(const SparseFind& find);
   // Reduces these `found` blocks, or all that there is.
   OperationPtr reduce_blocks(
       const SparseCall& call,

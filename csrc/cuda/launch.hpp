@@ -195,14 +195,17 @@ struct FindBlocksArgs {
   TensorBlocks tensor;
   uint64_t num_blocks;
   uint8_t* flags;
+  uint64_t* present; // or null; how many there are is added to it
 };
 
-// The blocks whose flags are set, in ascending order, and how many there are.
+// The blocks whose flags are set, in ascending order.
 struct ListBlocksArgs {
   const uint8_t* flags;
   uint64_t num_blocks;
   uint32_t* list;
-  uint64_t* found; // host memory that the device writes
+  const uint64_t* present;
+  // Host memory that the device writes: how many are listed, and `present`.
+  uint64_t* found;
 };
 
 // Blocks list[0] ... list[num_items - 1] to or from their places in the wire,

@@ -11,6 +11,7 @@
 //            wire:    agree offsets
 
 #include <algorithm>
+#include <bit>
 #include <thread>
 
 #include "base/hash.hpp"
@@ -29,7 +30,8 @@ class SparseRun : Enqueuing {
         call_(call),
         blocks_(call.blocks()) {
     // First, where the host looks.
-    found_ = arrays_.add(sizeof(uint64_t));
+    found_ = arrays_.add(2 * sizeof(uint64_t));
+    present_ = arrays_.add(sizeof(uint64_t));
     agree_ = arrays_.add(kAgreeBytes);
     flags_ = arrays_.add(blocks_);
     list_ = arrays_.add(blocks_ * sizeof(uint32_t));
@@ -42,6 +44,10 @@ class SparseRun : Enqueuing {
     find.tensor = tensor();
     find.num_blocks = blocks_;
     find.flags = device<uint8_t>(flags_);
+    find.present = device<uint64_t>(present_);
+    check(
+        "cudaMemsetAsync",
+        cuda_.clear(find.present, sizeof(uint64_t), compute_));
     check("find_blocks", cuda_.find_blocks(&find, compute_));
     if (!alone()) {
       order(compute_, e_.events_.packed[0], wire_);
@@ -52,6 +58,7 @@ class SparseRun : Enqueuing {
     list.flags = find.flags;
     list.num_blocks = blocks_;
     list.list = device<uint32_t>(list_);
+    list.present = find.present;
     list.found = host<uint64_t>(found_);
     check("list_blocks", cuda_.list_blocks(&list, compute_));
     return slot;
@@ -63,7 +70,8 @@ class SparseRun : Enqueuing {
     const uint64_t items =
         std::max<uint64_t>(e_.settings_.cuda_chunk_bytes / item, 1);
     const uint64_t chunks = (found + items - 1) / items;
-    e_.reserve_wire(std::min(items, found) * item, 0);
+    // Not by what was found: growing waits for the GPU.
+    e_.reserve_wire(std::min<uint64_t>(items, blocks_) * item, 0);
     const CudaEngine::Events& ev = e_.events_;
     for (uint64_t t = 0; t < chunks + 1; ++t) {
       if (t < chunks) {
@@ -148,6 +156,7 @@ class SparseRun : Enqueuing {
                        .add(uint64_t(call_.count))
                        .add(uint64_t(call_.block))
                        .add(uint64_t(call_.mean))
+                       .add(std::bit_cast<uint64_t>(call_.limit))
                        .add(uint64_t(direct))
                        .add(uint64_t(e_.settings_.cuda_chunk_bytes))
                        .value();
@@ -187,8 +196,8 @@ class SparseRun : Enqueuing {
   const size_t blocks_;
   Arrays arrays_;
   // Offsets in the slot.
-  size_t agree_ = 0, found_ = 0, flags_ = 0, list_ = 0, offset_ = 0,
-         offsets_ = 0;
+  size_t agree_ = 0, found_ = 0, present_ = 0, flags_ = 0, list_ = 0,
+         offset_ = 0, offsets_ = 0;
 };
 
 std::string CudaEngine::SparseCall::summary() const {
@@ -235,7 +244,7 @@ CudaEngine::DirectSum CudaEngine::direct_sum(
   DirectSum sum;
   sum.operation = submit(
       OpCode::kSparseAllReduce,
-      call.summary(),
+      call.summary() + " over the arenas",
       submission,
       [&](Operation& operation) {
         sum.slot = SparseRun(*this, operation, call).sum_directly();
@@ -281,9 +290,10 @@ void CudaEngine::await(const Operation& operation) {
   check_failed();
 }
 
-uint64_t CudaEngine::found_blocks(const SparseFind& find) {
+CudaEngine::Found CudaEngine::found_blocks(const SparseFind& find) {
   await(*find.operation);
-  return *static_cast<const uint64_t*>(find.slot->host.get());
+  const auto* found = static_cast<const uint64_t*>(find.slot->host.get());
+  return {found[0], found[1]};
 }
 
 CudaEngine::OperationPtr CudaEngine::reduce_blocks(

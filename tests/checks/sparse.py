@@ -466,8 +466,34 @@ def wrong_arguments(context: Context) -> None:
     dist.barrier()
 
 
+def other_settings(context: Context) -> None:
+    group = new_group(_cpu_as_cuda=True, block_skip=("on", "off")[context.rank])
+    fusedpg.sparse_all_reduce(torch.ones(10_000), group=group)
+
+
 def mismatched_blocks(context: Context) -> None:
     fusedpg.sparse_all_reduce(torch.ones(10_000), 64 << context.rank)
+
+
+def refuses_coalescing(context: Context) -> None:
+    """Of tensors on a GPU: it would wait for what is held back."""
+    tensor = torch.ones(10_000)
+    sgd = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "is_first_step": True}
+    calls = (
+        lambda: fusedpg.sparse_all_reduce(tensor),
+        lambda: fusedpg.fused_sgd_([tensor], [tensor.clone()], [], **sgd, **flags),
+    )
+    for call in calls:
+        with dist._coalescing_manager(device=tensor.device):
+            try:
+                call()
+            except ValueError as error:
+                assert "coalesced" in str(error), error
+            else:
+                raise AssertionError("was taken")
+    fusedpg.sparse_all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((10_000,), float(context.world_size)))
 
 
 def disagreement(context: Context, what: str) -> None:

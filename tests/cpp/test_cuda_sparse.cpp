@@ -23,6 +23,19 @@ struct SparseCase {
   bool mean = false;
 };
 
+std::vector<DType> dtypes() {
+  if (kOnlyThreads) {
+    return {DType::kBFloat16};
+  }
+  return {
+      DType::kFloat32,
+      DType::kFloat64,
+      DType::kBFloat16,
+      DType::kFloat16,
+      DType::kInt32,
+      DType::kInt64};
+}
+
 Bytes contribution(const SparseCase& c, int rank) {
   Bytes x = values(c.dtype, c.count, c.count + c.block + rank);
   const size_t bytes = c.block * dtype_size(c.dtype);
@@ -45,12 +58,9 @@ CudaEngine::SparseCall call_of(const SparseCase& c, const GpuBuffer& data) {
   return call;
 }
 
-uint64_t union_blocks(const SparseCase& c, int size) {
+// That some of these have.
+uint64_t count_blocks(const SparseCase& c, const std::vector<Bytes>& all) {
   const size_t bytes = c.block * dtype_size(c.dtype);
-  std::vector<Bytes> all;
-  for (int p = 0; p < size; ++p) {
-    all.push_back(contribution(c, p));
-  }
   uint64_t found = 0;
   for (size_t begin = 0; begin < all[0].size(); begin += bytes) {
     const size_t end = std::min(all[0].size(), begin + bytes);
@@ -60,6 +70,14 @@ uint64_t union_blocks(const SparseCase& c, int size) {
     });
   }
   return found;
+}
+
+uint64_t union_blocks(const SparseCase& c, int size) {
+  std::vector<Bytes> all;
+  for (int p = 0; p < size; ++p) {
+    all.push_back(contribution(c, p));
+  }
+  return count_blocks(c, all);
 }
 
 // As NCCL (and the fake) does it: rounded to the type at each step.
@@ -78,8 +96,9 @@ void check_sparse(GpuRank& r, const SparseCase& c) {
   data.assign(contribution(c, r.rank));
   const CudaEngine::SparseCall call = call_of(c, data);
   const CudaEngine::SparseFind find = r.engine.find_blocks(call, r.from());
-  const uint64_t found = r.engine.found_blocks(find);
+  const auto [found, present] = r.engine.found_blocks(find);
   CHECK_EQ(found, union_blocks(c, r.size));
+  CHECK_EQ(present, count_blocks(c, {contribution(c, r.rank)}));
   finish(r.engine.reduce_blocks(call, r.from(), find, found));
   CHECK(data.holds(summed(c, r.size)));
   // The dense way, from the same engine.
@@ -121,7 +140,7 @@ void check_direct(GpuRank& r, const SparseCase& c, size_t shift = 0) {
   finish(sum.operation);
   CHECK(data.holds(folded(c, r.size)));
   CHECK_EQ(counts.blocks_union, union_blocks(c, r.size));
-  CHECK(counts.blocks_present <= counts.blocks_union);
+  CHECK_EQ(counts.blocks_present, count_blocks(c, {contribution(c, r.rank)}));
   const auto count = static_cast<int64_t>(c.count);
   if (c.percent == 100 && shard_size(count, r.size) * r.size == count) {
     const auto moved = c.count * 2 * (r.size - 1) / r.size;
@@ -137,16 +156,7 @@ TEST(cuda_sparse_all_reduce) {
   for (const int size : {1, 2, 3}) {
     with_gpus(size, [](GpuRank& r) {
       hooks().set_delay(0);
-      for (const DType dtype :
-           {DType::kFloat32,
-            DType::kFloat64,
-            DType::kBFloat16,
-            DType::kFloat16,
-            DType::kInt32,
-            DType::kInt64}) {
-        if (kOnlyThreads && dtype != DType::kBFloat16) {
-          continue;
-        }
+      for (const DType dtype : dtypes()) {
         for (const size_t count : {1, 31, 5000}) {
           for (const size_t percent : {0, 10, 100}) {
             check_sparse(r, {dtype, count, 32, percent});
@@ -168,16 +178,7 @@ TEST(cuda_sparse_directly) {
         size,
         [](GpuRank& r) {
           hooks().set_delay(0);
-          for (const DType dtype :
-               {DType::kFloat32,
-                DType::kFloat64,
-                DType::kBFloat16,
-                DType::kFloat16,
-                DType::kInt32,
-                DType::kInt64}) {
-            if (kOnlyThreads && dtype != DType::kBFloat16) {
-              continue;
-            }
+          for (const DType dtype : dtypes()) {
             for (const size_t count : {1, 31, 5000, 12288}) {
               for (const size_t percent : {0, 10, 100}) {
                 check_direct(r, {dtype, count, 32, percent});
@@ -244,7 +245,8 @@ TEST(cuda_sparse_not_directly) {
     const SparseCase c{DType::kFloat32, 1000, 32, 20};
     const GpuBuffer data = rank == 0 ? in_arena(r, c) : GpuBuffer(4000);
     data.assign(contribution(c, rank));
-    expect_error(ErrorKind::kMismatch, {"ranks disagree"}, [&] {
+    const char* way = "blocks of 32) over the arenas";
+    expect_error(ErrorKind::kMismatch, {"ranks disagree", way}, [&] {
       const CudaEngine::SparseCall one = call_of(c, data);
       if (r.engine.can_sum_directly(one)) {
         r.engine.counts_of(r.engine.direct_sum(one, r.from()));
@@ -273,7 +275,7 @@ TEST(cuda_sparse_many_under_way) {
       const CudaEngine::SparseCall call = call_of(cases[i], data[i]);
       const CudaEngine::SparseFind find = r.engine.find_blocks(call, r.from());
       operations.push_back(r.engine.reduce_blocks(
-          call, r.from(), find, r.engine.found_blocks(find)));
+          call, r.from(), find, r.engine.found_blocks(find).blocks_union));
     }
     for (size_t i = 0; i < cases.size(); ++i) {
       finish(operations[i]);
@@ -344,7 +346,8 @@ TEST(cuda_sparse_kernels) {
     float* data = memory.data() + offset;
     const TensorBlocks tensor{data, count, block, DType::kFloat32};
     std::vector<uint8_t> flags(blocks, 7);
-    serial::find_blocks({tensor, blocks, flags.data()});
+    uint64_t present = 1;
+    serial::find_blocks({tensor, blocks, flags.data(), &present});
     std::vector<uint32_t> wanted;
     for (size_t b = 0; b < blocks; ++b) {
       bool any = false;
@@ -357,9 +360,11 @@ TEST(cuda_sparse_kernels) {
       }
     }
     std::vector<uint32_t> list(blocks + 1, 99);
-    uint64_t found = 0;
-    serial::list_blocks({flags.data(), blocks, list.data(), &found});
+    uint64_t counts[2] = {};
+    serial::list_blocks({flags.data(), blocks, list.data(), &present, counts});
+    const uint64_t found = counts[0];
     CHECK_EQ(found, wanted.size());
+    CHECK_EQ(counts[1], found + 1);
     list.resize(found);
     CHECK(list == wanted);
     // There and back; the places of short blocks are filled up.

@@ -65,7 +65,7 @@ class Calls {
   std::vector<Fault> faults_;
   std::vector<AsyncError> async_errors_;
   std::vector<Executed> order_;
-  uint64_t bytes_[4] = {};
+  uint64_t bytes_[kOps] = {};
   uint64_t notes_ = 0;
   std::string note_;
   std::atomic<uint64_t> work_{0};

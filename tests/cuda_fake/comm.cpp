@@ -42,8 +42,12 @@ class OnDevice {
 };
 
 std::string shown(const Announcement::Common& a) {
-  static constexpr const char* kNames[] = {
-      "all_reduce", "reduce_scatter", "all_gather", "direct_step"};
+  static constexpr const char* kNames[kOps] = {
+      "all_reduce",
+      "reduce_scatter",
+      "all_gather",
+      "direct_step",
+      "direct_sum"};
   std::ostringstream out;
   out << (a.op == kWindowOp        ? "window"
               : a.op == kDevCommOp ? "dev_comm"

@@ -202,13 +202,16 @@ void Direct::sum(const DirectSumArgs& args) {
       args.tensor.count,
       kDirectSum,
       static_cast<int32_t>(args.tensor.type),
-      0,
-      0};
+      args.mean,
+      static_cast<int32_t>(args.tensor.block)};
   run(
       announcement,
       args.signals,
       args.stop,
-      [&] { serial::find_blocks({args.tensor, args.num_blocks, args.flags}); },
+      [&] {
+        serial::find_blocks(
+            {args.tensor, args.num_blocks, args.flags, nullptr});
+      },
       [&] { sum_blocks(args); });
 }
 

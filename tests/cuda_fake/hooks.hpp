@@ -54,7 +54,8 @@ enum Op : int32_t {
   kReduceScatter,
   kAllGather,
   kDirectStep,
-  kDirectSum
+  kDirectSum,
+  kOps
 };
 
 // An operation that began to execute.

@@ -8,8 +8,14 @@ constexpr int kWarp = 32;
 // A warp looks at a block.
 __global__ void __launch_bounds__(kThreads)
     find_blocks_kernel(const __grid_constant__ FindBlocksArgs args) {
+  __shared__ unsigned long long present;
+  if (threadIdx.x == 0) {
+    present = 0;
+  }
+  __syncthreads();
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const uint64_t warps = uint64_t(gridDim.x) * (kThreads / kWarp);
+  unsigned long long mine = 0;
   for (uint64_t b = (uint64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        b < args.num_blocks;
        b += warps) {
@@ -17,7 +23,18 @@ __global__ void __launch_bounds__(kThreads)
     const bool found = __any_sync(~0u, any != 0) != 0;
     if (lane == 0) {
       args.flags[b] = found ? 1 : 0;
+      mine += found ? 1 : 0;
     }
+  }
+  if (args.present == nullptr) {
+    return;
+  }
+  if (mine != 0) {
+    atomicAdd(&present, mine);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && present != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(args.present), present);
   }
 }
 
@@ -34,7 +51,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   list_flags(args, before, thread, kThreads);
   if (thread == kThreads - 1) {
-    *args.found = before + counts[thread];
+    args.found[0] = before + counts[thread];
+    args.found[1] = *args.present;
   }
 }
 

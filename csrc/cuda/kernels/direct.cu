@@ -310,11 +310,14 @@ __global__ void __launch_bounds__(kThreads)
         ncclGetLsaPointer(launch.window, launch.flags_at, thread));
   }
   PeerBarrier barrier(theirs, mine, args.rank, args.size, args.stop);
+  // By the address at which they are read: two for one place could disagree.
+  auto* own_flags = static_cast<uint8_t*>(
+      ncclGetLsaPointer(launch.window, launch.flags_at, args.rank));
   for (uint64_t b = first; b < args.num_blocks; b += stride) {
     const uint32_t any = block_bits(args.tensor, b, lane, kWarp);
     const bool found = __any_sync(~0u, any != 0) != 0;
     if (lane == 0) {
-      args.flags[b] = found ? 1 : 0;
+      own_flags[b] = found ? 1 : 0;
     }
   }
   // All ranks' blocks are there, with their flags.

@@ -93,6 +93,9 @@ inline void trust(const TrustArgs& args) {
 inline void find_blocks(const FindBlocksArgs& args) {
   for (uint64_t b = 0; b < args.num_blocks; ++b) {
     args.flags[b] = block_bits(args.tensor, b, 0, 1) != 0 ? 1 : 0;
+    if (args.present != nullptr) {
+      *args.present += args.flags[b];
+    }
   }
 }
 
@@ -102,7 +105,8 @@ inline void list_blocks(const ListBlocksArgs& args) {
     list_flags(args, before, thread, kThreads);
     before += count_flags(args, thread, kThreads);
   }
-  *args.found = before;
+  args.found[0] = before;
+  args.found[1] = *args.present;
 }
 
 inline void move_blocks(const MoveBlocksArgs& args) {
