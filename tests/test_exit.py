@@ -25,7 +25,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_exit(mode: str) -> None:
-    times = 4 if mode in ("quiet", "work") else 2
+    times = 3 if mode in ("quiet", "work") else 2
     done = subprocess.run(
         harness.python(str(SCRIPT), mode, str(times), harness.BACKEND),
         capture_output=True,

@@ -17,7 +17,7 @@ HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "
 Spread = tuple[harness.Workers, list[str]]
 
 
-@pytest.fixture(params=HOSTS)
+@pytest.fixture(params=[harness.slow("two"), "three", "two of two"])
 def spread(request: pytest.FixtureRequest) -> Spread:
     names = HOSTS[request.param]
     env = [{"FUSEDPG_HOST_ID": name} for name in names]

@@ -235,7 +235,7 @@ def test_wrong_arguments(pair: harness.Workers, op: str, what: str) -> None:
         assert f"fused_{op}_" in text, text
 
 
-@pytest.fixture(params=[2, 3], ids=lambda size: f"world{size}")
+@pytest.fixture(params=[2, harness.slow(3)], ids=lambda size: f"world{size}")
 def disagreeing(request: pytest.FixtureRequest) -> harness.Workers:
     return harness.pool(request.param, timeout=20, oracle=False)
 
@@ -340,7 +340,7 @@ def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
 HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
 
 
-@pytest.fixture(params=[harness.slow("two"), "three", "two of two"])
+@pytest.fixture(params=[harness.slow("two"), harness.slow("three"), "two of two"])
 def spread(request: pytest.FixtureRequest) -> harness.Workers:
     names = HOSTS[request.param]
     env = [{"FUSEDPG_HOST_ID": name} for name in names]

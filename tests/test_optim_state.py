@@ -109,7 +109,7 @@ def test_memory_of_processes() -> None:
 def test_memory_of_shared_parameters() -> None:
     numel = 8 << 20
     mib = 4 * numel / 2**20
-    size = 4
+    size = 3
     added = {}
     for share in (False, True):
         with harness.Workers(size, oracle=False) as workers:
