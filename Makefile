@@ -98,20 +98,20 @@ wheel: $(DEPS)
 define cpp_tests
 cmake -S . -B $(1) -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_TESTS=ON $(2)
 cmake --build $(1)
-$(3) ctest --test-dir $(1) --output-on-failure --timeout 300
+$(3) ctest --test-dir $(1) --output-on-failure --timeout 600
 endef
 
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-all test-cpp test-python test-sanitizers test-aarch64 test-c10d test-mpi fake-gpu
+.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-mpi fake-gpu
 test: test-cpp test-python
 
 # In the module's own build folder: most of it is compiled there.
 test-cpp: $(BUILT)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_cpp_tests
-	ctest --test-dir $(BUILD) --output-on-failure --timeout 300
+	ctest --test-dir $(BUILD) --output-on-failure --timeout 600
 
 # What the CUDA engine runs on where there is no GPU; test-cpp builds it too.
 fake-gpu: $(BUILT)
@@ -125,9 +125,13 @@ test-python: fake-gpu
 test-all: test-cpp fake-gpu
 	$(BIN)/python -m pytest tests -m "" $(PYTEST_ARGS)
 
-test-sanitizers: $(DEPS)
+test-sanitizers: test-asan test-tsan
+
+test-asan: $(DEPS)
 	$(call cpp_tests,build/asan,-DFUSEDPG_SANITIZE=address$(comma)undefined,\
 	  UBSAN_OPTIONS=print_stacktrace=1)
+
+test-tsan: $(DEPS)
 	$(call cpp_tests,build/tsan,-DFUSEDPG_SANITIZE=thread,\
 	  TSAN_OPTIONS=halt_on_error=1 $(FIXED_LAYOUT))
 
