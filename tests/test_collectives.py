@@ -48,7 +48,7 @@ def calls(
 
 @pytest.mark.parametrize("op", collectives.OPS)
 def test_against_reference_and_gloo(op: str) -> None:
-    @hypothesis.settings(max_examples=15)
+    @hypothesis.settings(max_examples=12)
     @hypothesis.given(calls(op))
     def examples(call: tuple[int, Case]) -> None:
         world_size, case = call
