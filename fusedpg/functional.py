@@ -123,9 +123,9 @@ def sparse_all_reduce(
 
     In place. Inside a machine the result is that of ``dist.all_reduce``, bit for bit (but for which
     NaN); between machines and on GPUs the order of additions may be another. A block counts as zero
-    only if all its bits are 0, so -0.0 and NaN travel. What travels is the share d of blocks that a rank has, and back the
-    share u that any rank has (OmniReduce, SIGCOMM 2021).
-    Where u is so large that this does not pay, the whole tensor travels.
+    only if all its bits are 0, so -0.0 and NaN travel. What travels is the share d of blocks that a
+    rank has, and back the share u that any rank has (OmniReduce, SIGCOMM 2021). Where u is so large
+    that this does not pay, the whole tensor travels.
 
     Args:
         tensor: dense, on a GPU also dense in memory; float64, float32, bfloat16, float16, int64

@@ -371,6 +371,15 @@ def pool(world_size: int, **options: Any) -> Workers:
     return workers
 
 
+HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
+
+
+def pool_of_hosts(names: str) -> Workers:
+    """Ranks of this machine that take each other for those of several."""
+    env = [{"FUSEDPG_HOST_ID": name} for name in HOSTS[names]]
+    return pool(len(env), env=env, one_host=False)
+
+
 def fake_gpu(**more: str) -> dict[str, Any]:
     """Options of workers whose CPU tensors are a fake GPU's memory (tests/cuda_fake)."""
     library = os.environ.get("FUSEDPG_FAKE_GPU") or str(ROOT / "build/cmake/libfusedpg_fake_gpu.so")

@@ -11,17 +11,13 @@ from checks.cases import Case
 
 pytestmark = pytest.mark.fused_only
 
-HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
-
 
 Spread = tuple[harness.Workers, list[str]]
 
 
 @pytest.fixture(params=[harness.slow("two"), "three", "two of two"])
 def spread(request: pytest.FixtureRequest) -> Spread:
-    names = HOSTS[request.param]
-    env = [{"FUSEDPG_HOST_ID": name} for name in names]
-    return harness.pool(len(names), env=env, one_host=False), names
+    return harness.pool_of_hosts(request.param), harness.HOSTS[request.param]
 
 
 def test_engine(spread: Spread) -> None:

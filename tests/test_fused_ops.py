@@ -337,14 +337,10 @@ def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
 
 # --- groups that span hosts ----------------------------------------------------
 
-HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
-
 
 @pytest.fixture(params=[harness.slow("two"), harness.slow("three"), "two of two"])
 def spread(request: pytest.FixtureRequest) -> harness.Workers:
-    names = HOSTS[request.param]
-    env = [{"FUSEDPG_HOST_ID": name} for name in names]
-    return harness.pool(len(names), env=env, one_host=False)
+    return harness.pool_of_hosts(request.param)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -365,8 +361,7 @@ def test_across_hosts(spread: harness.Workers, op: str) -> None:
 
 @pytest.mark.parametrize("variant", [name for name, own in OWN.items() if "large" not in name])
 def test_own_options_across_hosts(variant: str) -> None:
-    env = [{"FUSEDPG_HOST_ID": name} for name in HOSTS["three"]]
-    workers = harness.pool(3, env=env, one_host=False)
+    workers = harness.pool_of_hosts("three")
     agree(workers.run(fused_ops.parity, Run(**OWN[variant])))
 
 

@@ -14,18 +14,12 @@ from checks.sparse import Case
 pytestmark = pytest.mark.fused_only
 
 DENSITIES = (1.0, 0.8, 0.4, 0.2, 0.1, 0.08, 0.04, 0.02, 0.01, 0.0)
-HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
 
 
-def pool_of_hosts(names: str) -> harness.Workers:
-    env = [{"FUSEDPG_HOST_ID": name} for name in HOSTS[names]]
-    return harness.pool(len(env), env=env, one_host=False)
-
-
-@pytest.fixture(params=["one host", *HOSTS])
+@pytest.fixture(params=["one host", *harness.HOSTS])
 def ranks(request: pytest.FixtureRequest) -> harness.Workers:
     """Ranks of one machine, and of several, whose data take other ways."""
-    return harness.pool(3) if request.param == "one host" else pool_of_hosts(request.param)
+    return harness.pool(3) if request.param == "one host" else harness.pool_of_hosts(request.param)
 
 
 @pytest.mark.parametrize("overlap", ["random", "full", "none"])
@@ -39,9 +33,9 @@ def test_equals_dense(workers: harness.Workers, overlap: str) -> None:
         workers.run(sparse.equals_dense, *cases)
 
 
-@pytest.mark.parametrize("names", HOSTS)
+@pytest.mark.parametrize("names", harness.HOSTS)
 def test_equals_dense_across_hosts(names: str) -> None:
-    ranks = pool_of_hosts(names)
+    ranks = harness.pool_of_hosts(names)
     for density in DENSITIES:
         ranks.run(
             sparse.equals_dense,
@@ -125,7 +119,7 @@ def test_fused_steps(workers: harness.Workers, name: str, kind: str) -> None:
 
 
 def test_fused_steps_across_hosts() -> None:
-    pool_of_hosts("two").run(sparse.fused_steps, "adamw", "fp32")
+    harness.pool_of_hosts("two").run(sparse.fused_steps, "adamw", "fp32")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int64"])
@@ -138,7 +132,7 @@ def test_mean_of_coordinates(pair: harness.Workers) -> None:
 
 
 def test_coordinates_across_hosts() -> None:
-    assert len(set(pool_of_hosts("two").run(sparse.coordinates, "fp32"))) == 1
+    assert len(set(harness.pool_of_hosts("two").run(sparse.coordinates, "fp32"))) == 1
 
 
 def test_coordinates_move_entries(workers: harness.Workers) -> None:
@@ -165,8 +159,8 @@ def test_disagreement(pair: harness.Workers, what: str) -> None:
 @pytest.mark.parametrize("what", ["block", "size"])
 def test_disagreement_across_hosts(what: str) -> None:
     for _ in range(2):  # the group stays usable
-        pool_of_hosts("three").run(sparse.disagreement, what)
-    pool_of_hosts("three").run(sparse.equals_dense, Case(100_003))
+        harness.pool_of_hosts("three").run(sparse.disagreement, what)
+    harness.pool_of_hosts("three").run(sparse.equals_dense, Case(100_003))
 
 
 @pytest.mark.parametrize(

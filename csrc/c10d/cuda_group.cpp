@@ -372,10 +372,6 @@ CudaGroup::WorkPtr CudaGroup::sparse_all_reduce(
       keep,
       [&](CudaEngine& engine,
           const CudaEngine::Submission& submission) -> Operations {
-        if (call.count == 0) {
-          report(report_of(call, {0, 0}, false));
-          return {engine.reduce_all(call, submission)};
-        }
         if (engine.can_sum_directly(call)) {
           const CudaEngine::DirectSum sum = engine.direct_sum(call, submission);
           if (!engine.capturing(submission.current)) {
@@ -465,13 +461,11 @@ bool CudaGroup::can_sum_directly(const CudaEngine::SparseCall& call) {
 }
 
 bool CudaGroup::capturing(const at::Tensor& tensor) {
-  const cuda::Stream stream = CudaStreams(tensor.device(), pretend_).current();
   return translate([&] {
-    int answer = 0;
     const cuda::CudaApi& api = cuda::load_cuda_api(kernel_library(settings_));
-    cuda::check(
-        api, "cudaStreamIsCapturing", api.stream_is_capturing(stream, &answer));
-    return answer != 0;
+    const CudaStreams streams(tensor.device(), pretend_);
+    const cuda::DeviceScope scope(api, streams.index());
+    return cuda::is_capturing(api, streams.current());
   });
 }
 

@@ -217,23 +217,23 @@ class Step {
       size_t num_dsts,
       const void* const* srcs,
       bool stream) {
-    thread_local std::vector<void*> outs;
-    outs.resize(num_dsts);
-    const size_t out_size = dtype_size(call_.param_type);
     skipping_->for_sources(
         piece,
-        srcs,
-        dtype_size(call_.grad_type),
-        [&](size_t from, size_t to, const void* const* some, size_t num) {
-          for (size_t k = 0; k < num_dsts; ++k) {
-            outs[k] =
-                static_cast<char*>(dsts[k]) + (from - piece.begin) * out_size;
-          }
+        {srcs,
+         dtype_size(call_.grad_type),
+         dsts,
+         num_dsts,
+         dtype_size(call_.param_type)},
+        [&](size_t from,
+            size_t to,
+            const void* const* some,
+            size_t num,
+            void* const* outs) {
           const void* slice = nullptr;
           kernels::UpdateSpans s =
               spans(piece.tensor, from, to - from, some, slice);
           s.num_grads = num;
-          s.params_out = outs.data();
+          s.params_out = outs;
           s.num_out = num_dsts;
           s.stream = stream;
           ctx_.kernels.update(args_[piece.tensor], s);

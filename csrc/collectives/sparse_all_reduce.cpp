@@ -164,19 +164,17 @@ void run_skipping(
                       size_t num_dsts,
                       const void* const* srcs,
                       bool stream) {
-    thread_local std::vector<void*> outs;
-    outs.resize(num_dsts);
     skipping.for_sources(
         {t, begin, count},
-        srcs,
-        element,
-        [&](size_t from, size_t to, const void* const* some, size_t num) {
-          for (size_t k = 0; k < num_dsts; ++k) {
-            outs[k] = static_cast<char*>(dsts[k]) + (from - begin) * element;
-          }
+        {srcs, element, dsts, num_dsts, element},
+        [&](size_t from,
+            size_t to,
+            const void* const* some,
+            size_t num,
+            void* const* outs) {
           ctx.kernels.reduce(
               args,
-              outs.data(),
+              outs,
               num_dsts,
               some,
               num,

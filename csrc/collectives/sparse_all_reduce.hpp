@@ -53,39 +53,51 @@ class Skipping {
       size_t element,
       bool gathers = true) const;
 
-  // Calls fn(begin, end, srcs, num_srcs) for the parts of a piece that the same
-  // ranks contribute. Where some do not, a source of zeros comes last, and
-  // parts are at most as long as that.
+  // Where a piece's sources and results begin, and how large elements are.
+  struct Spans {
+    const void* const* srcs; // by rank
+    size_t src_size;
+    void* const* dsts;
+    size_t num_dsts;
+    size_t dst_size;
+  };
+  // Calls fn(begin, end, srcs, num_srcs, dsts) for the parts of a piece that
+  // the same ranks contribute. Where some do not, a source of zeros comes last,
+  // and parts are at most as long as that.
   template <typename Fn>
-  void for_sources(
-      const Piece& piece,
-      const void* const* srcs,
-      size_t element,
-      Fn&& fn) const;
+  void for_sources(const Piece& piece, const Spans& spans, Fn&& fn) const;
 
  private:
   BlockMap map_;
 };
 
 template <typename Fn>
-void Skipping::for_sources(
-    const Piece& piece,
-    const void* const* srcs,
-    size_t element,
-    Fn&& fn) const {
+void Skipping::for_sources(const Piece& piece, const Spans& spans, Fn&& fn)
+    const {
   thread_local std::vector<const void*> some;
+  thread_local std::vector<void*> outs;
+  outs.resize(spans.num_dsts);
   map_.for_contributors(
       piece, [&](size_t begin, size_t end, const int* ranks, size_t num) {
         const bool all = num == map_.size();
-        const size_t most = all ? end - begin : kZeroBytes / element;
+        const size_t most = all ? end - begin : kZeroBytes / spans.src_size;
         some.resize(num + 1);
         for (size_t at = begin; at < end; at += most) {
+          const size_t offset = at - piece.begin;
           for (size_t k = 0; k < num; ++k) {
-            some[k] = static_cast<const char*>(srcs[ranks[k]]) +
-                (at - piece.begin) * element;
+            some[k] = static_cast<const char*>(spans.srcs[ranks[k]]) +
+                offset * spans.src_size;
           }
           some[num] = kZeros;
-          fn(at, std::min(at + most, end), some.data(), all ? num : num + 1);
+          for (size_t k = 0; k < spans.num_dsts; ++k) {
+            outs[k] =
+                static_cast<char*>(spans.dsts[k]) + offset * spans.dst_size;
+          }
+          fn(at,
+             std::min(at + most, end),
+             some.data(),
+             all ? num : num + 1,
+             outs.data());
         }
       });
 }

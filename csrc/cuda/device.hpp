@@ -19,6 +19,13 @@ inline void check(const CudaApi& api, const char* what, int error) {
   }
 }
 
+// Whether a graph is made of what the stream gets.
+inline bool is_capturing(const CudaApi& api, void* stream) {
+  int answer = 0;
+  check(api, "cudaStreamIsCapturing", api.stream_is_capturing(stream, &answer));
+  return answer != 0;
+}
+
 // The calling thread's device, for a scope.
 class DeviceScope {
  public:

@@ -199,12 +199,7 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
 
 bool CudaEngine::capturing(Stream stream) const {
   const DeviceScope scope(cuda_, device_);
-  int answer = 0;
-  check(
-      cuda_,
-      "cudaStreamIsCapturing",
-      cuda_.stream_is_capturing(stream, &answer));
-  return answer != 0;
+  return is_capturing(cuda_, stream);
 }
 
 void CudaEngine::check_failed() {

@@ -67,6 +67,8 @@ class Enqueuing {
         static_cast<char*>(operation_.slot_->host.get()) + offset);
   }
 
+  // What this rank proposes to the others, and then what all ranks have.
+  void exchange(const ProposeArgs& proposal);
   // Tells the host if ranks disagree, as soon as the wire knows: they may hang
   // in what they exchange next. `agree`: what all ranks have proposed.
   void report_mismatch(size_t agree);

@@ -28,17 +28,10 @@ class SparseRun : Enqueuing {
       const CudaEngine::SparseCall& call)
       : Enqueuing(engine, operation),
         call_(call),
-        blocks_(call.blocks()) {
-    // First, where the host looks.
-    found_ = arrays_.add(2 * sizeof(uint64_t));
-    present_ = arrays_.add(sizeof(uint64_t));
-    agree_ = arrays_.add(kAgreeBytes);
-    flags_ = arrays_.add(blocks_);
-    list_ = arrays_.add(blocks_ * sizeof(uint32_t));
-  }
+        blocks_(call.blocks()) {}
 
   std::shared_ptr<Slot> find() {
-    const std::shared_ptr<Slot> slot = take_slot();
+    const std::shared_ptr<Slot> slot = take_slot(lay_out_find());
     agree(false);
     FindBlocksArgs find{};
     find.tensor = tensor();
@@ -65,6 +58,7 @@ class SparseRun : Enqueuing {
   }
 
   void reduce(std::shared_ptr<Slot> slot, uint64_t found) {
+    lay_out_find();
     operation_.slot_ = std::move(slot);
     const size_t item = call_.block * dtype_size(call_.dtype);
     const uint64_t items =
@@ -97,8 +91,7 @@ class SparseRun : Enqueuing {
     agree_ = arrays.add(kAgreeBytes);
     offset_ = arrays.add(sizeof(uint64_t));
     offsets_ = arrays.add(e_.size_ * sizeof(uint64_t));
-    arrays_ = arrays;
-    const std::shared_ptr<Slot> slot = take_slot();
+    const std::shared_ptr<Slot> slot = take_slot(arrays);
     *host<uint64_t>(offset_) = static_cast<uint64_t>(
         static_cast<const char*>(call_.data) -
         static_cast<const char*>(e_.arena_));
@@ -142,9 +135,20 @@ class SparseRun : Enqueuing {
     return {call_.data, call_.count, call_.block, call_.dtype};
   }
 
+  // The same in both operations. First, where the host looks.
+  Arrays lay_out_find() {
+    Arrays arrays;
+    found_ = arrays.add(2 * sizeof(uint64_t));
+    present_ = arrays.add(sizeof(uint64_t));
+    agree_ = arrays.add(kAgreeBytes);
+    flags_ = arrays.add(blocks_);
+    list_ = arrays.add(blocks_ * sizeof(uint32_t));
+    return arrays;
+  }
+
   // The caller keeps it: the operation gives its own up when it has ended.
-  std::shared_ptr<Slot> take_slot() {
-    return operation_.slot_ = e_.take_slot(arrays_.bytes());
+  std::shared_ptr<Slot> take_slot(const Arrays& arrays) {
+    return operation_.slot_ = e_.take_slot(arrays.bytes());
   }
 
   void agree(bool direct) {
@@ -160,10 +164,8 @@ class SparseRun : Enqueuing {
                        .add(uint64_t(direct))
                        .add(uint64_t(e_.settings_.cuda_chunk_bytes))
                        .value();
-    check("propose", cuda_.propose(&propose, compute_));
+    exchange(propose);
     if (!alone()) {
-      order(compute_, e_.events_.proposed, wire_);
-      all_reduce(propose.agree, kAgreeBytes, kNcclUint8, kNcclMax);
       report_mismatch(agree_);
     }
   }
@@ -194,7 +196,6 @@ class SparseRun : Enqueuing {
 
   const CudaEngine::SparseCall& call_;
   const size_t blocks_;
-  Arrays arrays_;
   // Offsets in the slot.
   size_t agree_ = 0, found_ = 0, present_ = 0, flags_ = 0, list_ = 0,
          offset_ = 0, offsets_ = 0;

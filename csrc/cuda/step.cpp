@@ -152,7 +152,7 @@ void Run::agree() {
                      .add(uint64_t(path_))
                      .value();
   propose.tensors = static_cast<uint32_t>(n_);
-  check("propose", cuda_.propose(&propose, compute_));
+  exchange(propose);
   if (alone()) {
     if (weighted_) {
       check(
@@ -165,8 +165,6 @@ void Run::agree() {
     }
     return;
   }
-  order(compute_, e_.events_.proposed, wire_);
-  all_reduce(propose.agree, kAgreeBytes, kNcclUint8, kNcclMax);
   if (weighted_ || path_ == Path::kDirect) {
     report_mismatch(agree_);
   }
@@ -177,6 +175,14 @@ void Run::agree() {
     gather(offsets_, all_offsets_, 2 * n_, kNcclUint64);
   }
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
+}
+
+void Enqueuing::exchange(const ProposeArgs& proposal) {
+  check("propose", cuda_.propose(&proposal, compute_));
+  if (!alone()) {
+    order(compute_, e_.events_.proposed, wire_);
+    all_reduce(proposal.agree, kAgreeBytes, kNcclUint8, kNcclMax);
+  }
 }
 
 void Enqueuing::report_mismatch(size_t agree) {

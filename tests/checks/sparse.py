@@ -74,11 +74,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(types[tensor.element_size()])
 
 
-def placed(case: Case, data: torch.Tensor) -> torch.Tensor:
+def placed(
+    case: Case, data: torch.Tensor, device: torch.device | str = "cpu", group: Any = None
+) -> torch.Tensor:
     numel = case.numel + case.offset
-    empty = fusedpg.empty if case.arena else torch.empty
-    tensor = empty(numel, dtype=data.dtype)[case.offset :]
-    return tensor.copy_(data)
+    if case.arena:
+        tensor = fusedpg.empty(numel, dtype=data.dtype, device=device, group=group)
+    else:
+        tensor = torch.empty(numel, dtype=data.dtype, device=device)
+    return tensor[case.offset :].copy_(data)
 
 
 def equals_dense(context: Context, *cases: Case) -> None:

@@ -82,6 +82,24 @@ inline Bytes values(DType dtype, size_t count, uint64_t seed) {
   return out;
 }
 
+// The same in about so many percent of the blocks; the others are zero.
+inline Bytes values_in_blocks(
+    DType dtype,
+    size_t count,
+    uint64_t seed,
+    size_t block,
+    size_t percent) {
+  Bytes x = values(dtype, count, seed);
+  const size_t bytes = block * dtype_size(dtype);
+  for (size_t b = 0; b * bytes < x.size(); ++b) {
+    if (mixed(seed * 1000003 + b) % 100 >= percent) {
+      const size_t end = std::min(x.size(), (b + 1) * bytes);
+      std::fill(x.begin() + b * bytes, x.begin() + end, 0);
+    }
+  }
+  return x;
+}
+
 // The reduction of values(dtype, count, seed + rank) over `size` ranks.
 inline Bytes reduced(
     const ReduceArgs& args,

@@ -37,15 +37,8 @@ std::vector<DType> dtypes() {
 }
 
 Bytes contribution(const SparseCase& c, int rank) {
-  Bytes x = values(c.dtype, c.count, c.count + c.block + rank);
-  const size_t bytes = c.block * dtype_size(c.dtype);
-  for (size_t b = 0; b * bytes < x.size(); ++b) {
-    if (mixed(b * 13 + 1000 * rank + c.percent) % 100 >= c.percent) {
-      const size_t end = std::min(x.size(), (b + 1) * bytes);
-      std::fill(x.begin() + b * bytes, x.begin() + end, 0);
-    }
-  }
-  return x;
+  return values_in_blocks(
+      c.dtype, c.count, c.count + c.block + rank, c.block, c.percent);
 }
 
 CudaEngine::SparseCall call_of(const SparseCase& c, const GpuBuffer& data) {

@@ -129,15 +129,7 @@ struct NetCase {
 };
 
 Bytes contribution(const NetCase& c, int rank) {
-  Bytes x = values(c.dtype, c.count, c.seed + rank);
-  const size_t bytes = c.block * dtype_size(c.dtype);
-  for (size_t b = 0; b * bytes < x.size(); ++b) {
-    if (mixed(c.seed * 31 + 7 * b + 1000 * rank) % 100 >= c.percent) {
-      const size_t end = std::min(x.size(), (b + 1) * bytes);
-      std::fill(x.begin() + b * bytes, x.begin() + end, 0);
-    }
-  }
-  return x;
+  return values_in_blocks(c.dtype, c.count, c.seed + rank, c.block, c.percent);
 }
 
 // Calls body(rank, context, wire) on a thread a rank.

@@ -5,19 +5,6 @@
 // Blocks of zeros: which there are, and the others' way into the wire and out.
 namespace fusedpg::cuda {
 
-FUSEDPG_HOST_DEVICE uint32_t element_size(DType type) {
-  switch (type) {
-    case DType::kFloat64:
-    case DType::kInt64:
-      return 8;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    default:
-      return 4;
-  }
-}
-
 // The type of floating-point elements of this size, for copies of bits.
 FUSEDPG_HOST_DEVICE DType bits_type(DType type) {
   return type == DType::kInt64 ? DType::kFloat64
@@ -32,14 +19,15 @@ FUSEDPG_HOST_DEVICE uint32_t block_length(const TensorBlocks& t, uint64_t b) {
 }
 
 FUSEDPG_HOST_DEVICE char* block_at(const TensorBlocks& t, uint64_t b) {
-  return static_cast<char*>(t.data) + b * t.block * element_size(t.type);
+  return static_cast<char*>(t.data) + b * t.block * dtype_size(t.type);
 }
 
 // This lane's share of "is any bit of the block set".
 FUSEDPG_HOST_DEVICE uint32_t
 block_bits(const TensorBlocks& t, uint64_t b, int lane, int lanes) {
   const char* from = block_at(t, b);
-  const uint32_t bytes = block_length(t, b) * element_size(t.type);
+  const auto bytes =
+      static_cast<uint32_t>(block_length(t, b) * dtype_size(t.type));
   const uint32_t vectors = is_aligned(from) ? bytes / 16 : 0;
   uint32_t any = 0;
   for (uint32_t v = lane; v < vectors; v += lanes) {
@@ -100,7 +88,7 @@ FUSEDPG_HOST_DEVICE void move_block(
   const uint32_t block = static_cast<uint32_t>(args.tensor.block);
   const DType type = bits_type(args.tensor.type);
   char* packed = static_cast<char*>(args.wire) +
-      static_cast<uint64_t>(item) * block * element_size(type);
+      static_cast<uint64_t>(item) * block * dtype_size(type);
   char* here = block_at(args.tensor, b);
   if (args.to_wire) {
     copy_elements(packed, here, n, type, thread, threads);

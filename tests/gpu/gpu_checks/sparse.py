@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
-from checks.sparse import DTYPES, Case, bits, values
+from checks.sparse import DTYPES, Case, bits, placed, values
 from gpu_checks.device import DEVICE, group_of, synchronize
 from harness import Context
 
@@ -24,15 +24,6 @@ def summed(case: Case, world_size: int) -> torch.Tensor:
     return total.to(DTYPES[case.dtype])
 
 
-def placed(case: Case, data: torch.Tensor, group: Any) -> torch.Tensor:
-    numel = case.numel + case.offset
-    if case.arena:
-        tensor = fusedpg.empty(numel, dtype=data.dtype, device=DEVICE, group=group)
-    else:
-        tensor = torch.empty(numel, dtype=data.dtype, device=DEVICE)
-    return tensor[case.offset :].copy_(data)
-
-
 def all_reduces(context: Context, cases: list[Case], options: dict[str, Any]) -> dict[str, Any]:
     """By the function and, in a group whose option says so, by the plain collective."""
     group = group_of(context, block_skip="on", **options)
@@ -41,7 +32,7 @@ def all_reduces(context: Context, cases: list[Case], options: dict[str, Any]) ->
         data = values(case, context.rank, context.world_size)
         want = summed(case, context.world_size)
         op = getattr(dist.ReduceOp, case.op)
-        one, two = placed(case, data, group), placed(case, data, group)
+        one, two = placed(case, data, DEVICE, group), placed(case, data, DEVICE, group)
         work = fusedpg.sparse_all_reduce(
             one, case.block, op=op, group=group, async_op=case.seed % 2 == 0
         )
@@ -64,7 +55,7 @@ def adapts(context: Context) -> dict[str, int]:
     fusedpg.stats(group, reset=True)
     for seed in range(20):
         for case in (Case(400_000, seed=seed), Case(300_000, density=1.0, seed=seed)):
-            tensor = placed(case, values(case, context.rank, context.world_size), group)
+            tensor = placed(case, values(case, context.rank, context.world_size), DEVICE, group)
             dist.all_reduce(tensor, group=group)
             assert torch.equal(bits(tensor.cpu()), bits(summed(case, context.world_size))), case
     paths: dict[str, int] = fusedpg.stats(group)["all_reduce"]["paths"]
