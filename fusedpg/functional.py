@@ -86,7 +86,7 @@ def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     Keys: ``engine`` ("shm" or "gloo"), ``world_size``, ``local_world_size``, ``threads``, ``isa``,
     ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
     ``state`` ("ok" or "failed"); once a fused operation has run on a GPU also ``nccl_version`` and
-    ``cuda_path`` ("stock", "ring" or "direct") of the latest one.
+    ``cuda_path`` ("stock", "ring", "direct" or "direct_skip") of the latest one.
     """
     return cast("dict[str, Any]", _backend(group).info())
 
@@ -174,8 +174,9 @@ _OPTIONS = """
         weight: with "mean", gradients are summed as ``weight * grad`` and divided by the sum of all
             ranks' weights: pass the local batch size for uneven data. On all ranks or on none.
         block_skip: (not LAMB) look for blocks of zeros in the gradients and skip them on the way
-            to their owners; the numbers are the same. Blocks are of the group's ``block_size``. On
-            all ranks or on none; takes no effect with ``weight``, between hosts or on a GPU.
+            to their owners; the numbers are the same. Blocks are of the group's ``block_size``, on
+            a GPU of 256 elements. On all ranks or on none. Takes no effect with ``weight`` inside a
+            machine, and on GPUs only where gradients and parameters lie in the arenas.
         group: a group of the fused backend; default: the default group.
         async_op: return a Work to wait for; arguments must stay untouched until then.
 

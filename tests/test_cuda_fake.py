@@ -295,6 +295,12 @@ def test_sparse_all_reduce_directly(size: int) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["sgd", "amsgrad"])
+def test_fused_steps_skip_zeros(name: str, kind: str) -> None:
+    harness.pool(2, **direct()).run(sparse.fused_steps, name, kind)
+
+
 @pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
 def test_bytes_of_direct_sums(density: float) -> None:
     found = harness.pool(3, **direct()).run(sparse.moved_bytes, density, True)

@@ -118,8 +118,14 @@ def test_fused_steps(workers: harness.Workers, name: str, kind: str) -> None:
     workers.run(sparse.fused_steps, name, kind)
 
 
-def test_fused_steps_across_hosts() -> None:
-    harness.pool_of_hosts("two").run(sparse.fused_steps, "adamw", "fp32")
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_fused_steps_across_hosts(name: str, kind: str) -> None:
+    harness.pool_of_hosts("two").run(sparse.fused_steps, name, kind)
+
+
+def test_fused_disagreement_across_hosts() -> None:
+    harness.pool_of_hosts("three").run(sparse.fused_disagreement)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int64"])

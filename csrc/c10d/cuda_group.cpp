@@ -308,7 +308,8 @@ CudaGroup::WorkPtr CudaGroup::fused_step(
   const std::vector<at::Tensor> outputs = arguments.params;
   c10::NoGradGuard no_grad;
   const auto plan = std::make_shared<StepPlan>(
-      std::make_shared<const StepArguments>(std::move(arguments)));
+      std::make_shared<const StepArguments>(std::move(arguments)),
+      settings_.block_size);
   return submit(
       first,
       title,

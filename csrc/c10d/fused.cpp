@@ -45,10 +45,20 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
   // Kept by the closure, which may run after this call has returned.
   const auto a = std::make_shared<const StepArguments>(std::move(arguments));
   if (spans_hosts()) {
-    return run_delegated(
-        call, a->grads, a->params, [a, &table = kernels_](auto& backend) {
-          run_delegated_step(*a, backend, table);
-          return WorkPtr();
+    return enqueue(
+        call,
+        a->grads,
+        a->params,
+        [this, a, timeout = call.timeout](uint64_t ticket) {
+          NetSkip skip{
+              {BlockSkip::kOn, net_skip_.block, {}},
+              [&] { return net_context(ticket, timeout, a->op); },
+              {}};
+          run_delegated_step(
+              *a, delegate(), kernels_, a->block_skip ? &skip : nullptr);
+          if (skip.moved.blocks != 0) {
+            stats_.add(a->op, DataPath::kSkipping, skip.moved);
+          }
         });
   }
   return run(call, a->grads, a->params, [a](Context& ctx) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "collectives/fused_step.hpp"
+#include "collectives/net_sparse.hpp"
+#include "collectives/selector.hpp"
 
 namespace fusedpg {
 
@@ -94,11 +97,19 @@ class StepPlan {
   std::vector<at::Tensor> used_;
 };
 
-// The same step composed of another backend's collectives.
+// Leaves blocks of zeros out of what goes to the owners of slices.
+struct NetSkip {
+  SkipState state;
+  std::function<NetContext()> context; // collective
+  OpStats moved; // out
+};
+
+// The same step composed of another backend's collectives. `skip` may be null.
 void run_delegated_step(
     const StepArguments& a,
     c10d::Backend& backend,
-    const kernels::Table& kernels);
+    const kernels::Table& kernels,
+    NetSkip* skip);
 void run_delegated_shards(const ShardsArguments& a, c10d::Backend& backend);
 
 // The elements of a dense tensor in memory order.

@@ -1,8 +1,10 @@
 // The fused operations of a group that spans hosts, composed of the delegate's
 // collectives with our update between them.
 
+#include "base/error.hpp"
 #include "base/ownership.hpp"
 #include "c10d/fused_arguments.hpp"
+#include "c10d/tensors.hpp"
 
 namespace fusedpg {
 namespace {
@@ -48,12 +50,28 @@ Agreed agree(
   return agreed;
 }
 
+kernels::ReduceArgs sum_of(at::ScalarType type) {
+  kernels::ReduceArgs args;
+  args.dtype = to_dtype(type);
+  return args;
+}
+
+bool skips(NetSkip& skip, const at::Tensor& flat, int size) {
+  return select_skip(
+             skip.state,
+             size,
+             static_cast<uint64_t>(flat.numel()),
+             flat.nbytes(),
+             sum_of(flat.scalar_type())) == DensityEstimates::Choice::kSkip;
+}
+
 // This rank's slice of the sum over ranks, in the type that is added: half
 // types in fp32.
 at::Tensor reduced_slice(
     const at::Tensor& grad, // dense
     double factor,
-    c10d::Backend& backend) {
+    c10d::Backend& backend,
+    NetSkip* skip) {
   const int size = backend.getSize();
   const int64_t numel = grad.numel();
   const int64_t chunk = shard_range(numel, size, 0).length;
@@ -64,10 +82,18 @@ at::Tensor reduced_slice(
   if (factor != 1) {
     padded.mul_(factor);
   }
+  const ShardRange mine = shard_range(numel, size, backend.getRank());
+  if (skip != nullptr && skips(*skip, padded, size)) {
+    NetContext ctx = skip->context();
+    const ReduceTensor tensor{padded.data_ptr(), static_cast<size_t>(numel)};
+    skip->moved += net_sparse_reduce_scatter(
+        ctx, tensor, sum_of(type), {skip->state.block});
+    return padded.narrow(0, mine.offset, mine.length);
+  }
   at::Tensor slice = at::empty({chunk}, type);
   backend._reduce_scatter_base(slice, padded, c10d::ReduceScatterOptions())
       ->wait();
-  return slice.narrow(0, 0, shard_range(numel, size, backend.getRank()).length);
+  return slice.narrow(0, 0, mine.length);
 }
 
 class DelegatedStep {
@@ -150,12 +176,40 @@ class DelegatedStep {
   const int size_;
 };
 
-bool any_inf(const StepArguments& a, c10d::Backend& backend) {
-  at::Tensor flag = at::zeros({1});
+// Whether any rank has found an infinity. Ranks that skip blocks of different
+// sizes, or not at all, would wait for each other's messages.
+bool any_inf(
+    const StepArguments& a,
+    c10d::Backend& backend,
+    const NetSkip* skip) {
+  const double block =
+      skip != nullptr ? static_cast<double>(skip->state.block) : 0;
+  at::Tensor mine = at::zeros({2}, at::kDouble);
   if (a.found_inf) {
-    flag.copy_(a.found_inf->reshape({1}));
+    mine.narrow(0, 0, 1).copy_(a.found_inf->reshape({1}));
   }
-  const bool found = gather_rows(backend, flag).ne(0).any().item<bool>();
+  mine.narrow(0, 1, 1).fill_(block);
+  const at::Tensor rows = gather_rows(backend, mine);
+  bool found = false;
+  for (int p = 0; p < backend.getSize(); ++p) {
+    const double* row = rows.const_data_ptr<double>() + 2 * p;
+    found = found || row[0] != 0; // or NaN
+    if (row[1] != block) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: ",
+          op_name(a.op),
+          ": ranks skip different blocks of zeros: of ",
+          block,
+          " elements on rank ",
+          backend.getRank(),
+          ", of ",
+          row[1],
+          " on rank ",
+          p,
+          " (0: block_skip is off)");
+    }
+  }
   if (found && a.found_inf) {
     a.found_inf->fill_(1.0);
   }
@@ -167,14 +221,15 @@ bool any_inf(const StepArguments& a, c10d::Backend& backend) {
 void run_delegated_step(
     const StepArguments& a,
     c10d::Backend& backend,
-    const kernels::Table& kernels) {
+    const kernels::Table& kernels,
+    NetSkip* skip) {
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(
       !a.shared_params,
       "fused: parameters cannot be shared in a group that spans hosts");
   const Agreed agreed =
       agree(a.reduction, a.params.size(), !a.reduced, backend);
-  if (any_inf(a, backend)) {
+  if (any_inf(a, backend, skip)) {
     return;
   }
   // Calls of one tensor, whose gradient has been reduced here.
@@ -199,7 +254,7 @@ void run_delegated_step(
       if (grad.strides() != param.strides()) {
         grad = at::empty_like(param, grad.options()).copy_(grad);
       }
-      grad = reduced_slice(grad, agreed.factor, backend);
+      grad = reduced_slice(grad, agreed.factor, backend, skip);
     }
     one.params = {param};
     one.grads = {grad};
@@ -227,7 +282,7 @@ void run_delegated_shards(const ShardsArguments& a, c10d::Backend& backend) {
       const at::Tensor& output = a.outputs.empty() ? grad : a.outputs[i];
       memory_order(output)
           .narrow(0, mine.offset, mine.length)
-          .copy_(reduced_slice(grad, agreed.factor, backend));
+          .copy_(reduced_slice(grad, agreed.factor, backend, nullptr));
     }
   }
 }

@@ -74,7 +74,7 @@ ProcessGroupFused::ProcessGroupFused(
   if (spans_hosts()) {
     log_once(
         "a group spans several hosts: its collectives use Gloo, but for "
-        "all-reduces that skip blocks of zeros");
+        "reductions that skip blocks of zeros");
     delegate();
   } else if (settings_.log_level > 0 && rank == 0) {
     log_line(
@@ -261,7 +261,8 @@ c10d::Backend& ProcessGroupFused::delegate() {
 
 NetContext ProcessGroupFused::net_context(
     uint64_t ticket,
-    std::chrono::milliseconds timeout) {
+    std::chrono::milliseconds timeout,
+    OpCode op) {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!transport_) {
     transport_ = std::make_unique<BackendTransport>(make_delegate(
@@ -271,7 +272,7 @@ NetContext ProcessGroupFused::net_context(
         getSize(),
         timeout_.load()));
   }
-  return {*transport_, kernels_, net_pool_, Deadline(timeout), ticket};
+  return {*transport_, kernels_, net_pool_, Deadline(timeout), ticket, op};
 }
 
 bool ProcessGroupFused::forked() const {

@@ -208,7 +208,7 @@ class ProcessGroupFused : public c10d::Backend {
     bool failed;
     size_t cuda_arena = 0; // bytes that were asked for
     int nccl_version = 0; // of the CUDA engine; 0: none
-    std::string cuda_path; // of its last step: "stock", "ring" or "direct"
+    std::string cuda_path; // of its last step; see path_of_last_step()
   };
   Info info();
 
@@ -313,7 +313,10 @@ class ProcessGroupFused : public c10d::Backend {
       std::chrono::milliseconds timeout,
       bool async_op);
   // For an operation between hosts that is not delegated.
-  NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
+  NetContext net_context(
+      uint64_t ticket,
+      std::chrono::milliseconds timeout,
+      OpCode op = OpCode::kSparseAllReduce);
   // all_reduce of one contiguous tensor between hosts: skips blocks of zeros if
   // the group's option says so, or returns false.
   bool skip_between_hosts(

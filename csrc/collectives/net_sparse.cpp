@@ -45,11 +45,13 @@ class Exchange {
       NetContext& ctx,
       const ReduceTensor& tensor,
       const kernels::ReduceArgs& args,
-      const SparseOptions& options)
+      const SparseOptions& options,
+      bool gathers)
       : ctx_(ctx),
         tensor_(tensor),
         args_(args),
         options_(options),
+        gathers_(gathers),
         rank_(ctx.transport.rank()),
         size_(ctx.transport.size()),
         element_(dtype_size(args.dtype)),
@@ -74,6 +76,7 @@ class Exchange {
                      .add(static_cast<uint64_t>(args.op))
                      .add(static_cast<uint64_t>(options.block))
                      .add(options.threshold)
+                     .add(static_cast<uint64_t>(gathers))
                      .value();
   }
 
@@ -94,7 +97,7 @@ class Exchange {
       if (s >= kWindow && s - kWindow < steps_) {
         reduce(s - kWindow);
       }
-      if (s >= 2 * kWindow) {
+      if (gathers_ && s >= 2 * kWindow) {
         take_results(s - 2 * kWindow);
       }
     }
@@ -169,7 +172,9 @@ class Exchange {
       if (std::memcmp(heads[p].buffer.data(), &head_hash_, head.bytes()) != 0) {
         fail(
             ErrorKind::kMismatch,
-            "fused: sparse_all_reduce(",
+            "fused: ",
+            op_name(ctx_.op),
+            "(",
             red_op_name(args_.op),
             ", ",
             dtype_name(args_.dtype),
@@ -319,7 +324,9 @@ class Exchange {
     }
     const Piece own = segment(rank_, s);
     const BlockMap& lane = lane_maps_[rank_];
-    NetBuffer result(lane.present_elements(BlockMap::kAny, own) * element_);
+    const size_t present =
+        gathers_ ? lane.present_elements(BlockMap::kAny, own) : 0;
+    NetBuffer result(present * element_);
     std::vector<const char*> next(size_); // what of a peer comes next
     for (int p = 0; p < size_; ++p) {
       next[p] = arrived[p].buffer.data();
@@ -342,11 +349,20 @@ class Exchange {
             }
             srcs[num] = kZeros;
             void* dsts[] = {at(from), out};
-            out += n * element_;
+            out += gathers_ ? n * element_ : 0;
             ctx_.kernels.reduce(
-                args_, dsts, 2, srcs.data(), all ? num : num + 1, n, false);
+                args_,
+                dsts,
+                gathers_ ? 2 : 1,
+                srcs.data(),
+                all ? num : num + 1,
+                n,
+                false);
           }
         });
+    if (!gathers_) {
+      return;
+    }
     std::vector<Pending> arrivals(size_);
     for (int k = 1; k < size_; ++k) {
       const int to = (rank_ + k) % size_;
@@ -386,6 +402,7 @@ class Exchange {
   const ReduceTensor& tensor_;
   const kernels::ReduceArgs& args_;
   const SparseOptions& options_;
+  const bool gathers_; // results go to all ranks
   const int rank_;
   const int size_;
   const size_t element_;
@@ -409,8 +426,17 @@ OpStats net_sparse_all_reduce(
     const ReduceTensor& tensor,
     const kernels::ReduceArgs& args,
     const SparseOptions& options) {
-  check_can_skip(OpCode::kSparseAllReduce, args);
-  return Exchange(ctx, tensor, args, options).run();
+  check_can_skip(ctx.op, args);
+  return Exchange(ctx, tensor, args, options, true).run();
+}
+
+OpStats net_sparse_reduce_scatter(
+    NetContext& ctx,
+    const ReduceTensor& tensor,
+    const kernels::ReduceArgs& args,
+    const SparseOptions& options) {
+  check_can_skip(ctx.op, args);
+  return Exchange(ctx, tensor, args, options, false).run();
 }
 
 double net_sampled_density(

@@ -16,10 +16,18 @@ struct NetContext {
   Pool& pool;
   Deadline deadline;
   uint64_t sequence;
+  OpCode op = OpCode::kSparseAllReduce; // for messages
 };
 
 // In place. What it moved, for the caller's statistics.
 OpStats net_sparse_all_reduce(
+    NetContext& ctx,
+    const ReduceTensor& tensor,
+    const kernels::ReduceArgs& args,
+    const SparseOptions& options);
+
+// Without the way back: only this rank's shard_range of the tensor is reduced.
+OpStats net_sparse_reduce_scatter(
     NetContext& ctx,
     const ReduceTensor& tensor,
     const kernels::ReduceArgs& args,

@@ -153,7 +153,7 @@ class CudaEngine {
   bool has_ring() const {
     return ring_;
   }
-  // "stock", "ring" or "direct"
+  // "stock", "ring", "direct", or "direct_skip" if it skipped zeros
   const char* path_of_last_step() const {
     return last_path_.load();
   }

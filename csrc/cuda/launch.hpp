@@ -42,6 +42,10 @@ struct Tile {
   uint32_t index;
 };
 constexpr uint32_t kTile = 4096;
+// Elements of the blocks of zeros that direct_step skips: a bit each in a word
+// a tile.
+constexpr uint32_t kSkipBlock = 256;
+static_assert(kTile == 16 * kSkipBlock);
 
 // A part of an operation that goes over the wire at once. The wire buffer holds
 // one block a rank, in rank order.
@@ -267,6 +271,11 @@ struct DirectArgs {
   // its arena, in bytes; and the next one, where its parameter does.
   const uint64_t* offsets;
   const double* weights; // by rank; each product is rounded. Null: none
+  // Words for each tile of each rank's shards, by rank, at the same place of
+  // all ranks' arenas: bit k says whether any bit of this rank's gradients is
+  // set in block k of the tile. Owners take the others for zeros, unread. Null:
+  // all are read.
+  uint16_t* present;
   uint32_t num_tensors;
   uint32_t unused;
   DirectSignals* signals; // kDirectBlocks of them, at the same place of all
@@ -306,7 +315,7 @@ struct DirectSumArgs {
   const uint64_t* stop;
   void* context;
 };
-// Blocks whose flags there is room for.
+// Bytes for flags: of blocks, one each, or of a step's tiles.
 constexpr uint64_t kDirectFlags = 1 << 20;
 
 } // namespace fusedpg::cuda

@@ -76,6 +76,7 @@ class Run : Enqueuing {
   void exchange_norms();
   Path choose_path() const;
   bool can_be_direct() const;
+  bool can_skip() const;
   void run_direct();
   bool can_be_ring() const;
   RingUpdate ring_update(size_t t) const;
@@ -88,6 +89,7 @@ class Run : Enqueuing {
   const bool weighted_;
   const Path path_;
   const CudaEngine::DeviceLayout* layout_ = nullptr;
+  bool skips_ = false; // blocks of zeros
   bool has_lrs_ = false;
   bool prepared_ = false;
   // Offsets in the slot.

@@ -50,8 +50,6 @@ constexpr size_t kWholeBytes = 1 << 20;
 } // namespace
 
 void Run::run() {
-  constexpr const char* kNames[] = {"stock", "ring", "direct"};
-  e_.last_path_ = kNames[static_cast<int>(path_)];
   const size_t element =
       std::max(dtype_size(task_.grad_type), dtype_size(task_.param_type));
   const size_t block =
@@ -65,6 +63,9 @@ void Run::run() {
   if (path_ != Path::kDirect) {
     reserve();
   }
+  skips_ = can_skip();
+  constexpr const char* kNames[] = {"stock", "ring", "direct"};
+  e_.last_path_ = skips_ ? "direct_skip" : kNames[static_cast<int>(path_)];
   fill_slot();
   agree();
   if (path_ == Path::kDirect) {
@@ -150,6 +151,7 @@ void Run::agree() {
                      .add(task_.hash)
                      .add(uint64_t(e_.settings_.cuda_chunk_bytes))
                      .add(uint64_t(path_))
+                     .add(uint64_t(skips_))
                      .value();
   propose.tensors = static_cast<uint32_t>(n_);
   exchange(propose);

@@ -44,12 +44,23 @@ bool Run::can_be_direct() const {
   }
   for (size_t t = 0; t < n_; ++t) {
     const TensorInfo& info = task_.tensors[t];
-    if (!e_.in_arena(info.grad, info.count * dtype_size(task_.grad_type)) ||
-        !e_.in_arena(info.param, info.count * dtype_size(task_.param_type))) {
+    const auto elsewhere = [&](const void* p, DType type) {
+      return info.count != 0 && !e_.in_arena(p, info.count * dtype_size(type));
+    };
+    if (elsewhere(info.grad, task_.grad_type) ||
+        elsewhere(info.param, task_.param_type)) {
       return false;
     }
   }
   return true;
+}
+
+// The direct path alone: others read all gradients anyway.
+bool Run::can_skip() const {
+  const size_t words =
+      layout_->layout.tiles.size() * static_cast<size_t>(e_.size_);
+  return path_ == Path::kDirect && task_.step->skip_block != 0 &&
+      words * sizeof(uint16_t) <= kDirectFlags;
 }
 
 void Run::run_direct() {
@@ -65,6 +76,9 @@ void Run::run_direct() {
       static_cast<uint32_t>(layout_->layout.tiles.size());
   args.offsets = device<uint64_t>(all_offsets_);
   args.weights = weighted_ ? device<double>(weights_) : nullptr;
+  if (skips_) {
+    args.present = reinterpret_cast<uint16_t*>(e_.direct_flags());
+  }
   args.num_tensors = static_cast<uint32_t>(n_);
   args.signals = e_.signals();
   args.stop = &e_.flags_->stop;

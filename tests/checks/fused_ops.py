@@ -54,6 +54,7 @@ class Run:
     async_op: bool = False
     seed: int = 0
     ring: bool = False  # gradients are summed by NCCL
+    present: float = 1.0  # of the gradients' blocks of 256; the others are zero, and skipped
 
     def hypers(self) -> dict[str, Any]:
         return HYPERS[self.op] | dict(self.hyper)
@@ -188,7 +189,11 @@ class Model:
 
     def gradient(self, step: int, rank: int, i: int) -> torch.Tensor:
         shape = self.run.shapes[i]
-        values = randn(self.run.seed, i, step, rank, numel=torch.Size(shape).numel())
+        numel = torch.Size(shape).numel()
+        values = randn(self.run.seed, i, step, rank, numel=numel)
+        if self.run.present < 1:
+            chance = torch.special.ndtr(randn(self.run.seed, i, step, rank, 1, numel=numel))
+            values *= (chance[::256] < self.run.present).repeat_interleave(256)[:numel]
         return values.reshape(shape).to(self.run.grad_dtype(i))
 
     def weight(self, rank: int) -> float:
@@ -220,6 +225,8 @@ class Model:
         if run.op == "sgd":
             hyper["is_first_step"] = self.calls == 0
         hyper |= {"reduce": run.reduce, "async_op": run.async_op, "master_params": self.masters}
+        if run.present < 1:
+            hyper["block_skip"] = True
         if run.weighted:
             hyper["weight"] = self.weight(self.context.rank)
         if run.scale is not None:

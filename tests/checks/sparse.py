@@ -380,11 +380,38 @@ def fused_steps(context: Context, name: str, kind: str) -> None:
             got = step_tensors(*arguments, block_skip=True, density=density)
             for mine, other in zip(got, want, strict=True):
                 assert torch.equal(bits(mine), bits(other))
+            if context.world_size == 1:
+                continue
+            if "cuda_path" in fusedpg.group_info():
+                path = fusedpg.group_info()["cuda_path"]
+                assert path == ("direct_skip" if memory == "arena" else "stock")
+                continue
             op = {"amsgrad": "adamw"}.get(name, name)
-            found = fusedpg.stats().get(f"fused_{op}_")
-            if context.world_size > 1 and context.one_host:
-                assert found is not None and found["paths"] == {"block_sparse": 3}
-                assert abs(found["density"] - density) < 0.1
+            found = fusedpg.stats()[f"fused_{op}_"]
+            assert found["paths"] == {"block_sparse": 3}
+            assert abs(found["density"] - density) < 0.1
+            if not context.one_host:  # gradients to their owners, in fp32
+                share = (context.world_size - 1) / context.world_size
+                most = 3 * 4 * sum(SIZES) * share * density
+                assert found["bytes_sent"] < 1.2 * most + 20_000
+
+
+def fused_disagreement(context: Context) -> None:
+    """Some ranks skip zeros and some do not."""
+    param, grad = torch.ones(100_000), torch.ones(100_000)
+    length = fusedpg.shard_range(100_000, context.world_size, context.rank)[1]
+    moments = [torch.zeros(length)], [torch.zeros(length)]
+    arguments = ([param], [grad], *moments, [], [torch.zeros(())])
+    hyper = {"lr": 0.1, "weight_decay": 0.01} | STEPS["adamw"]
+    for agreed, block_skip in ((False, context.rank == 0), (True, True), (True, False)):
+        before = param.clone()
+        try:
+            fusedpg.fused_adamw_(*arguments, **hyper, block_skip=block_skip)
+        except dist.DistBackendError as error:
+            assert not agreed and "skip different blocks" in str(error), error
+            assert torch.equal(param, before)
+        else:
+            assert agreed and param.ne(before).all()
 
 
 # --- torch.sparse_coo ------------------------------------------------------------

@@ -89,9 +89,9 @@ struct StreamOn {
 
 constexpr size_t kArena = size_t{1} << 20;
 
-inline EngineWith with_arena() {
+inline EngineWith with_arena(size_t chunk_bytes = 2048) {
   EngineWith with;
-  with.settings = cuda_settings(2048, kArena);
+  with.settings = cuda_settings(chunk_bytes, kArena);
   return with;
 }
 

@@ -205,10 +205,12 @@ class GpuTraining {
   std::function<bool(int rank, size_t tensor)> uses;
   std::vector<double> weights; // by rank; empty: none
   bool direct = false; // sums are not rounded to the gradients' type
+  size_t percent = 100; // of the gradients' blocks, the others are zero
   milliseconds timeout = kLong;
 
  private:
-  // One parameter of the reference: the whole of it in one place.
+  static constexpr size_t kGradientBlock = 100; // elements
+
   // One parameter as a rank has it.
   struct Part {
     GpuBuffer param, grad, master;
@@ -314,10 +316,12 @@ class GpuTraining {
     return any;
   }
   Bytes gradient(size_t t, int rank) const {
-    return values(
+    return values_in_blocks(
         types_.grad,
         counts_[t],
-        steps_ * 1000003 + t * 20 + static_cast<uint64_t>(rank));
+        steps_ * 1000003 + t * 20 + static_cast<uint64_t>(rank),
+        kGradientBlock,
+        percent);
   }
   std::vector<Bytes> gradients(size_t t) const {
     std::vector<Bytes> all;

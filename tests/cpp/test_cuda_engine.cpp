@@ -411,6 +411,57 @@ TEST(cuda_engine_direct_path) {
   }
 }
 
+// Blocks of zeros are not read, whatever else the step is about.
+TEST(cuda_engine_direct_path_skips) {
+  const Clean clean;
+  constexpr int kSize = 3;
+  const std::vector<size_t> counts{30000, 0, 129};
+  uint64_t blocks = 0;
+  for (const size_t count : counts) {
+    for (int p = 0; p < kSize; ++p) {
+      const ShardRange own = shard_range(static_cast<int64_t>(count), kSize, p);
+      blocks += (static_cast<uint64_t>(own.length) + kSkipBlock - 1) /
+          kSkipBlock * kSize;
+    }
+  }
+  with_gpus(
+      kSize,
+      [&](GpuRank& r) {
+        hooks().set_delay(0);
+        for (const StepTypes& types : step_types(
+                 {kSingles, kStepTypes[1], kStepTypes[2], kStepTypes[3]})) {
+          for (const size_t percent : {0, 2, 100}) {
+            GpuTraining training(
+                r, adam(), types, counts, static_cast<char*>(r.engine.arena()));
+            training.direct = true;
+            training.percent = percent;
+            for (const size_t block : {0, 64}) {
+              r.meet(str("before ", block));
+              const uint64_t before = hooks().now().blocks_skipped;
+              r.meet(str("known ", block));
+              training.call.skip_block = block;
+              training.weights =
+                  block == 0 ? std::vector<double>() : some_weights(r.size);
+              training.load();
+              training.step();
+              training.check();
+              r.meet(str("after ", block));
+              const uint64_t skipped = hooks().now().blocks_skipped - before;
+              if (block == 0 || percent == 100) {
+                CHECK_EQ(skipped, 0u);
+              } else if (percent == 0) {
+                CHECK_EQ(skipped, blocks);
+              } else {
+                CHECK(skipped > blocks / 2 && skipped < blocks);
+              }
+            }
+            r.engine.drain(kLong);
+          }
+        }
+      },
+      with_arena(1 << 20));
+}
+
 TEST(cuda_engine_without_direct_path) {
   const auto stock = [](const EngineWith& with) {
     with_gpus(

@@ -312,16 +312,25 @@ TEST(cuda_engine_abort_and_again) {
 // Of ranks that take different paths nobody may hang.
 TEST(cuda_engine_direct_mismatch) {
   const Clean clean;
-  for (const bool outside : {true, false}) {
+  enum class Other { kPlace, kTensors, kSkips };
+  for (const Other other : {Other::kPlace, Other::kTensors, Other::kSkips}) {
     on_threads(2, [&](int rank, Store& store) {
       GpuRank r(rank, 2, store, with_arena());
+      const auto differs = [&](Other what) {
+        return rank == 1 && other == what;
+      };
       std::vector<size_t> counts{3000, 70};
-      if (rank == 1 && !outside) {
+      if (differs(Other::kTensors)) {
         counts.push_back(1);
       }
       char* arena = static_cast<char*>(r.engine.arena());
       GpuTraining training(
-          r, adam(), kSingles, counts, rank == 1 && outside ? nullptr : arena);
+          r,
+          adam(),
+          kSingles,
+          counts,
+          differs(Other::kPlace) ? nullptr : arena);
+      training.call.skip_block = differs(Other::kSkips) ? 256 : 0;
       training.load();
       const auto begin = Clock::now();
       expect_failure(

@@ -325,6 +325,49 @@ TEST(cuda_sparse_not_in_graphs) {
   });
 }
 
+// Which blocks of the owners' tiles a step has to read, by the lanes of a warp.
+TEST(cuda_sparse_tile_bits) {
+  std::mt19937 random(5);
+  for (int turn = 0; turn < 100; ++turn) {
+    const int size = 1 + static_cast<int>(random() % 4);
+    const size_t count = 1 + random() % 40000;
+    const size_t offset = random() % 3; // not aligned
+    std::vector<float> memory(count + offset);
+    float* grad = memory.data() + offset;
+    for (size_t k = random() % 30; k > 0; --k) {
+      grad[random() % count] = random() % 2 == 0 ? -0.0F : 1.0F;
+    }
+    const Layout layout = make_layout({count}, size, 8192, ~size_t(0));
+    TensorInfo info{};
+    info.grad = grad;
+    info.count = count;
+    info.shard =
+        static_cast<uint64_t>(shard_size(static_cast<int64_t>(count), size));
+    UpdateArgs args{};
+    args.grad_type = DType::kFloat32;
+    args.chunk.tensors = &info;
+    args.chunk.pieces = layout.pieces.data();
+    args.chunk.tiles = layout.tiles.data();
+    for (uint32_t tile = 0; tile < layout.tiles.size(); ++tile) {
+      for (int owner = 0; owner < size; ++owner) {
+        const auto span = span_of(args.chunk, tile);
+        uint32_t wanted = 0;
+        for (uint32_t i = 0; i < span.count(owner); ++i) {
+          if (std::bit_cast<uint32_t>(grad[span.first(owner) + i]) != 0) {
+            wanted |= uint32_t{1} << (i / kSkipBlock);
+          }
+        }
+        uint32_t bits = 0;
+        for (int lane = 0; lane < 32; ++lane) {
+          bits |= tile_bits(args, tile, owner, lane, 32);
+        }
+        CHECK_EQ(bits, wanted);
+        CHECK_EQ(tile_bits(args, tile, owner, 0, 1), wanted);
+      }
+    }
+  }
+}
+
 TEST(cuda_sparse_kernels) {
   std::mt19937 random(3);
   for (int turn = 0; turn < 200; ++turn) {

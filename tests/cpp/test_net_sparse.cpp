@@ -10,6 +10,7 @@
 #include <thread>
 #include <tuple>
 
+#include "base/ownership.hpp"
 #include "collective_cases.hpp"
 #include "collectives/net_sparse.hpp"
 
@@ -226,6 +227,54 @@ TEST(net_sparse_equals_dense) {
             }
           }
         }
+      }
+    }
+  }
+}
+
+// Owners get their shards' sums; other shards stay as they are.
+TEST(net_sparse_reduce_scatter) {
+  for (const int size : {1, 2, 3, 5}) {
+    for (const size_t count : {0, 31, 70001}) {
+      for (const size_t percent : {0, 1, 30, 100}) {
+        const NetCase c{DType::kFloat32, count, 100, percent, 7 + count};
+        std::vector<Bytes> all;
+        std::vector<const void*> srcs;
+        for (int p = 0; p < size; ++p) {
+          all.push_back(contribution(c, p));
+          srcs.push_back(all.back().data());
+        }
+        const Bytes sum = reference(sum_of(c.dtype), srcs, count);
+        std::vector<OpStats> whole(size), half(size);
+        on_wire(size, [&](int rank, NetContext& ctx) {
+          Bytes mine = all[rank];
+          whole[rank] = net_sparse_all_reduce(
+              ctx, {mine.data(), count}, sum_of(c.dtype), {c.block});
+          mine = all[rank];
+          half[rank] = net_sparse_reduce_scatter(
+              ctx, {mine.data(), count}, sum_of(c.dtype), {c.block});
+          Bytes wanted = all[rank];
+          const ShardRange own =
+              shard_range(static_cast<int64_t>(count), size, rank);
+          std::copy_n(
+              sum.begin() + own.offset * 4,
+              own.length * 4,
+              wanted.begin() + own.offset * 4);
+          CHECK(mine == wanted);
+        });
+        uint64_t sent = 0, received = 0, results = 0;
+        for (int p = 0; p < size; ++p) {
+          sent += half[p].bytes_sent;
+          received += half[p].bytes_received;
+          results += whole[p].bytes_sent - half[p].bytes_sent;
+          CHECK_EQ(half[p].blocks_union, whole[p].blocks_union);
+          CHECK_EQ(half[p].blocks_present, whole[p].blocks_present);
+        }
+        CHECK_EQ(sent, received);
+        // What is not sent is the union's way to all others.
+        const size_t block = c.block * 4;
+        const uint64_t back = half[0].blocks_union * block * (size - 1);
+        CHECK(results <= back && results + block * (size - 1) >= back);
       }
     }
   }

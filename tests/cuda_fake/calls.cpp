@@ -138,6 +138,7 @@ void Calls::fill(Stats& s) {
   s.bad_handles = bad_handles;
   s.freed_written = freed_written;
   s.unsafe_in_capture = unsafe_in_capture;
+  s.blocks_skipped = blocks_skipped;
   const std::lock_guard<std::mutex> lock(mutex_);
   s.all_reduce_bytes = bytes_[kAllReduce];
   s.reduce_scatter_bytes = bytes_[kReduceScatter];
@@ -157,6 +158,7 @@ void Calls::reset() {
   note_.clear();
   work_ = begun_ = ended_ = 0;
   mismatches = bad_handles = freed_written = unsafe_in_capture = 0;
+  blocks_skipped = 0;
   read_environment();
 }
 

@@ -40,25 +40,57 @@ Direct::~Direct() {
   --alive().direct_contexts;
 }
 
+template <typename T>
+T* Direct::of_rank(T* mine, int rank, int other) const {
+  const auto place =
+      reinterpret_cast<char*>(mine) - window_->bases[static_cast<size_t>(rank)];
+  return reinterpret_cast<T*>(
+      window_->bases[static_cast<size_t>(other)] + place);
+}
+
 // With the CPU's kernel, which folds in rank order and writes to all ranks.
 void Direct::update_tile(const DirectArgs& args, uint32_t tile) const {
   const cuda::UpdateArgs& update = args.update;
   const Chunk& chunk = update.chunk;
   const Span span = span_of(chunk, tile);
-  const TensorInfo& tensor = *span.tensor;
   const TensorScalars& scalars = update.scalars[span.index];
-  const uint64_t first = span.first(chunk.rank);
-  if (scalars.skip || span.count(chunk.rank) == 0) {
+  if (scalars.skip) {
     return;
   }
+  const uint32_t count = span.count(chunk.rank);
+  const uint32_t most = args.present != nullptr ? kSkipBlock : count;
+  for (uint32_t begin = 0; begin < count; begin += most) {
+    update_part(args, tile, begin, std::min(most, count - begin));
+  }
+}
+
+void Direct::update_part(
+    const DirectArgs& args,
+    uint32_t tile,
+    uint32_t begin,
+    uint32_t count) const {
+  static constexpr char kZeros[kSkipBlock * sizeof(double)] = {};
+  const cuda::UpdateArgs& update = args.update;
+  const Chunk& chunk = update.chunk;
+  const Span span = span_of(chunk, tile);
+  const TensorInfo& tensor = *span.tensor;
+  const TensorScalars& scalars = update.scalars[span.index];
+  const uint64_t first = span.first(chunk.rank) + begin;
+  const uint64_t word =
+      static_cast<uint64_t>(chunk.rank) * chunk.num_tiles + tile;
   std::vector<const void*> grads;
   std::vector<void*> params;
   for (int p = 0; p < chunk.size; ++p) {
     const uint64_t* offsets = args.offsets +
         2 * (static_cast<uint64_t>(p) * args.num_tensors + span.index);
     char* base = window_->bases[p];
-    grads.push_back(at(base + offsets[0], first, update.grad_type));
+    const bool has = args.present == nullptr ||
+        (of_rank(args.present, chunk.rank, p)[word] >> (begin / kSkipBlock) &
+         1) != 0;
+    grads.push_back(
+        has ? at(base + offsets[0], first, update.grad_type) : kZeros);
     params.push_back(at(base + offsets[1], first, update.param_type));
+    calls().blocks_skipped += has ? 0 : 1;
   }
   kernels::UpdateArgs with;
   static_cast<kernels::StepScalars&>(with) = scalars;
@@ -74,14 +106,15 @@ void Direct::update_tile(const DirectArgs& args, uint32_t tile) const {
   spans.param = at(tensor.param, first, update.param_type);
   spans.grads = grads.data();
   spans.num_grads = grads.size();
+  const uint64_t own = span.begin + begin;
   spans.master =
-      update.masters ? at(tensor.master, span.begin, DType::kFloat32) : nullptr;
+      update.masters ? at(tensor.master, own, DType::kFloat32) : nullptr;
   for (int k = 0; k < 3; ++k) {
     spans.state[k] = tensor.state[k] == nullptr
         ? nullptr
-        : at(tensor.state[k], span.begin, update.state_type);
+        : at(tensor.state[k], own, update.state_type);
   }
-  spans.count = span.count(chunk.rank);
+  spans.count = count;
   kernels::table()->update(with, spans);
 }
 
@@ -149,12 +182,16 @@ void Direct::step(const DirectArgs& args) {
       kDirectStep,
       static_cast<int32_t>(args.update.param_type),
       static_cast<int32_t>(args.update.formula),
-      0};
+      args.present != nullptr};
   run(
       announcement,
       args.signals,
       args.stop,
-      [] {},
+      [&] {
+        if (args.present != nullptr) {
+          serial::find_tile_bits(args);
+        }
+      },
       [&] {
         for (uint32_t tile = 0; tile < args.update.chunk.num_tiles; ++tile) {
           update_tile(args, tile);
@@ -165,13 +202,9 @@ void Direct::step(const DirectArgs& args) {
 void Direct::sum_blocks(const DirectSumArgs& args) const {
   std::vector<char*> bases;
   std::vector<const uint8_t*> flags;
-  const auto place = static_cast<size_t>(
-      reinterpret_cast<const char*>(args.flags) -
-      window_->bases[static_cast<size_t>(args.rank)]);
   for (int p = 0; p < args.size; ++p) {
-    char* base = window_->bases[p];
-    bases.push_back(base + args.offsets[p]);
-    flags.push_back(reinterpret_cast<const uint8_t*>(base) + place);
+    bases.push_back(window_->bases[p] + args.offsets[p]);
+    flags.push_back(of_rank(args.flags, args.rank, p));
   }
   std::fill_n(args.counts, kDirectBlocks, DirectCounts{});
   for (uint64_t b = 0; b < args.num_blocks; ++b) {

@@ -26,7 +26,16 @@ class Direct {
   }
 
  private:
+  // What lies at the same place of another rank's arena.
+  template <typename T>
+  T* of_rank(T* mine, int rank, int other) const;
   void update_tile(const cuda::DirectArgs& args, uint32_t tile) const;
+  // Elements [begin, begin + count) of the tile.
+  void update_part(
+      const cuda::DirectArgs& args,
+      uint32_t tile,
+      uint32_t begin,
+      uint32_t count) const;
   void sum_blocks(const cuda::DirectSumArgs& args) const;
   void check_signals(cuda::DirectSignals* signals);
   // A kernel with two barriers.

@@ -38,6 +38,7 @@ struct Stats {
   uint64_t all_reduce_bytes; // of inputs
   uint64_t reduce_scatter_bytes;
   uint64_t all_gather_bytes;
+  uint64_t blocks_skipped; // contributions that direct steps have not read
   // Mistakes of the caller.
   uint64_t mismatches; // collectives that ranks did not agree on
   uint64_t bad_handles; // unknown or ended streams, events, memory, ...

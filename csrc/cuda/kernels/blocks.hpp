@@ -98,6 +98,29 @@ FUSEDPG_HOST_DEVICE void move_block(
   }
 }
 
+// Bit k: whether any bit of block k of a tile's gradients in rank `owner`'s
+// shard is set. This lane's share.
+FUSEDPG_HOST_DEVICE uint32_t tile_bits(
+    const UpdateArgs& args,
+    uint32_t tile,
+    int owner,
+    int lane,
+    int lanes) {
+  const Span span = span_of(args.chunk, tile);
+  const DType type = args.grad_type;
+  const TensorBlocks blocks{
+      at(span.tensor->grad, span.first(owner), type),
+      span.count(owner),
+      kSkipBlock,
+      type};
+  uint32_t bits = 0;
+  for (uint32_t k = 0; k * kSkipBlock < blocks.count; ++k) {
+    const bool any = block_bits(blocks, k, lane, lanes) != 0;
+    bits |= (any ? uint32_t{1} : uint32_t{0}) << k;
+  }
+  return bits;
+}
+
 // Which ranks have a block.
 struct Ranks {
   uint32_t words[kMaxDirectRanks / 32];

@@ -12,6 +12,8 @@
 namespace fusedpg::cuda {
 namespace {
 
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
 static_assert(kMaxDirectRanks <= kThreads);
 
 struct Context {
@@ -29,12 +31,14 @@ struct DirectLaunch {
   ncclDevComm comm;
   ncclWindow_t window;
   uint64_t signals_at; // of the arena, in bytes
+  uint64_t present_at;
 };
 
 // Where a tile lies in every rank's arena.
 struct Peers {
   char* grads[kMaxDirectRanks];
   char* params[kMaxDirectRanks];
+  uint32_t present[kMaxDirectRanks]; // blocks whose gradients are to be read
 };
 
 // Left fold of the ranks' gradients.
@@ -54,6 +58,9 @@ struct PeerGradients {
   __device__ __forceinline__ void gather(
       const Vectors<W, U, kFull>& at,
       C (&grad)[U][W]) const {
+    // A vector lies in one block, and so do a warp's, but for doubles.
+    static_assert(U == 1 && kSkipBlock % W == 0);
+    const uint32_t block = uint32_t{1} << (at[0] / kSkipBlock);
     // Ranks whose loads are under way together: 32 registers' worth.
     constexpr int kFan =
         kFull ? static_cast<int>(128 / (U * W * sizeof(C))) : 1;
@@ -63,7 +70,11 @@ struct PeerGradients {
       FUSEDPG_UNROLL
       for (int f = 0; f < kFan; ++f) {
         if (begin + f < size) {
-          at.load(Column<C>(peers.grads[begin + f], 0, type), raw[f]);
+          if ((peers.present[begin + f] & block) != 0) {
+            at.load(Column<C>(peers.grads[begin + f], 0, type), raw[f]);
+          } else {
+            raw[f][0] = {};
+          }
         }
       }
       FUSEDPG_UNROLL
@@ -168,6 +179,38 @@ struct PeerSink {
   }
 };
 
+// By the address at which peers read them: two for one place could disagree.
+__device__ __forceinline__ uint16_t* present_words(
+    const DirectLaunch& launch,
+    int rank) {
+  return static_cast<uint16_t*>(
+      ncclGetLsaPointer(launch.window, launch.present_at, rank));
+}
+
+// For the owners' blocks of this number: a warp a word.
+__device__ __forceinline__ void find_tile_bits(const DirectLaunch& launch) {
+  const UpdateArgs& args = launch.args.update;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const auto size = static_cast<uint64_t>(args.chunk.size);
+  const uint64_t tiles = args.chunk.num_tiles;
+  uint16_t* words = present_words(launch, args.chunk.rank);
+  for (uint64_t i = threadIdx.x / kWarp;; i += kWarps) {
+    const uint64_t tile = blockIdx.x + i / size * gridDim.x;
+    if (tile >= tiles) {
+      break;
+    }
+    const int owner = static_cast<int>(i % size);
+    uint32_t bits =
+        tile_bits(args, static_cast<uint32_t>(tile), owner, lane, kWarp);
+    for (int other = kWarp / 2; other > 0; other /= 2) {
+      bits |= __shfl_xor_sync(~0u, bits, other);
+    }
+    if (lane == 0) {
+      words[owner * tiles + tile] = static_cast<uint16_t>(bits);
+    }
+  }
+}
+
 template <typename Shape, typename Rule>
 __device__ __forceinline__ void direct_tile(
     const DirectLaunch& launch,
@@ -187,6 +230,8 @@ __device__ __forceinline__ void direct_tile(
   const uint64_t first = span.first(rank);
   const uint64_t* offsets = launch.args.offsets + 2 * uint64_t(span.index);
   const uint64_t stride = 2 * uint64_t(launch.args.num_tensors);
+  const uint64_t word =
+      static_cast<uint64_t>(rank) * args.chunk.num_tiles + tile;
   bool grad_aligned = true;
   bool param_aligned = true;
   bool same_place = true;
@@ -198,6 +243,9 @@ __device__ __forceinline__ void direct_tile(
         ncclGetLsaPointer(launch.window, of_peer[1], thread));
     peers.grads[thread] = at(grads, first, args.grad_type);
     peers.params[thread] = at(params, first, args.param_type);
+    peers.present[thread] = launch.args.present == nullptr
+        ? ~uint32_t{0}
+        : present_words(launch, thread)[word];
     grad_aligned = is_aligned(peers.grads[thread]);
     param_aligned = is_aligned(peers.params[thread]);
     same_place = of_peer[1] == offsets[1];
@@ -244,6 +292,9 @@ __global__ void __launch_bounds__(kThreads, 2)
             ncclGetLsaPointer(launch.window, launch.signals_at, peer)) +
           blockIdx.x;
   PeerBarrier barrier(theirs, mine, rank, size, args.stop);
+  if (args.present != nullptr) {
+    find_tile_bits(launch);
+  }
   // All ranks' gradients are there, and nobody uses the parameters any more.
   if (!barrier.sync()) {
     return;
@@ -285,8 +336,6 @@ struct SumLaunch {
 // blocks of one number exchange the flags of the same ones.
 __global__ void __launch_bounds__(kThreads)
     direct_sum_kernel(const __grid_constant__ SumLaunch launch) {
-  constexpr int kWarp = 32;
-  constexpr int kWarps = kThreads / kWarp;
   __shared__ char* bases[kMaxDirectRanks];
   __shared__ const uint8_t* flags[kMaxDirectRanks];
   __shared__ DirectCounts counts[kWarps];
@@ -408,7 +457,11 @@ int direct_destroy(void* context) {
 int direct_step(const DirectArgs* args, Stream stream) {
   const auto* context = static_cast<const Context*>(args->context);
   const DirectLaunch arguments{
-      *args, context->comm, context->window, context->place(args->signals)};
+      *args,
+      context->comm,
+      context->window,
+      context->place(args->signals),
+      args->present == nullptr ? 0 : context->place(args->present)};
   const UpdateArgs& update = args->update;
   if (update.param_type == DType::kFloat64) {
     return launch_direct<double, 2>(arguments, stream);

@@ -99,6 +99,16 @@ inline void find_blocks(const FindBlocksArgs& args) {
   }
 }
 
+inline void find_tile_bits(const DirectArgs& args) {
+  const uint32_t tiles = args.update.chunk.num_tiles;
+  for (int owner = 0; owner < args.update.chunk.size; ++owner) {
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+      args.present[static_cast<uint64_t>(owner) * tiles + tile] =
+          static_cast<uint16_t>(tile_bits(args.update, tile, owner, 0, 1));
+    }
+  }
+}
+
 inline void list_blocks(const ListBlocksArgs& args) {
   uint32_t before = 0;
   for (int thread = 0; thread < kThreads; ++thread) {
