@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import _harness as harness
-from _harness import COPY, Clock, Context, Row
+from _harness import COPY, Context, Row
 
 BLOCK = 256  # elements
 SCAN = "scan"
@@ -248,48 +247,3 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
         context, todo, lambda case: f"{harness.format_size(case.size)}, {case.name}"
     )
     return [row for rows in measured(context, bar, args.rounds, hosts=False) for row in rows]
-
-
-class GroupClock(Clock):
-    """Common start and common clock of ranks that share the machine's clock, but no memory."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def barrier(self, *, sleep: bool = True) -> None:
-        dist.barrier(group=self._group)
-
-    def _latest(self, *times: int) -> list[int]:
-        values = torch.tensor(times, dtype=torch.int64)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        return [int(value) for value in values]
-
-    def sample(self, call: Callable[[], object], calls: int = 1) -> float:
-        # Later than any rank gets to know of it.
-        (begin,) = self._latest(time.perf_counter_ns() + 3_000_000)
-        while time.perf_counter_ns() < begin:
-            pass
-        start = time.perf_counter_ns()
-        for _ in range(calls):
-            call()
-        end = time.perf_counter_ns()
-        minus_start, last = self._latest(-start, end)
-        return (last + minus_start) / calls * 1e-9
-
-
-def host_worker(args: argparse.Namespace, report: Callable[[list[Row]], None]) -> None:
-    """One rank that torchrun started; rank 0 reports the rows of each case."""
-    torch.set_num_threads(1)
-    import fusedpg  # noqa: F401  (registers the backend)
-
-    dist.init_process_group("fused", timeout=harness.TIMEOUT)
-    world = dist.group.WORLD
-    assert world is not None
-    gloo = dist.new_group(backend="gloo", timeout=harness.TIMEOUT)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    context = Context(rank, world_size, GroupClock(gloo), {"fused": world, "gloo": gloo})
-    for rows in measured(context, cases(args, world_size), args.rounds, hosts=True):
-        if rank == 0:
-            report(rows)
-    dist.barrier(group=gloo)
-    dist.destroy_process_group()

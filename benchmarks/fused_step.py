@@ -2,29 +2,36 @@
 
     python benchmarks/fused_step.py --check-bars
     python benchmarks/fused_step.py --world-size 4 --sizes 1M,100M
+    python benchmarks/fused_step.py --hosts 2 --rate 1gbit --densities 1,.1,.01 --sizes 16M
 
 A size is that of the parameters in fp32, one flat buffer with another of gradients. `fused_adamw_`
 is one call on arena buffers; the other arms are `all_reduce`, a division by the world size and
 `torch.optim.AdamW(fused=True)` on the same flat buffer, on the backend that they name (the
-difference between the fused backend's two arms is what fusing gains). Before anything is timed each
-arm makes five steps on known gradients, against one process on the averaged gradients. How times
-are taken: see `_harness.py`.
+difference between the fused backend's two arms is what fusing gains). With `--densities` only so
+many blocks of 256 of each rank's gradients are not zero, and "block_skip" leaves the others out.
+With `--hosts` each rank is on a host of its own: a network namespace whose link has a rate (needs
+root, `ip` and `tc`; exits with 2 where that cannot be); there is no arena then. Before anything is
+timed each arm makes five steps on known gradients, against one process on the averaged gradients.
+How times are taken: see `_harness.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import _harness as harness
+import _hosts as hosts
 from _harness import COPY, Bar, Context, Row
 
-FUSED = "fused_adamw_"
+FUSED, SKIPS = "fused_adamw_", "fused_adamw_ block_skip"
+BLOCK = 256  # elements
 # A large eps: with a small one AdamW does not depend on the gradients' scale, and the check below
 # would not tell a sum from a mean.
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.999), 0.1, 1e-2
@@ -51,33 +58,81 @@ BARS = [
 
 def main() -> int:
     parser = harness.parser(__doc__, backends="fused,gloo", sizes="64K,1M,16M,100M", rounds=31)
+    parser.add_argument("--densities", default="1", help="shares of the gradients' blocks")
+    hosts.add_options(parser)
     args = parser.parse_args()
-    rows = harness.run(worker, args)
-    harness.finish("fused_step", rows, args, bars=BARS)
+    args.densities = [float(part) for part in args.densities.split(",")]
+    if not all(0 < density <= 1 for density in args.densities):
+        parser.error("--densities: shares above 0, 1 at most")
+    cases = [Case(size, density) for size in args.sizes for density in args.densities]
+    name = "fused_step"
+    if args.hosts:
+        args.world_size = args.hosts
+        name += f"_hosts_{args.rate}"
+        if args.worker:
+            hosts.worker(args, lambda context: measured(context, cases, args.rounds))
+            return 0
+        rows = hosts.run(args, len(cases), Row)
+        if rows is None:
+            return 2
+    else:
+        rows = harness.run(worker, argparse.Namespace(**vars(args), cases=cases))
+    harness.finish(name, rows, args, bars=() if args.hosts else BARS)
     return 0
 
 
+@dataclass(frozen=True)
+class Case:
+    size: int  # bytes of the parameters
+    density: float  # share of the gradients' blocks that are not zero
+
+    @property
+    def name(self) -> str:
+        return "adamw step" + ("" if self.density == 1 else f", {100 * self.density:.3g}%")
+
+
 def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    rows = []
-    for size in harness.progress(context, args.sizes, harness.format_size):
-        numel = size // 4
-        reference = reference_parameters(numel, context.world_size)
-        arms: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(size)}
+    todo = harness.progress(
+        context, args.cases, lambda case: f"{harness.format_size(case.size)}, {case.name}"
+    )
+    return [row for rows in measured(context, todo, args.rounds) for row in rows]
+
+
+def measured(context: Context, todo: Iterable[Case], rounds: int) -> Iterator[list[Row]]:
+    """Rows, case by case."""
+    for case in todo:
+        gradients = Gradients(case.size // 4, case.density)
+        reference = reference_parameters(gradients, context.world_size)
+        arms: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(case.size)}
         for backend, group in context.groups.items():
+            made = {split_arm(backend): SplitStep(gradients.numel, group)}
             if backend == "fused":
-                arms[FUSED] = FusedStep(numel, group).checked(reference, context)
-            arms[split_arm(backend)] = SplitStep(numel, group).checked(reference, context)
+                made = {FUSED: FusedStep(gradients.numel, group)} | made
+                made[SKIPS] = FusedStep(gradients.numel, group, block_skip=True)
+            arms |= {n: arm.checked(n, gradients, reference, context) for n, arm in made.items()}
         del reference
-        rows += harness.measure(context, arms, case="adamw step", size=size, rounds=args.rounds)
-    return rows
+        yield harness.measure(context, arms, case=case.name, size=case.size, rounds=rounds)
 
 
 def initial(numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(0))
 
 
-def gradient(numel: int, step: int, rank: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1 + 1000 * step + rank))
+@dataclass(frozen=True)
+class Gradients:
+    """Of each rank and step: zero but for a share of their blocks."""
+
+    numel: int
+    density: float
+
+    def of(self, step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1 + 1000 * step + rank)
+        values = torch.randn(self.numel, generator=generator)
+        if self.density < 1:
+            present = torch.rand(-(-self.numel // BLOCK), generator=generator) < self.density
+            # Not a product: -0.0 is no zero that is skipped.
+            return torch.where(present.repeat_interleave(BLOCK)[: self.numel], values, 0)
+        return values
 
 
 def make_optimizer(params: Tensor, *, fused: bool) -> torch.optim.Optimizer:
@@ -86,14 +141,14 @@ def make_optimizer(params: Tensor, *, fused: bool) -> torch.optim.Optimizer:
     )
 
 
-def reference_parameters(numel: int, world_size: int) -> Tensor:
+def reference_parameters(gradients: Gradients, world_size: int) -> Tensor:
     """What one process gets from the average of all ranks' gradients."""
-    params = initial(numel)
+    params = initial(gradients.numel)
     optimizer = make_optimizer(params, fused=False)
     for step in range(CHECKED_STEPS):
-        total = gradient(numel, step, 0)
+        total = gradients.of(step, 0)
         for rank in range(1, world_size):
-            total += gradient(numel, step, rank)
+            total += gradients.of(step, rank)
         params.grad = total.div_(world_size)
         optimizer.step()
     return params
@@ -108,21 +163,22 @@ class StepArm:
     def step(self) -> None:
         raise NotImplementedError
 
-    def checked(self, reference: Tensor, context: Context) -> Callable[[], object]:
+    def checked(
+        self, name: str, gradients: Gradients, reference: Tensor, context: Context
+    ) -> Callable[[], object]:
         """The step, once it has followed the reference and all ranks hold the same bits."""
-        name = type(self).__name__
         for step in range(CHECKED_STEPS):
-            self.grads.copy_(gradient(self.grads.numel(), step, context.rank))
+            self.grads.copy_(gradients.of(step, context.rank))
             self.step()
         error = ((self.params - reference).norm() / reference.norm()).item()
         harness.require(error <= TOLERANCE, f"{name}: relative difference {error:.2e}")
         harness.require(harness.same_on_all_ranks(self.params), f"{name}: ranks differ")
-        self.grads.copy_(gradient(self.grads.numel(), 0, 0))
+        self.grads.copy_(gradients.of(0, context.rank))
         return self.step
 
 
 class FusedStep(StepArm):
-    def __init__(self, numel: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, numel: int, group: dist.ProcessGroup, *, block_skip: bool = False) -> None:
         import fusedpg
 
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -135,6 +191,7 @@ class FusedStep(StepArm):
         self._state = torch.zeros(owned), torch.zeros(owned), torch.zeros(())
         self._fused_adamw_ = fusedpg.fused_adamw_
         self._group = group
+        self._block_skip = block_skip
 
     def step(self) -> None:
         exp_avg, exp_avg_sq, steps = self._state
@@ -150,6 +207,7 @@ class FusedStep(StepArm):
             beta2=BETAS[1],
             weight_decay=WEIGHT_DECAY,
             eps=EPS,
+            block_skip=self._block_skip,
             group=self._group,
         )
 

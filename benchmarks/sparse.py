@@ -19,24 +19,18 @@ root, `ip` and `tc`; exits with 2 where that cannot be). How times are taken: se
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import _harness as harness
+import _hosts as hosts
 import _sparse_arms as sparse
 from _harness import Bar, Row
 from _sparse_arms import OVERLAPS, SCAN, SKIP, TENSORS, SparseRow
 
 DENSITIES = "1,.8,.4,.2,.1,.08,.04,.02,.01"
 ROUNDS, HOST_ROUNDS = 21, 5
-HOST_TIMEOUT = 1800.0  # seconds
 SIZE = 100 << 20
 BARS = [
     Bar(2, "1% random, arena", "on", SIZE, "dense", at_least=1.8),
@@ -53,9 +47,7 @@ def main() -> int:
     parser.add_argument("--densities", default=DENSITIES, help="shares of blocks, above 0")
     parser.add_argument("--overlap", choices=OVERLAPS, default="random")
     parser.add_argument("--tensor", choices=(*TENSORS, "both"), default="arena")
-    parser.add_argument("--hosts", type=int, help="2 to 4, with one rank each")
-    parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank on a host
+    hosts.add_options(parser)
     args = parser.parse_args()
     args.densities = [float(part) for part in args.densities.split(",")]
     if not all(0 < density <= 1 for density in args.densities):
@@ -71,17 +63,20 @@ def main() -> int:
     if not sparse.cases(args, args.world_size):
         parser.error("--overlap none: no density is that of disjoint blocks")
     if args.worker:
-        sparse.host_worker(args, lambda rows: append(args.worker, rows))
+        hosts.worker(
+            args,
+            lambda context: sparse.measured(
+                context, sparse.cases(args, args.world_size), args.rounds, hosts=True
+            ),
+        )
         return 0
 
     name = "sparse" if args.overlap == "random" else f"sparse_{args.overlap}"
     if args.hosts:
-        hosts = load_hosts()
-        reason = hosts.why_not()
-        if reason is not None:
-            print(f"no hosts: {reason}", file=sys.stderr)
+        found = hosts.run(args, len(sparse.cases(args, args.world_size)), SparseRow)
+        if found is None:
             return 2
-        rows = run_on_hosts(hosts, args)
+        rows = found
         name += f"_hosts_{args.rate}"
     else:
         rows = harness.run(sparse.worker, args)
@@ -89,47 +84,6 @@ def main() -> int:
     limit = "gloo" if args.hosts else harness.COPY
     harness.finish(name, rows, args, limit=limit, bars=BARS, plot=save_plot)
     return 0
-
-
-# ---------------------------------------------------------------------------------------------
-# Hosts
-
-
-def load_hosts() -> Any:
-    """tests/hosts.py."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-    import hosts
-
-    return hosts
-
-
-def append(path: Path, rows: Sequence[Row]) -> None:
-    """One case a line."""
-    with path.open("a") as file:
-        file.write(json.dumps([asdict(row) for row in rows]) + "\n")
-
-
-def run_on_hosts(hosts: Any, args: argparse.Namespace) -> list[Row]:
-    """This program on each host, as a worker; what rank 0 has written."""
-    from tqdm import tqdm
-
-    total = len(sparse.cases(args, args.world_size))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        path.touch()
-        program = [str(Path(__file__).resolve()), *sys.argv[1:], "--worker", str(path)]
-        with (
-            concurrent.futures.ThreadPoolExecutor(1) as pool,
-            hosts.Hosts(args.hosts, args.rate) as made,  # ends first, and its processes with it
-            tqdm(total=total, unit="case", ncols=90, desc=f"{args.hosts} hosts") as bar,
-        ):
-            run = pool.submit(made.run, program, ranks=1, timeout=HOST_TIMEOUT)
-            while concurrent.futures.wait([run], timeout=0.5).not_done:
-                bar.update(path.read_text().count("\n") - bar.n)
-            run.result()
-            lines = path.read_text().splitlines()
-            bar.update(len(lines) - bar.n)
-        return [SparseRow(**row) for line in lines for row in json.loads(line)]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import harness
-from checks import adamw, collectives, ddp, groups, hosts, p2p
+from checks import adamw, collectives, ddp, fused_ops, groups, hosts, p2p
 from checks.adamw import Run
 from checks.cases import Case
+from checks.fused_ops import BF16, FP16, FP32
 
 pytestmark = pytest.mark.fused_only
 
@@ -63,6 +64,20 @@ def test_objects_and_groups(spread: Spread) -> None:
 def test_fused_adamw(spread: Spread, run: Run) -> None:
     answers = spread[0].run(adamw.parity, run)
     assert len({params for params, _ in answers}) == 1
+
+
+@pytest.mark.parametrize("names", ["three", "two of two"])
+def test_fused_steps_have_the_bits_of_one_host(names: str) -> None:
+    ranks = harness.pool_of_hosts(names)
+    for op in fused_ops.OPS:
+        for more in (
+            {},
+            {"dtypes": (BF16, FP32), "grad_dtypes": (FP16, BF16), "weighted": True},
+            {"dtypes": (BF16,), "master": True, "layout": "transposed"},
+        ):
+            run = fused_ops.Run(op, steps=3, **more)
+            one_host = harness.pool(len(harness.HOSTS[names])).run(fused_ops.parity, run)
+            assert set(ranks.run(fused_ops.parity, run)) == set(one_host), run
 
 
 def test_fused_adamw_overflow(spread: Spread) -> None:

@@ -50,12 +50,16 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
         a->grads,
         a->params,
         [this, a, timeout = call.timeout](uint64_t ticket) {
-          NetSkip skip{
-              {BlockSkip::kOn, net_skip_.block, {}},
-              [&] { return net_context(ticket, timeout, a->op); },
-              {}};
+          StepSkip skip;
+          if (a->block_skip) {
+            skip.state.mode = BlockSkip::kOn;
+            skip.state.block = net_skip_.block;
+          }
           run_delegated_step(
-              *a, delegate(), kernels_, a->block_skip ? &skip : nullptr);
+              a,
+              delegate(),
+              [&] { return net_context(ticket, timeout, a->op); },
+              skip);
           if (skip.moved.blocks != 0) {
             stats_.add(a->op, DataPath::kSkipping, skip.moved);
           }
@@ -89,10 +93,15 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_shards_(
   }
   const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
   if (spans_hosts()) {
-    return run_delegated(call, a->grads, a->grads, [a](auto& backend) {
-      run_delegated_shards(*a, backend);
-      return WorkPtr();
-    });
+    return enqueue(
+        call,
+        a->grads,
+        a->grads,
+        [this, a, timeout = call.timeout](uint64_t ticket) {
+          run_delegated_shards(*a, delegate(), [&] {
+            return net_context(ticket, timeout, OpCode::kReduceShards);
+          });
+        });
   }
   return run(call, a->grads, a->grads, [a](Context& ctx) {
     const auto parts = split_shards(to_engine(*a));

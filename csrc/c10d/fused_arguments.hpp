@@ -97,20 +97,23 @@ class StepPlan {
   std::vector<at::Tensor> used_;
 };
 
-// Leaves blocks of zeros out of what goes to the owners of slices.
-struct NetSkip {
-  SkipState state;
-  std::function<NetContext()> context; // collective
+// Blocks of zeros that are left out of what goes to the owners of slices.
+struct StepSkip {
+  SkipState state{BlockSkip::kOff, 0, {}};
   OpStats moved; // out
 };
 
-// The same step composed of another backend's collectives. `skip` may be null.
+// The same between hosts. `context` is collective and called when ranks have
+// agreed, over the backend, on what they do.
 void run_delegated_step(
-    const StepArguments& a,
+    const std::shared_ptr<const StepArguments>& a,
     c10d::Backend& backend,
-    const kernels::Table& kernels,
-    NetSkip* skip);
-void run_delegated_shards(const ShardsArguments& a, c10d::Backend& backend);
+    const std::function<NetContext()>& context,
+    StepSkip& skip);
+void run_delegated_shards(
+    const ShardsArguments& a,
+    c10d::Backend& backend,
+    const std::function<NetContext()>& context);
 
 // The elements of a dense tensor in memory order.
 at::Tensor memory_order(const at::Tensor& t);

@@ -1,13 +1,22 @@
-// The fused operations of a group that spans hosts, composed of the delegate's
-// collectives with our update between them.
+// The fused operations of a group that spans hosts: gradients go to their
+// owners and parameters to everybody over the transport, with the engine's
+// update in between. Owners fold the ranks' gradients in rank order, so results
+// have the bits of those inside a machine.
+
+#include <cstring>
 
 #include "base/error.hpp"
+#include "base/hash.hpp"
 #include "base/ownership.hpp"
 #include "c10d/fused_arguments.hpp"
-#include "c10d/tensors.hpp"
 
 namespace fusedpg {
 namespace {
+
+// Tensors travel together up to this, in bytes of parameters or gradients.
+constexpr size_t kBatchBytes = size_t(64) << 20;
+
+// --- what ranks agree on before anything moves -------------------------------
 
 // All ranks' values, one row a rank.
 at::Tensor gather_rows(c10d::Backend& backend, at::Tensor mine) {
@@ -17,274 +26,491 @@ at::Tensor gather_rows(c10d::Backend& backend, at::Tensor mine) {
   return rows.view({backend.getSize(), mine.numel()});
 }
 
-// Which tensors any rank uses, and this rank's share of a weighted mean.
 struct Agreed {
-  std::vector<bool> used;
-  double factor = 1; // of this rank's contribution
+  bool found_inf = false;
+  std::vector<double> weights; // of the ranks' gradients; empty: none
 };
 
 Agreed agree(
-    const ReductionArguments& r,
-    size_t tensors,
-    bool mean_here,
+    OpCode op,
+    uint64_t hash,
+    const std::optional<double>& weight,
+    bool found_inf,
     c10d::Backend& backend) {
+  enum : int { kFoundInf, kWeight, kHigh, kLow, kColumns };
+  const double row[kColumns] = {
+      found_inf ? 1.0 : 0.0,
+      weight.value_or(0),
+      static_cast<double>(hash >> 32),
+      static_cast<double>(hash & 0xffffffff)};
+  at::Tensor mine = at::empty({kColumns}, at::kDouble);
+  std::memcpy(mine.data_ptr(), row, sizeof row);
+  const at::Tensor rows = gather_rows(backend, mine);
   Agreed agreed;
-  agreed.used.assign(tensors, true);
-  if (r.used) {
-    c10d::AllreduceOptions opts;
-    opts.reduceOp = c10d::ReduceOp::MAX;
-    std::vector<at::Tensor> flags{*r.used};
-    backend.allreduce(flags, opts)->wait();
-    for (size_t i = 0; i < tensors; ++i) {
-      agreed.used[i] = r.used->const_data_ptr<uint8_t>()[i] != 0;
+  double total = 0;
+  for (int p = 0; p < backend.getSize(); ++p) {
+    const double* theirs = rows.const_data_ptr<double>() + p * kColumns;
+    if (theirs[kHigh] != row[kHigh] || theirs[kLow] != row[kLow]) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: ",
+          op_name(op),
+          " between hosts: ranks disagree: the call on rank ",
+          p,
+          " is not that on rank ",
+          backend.getRank(),
+          " (here); tensors, types, hyperparameters, counters, and whether "
+          "there are weights, used flags and block_skip must be equal");
+    }
+    agreed.found_inf = agreed.found_inf || theirs[kFoundInf] != 0;
+    total += theirs[kWeight];
+    if (weight) {
+      agreed.weights.push_back(theirs[kWeight]);
     }
   }
-  if (r.weight) {
-    const at::Tensor rows =
-        gather_rows(backend, at::full({1}, *r.weight, at::kDouble));
-    const double total = rows.sum().item<double>();
-    agreed.factor = total > 0 ? *r.weight / total : 0;
-  } else if (r.mean && mean_here) {
-    agreed.factor = 1.0 / backend.getSize();
+  for (double& one : agreed.weights) {
+    one = total > 0 ? one / total : 0;
   }
   return agreed;
 }
 
-kernels::ReduceArgs sum_of(at::ScalarType type) {
-  kernels::ReduceArgs args;
-  args.dtype = to_dtype(type);
-  return args;
+// The flags of all ranks; null stays null.
+void agree_on_used(uint8_t* used, size_t count, c10d::Backend& backend) {
+  if (used != nullptr) {
+    c10d::AllreduceOptions opts;
+    opts.reduceOp = c10d::ReduceOp::MAX;
+    std::vector<at::Tensor> flags{
+        at::from_blob(used, {static_cast<int64_t>(count)}, at::kByte)};
+    backend.allreduce(flags, opts)->wait();
+  }
 }
 
-bool skips(NetSkip& skip, const at::Tensor& flat, int size) {
-  return select_skip(
-             skip.state,
-             size,
-             static_cast<uint64_t>(flat.numel()),
-             flat.nbytes(),
-             sum_of(flat.scalar_type())) == DensityEstimates::Choice::kSkip;
+// --- what travels ------------------------------------------------------------
+
+// Calls run(list of tensors) for the tensors that any rank uses.
+template <typename Run>
+void for_batches(
+    const std::vector<size_t>& counts,
+    size_t element,
+    const uint8_t* used,
+    Run&& run) {
+  std::vector<size_t> batch;
+  size_t bytes = 0;
+  for (size_t t = 0; t < counts.size(); ++t) {
+    if (used != nullptr && used[t] == 0) {
+      continue;
+    }
+    const size_t more = counts[t] * element;
+    if (!batch.empty() && bytes + more > kBatchBytes) {
+      run(batch);
+      batch.clear();
+      bytes = 0;
+    }
+    batch.push_back(t);
+    bytes += more;
+  }
+  if (!batch.empty()) {
+    run(batch);
+  }
 }
 
-// This rank's slice of the sum over ranks, in the type that is added: half
-// types in fp32.
-at::Tensor reduced_slice(
-    const at::Tensor& grad, // dense
-    double factor,
-    c10d::Backend& backend,
-    NetSkip* skip) {
-  const int size = backend.getSize();
-  const int64_t numel = grad.numel();
-  const int64_t chunk = shard_range(numel, size, 0).length;
-  const at::ScalarType type =
-      grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor padded = at::zeros({chunk * size}, type);
-  padded.narrow(0, 0, numel).copy_(memory_order(grad));
-  if (factor != 1) {
-    padded.mul_(factor);
+// The shards of a batch of tensors on the wire: each rank's in a block of its
+// own, one behind the other.
+class Blocks {
+ public:
+  Blocks(NetContext& ctx, DType type)
+      : ctx_(ctx),
+        element_(dtype_size(type)),
+        rank_(ctx.transport.rank()),
+        size_(ctx.transport.size()),
+        bytes_(size_) {}
+
+  void add(size_t count) {
+    counts_.push_back(static_cast<int64_t>(count));
+    for (int p = 0; p < size_; ++p) {
+      offsets_.push_back(bytes_[p]);
+      bytes_[p] += bytes(counts_.size() - 1, p);
+    }
   }
-  const ShardRange mine = shard_range(numel, size, backend.getRank());
-  if (skip != nullptr && skips(*skip, padded, size)) {
-    NetContext ctx = skip->context();
-    const ReduceTensor tensor{padded.data_ptr(), static_cast<size_t>(numel)};
-    skip->moved += net_sparse_reduce_scatter(
-        ctx, tensor, sum_of(type), {skip->state.block});
-    return padded.narrow(0, mine.offset, mine.length);
+  ShardRange own(size_t i) const {
+    return shard(i, rank_);
   }
-  at::Tensor slice = at::empty({chunk}, type);
-  backend._reduce_scatter_base(slice, padded, c10d::ReduceScatterOptions())
-      ->wait();
-  return slice.narrow(0, 0, mine.length);
+  // An owner's shard in the whole tensor ...
+  char* in_tensor(const void* tensor, size_t i, int owner) const {
+    return static_cast<char*>(const_cast<void*>(tensor)) +
+        static_cast<size_t>(shard(i, owner).offset) * element_;
+  }
+  // ... and in that owner's block.
+  char* in_block(const NetBuffer& block, size_t i, int owner) const {
+    return block.data() + offsets_[i * static_cast<size_t>(size_) + owner];
+  }
+  NetBuffer make(int owner) const {
+    return NetBuffer(bytes_[owner]);
+  }
+
+  // Sends the owners their blocks of these tensors. What the other ranks have
+  // in this one's, by rank.
+  std::vector<NetBuffer> scatter(const std::vector<const void*>& tensors) {
+    std::vector<NetBuffer> outs(size_), ins(size_);
+    for (int p = 0; p < size_; ++p) {
+      if (p == rank_) {
+        continue;
+      }
+      outs[p] = make(p);
+      ins[p] = make(rank_);
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        copy(in_block(outs[p], i, p), in_tensor(tensors[i], i, p), bytes(i, p));
+      }
+    }
+    net_exchange(ctx_, outs, ins);
+    return ins;
+  }
+  // Sends everybody this rank's block, and puts the others' into the tensors.
+  void gather(const NetBuffer& mine, const std::vector<void*>& tensors) {
+    std::vector<NetBuffer> ins(size_);
+    for (int p = 0; p < size_; ++p) {
+      ins[p] = p == rank_ ? mine : make(p);
+    }
+    net_exchange(ctx_, std::vector<NetBuffer>(size_, mine), ins);
+    for (int p = 0; p < size_; ++p) {
+      for (size_t i = 0; i < tensors.size() && p != rank_; ++i) {
+        copy(in_tensor(tensors[i], i, p), in_block(ins[p], i, p), bytes(i, p));
+      }
+    }
+  }
+
+ private:
+  ShardRange shard(size_t i, int owner) const {
+    return shard_range(counts_[i], size_, owner);
+  }
+  size_t bytes(size_t i, int owner) const {
+    return static_cast<size_t>(shard(i, owner).length) * element_;
+  }
+  // Of an empty tensor there need be no address.
+  static void copy(char* to, const char* from, size_t bytes) {
+    if (bytes != 0) {
+      std::memcpy(to, from, bytes);
+    }
+  }
+
+  NetContext& ctx_;
+  const size_t element_;
+  const int rank_;
+  const int size_;
+  std::vector<size_t> bytes_; // of blocks, by owner
+  std::vector<int64_t> counts_;
+  std::vector<size_t> offsets_; // a tensor's in all blocks, the next one's, ...
+};
+
+// All ranks' gradients of the shards that this rank owns.
+class Received {
+ public:
+  explicit Received(NetContext& ctx, DType type)
+      : blocks_(ctx, type),
+        rank_(ctx.transport.rank()) {}
+
+  void add(const void* grad, size_t count) {
+    blocks_.add(count);
+    grads_.push_back(grad);
+  }
+  void exchange() {
+    blocks_in_ = blocks_.scatter(grads_);
+  }
+  // By rank; they live as long as this.
+  std::vector<const void*> sources(size_t i) const {
+    std::vector<const void*> all;
+    for (size_t p = 0; p < blocks_in_.size(); ++p) {
+      all.push_back(
+          static_cast<int>(p) == rank_
+              ? blocks_.in_tensor(grads_[i], i, rank_)
+              : blocks_.in_block(blocks_in_[p], i, rank_));
+    }
+    return all;
+  }
+  ShardRange own(size_t i) const {
+    return blocks_.own(i);
+  }
+
+ private:
+  Blocks blocks_;
+  const int rank_;
+  std::vector<const void*> grads_;
+  std::vector<NetBuffer> blocks_in_;
+};
+
+// --- steps -------------------------------------------------------------------
+
+at::ScalarType scalar_type(DType gradients) {
+  switch (gradients) {
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    default:
+      return at::kFloat;
+  }
 }
 
 class DelegatedStep {
  public:
   DelegatedStep(
-      StepCall& call,
+      const StepCall& call,
+      const std::vector<double>& weights,
       c10d::Backend& backend,
-      const kernels::Table& kernels)
+      NetContext& ctx,
+      StepSkip& skip)
       : call_(call),
+        weights_(weights),
         backend_(backend),
-        kernels_(kernels),
+        ctx_(ctx),
+        skip_(skip),
         rank_(backend.getRank()),
         size_(backend.getSize()) {}
 
-  // `slice` is the reduced gradient.
-  void run(size_t i, const at::Tensor& param, const at::Tensor& slice) {
-    const StepTensor& t = call_.tensors[i];
-    const ShardRange mine = shard_range(param.numel(), size_, rank_);
-    const int64_t chunk = shard_range(param.numel(), size_, 0).length;
-    const at::Tensor flat = memory_order(param);
-    at::Tensor updated = at::zeros({chunk}, param.options());
-    updated.narrow(0, 0, mine.length)
-        .copy_(flat.narrow(0, mine.offset, mine.length));
-
-    kernels::UpdateArgs args = update_args(call_, t, size_);
-    const void* grad = slice.const_data_ptr();
-    void* out = updated.data_ptr();
-    kernels::UpdateSpans s;
-    s.param_type = call_.param_type;
-    s.grad_type = call_.grad_type;
-    s.state_type = call_.state_type;
-    s.params_out = &out;
-    s.num_out = 1;
-    s.param = out;
-    s.grads = &grad;
-    s.num_grads = 1;
-    s.master = call_.has_masters ? t.master : nullptr;
-    std::copy(std::begin(t.state), std::end(t.state), std::begin(s.state));
-    s.count = static_cast<size_t>(mine.length);
-    if (args.formula == kernels::Formula::kLamb) {
-      args.lamb.step_size = lamb_step_size(args, s, call_.hypers[t.hyper]);
+  void run() {
+    std::vector<size_t> counts;
+    for (const StepTensor& t : call_.tensors) {
+      counts.push_back(t.count);
     }
-    kernels_.update(args, s);
-
-    at::Tensor all = at::empty({chunk * size_}, param.options());
-    backend_._allgather_base(all, updated, c10d::AllgatherOptions())->wait();
-    flat.copy_(all.narrow(0, 0, param.numel()));
-    if (t.step) {
-      *t.step += 1.0F;
-    }
+    for_batches(
+        counts,
+        std::max(dtype_size(call_.grad_type), dtype_size(call_.param_type)),
+        call_.used,
+        [this](const std::vector<size_t>& batch) { run_batch(batch); });
   }
 
  private:
-  double lamb_step_size(
-      const kernels::UpdateArgs& args,
-      const kernels::UpdateSpans& spans,
-      const StepHyper& hyper) {
-    const size_t blocks =
-        (spans.count + kernels::kSumBlock - 1) / kernels::kSumBlock;
-    std::vector<double> sums(2 * blocks);
-    kernels_.lamb_moments(args, spans, sums.data());
-    at::Tensor mine = at::zeros({2}, at::kDouble);
-    for (size_t k = 0; k < sums.size(); ++k) {
-      mine.data_ptr<double>()[k % 2] += sums[k];
+  // A tensor while its slice is updated.
+  struct Item {
+    const StepTensor& tensor;
+    kernels::UpdateArgs args;
+    kernels::UpdateSpans spans;
+    std::vector<const void*> grads;
+    at::Tensor reduced; // the gradient, if it is what `grads` leads to
+  };
+
+  void run_batch(const std::vector<size_t>& batch) {
+    std::vector<Item> items;
+    for (const size_t t : batch) {
+      items.push_back(item(call_.tensors[t]));
     }
-    const at::Tensor rows = gather_rows(backend_, mine);
-    double totals[2] = {0, 0};
-    for (int p = 0; p < size_; ++p) {
-      for (int k = 0; k < 2; ++k) {
-        totals[k] += rows.const_data_ptr<double>()[2 * p + k];
+    Received received(ctx_, call_.grad_type); // holds what `grads` lead to
+    take_gradients(items, received);
+    for (Item& i : items) {
+      i.spans.grads = i.grads.data();
+      i.spans.num_grads = i.grads.size();
+    }
+    if (items[0].args.formula == kernels::Formula::kLamb) {
+      exchange_norms(items);
+    }
+    Blocks blocks(ctx_, call_.param_type);
+    std::vector<void*> params;
+    for (const Item& i : items) {
+      blocks.add(i.tensor.count);
+      params.push_back(i.tensor.param);
+    }
+    const NetBuffer mine = blocks.make(rank_);
+    for (size_t i = 0; i < items.size(); ++i) {
+      void* outs[] = {
+          blocks.in_tensor(params[i], i, rank_),
+          blocks.in_block(mine, i, rank_)};
+      items[i].spans.params_out = outs;
+      items[i].spans.num_out = 2;
+      ctx_.kernels.update(items[i].args, items[i].spans);
+      if (items[i].tensor.step) {
+        *items[i].tensor.step += 1.0F;
       }
     }
-    return hyper.lr * trust_ratio(hyper, totals[0], totals[1]);
+    blocks.gather(mine, params);
   }
 
-  StepCall& call_;
+  Item item(const StepTensor& t) const {
+    Item i{t, update_args(call_, t, size_), {}, {}, {}};
+    i.args.weights =
+        call_.reduced || weights_.empty() ? nullptr : weights_.data();
+    const ShardRange own =
+        shard_range(static_cast<int64_t>(t.count), size_, rank_);
+    kernels::UpdateSpans& s = i.spans;
+    s.param_type = call_.param_type;
+    s.grad_type = call_.grad_type;
+    s.state_type = call_.state_type;
+    s.param = static_cast<const char*>(t.param) +
+        static_cast<size_t>(own.offset) * dtype_size(call_.param_type);
+    s.master = call_.has_masters ? t.master : nullptr;
+    std::copy(std::begin(t.state), std::end(t.state), std::begin(s.state));
+    s.count = static_cast<size_t>(own.length);
+    return i;
+  }
+
+  void take_gradients(std::vector<Item>& items, Received& received) {
+    std::vector<Item*> whole;
+    for (Item& i : items) {
+      if (call_.reduced) {
+        i.grads = {i.tensor.grad};
+      } else if (!skips(i)) {
+        received.add(i.tensor.grad, i.tensor.count);
+        whole.push_back(&i);
+      }
+    }
+    received.exchange();
+    for (size_t k = 0; k < whole.size(); ++k) {
+      whole[k]->grads = received.sources(k);
+    }
+  }
+
+  // Half types are added in fp32, as where owners fold the ranks' gradients.
+  bool skips(Item& i) {
+    kernels::ReduceArgs sum;
+    sum.dtype =
+        call_.grad_type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    const size_t count = i.tensor.count;
+    const size_t element = dtype_size(sum.dtype);
+    if (select_skip(skip_.state, size_, count, count * element, sum) !=
+        DensityEstimates::Choice::kSkip) {
+      return false;
+    }
+    const auto length = static_cast<int64_t>(count);
+    const at::Tensor grad = at::from_blob(
+        const_cast<void*>(i.tensor.grad),
+        {length},
+        scalar_type(call_.grad_type));
+    i.reduced =
+        at::empty({length}, scalar_type(sum.dtype)).copy_(grad.detach());
+    if (i.args.weights != nullptr) {
+      i.reduced.mul_(i.args.weights[rank_]);
+      i.args.weights = nullptr;
+    }
+    skip_.moved += net_sparse_reduce_scatter(
+        ctx_, {i.reduced.data_ptr(), count}, sum, {skip_.state.block});
+    const ShardRange own = shard_range(length, size_, rank_);
+    i.spans.grad_type = sum.dtype;
+    i.grads = {
+        static_cast<const char*>(i.reduced.const_data_ptr()) +
+        static_cast<size_t>(own.offset) * element};
+    return true;
+  }
+
+  // Sums of squares of whole tensors: blocks in order, then ranks in order.
+  void exchange_norms(std::vector<Item>& items) {
+    at::Tensor mine =
+        at::zeros({static_cast<int64_t>(2 * items.size())}, at::kDouble);
+    for (size_t i = 0; i < items.size(); ++i) {
+      const kernels::UpdateSpans& s = items[i].spans;
+      const size_t blocks =
+          (s.count + kernels::kSumBlock - 1) / kernels::kSumBlock;
+      std::vector<double> sums(2 * blocks);
+      ctx_.kernels.lamb_moments(items[i].args, s, sums.data());
+      for (size_t k = 0; k < sums.size(); ++k) {
+        mine.data_ptr<double>()[2 * i + k % 2] += sums[k];
+      }
+    }
+    const at::Tensor rows = gather_rows(backend_, mine);
+    for (size_t i = 0; i < items.size(); ++i) {
+      double totals[2] = {0, 0};
+      for (int p = 0; p < size_; ++p) {
+        const double* theirs = rows.const_data_ptr<double>() +
+            2 * (static_cast<size_t>(p) * items.size() + i);
+        totals[0] += theirs[0];
+        totals[1] += theirs[1];
+      }
+      const StepHyper& hyper = call_.hypers[items[i].tensor.hyper];
+      items[i].args.lamb.step_size =
+          hyper.lr * trust_ratio(hyper, totals[0], totals[1]);
+    }
+  }
+
+  const StepCall& call_;
+  const std::vector<double>& weights_;
   c10d::Backend& backend_;
-  const kernels::Table& kernels_;
+  NetContext& ctx_;
+  StepSkip& skip_;
   const int rank_;
   const int size_;
 };
 
-// Whether any rank has found an infinity. Ranks that skip blocks of different
-// sizes, or not at all, would wait for each other's messages.
-bool any_inf(
-    const StepArguments& a,
-    c10d::Backend& backend,
-    const NetSkip* skip) {
-  const double block =
-      skip != nullptr ? static_cast<double>(skip->state.block) : 0;
-  at::Tensor mine = at::zeros({2}, at::kDouble);
-  if (a.found_inf) {
-    mine.narrow(0, 0, 1).copy_(a.found_inf->reshape({1}));
-  }
-  mine.narrow(0, 1, 1).fill_(block);
-  const at::Tensor rows = gather_rows(backend, mine);
-  bool found = false;
-  for (int p = 0; p < backend.getSize(); ++p) {
-    const double* row = rows.const_data_ptr<double>() + 2 * p;
-    found = found || row[0] != 0; // or NaN
-    if (row[1] != block) {
-      fail(
-          ErrorKind::kMismatch,
-          "fused: ",
-          op_name(a.op),
-          ": ranks skip different blocks of zeros: of ",
-          block,
-          " elements on rank ",
-          backend.getRank(),
-          ", of ",
-          row[1],
-          " on rank ",
-          p,
-          " (0: block_skip is off)");
-    }
-  }
-  if (found && a.found_inf) {
-    a.found_inf->fill_(1.0);
-  }
-  return found;
-}
-
 } // namespace
 
 void run_delegated_step(
-    const StepArguments& a,
+    const std::shared_ptr<const StepArguments>& a,
     c10d::Backend& backend,
-    const kernels::Table& kernels,
-    NetSkip* skip) {
+    const std::function<NetContext()>& context,
+    StepSkip& skip) {
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(
-      !a.shared_params,
+      !a->shared_params,
       "fused: parameters cannot be shared in a group that spans hosts");
+  StepPlan plan(a, skip.state.block);
+  Hash hash;
+  for (const StepCall& call : plan.calls()) {
+    hash.add(shape_hash(call).value()).add(value_hash(call));
+  }
+  hash.add(uint64_t(plan.has_used()));
+  hash.add(uint64_t(a->reduction.weight.has_value()));
+  const bool found = a->found_inf && a->found_inf->item<float>() != 0;
   const Agreed agreed =
-      agree(a.reduction, a.params.size(), !a.reduced, backend);
-  if (any_inf(a, backend, skip)) {
+      agree(a->op, hash.value(), a->reduction.weight, found, backend);
+  for (size_t i = 0; i < plan.calls().size(); ++i) {
+    const StepCall& call = plan.calls()[i];
+    agree_on_used(call.used, call.tensors.size(), backend);
+    plan.take_used(i);
+  }
+  if (agreed.found_inf) {
+    if (a->found_inf) {
+      a->found_inf->fill_(1.0);
+    }
     return;
   }
-  // Calls of one tensor, whose gradient has been reduced here.
-  StepArguments one;
-  one.op = a.op;
-  one.hypers = a.hypers;
-  one.reduction = a.reduction;
-  one.reduction.used.reset();
-  one.reduced = true;
-  one.grad_scale = a.grad_scale;
-  one.states.resize(a.states.size());
-  const auto pick = [](const std::vector<at::Tensor>& list, size_t i) {
-    return list.empty() ? list : std::vector<at::Tensor>{list[i]};
-  };
-  for (size_t i = 0; i < a.params.size(); ++i) {
-    if (!agreed.used[i]) {
-      continue;
-    }
-    const at::Tensor& param = a.params[i];
-    at::Tensor grad = a.grads[i];
-    if (!a.reduced) {
-      if (grad.strides() != param.strides()) {
-        grad = at::empty_like(param, grad.options()).copy_(grad);
-      }
-      grad = reduced_slice(grad, agreed.factor, backend, skip);
-    }
-    one.params = {param};
-    one.grads = {grad};
-    one.masters = pick(a.masters, i);
-    one.steps = pick(a.steps, i);
-    for (size_t k = 0; k < a.states.size(); ++k) {
-      one.states[k] = pick(a.states[k], i);
-    }
-    if (!a.hyper_index.empty()) {
-      one.hyper_index = {a.hyper_index[i]};
-    }
-    StepPlan plan(std::make_shared<const StepArguments>(one));
-    DelegatedStep(plan.calls()[0], backend, kernels).run(0, param, grad);
+  NetContext ctx = context();
+  for (const StepCall& call : plan.calls()) {
+    DelegatedStep(call, agreed.weights, backend, ctx, skip).run();
   }
 }
 
-void run_delegated_shards(const ShardsArguments& a, c10d::Backend& backend) {
+void run_delegated_shards(
+    const ShardsArguments& a,
+    c10d::Backend& backend,
+    const std::function<NetContext()>& context) {
   c10::NoGradGuard no_grad;
-  const Agreed agreed = agree(a.reduction, a.grads.size(), true, backend);
-  for (size_t i = 0; i < a.grads.size(); ++i) {
-    if (agreed.used[i]) {
-      const at::Tensor& grad = a.grads[i];
-      const ShardRange mine =
-          shard_range(grad.numel(), backend.getSize(), backend.getRank());
-      const at::Tensor& output = a.outputs.empty() ? grad : a.outputs[i];
-      memory_order(output)
-          .narrow(0, mine.offset, mine.length)
-          .copy_(reduced_slice(grad, agreed.factor, backend, nullptr));
-    }
-  }
+  const ShardsCall call = to_engine(a);
+  Hash hash;
+  hash.add(call.layout_hash).add(uint64_t(call.dtype));
+  hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.used != nullptr));
+  hash.add(uint64_t(call.reduction.weight.has_value()));
+  const Agreed agreed = agree(
+      OpCode::kReduceShards,
+      hash.value(),
+      call.reduction.weight,
+      false,
+      backend);
+  agree_on_used(call.used, call.grads.size(), backend);
+  NetContext ctx = context();
+  const kernels::ReduceArgs args =
+      shards_reduction(call, agreed.weights, backend.getSize());
+  const size_t element = dtype_size(call.dtype);
+  for_batches(
+      call.counts, element, call.used, [&](const std::vector<size_t>& batch) {
+        Received received(ctx, call.dtype);
+        for (const size_t t : batch) {
+          received.add(call.grads[t], call.counts[t]);
+        }
+        received.exchange();
+        for (size_t i = 0; i < batch.size(); ++i) {
+          const auto sources = received.sources(i);
+          const ShardRange own = received.own(i);
+          void* out = static_cast<char*>(call.outputs[batch[i]]) +
+              static_cast<size_t>(own.offset) * element;
+          ctx.kernels.reduce(
+              args,
+              &out,
+              1,
+              sources.data(),
+              sources.size(),
+              static_cast<size_t>(own.length),
+              false);
+        }
+      });
 }
 
 } // namespace fusedpg

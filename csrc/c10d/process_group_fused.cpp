@@ -73,8 +73,8 @@ ProcessGroupFused::ProcessGroupFused(
       options_->cpu_as_cuda);
   if (spans_hosts()) {
     log_once(
-        "a group spans several hosts: its collectives use Gloo, but for "
-        "reductions that skip blocks of zeros");
+        "a group spans several hosts: its collectives use Gloo, but for fused "
+        "optimizer steps and reductions that skip blocks of zeros");
     delegate();
   } else if (settings_.log_level > 0 && rank == 0) {
     log_line(

@@ -30,21 +30,6 @@ Formula formula(OpCode op) {
   }
 }
 
-// Ranks must update with the same scalars, or replicas drift apart silently.
-uint64_t value_hash(const StepCall& call) {
-  Hash hash;
-  for (const StepHyper& h : call.hypers) {
-    hash.add(hyper_hash(h));
-  }
-  hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.reduced));
-  hash.add(call.grad_scale ? double(*call.grad_scale) : 1.0);
-  for (const StepTensor& t : call.tensors) {
-    hash.add(t.step ? double(*t.step) : 0.0).add(uint64_t(t.hyper));
-  }
-  hash.add(static_cast<uint64_t>(call.skip_block));
-  return hash.add(call.call_hash).value();
-}
-
 // Where the one copy of a shared parameter lies; the same on all ranks.
 uint64_t shared_place(Context& ctx, const StepTensor& t, size_t bytes) {
   const auto found = ctx.domain.locate_any(t.param, bytes);
@@ -65,16 +50,11 @@ OpDescriptor describe_step(Context& ctx, const StepCall& call) {
   d.op = call.op;
   d.dtype = call.param_type;
   d.items = call.tensors.size();
-  Hash shape;
-  shape.add(static_cast<uint64_t>(call.grad_type));
-  shape.add(static_cast<uint64_t>(call.state_type));
-  shape.add(static_cast<uint64_t>(call.shared_params));
-  shape.add(static_cast<uint64_t>(call.has_masters));
+  Hash shape = shape_hash(call);
   OpDescriptor grads;
   grads.dtype = call.grad_type;
   for (const StepTensor& t : call.tensors) {
     d.count += t.count;
-    shape.add(static_cast<uint64_t>(t.count)).add(t.layout_hash);
     if (call.shared_params && t.count != 0) {
       shape.add(shared_place(ctx, t, t.count * dtype_size(call.param_type)));
     }
@@ -365,6 +345,33 @@ class Step {
 };
 
 } // namespace
+
+Hash shape_hash(const StepCall& call) {
+  Hash hash;
+  hash.add(static_cast<uint64_t>(call.param_type));
+  hash.add(static_cast<uint64_t>(call.grad_type));
+  hash.add(static_cast<uint64_t>(call.state_type));
+  hash.add(static_cast<uint64_t>(call.shared_params));
+  hash.add(static_cast<uint64_t>(call.has_masters));
+  for (const StepTensor& t : call.tensors) {
+    hash.add(static_cast<uint64_t>(t.count)).add(t.layout_hash);
+  }
+  return hash;
+}
+
+uint64_t value_hash(const StepCall& call) {
+  Hash hash;
+  for (const StepHyper& h : call.hypers) {
+    hash.add(hyper_hash(h));
+  }
+  hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.reduced));
+  hash.add(call.grad_scale ? double(*call.grad_scale) : 1.0);
+  for (const StepTensor& t : call.tensors) {
+    hash.add(t.step ? double(*t.step) : 0.0).add(uint64_t(t.hyper));
+  }
+  hash.add(static_cast<uint64_t>(call.skip_block));
+  return hash.add(call.call_hash).value();
+}
 
 kernels::UpdateArgs update_args(
     const StepCall& call,

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "base/hash.hpp"
 #include "base/step.hpp"
 #include "collectives/context.hpp"
 #include "collectives/two_shot.hpp"
@@ -25,7 +26,18 @@ kernels::UpdateArgs update_args(
 
 using kernels::trust_ratio;
 
+// Of what a call's tensors are. Ranks must have the same, and that of the
+// scalars too, or replicas drift apart silently.
+Hash shape_hash(const StepCall& call);
+uint64_t value_hash(const StepCall& call);
+
 void reduce_shards(Context& ctx, const ShardsCall& call);
+
+// What owners do with the ranks' gradients. `weights` must outlive the result.
+kernels::ReduceArgs shards_reduction(
+    const ShardsCall& call,
+    const std::vector<double>& weights,
+    int world_size);
 
 // --- shared by the files of this family --------------------------------------
 

@@ -18,26 +18,8 @@ constexpr size_t kSegmentBytes = size_t(1) << 20;
 // Segments whose contributions, or results, may be under way.
 constexpr size_t kWindow = 4;
 
-// Kinds of messages; each is a stream of its own between two ranks.
-enum Kind : uint32_t {
-  kHead,
-  kBitmap,
-  kContribution,
-  kUnion,
-  kResult,
-  kSample,
-  kKinds
-};
-
-// Nothing of an operation that failed half-way meets the next one.
-uint32_t tag_of(const NetContext& ctx, Kind kind) {
-  return static_cast<uint32_t>(ctx.sequence % (1u << 24)) * kKinds + kind;
-}
-
-struct Pending {
-  Transport::RequestPtr request;
-  NetBuffer buffer;
-};
+using Kind = NetKind;
+using Pending = NetPending;
 
 class Exchange {
  public:
@@ -154,8 +136,8 @@ class Exchange {
     std::vector<Pending> heads(size_);
     for (int p = 0; p < size_; ++p) {
       if (p != rank_) {
-        send(p, kHead, head);
-        heads[p] = receive(p, kHead, sizeof head_hash_);
+        send(p, Kind::kHead, head);
+        heads[p] = receive(p, Kind::kHead, sizeof head_hash_);
       }
     }
     // All have them before anybody raises, which ends what is under way.
@@ -206,10 +188,10 @@ class Exchange {
       if (words.count != 0) {
         NetBuffer bits(words.count * sizeof(uint64_t));
         std::memcpy(bits.data(), mine.data() + words.first, bits.bytes());
-        send(p, kBitmap, std::move(bits));
+        send(p, Kind::kBitmap, std::move(bits));
       }
       if (own.count != 0) {
-        bitmaps[p] = receive(p, kBitmap, own.count * sizeof(uint64_t));
+        bitmaps[p] = receive(p, Kind::kBitmap, own.count * sizeof(uint64_t));
       }
     }
     std::vector<uint64_t> bits(map_.words());
@@ -251,10 +233,11 @@ class Exchange {
         NetBuffer bits(own.count * sizeof(uint64_t));
         std::memcpy(
             bits.data(), map_.bits(BlockMap::kAny) + own.first, bits.bytes());
-        send(p, kUnion, std::move(bits));
+        send(p, Kind::kUnion, std::move(bits));
       }
       if (words_of(p).count != 0) {
-        unions[p] = receive(p, kUnion, words_of(p).count * sizeof(uint64_t));
+        unions[p] =
+            receive(p, Kind::kUnion, words_of(p).count * sizeof(uint64_t));
       }
     }
     lane_maps_.reserve(size_);
@@ -304,11 +287,11 @@ class Exchange {
           std::memcpy(out, at(begin), run);
           out += run;
         });
-        send(to, kContribution, std::move(message));
+        send(to, Kind::kContribution, std::move(message));
       }
       const size_t wanted = map_.present_elements(from, own) * element_;
       if (wanted != 0) {
-        arrivals[from] = receive(from, kContribution, wanted);
+        arrivals[from] = receive(from, Kind::kContribution, wanted);
       }
     }
     contributions_.push_back(std::move(arrivals));
@@ -368,13 +351,13 @@ class Exchange {
       const int to = (rank_ + k) % size_;
       const int from = (rank_ + size_ - k) % size_;
       if (result.bytes() != 0) {
-        send(to, kResult, result);
+        send(to, Kind::kResult, result);
       }
       const size_t bytes =
           lane_maps_[from].present_elements(BlockMap::kAny, segment(from, s)) *
           element_;
       if (bytes != 0) {
-        arrivals[from] = receive(from, kResult, bytes);
+        arrivals[from] = receive(from, Kind::kResult, bytes);
       }
     }
     arriving_.push_back(std::move(arrivals));
@@ -453,7 +436,7 @@ double net_sampled_density(
   std::vector<Pending> all;
   for (int p = 0; p < size; ++p) {
     if (p != ctx.transport.rank()) {
-      const uint32_t tag = tag_of(ctx, kSample);
+      const uint32_t tag = tag_of(ctx, Kind::kSample);
       all.push_back({ctx.transport.send(p, tag, message), message});
       NetBuffer into(bytes);
       all.push_back({ctx.transport.receive(p, tag, into), into});

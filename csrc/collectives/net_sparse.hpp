@@ -2,22 +2,13 @@
 
 #include "base/stats.hpp"
 #include "collectives/find_blocks.hpp"
-#include "net/transport.hpp"
+#include "collectives/net_exchange.hpp"
 
 // The all-reduce that skips blocks of zeros, between machines: every rank sends
 // the blocks it has to their owners; owners add them in rank order and send the
 // union to everybody. Bitmaps go first, so everybody knows the length of every
 // message before it comes, and nobody waits for a rank that has nothing.
 namespace fusedpg {
-
-struct NetContext {
-  Transport& transport;
-  const kernels::Table& kernels;
-  Pool& pool;
-  Deadline deadline;
-  uint64_t sequence;
-  OpCode op = OpCode::kSparseAllReduce; // for messages
-};
 
 // In place. What it moved, for the caller's statistics.
 OpStats net_sparse_all_reduce(

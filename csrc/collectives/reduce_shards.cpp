@@ -91,16 +91,24 @@ void reduce_shards(Context& ctx, const ShardsCall& call) {
   d.shape_hash = shape.value();
   const std::vector<double> weights =
       begin_reduction(ctx, plan, d, call.reduction, call.used);
+  plan.epilogue =
+      identity_epilogue(ctx, shards_reduction(call, weights, ctx.size()));
+  plan.run(ctx, d);
+}
+
+kernels::ReduceArgs shards_reduction(
+    const ShardsCall& call,
+    const std::vector<double>& weights,
+    int world_size) {
   kernels::ReduceArgs args;
   args.dtype = call.dtype;
   args.op = !weights.empty() ? RedOp::kPremulSum
       : call.reduction.mean  ? RedOp::kAvg
                              : RedOp::kSum;
-  args.divisor = ctx.size();
+  args.divisor = world_size;
   args.reciprocal = true;
   args.weights = weights.empty() ? nullptr : weights.data();
-  plan.epilogue = identity_epilogue(ctx, args);
-  plan.run(ctx, d);
+  return args;
 }
 
 } // namespace fusedpg

@@ -24,6 +24,13 @@ class NetBuffer {
   std::shared_ptr<char[]> owner() const {
     return data_;
   }
+  // Keeps all of it.
+  NetBuffer part(size_t begin, size_t bytes) const {
+    NetBuffer part;
+    part.data_ = std::shared_ptr<char[]>(data_, data_.get() + begin);
+    part.bytes_ = bytes;
+    return part;
+  }
 
  private:
   std::shared_ptr<char[]> data_;

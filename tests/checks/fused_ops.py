@@ -193,7 +193,8 @@ class Model:
         values = randn(self.run.seed, i, step, rank, numel=numel)
         if self.run.present < 1:
             chance = torch.special.ndtr(randn(self.run.seed, i, step, rank, 1, numel=numel))
-            values *= (chance[::256] < self.run.present).repeat_interleave(256)[:numel]
+            present = (chance[::256] < self.run.present).repeat_interleave(256)[:numel]
+            values = torch.where(present, values, 0)  # not a product: -0.0 is present
         return values.reshape(shape).to(self.run.grad_dtype(i))
 
     def weight(self, rank: int) -> float:
