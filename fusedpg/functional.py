@@ -97,10 +97,11 @@ def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dic
     Returns:
         A dict by operation ("all_reduce", "sparse_all_reduce", ...) of dicts: ``calls``; ``paths``,
         calls by the way the data took ("one_shot", "staged", "direct", "block_sparse",
-        "coordinates", "delegated"); ``bytes_sent`` and ``bytes_received`` between this rank and its
-        peers, through shared memory or a wire; ``messages_sent`` over a wire; and of calls that
-        looked for blocks of zeros ``blocks``, ``blocks_present`` on this rank and ``blocks_union``
-        on any rank, with ``density`` and ``union_density`` as shares of ``blocks`` (None without).
+        "coordinates", "delegated", "messages" between hosts); ``bytes_sent`` and
+        ``bytes_received`` between this rank and its peers, through shared memory or a wire;
+        ``messages_sent`` over a wire; and of calls that looked for blocks of zeros ``blocks``,
+        ``blocks_present`` on this rank and ``blocks_union`` on any rank, with ``density`` and
+        ``union_density`` as shares of ``blocks`` (None without).
     """
     backend = _backend(group)
     result = cast("dict[str, Any]", backend.stats())
@@ -175,8 +176,8 @@ _OPTIONS = """
             ranks' weights: pass the local batch size for uneven data. On all ranks or on none.
         block_skip: (not LAMB) look for blocks of zeros in the gradients and skip them on the way
             to their owners; the numbers are the same. Blocks are of the group's ``block_size``, on
-            a GPU of 256 elements. On all ranks or on none. Takes no effect with ``weight`` inside a
-            machine, and on GPUs only where gradients and parameters lie in the arenas.
+            a GPU of 256 elements. On all ranks or on none. Takes no effect on CPU tensors inside a
+            machine with ``weight``, and on GPUs only where all tensors lie in the arenas.
         group: a group of the fused backend; default: the default group.
         async_op: return a Work to wait for; arguments must stay untouched until then.
 

@@ -1,4 +1,4 @@
-"""Until there is a transport, a group that spans machines runs on Gloo."""
+"""Groups that span machines: Gloo's collectives, and our steps over its sends and receives."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def test_fused_steps_have_the_bits_of_one_host(names: str) -> None:
             {},
             {"dtypes": (BF16, FP32), "grad_dtypes": (FP16, BF16), "weighted": True},
             {"dtypes": (BF16,), "master": True, "layout": "transposed"},
+            {"shapes": ((100_003,), (5,)), "weighted": True, "present": 0.3},
         ):
+            if op == "lamb" and "present" in more:
+                continue
             run = fused_ops.Run(op, steps=3, **more)
             one_host = harness.pool(len(harness.HOSTS[names])).run(fused_ops.parity, run)
             assert set(ranks.run(fused_ops.parity, run)) == set(one_host), run

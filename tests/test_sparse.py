@@ -120,8 +120,9 @@ def test_fused_steps(workers: harness.Workers, name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_fused_steps_across_hosts(name: str, kind: str) -> None:
-    harness.pool_of_hosts("two").run(sparse.fused_steps, name, kind)
+@pytest.mark.parametrize("hosts", ["two", "three", "two of two"])
+def test_fused_steps_across_hosts(hosts: str, name: str, kind: str) -> None:
+    harness.pool_of_hosts(hosts).run(sparse.fused_steps, name, kind)
 
 
 def test_fused_disagreement_across_hosts() -> None:

@@ -16,6 +16,8 @@ const char* path_name(DataPath path) {
       return "delegated";
     case DataPath::kCoordinates:
       return "coordinates";
+    case DataPath::kMessages:
+      return "messages";
   }
   return "unknown";
 }

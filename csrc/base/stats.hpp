@@ -17,8 +17,9 @@ enum class DataPath : uint8_t {
   kSkipping, // only blocks that hold something
   kDelegated, // by torch's own backend
   kCoordinates, // of a torch.sparse_coo tensor
+  kMessages, // in messages between machines
 };
-constexpr size_t kDataPaths = 6;
+constexpr size_t kDataPaths = 7;
 const char* path_name(DataPath path);
 
 // What calls of one operation have cost this rank.

@@ -50,19 +50,19 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
         a->grads,
         a->params,
         [this, a, timeout = call.timeout](uint64_t ticket) {
-          StepSkip skip;
-          if (a->block_skip) {
-            skip.state.mode = BlockSkip::kOn;
-            skip.state.block = net_skip_.block;
-          }
-          run_delegated_step(
+          SkipState skip;
+          skip.mode = a->block_skip ? BlockSkip::kOn : BlockSkip::kOff;
+          skip.block = net_skip_.block;
+          const OpStats moved = run_delegated_step(
               a,
               delegate(),
               [&] { return net_context(ticket, timeout, a->op); },
               skip);
-          if (skip.moved.blocks != 0) {
-            stats_.add(a->op, DataPath::kSkipping, skip.moved);
-          }
+          const bool skipped = moved.blocks != 0;
+          stats_.add(
+              a->op,
+              skipped ? DataPath::kSkipping : DataPath::kMessages,
+              moved);
         });
   }
   return run(call, a->grads, a->params, [a](Context& ctx) {
@@ -98,9 +98,10 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_shards_(
         a->grads,
         a->grads,
         [this, a, timeout = call.timeout](uint64_t ticket) {
-          run_delegated_shards(*a, delegate(), [&] {
+          const OpStats moved = run_delegated_shards(*a, delegate(), [&] {
             return net_context(ticket, timeout, OpCode::kReduceShards);
           });
+          stats_.add(OpCode::kReduceShards, DataPath::kMessages, moved);
         });
   }
   return run(call, a->grads, a->grads, [a](Context& ctx) {

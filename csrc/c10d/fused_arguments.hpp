@@ -97,20 +97,15 @@ class StepPlan {
   std::vector<at::Tensor> used_;
 };
 
-// Blocks of zeros that are left out of what goes to the owners of slices.
-struct StepSkip {
-  SkipState state{BlockSkip::kOff, 0, {}};
-  OpStats moved; // out
-};
-
-// The same between hosts. `context` is collective and called when ranks have
-// agreed, over the backend, on what they do.
-void run_delegated_step(
+// The same between hosts; what this rank has moved. `context` is collective and
+// called when ranks have agreed, over the backend, on what they do. `skip` says
+// whether blocks of zeros are left out of what goes to the owners of slices.
+OpStats run_delegated_step(
     const std::shared_ptr<const StepArguments>& a,
     c10d::Backend& backend,
     const std::function<NetContext()>& context,
-    StepSkip& skip);
-void run_delegated_shards(
+    SkipState& skip);
+OpStats run_delegated_shards(
     const ShardsArguments& a,
     c10d::Backend& backend,
     const std::function<NetContext()>& context);

@@ -9,6 +9,7 @@
 #include "base/hash.hpp"
 #include "base/ownership.hpp"
 #include "c10d/fused_arguments.hpp"
+#include "c10d/net_shards.hpp"
 
 namespace fusedpg {
 namespace {
@@ -37,6 +38,7 @@ Agreed agree(
     const std::optional<double>& weight,
     bool found_inf,
     c10d::Backend& backend) {
+  hash = Hash().add(static_cast<uint64_t>(op)).add(hash).value();
   enum : int { kFoundInf, kWeight, kHigh, kLow, kColumns };
   const double row[kColumns] = {
       found_inf ? 1.0 : 0.0,
@@ -47,7 +49,6 @@ Agreed agree(
   std::memcpy(mine.data_ptr(), row, sizeof row);
   const at::Tensor rows = gather_rows(backend, mine);
   Agreed agreed;
-  double total = 0;
   for (int p = 0; p < backend.getSize(); ++p) {
     const double* theirs = rows.const_data_ptr<double>() + p * kColumns;
     if (theirs[kHigh] != row[kHigh] || theirs[kLow] != row[kLow]) {
@@ -63,14 +64,11 @@ Agreed agree(
           "there are weights, used flags and block_skip must be equal");
     }
     agreed.found_inf = agreed.found_inf || theirs[kFoundInf] != 0;
-    total += theirs[kWeight];
     if (weight) {
       agreed.weights.push_back(theirs[kWeight]);
     }
   }
-  for (double& one : agreed.weights) {
-    one = total > 0 ? one / total : 0;
-  }
+  divide_by_sum(agreed.weights);
   return agreed;
 }
 
@@ -114,144 +112,7 @@ void for_batches(
   }
 }
 
-// The shards of a batch of tensors on the wire: each rank's in a block of its
-// own, one behind the other.
-class Blocks {
- public:
-  Blocks(NetContext& ctx, DType type)
-      : ctx_(ctx),
-        element_(dtype_size(type)),
-        rank_(ctx.transport.rank()),
-        size_(ctx.transport.size()),
-        bytes_(size_) {}
-
-  void add(size_t count) {
-    counts_.push_back(static_cast<int64_t>(count));
-    for (int p = 0; p < size_; ++p) {
-      offsets_.push_back(bytes_[p]);
-      bytes_[p] += bytes(counts_.size() - 1, p);
-    }
-  }
-  ShardRange own(size_t i) const {
-    return shard(i, rank_);
-  }
-  // An owner's shard in the whole tensor ...
-  char* in_tensor(const void* tensor, size_t i, int owner) const {
-    return static_cast<char*>(const_cast<void*>(tensor)) +
-        static_cast<size_t>(shard(i, owner).offset) * element_;
-  }
-  // ... and in that owner's block.
-  char* in_block(const NetBuffer& block, size_t i, int owner) const {
-    return block.data() + offsets_[i * static_cast<size_t>(size_) + owner];
-  }
-  NetBuffer make(int owner) const {
-    return NetBuffer(bytes_[owner]);
-  }
-
-  // Sends the owners their blocks of these tensors. What the other ranks have
-  // in this one's, by rank.
-  std::vector<NetBuffer> scatter(const std::vector<const void*>& tensors) {
-    std::vector<NetBuffer> outs(size_), ins(size_);
-    for (int p = 0; p < size_; ++p) {
-      if (p == rank_) {
-        continue;
-      }
-      outs[p] = make(p);
-      ins[p] = make(rank_);
-      for (size_t i = 0; i < tensors.size(); ++i) {
-        copy(in_block(outs[p], i, p), in_tensor(tensors[i], i, p), bytes(i, p));
-      }
-    }
-    net_exchange(ctx_, outs, ins);
-    return ins;
-  }
-  // Sends everybody this rank's block, and puts the others' into the tensors.
-  void gather(const NetBuffer& mine, const std::vector<void*>& tensors) {
-    std::vector<NetBuffer> ins(size_);
-    for (int p = 0; p < size_; ++p) {
-      ins[p] = p == rank_ ? mine : make(p);
-    }
-    net_exchange(ctx_, std::vector<NetBuffer>(size_, mine), ins);
-    for (int p = 0; p < size_; ++p) {
-      for (size_t i = 0; i < tensors.size() && p != rank_; ++i) {
-        copy(in_tensor(tensors[i], i, p), in_block(ins[p], i, p), bytes(i, p));
-      }
-    }
-  }
-
- private:
-  ShardRange shard(size_t i, int owner) const {
-    return shard_range(counts_[i], size_, owner);
-  }
-  size_t bytes(size_t i, int owner) const {
-    return static_cast<size_t>(shard(i, owner).length) * element_;
-  }
-  // Of an empty tensor there need be no address.
-  static void copy(char* to, const char* from, size_t bytes) {
-    if (bytes != 0) {
-      std::memcpy(to, from, bytes);
-    }
-  }
-
-  NetContext& ctx_;
-  const size_t element_;
-  const int rank_;
-  const int size_;
-  std::vector<size_t> bytes_; // of blocks, by owner
-  std::vector<int64_t> counts_;
-  std::vector<size_t> offsets_; // a tensor's in all blocks, the next one's, ...
-};
-
-// All ranks' gradients of the shards that this rank owns.
-class Received {
- public:
-  explicit Received(NetContext& ctx, DType type)
-      : blocks_(ctx, type),
-        rank_(ctx.transport.rank()) {}
-
-  void add(const void* grad, size_t count) {
-    blocks_.add(count);
-    grads_.push_back(grad);
-  }
-  void exchange() {
-    blocks_in_ = blocks_.scatter(grads_);
-  }
-  // By rank; they live as long as this.
-  std::vector<const void*> sources(size_t i) const {
-    std::vector<const void*> all;
-    for (size_t p = 0; p < blocks_in_.size(); ++p) {
-      all.push_back(
-          static_cast<int>(p) == rank_
-              ? blocks_.in_tensor(grads_[i], i, rank_)
-              : blocks_.in_block(blocks_in_[p], i, rank_));
-    }
-    return all;
-  }
-  ShardRange own(size_t i) const {
-    return blocks_.own(i);
-  }
-
- private:
-  Blocks blocks_;
-  const int rank_;
-  std::vector<const void*> grads_;
-  std::vector<NetBuffer> blocks_in_;
-};
-
 // --- steps -------------------------------------------------------------------
-
-at::ScalarType scalar_type(DType gradients) {
-  switch (gradients) {
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    default:
-      return at::kFloat;
-  }
-}
 
 class DelegatedStep {
  public:
@@ -260,7 +121,7 @@ class DelegatedStep {
       const std::vector<double>& weights,
       c10d::Backend& backend,
       NetContext& ctx,
-      StepSkip& skip)
+      SkipState& skip)
       : call_(call),
         weights_(weights),
         backend_(backend),
@@ -288,7 +149,7 @@ class DelegatedStep {
     kernels::UpdateArgs args;
     kernels::UpdateSpans spans;
     std::vector<const void*> grads;
-    at::Tensor reduced; // the gradient, if it is what `grads` leads to
+    NetBuffer reduced; // the gradient, if it is what `grads` leads to
   };
 
   void run_batch(const std::vector<size_t>& batch) {
@@ -296,8 +157,10 @@ class DelegatedStep {
     for (const size_t t : batch) {
       items.push_back(item(call_.tensors[t]));
     }
-    Received received(ctx_, call_.grad_type); // holds what `grads` lead to
-    take_gradients(items, received);
+    // What `grads` lead to.
+    std::optional<ReceivedShards> received(
+        std::in_place, ctx_, call_.grad_type, weights_);
+    take_gradients(items, *received);
     for (Item& i : items) {
       i.spans.grads = i.grads.data();
       i.spans.num_grads = i.grads.size();
@@ -305,7 +168,7 @@ class DelegatedStep {
     if (items[0].args.formula == kernels::Formula::kLamb) {
       exchange_norms(items);
     }
-    Blocks blocks(ctx_, call_.param_type);
+    NetShards blocks(ctx_, call_.param_type);
     std::vector<void*> params;
     for (const Item& i : items) {
       blocks.add(i.tensor.count);
@@ -323,6 +186,8 @@ class DelegatedStep {
         *items[i].tensor.step += 1.0F;
       }
     }
+    received.reset();
+    items.clear();
     blocks.gather(mine, params);
   }
 
@@ -344,7 +209,7 @@ class DelegatedStep {
     return i;
   }
 
-  void take_gradients(std::vector<Item>& items, Received& received) {
+  void take_gradients(std::vector<Item>& items, ReceivedShards& received) {
     std::vector<Item*> whole;
     for (Item& i : items) {
       if (call_.reduced) {
@@ -357,38 +222,38 @@ class DelegatedStep {
     received.exchange();
     for (size_t k = 0; k < whole.size(); ++k) {
       whole[k]->grads = received.sources(k);
+      whole[k]->spans.grad_type = received.type();
+      if (received.weighted()) {
+        whole[k]->args.weights = nullptr;
+      }
     }
   }
 
   // Half types are added in fp32, as where owners fold the ranks' gradients.
   bool skips(Item& i) {
     kernels::ReduceArgs sum;
-    sum.dtype =
-        call_.grad_type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    sum.dtype = wide_type(call_.grad_type);
     const size_t count = i.tensor.count;
     const size_t element = dtype_size(sum.dtype);
-    if (select_skip(skip_.state, size_, count, count * element, sum) !=
-        DensityEstimates::Choice::kSkip) {
+    if (count * element < kNetSkipBytes ||
+        select_skip(skip_, size_, count, count * element, sum) !=
+            DensityEstimates::Choice::kSkip) {
       return false;
     }
-    const auto length = static_cast<int64_t>(count);
-    const at::Tensor grad = at::from_blob(
-        const_cast<void*>(i.tensor.grad),
-        {length},
-        scalar_type(call_.grad_type));
-    i.reduced =
-        at::empty({length}, scalar_type(sum.dtype)).copy_(grad.detach());
-    if (i.args.weights != nullptr) {
-      i.reduced.mul_(i.args.weights[rank_]);
-      i.args.weights = nullptr;
-    }
-    skip_.moved += net_sparse_reduce_scatter(
-        ctx_, {i.reduced.data_ptr(), count}, sum, {skip_.state.block});
-    const ShardRange own = shard_range(length, size_, rank_);
+    i.reduced = NetBuffer(count * element);
+    widen(
+        i.reduced.data(),
+        i.tensor.grad,
+        call_.grad_type,
+        count,
+        i.args.weights != nullptr ? i.args.weights[rank_] : 1.0);
+    i.args.weights = nullptr;
+    net_sparse_reduce_scatter(
+        ctx_, {i.reduced.data(), count}, sum, {skip_.block});
+    const ShardRange own =
+        shard_range(static_cast<int64_t>(count), size_, rank_);
     i.spans.grad_type = sum.dtype;
-    i.grads = {
-        static_cast<const char*>(i.reduced.const_data_ptr()) +
-        static_cast<size_t>(own.offset) * element};
+    i.grads = {i.reduced.data() + static_cast<size_t>(own.offset) * element};
     return true;
   }
 
@@ -425,23 +290,23 @@ class DelegatedStep {
   const std::vector<double>& weights_;
   c10d::Backend& backend_;
   NetContext& ctx_;
-  StepSkip& skip_;
+  SkipState& skip_;
   const int rank_;
   const int size_;
 };
 
 } // namespace
 
-void run_delegated_step(
+OpStats run_delegated_step(
     const std::shared_ptr<const StepArguments>& a,
     c10d::Backend& backend,
     const std::function<NetContext()>& context,
-    StepSkip& skip) {
+    SkipState& skip) {
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(
       !a->shared_params,
       "fused: parameters cannot be shared in a group that spans hosts");
-  StepPlan plan(a, skip.state.block);
+  StepPlan plan(a, skip.mode == BlockSkip::kOff ? 0 : skip.block);
   Hash hash;
   for (const StepCall& call : plan.calls()) {
     hash.add(shape_hash(call).value()).add(value_hash(call));
@@ -460,15 +325,16 @@ void run_delegated_step(
     if (a->found_inf) {
       a->found_inf->fill_(1.0);
     }
-    return;
+    return {};
   }
   NetContext ctx = context();
   for (const StepCall& call : plan.calls()) {
     DelegatedStep(call, agreed.weights, backend, ctx, skip).run();
   }
+  return ctx.moved;
 }
 
-void run_delegated_shards(
+OpStats run_delegated_shards(
     const ShardsArguments& a,
     c10d::Backend& backend,
     const std::function<NetContext()>& context) {
@@ -486,31 +352,21 @@ void run_delegated_shards(
       backend);
   agree_on_used(call.used, call.grads.size(), backend);
   NetContext ctx = context();
-  const kernels::ReduceArgs args =
-      shards_reduction(call, agreed.weights, backend.getSize());
-  const size_t element = dtype_size(call.dtype);
   for_batches(
-      call.counts, element, call.used, [&](const std::vector<size_t>& batch) {
-        Received received(ctx, call.dtype);
+      call.counts,
+      dtype_size(call.dtype),
+      call.used,
+      [&](const std::vector<size_t>& batch) {
+        ReceivedShards received(ctx, call.dtype, agreed.weights);
         for (const size_t t : batch) {
           received.add(call.grads[t], call.counts[t]);
         }
         received.exchange();
         for (size_t i = 0; i < batch.size(); ++i) {
-          const auto sources = received.sources(i);
-          const ShardRange own = received.own(i);
-          void* out = static_cast<char*>(call.outputs[batch[i]]) +
-              static_cast<size_t>(own.offset) * element;
-          ctx.kernels.reduce(
-              args,
-              &out,
-              1,
-              sources.data(),
-              sources.size(),
-              static_cast<size_t>(own.length),
-              false);
+          received.reduce(i, call, call.outputs[batch[i]]);
         }
       });
+  return ctx.moved;
 }
 
 } // namespace fusedpg

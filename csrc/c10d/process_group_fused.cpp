@@ -53,6 +53,7 @@ ProcessGroupFused::ProcessGroupFused(
     StoreRendezvous rendezvous(store_);
     bootstrap.meet(rendezvous, deadline);
     local_world_size_ = bootstrap.local_world_size();
+    ranks_share_hosts_ = bootstrap.ranks_share_hosts();
     if (bootstrap.single_host()) {
       engine_ = std::make_unique<Engine>(
           rank, bootstrap, settings_, stats_, deadline);
@@ -115,6 +116,7 @@ ProcessGroupFused::~ProcessGroupFused() {
   mailbox_.reset();
   executor_.reset();
   engine_.reset();
+  transport_.reset();
   delegate_.reset();
 }
 
@@ -272,7 +274,14 @@ NetContext ProcessGroupFused::net_context(
         getSize(),
         timeout_.load()));
   }
-  return {*transport_, kernels_, net_pool_, Deadline(timeout), ticket, op};
+  return {
+      *transport_,
+      kernels_,
+      net_pool_,
+      Deadline(timeout),
+      ticket,
+      op,
+      ranks_share_hosts_};
 }
 
 bool ProcessGroupFused::forked() const {

@@ -325,7 +325,7 @@ class ProcessGroupFused : public c10d::Backend {
       const at::Tensor& flat,
       const c10d::ReduceOp& op);
   void abort_delegate();
-  bool spans_hosts() const { // then everything is delegated
+  bool spans_hosts() const { // then there is no engine
     return engine_ == nullptr;
   }
   Mailbox& mailbox();
@@ -337,6 +337,7 @@ class ProcessGroupFused : public c10d::Backend {
   std::atomic<std::chrono::milliseconds> timeout_;
   const kernels::Table& kernels_;
   int local_world_size_ = 0;
+  bool ranks_share_hosts_ = false;
   Stats stats_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Engine> engine_; // null when the group spans machines

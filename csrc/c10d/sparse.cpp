@@ -331,10 +331,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::sparse_all_reduce(
             uint64_t ticket) {
           NetContext ctx = net_context(ticket, timeout);
           const Flat flat = Flat::inout(tensor);
-          stats_.add(
-              OpCode::kSparseAllReduce,
-              DataPath::kSkipping,
-              net_sparse_all_reduce(ctx, flat.reduce_tensor(), args, options));
+          net_sparse_all_reduce(ctx, flat.reduce_tensor(), args, options);
+          stats_.add(OpCode::kSparseAllReduce, DataPath::kSkipping, ctx.moved);
           flat.finish();
         });
   }
@@ -374,10 +372,9 @@ bool ProcessGroupFused::skip_between_hosts(
     }
   };
   if (choice == Choice::kSkip) {
-    const OpStats stats =
-        net_sparse_all_reduce(ctx, tensor, args, {net_skip_.block});
-    observe(double(stats.blocks_union) / double(stats.blocks));
-    stats_.add(OpCode::kAllReduce, DataPath::kSkipping, stats);
+    net_sparse_all_reduce(ctx, tensor, args, {net_skip_.block});
+    observe(double(ctx.moved.blocks_union) / double(ctx.moved.blocks));
+    stats_.add(OpCode::kAllReduce, DataPath::kSkipping, ctx.moved);
     return true;
   }
   observe(net_sampled_density(ctx, tensor, args.dtype, net_skip_.block));

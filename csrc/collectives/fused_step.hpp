@@ -33,6 +33,9 @@ uint64_t value_hash(const StepCall& call);
 
 void reduce_shards(Context& ctx, const ShardsCall& call);
 
+// Of a weighted mean, by rank. Zeros if their sum is not positive.
+void divide_by_sum(std::vector<double>& weights);
+
 // What owners do with the ranks' gradients. `weights` must outlive the result.
 kernels::ReduceArgs shards_reduction(
     const ShardsCall& call,

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "base/op_code.hpp"
+#include "base/stats.hpp"
 #include "host/pool.hpp"
 #include "kernels/kernels.hpp"
 #include "net/transport.hpp"
@@ -17,6 +17,8 @@ struct NetContext {
   Deadline deadline;
   uint64_t sequence;
   OpCode op = OpCode::kSparseAllReduce; // for messages
+  bool ranks_share_hosts = false;
+  OpStats moved{}; // what this rank has sent and received so far
 };
 
 // Kinds of messages; each is a stream of its own between two ranks.
@@ -28,6 +30,7 @@ enum class NetKind : uint32_t {
   kResult,
   kSample,
   kBlock,
+  kPartialSum,
   kKinds
 };
 
@@ -43,6 +46,24 @@ struct NetPending {
   NetBuffer buffer;
 };
 
+// Counted in ctx.moved.
+NetPending net_send(
+    NetContext& ctx,
+    int to,
+    NetKind kind,
+    const NetBuffer& message);
+NetPending net_receive(
+    NetContext& ctx,
+    int from,
+    NetKind kind,
+    const NetBuffer& into);
+
+// What a message says of a lane between two ranks: enough to keep a link busy,
+// little enough that links work at the same time as the reduction.
+constexpr size_t kNetSegment = size_t(1) << 20; // bytes
+// Segments that may be under way.
+constexpr size_t kNetWindow = 4;
+
 // Sends outs[p] to every other rank p and fills ins[p] with what it sends here,
 // which is as long as it expects. Buffers may be one and the same. In messages
 // of a limited size, some under way at a time: with one large message each way
@@ -51,5 +72,21 @@ void net_exchange(
     NetContext& ctx,
     const std::vector<NetBuffer>& outs,
     const std::vector<NetBuffer>& ins);
+
+// Sends this rank's block to everybody, and fills ins[p] with rank p's. In a
+// ring where ranks share links: a machine's carries every block once.
+void net_gather(
+    NetContext& ctx,
+    const NetBuffer& mine,
+    const std::vector<NetBuffer>& ins);
+
+// The sum of all ranks' blocks[r], for r this rank: a left fold in rank order,
+// which goes through the ranks as a chain, so that a machine's link carries all
+// of it once. The type is float32 or float64. What is left in `blocks` means
+// nothing.
+NetBuffer net_fold(
+    NetContext& ctx,
+    const std::vector<NetBuffer>& blocks,
+    DType type);
 
 } // namespace fusedpg

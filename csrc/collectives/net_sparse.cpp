@@ -12,12 +12,6 @@
 namespace fusedpg {
 namespace {
 
-// What a message says of an owner's lane between two ranks: enough to keep a
-// link busy, little enough that links work at the same time as the reduction.
-constexpr size_t kSegmentBytes = size_t(1) << 20;
-// Segments whose contributions, or results, may be under way.
-constexpr size_t kWindow = 4;
-
 using Kind = NetKind;
 using Pending = NetPending;
 
@@ -39,7 +33,7 @@ class Exchange {
         element_(dtype_size(args.dtype)),
         segment_(
             std::max(
-                kSegmentBytes / element_ / options.block * options.block,
+                kNetSegment / element_ / options.block * options.block,
                 options.block)),
         map_({tensor.count}, options.block, size_),
         results_({tensor.count}, options.block, 1) {
@@ -62,7 +56,7 @@ class Exchange {
                      .value();
   }
 
-  OpStats run() {
+  void run() {
     std::vector<uint64_t> mine(map_.words());
     find_blocks(
         ctx_.kernels, ctx_.pool, tensor_, args_.dtype, options_, mine.data());
@@ -70,33 +64,29 @@ class Exchange {
     compare_calls();
     exchange_bitmaps(mine);
     exchange_unions();
-    // Contributions of segment s, results of s - kWindow, and what arrives of
-    // s - 2 kWindow.
-    for (size_t s = 0; s < steps_ + 2 * kWindow; ++s) {
+    // Contributions of segment s, results of s - kNetWindow, and what arrives
+    // of s - 2 kNetWindow.
+    for (size_t s = 0; s < steps_ + 2 * kNetWindow; ++s) {
       if (s < steps_) {
         contribute(s);
       }
-      if (s >= kWindow && s - kWindow < steps_) {
-        reduce(s - kWindow);
+      if (s >= kNetWindow && s - kNetWindow < steps_) {
+        reduce(s - kNetWindow);
       }
-      if (gathers_ && s >= 2 * kWindow) {
-        take_results(s - 2 * kWindow);
+      if (gathers_ && s >= 2 * kNetWindow) {
+        take_results(s - 2 * kNetWindow);
       }
     }
     wait_for_sends(0);
-    stats_.blocks = map_.blocks();
-    stats_.blocks_present = map_.present_blocks(rank_);
-    stats_.blocks_union = results_.present_blocks(BlockMap::kAny);
-    return stats_;
+    ctx_.moved.blocks += map_.blocks();
+    ctx_.moved.blocks_present += map_.present_blocks(rank_);
+    ctx_.moved.blocks_union += results_.present_blocks(BlockMap::kAny);
   }
 
  private:
-  void send(int to, Kind kind, NetBuffer message) {
-    stats_.bytes_sent += message.bytes();
-    ++stats_.messages_sent;
-    auto request = ctx_.transport.send(to, tag_of(ctx_, kind), message);
-    sends_.push_back({std::move(request), std::move(message)});
-    wait_for_sends(4 * kWindow * static_cast<size_t>(size_));
+  void send(int to, Kind kind, const NetBuffer& message) {
+    sends_.push_back(net_send(ctx_, to, kind, message));
+    wait_for_sends(4 * kNetWindow * static_cast<size_t>(size_));
   }
 
   // Until at most `left` are under way.
@@ -108,10 +98,7 @@ class Exchange {
   }
 
   Pending receive(int from, Kind kind, size_t bytes) {
-    NetBuffer into(bytes);
-    stats_.bytes_received += bytes;
-    auto request = ctx_.transport.receive(from, tag_of(ctx_, kind), into);
-    return {std::move(request), std::move(into)};
+    return net_receive(ctx_, from, kind, NetBuffer(bytes));
   }
 
   // The words of the bitmap in which the blocks of a lane are.
@@ -399,27 +386,26 @@ class Exchange {
   std::deque<std::vector<Pending>> contributions_; // by segment
   std::deque<std::vector<Pending>> arriving_;
   std::deque<Pending> sends_;
-  OpStats stats_;
 };
 
 } // namespace
 
-OpStats net_sparse_all_reduce(
+void net_sparse_all_reduce(
     NetContext& ctx,
     const ReduceTensor& tensor,
     const kernels::ReduceArgs& args,
     const SparseOptions& options) {
   check_can_skip(ctx.op, args);
-  return Exchange(ctx, tensor, args, options, true).run();
+  Exchange(ctx, tensor, args, options, true).run();
 }
 
-OpStats net_sparse_reduce_scatter(
+void net_sparse_reduce_scatter(
     NetContext& ctx,
     const ReduceTensor& tensor,
     const kernels::ReduceArgs& args,
     const SparseOptions& options) {
   check_can_skip(ctx.op, args);
-  return Exchange(ctx, tensor, args, options, false).run();
+  Exchange(ctx, tensor, args, options, false).run();
 }
 
 double net_sampled_density(

@@ -10,15 +10,15 @@
 // message before it comes, and nobody waits for a rank that has nothing.
 namespace fusedpg {
 
-// In place. What it moved, for the caller's statistics.
-OpStats net_sparse_all_reduce(
+// In place. What it moved is added to ctx.moved.
+void net_sparse_all_reduce(
     NetContext& ctx,
     const ReduceTensor& tensor,
     const kernels::ReduceArgs& args,
     const SparseOptions& options);
 
 // Without the way back: only this rank's shard_range of the tensor is reduced.
-OpStats net_sparse_reduce_scatter(
+void net_sparse_reduce_scatter(
     NetContext& ctx,
     const ReduceTensor& tensor,
     const kernels::ReduceArgs& args,

@@ -17,6 +17,16 @@ std::vector<uint64_t> to_bits(const uint8_t* used, size_t count) {
 
 } // namespace
 
+void divide_by_sum(std::vector<double>& weights) {
+  double total = 0;
+  for (const double weight : weights) {
+    total += weight;
+  }
+  for (double& weight : weights) {
+    weight = total > 0 ? weight / total : 0;
+  }
+}
+
 std::vector<double> begin_reduction(
     Context& ctx,
     TwoShot& plan,
@@ -56,14 +66,10 @@ std::vector<double> begin_reduction(
   }
   std::vector<double> weights;
   if (reduction.weight) {
-    double total = 0;
     for (int p = 0; p < ctx.size(); ++p) {
       weights.push_back(ctx.domain.descriptor(p, ctx.domain.half()).weight);
-      total += weights.back();
     }
-    for (double& weight : weights) {
-      weight = total > 0 ? weight / total : 0;
-    }
+    divide_by_sum(weights);
   }
   return weights;
 }

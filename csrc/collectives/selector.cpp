@@ -56,6 +56,10 @@ double select_skip_limit(const Path& path) {
   return path.reads_direct && path.writes_direct ? 0.07 : 0.25;
 }
 
+NetPath select_net_path(const NetContext& ctx) {
+  return ctx.ranks_share_hosts ? NetPath::kChain : NetPath::kDirect;
+}
+
 bool select_stream(size_t bytes) {
   return bytes >= size_t(4) << 20;
 }

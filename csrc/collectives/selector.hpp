@@ -4,6 +4,7 @@
 
 #include "collectives/context.hpp"
 #include "collectives/density.hpp"
+#include "collectives/net_exchange.hpp"
 
 // The one place that chooses algorithms. Every input is the same on all ranks,
 // so every choice is.
@@ -42,6 +43,17 @@ DensityEstimates::Choice select_skip(
 // The share of blocks in the result from which skipping costs more time than it
 // saves.
 double select_skip_limit(const Path& path);
+
+// How what everybody has travels between machines. Directly a rank's link
+// carries N (P-1)/P each way; but ranks of one machine share its link, and a
+// chain in rank order enters and leaves each machine once.
+enum class NetPath { kDirect, kChain };
+NetPath select_net_path(const NetContext& ctx);
+
+// Bytes of a gradient from which looking for blocks of zeros is worth a step's
+// rounds of messages between machines.
+constexpr size_t kNetSkipBytes = size_t(256) << 10;
+
 // Between machines the wire is slower than everything else.
 constexpr double kNetSkipLimit = 0.9;
 // Between GPUs (not measured): NCCL moves the union as it would move all.

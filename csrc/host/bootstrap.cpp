@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "base/error.hpp"
 #include "base/topology.hpp"
@@ -298,6 +299,14 @@ void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {
 
 bool Bootstrap::single_host() const {
   return local_world_size() == world_size_;
+}
+
+bool Bootstrap::ranks_share_hosts() const {
+  std::set<std::string> hosts;
+  for (const PeerInfo& p : peers_) {
+    hosts.insert(p.host_id);
+  }
+  return hosts.size() < peers_.size();
 }
 
 int Bootstrap::local_world_size() const {

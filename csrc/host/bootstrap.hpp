@@ -34,6 +34,8 @@ class Bootstrap {
     return peers_;
   }
   bool single_host() const;
+  // Whether some machine has several ranks.
+  bool ranks_share_hosts() const;
   // Ranks with this rank's host identity, this one included.
   int local_world_size() const;
   // CPUs that at least one rank of this host may run on.

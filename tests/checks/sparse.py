@@ -6,6 +6,7 @@ No postponed annotations here: DDP inspects those of its hooks.
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -390,14 +391,17 @@ def fused_steps(context: Context, name: str, kind: str) -> None:
             found = fusedpg.stats()[f"fused_{op}_"]
             assert found["paths"] == {"block_sparse": 3}
             assert abs(found["density"] - density) < 0.1
-            if not context.one_host:  # gradients to their owners, in fp32
+            if not context.one_host and fusedpg.group_info()["local_world_size"] == 1:
+                # Gradients go to their owners, large ones by blocks in fp32; parameters to all.
+                size = torch.empty((), dtype=DTYPES[kind]).element_size()
+                large, small = max(SIZES), sum(SIZES) - max(SIZES)
+                sent = large * (4 * density + size) + small * 2 * size
                 share = (context.world_size - 1) / context.world_size
-                most = 3 * 4 * sum(SIZES) * share * density
-                assert found["bytes_sent"] < 1.2 * most + 20_000
+                assert found["bytes_sent"] == pytest.approx(3 * share * sent, rel=0.1, abs=20_000)
 
 
 def fused_disagreement(context: Context) -> None:
-    """Some ranks skip zeros and some do not."""
+    """Some ranks skip zeros and some do not, or they call different steps."""
     param, grad = torch.ones(100_000), torch.ones(100_000)
     length = fusedpg.shard_range(100_000, context.world_size, context.rank)[1]
     moments = [torch.zeros(length)], [torch.zeros(length)]
@@ -412,6 +416,18 @@ def fused_disagreement(context: Context) -> None:
             assert torch.equal(param, before)
         else:
             assert agreed and param.ne(before).all()
+    before = param.clone()
+    lamb = [part for part in arguments if part]  # without max_exp_avg_sqs
+    try:
+        if context.rank == 0:
+            fusedpg.fused_adamw_(*arguments, **hyper)
+        else:
+            fusedpg.fused_lamb_(*lamb, **hyper)
+    except dist.DistBackendError as error:
+        assert "ranks disagree" in str(error), error
+        assert torch.equal(param, before)
+    else:
+        raise AssertionError("no error")
 
 
 # --- torch.sparse_coo ------------------------------------------------------------

@@ -58,7 +58,7 @@ struct PeerGradients {
   __device__ __forceinline__ void gather(
       const Vectors<W, U, kFull>& at,
       C (&grad)[U][W]) const {
-    // A vector lies in one block, and so do a warp's, but for doubles.
+    // A vector lies in one block, and so do a warp's.
     static_assert(U == 1 && kSkipBlock % W == 0);
     const uint32_t block = uint32_t{1} << (at[0] / kSkipBlock);
     // Ranks whose loads are under way together: 32 registers' worth.
