@@ -228,6 +228,7 @@ class DirectArgs(Structure):
         ("update", UpdateArgs),
         ("offsets", c_void_p),
         ("weights", c_void_p),
+        ("present", c_void_p),
         ("num_tensors", c_uint32),
         ("unused", c_uint32),
         ("signals", c_void_p),
