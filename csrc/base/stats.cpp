@@ -22,19 +22,6 @@ const char* path_name(DataPath path) {
   return "unknown";
 }
 
-OpStats& OpStats::operator+=(const OpStats& more) {
-  bytes_sent += more.bytes_sent;
-  bytes_received += more.bytes_received;
-  messages_sent += more.messages_sent;
-  blocks += more.blocks;
-  blocks_present += more.blocks_present;
-  blocks_union += more.blocks_union;
-  for (size_t i = 0; i < kDataPaths; ++i) {
-    calls[i] += more.calls[i];
-  }
-  return *this;
-}
-
 OpStats Stats::of(OpCode op) const {
   const Counters& c = ops_[static_cast<size_t>(op)];
   const auto read = [](const Counter& counter) {

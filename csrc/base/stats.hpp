@@ -36,8 +36,6 @@ struct OpStats {
   uint64_t blocks_present = 0;
   uint64_t blocks_union = 0;
   std::array<uint64_t, kDataPaths> calls{}; // by path
-
-  OpStats& operator+=(const OpStats& more);
 };
 
 // Counters of one group. Thread-safe.

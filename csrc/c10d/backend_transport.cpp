@@ -63,10 +63,9 @@ Transport::RequestPtr BackendTransport::send(
     uint32_t tag,
     const NetBuffer& message) {
   std::vector<at::Tensor> tensors{tensor_of(message)};
-  return std::make_unique<BackendRequest>(
-      backend_->send(tensors, to, static_cast<int>(tag)),
-      str("a message from rank ", rank(), " (here) to rank ", to),
-      aborted_);
+  return post(str("a message from rank ", rank(), " (here) to rank ", to), [&] {
+    return backend_->send(tensors, to, static_cast<int>(tag));
+  });
 }
 
 Transport::RequestPtr BackendTransport::receive(
@@ -74,10 +73,26 @@ Transport::RequestPtr BackendTransport::receive(
     uint32_t tag,
     const NetBuffer& into) {
   std::vector<at::Tensor> tensors{tensor_of(into)};
-  return std::make_unique<BackendRequest>(
-      backend_->recv(tensors, from, static_cast<int>(tag)),
+  return post(
       str("a message from rank ", from, " to rank ", rank(), " (here)"),
-      aborted_);
+      [&] { return backend_->recv(tensors, from, static_cast<int>(tag)); });
+}
+
+// A connection that is known to have ended fails here, not in a wait.
+template <typename Call>
+Transport::RequestPtr BackendTransport::post(
+    std::string what,
+    const Call& call) {
+  try {
+    return std::make_unique<BackendRequest>(call(), what, aborted_);
+  } catch (const std::exception& error) {
+    fail(
+        aborted_ ? ErrorKind::kAborted : ErrorKind::kPeerFailed,
+        "fused: ",
+        what,
+        ": ",
+        error.what());
+  }
 }
 
 void BackendTransport::abort() {

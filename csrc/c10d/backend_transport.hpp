@@ -22,6 +22,9 @@ class BackendTransport : public Transport {
   void abort() override;
 
  private:
+  template <typename Call>
+  RequestPtr post(std::string what, const Call& call);
+
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::atomic<bool> aborted_{false};
 };

@@ -50,19 +50,12 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
         a->grads,
         a->params,
         [this, a, timeout = call.timeout](uint64_t ticket) {
-          SkipState skip;
-          skip.mode = a->block_skip ? BlockSkip::kOn : BlockSkip::kOff;
-          skip.block = net_skip_.block;
-          const OpStats moved = run_delegated_step(
-              a,
-              delegate(),
-              [&] { return net_context(ticket, timeout, a->op); },
-              skip);
-          const bool skipped = moved.blocks != 0;
+          NetContext ctx = net_context(ticket, timeout, a->op);
+          run_net_step(ctx, a, net_skip_.block);
           stats_.add(
               a->op,
-              skipped ? DataPath::kSkipping : DataPath::kMessages,
-              moved);
+              ctx.moved.blocks != 0 ? DataPath::kSkipping : DataPath::kMessages,
+              ctx.moved);
         });
   }
   return run(call, a->grads, a->params, [a](Context& ctx) {
@@ -98,10 +91,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_shards_(
         a->grads,
         a->grads,
         [this, a, timeout = call.timeout](uint64_t ticket) {
-          const OpStats moved = run_delegated_shards(*a, delegate(), [&] {
-            return net_context(ticket, timeout, OpCode::kReduceShards);
-          });
-          stats_.add(OpCode::kReduceShards, DataPath::kMessages, moved);
+          NetContext ctx = net_context(ticket, timeout, OpCode::kReduceShards);
+          run_net_shards(ctx, *a);
+          stats_.add(OpCode::kReduceShards, DataPath::kMessages, ctx.moved);
         });
   }
   return run(call, a->grads, a->grads, [a](Context& ctx) {

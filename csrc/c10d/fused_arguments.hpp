@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -8,11 +7,9 @@
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "collectives/fused_step.hpp"
-#include "collectives/net_sparse.hpp"
-#include "collectives/selector.hpp"
+#include "collectives/net_exchange.hpp"
 
 namespace fusedpg {
 
@@ -97,18 +94,12 @@ class StepPlan {
   std::vector<at::Tensor> used_;
 };
 
-// The same between hosts; what this rank has moved. `context` is collective and
-// called when ranks have agreed, over the backend, on what they do. `skip` says
-// whether blocks of zeros are left out of what goes to the owners of slices.
-OpStats run_delegated_step(
+// The same between hosts. `skip_block` as of StepPlan.
+void run_net_step(
+    NetContext& ctx,
     const std::shared_ptr<const StepArguments>& a,
-    c10d::Backend& backend,
-    const std::function<NetContext()>& context,
-    SkipState& skip);
-OpStats run_delegated_shards(
-    const ShardsArguments& a,
-    c10d::Backend& backend,
-    const std::function<NetContext()>& context);
+    size_t skip_block);
+void run_net_shards(NetContext& ctx, const ShardsArguments& a);
 
 // The elements of a dense tensor in memory order.
 at::Tensor memory_order(const at::Tensor& t);

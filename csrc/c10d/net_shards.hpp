@@ -22,9 +22,6 @@ class NetShards {
   NetShards(NetContext& ctx, DType type);
 
   void add(size_t count);
-  size_t count() const {
-    return counts_.size();
-  }
   ShardRange shard(size_t i, int owner) const {
     return shard_range(counts_[i], size_, owner);
   }

@@ -127,7 +127,7 @@ class ProcessGroupFused : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int src, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // --- fused operations (fused.cpp, fused_delegated.cpp)
+  // --- fused operations (fused.cpp, fused_net.cpp)
   // ----------------------- One operation: reduce-scatter(grads), update of the
   // owned slices, all-gather(params).
   WorkPtr fused_step_(StepArguments arguments, bool async_op);

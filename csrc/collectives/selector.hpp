@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "base/step.hpp"
 #include "collectives/context.hpp"
 #include "collectives/density.hpp"
 #include "collectives/net_exchange.hpp"
@@ -50,9 +51,9 @@ double select_skip_limit(const Path& path);
 enum class NetPath { kDirect, kChain };
 NetPath select_net_path(const NetContext& ctx);
 
-// Bytes of a gradient from which looking for blocks of zeros is worth a step's
-// rounds of messages between machines.
-constexpr size_t kNetSkipBytes = size_t(256) << 10;
+// Whether a step between machines looks for blocks of zeros in a gradient of
+// so many bytes: that takes rounds of messages of its own.
+bool select_net_skip(const StepCall& call, size_t bytes);
 
 // Between machines the wire is slower than everything else.
 constexpr double kNetSkipLimit = 0.9;

@@ -10,6 +10,8 @@
 #include "base/ownership.hpp"
 #include "c10d/fused_arguments.hpp"
 #include "c10d/net_shards.hpp"
+#include "collectives/net_sparse.hpp"
+#include "collectives/selector.hpp"
 
 namespace fusedpg {
 namespace {
@@ -19,12 +21,20 @@ constexpr size_t kBatchBytes = size_t(64) << 20;
 
 // --- what ranks agree on before anything moves -------------------------------
 
-// All ranks' values, one row a rank.
-at::Tensor gather_rows(c10d::Backend& backend, at::Tensor mine) {
-  at::Tensor rows =
-      at::empty({backend.getSize() * mine.numel()}, mine.options());
-  backend._allgather_base(rows, mine, c10d::AllgatherOptions())->wait();
-  return rows.view({backend.getSize(), mine.numel()});
+// What all ranks have of this, by rank.
+std::vector<NetBuffer> gather_rows(
+    NetContext& ctx,
+    const void* mine,
+    size_t bytes) {
+  const auto size = static_cast<size_t>(ctx.transport.size());
+  std::vector<NetBuffer> rows;
+  for (size_t p = 0; p < size; ++p) {
+    rows.emplace_back(bytes);
+  }
+  const NetBuffer& own = rows[ctx.transport.rank()];
+  std::memcpy(own.data(), mine, bytes);
+  net_exchange(ctx, std::vector<NetBuffer>(size, own), rows);
+  return rows;
 }
 
 struct Agreed {
@@ -33,39 +43,41 @@ struct Agreed {
 };
 
 Agreed agree(
-    OpCode op,
+    NetContext& ctx,
     uint64_t hash,
     const std::optional<double>& weight,
-    bool found_inf,
-    c10d::Backend& backend) {
-  hash = Hash().add(static_cast<uint64_t>(op)).add(hash).value();
-  enum : int { kFoundInf, kWeight, kHigh, kLow, kColumns };
-  const double row[kColumns] = {
-      found_inf ? 1.0 : 0.0,
-      weight.value_or(0),
-      static_cast<double>(hash >> 32),
-      static_cast<double>(hash & 0xffffffff)};
-  at::Tensor mine = at::empty({kColumns}, at::kDouble);
-  std::memcpy(mine.data_ptr(), row, sizeof row);
-  const at::Tensor rows = gather_rows(backend, mine);
+    bool found_inf) {
+  struct Row {
+    uint64_t hash;
+    uint64_t found_inf;
+    double weight;
+  };
+  const Row mine{
+      Hash().add(static_cast<uint64_t>(ctx.op)).add(hash).value(),
+      found_inf ? uint64_t(1) : uint64_t(0),
+      weight.value_or(0)};
+  const std::vector<NetBuffer> rows = gather_rows(ctx, &mine, sizeof mine);
   Agreed agreed;
-  for (int p = 0; p < backend.getSize(); ++p) {
-    const double* theirs = rows.const_data_ptr<double>() + p * kColumns;
-    if (theirs[kHigh] != row[kHigh] || theirs[kLow] != row[kLow]) {
+  for (size_t p = 0; p < rows.size(); ++p) {
+    Row theirs;
+    std::memcpy(&theirs, rows[p].data(), sizeof theirs);
+    if (theirs.hash != mine.hash) {
       fail(
           ErrorKind::kMismatch,
           "fused: ",
-          op_name(op),
-          " between hosts: ranks disagree: the call on rank ",
+          op_name(ctx.op),
+          " between hosts, sequence number ",
+          ctx.sequence,
+          ": ranks disagree: the call on rank ",
           p,
           " is not that on rank ",
-          backend.getRank(),
+          ctx.transport.rank(),
           " (here); tensors, types, hyperparameters, counters, and whether "
           "there are weights, used flags and block_skip must be equal");
     }
-    agreed.found_inf = agreed.found_inf || theirs[kFoundInf] != 0;
+    agreed.found_inf = agreed.found_inf || theirs.found_inf != 0;
     if (weight) {
-      agreed.weights.push_back(theirs[kWeight]);
+      agreed.weights.push_back(theirs.weight);
     }
   }
   divide_by_sum(agreed.weights);
@@ -73,13 +85,14 @@ Agreed agree(
 }
 
 // The flags of all ranks; null stays null.
-void agree_on_used(uint8_t* used, size_t count, c10d::Backend& backend) {
-  if (used != nullptr) {
-    c10d::AllreduceOptions opts;
-    opts.reduceOp = c10d::ReduceOp::MAX;
-    std::vector<at::Tensor> flags{
-        at::from_blob(used, {static_cast<int64_t>(count)}, at::kByte)};
-    backend.allreduce(flags, opts)->wait();
+void agree_on_used(NetContext& ctx, uint8_t* used, size_t count) {
+  if (used == nullptr) {
+    return;
+  }
+  for (const NetBuffer& theirs : gather_rows(ctx, used, count)) {
+    for (size_t t = 0; t < count; ++t) {
+      used[t] = used[t] != 0 || theirs.data()[t] != 0 ? 1 : 0;
+    }
   }
 }
 
@@ -114,21 +127,17 @@ void for_batches(
 
 // --- steps -------------------------------------------------------------------
 
-class DelegatedStep {
+class NetStep {
  public:
-  DelegatedStep(
+  NetStep(
       const StepCall& call,
       const std::vector<double>& weights,
-      c10d::Backend& backend,
-      NetContext& ctx,
-      SkipState& skip)
+      NetContext& ctx)
       : call_(call),
         weights_(weights),
-        backend_(backend),
         ctx_(ctx),
-        skip_(skip),
-        rank_(backend.getRank()),
-        size_(backend.getSize()) {}
+        rank_(ctx.transport.rank()),
+        size_(ctx.transport.size()) {}
 
   void run() {
     std::vector<size_t> counts;
@@ -235,9 +244,7 @@ class DelegatedStep {
     sum.dtype = wide_type(call_.grad_type);
     const size_t count = i.tensor.count;
     const size_t element = dtype_size(sum.dtype);
-    if (count * element < kNetSkipBytes ||
-        select_skip(skip_, size_, count, count * element, sum) !=
-            DensityEstimates::Choice::kSkip) {
+    if (!select_net_skip(call_, count * element)) {
       return false;
     }
     i.reduced = NetBuffer(count * element);
@@ -249,7 +256,7 @@ class DelegatedStep {
         i.args.weights != nullptr ? i.args.weights[rank_] : 1.0);
     i.args.weights = nullptr;
     net_sparse_reduce_scatter(
-        ctx_, {i.reduced.data(), count}, sum, {skip_.block});
+        ctx_, {i.reduced.data(), count}, sum, {call_.skip_block});
     const ShardRange own =
         shard_range(static_cast<int64_t>(count), size_, rank_);
     i.spans.grad_type = sum.dtype;
@@ -259,8 +266,7 @@ class DelegatedStep {
 
   // Sums of squares of whole tensors: blocks in order, then ranks in order.
   void exchange_norms(std::vector<Item>& items) {
-    at::Tensor mine =
-        at::zeros({static_cast<int64_t>(2 * items.size())}, at::kDouble);
+    std::vector<double> mine(2 * items.size());
     for (size_t i = 0; i < items.size(); ++i) {
       const kernels::UpdateSpans& s = items[i].spans;
       const size_t blocks =
@@ -268,15 +274,16 @@ class DelegatedStep {
       std::vector<double> sums(2 * blocks);
       ctx_.kernels.lamb_moments(items[i].args, s, sums.data());
       for (size_t k = 0; k < sums.size(); ++k) {
-        mine.data_ptr<double>()[2 * i + k % 2] += sums[k];
+        mine[2 * i + k % 2] += sums[k];
       }
     }
-    const at::Tensor rows = gather_rows(backend_, mine);
+    const std::vector<NetBuffer> rows =
+        gather_rows(ctx_, mine.data(), mine.size() * sizeof(double));
     for (size_t i = 0; i < items.size(); ++i) {
       double totals[2] = {0, 0};
-      for (int p = 0; p < size_; ++p) {
-        const double* theirs = rows.const_data_ptr<double>() +
-            2 * (static_cast<size_t>(p) * items.size() + i);
+      for (const NetBuffer& row : rows) {
+        double theirs[2];
+        std::memcpy(theirs, row.data() + i * sizeof theirs, sizeof theirs);
         totals[0] += theirs[0];
         totals[1] += theirs[1];
       }
@@ -288,25 +295,22 @@ class DelegatedStep {
 
   const StepCall& call_;
   const std::vector<double>& weights_;
-  c10d::Backend& backend_;
   NetContext& ctx_;
-  SkipState& skip_;
   const int rank_;
   const int size_;
 };
 
 } // namespace
 
-OpStats run_delegated_step(
+void run_net_step(
+    NetContext& ctx,
     const std::shared_ptr<const StepArguments>& a,
-    c10d::Backend& backend,
-    const std::function<NetContext()>& context,
-    SkipState& skip) {
+    size_t skip_block) {
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(
       !a->shared_params,
       "fused: parameters cannot be shared in a group that spans hosts");
-  StepPlan plan(a, skip.mode == BlockSkip::kOff ? 0 : skip.block);
+  StepPlan plan(a, skip_block);
   Hash hash;
   for (const StepCall& call : plan.calls()) {
     hash.add(shape_hash(call).value()).add(value_hash(call));
@@ -314,44 +318,32 @@ OpStats run_delegated_step(
   hash.add(uint64_t(plan.has_used()));
   hash.add(uint64_t(a->reduction.weight.has_value()));
   const bool found = a->found_inf && a->found_inf->item<float>() != 0;
-  const Agreed agreed =
-      agree(a->op, hash.value(), a->reduction.weight, found, backend);
+  const Agreed agreed = agree(ctx, hash.value(), a->reduction.weight, found);
   for (size_t i = 0; i < plan.calls().size(); ++i) {
     const StepCall& call = plan.calls()[i];
-    agree_on_used(call.used, call.tensors.size(), backend);
+    agree_on_used(ctx, call.used, call.tensors.size());
     plan.take_used(i);
   }
   if (agreed.found_inf) {
     if (a->found_inf) {
       a->found_inf->fill_(1.0);
     }
-    return {};
+    return;
   }
-  NetContext ctx = context();
   for (const StepCall& call : plan.calls()) {
-    DelegatedStep(call, agreed.weights, backend, ctx, skip).run();
+    NetStep(call, agreed.weights, ctx).run();
   }
-  return ctx.moved;
 }
 
-OpStats run_delegated_shards(
-    const ShardsArguments& a,
-    c10d::Backend& backend,
-    const std::function<NetContext()>& context) {
+void run_net_shards(NetContext& ctx, const ShardsArguments& a) {
   c10::NoGradGuard no_grad;
   const ShardsCall call = to_engine(a);
   Hash hash;
   hash.add(call.layout_hash).add(uint64_t(call.dtype));
   hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.used != nullptr));
   hash.add(uint64_t(call.reduction.weight.has_value()));
-  const Agreed agreed = agree(
-      OpCode::kReduceShards,
-      hash.value(),
-      call.reduction.weight,
-      false,
-      backend);
-  agree_on_used(call.used, call.grads.size(), backend);
-  NetContext ctx = context();
+  const Agreed agreed = agree(ctx, hash.value(), call.reduction.weight, false);
+  agree_on_used(ctx, call.used, call.grads.size());
   for_batches(
       call.counts,
       dtype_size(call.dtype),
@@ -366,7 +358,6 @@ OpStats run_delegated_shards(
           received.reduce(i, call, call.outputs[batch[i]]);
         }
       });
-  return ctx.moved;
 }
 
 } // namespace fusedpg
