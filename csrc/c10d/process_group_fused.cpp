@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/errors.hpp"
+#include "c10d/fresh_thread_state.hpp"
 #include "c10d/gil.hpp"
 #include "c10d/store_rendezvous.hpp"
 
@@ -44,7 +45,7 @@ ProcessGroupFused::ProcessGroupFused(
       kernels_(translate([&]() -> const kernels::Table& {
         return select_kernels(settings_);
       })),
-      executor_(std::make_unique<Executor>()),
+      executor_(std::make_shared<Executor>()),
       net_skip_{settings_.block_skip, settings_.block_size, {}},
       cuda_skip_{settings_.block_skip, settings_.block_size, {}} {
   const Deadline deadline(options_->timeout);
@@ -107,7 +108,7 @@ ProcessGroupFused::~ProcessGroupFused() {
     (void)transport_.release();
     (void)mailbox_.release();
     (void)engine_.release();
-    (void)executor_.release();
+    (void)new std::shared_ptr<Executor>(executor_);
     return;
   }
   const ReleaseGil release;
@@ -151,13 +152,14 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::enqueue(
   const uint64_t ticket = translate([&] {
     return executor_->submit(
         [work, operation = std::move(operation)](uint64_t ticket) mutable {
+          const FreshThreadState state;
           const auto error = capture([&] { operation(ticket); });
           // Whoever waits may end the process at once: tensors go first.
           operation = nullptr;
           work->complete(error);
         });
   });
-  work->set_sequence(ticket);
+  work->set_executor(executor_, ticket);
   return remember(work);
 }
 

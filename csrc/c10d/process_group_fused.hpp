@@ -339,7 +339,7 @@ class ProcessGroupFused : public c10d::Backend {
   int local_world_size_ = 0;
   bool ranks_share_hosts_ = false;
   Stats stats_;
-  std::unique_ptr<Executor> executor_;
+  std::shared_ptr<Executor> executor_; // with every WorkFused
   std::unique_ptr<Engine> engine_; // null when the group spans machines
   std::mutex mailbox_mutex_;
   std::unique_ptr<Mailbox> mailbox_; // made by the first send or recv

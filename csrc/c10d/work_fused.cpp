@@ -3,6 +3,8 @@
 #include <ATen/core/ivalue.h>
 
 #include "c10d/completer.hpp"
+#include "c10d/errors.hpp"
+#include "c10d/gil.hpp"
 
 namespace fusedpg {
 namespace {
@@ -49,8 +51,34 @@ void WorkFused::complete(std::exception_ptr error) {
 }
 
 bool WorkFused::wait(std::chrono::milliseconds timeout) {
+  const ReleaseGil release;
+  // Also where the operation's error is raised.
+  struct Settle {
+    WorkFused& work;
+    ~Settle() {
+      work.wait_for_future();
+    }
+  } settle{*this};
+  if (executor_ && !isCompleted()) {
+    if (timeout == kNoTimeout) {
+      translate([&] { executor_->finish(sequence_); });
+    } else {
+      executor_->hurry();
+    }
+  }
   // The operation itself has a deadline, so waiting without one ends too.
   return Work::wait(timeout);
+}
+
+void WorkFused::wait_for_future() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    future = future_;
+  }
+  if (future && isCompleted()) {
+    future->wait(); // another thread is about to complete it
+  }
 }
 
 std::vector<at::Tensor> WorkFused::result() {
@@ -64,6 +92,8 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
     if (isCompleted()) {
       // complete() will not look again.
       finish_future(*future_, exception(), outputs_);
+    } else if (executor_) {
+      executor_->hurry(); // who waits for a future cannot help
     }
   }
   return future_;

@@ -1,16 +1,20 @@
 #pragma once
 
 #include <exception>
+#include <memory>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "host/executor.hpp"
+
 namespace fusedpg {
 
 // One asynchronous operation. The thread that executes it calls complete();
-// waiters of the Work wake at once, while the future, if anyone asked for it,
-// is completed on another thread: its callbacks may start collectives of their
-// own and wait for them.
+// who waits for the Work executes it if it has not begun. The future, if anyone
+// asked for it, is completed on another thread: its callbacks may start
+// collectives of their own and wait for them. It is complete when wait()
+// returns; its callbacks may still run then.
 class WorkFused : public c10d::Work {
  public:
   // `title` and `inputs` go to the profiler; `outputs` to the future.
@@ -22,8 +26,10 @@ class WorkFused : public c10d::Work {
       std::vector<at::Tensor> outputs);
 
   void complete(std::exception_ptr error);
-  void set_sequence(uint64_t sequence) {
-    sequence_ = sequence;
+  // What executes it, and as which ticket; not for point to point.
+  void set_executor(std::shared_ptr<Executor> executor, uint64_t ticket) {
+    executor_ = std::move(executor);
+    sequence_ = ticket;
   }
   void set_source_rank(int rank) {
     source_rank_ = rank;
@@ -40,7 +46,10 @@ class WorkFused : public c10d::Work {
   }
 
  private:
+  void wait_for_future();
+
   std::vector<at::Tensor> outputs_;
+  std::shared_ptr<Executor> executor_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<uint64_t> sequence_{0};

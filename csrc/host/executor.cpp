@@ -1,82 +1,109 @@
 #include "host/executor.hpp"
 
 #include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
 
 #include "base/error.hpp"
 
 namespace fusedpg {
+namespace {
+
+// A wait that follows a submission so soon leaves nothing to overlap. While
+// that is so the progress thread leaves operations alone for kPatience, which
+// is what the first one is late by that nobody waits for.
+constexpr std::chrono::microseconds kSoon{200};
+constexpr std::chrono::microseconds kPatience{400};
+
+} // namespace
+
+Executor::Executor() : owner_(getpid()), patience_(kPatience) {}
 
 Executor::~Executor() {
   stop();
 }
 
-void Executor::ensure_thread() {
+void Executor::check_open() const {
   if (stop_) {
     fail(ErrorKind::kAborted, "fused: this group was shut down");
   }
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { progress(); });
-  }
 }
 
-void Executor::enqueue(std::function<void()> fn) {
-  ensure_thread();
-  queue_.push_back(std::move(fn));
-  wake_.notify_one();
+Executor::Item Executor::item(std::function<void()> fn, uint64_t ticket) {
+  return {std::move(fn), ++positions_, ticket, Clock::now()};
 }
 
 uint64_t Executor::submit(Operation operation) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ensure_thread();
+  check_open();
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { progress(); });
+  }
   const uint64_t ticket = ++tickets_;
-  enqueue([operation = std::move(operation), ticket] { operation(ticket); });
+  queue_.push_back(item(
+      [operation = std::move(operation), ticket] { operation(ticket); },
+      ticket));
+  // Unless it takes a nap, after which it looks by itself.
+  if (asleep_ || patience_ == Clock::duration::zero()) {
+    wake();
+  }
   return ticket;
 }
 
-void Executor::run_here(
-    const std::function<void()>& fn,
-    std::unique_lock<std::mutex>& lock) {
-  if (idle()) {
-    busy_ = true;
-    lock.unlock();
-    fn();
-    lock.lock();
-    busy_ = false;
-    if (queue_.empty()) {
-      idle_changed_.notify_all();
-    } else {
-      wake_.notify_one();
-    }
-    return;
-  }
-  bool done = false;
-  std::condition_variable finished;
-  enqueue([&] {
-    fn();
-    std::lock_guard<std::mutex> done_lock(mutex_);
-    done = true;
-    finished.notify_one();
-  });
-  finished.wait(lock, [&] { return done; });
-}
-
 void Executor::run(const Operation& operation) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (!idle()) {
-    ensure_thread(); // may throw: before a ticket is taken
+    check_open(); // before a ticket is taken
   }
   const uint64_t ticket = ++tickets_;
-  run_here([&] { operation(ticket); }, lock);
+  run_in_turn(item([&operation, ticket] { operation(ticket); }, ticket), lock);
 }
 
 void Executor::run_unnumbered(const std::function<void()>& fn) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  run_here(fn, lock);
+  Lock lock(mutex_);
+  run_in_turn(item([&fn] { fn(); }, 0), lock);
+}
+
+void Executor::finish(uint64_t ticket) {
+  if (getpid() != owner_) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: this process was forked after the operation had begun; it ends "
+        "in the parent only");
+  }
+  Lock lock(mutex_);
+  if (finished_tickets_ >= ticket) {
+    return;
+  }
+  const auto it =
+      std::find_if(queue_.begin(), queue_.end(), [&](const Item& i) {
+        return i.ticket == ticket;
+      });
+  if (it != queue_.end()) {
+    learn(it->since);
+    finish_position(it->position, lock);
+    return;
+  }
+  learn(running_since_);
+  watch(lock, [&] { return finished_tickets_ >= ticket; });
+}
+
+void Executor::hurry() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  urgent_ = positions_;
+  if (!queue_.empty()) {
+    wake();
+  }
 }
 
 bool Executor::drain(std::chrono::milliseconds timeout) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return idle_changed_.wait_for(lock, timeout, [&] { return idle(); });
+  hurry();
+  Lock lock(mutex_);
+  ++watchers_;
+  const bool done = changed_.wait_for(lock, timeout, [&] { return idle(); });
+  --watchers_;
+  return done;
 }
 
 uint64_t Executor::tickets() const {
@@ -88,39 +115,119 @@ void Executor::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
-    wake_.notify_one();
+    wake();
   }
   if (thread_.joinable()) {
     thread_.join();
   }
   // A caller may be executing an operation itself.
-  std::unique_lock<std::mutex> lock(mutex_);
-  idle_changed_.wait(lock, [&] { return !busy_; });
+  Lock lock(mutex_);
+  watch(lock, [&] { return idle(); });
+}
+
+// --- in turn -----------------------------------------------------------------
+
+void Executor::execute(Item item, Lock& lock) {
+  busy_ = true;
+  running_since_ = item.since;
+  lock.unlock();
+  item.run();
+  item.run = nullptr; // what it captured goes before the next one starts
+  lock.lock();
+  busy_ = false;
+  finished_ = item.position;
+  finished_tickets_ = std::max(finished_tickets_, item.ticket);
+  if (watchers_ != 0) {
+    changed_.notify_all();
+  }
+}
+
+void Executor::execute_next(Lock& lock) {
+  Item next = std::move(queue_.front());
+  queue_.pop_front();
+  execute(std::move(next), lock);
+}
+
+void Executor::run_in_turn(Item item, Lock& lock) {
+  if (idle()) {
+    execute(std::move(item), lock);
+    if (!queue_.empty()) {
+      wake(); // it was asked for while this thread was busy
+    }
+    return;
+  }
+  const uint64_t position = item.position;
+  queue_.push_back(std::move(item));
+  finish_position(position, lock);
+}
+
+void Executor::finish_position(uint64_t position, Lock& lock) {
+  while (finished_ < position) {
+    if (busy_) {
+      watch(lock, [&] { return finished_ >= position || !busy_; });
+    } else {
+      execute_next(lock); // the queue holds it
+    }
+  }
+  if (!queue_.empty()) {
+    wake(); // the rest is the progress thread's again
+  }
+}
+
+template <typename Condition>
+void Executor::watch(Lock& lock, Condition condition) {
+  ++watchers_;
+  changed_.wait(lock, condition);
+  --watchers_;
+}
+
+// Whether the progress thread is needed shows in how soon waits come.
+void Executor::learn(Clock::time_point submitted) {
+  const bool soon = Clock::now() - submitted < kSoon;
+  patience_ = soon ? Clock::duration(kPatience) : Clock::duration::zero();
+}
+
+// --- the progress thread -----------------------------------------------------
+
+void Executor::wake() {
+  asleep_ = false;
+  wake_.notify_one();
+}
+
+// When the thread is to begin with what is queued.
+Clock::time_point Executor::due() const {
+  const Item& first = queue_.front();
+  return stop_ || first.position <= urgent_ ? Clock::time_point::min()
+                                            : first.since + patience_;
 }
 
 void Executor::progress() {
   pthread_setname_np(pthread_self(), "fusedpg");
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   while (true) {
-    wake_.wait(lock, [&] { return (!queue_.empty() && !busy_) || stop_; });
-    if (queue_.empty()) {
-      return; // stopped, and nothing left to run
+    if (queue_.empty() && stop_) {
+      return;
     }
     if (busy_) {
-      // Stopping while a caller runs an operation: it will wake this thread.
-      wake_.wait(lock, [&] { return !busy_; });
+      watch(lock, [&] { return !busy_; });
       continue;
     }
-    auto fn = std::move(queue_.front());
-    queue_.pop_front();
-    busy_ = true;
-    lock.unlock();
-    fn();
-    fn = nullptr; // what it captured goes before the next operation starts
-    lock.lock();
-    busy_ = false;
-    if (queue_.empty()) {
-      idle_changed_.notify_all();
+    if (!queue_.empty()) {
+      const auto when = due();
+      if (Clock::now() >= when) {
+        execute_next(lock);
+      } else {
+        wake_.wait_until(lock, when);
+      }
+      continue;
+    }
+    // While submissions go on it looks by itself now and then, which spares
+    // them waking it.
+    const uint64_t seen = positions_;
+    wake_.wait_for(lock, kPatience);
+    if (positions_ == seen && !stop_) {
+      asleep_ = true;
+      wake_.wait(lock, [&] { return !asleep_; });
     }
   }
 }

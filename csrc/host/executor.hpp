@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -7,11 +8,19 @@
 #include <mutex>
 #include <thread>
 
+#include "base/deadline.hpp"
+
 namespace fusedpg {
 
 // Runs the operations of one group one after another in the order in which
-// they took their tickets, whoever called: on a progress thread, or on the
-// calling thread when nothing is queued or running.
+// they took their tickets, whoever called. Who runs them:
+//
+// - a synchronous call runs its own on the calling thread, after what is
+// queued;
+// - a thread that waits for a queued operation runs the queue up to it;
+// - the progress thread runs what nobody has come for in time. Waking it costs
+//   more than a small collective, so while waits keep following submissions at
+//   once it is not woken, but looks by itself; else it is woken at once.
 //
 // Thread-safe. Operations must not throw.
 class Executor {
@@ -19,7 +28,7 @@ class Executor {
   // The argument is the operation's ticket: 1, 2, 3, ...
   using Operation = std::function<void(uint64_t)>;
 
-  Executor() = default;
+  Executor();
   ~Executor();
 
   // Queues the operation; returns its ticket. Throws Error(kAborted) after
@@ -29,8 +38,16 @@ class Executor {
   // Runs the operation before returning.
   void run(const Operation& operation);
 
-  // Runs `fn` in turn, but takes no ticket.
+  // Runs `fn` in turn, but takes no ticket; also after stop().
   void run_unnumbered(const std::function<void()>& fn);
+
+  // Returns when the submitted operation of this ticket has ended, having run
+  // it and those before it here if they had not begun. In a forked child, which
+  // cannot run them, throws Error(kInvalid).
+  void finish(uint64_t ticket);
+
+  // Has the progress thread begin now: somebody waits who cannot help.
+  void hurry();
 
   // Waits until nothing is queued or running, at most so long. Returns whether
   // that is so.
@@ -43,22 +60,47 @@ class Executor {
   void stop();
 
  private:
-  void ensure_thread();
-  void enqueue(std::function<void()> fn);
+  using Lock = std::unique_lock<std::mutex>;
+  struct Item {
+    std::function<void()> run;
+    uint64_t position; // among all items, from 1 on
+    uint64_t ticket; // 0: none
+    Clock::time_point since; // when it was given
+  };
+
+  void check_open() const;
+  Item item(std::function<void()> fn, uint64_t ticket);
+  void execute(Item item, Lock& lock);
+  void execute_next(Lock& lock);
+  void run_in_turn(Item item, Lock& lock);
+  void finish_position(uint64_t position, Lock& lock);
+  template <typename Condition>
+  void watch(Lock& lock, Condition condition);
+  void learn(Clock::time_point submitted);
+  void wake();
+  Clock::time_point due() const;
   void progress();
   bool idle() const {
     return !busy_ && queue_.empty();
   }
-  void run_here(
-      const std::function<void()>& fn,
-      std::unique_lock<std::mutex>& lock);
 
+  const pid_t owner_;
   mutable std::mutex mutex_;
-  std::condition_variable wake_;
-  std::condition_variable idle_changed_;
-  std::deque<std::function<void()>> queue_;
+  std::condition_variable wake_; // of the progress thread
+  std::condition_variable changed_; // an item has ended
+  int watchers_ = 0; // threads that wait for it
+  std::deque<Item> queue_;
   std::thread thread_;
   uint64_t tickets_ = 0;
+  uint64_t positions_ = 0; // given
+  // Items end in the order of their positions.
+  uint64_t finished_ = 0;
+  uint64_t finished_tickets_ = 0;
+  uint64_t urgent_ = 0; // positions up to this one are to begin at once
+  Clock::time_point running_since_; // when what runs was given
+  // How long the progress thread leaves an operation to those who wait.
+  Clock::duration patience_;
+  bool asleep_ = false; // the progress thread, until it is woken
   bool busy_ = false;
   bool stop_ = false;
 };

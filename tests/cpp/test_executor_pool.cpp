@@ -105,9 +105,129 @@ TEST(executor_runs_inline_when_idle) {
     std::this_thread::sleep_for(milliseconds(30));
     gate.open();
   });
-  executor.run(note); // has to wait its turn
-  CHECK(where != me);
+  where = {};
+  executor.run(note); // has to wait its turn, here or there
+  CHECK(where != std::thread::id());
   opener.join();
+}
+
+// A thread that waits runs what has not begun, up to what it waits for.
+TEST(executor_waiters_run_the_queue) {
+  Executor executor;
+  const auto me = std::this_thread::get_id();
+  Gate gate;
+  executor.submit([&](uint64_t) { gate(); });
+  gate.wait_until_entered();
+  std::vector<std::thread::id> where(4);
+  for (size_t i = 1; i < where.size(); ++i) {
+    executor.submit([&, i](uint64_t) {
+      where[i] = std::this_thread::get_id();
+      // So that the progress thread comes for the next one only when the
+      // waiter has had its turn.
+      std::this_thread::sleep_for(std::chrono::milliseconds(i == 2 ? 20 : 0));
+    });
+  }
+  std::thread opener([&] {
+    std::this_thread::sleep_for(milliseconds(30));
+    gate.open();
+  });
+  executor.finish(3);
+  CHECK(where[1] != std::thread::id());
+  CHECK(where[2] != std::thread::id());
+  executor.finish(4);
+  executor.finish(1); // long done
+  opener.join();
+  CHECK(executor.drain(kLong));
+
+  // Nothing runs, and the wait comes at once: mostly it is this thread's turn.
+  int here = 0;
+  for (int i = 0; i < 200; ++i) {
+    const uint64_t ticket = executor.submit(
+        [&](uint64_t) { here += std::this_thread::get_id() == me; });
+    executor.finish(ticket);
+  }
+  CHECK(here > 0);
+}
+
+// Many threads that submit, wait and run at random: all in order, nothing lost.
+TEST(executor_waiters_and_the_thread_share_the_queue) {
+  constexpr int kThreads = 6;
+  constexpr int kEach = 400;
+  Executor executor;
+  std::vector<uint64_t> order;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(t + 100);
+      std::vector<std::pair<uint64_t, std::shared_ptr<std::atomic<bool>>>> open;
+      for (int i = 0; i < kEach; ++i) {
+        auto done = std::make_shared<std::atomic<bool>>(false);
+        const uint64_t ticket = executor.submit([&, done](uint64_t mine) {
+          order.push_back(mine);
+          *done = true;
+        });
+        open.emplace_back(ticket, done);
+        switch (random() % 8) {
+          case 0:
+            std::this_thread::sleep_for(
+                std::chrono::microseconds(random() % 1000));
+            break;
+          case 1:
+            executor.run([&](uint64_t mine) { order.push_back(mine); });
+            break;
+          case 2:
+            executor.hurry();
+            break;
+          default:
+            break;
+        }
+        while (!open.empty() && random() % 2) {
+          const size_t which = random() % open.size();
+          executor.finish(open[which].first);
+          CHECK(*open[which].second);
+          open.erase(open.begin() + static_cast<ptrdiff_t>(which));
+        }
+      }
+      for (const auto& [ticket, done] : open) {
+        executor.finish(ticket);
+        CHECK(*done);
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  std::vector<uint64_t> expected(executor.tickets());
+  std::iota(expected.begin(), expected.end(), uint64_t{1});
+  CHECK(order == expected);
+}
+
+// What nobody waits for begins by itself, whatever came before.
+TEST(executor_needs_no_waiter) {
+  Executor executor;
+  for (int i = 0; i < 30; ++i) {
+    std::promise<void> ran;
+    const uint64_t ticket = executor.submit([&](uint64_t) { ran.set_value(); });
+    CHECK(ran.get_future().wait_for(kLong) == std::future_status::ready);
+    if (i % 3 == 0) {
+      executor.finish(ticket);
+    }
+    if (i % 5 == 0) {
+      const uint64_t waited = executor.submit([](uint64_t) {});
+      executor.finish(waited);
+      std::this_thread::sleep_for(milliseconds(i % 2));
+    }
+  }
+}
+
+// A waiter behind an operation that never ends by itself leaves with it.
+TEST(executor_refuses_after_stop) {
+  Executor executor;
+  executor.stop();
+  CHECK_THROWS(executor.submit([](uint64_t) {}), Error, "shut down");
+  bool ran = false;
+  executor.run_unnumbered([&] { ran = true; });
+  CHECK(ran);
 }
 
 TEST(executor_queues_behind_an_inline_operation) {
