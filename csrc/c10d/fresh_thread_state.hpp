@@ -12,9 +12,12 @@ namespace fusedpg {
 class FreshThreadState {
   const c10::InferenceMode inference_{false};
   const c10::NoGradGuard no_grad_{};
+  // detach() looks at the stack of modes unless Python is excluded.
   const c10::impl::ForceDispatchKeyGuard keys_{
       c10::default_included_set,
-      c10::default_excluded_set};
+      c10::default_excluded_set |
+          c10::DispatchKeySet(
+              {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
 } // namespace fusedpg

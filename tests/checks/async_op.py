@@ -1,0 +1,205 @@
+"""Operations that are waited for: by whom, in which modes, with which futures."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from harness import Context
+
+TOTAL = [1.0, 3.0, 6.0]  # the sum of the ranks' own numbers, by world size - 1
+
+
+def mine(context: Context, numel: int = 1024) -> torch.Tensor:
+    return torch.full((numel,), float(context.rank + 1))
+
+
+def check(context: Context, x: torch.Tensor) -> None:
+    assert torch.equal(x, torch.full_like(x, TOTAL[context.world_size - 1])), x
+
+
+def future_is_complete(context: Context) -> None:
+    """``get_future(); wait(); value()``, also where the operation has failed."""
+    for _ in range(200):
+        x = mine(context)
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        work.wait()
+        assert future.done()
+        (result,) = future.value()
+        check(context, result)
+    group = dist.new_group(timeout=timedelta(milliseconds=200))
+    if context.rank == 0:
+        work = dist.all_reduce(mine(context), group=group, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            assert "timeout" in str(error), error
+        else:
+            raise AssertionError("nobody else came")
+        assert future.done()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def waits_in_callbacks(context: Context) -> None:
+    """A callback waits for its own operation and for others that it starts."""
+    for _ in range(20):
+        x = mine(context)
+        y = mine(context)
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+
+        def then(work: dist.Work, y: torch.Tensor, _: object) -> torch.Tensor:
+            work.wait()
+            dist.all_reduce(y)
+            other = dist.all_reduce(y.clone(), async_op=True)
+            assert other is not None
+            other.get_future().wait()
+            return y
+
+        done = work.get_future().then(partial(then, work, y))
+        work.wait()
+        check(context, x)
+        check(context, done.wait())
+
+
+def order_of_waits(context: Context) -> None:
+    """Waits in any order, from any thread, among synchronous calls."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(30):
+        tensors = [mine(context, 1 + 7 * i) for i in range(8)]
+        works = [dist.all_reduce(t, async_op=True) for t in tensors]
+        if torch.rand((), generator=generator) < 0.3:
+            t = mine(context)
+            dist.all_reduce(t)  # behind all of them
+            check(context, t)
+        order = torch.randperm(8, generator=generator).tolist()
+        threads = [
+            threading.Thread(target=lambda i=i: (works[i].wait(), check(context, tensors[i])))
+            for i in order[:4]
+        ]
+        for thread in threads:
+            thread.start()
+        for i in order[4:]:
+            works[i].wait()
+            check(context, tensors[i])
+        for thread in threads:
+            thread.join()
+
+
+def modes(context: Context) -> None:
+    """The waiter's modes do not reach what it executes."""
+
+    def strided() -> torch.Tensor:  # is copied into a new tensor
+        return torch.full((64, 32), float(context.rank + 1)).t()
+
+    for _ in range(50):
+        x = strided()
+        work = dist.all_reduce(x, async_op=True)
+        with FakeTensorMode():
+            work.wait()
+        check(context, x)
+        x = strided()
+        work = dist.all_reduce(x, async_op=True)
+        with torch.inference_mode():
+            work.wait()
+        check(context, x)
+        x.add_(1)  # is no inference tensor now
+        with torch.inference_mode():
+            x = strided()
+            work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        check(context, x)
+        x = strided()
+        work = dist.all_reduce(x, async_op=True)
+        torch.vmap(lambda v: (work.wait(), v)[1])(torch.zeros(3))
+        check(context, x)
+        gradient = mine(context).requires_grad_()
+        with torch.no_grad():
+            work = dist.all_reduce(gradient, async_op=True)
+        with torch.enable_grad():
+            work.wait()
+        check(context, gradient.detach())
+
+
+def time_limit(context: Context) -> None:
+    """A wait with a limit ends by it, and the operation goes on."""
+    for _ in range(3):
+        x = mine(context)
+        dist.barrier()
+        if context.rank == 0:
+            work = dist.all_reduce(x, async_op=True)
+            assert work is not None
+            begin = time.monotonic()
+            try:
+                work.wait(timedelta(milliseconds=50))
+            except RuntimeError as error:
+                assert "timed out" in str(error), error
+            else:
+                raise AssertionError("the others have not come")
+            assert time.monotonic() - begin < 5
+            context.store.set("late", "1")
+            work.wait()
+        else:
+            context.store.wait(["late"])
+            dist.all_reduce(x)
+        check(context, x)
+        dist.barrier()
+        if context.rank == 0:
+            context.store.delete_key("late")
+
+
+def needs_no_wait(context: Context) -> None:
+    """Operations end though nobody waits, and futures though nobody helps."""
+    for pause in (0.0, 0.001, 0.01):
+        for _ in range(10):
+            x = mine(context)
+            work = dist.all_reduce(x, async_op=True)
+            assert work is not None
+            deadline = time.monotonic() + 20
+            while not work.is_completed():
+                assert time.monotonic() < deadline
+                time.sleep(pause)
+            check(context, x)
+            x = mine(context)
+            work = dist.all_reduce(x, async_op=True)
+            assert work is not None
+            (result,) = work.get_future().wait()
+            check(context, result)
+            dist.all_reduce(mine(context), async_op=True).wait()
+
+
+def forked_child_raises(context: Context) -> None:
+    """A child does not run what its parent has submitted."""
+    x = mine(context)
+    if context.rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work.wait()
+            except ValueError as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        context.store.set("forked", "1")
+        work.wait()
+    else:
+        context.store.wait(["forked"])
+        dist.all_reduce(x)
+    check(context, x)
+    dist.barrier()
+    if context.rank == 0:
+        context.store.delete_key("forked")
