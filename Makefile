@@ -74,7 +74,7 @@ setup: $(DEPS)
 build: $(BUILT)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train bench bench-kernels wheel
+.PHONY: train bench bench-kernels bench-engine wheel
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
@@ -84,10 +84,10 @@ bench: $(BUILT)
 	$(BIN)/python benchmarks/fused_step.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/optimizers.py $(BENCH_ARGS)
 
-bench-kernels: $(DEPS)
+bench-kernels bench-engine: bench-%: $(DEPS)
 	cmake -S . -B build/bench -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_BENCHMARKS=ON
-	cmake --build build/bench
-	build/bench/fusedpg_bench_kernels
+	cmake --build build/bench --target fusedpg_bench_$*
+	build/bench/fusedpg_bench_$*
 
 wheel: $(DEPS)
 	rm -rf build/lib* build/bdist*

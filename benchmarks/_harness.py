@@ -42,9 +42,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import _mpi
+
 RESULTS = Path(__file__).resolve().parent / "results"
 COPY = "copy"  # the arm that copies the same bytes: the limit
 TIMEOUT = datetime.timedelta(minutes=5)
+PEERS_OF_THEIR_OWN = ("deepspeed", "mpi")  # in --backends, but none of c10d's
 
 # ---------------------------------------------------------------------------------------------
 # Processes
@@ -111,6 +114,14 @@ Worker = Callable[[Context, argparse.Namespace], "list[Row] | None"]
 
 def run(worker: Worker, args: argparse.Namespace) -> list[Row]:
     """Run `worker` on args.world_size processes; rank 0's rows. Exits non-zero if a rank fails."""
+    if _mpi.is_rank():
+        _mpi.be_rank(worker, args, _rank_main)
+        sys.exit()
+    if "mpi" in args.backends:
+        reason = _mpi.why_not()
+        if reason is None:
+            return _mpi.launch(args)
+        print(f"mpi skipped: {reason}", file=sys.stderr)
     mp = multiprocessing.get_context("spawn")
     cells = mp.RawArray(ctypes.c_int64, 3 * args.world_size)
     # The parent hosts the store on a port that the system chose: no two runs can collide.
@@ -182,7 +193,8 @@ def _make_groups(
     backends: Sequence[str], rank: int, world_size: int, port: int
 ) -> dict[str, dist.ProcessGroup]:
     """A group of every c10d backend; "fused" is the default group, as in a user's script."""
-    names = sorted((b for b in backends if b != "deepspeed"), key=lambda b: b != "fused")
+    names = [name for name in backends if name not in PEERS_OF_THEIR_OWN]
+    names.sort(key=lambda name: name != "fused")
     if "fused" in names:
         import fusedpg  # noqa: F401  (registers the backend)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
@@ -451,7 +463,7 @@ def finish(
     plot: Callable[[Path, Sequence[Row], int], None] | None = None,
 ) -> None:
     """Table, JSON, PNG (by `plot` where the rows need one of their own), bars."""
-    peer = next((b for b in args.backends if b not in ("fused", "deepspeed")), "gloo")
+    peer = next((b for b in args.backends if b not in ("fused", *PEERS_OF_THEIR_OWN)), "gloo")
     print_table(rows, peer=peer, limit=limit, title=f"{name}, world size {args.world_size}")
     if not args.no_save:
         stem = RESULTS / f"{name}_p{args.world_size}"
@@ -473,9 +485,11 @@ def _console() -> Any:
 
 
 def peer_row(rows: Sequence[Row], row: Row, peer: str) -> Row | None:
-    """The row of `peer` in the same case: of that name, or of a name that begins with it."""
-    same = [r for r in rows if (r.case, r.size) == (row.case, row.size)]
-    return next((r for r in same if r.arm == peer or r.arm.startswith(peer + " ")), None)
+    """Of the same case: `peer`'s own row for this arm, else the row of `peer`, or its first."""
+    same = {r.arm: r for r in rows if (r.case, r.size) == (row.case, row.size)}
+    if f"{peer} {row.arm}" in same:
+        return same[f"{peer} {row.arm}"]
+    return next((r for arm, r in same.items() if arm == peer or arm.startswith(peer + " ")), None)
 
 
 def print_table(rows: Sequence[Row], *, peer: str, limit: str, title: str) -> None:

@@ -20,9 +20,9 @@ from fused_step import (
     TOLERANCE,
     WEIGHT_DECAY,
     FusedStep,
+    Gradients,
     SplitStep,
     StepArm,
-    gradient,
     initial,
     make_optimizer,
     reference_parameters,
@@ -58,10 +58,11 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     rows = []
     for size in harness.progress(context, args.sizes, harness.format_size):
         numel = size // 4
-        reference = reference_parameters(numel, context.world_size)
+        gradients = Gradients(numel, density=1.0)
+        reference = reference_parameters(gradients, context.world_size)
         arms: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(size)}
         for name, make in adamw_arms(context).items():
-            arms[name] = make(numel).checked(reference, context)
+            arms[name] = make(numel).checked(name, gradients, reference, context)
         rows += harness.measure(context, arms, case="adamw step", size=size, rounds=args.rounds)
         del arms, reference
         lamb = {name: make(numel) for name, make in lamb_arms(context).items()}
@@ -361,7 +362,7 @@ def check_lamb(arms: dict[str, StepArm], context: Context) -> None:
     """All arms make the same steps."""
     for step in range(CHECKED_STEPS):
         for arm in arms.values():
-            arm.grads.copy_(gradient(arm.grads.numel(), step, context.rank))
+            arm.grads.copy_(Gradients(arm.grads.numel(), density=1.0).of(step, context.rank))
             arm.step()
     first, *others = arms.values()
     for other in others:

@@ -1,6 +1,6 @@
-"""Time collectives on the processors of one machine, against Gloo, DeepSpeed and a plain copy.
+"""Time collectives on the processors of one machine, against its peers and a plain copy.
 
-    python benchmarks/collectives.py --backends fused,gloo,deepspeed --plot
+    python benchmarks/collectives.py --backends fused,gloo,deepspeed,mpi --plot
     python benchmarks/collectives.py --world-size 4 --ops all_reduce --sizes 4K,1M --check-bars
 
 fp32. A size is what nccl-tests calls one: the buffer of an all_reduce or broadcast, the gathered
@@ -8,7 +8,10 @@ output of an all_gather, the whole input of a reduce_scatter or all_to_all, on e
 bandwidth is size / time, bus bandwidth nccl-tests' multiple of it. `x gloo` is how many times as
 fast as Gloo's fast mode, `/ copy` the time over that of a copy of `size` bytes by all ranks at
 once. "Arena" tensors come from `fusedpg.empty`, "ordinary" ones from torch. Every result is checked
-against exact sums before anything is timed. How times are taken: see `_harness.py`.
+against exact sums before anything is timed. DeepSpeed and Open MPI (requirements/mpi.txt, called
+through mpi4py on the tensor's memory) run where they are installed, and in the same processes as
+everything else: with `mpi` these are started by mpirun. They do all_reduce only. How times are
+taken: see `_harness.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import _harness as harness
+import _mpi
 from _harness import COPY, Bar, Context, Row
 
 Group = dist.ProcessGroup
@@ -109,6 +114,7 @@ OPS = {
 
 K, M = 1 << 10, 1 << 20
 ARENA, ORDINARY, GLOO, DEEPSPEED = "fused arena", "fused ordinary", "gloo", "deepspeed"
+MPI = "open mpi"
 
 
 def all_reduce_bars(world_size: int, arm: str, peer: str, limits: dict[int, float]) -> list[Bar]:
@@ -125,6 +131,11 @@ BARS = [
     Bar(2, "all_reduce", ORDINARY, 100 * M, COPY, at_most=1.35),
     *all_reduce_bars(
         2, ORDINARY, DEEPSPEED, {4 * K: 1, 64 * K: 1, M: 1, 16 * M: 1.4, 100 * M: 2.5}
+    ),
+    *(
+        bar
+        for arm in (ARENA, ORDINARY)
+        for bar in all_reduce_bars(2, arm, MPI, {64 * K: 1, M: 1, 16 * M: 1, 100 * M: 1})
     ),
     *(
         bar
@@ -152,7 +163,7 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = harness.parser(
-        __doc__, backends="fused,gloo,deepspeed", sizes="4K,64K,1M,16M,100M", rounds=31
+        __doc__, backends="fused,gloo,deepspeed,mpi", sizes="4K,64K,1M,16M,100M", rounds=31
     )
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--tensor", choices=("arena", "ordinary", "both"), default="both")
@@ -165,9 +176,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    deepspeed = None
+    deepspeed = mpi = None
     if "deepspeed" in args.backends and "all_reduce" in args.ops:
         deepspeed = harness.load_deepspeed(context.rank, context.world_size)
+    if _mpi.is_rank() and "all_reduce" in args.ops:
+        mpi = _mpi.load()
     rows = []
     cases = [(name, size) for name in args.ops for size in args.sizes]
     for name, size in harness.progress(context, cases, case_title):
@@ -180,7 +193,11 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
                 title = f"{case_title((name, size))}, {arm}"
                 arms[arm] = make_arm(op, numel, group, arena, context, title)
         if deepspeed is not None and name == "all_reduce":
-            arms[DEEPSPEED] = make_deepspeed_arm(deepspeed, numel, context)
+            arms[DEEPSPEED] = make_peer_arm(
+                lambda tensor: partial(deepspeed, tensor), numel, context, DEEPSPEED
+            )
+        if mpi is not None and name == "all_reduce":
+            arms[MPI] = make_peer_arm(mpi, numel, context, MPI)
         rows += harness.measure(
             context,
             arms,
@@ -228,16 +245,18 @@ def allocate(numel: int, arena: bool, group: Group) -> Tensor:
     return tensor
 
 
-def make_deepspeed_arm(
-    all_reduce: Callable[[Tensor], object], numel: int, context: Context
+def make_peer_arm(
+    bind: Callable[[Tensor], Callable[[], object]], numel: int, context: Context, name: str
 ) -> Callable[[], object]:
+    """An all_reduce of its own tensor, in place, that is none of c10d's."""
     tensor = pattern(numel, context.rank)
+    call = bind(tensor)
     context.clock.barrier()
-    all_reduce(tensor)
+    call()
     expected = expect_all_reduce(numel, context.rank, context.world_size)
-    harness.require(torch.equal(tensor, expected), "wrong: all_reduce on deepspeed")
+    harness.require(torch.equal(tensor, expected), f"wrong: all_reduce on {name}")
     tensor.zero_()
-    return lambda: all_reduce(tensor)
+    return call
 
 
 if __name__ == "__main__":

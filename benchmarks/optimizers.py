@@ -3,6 +3,7 @@
     python benchmarks/optimizers.py --check-bars
     python benchmarks/optimizers.py --parts step --world-size 4 --check-bars
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
+    python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g --busy 2 --check-bars
 
 Four parts. **training**: steps of three models (an MLP of 25 million parameters at a small batch,
 a transformer of 10 million, a CNN bound by its arithmetic) in the arms
@@ -22,6 +23,8 @@ a transformer of 10 million, a CNN bound by its arithmetic) in the arms
 all-reduce followed by torch's optimizer. **list**: the 397 tensors of BERT-large in one
 `fused_adamw_` against one tensor of as many elements. **memory**: what each training arm adds to
 the proportional set size (PSS) of a rank between two steps, each in processes of its own.
+
+`--busy N` has N processes spin beside the ranks, for a machine that is not theirs alone.
 
 Every arm has to reproduce one process's parameters before it is timed; the program ends non-zero
 when one does not. How times are taken: see `_harness.py`.
@@ -44,6 +47,7 @@ from torch import Tensor
 import _harness as harness
 import _optimizer_arms as arms
 import _step_arms as steps
+from _competitors import competitors
 from _harness import Bar, Context, Row
 from _optimizer_arms import ARMS, MODELS, NO_SYNC
 
@@ -52,8 +56,10 @@ CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
 
-def bars() -> list[Bar]:
+def bars(busy: int) -> list[Bar]:
     mlp, cnn = (arms.parameter_bytes(name) for name in ("mlp", "cnn"))
+    if busy:
+        return [Bar(2, "mlp", "g", mlp, "f", at_most=1.03)]
     result = [
         Bar(2, "mlp", "best of f, g", mlp, "a", at_least=1.5),
         Bar(2, "mlp", "best of f, g", mlp, NO_SYNC, at_most=1.1),
@@ -70,6 +76,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the ranks")
     args = parser.parse_args()
     for option, known in (("parts", PARTS), ("models", MODELS), ("arms", ARMS)):
         chosen = getattr(args, option).split(",")
@@ -78,16 +85,18 @@ def main() -> int:
         if unknown:
             parser.error(f"--{option}: unknown: {', '.join(sorted(unknown))}")
     rows: list[Row] = []
-    if "training" in args.parts:
-        for name in args.models:
-            args.model = name
-            rows += harness.run(train, args)
-    if "step" in args.parts:
-        rows += harness.run(steps.worker, args)
-    if "list" in args.parts:
-        rows += harness.run(many_tensors, args)
+    with competitors(args.busy):
+        if "training" in args.parts:
+            for name in args.models:
+                args.model = name
+                rows += harness.run(train, args)
+        if "step" in args.parts:
+            rows += harness.run(steps.worker, args)
+        if "list" in args.parts:
+            rows += harness.run(many_tensors, args)
     if rows:
-        harness.finish("optimizers", rows, args, limit=NO_SYNC, bars=bars())
+        name = f"optimizers_busy{args.busy}" if args.busy else "optimizers"
+        harness.finish(name, rows, args, limit=NO_SYNC, bars=bars(args.busy))
         explain(rows)
     if "memory" in args.parts:
         args.model = args.models[0]

@@ -1,0 +1,117 @@
+// The layers of a small all_reduce below torch: kernels, barrier, operation,
+// executor. Two forked ranks, batches of calls in turn, medians on rank 0.
+// benchmarks/latency.py has the layers above. Build and run: make bench-engine
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../tests/cpp/ranks.hpp"
+#include "collectives/collectives.hpp"
+#include "collectives/context.hpp"
+#include "host/executor.hpp"
+#include "kernels/kernels.hpp"
+
+namespace fusedpg::test {
+
+// Stand in for the tests' main.cpp.
+void report_failure(const char* file, int line, const std::string& what) {
+  std::fprintf(stderr, "%s %d: %s\n", file, line, what.c_str());
+  std::exit(1);
+}
+size_t failure_count() {
+  return 0;
+}
+
+namespace {
+
+constexpr int kRanks = 2;
+constexpr size_t kCount = 1024; // 4 KB of fp32
+constexpr int kBatch = 200;
+constexpr int kRounds = 101;
+
+struct Layer {
+  const char* name;
+  std::function<void()> call;
+  std::vector<double> micros;
+};
+
+void measure(int rank, Store& store) {
+  Group group(rank, kRanks, store);
+  Executor executor;
+  kernels::ReduceArgs args;
+  args.dtype = DType::kFloat32;
+  args.op = RedOp::kSum;
+  const kernels::Table& kernels = select_kernels(test_settings());
+  std::vector<float> data(kCount), other(kCount), stage(kCount);
+  const std::vector<ReduceTensor> tensors{{data.data(), kCount}};
+  const Engine::Operation reduce = [&](Context& ctx) {
+    all_reduce(ctx, tensors, args);
+  };
+  uint64_t sequence = 0;
+  std::vector<Layer> layers{
+      {"copy to the stage and kernel, in own caches",
+       [&] {
+         void* result = data.data();
+         const void* sources[] = {stage.data(), other.data()};
+         kernels.copy(stage.data(), data.data(), kCount * sizeof(float), false);
+         kernels.reduce(args, &result, 1, sources, kRanks, kCount, false);
+       },
+       {}},
+      {"barrier of the domain alone",
+       [&] {
+         const OpDescriptor d;
+         group.engine.domain().next_half();
+         group.engine.domain().barrier(d, Deadline(kLong));
+       },
+       {}},
+      {"operation barrier: descriptors compared, context, deadline",
+       [&] {
+         group.engine.execute(
+             [](Context& ctx) { barrier(ctx); }, ++sequence, kLong);
+       },
+       {}},
+      {"operation all_reduce",
+       [&] { group.engine.execute(reduce, ++sequence, kLong); },
+       {}},
+      {"operation all_reduce through the executor",
+       [&] {
+         executor.run([&](uint64_t) {
+           group.engine.execute(reduce, ++sequence, kLong);
+         });
+       },
+       {}},
+  };
+  for (int round = 0; round < kRounds; ++round) {
+    for (Layer& layer : layers) {
+      group.engine.execute(
+          [](Context& ctx) { barrier(ctx); }, ++sequence, kLong);
+      const auto start = Clock::now();
+      for (int i = 0; i < kBatch; ++i) {
+        layer.call();
+      }
+      layer.micros.push_back(1e6 * seconds_since(start) / kBatch);
+    }
+  }
+  if (rank == 0) {
+    for (Layer& layer : layers) {
+      std::sort(layer.micros.begin(), layer.micros.end());
+      std::printf(
+          "%-60s %7.2f us\n",
+          layer.name,
+          layer.micros[layer.micros.size() / 2]);
+    }
+    std::fflush(stdout);
+  }
+  group.engine.execute([](Context& ctx) { barrier(ctx); }, ++sequence, kLong);
+}
+
+} // namespace
+} // namespace fusedpg::test
+
+int main() {
+  fusedpg::test::on_processes(fusedpg::test::kRanks, fusedpg::test::measure);
+}
