@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
@@ -85,17 +85,18 @@ def order_of_waits(context: Context) -> None:
             dist.all_reduce(t)  # behind all of them
             check(context, t)
         order = torch.randperm(8, generator=generator).tolist()
-        threads = [
-            threading.Thread(target=lambda i=i: (works[i].wait(), check(context, tensors[i])))
-            for i in order[:4]
-        ]
-        for thread in threads:
-            thread.start()
-        for i in order[4:]:
-            works[i].wait()
-            check(context, tensors[i])
-        for thread in threads:
-            thread.join()
+
+        def wait(pair: tuple[dist.Work, torch.Tensor]) -> None:
+            pair[0].wait()
+            check(context, pair[1])
+
+        pairs = [(works[i], tensors[i]) for i in order]
+        with ThreadPoolExecutor(4) as threads:
+            elsewhere = [threads.submit(wait, pair) for pair in pairs[:4]]
+            for pair in pairs[4:]:
+                wait(pair)
+            for future in elsewhere:
+                future.result()
 
 
 def modes(context: Context) -> None:
@@ -123,7 +124,12 @@ def modes(context: Context) -> None:
         check(context, x)
         x = strided()
         work = dist.all_reduce(x, async_op=True)
-        torch.vmap(lambda v: (work.wait(), v)[1])(torch.zeros(3))
+
+        def mapped(v: torch.Tensor, work: dist.Work = work) -> torch.Tensor:
+            work.wait()
+            return v
+
+        torch.vmap(mapped)(torch.zeros(3))
         check(context, x)
         gradient = mine(context).requires_grad_()
         with torch.no_grad():
