@@ -281,7 +281,11 @@ void bind_group(py::module_& m) {
           py::arg("sizes"),
           py::arg("dtype"),
           py::arg("device") = at::Device(at::kCPU))
-      .def("in_arena", &ProcessGroupFused::in_arena, py::arg("tensor"))
+      .def(
+          "in_arena",
+          &ProcessGroupFused::in_arena,
+          py::arg("tensor"),
+          py::call_guard<py::gil_scoped_release>())
       .def("info", &info_dict)
       .def(
           "stats",

@@ -1,5 +1,7 @@
 // Tensors in the group's arena.
 
+#include <limits>
+
 #include "c10d/errors.hpp"
 #include "c10d/process_group_fused.hpp"
 
@@ -38,12 +40,41 @@ class ArenaAllocator : public c10::Allocator {
   std::shared_ptr<Arena> arena_;
 };
 
+// Of a tensor with these sizes. ValueError where there is no such tensor.
+size_t bytes_of(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  uint64_t bytes = options.dtype().itemsize();
+  bool overflow = false;
+  bool none = false;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        sizes[i] >= 0,
+        "fused: empty: dimension ",
+        i,
+        " of the sizes ",
+        sizes,
+        " is negative");
+    none = none || sizes[i] == 0;
+    overflow =
+        c10::mul_overflows(bytes, static_cast<uint64_t>(sizes[i]), &bytes) ||
+        overflow;
+  }
+  TORCH_CHECK_VALUE(
+      none ||
+          (!overflow &&
+           bytes <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())),
+      "fused: empty: a tensor of sizes ",
+      sizes,
+      " and type ",
+      options.dtype(),
+      " has more bytes than 64 bits can count");
+  return none ? 0 : bytes;
+}
+
 at::Tensor tensor_in(
     const std::shared_ptr<Arena>& arena,
     at::IntArrayRef sizes,
     const at::TensorOptions& options) {
-  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
-      options.dtype().itemsize();
+  const size_t bytes = bytes_of(sizes, options);
   auto data = allocate(arena, bytes);
   void* p = data.get();
   return at::from_blob(
@@ -103,6 +134,7 @@ at::Tensor ProcessGroupFused::empty(
       "fused: empty: device must be the CPU or a GPU, got ",
       device);
   const auto options = at::TensorOptions().dtype(type).device(device);
+  bytes_of(sizes, options);
   if (device.is_cuda() || options_->cpu_as_cuda) {
     check_open("fused:empty");
     const auto t = cuda_->allocate(sizes, options, timeout_.load());
@@ -125,8 +157,7 @@ at::Tensor ProcessGroupFused::empty_shared(
       !spans_hosts(),
       "fused: parameters cannot be shared in a group that spans hosts");
   const auto options = at::TensorOptions().dtype(type).device(at::kCPU);
-  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
-      options.dtype().itemsize();
+  const size_t bytes = bytes_of(sizes, options);
   const Call call{
       c10d::OpType::UNKNOWN, "fused:share_memory", timeout_.load(), false};
   void* data = nullptr;

@@ -47,7 +47,7 @@ Engine::Engine(
 
 void Engine::check_failed() {
   if (domain_.failed()) {
-    domain_.detach(); // another thread may still be at it
+    domain_.detach(); // another thread may still be at it; see mark_failed()
     fail(
         domain_.failure_kind(),
         "fused: this group has failed and must be destroyed; the failure was: ",
@@ -78,8 +78,8 @@ void Engine::execute(
       }
       throw;
     }
-    // Point to point may have failed meanwhile and detached the arena, and with
-    // it results that were being written.
+    // Point to point may have failed meanwhile and given back the peers'
+    // memory, which was being read or written.
     check_failed();
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kInvalid &&

@@ -16,7 +16,9 @@ void* share_memory(Context& ctx, size_t bytes) {
     location = *arena.locate(arena.allocate(bytes), bytes);
   }
   enter(ctx, d, &location, 1);
-  return ctx.domain.address(0, *ctx.domain.table(0, ctx.domain.half()));
+  location = *ctx.domain.table(0, ctx.domain.half());
+  ctx.domain.add_shared(location, bytes);
+  return ctx.domain.address(0, location);
 }
 
 } // namespace fusedpg

@@ -13,7 +13,7 @@ namespace fusedpg {
 namespace {
 
 constexpr size_t kAlignment = 128;
-// Memory is committed, and detached, in steps of this many bytes.
+// Memory is committed in steps of this many bytes.
 constexpr size_t kStep = size_t(2) << 20;
 
 constexpr size_t round_up(size_t n, size_t to) {
@@ -51,7 +51,7 @@ void Arena::erase_free(size_t offset, size_t bytes) {
 }
 
 void Arena::commit_to(size_t end) {
-  if (end <= committed_ || detached_) {
+  if (end <= committed_ || !file_) {
     return;
   }
   end = std::min(round_up(end, kStep), mapping_.size());
@@ -70,7 +70,7 @@ void* Arena::allocate(size_t bytes) {
         "fused: the group's arena is full: ",
         bytes,
         " bytes asked for, ",
-        used_,
+        used_bytes(),
         " of ",
         mapping_.size() - heap_begin_,
         " bytes in use; raise FUSEDPG_ARENA_BYTES or Options(arena_bytes=...)");
@@ -119,7 +119,7 @@ std::optional<size_t> Arena::locate(const void* p, size_t bytes) const {
     return std::nullopt;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  if (detached_) {
+  if (hidden_) {
     return std::nullopt;
   }
   const size_t offset = static_cast<size_t>(address - base());
@@ -134,77 +134,79 @@ std::optional<size_t> Arena::locate(const void* p, size_t bytes) const {
   return offset;
 }
 
-void Arena::replace_window(size_t offset, size_t bytes, bool live) {
-  constexpr int kAnonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  constexpr int kReadWrite = PROT_READ | PROT_WRITE;
-  // The shared pages are nobody's afterwards; only a window is held twice.
-  const auto punch = [&] {
+bool Arena::replace_window(size_t offset, size_t end) {
+  bool live = false;
+  bool done = false;
+  {
+    // What is free must not be handed out and written to before it is replaced.
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto it = live_.lower_bound(end);
+    live = it != live_.begin() && (--it)->first + it->second > offset;
+    if (!live) {
+      done = mapping_.replace(offset, end, -1);
+    }
+  }
+  if (live) {
+    done = mapping_.replace(offset, end, file_.get()) &&
+        own_pages(base() + offset, end - offset);
+  }
+  if (done) {
+    // The file's pages are nobody's now: only a window is held twice. Private
+    // copies are not touched by this.
     fallocate(
         file_.get(),
         FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
         static_cast<off_t>(offset),
-        static_cast<off_t>(bytes));
-  };
-  if (!live) {
-    // Failing here would leave the old mapping in place, which is harmless.
-    mmap(base() + offset, bytes, kReadWrite, kAnonymous | MAP_FIXED, -1, 0);
-    punch();
-    return;
+        static_cast<off_t>(end - offset));
   }
-  void* copy = mmap(nullptr, bytes, kReadWrite, kAnonymous, -1, 0);
-  if (copy == MAP_FAILED) {
-    fail_errno("fused: no memory to detach the arena after a failure");
-  }
-  // Through the file: another thread's operation, which fails now, may be
-  // writing to its tensors, whose contents are undefined then.
-  for (size_t done = 0; done < bytes;) {
-    const ssize_t read = pread(
-        file_.get(),
-        static_cast<char*>(copy) + done,
-        bytes - done,
-        static_cast<off_t>(offset + done));
-    if (read < 0 && errno == EINTR) {
-      continue;
-    }
-    if (read <= 0) {
-      munmap(copy, bytes);
-      fail_errno("fused: cannot read the arena after a failure");
-    }
-    done += static_cast<size_t>(read);
-  }
-  if (mremap(
-          copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base() + offset) ==
-      MAP_FAILED) {
-    munmap(copy, bytes);
-    fail_errno("fused: cannot detach the arena after a failure");
-  }
-  punch();
+  return done;
 }
 
-void Arena::detach() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (detached_ || getpid() != owner_) {
+void Arena::detach(
+    const std::function<bool()>& alone,
+    const std::vector<Pages>& keep) {
+  std::lock_guard<std::mutex> one(detaching_);
+  if (!file_ || getpid() != owner_) {
     return;
   }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    hidden_ = true;
+  }
+  // A window may cost an entry in the kernel's list of mappings, which is
+  // short (vm.max_map_count).
+  constexpr size_t kWindows = 4096;
+  const size_t window = round_up(committed_bytes() / kWindows + 1, kStep);
   size_t offset = heap_begin_;
-  while (offset < committed_) {
-    const size_t end = std::min(offset + kStep, committed_);
-    auto it = live_.lower_bound(end);
-    const bool live =
-        it != live_.begin() && (--it)->first + it->second > offset;
-    replace_window(offset, end - offset, live);
+  size_t kept = 0;
+  bool good = true;
+  while (true) {
+    while (kept < keep.size() && offset >= keep[kept].first) {
+      offset = std::max(offset, keep[kept++].second);
+    }
+    if (alone()) {
+      return;
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (offset >= committed_) {
+      good = mapping_.replace(offset, mapping_.size(), -1) && good;
+      file_.reset();
+      break;
+    }
+    size_t end = std::min(offset / window * window + window, committed_);
+    if (kept < keep.size()) {
+      end = std::min(end, keep[kept].first);
+    }
+    lock.unlock();
+    good = replace_window(offset, end) && good;
     offset = end;
   }
-  if (offset < mapping_.size()) {
-    replace_window(offset, mapping_.size() - offset, false);
+  if (!good) {
+    fail(
+        ErrorKind::kOutOfMemory,
+        "fused: no memory to detach all of the arena after a failure: a rank "
+        "that was stopped and continues may still change tensors of the group");
   }
-  detached_ = true;
-  file_.reset();
-}
-
-size_t Arena::used_bytes() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return used_;
 }
 
 size_t Arena::committed_bytes() const {

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <vector>
 
 #include "host/memory.hpp"
 
@@ -42,19 +45,40 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // peers still see it.
   std::optional<size_t> locate(const void* p, size_t bytes) const;
 
-  // Makes the heap private to this process, contents kept at the same
-  // addresses: from now on no peer reads or writes it.
-  void detach();
+  // Pages of the arena, first and end.
+  using Pages = std::pair<size_t, size_t>;
 
+  // Makes pages copy-on-write here: their bytes are what is in the file, until
+  // this process writes to them. False where the system refuses.
+  bool copy_on_write(const Pages& pages) {
+    return mapping_.replace(pages.first, pages.second, file_.get());
+  }
+
+  // Takes the heap from the peers: returns when none of them can change what
+  // this process sees there. Addresses and contents stay, and no write of
+  // another thread is lost. Ends as soon as `alone` says that no peer can write
+  // to the heap any more; what has not been copied by then stays shared memory
+  // with nobody to share it. `keep`, sorted, are pages for peers to go on
+  // using, which are copy-on-write here already.
+  void detach(
+      const std::function<bool()>& alone = [] { return false; },
+      const std::vector<Pages>& keep = {});
+
+  size_t heap_begin() const {
+    return heap_begin_;
+  }
   size_t heap_bytes() const {
     return mapping_.size() - heap_begin_;
   }
-  size_t used_bytes() const;
+  size_t used_bytes() const {
+    return used_.load(std::memory_order_relaxed);
+  }
   size_t committed_bytes() const;
 
  private:
   void commit_to(size_t end);
-  void replace_window(size_t offset, size_t bytes, bool live);
+  // Cuts off one window; false when its pages may still change.
+  bool replace_window(size_t offset, size_t end);
   void insert_free(size_t offset, size_t bytes);
   void erase_free(size_t offset, size_t bytes);
 
@@ -69,8 +93,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::set<std::pair<size_t, size_t>> free_by_size_;
   std::map<size_t, size_t> live_;
   size_t committed_; // every page below is allocated
-  size_t used_ = 0;
-  bool detached_ = false;
+  std::atomic<size_t> used_{0}; // read without the lock
+  bool hidden_ = false; // peers are not to be sent here any more
+  std::mutex detaching_; // held by detach(); before mutex_
 };
 
 } // namespace fusedpg

@@ -4,9 +4,11 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <thread>
 
 #include "host/futex.hpp"
 
@@ -15,6 +17,9 @@ namespace {
 
 // A sleeping rank looks this often whether its peers are alive.
 constexpr auto kPatience = std::chrono::milliseconds(20);
+
+// A rank that has failed waits this long for its peers to notice.
+constexpr auto kGrace = std::chrono::milliseconds(50);
 
 constexpr size_t kPage = 4096;
 
@@ -70,6 +75,9 @@ Domain::Domain(
     mappings_[p] = std::make_shared<Mapping>(
         peers_[p].memory.get(), static_cast<size_t>(bytes));
     bases_[p] = mappings_[p]->data();
+    if (p == 0) {
+      shared_file_ = std::move(peers_[p].memory);
+    }
     peers_[p].memory.reset();
   }
   // Spinning helps only while nobody else needs this core.
@@ -81,6 +89,14 @@ Domain::Domain(
 
 Domain::~Domain() {
   leave();
+  // Shared parameters may keep a mapping.
+  std::vector<std::weak_ptr<Mapping>> kept(mappings_.begin(), mappings_.end());
+  mappings_.clear();
+  if (std::all_of(kept.begin(), kept.end(), [](const auto& mapping) {
+        return mapping.expired();
+      })) {
+    control(rank_).released.store(1, std::memory_order_release);
+  }
 }
 
 std::optional<Domain::Place> Domain::locate_any(const void* p, size_t bytes)
@@ -301,17 +317,112 @@ void Domain::mark_failed(const Error& error) {
         static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
     ring_all();
   }
-  // Whoever learns of the failure may write to the arena again at once, so
-  // nobody returns before it is detached.
+  // Whoever learns of the failure goes on with its tensors at once, so nobody
+  // returns while a peer could still change them.
   detach();
 }
 
+// Survivors that notice a failure give each other's memory back, and the dead
+// cannot write: then there is nothing to copy. Only a peer that is stopped, or
+// too busy to notice, makes this rank copy its tensors to private pages.
 void Domain::detach() {
-  try {
-    arena_->detach();
-  } catch (const Error& detaching) {
-    log_line(detaching.what());
+  std::lock_guard<std::mutex> lock(detach_mutex_);
+  if (detached_) {
+    return;
   }
+  detached_ = true;
+  if (release_peers()) {
+    control(rank_).released.store(1, std::memory_order_release);
+  }
+  std::vector<bool> gone(size_);
+  gone[rank_] = true;
+  const auto alone = [&] {
+    for (int p = 0; p < size_; ++p) {
+      gone[p] = gone[p] ||
+          control(p).released.load(std::memory_order_acquire) != 0 ||
+          process_ended(p);
+    }
+    return std::find(gone.begin(), gone.end(), false) == gone.end();
+  };
+  const Deadline grace(kGrace);
+  while (!alone() && !grace.expired()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  const auto attempt = [](const auto& part) {
+    try {
+      part();
+    } catch (const Error& refused) {
+      log_line(refused.what());
+    }
+  };
+  attempt([&] {
+    arena_->detach(alone, rank_ == 0 ? shared_ : std::vector<Arena::Pages>());
+  });
+  attempt([&] { own_shared(alone); });
+}
+
+// Replaces the peers' heaps, which a thread of this rank may be reading or
+// writing for an operation: it fails, as failed() is set already. Memory that
+// ranks share becomes a private view of what is in it now.
+bool Domain::release_peers() {
+  bool released = true;
+  const size_t heap = arena_->heap_begin();
+  for (int p = 0; p < size_; ++p) {
+    if (p != rank_) {
+      const int fd = p == 0 && !shared_.empty() ? shared_file_.get() : -1;
+      released =
+          mappings_[p]->replace(heap, mappings_[p]->size(), fd) && released;
+    }
+  }
+  if (rank_ == 0) {
+    for (const Arena::Pages& pages : shared_) {
+      released = arena_->copy_on_write(pages) && released;
+    }
+  }
+  return released;
+}
+
+// Ranks that have detached do not write to the file any more. If another may,
+// copies are taken, as far as memory reaches.
+void Domain::own_shared(const std::function<bool()>& alone) {
+  constexpr size_t kWindow = size_t(64) << 20;
+  for (const auto& [first, end] : shared_) {
+    for (size_t at = first; at < end; at += kWindow) {
+      const size_t bytes = std::min(kWindow, end - at);
+      if (alone()) {
+        return;
+      }
+      bool owned = false;
+      try {
+        const Room room(2 * bytes); // not the last there is
+        owned = own_pages(bases_[0] + at, bytes);
+      } catch (const Error&) {
+        // The text speaks of the arena, which needs nothing.
+      }
+      if (!owned) {
+        fail(
+            ErrorKind::kOutOfMemory,
+            "fused: no memory for copies of shared parameters after a failure: "
+            "a rank that was stopped and continues may still change them");
+      }
+    }
+  }
+}
+
+void Domain::add_shared(uint64_t offset, size_t bytes) {
+  std::lock_guard<std::mutex> lock(detach_mutex_);
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  shared_.emplace_back(offset / page * page, round_up(offset + bytes, page));
+  std::sort(shared_.begin(), shared_.end());
+  std::vector<Arena::Pages> merged;
+  for (const Arena::Pages& pages : shared_) {
+    if (!merged.empty() && pages.first <= merged.back().second) {
+      merged.back().second = std::max(merged.back().second, pages.second);
+    } else {
+      merged.push_back(pages);
+    }
+  }
+  shared_ = std::move(merged);
 }
 
 void Domain::set_reason(const std::string& reason) {

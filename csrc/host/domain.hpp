@@ -68,6 +68,9 @@ struct RankControl {
   Bell bell; // rung by arrivals
   Bell mail_bell; // rung by point to point
   alignas(64) std::atomic<uint32_t> state; // RankState
+  // This rank can write to no peer's heap any more; only after a failure or
+  // at its end.
+  std::atomic<uint32_t> released;
   // Written before `state` becomes kFailed: barriers that this rank has passed,
   // and what happened.
   std::atomic<uint64_t> failed_after;
@@ -176,8 +179,11 @@ class Domain {
   // Declares the group failed, once: tells the peers why and detaches the
   // arena. Later operations raise `reason`.
   void mark_failed(const Error& error);
-  // Waits until the arena is private to this rank.
+  // Waits until no peer can change this rank's heap any more, nor what this
+  // rank sees of memory that add_shared() has named.
   void detach();
+  // A block of rank 0's arena that all ranks use. Told by every rank.
+  void add_shared(uint64_t offset, size_t bytes);
   bool failed() const {
     return failed_.load(std::memory_order_acquire);
   }
@@ -207,6 +213,9 @@ class Domain {
   void check_arrived(const OpDescriptor& op);
   bool process_ended(int rank) const;
   void ring_all();
+  // Parts of detach().
+  bool release_peers();
+  void own_shared(const std::function<bool()>& alone);
 
   const int rank_;
   const int size_;
@@ -215,6 +224,7 @@ class Domain {
   std::vector<Bootstrap::Peer> peers_;
   std::vector<std::shared_ptr<Mapping>> mappings_; // none for this rank
   std::vector<char*> bases_;
+  Fd shared_file_; // rank 0's memory, on the other ranks
   uint64_t phase_ = 0;
   std::atomic<uint64_t> passed_{0}; // as phase_, once all have arrived
   std::chrono::nanoseconds spin_;
@@ -225,6 +235,10 @@ class Domain {
   mutable std::mutex failure_mutex_;
   ErrorKind failure_kind_ = ErrorKind::kAborted;
   std::string failure_reason_;
+
+  std::mutex detach_mutex_;
+  bool detached_ = false;
+  std::vector<Arena::Pages> shared_; // of rank 0's arena; sorted, disjoint
 };
 
 } // namespace fusedpg

@@ -284,7 +284,7 @@ bool Mailbox::match_receive(std::list<Receive>::iterator receive) {
 
 // A rank that failed or left has taken its memory away, so what was copied
 // since may be anything. One that was killed has not. Where this rank has
-// failed, what was written during the detachment is lost.
+// failed, it has given the peer's memory back, so the same.
 void Mailbox::check_source(const Post& post, int peer) {
   std::atomic_thread_fence(std::memory_order_acquire); // after the copy
   if (domain_.failed()) {

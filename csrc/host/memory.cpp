@@ -1,19 +1,28 @@
 #include "host/memory.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <fstream>
 #include <limits>
+#include <thread>
 
+#include "base/deadline.hpp"
 #include "base/error.hpp"
 
 namespace fusedpg {
 namespace {
 
 constexpr size_t kUnlimited = std::numeric_limits<size_t>::max();
+constexpr size_t kPage = 4096; // or a divisor of it
+
+#ifndef MADV_POPULATE_WRITE
+constexpr int MADV_POPULATE_WRITE = 23;
+#endif
 
 // A file holding one number, or "max".
 size_t read_number(const std::string& path) {
@@ -116,6 +125,41 @@ Mapping::~Mapping() {
   }
 }
 
+// Two steps, because a refused mmap(MAP_FIXED) leaves a hole on older kernels.
+// (Nor does TSan take mremap for a write to the range.)
+//
+// No write to the old pages is lost. mremap keeps faults out until the new
+// pages stand, and returns after every core has forgotten the old ones: a store
+// by another thread either reached the file before that, and is seen through
+// the new view, or faults and goes to a private copy. So do the kernel's own
+// writes for a system call (read(2) into a tensor), but not transfers that have
+// pinned the old pages before (O_DIRECT): those may go to the file only.
+bool Mapping::replace(size_t offset, size_t end, int fd) {
+  if (offset >= end || owner_ != getpid()) {
+    return owner_ == getpid();
+  }
+  const size_t bytes = end - offset;
+  const int flags = MAP_PRIVATE | MAP_NORESERVE | (fd < 0 ? MAP_ANONYMOUS : 0);
+  void* fresh = mmap(
+      nullptr,
+      bytes,
+      PROT_READ | PROT_WRITE,
+      flags,
+      fd,
+      fd < 0 ? 0 : static_cast<off_t>(offset));
+  if (fresh == MAP_FAILED) {
+    return false;
+  }
+  madvise(fresh, bytes, MADV_DONTFORK);
+  if (mremap(
+          fresh, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data_ + offset) ==
+      MAP_FAILED) {
+    munmap(fresh, bytes);
+    return false;
+  }
+  return true;
+}
+
 Fd create_memory_file(const std::string& name, size_t size) {
   Fd fd(memfd_create(name.c_str(), MFD_CLOEXEC));
   if (!fd) {
@@ -128,27 +172,6 @@ Fd create_memory_file(const std::string& name, size_t size) {
             " MiB for the arena (ulimit -f applies to it)"));
   }
   return fd;
-}
-
-void commit_range(int fd, size_t offset, size_t bytes) {
-  // Checked first: where the cgroup is full, fallocate may wake the OOM killer
-  // instead of failing.
-  const size_t available = available_memory();
-  if (bytes > available) {
-    fail(
-        ErrorKind::kOutOfMemory,
-        "fused: the arena needs ",
-        bytes >> 20,
-        " MiB more shared memory, but only ",
-        available >> 20,
-        " MiB are free under the memory limit of this process; raise the limit "
-        "or use smaller buckets");
-  }
-  if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) !=
-      0) {
-    fail_errno(
-        str("fused: cannot allocate ", bytes >> 20, " MiB of shared memory"));
-  }
 }
 
 size_t available_memory() {
@@ -177,6 +200,126 @@ size_t available_memory() {
     }
   }
   return least;
+}
+
+bool own_pages(char* at, size_t bytes) {
+  while (madvise(at, bytes, MADV_POPULATE_WRITE) != 0) {
+    if (errno == EINVAL) {
+      touch_pages(at, bytes);
+      return true;
+    }
+    if (errno != EINTR && errno != EAGAIN) {
+      return false;
+    }
+  }
+  return true;
+}
+
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize("thread")))
+#endif
+void touch_pages(char* at, size_t bytes) {
+  // Compilers make a mere load of "or with 0"; this they leave alone.
+  for (size_t i = 0; i < bytes; i += kPage) {
+    char value = __atomic_load_n(at + i, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(
+        at + i, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+  }
+}
+
+// A room is a range of bytes locked in /proc/meminfo, as long as the room: the
+// kernel keeps such locks for all processes that have the file open, tells them
+// apart, and drops them with their holder. Of flock, which does not see those,
+// is the mutex under which rooms are counted and taken.
+Room::Room(
+    size_t bytes,
+    const std::function<size_t()>& available,
+    std::chrono::milliseconds patience)
+    : file_(::open("/proc/meminfo", O_RDONLY | O_CLOEXEC)) {
+  constexpr auto kPause = std::chrono::milliseconds(1);
+  const Deadline deadline(patience);
+  size_t held = 0; // by others
+  size_t free = 0;
+  while (true) {
+    bool turn = false;
+    while (file_ && !(turn = flock(file_.get(), LOCK_EX | LOCK_NB) == 0) &&
+           errno == EWOULDBLOCK && !deadline.expired()) {
+      std::this_thread::sleep_for(kPause);
+    }
+    struct flock range{};
+    off_t end = 0;
+    held = 0;
+    // Without a turn (no such file, or somebody stopped in the middle of his)
+    // there is only the look at what is free.
+    while (turn) {
+      range = {};
+      range.l_type = F_WRLCK; // in the way of every lock
+      range.l_whence = SEEK_SET;
+      range.l_start = end;
+      if (fcntl(file_.get(), F_OFD_GETLK, &range) != 0 ||
+          range.l_type == F_UNLCK || range.l_len <= 0) {
+        break;
+      }
+      held += static_cast<size_t>(range.l_len);
+      end = range.l_start + range.l_len;
+    }
+    free = available();
+    const bool fits = free >= held && bytes <= free - held;
+    if (fits && turn && bytes != 0) {
+      range = {};
+      range.l_type = F_RDLCK;
+      range.l_whence = SEEK_SET;
+      range.l_start = end;
+      range.l_len = static_cast<off_t>(bytes);
+      fcntl(file_.get(), F_OFD_SETLK, &range);
+    }
+    if (turn) {
+      flock(file_.get(), LOCK_UN);
+    }
+    if (fits) {
+      return;
+    }
+    if (held == 0 || bytes > free || deadline.expired()) {
+      break;
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+  fail(
+      ErrorKind::kOutOfMemory,
+      "fused: the arena needs ",
+      bytes >> 20,
+      " MiB more shared memory, but only ",
+      free >> 20,
+      " MiB are free under the memory limit of this process",
+      held != 0 ? str(", of which other ranks are taking ", held >> 20, " MiB")
+                : std::string(),
+      "; raise the limit or use smaller buckets");
+}
+
+Room::~Room() {
+  if (file_) {
+    // A child forked meanwhile has the descriptor as well.
+    struct flock range{};
+    range.l_type = F_UNLCK;
+    range.l_whence = SEEK_SET;
+    fcntl(file_.get(), F_OFD_SETLK, &range);
+  }
+}
+
+void commit_range(
+    int fd,
+    size_t offset,
+    size_t bytes,
+    const std::function<size_t()>& available) {
+  // Where the cgroup is full, fallocate wakes the OOM killer instead of
+  // failing.
+  const Room room(bytes, available);
+  if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) !=
+      0) {
+    fail_errno(
+        str("fused: cannot allocate ", bytes >> 20, " MiB of shared memory"));
+  }
 }
 
 } // namespace fusedpg

@@ -1,5 +1,6 @@
 #include "host/arena.hpp"
 
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -253,6 +254,220 @@ TEST(arena_detach_keeps_contents_and_hides_peers) {
     arena->deallocate(block.first);
   }
   CHECK_EQ(arena->used_bytes(), size_t{0});
+}
+
+// Threads add one to elements of their own on every page all the time.
+TEST(arena_detach_loses_no_write) {
+  constexpr size_t kBytes = 24 * kMiB;
+  constexpr size_t kThreads = 2;
+  constexpr size_t kStride = 512; // of one thread's elements
+  for (int round = 0; round < (kSanitized ? 1 : 4); ++round) {
+    const auto arena = Arena::create(4096, 64 * kMiB);
+    Mapping peer(arena->fd(), arena->size());
+    auto* p = static_cast<char*>(arena->allocate(kBytes));
+    std::memset(p, 0, kBytes);
+    std::atomic<bool> stop{false};
+    std::atomic<int> ready{0};
+    std::vector<uint64_t> added(kThreads);
+    std::vector<std::thread> threads;
+    for (size_t t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, t] {
+        do {
+          for (size_t i = t * 8; i < kBytes; i += kStride) {
+            volatile auto* element = reinterpret_cast<uint64_t*>(p + i);
+            *element = *element + 1;
+          }
+          ready += ++added[t] == 1 ? 1 : 0;
+        } while (!stop.load());
+      });
+    }
+    while (ready < static_cast<int>(kThreads)) {
+      std::this_thread::yield();
+    }
+    arena->detach();
+    std::memset(peer.data() + arena->heap_begin(), 0x55, kBytes);
+    stop = true;
+    size_t wrong = 0;
+    for (size_t t = 0; t < kThreads; ++t) {
+      threads[t].join();
+      for (size_t i = t * 8; i < kBytes; i += kStride) {
+        wrong += *reinterpret_cast<uint64_t*>(p + i) != added[t] ? 1 : 0;
+      }
+    }
+    CHECK_EQ(wrong, size_t{0});
+    arena->deallocate(p);
+  }
+}
+
+TEST(arena_is_usable_while_it_is_detached) {
+  const auto arena = Arena::create(4096, 64 * kMiB);
+  const Mapping peer(arena->fd(), arena->size());
+  auto* p = static_cast<char*>(arena->allocate(20 * kMiB));
+  fill(p, 20 * kMiB, 1);
+  std::vector<char*> more;
+  size_t calls = 0;
+  arena->detach([&] {
+    ++calls;
+    CHECK(!arena->locate(p, 1)); // nobody is sent here any more
+    CHECK(arena->used_bytes() >= 20 * kMiB);
+    if (calls <= 9) {
+      char* q = static_cast<char*>(arena->allocate(3 * kMiB));
+      fill(q, 3 * kMiB, calls);
+      more.push_back(q);
+      if (calls % 3 == 0) {
+        arena->deallocate(more.front());
+        more.erase(more.begin());
+      }
+    }
+    return false;
+  });
+  CHECK_EQ(more.size(), size_t{6}); // calls 4 to 9
+  std::memset(peer.data() + 2 * kMiB, 0x66, peer.size() - 2 * kMiB);
+  CHECK(filled(p, 20 * kMiB, 1));
+  for (size_t i = 0; i < more.size(); ++i) {
+    CHECK(filled(more[i], 3 * kMiB, 4 + i));
+    arena->deallocate(more[i]);
+  }
+  arena->deallocate(p);
+}
+
+TEST(arena_that_nobody_else_writes_to_stays) {
+  const auto arena = Arena::create(4096, 64 * kMiB);
+  const Mapping peer(arena->fd(), arena->size());
+  auto* p = static_cast<char*>(arena->allocate(10 * kMiB));
+  fill(p, 10 * kMiB, 1);
+  int looks = 0;
+  arena->detach([&] { return ++looks > 2; }); // after two windows
+  CHECK(filled(p, 10 * kMiB, 1));
+  p[0] = 5; // private
+  p[9 * kMiB] = 6; // still in the file
+  CHECK(peer.data()[arena->heap_begin()] != 5);
+  CHECK_EQ(peer.data()[arena->heap_begin() + 9 * kMiB], 6);
+  CHECK(!arena->locate(p, 1));
+  auto* q = static_cast<char*>(arena->allocate(40 * kMiB)); // commits
+  fill(q, 40 * kMiB, 2);
+  CHECK(filled(q, 40 * kMiB, 2));
+  CHECK_EQ(p[1], pattern(1, 1));
+  arena->deallocate(q);
+  arena->deallocate(p);
+}
+
+TEST(arena_detach_keeps_pages_for_the_peers) {
+  const auto arena = Arena::create(4096, 64 * kMiB);
+  const Mapping peer(arena->fd(), arena->size());
+  auto* p = static_cast<char*>(arena->allocate(20 * kMiB));
+  fill(p, 20 * kMiB, 1);
+  const size_t begin = arena->heap_begin();
+  const std::vector<Arena::Pages> keep{
+      {begin + 4096, begin + 3 * 4096},
+      {begin + 3 * kMiB, begin + 9 * kMiB},
+      {begin + 10 * kMiB, begin + 20 * kMiB}};
+  for (const Arena::Pages& pages : keep) {
+    CHECK(arena->copy_on_write(pages));
+  }
+  p[5 * kMiB] = 0x11; // private at once
+  arena->detach([] { return false; }, keep);
+  for (size_t i = 0; i < 20 * kMiB; i += 64) {
+    const bool kept = std::any_of(keep.begin(), keep.end(), [&](auto pages) {
+      return begin + i >= pages.first && begin + i < pages.second;
+    });
+    const char expected = kept ? pattern(1, i) : char{0}; // given back
+    if (!CHECK_EQ(peer.data()[begin + i], expected) ||
+        !CHECK_EQ(p[i], i == 5 * kMiB ? char{0x11} : pattern(1, i))) {
+      break;
+    }
+  }
+  arena->deallocate(p);
+}
+
+TEST(memory_pages_are_owned_by_touching_too) {
+  constexpr size_t kBytes = 8 * kMiB;
+  for (const auto own :
+       {+[](char* p) { CHECK(own_pages(p, kBytes)); },
+        +[](char* p) { touch_pages(p, kBytes); }}) {
+    const Fd file = create_memory_file("fusedpg-test", kBytes);
+    Mapping mine(file.get(), kBytes);
+    const Mapping peer(file.get(), kBytes);
+    fill(peer.data(), kBytes, 3);
+    CHECK(mine.replace(0, kBytes, file.get()));
+    CHECK(filled(mine.data(), kBytes, 3));
+    peer.data()[70000] = 9;
+    CHECK_EQ(mine.data()[70000], 9); // not yet
+    peer.data()[70000] = pattern(3, 70000);
+    own(mine.data());
+    std::memset(peer.data(), 1, kBytes);
+    CHECK(filled(mine.data(), kBytes, 3));
+  }
+}
+
+namespace {
+
+// Processes that commit at once, where `limit` bytes are to be had; how many
+// did not get theirs. Checks that they never take more.
+int commit_at_once(size_t limit, size_t bytes, int count) {
+  std::vector<Fd> files;
+  for (int i = 0; i < count; ++i) {
+    files.push_back(create_memory_file("fusedpg-test", bytes));
+  }
+  const auto taken = [&] {
+    size_t sum = 0;
+    for (const Fd& file : files) {
+      struct stat status{};
+      fstat(file.get(), &status);
+      sum += static_cast<size_t>(status.st_blocks) * 512;
+    }
+    return sum;
+  };
+  int refused = 0;
+  {
+    Processes ranks(count, [&](int rank, Store& store) {
+      store.meet("start", count);
+      try {
+        commit_range(files[rank].get(), 0, bytes, [&] {
+          const size_t now = taken();
+          // What is seen is old by the time it is used.
+          std::this_thread::sleep_for(milliseconds(20));
+          return limit > now ? limit - now : 0;
+        });
+      } catch (const Error& error) {
+        CHECK(error.kind() == ErrorKind::kOutOfMemory);
+        store.add("refused", 1);
+      }
+    });
+    for (int i = 0; i < count; ++i) {
+      ranks.check(i);
+    }
+    refused = static_cast<int>(ranks.store().add("refused", 0));
+  }
+  CHECK(taken() <= limit);
+  CHECK_EQ(taken(), bytes * static_cast<size_t>(count - refused));
+  return refused;
+}
+
+} // namespace
+
+TEST(memory_is_not_promised_twice) {
+  if (kOnlyThreads) {
+    return;
+  }
+  CHECK_EQ(commit_at_once(100 * kMiB, 20 * kMiB, 5), 0); // nobody in vain
+  CHECK_EQ(commit_at_once(50 * kMiB, 20 * kMiB, 5), 3);
+  CHECK_EQ(commit_at_once(10 * kMiB, 20 * kMiB, 2), 2);
+}
+
+TEST(memory_room_waits_for_others_only_so_long) {
+  const auto free = [] { return 10 * kMiB; };
+  const auto first = std::make_unique<Room>(6 * kMiB, free);
+  const Room second(4 * kMiB, free);
+  expect_error(
+      ErrorKind::kOutOfMemory,
+      {"needs 1 MiB", "only 10 MiB are free", "other ranks are taking 10 MiB"},
+      [&] { Room(kMiB, free, milliseconds(30)); });
+  const auto start = Clock::now();
+  expect_error(ErrorKind::kOutOfMemory, {"needs 11 MiB"}, [&] {
+    Room(11 * kMiB, free); // never: no wait
+  });
+  CHECK(seconds_since(start) < 5);
 }
 
 TEST(arena_detach_of_an_empty_arena) {
