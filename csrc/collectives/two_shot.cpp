@@ -115,28 +115,27 @@ class Pipeline {
     for (const LaneCursor& lane : in_) {
       steps_ = std::max(steps_, lane_steps(lane, chunk_));
     }
+    // A staging buffer holds the chunks of so many owners.
+    owners_ = copies_in_ ? kStageBytes / chunk_ : ctx.size();
+    if (owners_ == 0 || (copies_out_ && chunk_ > kStageBytes)) {
+      fail(
+          ErrorKind::kSystem,
+          "fused: ",
+          describe(d),
+          ": a piece of ",
+          chunk_,
+          " bytes does not fit the staging buffer");
+    }
     load_locations();
   }
 
   void run() {
-    LaneCursor own = in_[ctx_.rank()];
-    // Steps by which the epilogue, then copying out, run behind.
-    const size_t reduce_lag = copies_in_ ? 1 : 0;
-    const size_t out_lag = reduce_lag + 1;
-    const size_t last = steps_ + (copies_out_ ? out_lag : reduce_lag);
-    for (size_t s = 0; s < last; ++s) {
-      if (copies_in_ && s < steps_) {
-        copy_in();
-      }
-      if (s >= reduce_lag && s - reduce_lag < steps_) {
-        reduce(own);
-      }
-      if (copies_out_ && s >= out_lag) {
-        copy_out();
-      }
-      if (s + 1 < last) {
+    // Owners for whom there is no room wait until the others are done.
+    for (first_ = 0; first_ < size(); first_ += owners_) {
+      if (first_ != 0) {
         ctx_.domain.barrier(descriptor_, ctx_.deadline);
       }
+      run_owners();
     }
     // Peers may still read inputs or write outputs in place. Without that, the
     // double buffers need no closing barrier.
@@ -149,6 +148,41 @@ class Pipeline {
   }
 
  private:
+  size_t size() const {
+    return static_cast<size_t>(ctx_.size());
+  }
+  // Whether a rank's lane is among those that are worked on.
+  bool on_turn(int owner) const {
+    const auto p = static_cast<size_t>(owner);
+    return p >= first_ && p - first_ < owners_;
+  }
+  // The place of an owner's chunk in the staging buffers.
+  size_t stage_offset(int owner) const {
+    return (static_cast<size_t>(owner) - first_) * chunk_;
+  }
+
+  void run_owners() {
+    LaneCursor own = in_[ctx_.rank()];
+    // Steps by which the epilogue, then copying out, run behind.
+    const size_t reduce_lag = copies_in_ ? 1 : 0;
+    const size_t out_lag = reduce_lag + 1;
+    const size_t last = steps_ + (copies_out_ ? out_lag : reduce_lag);
+    for (size_t s = 0; s < last; ++s) {
+      if (copies_in_ && s < steps_) {
+        copy_in();
+      }
+      if (s >= reduce_lag && s - reduce_lag < steps_ && on_turn(ctx_.rank())) {
+        reduce(own);
+      }
+      if (copies_out_ && s >= out_lag) {
+        copy_out();
+      }
+      if (s + 1 < last) {
+        ctx_.domain.barrier(descriptor_, ctx_.deadline);
+      }
+    }
+  }
+
   // Peers' tables are overwritten two barriers later: keep what is needed.
   void load_locations() {
     if (!path_.reads_direct && !path_.writes_direct) {
@@ -172,10 +206,10 @@ class Pipeline {
   void copy_in() {
     const int half = ctx_.domain.next_half();
     for (int p = 0; p < ctx_.size(); ++p) {
-      if (p == ctx_.rank()) {
+      if (p == ctx_.rank() || !on_turn(p)) {
         continue; // the owner reads its own contribution in place
       }
-      char* stage = ctx_.domain.stage_in(ctx_.rank(), half) + p * chunk_;
+      char* stage = ctx_.domain.stage_in(ctx_.rank(), half) + stage_offset(p);
       in_[p].next(
           chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
             const size_t size = plan_.src_size;
@@ -285,8 +319,8 @@ class Pipeline {
       for (int p = 0; p < ctx_.size(); ++p) {
         ends.srcs[p] = p == me   ? plan_.tensors[t].src + offset
             : path_.reads_direct ? peer_src(p, t) + offset
-                                 : ctx_.domain.stage_in(p, half) + me * chunk_ +
-                part.position + part.into * plan_.src_size;
+                                 : ctx_.domain.stage_in(p, half) +
+                stage_offset(me) + part.position + part.into * plan_.src_size;
       }
     }
     const size_t offset = part.begin * plan_.dst_size;
@@ -322,7 +356,7 @@ class Pipeline {
     }
     const int half = ctx_.domain.half();
     for (int p = 0; p < ctx_.size(); ++p) {
-      if (p == ctx_.rank()) {
+      if (p == ctx_.rank() || !on_turn(p)) {
         continue;
       }
       const char* stage = ctx_.domain.stage_out(p, half);
@@ -345,6 +379,8 @@ class Pipeline {
   bool gives_; // to another rank than the owner
   bool stream_;
   size_t chunk_; // bytes of one lane
+  size_t owners_; // whose lanes are worked on at once
+  size_t first_ = 0; // of them
   size_t steps_ = 0;
   std::vector<std::vector<uint64_t>> locations_; // [rank][2 * tensor + is_dst]
   std::vector<LaneCursor> in_;
