@@ -56,13 +56,12 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce(
     }
     return on_nccl(tensors, &Backend::allreduce, tensors, opts);
   }
-  check_count("all_reduce", "tensor", tensors.size(), 1);
+  TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
   if (tensors[0].layout() == at::kSparse) {
     return allreduce_sparse(tensors, opts);
   }
-  c10d::AllreduceCoalescedOptions coalesced;
-  static_cast<c10d::AllreduceOptions&>(coalesced) = opts;
-  return allreduce_coalesced(tensors, coalesced);
+  check_alike("all_reduce", tensors);
+  return reduce_all(tensors, opts, /*together=*/true);
 }
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_coalesced(
@@ -71,12 +70,19 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_coalesced(
   if (on_gpu(tensors)) {
     return on_nccl(tensors, &Backend::allreduce_coalesced, tensors, opts);
   }
+  TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
+  return reduce_all(tensors, opts, /*together=*/false);
+}
+
+ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_all(
+    const Tensors& tensors,
+    const c10d::AllreduceOptions& opts,
+    bool together) {
   const Call call{
       c10d::OpType::ALLREDUCE,
       "fused:all_reduce",
       timeout_or(opts.timeout),
       opts.asyncOp};
-  TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
   for (const at::Tensor& t : tensors) {
     check_tensor("all_reduce", t);
     TORCH_CHECK_VALUE(
@@ -87,39 +93,53 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_coalesced(
         t.scalar_type());
   }
   const auto type = tensors[0].scalar_type();
+  const auto args = to_reduce_args(opts.reduceOp, type, getSize());
+  // What takes part in the reduction, and how its result comes to the tensors.
+  const auto begin = [this, tensors, args, together] {
+    std::vector<Flat> flats;
+    if (together) {
+      flats.push_back(folded(kernels_, tensors, args));
+    } else {
+      flats = flat_inouts(tensors);
+    }
+    return flats;
+  };
+  const auto end = [tensors](const std::vector<Flat>& flats) {
+    if (flats.size() < tensors.size()) {
+      for (const at::Tensor& t : tensors) {
+        flats[0].give(t);
+      }
+    } else {
+      finish(flats);
+    }
+  };
   if (spans_hosts()) {
     const DelegatedReduction reduction(opts.reduceOp, type, getSize());
     return enqueue(
         call,
         tensors,
         tensors,
-        [this, tensors, opts, reduction, timeout = call.timeout](
-            uint64_t ticket) mutable {
-          for (at::Tensor& t : tensors) {
-            at::Tensor flat = t.detach().contiguous();
-            if (!skip_between_hosts(ticket, timeout, flat, opts.reduceOp)) {
-              reduction.prepare(flat);
+        [this, begin, end, opts, reduction, timeout = call.timeout](
+            uint64_t ticket) {
+          const std::vector<Flat> flats = begin();
+          for (const Flat& flat : flats) {
+            at::Tensor t = flat.tensor().detach();
+            if (!skip_between_hosts(ticket, timeout, t, opts.reduceOp)) {
+              reduction.prepare(t);
               c10d::AllreduceOptions one = opts;
               one.reduceOp = reduction.op;
-              Tensors list{flat};
+              Tensors list{t};
               delegate().allreduce(list, one)->wait();
-              reduction.finish(flat);
-            }
-            if (!flat.is_same(t)) {
-              t.detach().copy_(flat);
+              reduction.finish(t);
             }
           }
+          end(flats);
         });
   }
-  const auto args = to_reduce_args(opts.reduceOp, type, getSize());
-  return run(call, tensors, tensors, [tensors, args](Context& ctx) {
-    std::vector<Flat> flats;
-    flats.reserve(tensors.size());
-    for (const at::Tensor& t : tensors) {
-      flats.push_back(Flat::inout(t));
-    }
+  return run(call, tensors, tensors, [begin, end, args](Context& ctx) {
+    const std::vector<Flat> flats = begin();
     all_reduce(ctx, reduce_tensors(flats), args);
-    finish(flats);
+    end(flats);
   });
 }
 
@@ -146,7 +166,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce(
         tensors,
         [tensors, opts, reduction, me = getRank()](auto& gloo) {
           // Gloo uses other ranks' tensors as scratch space: give it a copy.
-          at::Tensor flat = tensors[0].detach().contiguous().clone();
+          const Flat copy = Flat::inout(tensors[0], /*apart=*/true);
+          at::Tensor flat = copy.tensor().detach();
           reduction.prepare(flat);
           c10d::ReduceOptions one = opts;
           one.reduceOp = reduction.op;
@@ -154,7 +175,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce(
           gloo.reduce(list, one)->wait();
           if (opts.rootRank == me) {
             reduction.finish(flat);
-            tensors[0].detach().copy_(flat);
+            copy.finish();
           }
           return WorkPtr();
         });
@@ -215,7 +236,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter(
           // works for uneven sizes.
           std::vector<at::Tensor> parts;
           for (const at::Tensor& t : list) {
-            parts.push_back(t.detach().reshape({-1}));
+            parts.push_back(Flat::input(t).tensor().detach().view({-1}));
           }
           at::Tensor flat = at::cat(parts);
           reduction.prepare(flat);
@@ -230,14 +251,15 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter(
           }
           at::Tensor mine = flat.narrow(0, offset, list[me].numel());
           reduction.finish(mine);
-          output.detach().copy_(mine.view(output.sizes()));
+          Flat::input(mine).give(output);
           return WorkPtr();
         });
   }
   const auto args = to_reduce_args(opts.reduceOp, type, getSize());
   return run(
       call, inputs[0], outputs, [output, list = inputs[0], args](Context& ctx) {
-        const Flat out = Flat::output(output);
+        const Flat out =
+            Flat::output(output, need_apart({output}, list, ctx.rank()));
         const auto ins = flat_inputs(list);
         fusedpg::reduce_scatter(
             ctx, out.reduce_tensor(), reduce_tensors(ins), args);
@@ -300,7 +322,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter_tensor_coalesced(
     WorkPtr last;
     for (size_t i = 0; i < outputs.size(); ++i) {
       Tensors one{outputs[i]};
-      auto parts = at::chunk(inputs[i].contiguous().view({-1}), getSize());
+      auto parts =
+          at::chunk(Flat::input(inputs[i]).tensor().view({-1}), getSize());
       TensorLists list{parts};
       list[0].resize(getSize(), at::empty({0}, inputs[i].options()));
       last = reduce_scatter(one, list, opts);
@@ -314,7 +337,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_scatter_tensor_coalesced(
       [outputs, inputs, op = opts.reduceOp, size = getSize()](Context& ctx) {
         for (size_t i = 0; i < outputs.size(); ++i) {
           ctx.begin_item(i, outputs.size());
-          const Flat out = Flat::output(outputs[i]);
+          const Flat out = Flat::output(
+              outputs[i], need_apart(inputs[i], outputs[i], ctx.rank()));
           const Flat in = Flat::input(inputs[i]);
           const size_t bytes = outputs[i].nbytes();
           std::vector<ReduceTensor> parts;

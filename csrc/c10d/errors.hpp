@@ -1,6 +1,7 @@
 #pragma once
 
 #include <exception>
+#include <string>
 
 #include <c10/util/Exception.h>
 
@@ -39,6 +40,14 @@ std::exception_ptr capture(Fn&& fn) {
   } catch (...) {
     return std::current_exception();
   }
+}
+
+// An exception in one line, for other ranks: without torch's backtrace.
+inline std::string one_line(const std::exception& error) {
+  const auto* torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string text =
+      torch != nullptr ? torch->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
 }
 
 } // namespace fusedpg

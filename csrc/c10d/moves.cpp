@@ -1,85 +1,9 @@
 // The methods of ProcessGroupFused that only move data.
 
-#include <algorithm>
-#include <numeric>
-
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
 
 namespace fusedpg {
-namespace {
-
-void check_same_type(
-    const char* op,
-    const std::vector<at::Tensor>& tensors,
-    at::ScalarType type) {
-  for (const at::Tensor& t : tensors) {
-    check_tensor(op, t);
-    TORCH_CHECK_VALUE(
-        t.scalar_type() == type,
-        "fused: ",
-        op,
-        ": tensors must have one dtype, found ",
-        type,
-        " and ",
-        t.scalar_type());
-  }
-}
-
-void check_splits(
-    const char* op,
-    const at::Tensor& t,
-    const std::vector<int64_t>& splits,
-    int size) {
-  const int64_t rows = t.dim() ? t.size(0) : 0;
-  if (splits.empty()) {
-    TORCH_CHECK_VALUE(
-        t.numel() == 0 || rows % size == 0,
-        "fused: ",
-        op,
-        ": the first dimension (",
-        rows,
-        ") is not divisible by the world size (",
-        size,
-        "); give the split sizes");
-    return;
-  }
-  TORCH_CHECK_VALUE(
-      static_cast<int>(splits.size()) == size &&
-          *std::min_element(splits.begin(), splits.end()) >= 0 &&
-          std::accumulate(splits.begin(), splits.end(), int64_t(0)) == rows,
-      "fused: ",
-      op,
-      ": ",
-      splits.size(),
-      " split sizes must be as many as ranks (",
-      size,
-      "), not negative, and sum to the first dimension (",
-      rows,
-      ")");
-}
-
-// The parts of a contiguous tensor along its first dimension.
-std::vector<Span> split_spans(
-    const Flat& flat,
-    const at::Tensor& t,
-    const std::vector<int64_t>& splits,
-    int size) {
-  const Span whole = flat.span();
-  const size_t rows = t.dim() ? static_cast<size_t>(t.size(0)) : 0;
-  const size_t row = rows ? whole.bytes / rows : 0;
-  std::vector<Span> parts;
-  size_t offset = 0;
-  for (int p = 0; p < size; ++p) {
-    const size_t bytes = splits.empty() ? whole.bytes / size
-                                        : static_cast<size_t>(splits[p]) * row;
-    parts.push_back({static_cast<char*>(whole.data) + offset, bytes});
-    offset += bytes;
-  }
-  return parts;
-}
-
-} // namespace
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::broadcast(
     Tensors& tensors,
@@ -92,25 +16,54 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::broadcast(
       "fused:broadcast",
       timeout_or(opts.timeout),
       opts.asyncOp};
-  check_count("broadcast", "tensor", tensors.size(), 1);
+  TORCH_CHECK_VALUE(!tensors.empty(), "fused: broadcast: no tensor given");
   check_tensor("broadcast", tensors[0]);
+  check_same_type("broadcast", tensors, tensors[0].scalar_type());
+  check_alike("broadcast", tensors);
   check_root("broadcast", opts.rootRank);
+  TORCH_CHECK_VALUE(
+      opts.rootTensor >= 0 &&
+          opts.rootTensor < static_cast<int64_t>(tensors.size()),
+      "fused: broadcast: root tensor ",
+      opts.rootTensor,
+      " is not one of the ",
+      tensors.size(),
+      " given");
+  const bool is_root = opts.rootRank == getRank();
+  // What the root sends, or the first tensor to receive; the rest are copies.
+  const size_t first = is_root ? static_cast<size_t>(opts.rootTensor) : 0;
+  const auto begin = [is_root, t = tensors[first]] {
+    return is_root ? Flat::input(t) : Flat::output(t);
+  };
+  const auto end = [tensors, first](const Flat& flat) {
+    flat.finish();
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (i != first) {
+        flat.give(tensors[i]);
+      }
+    }
+  };
   if (spans_hosts()) {
     return run_delegated(
-        call, tensors, tensors, [tensors, opts](auto& gloo) mutable {
-          return gloo.broadcast(tensors, opts);
+        call, tensors, tensors, [begin, end, opts](auto& gloo) {
+          const Flat flat = begin();
+          Tensors one{flat.tensor()};
+          c10d::BroadcastOptions from = opts;
+          from.rootTensor = 0;
+          gloo.broadcast(one, from)->wait();
+          end(flat);
+          return WorkPtr();
         });
   }
   return run(
       call,
       tensors,
       tensors,
-      [t = tensors[0], root = static_cast<int>(opts.rootRank)](Context& ctx) {
-        const Flat flat = Flat::inout(t);
-        fusedpg::broadcast(ctx, flat.span(), to_dtype(t.scalar_type()), root);
-        if (ctx.rank() != root) {
-          flat.finish();
-        }
+      [begin, end, root = static_cast<int>(opts.rootRank)](Context& ctx) {
+        const Flat flat = begin();
+        fusedpg::broadcast(
+            ctx, flat.span(), to_dtype(flat.tensor().scalar_type()), root);
+        end(flat);
       });
 }
 
@@ -121,8 +74,35 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather(
   if (on_gpu(inputs)) {
     return on_nccl(inputs, &Backend::allgather, outputs, inputs, opts);
   }
-  check_count("all_gather", "input tensor", inputs.size(), 1);
-  return gather_lists(outputs, inputs, opts);
+  if (inputs.size() < 2) {
+    return gather_lists(outputs, inputs, opts);
+  }
+  // Every list receives all inputs of all ranks, rank after rank.
+  check_alike("all_gather", inputs);
+  check_count("all_gather", "lists of outputs", outputs.size(), inputs.size());
+  const size_t each = inputs.size();
+  TensorLists by_input(each);
+  for (const Tensors& list : outputs) {
+    check_count(
+        "all_gather",
+        "output tensors (one for each input of each rank)",
+        list.size(),
+        each * static_cast<size_t>(size_));
+    check_same_type("all_gather", list, inputs[0].scalar_type());
+    for (const at::Tensor& t : list) {
+      TORCH_CHECK_VALUE(
+          t.numel() == inputs[0].numel(),
+          "fused: all_gather: an output has ",
+          t.numel(),
+          " elements, the inputs have ",
+          inputs[0].numel());
+    }
+  }
+  for (size_t k = 0; k < outputs[0].size(); ++k) {
+    by_input[k % each].push_back(outputs[0][k]);
+  }
+  return gather_lists(
+      by_input, inputs, opts, {outputs.begin() + 1, outputs.end()});
 }
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_coalesced(
@@ -156,7 +136,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_coalesced(
 ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
     const TensorLists& outputs,
     const Tensors& inputs,
-    const c10d::AllgatherOptions& opts) {
+    const c10d::AllgatherOptions& opts,
+    const TensorLists& copies) {
   const Call call{
       c10d::OpType::ALLGATHER,
       "fused:all_gather",
@@ -178,40 +159,61 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
         inputs[i].numel());
     all.insert(all.end(), outputs[i].begin(), outputs[i].end());
   }
+  for (const Tensors& list : copies) {
+    all.insert(all.end(), list.begin(), list.end());
+  }
+  // As if all inputs were read first, and outputs written in order.
+  const auto begin = [outputs, inputs, me = getRank()](size_t i) {
+    return flat_outputs(
+        outputs[i], need_apart(outputs[i], Tensors{inputs[i]}, me));
+  };
+  const auto copy = [outputs, copies] {
+    for (const Tensors& list : copies) {
+      for (size_t k = 0; k < list.size(); ++k) {
+        const size_t each = outputs.size();
+        Flat::input(outputs[k % each][k / each]).give(list[k]);
+      }
+    }
+  };
   if (spans_hosts()) {
     // Broadcasts, so that sizes may differ from rank to rank.
     return run_delegated(
         call,
         inputs,
         all,
-        [outputs, inputs, opts, size = getSize(), me = getRank()](auto& gloo) {
+        [begin, copy, inputs, opts, size = getSize(), me = getRank()](
+            auto& gloo) {
           for (size_t i = 0; i < inputs.size(); ++i) {
+            const Flat in = Flat::input(inputs[i]);
+            const auto outs = begin(i);
             for (int p = 0; p < size; ++p) {
-              const at::Tensor& out = outputs[i][p];
-              at::Tensor flat = p == me ? inputs[i].detach().contiguous()
-                                        : at::empty(out.sizes(), out.options());
-              if (flat.numel() != 0) {
+              if (p == me) {
+                in.give(outs[p].tensor());
+              }
+              if (outs[p].tensor().numel() != 0) {
                 c10d::BroadcastOptions from;
                 from.rootRank = p;
                 from.timeout = opts.timeout;
-                Tensors one{flat};
+                Tensors one{outs[p].tensor()};
                 gloo.broadcast(one, from)->wait();
               }
-              out.detach().copy_(flat.view(out.sizes()));
             }
+            finish(outs);
           }
+          copy();
           return WorkPtr();
         });
   }
-  return run(call, inputs, all, [outputs, inputs](Context& ctx) {
+  return run(call, inputs, all, [begin, copy, inputs](Context& ctx) {
     for (size_t i = 0; i < inputs.size(); ++i) {
       ctx.begin_item(i, inputs.size());
-      const auto outs = flat_outputs(outputs[i]);
+      const auto outs = begin(i);
       const Flat in = Flat::input(inputs[i]);
       all_gather(
           ctx, spans(outs), in.span(), to_dtype(inputs[i].scalar_type()));
       finish(outs);
     }
+    copy();
   });
 }
 
@@ -263,16 +265,18 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
   }
   if (spans_hosts()) {
     return run_delegated(
-        call, inputs, outputs, [outputs, inputs, opts](auto& gloo) mutable {
+        call,
+        inputs,
+        outputs,
+        [outputs, inputs, opts, me = getRank()](auto& gloo) {
           for (size_t i = 0; i < inputs.size(); ++i) {
-            at::Tensor in = inputs[i].contiguous();
-            at::Tensor out = outputs[i].is_contiguous()
-                ? outputs[i]
-                : at::empty(outputs[i].sizes(), outputs[i].options());
-            gloo._allgather_base(out, in, opts)->wait();
-            if (!out.is_same(outputs[i])) {
-              outputs[i].detach().copy_(out);
-            }
+            const Flat in = Flat::input(inputs[i]);
+            const Flat out =
+                Flat::output(outputs[i], need_apart(outputs[i], inputs[i], me));
+            at::Tensor from = in.tensor();
+            at::Tensor to = out.tensor();
+            gloo._allgather_base(to, from, opts)->wait();
+            out.finish();
           }
           return WorkPtr();
         });
@@ -281,7 +285,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
       call, inputs, outputs, [outputs, inputs, size = getSize()](Context& ctx) {
         for (size_t i = 0; i < inputs.size(); ++i) {
           ctx.begin_item(i, inputs.size());
-          const Flat out = Flat::output(outputs[i]);
+          const Flat out = Flat::output(
+              outputs[i], need_apart(outputs[i], inputs[i], ctx.rank()));
           const Flat in = Flat::input(inputs[i]);
           const Span input = in.span();
           std::vector<Span> parts;
@@ -324,8 +329,17 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather(
   }
   if (spans_hosts()) {
     return run_delegated(
-        call, inputs, list, [outputs, inputs, opts](auto& gloo) mutable {
-          return gloo.gather(outputs, inputs, opts);
+        call, inputs, list, [list, in = inputs[0], opts](auto& gloo) {
+          // Gloo copies into outputs of its own first.
+          const auto outs = flat_outputs(list);
+          TensorLists lists;
+          if (!list.empty()) {
+            lists.push_back(flat_tensors(outs));
+          }
+          Tensors one{Flat::input(in).tensor()};
+          gloo.gather(lists, one, opts)->wait();
+          finish(outs);
+          return WorkPtr();
         });
   }
   return run(
@@ -334,7 +348,8 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather(
       list,
       [list, in = inputs[0], root = static_cast<int>(opts.rootRank)](
           Context& ctx) {
-        const auto outs = flat_outputs(list);
+        const auto outs =
+            flat_outputs(list, need_apart(list, Tensors{in}, ctx.rank()));
         fusedpg::gather(
             ctx,
             spans(outs),
@@ -373,8 +388,20 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::scatter(
   }
   if (spans_hosts()) {
     return run_delegated(
-        call, list, outputs, [outputs, inputs, opts](auto& gloo) mutable {
-          return gloo.scatter(outputs, inputs, opts);
+        call,
+        list,
+        outputs,
+        [list, output = outputs[0], opts, me = getRank()](auto& gloo) {
+          const Flat out = Flat::output(output, need_apart({output}, list, me));
+          const auto ins = flat_inputs(list);
+          TensorLists lists;
+          if (!list.empty()) {
+            lists.push_back(flat_tensors(ins));
+          }
+          Tensors one{out.tensor()};
+          gloo.scatter(one, lists, opts)->wait();
+          out.finish();
+          return WorkPtr();
         });
   }
   return run(
@@ -383,114 +410,13 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::scatter(
       outputs,
       [list, output = outputs[0], root = static_cast<int>(opts.rootRank)](
           Context& ctx) {
-        const Flat out = Flat::output(output);
+        const Flat out =
+            Flat::output(output, need_apart({output}, list, ctx.rank()));
         const auto ins = flat_inputs(list);
         fusedpg::scatter(
             ctx, out.span(), spans(ins), to_dtype(output.scalar_type()), root);
         out.finish();
       });
-}
-
-ProcessGroupFused::WorkPtr ProcessGroupFused::alltoall_base(
-    at::Tensor& output,
-    at::Tensor& input,
-    std::vector<int64_t>& output_splits,
-    std::vector<int64_t>& input_splits,
-    const c10d::AllToAllOptions& opts) {
-  if (on_gpu(output)) {
-    return on_nccl(
-        output,
-        &Backend::alltoall_base,
-        output,
-        input,
-        output_splits,
-        input_splits,
-        opts);
-  }
-  const Call call{
-      c10d::OpType::ALLTOALL_BASE,
-      "fused:all_to_all",
-      timeout_or(opts.timeout),
-      opts.asyncOp};
-  check_tensor("all_to_all_single", input);
-  check_same_type("all_to_all_single", {output}, input.scalar_type());
-  if (spans_hosts()) {
-    return run_delegated(
-        call,
-        {input},
-        {output},
-        [output, input, output_splits, input_splits, opts](auto& gloo) mutable {
-          return gloo.alltoall_base(
-              output, input, output_splits, input_splits, opts);
-        });
-  }
-  check_splits("all_to_all_single", output, output_splits, getSize());
-  check_splits("all_to_all_single", input, input_splits, getSize());
-  return run(
-      call,
-      {input},
-      {output},
-      [output, input, output_splits, input_splits](Context& ctx) {
-        const Flat out = Flat::output(output);
-        const Flat in = Flat::input(input);
-        all_to_all(
-            ctx,
-            split_spans(out, output, output_splits, ctx.size()),
-            split_spans(in, input, input_splits, ctx.size()),
-            to_dtype(input.scalar_type()));
-        out.finish();
-      });
-}
-
-ProcessGroupFused::WorkPtr ProcessGroupFused::alltoall(
-    Tensors& outputs,
-    Tensors& inputs,
-    const c10d::AllToAllOptions& opts) {
-  if (on_gpu(outputs)) {
-    return on_nccl(outputs, &Backend::alltoall, outputs, inputs, opts);
-  }
-  const Call call{
-      c10d::OpType::ALLTOALL,
-      "fused:all_to_all",
-      timeout_or(opts.timeout),
-      opts.asyncOp};
-  check_count("all_to_all", "output tensors", outputs.size(), size_);
-  check_count("all_to_all", "input tensors", inputs.size(), size_);
-  check_same_type("all_to_all", inputs, inputs[0].scalar_type());
-  check_same_type("all_to_all", outputs, inputs[0].scalar_type());
-  if (spans_hosts()) {
-    // As one flat exchange: Gloo has no list form.
-    return run_delegated(
-        call, inputs, outputs, [outputs, inputs, opts](auto& gloo) {
-          std::vector<int64_t> in_splits;
-          std::vector<int64_t> out_splits;
-          std::vector<at::Tensor> parts;
-          for (const at::Tensor& t : inputs) {
-            in_splits.push_back(t.numel());
-            parts.push_back(t.detach().reshape({-1}));
-          }
-          int64_t total = 0;
-          for (const at::Tensor& t : outputs) {
-            out_splits.push_back(t.numel());
-            total += t.numel();
-          }
-          at::Tensor in = at::cat(parts);
-          at::Tensor out = at::empty({total}, in.options());
-          const auto sizes = out_splits; // Gloo empties what it is given
-          gloo.alltoall_base(out, in, out_splits, in_splits, opts)->wait();
-          const auto received = out.split_with_sizes(sizes);
-          for (size_t p = 0; p < outputs.size(); ++p) {
-            outputs[p].detach().copy_(received[p].view(outputs[p].sizes()));
-          }
-          return WorkPtr();
-        });
-  }
-  return run(call, inputs, outputs, [outputs, inputs](Context& ctx) {
-    const auto outs = flat_outputs(outputs);
-    const auto ins = flat_inputs(inputs);
-    all_to_all(ctx, spans(outs), spans(ins), to_dtype(inputs[0].scalar_type()));
-    finish(outs);
-  });
 }
 
 } // namespace fusedpg

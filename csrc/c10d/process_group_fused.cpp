@@ -58,6 +58,7 @@ ProcessGroupFused::ProcessGroupFused(
     if (bootstrap.single_host()) {
       engine_ = std::make_unique<Engine>(
           rank, bootstrap, settings_, stats_, deadline);
+      engine_->set_describe(one_line);
     }
   });
   cuda_ = std::make_unique<CudaGroup>(

@@ -61,7 +61,7 @@ class ProcessGroupFused : public c10d::Backend {
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // --- collectives (collectives.cpp, moves.cpp) ------------------------------
+  // --- collectives (collectives.cpp, moves.cpp, all_to_all.cpp) --------------
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
       override;
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts)
@@ -238,11 +238,18 @@ class ProcessGroupFused : public c10d::Backend {
       const Tensors& inputs,
       const Tensors& outputs,
       std::function<void(uint64_t)> operation);
-  // outputs[i][p] receives rank p's inputs[i].
+  // all_reduce of each tensor, or of all as contributions to one result.
+  WorkPtr reduce_all(
+      const Tensors& tensors,
+      const c10d::AllreduceOptions& opts,
+      bool together);
+  // outputs[i][p] receives rank p's inputs[i]; then every list of `copies`
+  // receives what the outputs hold, rank after rank.
   WorkPtr gather_lists(
       const TensorLists& outputs,
       const Tensors& inputs,
-      const c10d::AllgatherOptions& opts);
+      const c10d::AllgatherOptions& opts,
+      const TensorLists& copies = {});
   WorkPtr receive(
       Tensors& tensors,
       int src,

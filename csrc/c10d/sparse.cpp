@@ -108,12 +108,12 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
                             std::vector<at::Tensor>& list,
                             int64_t dim,
                             uint64_t item) {
+    ctx.begin_item(item, 3); // before what may find no memory
     for (const CooHeader& h : headers) {
       std::vector<int64_t> sizes = part.sizes().vec();
       sizes[dim] = h.entries;
       list.push_back(at::empty(sizes, part.options()));
     }
-    ctx.begin_item(item, 3);
     const Flat in = Flat::input(part);
     const auto outs = flat_outputs(list);
     all_gather(ctx, spans(outs), in.span(), to_dtype(part.scalar_type()));
@@ -278,8 +278,13 @@ bool ProcessGroupFused::skip_on_gpu(
   }
   {
     const std::lock_guard<std::mutex> lock(cuda_skip_mutex_);
-    if (select_skip(cuda_skip_, getSize(), call.count, tensor.nbytes(), args) ==
-        DensityEstimates::Choice::kDense) {
+    const auto choice =
+        select_skip(cuda_skip_, getSize(), call.count, tensor.nbytes(), args);
+    if (choice != DensityEstimates::Choice::kSkip) {
+      // Here what ranks call differently ends the group, so calls count.
+      count_dense(cuda_skip_, getSize(), call.count, tensor.nbytes(), args);
+    }
+    if (choice == DensityEstimates::Choice::kDense) {
       return false;
     }
   }
@@ -361,8 +366,12 @@ bool ProcessGroupFused::skip_between_hosts(
   // What Gloo's ring would move.
   const uint64_t bytes =
       2 * flat.nbytes() * static_cast<uint64_t>(getSize() - 1) / getSize();
-  if (choice == Choice::kDense) {
+  const auto dense = [&] {
+    count_dense(net_skip_, getSize(), shape, flat.nbytes(), args);
     stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {bytes, bytes});
+  };
+  if (choice == Choice::kDense) {
+    dense();
     return false;
   }
   NetContext ctx = net_context(ticket, timeout);
@@ -377,8 +386,10 @@ bool ProcessGroupFused::skip_between_hosts(
     stats_.add(OpCode::kAllReduce, DataPath::kSkipping, ctx.moved);
     return true;
   }
-  observe(net_sampled_density(ctx, tensor, args.dtype, net_skip_.block));
-  stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {bytes, bytes});
+  const double density =
+      net_sampled_density(ctx, tensor, args.dtype, net_skip_.block);
+  dense(); // a mismatch has raised, on all ranks
+  observe(density);
   return false;
 }
 
@@ -388,7 +399,17 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_sparse(
   if (on_gpu(tensors)) {
     return on_nccl(tensors, &Backend::allreduce_sparse, tensors, opts);
   }
-  check_count("all_reduce", "tensor", tensors.size(), 1);
+  TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
+  for (const at::Tensor& t : tensors) {
+    TORCH_CHECK_VALUE(
+        t.layout() == at::kSparse && t.device().is_cpu(),
+        "fused: all_reduce: tensors of one call must all be sparse (COO) and "
+        "on the CPU, found ",
+        t.layout(),
+        " on ",
+        t.device());
+  }
+  check_alike("all_reduce", tensors);
   const Call call{
       c10d::OpType::_ALLREDUCE_SPARSE,
       "fused:sparse_all_reduce",
@@ -407,9 +428,12 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_sparse(
           return gloo.allreduce(tensors, opts);
         });
   }
-  return run(call, tensors, tensors, [tensor = tensors[0], mean](Context& ctx) {
+  return run(call, tensors, tensors, [tensors, mean](Context& ctx) {
     const c10::NoGradGuard no_grad;
-    const at::Tensor mine = tensor.detach().coalesce();
+    at::Tensor mine = tensors[0].detach().coalesce();
+    for (size_t i = 1; i < tensors.size(); ++i) {
+      mine = (mine + tensors[i].detach()).coalesce();
+    }
     const Gathered all = gather_entries(ctx, mine);
     at::Tensor sum = add_entries(mine, all);
     if (mean) {
@@ -417,7 +441,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce_sparse(
           ? sum / ctx.size()
           : at::div(sum, ctx.size(), "trunc");
     }
-    tensor.copy_(sum); // what detach() gives has coordinates of its own
+    for (const at::Tensor& t : tensors) {
+      t.copy_(sum); // what detach() gives has coordinates of its own
+    }
     OpStats stats;
     for (int p = 0; p < ctx.size(); ++p) {
       const size_t bytes = all.indices[p].nbytes() + all.values[p].nbytes();

@@ -1,7 +1,12 @@
 #include "c10d/tensors.hpp"
 
+#include <algorithm>
+#include <tuple>
+
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+
+#include "collectives/reduction.hpp"
 
 namespace fusedpg {
 
@@ -132,34 +137,144 @@ at::Tensor plain_copy(const at::Tensor& t) {
   return t.detach().resolve_conj().resolve_neg().contiguous();
 }
 
-void check_writable(const at::Tensor& t) {
+// Whether elements of `t` share memory, as those of an expanded tensor do.
+bool elements_overlap(const at::Tensor& t) {
+  std::vector<std::pair<int64_t, int64_t>> dims; // stride, size
   for (int64_t d = 0; d < t.dim(); ++d) {
-    TORCH_CHECK_VALUE(
-        t.size(d) < 2 || t.stride(d) != 0,
-        "fused: cannot write to an expanded tensor, whose elements share "
-        "memory; clone it first");
+    if (t.size(d) == 0) {
+      return false;
+    }
+    if (t.size(d) > 1) {
+      dims.emplace_back(t.stride(d), t.size(d));
+    }
   }
+  std::sort(dims.begin(), dims.end());
+  int64_t end = 1; // of the dimensions so far, in elements
+  bool nested = true;
+  for (const auto& [stride, size] : dims) {
+    if (stride == 0) {
+      return true;
+    }
+    nested = nested && stride >= end;
+    end += (size - 1) * stride;
+  }
+  if (nested) {
+    return false;
+  }
+  // Strides like 2 and 3 may interleave: count.
+  const at::Tensor places =
+      at::arange(end, at::kLong).as_strided(t.sizes(), t.strides(), 0);
+  return std::get<0>(at::_unique(places)).numel() != t.numel();
+}
+
+void check_writable(const at::Tensor& t) {
+  TORCH_CHECK_VALUE(
+      !elements_overlap(t),
+      "fused: cannot write to a tensor whose elements share memory, such as "
+      "an expanded one; clone it first");
+}
+
+// Memory from the first to behind the last element.
+struct Extent {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+  bool operator==(const Extent&) const = default;
+};
+
+Extent extent(const at::Tensor& t) {
+  if (t.numel() == 0) {
+    return {};
+  }
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    last += (t.size(d) - 1) * t.stride(d);
+  }
+  const auto* begin = static_cast<const char*>(t.const_data_ptr());
+  return {begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
+}
+
+// Sorted, without those that are empty.
+std::vector<Extent> extents(const std::vector<at::Tensor>& tensors) {
+  std::vector<Extent> all;
+  all.reserve(tensors.size());
+  for (const at::Tensor& t : tensors) {
+    const Extent e = extent(t);
+    if (e.begin != e.end) {
+      all.push_back(e);
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const Extent& a, const Extent& b) {
+    return a.begin < b.begin;
+  });
+  return all;
+}
+
+bool overlap(const std::vector<Extent>& sorted) {
+  return std::adjacent_find(
+             sorted.begin(),
+             sorted.end(),
+             [](const Extent& a, const Extent& b) {
+               return b.begin < a.end;
+             }) != sorted.end();
+}
+
+bool overlap(const Extent& a, const Extent& b) {
+  return a.begin < b.end && b.begin < a.end;
 }
 
 } // namespace
+
+void check_same_type(
+    const char* op,
+    const std::vector<at::Tensor>& tensors,
+    at::ScalarType type) {
+  for (const at::Tensor& t : tensors) {
+    check_tensor(op, t);
+    TORCH_CHECK_VALUE(
+        t.scalar_type() == type,
+        "fused: ",
+        op,
+        ": tensors must have one dtype, found ",
+        type,
+        " and ",
+        t.scalar_type());
+  }
+}
+
+void check_alike(const char* op, const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& t : tensors) {
+    TORCH_CHECK_VALUE(
+        t.scalar_type() == tensors[0].scalar_type() &&
+            t.sizes() == tensors[0].sizes(),
+        "fused: ",
+        op,
+        ": tensors of one call must have one dtype and one size, found ",
+        tensors[0].scalar_type(),
+        " ",
+        tensors[0].sizes(),
+        " and ",
+        t.scalar_type(),
+        " ",
+        t.sizes());
+  }
+}
 
 Flat Flat::input(const at::Tensor& t) {
   return {t, is_plain(t) ? t : plain_copy(t), false};
 }
 
-Flat Flat::output(const at::Tensor& t) {
-  if (is_plain(t)) {
+Flat Flat::output(const at::Tensor& t, bool apart) {
+  if (is_plain(t) && !apart) {
     return {t, t, false};
   }
   check_writable(t);
   return {t, at::empty(t.sizes(), t.options()), true};
 }
 
-Flat Flat::inout(const at::Tensor& t) {
+Flat Flat::inout(const at::Tensor& t, bool apart) {
   if (is_plain(t)) {
-    return {t, t, false};
+    return {t, apart ? t.detach().clone() : t, apart};
   }
-  check_writable(t);
   return {t, plain_copy(t), true};
 }
 
@@ -177,11 +292,24 @@ ReduceTensor Flat::reduce_tensor() const {
 
 void Flat::finish() const {
   if (copy_back_) {
-    // The mode is of a thread, and this one may not be the caller's.
-    const c10::InferenceMode mode(original_.is_inference());
-    const c10::NoGradGuard no_grad;
-    original_.detach().copy_(flat_);
+    give(original_);
   }
+}
+
+void Flat::give(const at::Tensor& to) const {
+  // The mode is of a thread, and this one may not be the caller's.
+  const c10::InferenceMode mode(to.is_inference());
+  const c10::NoGradGuard no_grad;
+  at::Tensor target = to.detach();
+  at::Tensor source = flat_.view(to.sizes());
+  for (int64_t d = 0; d < target.dim(); ++d) {
+    if (target.size(d) > 1 && target.stride(d) == 0) {
+      // Expanded, with one value for all.
+      target = target.narrow(d, 0, 1);
+      source = source.narrow(d, 0, 1);
+    }
+  }
+  target.copy_(source);
 }
 
 std::vector<Flat> flat_inputs(const std::vector<at::Tensor>& tensors) {
@@ -193,13 +321,106 @@ std::vector<Flat> flat_inputs(const std::vector<at::Tensor>& tensors) {
   return flats;
 }
 
-std::vector<Flat> flat_outputs(const std::vector<at::Tensor>& tensors) {
+std::vector<Flat> flat_outputs(
+    const std::vector<at::Tensor>& tensors,
+    bool apart) {
   std::vector<Flat> flats;
   flats.reserve(tensors.size());
   for (const at::Tensor& t : tensors) {
-    flats.push_back(Flat::output(t));
+    flats.push_back(Flat::output(t, apart));
   }
   return flats;
+}
+
+std::vector<Flat> flat_inouts(const std::vector<at::Tensor>& tensors) {
+  const bool apart = tensors.size() > 1 && overlap(extents(tensors));
+  std::vector<Flat> flats;
+  flats.reserve(tensors.size());
+  for (const at::Tensor& t : tensors) {
+    flats.push_back(Flat::inout(t, apart));
+  }
+  return flats;
+}
+
+bool need_apart(
+    const std::vector<at::Tensor>& outputs,
+    const std::vector<at::Tensor>& inputs,
+    int rank) {
+  if (outputs.empty() || inputs.empty()) {
+    return outputs.size() > 1 && overlap(extents(outputs));
+  }
+  const std::vector<Extent> written = extents(outputs);
+  if (overlap(written)) {
+    return true;
+  }
+  const auto of_rank = [rank](const std::vector<at::Tensor>& list) {
+    return list.size() == 1 ? 0 : static_cast<size_t>(rank);
+  };
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Extent read = extent(inputs[i]);
+    if (rank != kNoRank && i == of_rank(inputs) &&
+        read == extent(outputs[of_rank(outputs)])) {
+      continue;
+    }
+    // The last output that begins before the input ends.
+    const auto after = std::partition_point(
+        written.begin(), written.end(), [&](const Extent& e) {
+          return e.begin < read.end;
+        });
+    if (after != written.begin() && overlap(*std::prev(after), read)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool need_apart(const at::Tensor& whole, const at::Tensor& part, int rank) {
+  const Extent outer = extent(whole);
+  const Extent inner = extent(part);
+  const auto bytes = static_cast<ptrdiff_t>(part.nbytes());
+  return overlap(outer, inner) &&
+      !(is_plain(whole) && is_plain(part) &&
+        inner.begin == outer.begin + rank * bytes);
+}
+
+Flat folded(
+    const kernels::Table& kernels,
+    const std::vector<at::Tensor>& tensors,
+    const kernels::ReduceArgs& args) {
+  if (tensors.size() == 1) {
+    return Flat::inout(tensors[0]);
+  }
+  reduction_descriptor(OpCode::kAllReduce, args); // throws if undefined
+  kernels::ReduceArgs local;
+  local.dtype = args.dtype;
+  local.op = args.op == RedOp::kAvg || args.op == RedOp::kPremulSum
+      ? RedOp::kSum // its factor comes once, over the ranks
+      : args.op;
+  const std::vector<Flat> flats = flat_inputs(tensors);
+  std::vector<const void*> srcs;
+  for (const Flat& flat : flats) {
+    srcs.push_back(flat.span().data);
+  }
+  Flat sum = Flat::output(at::empty(tensors[0].sizes(), tensors[0].options()));
+  void* dst = sum.span().data;
+  kernels.reduce(
+      local,
+      &dst,
+      1,
+      srcs.data(),
+      srcs.size(),
+      static_cast<size_t>(sum.tensor().numel()),
+      false);
+  return sum;
+}
+
+std::vector<at::Tensor> flat_tensors(const std::vector<Flat>& flats) {
+  std::vector<at::Tensor> all;
+  all.reserve(flats.size());
+  for (const Flat& flat : flats) {
+    all.push_back(flat.tensor());
+  }
+  return all;
 }
 
 std::vector<Span> spans(const std::vector<Flat>& tensors) {

@@ -23,17 +23,35 @@ void check_tensor(const char* op, const at::Tensor& t);
 // The same on any device.
 void check_dense(const char* op, const at::Tensor& t);
 
-// A tensor as the engine wants it: contiguous. A tensor that is not is copied,
-// and copied back by finish() if it was an output.
+// check_tensor() of all, which must have this type.
+void check_same_type(
+    const char* op,
+    const std::vector<at::Tensor>& tensors,
+    at::ScalarType type);
+// Throws ValueError unless all have the first one's sizes and dtype.
+void check_alike(const char* op, const std::vector<at::Tensor>& tensors);
+
+// A tensor as the engine and Gloo want it: contiguous. A tensor that is not is
+// copied, and copied back by finish() if it was an output; so is one that is to
+// be `apart`, in memory of its own until then.
 class Flat {
  public:
   static Flat input(const at::Tensor& t);
-  static Flat output(const at::Tensor& t);
-  static Flat inout(const at::Tensor& t);
+  // Throws ValueError when elements of `t` share memory.
+  static Flat output(const at::Tensor& t, bool apart = false);
+  // For operations that treat all elements alike: elements that share memory
+  // have one value before, and one after.
+  static Flat inout(const at::Tensor& t, bool apart = false);
 
+  // What `this` holds, contiguous.
+  const at::Tensor& tensor() const {
+    return flat_;
+  }
   Span span() const;
   ReduceTensor reduce_tensor() const;
   void finish() const;
+  // Copies what this holds to another tensor of as many elements.
+  void give(const at::Tensor& to) const;
 
  private:
   Flat(at::Tensor original, at::Tensor flat, bool copy_back)
@@ -47,7 +65,33 @@ class Flat {
 };
 
 std::vector<Flat> flat_inputs(const std::vector<at::Tensor>& tensors);
-std::vector<Flat> flat_outputs(const std::vector<at::Tensor>& tensors);
+std::vector<Flat> flat_outputs(
+    const std::vector<at::Tensor>& tensors,
+    bool apart = false);
+// Those of one reduction in place, apart if they share memory.
+std::vector<Flat> flat_inouts(const std::vector<at::Tensor>& tensors);
+
+// What the outputs of an operation need so that its result is that of reading
+// all inputs before the first output is written, then writing the outputs in
+// order: to be apart where they share memory with one another or an input.
+// Memory counts from a tensor's first element to its last. This rank's input
+// may be this rank's output, where the lists have one for each rank.
+constexpr int kNoRank = -1; // none may
+bool need_apart(
+    const std::vector<at::Tensor>& outputs,
+    const std::vector<at::Tensor>& inputs,
+    int rank);
+// The same for one tensor that holds this rank's part of another or is apart
+// from it.
+bool need_apart(const at::Tensor& whole, const at::Tensor& part, int rank);
+
+// The left fold of alike tensors of this rank, which is its contribution to a
+// reduction of several tensors together. One tensor is that tensor.
+Flat folded(
+    const kernels::Table& kernels,
+    const std::vector<at::Tensor>& tensors,
+    const kernels::ReduceArgs& args);
+std::vector<at::Tensor> flat_tensors(const std::vector<Flat>& flats);
 std::vector<Span> spans(const std::vector<Flat>& tensors);
 std::vector<ReduceTensor> reduce_tensors(const std::vector<Flat>& tensors);
 void finish(const std::vector<Flat>& tensors);

@@ -39,6 +39,7 @@ void all_reduce(
         d,
         probes ? sample_blocks(ctx.kernels, tensors, args.dtype, ctx.skip.block)
                : std::vector<uint64_t>());
+    count_dense(ctx.skip, ctx.size(), d.shape_hash, bytes, args);
     if (probes) {
       std::vector<const uint64_t*> samples;
       for (int p = 0; p < ctx.size(); ++p) {

@@ -10,15 +10,30 @@ constexpr size_t kMaxShapes = 4096;
 
 } // namespace
 
-DensityEstimates::Choice DensityEstimates::choose(uint64_t shape, DType dtype) {
-  if (estimates_.size() >= kMaxShapes) {
-    estimates_.clear();
+DensityEstimates::Choice DensityEstimates::choose(uint64_t shape, DType dtype)
+    const {
+  const auto found = estimates_.find({shape, dtype});
+  if (found == estimates_.end()) {
+    return Choice::kProbe;
   }
-  Estimate& e = estimates_[{shape, dtype}];
+  const Estimate& e = found->second;
   if (e.skips) {
     return Choice::kSkip;
   }
-  return e.dense_calls++ % kProbeEvery == 0 ? Choice::kProbe : Choice::kDense;
+  return e.dense_calls % kProbeEvery == 0 ? Choice::kProbe : Choice::kDense;
+}
+
+void DensityEstimates::count_dense(uint64_t shape, DType dtype) {
+  ++estimate(shape, dtype).dense_calls;
+}
+
+DensityEstimates::Estimate& DensityEstimates::estimate(
+    uint64_t shape,
+    DType dtype) {
+  if (estimates_.size() >= kMaxShapes && !estimates_.contains({shape, dtype})) {
+    estimates_.clear();
+  }
+  return estimates_[{shape, dtype}];
 }
 
 void DensityEstimates::observe(
@@ -26,7 +41,7 @@ void DensityEstimates::observe(
     DType dtype,
     double density,
     double limit) {
-  Estimate& e = estimates_[{shape, dtype}];
+  Estimate& e = estimate(shape, dtype);
   e.density = e.density < 0 || !e.skips
       ? density // samples are far apart
       : (1 - kNewShare) * e.density + kNewShare * density;

@@ -19,8 +19,11 @@ class DensityEstimates {
     kProbe, // dense, and look at a sample of the blocks
     kSkip,
   };
-  // For the next operation of this shape; counts it.
-  Choice choose(uint64_t shape, DType dtype);
+  // For the next operation of this shape. Changes nothing: whether that
+  // operation takes place is not yet known.
+  Choice choose(uint64_t shape, DType dtype) const;
+  // A dense operation took place: all ranks have entered it.
+  void count_dense(uint64_t shape, DType dtype);
   // `limit`: the density from which skipping does not pay.
   void observe(uint64_t shape, DType dtype, double density, double limit);
 
@@ -30,6 +33,7 @@ class DensityEstimates {
     bool skips = false;
     uint64_t dense_calls = 0;
   };
+  Estimate& estimate(uint64_t shape, DType dtype);
   std::map<std::pair<uint64_t, DType>, Estimate> estimates_;
 };
 

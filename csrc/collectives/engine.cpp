@@ -69,12 +69,14 @@ void Engine::execute(
       nan_check_,
       skip_,
       stats_};
+  bool refused = false;
   try {
     try {
       op(ctx);
     } catch (const std::exception& error) {
       if (!ctx.entered) {
-        refuse(ctx, error.what()); // throws on the peers only
+        refuse(ctx, describe_(error)); // throws on the peers only
+        refused = true;
       }
       throw;
     }
@@ -82,16 +84,16 @@ void Engine::execute(
     // memory, which was being read or written.
     check_failed();
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kInvalid &&
+    if (!refused && error.kind() != ErrorKind::kInvalid &&
         error.kind() != ErrorKind::kMismatch) {
       domain_.mark_failed(error);
     }
     throw;
   } catch (const std::exception& error) {
-    if (ctx.entered) {
+    if (!refused) {
       // Not foreseen (no memory, no thread): the peers are somewhere inside the
       // operation that this rank has left.
-      domain_.mark_failed(Error(ErrorKind::kSystem, error.what()));
+      domain_.mark_failed(Error(ErrorKind::kSystem, describe_(error)));
     }
     throw;
   }
@@ -99,11 +101,16 @@ void Engine::execute(
 
 void Engine::abort(Executor& executor) {
   domain_.request_abort();
-  executor.run_unnumbered([this] {
-    domain_.mark_failed(Error(
-        ErrorKind::kAborted,
-        str("fused: the group was aborted on rank ", domain_.rank())));
-  });
+  try {
+    executor.run_unnumbered([this] {
+      domain_.mark_failed(Error(
+          ErrorKind::kAborted,
+          str("fused: the group was aborted on rank ", domain_.rank())));
+    });
+  } catch (const Error&) {
+    // The group is being shut down: what still runs has heard of the abort
+    // above, and nothing comes after it.
+  }
 }
 
 } // namespace fusedpg

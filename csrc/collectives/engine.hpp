@@ -28,9 +28,17 @@ class Engine {
 
   using Operation = std::function<void(Context&)>;
 
+  // How peers are told of an exception that is not this engine's. Before the
+  // first operation.
+  using Describe = std::function<std::string(const std::exception&)>;
+  void set_describe(Describe describe) {
+    describe_ = std::move(describe);
+  }
+
   // Runs `op` on this thread. Called from inside the executor, which gives the
-  // sequence number. Throws Error; the group has then failed unless the kind
-  // is kInvalid or kMismatch.
+  // sequence number. Throws what it throws; the group has then failed unless it
+  // is an Error of kind kInvalid or kMismatch, or came before `op` entered:
+  // then peers have raised, too, and all ranks are in step.
   void execute(
       const Operation& op,
       uint64_t sequence,
@@ -56,6 +64,9 @@ class Engine {
   const bool nan_check_;
   SkipState skip_;
   Stats& stats_;
+  Describe describe_ = [](const std::exception& error) {
+    return std::string(error.what());
+  };
 };
 
 } // namespace fusedpg

@@ -33,20 +33,44 @@ size_t select_chunk(size_t total_bytes, int world_size) {
   return std::max<size_t>(lane, 64) * lanes;
 }
 
+namespace {
+
+bool may_skip(
+    const SkipState& state,
+    int world_size,
+    size_t bytes,
+    const kernels::ReduceArgs& args) {
+  return state.mode != BlockSkip::kOff && world_size > 1 &&
+      bytes > kOneShotBytes && can_skip(args);
+}
+
+} // namespace
+
 DensityEstimates::Choice select_skip(
-    SkipState& state,
+    const SkipState& state,
     int world_size,
     uint64_t shape,
     size_t bytes,
     const kernels::ReduceArgs& args) {
   using Choice = DensityEstimates::Choice;
-  if (state.mode == BlockSkip::kOff || world_size == 1 ||
-      bytes <= kOneShotBytes || !can_skip(args)) {
+  if (!may_skip(state, world_size, bytes, args)) {
     return Choice::kDense;
   }
   return state.mode == BlockSkip::kOn
       ? Choice::kSkip
       : state.estimates.choose(shape, args.dtype);
+}
+
+void count_dense(
+    SkipState& state,
+    int world_size,
+    uint64_t shape,
+    size_t bytes,
+    const kernels::ReduceArgs& args) {
+  if (state.mode == BlockSkip::kAuto &&
+      may_skip(state, world_size, bytes, args)) {
+    state.estimates.count_dense(shape, args.dtype);
+  }
 }
 
 double select_skip_limit(const Path& path) {

@@ -35,6 +35,14 @@ size_t select_chunk(size_t total_bytes, int world_size);
 // How an all-reduce treats blocks of zeros, by the group's option. Before
 // enter(); the same on all ranks.
 DensityEstimates::Choice select_skip(
+    const SkipState& state,
+    int world_size,
+    uint64_t shape,
+    size_t bytes,
+    const kernels::ReduceArgs& args);
+// After enter(), if that chose kDense or kProbe: only what all ranks have
+// entered may count, or they would choose differently ever after.
+void count_dense(
     SkipState& state,
     int world_size,
     uint64_t shape,

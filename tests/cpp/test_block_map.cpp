@@ -241,7 +241,15 @@ TEST(block_map_fitting_blocks) {
 TEST(density_estimates) {
   using Choice = DensityEstimates::Choice;
   DensityEstimates e;
-  const auto choose = [&] { return e.choose(7, DType::kFloat32); };
+  const auto choose = [&] {
+    const Choice choice = e.choose(7, DType::kFloat32);
+    // An operation that does not take place counts for nothing.
+    CHECK_EQ(e.choose(7, DType::kFloat32), choice);
+    if (choice != Choice::kSkip) {
+      e.count_dense(7, DType::kFloat32);
+    }
+    return choice;
+  };
   const auto observe = [&](double density) {
     e.observe(7, DType::kFloat32, density, 0.5);
   };
