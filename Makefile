@@ -104,7 +104,7 @@ endef
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-mpi fake-gpu
+.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-mpi fake-gpu fuzz
 test: test-cpp test-python
 
 # In the module's own build folder: most of it is compiled there.
@@ -124,6 +124,13 @@ test-python: fake-gpu
 # With more sizes, ranks and faults of the same kind.
 test-all: test-cpp fake-gpu
 	$(BIN)/python -m pytest tests -m "" $(PYTEST_ARGS)
+
+# Random programs and random faults for MINUTES, or one again: SEED=... as a failure says.
+MINUTES ?= 10
+fuzz: $(BUILT)
+	cd tests && $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(WORLD),--world $(WORLD)) $(if $(ARM),--arm '$(ARM)') $(if $(ROUND),--round $(ROUND)) \
+	  $(if $(SCENARIO),--scenario '$(SCENARIO)') $(if $(ONLY),--only $(ONLY))
 
 test-sanitizers: test-asan test-tsan
 

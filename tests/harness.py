@@ -201,10 +201,10 @@ class Workers:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True
         )
-        self.processes: list[Any] = []
-        self._connections: list[Any] = []
+        self.processes: list[Any] = [None] * world_size
+        self._connections: list[Any] = [None] * world_size
+        self._starts: list[_Start] = []
         for rank in range(world_size):
-            here, there = FORKED.Pipe()
             own = env if isinstance(env, Mapping) else (env[rank] if env else {})
             start = _Start(
                 rank,
@@ -220,16 +220,31 @@ class Workers:
                 one_host,
                 dict(options or {}),
             )
-            process = FORKED.Process(target=_worker, args=(there, start), daemon=True)
-            process.start()
-            there.close()
-            self.processes.append(process)
-            self._connections.append(here)
+            self._starts.append(start)
+            self._spawn(rank)
         try:
             self._expect_success(self.collect(DEFAULT_TIMEOUT))
         except BaseException:
             self.close()
             raise
+
+    def _spawn(self, rank: int) -> None:
+        here, there = FORKED.Pipe()
+        process = FORKED.Process(target=_worker, args=(there, self._starts[rank]), daemon=True)
+        process.start()
+        there.close()
+        self.processes[rank] = process
+        self._connections[rank] = here
+
+    def respawn(self, ranks: Sequence[int]) -> None:
+        """New processes, in no group, in the places of dead ones."""
+        for rank in ranks:
+            self.processes[rank].kill()
+            self.processes[rank].join()
+            self._connections[rank].close()
+            self._spawn(rank)
+        self._expect_success(self.collect(DEFAULT_TIMEOUT, ranks=ranks))
+        self.broken = False
 
     def _log(self, rank: int) -> Path:
         return self.scratch / f"rank{rank}.log"

@@ -1,0 +1,1 @@
+"""Random programs and random faults; see CONTRIBUTING.md, `make fuzz`."""

@@ -1,0 +1,165 @@
+"""Runs a program on one rank."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fuzz import messages, mistakes, moves, reductions, steps
+from fuzz.calls import BUILDERS, Call, Env, Wrong, works_of
+from fuzz.programs import LEFT_OUT, Program, Step, draw_program
+from harness import Context
+
+__all__ = ["messages", "mistakes", "moves", "reductions", "steps"]
+TIMEOUT = timedelta(seconds=10)
+HISTORY = 12
+
+
+class Lane:
+    """The steps that one thread of this rank takes."""
+
+    def __init__(
+        self, program: Program, index: int, rank: int, groups: list[Any], flip: int | None
+    ) -> None:
+        self.program, self.index, self.rank, self.groups = program, index, rank, groups
+        self.flip = flip
+        self.history: collections.deque[str] = collections.deque(maxlen=HISTORY)
+        self.wrong: list[str] = []
+        self.digests: dict[int, str] = {}
+        self.pending: list[tuple[int, Step, Env, Call, list[Any], Any]] = []
+        self.count = 0
+
+    def run(self) -> None:
+        try:
+            for turn, step in enumerate(self.program.lanes[self.index]):
+                self._finish([one for one in self.pending if one[0] <= turn])
+                spec = self.program.groups[step.group]
+                if self.rank in spec.ranks:
+                    self._take(turn, step)
+            self._finish(list(self.pending))
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            if not isinstance(error, dist.DistBackendError | Wrong):
+                text = "".join(traceback.format_exception(error))
+            self.wrong.append(f"{text}\n{self.where()}")
+
+    def where(self) -> str:
+        return f"lane {self.index} of rank {self.rank}, last steps:\n  " + "\n  ".join(self.history)
+
+    def _take(self, turn: int, step: Step) -> None:
+        spec = self.program.groups[step.group]
+        env = Env(step, spec, self.groups[step.group], self.rank, self.program.hosts)
+        call = BUILDERS[step.kind](env)
+        layouts = " ".join(slot.layout for slot, _, _ in env.slots)
+        self.history.append(f"{step} [{layouts}]")
+        works = works_of(call.start(step.mode != "sync"))
+        self.count += 1
+        future = None
+        if step.mode == "future" and len(works) == 1 and isinstance(works[0], dist.Work):
+            future = self._chain(env, works[0])
+        entry = (turn + step.delay, step, env, call, works, future)
+        if step.mode == "sync" or future is not None:
+            # What a callback starts has its place in the group's order before the next step.
+            self._finish([entry])
+        else:
+            self.pending.append(entry)
+
+    def _chain(self, env: Env, work: Any) -> Any:
+        """A callback that starts a collective and waits for it."""
+        extra = torch.full((1 + env.step.seed % 3000,), float(env.me + 1))
+
+        def callback(future: Any) -> Any:
+            future.wait()
+            work = dist.all_reduce(extra, group=env.group, async_op=True)
+            if env.step.seed % 2:
+                work.wait()
+                return extra
+            return work.get_future()
+
+        then = work.get_future().then(callback)
+
+        def check() -> None:
+            result = then.wait()
+            if not env.step.seed % 2:
+                result.wait()
+            expected = env.size * (env.size + 1) / 2
+            if not bool((extra == expected).all()):
+                raise Wrong(f"a callback's sum is {extra[0]} and not {expected}")
+
+        return check
+
+    def _finish(self, entries: list[Any]) -> None:
+        for entry in entries:
+            _, step, env, call, works, future = entry
+            if entry in self.pending:
+                self.pending.remove(entry)
+            for work in works:
+                self._wait(work, step)
+            try:
+                if future is not None:
+                    future()
+                if step.number == self.flip:
+                    env.flip()
+                call.check()
+                for text in env.verify():
+                    raise Wrong(text)
+            except Wrong as error:
+                self.wrong.append(f"{step}: {error}\n{self.where()}")
+            self.digests[step.number] = env.digest()
+
+
+    def _wait(self, work: Any, step: Step) -> None:
+        """Waits, in one of the ways there are."""
+        if not isinstance(work, dist.Work):  # all_reduce_coalesced gives a Future
+            work.wait()
+            return
+        early = work.get_future() if step.seed % 3 == 0 and "future" not in LEFT_OUT else None
+        work.wait()
+        if not work.is_completed():
+            raise Wrong("a Work is not complete after wait()")
+        if early is not None and not (early.done() and work.get_future().done()):
+            self.wrong.append(f"a future is not done after the Work's wait()\n{self.where()}")
+
+
+def run_program(
+    context: Context, seed: int, hosts: bool, count: int, flip: int | None = None
+) -> tuple[list[str], dict[int, str], int]:
+    """What was wrong, digests by step of what members must have alike, and the steps taken.
+
+    `flip` is a step after which one bit of a result is turned over, to test the test.
+    """
+    import fusedpg
+
+    program = draw_program(seed, context.world_size, hosts=hosts, steps=count)
+    groups = [
+        dist.new_group(
+            list(spec.ranks),
+            timeout=TIMEOUT,
+            pg_options=fusedpg.Options(
+                block_skip=spec.block_skip, threads=spec.threads, block_size=spec.block_size
+            ),
+        )
+        for spec in program.groups
+    ]
+    lanes = [
+        Lane(program, index, context.rank, groups, flip) for index in range(len(program.lanes))
+    ]
+    threads = [threading.Thread(target=lane.run, daemon=True) for lane in lanes[1:]]
+    for thread in threads:
+        thread.start()
+    lanes[0].run()
+    for thread in threads:
+        thread.join()
+    wrong = [text for lane in lanes for text in lane.wrong]
+    digests = {number: text for lane in lanes for number, text in lane.digests.items()}
+    if not wrong:
+        for spec, group in zip(program.groups, groups, strict=True):
+            if context.rank in spec.ranks:
+                dist.destroy_process_group(group)
+    return wrong, digests, sum(lane.count for lane in lanes)

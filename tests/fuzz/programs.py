@@ -1,0 +1,385 @@
+"""Random programs, drawn from a seed and nothing else.
+
+Every rank draws the same program. A program is a few groups and, for each lane (a thread
+on every rank), the steps that its groups' members take in this order. Nothing here calls
+torch.distributed: `execute` runs a program and `oracle` says what must come out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from checks.cases import COMPLEX, FLOATS, GLOO, HALF, MOVABLE, REDUCIBLE, supported
+
+REDOPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM", "BAND", "BOR", "BXOR")
+SKIPPING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSpec:
+    """One group: its global ranks, ascending, and its options."""
+
+    ranks: tuple[int, ...]
+    block_skip: str = "off"
+    threads: int = 1
+    block_size: int = 256
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call of all members of a group."""
+
+    number: int  # unique in the program
+    group: int
+    kind: str
+    mode: str  # sync, async or future (with a callback that starts another collective)
+    delay: int  # steps of the lane until the wait
+    seed: int  # of the tensors' contents and layouts
+    args: dict[str, Any]
+
+    def __str__(self) -> str:
+        args = ", ".join(f"{name}={value}" for name, value in self.args.items())
+        wait = f" wait after {self.delay}" if self.mode != "sync" else ""
+        return f"#{self.number} group {self.group} {self.mode}{wait} {self.kind}({args})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What all ranks do."""
+
+    seed: int
+    world: int
+    hosts: bool  # the ranks pretend to be on several machines
+    groups: tuple[GroupSpec, ...]
+    lanes: tuple[tuple[Step, ...], ...]
+
+
+class Draw:
+    """Draws the arguments of one step."""
+
+    def __init__(self, rng: random.Random, group: GroupSpec, hosts: bool) -> None:
+        self.rng, self.group, self.hosts = rng, group, hosts
+
+    def numel(self) -> int:
+        low, high = self.rng.choice(
+            [(0, 1), (1, 4), (2, 40), (2, 40), (41, 3000), (41, 3000), (3000, 50_000), (0, 0)]
+            + [(131_000, 132_000)]
+            + [(200_000, 700_000)] * (self.rng.random() < 0.3)
+        )
+        return self.rng.randint(low, high)
+
+    def shape(self, numel: int | None = None) -> tuple[int, ...]:
+        n = self.numel() if numel is None else numel
+        kind = self.rng.choice(["flat", "flat", "flat", "scalar", "matrix", "matrix", "image"])
+        if kind == "scalar" and n < 5:
+            return ()
+        if kind == "matrix" and n >= 3:
+            return (3, n // 3)
+        if kind == "image" and n >= 12:
+            return (2, 3, 2, n // 12)
+        return (n,)
+
+    def rows(self) -> tuple[int, ...]:
+        """A shape with a first dimension."""
+        return self.shape() or (1,)
+
+    def root(self) -> int:
+        return self.rng.randrange(self.group.size)
+
+    def dtype(self, among: tuple[torch.dtype, ...]) -> torch.dtype:
+        some = [t for t in among if not self.hosts or t in GLOO]
+        if torch.float32 in some and self.rng.random() < 0.3:
+            return torch.float32
+        return self.rng.choice(some)
+
+    def reduction(self) -> dict[str, Any]:
+        redop = self.rng.choice(("SUM", "SUM", "SUM", *REDOPS))
+        while True:
+            dtype = self.dtype(REDUCIBLE)
+            if not supported(redop, dtype):
+                continue
+            if self.hosts and dtype == torch.bool:
+                continue
+            break
+        return {"redop": redop, "dtype": dtype, "data": self.data(dtype)}
+
+    def data(self, dtype: torch.dtype) -> str:
+        """How contents are drawn; between hosts, sums must be exact to be comparable."""
+        kinds = ["exact", "zeros"]
+        if not self.hosts and (dtype in FLOATS or dtype in COMPLEX):
+            # Infinite complex numbers have no one product, not even with 1.
+            kinds += ["normal", "normal", "special" if dtype in FLOATS else "normal"]
+        return self.rng.choice(kinds)
+
+    def splits(self) -> list[list[int]]:
+        """Rows that each member sends to each."""
+        size = self.group.size
+        most = self.rng.choice([0, 1, 3, 200])
+        return [[self.rng.randint(0, most) for _ in range(size)] for _ in range(size)]
+
+
+Drawing = Callable[[Draw], dict[str, Any]]
+KINDS: dict[str, tuple[int, Drawing]] = {}
+ONLY_ONE_HOST: set[str] = set()
+
+
+def kind(weight: int = 2, *, one_host: bool = False) -> Callable[[Drawing], Drawing]:
+    """Registers a kind of step under the function's name."""
+
+    def register(draw: Drawing) -> Drawing:
+        KINDS[draw.__name__] = (weight, draw)
+        if one_host:
+            ONLY_ONE_HOST.add(draw.__name__)
+        return draw
+
+    return register
+
+
+@kind(8)
+def all_reduce(draw: Draw) -> dict[str, Any]:
+    return {"shape": draw.shape(), **draw.reduction()}
+
+
+@kind(3)
+def all_reduce_coalesced(draw: Draw) -> dict[str, Any]:
+    shapes = [draw.shape() for _ in range(draw.rng.randint(1, 5))]
+    form = draw.rng.choice(["function", "manager"])
+    return {"shapes": shapes, "form": form, **draw.reduction()}
+
+
+@kind(2)
+def reduce(draw: Draw) -> dict[str, Any]:
+    return {"shape": draw.shape(), "root": draw.root(), **draw.reduction()}
+
+
+@kind(2)
+def reduce_scatter(draw: Draw) -> dict[str, Any]:
+    shapes = [draw.shape() for _ in range(draw.group.size)]
+    if draw.rng.random() < 0.5 or draw.hosts:
+        shapes = [shapes[0]] * draw.group.size
+    return {"shapes": shapes, **draw.reduction()}
+
+
+@kind(3)
+def reduce_scatter_tensor(draw: Draw) -> dict[str, Any]:
+    count = draw.rng.choice([1, 1, 3])
+    shapes = [draw.rows() for _ in range(count)]
+    inplace = count == 1 and draw.rng.random() < 0.2
+    return {"shapes": shapes, "inplace": inplace, **draw.reduction()}
+
+
+@kind(3)
+def sparse_all_reduce(draw: Draw) -> dict[str, Any]:
+    dtype = draw.dtype(SKIPPING)
+    threshold = draw.rng.choice([0.0, 0.0, 3.0]) if dtype in FLOATS else 0.0
+    return {
+        "shape": draw.shape(),
+        "dtype": dtype,
+        "redop": draw.rng.choice(["SUM", "AVG"]),
+        "data": "exact zeros" if draw.hosts or threshold else draw.rng.choice(["zeros", "normal"]),
+        "block": draw.rng.choice([32, 100, 256, 65536]),
+        "threshold": threshold,
+    }
+
+
+@kind(3)
+def functional(draw: Draw) -> dict[str, Any]:
+    what = draw.rng.choice(
+        ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+        + ["all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter_coalesced"]
+    )
+    return {
+        "what": what,
+        "shapes": [draw.rows() for _ in range(3 if what.endswith("coalesced") else 1)],
+        "root": draw.root(),
+        "splits": draw.splits(),
+        **draw.reduction(),
+    }
+
+
+def _move(draw: Draw) -> dict[str, Any]:
+    return {"dtype": draw.dtype(MOVABLE), "data": "exact" if draw.hosts else "normal"}
+
+
+@kind(4)
+def broadcast(draw: Draw) -> dict[str, Any]:
+    return {"shape": draw.shape(), "root": draw.root(), **_move(draw)}
+
+
+@kind(3)
+def all_gather(draw: Draw) -> dict[str, Any]:
+    shapes = [draw.shape() for _ in range(draw.group.size)]
+    if draw.rng.random() < 0.7 or draw.hosts:
+        shapes = [shapes[0]] * draw.group.size
+    return {"shapes": shapes, **_move(draw)}
+
+
+@kind(3)
+def all_gather_into_tensor(draw: Draw) -> dict[str, Any]:
+    count = draw.rng.choice([1, 1, 3])
+    inplace = count == 1 and draw.rng.random() < 0.2
+    return {"shapes": [draw.rows() for _ in range(count)], "inplace": inplace, **_move(draw)}
+
+
+@kind(2)
+def gather(draw: Draw) -> dict[str, Any]:
+    return {"shape": draw.shape(), "root": draw.root(), **_move(draw)}
+
+
+@kind(2)
+def scatter(draw: Draw) -> dict[str, Any]:
+    return {"shape": draw.shape(), "root": draw.root(), **_move(draw)}
+
+
+@kind(2)
+def all_to_all(draw: Draw) -> dict[str, Any]:
+    return {"splits": draw.splits(), **_move(draw)}
+
+
+@kind(4)
+def all_to_all_single(draw: Draw) -> dict[str, Any]:
+    form = draw.rng.choice(["even", "uneven", "uneven", "scalar"])
+    if form == "scalar" and draw.group.size > 1:
+        form = "even"
+    row = draw.rng.choice([(), (3,), (2, 5), (100,)])
+    return {
+        "form": form,
+        "rows": draw.rng.choice([0, 1, 2, 50]),
+        "row": row,
+        "splits": draw.splits(),
+        **_move(draw),
+    }
+
+
+@kind(1)
+def barrier(draw: Draw) -> dict[str, Any]:
+    return {}
+
+
+@kind(2)
+def objects(draw: Draw) -> dict[str, Any]:
+    return {
+        "what": draw.rng.choice(["all_gather", "broadcast", "gather", "scatter"]),
+        "root": draw.root(),
+        "lengths": [draw.rng.choice([0, 1, 100, 5000]) for _ in draw.group.ranks],
+    }
+
+
+@kind(5)
+def messages(draw: Draw) -> dict[str, Any]:
+    rng, size = draw.rng, draw.group.size
+    count = rng.randint(1, 6) if size > 1 else 0
+    pairs = [tuple(rng.sample(range(size), 2)) for _ in range(count)]
+    return {
+        "form": rng.choice(["blocking", "immediate", "batch", "any source"]),
+        "pairs": pairs,
+        "shapes": [draw.shape() for _ in range(count)],
+        **_move(draw),
+    }
+
+
+@kind(4)
+def fused_step(draw: Draw) -> dict[str, Any]:
+    rng = draw.rng
+    rule = rng.choice(["sgd", "adam", "adamw", "adamw", "lamb"])
+    wide = rng.random() < 0.2
+    return {
+        "rule": rule,
+        "dtype": torch.float64 if wide else rng.choice([torch.float32, torch.float32, *HALF]),
+        "shapes": [draw.shape() for _ in range(rng.randint(1, 5))],
+        "steps": rng.randint(1, 3),
+        "lr": rng.choice([1e-3, 0.1]),
+        "weight_decay": rng.choice([0.0, 0.01]),
+        "momentum": rng.choice([0.0, 0.9]),
+        "nesterov": rng.random() < 0.5,
+        "amsgrad": rng.random() < 0.3,
+        "maximize": rng.random() < 0.3,
+        "reduce": rng.choice(["mean", "sum"]),
+        "scale": rng.choice([None, None, 8.0]),
+        "found_inf": rng.choice([None, None, None, draw.root()]),
+        "weights": rng.random() < 0.2,
+        "masters": rng.random() < 0.5,
+        "block_skip": rng.random() < 0.3 and rule != "lamb",
+        "tensor_lr": rng.random() < 0.2,
+    }
+
+
+@kind(3, one_host=True)
+def disagreement(draw: Draw) -> dict[str, Any]:
+    """Members call different things, and all of them must hear of it."""
+    return {
+        "what": draw.rng.choice(["op", "dtype", "numel", "root", "redop", "split", "lr"]),
+        "odd": draw.root(),
+        "numel": draw.rng.choice([3, 1000, 40_000, 300_000]),
+    }
+
+
+REFUSALS = ("expanded", "types", "count", "root", "redop", "splits")
+
+
+@kind(2)
+def refusal(draw: Draw) -> dict[str, Any]:
+    """An argument that is wrong on all members."""
+    what = draw.rng.choice([one for one in REFUSALS if not (draw.hosts and one == "redop")])
+    return {"what": what, "odd": None, "numel": draw.rng.choice([3, 1000, 40_000])}
+
+
+@kind(2, one_host=True)
+def refusal_of_one(draw: Draw) -> dict[str, Any]:
+    """An argument that is wrong on one member alone."""
+    what = draw.rng.choice(REFUSALS)
+    return {"what": what, "odd": draw.root(), "numel": draw.rng.choice([3, 1000, 40_000])}
+
+
+ALWAYS_SYNC = {"objects", "disagreement", "refusal", "refusal_of_one", "messages", "functional"}
+LEFT_OUT = set(os.environ.get("FUZZ_WITHOUT", "").split(","))
+
+
+def _draw_group(rng: random.Random, world: int) -> GroupSpec:
+    size = world if rng.random() < 0.5 else rng.randint(1, world)
+    return GroupSpec(
+        tuple(sorted(rng.sample(range(world), size))),
+        block_skip=rng.choice(["off", "off", "auto", "on"]),
+        threads=rng.choice([1, 1, 2, 3]),
+        block_size=rng.choice([256, 256, 32]),
+    )
+
+
+def _draw_step(rng: random.Random, number: int, index: int, group: GroupSpec, hosts: bool) -> Step:
+    names = [name for name in KINDS if not (hosts and name in ONLY_ONE_HOST or name in LEFT_OUT)]
+    [name] = rng.choices(names, [KINDS[name][0] for name in names])
+    mode = "sync" if name in ALWAYS_SYNC else rng.choice(["sync", "sync", "async", "future"])
+    if name == "fused_step":
+        mode = rng.choice(["sync", "async"])
+    args = KINDS[name][1](Draw(rng, group, hosts))
+    return Step(number, index, name, mode, rng.choice([0, 1, 2, 5]), rng.getrandbits(40), args)
+
+
+def draw_program(seed: int, world: int, *, hosts: bool = False, steps: int = 40) -> Program:
+    """The program of a seed."""
+    rng = random.Random(f"{seed}/{world}/{hosts}/{steps}")
+    lanes: list[tuple[Step, ...]] = []
+    groups: list[GroupSpec] = []
+    number = 0
+    count = rng.choice([1, 1, 2, 3])
+    for _ in range(count):
+        own = range(len(groups), len(groups) + rng.choice([1, 1, 2]))
+        # Between hosts, options change nothing that is worth the time.
+        groups += [_draw_group(rng, world) for _ in own]
+        lane = []
+        for _ in range(max(steps // count, 1)):
+            index = rng.choice(own)
+            lane.append(_draw_step(rng, number, index, groups[index], hosts))
+            number += 1
+        lanes.append(tuple(lane))
+    return Program(seed, world, hosts, tuple(groups), tuple(lanes))
