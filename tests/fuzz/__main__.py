@@ -68,14 +68,18 @@ def search(options: argparse.Namespace) -> int:
                     arm = arms[turn % len(arms)]
                     world = worlds[turn % len(worlds)]
                     # A group of one rank has no hosts to span.
-                    operations.run_one(first + turn, max(world, 1 + (arm == "hosts")), arm, programs)
+                    operations.run_one(
+                        first + turn, max(world, 1 + (arm == "hosts")), arm, programs
+                    )
                 for number in range(5 * (options.only != "programs")):
                     one = draw_round(first, 5 * turn + number, options.scenario or None)
                     crew.play(one)
             except (chaos.Failure, operations.Failure) as error:
                 found += 1
                 bar.write(f"=== {error}")
-            bar.update(min(bar.total, round(60 * options.minutes - until + time.monotonic())) - bar.n)
+            bar.update(
+                min(bar.total, round(60 * options.minutes - until + time.monotonic())) - bar.n
+            )
             bar.set_postfix_str(f"{programs.calls} calls, {crew.tally.rounds} rounds, {found} bad")
         print(f"{programs.programs} programs of {programs.calls} calls\n{crew.tally}")
     harness.close_pools()

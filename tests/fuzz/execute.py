@@ -113,7 +113,6 @@ class Lane:
                 self.wrong.append(f"{step}: {error}\n{self.where()}")
             self.digests[step.number] = env.digest()
 
-
     def _wait(self, work: Any, step: Step) -> None:
         """Waits, in one of the ways there are."""
         if not isinstance(work, dist.Work):  # all_reduce_coalesced gives a Future

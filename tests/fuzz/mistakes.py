@@ -82,9 +82,7 @@ def _step(env: Env, numel: int, lr: float) -> Any:
     n = fusedpg.shard_range(numel, env.size, env.me)[1]
     state = [[torch.zeros(n)], [torch.zeros(n)], [], [torch.tensor(0.0)]]
     hyper = {"lr": lr, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
-    fusedpg.fused_adamw_(
-        [torch.ones(numel)], [torch.ones(numel)], *state, **hyper, group=env.group
-    )
+    fusedpg.fused_adamw_([torch.ones(numel)], [torch.ones(numel)], *state, **hyper, group=env.group)
 
 
 @builder

@@ -356,7 +356,7 @@ def _draw_group(rng: random.Random, world: int) -> GroupSpec:
 
 
 def _draw_step(rng: random.Random, number: int, index: int, group: GroupSpec, hosts: bool) -> Step:
-    names = [name for name in KINDS if not (hosts and name in ONLY_ONE_HOST or name in LEFT_OUT)]
+    names = [name for name in KINDS if not ((hosts and name in ONLY_ONE_HOST) or name in LEFT_OUT)]
     [name] = rng.choices(names, [KINDS[name][0] for name in names])
     mode = "sync" if name in ALWAYS_SYNC else rng.choice(["sync", "sync", "async", "future"])
     if name == "fused_step":

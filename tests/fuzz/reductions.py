@@ -73,9 +73,7 @@ def reduce_scatter(env: Env) -> Call:
     op, shapes = reduce_op(env.args["redop"]), env.args["shapes"]
     inputs = [env.given(i, shape) for i, shape in enumerate(shapes)]
     own = shapes[env.me]
-    output = env.result(
-        own, lambda: oracle.reduced(env.args["redop"], env.everybody(env.me, own))
-    )
+    output = env.result(own, lambda: oracle.reduced(env.args["redop"], env.everybody(env.me, own)))
 
     def start(async_op: bool) -> Any:
         return dist.reduce_scatter(output, inputs, op, group=env.group, async_op=async_op)
@@ -101,9 +99,7 @@ def reduce_scatter_tensor(env: Env) -> Call:
                 mine.narrow(0, env.me * shape[0], shape[0]).copy_(part(i, shape, whole))
                 return mine
 
-            given = env.result(
-                whole, all_of_it, start=env.contents(env.me, i, whole), dense=True
-            )
+            given = env.result(whole, all_of_it, start=env.contents(env.me, i, whole), dense=True)
             pairs.append((given.narrow(0, env.me * shape[0], shape[0]), given))
         else:
             pairs.append((env.result(shape, part), env.given(i, whole)))
