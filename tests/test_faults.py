@@ -242,3 +242,16 @@ def test_forked_children() -> None:
     with harness.Workers(2, oracle=False) as workers:
         workers.run(faults.forked_children)
         workers.run(faults.data_loader)
+
+
+@pytest.mark.parametrize("file_store", [False, True], ids=["tcp", "file"])
+def test_groups_of_changing_size_on_one_store(file_store: bool) -> None:
+    with harness.Workers(3, init=False) as workers:
+        workers.run(faults.resized, [3, 2, 3, 2, 2, 3, 1, 3], file_store)
+
+
+def test_without_descriptors() -> None:
+    with harness.Workers(3, oracle=False) as workers:
+        for texts in workers.run(faults.short_of_descriptors):
+            assert len(texts) == 3
+            assert all("RLIMIT_NOFILE" in text for text in texts), texts

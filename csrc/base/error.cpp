@@ -1,5 +1,7 @@
 #include "base/error.hpp"
 
+#include <sys/resource.h>
+
 #include <cerrno>
 #include <cstring>
 
@@ -7,6 +9,26 @@ namespace fusedpg {
 
 void fail_errno(const std::string& what) {
   const int error = errno;
+  if (error == EMFILE) {
+    rlimit limit{};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    fail(
+        ErrorKind::kSystem,
+        what,
+        ": this process has as many file descriptors open as its limit allows "
+        "(RLIMIT_NOFILE, ",
+        limit.rlim_cur,
+        " now, at most ",
+        limit.rlim_max,
+        "); raise it with ulimit -n or destroy groups that are not needed");
+  }
+  if (error == ENFILE) {
+    fail(
+        ErrorKind::kSystem,
+        what,
+        ": all processes of this machine together have as many files open as "
+        "it allows (/proc/sys/fs/file-max)");
+  }
   const bool memory = error == ENOMEM || error == ENOSPC;
   fail(
       memory ? ErrorKind::kOutOfMemory : ErrorKind::kSystem,

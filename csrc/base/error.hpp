@@ -44,7 +44,8 @@ template <typename... Args>
   throw Error(kind, str(args...));
 }
 
-// fail(kSystem) with the text of errno.
+// fail(kSystem) with the text of errno, and with the limit where one is
+// reached.
 [[noreturn]] void fail_errno(const std::string& what);
 
 } // namespace fusedpg

@@ -1,10 +1,13 @@
 #include "base/topology.hpp"
 
+#include <fcntl.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
+#include <cerrno>
+
+#include "base/error.hpp"
 
 namespace fusedpg {
 namespace {
@@ -15,22 +18,38 @@ std::string link_target(const char* path) {
   return n > 0 ? std::string(buffer, static_cast<size_t>(n)) : std::string();
 }
 
+// Empty where there is none. Ranks of one machine must not get different
+// answers because one of them is short of descriptors.
+std::string boot_id() {
+  const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    if (errno == EMFILE || errno == ENFILE) {
+      fail_errno("fused: cannot tell this machine from others");
+    }
+    return {};
+  }
+  char text[64];
+  const ssize_t n = read(fd, text, sizeof text);
+  close(fd);
+  std::string id(text, static_cast<size_t>(std::max<ssize_t>(n, 0)));
+  return id.substr(0, id.find('\n'));
+}
+
 } // namespace
 
 std::string host_identity(const std::string& override_id) {
   if (!override_id.empty()) {
     return override_id;
   }
-  std::string boot_id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  if (boot_id.empty()) {
+  std::string machine = boot_id();
+  if (machine.empty()) {
     char name[256] = {};
     gethostname(name, sizeof name - 1);
-    boot_id = name;
+    machine = name;
   }
   // Abstract sockets are per network namespace, pids per pid namespace, and
   // credentials are compared within one user namespace.
-  return boot_id + "/" + link_target("/proc/self/ns/net") + "/" +
+  return machine + "/" + link_target("/proc/self/ns/net") + "/" +
       link_target("/proc/self/ns/pid") + "/" +
       link_target("/proc/self/ns/user");
 }

@@ -51,13 +51,15 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::send(
   auto work = c10::make_intrusive<WorkFused>(
       getRank(), c10d::OpType::SEND, "fused:send", tensors, Tensors());
   const Flat flat = Flat::input(tensors[0]);
-  mailbox().send(
-      flat.span().data,
-      flat.span().bytes,
-      dst,
-      tag,
-      timeout_.load(),
-      completion(work, flat, false));
+  translate([&] {
+    mailbox().send(
+        flat.span().data,
+        flat.span().bytes,
+        dst,
+        tag,
+        timeout_.load(),
+        completion(work, flat, false));
+  });
   return remember(work);
 }
 
@@ -109,13 +111,15 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::receive(
   auto work =
       c10::make_intrusive<WorkFused>(getRank(), type, title, tensors, tensors);
   const Flat flat = Flat::output(tensors[0]);
-  mailbox().receive(
-      flat.span().data,
-      flat.span().bytes,
-      src,
-      tag,
-      timeout_.load(),
-      completion(work, flat, true));
+  translate([&] {
+    mailbox().receive(
+        flat.span().data,
+        flat.span().bytes,
+        src,
+        tag,
+        timeout_.load(),
+        completion(work, flat, true));
+  });
   return remember(work);
 }
 

@@ -50,9 +50,12 @@ ProcessGroupFused::ProcessGroupFused(
       cuda_skip_{settings_.block_skip, settings_.block_size, {}} {
   const Deadline deadline(options_->timeout);
   translate([&] {
-    Bootstrap bootstrap(rank, size, settings_);
     StoreRendezvous rendezvous(store_);
+    Bootstrap bootstrap(rank, size, settings_);
     bootstrap.meet(rendezvous, deadline);
+    // What others keep in the store must not be an earlier group's either.
+    own_store_ = c10::make_intrusive<c10d::PrefixStore>(
+        "fusedpg/" + bootstrap.id(), store_);
     local_world_size_ = bootstrap.local_world_size();
     ranks_share_hosts_ = bootstrap.ranks_share_hosts();
     if (bootstrap.single_host()) {
@@ -62,7 +65,7 @@ ProcessGroupFused::ProcessGroupFused(
     }
   });
   cuda_ = std::make_unique<CudaGroup>(
-      store,
+      own_store_,
       rank,
       size,
       settings_,
@@ -256,7 +259,7 @@ c10d::Backend& ProcessGroupFused::delegate() {
   if (!delegate_) {
     delegate_ = make_delegate(
         "cpu",
-        c10::make_intrusive<c10d::PrefixStore>("fusedpg-delegate", store_),
+        c10::make_intrusive<c10d::PrefixStore>("fusedpg-delegate", own_store_),
         getRank(),
         getSize(),
         timeout_.load());
@@ -272,7 +275,7 @@ NetContext ProcessGroupFused::net_context(
   if (!transport_) {
     transport_ = std::make_unique<BackendTransport>(make_delegate(
         "cpu",
-        c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", store_),
+        c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", own_store_),
         getRank(),
         getSize(),
         timeout_.load()));
@@ -434,7 +437,12 @@ void ProcessGroupFused::abort() {
   cuda_->abort();
   abort_delegate();
   if (engine_ != nullptr) {
-    engine_->abort(*executor_);
+    try {
+      engine_->abort(*executor_);
+    } catch (const Error&) {
+      // Shut down meanwhile by another thread: what still runs ends all the
+      // same, and nothing comes after it.
+    }
   }
 }
 

@@ -339,6 +339,7 @@ class ProcessGroupFused : public c10d::Backend {
 
   const pid_t owner_;
   const c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::Store> own_store_; // of this group alone
   const c10::intrusive_ptr<Options> options_;
   const Settings settings_;
   std::atomic<std::chrono::milliseconds> timeout_;

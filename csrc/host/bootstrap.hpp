@@ -1,34 +1,31 @@
 #pragma once
 
-#include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/deadline.hpp"
 #include "base/options.hpp"
 #include "base/rendezvous.hpp"
-#include "host/memory.hpp"
+#include "host/hellos.hpp"
+#include "host/meeting.hpp"
 
 namespace fusedpg {
 
-struct PeerInfo {
-  std::string host_id;
-  std::string address; // abstract unix socket
-  std::string token; // proves to a listener that the caller read the store
-  std::string cpus; // affinity mask
-  int pid = 0;
-};
-
 // Every rank says who and where it is. A listening socket is open from before
-// the publication until exchange_memory ends.
+// the publication until exchange_memory ends. When a step fails on a rank, its
+// peers hear why.
 class Bootstrap {
  public:
   Bootstrap(int rank, int world_size, const Settings& settings);
 
-  // Publishes this rank and reads the others. Keys carry the number of times
-  // this rank has met under this store, so that a group can be built again
-  // under the same one.
+  // Publishes this rank and reads the others (host/meeting.hpp). The store must
+  // live until exchange_memory ends.
   void meet(Rendezvous& store, const Deadline& deadline);
+  // In hexadecimal: the same on all ranks, and another one for every group.
+  std::string id() const;
+  // For a failure between meet and exchange_memory.
+  void withdraw(const std::string& reason) noexcept;
 
   const std::vector<PeerInfo>& peers() const {
     return peers_;
@@ -41,21 +38,20 @@ class Bootstrap {
   // CPUs that at least one rank of this host may run on.
   int local_cpus() const;
 
-  struct Peer {
-    Fd memory;
-    Fd process; // pidfd; empty before Linux 5.3
-    int pid = 0;
-  };
+  using Peer = fusedpg::Peer;
 
   // Sends this rank's memory file to every peer and receives theirs. Refuses
-  // peers of another user. Entry `rank` stays empty.
+  // peers of another user, and nobody who calls can make it wait beyond the
+  // deadline. Entry `rank` stays empty.
   std::vector<Peer> exchange_memory(int memory_fd, const Deadline& deadline);
 
  private:
   const int rank_;
   const int world_size_;
+  const std::string host_id_; // by option; mostly empty
   PeerInfo self_;
   Fd listener_;
+  std::unique_ptr<Meeting> meeting_;
   std::vector<PeerInfo> peers_;
 };
 

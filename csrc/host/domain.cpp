@@ -1,12 +1,9 @@
 #include "host/domain.hpp"
 
-#include <poll.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <csignal>
 #include <cstring>
 #include <thread>
 
@@ -36,6 +33,42 @@ std::string ranks_text(const std::vector<int>& ranks) {
   return out.str();
 }
 
+// Peers may have created their group already: they learn in their first
+// operation that this rank could not.
+void declare_failed(Arena& arena, const char* reason) {
+  auto& control = *reinterpret_cast<RankControl*>(arena.base());
+  std::strncpy(control.reason, reason, sizeof control.reason - 1);
+  // It has never written to theirs.
+  control.released.store(1, std::memory_order_release);
+  control.state.store(
+      static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
+}
+
+std::vector<Peer> exchange(
+    Bootstrap& bootstrap,
+    Arena& arena,
+    const Deadline& deadline) {
+  try {
+    return bootstrap.exchange_memory(arena.fd(), deadline);
+  } catch (const std::exception& error) {
+    declare_failed(arena, error.what());
+    throw;
+  }
+}
+
+// The peers hear why when there is no memory.
+std::shared_ptr<Arena> create_arena(
+    Bootstrap& bootstrap,
+    size_t control_bytes,
+    size_t heap_bytes) {
+  try {
+    return Arena::create(control_bytes, heap_bytes);
+  } catch (const std::exception& error) {
+    bootstrap.withdraw(error.what());
+    throw;
+  }
+}
+
 } // namespace
 
 void Bell::wake() {
@@ -59,26 +92,16 @@ Domain::Domain(
     : rank_(rank),
       size_(static_cast<int>(bootstrap.peers().size())),
       layout_(layout(size_)),
-      arena_(Arena::create(layout_.total, settings.arena_bytes)),
-      peers_(bootstrap.exchange_memory(arena_->fd(), deadline)),
+      arena_(create_arena(bootstrap, layout_.total, settings.arena_bytes)),
+      peers_(exchange(bootstrap, *arena_, deadline)),
       mappings_(size_),
       bases_(size_) {
-  for (int p = 0; p < size_; ++p) {
-    if (p == rank_) {
-      bases_[p] = arena_->base();
-      continue;
-    }
-    const off_t bytes = lseek(peers_[p].memory.get(), 0, SEEK_END);
-    if (bytes < static_cast<off_t>(layout_.total)) {
-      fail(ErrorKind::kSystem, "fused: the arena of rank ", p, " is too small");
-    }
-    mappings_[p] = std::make_shared<Mapping>(
-        peers_[p].memory.get(), static_cast<size_t>(bytes));
-    bases_[p] = mappings_[p]->data();
-    if (p == 0) {
-      shared_file_ = std::move(peers_[p].memory);
-    }
-    peers_[p].memory.reset();
+  bases_[rank_] = arena_->base();
+  try {
+    map_peers();
+  } catch (const std::exception& error) {
+    declare_failed(*arena_, error.what());
+    throw;
   }
   // Spinning helps only while nobody else needs this core.
   const bool crowded = size_ > bootstrap.local_cpus();
@@ -96,6 +119,25 @@ Domain::~Domain() {
         return mapping.expired();
       })) {
     control(rank_).released.store(1, std::memory_order_release);
+  }
+}
+
+void Domain::map_peers() {
+  for (int p = 0; p < size_; ++p) {
+    if (p == rank_) {
+      continue;
+    }
+    const off_t bytes = lseek(peers_[p].memory.get(), 0, SEEK_END);
+    if (bytes < static_cast<off_t>(layout_.total)) {
+      fail(ErrorKind::kSystem, "fused: the arena of rank ", p, " is too small");
+    }
+    mappings_[p] = std::make_shared<Mapping>(
+        peers_[p].memory.get(), static_cast<size_t>(bytes));
+    bases_[p] = mappings_[p]->data();
+    if (p == 0) {
+      shared_file_ = std::move(peers_[p].memory);
+    }
+    peers_[p].memory.reset();
   }
 }
 
@@ -183,11 +225,16 @@ void Domain::wait(
       }
     } while (Clock::now() < end);
   }
+  // Where many threads want this core, a yield may take as long as a sleep.
+  const auto yielding_ends = Clock::now() + kPatience;
   for (int i = 0; i < yields_ && !abort_requested(); ++i) {
     if (ready()) {
       return;
     }
     sched_yield();
+    if (Clock::now() >= yielding_ends) {
+      break;
+    }
   }
   while (true) {
     const uint32_t word = bell.word.load(std::memory_order_acquire);
@@ -237,12 +284,14 @@ void Domain::wait(
 }
 
 bool Domain::process_ended(int rank) const {
-  const Bootstrap::Peer& peer = peers_[rank];
-  if (peer.process) {
-    pollfd p{peer.process.get(), POLLIN, 0};
-    return poll(&p, 1, 0) > 0;
-  }
-  return kill(peer.pid, 0) != 0 && errno == ESRCH;
+  return peers_[rank].process->ended();
+}
+
+bool Domain::in_doubt(int rank) {
+  return rank != rank_ &&
+      (control(rank).state.load(std::memory_order_acquire) !=
+           static_cast<uint32_t>(RankState::kOk) ||
+       process_ended(rank));
 }
 
 void Domain::check_peers(
@@ -252,7 +301,8 @@ void Domain::check_peers(
     fail(ErrorKind::kAborted, "fused: ", op, ", aborted on rank ", rank_);
   }
   for (int p = 0; p < size_; ++p) {
-    if (p != rank_ && process_ended(p) && missing(p)) {
+    // Asked once more after: its part may have come just before its end.
+    if (p != rank_ && missing(p) && process_ended(p) && missing(p)) {
       fail(
           ErrorKind::kPeerDead,
           "fused: ",

@@ -176,6 +176,8 @@ class Domain {
   void check_peers(
       const std::string& op,
       const std::function<bool(int)>& missing);
+  // Whether check_peers() would find something about this rank.
+  bool in_doubt(int rank);
   // Declares the group failed, once: tells the peers why and detaches the
   // arena. Later operations raise `reason`.
   void mark_failed(const Error& error);
@@ -212,6 +214,7 @@ class Domain {
   // worthless. What it does after it has passed does not matter here.
   void check_arrived(const OpDescriptor& op);
   bool process_ended(int rank) const;
+  void map_peers();
   void ring_all();
   // Parts of detach().
   bool release_peers();

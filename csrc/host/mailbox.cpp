@@ -76,7 +76,13 @@ void Mailbox::post(Post post) {
   {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     if (closed_) {
-      fail(ErrorKind::kAborted, "fused: the group was shut down");
+      fail(
+          ErrorKind::kAborted,
+          "fused: ",
+          name(post),
+          " on rank ",
+          me_,
+          ": the group was shut down");
     }
     posts_.push_back(std::move(post));
     have_posts_.store(true, std::memory_order_release);
@@ -111,28 +117,31 @@ void Mailbox::loop() {
     }
     try {
       const bool posted = take_posts();
-      if (progress() || posted) {
-        quiet = 0;
-        continue;
-      }
-      if (stopping && unsent_replies() && !patience.expired()) {
-        sched_yield(); // a peer waits to hear that its message has arrived
-        continue;
+      const bool moved = progress();
+      // By the clock: messages of some ranks must not hide that others are gone
+      // or late.
+      if (Clock::now() - checked_ >= kPatience) {
+        checked_ = Clock::now();
+        check();
       }
       if (stopping) {
+        // Also a peer that waits to hear that its message has arrived.
+        if ((moved || posted || unsent_replies()) && !patience.expired()) {
+          sched_yield();
+          continue;
+        }
         fail(
             ErrorKind::kAborted,
             "fused: the group was shut down on rank ",
             me_,
             " with point-to-point operations pending");
       }
-      if (pending() && ++quiet < kYields) {
+      if (moved || posted) {
+        quiet = 0;
+      } else if (pending() && ++quiet < kYields) {
         sched_yield();
-        continue;
-      }
-      sleep();
-      if (!news()) {
-        check();
+      } else {
+        sleep();
       }
     } catch (const Error& error) {
       if (give_up(error, stopping)) {
@@ -360,13 +369,17 @@ bool Mailbox::news() {
     return true;
   }
   for (int p = 0; p < domain_.size(); ++p) {
-    const Inbox& inbox = domain_.inbox(me_, p);
-    if (inbox.written.load(std::memory_order_acquire) !=
-        inbox.read.load(std::memory_order_relaxed)) {
+    if (unread(p)) {
       return true;
     }
   }
   return false;
+}
+
+bool Mailbox::unread(int peer) {
+  const Inbox& inbox = domain_.inbox(me_, peer);
+  return inbox.written.load(std::memory_order_acquire) !=
+      inbox.read.load(std::memory_order_relaxed);
 }
 
 void Mailbox::sleep() {
@@ -396,47 +409,79 @@ void Mailbox::check() {
       posts.push_back(&s.post);
     }
   }
+  std::vector<bool> gone(peers_.size());
+  for (int p = 0; p < domain_.size(); ++p) {
+    gone[p] = p != me_ && domain_.in_doubt(p) && !unread(p);
+  }
   for (const Post* post : posts) {
-    // A receive from any rank still hopes while one peer lives.
-    int hopes = post->peer == kAnySource ? domain_.size() - 1 : 1;
-    for (int p = 0; p < domain_.size(); ++p) {
-      if (p == me_ || (post->peer != kAnySource && post->peer != p)) {
-        continue;
-      }
-      try {
-        domain_.check_peers(name(*post), [&](int q) { return q == p; });
-      } catch (const Error&) {
-        if (news()) {
-          return; // its last messages came first
-        }
-        if (--hopes == 0) {
-          throw;
-        }
-      }
+    check(*post, gone);
+  }
+}
+
+// Throws when nobody is left who could be at the other end, or time is over.
+void Mailbox::check(const Post& post, const std::vector<bool>& gone) {
+  const auto could_be = [&](int p) {
+    return p != me_ && (post.peer == kAnySource || post.peer == p);
+  };
+  // A receive from any rank still hopes while one peer lives.
+  bool hope = false;
+  int last = -1;
+  for (int p = 0; p < domain_.size(); ++p) {
+    if (could_be(p)) {
+      hope = hope || !gone[p];
+      last = p;
     }
-    if (post->deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: ",
-          name(*post),
-          ", failed on rank ",
-          me_,
-          ": timeout after ",
-          post->deadline.timeout().count(),
-          " ms without the other side");
+  }
+  if (domain_.abort_requested() || !hope) {
+    domain_.check_peers(name(post), [&](int q) { return q == last; });
+  }
+  if (post.deadline.expired()) {
+    fail(
+        ErrorKind::kTimeout,
+        "fused: ",
+        name(post),
+        ", failed on rank ",
+        me_,
+        ": timeout after ",
+        post.deadline.timeout().count(),
+        " ms without the other side");
+  }
+}
+
+// The error of another operation, for this one.
+std::exception_ptr Mailbox::with_name(
+    const std::exception_ptr& error,
+    const Post& post) const {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    const std::string text = e.what();
+    const std::string mine = name(post);
+    if (text.find(mine) != std::string::npos) {
+      return error;
     }
+    return std::make_exception_ptr(Error(
+        e.kind(),
+        str("fused: ",
+            mine,
+            ", failed on rank ",
+            me_,
+            ": ",
+            text.rfind("fused: ", 0) == 0 ? text.substr(7) : text)));
+  } catch (...) {
+    return error;
   }
 }
 
 void Mailbox::fail_all(const std::exception_ptr& error) {
   for (Receive& r : receives_) {
-    r.post.done(error, r.post.peer);
+    r.post.done(with_name(error, r.post), r.post.peer);
   }
   receives_.clear();
   for (size_t p = 0; p < peers_.size(); ++p) {
     for (Send& s : peers_[p].sends) {
       release_parts(s);
-      s.post.done(error, s.post.peer);
+      s.post.done(with_name(error, s.post), s.post.peer);
     }
     peers_[p].sends.clear();
     peers_[p].incoming.clear();

@@ -120,8 +120,13 @@ class Mailbox {
   bool pending() const;
   bool unsent_replies() const;
   bool news();
+  bool unread(int peer);
   void sleep();
   void check();
+  void check(const Post& post, const std::vector<bool>& gone);
+  std::exception_ptr with_name(
+      const std::exception_ptr& error,
+      const Post& post) const;
   void fail_all(const std::exception_ptr& error);
   std::string name(const Post& post) const;
 
@@ -136,6 +141,7 @@ class Mailbox {
   std::atomic<bool> stop_{false};
 
   // Of the thread alone.
+  Clock::time_point checked_ = Clock::now();
   std::vector<Peer> peers_;
   std::list<Receive> receives_; // posted and not yet complete, in order
   bool reserve_used_ = false;

@@ -437,3 +437,53 @@ def leave(context: Context) -> None:
     """Ends the process in the middle of things, without a word to its peers."""
     sys.stdout.flush()
     os._exit(0)
+
+
+def resized(context: Context, sizes: list[int], file_store: bool) -> None:
+    """Default groups of changing size and order of ranks under one store, one after the other."""
+    store: Any = context.store
+    if file_store:
+        store = dist.FileStore(str(Path(context.scratch) / "store"))
+    for turn, size in enumerate(sizes):
+        rank = (context.rank + turn) % context.world_size
+        if rank < size:
+            dist.init_process_group(
+                context.backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=30),
+            )
+            works()
+            dist.destroy_process_group()
+
+
+def short_of_descriptors(context: Context) -> list[str]:
+    """One rank cannot open files; the errors of all, and then a group that works."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    texts = []
+    for room in range(3):
+        held = []
+        if context.rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for fd in held[len(held) - room :]:
+                os.close(fd)
+            del held[len(held) - room :]
+        start = time.monotonic()
+        try:
+            dist.new_group()
+        except dist.DistBackendError as error:
+            texts.append(str(error))
+        assert time.monotonic() - start < 20
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=dist.new_group())
+    assert tensor[0] == context.world_size
+    return texts

@@ -99,7 +99,7 @@ class Store : public Rendezvous {
  private:
   struct Entry {
     char key[64];
-    char value[1024];
+    char value[8192];
     size_t size;
     bool written;
   };

@@ -1,8 +1,12 @@
 #include "host/bootstrap.hpp"
 
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 
+#include <csignal>
 #include <cstddef>
 #include <cstdlib>
 #include <limits>
@@ -58,21 +62,51 @@ Fd connect_to(const PeerInfo& peer) {
   return socket;
 }
 
-void say(const Fd& socket, const Hello& hello, size_t bytes, const Fd* memory) {
+// Null when the listener's queue is full.
+Fd try_connect(const PeerInfo& peer) {
+  Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, peer.address.data(), peer.address.size());
+  const auto length = static_cast<socklen_t>(
+      offsetof(sockaddr_un, sun_path) + peer.address.size());
+  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) !=
+      0) {
+    socket.reset();
+  }
+  return socket;
+}
+
+size_t open_files() {
+  size_t n = 0;
+  for (int fd = 0; fd < 4096; ++fd) {
+    n += fcntl(fd, F_GETFD) >= 0;
+  }
+  return n;
+}
+
+void say(
+    const Fd& socket,
+    const Hello& hello,
+    size_t bytes,
+    const Fd* memory,
+    size_t copies = 1) {
   iovec io{const_cast<Hello*>(&hello), bytes};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(16 * sizeof(int))] = {};
   msghdr message{};
   message.msg_iov = &io;
   message.msg_iovlen = 1;
   if (memory != nullptr) {
     message.msg_control = control;
-    message.msg_controllen = sizeof control;
+    message.msg_controllen = CMSG_SPACE(copies * sizeof(int));
     cmsghdr* c = CMSG_FIRSTHDR(&message);
     c->cmsg_level = SOL_SOCKET;
     c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(sizeof(int));
+    c->cmsg_len = CMSG_LEN(copies * sizeof(int));
     const int fd = memory->get();
-    std::memcpy(CMSG_DATA(c), &fd, sizeof fd);
+    for (size_t i = 0; i < copies; ++i) {
+      std::memcpy(CMSG_DATA(c) + i * sizeof fd, &fd, sizeof fd);
+    }
   }
   CHECK_EQ(
       sendmsg(socket.get(), &message, MSG_NOSIGNAL),
@@ -238,7 +272,7 @@ TEST(bootstrap_ignores_strangers) {
     if (rank == 1) {
       const PeerInfo& zero = b.peers()[0];
       const Fd wrong = create_memory_file("wrong", 4096);
-      Hello right{1, 1, {}};
+      Hello right{kProtocol, 1, {}};
       std::memcpy(right.token, zero.token.data(), sizeof right.token);
       const auto stranger =
           [&](Hello hello, size_t bytes, const Fd* fd, bool closes) {
@@ -264,6 +298,8 @@ TEST(bootstrap_ignores_strangers) {
       stranger(right, sizeof right, nullptr, false); // brings no memory
       stranger(right, 5, &wrong, true); // ends in the middle
       stranger(right, 0, nullptr, true); // says nothing
+      stranger(right, 0, nullptr, false); // the same, and stays
+      stranger(right, 5, nullptr, false); // stays in the middle
     }
     store.meet("strangers came first", 2);
     const auto peers = b.exchange_memory(memory.get(), Deadline(kLong));
@@ -275,12 +311,175 @@ TEST(bootstrap_ignores_strangers) {
   });
 }
 
+// Idle callers fill the queue of a listener, more come than are kept, and some
+// bring files.
+TEST(bootstrap_stands_a_flood) {
+  on_threads(3, [](int rank, Store& store) {
+    Bootstrap b = met(rank, 3, store, test_settings());
+    const Fd memory = create_memory_file("test", 4096);
+    std::vector<Fd> open;
+    store.meet("before", 3);
+    const size_t before = rank == 2 ? open_files() : 0;
+    if (rank == 2) {
+      const Fd file = create_memory_file("stranger", 4096);
+      Hello right{kProtocol, 1, {}};
+      std::memcpy(right.token, b.peers()[0].token.data(), sizeof right.token);
+      for (int i = 0; i < 8; ++i) {
+        open.push_back(connect_to(b.peers()[0]));
+        say(open.back(), right, sizeof right, &file, 2 + i); // too many
+      }
+      while (Fd idle = try_connect(b.peers()[0])) {
+        open.push_back(std::move(idle));
+      }
+      CHECK(open.size() > 100);
+    }
+    store.meet("flooded", 3);
+    std::atomic<bool> over{false};
+    std::thread more;
+    if (rank == 2) {
+      more = std::thread([&] {
+        for (int i = 0; i < 200 && !over; ++i) {
+          if (Fd idle = try_connect(b.peers()[0])) {
+            open.push_back(std::move(idle));
+          }
+          std::this_thread::sleep_for(std::chrono::microseconds(500));
+        }
+      });
+    }
+    const auto start = Clock::now();
+    const auto peers = b.exchange_memory(memory.get(), Deadline(kLong));
+    CHECK(seconds_since(start) < 5);
+    for (int p = 0; p < 3; ++p) {
+      CHECK_EQ(static_cast<bool>(peers[p].memory), p != rank);
+    }
+    store.meet("created", 3);
+    if (rank == 2) {
+      over = true;
+      more.join();
+      open.clear();
+      // Of the three ranks: 6 files, a pidfd they share; no listeners any more.
+      CHECK_EQ(open_files(), before + 6 + 1 - 3);
+    }
+    store.meet("done", 3);
+  });
+}
+
+TEST(bootstrap_tells_why_a_rank_gave_up) {
+  on_threads(2, [](int rank, Store& store) {
+    {
+      Bootstrap b = met(rank, 2, store, test_settings());
+      if (rank == 1) {
+        b.withdraw("fused: no such luck");
+        Bootstrap(std::move(b)); // closes the socket
+        store.meet("gone", 2);
+      } else {
+        store.meet("gone", 2);
+        const Fd memory = create_memory_file("test", 4096);
+        expect_error(
+            ErrorKind::kPeerFailed,
+            {"rank 1 failed while the group was being created: fused: no such "
+             "luck"},
+            [&] { b.exchange_memory(memory.get(), Deadline(kLong)); });
+      }
+      store.meet("heard", 2);
+    }
+    Settings small = test_settings();
+    small.arena_bytes = 1 << 20;
+    Member again(rank, 2, store, small);
+    again.domain.barrier(OpDescriptor{}, Deadline(kLong));
+  });
+}
+
+// A rank has room for a few descriptors only. Wherever it runs out of them, it
+// says so at once, its peer says the same, and another attempt works.
+TEST(bootstrap_without_descriptors) {
+  if (kSanitized) {
+    return; // sanitizers open files of their own
+  }
+  on_processes(2, [](int rank, Store& store) {
+    Settings s = test_settings();
+    s.arena_bytes = 1 << 20;
+    bool worked = false;
+    int failed = 0;
+    const auto start = Clock::now();
+    for (int room = 0; room < 12 && !worked; ++room) {
+      store.meet(str("room for ", room), 2);
+      rlimit before{};
+      getrlimit(RLIMIT_NOFILE, &before);
+      std::vector<Fd> filled;
+      if (rank == 1) {
+        const rlimit low{64, before.rlim_max};
+        setrlimit(RLIMIT_NOFILE, &low);
+        while (Fd fd{dup(0)}) {
+          filled.push_back(std::move(fd));
+        }
+        filled.resize(filled.size() - room);
+      }
+      try {
+        Member member(rank, 2, store, s);
+        member.domain.barrier(OpDescriptor{}, Deadline(kLong));
+        worked = true;
+      } catch (const Error& error) {
+        const std::string text = error.what();
+        ++failed;
+        if (text.find("RLIMIT_NOFILE, 64") == std::string::npos) {
+          report_failure("rank", rank, str(room, ": ", text));
+        }
+        CHECK_EQ(
+            error.kind(),
+            rank == 1 ? ErrorKind::kSystem : ErrorKind::kPeerFailed);
+      }
+      filled.clear();
+      setrlimit(RLIMIT_NOFILE, &before);
+    }
+    CHECK(worked);
+    CHECK(failed >= 4);
+    CHECK(seconds_since(start) < 15);
+  });
+}
+
+TEST(process_ends_as_a_zombie) {
+  for (bool pidfd : {true, false}) {
+    int pipe[2];
+    CHECK_EQ(::pipe(pipe), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+      char c;
+      (void)!read(pipe[0], &c, 1);
+      _exit(0);
+    }
+    const auto process = pidfd ? Process::watch(child)
+                               : std::make_shared<const Process>(child, Fd());
+    CHECK(!process->ended());
+    if (pidfd) {
+      CHECK(Process::watch(child) == process); // and no further descriptor
+    }
+    CHECK_EQ(write(pipe[1], "x", 1), ssize_t{1});
+    const auto start = Clock::now();
+    while (!process->ended() && seconds_since(start) < 10) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    CHECK(process->ended()); // nobody has waited for it: its pid is taken
+    CHECK_EQ(kill(child, 0), 0);
+    CHECK_EQ(waitpid(child, nullptr, 0), child);
+    CHECK(process->ended());
+    CHECK(Process::watch(child) == nullptr);
+    close(pipe[0]);
+    close(pipe[1]);
+  }
+}
+
 TEST(bootstrap_times_out) {
   Store empty;
   CHECK_THROWS(
       Bootstrap(0, 2, test_settings()).meet(empty, Deadline(milliseconds(50))),
       Error,
-      "no fusedpg/1/1 in the store");
+      "50 ms on rank 0: no answer in the store from rank 1");
+  Store other;
+  CHECK_THROWS(
+      Bootstrap(1, 2, test_settings()).meet(other, Deadline(milliseconds(50))),
+      Error,
+      "50 ms on rank 1: rank 0 did not answer in the store");
   // The peer never comes to the socket; in another group it comes and says
   // nothing.
   for (bool comes : {false, true}) {
@@ -296,8 +495,7 @@ TEST(bootstrap_times_out) {
         const auto start = Clock::now();
         expect_error(
             ErrorKind::kTimeout,
-            {"200 ms",
-             comes ? "waiting for a peer's arena" : "waiting for peers"},
+            {"200 ms on rank 0", "nothing was heard", "from rank 1"},
             [&] {
               b.exchange_memory(memory.get(), Deadline(milliseconds(200)));
             });
@@ -320,7 +518,9 @@ TEST(bootstrap_names_a_dead_peer) {
     const Fd memory = create_memory_file("test", 4096);
     expect_error(
         ErrorKind::kPeerDead,
-        {"cannot reach rank 1", std::to_string(getpid()), "FUSEDPG_HOST_ID"},
+        {"rank 1 (pid " + std::to_string(getpid()),
+         "cannot reach it",
+         "FUSEDPG_HOST_ID"},
         [&] { b.exchange_memory(memory.get(), Deadline(kLong)); });
   });
 }
@@ -328,14 +528,14 @@ TEST(bootstrap_names_a_dead_peer) {
 TEST(bootstrap_refuses_other_versions) {
   {
     Store store;
-    store.set("fusedpg/1/1", field("99") + field("host"));
+    store.set("fusedpg/1", field("99") + field("host"));
     expect_error(ErrorKind::kMismatch, {"rank 1 runs another version"}, [&] {
       met(0, 2, store, test_settings());
     });
   }
   {
     Store store;
-    store.set("fusedpg/1/1", "nonsense");
+    store.set("fusedpg/1", "nonsense");
     expect_error(ErrorKind::kSystem, {"malformed"}, [&] {
       met(0, 2, store, test_settings());
     });

@@ -1,14 +1,10 @@
-#include "host/mailbox.hpp"
-
 #include <algorithm>
 #include <csignal>
 #include <deque>
-#include <future>
 #include <map>
-#include <optional>
 #include <random>
 
-#include "ranks.hpp"
+#include "mailbox_cases.hpp"
 
 namespace {
 
@@ -16,82 +12,6 @@ using namespace fusedpg;
 using namespace fusedpg::test;
 
 constexpr size_t kMiB = size_t(1) << 20;
-
-// How one send or receive ended. Holds no exception: who frees the last
-// reference to one is decided inside libstdc++, where TSan cannot look.
-struct Outcome {
-  int peer;
-  std::optional<ErrorKind> error;
-  std::string text;
-};
-
-class Pending {
- public:
-  Mailbox::Done done() {
-    return [promise = promise_](std::exception_ptr error, int peer) {
-      Outcome outcome{peer, std::nullopt, ""};
-      try {
-        if (error) {
-          std::rethrow_exception(error);
-        }
-      } catch (const Error& e) {
-        outcome.error = e.kind();
-        outcome.text = e.what();
-      }
-      promise->set_value(outcome); // throws if called twice
-    };
-  }
-  // Waits for the end; throws its error; returns the peer.
-  int wait() {
-    std::future<Outcome> future = promise_->get_future();
-    if (future.wait_for(kLong) != std::future_status::ready) {
-      throw std::runtime_error("a message was never completed");
-    }
-    const Outcome outcome = future.get();
-    if (outcome.error) {
-      throw Error(*outcome.error, outcome.text);
-    }
-    return outcome.peer;
-  }
-
- private:
-  std::shared_ptr<std::promise<Outcome>> promise_ =
-      std::make_shared<std::promise<Outcome>>();
-};
-
-struct Post {
-  Member member;
-  Mailbox mailbox;
-
-  Post(int rank, int size, Store& store)
-      : member(rank, size, store),
-        mailbox(member.domain, *kernels::table()) {}
-
-  Pending send(
-      const Buffer& b,
-      int to,
-      int tag = 0,
-      milliseconds timeout = kLong) {
-    Pending pending;
-    mailbox.send(b.data(), b.bytes(), to, tag, timeout, pending.done());
-    return pending;
-  }
-  Pending receive(
-      const Buffer& b,
-      int from,
-      int tag = 0,
-      milliseconds timeout = kLong) {
-    Pending pending;
-    mailbox.receive(b.data(), b.bytes(), from, tag, timeout, pending.done());
-    return pending;
-  }
-  Buffer buffer(size_t bytes, bool in_arena = false) {
-    return Buffer(member.domain, bytes, in_arena);
-  }
-  void barrier() {
-    member.domain.barrier(OpDescriptor{}, Deadline(kLong));
-  }
-};
 
 char content(uint64_t id, size_t i) {
   return static_cast<char>(id * 13 + i + (i >> 8) * 7 + (i >> 16) * 3);

@@ -1,0 +1,466 @@
+#include "host/meeting.hpp"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+namespace {
+
+constexpr const char* kRollKey = "fusedpg/roll";
+// A failure that was there before this rank came may be another meeting's.
+constexpr auto kGrace = std::chrono::seconds(5);
+constexpr size_t kReasonBytes = 1000;
+
+enum State : uint32_t { kOpen, kProposed, kFinal, kFailed };
+
+std::string entry_key(int rank) {
+  return "fusedpg/" + std::to_string(rank);
+}
+
+// Fields are length-prefixed: addresses and tokens hold any byte.
+void append(std::string& out, const std::string& field) {
+  const uint32_t n = static_cast<uint32_t>(field.size());
+  out.append(reinterpret_cast<const char*>(&n), sizeof n);
+  out += field;
+}
+
+void append(std::string& out, const PeerInfo& info) {
+  append(out, info.host_id);
+  append(out, info.address);
+  append(out, info.token);
+  append(out, info.cpus);
+  append(out, std::to_string(info.pid));
+  append(out, std::to_string(info.start));
+}
+
+[[noreturn]] void fail_malformed() {
+  fail(ErrorKind::kSystem, "fused: malformed entry in the store");
+}
+
+// Takes fields off the front of a value.
+class Fields {
+ public:
+  explicit Fields(const std::string& in) : in_(in) {}
+
+  std::string text() {
+    uint32_t n = 0;
+    if (in_.size() - at_ < sizeof n) {
+      fail_malformed();
+    }
+    std::memcpy(&n, in_.data() + at_, sizeof n);
+    at_ += sizeof n;
+    if (in_.size() - at_ < n) {
+      fail_malformed();
+    }
+    at_ += n;
+    return in_.substr(at_ - n, n);
+  }
+
+  uint64_t number() {
+    try {
+      return std::stoull(text());
+    } catch (const std::logic_error&) { // of stoull
+      fail_malformed();
+    }
+  }
+
+  PeerInfo info() {
+    PeerInfo info;
+    info.host_id = text();
+    info.address = text();
+    info.token = text();
+    info.cpus = text();
+    info.pid = static_cast<int>(number());
+    info.start = number();
+    if (info.token.size() != kTokenBytes) {
+      fail_malformed();
+    }
+    return info;
+  }
+
+  void version(int rank) {
+    const std::string found = text();
+    if (found != std::to_string(kProtocol)) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: rank ",
+          rank,
+          " runs another version of fusedpg (shared-memory protocol ",
+          found,
+          ", expected ",
+          kProtocol,
+          "); install the same version everywhere");
+    }
+  }
+
+ private:
+  const std::string& in_;
+  size_t at_ = 0;
+};
+
+// Waits between two looks at the store.
+class Pace {
+ public:
+  void wait(const Deadline& deadline) {
+    std::this_thread::sleep_for(
+        std::min<std::chrono::nanoseconds>(next_, deadline.remaining()));
+    next_ = std::min<std::chrono::microseconds>(
+        next_ * 3 / 2, std::chrono::milliseconds(50));
+  }
+
+ private:
+  std::chrono::microseconds next_{200};
+};
+
+// Ids and tokens of meetings that failed for a rank of this process: a second
+// attempt finds them in the store and must not fail for the first one's reason.
+class Spent {
+ public:
+  void add(int rank, const std::string& mark) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    marks_.emplace_back(rank, mark);
+    if (marks_.size() > 1000) {
+      marks_.pop_front();
+    }
+  }
+  bool has(int rank, const std::string& mark) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::find(marks_.begin(), marks_.end(), std::pair(rank, mark)) !=
+        marks_.end();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::pair<int, std::string>> marks_;
+};
+
+Spent& spent() {
+  static auto* s = new Spent();
+  return *s;
+}
+
+[[noreturn]] void fail_for(int rank, const std::string& reason) {
+  fail(
+      ErrorKind::kPeerFailed,
+      "fused: rank ",
+      rank,
+      " failed while the group was being created: ",
+      reason);
+}
+
+std::optional<std::string> find(
+    Rendezvous& store,
+    const std::string& key,
+    const Deadline& deadline) {
+  if (!store.has(key)) {
+    return std::nullopt;
+  }
+  return store.get(key, deadline);
+}
+
+} // namespace
+
+std::string random_token() {
+  char bytes[kTokenBytes];
+  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) {
+    fail_errno("fused: getrandom");
+  }
+  return std::string(bytes, sizeof bytes);
+}
+
+struct Meeting::Entry {
+  int size = 0;
+  PeerInfo info;
+  std::string acknowledged;
+  std::string reason; // not empty: this rank has given up
+};
+
+struct Meeting::Roll {
+  uint32_t state = kOpen;
+  int size = 0;
+  std::string id;
+  std::string reason;
+  std::vector<PeerInfo> infos;
+
+  bool names(int rank, const std::string& token) const {
+    return static_cast<size_t>(rank) < infos.size() &&
+        infos[rank].token == token;
+  }
+};
+
+Meeting::Meeting(Rendezvous& store, int rank, int world_size, PeerInfo self)
+    : store_(store),
+      rank_(rank),
+      size_(world_size),
+      self_(std::move(self)),
+      known_(static_cast<size_t>(world_size)) {
+  for (PeerInfo& info : known_) {
+    info.token.resize(kTokenBytes); // nobody's
+  }
+}
+
+std::optional<Meeting::Entry> Meeting::read_entry(
+    int rank,
+    const Deadline& deadline) {
+  const auto value = find(store_, entry_key(rank), deadline);
+  if (!value) {
+    return std::nullopt;
+  }
+  Fields fields(*value);
+  fields.version(rank);
+  Entry entry;
+  entry.size = static_cast<int>(fields.number());
+  entry.info = fields.info();
+  entry.acknowledged = fields.text();
+  entry.reason = fields.text();
+  return entry;
+}
+
+void Meeting::write_entry(const std::string& reason) {
+  std::string out;
+  append(out, std::to_string(kProtocol));
+  append(out, std::to_string(size_));
+  append(out, self_);
+  append(out, id_);
+  append(out, reason);
+  store_.set(entry_key(rank_), out);
+}
+
+std::optional<Meeting::Roll> Meeting::read_roll(const Deadline& deadline) {
+  const auto value = find(store_, kRollKey, deadline);
+  if (!value) {
+    return std::nullopt;
+  }
+  Fields fields(*value);
+  fields.version(0);
+  Roll roll;
+  roll.state = static_cast<uint32_t>(fields.number());
+  roll.size = static_cast<int>(fields.number());
+  roll.id = fields.text();
+  roll.reason = fields.text();
+  for (uint64_t n = fields.number(); n > 0; --n) {
+    roll.infos.push_back(fields.info());
+  }
+  return roll;
+}
+
+void Meeting::write_roll(
+    uint32_t state,
+    const std::string& reason,
+    const std::vector<PeerInfo>& infos) {
+  std::string out;
+  append(out, std::to_string(kProtocol));
+  append(out, std::to_string(state));
+  append(out, std::to_string(size_));
+  append(out, id_);
+  append(out, reason);
+  append(out, std::to_string(infos.size()));
+  for (const PeerInfo& info : infos) {
+    append(out, info);
+  }
+  store_.set(kRollKey, out);
+}
+
+std::vector<PeerInfo> Meeting::run(PeerInfo self, const Deadline& deadline) {
+  self_ = std::move(self);
+  known_[rank_] = self_;
+  if (size_ == 1) {
+    id_ = random_token();
+    final_ = true;
+    return {self_};
+  }
+  auto all = rank_ == 0 ? lead(deadline) : follow(deadline);
+  final_ = true;
+  return all;
+}
+
+bool Meeting::grace_over() const {
+  return Clock::now() - arrived_ > kGrace;
+}
+
+void Meeting::consider_refusal(int rank, const Entry& entry, bool fresh) {
+  const std::string& token = entry.info.token;
+  if (spent().has(rank_, token) ||
+      std::count(old_tokens_.begin(), old_tokens_.end(), token) != 0) {
+    return; // it refused an earlier meeting
+  }
+  if (fresh || grace_over()) {
+    spent().add(rank_, token);
+    fail_for(rank, entry.reason);
+  }
+}
+
+std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
+  if (const auto old = read_roll(deadline)) {
+    for (const PeerInfo& info : old->infos) {
+      old_tokens_.push_back(info.token);
+    }
+  }
+  id_ = random_token();
+  write_roll(kOpen, "", {});
+
+  std::vector<PeerInfo> roll;
+  std::vector<std::optional<Entry>> entries(size_);
+  // What was there when this rank came, with or without a reason.
+  std::vector<std::string> found(size_);
+  std::vector<bool> looked(size_);
+  const auto agrees = [&](int p) {
+    return entries[p] && entries[p]->size == size_ &&
+        entries[p]->reason.empty();
+  };
+  const auto proposed = [&](int p) {
+    return !roll.empty() && agrees(p) &&
+        roll[p].token == entries[p]->info.token;
+  };
+  const auto acknowledged = [&](int p) {
+    return proposed(p) && entries[p]->acknowledged == id_;
+  };
+  const auto look = [&](int p) {
+    entries[p] = read_entry(p, deadline);
+    if (!entries[p]) {
+      looked[p] = true;
+      return;
+    }
+    const Entry& entry = *entries[p];
+    known_[p] = entry.info;
+    const std::string mark = entry.info.token + entry.reason;
+    if (!looked[p]) {
+      looked[p] = true;
+      found[p] = mark;
+    }
+    if (!entry.reason.empty()) {
+      consider_refusal(p, entry, mark != found[p]);
+    }
+  };
+  const auto all = [&](const auto& holds) {
+    for (int p = 1; p < size_; ++p) {
+      if (!holds(p)) {
+        return false;
+      }
+    }
+    return true;
+  };
+
+  for (Pace pace;; pace.wait(deadline)) {
+    for (int p = 1; p < size_; ++p) {
+      if (!acknowledged(p)) {
+        look(p);
+      }
+    }
+    if (all(acknowledged)) {
+      for (int p = 1; p < size_; ++p) {
+        look(p); // who answered first may have been replaced since
+      }
+    }
+    if (all(acknowledged)) {
+      write_roll(kFinal, "", roll);
+      return roll;
+    }
+    if (all(agrees) && !all(proposed)) {
+      roll = known_;
+      id_ = random_token();
+      write_roll(kProposed, "", roll);
+      pace = Pace();
+    }
+    if (deadline.expired()) {
+      std::string late;
+      for (int p = 1; p < size_; ++p) {
+        if (!acknowledged(p)) {
+          late += (late.empty() ? "" : ", ") + std::to_string(p);
+          if (entries[p] && entries[p]->size != size_) {
+            late += str(" (last seen in a group of ", entries[p]->size, ')');
+          }
+        }
+      }
+      fail(
+          ErrorKind::kTimeout,
+          "fused: creating the group of ",
+          size_,
+          " timed out after ",
+          deadline.timeout().count(),
+          " ms on rank 0: no answer in the store from rank ",
+          late);
+    }
+  }
+}
+
+std::vector<PeerInfo> Meeting::follow(const Deadline& deadline) {
+  const auto first = read_roll(deadline);
+  write_entry("");
+  bool heard = false;
+  for (Pace pace;; pace.wait(deadline)) {
+    const auto roll = read_roll(deadline);
+    const bool mine = roll && roll->size == size_ &&
+        roll->infos.size() == static_cast<size_t>(size_) &&
+        roll->names(rank_, self_.token);
+    if (roll && roll->size == size_ && roll->state == kFailed) {
+      const bool old = spent().has(rank_, roll->id) ||
+          (static_cast<size_t>(rank_) < roll->infos.size() &&
+           spent().has(rank_, roll->infos[rank_].token));
+      const bool fresh =
+          mine || !first || first->id != roll->id || first->state != kFailed;
+      if (!old && (fresh || grace_over())) {
+        spent().add(rank_, roll->id);
+        fail_for(0, roll->reason);
+      }
+    }
+    if (mine && roll->state == kProposed && roll->id != id_) {
+      heard = true;
+      id_ = roll->id;
+      write_entry("");
+      pace = Pace();
+    }
+    if (mine && roll->state == kFinal && roll->id == id_) {
+      return roll->infos;
+    }
+    if (deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: creating the group of ",
+          size_,
+          " timed out after ",
+          deadline.timeout().count(),
+          " ms on rank ",
+          rank_,
+          heard ? ": rank 0 was there, but it waits for others"
+                : ": rank 0 did not answer in the store",
+          !heard && roll && roll->size != size_
+              ? str(" (last seen in a group of ", roll->size, ')')
+              : std::string());
+    }
+  }
+}
+
+void Meeting::withdraw(const std::string& reason) noexcept {
+  try {
+    spent().add(rank_, self_.token);
+    const std::string text =
+        reason.empty() ? "unknown" : reason.substr(0, kReasonBytes);
+    write_entry(text);
+    if (rank_ == 0 && !final_) {
+      write_roll(kFailed, text, known_);
+    }
+  } catch (const std::exception&) {
+    // The store may be what failed. Then the peers wait for their deadline.
+  }
+}
+
+std::string Meeting::reason_of(int rank, const PeerInfo& met) noexcept {
+  try {
+    const auto entry =
+        read_entry(rank, Deadline(std::chrono::milliseconds(1000)));
+    return entry && entry->info.token == met.token ? entry->reason
+                                                   : std::string();
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+} // namespace fusedpg
