@@ -244,10 +244,11 @@ def test_forked_children() -> None:
         workers.run(faults.data_loader)
 
 
+@pytest.mark.parametrize("permuted", [False, True], ids=["in order", "permuted"])
 @pytest.mark.parametrize("file_store", [False, True], ids=["tcp", "file"])
-def test_groups_of_changing_size_on_one_store(file_store: bool) -> None:
+def test_groups_of_changing_size_on_one_store(file_store: bool, permuted: bool) -> None:
     with harness.Workers(3, init=False) as workers:
-        workers.run(faults.resized, [3, 2, 3, 2, 2, 3, 1, 3], file_store)
+        workers.run(faults.resized, [3, 2, 3, 2, 2, 3, 1, 3], file_store, permuted)
 
 
 def test_without_descriptors() -> None:

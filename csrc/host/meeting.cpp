@@ -13,15 +13,20 @@
 namespace fusedpg {
 namespace {
 
-constexpr const char* kRollKey = "fusedpg/roll";
 // A failure that was there before this rank came may be another meeting's.
 constexpr auto kGrace = std::chrono::seconds(5);
 constexpr size_t kReasonBytes = 1000;
 
 enum State : uint32_t { kOpen, kProposed, kFinal, kFailed };
 
-std::string entry_key(int rank) {
-  return "fusedpg/" + std::to_string(rank);
+// By size: while some ranks still create a group, another may be waiting in the
+// next one, of another size, under another rank.
+std::string entry_key(int size, int rank) {
+  return str("fusedpg/", size, '/', rank);
+}
+
+std::string roll_key(int size) {
+  return str("fusedpg/", size, "/roll");
 }
 
 // Fields are length-prefixed: addresses and tokens hold any byte.
@@ -209,7 +214,7 @@ Meeting::Meeting(Rendezvous& store, int rank, int world_size, PeerInfo self)
 std::optional<Meeting::Entry> Meeting::read_entry(
     int rank,
     const Deadline& deadline) {
-  const auto value = find(store_, entry_key(rank), deadline);
+  const auto value = find(store_, entry_key(size_, rank), deadline);
   if (!value) {
     return std::nullopt;
   }
@@ -230,11 +235,11 @@ void Meeting::write_entry(const std::string& reason) {
   append(out, self_);
   append(out, id_);
   append(out, reason);
-  store_.set(entry_key(rank_), out);
+  store_.set(entry_key(size_, rank_), out);
 }
 
 std::optional<Meeting::Roll> Meeting::read_roll(const Deadline& deadline) {
-  const auto value = find(store_, kRollKey, deadline);
+  const auto value = find(store_, roll_key(size_), deadline);
   if (!value) {
     return std::nullopt;
   }
@@ -265,7 +270,7 @@ void Meeting::write_roll(
   for (const PeerInfo& info : infos) {
     append(out, info);
   }
-  store_.set(kRollKey, out);
+  store_.set(roll_key(size_), out);
 }
 
 std::vector<PeerInfo> Meeting::run(PeerInfo self, const Deadline& deadline) {
@@ -374,9 +379,6 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
       for (int p = 1; p < size_; ++p) {
         if (!acknowledged(p)) {
           late += (late.empty() ? "" : ", ") + std::to_string(p);
-          if (entries[p] && entries[p]->size != size_) {
-            late += str(" (last seen in a group of ", entries[p]->size, ')');
-          }
         }
       }
       fail(
@@ -430,10 +432,7 @@ std::vector<PeerInfo> Meeting::follow(const Deadline& deadline) {
           " ms on rank ",
           rank_,
           heard ? ": rank 0 was there, but it waits for others"
-                : ": rank 0 did not answer in the store",
-          !heard && roll && roll->size != size_
-              ? str(" (last seen in a group of ", roll->size, ')')
-              : std::string());
+                : ": rank 0 did not answer in the store");
     }
   }
 }

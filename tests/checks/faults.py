@@ -439,13 +439,16 @@ def leave(context: Context) -> None:
     os._exit(0)
 
 
-def resized(context: Context, sizes: list[int], file_store: bool) -> None:
-    """Default groups of changing size and order of ranks under one store, one after the other."""
+def resized(context: Context, sizes: list[int], file_store: bool, permuted: bool) -> None:
+    """Default groups of changing size under one store, one after the other.
+
+    A rank that sits out goes on to the next group at once, unless ranks change their places.
+    """
     store: Any = context.store
     if file_store:
         store = dist.FileStore(str(Path(context.scratch) / "store"))
     for turn, size in enumerate(sizes):
-        rank = (context.rank + turn) % context.world_size
+        rank = (context.rank + turn * permuted) % context.world_size
         if rank < size:
             dist.init_process_group(
                 context.backend,
@@ -456,6 +459,10 @@ def resized(context: Context, sizes: list[int], file_store: bool) -> None:
             )
             works()
             dist.destroy_process_group()
+        if permuted:
+            if context.store.add(f"turn{turn}", 1) == context.world_size:
+                context.store.set(f"over{turn}", "")
+            context.store.wait([f"over{turn}"])
 
 
 def short_of_descriptors(context: Context) -> list[str]:

@@ -528,14 +528,14 @@ TEST(bootstrap_names_a_dead_peer) {
 TEST(bootstrap_refuses_other_versions) {
   {
     Store store;
-    store.set("fusedpg/1", field("99") + field("host"));
+    store.set("fusedpg/2/1", field("99") + field("host"));
     expect_error(ErrorKind::kMismatch, {"rank 1 runs another version"}, [&] {
       met(0, 2, store, test_settings());
     });
   }
   {
     Store store;
-    store.set("fusedpg/1", "nonsense");
+    store.set("fusedpg/2/1", "nonsense");
     expect_error(ErrorKind::kSystem, {"malformed"}, [&] {
       met(0, 2, store, test_settings());
     });
