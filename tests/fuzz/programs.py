@@ -195,8 +195,16 @@ def sparse_all_reduce(draw: Draw) -> dict[str, Any]:
 @kind(3)
 def functional(draw: Draw) -> dict[str, Any]:
     what = draw.rng.choice(
-        ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-        + ["all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter_coalesced"]
+        [
+            "all_reduce",
+            "all_gather",
+            "reduce_scatter",
+            "all_to_all",
+            "broadcast",
+            "all_reduce_coalesced",
+            "all_gather_coalesced",
+            "reduce_scatter_coalesced",
+        ]
     )
     return {
         "what": what,
