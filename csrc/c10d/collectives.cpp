@@ -44,6 +44,31 @@ struct DelegatedReduction {
   }
 };
 
+// The tensors of one all_reduce: what takes part in it, and how its result
+// comes to them.
+struct Joined {
+  const kernels::Table& kernels;
+  Tensors tensors;
+  kernels::ReduceArgs args;
+  bool together; // all of them are one contribution
+
+  std::vector<Flat> begin() const {
+    if (together) {
+      return {folded(kernels, tensors, args)};
+    }
+    return flat_inouts(tensors);
+  }
+  void end(const std::vector<Flat>& flats) const {
+    if (flats.size() == tensors.size()) {
+      finish(flats);
+      return;
+    }
+    for (const at::Tensor& t : tensors) {
+      flats[0].give(t);
+    }
+  }
+};
+
 } // namespace
 
 ProcessGroupFused::WorkPtr ProcessGroupFused::allreduce(
@@ -94,34 +119,16 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_all(
   }
   const auto type = tensors[0].scalar_type();
   const auto args = to_reduce_args(opts.reduceOp, type, getSize());
-  // What takes part in the reduction, and how its result comes to the tensors.
-  const auto begin = [this, tensors, args, together] {
-    std::vector<Flat> flats;
-    if (together) {
-      flats.push_back(folded(kernels_, tensors, args));
-    } else {
-      flats = flat_inouts(tensors);
-    }
-    return flats;
-  };
-  const auto end = [tensors](const std::vector<Flat>& flats) {
-    if (flats.size() < tensors.size()) {
-      for (const at::Tensor& t : tensors) {
-        flats[0].give(t);
-      }
-    } else {
-      finish(flats);
-    }
-  };
+  const Joined joined{kernels_, tensors, args, together};
   if (spans_hosts()) {
     const DelegatedReduction reduction(opts.reduceOp, type, getSize());
     return enqueue(
         call,
         tensors,
         tensors,
-        [this, begin, end, opts, reduction, timeout = call.timeout](
+        [this, joined, opts, reduction, timeout = call.timeout](
             uint64_t ticket) {
-          const std::vector<Flat> flats = begin();
+          const std::vector<Flat> flats = joined.begin();
           for (const Flat& flat : flats) {
             at::Tensor t = flat.tensor().detach();
             if (!skip_between_hosts(ticket, timeout, t, opts.reduceOp)) {
@@ -133,13 +140,13 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::reduce_all(
               reduction.finish(t);
             }
           }
-          end(flats);
+          joined.end(flats);
         });
   }
-  return run(call, tensors, tensors, [begin, end, args](Context& ctx) {
-    const std::vector<Flat> flats = begin();
-    all_reduce(ctx, reduce_tensors(flats), args);
-    end(flats);
+  return run(call, tensors, tensors, [joined](Context& ctx) {
+    const std::vector<Flat> flats = joined.begin();
+    all_reduce(ctx, reduce_tensors(flats), joined.args);
+    joined.end(flats);
   });
 }
 

@@ -101,16 +101,11 @@ void Engine::execute(
 
 void Engine::abort(Executor& executor) {
   domain_.request_abort();
-  try {
-    executor.run_unnumbered([this] {
-      domain_.mark_failed(Error(
-          ErrorKind::kAborted,
-          str("fused: the group was aborted on rank ", domain_.rank())));
-    });
-  } catch (const Error&) {
-    // The group is being shut down: what still runs has heard of the abort
-    // above, and nothing comes after it.
-  }
+  executor.run_unnumbered([this] {
+    domain_.mark_failed(Error(
+        ErrorKind::kAborted,
+        str("fused: the group was aborted on rank ", domain_.rank())));
+  });
 }
 
 } // namespace fusedpg

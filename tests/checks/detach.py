@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,6 +27,12 @@ def wait_for(context: Context, name: str, ranks: list[int]) -> None:
         time.sleep(0.002)
 
 
+def barrier_within(seconds: float) -> None:
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=seconds)
+    dist.distributed_c10d._get_default_group().barrier(options).wait()
+
+
 def fail_group(context: Context, how: str, victim: int) -> str:
     """One rank goes, or stays away; the error of this one, if it survives."""
     dist.barrier()
@@ -37,7 +44,7 @@ def fail_group(context: Context, how: str, victim: int) -> str:
         if how == "abort":
             dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
     try:
-        dist.barrier()
+        barrier_within(1.5 if how == "stop" else 20)
     except dist.DistBackendError as error:
         return str(error)
     raise AssertionError("the group did not fail")
@@ -134,7 +141,7 @@ def share_and_fail(context: Context, how: str, victim: int) -> tuple[str, str]:
         mark(context, "late")
     else:
         with contextlib.suppress(dist.DistBackendError):
-            dist.barrier()
+            barrier_within(1.5)
             raise AssertionError("the group did not fail")
         assert digest([param.detach() for param in module.parameters()]) == before
         mark(context, "raised")
