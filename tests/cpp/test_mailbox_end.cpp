@@ -74,6 +74,7 @@ TEST(mailbox_stops_under_traffic) {
           std::this_thread::sleep_for(std::chrono::microseconds(100));
         }
       }
+      me.mailbox.stop(); // what is pending refers to the buffer
     } else {
       std::this_thread::sleep_for(milliseconds(50));
       const auto start = Clock::now();
