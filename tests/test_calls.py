@@ -70,3 +70,8 @@ def test_ranks_adapt_alike_after_errors() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_abort_and_shutdown(size: int) -> None:
     harness.pool(size).run(errors.abort_and_shutdown, 30)
+
+
+@pools((2, "two"))
+def test_abort_without_peers(pool: int | str) -> None:
+    workers_of(pool).run(errors.abort_without_peers)

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <set>
+#include <thread>
 
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -255,8 +256,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::ordinary(
 }
 
 c10d::Backend& ProcessGroupFused::delegate() {
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  if (!delegate_) {
+  if (!delegate_) { // in the constructor
     delegate_ = make_delegate(
         "cpu",
         c10::make_intrusive<c10d::PrefixStore>("fusedpg-delegate", own_store_),
@@ -267,12 +267,58 @@ c10d::Backend& ProcessGroupFused::delegate() {
   return *delegate_;
 }
 
+namespace {
+
+// Gloo's rendezvous cannot be aborted, so ranks begin it when all are there.
+void await_all(
+    c10d::Store& store,
+    int rank,
+    int size,
+    const Deadline& deadline,
+    const std::function<void()>& check) {
+  constexpr std::chrono::milliseconds kLook{5};
+  const auto key = [](int p) { return str("transport/", p); };
+  store.set(key(rank), "1");
+  for (int p = 0; p < size; ++p) {
+    while (!store.check({key(p)})) {
+      check();
+      if (deadline.expired()) {
+        fail(
+            ErrorKind::kTimeout,
+            "fused: timeout after ",
+            deadline.timeout().count(),
+            " ms on rank ",
+            rank,
+            " waiting for rank ",
+            p,
+            ", which did not reach the first operation that connects the hosts");
+      }
+      std::this_thread::sleep_for(kLook);
+    }
+  }
+  check();
+}
+
+} // namespace
+
 NetContext ProcessGroupFused::net_context(
     uint64_t ticket,
     std::chrono::milliseconds timeout,
     OpCode op) {
+  const auto check_aborted = [this] {
+    if (delegate_->getError() != c10d::ErrorType::SUCCESS) {
+      fail(
+          ErrorKind::kAborted,
+          "fused: the group was aborted on rank ",
+          getRank(),
+          " and must be destroyed");
+    }
+  };
+  check_aborted();
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!transport_) {
+    await_all(
+        *own_store_, getRank(), getSize(), Deadline(timeout), check_aborted);
     transport_ = std::make_unique<BackendTransport>(make_delegate(
         "cpu",
         c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", own_store_),
@@ -401,6 +447,8 @@ c10d::ErrorType ProcessGroupFused::getError() {
     kind = cuda->failure_kind();
   } else if (engine_ != nullptr && engine_->domain().failed()) {
     kind = engine_->domain().failure_kind();
+  } else if (spans_hosts()) {
+    return delegate().getError();
   } else {
     return c10d::ErrorType::SUCCESS;
   }
@@ -415,17 +463,15 @@ c10d::ErrorType ProcessGroupFused::getError() {
   }
 }
 
+// What connects the hosts holds the mutex, and looks for the delegate's abort.
 void ProcessGroupFused::abort_delegate() {
-  c10::intrusive_ptr<c10d::Backend> backend;
-  {
-    std::lock_guard<std::mutex> lock(delegate_mutex_);
-    backend = delegate_;
-    if (transport_) {
-      transport_->abort();
-    }
+  if (!spans_hosts()) {
+    return;
   }
-  if (backend) {
-    backend->abort();
+  delegate_->abort();
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (transport_) {
+    transport_->abort();
   }
 }
 
@@ -492,7 +538,9 @@ ProcessGroupFused::Info ProcessGroupFused::info() {
       spans_hosts() ? 0 : engine_->domain().arena()->heap_bytes();
   i.arena_used = spans_hosts() ? 0 : engine_->domain().arena()->used_bytes();
   i.sequence_number = executor_->tickets();
-  i.failed = !spans_hosts() && engine_->domain().failed();
+  i.failed = spans_hosts()
+      ? delegate().getError() != c10d::ErrorType::SUCCESS
+      : engine_->domain().failed();
   i.cuda_arena = settings_.cuda_arena_bytes;
   if (const auto cuda = cuda_->engine()) {
     i.failed = i.failed || cuda->failed();

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -128,3 +130,57 @@ def abort_and_shutdown(context: Context, rounds: int) -> None:
         dist.barrier()
         end_group(group, turn)
         dist.barrier()
+
+
+def _raises_soon(call: Callable[[], object], what: str) -> None:
+    start = time.monotonic()
+    try:
+        call()
+    except dist.DistBackendError as error:
+        assert str(error).startswith("fused:") and "aborted" in str(error), (what, str(error))
+    else:
+        raise AssertionError(f"{what} raised nothing")
+    assert time.monotonic() - start < 5, what
+
+
+def abort_without_peers(context: Context) -> None:
+    """What waits for ranks that do not come ends with abort(), and what comes later raises."""
+    import fusedpg
+
+    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(4)]
+    peer = (context.rank + 1) % context.world_size
+
+    def step(group: dist.ProcessGroup) -> None:
+        n = fusedpg.shard_range(100, context.world_size, context.rank)[1]
+        state = [[torch.zeros(n)], [torch.zeros(n)], [], [torch.tensor(0.0)]]
+        hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+        tensors = [torch.ones(100)], [torch.ones(100)]
+        fusedpg.fused_adamw_(*tensors, *state, **hyper, group=group)
+
+    def later(group: dist.ProcessGroup) -> None:
+        dist.all_reduce(torch.ones(5), group=group, async_op=True).wait()
+
+    calls: dict[str, Callable[[dist.ProcessGroup], object]] = {
+        "all_reduce": lambda group: dist.all_reduce(torch.ones(5), group=group),
+        "later": later,
+        "recv": lambda group: dist.recv(torch.ones(5), peer, group),
+        "step": step,
+    }
+    dist.barrier()
+    if context.rank == 0:
+        for name, call in calls.items():
+            group = groups.pop()
+            backend = group._get_backend(torch.device("cpu"))
+            timer = threading.Timer(0.2, backend.abort)
+            timer.start()
+            _raises_soon(lambda: call(group), f"{name} in flight")  # noqa: B023
+            timer.join()
+            for after, other in calls.items():
+                _raises_soon(lambda: other(group), f"{after} after {name}")  # noqa: B023
+            start = time.monotonic()
+            dist.destroy_process_group(group)
+            del group, backend, timer
+            assert time.monotonic() - start < 5, name
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch.distributed as dist
 from fuzz.calls import Call, Env, Wrong, builder
 
 REFUSED = (dist.DistBackendError, ValueError)
+# Found before a call has its place in the group's order: the peers are in another call than the
+# next one of the member that was refused, which all of them hear.
+LOCAL = ("types", "count", "root", "splits")
 
 
-def _raises(env: Env, call: Callable[[], Any], what: str) -> Call:
+def _raises(env: Env, call: Callable[[], Any], what: str, behind: bool = False) -> Call:
     """The call must raise, and the next one work."""
 
     def start(async_op: bool) -> Any:
@@ -27,6 +31,10 @@ def _raises(env: Env, call: Callable[[], Any], what: str) -> Call:
                 raise Wrong(f"the error of {what} is {text!r}") from error
         else:
             raise Wrong(f"{what} raised nothing on member {env.me}")
+        if behind:
+            with contextlib.suppress(dist.DistBackendError):
+                dist.all_reduce(torch.ones(7), group=env.group)
+                raise Wrong(f"nobody noticed {what}")
         for numel in (2, 50_000):
             tensor = torch.ones(numel)
             dist.all_reduce(tensor, group=env.group)
@@ -97,8 +105,10 @@ def refusal(env: Env) -> Call:
 
     def call() -> Any:
         if what == "expanded":
-            mine = torch.ones(1).expand(numel) if wrong else fine
-            return dist.all_reduce(mine, group=group)
+            # An input may be, and what is reduced in place.
+            total = numel * env.size
+            out = torch.ones(1).expand(total) if wrong else torch.ones(total)
+            return dist.all_gather_into_tensor(out, fine, group=group)
         if what == "types":
             kept = [t.double() if wrong else t for t in several]
             return group.allgather([kept], [fine])
@@ -117,7 +127,7 @@ def refusal(env: Env) -> Call:
         sizes[0] += wrong
         return dist.all_to_all_single(out, give, sizes, sizes, group=group)
 
-    return _raises(env, call, f"a wrong argument ({what})")
+    return _raises(env, call, f"a wrong argument ({what})", odd == env.me and what in LOCAL)
 
 
 @builder

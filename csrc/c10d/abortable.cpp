@@ -1,0 +1,166 @@
+#include "c10d/abortable.hpp"
+
+#include <algorithm>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+namespace {
+
+// A wait looks this often whether the group was aborted.
+constexpr std::chrono::milliseconds kLook{50};
+
+[[noreturn]] void raise_aborted(int rank) {
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str(
+          "fused: the group was aborted on rank ",
+          rank,
+          " and must be destroyed"));
+}
+
+} // namespace
+
+struct AbortableBackend::Flights {
+  std::atomic<bool> aborted{false};
+  std::atomic<int> abandoned{0}; // collectives that nobody waits for any more
+  std::mutex mutex;
+  std::set<c10d::Work*> messages;
+};
+
+namespace {
+
+using Flights = AbortableBackend::Flights;
+
+class AbortableWork : public c10d::Work {
+ public:
+  AbortableWork(
+      c10::intrusive_ptr<c10d::Work> inner,
+      std::shared_ptr<Flights> flights,
+      int rank,
+      bool message)
+      : Work(rank, inner->retrieveOpType()),
+        inner_(std::move(inner)),
+        flights_(std::move(flights)),
+        message_(message) {
+    if (message_) {
+      std::lock_guard<std::mutex> lock(flights_->mutex);
+      flights_->messages.insert(inner_.get());
+      if (flights_->aborted) {
+        inner_->abort(); // its wait() returns at once
+      }
+    }
+  }
+
+  ~AbortableWork() override {
+    if (message_) {
+      std::lock_guard<std::mutex> lock(flights_->mutex);
+      flights_->messages.erase(inner_.get());
+    } else if (flights_->aborted && !inner_->isCompleted()) {
+      ++flights_->abandoned;
+    }
+  }
+
+  bool isCompleted() override {
+    return inner_->isCompleted() || flights_->aborted;
+  }
+  bool isSuccess() const override {
+    return inner_->isCompleted() && inner_->isSuccess();
+  }
+  std::exception_ptr exception() const override {
+    return inner_->exception();
+  }
+  int sourceRank() const override {
+    return inner_->sourceRank();
+  }
+  std::vector<at::Tensor> result() override {
+    return inner_->result();
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return inner_->getFuture();
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (message_) {
+      if (!inner_->wait(timeout)) {
+        raise_aborted(rank_); // what wait() says after an abort
+      }
+      return true;
+    }
+    const auto end = std::chrono::steady_clock::now() + timeout;
+    while (!inner_->isCompleted()) {
+      if (flights_->aborted) {
+        raise_aborted(rank_);
+      }
+      if (timeout != kNoTimeout) {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(
+            end - std::chrono::steady_clock::now());
+        if (left <= kLook) {
+          return inner_->wait(std::max(left, std::chrono::milliseconds(1)));
+        }
+      }
+      try {
+        return inner_->wait(kLook);
+      } catch (const std::exception&) {
+        // Of the slice, or of the operation: which is seen below.
+      }
+    }
+    return inner_->wait();
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  const std::shared_ptr<Flights> flights_;
+  const bool message_;
+};
+
+} // namespace
+
+AbortableBackend::AbortableBackend(c10::intrusive_ptr<c10d::Backend> inner)
+    : Backend(inner->getRank(), inner->getSize()),
+      inner_(std::move(inner)),
+      flights_(std::make_shared<Flights>()) {}
+
+// Gloo's end waits for the end of what has begun, which may be its timeout.
+AbortableBackend::~AbortableBackend() {
+  if (flights_->abandoned > 0) {
+    std::thread([inner = std::move(inner_)]() mutable {
+      inner.reset();
+    }).detach();
+  }
+}
+
+void AbortableBackend::abort() {
+  std::lock_guard<std::mutex> lock(flights_->mutex);
+  if (flights_->aborted.exchange(true)) {
+    return;
+  }
+  for (c10d::Work* work : flights_->messages) {
+    work->abort();
+  }
+}
+
+c10d::ErrorType AbortableBackend::getError() {
+  return flights_->aborted ? c10d::ErrorType::COMM_ERROR
+                           : c10d::ErrorType::SUCCESS;
+}
+
+void AbortableBackend::check_aborted() const {
+  if (flights_->aborted) {
+    raise_aborted(rank_);
+  }
+}
+
+AbortableBackend::WorkPtr AbortableBackend::wrap(WorkPtr work, bool message)
+    const {
+  if (!work) {
+    return work;
+  }
+  return c10::make_intrusive<AbortableWork>(
+      std::move(work), flights_, rank_, message);
+}
+
+} // namespace fusedpg
