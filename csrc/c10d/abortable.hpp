@@ -7,9 +7,10 @@
 
 namespace fusedpg {
 
-// Gloo with an abort(), which torch's does not have: operations that wait raise,
-// and so do all that come later. Gloo itself goes on with a collective that has
-// begun until its timeout, on a thread of its own, which holds the tensors.
+// Gloo with an abort(), which torch's does not have: operations that wait
+// raise, and so do all that come later. Gloo itself goes on with a collective
+// that has begun until its timeout, on a thread of its own, which holds the
+// tensors.
 class AbortableBackend : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;

@@ -291,7 +291,8 @@ void await_all(
             rank,
             " waiting for rank ",
             p,
-            ", which did not reach the first operation that connects the hosts");
+            ", which did not reach the first operation that connects the "
+            "hosts");
       }
       std::this_thread::sleep_for(kLook);
     }
@@ -538,9 +539,8 @@ ProcessGroupFused::Info ProcessGroupFused::info() {
       spans_hosts() ? 0 : engine_->domain().arena()->heap_bytes();
   i.arena_used = spans_hosts() ? 0 : engine_->domain().arena()->used_bytes();
   i.sequence_number = executor_->tickets();
-  i.failed = spans_hosts()
-      ? delegate().getError() != c10d::ErrorType::SUCCESS
-      : engine_->domain().failed();
+  i.failed = spans_hosts() ? delegate().getError() != c10d::ErrorType::SUCCESS
+                           : engine_->domain().failed();
   i.cuda_arena = settings_.cuda_arena_bytes;
   if (const auto cuda = cuda_->engine()) {
     i.failed = i.failed || cuda->failed();

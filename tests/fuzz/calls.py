@@ -49,7 +49,10 @@ class Env:
 
     def given(self, label: object, shape: Sequence[int], **options: Any) -> torch.Tensor:
         """An input, which nobody may write."""
-        slot = self._slot(self.contents(self.me, label, shape), only_input=True, **options)
+        values = self.contents(self.me, label, shape)
+        if options.get("dense"):
+            values = values.contiguous()
+        slot = self._slot(values, only_input=True, **options)
         self.slots.append((slot, lambda: None, False))
         return slot.tensor
 

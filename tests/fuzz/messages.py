@@ -21,14 +21,17 @@ def messages(env: Env) -> Call:
         # One message from every sender, all of one size, to one receiver.
         receiver = pairs[0][1][1] if pairs else 0
         return _any_source(env, receiver, shapes[0] if shapes else (1,), tag)
+    # Between hosts they are Gloo's, which takes contiguous tensors alone.
     mine: list[tuple[int, bool, int, torch.Tensor]] = []
     for number, (source, target) in pairs:
         if env.me == source:
-            mine.append((number, True, ranks[target], env.given(number, shapes[number])))
+            tensor = env.given(number, shapes[number], dense=env.hosts)
+            mine.append((number, True, ranks[target], tensor))
         elif env.me == target:
             tensor = env.result(
                 shapes[number],
                 lambda s=source, n=number: env.contents(s, n, shapes[n]),
+                dense=env.hosts,
             )
             mine.append((number, False, ranks[source], tensor))
     # Messages of one pair and tag arrive in order; between pairs there is none.
@@ -61,7 +64,7 @@ def _any_source(env: Env, receiver: int, shape: Any, tag: int) -> Call:
         return Call(lambda async_op: None)
     senders = [index for index in range(env.size) if index != receiver]
     if env.me != receiver:
-        tensor = env.given(0, shape)
+        tensor = env.given(0, shape, dense=env.hosts)
 
         def start(async_op: bool) -> Any:
             dist.send(tensor, env.spec.ranks[receiver], env.group, tag)
