@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,10 @@ from torch.optim import Optimizer
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _checkpoint
-from fusedpg.optim._bridge import Bridge, Gradient
+from fusedpg.optim._bridge import Bridge, Gradient, unfinished, unsynchronised
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
-from fusedpg.optim._parameters import Parameters
+from fusedpg.optim._parameters import Parameters, laid_out, watch_gradient
+from fusedpg.optim._recompute import RecomputeGuard
 from fusedpg.optim._state import ShardedState
 
 
@@ -85,12 +85,17 @@ class FusedOptimizer(ShardedState, Joinable):
         self._bridge = None
         self._in_flight: list[Callable[[], None]] = []
         self._updated: set[torch.Tensor] = set()  # by the hook, since the last step
+        self._idle: set[torch.Tensor] = set()  # of these, those that this rank did not use
+        self._applied: dict[int, dict[str, Any]] = {}  # hyperparameters of that, by group
+        self._recompute = RecomputeGuard(self._updated)
+        self._stepped = False  # since gradients were reduced for the last time
         self._context = GradContext(
             process_group, self._sharded_grads, self._reduce_for_gradient, self._rebound
         )
         self._was_reduced = False  # manual mode: reduce_gradients() since the last step
         self._shadow = False  # a joined rank, which has no data left
         self._parameters = Parameters(process_group, share=share_parameters)
+        self._layouts, self._fresh = {}, set()
         self._group_of = {}
         self._param_versions = {}
         Joinable.__init__(self)
@@ -122,9 +127,16 @@ class FusedOptimizer(ShardedState, Joinable):
         # DDP's constructor has broadcast them.
         self._parameters.accept(params)
 
-    def _rebound(self, grad: ShardedGrad, memory: torch.Tensor) -> None:
+    def _rebound(
+        self, param: torch.Tensor, grad: ShardedGrad | SpentGrad, memory: torch.Tensor
+    ) -> None:
         if self._bridge is not None:
-            self._bridge.rebound(grad, memory)
+            self._bridge.rebound(param, grad, memory)
+
+    def _joined(self) -> None:
+        """This rank has no data left, and nobody calls ``zero_grad()`` after its last step."""
+        if self._stepped:
+            self._drop_gradients()
 
     def set_local_batch_size(self, size: float | None) -> None:
         """Weights this rank's gradients: grad = sum(m_k * g_k) / sum(m_k) over ranks k.
@@ -151,6 +163,7 @@ class FusedOptimizer(ShardedState, Joinable):
         self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
     ) -> None:
         """The bridge's call for one bucket."""
+        self._stepped = False
         if self.overlap:
             self._update_in_backward(gradients, used, shadow)
         else:
@@ -159,6 +172,7 @@ class FusedOptimizer(ShardedState, Joinable):
     def _start_reduction(
         self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool = False
     ) -> None:
+        self._check_layouts(gradient.param for gradient in gradients)
         work = self._backend.reduce_shards_(
             [gradient.local for gradient in gradients],
             [gradient.output for gradient in gradients],
@@ -168,7 +182,7 @@ class FusedOptimizer(ShardedState, Joinable):
         )
         # DDP must find None to leave p.grad alone. What an earlier backward has reduced stays.
         reduced = []
-        for param, _, output, earlier in gradients:
+        for param, _, output, earlier, _ in gradients:
             reduced.append((param, self._owned(output, param), earlier))
             param.grad = None
         del gradients  # the work holds them until it is done
@@ -182,6 +196,8 @@ class FusedOptimizer(ShardedState, Joinable):
                     param.grad = before if flag or before.is_reduced() else None
                 elif flag:
                     param.grad = ShardedGrad(param, self._context, reduced=local)
+                else:
+                    param.grad = None
 
         self._in_flight.append(finish)
 
@@ -192,11 +208,13 @@ class FusedOptimizer(ShardedState, Joinable):
         if self._parameters.shared:
             self._parameters.check((f"of shape {tuple(p.shape)}", p) for p in params)
         if not self._updated.isdisjoint(params):
-            raise RuntimeError(
-                "overlap=True: a second backward before step(); the first one has already updated "
-                "the parameters. Accumulate under ddp.no_sync(), or use overlap=False"
-            )
+            SpentGrad.refuse_accumulation()
         self._updated.update(params)
+        if used is not None:
+            self._idle.update(gradient.param for gradient in gradients if not gradient.used)
+        self._recompute.start()
+        for number in {self._group_of[param] for param in params} - self._applied.keys():
+            self._applied[number] = self._hyperparameters(number)
         grads = [gradient.local for gradient in gradients]
         works = self._fused_step(params, grads, used=used, **self._reduction(shadow))
 
@@ -211,8 +229,9 @@ class FusedOptimizer(ShardedState, Joinable):
     def _backward_done(self) -> None:
         """The bridge's call at the end of backward."""
         if self.overlap:
+            self._recompute.stop()
             for param in self._updated:
-                param.grad = SpentGrad(param)
+                param.grad = SpentGrad(param, self._context)
             return
         self._wait()
 
@@ -221,7 +240,7 @@ class FusedOptimizer(ShardedState, Joinable):
         for finish in in_flight:
             finish()
         if self._bridge is not None:
-            self._bridge.restore([p for _, p in self._named_parameters()])
+            self._bridge.restore()
         if in_flight:
             self._context.changed()
 
@@ -245,6 +264,8 @@ class FusedOptimizer(ShardedState, Joinable):
     ) -> list[dist.Work]:
         """Starts the step of some parameters, in one operation if their groups allow."""
         hyper = load_extension().Hyper
+        self._check_layouts(params)
+        self._fresh.difference_update(params)
         self._refresh_masters(params)
         # What one operation cannot mix: other state, and momentum buffers without a value.
         kinds: dict[Any, list[int]] = {}
@@ -298,19 +319,15 @@ class FusedOptimizer(ShardedState, Joinable):
 
     def _watch(self, param: torch.Tensor) -> None:
         """Manual mode: has ``p.grad`` know that it is one rank's part of a gradient."""
-        this = weakref.ref(self)
+        watch_gradient(param, self, FusedOptimizer._accumulated)
 
-        def accumulated(param: torch.Tensor) -> None:
-            optimizer, grad = this(), param.grad
-            if optimizer is None or optimizer._bridge is not None or grad is None:
-                return
-            if type(grad) is torch.Tensor and grad.layout == torch.strided:
-                grad = _laid_out(grad, param)
-                param.grad = ShardedGrad(param, optimizer._context, unreduced=grad)
-                optimizer._context.changed()
-
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(accumulated)
+    def _accumulated(self, param: torch.Tensor) -> None:
+        grad = param.grad
+        if self._bridge is not None or type(grad) is not torch.Tensor:
+            return
+        if grad.layout == torch.strided:
+            param.grad = ShardedGrad(param, self._context, unreduced=laid_out(grad, param))
+            self._context.changed()
 
     def reduce_gradients(self) -> None:
         """Manual mode: reduces ``p.grad`` over ranks now instead of in ``step()``.
@@ -334,7 +351,7 @@ class FusedOptimizer(ShardedState, Joinable):
     def _reduce_for_gradient(self) -> None:
         """The reduction that somebody's question about one gradient needs."""
         if self._bridge is not None:
-            raise RuntimeError(_unsynchronised("asked for"))
+            raise RuntimeError(unsynchronised("asked for"))
         without = [(name, p) for name, p in self._named_parameters() if p.grad is None]
         self.reduce_gradients()
         for name, param in without:
@@ -360,7 +377,8 @@ class FusedOptimizer(ShardedState, Joinable):
         gradients, used = [], []
         for _, param in self._named_parameters():
             grad: Any = param.grad
-            if not param.requires_grad:
+            # Who freezes a parameter does it on all ranks; a gradient that it has still counts.
+            if not param.requires_grad and grad is None:
                 continue
             earlier = grad if isinstance(grad, ShardedGrad) else None
             if earlier is not None:
@@ -369,7 +387,7 @@ class FusedOptimizer(ShardedState, Joinable):
                 raise RuntimeError("fused optimizers do not take sparse gradients")
             used.append(grad is not None)
             # A peer may have a gradient where this rank has none.
-            grad = torch.zeros_like(param) if grad is None else _laid_out(grad, param)
+            grad = torch.zeros_like(param) if grad is None else laid_out(grad, param)
             gradients.append(Gradient(param, grad, grad, earlier))
         return gradients, used
 
@@ -406,6 +424,7 @@ class FusedOptimizer(ShardedState, Joinable):
                 self.reduce_gradients()
             self._was_reduced = False
             self._step_on_reduced(scale, found_inf)
+        self._stepped = True
         return loss
 
     def _commit(self, scale: Any, found_inf: Any) -> None:
@@ -413,11 +432,48 @@ class FusedOptimizer(ShardedState, Joinable):
         if scale is not None or found_inf is not None:
             raise RuntimeError("GradScaler needs overlap=False")
         self._wait()
+        self._recompute.stop()
+        updated, applied = set(self._updated), self._applied
+        self._updated.clear()
+        self._applied = {}
+        self._check_finished()
         for name, param in self._named_parameters():
             if param.grad is not None and not isinstance(param.grad, SpentGrad):
-                raise RuntimeError(_unsynchronised(name))
+                raise RuntimeError(unsynchronised(name))
+            if param in updated and param.grad is None and not self._shadow:
+                raise RuntimeError(
+                    f"overlap=True: the gradient of parameter {name} was dropped between backward, "
+                    "which has updated it, and step(), or DDP still waits for others"
+                )
+        for number, used in applied.items():
+            for key, value in self._hyperparameters(number).items():
+                if value != used[key]:
+                    raise RuntimeError(
+                        f"overlap=True: {key} of parameter group {number} was changed between "
+                        f"backward and step() from {used[key]} to {value}, but backward has "
+                        "updated the parameters already. Change it after step(), or use "
+                        "overlap=False"
+                    )
+        # The others' stays what it is, so that a forgotten zero_grad() is seen.
+        for param in self._idle:
             param.grad = None
-        self._updated.clear()
+        self._idle.clear()
+
+    def _hyperparameters(self, number: int) -> dict[str, Any]:
+        """What the step reads of a group. Of tensors which it is and its version: comparing values
+        would wait for a GPU."""
+        return {
+            key: f"tensor {id(value):#x} version {value._version}"
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in self._hyper(self.param_groups[number]).items()
+        }
+
+    def _check_finished(self) -> None:
+        waiting = set() if self._bridge is None else self._bridge.unfinished()
+        for name, param in self._named_parameters() if waiting else ():
+            if param in waiting:
+                raise RuntimeError(unfinished(name))
 
     def _step_on_local(self, scale: Any, found_inf: Any) -> None:
         """Manual mode: everything is one operation."""
@@ -436,13 +492,15 @@ class FusedOptimizer(ShardedState, Joinable):
     def _step_on_reduced(self, scale: Any, found_inf: Any) -> None:
         """Update and all-gather of what the hook has reduced."""
         self._wait()
+        self._check_finished()
         params, slices = [], []
         for name, param in self._named_parameters():
             grad = param.grad
             if grad is None:
                 continue
             if not isinstance(grad, ShardedGrad) or not grad.is_reduced():
-                raise RuntimeError(_unsynchronised(name))
+                raise RuntimeError(unsynchronised(name))
+            self._check_same_layout(name, param, grad)
             params.append(param)
             slices.append(grad.local())
         if not params:
@@ -528,22 +586,8 @@ class FusedOptimizer(ShardedState, Joinable):
         return self._group
 
 
-def _laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A gradient in the memory layout and type of its parameter."""
-    if grad.stride() == param.stride() and grad.dtype == param.dtype:
-        return grad
-    return torch.empty_like(param).copy_(grad)
-
-
 def _scalar(value: Any) -> torch.Tensor | None:
     return None if value is None else value.detach().float().reshape(())
-
-
-def _unsynchronised(name: str) -> str:
-    return (
-        f"the gradient of parameter {name} was never reduced over ranks: the last backward before "
-        "step() ran under no_sync(), or p.grad was set by hand"
-    )
 
 
 def check_unsupported(*, differentiable: bool) -> None:

@@ -1,6 +1,12 @@
 """Between DistributedDataParallel and the optimizers that take its gradients.
 
 No postponed annotations here: DDP inspects those of its hooks.
+
+DDP's reducer is armed in forward (with gradients enabled and ``require_backward_grad_sync``) and
+disarmed when it has finalised the last bucket, at the end of the graph task in which that one was
+complete: with re-entrant checkpointing, a nested one. While it is armed the first gradient of each
+parameter is what it reduces; whatever autograd accumulates otherwise, it leaves alone. The bridge
+follows the same states.
 """
 
 import collections
@@ -13,7 +19,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedpg.functional import _backend
-from fusedpg.optim._gradients import ShardedGrad
+from fusedpg.optim import _torch
+from fusedpg.optim._gradients import ShardedGrad, SpentGrad
+from fusedpg.optim._parameters import laid_out, watch_gradient
 
 _ATTRIBUTE = "_fusedpg_bridge"
 
@@ -25,6 +33,7 @@ class Gradient(NamedTuple):
     local: torch.Tensor  # this rank's
     output: torch.Tensor  # memory laid out alike that may be overwritten
     earlier: ShardedGrad | None  # reduced by an earlier backward, to be added
+    used: bool = True  # by this rank
 
 
 class Bridge:
@@ -34,37 +43,42 @@ class Bridge:
         # DDP refers to the bridge.
         self._ddp = weakref.ref(ddp)
         self._owners: dict[torch.Tensor, Any] = {}
-        self._task = -1  # the backward that the callback was queued for
+        self._armed = False
+        # Parameters with a gradient since the last finalisation, as DDP's local_used_map.
         self._used: set[torch.Tensor] = set()
-        # Otherwise DDP itself insists that every parameter is used.
-        self._tracks_used = bool(ddp.find_unused_parameters or ddp.static_graph)
-        # DDP would copy every gradient into its bucket, which is most of what it costs. We take
-        # gradients where autograd has left them, unless backward may come back for more.
-        # Where GPUs read each other's buckets, that is where gradients have to be.
-        info = _backend(ddp.process_group).info()
-        self._takes = not ddp.static_graph and info["cuda_arena"] == 0
+        # DDP would copy every gradient into its bucket, which is most of what it costs. Where it
+        # makes no difference we take gradients where autograd has left them. Where GPUs read
+        # each other's buckets, that is where gradients have to be.
+        self._in_bucket = _backend(ddp.process_group).info()["cuda_arena"] != 0
+        self._may_take = _torch.keep_gradients(ddp) and not self._in_bucket
         self._as_view = bool(ddp.gradient_as_bucket_view)
+        self._takes = False  # in this pass
         self._taken: dict[torch.Tensor, torch.Tensor] = {}
-        self._unsynced: dict[torch.Tensor, torch.Tensor] = {}  # gradients under no_sync()
-        self._earlier: dict[torch.Tensor, ShardedGrad] = {}
-        self._views: dict[torch.Tensor, torch.Tensor] = {}  # into the buckets
-        # Gradients in whose place DDP has put memory of a new bucket.
-        self._rebound: dict[torch.Tensor, tuple[ShardedGrad, torch.Tensor]] = {}
+        # Memory in the buckets of the last pass. A parameter that is in none of them DDP does not
+        # reduce: it was frozen when DDP was made, or DDP was told to ignore it.
+        self._views: dict[torch.Tensor, torch.Tensor] = {}
+        # With gradient_as_bucket_view p.grad may lie in a bucket that DDP is about to fill: those
+        # that were there when the reducer was armed, but for those that autograd made.
+        self._present: set[torch.Tensor] = set()
+        self._unsynced: dict[torch.Tensor, torch.Tensor] = {}
+        # Gradients of ours in whose place DDP has put memory of a bucket.
+        self._replaced: dict[torch.Tensor, tuple[ShardedGrad | SpentGrad, torch.Tensor]] = {}
 
     @staticmethod
     def of(ddp: DistributedDataParallel) -> "Bridge":
         """The bridge of a DDP; registers its hook at the first call."""
-        bridge = getattr(ddp, _ATTRIBUTE, None)
+        bridge: Bridge | None = getattr(ddp, _ATTRIBUTE, None)
         if bridge is None:
-            if ddp._comm_hooks:
+            _torch.check(ddp)
+            bridge = Bridge(ddp)
+            try:
+                ddp.register_comm_hook(bridge, _hook)
+            except RuntimeError as error:
                 raise RuntimeError(
                     "this DistributedDataParallel already has a communication hook; a fused "
                     "optimizer needs to register its own"
-                )
-            bridge = Bridge(ddp)
-            ddp.register_comm_hook(bridge, _hook)
-            # DDP then leaves alone the gradients that the hook has taken.
-            ddp.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
+                ) from error
+            ddp.register_forward_hook(bridge._after_forward)
             setattr(ddp, _ATTRIBUTE, bridge)
         return bridge
 
@@ -80,9 +94,9 @@ class Bridge:
                 )
             if self._owner(param) not in (None, optimizer):
                 raise ValueError("a parameter belongs to two optimizers")
-            if param not in self._owners and param.requires_grad:
+            if param not in self._owners:
                 # Runs before DDP's own hook, and unlike DDP's map of used parameters in time.
-                param.register_post_accumulate_grad_hook(self._accumulated)
+                watch_gradient(param, self, Bridge._accumulated)
             self._owners[param] = weakref.ref(optimizer)
 
     def _owner(self, param: torch.Tensor) -> Any:
@@ -93,99 +107,183 @@ class Bridge:
     def weighted_by_joining(self) -> bool:
         """Whether DDP was told to divide by the number of ranks that still have data."""
         ddp = self._ddp()
-        return ddp is not None and not getattr(ddp, "_divide_by_initial_world_size", True)
+        return ddp is not None and _torch.divides_by_active(ddp)
+
+    def unfinished(self) -> set[torch.Tensor]:
+        """Parameters whose gradients DDP has not reduced yet, because it waits for others."""
+        return set(self._taken)
+
+    # --- DDP's states -------------------------------------------------------------------
+
+    def _after_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
+        """Forward has ended: DDP has armed its reducer, or not.
+
+        A forward past this hook (``ddp.forward(x)``) leaves us disarmed; then no gradient is
+        taken, and DDP copies all of them.
+        """
+        # Forward may have rebuilt the buckets.
+        self.restore()
+        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+            return
+        self._armed = True
+        self._taken.clear()
+        # With a static graph the hooks may run more than once.
+        self._takes = self._may_take and not ddp.static_graph
+        if self._as_view and self._takes:
+            self._present = {p for p in self._owners if type(p.grad) is torch.Tensor}
+
+    def _done(self) -> None:
+        """DDP has finalised the last bucket and disarmed its reducer."""
+        self._armed = False
+        self._used.clear()
+        self._taken.clear()
+        self._present.clear()
+        self._unsynced.clear()
+        for owner in {ref() for ref in self._owners.values()} - {None}:
+            owner._backward_done()
 
     def _accumulated(self, param: torch.Tensor) -> None:
         """Autograd's news of a gradient."""
-        if self._tracks_used:
-            self._used.add(param)
-        ddp, grad = self._ddp(), param.grad
-        if ddp is None or grad is None or self._owner(param) is None:
+        # DDP's map is marked already, and it insists on a gradient then.
+        marked = param in self._used
+        self._used.add(param)
+        if self._replaced:
+            self._absorb(param)
+        grad = param.grad
+        if not self._armed:
+            if self._as_view and grad is not None:
+                self._unsynced[param] = grad
             return
-        if not ddp.require_backward_grad_sync:
-            self._unsynced[param] = grad
+        if (
+            not self._takes
+            or param not in self._views
+            or type(grad) is not torch.Tensor
+            or grad.layout != torch.strided
+            or grad.stride() != param.stride()
+            or grad.dtype != param.dtype
+            or grad.requires_grad
+            or self._owner(param) is None
+        ):
             return
-        # Whether it lies in memory of its own, for sure: a rebuild of the buckets copies
-        # gradients that are there already, and lets p.grad point into the new bucket.
-        own = self._unsynced.pop(param, grad) is grad
-        earlier = self._replaced(param)
-        if earlier is not None:
-            own = False
-        elif isinstance(grad, ShardedGrad):
-            # A further backward before step(): only what it has added is to be reduced.
-            earlier, grad = grad, grad.unreduced()
-            assert grad is not None
-        if earlier is not None:
-            self._earlier[param] = earlier
-        plain = type(grad) is torch.Tensor and grad.layout == torch.strided
-        if not plain or grad.stride() != param.stride() or grad.dtype != param.dtype:
+        if self._as_view:
+            if param in self._present and self._unsynced.get(param) is not grad:
+                return
+            # DDP copies nothing when the gradient is its own bucket's memory.
+            param.grad = self._views[param]
+        elif not marked:
+            # It fills the bucket with zeros, which is cheaper than copying.
+            param.grad = None
+        else:
             return
-        if self._takes:
-            self._taken[param] = grad
-            if own:
-                # DDP copies nothing when the gradient is its own bucket's memory, and where it
-                # does not want that, fills the bucket with zeros, which is cheaper than copying.
-                param.grad = self._views.get(param, grad) if self._as_view else None
+        self._taken[param] = grad
 
-    def rebound(self, grad: ShardedGrad, memory: torch.Tensor) -> None:
-        """DDP is about to let ``p.grad`` point to ``memory``, which holds zeros."""
-        for param in self._owners:
-            if param.grad is grad:
-                self._rebound[param] = grad, memory
+    # --- gradients in whose place DDP has put memory of a bucket ----------------------------
 
-    def _replaced(self, param: torch.Tensor) -> ShardedGrad | None:
+    def rebound(
+        self, param: torch.Tensor, grad: ShardedGrad | SpentGrad, memory: torch.Tensor
+    ) -> None:
+        """DDP has copied a gradient of ours, and may let ``p.grad`` point to the copy."""
+        self._replaced[param] = grad, memory
+
+    def _earlier(self, param: torch.Tensor) -> ShardedGrad | SpentGrad | None:
         """The gradient that DDP has replaced by bucket memory, unless it was dropped since."""
-        grad, memory = self._rebound.pop(param, (None, None))
-        if grad is None or memory is None or param.grad is None:
+        grad, memory = self._replaced.pop(param, (None, None))
+        if memory is None or type(param.grad) is not torch.Tensor:
             return None
         return grad if param.grad.data_ptr() == memory.data_ptr() else None
 
-    def restore(self, params: list[torch.Tensor]) -> None:
-        """Undoes what :meth:`rebound` announced, where no backward has followed."""
-        for param in params:
-            grad = self._replaced(param)
+    def _absorb(self, param: torch.Tensor) -> None:
+        """Autograd has accumulated into the memory that DDP has put there."""
+        grad, earlier = param.grad, self._earlier(param)
+        if earlier is None or grad is None:
+            return
+        if isinstance(earlier, SpentGrad):
+            earlier.refuse_accumulation()
+        else:
+            earlier.set_unreduced(grad.clone())
+        param.grad = earlier
+
+    def restore(self) -> None:
+        """Undoes DDP's replacements, where no backward has followed."""
+        for param in list(self._replaced):
+            grad = self._earlier(param)
             if grad is not None:
                 param.grad = grad
+
+    # --- one bucket -----------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise RuntimeError("fused optimizers do not take sparse gradients; use sparse=False")
-        shadow = torch._C._current_graph_task_id() == -1  # a joined rank, which has no backward
+        ddp = self._ddp()
+        assert ddp is not None
+        shadow = not _torch.in_backward()  # a joined rank, which has no backward
         mine: dict[Any, list[Gradient]] = collections.defaultdict(list)
         others = []
         offset = 0
         for param in bucket.parameters():
-            # bucket.gradients() has the wrong strides for channels_last: the buffer is laid out
-            # as the parameter is.
-            grad = buffer.as_strided(param.shape, param.stride(), buffer.storage_offset() + offset)
+            # Only memory: DDP may have laid out its views when the parameter had other strides.
+            memory = buffer.as_strided(
+                param.shape, param.stride(), buffer.storage_offset() + offset
+            )
             offset += param.numel()
             owner = self._owner(param)
             if owner is None:
-                others.append((param, grad))
+                others.append((param, memory))
             else:
-                local = self._taken.pop(param, grad)
-                mine[owner].append(Gradient(param, local, grad, self._earlier.pop(param, None)))
-                self._views[param] = grad
+                if shadow:
+                    owner._joined()
+                else:
+                    self._views[param] = memory
+                mine[owner].append(self._gradient(param, memory, shadow))
         assert offset == buffer.numel(), "DDP has changed the layout of its buckets"
-        ddp = self._ddp()
-        assert ddp is not None
         if others:
             self._all_reduce(others, shadow, ddp.process_group)
         for owner, gradients in mine.items():
             used = None
-            if self._tracks_used:
-                flags = [gradient.param in self._used for gradient in gradients]
+            # Otherwise DDP itself insists that every parameter is used.
+            if ddp.find_unused_parameters or ddp.static_graph:
+                flags = [gradient.used for gradient in gradients]
                 used = torch.tensor(flags, dtype=torch.uint8, device=buffer.device)
             owner._gradients_ready(gradients, used, shadow)
-        if not shadow:
-            self._call_when_done()
+        if not shadow and bucket.is_last():
+            _torch.after_finalisation(self._done)
         on_gpu = buffer.device.type != "cpu"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if on_gpu else None
         )
         future.set_result(buffer)
         return future
+
+    def _gradient(self, param: torch.Tensor, memory: torch.Tensor, shadow: bool) -> Gradient:
+        """The gradient of a parameter of ours that DDP has declared ready."""
+        taken = self._taken.pop(param, None)
+        if taken is not None:
+            return Gradient(param, taken, memory, None)
+        used = param in self._used and not shadow
+        grad = param.grad
+        earlier = self._earlier(param)
+        if isinstance(grad, ShardedGrad):
+            # Another backward before step(): only what it has added is to be reduced.
+            earlier, grad = grad, grad.unreduced()
+        elif earlier is not None:
+            # As above, and what it has added is in DDP's memory.
+            grad = earlier.unreduced() if isinstance(earlier, ShardedGrad) else None
+        if earlier is not None:
+            assert isinstance(earlier, ShardedGrad)
+            earlier.keep()
+        if shadow or type(grad) is not torch.Tensor:
+            # DDP has filled it with zeros.
+            return Gradient(param, memory, memory, earlier, used)
+        # The same that DDP has copied into the bucket. Where autograd had nothing to add it was
+        # there before, and counts.
+        local = laid_out(grad.detach(), param)
+        if self._in_bucket and not param.is_contiguous():
+            local = memory.copy_(local)
+        elif self._in_bucket:
+            local = memory
+        return Gradient(param, local, memory, earlier, used or earlier is None)
 
     def _all_reduce(
         self,
@@ -196,10 +294,19 @@ class Bridge:
         """What DDP does without a hook, for parameters of no optimizer of ours."""
         # DDP has to be told less than this when it does it itself: which are used, and how many
         # ranks have data.
+        for param, _ in gradients:
+            if isinstance(param.grad, (ShardedGrad, SpentGrad)):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} belongs to two "
+                    "DistributedDataParallel modules, and the fused optimizer of one of them has "
+                    "its gradient: put both modules into one DistributedDataParallel"
+                )
         facts = torch.tensor([float(not shadow), *(p.grad is not None for p, _ in gradients)])
         dist.all_reduce(facts, group=group)
         divisor = facts[0].item() if self.weighted_by_joining() else dist.get_world_size(group)
-        for (param, grad), used in zip(gradients, facts[1:].tolist(), strict=True):
+        for (param, memory), used in zip(gradients, facts[1:].tolist(), strict=True):
+            # Without a gradient DDP has filled the bucket with zeros.
+            grad = memory if param.grad is None or shadow else laid_out(param.grad.detach(), param)
             dist.all_reduce(grad, group=group)
             grad.div_(divisor)
             if not used or shadow:
@@ -209,24 +316,23 @@ class Bridge:
             elif param.grad.data_ptr() != grad.data_ptr():
                 param.grad.copy_(grad)
 
-    def _call_when_done(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
-            return
-        self._task = task
-        engine = torch.autograd.Variable._execution_engine
-        # Queued by a callback it runs behind DDP's own, which sets gradients.
-        engine.queue_callback(lambda: engine.queue_callback(self._done))
-
-    def _done(self) -> None:
-        self._task = -1
-        self._used.clear()
-        self._taken.clear()
-        self._earlier.clear()
-        self._unsynced.clear()
-        for owner in {ref() for ref in self._owners.values()} - {None}:
-            owner._backward_done()
-
 
 def _hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.reduce(bucket)
+
+
+def unsynchronised(name: str) -> str:
+    return (
+        f"the gradient of parameter {name} was never reduced over ranks. DDP reduces in the first "
+        "backward after a forward of the DistributedDataParallel module outside no_sync(). What "
+        "another backward accumulates (under no_sync(), through ddp.module, over a retained graph) "
+        "is reduced with the next one; parameters that were frozen when DDP was made, that it was "
+        "told to ignore, or that belong to two DistributedDataParallel modules never are"
+    )
+
+
+def unfinished(name: str) -> str:
+    return (
+        f"the gradient of parameter {name} was never reduced over ranks: DDP still waits for those "
+        "of other parameters. Unused parameters need find_unused_parameters=True"
+    )

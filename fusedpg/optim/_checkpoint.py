@@ -21,6 +21,7 @@ def _params(optimizer: ShardedState) -> list[tuple[torch.Tensor, dict[str, Any]]
 
 def to_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A post hook of ``state_dict()``: says of each slice what it is a slice of."""
+    optimizer._check_layouts(param for param, _ in _params(optimizer))
     for number, (param, group) in enumerate(_params(optimizer)):
         state = state_dict["state"].get(number)
         if state is None:
@@ -101,6 +102,7 @@ def install(optimizer: ShardedState, loaded: list[dict[str, Any]]) -> None:
 def gather(optimizer: ShardedState, rank0_only: bool) -> dict[str, Any]:
     """Whole tensors on rank 0 or everywhere; one gather for each tensor of state."""
     group, rank = optimizer._group, optimizer._rank
+    optimizer._check_layouts(param for param, _ in _params(optimizer))
     whole = torch.optim.Optimizer.state_dict(optimizer)
     receives = rank == 0 or not rank0_only
     state: dict[Any, Any] = {}

@@ -51,4 +51,10 @@ def fuse(
     if optimizer.state:
         fused.load_state_dict(optimizer.state_dict())
     fused.param_groups = optimizer.param_groups
+    optimizer.register_load_state_dict_pre_hook(_refuse_loading)
     return fused
+
+
+def _refuse_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    # It would make new groups, and schedulers would no longer reach the fused optimizer.
+    raise RuntimeError("this optimizer was fused: load into what fusedpg.optim.fuse() returned")

@@ -8,6 +8,7 @@ all ranks' slices; anything else raises.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
+from fusedpg.optim._torch import in_backward
 
 aten = torch.ops.aten
 
@@ -31,7 +33,7 @@ class GradContext:
         group: dist.ProcessGroup | None,
         gradients: Callable[[], list[ShardedGrad]],
         reduce: Callable[[], None],
-        rebound: Callable[[ShardedGrad, torch.Tensor], None],
+        rebound: Callable[[torch.Tensor, ShardedGrad | SpentGrad, torch.Tensor], None],
     ) -> None:
         self.group = group
         self.reduce = reduce  # everything that is not reduced yet
@@ -100,6 +102,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class _Gradient(torch.Tensor):
     """Shape, strides and dtype of a parameter, no data of its own."""
 
+    _context: GradContext
+    _param: weakref.ref[torch.Tensor]
+
+    def rebound(self, memory: torch.Tensor) -> None:
+        """DDP copies the gradient, and may put the copy into its place."""
+        param = self._param()
+        if param is not None and param.grad is self:
+            self._context.rebound(param, self, memory)  # type: ignore[arg-type]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -116,7 +127,7 @@ class ShardedGrad(_Gradient):
 
     _slice: torch.Tensor | None  # reduced
     _unreduced: torch.Tensor | None  # this rank's, not in the slice yet
-    _context: GradContext
+    _kept: bool  # the slice lies in memory of its own
 
     @staticmethod
     def __new__(
@@ -133,6 +144,8 @@ class ShardedGrad(_Gradient):
         self._slice = reduced
         self._unreduced = unreduced
         self._context = context
+        self._param = weakref.ref(param)
+        self._kept = False
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -160,13 +173,22 @@ class ShardedGrad(_Gradient):
             self._slice.add_(local)
         self._unreduced = None
 
+    def keep(self) -> None:
+        """The bucket that the slice lies in is about to be written again."""
+        if self._slice is not None and not self._kept:
+            self._slice = self._slice.clone()
+            self._kept = True
+
+    def set_unreduced(self, grad: torch.Tensor) -> None:
+        self.keep()
+        self._unreduced = grad
+        self._context.changed()
+
     def _accumulate(self, new: torch.Tensor) -> None:
         if self._unreduced is not None:
             self._unreduced += new
             return
-        if self._slice is not None:
-            # The bucket that the slice lies in is about to be written again.
-            self._slice = self._slice.clone()
+        self.keep()
         self._unreduced = torch.empty_strided(
             self.shape, self.stride(), dtype=self.dtype, device=self.device
         ).copy_(new)
@@ -265,12 +287,15 @@ def _add_(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
     if isinstance(src, ShardedGrad) and not isinstance(dst, _Gradient):
-        if src._unreduced is None:
-            # DDP rebuilds its buckets and lets p.grad point there.
-            src._context.rebound(src, dst)
-            return dst.zero_()
-        # DDP fills its bucket with what backward has added.
-        return dst.copy_(src._unreduced)
+        src.keep()
+        src.rebound(dst)
+        # Only what backward has added belongs into DDP's bucket.
+        return dst.zero_() if src._unreduced is None else dst.copy_(src._unreduced)
+    if isinstance(dst, _Gradient):
+        raise RuntimeError(
+            "the gradient that a fused optimizer has reduced would be overwritten. If two "
+            "DistributedDataParallel modules share this parameter, put them into one"
+        )
     _refuse("copy_")
 
 
@@ -309,18 +334,28 @@ class SpentGrad(_Gradient):
     """The gradient of a parameter that was updated during backward (``overlap=True``).
 
     Whatever is asked of it raises, so that clipping or a check for infinities is not skipped
-    silently. ``step()`` replaces it by None.
+    silently, nor a forgotten ``zero_grad()``.
     """
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor) -> SpentGrad:
+    def __new__(cls, param: torch.Tensor, context: GradContext) -> SpentGrad:
         self: SpentGrad = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
+        self._context = context
+        self._param = weakref.ref(param)
         return self
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
+
+    @staticmethod
+    def refuse_accumulation() -> NoReturn:
+        raise RuntimeError(
+            "overlap=True: a second backward without step() and zero_grad() between; the first one "
+            "has already updated the parameters, and its gradients are gone. Accumulate under "
+            "ddp.no_sync() before the synchronised backward, or use overlap=False"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -333,10 +368,15 @@ class SpentGrad(_Gradient):
         if func is aten.detach.default:
             return args[0]
         if func is aten.add_.Tensor:
-            raise RuntimeError(
-                "overlap=True: a second backward before step(); the first one has already updated "
-                "the parameters. Accumulate under ddp.no_sync(), or use overlap=False"
-            )
+            cls.refuse_accumulation()
+        if func is aten.zero_.default:
+            raise RuntimeError("overlap=True: zero_grad() needs set_to_none=True, its default")
+        if func is aten.copy_.default and not isinstance(args[0], _Gradient):
+            # DDP rebuilds its buckets before zero_grad(), or fills one in a second backward.
+            if in_backward():
+                cls.refuse_accumulation()
+            args[1].rebound(args[0])
+            return args[0].zero_()
         raise RuntimeError(
             f"{func}: with overlap=True the parameters were updated during backward and their "
             "gradients are gone, so clipping, checks and GradScaler cannot work; use overlap=False"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,40 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return tensor.numel() == 0
         stride *= size
     return True
+
+
+def same_order(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether dense tensors of these strides have their elements in the same order in memory."""
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, others, strict=True))
+
+
+def laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A gradient in the memory layout and type of its parameter."""
+    if grad.stride() == param.stride() and grad.dtype == param.dtype:
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def watch_gradient(
+    param: torch.Tensor, owner: Any, accumulated: Callable[[Any, torch.Tensor], None]
+) -> None:
+    """Calls ``accumulated(owner, param)`` when autograd has accumulated a gradient.
+
+    The owner is not kept alive. Frozen parameters are watched, too: they may be unfrozen.
+    """
+    this = weakref.ref(owner)
+
+    def hook(param: torch.Tensor) -> None:
+        owner = this()
+        if owner is not None:
+            accumulated(owner, param)
+
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)  # torch registers no hook otherwise
+    param.register_post_accumulate_grad_hook(hook)
+    if frozen:
+        param.requires_grad_(False)
 
 
 def _like(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fusedpg.functional import shard_range
 from fusedpg.optim import _checkpoint
 from fusedpg.optim._bridge import Bridge
-from fusedpg.optim._parameters import Parameters, bytes_of, is_dense
+from fusedpg.optim._parameters import Parameters, bytes_of, is_dense, same_order
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
@@ -39,6 +39,8 @@ class ShardedState(Optimizer):
     _master_dtype: torch.dtype | None
     _group_of: dict[torch.Tensor, int]  # number of the group of a parameter
     _param_versions: dict[torch.Tensor, int]  # of half parameters, at their last step
+    _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
+    _fresh: set[torch.Tensor]  # no step was made, no state loaded
 
     def _wait(self) -> None:
         """For work under way that changes parameters or state."""
@@ -141,6 +143,35 @@ class ShardedState(Optimizer):
         if self._has_master(param):
             state["master_param"] = self._owned(param, param).float()
         self._param_versions[param] = param._version
+        self._layouts[param] = param.stride()
+        self._fresh.add(param)
+
+    def _check_layouts(self, params: Iterable[torch.Tensor]) -> None:
+        """Slices are ranges of memory: they do not survive ``model.to(memory_format=...)``."""
+        for param in params:
+            if param.stride() != self._layouts[param]:
+                self._adapt_layout(param)
+
+    def _adapt_layout(self, param: torch.Tensor) -> None:
+        if same_order(param.shape, param.stride(), self._layouts[param]):
+            self._layouts[param] = param.stride()
+            return
+        if param not in self._fresh or self._parameters.shared:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has changed its memory format (strides "
+                f"{self._layouts[param]}, now {param.stride()}), and the slices of its state are "
+                "cut by it. Convert the model before the first step, with share_parameters before "
+                "the optimizer is made; or take full_state_dict() before and load it afterwards"
+            )
+        self._init_state(param, self.param_groups[self._group_of[param]])
+
+    def _check_same_layout(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
+        if param.stride() != grad.stride() and not same_order(
+            param.shape, param.stride(), grad.stride()
+        ):
+            raise RuntimeError(
+                f"parameter {name} has changed its memory format between backward and step()"
+            )
 
     def _refresh_masters(self, params: list[torch.Tensor]) -> None:
         """Takes over what was written into half parameters since the last step."""
@@ -181,8 +212,15 @@ class ShardedState(Optimizer):
         """
         self._wait()
         slices = _checkpoint.own_slices(self, state_dict)
+        groups = self.param_groups
         super().load_state_dict(_checkpoint.without_state(state_dict))
+        # The same dicts: fuse() shares them with an optimizer of torch and its schedulers.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
         _checkpoint.install(self, slices)
+        self._fresh.clear()
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
         """The whole state, as ``torch.optim``'s ``state_dict()``; collective.

@@ -149,6 +149,7 @@ def unsynchronised(context: Context, mode: str, before: bool) -> None:
         trainer.backward(0)
         if mode == "overlap":
             trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
     with trainer.ddp.no_sync():
         trainer.backward(1)
     kept = trainer.state()

@@ -1,0 +1,74 @@
+"""What the bridge uses of torch that is not public, all of it.
+
+Everything else it knows of DDP is public: its arguments (``find_unused_parameters``,
+``static_graph``, ``gradient_as_bucket_view``), ``require_backward_grad_sync``, forward hooks,
+``register_comm_hook`` and the ``GradBucket``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_log = logging.getLogger("fusedpg")
+
+# Versions whose reducer is known to do what the bridge relies on when it takes gradients.
+KNOWN = ((2, 11), (2, 14))
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def check(ddp: DistributedDataParallel) -> None:
+    """Raises RuntimeError for a torch, or a DDP, that the bridge cannot work with at all."""
+    engine = torch.autograd.Variable._execution_engine
+    for where, name in ((torch._C, "_current_graph_task_id"), (engine, "queue_callback")):
+        if not hasattr(where, name):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no {name}: fused optimizers need torch "
+                f"{KNOWN[0][0]}.{KNOWN[0][1]} to {KNOWN[1][0]}.{KNOWN[1][1]} under DDP"
+            )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            'fused optimizers do not work with torch._dynamo.config.optimize_ddp="python_reducer"'
+        )
+
+
+def keep_gradients(ddp: DistributedDataParallel) -> bool:
+    """Has DDP leave alone ``p.grad`` when it has reduced a bucket.
+
+    Returns:
+        Whether it does. If not, DDP copies its bucket into ``p.grad`` at the end of backward, and
+        gradients must not be taken before DDP has copied them.
+    """
+    if not KNOWN[0] <= _version() <= KNOWN[1]:
+        _log.warning("fused: torch %s is not known; gradients are copied", torch.__version__)
+        return False
+    tell = getattr(ddp.reducer, "_set_optimizer_in_backward", None)
+    if tell is None:
+        return False
+    tell()
+    return True
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_finalisation(done: Callable[[], None]) -> None:
+    """Calls at the end of this (maybe nested) backward, after DDP, which sets gradients there."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    # DDP queues its callback when the hook of the last bucket has returned. One that is queued by
+    # a callback runs behind those that are queued already.
+    engine.queue_callback(lambda: engine.queue_callback(done))
+
+
+def divides_by_active(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP was told to divide by the number of ranks that still have data."""
+    return not getattr(ddp, "_divide_by_initial_world_size", True)

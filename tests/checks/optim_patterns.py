@@ -1,0 +1,493 @@
+"""What training scripts do with DDP: patterns, and scripts that are drawn at random."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from checks.optim_script import OPTIMIZERS, WIDTH, Net, Script
+
+
+def plainly(s: Script) -> None:
+    s.train(4)
+
+
+def reentrant_checkpoints(s: Script) -> None:
+    s.train(4, segments=3, reentrant=True)
+
+
+def one_reentrant_checkpoint(s: Script) -> None:
+    s.train(4, segments=1, reentrant=True)
+
+
+def checkpoints(s: Script) -> None:
+    s.train(4, segments=3)
+
+
+def shared_weights(s: Script) -> None:
+    s.build(lambda: Net(shared=True))
+    s.train(4)
+
+
+def shared_weights_in_reentrant_checkpoints(s: Script) -> None:
+    s.build(lambda: Net(shared=True))
+    s.train(4, segments=3, reentrant=True)
+
+
+def shared_weights_in_checkpoints(s: Script) -> None:
+    s.build(lambda: Net(shared=True))
+    s.train(4, segments=3)
+
+
+def forward_under_no_sync(s: Script) -> None:
+    s.train(2)
+    with s.net.no_sync():
+        y = s.net(s.x())
+    s.backward(y)
+    s.step()
+
+
+def forward_under_no_sync_then_synchronised(s: Script) -> None:
+    for _ in range(3):
+        with s.net.no_sync():
+            y = s.net(s.x())
+        s.backward(y)
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def backward_under_no_sync(s: Script) -> None:
+    for _ in range(4):
+        y = s.net(s.x())
+        with s.net.no_sync():
+            s.backward(y)
+        s.step()
+
+
+def module_first(s: Script) -> None:
+    for _ in range(3):
+        s.backward(s.module(s.x()))
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def module_after_arming(s: Script) -> None:
+    for _ in range(3):
+        one, other = s.module(s.x()), s.net(s.x())
+        s.backward(one)
+        s.step()
+        del other
+
+
+def module_last(s: Script) -> None:
+    s.train(2)
+    s.backward(s.net(s.x()))
+    s.backward(s.module(s.x()))
+    s.step()
+
+
+def retained(s: Script) -> None:
+    s.train(2)
+    y = s.net(s.x())
+    s.backward(y, retain_graph=True)
+    s.backward(y)
+    s.step()
+
+
+def retained_under_no_sync(s: Script) -> None:
+    for _ in range(3):
+        with s.net.no_sync():
+            y = s.net(s.x())
+            s.backward(y, retain_graph=True)
+            s.backward(y)
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def accumulation(s: Script) -> None:
+    for _ in range(3):
+        with s.net.no_sync():
+            s.backward(s.net(s.x()))
+            s.backward(s.net(s.x()))
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def accumulation_in_checkpoints(s: Script) -> None:
+    for _ in range(3):
+        with s.net.no_sync():
+            s.backward(s.net(s.x(), segments=3, reentrant=True))
+        s.backward(s.net(s.x(), segments=2, reentrant=True))
+        s.step()
+
+
+def accumulation_of_unused(s: Script) -> None:
+    """Layer 2 has a gradient from no_sync() alone."""
+    for i in range(4):
+        with s.net.no_sync():
+            s.backward(s.net(s.x()))
+        s.backward(s.net(s.x(), skip=[2, i % 2]))
+        s.step()
+
+
+def synchronised_twice(s: Script) -> None:
+    for _ in range(4):
+        s.backward(s.net(s.x()))
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def without_zeroing(s: Script) -> None:
+    for _ in range(4):
+        s.backward(s.net(s.x()))
+        s.step(zero=False)
+
+
+def synchronised_twice_with_unused(s: Script) -> None:
+    for i in range(4):
+        s.backward(s.net(s.x(), skip=[i % 3]))
+        s.backward(s.net(s.x(), skip=[1 + i % 2, 4]))
+        s.step()
+
+
+def unused(s: Script) -> None:
+    for i in range(4):
+        s.backward(s.net(s.x(), skip=[i, 5]))
+        s.step()
+
+
+def unused_on_some_ranks(s: Script) -> None:
+    for i in range(4):
+        s.backward(s.net(s.x(), skip=[(i + s.context.rank) % 4]))
+        s.step()
+
+
+def unused_but_set_by_hand(s: Script) -> None:
+    """A gradient that is there already stays, if no rank has another one."""
+    for _ in range(3):
+        for param in s.module.layers[2].parameters():
+            param.grad = torch.ones_like(param)
+        s.backward(s.net(s.x(), skip=[2]))
+        s.step()
+
+
+def several_losses(s: Script) -> None:
+    for _ in range(3):
+        y = s.net(s.x())
+        (s.loss(y) + y.mean() + s.loss(s.module(s.x()))).backward()
+        s.step()
+
+
+def two_forwards(s: Script) -> None:
+    for _ in range(3):
+        s.backward(s.net(s.x()) + s.net(s.x()))
+        s.step()
+
+
+def evaluation_between(s: Script) -> None:
+    for _ in range(3):
+        y = s.net(s.x())
+        with torch.no_grad():
+            s.net(s.x())
+        s.backward(y)
+        s.step()
+
+
+def forward_without_backward(s: Script) -> None:
+    for _ in range(3):
+        s.net(s.x())
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def forward_by_name(s: Script) -> None:
+    """Past ``__call__`` and its hooks."""
+    for _ in range(4):
+        s.backward(s.net.forward(s.x()))
+        s.step()
+
+
+def frozen_later(s: Script) -> None:
+    for i in range(4):
+        s.module.layers[1].requires_grad_(i % 2 == 0)
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def unfrozen_later(s: Script) -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.layers[3].requires_grad_(False)
+        return net
+
+    s.build(make)
+    s.train(2)
+    s.module.layers[3].requires_grad_(True)
+    s.train(2)
+
+
+def unfinished(s: Script) -> None:
+    """A layer of which DDP waits for the gradient."""
+    s.train(2)
+    s.backward(s.net(s.x(), skip=[0]))
+    s.step()
+
+
+def ignored_by_ddp(s: Script) -> None:
+    """A parameter that DDP was told to leave alone."""
+    s.fresh()
+    ignored = ["layers.2.weight", "layers.2.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(s.module, ignored)
+    s.wrap()
+    s.opt = s.optimizer(s.params, s.net)
+    s.train(3)
+
+
+class _Shared(nn.Module):
+    """An encoder and a head of its own."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.encoder(x))
+        return y
+
+
+def _shared_encoder(s: Script) -> tuple[Any, Any]:
+    torch.manual_seed(11)
+    encoder = Net().double()
+    one, other = _Shared(encoder), _Shared(encoder)
+    s.module = one
+    s.wrap()
+    first = s.net
+    s.module = other
+    s.wrap()
+    s.params = list(one.parameters()) + list(other.head.parameters())
+    optimizers = [
+        s.optimizer(list(one.parameters()), first),
+        s.optimizer(list(other.head.parameters()), s.net),
+    ]
+
+    class Both:
+        def step(self) -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+
+        def zero_grad(self) -> None:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    s.opt = Both()
+    return first, s.net
+
+
+def encoder_in_two_modules(s: Script) -> None:
+    one, other = _shared_encoder(s)
+    for _ in range(3):
+        s.loss(one(s.x())).backward()
+        s.loss(other(s.x())).backward()
+        s.step()
+
+
+def encoder_in_two_modules_at_once(s: Script) -> None:
+    one, other = _shared_encoder(s)
+    for _ in range(3):
+        (s.loss(one(s.x())) + s.loss(other(s.x()))).backward()
+        s.step()
+
+
+def encoder_in_two_modules_the_other_first(s: Script) -> None:
+    one, other = _shared_encoder(s)
+    for _ in range(3):
+        s.loss(other(s.x())).backward()
+        s.loss(one(s.x())).backward()
+        s.step()
+
+
+def learning_rate_after_backward(s: Script) -> None:
+    for i in range(3):
+        s.backward(s.net(s.x()))
+        for group in s.opt.param_groups:
+            group["lr"] = 0.01 * (i + 1)
+        s.step()
+
+
+def fuse_then_load(s: Script) -> None:
+    import fusedpg
+
+    name = s.setup.optimizer
+    s.fresh()
+    s.wrap()
+    old = getattr(torch.optim, name)(s.params, **OPTIMIZERS[name], foreach=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(old, 1, 0.5)
+    s.opt = old
+    if s.fused:
+        s.opt = fusedpg.optim.fuse(old, s.net, overlap=s.setup.mode == "overlap")
+    s.opt.load_state_dict(s.opt.state_dict())
+    for _ in range(4):
+        s.backward(s.net(s.x()))
+        s.step()
+        scheduler.step()
+
+
+class _Detaching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def segment(x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            last = self.last(x)
+            return x * last.detach()
+
+        x = checkpoint(segment, x.requires_grad_(), use_reentrant=False)  # type: ignore[assignment]
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+def recomputed_with_detached(s: Script) -> None:
+    s.bucket_mb = 1e-4  # so that the last layer's is complete before the recomputation
+    s.build(_Detaching)
+    for _ in range(4):
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 3)
+        self.second = nn.Conv2d(5, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return y
+
+
+def _images(s: Script) -> torch.Tensor:
+    return torch.cat([s.x(), s.x()]).flatten()[:72].reshape(2, 3, 3, 4).repeat(1, 1, 2, 2)
+
+
+def channels_last_before_training(s: Script) -> None:
+    s.build(_Convolutions)
+    s.module.to(memory_format=torch.channels_last)
+    if not s.fused:
+        # torch 2.13's DDP itself gets it wrong: it needs the format when it is made.
+        s.wrap()
+    for _ in range(4):
+        s.backward(s.net(_images(s)))
+        s.step()
+
+
+def channels_last_after_a_step(s: Script) -> None:
+    s.build(_Convolutions)
+    for i in range(4):
+        if i == 2:
+            s.module.to(memory_format=torch.channels_last)
+        s.backward(s.net(_images(s)))
+        s.step()
+
+
+# What may be refused, by pattern, and what the error says. "overlap" is for that mode alone.
+NEVER = r"never reduced"
+OVERLAP = r"overlap=(True|False)"
+TWO = r"two DistributedDataParallel|never reduced"
+PATTERNS: dict[Callable[[Script], None], dict[str, str]] = {
+    plainly: {},
+    reentrant_checkpoints: {},
+    one_reentrant_checkpoint: {},
+    checkpoints: {},
+    shared_weights: {},
+    shared_weights_in_reentrant_checkpoints: {},
+    shared_weights_in_checkpoints: {},
+    # DDP lets ranks drift apart here without a word.
+    forward_under_no_sync: {"": NEVER},
+    forward_under_no_sync_then_synchronised: {},
+    backward_under_no_sync: {},
+    # DDP counts the hooks of the first iteration, also of this backward, and waits forever.
+    module_first: {"static": NEVER},
+    # A static graph needs the outputs of the module itself.
+    module_after_arming: {"static": NEVER},
+    module_last: {"": NEVER, "overlap": OVERLAP},
+    retained: {"": NEVER, "overlap": "modified by an inplace operation"},
+    retained_under_no_sync: {},
+    accumulation: {},
+    accumulation_in_checkpoints: {},
+    accumulation_of_unused: {},
+    synchronised_twice: {"overlap": OVERLAP},
+    without_zeroing: {"overlap": OVERLAP},
+    synchronised_twice_with_unused: {"overlap": OVERLAP},
+    unused: {},
+    unused_on_some_ranks: {},
+    unused_but_set_by_hand: {},
+    several_losses: {},
+    two_forwards: {},
+    evaluation_between: {},
+    forward_without_backward: {},
+    forward_by_name: {},
+    frozen_later: {"": NEVER},
+    unfrozen_later: {"": NEVER},
+    unfinished: {"": NEVER},
+    ignored_by_ddp: {"": NEVER},
+    encoder_in_two_modules: {"": TWO, "overlap": OVERLAP},
+    # Two DDPs that want the gradient in buckets of their own; we need it in none.
+    encoder_in_two_modules_at_once: {"": TWO, "overlap": OVERLAP, "refused": "bucket view"},
+    encoder_in_two_modules_the_other_first: {"": TWO},
+    learning_rate_after_backward: {"overlap": OVERLAP},
+    fuse_then_load: {},
+    recomputed_with_detached: {"overlap": OVERLAP},
+    channels_last_before_training: {},
+    channels_last_after_a_step: {"": "memory format"},
+}
+NAMES = {pattern.__name__: pattern for pattern in PATTERNS}
+
+
+# --- drawn scripts ----------------------------------------------------------------------
+
+# A program is a list of operations and their arguments; ``execute`` says what they mean.
+Program = list[tuple[Any, ...]]
+ANY = (
+    "never reduced|overlap=True|modified by an inplace operation|two DistributedDataParallel"
+    # What DDP says of it.
+    "|marked as ready twice|finished reduction in the prior iteration|undefined, but still"
+    "|Your training graph has changed|does not require grad"
+)
+
+
+def execute(program: Program) -> Callable[[Script], None]:
+    def run(s: Script) -> None:
+        kept: list[torch.Tensor] = []
+        for operation, *arguments in program:
+            if operation == "pass":
+                forward_sync, backward_sync, through, options, retain = arguments
+                net = s.net if through == "ddp" else s.module
+                with contextlib.nullcontext() if forward_sync else s.net.no_sync():
+                    y = net(s.x(), **options)
+                with contextlib.nullcontext() if backward_sync else s.net.no_sync():
+                    s.backward(y, retain_graph=retain)
+                kept = [y] if retain else []
+            elif operation == "again" and kept:
+                s.backward(kept.pop())
+            elif operation == "evaluate":
+                with torch.no_grad():
+                    s.net(s.x())
+            elif operation == "freeze":
+                layer, frozen = arguments
+                s.module.layers[layer].requires_grad_(not frozen)
+            elif operation == "step":
+                s.step(zero=arguments[0])
+            elif operation == "zero":
+                s.opt.zero_grad()
+
+    return run

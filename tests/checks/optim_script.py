@@ -1,0 +1,161 @@
+"""A small training script that runs with torch's optimizer or with ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from harness import Context
+
+WIDTH = 9
+LAYERS = 6
+BUCKET_MB = 0.0015  # three layers less a bit: buckets straddle layers and segments
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+    "AdamW": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a script is run."""
+
+    optimizer: str = "SGD"
+    mode: str = "ddp"  # or overlap, manual
+    view: bool = False
+    graph: str = ""  # or find_unused, static
+    finish: str = ""  # or clip, its own clip, scaler
+
+    def ddp(self) -> dict[str, Any]:
+        return {
+            "gradient_as_bucket_view": self.view,
+            "find_unused_parameters": self.graph == "find_unused",
+            "static_graph": self.graph == "static",
+        }
+
+
+class Net(nn.Module):
+    """Layers that can be skipped, and run in checkpointed segments."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        if shared:
+            self.layers[4] = self.layers[1]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        skip: Sequence[int] = (),
+        segments: int = 0,
+        reentrant: bool = False,
+    ) -> torch.Tensor:
+        def part(begin: int, end: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            def run(x: torch.Tensor) -> torch.Tensor:
+                for i in range(begin, end):
+                    if i not in skip:
+                        x = torch.tanh(self.layers[i](x))
+                return x
+
+            return run
+
+        if not segments:
+            return part(0, LAYERS)(x)
+        if reentrant:
+            x = x.requires_grad_()
+        for i in range(segments):
+            one = part(LAYERS * i // segments, LAYERS * (i + 1) // segments)
+            x = checkpoint(one, x, use_reentrant=reentrant)  # type: ignore[assignment]
+        return x
+
+
+class Script:
+    """What a training script has at hand, either with torch's optimizer or with ours."""
+
+    def __init__(self, context: Context, setup: Setup, fused: bool, group: Any = None) -> None:
+        self.context, self.setup, self.fused, self.group = context, setup, fused, group
+        self.batches = 0
+        self.bucket_mb = BUCKET_MB
+        self.diverged: int | None = None  # the step after which ranks differ
+        self.history: list[list[torch.Tensor]] = []
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.build()
+
+    def build(self, make: Callable[[], nn.Module] = Net) -> None:
+        """The module, its DDP and its optimizer."""
+        self.fresh(make)
+        self.wrap()
+        self.opt: Any = self.optimizer(self.params, self.net)
+
+    def fresh(self, make: Callable[[], nn.Module] = Net) -> None:
+        torch.manual_seed(11)
+        self.module: Any = make().double()
+        self.params = list(self.module.parameters())
+
+    def wrap(self) -> None:
+        self.net: Any = DistributedDataParallel(
+            self.module, process_group=self.group, bucket_cap_mb=self.bucket_mb, **self.setup.ddp()
+        )
+
+    def optimizer(self, params: Any, net: Any) -> Any:
+        import fusedpg
+
+        name = self.setup.optimizer
+        if not self.fused:
+            return getattr(torch.optim, name)(params, **OPTIMIZERS[name], foreach=False)
+        own = {"overlap": self.setup.mode == "overlap", "ddp": net}
+        return getattr(fusedpg.optim, name)(params, **OPTIMIZERS[name], **own)
+
+    def x(self) -> torch.Tensor:
+        """The next batch of this rank."""
+        generator = torch.Generator().manual_seed(1000 * self.batches + self.context.rank)
+        self.batches += 1
+        return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        # Ranks differ in size, so that a forgotten division shows.
+        return y.square().sum() * (1 + self.context.rank)
+
+    def backward(self, y: torch.Tensor, **options: Any) -> None:
+        loss = self.loss(y)
+        if self.setup.finish == "scaler":
+            loss = self.scaler.scale(loss)
+        loss.backward(**options)
+
+    def step(self, zero: bool = True) -> None:
+        finish, opt = self.setup.finish, self.opt
+        if finish == "scaler":
+            self.scaler.unscale_(opt)
+        if finish == "its own clip" and self.fused:
+            opt.clip_grad_norm_(0.7)
+        elif finish:
+            nn.utils.clip_grad_norm_(self.params, 0.7, foreach=False)
+        if finish == "scaler":
+            self.scaler.step(opt)
+            self.scaler.update()
+        else:
+            opt.step()
+        now = [param.detach().clone() for param in self.params]
+        self.history.append(now)
+        if not self.fused and self.diverged is None:
+            first = torch.cat([one.flatten() for one in now])
+            dist.broadcast(first, 0, group=self.context.oracle)
+            apart = torch.tensor(
+                float(not torch.equal(first, torch.cat([p.flatten() for p in now])))
+            )
+            dist.all_reduce(apart, group=self.context.oracle)
+            self.diverged = len(self.history) - 1 if apart else None
+        if zero:
+            opt.zero_grad()
+
+    def train(self, steps: int = 3, **forward: Any) -> None:
+        for _ in range(steps):
+            self.backward(self.net(self.x(), **forward))
+            self.step()

@@ -1,0 +1,127 @@
+"""Fused optimizers against torch.optim on plain DDP, pattern by pattern and at random."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+import harness
+from checks import optim_differential as differential
+from checks.optim_patterns import NAMES, Program
+from checks.optim_script import Setup
+
+pytestmark = pytest.mark.fused_only
+
+GRAPHS = ("", "find_unused", "static")
+FINISHES = ("", "clip", "its own clip", "scaler")
+SETUPS = [
+    Setup(optimizer, mode, view, graph, finish)
+    for mode, view, graph, finish, optimizer in itertools.product(
+        ("ddp", "overlap"), (False, True), GRAPHS, FINISHES, ("SGD", "AdamW")
+    )
+    # The update in backward has one way to finish; the others raise, which other tests see.
+    if mode == "ddp" or not finish
+]
+
+
+def agree(workers: harness.Workers, name: str, setups: list[Setup]) -> None:
+    cases = [(name, setup) for setup in setups]
+    found = [one for rank in workers.run(differential.compare, cases) for one in rank]
+    assert not found, "\n".join(found[:20])
+
+
+EVERY = [s for s in SETUPS if s.finish == ""]
+# Every mode, view and kind of graph; the optimizers in turn.
+CHOSEN = [s for i, s in enumerate(EVERY) if i % 2 == (i // 2) % 2]
+FINISHED = [s for s in SETUPS if s.finish]
+# Those where a step follows more than one backward, or some parameters have no gradient.
+INTERESTING = (
+    "plainly",
+    "reentrant_checkpoints",
+    "accumulation",
+    "synchronised_twice_with_unused",
+    "unused_on_some_ranks",
+    "module_first",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patterns(pair: harness.Workers, name: str) -> None:
+    agree(pair, name, CHOSEN)
+
+
+@pytest.mark.parametrize("name", INTERESTING)
+def test_clipping_and_scaling(pair: harness.Workers, name: str) -> None:
+    agree(pair, name, FINISHED[sum(map(ord, name)) % 3 :: 3])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_worlds(size: int) -> None:
+    for i, name in enumerate(NAMES):
+        agree(harness.pool(size), name, CHOSEN[i % 4 :: 4])
+
+
+@pytest.mark.parametrize("name", ("accumulation_of_unused", *INTERESTING))
+def test_unknown_torch(pair: harness.Workers, name: str) -> None:
+    cases = [(name, setup) for setup in CHOSEN[::2]]
+    found = pair.run(differential.compare_without_taking, cases)
+    assert not any(found), found
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_unfrozen_by_hand(trio: harness.Workers, optimizer: str) -> None:
+    trio.run(differential.unfrozen_by_hand, optimizer)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_masters_and_memory_format(pair: harness.Workers, steps: int) -> None:
+    pair.run(differential.masters_and_memory_format, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_everything(size: int) -> None:
+    for name in NAMES:
+        agree(harness.pool(size), name, SETUPS)
+
+
+def passes() -> st.SearchStrategy[tuple[object, ...]]:
+    layers = st.lists(st.integers(0, 5), max_size=2, unique=True)
+    options = st.one_of(
+        st.just({}),
+        st.fixed_dictionaries({"skip": layers}),
+        st.fixed_dictionaries({"segments": st.integers(1, 3), "reentrant": st.booleans()}),
+    )
+    often = st.sampled_from([True, True, True, False])
+    rarely = st.sampled_from([False, False, False, True])
+    through = st.sampled_from(["ddp", "ddp", "ddp", "module"])
+    return st.tuples(st.just("pass"), often, often, through, options, rarely)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    others = st.one_of(
+        st.tuples(st.just("again")),
+        st.tuples(st.just("evaluate")),
+        st.tuples(st.just("zero")),
+        st.tuples(st.just("freeze"), st.integers(0, 5), st.booleans()),
+    )
+    program: Program = []
+    for _ in range(draw(st.integers(2, 4))):
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+            if draw(st.integers(0, 4)) == 0:
+                program.append(draw(others))
+            program.append(draw(passes()))
+        program.append(("step", draw(st.sampled_from([True, True, True, False]))))
+    return program
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(programs(), st.sampled_from(SETUPS))
+def test_drawn_scripts(program: Program, setup: Setup) -> None:
+    found = harness.pool(2).run(differential.compare_program, program, setup)
+    assert not any(found), found
