@@ -289,10 +289,14 @@ def messages(draw: Draw) -> dict[str, Any]:
     rng, size = draw.rng, draw.group.size
     count = rng.randint(1, 6) if size > 1 else 0
     pairs = [tuple(rng.sample(range(size), 2)) for _ in range(count)]
+    shapes = [draw.shape() for _ in range(count)]
+    if draw.hosts:
+        # Gloo's messages from any source cannot be empty.
+        shapes = [tuple(max(1, n) for n in shape) for shape in shapes]
     return {
         "form": rng.choice(["blocking", "immediate", "batch", "any source"]),
         "pairs": pairs,
-        "shapes": [draw.shape() for _ in range(count)],
+        "shapes": shapes,
         **_move(draw),
     }
 
