@@ -4,7 +4,6 @@
 #include <set>
 
 #include "base/options.hpp"
-#include "c10d/abortable.hpp"
 
 namespace fusedpg {
 namespace {
@@ -30,11 +29,7 @@ c10::intrusive_ptr<c10d::Backend> make_delegate(
       registered(),
       "fused: no backend to delegate to; import fusedpg before creating the "
       "group");
-  auto made = registered()(device, store, rank, size, timeout);
-  if (device != "cpu") {
-    return made; // NCCL can be aborted
-  }
-  return c10::make_intrusive<AbortableBackend>(std::move(made));
+  return registered()(device, store, rank, size, timeout);
 }
 
 void log_once(const std::string& text) {

@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "c10d/abortable.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/fresh_thread_state.hpp"
 #include "c10d/gil.hpp"
@@ -255,14 +256,19 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::ordinary(
   return remember(cuda_->ordinary(tensor, timeout_.load(), call));
 }
 
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::abortable_gloo(
+    const char* prefix) {
+  return c10::make_intrusive<AbortableBackend>(make_delegate(
+      "cpu",
+      c10::make_intrusive<c10d::PrefixStore>(prefix, own_store_),
+      getRank(),
+      getSize(),
+      timeout_.load()));
+}
+
 c10d::Backend& ProcessGroupFused::delegate() {
   if (!delegate_) { // in the constructor
-    delegate_ = make_delegate(
-        "cpu",
-        c10::make_intrusive<c10d::PrefixStore>("fusedpg-delegate", own_store_),
-        getRank(),
-        getSize(),
-        timeout_.load());
+    delegate_ = abortable_gloo("fusedpg-delegate");
   }
   return *delegate_;
 }
@@ -320,12 +326,8 @@ NetContext ProcessGroupFused::net_context(
   if (!transport_) {
     await_all(
         *own_store_, getRank(), getSize(), Deadline(timeout), check_aborted);
-    transport_ = std::make_unique<BackendTransport>(make_delegate(
-        "cpu",
-        c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", own_store_),
-        getRank(),
-        getSize(),
-        timeout_.load()));
+    transport_ =
+        std::make_unique<BackendTransport>(abortable_gloo("fusedpg-transport"));
   }
   return {
       *transport_,

@@ -306,6 +306,7 @@ class ProcessGroupFused : public c10d::Backend {
       const char* what,
       size_t found,
       size_t expected) const;
+  c10::intrusive_ptr<c10d::Backend> abortable_gloo(const char* prefix);
   c10d::Backend& delegate();
   // all_reduce of one tensor on a GPU: skips blocks of zeros if the group's
   // option says so, or returns false.
