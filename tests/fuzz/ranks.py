@@ -92,8 +92,8 @@ def begin(context: Context, one: Round) -> Outcome:
     _life.rounds = kept.rounds + 1
     del kept
     if one.scenario == "shared parameters":
-        # The first optimizer imports this, and default arguments in it keep the default group of
-        # that moment for good.
+        # The first optimizer imports this, and the import keeps the default group of that moment
+        # for good.
         importlib.import_module("torch._dynamo")
     _life.before = resources.held()
     outcome = Outcome()
