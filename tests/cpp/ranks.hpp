@@ -1,5 +1,6 @@
 #pragma once
 
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/types.h>
 #include <sys/wait.h>
@@ -86,6 +87,17 @@ class Store : public Rendezvous {
     }
     write(found, std::to_string(amount));
     return amount;
+  }
+
+  // Kills or stops a child, and returns when it is. It is not hit in the middle
+  // of the store, whose lock would then stay taken for all the others.
+  void signal(pid_t child, int number) {
+    const Lock lock(*table_);
+    siginfo_t info;
+    if (kill(child, number) != 0 ||
+        waitid(P_PID, child, &info, WEXITED | WSTOPPED | WNOWAIT) != 0) {
+      fail_errno("signal");
+    }
   }
 
   // Returns when `count` ranks have called it with this name.
@@ -195,7 +207,7 @@ class Processes {
     return store_;
   }
   void signal(int rank, int number) {
-    kill(pids_[rank], number);
+    store_.signal(pids_[rank], number);
   }
   // waitpid()'s status.
   int wait(int rank) {

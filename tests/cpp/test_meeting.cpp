@@ -123,7 +123,7 @@ TEST(meeting_of_killed_and_restarted_processes) {
           pause();
         }
         std::this_thread::sleep_for(milliseconds(5 + random() % 30));
-        kill(first, SIGKILL);
+        store.signal(first, SIGKILL);
         waitpid(first, nullptr, 0);
         store.set(str("killed ", round), "");
       }
