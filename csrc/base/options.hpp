@@ -50,7 +50,7 @@ struct Settings {
   std::string host_id;
   // Kernel table by name, empty: the best. FUSEDPG_ISA.
   std::string isa;
-  // Microseconds a wait spins before it yields; negative: by the number of
+  // Microseconds a wait spins before it sleeps; negative: by the number of
   // ranks and cores. FUSEDPG_SPIN_US.
   int64_t spin_us;
   // Ranks on this host as the launcher says, 0 if it does not.

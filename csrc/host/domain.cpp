@@ -1,6 +1,5 @@
 #include "host/domain.hpp"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -107,7 +106,6 @@ Domain::Domain(
   const bool crowded = size_ > bootstrap.local_cpus();
   spin_ = std::chrono::microseconds(
       settings.spin_us >= 0 ? settings.spin_us : (crowded ? 0 : 5));
-  yields_ = crowded ? 1000 : 50;
 }
 
 Domain::~Domain() {
@@ -225,17 +223,8 @@ void Domain::wait(
       }
     } while (Clock::now() < end);
   }
-  // Where many threads want this core, a yield may take as long as a sleep.
-  const auto yielding_ends = Clock::now() + kPatience;
-  for (int i = 0; i < yields_ && !abort_requested(); ++i) {
-    if (ready()) {
-      return;
-    }
-    sched_yield();
-    if (Clock::now() >= yielding_ends) {
-      break;
-    }
-  }
+  // Not sched_yield(): the scheduler charges a yield as a whole time slice, so
+  // that on a machine with other work every wait would cost milliseconds.
   while (true) {
     const uint32_t word = bell.word.load(std::memory_order_acquire);
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);

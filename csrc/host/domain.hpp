@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -106,6 +107,10 @@ class Domain {
   }
   int size() const {
     return size_;
+  }
+  // How long a wait spins before it sleeps.
+  std::chrono::nanoseconds spin() const {
+    return spin_;
   }
   const std::shared_ptr<Arena>& arena() const {
     return arena_;
@@ -231,7 +236,6 @@ class Domain {
   uint64_t phase_ = 0;
   std::atomic<uint64_t> passed_{0}; // as phase_, once all have arrived
   std::chrono::nanoseconds spin_;
-  int yields_;
 
   std::atomic<bool> abort_{false};
   std::atomic<bool> failed_{false};

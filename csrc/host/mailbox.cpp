@@ -1,9 +1,9 @@
 #include "host/mailbox.hpp"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "host/futex.hpp"
 
@@ -13,7 +13,6 @@ namespace {
 constexpr auto kPatience = std::chrono::milliseconds(20);
 constexpr auto kIdlePatience = std::chrono::milliseconds(500);
 constexpr auto kStopPatience = std::chrono::milliseconds(1000);
-constexpr int kYields = 40;
 
 } // namespace
 
@@ -108,7 +107,7 @@ std::string Mailbox::name(const Post& post) const {
 
 void Mailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
-  int quiet = 0;
+  auto last_move = Clock::now();
   Deadline patience(kStopPatience);
   while (true) {
     const bool stopping = stop_.load(std::memory_order_acquire);
@@ -127,7 +126,7 @@ void Mailbox::loop() {
       if (stopping) {
         // Also a peer that waits to hear that its message has arrived.
         if ((moved || posted || unsent_replies()) && !patience.expired()) {
-          sched_yield();
+          std::this_thread::sleep_for(std::chrono::microseconds(50));
           continue;
         }
         fail(
@@ -137,9 +136,9 @@ void Mailbox::loop() {
             " with point-to-point operations pending");
       }
       if (moved || posted) {
-        quiet = 0;
-      } else if (pending() && ++quiet < kYields) {
-        sched_yield();
+        last_move = Clock::now();
+      } else if (pending() && Clock::now() - last_move < domain_.spin()) {
+        cpu_relax();
       } else {
         sleep();
       }
