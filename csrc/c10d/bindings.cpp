@@ -274,13 +274,16 @@ void bind_group(py::module_& m) {
           [](ProcessGroupFused& group,
              const std::vector<int64_t>& sizes,
              at::ScalarType dtype,
-             at::Device device) {
+             at::Device device,
+             bool lives_long) {
             const py::gil_scoped_release no_gil;
-            return group.empty(sizes, dtype, device);
+            return group.empty(sizes, dtype, device, lives_long);
           },
           py::arg("sizes"),
           py::arg("dtype"),
-          py::arg("device") = at::Device(at::kCPU))
+          py::arg("device") = at::Device(at::kCPU),
+          py::kw_only(),
+          py::arg("lives_long") = false)
       .def(
           "in_arena",
           &ProcessGroupFused::in_arena,

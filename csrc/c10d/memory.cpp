@@ -13,16 +13,20 @@ namespace {
 struct Block {
   std::shared_ptr<Arena> arena;
   void* data;
+  Arena::Freed freed;
   static void release(void* context) {
     auto* block = static_cast<Block*>(context);
-    block->arena->deallocate(block->data);
+    block->arena->deallocate(block->data, block->freed);
     delete block;
   }
 };
 
-c10::DataPtr allocate(const std::shared_ptr<Arena>& arena, size_t bytes) {
+c10::DataPtr allocate(
+    const std::shared_ptr<Arena>& arena,
+    size_t bytes,
+    Arena::Freed freed) {
   void* data = arena->allocate(bytes);
-  return {data, new Block{arena, data}, &Block::release, at::kCPU};
+  return {data, new Block{arena, data, freed}, &Block::release, at::kCPU};
 }
 
 class ArenaAllocator : public c10::Allocator {
@@ -30,7 +34,8 @@ class ArenaAllocator : public c10::Allocator {
   explicit ArenaAllocator(std::shared_ptr<Arena> arena)
       : arena_(std::move(arena)) {}
   c10::DataPtr allocate(size_t bytes) override {
-    return translate([&] { return fusedpg::allocate(arena_, bytes); });
+    return translate(
+        [&] { return fusedpg::allocate(arena_, bytes, Arena::Freed::kKept); });
   }
   void copy_data(void* dst, const void* src, std::size_t count) const override {
     default_copy_data(dst, src, count);
@@ -73,9 +78,10 @@ size_t bytes_of(at::IntArrayRef sizes, const at::TensorOptions& options) {
 at::Tensor tensor_in(
     const std::shared_ptr<Arena>& arena,
     at::IntArrayRef sizes,
-    const at::TensorOptions& options) {
+    const at::TensorOptions& options,
+    Arena::Freed freed) {
   const size_t bytes = bytes_of(sizes, options);
-  auto data = allocate(arena, bytes);
+  auto data = allocate(arena, bytes, freed);
   void* p = data.get();
   return at::from_blob(
       p,
@@ -114,7 +120,9 @@ at::Tensor ProcessGroupFused::allocateTensor(
   }
   if (!spans_hosts() && !forked()) {
     try {
-      return tensor_in(engine_->domain().arena(), {size}, options);
+      // DDP's buckets, which it makes twice.
+      return tensor_in(
+          engine_->domain().arena(), {size}, options, Arena::Freed::kReturned);
     } catch (const Error& error) {
       // Communication buffers work anywhere, only more slowly.
       log_once(
@@ -128,7 +136,8 @@ at::Tensor ProcessGroupFused::allocateTensor(
 at::Tensor ProcessGroupFused::empty(
     at::IntArrayRef sizes,
     at::ScalarType type,
-    at::Device device) {
+    at::Device device,
+    bool lives_long) {
   TORCH_CHECK_VALUE(
       device.is_cpu() || device.is_cuda(),
       "fused: empty: device must be the CPU or a GPU, got ",
@@ -146,7 +155,10 @@ at::Tensor ProcessGroupFused::empty(
   check_open("fused:empty");
   return translate([&] {
     return tensor_in(
-        engine_->domain().arena(), sizes, at::TensorOptions().dtype(type));
+        engine_->domain().arena(),
+        sizes,
+        at::TensorOptions().dtype(type),
+        lives_long ? Arena::Freed::kReturned : Arena::Freed::kKept);
   });
 }
 

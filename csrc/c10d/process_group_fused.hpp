@@ -162,11 +162,13 @@ class ProcessGroupFused : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   // A tensor in the arena, or an error; ordinary memory when the group spans
-  // hosts.
+  // hosts. With `lives_long` its memory goes back to the system when it is
+  // freed; otherwise the arena keeps it for the next one.
   at::Tensor empty(
       at::IntArrayRef sizes,
       at::ScalarType type,
-      at::Device device = at::kCPU);
+      at::Device device = at::kCPU,
+      bool lives_long = false);
   bool in_arena(const at::Tensor& t) const;
   // Collective: a tensor of which the ranks of the group hold one physical
   // copy.

@@ -15,6 +15,9 @@ namespace {
 constexpr size_t kAlignment = 128;
 // Memory is committed in steps of this many bytes.
 constexpr size_t kStep = size_t(2) << 20;
+constexpr size_t kPage = 4096;
+// Freed memory is given back in pieces of at least this many bytes.
+constexpr size_t kReturnAtOnce = size_t(256) << 10;
 
 constexpr size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
@@ -50,13 +53,63 @@ void Arena::erase_free(size_t offset, size_t bytes) {
   free_by_size_.erase({bytes, offset});
 }
 
-void Arena::commit_to(size_t end) {
-  if (end <= committed_ || !file_) {
+void Arena::commit(size_t begin, size_t end) {
+  if (!file_) {
+    holes_.clear(); // it is all of this process's own now
+    in_holes_ = 0;
     return;
   }
-  end = std::min(round_up(end, kStep), mapping_.size());
-  commit_range(file_.get(), committed_, end - committed_);
-  committed_ = end;
+  if (end > committed_) {
+    const size_t to = std::min(round_up(end, kStep), mapping_.size());
+    commit_range(file_.get(), committed_, to - committed_);
+    committed_ = to;
+  }
+  auto hole = holes_.upper_bound(begin);
+  if (hole != holes_.begin() && std::prev(hole)->second > begin) {
+    --hole;
+  }
+  while (hole != holes_.end() && hole->first < end) {
+    const auto [from, to] = *hole;
+    const size_t first = std::max(from, begin / kPage * kPage);
+    const size_t last = std::min(to, round_up(end, kPage));
+    commit_range(file_.get(), first, last - first);
+    in_holes_ -= last - first;
+    hole = holes_.erase(hole);
+    if (from < first) {
+      holes_.emplace(from, first);
+    }
+    if (last < to) {
+      holes_.emplace(last, to);
+    }
+  }
+}
+
+void Arena::give_back(size_t begin, size_t end) {
+  begin = round_up(begin, kPage);
+  end = std::min(end, committed_) / kPage * kPage;
+  if (!file_ || hidden_ || end < begin + kReturnAtOnce) {
+    return;
+  }
+  // Holes are in free blocks: those that it touches it contains.
+  auto hole = holes_.lower_bound(begin);
+  size_t known = 0;
+  for (auto h = hole; h != holes_.end() && h->first < end; ++h) {
+    known += h->second - h->first;
+  }
+  // A call for each of many small blocks would cost more than they are.
+  if (end - begin - known < kReturnAtOnce ||
+      fallocate(
+          file_.get(),
+          FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+          static_cast<off_t>(begin),
+          static_cast<off_t>(end - begin)) != 0) {
+    return;
+  }
+  while (hole != holes_.end() && hole->first < end) {
+    hole = holes_.erase(hole);
+  }
+  holes_.emplace(begin, end);
+  in_holes_ += end - begin - known;
 }
 
 void* Arena::allocate(size_t bytes) {
@@ -76,7 +129,7 @@ void* Arena::allocate(size_t bytes) {
         " bytes in use; raise FUSEDPG_ARENA_BYTES or Options(arena_bytes=...)");
   }
   const auto [size, offset] = *fit;
-  commit_to(offset + need);
+  commit(offset, offset + need);
   erase_free(offset, size);
   if (size > need) {
     insert_free(offset + need, size - need);
@@ -86,7 +139,7 @@ void* Arena::allocate(size_t bytes) {
   return base() + offset;
 }
 
-void Arena::deallocate(void* p) {
+void Arena::deallocate(void* p, Freed freed) {
   if (getpid() != owner_) {
     return; // a forked child has no arena
   }
@@ -111,6 +164,9 @@ void Arena::deallocate(void* p) {
     }
   }
   insert_free(offset, bytes);
+  if (freed == Freed::kReturned) {
+    give_back(offset, offset + bytes);
+  }
 }
 
 std::optional<size_t> Arena::locate(const void* p, size_t bytes) const {
@@ -211,7 +267,7 @@ void Arena::detach(
 
 size_t Arena::committed_bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return committed_;
+  return committed_ - in_holes_;
 }
 
 } // namespace fusedpg

@@ -36,10 +36,14 @@ class Arena : public std::enable_shared_from_this<Arena> {
     return file_.get();
   }
 
-  // 128-byte aligned; committed, so that writing to it cannot fail. Freed
-  // blocks are kept for the next allocation. Throws Error(kOutOfMemory).
+  // What becomes of a block's memory when it is freed: it is kept for the next
+  // allocation, or given back to the system, for blocks that live long.
+  enum class Freed { kKept, kReturned };
+
+  // 128-byte aligned; committed, so that writing to it cannot fail.
+  // Throws Error(kOutOfMemory).
   void* allocate(size_t bytes);
-  void deallocate(void* p);
+  void deallocate(void* p, Freed freed = Freed::kKept);
 
   // Where in the arena [p, p + bytes) lies, if in one live heap block and if
   // peers still see it.
@@ -76,7 +80,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   size_t committed_bytes() const;
 
  private:
-  void commit_to(size_t end);
+  void commit(size_t begin, size_t end);
+  // Gives back whole pages of a free block.
+  void give_back(size_t begin, size_t end);
   // Cuts off one window; false when its pages may still change.
   bool replace_window(size_t offset, size_t end);
   void insert_free(size_t offset, size_t bytes);
@@ -92,7 +98,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::map<size_t, size_t> free_;
   std::set<std::pair<size_t, size_t>> free_by_size_;
   std::map<size_t, size_t> live_;
-  size_t committed_; // every page below is allocated
+  size_t committed_; // every page below is allocated, but for
+  // these whole pages of free blocks: begin, end
+  std::map<size_t, size_t> holes_;
+  size_t in_holes_ = 0;
   std::atomic<size_t> used_{0}; // read without the lock
   bool hidden_ = false; // peers are not to be sent here any more
   std::mutex detaching_; // held by detach(); before mutex_

@@ -116,7 +116,7 @@ class Parameters:
             if not alone or param.numel() == 0 or backend.in_arena(param):
                 continue
             try:
-                memory = backend.empty([param.numel()], param.dtype, param.device)
+                memory = backend.empty([param.numel()], param.dtype, param.device, lives_long=True)
             except torch.OutOfMemoryError as error:
                 _log.info("fused: parameters stay in ordinary memory and are staged: %s", error)
                 return

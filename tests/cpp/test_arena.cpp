@@ -54,7 +54,9 @@ TEST(arena_follows_a_model) {
   };
   const auto release = [&](std::map<char*, Block>::iterator it) {
     CHECK(filled(it->first, it->second.bytes, it->second.seed));
-    arena->deallocate(it->first);
+    arena->deallocate(
+        it->first,
+        random() % 2 ? Arena::Freed::kReturned : Arena::Freed::kKept);
     used -= rounded(it->second.bytes);
     live.erase(it);
   };
@@ -121,6 +123,53 @@ TEST(arena_reuses_freed_blocks) {
   CHECK_EQ(arena->allocate(kMiB), b);
   arena->deallocate(a);
   arena->deallocate(c);
+}
+
+TEST(arena_gives_back_what_lived_long) {
+  const auto arena = Arena::create(1, 64 * kMiB);
+  const auto blocks = [&] {
+    struct stat file{};
+    CHECK_EQ(fstat(arena->fd(), &file), 0);
+    return static_cast<size_t>(file.st_blocks) * 512;
+  };
+  const size_t before = blocks();
+  const auto make = [&](size_t bytes, size_t seed) {
+    char* p = static_cast<char*>(arena->allocate(bytes));
+    fill(p, bytes, seed);
+    return p;
+  };
+  char* a = make(3 * kMiB, 1);
+  char* b = make(5 * kMiB + 1000, 2);
+  char* c = make(3 * kMiB, 3);
+  const size_t committed = arena->committed_bytes();
+  const size_t held = blocks();
+  arena->deallocate(b, Arena::Freed::kReturned);
+  CHECK(blocks() <= held - 5 * kMiB);
+  CHECK_EQ(arena->committed_bytes(), committed - (held - blocks()));
+  // Neighbours are as they were, and so is what takes its place.
+  CHECK(filled(a, 3 * kMiB, 1));
+  CHECK(filled(c, 3 * kMiB, 3));
+  char* d = make(kMiB + 12345, 4);
+  CHECK_EQ(d, b);
+  char* e = make(2 * kMiB, 5);
+  CHECK_EQ(arena->committed_bytes(), committed - (held - blocks()));
+  CHECK(blocks() >= held - 2 * kMiB - 4096);
+  CHECK(filled(a, 3 * kMiB, 1) && filled(c, 3 * kMiB, 3));
+  CHECK(filled(d, kMiB + 12345, 4) && filled(e, 2 * kMiB, 5));
+  for (char* p : {a, c, d, e}) {
+    arena->deallocate(p, Arena::Freed::kReturned);
+  }
+  CHECK(blocks() < before + 2 * kMiB);
+  // Many small ones are given back together.
+  std::vector<char*> small;
+  for (size_t i = 0; i < 200; ++i) {
+    small.push_back(make(20000, i));
+  }
+  for (size_t i = 0; i < small.size(); ++i) {
+    CHECK(filled(small[i], 20000, i));
+    arena->deallocate(small[i], Arena::Freed::kReturned);
+  }
+  CHECK(blocks() < before + 2 * kMiB);
 }
 
 TEST(arena_locates_only_live_blocks) {
