@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _checkpoint
-from fusedpg.optim._bridge import Bridge, Gradient, unfinished, unsynchronised
+from fusedpg.optim._attach import Attachable, check_ddp
+from fusedpg.optim._bridge import Gradient, unfinished, unsynchronised
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
-from fusedpg.optim._parameters import Parameters, laid_out, watch_gradient
+from fusedpg.optim._parameters import Parameters, laid_out
 from fusedpg.optim._recompute import RecomputeGuard
-from fusedpg.optim._state import ShardedState
 
 
 class _StepOnJoin(JoinHook):
@@ -31,7 +31,7 @@ class _StepOnJoin(JoinHook):
         self._optimizer._shadow_step()
 
 
-class FusedOptimizer(ShardedState, Joinable):
+class FusedOptimizer(Attachable, Joinable):
     """An optimizer whose step is one collective and whose state is sharded.
 
     Every rank keeps the state of ``fusedpg.shard_range(param.numel(), world_size, rank)`` of each
@@ -69,8 +69,9 @@ class FusedOptimizer(ShardedState, Joinable):
                 "overlap=True updates parameters before the norm of all gradients is known: "
                 "max_grad_norm needs overlap=False"
             )
-        if ddp is not None and process_group is None:
-            process_group = ddp.process_group
+        if ddp is not None:
+            check_ddp(ddp)
+            process_group = process_group or ddp.process_group
         if process_group is None:
             process_group = dist.distributed_c10d._get_default_group()
         self._group = process_group
@@ -83,6 +84,7 @@ class FusedOptimizer(ShardedState, Joinable):
         self._reduce = reduce
         self._weight: float | None = None
         self._bridge = None
+        self._watches = {}
         self._in_flight: list[Callable[[], None]] = []
         self._updated: set[torch.Tensor] = set()  # by the hook, since the last step
         self._idle: set[torch.Tensor] = set()  # of these, those that this rank did not use
@@ -90,7 +92,11 @@ class FusedOptimizer(ShardedState, Joinable):
         self._recompute = RecomputeGuard(self._updated)
         self._stepped = False  # since gradients were reduced for the last time
         self._context = GradContext(
-            process_group, self._sharded_grads, self._reduce_for_gradient, self._rebound
+            process_group,
+            self._sharded_grads,
+            self._reduce_for_gradient,
+            self._rebound,
+            self._is_manual,
         )
         self._was_reduced = False  # manual mode: reduce_gradients() since the last step
         self._shadow = False  # a joined rank, which has no data left
@@ -106,26 +112,8 @@ class FusedOptimizer(ShardedState, Joinable):
 
     # --- DDP ------------------------------------------------------------------------
 
-    def attach(self, ddp: DistributedDataParallel) -> None:
-        """Takes the gradients of a DistributedDataParallel module from now on.
-
-        For libraries that wrap the model after the optimizer was made. The module's parameters
-        must be this optimizer's, and its process group the same.
-
-        Raises:
-            RuntimeError: when DDP already has a communication hook, or after a step.
-            ValueError: for another process group or foreign parameters.
-        """
-        if not isinstance(ddp, DistributedDataParallel):
-            raise TypeError(f"expected DistributedDataParallel, got {type(ddp).__name__}")
-        if _backend(ddp.process_group) is not self._backend:
-            raise ValueError("the module's process group is not the optimizer's")
-        bridge = Bridge.of(ddp)
-        params = [p for group in self.param_groups for p in group["params"]]
-        bridge.add(self, params)
-        self._bridge = bridge
-        # DDP's constructor has broadcast them.
-        self._parameters.accept(params)
+    def _is_manual(self) -> bool:
+        return self._bridge is None
 
     def _rebound(
         self, param: torch.Tensor, grad: ShardedGrad | SpentGrad, memory: torch.Tensor
@@ -317,10 +305,6 @@ class FusedOptimizer(ShardedState, Joinable):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Optimizer's constructor would set it."""
 
-    def _watch(self, param: torch.Tensor) -> None:
-        """Manual mode: has ``p.grad`` know that it is one rank's part of a gradient."""
-        watch_gradient(param, self, FusedOptimizer._accumulated)
-
     def _accumulated(self, param: torch.Tensor) -> None:
         grad = param.grad
         if self._bridge is not None or type(grad) is not torch.Tensor:
@@ -334,6 +318,7 @@ class FusedOptimizer(ShardedState, Joinable):
 
         Clipping, norms and GradScaler do this by themselves. Collective.
         """
+        self._check_attached()
         gradients, used = self._local_gradients()
         # What has been reduced and has not changed since need not go again.
         some = torch.tensor(float(any(used)))
@@ -404,6 +389,7 @@ class FusedOptimizer(ShardedState, Joinable):
                 cannot do.
             torch.distributed.DistBackendError: when ranks disagree or a rank fails.
         """
+        self._check_attached()
         loss = None
         if closure is not None:
             if self.overlap:
@@ -557,6 +543,7 @@ class FusedOptimizer(ShardedState, Joinable):
         Returns:
             The norm before, float32 scalar, the same on all ranks.
         """
+        self._check_attached()
         if self.overlap and self._bridge is not None:
             raise RuntimeError("clipping needs overlap=False")
         if self._bridge is None:

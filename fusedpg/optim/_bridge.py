@@ -43,6 +43,8 @@ class Bridge:
         # DDP refers to the bridge.
         self._ddp = weakref.ref(ddp)
         self._owners: dict[torch.Tensor, Any] = {}
+        self._watches: dict[torch.Tensor, Any] = {}  # hooks of parameters
+        self._forward_hook: Any = None
         self._armed = False
         # Parameters with a gradient since the last finalisation, as DDP's local_used_map.
         self._used: set[torch.Tensor] = set()
@@ -50,7 +52,7 @@ class Bridge:
         # makes no difference we take gradients where autograd has left them. Where GPUs read
         # each other's buckets, that is where gradients have to be.
         self._in_bucket = _backend(ddp.process_group).info()["cuda_arena"] != 0
-        self._may_take = _torch.keep_gradients(ddp) and not self._in_bucket
+        self._may_take = False
         self._as_view = bool(ddp.gradient_as_bucket_view)
         self._takes = False  # in this pass
         self._taken: dict[torch.Tensor, torch.Tensor] = {}
@@ -65,39 +67,76 @@ class Bridge:
         self._replaced: dict[torch.Tensor, tuple[ShardedGrad | SpentGrad, torch.Tensor]] = {}
 
     @staticmethod
-    def of(ddp: DistributedDataParallel) -> "Bridge":
-        """The bridge of a DDP; registers its hook at the first call."""
+    def of(ddp: DistributedDataParallel, optimizer: Any, params: list[torch.Tensor]) -> "Bridge":
+        """The bridge of a DDP, with an optimizer more. The first one registers its hook."""
         bridge: Bridge | None = getattr(ddp, _ATTRIBUTE, None)
-        if bridge is None:
-            _torch.check(ddp)
-            bridge = Bridge(ddp)
-            try:
-                ddp.register_comm_hook(bridge, _hook)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "this DistributedDataParallel already has a communication hook; a fused "
-                    "optimizer needs to register its own"
-                ) from error
-            ddp.register_forward_hook(bridge._after_forward)
-            setattr(ddp, _ATTRIBUTE, bridge)
+        if bridge is not None:
+            bridge.add(optimizer, params)
+            return bridge
+        _torch.check(ddp)
+        bridge = Bridge(ddp)
+        bridge._check(optimizer, params)
+        try:
+            ddp.register_comm_hook(bridge, _hook)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "this DistributedDataParallel already has a communication hook; a fused "
+                "optimizer needs to register its own"
+            ) from error
+        bridge._may_take = _torch.keep_gradients(ddp) and not bridge._in_bucket
+        bridge._forward_hook = ddp.register_forward_hook(bridge._after_forward)
+        setattr(ddp, _ATTRIBUTE, bridge)
+        bridge.add(optimizer, params)
         return bridge
 
-    def add(self, optimizer: Any, params: list[torch.Tensor]) -> None:
+    def _check(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         ddp = self._ddp()
         assert ddp is not None
         known = set(ddp.module.parameters())
         for param in params:
             if param not in known:
                 raise ValueError(
-                    "a parameter of the optimizer does not belong to the "
-                    "DistributedDataParallel module"
+                    f"a parameter of the optimizer, of shape {tuple(param.shape)}, does not belong "
+                    "to the DistributedDataParallel module. Make one optimizer for each "
+                    "DistributedDataParallel, with its parameters, or put the modules into one "
+                    "nn.ModuleDict and that into one DistributedDataParallel"
                 )
             if self._owner(param) not in (None, optimizer):
-                raise ValueError("a parameter belongs to two optimizers")
-            if param not in self._owners:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} belongs to two optimizers of one "
+                    "DistributedDataParallel: detach() the other one first, or give each "
+                    "parameters of its own"
+                )
+
+    def add(self, optimizer: Any, params: list[torch.Tensor]) -> None:
+        self._check(optimizer, params)
+        for param in params:
+            if param not in self._watches:
                 # Runs before DDP's own hook, and unlike DDP's map of used parameters in time.
-                watch_gradient(param, self, Bridge._accumulated)
+                self._watches[param] = watch_gradient(param, self, Bridge._accumulated)
             self._owners[param] = weakref.ref(optimizer)
+
+    def serves(self, ddp: DistributedDataParallel) -> bool:
+        return self._ddp() is ddp
+
+    def remove(self, optimizer: Any) -> None:
+        """Gives an optimizer's parameters back to DDP; with the last one DDP is as it was."""
+        ddp = self._ddp()
+        gone = [p for p, owner in self._owners.items() if owner() in (None, optimizer)]
+        if len(gone) == len(self._owners) and ddp is not None:
+            _torch.remove_hook(ddp, self)
+            self._forward_hook.remove()
+            delattr(ddp, _ATTRIBUTE)
+        for param in gone:
+            taken = self._taken.pop(param, None)
+            if taken is not None:
+                param.grad = taken
+            del self._owners[param]
+            self._watches.pop(param).remove()
+            for known in (self._views, self._unsynced, self._replaced):
+                known.pop(param, None)
+            self._present.discard(param)
+            self._used.discard(param)
 
     def _owner(self, param: torch.Tensor) -> Any:
         """The optimizer of a parameter, if there is one (still)."""

@@ -21,6 +21,22 @@ from fusedpg.optim._torch import in_backward
 aten = torch.ops.aten
 
 
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the optimizer. Gradients must not keep it alive: it has the parameters, they
+    have the gradients, and Python's garbage collector does not see ``p.grad``."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise RuntimeError(
+                "the fused optimizer that has reduced this gradient is gone: call zero_grad()"
+            )
+        return found(*args)
+
+    return call
+
+
 class GradContext:
     """What the gradients of one optimizer share: their group, their norms, their reduction.
 
@@ -34,11 +50,13 @@ class GradContext:
         gradients: Callable[[], list[ShardedGrad]],
         reduce: Callable[[], None],
         rebound: Callable[[torch.Tensor, ShardedGrad | SpentGrad, torch.Tensor], None],
+        manual: Callable[[], bool],
     ) -> None:
         self.group = group
-        self.reduce = reduce  # everything that is not reduced yet
-        self.rebound = rebound  # DDP has put other memory in the place of a gradient
-        self._gradients = gradients
+        self.manual = _weakly(manual)  # nobody has told the optimizer of a DDP
+        self.reduce = _weakly(reduce)  # everything that is not reduced yet
+        self.rebound = _weakly(rebound)  # DDP has put other memory in the place of a gradient
+        self._gradients = _weakly(gradients)
         self._known: dict[float, dict[int, torch.Tensor]] = {}
 
     def changed(self) -> None:
@@ -109,7 +127,7 @@ class _Gradient(torch.Tensor):
         """DDP copies the gradient, and may put the copy into its place."""
         param = self._param()
         if param is not None and param.grad is self:
-            self._context.rebound(param, self, memory)  # type: ignore[arg-type]
+            self._context.rebound(param, self, memory)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -165,6 +183,9 @@ class ShardedGrad(_Gradient):
     def is_reduced(self) -> bool:
         return self._slice is not None and self._unreduced is None
 
+    def has_reduced(self) -> bool:
+        return self._slice is not None
+
     def add_reduced(self, local: torch.Tensor | None) -> None:
         """Adds the slice that a further reduction has given, if any rank had a gradient."""
         if self._slice is None:
@@ -201,6 +222,10 @@ class ShardedGrad(_Gradient):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func in _BY_DDP and in_backward():
+            source = next((arg for arg in args if isinstance(arg, ShardedGrad)), None)
+            if source is not None and source._context.manual():
+                _refuse_ddp()
         handler = _HANDLERS.get(func)
         if handler is None:
             _refuse(func)
@@ -213,6 +238,14 @@ def _refuse(func: Any) -> NoReturn:
         "different result on every rank. Norms, clip_grad_norm_, scaling by a number and "
         "GradScaler work on it. To inspect gradients, use p.grad.local() (this rank's slice) or "
         "train with torch's optimizer and DDP's all-reduce."
+    )
+
+
+def _refuse_ddp() -> NoReturn:
+    raise RuntimeError(
+        "a DistributedDataParallel reduces the gradients of a fused optimizer that does not know "
+        "it, and step() would reduce them once more: pass ddp=ddp to the optimizer, or call "
+        "optimizer.attach(ddp), before the first backward; or train the bare module"
     )
 
 
@@ -328,6 +361,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: lambda grad: grad,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
 }
+
+
+# How DDP fills its buckets.
+_BY_DDP = frozenset({aten.copy_.default, aten.mul.out, aten.div.out, aten._foreach_copy_.default})
 
 
 class SpentGrad(_Gradient):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,6 +29,25 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def refuse_sharded(param: torch.Tensor, name: str) -> None:
+    """Raises TypeError for parameters that FSDP or tensor parallelism has sharded."""
+    # Whoever has a DTensor has imported it; it is slow to import.
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    if isinstance(param, dtensor):
+        what = "a DTensor (fully_shard or tensor parallelism)"
+    elif hasattr(param, "_fsdp_orig_uid"):
+        what = "no parameter of the model any more, since fully_shard has replaced it"
+    elif getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        what = "a part of FullyShardedDataParallel"
+    else:
+        return
+    raise TypeError(
+        f"{name} is {what}: fused optimizers shard the state of whole parameters themselves. Make "
+        "ddp = DistributedDataParallel(model) instead and pass ddp=ddp, or keep FSDP and torch's "
+        "optimizer"
+    )
+
+
 def same_order(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether dense tensors of these strides have their elements in the same order in memory."""
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, others, strict=True))
@@ -42,10 +62,13 @@ def laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def watch_gradient(
     param: torch.Tensor, owner: Any, accumulated: Callable[[Any, torch.Tensor], None]
-) -> None:
+) -> Any:
     """Calls ``accumulated(owner, param)`` when autograd has accumulated a gradient.
 
     The owner is not kept alive. Frozen parameters are watched, too: they may be unfrozen.
+
+    Returns:
+        A handle whose ``remove()`` ends it.
     """
     this = weakref.ref(owner)
 
@@ -57,9 +80,10 @@ def watch_gradient(
     frozen = not param.requires_grad
     if frozen:
         param.requires_grad_(True)  # torch registers no hook otherwise
-    param.register_post_accumulate_grad_hook(hook)
+    handle = param.register_post_accumulate_grad_hook(hook)
     if frozen:
         param.requires_grad_(False)
+    return handle
 
 
 def _like(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -123,6 +147,18 @@ class Parameters:
             moved = _like(memory, param)
             moved.copy_(param)
             param.data = moved
+
+    @torch.no_grad()
+    def own(self, params: Iterable[torch.Tensor]) -> None:
+        """Gives each rank a copy of its own of parameters that were shared."""
+        if not self._share:
+            return
+        self._share = False
+        self._versions.clear()
+        params = list(params)
+        for param in params:
+            param.data = param.data.clone()
+        self._adopt_replicas(params)
 
     def check(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises RuntimeError when a shared parameter was written outside ``step()``."""

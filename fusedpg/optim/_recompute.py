@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -25,15 +26,26 @@ class RecomputeGuard:
         self._handle: Any = None
 
     def start(self) -> None:
-        if self._handle is None:
-            self._handle = register_module_forward_pre_hook(self._check)
+        if self._handle is not None:
+            return
+        this = weakref.ref(self)  # after a backward that has raised nobody calls stop()
+
+        def check(module: nn.Module, inputs: Any) -> None:
+            guard = this()
+            if guard is not None:
+                guard._check(module)
+
+        self._handle = register_module_forward_pre_hook(check)
 
     def stop(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
-    def _check(self, module: nn.Module, _: Any) -> None:
+    def __del__(self) -> None:
+        self.stop()
+
+    def _check(self, module: nn.Module) -> None:
         if not in_backward():
             return
         for name, param in module.named_parameters(recurse=False):

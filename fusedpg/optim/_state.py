@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fusedpg.functional import shard_range
 from fusedpg.optim import _checkpoint
 from fusedpg.optim._bridge import Bridge
-from fusedpg.optim._parameters import Parameters, bytes_of, is_dense, same_order
+from fusedpg.optim._parameters import Parameters, bytes_of, is_dense, refuse_sharded, same_order
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
@@ -101,6 +101,7 @@ class ShardedState(Optimizer):
 
     def _check_param(self, param: torch.Tensor) -> None:
         name = f"a parameter of shape {tuple(param.shape)} and type {param.dtype}"
+        refuse_sharded(param, name)
         if param.device.type not in ("cpu", "cuda") or param.device != self._device():
             raise ValueError(
                 f"{name} is on {param.device}: fused optimizers take parameters on the CPU, or on "

@@ -56,6 +56,55 @@ def keep_gradients(ddp: DistributedDataParallel) -> bool:
     return True
 
 
+def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
+    """Takes the communication hook with this state off: DDP gets a new reducer, as when it is
+    unpickled, and ``p.grad`` from it again. Collective in the sense that ranks' next forwards
+    must agree on it.
+
+    Raises:
+        RuntimeError: where that is not possible; nothing has changed then.
+    """
+    names = (
+        "_build_params_for_reducer",
+        "_build_debug_param_to_name_mapping",
+        "_ddp_init_helper",
+        "_comm_hooks",
+    )
+    if (
+        not KNOWN[0] <= _version() <= KNOWN[1]
+        or not all(hasattr(ddp, name) for name in names)
+        or getattr(ddp, "mixed_precision", None) is not None
+    ):
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot take the communication hook off this "
+            "DistributedDataParallel: make a new one, DistributedDataParallel(ddp.module)"
+        )
+    old: Any = ddp.reducer
+    # The parameters that it reduces: those that were not frozen when DDP was made.
+    reduced = {p for bucket in old._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    required = {p: p.requires_grad for p in ddp.module.parameters()}
+    try:
+        _require_gradients({p: p in reduced for p in required})
+        params, sparse = ddp._build_params_for_reducer()
+        mapping = ddp._build_debug_param_to_name_mapping(params)
+        old._remove_autograd_hooks()
+        ddp._ddp_init_helper(params, sparse, mapping, ddp.static_graph)
+    finally:
+        _require_gradients(required)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()  # type: ignore[union-attr]
+        ddp._static_graph_delay_allreduce_enqueued = False
+    ddp._has_rebuilt_buckets = False
+    ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[1] is not state]
+
+
+def _require_gradients(required: dict[Any, bool]) -> None:
+    for param, does in required.items():
+        if param.requires_grad != does:
+            param.requires_grad_(does)
+
+
 def in_backward() -> bool:
     """Whether autograd runs on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,287 @@
+"""Optimizers come and go: attach, detach, second ones, and what is left of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedpg
+from checks import optim
+from checks.optim_script import LAYERS, WIDTH, Net
+from harness import Context
+
+Program = list[tuple[Any, ...]]
+HALVES = 2
+SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with optim.refused(text, kind):
+        call()
+
+
+def used_bytes() -> int:
+    return int(fusedpg.group_info()["arena_used"])
+
+
+class Life:
+    """A model whose halves have optimizers of their own, ours or (the twin) torch's only."""
+
+    def __init__(self, context: Context, fused: bool, **ddp: Any) -> None:
+        self.context, self.fused = context, fused
+        torch.manual_seed(5)
+        self.module: Any = Net().double()
+        self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=0.0015, **ddp)
+        layers = LAYERS // HALVES
+        self.halves = [
+            [p for layer in self.module.layers[h * layers :][:layers] for p in layer.parameters()]
+            for h in range(HALVES)
+        ]
+        self.current: list[Any] = [self.torch(half) for half in range(HALVES)]
+        self.parked: list[Any] = [None] * HALVES
+        self.batches = 0
+
+    def torch(self, half: int) -> Any:
+        return torch.optim.SGD(self.halves[half], **SGD, foreach=False)
+
+    def is_ours(self, half: int) -> bool:
+        return isinstance(self.current[half], fusedpg.optim.SGD)
+
+    def new(self, half: int, kind: str, drop: bool) -> None:
+        """Another optimizer; the one before is detached, or only forgotten."""
+        self.ddp.zero_grad()
+        if self.is_ours(half) and not drop:
+            self.current[half].detach()
+        self.current[half] = None
+        gc.collect()
+        if not self.fused or kind == "torch":
+            self.current[half] = self.torch(half)
+        elif kind == "late":
+            # Nothing has been done with it before it knows its module.
+            self.current[half] = fusedpg.optim.SGD(self.halves[half], **SGD)
+            self.current[half].attach(self.ddp)
+        else:
+            self.current[half] = fusedpg.optim.SGD(
+                self.halves[half],
+                **SGD,
+                ddp=self.ddp,
+                overlap=kind == "overlap",
+                share_parameters=kind == "shared",
+            )
+
+    def park(self, half: int, zero: bool) -> None:
+        """An optimizer of torch's takes its place for a while."""
+        if self.parked[half] is not None:
+            return
+        if zero:
+            self.ddp.zero_grad()
+        if self.is_ours(half):
+            self.current[half].detach()
+            refused(self.current[half].step, RuntimeError, "detached")
+        self.parked[half], self.current[half] = self.current[half], self.torch(half)
+
+    def back(self, half: int) -> None:
+        if self.parked[half] is None:
+            return
+        self.ddp.zero_grad()
+        self.current[half], self.parked[half] = self.parked[half], None
+        if self.is_ours(half):
+            self.current[half].attach(self.ddp)
+
+    def train(self, steps: int, accumulate: bool, skip: tuple[int, ...], zero_first: bool) -> None:
+        for _ in range(steps):
+            if zero_first:
+                self.zero()
+            if accumulate:
+                with self.ddp.no_sync():
+                    self.backward(skip)
+            self.backward(skip)
+            for optimizer in self.current:
+                optimizer.step()
+            if not zero_first:
+                self.zero()
+
+    def zero(self) -> None:
+        for optimizer in self.current:
+            optimizer.zero_grad()
+
+    def backward(self, skip: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(1000 * self.batches + self.context.rank)
+        self.batches += 1
+        x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+        self.ddp(x, skip=skip).square().sum().mul(1 + self.context.rank).backward()
+
+
+def lives(context: Context, program: Program, ddp: dict[str, Any]) -> str:
+    """Runs a program with ours and with torch's; what differs, if anything."""
+    gc.collect()
+    before = used_bytes()
+    ours, twin = Life(context, True, **ddp), Life(context, False, **ddp)
+    found = ""
+    for number, (action, *arguments) in enumerate(program):
+        for life in (ours, twin):
+            getattr(life, action)(*arguments)
+        pairs = zip(ours.module.parameters(), twin.module.parameters(), strict=True)
+        apart = max(float((p - q).detach().abs().max()) for p, q in pairs)
+        if not apart < 1e-9 and not found:
+            found = f"{apart} apart after {number}: {program[number]}"
+    # The garbage collector does not see every cycle, so nothing may be in one of those.
+    watched = [ours.ddp, ours.module, *ours.current, *ours.parked, *ours.module.parameters()]
+    alive = [weakref.ref(one) for one in watched if one is not None]
+    shared = any(action[0] == "new" and action[2] == "shared" for action in program)
+    del ours, twin, life, watched, pairs
+    gc.collect()
+    left = [type(one()).__name__ for one in alive if one() is not None]
+    if left:
+        found += f"; still there: {left}"
+    if used_bytes() != before and not shared:
+        found += f"; the arena has {used_bytes()} bytes in use, {before} before"
+    return found
+
+
+def is_plain_again(context: Context, view: bool, static: bool) -> None:
+    """After detach() nothing of ours is left on DDP and its parameters."""
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    ddp: Any = DistributedDataParallel(
+        module, gradient_as_bucket_view=view, static_graph=static, find_unused_parameters=not static
+    )
+    hooks = len(ddp._forward_hooks)
+    optimizers = [
+        fusedpg.optim.SGD(half.parameters(), lr=0.1, ddp=ddp, overlap=i == 1)
+        for i, half in enumerate(module)
+    ]
+    frozen = module[0].bias.requires_grad_(False)
+    x = torch.randn(2, 5)
+    for _ in range(2):
+        ddp(x).sum().backward()
+        refused(optimizers[0].detach, RuntimeError, "step")
+        refused(optimizers[1].detach, RuntimeError, "step")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    reference = weakref.ref(ddp.reducer)
+    for optimizer in optimizers:
+        optimizer.detach()
+        optimizer.detach()  # harmless
+    assert reference() is None
+    assert not frozen.requires_grad
+    assert not ddp._comm_hooks and len(ddp._forward_hooks) == hooks
+    for param in module.parameters():
+        assert not param._post_accumulate_grad_hooks
+    frozen.requires_grad_(True)
+    ddp(x * (1 + context.rank)).sum().backward()
+    for param in module.parameters():
+        whole = param.grad.clone()
+        dist.broadcast(whole, 0)
+        assert type(param.grad) is torch.Tensor and torch.equal(whole, param.grad)
+    # Whoever wants to may register a hook now.
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def forgotten(context: Context, view: bool, hook: bool, first: bool) -> None:
+    """DDP without a word to the optimizer raises in the first backward."""
+    module = nn.Linear(5, 7)
+    optimizer: Any = fusedpg.optim.SGD(module.parameters(), lr=0.1) if first else None
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=view)
+    if hook:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    if optimizer is None:
+        optimizer = fusedpg.optim.SGD(module.parameters(), lr=0.1)
+    loss = ddp(torch.randn(2, 5)).sum()
+    refused(loss.backward, RuntimeError, "ddp=ddp")
+
+
+def wrong_modules(context: Context) -> None:
+    """What is no DistributedDataParallel, or not the right one, and what to write instead."""
+    a, b = nn.Linear(5, 7), nn.Linear(5, 7)
+    first, second = DistributedDataParallel(a), DistributedDataParallel(b)
+
+    def make(params: Any, ddp: Any) -> Any:
+        return fusedpg.optim.SGD(params, lr=0.1, ddp=ddp)
+
+    both = [*a.parameters(), *b.parameters()]
+    compiled = torch.compile(first, backend="eager")
+    refused(lambda: make(a.parameters(), a), TypeError, "DistributedDataParallel(model)")
+    refused(lambda: make(a.parameters(), compiled), TypeError, "_orig_mod")
+    refused(lambda: make(both, [first, second]), TypeError, "one optimizer for each")
+    refused(lambda: make(both, first), ValueError, "one optimizer for each")
+    # Nothing of the attempts is left.
+    assert not first._comm_hooks
+    optimizer = make(a.parameters(), first)
+    refused(lambda: optimizer.attach(second), RuntimeError, "one optimizer for each")
+    refused(lambda: make(a.parameters(), first), ValueError, "two optimizers")
+    optimizer.attach(first)  # it is already
+    hooked = DistributedDataParallel(nn.Linear(2, 2))
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    refused(lambda: make(hooked.parameters(), hooked), RuntimeError, "already has")
+    # That DDP goes on as it was.
+    hooked(torch.full((1, 2), 1.0 + context.rank)).sum().backward()
+    mean = sum(range(1, context.world_size + 1)) / context.world_size
+    assert torch.allclose(hooked.module.weight.grad, torch.full((2, 2), mean))
+
+
+def sharded_elsewhere(context: Context) -> None:
+    """Parameters of FSDP, also when it came after the optimizer."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    model: Any = nn.Linear(6, 6)
+    early = fusedpg.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=mesh)
+    refused(lambda: fusedpg.optim.SGD(model.parameters(), lr=0.1), TypeError, "DistributedData")
+    refused(
+        lambda: fusedpg.optim.SGD(model.parameters(), lr=0.1, ddp=model), TypeError, "fully_shard"
+    )
+    model(torch.randn(2, 6)).sum().backward()
+    refused(early.step, TypeError, "fully_shard")
+    for whole in (False, True):
+        old: Any = FullyShardedDataParallel(
+            nn.Linear(6, 6), use_orig_params=whole, device_id=torch.device("cpu")
+        )
+        refused(lambda: fusedpg.optim.SGD(old.parameters(), lr=0.1), TypeError, "FullySharded")  # noqa: B023
+        refused(
+            lambda: fusedpg.optim.SGD(old.parameters(), lr=0.1, ddp=old),  # noqa: B023
+            TypeError,
+            "DistributedDataParallel",
+        )
+
+
+def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
+    """All of it, whatever stands in ``p.grad`` and however backward ended."""
+    gc.collect()
+    before = used_bytes()
+    module: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
+    net: Any = module if mode == "manual" else DistributedDataParallel(module)
+    options = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
+    optimizer = fusedpg.optim.AdamW(module.parameters(), **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(3, 40)).sum().backward()
+        optimizer.step()
+    if fails:
+        # The hook is the last to run: gradients of the others have been taken, or updated.
+        optimizer.zero_grad()
+        handle = module[0].weight.register_post_accumulate_grad_hook(lambda _: 1 // 0)
+        refused(net(torch.randn(3, 40)).sum().backward, ZeroDivisionError, "zero")
+        handle.remove()
+        del handle
+    if zero:
+        optimizer.zero_grad()
+    alive = [weakref.ref(one) for one in (net, module, optimizer, *module.parameters())]
+    if mode != "manual":
+        alive.append(weakref.ref(net.reducer))
+    del net, module, optimizer, options
+    gc.collect()
+    assert not [type(one()).__name__ for one in alive if one() is not None]
+    assert used_bytes() == before
+    assert not nn.modules.module._global_forward_pre_hooks
