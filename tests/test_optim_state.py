@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import harness
-from checks import optim_state
+from checks import optim_state, optim_whole
 from checks.optim_state import KINDS
 
 pytestmark = [
@@ -16,7 +16,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]
 
-WAYS = ("full", "merge", "dcp", "dcp flat")
+WAYS = ("full", "merge", "dcp", "dcp flat", "dcp whole", "dcp offload", "consolidate")
+
+
+def skip_whole(kind: str) -> None:
+    if kind == "sgd":
+        pytest.skip("torch loads no whole state that has no tensor")
+    if kind == "momentum":
+        pytest.skip("torch keeps the counter of dampening that the loading optimizer has")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -25,6 +32,8 @@ WAYS = ("full", "merge", "dcp", "dcp flat")
 def test_two_then_four_then_one(way: str, kind: str, layout: str, tmp_path: Path) -> None:
     if layout != "contiguous" and kind not in ("adam", "lamb"):
         pytest.skip("the layout of all state is the same")
+    if way in ("dcp whole", "dcp offload"):
+        skip_whole(kind)
     folders = [str(tmp_path / name) for name in "ab"]
     for folder in folders:
         Path(folder).mkdir()
@@ -38,6 +47,8 @@ def test_two_then_four_then_one(way: str, kind: str, layout: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["momentum", "adam", "lamb"])
 @pytest.mark.parametrize("way", [*WAYS, "own"])
 def test_same_world_same_bits(way: str, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if way in ("dcp whole", "dcp offload"):
+        skip_whole(kind)
     harness.pool(2).run(optim_state.same_world, way, kind, str(tmp_path), dtype)
 
 
@@ -74,6 +85,33 @@ def test_foreign_slices_are_refused(trio: harness.Workers, tmp_path: Path) -> No
         assert "another rank" in foreign
         assert "full_state_dict" in foreign and "merge_state_dicts" in foreign
         assert "exp_avg" in small and "(3,)" in small
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_is_whole_or_raises(workers: harness.Workers, kind: str) -> None:
+    for arm in optim_whole.ARMS:
+        workers.run(optim_whole.whole_or_raises, kind, arm)
+
+
+@pytest.mark.parametrize("change", optim_whole.CHANGES)
+def test_what_was_consolidated_is_never_old(pair: harness.Workers, change: str) -> None:
+    pair.run(optim_whole.never_old, change)
+
+
+def test_a_fresh_state_dict_is_whole(pair: harness.Workers) -> None:
+    pair.run(optim_whole.fresh)
+
+
+def test_hooks_of_state_dicts_see_what_is_given(pair: harness.Workers) -> None:
+    pair.run(optim_whole.hooks)
+
+
+def test_consolidates_to_a_rank_only(pair: harness.Workers) -> None:
+    pair.run(optim_whole.refuses)
+
+
+def test_dcp_saves_an_optimizer_by_itself(pair: harness.Workers, tmp_path: Path) -> None:
+    pair.run(optim_whole.stateful, str(tmp_path))
 
 
 def test_masters(pair: harness.Workers) -> None:

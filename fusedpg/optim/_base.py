@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
-from fusedpg.optim import _checkpoint
 from fusedpg.optim._attach import Attachable, check_ddp
 from fusedpg.optim._bridge import Gradient, unfinished, unsynchronised
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
 from fusedpg.optim._parameters import Parameters, laid_out
 from fusedpg.optim._recompute import RecomputeGuard
+from fusedpg.optim._whole import WholeState
 
 
 class _StepOnJoin(JoinHook):
@@ -31,7 +31,7 @@ class _StepOnJoin(JoinHook):
         self._optimizer._shadow_step()
 
 
-class FusedOptimizer(Attachable, Joinable):
+class FusedOptimizer(Attachable, WholeState, Joinable):
     """An optimizer whose step is one collective and whose state is sharded.
 
     Every rank keeps the state of ``fusedpg.shard_range(param.numel(), world_size, rank)`` of each
@@ -106,7 +106,7 @@ class FusedOptimizer(Attachable, Joinable):
         self._param_versions = {}
         Joinable.__init__(self)
         Optimizer.__init__(self, params, defaults)
-        self.register_state_dict_post_hook(_checkpoint.to_slices)
+        self._init_state_dict()
         if ddp is not None:
             self.attach(ddp)
 
@@ -253,6 +253,7 @@ class FusedOptimizer(Attachable, Joinable):
         """Starts the step of some parameters, in one operation if their groups allow."""
         hyper = load_extension().Hyper
         self._check_layouts(params)
+        self._state_changes()
         self._fresh.difference_update(params)
         self._refresh_masters(params)
         # What one operation cannot mix: other state, and momentum buffers without a value.

@@ -20,7 +20,7 @@ def _params(optimizer: ShardedState) -> list[tuple[torch.Tensor, dict[str, Any]]
 
 
 def to_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """A post hook of ``state_dict()``: says of each slice what it is a slice of."""
+    """Says of each slice in a state dict what it is a slice of."""
     optimizer._check_layouts(param for param, _ in _params(optimizer))
     for number, (param, group) in enumerate(_params(optimizer)):
         state = state_dict["state"].get(number)
@@ -85,6 +85,8 @@ def install(optimizer: ShardedState, loaded: list[dict[str, Any]]) -> None:
     """Makes loaded slices the optimizer's state."""
     for (param, group), values in zip(_params(optimizer), loaded, strict=True):
         optimizer._init_state(param, group)
+        if values:
+            optimizer._fresh.discard(param)
         state = optimizer.state[param]
         for key, value in values.items():
             if isinstance(state.get(key), torch.Tensor) and value is not None:
@@ -99,27 +101,42 @@ def install(optimizer: ShardedState, loaded: list[dict[str, Any]]) -> None:
             state["step"].fill_(all(buffer is not None for buffer in buffers))
 
 
-def gather(optimizer: ShardedState, rank0_only: bool) -> dict[str, Any]:
-    """Whole tensors on rank 0 or everywhere; one gather for each tensor of state."""
-    group, rank = optimizer._group, optimizer._rank
+def has_slices(optimizer: ShardedState) -> bool:
+    """Not the state of an SGD without momentum."""
+    return any(
+        optimizer._is_slice(key, group)
+        for param, group in _params(optimizer)
+        for key in optimizer.state.get(param, ())
+    )
+
+
+def gather(
+    optimizer: ShardedState, to: int | None, *, cpu: bool = False, copies: bool = True
+) -> dict[int, dict[str, Any]]:
+    """The whole state by number of the parameter, as torch's optimizer has it; collective.
+
+    Args:
+        to: the rank that gets it, the others get nothing; None: all ranks.
+        cpu: copies are on the CPU.
+        copies: or the state itself and views of it, where no rank has a part.
+    """
     optimizer._check_layouts(param for param, _ in _params(optimizer))
-    whole = torch.optim.Optimizer.state_dict(optimizer)
-    receives = rank == 0 or not rank0_only
-    state: dict[Any, Any] = {}
+    receives = to is None or optimizer._rank == to
+    state: dict[int, dict[str, Any]] = {}
     for number, (param, its_group) in enumerate(_params(optimizer)):
         values = {}
-        for key, value in optimizer.state[param].items():
+        for key, value in optimizer.state.get(param, {}).items():
             if not optimizer._is_slice(key, its_group):
-                values[key] = copy.deepcopy(value)
-                continue
-            full = _gather_one(value, param, group, optimizer._world_size, rank0_only)
-            if full is not None:
-                values[key] = full
-        state[number] = optimizer._exported(values)
-    if not receives:
-        return {}
-    whole["state"] = state
-    return whole
+                values[key] = copy.deepcopy(value) if copies else value
+            elif not copies:
+                values[key] = value.as_strided(param.shape, param.stride())
+            else:
+                full = _gather_one(value, param, optimizer._group, optimizer._world_size, to)
+                if full is not None:
+                    values[key] = full.cpu() if cpu else full
+        if receives:
+            state[number] = optimizer._exported(values)
+    return state
 
 
 def _gather_one(
@@ -127,7 +144,7 @@ def _gather_one(
     param: torch.Tensor,
     group: dist.ProcessGroup,
     world_size: int,
-    rank0_only: bool,
+    to: int | None,
 ) -> torch.Tensor | None:
     from fusedpg.functional import shard_range
 
@@ -135,10 +152,10 @@ def _gather_one(
     chunk = ranges[0][1]
     padded = torch.zeros(chunk, dtype=local.dtype, device=local.device)
     padded[: local.numel()] = local
-    if rank0_only:
-        receives = dist.get_rank(group) == 0
+    if to is not None:
+        receives = dist.get_rank(group) == to
         parts = [torch.empty_like(padded) for _ in ranges] if receives else None
-        dist.gather(padded, parts, group=group, group_dst=0)
+        dist.gather(padded, parts, group=group, group_dst=to)
         if parts is None:
             return None
     else:

@@ -206,7 +206,7 @@ class ShardedState(Optimizer):
 
         Local, not a collective. Values may be whole tensors of the parameter's shape
         (``torch.optim``, ``full_state_dict()``, ``merge_state_dicts()``) or this rank's own slices
-        (``state_dict()`` of the same rank and world size).
+        (``local_state_dict()`` of the same rank and world size).
 
         Raises:
             ValueError: for slices of another rank or world size, or groups that do not match.
@@ -221,16 +221,6 @@ class ShardedState(Optimizer):
             group.update(loaded)
         self.param_groups = groups
         _checkpoint.install(self, slices)
-        self._fresh.clear()
-
-    def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
-        """The whole state, as ``torch.optim``'s ``state_dict()``; collective.
-
-        Args:
-            rank0_only: the other ranks get an empty dict.
-        """
-        self._wait()
-        return _checkpoint.gather(self, rank0_only)
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes on this rank: ``parameters``, ``state``, and ``unsharded_state`` of torch."""

@@ -1,6 +1,6 @@
-"""What the bridge uses of torch that is not public, all of it.
+"""What the optimizers use of torch that is not public, all of it.
 
-Everything else it knows of DDP is public: its arguments (``find_unused_parameters``,
+Everything else that the bridge knows of DDP is public: its arguments (``find_unused_parameters``,
 ``static_graph``, ``gradient_as_bucket_view``), ``require_backward_grad_sync``, forward hooks,
 ``register_comm_hook`` and the ``GradBucket``.
 """
@@ -8,7 +8,9 @@ Everything else it knows of DDP is public: its arguments (``find_unused_paramete
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -121,3 +123,22 @@ def after_finalisation(done: Callable[[], None]) -> None:
 def divides_by_active(ddp: DistributedDataParallel) -> bool:
     """Whether DDP was told to divide by the number of ranks that still have data."""
     return not getattr(ddp, "_divide_by_initial_world_size", True)
+
+
+def asked_by_checkpoint() -> str | None:
+    """Whether torch.distributed.checkpoint asks for a state dict.
+
+    It calls ``state_dict()`` as everybody does, but writes what all ranks give, and knows slices.
+
+    Returns:
+        None, or what it asks for: "slices", "whole" (all ranks ask), or "whole on rank 0".
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
+            info: Any = frame.f_locals.get("info")
+            if frame.f_code.co_name != "_get_optim_state_dict" or not info.full_state_dict:
+                return "slices"
+            return "whole on rank 0" if info.cpu_offload else "whole"
+        frame = frame.f_back
+    return None

@@ -167,7 +167,7 @@ def masters_and_memory_format(context: Context, steps: int) -> None:
         with refused("memory format"):
             train()
         with refused("memory format"):
-            optimizer.state_dict()
+            optimizer.local_state_dict()
     else:
         train()
     for now, old in zip(net.parameters(), before, strict=True):

@@ -111,8 +111,18 @@ def save(way: str, path: str, context: Context, module: torch.nn.Module, optimiz
             torch.save(state, folder / "full.pt")
         else:
             assert state == {}
+    elif way == "consolidate":
+        optimizer.consolidate_state_dict(to=context.world_size - 1)
+        if context.rank == context.world_size - 1:
+            torch.save(optimizer.state_dict(), folder / "full.pt")
+    elif way in ("dcp whole", "dcp offload"):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=way == "dcp offload")
+        state = get_optimizer_state_dict(module, optimizer, options=options)
+        assert bool(state) == (way == "dcp whole" or context.rank == 0)
+        if context.rank == 0:
+            torch.save(state, folder / "full.pt")
     elif way in ("merge", "own"):
-        torch.save(optimizer.state_dict(), folder / f"rank{context.rank}.pt")
+        torch.save(optimizer.local_state_dict(), folder / f"rank{context.rank}.pt")
         (folder / "size").write_text(str(context.world_size))
     else:
         options = StateDictOptions(flatten_optimizer_state_dict=way == "dcp flat")
@@ -126,8 +136,14 @@ def load(way: str, path: str, context: Context, module: torch.nn.Module, optimiz
 
     folder = Path(path)
     module.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
-    if way == "full":
+    if way in ("full", "consolidate"):
         optimizer.load_state_dict(torch.load(folder / "full.pt", weights_only=True))
+    elif way in ("dcp whole", "dcp offload"):
+        whole = torch.load(folder / "full.pt", weights_only=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "dcp offload")
+        if way == "dcp offload" and context.rank != 0:
+            whole = {}
+        set_optimizer_state_dict(module, optimizer, whole, options=options)
     elif way == "merge":
         size = int((folder / "size").read_text())
         files = [folder / f"rank{rank}.pt" for rank in range(size)]
@@ -179,8 +195,8 @@ def same_world(context: Context, way: str, kind: str, path: str, dtype: torch.dt
     steps(context, resumed, optimizer, STEPS)
     steps(context, runs[1], optimizers[1], STEPS)
     assert digest(list(resumed.parameters())) == digest(list(runs[1].parameters()))
-    mine, want = optimizer.state_dict(), optimizers[1].state_dict()
-    if kind == "momentum" and way == "full":
+    mine, want = optimizer.local_state_dict(), optimizers[1].local_state_dict()
+    if kind == "momentum" and way in ("full", "consolidate"):
         # torch's state has no counter: only whether there was a step is kept.
         for state in (*mine["state"].values(), *want["state"].values()):
             del state["step"]
@@ -249,9 +265,8 @@ def before_first_step(context: Context, how: str) -> None:
         last.steps(0)
         module = last.module
     else:
-        state = (
-            optimizer.state_dict() if how == "own" else optimizer.full_state_dict(rank0_only=False)
-        )
+        own = how == "own"
+        state = optimizer.local_state_dict() if own else optimizer.full_state_dict(False)
         module = Net()
         optimizer = fused(module, "momentum")
         optimizer.load_state_dict(state)
@@ -267,10 +282,10 @@ def rank0_saves(context: Context, kind: str) -> None:
     steps(context, module, optimizer, 0)
     if context.rank == 0:
         buffer = io.BytesIO()
-        torch.save(optimizer.state_dict(), buffer)
+        torch.save(optimizer.local_state_dict(), buffer)
         buffer.seek(0)
         again = torch.load(buffer, weights_only=True)
-        assert equal(again, optimizer.state_dict())
+        assert equal(again, optimizer.local_state_dict())
         optimizer.load_state_dict(again)
     steps(context, module, optimizer, STEPS)
     tensor = torch.ones(3)
@@ -294,7 +309,7 @@ def input_untouched(context: Context, kind: str, form: str) -> None:
     optimizer = fused(module, kind)
     steps(context, module, optimizer, 0)
     if form == "own":
-        state = copy.deepcopy(optimizer.state_dict())
+        state = copy.deepcopy(optimizer.local_state_dict())
     else:
         state = optimizer.full_state_dict(rank0_only=False)
     state["param_groups"][0]["lr"] = 0.01
@@ -317,11 +332,11 @@ def foreign_slices(context: Context, path: str) -> list[str]:
     optimizer = fused(module, "adamw")
     steps(context, module, optimizer, 0)
     save("own", path, context, module, optimizer)
-    before = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.local_state_dict())
     other = (context.rank + 1) % context.world_size
     texts = []
     state = torch.load(Path(path) / f"rank{other}.pt", weights_only=True)
-    smaller = optimizer.state_dict()
+    smaller = optimizer.local_state_dict()
     smaller["state"] = dict(smaller["state"])
     smaller["state"][0] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}
     for wrong in (state, smaller):
@@ -331,7 +346,7 @@ def foreign_slices(context: Context, path: str) -> list[str]:
             texts.append(str(error))
         else:
             raise AssertionError("foreign slices were accepted")
-    assert equal(optimizer.state_dict(), before), "a refused load changed something"
+    assert equal(optimizer.local_state_dict(), before), "a refused load changed something"
     dist.barrier()
     return texts
 
@@ -343,7 +358,7 @@ def masters(context: Context) -> None:
     net = Net(BF16)
     optimizer = fused(net, "adamw", master_dtype=torch.float32)
     steps(context, net, optimizer, 0)
-    for module_state in optimizer.state_dict()["state"].values():
+    for module_state in optimizer.local_state_dict()["state"].values():
         assert module_state["master_param"].dtype == torch.float32
         assert module_state["exp_avg"].dtype == torch.float32
     whole = optimizer.full_state_dict(rank0_only=False)

@@ -163,9 +163,8 @@ def goes_on(first: GpuTrainer, second: GpuTrainer, tolerance: float, own: bool =
     """
     for step in range(4):
         first.both(step)
-    saved = (
-        first.optimizer.state_dict() if own else first.optimizer.full_state_dict(rank0_only=False)
-    )
+    optimizer = first.optimizer
+    saved = optimizer.local_state_dict() if own else optimizer.full_state_dict(rank0_only=False)
     weights = {key: value.cpu() for key, value in first.bag.state_dict().items()}
     synchronize()
     second.bag.load_state_dict(weights)
