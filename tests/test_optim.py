@@ -196,7 +196,7 @@ def test_a_group_added_later(pair: harness.Workers, name: str, mode: str) -> Non
     identical(pair.run(optim.group_later, Run(name, mode, steps=8)))
 
 
-@pytest.mark.parametrize("mode", NOT_OVERLAP)
+@pytest.mark.parametrize("mode", MODES)
 def test_closure_is_called_once(pair: harness.Workers, mode: str) -> None:
     pair.run(optim.closure, mode)
 

@@ -383,7 +383,7 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
 
         Args:
             closure: reevaluates the model and returns the loss; called once, with gradients
-                enabled. Not with ``overlap=True``.
+                enabled.
 
         Raises:
             RuntimeError: for gradients that were never reduced, and for what ``overlap=True``
@@ -393,8 +393,6 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         self._check_attached()
         loss = None
         if closure is not None:
-            if self.overlap:
-                raise RuntimeError("a closure needs overlap=False")
             with torch.enable_grad():
                 loss = closure()
         if self._bridge is None and not self._shadow:

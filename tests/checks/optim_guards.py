@@ -186,8 +186,6 @@ def overlap_refuses(context: Context, what: str) -> None:
             amp.step(trainer.optimizer)
         elif what == "scaler unscale":
             amp.unscale_(trainer.optimizer)
-        elif what == "closure":
-            trainer.optimizer.step(lambda: 0.0)
         elif what == "isfinite":
             all(bool(torch.isfinite(param.grad).all()) for param in trainer.params)  # type: ignore[arg-type]
         elif what == "norm":
@@ -208,7 +206,6 @@ OVERLAP_REFUSES = (
     "method",
     "scaler",
     "scaler unscale",
-    "closure",
     "isfinite",
     "norm",
     "second backward",
