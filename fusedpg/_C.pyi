@@ -94,6 +94,7 @@ class ProcessGroupFused(Backend):
         *,
         hyper_index: Sequence[int] = ...,
         master_params: Sequence[torch.Tensor] = ...,
+        masters_follow: bool = ...,
         mean: bool = True,
         weight: float | None = None,
         used: torch.Tensor | None = None,

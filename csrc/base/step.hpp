@@ -55,6 +55,7 @@ struct StepCall {
   std::vector<DeviceScalar> lrs;
   GradReduction reduction;
   bool has_masters = false;
+  bool follow = false; // masters take over what was written into parameters
   bool reduced = false; // the gradients have been through reduce_shards()
   bool shared_params = false; // all ranks see one copy of the parameters
   // Elements of the blocks of gradients that are skipped where they are zero;

@@ -175,6 +175,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
     std::vector<HyperArguments> hypers,
     std::vector<int64_t> hyper_index,
     std::vector<at::Tensor> master_params,
+    bool masters_follow,
     bool mean,
     std::optional<double> weight,
     std::optional<at::Tensor> used,
@@ -189,6 +190,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
   a.params = std::move(params);
   a.grads = std::move(grads);
   a.masters = std::move(master_params);
+  a.masters_follow = masters_follow;
   a.states = std::move(states);
   a.steps = std::move(state_steps);
   a.hypers = std::move(hypers);
@@ -336,6 +338,7 @@ void bind_group(py::module_& m) {
           py::kw_only(),
           py::arg("hyper_index") = std::vector<int64_t>(),
           py::arg("master_params") = std::vector<at::Tensor>(),
+          py::arg("masters_follow") = false,
           py::arg("mean") = true,
           py::arg("weight") = py::none(),
           py::arg("used") = py::none(),

@@ -39,6 +39,9 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::fused_step_(
         "fused: parameters on a GPU cannot be shared between ranks");
     check_open(call.title);
     check_not_coalescing(call.title);
+    if (arguments.masters_follow) {
+      follow_params(arguments, getRank(), getSize());
+    }
     return cuda().fused_step(
         std::move(arguments), call.title, call.timeout, async_op);
   }

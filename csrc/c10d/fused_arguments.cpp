@@ -365,6 +365,22 @@ StepHyper to_engine(const HyperArguments& h) {
 
 } // namespace
 
+void follow_params(const StepArguments& a, int rank, int size) {
+  c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < a.masters.size(); ++i) {
+    const at::Tensor& param = a.params[i];
+    const ShardRange own = shard_range(param.numel(), size, rank);
+    const at::Tensor now =
+        memory_order(param).narrow(0, own.offset, own.length);
+    const at::Tensor& master = a.masters[i];
+    master.copy_(
+        at::where(
+            master.to(param.scalar_type()).eq(now),
+            master,
+            now.to(at::kFloat)));
+  }
+}
+
 OpCode step_op(const std::string& name) {
   for (const OpCode op :
        {OpCode::kFusedSgd,
@@ -439,6 +455,7 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments, size_t block)
   shared.op = a.op;
   shared.reduction = to_engine(a.reduction);
   shared.has_masters = !a.masters.empty();
+  shared.follow = a.masters_follow && on_cpu;
   shared.reduced = a.reduced;
   shared.shared_params = a.shared_params;
   shared.skip_block = a.block_skip ? block : 0;

@@ -33,6 +33,8 @@ struct StepArguments {
   std::vector<at::Tensor> params;
   std::vector<at::Tensor> grads; // slices when `reduced`
   std::vector<at::Tensor> masters; // slices, or empty
+  // Masters that do not round to their parameters take over their values.
+  bool masters_follow = false;
   // SGD: [momentum buffers] or none. Adam: [exp_avgs, exp_avg_sqs] and with
   // amsgrad max_exp_avg_sqs. LAMB: [exp_avgs, exp_avg_sqs].
   std::vector<std::vector<at::Tensor>> states;
@@ -52,6 +54,9 @@ struct ShardsArguments {
   std::vector<at::Tensor> outputs; // like grads; empty: in place
   ReductionArguments reduction;
 };
+
+// What the engines' kernels do for `masters_follow` on the CPU.
+void follow_params(const StepArguments& a, int rank, int size);
 
 // "fused_adamw_" -> kFusedAdamW; ValueError for what is no optimizer step.
 OpCode step_op(const std::string& name);

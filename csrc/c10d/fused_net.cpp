@@ -213,6 +213,7 @@ class NetStep {
     s.param = static_cast<const char*>(t.param) +
         static_cast<size_t>(own.offset) * dtype_size(call_.param_type);
     s.master = call_.has_masters ? t.master : nullptr;
+    s.follow = call_.has_masters && call_.follow;
     std::copy(std::begin(t.state), std::end(t.state), std::begin(s.state));
     s.count = static_cast<size_t>(own.length);
     return i;

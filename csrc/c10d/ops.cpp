@@ -177,9 +177,27 @@ void lamb(
   run(std::move(a), group_name);
 }
 
+void check_meta(const c10::OperatorHandle& op, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(
+      t.is_meta(),
+      "fused: ",
+      op.schema().name(),
+      ": some tensors are on the device meta and one is on ",
+      t.device(),
+      ": nothing can be computed from tensors without values");
+}
+
 // With fake and meta tensors nothing happens: outputs are the inputs.
 void nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  const size_t count = op.schema().arguments().size();
+  for (const c10::IValue& value : torch::jit::last(*stack, count)) {
+    if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorVector()) {
+        check_meta(op, t);
+      }
+    }
+  }
+  torch::jit::drop(*stack, count);
 }
 
 // `lr` is a number, or in the overload tensor_lr a tensor, as in torch's own

@@ -124,6 +124,13 @@ void check_dense(const char* op, const at::Tensor& t) {
       "fused: ",
       op,
       " got a tensor without memory (ZeroTensor); clone it first");
+  // Its data would be a null pointer.
+  TORCH_CHECK_VALUE(
+      !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch(),
+      "fused: ",
+      op,
+      " got a tensor without memory of its own (on the device meta, or of a "
+      "subclass such as the gradients of a fused optimizer)");
 }
 
 namespace {

@@ -318,6 +318,7 @@ class Step {
     s.param = advance(t.param, begin, call_.param_type);
     if (call_.has_masters) {
       s.master = advance(t.master, at, DType::kFloat32);
+      s.follow = call_.follow;
     }
     for (int k = 0; k < 3; ++k) {
       s.state[k] = advance(t.state[k], at, call_.state_type);
@@ -353,6 +354,7 @@ Hash shape_hash(const StepCall& call) {
   hash.add(static_cast<uint64_t>(call.state_type));
   hash.add(static_cast<uint64_t>(call.shared_params));
   hash.add(static_cast<uint64_t>(call.has_masters));
+  hash.add(static_cast<uint64_t>(call.follow));
   for (const StepTensor& t : call.tensors) {
     hash.add(static_cast<uint64_t>(t.count)).add(t.layout_hash);
   }

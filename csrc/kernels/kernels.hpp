@@ -53,6 +53,9 @@ struct UpdateSpans {
   // Parameters in the compute type, read and written in place of `param`;
   // params_out then receive its rounding. Null: none.
   void* master = nullptr;
+  // A master that does not round to its parameter takes its value first:
+  // somebody has written the parameter.
+  bool follow = false;
   // SGD: momentum buffer or null. Adam: exp_avg, exp_avg_sq, and with amsgrad
   // max_exp_avg_sq. LAMB: exp_avg, exp_avg_sq in the compute type.
   void* state[3] = {nullptr, nullptr, nullptr};

@@ -141,6 +141,27 @@ FUSEDPG_INLINE void narrow_to(
 template <typename C>
 constexpr size_t kUpdateTile = kTileBytes / sizeof(C);
 
+// Elements [i, i + n) of masters whose parameters were written.
+template <typename C>
+static void follow_params(const UpdateSpans& s, size_t i, size_t n) {
+  if constexpr (sizeof(C) == sizeof(float)) {
+    alignas(kLine) char rounded[kUpdateTile<C> * sizeof(Half)];
+    char* master = at(s.master, i, DType::kFloat32);
+    char* param = at(s.param, i, s.param_type);
+    narrow_to<C>(rounded, s.param_type, master, n);
+    if (__builtin_memcmp(rounded, param, n * sizeof(Half)) == 0) {
+      return;
+    }
+    alignas(kLine) C wide[kUpdateTile<C>];
+    widened(wide, s.param_type, param, n);
+    for (size_t k = 0; k < n; ++k) {
+      if (load<uint16_t>(rounded, k) != load<uint16_t>(param, k)) {
+        store(master, k, wide[k]);
+      }
+    }
+  }
+}
+
 // tile = weighted sum of elements [i, i + n) of the sources.
 template <typename C>
 static void weighted_gradient(
@@ -220,6 +241,9 @@ static const char* run_tile(
   if (loop.first_half) {
     set_gradient(args, s, tiles.grad, operands, i, n);
   }
+  if (s.follow && is_half(s.param_type)) {
+    follow_params<C>(s, i, n);
+  }
   operands.param = s.master != nullptr
       ? static_cast<const char*>(s.master) + i * sizeof(C)
       : widened(tiles.param, s.param_type, at(s.param, i, s.param_type), n);
@@ -256,8 +280,8 @@ static void update_spans(const UpdateArgs& args, const UpdateSpans& s) {
       contains(s.params_out, s.num_out, s.param)) {
     own = const_cast<void*>(s.param);
   }
-  // With master weights the parameters are not read.
-  const size_t num_read = s.master != nullptr ? 0 : 1;
+  // With master weights the parameters are not read, unless they are followed.
+  const size_t num_read = s.master != nullptr && !s.follow ? 0 : 1;
   const void* lead = nullptr; // the first that is streamed to
   for (size_t j = s.num_out; j-- > 0;) {
     if (!contains(&s.param, num_read, s.params_out[j])) {

@@ -238,6 +238,17 @@ class Slice {
     return worst;
   }
 
+  // Somebody writes parameters, and masters are to follow or are written here.
+  void write(bool follow) {
+    follow_ = follow;
+    for (size_t i = 0; i < shape_.count; i += 7) {
+      param_.set(i, 0.25 + static_cast<double>(i % 5));
+      if (!follow) {
+        master_.set(i, param_.get(i));
+      }
+    }
+  }
+
   // All that the step may write.
   std::vector<Bytes> contents() const {
     std::vector<Bytes> all{param_.bytes(), master_.bytes()};
@@ -329,6 +340,7 @@ class Slice {
       s.grads = grads.data();
       s.num_grads = grads.size();
       s.master = types_.master ? from(master_) : nullptr;
+      s.follow = follow_;
       for (size_t k = 0; k < states_.size(); ++k) {
         s.state[k] = from(states_[k]);
       }
@@ -342,6 +354,7 @@ class Slice {
   Hyper hyper_;
   Types types_;
   Shape shape_;
+  bool follow_ = false;
   size_t spans_ = 0;
   Span param_;
   Span master_;
@@ -397,6 +410,31 @@ TEST(kernels_update_matches_the_formulas) {
             first = slice.contents();
           }
           CHECK(slice.contents() == first);
+        }
+      }
+    }
+  }
+}
+
+TEST(kernels_update_masters_follow_parameters) {
+  uint64_t number = 0;
+  for (const Hyper& h : variants()) {
+    for (const Types& types : all_types(h)) {
+      if (!types.master || dtype_size(types.param) != 2) {
+        continue;
+      }
+      for (size_t count : {1, 33, 5000}) {
+        const Shape shape = mixed_shape(count, ++number);
+        for (const Table* table : tables()) {
+          Slice follows(h, types, shape);
+          Slice told(h, types, shape);
+          for (Slice* slice : {&follows, &told}) {
+            slice->step(*table, 1);
+            slice->write(slice == &follows);
+            slice->step(*table, 2);
+            slice->step(*table, 3);
+          }
+          CHECK(follows.contents() == told.contents());
         }
       }
     }
