@@ -52,7 +52,6 @@ class Attachable(ShardedState):
     _backend: Any
     _recompute: RecomputeGuard
     _stepped: bool
-    _was_reduced: bool
     _updated: set[torch.Tensor]
     _idle: set[torch.Tensor]
     _applied: dict[int, dict[str, Any]]
@@ -146,9 +145,9 @@ class Attachable(ShardedState):
     def _is_pending(self, grad: Any, attached: bool) -> bool:
         if not isinstance(grad, ShardedGrad):
             return False
-        if attached:
-            return not self._stepped or grad.unreduced() is not None
-        return grad.has_reduced() and (self._was_reduced or grad.unreduced() is not None)
+        return (attached or grad.holds_reduced()) and (
+            not self._stepped or grad.unreduced() is not None
+        )
 
     def _unwatch(self) -> None:
         for handle in self._watches.values():

@@ -16,19 +16,11 @@ from fusedpg.functional import _backend
 from fusedpg.optim._attach import Attachable, check_ddp
 from fusedpg.optim._bridge import Gradient, unfinished, unsynchronised
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
+from fusedpg.optim._join import StepOnJoin
 from fusedpg.optim._parameters import Parameters, laid_out
 from fusedpg.optim._recompute import RecomputeGuard
+from fusedpg.optim._state import Numbers, Started
 from fusedpg.optim._whole import WholeState
-
-
-class _StepOnJoin(JoinHook):
-    """A rank without data left takes part in the others' steps."""
-
-    def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        self._optimizer._shadow_step()
 
 
 class FusedOptimizer(Attachable, WholeState, Joinable):
@@ -98,12 +90,11 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             self._rebound,
             self._is_manual,
         )
-        self._was_reduced = False  # manual mode: reduce_gradients() since the last step
         self._shadow = False  # a joined rank, which has no data left
         self._parameters = Parameters(process_group, share=share_parameters)
-        self._layouts, self._fresh = {}, set()
-        self._group_of = {}
-        self._param_versions = {}
+        self._layouts, self._blank = {}, {}
+        self._group_of, self._numbered = Numbers(), []
+        self._check_options(defaults)
         Joinable.__init__(self)
         Optimizer.__init__(self, params, defaults)
         self._init_state_dict()
@@ -201,6 +192,7 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         if used is not None:
             self._idle.update(gradient.param for gradient in gradients if not gradient.used)
         self._recompute.start()
+        self._number_groups()
         for number in {self._group_of[param] for param in params} - self._applied.keys():
             self._applied[number] = self._hyperparameters(number)
         grads = [gradient.local for gradient in gradients]
@@ -233,12 +225,19 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             self._context.changed()
 
     def _sharded_grads(self) -> list[ShardedGrad]:
-        return [
-            p.grad
-            for group in self.param_groups
-            for p in group["params"]
-            if isinstance(p.grad, ShardedGrad)
-        ]
+        """All gradients, for questions about all of them."""
+        found = []
+        for name, param in self._named_parameters():
+            if isinstance(param.grad, ShardedGrad):
+                found.append(param.grad)
+            elif param.grad is not None and self._bridge is not None:
+                raise RuntimeError(unsynchronised(name))
+            elif param.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of parameter {name} was put in by hand and is not reduced over "
+                    "ranks, but others are: call optimizer.reduce_gradients() before clipping"
+                )
+        return found
 
     # --- the step -------------------------------------------------------------------
 
@@ -249,49 +248,46 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         *,
         used: torch.Tensor | None = None,
         **options: Any,
-    ) -> list[dist.Work]:
+    ) -> list[Started]:
         """Starts the step of some parameters, in one operation if their groups allow."""
         hyper = load_extension().Hyper
+        self._number_groups()
         self._check_layouts(params)
         self._state_changes()
-        self._fresh.difference_update(params)
-        self._refresh_masters(params)
+        made = self._make_state(params)
         # What one operation cannot mix: other state, and momentum buffers without a value.
         kinds: dict[Any, list[int]] = {}
         groups = [self._group_of[param] for param in params]
         for i, (param, number) in enumerate(zip(params, groups, strict=True)):
             group = self.param_groups[number]
-            kind = (
-                tuple(self._state_keys(group)),
-                self._has_master(param),
-                self._has_steps(group),
-                self._is_first(param, group),
-            )
+            first = param in made and self._first_differs(group)
+            kind = (tuple(self._state_keys(group)), self._has_master(param), first)
             kinds.setdefault(kind, []).append(i)
         works = []
-        for (keys, master, counts, first), members in kinds.items():
+        for (keys, master, first), members in kinds.items():
             chosen = sorted({groups[i] for i in members})
-            states = [self.state[params[i]] for i in members]
+            mine = [params[i] for i in members]
+            states = [self.state.get(param, {}) for param in mine]
+            flags = used if used is None or len(members) == len(params) else used[members]
             hypers = [self._hyper(self.param_groups[g]) for g in chosen]
             if first:
                 hypers = [{**h, "first_step": True} for h in hypers]
             work = self._backend.fused_step_(
                 self._op,
-                [params[i] for i in members],
+                mine,
                 [grads[i] for i in members],
                 [[state[key] for state in states] for key in keys],
-                [state["step"] for state in states] if counts else [],
+                [state["step"] for state in states] if self._counts else [],
                 [hyper(**h) for h in hypers],
                 hyper_index=[chosen.index(groups[i]) for i in members],
                 master_params=[state["master_param"] for state in states] if master else [],
-                used=used if used is None or len(members) == len(params) else used[members],
+                masters_follow=True,
+                used=flags,
                 shared_params=self._parameters.shared,
                 async_op=True,
                 **options,
             )
-            works.append(work)
-        for param in params:
-            self._param_versions[param] = param._version
+            works.append(Started(self, work, mine, made, flags, options.get("found_inf")))
         self._parameters.accept(params)
         return works
 
@@ -326,7 +322,7 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._group)
         if not some or not gradients:
             return
-        self._was_reduced = True
+        self._stepped = False
         for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
             members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
             self._start_reduction(
@@ -392,6 +388,8 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         """
         self._check_attached()
         loss = None
+        if self._initialises():
+            return loss
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -402,12 +400,11 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.overlap and self._bridge is not None:
             self._commit(scale, found_inf)
-        elif self._bridge is None and not self._was_reduced and self._max_grad_norm is None:
+        elif self._bridge is None and self._max_grad_norm is None and not self._holds_reduced():
             self._step_on_local(scale, found_inf)
         else:
             if self._bridge is None:
                 self.reduce_gradients()
-            self._was_reduced = False
             self._step_on_reduced(scale, found_inf)
         self._stepped = True
         return loss
@@ -460,6 +457,13 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             if param in waiting:
                 raise RuntimeError(unfinished(name))
 
+    def _holds_reduced(self) -> bool:
+        """Manual mode: whether what was reduced stands beside what backward has added since."""
+        return any(
+            isinstance(param.grad, ShardedGrad) and param.grad.holds_reduced()
+            for _, param in self._named_parameters()
+        )
+
     def _step_on_local(self, scale: Any, found_inf: Any) -> None:
         """Manual mode: everything is one operation."""
         gradients, used = self._local_gradients()
@@ -494,20 +498,24 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             # unscale_() looked at this rank's gradients, before they were reduced.
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
         # Tensors, so that a GPU need not be waited for.
-        factor = None if scale is None else scale.detach().double().reshape(())
+        factor: Any = None if scale is None else scale.detach().double().reshape(())
         if self._max_grad_norm is not None:
             norm = self._context.total_norm(2.0)
             norm = norm if factor is None else norm / factor
             clip = ((norm + 1e-6) / self._max_grad_norm).clamp(min=1.0)
             factor = clip if factor is None else factor * clip
-        for work in self._fused_step(
-            params,
-            slices,
-            reduced=True,
-            grad_scale=_scalar(factor),
-            found_inf=_scalar(found_inf),
-        ):
-            work.wait()
+        double = [param.dtype == torch.float64 and factor is not None for param in params]
+        for wide in sorted(set(double)):
+            mine = [i for i, one in enumerate(double) if one == wide]
+            for work in self._fused_step(
+                [params[i] for i in mine],
+                # The operation's scale is float32, which is too coarse for float64.
+                [slices[i] / factor if wide else slices[i] for i in mine],
+                reduced=True,
+                grad_scale=None if wide else _scalar(factor),
+                found_inf=_scalar(found_inf),
+            ):
+                work.wait()
 
     def _shadow_step(self) -> None:
         """A step for which this rank has no data."""
@@ -525,13 +533,6 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         for _, param in self._named_parameters():
             param.grad = None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; reduced gradients are always set to None."""
-        for _, param in self._named_parameters():
-            if isinstance(param.grad, (ShardedGrad, SpentGrad)):
-                param.grad = None
-        super().zero_grad(set_to_none=set_to_none)
-
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their norm over all ranks is at most ``max_norm``.
@@ -540,7 +541,8 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         parameters does the same.
 
         Returns:
-            The norm before, float32 scalar, the same on all ranks.
+            The norm before, a float32 scalar (float64 with float64 parameters), the same on all
+            ranks.
         """
         self._check_attached()
         if self.overlap and self._bridge is not None:
@@ -555,13 +557,14 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             for grad in self._sharded_grads():
                 grad.local().mul_(factor)
             self._context.changed()
-        return total.float()
+        wide = any(param.dtype == torch.float64 for _, param in self._named_parameters())
+        return total if wide else total.float()
 
     # --- uneven inputs ------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``Join([ddp, optimizer])``: joined ranks take part in the others' steps."""
-        return _StepOnJoin(self)
+        return StepOnJoin(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -574,9 +577,3 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
 
 def _scalar(value: Any) -> torch.Tensor | None:
     return None if value is None else value.detach().float().reshape(())
-
-
-def check_unsupported(*, differentiable: bool) -> None:
-    """``foreach`` and ``fused`` are accepted and ignored; this would change what a step means."""
-    if differentiable:
-        raise ValueError("differentiable=True is not supported by fused optimizers")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,28 +37,54 @@ def to_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
         }
 
 
-def without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What is left for torch to load: groups and whatever hooks add."""
-    return {key: {} if key == "state" else value for key, value in state_dict.items()}
+def loaded_groups(optimizer: ShardedState, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of a state dict, with our parameters."""
+    ours, groups = optimizer.param_groups, copy.deepcopy(state_dict["param_groups"])
+    if len(ours) != len(groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    for mine, group in zip(ours, groups, strict=True):
+        if len(mine["params"]) != len(group["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of "
+                "optimizer's group"
+            )
+        if group.get("differentiable"):
+            raise ValueError("differentiable=True is not supported by fused optimizers")
+        group["params"] = mine["params"]
+        if "param_names" in mine:
+            group.setdefault("param_names", mine["param_names"])
+    return groups
 
 
-def own_slices(optimizer: ShardedState, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """This rank's part of a state dict, by number of the parameter, as plain new tensors."""
+def loaded_state(
+    optimizer: ShardedState, state_dict: dict[str, Any]
+) -> collections.defaultdict[Any, Any]:
+    """This rank's part of the state in a state dict, as new tensors."""
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    params = _params(optimizer)
-    if len(numbers) != len(params):
-        raise ValueError(
-            f"the state dict has {len(numbers)} parameters, the optimizer {len(params)}"
+    given = dict(state_dict["state"])
+    state: collections.defaultdict[Any, Any] = collections.defaultdict(dict)
+    for number, (param, group) in zip(numbers, _params(optimizer), strict=True):
+        values = optimizer._loaded(
+            {key: value for key, value in given.pop(number, {}).items() if value is not None}
         )
-    return [
-        {
-            key: _own(optimizer, f"state[{number!r}][{key!r}]", value, param)
-            if isinstance(value, torch.Tensor) and optimizer._is_slice(key, group)
-            else value
-            for key, value in state_dict["state"].get(number, {}).items()
-        }
-        for number, (param, group) in zip(numbers, params, strict=True)
-    ]
+        if values and optimizer._counts and "step" not in values:
+            raise ValueError(f"state[{number!r}] has no step")
+        if values and optimizer._has_master(param) and "master_param" not in values:
+            state[param]["master_param"] = optimizer._new_slice(param, "master_param")
+        for key, value in values.items():
+            if key == "step":
+                # May be a number. Ours are float32, at the parameter.
+                step = torch.as_tensor(value, dtype=torch.float32).reshape(())
+                state[param][key] = step.to(param.device, copy=True)
+            elif isinstance(value, torch.Tensor) and optimizer._is_slice(key, group):
+                # Into our own type: torch would round fp32 moments to a half parameter's.
+                own = _own(optimizer, f"state[{number!r}][{key!r}]", value, param)
+                state[param][key] = optimizer._new_slice(param, key).copy_(own)
+            else:
+                state[param][key] = copy.deepcopy(value)
+    # What belongs to no parameter is kept as it is.
+    state.update(given)
+    return state
 
 
 def _own(
@@ -78,27 +106,7 @@ def _own(
             "shape. Load a full_state_dict(), the result of fusedpg.optim.merge_state_dicts() on "
             "the state dicts of all ranks, or use torch.distributed.checkpoint"
         )
-    return value.local().clone() if length else value.local().new_empty(0)
-
-
-def install(optimizer: ShardedState, loaded: list[dict[str, Any]]) -> None:
-    """Makes loaded slices the optimizer's state."""
-    for (param, group), values in zip(_params(optimizer), loaded, strict=True):
-        optimizer._init_state(param, group)
-        if values:
-            optimizer._fresh.discard(param)
-        state = optimizer.state[param]
-        for key, value in values.items():
-            if isinstance(state.get(key), torch.Tensor) and value is not None:
-                # Into our own type: torch would round fp32 moments to a half parameter's. A
-                # counter may be a number.
-                state[key].copy_(torch.as_tensor(value).reshape(state[key].shape))
-            elif value is not None:
-                state[key] = copy.deepcopy(value)
-        if "step" in state and "step" not in values:
-            # torch's SGD: who has a buffer has made a step.
-            buffers = [values.get(key) for key in optimizer._state_keys(group)]
-            state["step"].fill_(all(buffer is not None for buffer in buffers))
+    return value.local() if length else value.local().new_empty(0)
 
 
 def has_slices(optimizer: ShardedState) -> bool:
@@ -121,11 +129,15 @@ def gather(
         copies: or the state itself and views of it, where no rank has a part.
     """
     optimizer._check_layouts(param for param, _ in _params(optimizer))
+    if copies:
+        _check_agreement(optimizer)
     receives = to is None or optimizer._rank == to
     state: dict[int, dict[str, Any]] = {}
     for number, (param, its_group) in enumerate(_params(optimizer)):
+        if not optimizer.state.get(param) or param in optimizer._blank:
+            continue
         values = {}
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in optimizer.state[param].items():
             if not optimizer._is_slice(key, its_group):
                 values[key] = copy.deepcopy(value) if copies else value
             elif not copies:
@@ -135,8 +147,26 @@ def gather(
                 if full is not None:
                     values[key] = full.cpu() if cpu else full
         if receives:
-            state[number] = optimizer._exported(values)
+            state[number] = values
     return state
+
+
+def _check_agreement(optimizer: ShardedState) -> None:
+    """Raises on all ranks unless they have the same state: who clears it does so everywhere."""
+    optimizer._check_blanks()
+    mine = [
+        (number, sorted(optimizer.state.get(param, ())))
+        for number, (param, _) in enumerate(_params(optimizer))
+        if param not in optimizer._blank
+    ]
+    digest = zlib.crc32(repr([one for one in mine if one[1]]).encode())
+    both = torch.tensor([digest, -digest], device=optimizer._device())
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=optimizer._group)
+    if int(both[0]) != -int(both[1]):
+        raise RuntimeError(
+            "ranks have state of different parameters: optimizer.state must be cleared, and state "
+            "dicts loaded, on all ranks alike"
+        )
 
 
 def _gather_one(
@@ -162,4 +192,4 @@ def _gather_one(
         parts = [torch.empty_like(padded) for _ in ranges]
         dist.all_gather(parts, padded, group=group)
     pieces = [(offset, part[:length]) for (offset, length), part in zip(ranges, parts, strict=True)]
-    return to_full([piece for piece in pieces if piece[1].numel()], param.shape, param.stride())
+    return to_full(pieces, param.shape, param.stride())

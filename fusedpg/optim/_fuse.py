@@ -16,6 +16,14 @@ _CLASSES: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,
 }
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 def fuse(
@@ -26,8 +34,8 @@ def fuse(
     """The fused optimizer that continues where an optimizer of torch stands.
 
     The new optimizer takes over state (each rank keeps its slices) and *shares* the parameter
-    groups, so learning-rate schedulers made for the old one keep working. The old optimizer's
-    state is left as it is; drop the old optimizer to free it, and do not call its ``step()``.
+    groups, so learning-rate schedulers made for the old one keep working, and its hooks. The old
+    optimizer's state is left as it is; drop it to free that, and do not call its ``step()``.
 
     Args:
         optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``, with equal state on all ranks.
@@ -51,6 +59,8 @@ def fuse(
     if optimizer.state:
         fused.load_state_dict(optimizer.state_dict())
     fused.param_groups = optimizer.param_groups
+    for name in _HOOKS:
+        getattr(fused, name).update(getattr(optimizer, name))
     optimizer.register_load_state_dict_pre_hook(_refuse_loading)
     return fused
 

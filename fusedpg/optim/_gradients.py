@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
-from fusedpg.optim._torch import in_backward
+from fusedpg.optim._torch import called_by_engine, in_backward
 
 aten = torch.ops.aten
 
@@ -91,8 +91,8 @@ def norms(
         float64 tensor with one norm for each of ``slices``, the same on all ranks.
     """
     order = float(order)
-    if order == 0:
-        raise ValueError("norms of sharded gradients need norm_type > 0")
+    if not order > 0:
+        raise ValueError(f"norms of sharded gradients need norm_type > 0, got {order}")
     device = slices[0].device if slices else torch.device("cpu")
     if order == 2 and device.type == "cpu":
         # Ours sums in an order that depends on neither threads nor instruction set.
@@ -129,6 +129,17 @@ class _Gradient(torch.Tensor):
         if param is not None and param.grad is self:
             self._context.rebound(param, self, memory)
 
+    # What would go past __torch_dispatch__.
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("copy and pickle")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("__dlpack__")
+
+    def share_memory_(self) -> NoReturn:
+        _refuse("share_memory_")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -157,7 +168,13 @@ class ShardedGrad(_Gradient):
         unreduced: torch.Tensor | None = None,
     ) -> ShardedGrad:
         self: ShardedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls,
+            param.shape,
+            strides=param.stride(),
+            dtype=param.dtype,
+            device=param.device,
+            # Functions that reach for memory must find none.
+            storage_size=0,
         )
         self._slice = reduced
         self._unreduced = unreduced
@@ -183,7 +200,7 @@ class ShardedGrad(_Gradient):
     def is_reduced(self) -> bool:
         return self._slice is not None and self._unreduced is None
 
-    def has_reduced(self) -> bool:
+    def holds_reduced(self) -> bool:
         return self._slice is not None
 
     def add_reduced(self, local: torch.Tensor | None) -> None:
@@ -252,15 +269,18 @@ def _refuse_ddp() -> NoReturn:
 def _vector_norm(
     grad: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
-    if dim is not None:
+    if dim is not None or keepdim:
         _refuse("norm along dimensions")
+    if not isinstance(grad, ShardedGrad):
+        raise RuntimeError(
+            "norms of this rank's gradients and of reduced ones cannot be mixed: in manual mode "
+            "call optimizer.reduce_gradients() first"
+        )
     return grad._context.norms(float(ord))[id(grad)].to(dtype or grad.dtype)
 
 
-def _norm(grad: Any, p: Any = 2, *args: Any) -> torch.Tensor:
-    if args and args[0]:
-        _refuse("norm along dimensions")
-    return _vector_norm(grad, 2 if p is None else p)
+def _norm(grad: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return _vector_norm(grad, 2 if p is None else p, dim or None, keepdim)
 
 
 def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
@@ -270,6 +290,8 @@ def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Ten
 def _number(func: Callable[..., Any], grad: Any, other: Any) -> Any:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(func)
+    if not isinstance(grad, ShardedGrad):
+        return func(grad, other)
     for part in (grad._slice, grad._unreduced):
         if part is not None:
             func(part, other)
@@ -286,7 +308,10 @@ def _div_(grad: Any, other: Any) -> Any:
 
 
 def _zero_(grad: Any) -> Any:
+    if not isinstance(grad, ShardedGrad):
+        return grad.zero_()
     if grad._slice is None:
+        assert grad._unreduced is not None
         grad._unreduced.zero_()
     else:
         grad._slice.zero_()
@@ -310,8 +335,10 @@ def _foreach_zero_(grads: Any) -> None:
 
 
 def _add_(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
-    # Autograd accumulates: a further backward before step().
-    if isinstance(grad, ShardedGrad) and type(other) is torch.Tensor and alpha == 1:
+    # Autograd accumulates: a further backward before step(). Anybody may add to what is this
+    # rank's gradient alone; of a reduced one, who knows whether all ranks add the same.
+    local = isinstance(grad, ShardedGrad) and (grad._slice is None or in_backward())
+    if local and type(other) is torch.Tensor and alpha == 1:
         grad._accumulate(other)
         grad._context.changed()
         return grad
@@ -319,26 +346,27 @@ def _add_(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 
 def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
-    if isinstance(src, ShardedGrad) and not isinstance(dst, _Gradient):
-        src.keep()
-        src.rebound(dst)
-        # Only what backward has added belongs into DDP's bucket.
-        return dst.zero_() if src._unreduced is None else dst.copy_(src._unreduced)
     if isinstance(dst, _Gradient):
         raise RuntimeError(
             "the gradient that a fused optimizer has reduced would be overwritten. If two "
             "DistributedDataParallel modules share this parameter, put them into one"
         )
+    # DDP copies gradients into its buckets.
+    if isinstance(src, ShardedGrad) and called_by_engine(ShardedGrad.__torch_dispatch__.__code__):
+        src.keep()
+        src.rebound(dst)
+        # Only what backward has added belongs there.
+        return dst.zero_() if src._unreduced is None else dst.copy_(src._unreduced)
     _refuse("copy_")
 
 
 def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    aten._amp_foreach_non_finite_check_and_unscale_(
-        [grad.local() for grad in grads], found_inf, inv_scale
-    )
+    parts = [grad.local() if isinstance(grad, ShardedGrad) else grad for grad in grads]
+    aten._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
     # An overflow in any rank's slice stops all of them.
-    dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=grads[0]._context.group)
-    grads[0]._context.changed()
+    context = next(grad._context for grad in grads if isinstance(grad, ShardedGrad))
+    dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=context.group)
+    context.changed()
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -377,7 +405,12 @@ class SpentGrad(_Gradient):
     @staticmethod
     def __new__(cls, param: torch.Tensor, context: GradContext) -> SpentGrad:
         self: SpentGrad = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls,
+            param.shape,
+            strides=param.stride(),
+            dtype=param.dtype,
+            device=param.device,
+            storage_size=0,
         )
         self._context = context
         self._param = weakref.ref(param)
@@ -412,8 +445,9 @@ class SpentGrad(_Gradient):
             # DDP rebuilds its buckets before zero_grad(), or fills one in a second backward.
             if in_backward():
                 cls.refuse_accumulation()
-            args[1].rebound(args[0])
-            return args[0].zero_()
+            if called_by_engine(cls.__torch_dispatch__.__code__):
+                args[1].rebound(args[0])
+                return args[0].zero_()
         raise RuntimeError(
             f"{func}: with overlap=True the parameters were updated during backward and their "
             "gradients are gone, so clipping, checks and GradScaler cannot work; use overlap=False"

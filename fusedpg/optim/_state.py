@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fusedpg.functional import shard_range
-from fusedpg.optim import _checkpoint
+from fusedpg.optim import _checkpoint, _torch
 from fusedpg.optim._bridge import Bridge
 from fusedpg.optim._parameters import Parameters, bytes_of, is_dense, refuse_sharded, same_order
 
@@ -28,6 +28,63 @@ def _zeros(length: int, dtype: torch.dtype, number: int, device: torch.device) -
     return torch.zeros(begin + length, dtype=dtype)[begin:]
 
 
+def _capturing(param: torch.Tensor) -> bool:
+    return param.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_zero(lr: Any) -> bool:
+    # Nobody waits for a GPU here.
+    return not (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") and bool(lr == 0)
+
+
+def _versions(state: dict[str, Any]) -> int:
+    return sum(value._version for value in state.values())
+
+
+class Numbers(dict[torch.Tensor, int]):
+    """By parameter; says what is wrong with one that is missing."""
+
+    def __missing__(self, param: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} is in no group of the fused optimizer that "
+            "has its gradient: it was taken out of param_groups, or put there by hand instead of "
+            "with add_param_group()"
+        )
+
+
+class Started:
+    """A step under way. State made for parameters that nobody used goes again, as in torch."""
+
+    def __init__(
+        self,
+        optimizer: ShardedState,
+        work: dist.Work,
+        params: list[torch.Tensor],
+        made: dict[torch.Tensor, list[str]],
+        used: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        self._optimizer, self._work = optimizer, work
+        self._made = [(i, p, made[p]) for i, p in enumerate(params) if p in made] if made else []
+        self._used, self._found_inf = used, found_inf
+
+    def wait(self) -> None:
+        stepped: list[int] | None = []
+        try:
+            self._work.wait()
+            stepped = self._stepped() if self._made else None
+        finally:
+            for i, param, keys in self._made:
+                if stepped is not None and not (stepped and stepped[i]):
+                    self._optimizer._unmake_state(param, keys)
+
+    def _stepped(self) -> list[int] | None:
+        """Whether any rank used a parameter; None: all of them were used."""
+        if self._found_inf is not None and bool(self._found_inf):
+            return []
+        return None if self._used is None else self._used.tolist()
+
+
 class ShardedState(Optimizer):
     """An optimizer that keeps this rank's slices of the state of its parameters."""
 
@@ -37,10 +94,10 @@ class ShardedState(Optimizer):
     _bridge: Bridge | None
     _parameters: Parameters
     _master_dtype: torch.dtype | None
-    _group_of: dict[torch.Tensor, int]  # number of the group of a parameter
-    _param_versions: dict[torch.Tensor, int]  # of half parameters, at their last step
+    _group_of: Numbers  # number of the group of a parameter
+    _numbered: list[tuple[int, int]]  # the groups that this was made of
     _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
-    _fresh: set[torch.Tensor]  # no step was made, no state loaded
+    _blank: dict[torch.Tensor, int]  # state that was made before a step; versions of it
 
     def _wait(self) -> None:
         """For work under way that changes parameters or state."""
@@ -51,8 +108,17 @@ class ShardedState(Optimizer):
 
     # --- what subclasses say ------------------------------------------------------
 
+    _slices: tuple[str, ...]  # names of state slices, with all options
+    _late = False  # whether a slice may be made when others are there
+    # Of options that state dicts of older versions lack.
+    _group_defaults: ClassVar[dict[str, Any]]
+
     def _state_keys(self, group: dict[str, Any]) -> list[str]:
         """Names of the state slices, in the order in which the step takes them."""
+        raise NotImplementedError
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Raises what torch.optim does for hyperparameters out of range."""
         raise NotImplementedError
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -63,41 +129,62 @@ class ShardedState(Optimizer):
         """As torch: the parameter's, or that of the master weights."""
         return torch.float32 if self._has_master(param) else param.dtype
 
-    def _has_steps(self, group: dict[str, Any]) -> bool:
-        """Whether parameters have a counter of their steps."""
-        return True
+    _counts = True  # whether parameters have a counter of their steps
 
-    def _is_first(self, param: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether the next step of a parameter is a special one."""
+    def _first_differs(self, group: dict[str, Any]) -> bool:
+        """Whether the step that finds no state is a special one."""
         return False
 
-    def _exported(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The whole state of a parameter as torch's optimizer has it."""
+    def _loaded(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter from a state dict of torch, or of an older version of ours."""
         return values
 
     def _is_slice(self, key: str, group: dict[str, Any]) -> bool:
         """Whether a value of a parameter's state is a slice; the others are the same on all
         ranks."""
-        return key == "master_param" or key in self._state_keys(group)
+        return key == "master_param" or key in self._slices
 
     # --- parameters and state ------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
-        for param in params:
-            self._check_param(param)
-            self._group_of[param] = len(self.param_groups) - 1
+        try:
+            for param in params:
+                self._check_param(param)
+            if self._bridge is not None:
+                self._bridge.add(self, params)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._number_groups(added=params)
         if self._bridge is None:
             with torch.no_grad():
                 for param in params:
                     dist.broadcast(param.data, group=self._group, group_src=0)
         self._parameters.adopt(params)
         for param in params:
-            self._init_state(param, self.param_groups[-1])
+            self._layouts[param] = param.stride()
             self._watch(param)
-        if self._bridge is not None:
-            self._bridge.add(self, params)
+            if self.param_groups[-1].get("capturable"):
+                # What a graph made would be made again by every launch of it.
+                self._blank_state(param)
+
+    def _number_groups(self, added: Iterable[torch.Tensor] = ()) -> None:
+        """Follows whoever edits ``param_groups``: groups and parameters may be taken out."""
+        now = [(id(group), len(group["params"])) for group in self.param_groups]
+        if now == self._numbered:
+            return
+        known = {*self._layouts, *added}
+        self._group_of = Numbers(
+            (param, number)
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param in known
+        )
+        self._numbered = now
 
     def _check_param(self, param: torch.Tensor) -> None:
         name = f"a parameter of shape {tuple(param.shape)} and type {param.dtype}"
@@ -107,7 +194,7 @@ class ShardedState(Optimizer):
                 f"{name} is on {param.device}: fused optimizers take parameters on the CPU, or on "
                 "one GPU"
             )
-        if param.device.type == "cpu" and self.defaults.get("capturable"):
+        if param.device.type == "cpu" and self.param_groups[-1].get("capturable"):
             raise ValueError("capturable=True is for CUDA graphs; this parameter is on the CPU")
         if param.dtype not in _DTYPES:
             raise TypeError(f"{name}: fused optimizers take float32, float64, bfloat16, float16")
@@ -132,39 +219,121 @@ class ShardedState(Optimizer):
     def _has_master(self, param: torch.Tensor) -> bool:
         return self._master_dtype is not None and param.dtype in _HALF
 
-    def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        # At once rather than in the first step: untouched pages cost nothing, and a checkpoint
-        # can be loaded in place without a step that would be a collective.
-        state = self.state[param]
+    # State is made by the first step of a parameter, as torch does.
+
+    def _new_slice(self, param: torch.Tensor, key: str) -> torch.Tensor:
+        """Zeros, or of masters the parameter's values."""
+        if key == "master_param":
+            return self._owned(param, param).float()
         _, length = self._shard(param)
-        if self._has_steps(group):
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for number, key in enumerate(self._state_keys(group)):
-            state[key] = _zeros(length, self._state_dtype(param), number, param.device)
-        if self._has_master(param):
-            state["master_param"] = self._owned(param, param).float()
-        self._param_versions[param] = param._version
-        self._layouts[param] = param.stride()
-        self._fresh.add(param)
+        number = self._slices.index(key)
+        return _zeros(length, self._state_dtype(param), number, param.device)
+
+    def _make_state(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, list[str]]:
+        """Makes what the next step of parameters needs.
+
+        Returns:
+            The new keys of the state of a parameter, where there are any.
+        """
+        self._check_blanks()
+        made = {}
+        needs = [self._state_keys(group) for group in self.param_groups]
+        for param in params:
+            keys = self._missing(param, needs[self._group_of[param]])
+            if keys:
+                self._make_keys(param, keys)
+                made[param] = keys
+            if self._blank.pop(param, None) is not None and not _capturing(param):
+                made[param] = list(self.state[param])
+        return made
+
+    def _missing(self, param: torch.Tensor, slices: list[str]) -> list[str]:
+        state = self.state.get(param, {})
+        keys = [key for key in slices if key not in state]
+        if self._has_master(param) and "master_param" not in state:
+            keys.append("master_param")
+        if self._counts and "step" not in state:
+            keys.append("step")
+        return keys
+
+    def _make_keys(self, param: torch.Tensor, keys: list[str]) -> None:
+        state = self.state[param]
+        partial = [key for key in keys if key != "master_param"]
+        if partial and not self._late and state.keys() - {"master_param"}:
+            raise RuntimeError(
+                f"the state of a parameter of shape {tuple(param.shape)} has no "
+                f"{' and no '.join(partial)}: an option (amsgrad) was turned on after its first "
+                "step, or the state was loaded from a run without it. torch.optim raises, too. Set "
+                "options before the first step, load a state dict that has it, or begin anew with "
+                "optimizer.state.clear() on all ranks"
+            )
+        if _capturing(param):
+            raise RuntimeError(
+                "a CUDA graph would make optimizer state anew at every launch: make a step before "
+                "capturing, or the optimizer with capturable=True"
+            )
+        for key in keys:
+            state[key] = (
+                torch.zeros((), dtype=torch.float32, device=param.device)
+                if key == "step"
+                else self._new_slice(param, key)
+            )
+
+    def _unmake_state(self, param: torch.Tensor, keys: list[str]) -> None:
+        """No rank had a gradient: torch makes no state then."""
+        state = self.state[param]
+        for key in keys:
+            state.pop(key, None)
+        if not state:
+            del self.state[param]
+
+    def _blank_state(self, param: torch.Tensor) -> None:
+        """State without a step."""
+        group = self.param_groups[self._group_of[param]]
+        keys = self._missing(param, self._state_keys(group)) if param.requires_grad else []
+        if keys:
+            self._make_keys(param, keys)
+            self._blank[param] = _versions(self.state[param])
+
+    def _check_blanks(self) -> None:
+        if any(_versions(self.state.get(p, {})) != old for p, old in self._blank.items()):
+            self._blank.clear()  # a checkpoint was loaded in place
+
+    def _initialises(self) -> bool:
+        """Makes state instead of a step, if that is what torch.distributed.checkpoint wants of it.
+
+        Local. It asks optimizers without state for a step with a learning rate and gradients of
+        zero, to have tensors to load into.
+        """
+        if any(self.state.values()) or not all(_is_zero(g["lr"]) for g in self.param_groups):
+            return False
+        if not _torch.initialises_state():
+            return False
+        self._number_groups()
+        for _, param in self._named_parameters():
+            self._blank_state(param)
+        return True
 
     def _check_layouts(self, params: Iterable[torch.Tensor]) -> None:
         """Slices are ranges of memory: they do not survive ``model.to(memory_format=...)``."""
         for param in params:
-            if param.stride() != self._layouts[param]:
+            if param.stride() != self._layouts.get(param):
                 self._adapt_layout(param)
 
     def _adapt_layout(self, param: torch.Tensor) -> None:
+        if param not in self._layouts:
+            self._group_of.__missing__(param)
         if same_order(param.shape, param.stride(), self._layouts[param]):
             self._layouts[param] = param.stride()
             return
-        if param not in self._fresh or self._parameters.shared:
+        if self.state.get(param) or self._parameters.shared:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} has changed its memory format (strides "
                 f"{self._layouts[param]}, now {param.stride()}), and the slices of its state are "
                 "cut by it. Convert the model before the first step, with share_parameters before "
                 "the optimizer is made; or take full_state_dict() before and load it afterwards"
             )
-        self._init_state(param, self.param_groups[self._group_of[param]])
+        self._layouts[param] = param.stride()
 
     def _check_same_layout(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
         if param.stride() != grad.stride() and not same_order(
@@ -173,13 +342,6 @@ class ShardedState(Optimizer):
             raise RuntimeError(
                 f"parameter {name} has changed its memory format between backward and step()"
             )
-
-    def _refresh_masters(self, params: list[torch.Tensor]) -> None:
-        """Takes over what was written into half parameters since the last step."""
-        for param in params:
-            if self._has_master(param) and self._param_versions[param] != param._version:
-                master, now = self.state[param]["master_param"], self._owned(param, param)
-                torch.where(master.to(param.dtype) == now, master, now.float(), out=master)
 
     @contextlib.contextmanager
     def writing_parameters(self) -> Iterator[None]:
@@ -212,22 +374,40 @@ class ShardedState(Optimizer):
             ValueError: for slices of another rank or world size, or groups that do not match.
         """
         self._wait()
-        slices = _checkpoint.own_slices(self, state_dict)
-        groups = self.param_groups
-        super().load_state_dict(_checkpoint.without_state(state_dict))
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups = _checkpoint.loaded_groups(self, state_dict)
+        state = _checkpoint.loaded_state(self, state_dict)
         # The same dicts: fuse() shares them with an optimizer of torch and its schedulers.
-        for group, loaded in zip(groups, self.param_groups, strict=True):
+        for group, loaded in zip(self.param_groups, groups, strict=True):
             group.clear()
             group.update(loaded)
-        self.param_groups = groups
-        _checkpoint.install(self, slices)
+        self._blank.clear()
+        self.__setstate__({"state": state, "param_groups": self.param_groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self._group_defaults.items():
+                group.setdefault(key, value)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to a process group and "
+            "holds slices of state. Copy its state_dict(); for copied parameters make an "
+            "optimizer of its own and load that"
+        )
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes on this rank: ``parameters``, ``state``, and ``unsharded_state`` of torch."""
         params = [p for _, p in self._named_parameters()]
         held = whole = 0
         for param in params:
-            for value in self.state[param].values():
+            for value in self.state.get(param, {}).values():
                 held += bytes_of([value])
                 if isinstance(value, torch.Tensor) and value.dim() == 1:
                     whole += param.numel() * value.element_size()

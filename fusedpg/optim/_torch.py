@@ -142,3 +142,28 @@ def asked_by_checkpoint() -> str | None:
             return "whole on rank 0" if info.cpu_offload else "whole"
         frame = frame.f_back
     return None
+
+
+def initialises_state() -> bool:
+    """Whether the caller wants state of an optimizer by asking for a step without effect."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals["__name__"].startswith("torch.distributed.")
+
+
+def called_by_engine(dispatch: Any) -> bool:
+    """Whether C++ of autograd or DDP has called ``__torch_dispatch__``, and not somebody's Python.
+
+    Args:
+        dispatch: code of that function, which is on the stack.
+    """
+    frame: Any = sys._getframe(1)
+    while frame.f_code is not dispatch:
+        frame = frame.f_back
+    frame = frame.f_back
+    # Threads of autograd for devices have no Python below.
+    return frame is None or frame.f_globals.get("__name__") in (
+        "torch.autograd.graph",
+        "torch.nn.parallel.distributed",
+    )

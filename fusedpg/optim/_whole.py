@@ -124,7 +124,7 @@ class WholeState(ShardedState):
         if self._world_size == 1 or not _checkpoint.has_slices(self):
             # What the rank has is everything; views, as torch gives its own tensors.
             state_dict["state"] = _checkpoint.gather(self, None, copies=False)
-        elif all(param in self._fresh for _, param in self._named_parameters()):
+        elif all(p in self._blank or not self.state.get(p) for _, p in self._named_parameters()):
             # As torch before the first step. Frameworks ask when they wrap an optimizer.
             state_dict["state"] = {}
         elif self._has_consolidated() and self._consolidated is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedpg.optim._base import FusedOptimizer, check_unsupported
+from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim._documentation import documented
+from fusedpg.optim._options import check_options
 
 
 class _AdamBase(FusedOptimizer):
@@ -30,7 +31,6 @@ class _AdamBase(FusedOptimizer):
         fused: bool | None,
         **options: Any,
     ) -> None:
-        check_unsupported(differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -45,6 +45,21 @@ class _AdamBase(FusedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, defaults, **options)
+
+    _slices = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    # As torch's.
+    _group_defaults: ClassVar[dict[str, Any]] = {
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "decoupled_weight_decay": False,
+        "fused": None,
+    }
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        check_options(torch.optim.AdamW, options, "lr", "betas", "eps", "weight_decay")
 
     def _state_keys(self, group: dict[str, Any]) -> list[str]:
         return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
@@ -172,3 +187,9 @@ class AdamW(_AdamBase):
         )
 
     _op = "fused_adamw_"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # As torch does: whatever is loaded into AdamW, also of Adam or an older AdamW.
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

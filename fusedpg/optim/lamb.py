@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedpg.optim._base import FusedOptimizer, check_unsupported
+from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim._documentation import documented
+from fusedpg.optim._options import check_options
 
 
 class LAMB(FusedOptimizer):
@@ -53,7 +54,6 @@ class LAMB(FusedOptimizer):
         reduce: str = "mean",
         share_parameters: bool = False,
     ) -> None:
-        check_unsupported(differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -80,6 +80,19 @@ class LAMB(FusedOptimizer):
         )
 
     _op = "fused_lamb_"
+    _slices = ("exp_avg", "exp_avg_sq")
+    _group_defaults: ClassVar[dict[str, Any]] = {
+        "trust_clip": False,
+        "always_adapt": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+    }
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        check_options(torch.optim.AdamW, options, "lr", "betas", "eps", "weight_decay")
 
     def _state_dtype(self, param: torch.Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else torch.float32

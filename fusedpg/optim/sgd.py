@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedpg.optim._base import FusedOptimizer, check_unsupported
+from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim._documentation import documented
+from fusedpg.optim._options import check_options
 
 
 class SGD(FusedOptimizer):
@@ -41,9 +42,6 @@ class SGD(FusedOptimizer):
         reduce: str = "mean",
         share_parameters: bool = False,
     ) -> None:
-        check_unsupported(differentiable=differentiable)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -69,13 +67,30 @@ class SGD(FusedOptimizer):
 
     _op = "fused_sgd_"
 
-    def _has_steps(self, group: dict[str, Any]) -> bool:
-        # torch has no counter: there the first step is the one that makes the buffer. It differs
-        # from the others only with dampening; else a buffer of zeros does the same.
+    _slices = ("momentum_buffer",)
+    _late = True  # momentum may be turned on later
+    _counts = False  # as in torch, the first step is the one that finds no buffer
+    _group_defaults: ClassVar[dict[str, Any]] = {
+        "nesterov": False,
+        "maximize": False,
+        "foreach": None,
+        "differentiable": False,
+        "fused": False,
+    }
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+        check_options(torch.optim.SGD, options, *names)
+
+    def _first_differs(self, group: dict[str, Any]) -> bool:
+        # Without dampening a buffer of zeros does the same.
         return bool(group["momentum"]) and bool(group["dampening"])
 
-    def _is_first(self, param: torch.Tensor, group: dict[str, Any]) -> bool:
-        return self._has_steps(group) and float(self.state[param]["step"]) == 0
+    def _loaded(self, values: dict[str, Any]) -> dict[str, Any]:
+        # Older ones of ours counted steps, and had a buffer before the first.
+        if float(values.pop("step", 1)) == 0:
+            values.pop("momentum_buffer", None)
+        return values
 
     def _state_keys(self, group: dict[str, Any]) -> list[str]:
         return ["momentum_buffer"] if group["momentum"] else []
@@ -89,7 +104,3 @@ class SGD(FusedOptimizer):
             "nesterov": bool(group["nesterov"]),
             "maximize": bool(group["maximize"]),
         }
-
-    def _exported(self, values: dict[str, Any]) -> dict[str, Any]:
-        first = float(values.pop("step", 1)) == 0
-        return {} if first else values

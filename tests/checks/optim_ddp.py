@@ -213,11 +213,11 @@ def checkpoint_of_fresh(context: Context, run: Run, alone: bool) -> str:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     trainer = Trainer(context, run)
-    before = trainer.state()
+    before = [param.detach().clone() for param in trainer.params]
     if not alone or context.rank == 0:
         found = get_optimizer_state_dict(trainer.net, trainer.optimizer)
         assert len(found["param_groups"]) == 2
-    unchanged(trainer.state(), before)
+    unchanged([param.detach() for param in trainer.params], before)
     dist.barrier()
     for step in range(3):
         trainer.both(step)

@@ -1,0 +1,145 @@
+"""What users expect of an optimizer of torch.optim, with torch.optim as the oracle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import harness
+from checks import optim_reads, optim_sequences, optim_torch
+
+pytestmark = [
+    pytest.mark.fused_only,
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+]
+
+KINDS = ("SGD", "Adam", "AdamW")
+MODES = ("manual", "ddp", "overlap")
+WRITES = ("copy_", "data", "set data", "one element", "numpy", "nothing")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_of_older_torch(pair: harness.Workers, kind: str) -> None:
+    pair.run(optim_torch.older_state_dict, kind)
+
+
+@pytest.mark.parametrize(("source", "target"), [("Adam", "AdamW"), ("AdamW", "Adam")])
+def test_state_dicts_of_another_kind(pair: harness.Workers, source: str, target: str) -> None:
+    pair.run(optim_torch.other_kind, source, target)
+
+
+def test_state_dict_of_sgd_without_momentum(pair: harness.Workers) -> None:
+    pair.run(optim_torch.without_momentum)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@pytest.mark.parametrize("to_torch", [False, True], ids=["from torch", "to torch"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_through_dcp(
+    pair: harness.Workers, kind: str, to_torch: bool, frozen: bool, tmp_path: Path
+) -> None:
+    pair.run(optim_torch.through_dcp, kind, to_torch, frozen, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_without_elements(workers: harness.Workers, kind: str) -> None:
+    workers.run(optim_torch.empty_parameter, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_comes_with_the_first_gradient(pair: harness.Workers, kind: str) -> None:
+    pair.run(optim_torch.lazy, kind)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_parameters_have_no_state(pair: harness.Workers, mode: str) -> None:
+    assert pair.run(optim_torch.frozen_memory, mode) == [2 * 4 * 32 + 4] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_first_step_is_none(pair: harness.Workers, kind: str) -> None:
+    pair.run(optim_torch.dropped_after_overflow, kind)
+
+
+def test_momentum_turned_on_later(pair: harness.Workers) -> None:
+    pair.run(optim_torch.later_momentum)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_amsgrad_turned_on_later(pair: harness.Workers, kind: str) -> None:
+    pair.run(optim_torch.later_amsgrad, kind)
+
+
+@pytest.mark.parametrize("how", ["clear", "one", "empty"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_cleared(pair: harness.Workers, kind: str, how: str) -> None:
+    pair.run(optim_torch.cleared, kind, how)
+
+
+def test_state_cleared_on_one_rank(trio: harness.Workers) -> None:
+    trio.run(optim_torch.cleared_on_one_rank)
+
+
+def test_groups_edited_by_hand(pair: harness.Workers) -> None:
+    pair.run(optim_torch.edited_groups)
+
+
+def test_copies_are_refused(pair: harness.Workers) -> None:
+    pair.run(optim_torch.copies)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "LAMB"])
+def test_arguments_are_checked_when_given(pair: harness.Workers, kind: str) -> None:
+    pair.run(optim_torch.arguments, kind)
+
+
+def test_hooks(pair: harness.Workers) -> None:
+    pair.run(optim_torch.hooks)
+
+
+def test_hooks_of_a_fused_optimizer(pair: harness.Workers) -> None:
+    pair.run(optim_torch.fused_hooks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_cannot_be_read(pair: harness.Workers, mode: str) -> None:
+    pair.run(optim_reads.reads, mode)
+
+
+def test_norms_of_local_and_reduced_gradients(pair: harness.Workers) -> None:
+    pair.run(optim_reads.mixed_norms)
+
+
+def test_what_is_added_to_gradients(trio: harness.Workers) -> None:
+    trio.run(optim_reads.added_by_hand)
+
+
+@pytest.mark.parametrize("how", ["method", "torch", "constructor"])
+def test_clipping_in_double(pair: harness.Workers, how: str) -> None:
+    pair.run(optim_reads.clip_in_double, how)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("write", WRITES)
+def test_masters_see_writes(pair: harness.Workers, write: str, mode: str) -> None:
+    pair.run(optim_reads.masters_see_writes, write, mode)
+
+
+@pytest.mark.parametrize("op", ["fused_sgd_", "fused_adam_", "fused_adamw_", "fused_lamb_"])
+def test_meta_tensors_are_refused(pair: harness.Workers, op: str) -> None:
+    pair.run(optim_reads.meta, op)
+
+
+# How to search: FUSEDPG_TEST_SEEDS=100:400 pytest -k sequences
+def _seeds(default: range) -> list[int]:
+    given = os.environ.get("FUSEDPG_TEST_SEEDS")
+    return list(range(*map(int, given.split(":"))) if given else default)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences(workers: harness.Workers, kind: str, mode: str) -> None:
+    seeds = _seeds(range(6))
+    workers.run(optim_sequences.sequences, kind, mode, seeds, 25)
