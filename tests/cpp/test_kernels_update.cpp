@@ -242,7 +242,8 @@ class Slice {
   void write(bool follow) {
     follow_ = follow;
     for (size_t i = 0; i < shape_.count; i += 7) {
-      param_.set(i, 0.25 + static_cast<double>(i % 5));
+      // No parameter has such a value by itself: a master would keep its own.
+      param_.set(i, 16 + static_cast<double>(i % 5));
       if (!follow) {
         master_.set(i, param_.get(i));
       }
