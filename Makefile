@@ -27,6 +27,7 @@ DEPS := $(VENV)/.deps-$(TORCH_TAG)
 BUILT := $(VENV)/.built-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
+FRAMEWORKS := $(VENV)/.frameworks
 BUILD := $(or $(FUSEDPG_BUILD_DIR),build/cmake)
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
 CXX_FILES = $(shell find csrc tests/cpp tests/cuda_fake patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
@@ -69,6 +70,13 @@ $(MPI): requirements/mpi.txt | $(DEPS)
 	$(PIP) install -r requirements/mpi.txt
 	touch $@
 
+# The constraints keep pip from replacing torch and what the tests are pinned to. DeepSpeed's setup
+# imports torch.
+$(FRAMEWORKS): requirements/frameworks.txt | $(DEPS)
+	$(PIP) install --no-build-isolation -r requirements/frameworks.txt \
+	  $(addprefix -c requirements/,$(if $(TORCH),,torch.txt) test.txt examples.txt build.txt)
+	touch $@
+
 .PHONY: setup build
 setup: $(DEPS)
 build: $(BUILT)
@@ -104,7 +112,7 @@ endef
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-mpi fake-gpu fuzz
+.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-mpi test-frameworks fake-gpu fuzz
 test: test-cpp test-python
 
 # In the module's own build folder: most of it is compiled there.
@@ -157,6 +165,9 @@ test-mpi: $(BUILT) $(MPI)
 	FUSEDPG_TEST_MPI=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	  $(BIN)/mpirun -n $(RANKS) --map-by :OVERSUBSCRIBE \
 	  $(BIN)/python -m pytest --with-mpi tests/mpi $(PYTEST_ARGS)
+
+test-frameworks: $(BUILT) $(FRAMEWORKS)
+	FUSEDPG_TEST_FRAMEWORKS=1 $(BIN)/python -m pytest tests/test_frameworks.py $(PYTEST_ARGS)
 
 comma := ,
 

@@ -1,0 +1,230 @@
+"""Frameworks train, save, are killed and resume at another world size: the recipes of
+docs/frameworks.md, in processes of their own, against torch.optim on DDP with Gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import harness
+from checks import frameworks
+
+pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(240)]
+
+ROOT = Path(harness.__file__).resolve().parent.parent
+RECIPES = ROOT / "examples" / "frameworks"
+# make test-frameworks sets it, after it has installed them.
+REQUIRED = os.environ.get("FUSEDPG_TEST_FRAMEWORKS") == "1"
+STEPS, SAVED, KILLED = 8, 4, 6
+
+
+def need(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        message = f"{module} is not installed: make test-frameworks"
+        pytest.fail(message) if REQUIRED else pytest.skip(message)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Ranks:
+    """The processes of a recipe, as torchrun starts them, but without its own start."""
+
+    def __init__(
+        self, recipe: str, size: int, folder: Path, *arguments: str, **environment: str
+    ) -> None:
+        self.losses = folder / f"losses{len(list(folder.iterdir()))}"
+        common = {
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "test",
+            "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "torch_extensions"),
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        }
+        paths = ["--checkpoint", str(folder / "checkpoint"), "--losses", str(self.losses)]
+        command = [sys.executable, str(RECIPES / recipe), *paths, *arguments]
+        self._logs = [folder / f"{self.losses.name}.log{rank}" for rank in range(size)]
+        self._processes = []
+        for rank, log in enumerate(self._logs):
+            own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as file:
+                process = subprocess.Popen(command, env=own, stdout=file, stderr=file)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def _fail(self, why: str) -> None:
+        self.kill()
+        logs = "\n".join(f"--- {log.name} ---\n{log.read_text()[-3000:]}" for log in self._logs)
+        raise AssertionError(f"{why}\n{logs}")
+
+    def lines(self) -> dict[int, float]:
+        if not self.losses.exists():
+            return {}
+        whole = [line for line in self.losses.read_text().splitlines() if line.endswith("}")]
+        return {line["step"]: line["loss"] for line in map(json.loads, whole)}
+
+    def until(self, steps: int, seconds: float = 150.0) -> dict[int, float]:
+        """The losses when there are so many."""
+        end = time.monotonic() + seconds
+        while len(self.lines()) < steps:
+            if time.monotonic() > end or any(p.poll() is not None for p in self._processes):
+                self._fail(f"{self.lines()} instead of {steps} steps")
+            time.sleep(0.02)
+        return self.lines()
+
+    def wait(self, seconds: float = 150.0) -> dict[int, float]:
+        end = time.monotonic() + seconds
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._fail("the recipe does not end")
+            if process.returncode != 0:
+                self._fail(f"exit status {process.returncode}")
+        return self.lines()
+
+
+def check(found: dict[int, float], first: int, clip: bool, rel: float = 2e-5) -> None:
+    """Against torch.optim.AdamW on DDP with Gloo, two ranks, without interruption."""
+    count = max(*found, STEPS) + 1
+    want = harness.pool(2).run(frameworks.oracle, str(RECIPES), count, clip)[0]
+    assert min(found) == first
+    for step, loss in found.items():
+        assert loss == pytest.approx(want[step], rel=rel), (step, found, want)
+
+
+def killed_and_resumed(recipe: str, sizes: tuple[int, int], folder: Path, *arguments: str) -> None:
+    clip = "--overlap" not in arguments
+    endless = ["--steps", "1000000", "--save-at", str(SAVED)]
+    with Ranks(recipe, sizes[0], folder, *endless, *arguments) as ranks:
+        found = ranks.until(KILLED)
+    check(found, 0, clip)
+    again = ["--steps", str(STEPS), "--resume"]
+    with Ranks(recipe, sizes[1], folder, *again, *arguments) as ranks:
+        found = ranks.wait()
+    assert set(found) == set(range(SAVED, STEPS))
+    check(found, SAVED, clip)
+
+
+CHAINS = [
+    ("with_fabric.py", "lightning_fabric", (2, 3)),
+    ("with_lightning.py", "pytorch_lightning", (2, 1)),
+    ("with_accelerate.py", "accelerate", (2, 3)),
+    ("with_hf_trainer.py", "transformers", (1, 2)),
+]
+OTHERS = [(2, 1), (2, 3), (1, 2)]
+
+
+@pytest.mark.parametrize(("recipe", "module", "sizes"), CHAINS, ids=[c[1] for c in CHAINS])
+def test_resumes_at_another_size(
+    recipe: str, module: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    need(module)
+    killed_and_resumed(recipe, sizes, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "overlap"])
+@pytest.mark.parametrize("sizes", OTHERS, ids=str)
+@pytest.mark.parametrize(("recipe", "module"), [c[:2] for c in CHAINS], ids=[c[1] for c in CHAINS])
+def test_resumes_at_every_size(
+    recipe: str, module: str, sizes: tuple[int, int], mode: str, tmp_path: Path
+) -> None:
+    need(module)
+    killed_and_resumed(recipe, sizes, tmp_path, *(["--overlap"] if mode == "overlap" else []))
+
+
+@pytest.mark.parametrize("stage", [0, harness.slow(1)])
+def test_deepspeed(stage: int, tmp_path: Path) -> None:
+    """Its own ZeRO resumes at the same world size only."""
+    need("deepspeed")
+    sizes = (2, 2) if stage else (2, 3)
+    killed_and_resumed("with_deepspeed.py", sizes, tmp_path, "--stage", str(stage))
+
+
+def test_ray(tmp_path: Path) -> None:
+    need("ray")
+    runs = [(2, 0, KILLED, ["--save-at", str(SAVED)]), (3, SAVED, STEPS, ["--resume"])]
+    for size, first, steps, arguments in runs:
+        # Ray starts the ranks itself; this is the driver.
+        arguments = ["--ranks", str(size), "--steps", str(steps), *arguments]
+        with Ranks("with_ray.py", 1, tmp_path, *arguments, RAY_USAGE_STATS_ENABLED="0") as driver:
+            found = driver.wait()
+        assert set(found) == set(range(first, steps))
+        check(found, first, clip=True)
+
+
+def test_torchft(tmp_path: Path) -> None:
+    """A replica is killed, the other goes on, a new one takes over its slices."""
+    need("torchft")
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=200)
+    where = {"TORCHFT_LIGHTHOUSE": lighthouse.address()}
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+
+    def start(number: int, folder: Path) -> Ranks:
+        steps = ["--steps", "1000000", "--pause", "0.2", "--replica", str(number)]
+        return Ranks("with_torchft.py", 2, folder, *steps, **where)
+
+    try:
+        with start(0, folders[0]) as first:
+            with start(1, folders[1]) as second:
+                second.until(4)
+                first.until(4)
+            count = len(first.lines())
+            first.until(count + 4)
+            with start(1, folders[2]) as third:
+                third.until(4)
+                begin = min(third.lines())
+                first.until(begin + 4)
+            assert begin > 0
+            losses = [ranks.lines() for ranks in (first, second, third)]
+    finally:
+        lighthouse.shutdown()
+    # One of the first two was there earlier.
+    check(losses[0], min(losses[0]), clip=True, rel=1e-3)
+    for step, loss in [*losses[1].items(), *losses[2].items()]:
+        assert losses[0].get(step, loss) == loss, (step, losses)
+
+
+def test_the_document_shows_the_recipes() -> None:
+    text = (ROOT / "docs" / "frameworks.md").read_text()
+    shown = re.findall(r"```python\n# examples/frameworks/(\w+\.py)\n(.*?)```", text, re.S)
+    assert {name for name, _ in shown} == {path.name for path in RECIPES.glob("with_*.py")}
+    for name, block in shown:
+        whole = (RECIPES / name).read_text()
+        for part in block.split("...\n"):
+            assert part.strip() in whole, f"{name} does not have\n{part}"
