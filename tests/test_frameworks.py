@@ -172,6 +172,7 @@ def test_deepspeed(stage: int, tmp_path: Path) -> None:
     killed_and_resumed("with_deepspeed.py", sizes, tmp_path, "--stage", str(stage))
 
 
+@pytest.mark.slow
 def test_ray(tmp_path: Path) -> None:
     need("ray")
     runs = [(2, 0, KILLED, ["--save-at", str(SAVED)]), (3, SAVED, STEPS, ["--resume"])]
