@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
+#include "c10d/gradients.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
 
@@ -395,6 +396,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("version") = FUSEDPG_VERSION;
   bind_options(m);
   bind_hyper(m);
+  bind_gradients(m);
   bind_group(m);
   m.def(
       "shard_range",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
-from fusedpg.optim._bridge import Bridge
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad
+from fusedpg.optim._bridge import Bridge, Bucket, Gradient, unsynchronised
+from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
 from fusedpg.optim._parameters import laid_out, refuse_sharded, watch_gradient
 from fusedpg.optim._recompute import RecomputeGuard
 from fusedpg.optim._state import ShardedState
@@ -50,12 +52,17 @@ class Attachable(ShardedState):
     """An optimizer that can take the gradients of a DistributedDataParallel module."""
 
     _backend: Any
+    overlap: bool
     _recompute: RecomputeGuard
     _stepped: bool
     _updated: set[torch.Tensor]
     _idle: set[torch.Tensor]
     _applied: dict[int, dict[str, Any]]
     _watches: dict[torch.Tensor, Any]  # hooks of manual mode
+    _context: GradContext
+    _in_flight: list[Callable[[], None]]
+    # All gradients at the last step, and their slices, if every parameter had one.
+    _collected: tuple[int, list[Any], list[Any], list[Any]] | None = None
     _detached = False
     _looked = False  # in manual mode, at what became of the parameters until the first step
 
@@ -67,6 +74,15 @@ class Attachable(ShardedState):
         """Manual mode: has ``p.grad`` know that it is one rank's part of a gradient."""
         if self._bridge is None:
             self._watches[param] = watch_gradient(param, self, type(self)._accumulated)
+
+    def _reduction(self, shadow: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _gradients_ready(
+        self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
+    ) -> None:
+        """The bridge's call for one bucket."""
+        raise NotImplementedError
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Takes the gradients of a DistributedDataParallel module from now on.
@@ -137,7 +153,7 @@ class Attachable(ShardedState):
                 own = grad.unreduced() if isinstance(grad, ShardedGrad) and not attached else None
                 param.grad = None if own is None else laid_out(own, param)
         self._recompute.stop()
-        self._bridge = None
+        self._bridge, self._collected = None, None
         self._unwatch()
         self._parameters.own(p for _, p in self._named_parameters())
         self._detached = True
@@ -163,3 +179,70 @@ class Attachable(ShardedState):
             for name, param in self._named_parameters():
                 refuse_sharded(param, f"parameter {name}")
             self._looked = True
+
+    # --- many parameters at once -----------------------------------------------------
+
+    def _bucket_ready(
+        self, bucket: Bucket, grads: list[torch.Tensor], used: torch.Tensor | None
+    ) -> None:
+        """The bridge's call for a bucket in the usual case: plain gradients of this rank."""
+        if self.overlap:
+            gradients = [
+                Gradient(param, grad, view, None)
+                for param, grad, view in zip(bucket.params, grads, bucket.views, strict=True)
+            ]
+            self._gradients_ready(gradients, used, shadow=False)
+            return
+        self._stepped = False
+        slices = bucket.slices
+        if slices is None:
+            self._check_layouts(bucket.params)
+            pairs = zip(bucket.views, bucket.params, strict=True)
+            slices = bucket.slices = [self._owned(view, param) for view, param in pairs]
+        work = self._backend.reduce_shards_(
+            grads, bucket.views, used=used, async_op=True, **self._reduction(shadow=False)
+        )
+        extension = load_extension()
+        extension.set_gradients(bucket.params, None)
+
+        def finish() -> None:
+            work.wait()
+            if used is None or bool(used.all()):
+                held = self._collected[2] if self._collected else []
+                grads = self._context.placeholders(bucket, held)
+                extension.set_gradients(bucket.params, grads)
+                return
+            flags = used.tolist()
+            for param, local, flag in zip(bucket.params, slices, flags, strict=True):
+                param.grad = ShardedGrad(param, self._context, reduced=local) if flag else None
+
+        self._in_flight.append(finish)
+
+    def _reduced_slices(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters with a gradient, and its slices."""
+        extension = load_extension()
+        everything = [p for group in self.param_groups for p in group["params"]]
+        known = self._collected
+        if (
+            known is not None
+            and known[0] == self._context.changes
+            and extension.same_objects(known[1], everything)
+            and extension.have_gradients(everything, known[2])
+        ):
+            return everything, known[3]
+        params, grads, slices = [], [], []
+        for name, param in self._named_parameters():
+            grad = param.grad
+            if grad is None:
+                continue
+            if not isinstance(grad, ShardedGrad) or not grad.is_reduced():
+                raise RuntimeError(unsynchronised(name))
+            self._check_same_layout(name, param, grad)
+            params.append(param)
+            grads.append(grad)
+            slices.append(grad.local())
+        # Those of manual mode, and copies, are not to be kept alive.
+        full = self._bridge is not None and len(params) == len(everything)
+        full = full and not any(grad.is_copy() for grad in grads)
+        self._collected = (self._context.changes, everything, grads, slices) if full else None
+        return params, slices

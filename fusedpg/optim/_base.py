@@ -77,6 +77,7 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         self._weight: float | None = None
         self._bridge = None
         self._watches = {}
+        self._spent: dict[torch.Tensor, SpentGrad] = {}
         self._in_flight: list[Callable[[], None]] = []
         self._updated: set[torch.Tensor] = set()  # by the hook, since the last step
         self._idle: set[torch.Tensor] = set()  # of these, those that this rank did not use
@@ -211,7 +212,10 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         if self.overlap:
             self._recompute.stop()
             for param in self._updated:
-                param.grad = SpentGrad(param, self._context)
+                spent = self._spent.get(param)
+                if spent is None or spent.stride() != param.stride():
+                    spent = self._spent[param] = SpentGrad(param, self._context)
+                param.grad = spent
             return
         self._wait()
 
@@ -482,16 +486,7 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         """Update and all-gather of what the hook has reduced."""
         self._wait()
         self._check_finished()
-        params, slices = [], []
-        for name, param in self._named_parameters():
-            grad = param.grad
-            if grad is None:
-                continue
-            if not isinstance(grad, ShardedGrad) or not grad.is_reduced():
-                raise RuntimeError(unsynchronised(name))
-            self._check_same_layout(name, param, grad)
-            params.append(param)
-            slices.append(grad.local())
+        params, slices = self._reduced_slices()
         if not params:
             return
         if self._bridge is None and scale is None and found_inf is not None:
@@ -554,8 +549,9 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
         # Multiplying by one changes nothing; only a GPU's answer is not worth waiting for.
         if total.device.type != "cpu" or factor != 1:
-            for grad in self._sharded_grads():
-                grad.local().mul_(factor)
+            slices = [grad.local() for grad in self._sharded_grads()]
+            if slices:
+                torch._foreach_mul_(slices, factor)
             self._context.changed()
         wide = any(param.dtype == torch.float64 for _, param in self._named_parameters())
         return total if wide else total.float()

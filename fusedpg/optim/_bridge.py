@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
 from fusedpg.optim._gradients import ShardedGrad, SpentGrad
-from fusedpg.optim._parameters import laid_out, watch_gradient
+from fusedpg.optim._parameters import add_hook, laid_out
 
 _ATTRIBUTE = "_fusedpg_bridge"
 
@@ -36,6 +37,27 @@ class Gradient(NamedTuple):
     used: bool = True  # by this rank
 
 
+class Bucket:
+    """A bucket all of whose parameters have one optimizer, for passes in which each of them has a
+    gradient that was taken: nothing is done parameter by parameter then."""
+
+    def __init__(
+        self,
+        address: int,
+        params: list[torch.Tensor],
+        numbers: list[int],
+        views: list[torch.Tensor],
+        owner: Any,
+    ) -> None:
+        self.address = address
+        self.params, self.numbers, self.views = params, numbers, views
+        self.owner = weakref.ref(owner)
+        # The optimizer's, which it may use again: this rank's slices, and what stands in p.grad.
+        self.slices: list[torch.Tensor] | None = None
+        self.grads: list[Any] | None = None
+        self.changes = 0
+
+
 class Bridge:
     """The one communication hook of a DDP; serves any number of optimizers."""
 
@@ -45,24 +67,18 @@ class Bridge:
         self._owners: dict[torch.Tensor, Any] = {}
         self._watches: dict[torch.Tensor, Any] = {}  # hooks of parameters
         self._forward_hook: Any = None
-        self._armed = False
-        # Parameters with a gradient since the last finalisation, as DDP's local_used_map.
-        self._used: set[torch.Tensor] = set()
+        # Sees every gradient: csrc/c10d/gradients.cpp (`accumulated`). It counts parameters.
+        self._watch = load_extension().GradientWatch()
+        self._params: list[torch.Tensor] = []
+        self._number: dict[torch.Tensor, int] = {}
+        self._buckets: dict[int, Bucket] = {}
         # DDP would copy every gradient into its bucket, which is most of what it costs. Where it
         # makes no difference we take gradients where autograd has left them. Where GPUs read
         # each other's buckets, that is where gradients have to be.
         self._in_bucket = _backend(ddp.process_group).info()["cuda_arena"] != 0
         self._may_take = False
         self._as_view = bool(ddp.gradient_as_bucket_view)
-        self._takes = False  # in this pass
-        self._taken: dict[torch.Tensor, torch.Tensor] = {}
-        # Memory in the buckets of the last pass. A parameter that is in none of them DDP does not
-        # reduce: it was frozen when DDP was made, or DDP was told to ignore it.
-        self._views: dict[torch.Tensor, torch.Tensor] = {}
-        # With gradient_as_bucket_view p.grad may lie in a bucket that DDP is about to fill: those
-        # that were there when the reducer was armed, but for those that autograd made.
-        self._present: set[torch.Tensor] = set()
-        self._unsynced: dict[torch.Tensor, torch.Tensor] = {}
+        self._watch.as_view = self._as_view
         # Gradients of ours in whose place DDP has put memory of a bucket.
         self._replaced: dict[torch.Tensor, tuple[ShardedGrad | SpentGrad, torch.Tensor]] = {}
 
@@ -111,10 +127,14 @@ class Bridge:
     def add(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         self._check(optimizer, params)
         for param in params:
-            if param not in self._watches:
+            if param not in self._number:
+                self._number[param] = len(self._params)
+                self._params.append(param)
                 # Runs before DDP's own hook, and unlike DDP's map of used parameters in time.
-                self._watches[param] = watch_gradient(param, self, Bridge._accumulated)
+                self._watches[param] = add_hook(param, self._watch.add())
             self._owners[param] = weakref.ref(optimizer)
+            self._watch.own(self._number[param], True)
+        self._buckets.clear()
 
     def serves(self, ddp: DistributedDataParallel) -> bool:
         return self._ddp() is ddp
@@ -128,15 +148,19 @@ class Bridge:
             self._forward_hook.remove()
             delattr(ddp, _ATTRIBUTE)
         for param in gone:
-            taken = self._taken.pop(param, None)
+            number = self._number[param]
+            taken = self._watch.take(number)
             if taken is not None:
                 param.grad = taken
+            # The hook stays as long as the bridge; there may be another optimizer.
+            self._watch.forget(number)
+            self._replaced.pop(param, None)
             del self._owners[param]
-            self._watches.pop(param).remove()
-            for known in (self._views, self._unsynced, self._replaced):
-                known.pop(param, None)
-            self._present.discard(param)
-            self._used.discard(param)
+        self._buckets.clear()
+        if not self._owners:
+            for handle in self._watches.values():
+                handle.remove()
+            self._watches.clear()
 
     def _owner(self, param: torch.Tensor) -> Any:
         """The optimizer of a parameter, if there is one (still)."""
@@ -150,7 +174,7 @@ class Bridge:
 
     def unfinished(self) -> set[torch.Tensor]:
         """Parameters whose gradients DDP has not reduced yet, because it waits for others."""
-        return set(self._taken)
+        return {self._params[number] for number in self._watch.unfinished()}
 
     # --- DDP's states -------------------------------------------------------------------
 
@@ -164,57 +188,22 @@ class Bridge:
         self.restore()
         if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             return
-        self._armed = True
-        self._taken.clear()
+        watch = self._watch
+        watch.armed = True
+        watch.drop_taken()
         # With a static graph the hooks may run more than once.
-        self._takes = self._may_take and not ddp.static_graph
-        if self._as_view and self._takes:
-            self._present = {p for p in self._owners if type(p.grad) is torch.Tensor}
+        watch.takes = self._may_take and not ddp.static_graph
+        # With gradient_as_bucket_view p.grad may lie in a bucket that DDP is about to fill: those
+        # that are there now, but for those that autograd made.
+        if self._as_view and watch.takes:
+            watch.look(self._params)
 
     def _done(self) -> None:
         """DDP has finalised the last bucket and disarmed its reducer."""
-        self._armed = False
-        self._used.clear()
-        self._taken.clear()
-        self._present.clear()
-        self._unsynced.clear()
+        self._watch.armed = False
+        self._watch.finish()
         for owner in {ref() for ref in self._owners.values()} - {None}:
             owner._backward_done()
-
-    def _accumulated(self, param: torch.Tensor) -> None:
-        """Autograd's news of a gradient."""
-        # DDP's map is marked already, and it insists on a gradient then.
-        marked = param in self._used
-        self._used.add(param)
-        if self._replaced:
-            self._absorb(param)
-        grad = param.grad
-        if not self._armed:
-            if self._as_view and grad is not None:
-                self._unsynced[param] = grad
-            return
-        if (
-            not self._takes
-            or param not in self._views
-            or type(grad) is not torch.Tensor
-            or grad.layout != torch.strided
-            or grad.stride() != param.stride()
-            or grad.dtype != param.dtype
-            or grad.requires_grad
-            or self._owner(param) is None
-        ):
-            return
-        if self._as_view:
-            if param in self._present and self._unsynced.get(param) is not grad:
-                return
-            # DDP copies nothing when the gradient is its own bucket's memory.
-            param.grad = self._views[param]
-        elif not marked:
-            # It fills the bucket with zeros, which is cheaper than copying.
-            param.grad = None
-        else:
-            return
-        self._taken[param] = grad
 
     # --- gradients in whose place DDP has put memory of a bucket ----------------------------
 
@@ -223,6 +212,15 @@ class Bridge:
     ) -> None:
         """DDP has copied a gradient of ours, and may let ``p.grad`` point to the copy."""
         self._replaced[param] = grad, memory
+        this = weakref.ref(self)
+
+        def absorb(param: torch.Tensor) -> None:
+            bridge = this()
+            if bridge is not None:
+                bridge._absorb(param)
+
+        # Before the watch looks at the gradient.
+        self._watch.before = absorb
 
     def _earlier(self, param: torch.Tensor) -> ShardedGrad | SpentGrad | None:
         """The gradient that DDP has replaced by bucket memory, unless it was dropped since."""
@@ -248,6 +246,7 @@ class Bridge:
             grad = self._earlier(param)
             if grad is not None:
                 param.grad = grad
+        self._watch.before = None
 
     # --- one bucket -----------------------------------------------------------------------
 
@@ -258,10 +257,58 @@ class Bridge:
         ddp = self._ddp()
         assert ddp is not None
         shadow = not _torch.in_backward()  # a joined rank, which has no backward
+        params = bucket.parameters()
+        if shadow or not self._reduce_taken(bucket, buffer, params, ddp):
+            self._reduce_each(bucket, buffer, params, shadow, ddp)
+        if not shadow and bucket.is_last():
+            _torch.after_finalisation(self._done)
+        on_gpu = buffer.device.type != "cpu"
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if on_gpu else None
+        )
+        future.set_result(buffer)
+        return future
+
+    def _reduce_taken(
+        self,
+        bucket: GradBucket,
+        buffer: torch.Tensor,
+        params: list[torch.Tensor],
+        ddp: DistributedDataParallel,
+    ) -> bool:
+        """The usual case: all gradients of the bucket were taken."""
+        known = self._buckets.get(bucket.index())
+        if (
+            known is None
+            or known.address != buffer.data_ptr()
+            or not load_extension().same_objects(known.params, params)
+        ):
+            return False
+        owner = known.owner()
+        if owner is None:
+            return False
+        taken = self._watch.take_all(known.numbers, params)
+        if taken is None:
+            return False
+        used = None
+        if ddp.find_unused_parameters or ddp.static_graph:
+            used = torch.ones(len(params), dtype=torch.uint8, device=buffer.device)
+        owner._bucket_ready(known, taken, used)
+        return True
+
+    def _reduce_each(
+        self,
+        bucket: GradBucket,
+        buffer: torch.Tensor,
+        params: list[torch.Tensor],
+        shadow: bool,
+        ddp: DistributedDataParallel,
+    ) -> None:
         mine: dict[Any, list[Gradient]] = collections.defaultdict(list)
         others = []
         offset = 0
-        for param in bucket.parameters():
+        views, numbers = [], []
+        for param in params:
             # Only memory: DDP may have laid out its views when the parameter had other strides.
             memory = buffer.as_strided(
                 param.shape, param.stride(), buffer.storage_offset() + offset
@@ -269,12 +316,16 @@ class Bridge:
             offset += param.numel()
             owner = self._owner(param)
             if owner is None:
+                self._return_taken(param)
                 others.append((param, memory))
             else:
                 if shadow:
                     owner._joined()
                 else:
-                    self._views[param] = memory
+                    number = self._number[param]
+                    self._watch.set_view(number, memory)
+                    views.append(memory)
+                    numbers.append(number)
                 mine[owner].append(self._gradient(param, memory, shadow))
         assert offset == buffer.numel(), "DDP has changed the layout of its buckets"
         if others:
@@ -286,21 +337,28 @@ class Bridge:
                 flags = [gradient.used for gradient in gradients]
                 used = torch.tensor(flags, dtype=torch.uint8, device=buffer.device)
             owner._gradients_ready(gradients, used, shadow)
-        if not shadow and bucket.is_last():
-            _torch.after_finalisation(self._done)
-        on_gpu = buffer.device.type != "cpu"
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if on_gpu else None
-        )
-        future.set_result(buffer)
-        return future
+        # There may be fewer buckets now.
+        last = bucket.index() if bucket.is_last() else len(self._params)
+        for index in [i for i in self._buckets if i == bucket.index() or i > last]:
+            del self._buckets[index]
+        if len(mine) == 1 and len(views) == len(params):
+            known = Bucket(buffer.data_ptr(), params, numbers, views, next(iter(mine)))
+            self._buckets[bucket.index()] = known
+
+    def _return_taken(self, param: torch.Tensor) -> None:
+        """Of a parameter whose optimizer has been deleted since."""
+        number = self._number.get(param)
+        taken = None if number is None else self._watch.take(number)
+        if taken is not None:
+            param.grad = taken
 
     def _gradient(self, param: torch.Tensor, memory: torch.Tensor, shadow: bool) -> Gradient:
         """The gradient of a parameter of ours that DDP has declared ready."""
-        taken = self._taken.pop(param, None)
+        number = self._number[param]
+        taken = self._watch.take(number)
         if taken is not None:
             return Gradient(param, taken, memory, None)
-        used = param in self._used and not shadow
+        used = self._watch.used(number) and not shadow
         grad = param.grad
         earlier = self._earlier(param)
         if isinstance(grad, ShardedGrad):

@@ -57,29 +57,57 @@ class GradContext:
         self.reduce = _weakly(reduce)  # everything that is not reduced yet
         self.rebound = _weakly(rebound)  # DDP has put other memory in the place of a gradient
         self._gradients = _weakly(gradients)
-        self._known: dict[float, dict[int, torch.Tensor]] = {}
+        # By order: all norms, and by the id of a gradient, once somebody asks for one.
+        self._known: dict[float, tuple[list[ShardedGrad], torch.Tensor]] = {}
+        self._each: dict[float, dict[int, torch.Tensor]] = {}
+        self.changes = 0  # of what gradients refer to, not of values
+
+    def placeholders(self, bucket: Any, held: list[Any]) -> list[ShardedGrad]:
+        """What stands in ``p.grad`` when a bucket is reduced: the objects of the pass before,
+        unless somebody has kept or changed one. Not counting a list that the optimizer has."""
+        grads: list[ShardedGrad] | None = bucket.grads
+        if (
+            grads is None
+            or bucket.changes != self.changes
+            or not load_extension().only_here(grads, held)
+        ):
+            grads = bucket.grads = [
+                ShardedGrad(param, self, reduced=local)
+                for param, local in zip(bucket.params, bucket.slices, strict=True)
+            ]
+            bucket.changes = self.changes
+        return grads
 
     def changed(self) -> None:
         """Gradients have other values now."""
         self._known.clear()
+        self._each.clear()
 
     def norms(self, order: float) -> dict[int, torch.Tensor]:
         """The norm of every gradient by its id, float64."""
+        if order not in self._each:
+            gradients, each = self._all_norms(order)
+            self._each[order] = {
+                id(g): norm for g, norm in zip(gradients, each.unbind(), strict=True)
+            }
+        return self._each[order]
+
+    def _all_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
         if order not in self._known:
             if any(gradient.unreduced() is not None for gradient in self._gradients()):
                 self.reduce()
             gradients = self._gradients()
             slices = [gradient.local() for gradient in gradients]
             each = norms(slices, order, self.group)
-            self._known[order] = {id(g): norm for g, norm in zip(gradients, each, strict=True)}
+            self._known[order] = gradients, each
         return self._known[order]
 
     def total_norm(self, order: float) -> torch.Tensor:
         """The norm of all gradients together, float64."""
-        each = list(self.norms(order).values())
-        if not each:
+        gradients, each = self._all_norms(order)
+        if not gradients:
             return torch.zeros((), dtype=torch.float64)
-        return torch.linalg.vector_norm(torch.stack(each), order)
+        return torch.linalg.vector_norm(each, order)
 
 
 def norms(
@@ -203,8 +231,12 @@ class ShardedGrad(_Gradient):
     def holds_reduced(self) -> bool:
         return self._slice is not None
 
+    def is_copy(self) -> bool:
+        return self._kept
+
     def add_reduced(self, local: torch.Tensor | None) -> None:
         """Adds the slice that a further reduction has given, if any rank had a gradient."""
+        self._context.changes += 1
         if self._slice is None:
             self._slice = local
         elif local is not None:
@@ -214,15 +246,18 @@ class ShardedGrad(_Gradient):
     def keep(self) -> None:
         """The bucket that the slice lies in is about to be written again."""
         if self._slice is not None and not self._kept:
+            self._context.changes += 1
             self._slice = self._slice.clone()
             self._kept = True
 
     def set_unreduced(self, grad: torch.Tensor) -> None:
         self.keep()
         self._unreduced = grad
+        self._context.changes += 1
         self._context.changed()
 
     def _accumulate(self, new: torch.Tensor) -> None:
+        self._context.changes += 1
         if self._unreduced is not None:
             self._unreduced += new
             return
@@ -316,6 +351,7 @@ def _zero_(grad: Any) -> Any:
     else:
         grad._slice.zero_()
         grad._unreduced = None
+        grad._context.changes += 1
     grad._context.changed()
     return grad
 

@@ -77,6 +77,11 @@ def watch_gradient(
         if owner is not None:
             accumulated(owner, param)
 
+    return add_hook(param, hook)
+
+
+def add_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """As ``register_post_accumulate_grad_hook``, of frozen parameters, too."""
     frozen = not param.requires_grad
     if frozen:
         param.requires_grad_(True)  # torch registers no hook otherwise

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace fusedpg {
+
+// What optimizers do with the gradients of many parameters: `GradientWatch`
+// and functions on lists.
+void bind_gradients(pybind11::module_& m);
+
+} // namespace fusedpg
