@@ -40,6 +40,18 @@ class Transformer(nn.Module):
         return y
 
 
+class Small(nn.Module):
+    """1,000 parameters of 64 elements: what is done for each of them is all that costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64)) for _ in range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (torch.stack(list(self.weights)) * x).reshape(len(x), 10, -1).sum(2) / 8
+        return y
+
+
 def images(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.randn(shape, generator=generator)
 
@@ -56,6 +68,7 @@ MODELS = {
         Transformer, lambda generator: torch.randint(256, (4, 32), generator=generator)
     ),
     "cnn": Model(make_cnn, images(32, 3, 32, 32)),
+    "small": Model(Small, images(4, 1000, 64)),
 }
 
 

@@ -5,8 +5,9 @@
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g --busy 2 --check-bars
 
-Four parts. **training**: steps of three models (an MLP of 25 million parameters at a small batch,
-a transformer of 10 million, a CNN bound by its arithmetic) in the arms
+Four parts. **training**: steps of four models (an MLP of 25 million parameters at a small batch,
+a transformer of 10 million, a CNN bound by its arithmetic, 1,000 parameters of 64 elements) in the
+arms
 
     a  Gloo DDP + AdamW(fused=True), gradients as bucket views
     b  Gloo DDP + ZeroRedundancyOptimizer(AdamW, fused=True)
@@ -57,7 +58,7 @@ TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
 
 def bars(busy: int) -> list[Bar]:
-    mlp, cnn = (arms.parameter_bytes(name) for name in ("mlp", "cnn"))
+    mlp, cnn, small = (arms.parameter_bytes(name) for name in ("mlp", "cnn", "small"))
     if busy:
         return [Bar(2, "mlp", "g", mlp, "f", at_most=1.03)]
     result = [
@@ -67,6 +68,7 @@ def bars(busy: int) -> list[Bar]:
         Bar(2, "mlp", "best of f, g", mlp, "b", at_least=1.8),
         Bar(2, "mlp", "best of f, g", mlp, "c", at_least=1.8),
         Bar(2, "cnn", "best of f, g", cnn, "a", at_least=1.0),
+        Bar(2, "small", "best of f, g", small, "a", at_least=1.0),
     ]
     return result + steps.bars()
 
