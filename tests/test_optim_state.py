@@ -22,8 +22,6 @@ WAYS = ("full", "merge", "dcp", "dcp flat", "dcp whole", "dcp offload", "consoli
 def skip_whole(kind: str) -> None:
     if kind == "sgd":
         pytest.skip("torch loads no whole state that has no tensor")
-    if kind == "momentum":
-        pytest.skip("torch keeps the counter of dampening that the loading optimizer has")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -358,13 +358,24 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             return None
         return torch.tensor(used, dtype=torch.uint8, device=device)
 
+    def _frozen_with_gradient(self) -> set[torch.Tensor]:
+        """Who freezes a parameter does it on all ranks; a gradient that one has still counts."""
+        frozen = [p for _, p in self._named_parameters() if not p.requires_grad]
+        mine = [param.grad is not None for param in frozen]
+        device = self._device()
+        if frozen and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            anywhere = torch.tensor(mine, dtype=torch.uint8, device=device)
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
+            mine = anywhere.tolist()
+        return {param for param, has in zip(frozen, mine, strict=True) if has}
+
     def _local_gradients(self) -> tuple[list[Gradient], list[bool]]:
         """Manual mode: this rank's gradients, and which of them it has."""
         gradients, used = [], []
+        left = self._frozen_with_gradient()
         for _, param in self._named_parameters():
             grad: Any = param.grad
-            # Who freezes a parameter does it on all ranks; a gradient that it has still counts.
-            if not param.requires_grad and grad is None:
+            if not param.requires_grad and param not in left:
                 continue
             earlier = grad if isinstance(grad, ShardedGrad) else None
             if earlier is not None:

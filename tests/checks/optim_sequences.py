@@ -247,7 +247,7 @@ class Sequence:
     def own(self) -> None:
         """This rank's own state dict, of our optimizer alone."""
         self.log.append("own")
-        self.fused.load_state_dict(copy.deepcopy(self.fused.state_dict()))
+        self.fused.load_state_dict(copy.deepcopy(self.fused.local_state_dict()))
 
     def write(self) -> None:
         i = self.draw.randrange(len(SHAPES))
