@@ -78,6 +78,12 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument(
+        "--malloc",
+        choices=["keep", "default"],
+        default="keep",
+        help="keep: what is freed (see keep_freed_memory); default: glibc's settings, for one arm",
+    )
     parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the ranks")
     args = parser.parse_args()
     for option, known in (("parts", PARTS), ("models", MODELS), ("arms", ARMS)):
@@ -131,7 +137,8 @@ def keep_freed_memory() -> None:
 
 
 def train(context: Context, args: argparse.Namespace) -> list[Row]:
-    keep_freed_memory()
+    if args.malloc == "keep":
+        keep_freed_memory()
     name = args.model
     reference = reference_change(name, context.world_size)
     timed: dict[str, Callable[[], object]] = {}

@@ -130,6 +130,7 @@ def abort_and_shutdown(context: Context, rounds: int) -> None:
         dist.barrier()
         end_group(group, turn)
         dist.barrier()
+        dist.destroy_process_group(group)
 
 
 def _raises_soon(call: Callable[[], object], what: str) -> None:
