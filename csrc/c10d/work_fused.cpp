@@ -112,8 +112,17 @@ bool WorkGroup::isSuccess() const {
 }
 
 bool WorkGroup::wait(std::chrono::milliseconds timeout) {
+  const ReleaseGil release;
   for (const auto& work : works_) {
     work->wait(timeout);
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    future = future_;
+  }
+  if (future) {
+    future->wait(); // whoever completes the last one's is about to
   }
   return true;
 }
@@ -128,13 +137,17 @@ std::vector<at::Tensor> WorkGroup::result() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
+  std::lock_guard<std::mutex> lock(future_mutex_);
+  if (future_) {
+    return future_;
+  }
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
   for (const auto& work : works_) {
     futures.push_back(work->getFuture());
   }
   // collectAll's value is a list of futures; users of a Work expect tensors.
-  return c10::collectAll(futures)->then(
+  future_ = c10::collectAll(futures)->then(
       [](c10::ivalue::Future& all) {
         std::vector<at::Tensor> tensors;
         for (const c10::IValue& one : all.value().toListRef()) {
@@ -145,6 +158,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
         return c10::IValue(tensors);
       },
       c10::ListType::create(c10::TensorType::get()));
+  return future_;
 }
 
 } // namespace fusedpg

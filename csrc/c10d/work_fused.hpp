@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -56,7 +57,8 @@ class WorkFused : public c10d::Work {
   std::atomic<int> source_rank_{-1};
 };
 
-// Several operations as one, for coalescing.
+// Several operations as one, for coalescing. Its future, too, is complete when
+// wait() returns.
 class WorkGroup : public c10d::Work {
  public:
   WorkGroup(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
@@ -71,6 +73,8 @@ class WorkGroup : public c10d::Work {
 
  private:
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 } // namespace fusedpg

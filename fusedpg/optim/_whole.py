@@ -15,8 +15,8 @@ from fusedpg.optim._torch import asked_by_checkpoint
 class WholeState(ShardedState):
     """What a state dict of sharded state is."""
 
-    # By number of the parameter, since consolidate_state_dict(); and the tensors and their
-    # versions that it was made from.
+    # By number of the parameter, since consolidate_state_dict(); and what it was made from: the
+    # parameters, and the tensors of their state with versions.
     _consolidated: dict[int, dict[str, Any]] | None
     _consolidated_from: list[tuple[torch.Tensor, int]]
     # What the hook makes of the state dict that torch is building, if not slices.
@@ -96,12 +96,15 @@ class WholeState(ShardedState):
         return self._build(lambda state_dict: state_dict.update(state=state))
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        return [
+        params = [param for _, param in self._named_parameters()]
+        state = [
             (value, value._version)
-            for _, param in self._named_parameters()
+            for param in params
             for value in self.state.get(param, {}).values()
             if isinstance(value, torch.Tensor)
         ]
+        # Numbers follow from the parameters, whose values do not matter.
+        return [(param, 0) for param in params] + state
 
     def _has_consolidated(self) -> bool:
         now = self._versions()

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,18 @@ def future_is_complete(context: Context) -> None:
         assert future.done()
         (result,) = future.value()
         check(context, result)
+    world: Any = dist.group.WORLD
+    for _ in range(200):
+        several = [mine(context) for _ in range(3)]
+        world._start_coalescing(torch.device("cpu"))
+        for x in several:
+            world.allreduce([x], dist.AllreduceOptions())
+        together = world._end_coalescing(torch.device("cpu"))
+        future = together.get_future()
+        together.wait()
+        assert future.done() and together.get_future().done()
+        for x in future.value():
+            check(context, x)
     group = dist.new_group(timeout=timedelta(milliseconds=200))
     if context.rank == 0:
         work = dist.all_reduce(mine(context), group=group, async_op=True)

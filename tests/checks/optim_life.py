@@ -260,6 +260,8 @@ def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
     """All of it, whatever stands in ``p.grad`` and however backward ended."""
     gc.collect()
     before = used_bytes()
+    hooks = nn.modules.module._global_forward_pre_hooks
+    hooked = list(hooks)  # tests before this one may have left optimizers
     module: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
     net: Any = module if mode == "manual" else DistributedDataParallel(module)
     options = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
@@ -283,5 +285,5 @@ def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
     del net, module, optimizer, options
     gc.collect()
     assert not [type(one()).__name__ for one in alive if one() is not None]
-    assert used_bytes() == before
-    assert not nn.modules.module._global_forward_pre_hooks
+    assert used_bytes() <= before, (used_bytes(), before)
+    assert not set(hooks) - set(hooked)
