@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -25,7 +26,6 @@ bool is_plain(const at::Tensor& grad) {
 struct Watched {
   at::Tensor view; // memory in the bucket of the last pass
   at::Tensor taken;
-  at::Tensor unsynced; // accumulated while DDP was not armed
   bool used = false; // since the last finalisation, as DDP's local_used_map
   bool present = false; // p.grad was there when the reducer was armed
   bool owned = false; // by an optimizer of ours
@@ -38,6 +38,16 @@ struct State {
   // Called first while it is set.
   py::object before = py::none();
 };
+
+// Another hook of the parameter would see, and might change, what stands in
+// p.grad after ours.
+bool is_alone(const at::Tensor& param) {
+  // Torch keeps nothing but Python's hooks there.
+  const auto* hooks =
+      static_cast<const torch::autograd::PyFunctionTensorPostAccGradHooks*>(
+          torch::autograd::impl::post_acc_grad_hooks(param).get());
+  return hooks != nullptr && PyDict_Size(hooks->dict) == 1;
+}
 
 struct Hook {
   std::shared_ptr<State> state;
@@ -56,21 +66,15 @@ void accumulated(const Hook& hook, PyObject* object) {
   }
   const at::Tensor& param = THPVariable_Unpack(object);
   at::Tensor& place = param.mutable_grad();
-  if (!s.armed) {
-    if (s.as_view && place.defined()) {
-      w.unsynced = place;
-    }
-    return;
-  }
-  if (!s.takes || !w.owned || !w.view.defined() || !is_plain(place) ||
-      place.layout() != at::kStrided || place.requires_grad() ||
-      place.strides() != param.strides() ||
-      place.scalar_type() != param.scalar_type()) {
+  if (!s.armed || !s.takes || !w.owned || !w.view.defined() ||
+      !is_plain(place) || place.layout() != at::kStrided ||
+      place.requires_grad() || place.strides() != param.strides() ||
+      place.scalar_type() != param.scalar_type() || !is_alone(param)) {
     return;
   }
   if (s.as_view) {
-    if (w.present && !w.unsynced.is_same(place)) {
-      return;
+    if (w.present) {
+      return; // it may lie in a bucket
     }
     // DDP copies nothing when the gradient is its own bucket's memory.
     w.taken = std::exchange(place, w.view);
@@ -138,7 +142,7 @@ class Watch {
   void finish() {
     for (const auto& w : watched_) {
       w->used = w->present = false;
-      w->taken = w->unsynced = at::Tensor();
+      w->taken = at::Tensor();
     }
   }
 

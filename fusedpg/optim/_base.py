@@ -329,9 +329,8 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         self._stepped = False
         for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
             members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
-            self._start_reduction(
-                [gradients[i] for i in members], self._flags([used[i] for i in members])
-            )
+            flags = self._flags([used[i] for i in members])
+            self._start_reduction([gradients[i] for i in members], flags, self._shadow)
         self._wait()
 
     def _reduce_for_gradient(self) -> None:

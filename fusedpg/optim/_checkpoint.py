@@ -21,12 +21,20 @@ def _params(optimizer: ShardedState) -> list[tuple[torch.Tensor, dict[str, Any]]
     return [(p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
-def to_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Says of each slice in a state dict what it is a slice of."""
+def to_slices(optimizer: Any, state_dict: dict[str, Any], blanks: bool) -> None:
+    """Says of each slice in a state dict what it is a slice of.
+
+    Args:
+        blanks: also state that was made before a step, for a checkpoint to be loaded into.
+    """
+    optimizer._check_blanks()
     optimizer._check_layouts(param for param, _ in _params(optimizer))
     for number, (param, group) in enumerate(_params(optimizer)):
         state = state_dict["state"].get(number)
         if state is None:
+            continue
+        if param in optimizer._blank and not blanks:
+            del state_dict["state"][number]
             continue
         offset, _ = optimizer._shard(param)
         state_dict["state"][number] = {
@@ -69,6 +77,8 @@ def loaded_state(
         )
         if values and optimizer._counts and "step" not in values:
             raise ValueError(f"state[{number!r}] has no step")
+        if not optimizer._has_master(param):
+            values.pop("master_param", None)  # of a half parameter
         if values and optimizer._has_master(param) and "master_param" not in values:
             state[param]["master_param"] = optimizer._new_slice(param, "master_param")
         for key, value in values.items():
@@ -129,6 +139,7 @@ def gather(
         copies: or the state itself and views of it, where no rank has a part.
     """
     optimizer._check_layouts(param for param, _ in _params(optimizer))
+    optimizer._check_blanks()
     if copies:
         _check_agreement(optimizer)
     receives = to is None or optimizer._rank == to

@@ -8,6 +8,7 @@ all ranks' slices; anything else raises.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -58,8 +59,8 @@ class GradContext:
         self.rebound = _weakly(rebound)  # DDP has put other memory in the place of a gradient
         self._gradients = _weakly(gradients)
         # By order: all norms, and by the id of a gradient, once somebody asks for one.
-        self._known: dict[float, tuple[list[ShardedGrad], torch.Tensor]] = {}
-        self._each: dict[float, dict[int, torch.Tensor]] = {}
+        self._known: dict[float, tuple[list[ShardedGrad], list[int], torch.Tensor]] = {}
+        self._each: dict[float, dict[int, tuple[int, torch.Tensor]]] = {}
         self.changes = 0  # of what gradients refer to, not of values
 
     def placeholders(self, bucket: Any, held: list[Any]) -> list[ShardedGrad]:
@@ -83,24 +84,33 @@ class GradContext:
         self._known.clear()
         self._each.clear()
 
-    def norms(self, order: float) -> dict[int, torch.Tensor]:
-        """The norm of every gradient by its id, float64."""
-        if order not in self._each:
+    def norm(self, gradient: ShardedGrad, order: float) -> torch.Tensor | None:
+        """The norm of one gradient, float64; those of all others are got with it."""
+        known = self._each.get(order, {}).get(id(gradient))
+        if known is None or known[0] != gradient.version():
             gradients, each = self._all_norms(order)
             self._each[order] = {
-                id(g): norm for g, norm in zip(gradients, each.unbind(), strict=True)
+                id(g): (g.version(), norm) for g, norm in zip(gradients, each.unbind(), strict=True)
             }
-        return self._each[order]
+            known = self._each[order].get(id(gradient))
+        return None if known is None else known[1]
 
     def _all_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
-        if order not in self._known:
-            if any(gradient.unreduced() is not None for gradient in self._gradients()):
-                self.reduce()
+        gradients = self._gradients()
+        if order in self._known:
+            known, versions, each = self._known[order]
+            # Somebody may have dropped gradients, or written to their slices.
+            same = len(known) == len(gradients) and all(map(operator.is_, known, gradients))
+            if same and versions == [gradient.version() for gradient in gradients]:
+                return known, each
+            self.changed()
+        if any(gradient.unreduced() is not None for gradient in gradients):
+            self.reduce()
             gradients = self._gradients()
-            slices = [gradient.local() for gradient in gradients]
-            each = norms(slices, order, self.group)
-            self._known[order] = gradients, each
-        return self._known[order]
+        slices = [gradient.local() for gradient in gradients]
+        each = norms(slices, order, self.group)
+        self._known[order] = gradients, [gradient.version() for gradient in gradients], each
+        return gradients, each
 
     def total_norm(self, order: float) -> torch.Tensor:
         """The norm of all gradients together, float64."""
@@ -225,6 +235,10 @@ class ShardedGrad(_Gradient):
         """What backward has added since the last reduction, as a gradient of this rank."""
         return self._unreduced
 
+    def version(self) -> int:
+        """Of the slice's values, as autograd counts writes."""
+        return -1 if self._slice is None else self._slice._version
+
     def is_reduced(self) -> bool:
         return self._slice is not None and self._unreduced is None
 
@@ -311,7 +325,13 @@ def _vector_norm(
             "norms of this rank's gradients and of reduced ones cannot be mixed: in manual mode "
             "call optimizer.reduce_gradients() first"
         )
-    return grad._context.norms(float(ord))[id(grad)].to(dtype or grad.dtype)
+    norm = grad._context.norm(grad, float(ord))
+    if norm is None:
+        raise RuntimeError(
+            "this reduced gradient is no longer in the p.grad of a parameter of its optimizer, so "
+            "its norm is not known; drop it, or give the parameter back to the optimizer"
+        )
+    return norm.to(dtype or grad.dtype)
 
 
 def _norm(grad: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:

@@ -95,7 +95,7 @@ class ShardedState(Optimizer):
     _parameters: Parameters
     _master_dtype: torch.dtype | None
     _group_of: Numbers  # number of the group of a parameter
-    _numbered: list[tuple[int, int]]  # the groups that this was made of
+    _numbered: list[list[int]]  # the parameters by group that this was made of
     _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
     _blank: dict[torch.Tensor, int]  # state that was made before a step; versions of it
 
@@ -174,7 +174,7 @@ class ShardedState(Optimizer):
 
     def _number_groups(self, added: Iterable[torch.Tensor] = ()) -> None:
         """Follows whoever edits ``param_groups``: groups and parameters may be taken out."""
-        now = [(id(group), len(group["params"])) for group in self.param_groups]
+        now = [[id(param) for param in group["params"]] for group in self.param_groups]
         if now == self._numbered:
             return
         known = {*self._layouts, *added}
@@ -224,7 +224,7 @@ class ShardedState(Optimizer):
     def _new_slice(self, param: torch.Tensor, key: str) -> torch.Tensor:
         """Zeros, or of masters the parameter's values."""
         if key == "master_param":
-            return self._owned(param, param).float()
+            return self._owned(param, param).to(torch.float32, copy=True)
         _, length = self._shard(param)
         number = self._slices.index(key)
         return _zeros(length, self._state_dtype(param), number, param.device)

@@ -49,7 +49,8 @@ class WholeState(ShardedState):
         """
         asked = asked_by_checkpoint()
         if asked == "slices":
-            return self.local_state_dict()
+            self._wait()
+            return self._build(lambda made: _checkpoint.to_slices(self, made, blanks=True))
         if asked is not None:
             return self._gathered(None if asked == "whole" else 0)
         return self._build(self._fill_whole)
@@ -124,6 +125,7 @@ class WholeState(ShardedState):
 
     def _fill_whole(self, state_dict: dict[str, Any]) -> None:
         self._wait()
+        self._check_blanks()
         if self._world_size == 1 or not _checkpoint.has_slices(self):
             # What the rank has is everything; views, as torch gives its own tensors.
             state_dict["state"] = _checkpoint.gather(self, None, copies=False)
@@ -147,6 +149,6 @@ class WholeState(ShardedState):
 def _fill(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """The post hook of ``state_dict()``."""
     if optimizer._fill is None:
-        _checkpoint.to_slices(optimizer, state_dict)
+        _checkpoint.to_slices(optimizer, state_dict, blanks=False)
     else:
         optimizer._fill(state_dict)
