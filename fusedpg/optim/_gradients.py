@@ -161,6 +161,21 @@ class _Gradient(torch.Tensor):
     _context: GradContext
     _param: weakref.ref[torch.Tensor]
 
+    @classmethod
+    def _standing_for(cls, param: torch.Tensor, context: GradContext) -> Any:
+        self: Any = torch.Tensor._make_wrapper_subclass(
+            cls,
+            param.shape,
+            strides=param.stride(),
+            dtype=param.dtype,
+            device=param.device,
+            # Functions that reach for memory must find none.
+            storage_size=0,
+        )
+        self._context = context
+        self._param = weakref.ref(param)
+        return self
+
     def rebound(self, memory: torch.Tensor) -> None:
         """DDP copies the gradient, and may put the copy into its place."""
         param = self._param()
@@ -205,19 +220,9 @@ class ShardedGrad(_Gradient):
         reduced: torch.Tensor | None = None,
         unreduced: torch.Tensor | None = None,
     ) -> ShardedGrad:
-        self: ShardedGrad = torch.Tensor._make_wrapper_subclass(
-            cls,
-            param.shape,
-            strides=param.stride(),
-            dtype=param.dtype,
-            device=param.device,
-            # Functions that reach for memory must find none.
-            storage_size=0,
-        )
+        self: ShardedGrad = cls._standing_for(param, context)
         self._slice = reduced
         self._unreduced = unreduced
-        self._context = context
-        self._param = weakref.ref(param)
         self._kept = False
         return self
 
@@ -460,16 +465,7 @@ class SpentGrad(_Gradient):
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, context: GradContext) -> SpentGrad:
-        self: SpentGrad = torch.Tensor._make_wrapper_subclass(
-            cls,
-            param.shape,
-            strides=param.stride(),
-            dtype=param.dtype,
-            device=param.device,
-            storage_size=0,
-        )
-        self._context = context
-        self._param = weakref.ref(param)
+        self: SpentGrad = cls._standing_for(param, context)
         return self
 
     def __init__(self, *args: Any) -> None:
