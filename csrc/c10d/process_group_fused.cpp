@@ -486,12 +486,7 @@ void ProcessGroupFused::abort() {
   cuda_->abort();
   abort_delegate();
   if (engine_ != nullptr) {
-    try {
-      engine_->abort(*executor_);
-    } catch (const Error&) {
-      // Shut down meanwhile by another thread: what still runs ends all the
-      // same, and nothing comes after it.
-    }
+    engine_->abort(*executor_);
   }
 }
 
