@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
+#include "c10d/delegate.hpp"
 #include "c10d/gradients.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
@@ -35,7 +36,7 @@ void set_python_factory(py::object factory) {
 }
 
 py::dict info_dict(ProcessGroupFused& group) {
-  const ProcessGroupFused::Info info = group.info();
+  const GroupInfo info = group.info();
   py::dict d;
   d["engine"] = info.engine;
   d["world_size"] = group.getSize();
@@ -309,7 +310,18 @@ void bind_group(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "sparse_all_reduce",
-          &ProcessGroupFused::sparse_all_reduce,
+          [](ProcessGroupFused& group,
+             const at::Tensor& tensor,
+             const c10d::ReduceOp& op,
+             int64_t block_size,
+             double threshold,
+             std::optional<at::Tensor> residual,
+             bool async_op) {
+            return group.sparse_all_reduce(
+                tensor,
+                {op, block_size, threshold, std::move(residual)},
+                async_op);
+          },
           py::arg("tensor"),
           py::arg("op"),
           py::arg("block_size"),
