@@ -11,7 +11,6 @@
 
 #include "collectives/find_blocks.hpp"
 #include "collectives/fused_step.hpp"
-#include "collectives/net_exchange.hpp"
 
 namespace fusedpg {
 
@@ -113,13 +112,6 @@ class StepPlan {
   std::vector<std::vector<int64_t>> members_; // tensors of each call
   std::vector<at::Tensor> used_;
 };
-
-// The same between hosts. `skip_block` as of StepPlan.
-void run_net_step(
-    NetContext& ctx,
-    const std::shared_ptr<const StepArguments>& a,
-    size_t skip_block);
-void run_net_shards(NetContext& ctx, const ShardsArguments& a);
 
 // The elements of a dense tensor in memory order.
 at::Tensor memory_order(const at::Tensor& t);

@@ -46,9 +46,8 @@ class Turn {
   virtual void all_to_all(const Parts& outputs, const Parts& inputs) = 0;
   virtual void barrier() = 0;
 
-  virtual void fused_step(
-      const std::shared_ptr<const StepArguments>& arguments) = 0;
-  virtual void reduce_shards(const ShardsArguments& arguments) = 0;
+  virtual void fused_step(const StepCall& call) = 0;
+  virtual void reduce_shards(const ShardsCall& call) = 0;
   virtual void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,

@@ -28,7 +28,18 @@ WorkPtr CpuRoute::fused_step_(StepArguments arguments, bool async_op) {
   // Kept by the closure, which may run after this call has returned.
   const auto a = std::make_shared<const StepArguments>(std::move(arguments));
   return run(
-      call, a->grads, a->params, [a](Turn& turn) { turn.fused_step(a); });
+      call,
+      a->grads,
+      a->params,
+      [a, block = group_.settings.block_size](Turn& turn) {
+        const c10::NoGradGuard no_grad;
+        StepPlan plan(a, block);
+        for (size_t i = 0; i < plan.calls().size(); ++i) {
+          turn.begin_item(i, plan.calls().size());
+          turn.fused_step(plan.calls()[i]);
+          plan.take_used(i);
+        }
+      });
 }
 
 WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
@@ -38,8 +49,13 @@ WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
       group_.timeout.load(),
       async_op};
   const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
-  return run(
-      call, a->grads, a->grads, [a](Turn& turn) { turn.reduce_shards(*a); });
+  return run(call, a->grads, a->grads, [a](Turn& turn) {
+    const auto parts = split_shards(to_engine(*a));
+    for (size_t i = 0; i < parts.size(); ++i) {
+      turn.begin_item(i, parts.size());
+      turn.reduce_shards(parts[i]);
+    }
+  });
 }
 
 WorkPtr CpuRoute::sparse_all_reduce(

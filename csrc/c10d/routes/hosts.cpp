@@ -7,6 +7,8 @@
 #include "c10d/abortable.hpp"
 #include "c10d/coo.hpp"
 #include "c10d/delegate.hpp"
+#include "collectives/fused_step.hpp"
+#include "collectives/hosts_way.hpp"
 #include "collectives/net_sparse.hpp"
 #include "collectives/selector.hpp"
 
@@ -213,19 +215,25 @@ class HostsTurn : public Turn {
     gloo_.barrier(options<c10d::BarrierOptions>())->wait();
   }
 
-  void fused_step(
-      const std::shared_ptr<const StepArguments>& arguments) override {
-    NetContext ctx = context(arguments->op);
-    run_net_step(ctx, arguments, route_.skip_.block);
+  void begin_item(uint64_t index, uint64_t length) override {
+    list_index_ = index;
+    list_length_ = length;
+  }
+
+  void fused_step(const StepCall& call) override {
+    NetContext ctx = context(call.op);
+    HostsWay way(ctx);
+    fusedpg::fused_step(way, call);
     stats_.add(
-        arguments->op,
+        call.op,
         ctx.moved.blocks != 0 ? DataPath::kSkipping : DataPath::kMessages,
         ctx.moved);
   }
 
-  void reduce_shards(const ShardsArguments& arguments) override {
+  void reduce_shards(const ShardsCall& call) override {
     NetContext ctx = context(OpCode::kReduceShards);
-    run_net_shards(ctx, arguments);
+    HostsWay way(ctx);
+    fusedpg::reduce_shards(way, call);
     stats_.add(OpCode::kReduceShards, DataPath::kMessages, ctx.moved);
   }
 
@@ -255,7 +263,10 @@ class HostsTurn : public Turn {
   }
 
   NetContext context(OpCode op) {
-    return route_.net_context(ticket_, timeout_, op);
+    NetContext ctx = route_.net_context(ticket_, timeout_, op);
+    ctx.list_index = list_index_;
+    ctx.list_length = list_length_;
+    return ctx;
   }
 
   void sum(at::Tensor t, const GlooReduction& reduction) {
@@ -312,6 +323,8 @@ class HostsTurn : public Turn {
   const int size_;
   const uint64_t ticket_;
   const std::chrono::milliseconds timeout_;
+  uint64_t list_index_ = 0;
+  uint64_t list_length_ = 1;
 };
 
 HostsRoute::HostsRoute(Group& group, bool ranks_share_hosts)
@@ -360,6 +373,7 @@ NetContext HostsRoute::net_context(
       Deadline(timeout),
       ticket,
       op,
+      group_.settings.nan_check,
       ranks_share_hosts_};
 }
 

@@ -59,22 +59,11 @@ class ShmTurn : public Turn {
     fusedpg::barrier(ctx_);
   }
 
-  void fused_step(
-      const std::shared_ptr<const StepArguments>& arguments) override {
-    c10::NoGradGuard no_grad;
-    StepPlan plan(arguments, ctx_.skip.block);
-    for (size_t i = 0; i < plan.calls().size(); ++i) {
-      ctx_.begin_item(i, plan.calls().size());
-      fusedpg::fused_step(ctx_, plan.calls()[i]);
-      plan.take_used(i);
-    }
+  void fused_step(const StepCall& call) override {
+    fusedpg::fused_step(ctx_, call);
   }
-  void reduce_shards(const ShardsArguments& arguments) override {
-    const auto parts = split_shards(to_engine(arguments));
-    for (size_t i = 0; i < parts.size(); ++i) {
-      ctx_.begin_item(i, parts.size());
-      fusedpg::reduce_shards(ctx_, parts[i]);
-    }
+  void reduce_shards(const ShardsCall& call) override {
+    fusedpg::reduce_shards(ctx_, call);
   }
   void sparse_all_reduce(
       const Flat& tensor,
