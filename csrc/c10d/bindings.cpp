@@ -409,6 +409,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_options(m);
   bind_hyper(m);
   bind_gradients(m);
+  bind_step_lists(m);
   bind_group(m);
   m.def(
       "shard_range",
@@ -416,23 +417,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("numel"),
       py::arg("world_size"),
       py::arg("rank"));
-  m.def(
-      "sum_squares",
-      [](const at::Tensor& t) {
-        check_tensor("sum_squares", t);
-        TORCH_CHECK_VALUE(
-            t.is_floating_point() && t.is_contiguous() &&
-                to_dtype(t.scalar_type()) != DType::kOpaque,
-            "fused: sum_squares: needs a contiguous tensor of float32, "
-            "float64, bfloat16 or float16, got ",
-            t.scalar_type());
-        return kernels::table()->sum_squares(
-            to_dtype(t.scalar_type()),
-            t.const_data_ptr(),
-            static_cast<size_t>(t.numel()));
-      },
-      py::arg("tensor"),
-      py::call_guard<py::gil_scoped_release>());
   m.def(
       "find_blocks",
       [](const at::Tensor& t, int64_t block_size) {

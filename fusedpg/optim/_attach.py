@@ -15,7 +15,7 @@ from fusedpg.optim._bridge import Bridge, Bucket, Gradient, unsynchronised
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
 from fusedpg.optim._parameters import laid_out, refuse_sharded, watch_gradient
 from fusedpg.optim._recompute import RecomputeGuard
-from fusedpg.optim._state import ShardedState
+from fusedpg.optim._state import ShardedState, Started
 from fusedpg.optim._torch import in_backward
 
 
@@ -73,7 +73,15 @@ class Attachable(ShardedState):
     def _watch(self, param: torch.Tensor) -> None:
         """Manual mode: has ``p.grad`` know that it is one rank's part of a gradient."""
         if self._bridge is None:
-            self._watches[param] = watch_gradient(param, self, type(self)._accumulated)
+            cls = type(self)
+            self._watches[param] = watch_gradient(
+                param, self, cls._accumulated, cls._accumulated_again, ShardedGrad
+            )
+
+    def _accumulated_again(self) -> bool:
+        """Manual mode: a gradient of ours gets another value."""
+        self._context.changed()
+        return self._bridge is None
 
     def _reduction(self, shadow: bool) -> dict[str, Any]:
         raise NotImplementedError
@@ -82,6 +90,19 @@ class Attachable(ShardedState):
         self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
     ) -> None:
         """The bridge's call for one bucket."""
+        raise NotImplementedError
+
+    def _hyperparameters(self, number: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _fused_step(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        *,
+        used: torch.Tensor | None = None,
+        **options: Any,
+    ) -> list[Started]:
         raise NotImplementedError
 
     def attach(self, ddp: DistributedDataParallel) -> None:
@@ -187,11 +208,8 @@ class Attachable(ShardedState):
     ) -> None:
         """The bridge's call for a bucket in the usual case: plain gradients of this rank."""
         if self.overlap:
-            gradients = [
-                Gradient(param, grad, view, None)
-                for param, grad, view in zip(bucket.params, grads, bucket.views, strict=True)
-            ]
-            self._gradients_ready(gradients, used, shadow=False)
+            self._stepped = False
+            self._update_lists(bucket.params, grads, used, shadow=False)
             return
         self._stepped = False
         slices = bucket.slices
@@ -217,6 +235,47 @@ class Attachable(ShardedState):
                 param.grad = ShardedGrad(param, self._context, reduced=local) if flag else None
 
         self._in_flight.append(finish)
+
+    def _update_lists(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        used: torch.Tensor | None,
+        shadow: bool,
+    ) -> None:
+        """``overlap=True``: starts the step of some parameters."""
+        if self._parameters.shared:
+            self._parameters.check((f"of shape {tuple(p.shape)}", p) for p in params)
+        if self._updated and not self._updated.isdisjoint(params):
+            SpentGrad.refuse_accumulation()
+        self._updated.update(params)
+        self._recompute.start()
+        self._number_groups()
+        alone = len(self.param_groups) == 1
+        numbers = {0} if alone else {self._group_of[param] for param in params}
+        for number in numbers - self._applied.keys():
+            self._applied[number] = self._hyperparameters(number)
+        works = self._fused_step(params, grads, used=used, **self._reduction(shadow))
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        self._in_flight.append(finish)
+        load_extension().set_gradients(params, None)
+
+    def _all_local(self) -> bool:
+        """Manual mode: whether nothing that was reduced stands in ``p.grad``."""
+        return self._unreduced() is not None or not any(
+            isinstance(param.grad, ShardedGrad) and param.grad.holds_reduced()
+            for _, param in self._named_parameters()
+        )
+
+    def _unreduced(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Manual mode: all parameters and their gradients, if each has one, of this rank alone."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = load_extension().unreduced_gradients(params, ShardedGrad)
+        return None if grads is None else (params, grads)
 
     def _reduced_slices(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Parameters with a gradient, and its slices."""
