@@ -56,16 +56,14 @@ def test_sharded_elsewhere(pair: harness.Workers) -> None:
 
 @pytest.mark.parametrize("options", DDP)
 def test_coming_and_going(pair: harness.Workers, options: str) -> None:
-    # torch's static graph wants its first pass synchronised, also after detach().
-    some = options != "static"
     program: life.Program = [("train", 2, False, (), True)]
     for kind in ("ddp", "overlap", "late", "shared"):
         for half in range(life.HALVES):
             program.append(("new", half, kind, half == 1))
-            program.append(("train", 3, some and half == 0, (), half == 1))
+            program.append(("train", 3, half == 0, (), half == 1))
         for half in range(life.HALVES):
             program.append(("park", half, half == 0))
-            program.append(("train", 2, some and half == 1, (), True))
+            program.append(("train", 2, half == 1, (), True))
         for half in range(life.HALVES):
             program.append(("back", half))
             program.append(("train", 2, False, (), False))

@@ -28,3 +28,46 @@ def test_seams(check: Callable[[harness.Context], None], world_size: int) -> Non
 @pytest.mark.parametrize("view", [False, True])
 def test_hooks_of_users(view: bool) -> None:
     harness.pool(2).run(optim_seams.hooks_of_users, view)
+
+
+DDP: dict[str, dict[str, bool]] = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("options", DDP)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_detach_before_backward(overlap: bool, options: str) -> None:
+    for again in (False, True):
+        for by_name in (False, True):
+            harness.pool(2).run(
+                optim_seams.detached_before_backward, overlap, DDP[options], again, by_name
+            )
+
+
+def test_group_while_detached() -> None:
+    harness.pool(2).run(optim_seams.group_while_detached)
+
+
+@pytest.mark.parametrize("options", DDP)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameters_taken_out(overlap: bool, options: str) -> None:
+    harness.pool(2).run(optim_seams.taken_out, overlap, DDP[options])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameters_taken_out_with_gradients(overlap: bool) -> None:
+    harness.pool(2).run(optim_seams.taken_out_and_not_zeroed, overlap)
+
+
+@pytest.mark.parametrize("how", ["group", "parameter", "state"])
+def test_edited_after_backward(how: str) -> None:
+    harness.pool(2).run(optim_seams.edited_after_backward, how)
+
+
+@pytest.mark.parametrize("how", ["", "step raises", "backward raises"])
+def test_loaded_after_backward(how: str) -> None:
+    harness.pool(2).run(optim_seams.loaded_after_backward, how)

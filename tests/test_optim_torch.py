@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 import harness
@@ -132,14 +133,10 @@ def test_meta_tensors_are_refused(pair: harness.Workers, op: str) -> None:
     pair.run(optim_reads.meta, op)
 
 
-# How to search: FUSEDPG_TEST_SEEDS=100:400 pytest -k sequences
-def _seeds(default: range) -> list[int]:
-    given = os.environ.get("FUSEDPG_TEST_SEEDS")
-    return list(range(*map(int, given.split(":"))) if given else default)
-
-
+# To search: HYPOTHESIS_PROFILE=explore pytest -k sequences
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences(workers: harness.Workers, kind: str, mode: str) -> None:
-    seeds = _seeds(range(6))
-    workers.run(optim_sequences.sequences, kind, mode, seeds, 25)
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.integers(1, 3), st.lists(st.integers(0, 99), min_size=20, max_size=250))
+def test_sequences(kind: str, mode: str, size: int, numbers: list[int]) -> None:
+    harness.pool(size).run(optim_sequences.sequence, kind, mode, numbers)

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
-from fusedpg.optim._bridge import Bridge, Bucket, Gradient, unsynchronised
-from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
+from fusedpg.optim._bridge import Bridge, Bucket, Gradient, unfinished, unsynchronised
+from fusedpg.optim._gradients import Collected, GradContext, Lists, ShardedGrad, SpentGrad
 from fusedpg.optim._parameters import laid_out, refuse_sharded, watch_gradient
 from fusedpg.optim._recompute import RecomputeGuard
 from fusedpg.optim._state import ShardedState, Started
@@ -60,10 +60,8 @@ class Attachable(ShardedState):
     _applied: dict[int, dict[str, Any]]
     _watches: dict[torch.Tensor, Any]  # hooks of manual mode
     _context: GradContext
+    _lists: Lists
     _in_flight: list[Callable[[], None]]
-    # All gradients at the last step, and their slices, if every parameter had one.
-    _collected: tuple[int, list[Any], list[Any], list[Any]] | None = None
-    _detached = False
     _looked = False  # in manual mode, at what became of the parameters until the first step
 
     def _accumulated(self, param: torch.Tensor) -> None:
@@ -72,7 +70,7 @@ class Attachable(ShardedState):
 
     def _watch(self, param: torch.Tensor) -> None:
         """Manual mode: has ``p.grad`` know that it is one rank's part of a gradient."""
-        if self._bridge is None:
+        if self._is_manual():
             cls = type(self)
             self._watches[param] = watch_gradient(
                 param, self, cls._accumulated, cls._accumulated_again, ShardedGrad
@@ -81,9 +79,18 @@ class Attachable(ShardedState):
     def _accumulated_again(self) -> bool:
         """Manual mode: a gradient of ours gets another value."""
         self._context.changed()
-        return self._bridge is None
+        return self._is_manual()
 
     def _reduction(self, shadow: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _update_lists(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        used: torch.Tensor | None,
+        shadow: bool,
+    ) -> None:
         raise NotImplementedError
 
     def _gradients_ready(
@@ -141,11 +148,12 @@ class Attachable(ShardedState):
     def detach(self) -> None:
         """Takes the optimizer off its module, and its hooks off all parameters.
 
-        Call it on all ranks, after ``step()`` or ``zero_grad()``. With its last optimizer the
-        module is a plain DistributedDataParallel again, which may be trained with an optimizer of
-        torch. Parameters keep their values, and shared ones become each rank's own; the
-        optimizer keeps its state, which can be saved, and can be attached again, also to another
-        module with the same parameters.
+        Call it on all ranks, after ``step()`` or ``zero_grad()``; gradients that were applied are
+        dropped. A backward whose forward came before is DDP's own. Without an optimizer the module
+        is a plain DistributedDataParallel again from its next synchronised forward on, and may be
+        trained with an optimizer of torch. Parameters keep their values, and shared ones become
+        each rank's own; the optimizer keeps its state, which can be saved, and can be attached
+        again, also to another module with the same parameters.
 
         Raises:
             RuntimeError: inside backward, or with gradients that no ``step()`` has applied.
@@ -157,7 +165,7 @@ class Attachable(ShardedState):
         if attached and self._updated:
             raise RuntimeError(
                 "detach() between backward, which has updated parameters (overlap=True), and "
-                "step(): call step() first"
+                "step(): call step() first (also when backward has raised)"
             )
         for name, param in self._named_parameters():
             if self._is_pending(param.grad, attached):
@@ -174,9 +182,11 @@ class Attachable(ShardedState):
                 own = grad.unreduced() if isinstance(grad, ShardedGrad) and not attached else None
                 param.grad = None if own is None else laid_out(own, param)
         self._recompute.stop()
-        self._bridge, self._collected = None, None
+        self._bridge = None
+        self._lists.drop()
         self._unwatch()
-        self._parameters.own(p for _, p in self._named_parameters())
+        # Those that were taken out of param_groups, too.
+        self._parameters.own(self._layouts)
         self._detached = True
 
     def _is_pending(self, grad: Any, attached: bool) -> bool:
@@ -201,6 +211,12 @@ class Attachable(ShardedState):
                 refuse_sharded(param, f"parameter {name}")
             self._looked = True
 
+    def _check_finished(self) -> None:
+        waiting = set() if self._bridge is None else self._bridge.unfinished()
+        for name, param in self._named_parameters() if waiting else ():
+            if param in waiting:
+                raise RuntimeError(unfinished(name))
+
     # --- many parameters at once -----------------------------------------------------
 
     def _bucket_ready(
@@ -212,11 +228,11 @@ class Attachable(ShardedState):
             self._update_lists(bucket.params, grads, used, shadow=False)
             return
         self._stepped = False
-        slices = bucket.slices
+        slices = self._lists.slices(bucket)
         if slices is None:
             self._check_layouts(bucket.params)
             pairs = zip(bucket.views, bucket.params, strict=True)
-            slices = bucket.slices = [self._owned(view, param) for view, param in pairs]
+            slices = [self._owned(view, param) for view, param in pairs]
         work = self._backend.reduce_shards_(
             grads, bucket.views, used=used, async_op=True, **self._reduction(shadow=False)
         )
@@ -226,8 +242,7 @@ class Attachable(ShardedState):
         def finish() -> None:
             work.wait()
             if used is None or bool(used.all()):
-                held = self._collected[2] if self._collected else []
-                grads = self._context.placeholders(bucket, held)
+                grads = self._lists.placeholders(bucket, slices, self._context)
                 extension.set_gradients(bucket.params, grads)
                 return
             flags = used.tolist()
@@ -235,34 +250,6 @@ class Attachable(ShardedState):
                 param.grad = ShardedGrad(param, self._context, reduced=local) if flag else None
 
         self._in_flight.append(finish)
-
-    def _update_lists(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        used: torch.Tensor | None,
-        shadow: bool,
-    ) -> None:
-        """``overlap=True``: starts the step of some parameters."""
-        if self._parameters.shared:
-            self._parameters.check((f"of shape {tuple(p.shape)}", p) for p in params)
-        if self._updated and not self._updated.isdisjoint(params):
-            SpentGrad.refuse_accumulation()
-        self._updated.update(params)
-        self._recompute.start()
-        self._number_groups()
-        alone = len(self.param_groups) == 1
-        numbers = {0} if alone else {self._group_of[param] for param in params}
-        for number in numbers - self._applied.keys():
-            self._applied[number] = self._hyperparameters(number)
-        works = self._fused_step(params, grads, used=used, **self._reduction(shadow))
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        self._in_flight.append(finish)
-        load_extension().set_gradients(params, None)
 
     def _all_local(self) -> bool:
         """Manual mode: whether nothing that was reduced stands in ``p.grad``."""
@@ -279,22 +266,17 @@ class Attachable(ShardedState):
 
     def _reduced_slices(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Parameters with a gradient, and its slices."""
-        extension = load_extension()
         everything = [p for group in self.param_groups for p in group["params"]]
-        known = self._collected
-        if (
-            known is not None
-            and known[0] == self._context.changes
-            and extension.same_objects(known[1], everything)
-            and extension.have_gradients(everything, known[2])
-        ):
-            return everything, known[3]
+        known = self._lists.collected(everything)
+        if known is not None:
+            return everything, known
         params, grads, slices = [], [], []
         for name, param in self._named_parameters():
             grad = param.grad
             if grad is None:
                 continue
             if not isinstance(grad, ShardedGrad) or not grad.is_reduced():
+                self._check_known(param)
                 raise RuntimeError(unsynchronised(name))
             self._check_same_layout(name, param, grad)
             params.append(param)
@@ -303,5 +285,5 @@ class Attachable(ShardedState):
         # Those of manual mode, and copies, are not to be kept alive.
         full = self._bridge is not None and len(params) == len(everything)
         full = full and not any(grad.is_copy() for grad in grads)
-        self._collected = (self._context.changes, everything, grads, slices) if full else None
+        self._lists.collect(Collected(everything, grads, slices) if full else None)
         return params, slices

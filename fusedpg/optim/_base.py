@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
-from fusedpg.optim._attach import Attachable, check_ddp
-from fusedpg.optim._bridge import Gradient, unfinished, unsynchronised
-from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
+from fusedpg.optim._attach import check_ddp
+from fusedpg.optim._bridge import Gradient, unsynchronised
+from fusedpg.optim._gradients import GradContext, Lists, ShardedGrad, SpentGrad
 from fusedpg.optim._join import StepOnJoin
+from fusedpg.optim._overlap import UpdatesInBackward
 from fusedpg.optim._parameters import Parameters, laid_out
-from fusedpg.optim._recompute import RecomputeGuard
 from fusedpg.optim._state import Numbers, Started
 from fusedpg.optim._whole import WholeState
 
 
-class FusedOptimizer(Attachable, WholeState, Joinable):
+class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
     """An optimizer whose step is one collective and whose state is sharded.
 
     Every rank keeps the state of ``fusedpg.shard_range(param.numel(), world_size, rank)`` of each
@@ -34,8 +34,6 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
     """
 
     _op: str
-    # With overlap=True the parameters have changed when backward returns.
-    overlap: bool
 
     def __init__(
         self,
@@ -77,19 +75,17 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
         self._weight: float | None = None
         self._bridge = None
         self._watches = {}
-        self._spent: dict[torch.Tensor, SpentGrad] = {}
         self._in_flight: list[Callable[[], None]] = []
-        self._updated: set[torch.Tensor] = set()  # by the hook, since the last step
-        self._idle: set[torch.Tensor] = set()  # of these, those that this rank did not use
-        self._applied: dict[int, dict[str, Any]] = {}  # hyperparameters of that, by group
-        self._recompute = RecomputeGuard(self._updated)
+        self._init_overlap()
         self._stepped = False  # since gradients were reduced for the last time
+        self._lists = Lists()
         self._context = GradContext(
             process_group,
             self._sharded_grads,
             self._reduce_for_gradient,
             self._rebound,
             self._is_manual,
+            self._lists,
         )
         self._shadow = False  # a joined rank, which has no data left
         self._parameters = Parameters(process_group, share=share_parameters)
@@ -103,9 +99,6 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             self.attach(ddp)
 
     # --- DDP ------------------------------------------------------------------------
-
-    def _is_manual(self) -> bool:
-        return self._bridge is None
 
     def _rebound(
         self, param: torch.Tensor, grad: ShardedGrad | SpentGrad, memory: torch.Tensor
@@ -181,22 +174,12 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
 
         self._in_flight.append(finish)
 
-    def _update_in_backward(
-        self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
-    ) -> None:
-        params = [gradient.param for gradient in gradients]
-        self._update_lists(params, [gradient.local for gradient in gradients], used, shadow)
-        if used is not None:
-            self._idle.update(gradient.param for gradient in gradients if not gradient.used)
-
     def _backward_done(self) -> None:
         """The bridge's call at the end of backward."""
         if self.overlap:
-            self._recompute.stop()
-            for param in load_extension().place_spent(list(self._updated), self._spent):
-                param.grad = self._spent[param] = SpentGrad(param, self._context)
-            return
-        self._wait()
+            self._updated_in_backward()
+        else:
+            self._wait()
 
     def _wait(self) -> None:
         in_flight, self._in_flight = self._in_flight, []
@@ -435,56 +418,6 @@ class FusedOptimizer(Attachable, WholeState, Joinable):
             self._step_on_reduced(scale, found_inf)
         self._stepped = True
         return loss
-
-    def _commit(self, scale: Any, found_inf: Any) -> None:
-        """overlap=True: the work is under way since backward."""
-        if scale is not None or found_inf is not None:
-            raise RuntimeError("GradScaler needs overlap=False")
-        self._wait()
-        self._recompute.stop()
-        updated, applied = set(self._updated), self._applied
-        self._updated.clear()
-        self._applied = {}
-        self._check_finished()
-        everything = [param for group in self.param_groups for param in group["params"]]
-        quickly = not self._shadow and load_extension().all_spent(everything, updated, SpentGrad)
-        for name, param in () if quickly else self._named_parameters():
-            if param.grad is not None and not isinstance(param.grad, SpentGrad):
-                raise RuntimeError(unsynchronised(name))
-            if param in updated and param.grad is None and not self._shadow:
-                raise RuntimeError(
-                    f"overlap=True: the gradient of parameter {name} was dropped between backward, "
-                    "which has updated it, and step(), or DDP still waits for others"
-                )
-        for number, used in applied.items():
-            for key, value in self._hyperparameters(number).items():
-                if value != used[key]:
-                    raise RuntimeError(
-                        f"overlap=True: {key} of parameter group {number} was changed between "
-                        f"backward and step() from {used[key]} to {value}, but backward has "
-                        "updated the parameters already. Change it after step(), or use "
-                        "overlap=False"
-                    )
-        # The others' stays what it is, so that a forgotten zero_grad() is seen.
-        for param in self._idle:
-            param.grad = None
-        self._idle.clear()
-
-    def _hyperparameters(self, number: int) -> dict[str, Any]:
-        """What the step reads of a group. Of tensors which it is and its version: comparing values
-        would wait for a GPU."""
-        return {
-            key: f"tensor {id(value):#x} version {value._version}"
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in self._hyper(self.param_groups[number]).items()
-        }
-
-    def _check_finished(self) -> None:
-        waiting = set() if self._bridge is None else self._bridge.unfinished()
-        for name, param in self._named_parameters() if waiting else ():
-            if param in waiting:
-                raise RuntimeError(unfinished(name))
 
     def _step_on_local(self, scale: Any, found_inf: Any) -> None:
         """Manual mode: everything is one operation."""

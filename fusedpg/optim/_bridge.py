@@ -11,6 +11,7 @@ follows the same states.
 
 import collections
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +53,6 @@ class Bucket:
         self.address = address
         self.params, self.numbers, self.views = params, numbers, views
         self.owner = weakref.ref(owner)
-        # The optimizer's, which it may use again: this rank's slices, and what stands in p.grad.
-        self.slices: list[torch.Tensor] | None = None
-        self.grads: list[Any] | None = None
-        self.changes = 0
 
 
 class Bridge:
@@ -65,8 +62,10 @@ class Bridge:
         # DDP refers to the bridge.
         self._ddp = weakref.ref(ddp)
         self._owners: dict[torch.Tensor, Any] = {}
+        # Its optimizers, and their parameters as they were when the bridge looked.
+        self._optimizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._watches: dict[torch.Tensor, Any] = {}  # hooks of parameters
-        self._forward_hook: Any = None
+        self._forward_hooks: list[Any] = []
         # Sees every gradient: csrc/c10d/gradients.cpp (`accumulated`). It counts parameters.
         self._watch = load_extension().GradientWatch()
         self._params: list[torch.Tensor] = []
@@ -100,7 +99,10 @@ class Bridge:
                 "optimizer needs to register its own"
             ) from error
         bridge._may_take = _torch.keep_gradients(ddp) and not bridge._in_bucket
-        bridge._forward_hook = ddp.register_forward_hook(bridge._after_forward)
+        bridge._forward_hooks = [
+            ddp.register_forward_pre_hook(bridge._before_forward),
+            ddp.register_forward_hook(bridge._after_forward),
+        ]
         setattr(ddp, _ATTRIBUTE, bridge)
         bridge.add(optimizer, params)
         return bridge
@@ -125,7 +127,9 @@ class Bridge:
                 )
 
     def add(self, optimizer: Any, params: list[torch.Tensor]) -> None:
+        self._follow()
         self._check(optimizer, params)
+        self._optimizers.setdefault(optimizer)
         for param in params:
             if param not in self._number:
                 self._number[param] = len(self._params)
@@ -140,27 +144,54 @@ class Bridge:
         return self._ddp() is ddp
 
     def remove(self, optimizer: Any) -> None:
-        """Gives an optimizer's parameters back to DDP; with the last one DDP is as it was."""
+        """Gives an optimizer's parameters back to DDP."""
         ddp = self._ddp()
-        gone = [p for p, owner in self._owners.items() if owner() in (None, optimizer)]
-        if len(gone) == len(self._owners) and ddp is not None:
-            _torch.remove_hook(ddp, self)
-            self._forward_hook.remove()
-            delattr(ddp, _ATTRIBUTE)
-        for param in gone:
-            number = self._number[param]
-            taken = self._watch.take(number)
-            if taken is not None:
-                param.grad = taken
+        last = set(self._optimizers) <= {optimizer}
+        if last and ddp is not None and not _torch.can_remove_hook(ddp):
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot take the communication hook off this "
+                "DistributedDataParallel: make a new one, DistributedDataParallel(ddp.module)"
+            )
+        self._optimizers.pop(optimizer, None)
+        self._release(p for p, owner in self._owners.items() if owner() in (None, optimizer))
+        if not self._owners:
+            self._unwatch()
+
+    def _release(self, params: Iterable[torch.Tensor]) -> None:
+        for param in list(params):
+            self._return_taken(param)
             # The hook stays as long as the bridge; there may be another optimizer.
-            self._watch.forget(number)
+            self._watch.forget(self._number[param])
             self._replaced.pop(param, None)
             del self._owners[param]
         self._buckets.clear()
-        if not self._owners:
-            for handle in self._watches.values():
-                handle.remove()
-            self._watches.clear()
+
+    def _unwatch(self) -> None:
+        for handle in self._watches.values():
+            handle.remove()
+        self._watches.clear()
+        self._number.clear()
+        self._params.clear()
+        before, self._watch = self._watch, load_extension().GradientWatch()
+        self._watch.as_view, self._watch.takes = before.as_view, before.takes
+        self._watch.armed = before.armed
+
+    def _follow(self) -> None:
+        """Parameters may have been taken out of ``param_groups``, and put back, by hand. Those that
+        are in no group are DDP's."""
+        edited = []
+        for optimizer, seen in list(self._optimizers.items()):
+            now = optimizer._number_groups()
+            if now is not seen:
+                self._optimizers[optimizer] = now
+                edited.append(optimizer)
+        for optimizer in edited:
+            mine = self._optimizers[optimizer]
+            owned = [p for p, owner in self._owners.items() if owner() is optimizer]
+            self._release(p for p in owned if p not in mine)
+        for optimizer in edited:
+            mine = self._optimizers[optimizer]
+            self.add(optimizer, [p for p in mine if self._owner(p) is not optimizer])
 
     def _owner(self, param: torch.Tensor) -> Any:
         """The optimizer of a parameter, if there is one (still)."""
@@ -178,6 +209,18 @@ class Bridge:
 
     # --- DDP's states -------------------------------------------------------------------
 
+    def _before_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
+        """Without an optimizer DDP gets a reducer without us. Not before a forward that arms it:
+        the backward of an earlier one, which nobody may have seen, is still to be reduced."""
+        if self._optimizers or self._watch.armed or not _arms(ddp):
+            return
+        if _torch.can_remove_hook(ddp):
+            _torch.remove_hook(ddp, self)
+            self._unwatch()
+            for handle in self._forward_hooks:
+                handle.remove()
+            delattr(ddp, _ATTRIBUTE)
+
     def _after_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
         """Forward has ended: DDP has armed its reducer, or not.
 
@@ -186,7 +229,7 @@ class Bridge:
         """
         # Forward may have rebuilt the buckets.
         self.restore()
-        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+        if not _arms(ddp):
             return
         watch = self._watch
         watch.armed = True
@@ -202,8 +245,8 @@ class Bridge:
         """DDP has finalised the last bucket and disarmed its reducer."""
         self._watch.armed = False
         self._watch.finish()
-        for owner in {ref() for ref in self._owners.values()} - {None}:
-            owner._backward_done()
+        for optimizer in list(self._optimizers):
+            optimizer._backward_done()
 
     # --- gradients in whose place DDP has put memory of a bucket ----------------------------
 
@@ -258,6 +301,7 @@ class Bridge:
         assert ddp is not None
         shadow = not _torch.in_backward()  # a joined rank, which has no backward
         params = bucket.parameters()
+        self._follow()
         if shadow or not self._reduce_taken(bucket, buffer, params, ddp):
             self._reduce_each(bucket, buffer, params, shadow, ddp)
         if not shadow and bucket.is_last():
@@ -346,7 +390,7 @@ class Bridge:
             self._buckets[bucket.index()] = known
 
     def _return_taken(self, param: torch.Tensor) -> None:
-        """Of a parameter whose optimizer has been deleted since."""
+        """Of a parameter that has no optimizer any more."""
         number = self._number.get(param)
         taken = None if number is None else self._watch.take(number)
         if taken is not None:
@@ -392,7 +436,15 @@ class Bridge:
         # DDP has to be told less than this when it does it itself: which are used, and how many
         # ranks have data.
         for param, _ in gradients:
-            if isinstance(param.grad, (ShardedGrad, SpentGrad)):
+            if not isinstance(param.grad, (ShardedGrad, SpentGrad)):
+                continue
+            if param in self._number:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} was taken out of the groups of its "
+                    "fused optimizer, or that is gone, and its gradient of an earlier backward "
+                    "was not dropped: call zero_grad() of the model before the next backward"
+                )
+            else:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(param.shape)} belongs to two "
                     "DistributedDataParallel modules, and the fused optimizer of one of them has "
@@ -412,6 +464,11 @@ class Bridge:
                 param.grad = grad.clone()
             elif param.grad.data_ptr() != grad.data_ptr():
                 param.grad.copy_(grad)
+
+
+def _arms(ddp: DistributedDataParallel) -> bool:
+    """Whether a forward arms the reducer now."""
+    return torch.is_grad_enabled() and ddp.require_backward_grad_sync
 
 
 def _hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,66 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class Reduced(NamedTuple):
+    """A bucket, reduced."""
+
+    slices: list[torch.Tensor]
+    grads: list[ShardedGrad]
+
+
+class Collected(NamedTuple):
+    """All gradients of an optimizer, every parameter having one."""
+
+    params: list[torch.Tensor]
+    grads: list[Any]
+    slices: list[torch.Tensor]
+
+
+class Lists:
+    """An optimizer's lists of the pass before, for the next one: true as long as gradients refer to
+    the same slices. Without them there would be Python for every parameter."""
+
+    def __init__(self) -> None:
+        self._reduced: weakref.WeakKeyDictionary[Any, Reduced] = weakref.WeakKeyDictionary()
+        self._collected: Collected | None = None
+
+    def drop(self) -> None:
+        self._reduced.clear()
+        self._collected = None
+
+    def slices(self, bucket: Any) -> list[torch.Tensor] | None:
+        """This rank's slices of a bucket's memory, if they are known."""
+        known = self._reduced.get(bucket)
+        return None if known is None else known.slices
+
+    def placeholders(
+        self, bucket: Any, slices: list[torch.Tensor], context: GradContext
+    ) -> list[ShardedGrad]:
+        """What stands in ``p.grad`` when a bucket is reduced: the objects of the pass before,
+        unless somebody has kept or changed one."""
+        known = self._reduced.get(bucket)
+        held = self._collected.grads if self._collected else []
+        if known is None or not load_extension().only_here(known.grads, held):
+            pairs = zip(bucket.params, slices, strict=True)
+            grads = [ShardedGrad(param, context, reduced=local) for param, local in pairs]
+            known = self._reduced[bucket] = Reduced(slices, grads)
+        return known.grads
+
+    def collected(self, params: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The slices of all gradients, if they are those of the step before."""
+        known, extension = self._collected, load_extension()
+        if (
+            known is None
+            or not extension.same_objects(known.params, params)
+            or not extension.have_gradients(params, known.grads)
+        ):
+            return None
+        return known.slices
+
+    def collect(self, found: Collected | None) -> None:
+        self._collected = found
+
+
 class GradContext:
     """What the gradients of one optimizer share: their group, their norms, their reduction.
 
@@ -52,8 +112,10 @@ class GradContext:
         reduce: Callable[[], None],
         rebound: Callable[[torch.Tensor, ShardedGrad | SpentGrad, torch.Tensor], None],
         manual: Callable[[], bool],
+        lists: Lists,
     ) -> None:
         self.group = group
+        self._lists = weakref.ref(lists)  # it has gradients, see above
         self.manual = _weakly(manual)  # nobody has told the optimizer of a DDP
         self.reduce = _weakly(reduce)  # everything that is not reduced yet
         self.rebound = _weakly(rebound)  # DDP has put other memory in the place of a gradient
@@ -61,23 +123,12 @@ class GradContext:
         # By order: all norms, and by the id of a gradient, once somebody asks for one.
         self._known: dict[float, tuple[list[ShardedGrad], list[int], torch.Tensor]] = {}
         self._each: dict[float, dict[int, tuple[int, torch.Tensor]]] = {}
-        self.changes = 0  # of what gradients refer to, not of values
 
-    def placeholders(self, bucket: Any, held: list[Any]) -> list[ShardedGrad]:
-        """What stands in ``p.grad`` when a bucket is reduced: the objects of the pass before,
-        unless somebody has kept or changed one. Not counting a list that the optimizer has."""
-        grads: list[ShardedGrad] | None = bucket.grads
-        if (
-            grads is None
-            or bucket.changes != self.changes
-            or not load_extension().only_here(grads, held)
-        ):
-            grads = bucket.grads = [
-                ShardedGrad(param, self, reduced=local)
-                for param, local in zip(bucket.params, bucket.slices, strict=True)
-            ]
-            bucket.changes = self.changes
-        return grads
+    def moved(self) -> None:
+        """Gradients refer to other slices now."""
+        lists = self._lists()
+        if lists is not None:
+            lists.drop()
 
     def changed(self) -> None:
         """Gradients have other values now."""
@@ -260,7 +311,7 @@ class ShardedGrad(_Gradient):
 
     def add_reduced(self, local: torch.Tensor | None) -> None:
         """Adds the slice that a further reduction has given, if any rank had a gradient."""
-        self._context.changes += 1
+        self._context.moved()
         if self._slice is None:
             self._slice = local
         elif local is not None:
@@ -270,18 +321,18 @@ class ShardedGrad(_Gradient):
     def keep(self) -> None:
         """The bucket that the slice lies in is about to be written again."""
         if self._slice is not None and not self._kept:
-            self._context.changes += 1
+            self._context.moved()
             self._slice = self._slice.clone()
             self._kept = True
 
     def set_unreduced(self, grad: torch.Tensor) -> None:
         self.keep()
         self._unreduced = grad
-        self._context.changes += 1
+        self._context.moved()
         self._context.changed()
 
     def _accumulate(self, new: torch.Tensor) -> None:
-        self._context.changes += 1
+        self._context.moved()
         if self._unreduced is not None:
             self._unreduced += new
             return
@@ -395,7 +446,7 @@ def _zero_(grad: Any) -> Any:
     else:
         grad._slice.zero_()
         grad._unreduced = None
-        grad._context.changes += 1
+        grad._context.moved()
     grad._context.changed()
     return grad
 

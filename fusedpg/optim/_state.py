@@ -96,12 +96,22 @@ class ShardedState(Optimizer):
     _parameters: Parameters
     _master_dtype: torch.dtype | None
     _group_of: Numbers  # number of the group of a parameter
-    _numbered: list[list[int]]  # the parameters by group that this was made of
+    _numbered: list[list[torch.Tensor]]  # the parameters by group that this was made of
     _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
     _blank: dict[torch.Tensor, int]  # state that was made before a step; versions of it
 
+    _detached = False
+
+    def _is_manual(self) -> bool:
+        """Nobody has told the optimizer of a DDP."""
+        return self._bridge is None and not self._detached
+
     def _wait(self) -> None:
         """For work under way that changes parameters or state."""
+        raise NotImplementedError
+
+    def _end_before_loading(self) -> None:
+        """As above, or an error: state is going to be replaced."""
         raise NotImplementedError
 
     def _watch(self, param: torch.Tensor) -> None:
@@ -155,13 +165,13 @@ class ShardedState(Optimizer):
         try:
             for param in params:
                 self._check_param(param)
+            self._number_groups(added=params)
             if self._bridge is not None:
                 self._bridge.add(self, params)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._number_groups(added=params)
-        if self._bridge is None:
+        if self._is_manual():
             with torch.no_grad():
                 for param in params:
                     dist.broadcast(param.data, group=self._group, group_src=0)
@@ -173,11 +183,16 @@ class ShardedState(Optimizer):
                 # What a graph made would be made again by every launch of it.
                 self._blank_state(param)
 
-    def _number_groups(self, added: Iterable[torch.Tensor] = ()) -> None:
-        """Follows whoever edits ``param_groups``: groups and parameters may be taken out."""
-        now = [[id(param) for param in group["params"]] for group in self.param_groups]
-        if now == self._numbered:
-            return
+    def _number_groups(self, added: Iterable[torch.Tensor] = ()) -> Numbers:
+        """Follows whoever edits ``param_groups``: groups and parameters may be taken out.
+
+        Returns:
+            The numbers, another object after every change.
+        """
+        now = [list(group["params"]) for group in self.param_groups]
+        same = load_extension().same_objects
+        if len(now) == len(self._numbered) and all(map(same, now, self._numbered)):
+            return self._group_of
         known = {*self._layouts, *added}
         self._group_of = Numbers(
             (param, number)
@@ -186,6 +201,7 @@ class ShardedState(Optimizer):
             if param in known
         )
         self._numbered = now
+        return self._group_of
 
     def _check_param(self, param: torch.Tensor) -> None:
         name = f"a parameter of shape {tuple(param.shape)} and type {param.dtype}"
@@ -343,9 +359,12 @@ class ShardedState(Optimizer):
             if param.stride() != self._layouts.get(param):
                 self._adapt_layout(param)
 
-    def _adapt_layout(self, param: torch.Tensor) -> None:
+    def _check_known(self, param: torch.Tensor) -> None:
         if param not in self._layouts:
             self._group_of.__missing__(param)
+
+    def _adapt_layout(self, param: torch.Tensor) -> None:
+        self._check_known(param)
         if same_order(param.shape, param.stride(), self._layouts[param]):
             self._layouts[param] = param.stride()
             return
@@ -395,8 +414,9 @@ class ShardedState(Optimizer):
 
         Raises:
             ValueError: for slices of another rank or world size, or groups that do not match.
+            RuntimeError: with ``overlap=True`` between backward and ``step()``.
         """
-        self._wait()
+        self._end_before_loading()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)

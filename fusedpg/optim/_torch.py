@@ -59,29 +59,27 @@ def keep_gradients(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
-    """Takes the communication hook with this state off: DDP gets a new reducer, as when it is
-    unpickled, and ``p.grad`` from it again. Collective in the sense that ranks' next forwards
-    must agree on it.
-
-    Raises:
-        RuntimeError: where that is not possible; nothing has changed then.
-    """
+def can_remove_hook(ddp: DistributedDataParallel) -> bool:
     names = (
         "_build_params_for_reducer",
         "_build_debug_param_to_name_mapping",
         "_ddp_init_helper",
         "_comm_hooks",
     )
-    if (
-        not KNOWN[0] <= _version() <= KNOWN[1]
-        or not all(hasattr(ddp, name) for name in names)
-        or getattr(ddp, "mixed_precision", None) is not None
-    ):
-        raise RuntimeError(
-            f"torch {torch.__version__} cannot take the communication hook off this "
-            "DistributedDataParallel: make a new one, DistributedDataParallel(ddp.module)"
-        )
+    return (
+        KNOWN[0] <= _version() <= KNOWN[1]
+        and all(hasattr(ddp, name) for name in names)
+        and getattr(ddp, "mixed_precision", None) is None
+    )
+
+
+def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
+    """Takes the communication hook with this state off: DDP gets a new reducer, as when it is
+    unpickled, and ``p.grad`` from it again.
+
+    For the beginning of a forward that arms the reducer, of all ranks: the new one does not know
+    of earlier forwards whose backward is still to come.
+    """
     old: Any = ddp.reducer
     # The parameters that it reduces: those that were not frozen when DDP was made.
     reduced = {p for bucket in old._get_zeros_like_grad_buckets() for p in bucket.parameters()}

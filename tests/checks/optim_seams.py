@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
+from checks.optim import refused
 from harness import Context
 
 STEPS = 4
@@ -24,20 +25,32 @@ def net() -> nn.Module:
 class Pair:
     """The same model twice: with a fused optimizer, and with torch's."""
 
-    def __init__(self, context: Context, kind: str, *, view: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        context: Context,
+        kind: str,
+        *,
+        view: bool,
+        ddp: dict[str, Any] | None = None,
+        own: dict[str, Any] | None = None,
+        groups: int = 2,
+        **options: Any,
+    ) -> None:
         self.rank = context.rank
         self.nets = [net(), net()]
-        self.ddps = [DistributedDataParallel(n, gradient_as_bucket_view=view) for n in self.nets]
-        groups = [
+        # Several buckets.
+        wrap = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0.0001, **(ddp or {})}
+        self.ddps = [DistributedDataParallel(n, **wrap) for n in self.nets]
+        some = [
             [
                 {"params": list(n.parameters())[:3]},
                 {"params": list(n.parameters())[3:], "lr": 0.001},
-            ]
+            ][:groups]
             for n in self.nets
         ]
         self.optimizers: list[Any] = [
-            getattr(fusedpg.optim, kind)(groups[0], ddp=self.ddps[0], **options),
-            getattr(torch.optim, kind)(groups[1], **options),
+            getattr(fusedpg.optim, kind)(some[0], ddp=self.ddps[0], **(own or {}), **options),
+            getattr(torch.optim, kind)(some[1], **options),
         ]
 
     def loss(self, module: nn.Module, number: int) -> torch.Tensor:
@@ -157,3 +170,185 @@ def blank_state(context: Context) -> None:
     assert optimizer.local_state_dict()["state"] == {}
     assert optimizer.state_dict()["state"] == {}
     dist.barrier()
+
+
+# --- optimizers that leave, parameters that are taken out --------------------------------
+
+
+def trained(pair: Pair, ddp: Any, optimizer: Any, number: int) -> None:
+    pair.loss(ddp, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def detached_before_backward(
+    context: Context, overlap: bool, options: dict[str, Any], again: bool, by_name: bool
+) -> None:
+    """``detach()`` between a forward and its backward, which DDP reduces all the same."""
+    pair = Pair(context, "SGD", view=False, ddp=options, own={"overlap": overlap}, lr=0.1)
+
+    def act(module: Any, ddp: Any, optimizer: Any) -> None:
+        for number in range(4):
+            trained(pair, ddp, optimizer, number)
+        for number in range(4, 7):
+            loss = pair.loss(ddp.forward if by_name else ddp, number)
+            if module is pair.nets[0]:
+                optimizer.detach()
+            if again:
+                with torch.no_grad():
+                    pair.loss(ddp, 90)
+            plain = torch.optim.SGD(optimizer.param_groups)
+            loss.backward()
+            plain.step()
+            plain.zero_grad()
+            trained(pair, ddp, plain, 10 + number)
+            if module is pair.nets[0]:
+                optimizer.attach(ddp)
+            trained(pair, ddp, optimizer, 20 + number)
+
+    pair.each(act)
+    pair.compare()
+
+
+def group_while_detached(context: Context) -> None:
+    """Such a group is not one of manual mode."""
+    pair = Pair(context, "AdamW", view=False, groups=1, lr=0.1)
+
+    def act(module: Any, ddp: Any, optimizer: Any) -> None:
+        trained(pair, ddp, optimizer, 0)
+        module.zero_grad()
+        ours = module is pair.nets[0]
+        if ours:
+            optimizer.detach()
+        optimizer.add_param_group({"params": list(module.parameters())[3:], "lr": 0.01})
+        pair.loss(ddp, 1).backward()
+        for param in module.parameters():
+            assert type(param.grad) is torch.Tensor
+        module.zero_grad()
+        if ours:
+            optimizer.attach(ddp)
+        for number in range(2, 5):
+            trained(pair, ddp, optimizer, number)
+            module.zero_grad()
+
+    pair.each(act)
+    pair.compare()
+
+
+def taken_out(context: Context, overlap: bool, options: dict[str, Any]) -> None:
+    """Parameters that are in no group have a gradient as DDP's, and come back."""
+    pair = Pair(context, "AdamW", view=False, ddp=options, own={"overlap": overlap}, lr=0.1)
+    for number in range(8):
+
+        def act(module: Any, ddp: Any, optimizer: Any, number: int = number) -> None:
+            groups = optimizer.param_groups
+            params = list(module.parameters())
+            if number == 1:
+                groups[0]["params"].pop()
+                groups[1]["params"].pop(0)
+            if number == 4:
+                groups[1]["params"].append(params[2])
+            pair.loss(ddp, number).backward()
+            if number in (1, 2, 3):
+                assert type(params[2].grad) is torch.Tensor
+            other = torch.optim.SGD([params[3]], lr=0.1)
+            if number in (2, 5):
+                nn.utils.clip_grad_norm_([params[3]], 0.01)
+                other.step()
+            optimizer.step()
+            module.zero_grad()
+            if number == 6:
+                # To another optimizer of the same module, and its group with it.
+                moved = optimizer.param_groups.pop()["params"]
+                fused = module is pair.nets[0]
+                second = (
+                    fusedpg.optim.SGD(moved, lr=0.1, ddp=ddp, overlap=not overlap)
+                    if fused
+                    else torch.optim.SGD(moved, lr=0.1)
+                )
+                for later in range(30, 33):
+                    pair.loss(ddp, later).backward()
+                    second.step()
+                    optimizer.step()
+                    module.zero_grad()
+
+        pair.each(act)
+        pair.compare()
+
+
+def taken_out_and_not_zeroed(context: Context, overlap: bool) -> None:
+    """What was reduced for the optimizer cannot go on as a gradient of DDP's."""
+    pair = Pair(context, "SGD", view=False, own={"overlap": overlap}, lr=0.1)
+    ddp, optimizer = pair.ddps[0], pair.optimizers[0]
+    pair.loss(ddp, 0).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.zero_grad()
+    with refused("zero_grad"):
+        pair.loss(ddp, 1).backward()
+
+
+def edited_after_backward(context: Context, how: str) -> None:
+    """``overlap=True``: groups and state are edited when the step has been made already."""
+    pair = Pair(context, "AdamW", view=False, own={"overlap": True}, lr=0.1)
+    ddp, optimizer = pair.ddps[0], pair.optimizers[0]
+    trained(pair, ddp, optimizer, 0)
+    pair.loss(ddp, 1).backward()
+    if how == "group":
+        optimizer.param_groups.pop()
+    elif how == "parameter":
+        optimizer.param_groups[0]["params"].pop()
+    else:
+        optimizer.state.clear()
+    with refused("between backward and step"):
+        optimizer.step()
+    for param in pair.nets[0].parameters():
+        param.grad = None
+    trained(pair, ddp, optimizer, 2)
+
+
+# --- loading ----------------------------------------------------------------------------
+
+
+def loaded_after_backward(context: Context, how: str) -> None:
+    """``overlap=True``: state is loaded when it has been used already, or after a failure."""
+    pair = Pair(context, "AdamW", view=False, own={"overlap": True}, lr=0.1)
+    ddp, optimizer = pair.ddps[0], pair.optimizers[0]
+    trained(pair, ddp, optimizer, 0)
+    state = optimizer.full_state_dict(rank0_only=False)
+    loss = pair.loss(ddp, 1)
+    if how == "backward raises":
+        # On all ranks, when the last layers' bucket has been begun.
+        handle = pair.nets[0][0].weight.register_hook(fail)
+        with refused("a hook of the user"):
+            loss.backward()
+        handle.remove()
+        assert optimizer._updated
+    else:
+        loss.backward()
+        with refused("call step"):
+            optimizer.load_state_dict(state)
+        if how == "step raises":
+            optimizer.param_groups[0]["lr"] = 0.5
+            with refused("lr of parameter group 0"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    optimizer.load_state_dict(state)
+    assert not optimizer._updated and not optimizer._applied
+    again = optimizer.full_state_dict(rank0_only=False)
+    assert same(state["state"], again["state"])
+    if how == "backward raises":
+        return  # DDP itself is in the middle of a pass for ever
+    optimizer.zero_grad()
+    trained(pair, ddp, optimizer, 3)
+
+
+def fail(_: torch.Tensor) -> None:
+    raise RuntimeError("a hook of the user")
+
+
+def same(a: dict[int, Any], b: dict[int, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[number][key], b[number][key]) for number in a for key in a[number]
+    )
