@@ -13,6 +13,8 @@ RANKS ?= 2
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# Whether build and tests compile the CUDA kernels: ON or OFF.
+CUDA ?= $(if $(findstring FUSEDPG_CUDA=,$(CMAKE_ARGS)),OFF,$(if $(shell command -v nvcc),ON,OFF))
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -25,6 +27,7 @@ TORCH_ARG := $(if $(TORCH),'$(TORCH)',-r requirements/torch.txt)
 TORCH_TAG := $(or $(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_'),pinned)
 DEPS := $(VENV)/.deps-$(TORCH_TAG)
 BUILT := $(VENV)/.built-$(TORCH_TAG)
+KERNELS := $(VENV)/.kernels-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
 FRAMEWORKS := $(VENV)/.frameworks
@@ -62,6 +65,17 @@ $(BUILT): $(DEPS) $(NATIVE)
 	$(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 
+# setup.py builds them for a torch that has CUDA. The tests want them for any, since they run them on
+# a fake device; who only wants to use a CPU torch need not wait for nvcc.
+$(KERNELS): $(BUILT)
+ifeq ($(CUDA),ON)
+	cmake $(BUILD) -DFUSEDPG_CUDA=ON
+	cmake --build $(BUILD) --target fusedpg_cuda
+	cp --remove-destination $(BUILD)/fusedpg/libfusedpg_cuda.so $(BUILD)/fusedpg/_build_info.py fusedpg/
+endif
+	rm -f $(VENV)/.kernels-*
+	touch $@
+
 $(LINT): requirements/lint.txt | $(DEPS)
 	$(PIP) install -r requirements/lint.txt
 	touch $@
@@ -79,10 +93,10 @@ $(FRAMEWORKS): requirements/frameworks.txt | $(DEPS)
 
 .PHONY: setup build
 setup: $(DEPS)
-build: $(BUILT)
+build: $(KERNELS)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train bench bench-kernels bench-engine wheel
+.PHONY: train bench bench-kernels bench-engine figures wheel wheels sdist
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
@@ -101,6 +115,13 @@ wheel: $(DEPS)
 	rm -rf build/lib* build/bdist*
 	$(BIN)/python -m build --wheel --no-isolation
 
+sdist: $(DEPS)
+	$(BIN)/python -m build --sdist --no-isolation
+
+# A wheel for each supported torch, each tried in a fresh environment. WHEELS="2.13 2.14": only these.
+wheels: | $(VENV)/bin/python
+	$(BIN)/python tools/wheels.py $(if $(WHEELS),--torch $(WHEELS))
+
 # --- tests ----------------------------------------------------------------------
 # $(call cpp_tests,build folder,CMake arguments,environment and launcher,what follows)
 define cpp_tests
@@ -116,13 +137,13 @@ FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setar
 test: test-cpp test-python
 
 # In the module's own build folder: most of it is compiled there.
-test-cpp: $(BUILT)
+test-cpp: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_cpp_tests
 	ctest --test-dir $(BUILD) --output-on-failure --timeout 600
 
 # What the CUDA engine runs on where there is no GPU; test-cpp builds it too.
-fake-gpu: $(BUILT)
+fake-gpu: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
@@ -197,4 +218,4 @@ format: $(LINT)
 clean:
 	rm -rf build dist *.egg-info fusedpg/*.so fusedpg/_build_info.py
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(VENV)/.built-*
+	rm -f $(VENV)/.built-* $(VENV)/.kernels-*
