@@ -96,15 +96,23 @@ setup: $(DEPS)
 build: $(KERNELS)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train bench bench-kernels bench-engine figures wheel wheels sdist
+.PHONY: train smoke bench bench-kernels bench-engine figures wheel wheels sdist
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
+
+# The shortest proof that a build works.
+smoke: $(BUILT)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/quickstart.py
 
 bench: $(BUILT)
 	$(BIN)/python benchmarks/collectives.py --backends fused,gloo --plot $(BENCH_ARGS)
 	$(BIN)/python benchmarks/fused_step.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/optimizers.py $(BENCH_ARGS)
+
+figures: $(DEPS)
+	$(BIN)/python docs/figures/fused_step.py
+	$(BIN)/python benchmarks/report.py
 
 bench-kernels bench-engine: bench-%: $(DEPS)
 	cmake -S . -B build/bench -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_BENCHMARKS=ON
@@ -133,7 +141,7 @@ endef
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-mpi test-frameworks fake-gpu fuzz
+.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-docs test-mpi test-frameworks fake-gpu fuzz
 test: test-cpp test-python
 
 # In the module's own build folder: most of it is compiled there.
@@ -178,6 +186,9 @@ test-tsan: $(DEPS)
 test-aarch64: $(DEPS)
 	$(call cpp_tests,build/aarch64,\
 	  -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake)
+
+test-docs: $(BUILT)
+	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
 
 test-c10d: $(BUILT)
 	$(BIN)/python tests/c10d_suite/run.py

@@ -48,6 +48,7 @@ ARMS = {
     "gloo async": "Gloo, async_op=True and wait()",
     "gloo functional": "Gloo, functional collective",
     "gloo compiled": "Gloo, functional under torch.compile",
+    "fake functional": "a functional collective that communicates nothing",
     "matmul alone": "the matmul alone",
     "fused arena sync + matmul": "fused, arena: one after the other",
     "fused arena overlap": "fused, arena: submit, matmul, wait",
@@ -78,7 +79,7 @@ CASES = {
     "decode": "decoding one token",
 }
 LIMITS = ("copy", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
-LIMITS += ("no communication", "shards alone")
+LIMITS += ("no communication", "shards alone", "fake functional")
 PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
 
 
