@@ -380,6 +380,16 @@ def find(rows: Sequence[Row], case: str, size: int, arm: str) -> Row | None:
     return next((r for r in rows if (r.case, r.size, r.arm) == (case, size, arm)), None)
 
 
+def judge(bar: Bar, row: Row, peer: Row) -> tuple[float, bool]:
+    """What was measured of a bar, and whether that meets it."""
+    if bar.at_least is not None:
+        measured = ratio_to_peer(row, peer)
+        return measured, measured >= bar.at_least
+    assert bar.at_most is not None
+    measured = ratio_to_limit(row, peer)
+    return measured, measured <= bar.at_most
+
+
 def print_bars(rows: Sequence[Row], bars: Sequence[Bar], world_size: int) -> None:
     """Which bars are met. Timing on a shared machine is noise, so nothing fails by it."""
     from rich.table import Table
@@ -390,13 +400,8 @@ def print_bars(rows: Sequence[Row], bars: Sequence[Bar], world_size: int) -> Non
         row, peer = (find(rows, bar.case, bar.size, arm) for arm in (bar.arm, bar.peer))
         if bar.world_size != world_size or row is None or peer is None:
             continue
-        if bar.at_least is not None:
-            measured, limit, sign = ratio_to_peer(row, peer), bar.at_least, ">="
-            good = measured >= limit
-        else:
-            assert bar.at_most is not None
-            measured, limit, sign = ratio_to_limit(row, peer), bar.at_most, "<="
-            good = measured <= limit
+        measured, good = judge(bar, row, peer)
+        limit, sign = (bar.at_most, "<=") if bar.at_least is None else (bar.at_least, ">=")
         met, total = met + good, total + 1
         verdict = "[green]met" if good else "[red]missed"
         table.add_row(

@@ -38,6 +38,7 @@ ARMS = {
     "g": "fusedpg.optim.AdamW(overlap=True)",
     "h": "fusedpg.optim.AdamW(share_parameters=True)",
     "m": "fusedpg.optim.AdamW without DDP",
+    "best of f, g": "fusedpg.optim.AdamW in its faster mode",
     "no_sync + step": "no synchronisation, then the fused step",
     # async_op
     "sync": "fused, synchronous",
@@ -73,8 +74,8 @@ CASES = {
     "small": "1,000 parameters of 64 elements",
     "adamw step": "AdamW step",
     "lamb step": "LAMB step",
-    "arena": "tensors in the arena",
-    "ordinary": "ordinary tensors",
+    "arena": "all_reduce in the arena",
+    "ordinary": "all_reduce in ordinary memory",
     "overlap": "16 MB all_reduce beside a matmul",
     "decode": "decoding one token",
 }
@@ -88,8 +89,10 @@ def arm(name: str) -> str:
 
 
 def case(name: str) -> str:
-    """Also of "adamw step, 10%": with what follows the case."""
+    """Also of "adamw step, 10%": with what follows the case; and of densities, as "1% random"."""
     head, comma, rest = name.partition(", ")
+    if head.endswith("% random"):
+        return f"all_reduce, {head.removesuffix(' random')} of the blocks{comma}{rest}"
     return CASES.get(name) or CASES.get(head, head) + comma + rest
 
 

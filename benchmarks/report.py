@@ -10,6 +10,7 @@ and `<!-- /table -->`; NAME is one of the functions in TABLES below.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _harness as harness
 import _plots as plots
 import _words as words
 import sparse
@@ -127,7 +129,7 @@ def by_case(rows: Sequence[Row], peer: str) -> str:
         return ms(row) if row is gloo else f"{ms(row)} ({ratio_to_peer(row, gloo):.2f}x)"
 
     arms = dict.fromkeys(row.arm for row in rows)
-    head = ["ms a step", *(words.case(case) for case, _ in cases)]
+    head = ["ms", *(words.case(case) for case, _ in cases)]
     return markdown(head, ([words.arm(arm), *(cell(case, arm) for case in cases)] for arm in arms))
 
 
@@ -172,8 +174,45 @@ def asynchronous() -> str:
             for size in (4 * K, 64 * K, M, 16 * M):
                 row, gloo = (get(rows, case, size, arm) for arm in (way, f"gloo {way}"))
                 cells.append(with_ratio(row, gloo))
-            lines.append([title, words.case(case), *cells])
-    return markdown(["", "", *map(format_size, (4 * K, 64 * K, M, 16 * M))], lines)
+            lines.append([title, case, *cells])
+    return markdown(["", "tensors", *map(format_size, (4 * K, 64 * K, M, 16 * M))], lines)
+
+
+def missed() -> str:
+    """Targets that the saved results do not meet."""
+    steps = importlib.import_module("_step_arms").bars()
+    bars = {
+        "collectives_p2": importlib.import_module("collectives").BARS,
+        "collectives_p4": importlib.import_module("collectives").BARS,
+        "fused_step_p2": importlib.import_module("fused_step").BARS,
+        "fused_step_p4": importlib.import_module("fused_step").BARS,
+        "ddp_p2": importlib.import_module("ddp").bars(),
+        "optimizers_p2": importlib.import_module("optimizers").bars(0),
+        "optimizers_step_p1": steps,
+        "optimizers_step_p4": steps,
+        "async_op_p2": importlib.import_module("async_op").BARS,
+        "tensor_parallel_p2": importlib.import_module("tensor_parallel").BARS,
+        "sparse_p2": sparse.BARS,
+        "sparse_hosts_1gbit_p2": sparse.BARS,
+    }
+    lines = []
+    met = 0
+    for name, promised in bars.items():
+        report = load(RESULTS / f"{name}.json")
+        for bar in promised:
+            row, peer = (find(report["rows"], bar.case, bar.size, a) for a in (bar.arm, bar.peer))
+            if bar.world_size != report["world_size"] or row is None or peer is None:
+                continue
+            measured, good = harness.judge(bar, row, peer)
+            met += good
+            if not good:
+                wanted = f">= {bar.at_least:g}x" if bar.at_least else f"<= {bar.at_most:g}x"
+                ranks = f"{bar.world_size} rank" + ("s" if bar.world_size > 1 else "")
+                what = f"{words.case(bar.case)}, {format_size(bar.size)}, {ranks}"
+                against = f"{words.arm(bar.arm)}, against {words.arm(bar.peer)}"
+                lines.append([what, against, wanted, f"{measured:.2f}x"])
+    table = markdown(["", "", "wanted", "measured"], lines)
+    return f"{met} of {met + len(lines)} targets are met; these are not:\n\n{table}"
 
 
 def readme() -> str:
@@ -208,6 +247,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "one_step": one_step,
     "asynchronous": asynchronous,
+    "missed": missed,
+    "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
 }
 TABLE = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
