@@ -13,6 +13,8 @@ RANKS ?= 2
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# Whether build and tests compile the CUDA kernels: ON or OFF.
+CUDA ?= $(if $(findstring FUSEDPG_CUDA=,$(CMAKE_ARGS)),OFF,$(if $(shell command -v nvcc),ON,OFF))
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -25,6 +27,7 @@ TORCH_ARG := $(if $(TORCH),'$(TORCH)',-r requirements/torch.txt)
 TORCH_TAG := $(or $(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_'),pinned)
 DEPS := $(VENV)/.deps-$(TORCH_TAG)
 BUILT := $(VENV)/.built-$(TORCH_TAG)
+KERNELS := $(VENV)/.kernels-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
 FRAMEWORKS := $(VENV)/.frameworks
@@ -62,6 +65,17 @@ $(BUILT): $(DEPS) $(NATIVE)
 	$(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 
+# setup.py builds them for a torch that has CUDA. The tests want them for any, since they run them on
+# a fake device; who only wants to use a CPU torch need not wait for nvcc.
+$(KERNELS): $(BUILT)
+ifeq ($(CUDA),ON)
+	cmake $(BUILD) -DFUSEDPG_CUDA=ON
+	cmake --build $(BUILD) --target fusedpg_cuda
+	cp --remove-destination $(BUILD)/fusedpg/libfusedpg_cuda.so $(BUILD)/fusedpg/_build_info.py fusedpg/
+endif
+	rm -f $(VENV)/.kernels-*
+	touch $@
+
 $(LINT): requirements/lint.txt | $(DEPS)
 	$(PIP) install -r requirements/lint.txt
 	touch $@
@@ -79,18 +93,26 @@ $(FRAMEWORKS): requirements/frameworks.txt | $(DEPS)
 
 .PHONY: setup build
 setup: $(DEPS)
-build: $(BUILT)
+build: $(KERNELS)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train bench bench-kernels bench-engine wheel
+.PHONY: train smoke bench bench-kernels bench-engine figures wheel wheels sdist
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
+
+# The shortest proof that a build works.
+smoke: $(BUILT)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/quickstart.py
 
 bench: $(BUILT)
 	$(BIN)/python benchmarks/collectives.py --backends fused,gloo --plot $(BENCH_ARGS)
 	$(BIN)/python benchmarks/fused_step.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/optimizers.py $(BENCH_ARGS)
+
+figures: $(DEPS)
+	$(BIN)/python docs/figures/fused_step.py
+	$(BIN)/python benchmarks/report.py
 
 bench-kernels bench-engine: bench-%: $(DEPS)
 	cmake -S . -B build/bench -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_BENCHMARKS=ON
@@ -100,6 +122,13 @@ bench-kernels bench-engine: bench-%: $(DEPS)
 wheel: $(DEPS)
 	rm -rf build/lib* build/bdist*
 	$(BIN)/python -m build --wheel --no-isolation
+
+sdist: $(DEPS)
+	$(BIN)/python -m build --sdist --no-isolation
+
+# A wheel for each supported torch, each tried in a fresh environment. WHEELS="2.13 2.14": only these.
+wheels: | $(VENV)/bin/python
+	$(BIN)/python tools/wheels.py $(if $(WHEELS),--torch $(WHEELS))
 
 # --- tests ----------------------------------------------------------------------
 # $(call cpp_tests,build folder,CMake arguments,environment and launcher,what follows)
@@ -112,17 +141,17 @@ endef
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-mpi test-frameworks fake-gpu fuzz
+.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-docs test-mpi test-frameworks fake-gpu fuzz
 test: test-cpp test-python
 
 # In the module's own build folder: most of it is compiled there.
-test-cpp: $(BUILT)
+test-cpp: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_cpp_tests
 	ctest --test-dir $(BUILD) --output-on-failure --timeout 600
 
 # What the CUDA engine runs on where there is no GPU; test-cpp builds it too.
-fake-gpu: $(BUILT)
+fake-gpu: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
@@ -157,6 +186,9 @@ test-tsan: $(DEPS)
 test-aarch64: $(DEPS)
 	$(call cpp_tests,build/aarch64,\
 	  -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake)
+
+test-docs: $(BUILT)
+	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
 
 test-c10d: $(BUILT)
 	$(BIN)/python tests/c10d_suite/run.py
@@ -197,4 +229,4 @@ format: $(LINT)
 clean:
 	rm -rf build dist *.egg-info fusedpg/*.so fusedpg/_build_info.py
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(VENV)/.built-*
+	rm -f $(VENV)/.built-* $(VENV)/.kernels-*

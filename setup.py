@@ -1,7 +1,11 @@
-"""Builds fusedpg._C with CMake and Ninja; everything else is in pyproject.toml."""
+"""Builds fusedpg._C with CMake and Ninja, and ties what was built to its torch.
+
+Everything else is in pyproject.toml.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -13,6 +17,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "fusedpg/__init__.py").read_text())[1]
+MIN_TORCH = (2, 11)
 MIN_CMAKE = (3, 22)
 CUDA_LIBRARY = "libfusedpg_cuda.so"
 
@@ -47,12 +53,34 @@ def runs(code: str, *args: str) -> bool:
     return subprocess.run([sys.executable, "-c", code, *args], env=env, check=False).returncode == 0
 
 
+NO_TORCH = (
+    "fusedpg is built against the torch of this environment and none can be imported.\n"
+    "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
+)
+
+
 def check_torch() -> None:
     if not runs("import torch"):
-        raise SystemExit(
-            "fusedpg is built against the torch of this environment and none can be imported.\n"
-            "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
-        )
+        raise SystemExit(NO_TORCH)
+
+
+def version_and_torch() -> tuple[str, str]:
+    """The version of the package, and which torch it needs.
+
+    Sources do with any supported torch. What is built runs with one minor release, so its version
+    names that one and its metadata keep pip from installing it beside another.
+    """
+    oldest = "torch>={}.{}".format(*MIN_TORCH)
+    if not {"bdist_wheel", "dist_info", "editable_wheel"} & set(sys.argv):
+        return VERSION, oldest
+    try:
+        installed = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(NO_TORCH) from None
+    major, minor = (int(part) for part in installed.split(".")[:2])
+    if (major, minor) < MIN_TORCH:
+        raise SystemExit(f"fusedpg needs {oldest}, and torch {installed} is installed")
+    return f"{VERSION}+pt{major}{minor}", f"torch>={major}.{minor},<{major}.{minor + 1}"
 
 
 LOAD_MODULE = """
@@ -91,7 +119,7 @@ class CMakeBuild(build_ext):
             "-GNinja",
             f"-DCMAKE_MAKE_PROGRAM={find_ninja()}",
             f"-DCMAKE_BUILD_TYPE={build_type}",
-            f"-DFUSEDPG_VERSION={self.distribution.get_version()}",
+            f"-DFUSEDPG_VERSION={VERSION}",
             f"-DFUSEDPG_PYTHON={sys.executable}",
             f"-DFUSEDPG_ABSOLUTE_RPATH={'ON' if editable else 'OFF'}",
             f"-DFUSEDPG_MODULE_DIR={build_dir / 'fusedpg'}",
@@ -112,7 +140,7 @@ class CMakeBuild(build_ext):
         for target in targets:
             target.mkdir(parents=True, exist_ok=True)
             shutil.copy2(build_dir / "fusedpg" / "_build_info.py", target)
-            # Without nvcc there is none, and one of an earlier build goes.
+            # Where none was built, one of an earlier build goes.
             replace_library(build_dir / "fusedpg" / CUDA_LIBRARY, target / CUDA_LIBRARY)
         replace_library(built, module)
 
@@ -123,7 +151,10 @@ class CMakeBuild(build_ext):
         super().copy_extensions_to_source()
 
 
+version, torch = version_and_torch()
 setup(
+    version=version,
+    install_requires=[torch, "numpy"],
     ext_modules=[Extension("fusedpg._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

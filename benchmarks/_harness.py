@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import _mpi
+import _words as words
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COPY = "copy"  # the arm that copies the same bytes: the limit
@@ -379,6 +380,16 @@ def find(rows: Sequence[Row], case: str, size: int, arm: str) -> Row | None:
     return next((r for r in rows if (r.case, r.size, r.arm) == (case, size, arm)), None)
 
 
+def judge(bar: Bar, row: Row, peer: Row) -> tuple[float, bool]:
+    """What was measured of a bar, and whether that meets it."""
+    if bar.at_least is not None:
+        measured = ratio_to_peer(row, peer)
+        return measured, measured >= bar.at_least
+    assert bar.at_most is not None
+    measured = ratio_to_limit(row, peer)
+    return measured, measured <= bar.at_most
+
+
 def print_bars(rows: Sequence[Row], bars: Sequence[Bar], world_size: int) -> None:
     """Which bars are met. Timing on a shared machine is noise, so nothing fails by it."""
     from rich.table import Table
@@ -389,18 +400,13 @@ def print_bars(rows: Sequence[Row], bars: Sequence[Bar], world_size: int) -> Non
         row, peer = (find(rows, bar.case, bar.size, arm) for arm in (bar.arm, bar.peer))
         if bar.world_size != world_size or row is None or peer is None:
             continue
-        if bar.at_least is not None:
-            measured, limit, sign = ratio_to_peer(row, peer), bar.at_least, ">="
-            good = measured >= limit
-        else:
-            assert bar.at_most is not None
-            measured, limit, sign = ratio_to_limit(row, peer), bar.at_most, "<="
-            good = measured <= limit
+        measured, good = judge(bar, row, peer)
+        limit, sign = (bar.at_most, "<=") if bar.at_least is None else (bar.at_least, ">=")
         met, total = met + good, total + 1
         verdict = "[green]met" if good else "[red]missed"
         table.add_row(
-            bar.case, format_size(bar.size), bar.arm, bar.peer, f"{sign} {limit:g}x",
-            f"{measured:.2f}x", verdict,
+            words.case(bar.case), format_size(bar.size), arm_title(bar.arm), arm_title(bar.peer),
+            f"{sign} {limit:g}x", f"{measured:.2f}x", verdict,
         )  # fmt: skip
     if total:
         _console().print(table)
@@ -463,13 +469,15 @@ def finish(
     plot: Callable[[Path, Sequence[Row], int], None] | None = None,
 ) -> None:
     """Table, JSON, PNG (by `plot` where the rows need one of their own), bars."""
+    import _plots
+
     peer = next((b for b in args.backends if b not in ("fused", *PEERS_OF_THEIR_OWN)), "gloo")
     print_table(rows, peer=peer, limit=limit, title=f"{name}, world size {args.world_size}")
     if not args.no_save:
         stem = RESULTS / f"{name}_p{args.world_size}"
         for path, save in (
             (args.json or stem.with_suffix(".json"), save_json),
-            (args.plot or stem.with_suffix(".png"), plot or save_plot),
+            (args.plot or stem.with_suffix(".png"), plot or _plots.save_plot),
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             save(path, rows, args.world_size)
@@ -492,6 +500,11 @@ def peer_row(rows: Sequence[Row], row: Row, peer: str) -> Row | None:
     return next((r for arm, r in same.items() if arm == peer or arm.startswith(peer + " ")), None)
 
 
+def arm_title(name: str) -> str:
+    """In words, after the letter that the command line knows it by."""
+    return f"{name}  {words.arm(name)}" if len(name) == 1 else words.arm(name)
+
+
 def print_table(rows: Sequence[Row], *, peer: str, limit: str, title: str) -> None:
     from rich.table import Table
 
@@ -509,9 +522,9 @@ def print_table(rows: Sequence[Row], *, peer: str, limit: str, title: str) -> No
         rate = row.algorithm_bandwidth * 1e-9
         bus = f"{rate * row.bus_factor:.2f}" if row.bus_factor and row.arm != limit else ""
         table.add_row(
-            row.case,
+            words.case(row.case),
             format_size(row.size),
-            row.arm,
+            arm_title(row.arm),
             *(f"{1e3 * t:.4g}" for t in (row.median, row.iqr, row.p25)),
             *((f"{rate:.2f}", bus) if bandwidth else (f"{1 / row.median:.4g}",)),
             f"{ratio_to_peer(row, against):.2f}" if against and row.arm != limit else "",
@@ -541,46 +554,3 @@ def _cpu_model() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cases = list(dict.fromkeys(row.case for row in rows))
-    columns = min(3, len(cases))
-    lines = math.ceil(len(cases) / columns)
-    arms = max(len({row.arm for row in rows if row.case == case}) for case in cases)
-    figure, axes = plt.subplots(
-        lines,
-        columns,
-        figsize=(5 * columns, max(3.8, 0.35 * arms) * lines),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis in axes.flat[len(cases) :]:
-        axis.set_axis_off()
-    for axis, case in zip(axes.flat, cases, strict=False):
-        chosen = [row for row in rows if row.case == case]
-        names = list(dict.fromkeys(row.arm for row in chosen))
-        if len({row.size for row in chosen}) == 1:
-            bars = axis.barh(names, [1e3 * row.median for row in chosen])
-            axis.bar_label(bars, fmt="%.3g", padding=2)
-            axis.invert_yaxis()
-            axis.margins(x=0.12)
-            axis.set(xlabel="ms")
-        else:
-            for name in names:
-                line = [row for row in chosen if row.arm == name]
-                sizes = [row.size for row in line]
-                style = {"color": "black", "linestyle": ":"} if name == COPY else {"marker": "o"}
-                axis.plot(sizes, [1e3 * row.median for row in line], label=name, **style)
-                low, high = ([1e3 * getattr(r, q) for r in line] for q in ("p25", "p75"))
-                axis.fill_between(sizes, low, high, alpha=0.2, color=axis.lines[-1].get_color())
-            axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="ms")
-            axis.legend(fontsize="small")
-        axis.set(title=f"{case}, {world_size} ranks")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

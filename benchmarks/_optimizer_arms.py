@@ -257,18 +257,17 @@ class NoSyncArm(FusedArm):
 class Kind:
     make: Callable[[str, dist.ProcessGroup], Arm]
     backend: str
-    what: str
 
 
-ARMS = {
-    "a": Kind(Arm, "gloo", "Gloo DDP + AdamW(fused=True)"),
-    "b": Kind(ZeroArm, "gloo", "Gloo DDP + ZeroRedundancyOptimizer(AdamW, fused=True)"),
-    "c": Kind(Fsdp2Arm, "gloo", "Gloo FSDP2 + AdamW(fused=True)"),
-    "d": Kind(Arm, "fused", "fused DDP + AdamW(fused=True)"),
-    "e": Kind(UnfusedArm, "fused", "reduce-scatter, AdamW on the slice, all-gather"),
-    "f": Kind(FusedArm, "fused", "fusedpg.optim.AdamW, overlap=False"),
-    "g": Kind(OverlapArm, "fused", "fusedpg.optim.AdamW, overlap=True"),
-    "h": Kind(SharedArm, "fused", "f with share_parameters=True"),
-    "m": Kind(ManualArm, "fused", "fusedpg.optim.AdamW without DDP"),
-    NO_SYNC: Kind(NoSyncArm, "fused", "the limit: no_sync() and the fused step alone"),
+ARMS = {  # in words: _words.py
+    "a": Kind(Arm, "gloo"),
+    "b": Kind(ZeroArm, "gloo"),
+    "c": Kind(Fsdp2Arm, "gloo"),
+    "d": Kind(Arm, "fused"),
+    "e": Kind(UnfusedArm, "fused"),
+    "f": Kind(FusedArm, "fused"),
+    "g": Kind(OverlapArm, "fused"),
+    "h": Kind(SharedArm, "fused"),
+    "m": Kind(ManualArm, "fused"),
+    NO_SYNC: Kind(NoSyncArm, "fused"),
 }

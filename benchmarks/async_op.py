@@ -10,9 +10,10 @@ fp32, the same tensors and the same ranks for all ways:
     functional   y = _functional_collectives.all_reduce(x), y.wait(), one element of it is read
     compiled     the same with `y * 0.5` behind it, in a function under torch.compile
 
-The functional ones leave x alone: they include the clone that they reduce. `/ sync` is the time
-over that of a synchronous all_reduce on the fused backend, `x gloo` how many times as fast as the
-same way on Gloo. Gloo has ordinary tensors only: its rows, from one measurement, stand twice.
+The functional ones leave x alone: they include the clone that they reduce. "Communicates nothing"
+is a functional one on torch's "fake" backend: what of it is torch's own. `/ sync` is the time over
+that of a synchronous all_reduce on the fused backend, `x gloo` how many times as fast as the same
+way on Gloo. Gloo has ordinary tensors only: its rows, from one measurement, stand twice.
 
 **overlap**: a 16 MB all_reduce and a matmul of 640 x 640 in three orders: the matmul alone, one
 after the other ("sync + matmul"), and submit, matmul, wait ("overlap"). Where all cores run ranks
@@ -42,6 +43,7 @@ Group = dist.ProcessGroup
 Way = Callable[[Tensor, Group], Tensor]  # to the result of an all_reduce
 K, M = 1 << 10, 1 << 20
 ARENA, ORDINARY, OVERLAP = "arena", "ordinary", "overlap"
+FAKE = "fake functional"
 OVERLAPPED = 16 * M
 MATMUL = 640
 
@@ -125,15 +127,19 @@ def main() -> int:
 
 
 def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    # Its backend is registered where it is imported.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    fake = dist.new_group(backend="fake")
     rows = []
     for size in harness.progress(context, args.sizes, harness.format_size):
-        rows += measure_ways(context, args, size)
+        rows += measure_ways(context, args, size, fake)
     if not args.no_overlap:
         rows += measure_overlap(context, args)
     return rows
 
 
-def measure_ways(context: Context, args: argparse.Namespace, size: int) -> list[Row]:
+def measure_ways(context: Context, args: argparse.Namespace, size: int, fake: Group) -> list[Row]:
     arms: dict[str, Callable[[], object]] = {}
     places: dict[str, tuple[list[str], str]] = {}  # of an arm: its cases, and its name there
     kinds = [ARENA, ORDINARY] if args.tensor == "both" else [args.tensor]
@@ -146,6 +152,10 @@ def measure_ways(context: Context, args: argparse.Namespace, size: int) -> list[
                     places[title] = [ARENA if arena else ORDINARY], way
                 else:
                     places[title] = kinds, f"{backend} {way}"
+    if "functional" in args.ways:
+        x = torch.zeros(size // 4)
+        arms[FAKE] = lambda: functional(x, fake)
+        places[FAKE] = kinds, FAKE
     rows = harness.measure(context, arms, case="", size=size, rounds=args.rounds)
     return [
         dataclasses.replace(row, case=case, arm=places[row.arm][1])
@@ -225,7 +235,14 @@ def measure_overlap(context: Context, args: argparse.Namespace) -> list[Row]:
 
 
 def explain(rows: list[Row]) -> None:
-    """Overlap against one after the other, by backend and kind of tensor."""
+    """What of a functional collective is torch's; overlap against one after the other."""
+    for row in rows:
+        fake = harness.find(rows, row.case, row.size, FAKE)
+        if row.arm == "functional" and fake is not None:
+            print(
+                f"{row.case}, {harness.format_size(row.size)}: of {1e6 * row.median:.0f} us of a "
+                f"functional collective {fake.median / row.median:.0%} are torch's own"
+            )
     times = {row.arm: row.median for row in rows if row.case == OVERLAP}
     for arm, serial in times.items():
         title = arm.removesuffix(" sync + matmul")

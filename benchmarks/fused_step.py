@@ -28,6 +28,7 @@ from torch import Tensor
 
 import _harness as harness
 import _hosts as hosts
+import _plots
 from _harness import COPY, Bar, Context, Row
 
 FUSED, SKIPS = "fused_adamw_", "fused_adamw_ block_skip"
@@ -77,7 +78,8 @@ def main() -> int:
             return 2
     else:
         rows = harness.run(worker, argparse.Namespace(**vars(args), cases=cases))
-    harness.finish(name, rows, args, bars=() if args.hosts else BARS)
+    plot = _plots.save_step_densities if args.hosts else None
+    harness.finish(name, rows, args, bars=() if args.hosts else BARS, plot=plot)
     return 0
 
 

@@ -52,7 +52,9 @@ from torch import Tensor
 
 import _harness as harness
 import _optimizer_arms as arms
+import _plots
 import _step_arms as steps
+import _words as words
 from _competitors import competitors
 from _harness import Bar, Context, Row
 from _optimizer_arms import ARMS, MODELS, NO_SYNC
@@ -114,7 +116,10 @@ def main() -> int:
             rows += harness.run(many_tensors, args)
     if rows:
         name = f"optimizers_busy{args.busy}" if args.busy else "optimizers"
-        harness.finish(name, rows, args, limit=NO_SYNC, bars=bars(args.busy))
+        harness.finish(
+            name, rows, args, limit=NO_SYNC, bars=bars(args.busy),
+            plot=_plots.save_optimizers,
+        )  # fmt: skip
         explain(rows)
     if "memory" in args.parts:
         args.model = args.models[0]
@@ -302,7 +307,7 @@ def print_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
     for column in ("arm", "", "MiB", "/ parameters"):
         table.add_column(column)
     for arm, used in memory.items():
-        table.add_row(arm, ARMS[arm].what, f"{used / 2**20:.0f}", f"{used / size:.2f}")
+        table.add_row(arm, words.arm(arm), f"{used / 2**20:.0f}", f"{used / size:.2f}")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 

@@ -25,9 +25,11 @@ from pathlib import Path
 
 import _harness as harness
 import _hosts as hosts
+import _plots as plots
 import _sparse_arms as sparse
+import _words as words
 from _harness import Bar, Row
-from _sparse_arms import OVERLAPS, SCAN, SKIP, TENSORS, SparseRow
+from _sparse_arms import OVERLAPS, SCAN, TENSORS, SparseRow
 
 DENSITIES = "1,.8,.4,.2,.1,.08,.04,.02,.01"
 ROUNDS, HOST_ROUNDS = 21, 5
@@ -139,44 +141,54 @@ def print_densities(rows: Sequence[Row]) -> None:
 
 
 def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
-    """Times by density, and below them speed-ups over the dense arm with their bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Times by density, and below them how many times as fast as Gloo, with the bound by bytes."""
     tables: dict[str, list[dict[str, SparseRow]]] = {}
     for arms in by_arm(rows):
         first = arms["on"]
-        where = first.case.split(" ", 1)[1]
-        tables.setdefault(f"{harness.format_size(first.size)}, {where}", []).append(arms)
-    figure, axes = plt.subplots(
-        2, len(tables), figsize=(5.5 * len(tables), 7.5), squeeze=False, layout="constrained"
-    )
+        drawn, where = first.case.split(" ", 1)[1].split(", ")
+        where = {"arena": "in the arena", "ordinary": "ordinary memory"}.get(where, where)
+        title = f"{harness.format_size(first.size)}, {where}, {drawn} blocks"
+        tables.setdefault(title, []).append(arms)
+    figure, axes = plots.plt().subplots(
+        2, len(tables), figsize=(max(6.5, 5.5 * len(tables)), 8), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     for column, (title, lines) in enumerate(tables.items()):
         lines = sorted(lines, key=lambda arms: arms["on"].density)
         densities = [100 * arms["on"].density for arms in lines]
         times, gains = axes[0][column], axes[1][column]
+        before = dict.fromkeys(plots.COLOURS, 0)
         for name in lines[0]:
-            style = {"linestyle": ":"} if name in (harness.COPY, SCAN) else {"marker": "o"}
+            kind = words.whose(name)
+            style = {"linestyle": plots.LINES[before[kind]], "color": plots.COLOURS[kind]}
+            if kind == words.LIMIT:
+                style["linestyle"] = plots.LINES[2 + before[kind]]
+            else:
+                style |= {"marker": plots.MARKERS[before[kind]], "markersize": 4.5}
+            before[kind] += 1
             chosen = [arms[name] for arms in lines]
-            times.plot(densities, [1e3 * row.median for row in chosen], label=name, **style)
+            label = words.arm(name)
+            times.plot(densities, [1e3 * row.median for row in chosen], label=label, **style)
             low, high = ([1e3 * getattr(row, q) for row in chosen] for q in ("p25", "p75"))
-            times.fill_between(densities, low, high, alpha=0.2, color=times.lines[-1].get_color())
-            if name in SKIP or name == "gloo":
-                gain = [arms["dense"].median / arms[name].median for arms in lines]
-                gains.plot(densities, gain, color=times.lines[-1].get_color(), **style)
-        bounds = [bound(arms["on"]) for arms in lines]
-        gains.plot(densities, bounds, color="black", linestyle=":", label="bound by bytes")
-        times.set(title=f"{title}, {world_size} ranks", ylabel="ms")
-        gains.set(xlabel="blocks that a rank has, %", ylabel="dense / arm")
+            times.fill_between(densities, low, high, alpha=0.15, color=style["color"], linewidth=0)
+            if kind == words.OURS:
+                gain = [harness.ratio_to_peer(arms[name], arms["gloo"]) for arms in lines]
+                gains.plot(densities, gain, **style)
+        dense = [harness.ratio_to_peer(arms["dense"], arms["gloo"]) for arms in lines]
+        bounds = [ratio * bound(arms["on"]) for ratio, arms in zip(dense, lines)]
+        label = "dense, by the bytes that skipping leaves"
+        gains.plot(densities, bounds, color=plots.COLOURS[words.LIMIT], linestyle=":", label=label)
+        times.set(title=f"all_reduce, {title}", ylabel="ms")
+        gains.set(xlabel="blocks of a rank that are not zero, %", ylabel="times as fast as Gloo")
+        gains.legend(fontsize="small")
         for axis in (times, gains):
             axis.set(xscale="log", yscale="log")
             axis.xaxis.set_major_formatter("{x:g}")
-            axis.legend(fontsize="small")
-            axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.grid(alpha=0.25)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
+    plots.finish(figure, path, plots.note(world_size))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 # CMake's own CUDA language fails the whole configuration where nvcc does not
 # like the machine, and its older versions do not know newer toolkits.
 set(FUSEDPG_CUDA AUTO CACHE STRING
-    "Build the CUDA kernels: AUTO (with the Python module, if nvcc works), ON, OFF")
+    "Build the CUDA kernels: AUTO (for a torch with CUDA, if nvcc works), ON, OFF")
 set(FUSEDPG_CUDA_ARCHITECTURES "" CACHE STRING
     "As CMAKE_CUDA_ARCHITECTURES; empty: what the toolkit knows of 80, 90, 100")
 set(FUSEDPG_NCCL_INCLUDE "" CACHE PATH
@@ -175,9 +175,12 @@ endfunction()
 
 set(cuda_why_not)
 if(NOT FUSEDPG_CUDA)
-  set(cuda_why_not "FUSEDPG_CUDA=${FUSEDPG_CUDA}")
+  set(cuda_why_not "switched off by FUSEDPG_CUDA=${FUSEDPG_CUDA}")
 elseif(FUSEDPG_CUDA STREQUAL "AUTO" AND NOT FUSEDPG_BUILD_PYTHON)
   set(cuda_why_not "no Python module is built")
+elseif(FUSEDPG_CUDA STREQUAL "AUTO" AND NOT FUSEDPG_TORCH_CUDA)
+  # Minutes of compilation for kernels that this torch can never run.
+  set(cuda_why_not "this torch has no CUDA (FUSEDPG_CUDA=ON builds them all the same)")
 elseif(CMAKE_CROSSCOMPILING OR FUSEDPG_SANITIZE)
   set(cuda_why_not "not in cross builds, nor with sanitizers")
 else()
@@ -192,4 +195,7 @@ if(cuda_why_not)
   message(STATUS "CUDA kernels: not built: ${cuda_why_not}")
 else()
   fusedpg_add_cuda()
+  if(FUSEDPG_BUILD_PYTHON AND NOT FUSEDPG_TORCH_CUDA)
+    message(STATUS "CUDA kernels: for tests only, this torch has no CUDA")
+  endif()
 endif()

@@ -13,6 +13,7 @@ if not torch.compiled_with_cxx11_abi():
 
 print(f"FUSEDPG_TORCH_VERSION={torch.__version__.split('+')[0]}")
 print(f"FUSEDPG_TORCH_FULL_VERSION={torch.__version__}")
+print(f"FUSEDPG_TORCH_CUDA={torch.version.cuda or ''}")
 print(f"FUSEDPG_PYTHON_INCLUDE_DIR={sysconfig.get_paths()['include']}")
 print(f"FUSEDPG_PYTHON_SUFFIX={sysconfig.get_config_var('EXT_SUFFIX')}")
 print(f"TORCH_DIR={os.path.dirname(os.path.abspath(torch.__file__))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -12,19 +13,31 @@ import fusedpg
 from fusedpg._registration import load_extension
 
 
+def cuda(info: ModuleType) -> str:
+    """What CUDA tensors need, and which of it is here."""
+    built = Path(__file__).with_name("libfusedpg_cuda.so").exists()
+    why_not = getattr(info, "cuda_why_not", "") or "no libfusedpg_cuda.so"
+    gpus = torch.cuda.device_count() if torch.version.cuda else 0
+    parts = (
+        "kernels built" if built else f"kernels not built: {why_not}",
+        f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch has no CUDA",
+        f"{gpus} GPU{'s' if gpus > 1 else ''} found" if gpus else "no GPU found",
+    )
+    return "; ".join(parts)
+
+
 def main() -> int:
     module = load_extension()
     from fusedpg import _build_info
 
-    kernels = Path(__file__).with_name("libfusedpg_cuda.so")
-    cuda = "kernels on torch's NCCL" if kernels.exists() else "not built (no nvcc was found)"
     rows = {
         "fusedpg": fusedpg.__version__,
         "torch": f"{torch.__version__} (built for {_build_info.torch_full_version})",
         "python": platform.python_version(),
         "compiler": _build_info.cxx_compiler,
         "kernels": module.isa(),
-        "engines": f"cpu: shared memory, gloo between hosts; cuda: {cuda}",
+        "cpu": "shared memory; gloo between hosts",
+        "cuda": cuda(_build_info),
     }
     for name, value in rows.items():
         print(f"{name:10} {value}")

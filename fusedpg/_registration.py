@@ -29,9 +29,8 @@ def check_torch_version(built: str, running: str) -> None:
     if _major_minor(built) != _major_minor(running):
         raise ImportError(
             f"fusedpg was built for torch {built}, but torch {running} is installed. "
-            "Build it again for this torch: "
-            "pip install --no-build-isolation --force-reinstall --no-deps fusedpg "
-            "(or run `pip install --no-build-isolation -e .` in a checkout)."
+            "Build it again for this torch, in a checkout of fusedpg: "
+            "pip install -r requirements/build.txt && pip install --no-build-isolation ."
         )
 
 

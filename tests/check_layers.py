@@ -32,7 +32,7 @@ TORCH_OR_PYTHON = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^(Python|struc
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 CXX_SUFFIXES = {".cpp", ".hpp", ".h", ".cu", ".cuh"}
 SOURCE_SUFFIXES = CXX_SUFFIXES | {".py", ".pyi"}
-SOURCE_FOLDERS = ("csrc", "fusedpg", "tests", "benchmarks", "examples", "cmake", "patches")
+SOURCE_FOLDERS = ("csrc", "fusedpg", "tests", "benchmarks", "examples", "cmake", "patches", "tools")
 
 
 def check_include(room: str, delimiter: str, name: str, csrc: Path) -> str | None:

@@ -35,6 +35,25 @@ def run(program: str, scratch: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
+def test_quickstart() -> None:
+    """As the README says it: the ranks end with the same parameters, and it has learned."""
+    path = EXAMPLES / "quickstart.py"
+    assert len(path.read_text().splitlines()) < 40
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert losses[-1] < 0.1 * losses[0]
+    assert "2 ranks hold the same 1474 parameters" in done.stdout
+
+
 @pytest.mark.parametrize("program", ["char_transformer.py", harness.slow("resnet9.py")])
 def test_learns(program: str, tmp_path: Path) -> None:
     losses = run(program, tmp_path)["losses"]

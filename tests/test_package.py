@@ -7,8 +7,11 @@ import copy
 import ctypes
 import datetime
 import os
+import re
 import shutil
 import subprocess
+import tarfile
+import types
 from pathlib import Path
 
 import pytest
@@ -46,7 +49,11 @@ def test_other_torch_is_refused() -> None:
     assert done.returncode != 0
     assert "ImportError" in done.stderr
     assert "2.3.1" in done.stderr
-    assert "pip install" in done.stderr
+    # The only way to another build is a checkout: no name on a package index is ours.
+    commands = re.findall(r"pip install [^&\n]*", done.stderr)
+    assert commands, done.stderr
+    for command in commands:
+        assert command.split()[-1] in (".", "requirements/build.txt"), command
 
 
 def test_command_line() -> None:
@@ -56,8 +63,67 @@ def test_command_line() -> None:
     assert done.returncode == 0, done.stderr
     assert torch.__version__.split("+")[0] in done.stdout
     assert "shared memory" in done.stdout
-    built = (harness.ROOT / "fusedpg/libfusedpg_cuda.so").exists()
-    assert ("cuda: not built" in done.stdout) != built
+    assert "usable" not in done.stdout
+
+
+def test_command_line_does_not_claim_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, torch and GPU are three questions, and each has an answer of its own."""
+    from fusedpg import __main__ as command_line
+
+    def said(why_not: str, cuda: str | None, gpus: int) -> list[str]:
+        monkeypatch.setattr(command_line.Path, "exists", lambda path: not why_not)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        info = types.ModuleType("_build_info")
+        info.cuda_why_not = why_not  # type: ignore[attr-defined]
+        return command_line.cuda(info).split("; ")
+
+    off = "switched off by FUSEDPG_CUDA=OFF"
+    assert said(off, None, 0) == [f"kernels not built: {off}", "torch has no CUDA", "no GPU found"]
+    assert said("", None, 3) == ["kernels built", "torch has no CUDA", "no GPU found"]
+    assert said("", "13.0", 0) == ["kernels built", "torch built for CUDA 13.0", "no GPU found"]
+    assert said("", "13.0", 1)[-1] == "1 GPU found"
+    assert said("", "13.0", 2)[-1] == "2 GPUs found"
+
+
+CONFIGURE = """
+cmake_minimum_required(VERSION 3.22)
+project(probe LANGUAGES NONE)
+set(FUSEDPG_BUILD_PYTHON ON)
+set(FUSEDPG_MODULE_DIR "${CMAKE_BINARY_DIR}")
+include("%s/cmake/cuda.cmake")
+file(WRITE "${CMAKE_BINARY_DIR}/answer" "${cuda_why_not}")
+"""
+
+
+def why_no_kernels(folder: Path, *arguments: str) -> str:
+    """What CMake says of the CUDA kernels, with an nvcc that always works."""
+    nvcc = folder / "nvcc"
+    nvcc.write_text('#!/bin/sh\necho "release 13.0, V13"\n')
+    nvcc.chmod(0o755)
+    (folder / "CMakeLists.txt").write_text(CONFIGURE % harness.ROOT)
+    command = ["cmake", "-S", str(folder), "-B", str(folder / "build"), "-GNinja"]
+    command += [f"-DCMAKE_CUDA_COMPILER={nvcc}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return (folder / "build/answer").read_text()
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["-DFUSEDPG_TORCH_CUDA="], "this torch has no CUDA"),
+        (["-DFUSEDPG_TORCH_CUDA=13.0"], ""),
+        (["-DFUSEDPG_TORCH_CUDA=", "-DFUSEDPG_CUDA=ON"], ""),
+        (["-DFUSEDPG_TORCH_CUDA=13.0", "-DFUSEDPG_CUDA=OFF"], "switched off by FUSEDPG_CUDA=OFF"),
+    ],
+)
+def test_when_kernels_are_built(tmp_path: Path, arguments: list[str], reason: str) -> None:
+    """Minutes of nvcc only for a torch that has CUDA, or on demand."""
+    said = why_no_kernels(tmp_path, *arguments)
+    assert reason in said
+    assert bool(reason) == bool(said)
 
 
 def test_options_are_values() -> None:
@@ -175,8 +241,12 @@ def test_other_devices_are_refused(pair: harness.Workers) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc, so no CUDA kernels")
 def test_cuda_library() -> None:
-    """Where nvcc is, the kernels are built; the table works without a GPU."""
+    """`make build` compiles the kernels where nvcc is; the table works without a GPU."""
+    from fusedpg import _build_info
+
     library = Path(harness.ROOT / "fusedpg" / "libfusedpg_cuda.so")
+    if not library.exists() and "switched off" in _build_info.cuda_why_not:
+        pytest.skip(_build_info.cuda_why_not)
     assert library.exists(), "see what CMake says of CUDA"
     needed = subprocess.run(
         ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
@@ -199,3 +269,54 @@ def test_cuda_library() -> None:
     assert head.version == 1
     assert head.bytes % 8 == 0
     assert head.direct_nccl_version >= 22800, "the direct path is missing"
+
+
+def tracked() -> set[str]:
+    done = subprocess.run(["git", "ls-files"], cwd=harness.ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return set(done.stdout.split("\n")) - {""}
+
+
+def build_hook(folder: Path, call: str) -> None:
+    """A hook of the build backend, as pip and `build` call it: in a process of its own."""
+    program = f"from setuptools import build_meta as hooks; hooks.{call}"
+    done = subprocess.run(
+        harness.python("-c", program), cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_sdist_is_complete(tmp_path: Path) -> None:
+    """Who has the sdist can build, test and benchmark: it holds what git tracks, and no more."""
+    files = tracked()
+    # A copy: in the checkout setuptools would add what an earlier sdist listed.
+    for name in files:
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(harness.ROOT / name, tmp_path / "copy" / name)
+    build_hook(tmp_path / "copy", f"build_sdist({str(tmp_path)!r})")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    # No torch in its name or metadata: sources do with any.
+    assert re.fullmatch(r"fusedpg-[0-9.]+", archive.name.removesuffix(".tar.gz")), archive.name
+    with tarfile.open(archive) as opened:
+        members = {m.name.partition("/")[2] for m in opened.getmembers() if m.isfile()}
+        info = opened.extractfile(f"{archive.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert info is not None
+        assert "Requires-Dist: torch>=2.11\n" in info.read().decode()
+    ours = {name for name in files if not name.startswith(".git")}
+    made = {name for name in members if name.startswith("fusedpg.egg-info/")}
+    assert ours - members == set()
+    assert members - made - files - {"PKG-INFO", "setup.cfg"} == set()
+
+
+def test_wheel_names_its_torch(tmp_path: Path) -> None:
+    """A build runs with one minor release of torch: pip must not put it beside another."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    build_hook(harness.ROOT, f"prepare_metadata_for_build_wheel({str(tmp_path)!r})")
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    lines = metadata.read_text().splitlines()
+    assert any(
+        line.startswith("Version: ") and line.endswith(f"+pt{major}{minor}") for line in lines
+    )
+    (wanted,) = re.findall(r"^Requires-Dist: torch([<>].*)$", metadata.read_text(), re.MULTILINE)
+    assert set(wanted.split(",")) == {f">={major}.{minor}", f"<{major}.{minor + 1}"}

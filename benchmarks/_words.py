@@ -1,0 +1,105 @@
+"""What the arms and cases of the benchmarks are called in tables and plots, and whose they are.
+
+Short names stay the keys of command lines and results.
+"""
+
+from __future__ import annotations
+
+OURS, PEER, LIMIT = "ours", "peer", "limit"
+
+ARMS = {
+    "copy": "copy of the same bytes by all ranks",
+    "gloo": "Gloo",
+    "deepspeed": "DeepSpeed SHM",
+    "open mpi": "Open MPI",
+    # collectives
+    "fused": "fused",
+    "fused arena": "fused, tensors in the arena",
+    "fused ordinary": "fused, ordinary tensors",
+    # ddp
+    "no_comm": "DDP that communicates nothing",
+    "no_sync": "no DDP work at all (no_sync)",
+    # steps
+    "gloo all_reduce + AdamW": "Gloo all_reduce + AdamW(fused=True)",
+    "deepspeed all_reduce + AdamW": "DeepSpeed SHM all_reduce + AdamW(fused=True)",
+    "fused all_reduce + AdamW": "fused all_reduce + AdamW(fused=True)",
+    "fused_adamw_ block_skip": "fused_adamw_(block_skip=True)",
+    "fused_adamw_, shared parameters": "fused_adamw_, parameters shared",
+    "reduce_shards, fused step (f)": "the same in two halves (overlap=False)",
+    "reduce_scatter, AdamW, all_gather (e)": "fused reduce_scatter, AdamW, all_gather",
+    "gloo all_reduce + LAMB": "Gloo all_reduce + LAMB of torch operations",
+    # training
+    "a": "Gloo: DDP + AdamW(fused=True)",
+    "b": "Gloo: DDP + ZeroRedundancyOptimizer",
+    "c": "Gloo: FSDP2 + AdamW(fused=True)",
+    "d": "fused: unchanged DDP + AdamW(fused=True)",
+    "e": "fused: the same, state sharded, unfused",
+    "f": "fusedpg.optim.AdamW",
+    "g": "fusedpg.optim.AdamW(overlap=True)",
+    "h": "fusedpg.optim.AdamW(share_parameters=True)",
+    "m": "fusedpg.optim.AdamW without DDP",
+    "best of f, g": "fusedpg.optim.AdamW in its faster mode",
+    "no_sync + step": "no synchronisation, then the fused step",
+    # async_op
+    "sync": "fused, synchronous",
+    "async": "fused, async_op=True and wait()",
+    "functional": "fused, functional collective",
+    "compiled": "fused, functional under torch.compile",
+    "gloo sync": "Gloo, synchronous",
+    "gloo async": "Gloo, async_op=True and wait()",
+    "gloo functional": "Gloo, functional collective",
+    "gloo compiled": "Gloo, functional under torch.compile",
+    "fake functional": "a functional collective that communicates nothing",
+    "matmul alone": "the matmul alone",
+    "fused arena sync + matmul": "fused, arena: one after the other",
+    "fused arena overlap": "fused, arena: submit, matmul, wait",
+    "fused ordinary sync + matmul": "fused, ordinary: one after the other",
+    "fused ordinary overlap": "fused, ordinary: submit, matmul, wait",
+    "gloo sync + matmul": "Gloo: one after the other",
+    "gloo overlap": "Gloo: submit, matmul, wait",
+    # sparse
+    "dense": "fused, dense",
+    "auto": 'fused, block_skip="auto"',
+    "on": 'fused, block_skip="on"',
+    "scan": "looking for zeros alone",
+    # tensor_parallel
+    "fused by hand": "fused, by hand: no DTensor",
+    "no communication": "DTensor that communicates nothing",
+    "shards alone": "the arithmetic alone",
+}
+CASES = {
+    "mlp": "MLP, 25 M parameters, batch 4",
+    "transformer": "transformer, 10 M parameters",
+    "cnn": "CNN, bound by its arithmetic",
+    "small": "1,000 parameters of 64 elements",
+    "adamw step": "AdamW step",
+    "lamb step": "LAMB step",
+    "arena": "all_reduce in the arena",
+    "ordinary": "all_reduce in ordinary memory",
+    "overlap": "16 MB all_reduce beside a matmul",
+    "decode": "decoding one token",
+}
+LIMITS = ("copy", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
+LIMITS += ("no communication", "shards alone", "fake functional")
+PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
+
+
+def arm(name: str) -> str:
+    return ARMS.get(name, name)
+
+
+def case(name: str) -> str:
+    """Also of "adamw step, 10%": with what follows the case; and of densities, as "1% random"."""
+    head, comma, rest = name.partition(", ")
+    if head.endswith("% random"):
+        return f"all_reduce, {head.removesuffix(' random')} of the blocks{comma}{rest}"
+    return CASES.get(name) or CASES.get(head, head) + comma + rest
+
+
+def whose(name: str) -> str:
+    """OURS, PEER or LIMIT."""
+    if name in LIMITS:
+        return LIMIT
+    if name in PEERS or name.startswith(("gloo", "deepspeed")):
+        return PEER
+    return OURS

@@ -1,0 +1,306 @@
+"""Draws the plots again and writes the tables of the documents, from saved results alone.
+
+    python benchmarks/report.py                                   # all of it (make figures)
+    python benchmarks/report.py benchmarks/results/ddp_p2.json    # this plot only
+
+Nothing is measured. A table stands in README.md or docs/benchmarks.md between `<!-- table:NAME -->`
+and `<!-- /table -->`; NAME is one of the functions in TABLES below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import _harness as harness
+import _plots as plots
+import _words as words
+import sparse
+from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
+from _sparse_arms import SparseRow
+
+ROOT = RESULTS.parent.parent
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+README_PLOT = RESULTS / "readme.png"
+K, M = 1 << 10, 1 << 20
+SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
+Lines = Iterable[Sequence[str]]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A saved report, with its rows as such."""
+    report: dict[str, Any] = json.loads(path.read_text())
+    report["rows"] = [SparseRow(**r) if "density" in r else Row(**r) for r in report["rows"]]
+    return report
+
+
+def rows_of(name: str) -> list[Row]:
+    rows: list[Row] = load(RESULTS / f"{name}.json")["rows"]
+    return rows
+
+
+def get(rows: Sequence[Row], case: str, size: int, arm: str) -> Row:
+    row = find(rows, case, size, arm)
+    assert row is not None, (case, size, arm)
+    return row
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables
+
+
+def markdown(head: Sequence[str], lines: Lines) -> str:
+    table = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in table)
+
+
+def ms(row: Row) -> str:
+    value = 1e3 * plots.typical(row)
+    if value < 0.1:
+        return f"{value:.4f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 20 else f"{value:.0f}"
+
+
+def with_ratio(row: Row, peer: Row) -> str:
+    return f"{ms(row)} ({ratio_to_peer(row, peer):.1f}x)"
+
+
+def all_reduce() -> str:
+    rows = rows_of("collectives_p2")
+    arms = ("fused arena", "fused ordinary", "deepspeed")
+
+    def line(size: int) -> list[str]:
+        gloo, copy = (get(rows, "all_reduce", size, arm) for arm in ("gloo", COPY))
+        cells = [with_ratio(get(rows, "all_reduce", size, arm), gloo) for arm in arms]
+        return [format_size(size), *cells, ms(gloo), ms(copy)]
+
+    head = ["size", *(words.arm(arm) for arm in arms), "Gloo", "copy of the same bytes"]
+    return markdown(head, map(line, SIZES))
+
+
+def collectives(world_size: int) -> str:
+    rows = rows_of(f"collectives_p{world_size}")
+
+    def cell(op: str, size: int) -> str:
+        gloo = get(rows, op, size, "gloo")
+        return " / ".join(
+            f"{ratio_to_peer(get(rows, op, size, arm), gloo):.1f}"
+            for arm in ("fused arena", "fused ordinary")
+        )
+
+    ops = dict.fromkeys(row.case for row in rows)
+    head = ["", *map(format_size, SIZES)]
+    return markdown(head, ([f"`{op}`", *(cell(op, size) for size in SIZES)] for op in ops))
+
+
+def fused_step() -> str:
+    lines = []
+    for world_size in (2, 4):
+        rows = rows_of(f"fused_step_p{world_size}")
+        for size in (64 * K, M, 16 * M, 100 * M):
+            gloo, unfused, fused, copy = (
+                get(rows, "adamw step", size, arm)
+                for arm in (
+                    "gloo all_reduce + AdamW", "fused all_reduce + AdamW", "fused_adamw_", COPY
+                )
+            )  # fmt: skip
+            cells = [ms(gloo), with_ratio(unfused, gloo), with_ratio(fused, gloo), ms(copy)]
+            lines.append([str(world_size), format_size(size), *cells])
+    head = ["ranks", "parameters", "Gloo `all_reduce` + `AdamW(fused=True)`"]
+    head += ["the same on `fused`", "`fused_adamw_`", "copy of the same bytes"]
+    return markdown(head, lines)
+
+
+def by_case(rows: Sequence[Row], peer: str) -> str:
+    """Arms down, cases across."""
+    rows = [row for row in rows if row.arm != plots.REPEATED]
+    cases = list(dict.fromkeys((row.case, row.size) for row in rows))
+
+    def cell(case: tuple[str, int], arm: str) -> str:
+        row, gloo = (find(rows, *case, name) for name in (arm, peer))
+        if row is None or gloo is None:
+            return ""
+        return ms(row) if row is gloo else f"{ms(row)} ({ratio_to_peer(row, gloo):.2f}x)"
+
+    arms = dict.fromkeys(row.arm for row in rows)
+    head = ["ms", *(words.case(case) for case, _ in cases)]
+    return markdown(head, ([words.arm(arm), *(cell(case, arm) for case in cases)] for arm in arms))
+
+
+def training() -> str:
+    models = ("mlp", "transformer", "cnn", "small")
+    return by_case([row for row in rows_of("optimizers_p2") if row.case in models], "a")
+
+
+def memory() -> str:
+    rows = rows_of("optimizers_memory_p2")
+    lines = ([words.arm(row.arm), f"{row.median / M:.0f}"] for row in rows)
+    return markdown(["MLP, 25 M parameters", "MiB a rank"], lines)
+
+
+def one_step() -> str:
+    tables = {2: rows_of("optimizers_p2"), 4: rows_of("optimizers_step_p4")}
+    arms = {"adamw step": "gloo all_reduce + AdamW", "lamb step": "gloo all_reduce + LAMB"}
+    lines = []
+    for case, peer in arms.items():
+        for row in tables[2]:
+            if row.case != case or (row.arm == COPY and case != "adamw step"):
+                continue
+            cells = []
+            for rows in tables.values():
+                same, gloo = (find(rows, case, row.size, arm) for arm in (row.arm, peer))
+                assert gloo is not None
+                cells.append("" if same is None else ms(same))
+                if same is not None and same is not gloo and row.arm != COPY:
+                    cells[-1] = with_ratio(same, gloo)
+            lines.append([words.arm(row.arm), *cells])
+    return markdown(["ms", *(f"{p} ranks" for p in tables)], lines)
+
+
+def asynchronous() -> str:
+    rows = rows_of("async_op_p2")
+    ways = {"sync": "synchronous", "async": "`async_op=True` and `wait()`"}
+    ways["functional"] = "functional collective"
+    lines = []
+    for way, title in ways.items():
+        for case in ("arena", "ordinary"):
+            cells = []
+            for size in (4 * K, 64 * K, M, 16 * M):
+                row, gloo = (get(rows, case, size, arm) for arm in (way, f"gloo {way}"))
+                cells.append(with_ratio(row, gloo))
+            lines.append([title, case, *cells])
+    return markdown(["", "tensors", *map(format_size, (4 * K, 64 * K, M, 16 * M))], lines)
+
+
+def missed() -> str:
+    """Targets that the saved results do not meet."""
+    steps = importlib.import_module("_step_arms").bars()
+    bars = {
+        "collectives_p2": importlib.import_module("collectives").BARS,
+        "collectives_p4": importlib.import_module("collectives").BARS,
+        "fused_step_p2": importlib.import_module("fused_step").BARS,
+        "fused_step_p4": importlib.import_module("fused_step").BARS,
+        "ddp_p2": importlib.import_module("ddp").bars(),
+        "optimizers_p2": importlib.import_module("optimizers").bars(0),
+        "optimizers_step_p1": steps,
+        "optimizers_step_p4": steps,
+        "async_op_p2": importlib.import_module("async_op").BARS,
+        "tensor_parallel_p2": importlib.import_module("tensor_parallel").BARS,
+        "sparse_p2": sparse.BARS,
+        "sparse_hosts_1gbit_p2": sparse.BARS,
+    }
+    lines = []
+    met = 0
+    for name, promised in bars.items():
+        report = load(RESULTS / f"{name}.json")
+        for bar in promised:
+            row, peer = (find(report["rows"], bar.case, bar.size, a) for a in (bar.arm, bar.peer))
+            if bar.world_size != report["world_size"] or row is None or peer is None:
+                continue
+            measured, good = harness.judge(bar, row, peer)
+            met += good
+            if not good:
+                wanted = f">= {bar.at_least:g}x" if bar.at_least else f"<= {bar.at_most:g}x"
+                ranks = f"{bar.world_size} rank" + ("s" if bar.world_size > 1 else "")
+                what = f"{words.case(bar.case)}, {format_size(bar.size)}, {ranks}"
+                against = f"{words.arm(bar.arm)}, against {words.arm(bar.peer)}"
+                lines.append([what, against, wanted, f"{measured:.2f}x"])
+    table = markdown(["", "", "wanted", "measured"], lines)
+    return f"{met} of {met + len(lines)} targets are met; these are not:\n\n{table}"
+
+
+def readme() -> str:
+    """The one table of the README: what is usual now, what is ours, what bounds it."""
+    collectives, steps = rows_of("collectives_p2"), rows_of("fused_step_p2")
+    lines = []
+    for size in (4 * K, 64 * K, M, 100 * M):
+        gloo, deepspeed, fused, copy = (
+            get(collectives, "all_reduce", size, arm)
+            for arm in ("gloo", "deepspeed", "fused arena", COPY)
+        )
+        cells = [ms(gloo), with_ratio(deepspeed, gloo), f"**{with_ratio(fused, gloo)}**", ms(copy)]
+        lines.append([f"`all_reduce`, {format_size(size)}", *cells])
+    for size in (64 * K, M, 100 * M):
+        gloo, fused, copy = (
+            get(steps, "adamw step", size, arm)
+            for arm in ("gloo all_reduce + AdamW", "fused_adamw_", COPY)
+        )
+        cells = [ms(gloo), "", f"**{with_ratio(fused, gloo)}**", ms(copy)]
+        lines.append([f"AdamW step, {format_size(size)}", *cells])
+    return markdown(
+        ["ms, 2 ranks", "Gloo", "DeepSpeed SHM", "fused, in the arena", "copy of the bytes"], lines
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "all_reduce": all_reduce,
+    "collectives_p2": lambda: collectives(2),
+    "collectives_p4": lambda: collectives(4),
+    "fused_step": fused_step,
+    "ddp": lambda: by_case(rows_of("ddp_p2"), "gloo"),
+    "training": training,
+    "memory": memory,
+    "one_step": one_step,
+    "asynchronous": asynchronous,
+    "missed": missed,
+    "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
+}
+TABLE = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def rewritten(text: str) -> str:
+    """A document with the tables of the saved results."""
+    return TABLE.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n\n{m[3]}", text)
+
+
+# ---------------------------------------------------------------------------------------------
+# Plots
+
+
+def draw(path: Path) -> None:
+    report = load(path)
+    if report["unit"] != "seconds":
+        return
+    name, rows, world_size = path.stem, report["rows"], report["world_size"]
+    save = plots.save_plot
+    if name.startswith("sparse"):
+        save = sparse.save_plot
+    elif name.startswith("optimizers"):
+        save = plots.save_optimizers
+    elif name.startswith("fused_step_hosts"):
+        save = plots.save_step_densities
+    save(path.with_suffix(".png"), rows, world_size)
+
+
+def draw_readme() -> None:
+    """The one plot of the README: a step on unchanged code, on a changed line, and the limit."""
+    rows = [row for row in rows_of("optimizers_p2") if row.case == "mlp" and row.arm != "e"]
+    title = f"Training step of an {words.case('mlp')}"
+    plots.save_bars(README_PLOT, rows, 2, title=lambda row: title)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files; default: all")
+    args = parser.parse_args()
+    for path in args.results or sorted(RESULTS.glob("*.json")):
+        draw(path.resolve())
+    if not args.results:
+        draw_readme()
+        for name in DOCUMENTS:
+            path = ROOT / name
+            path.write_text(rewritten(path.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
