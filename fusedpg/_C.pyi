@@ -5,6 +5,8 @@ from typing import Any, Literal
 import torch
 from torch._C._distributed_c10d import Backend, ReduceOp, Store, Work
 
+from fusedpg._types import GroupInfo, OpStats
+
 torch_version: str
 version: str
 
@@ -70,14 +72,14 @@ class ProcessGroupFused(Backend):
         self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device = ...
     ) -> torch.Tensor: ...
     def in_arena(self, tensor: torch.Tensor) -> bool: ...
-    def info(self) -> dict[str, Any]: ...
-    def stats(self) -> dict[str, dict[str, Any]]: ...
+    def info(self) -> GroupInfo: ...
+    def stats(self) -> dict[str, OpStats]: ...
     def reset_stats(self) -> None: ...
     def sparse_all_reduce(
         self,
         tensor: torch.Tensor,
         op: ReduceOp | ReduceOp.RedOpType,
-        block_size: int,
+        block_size: int | None,
         threshold: float,
         residual: torch.Tensor | None,
         async_op: bool,

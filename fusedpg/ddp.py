@@ -78,10 +78,10 @@ def block_sparse_hook(
     residual = state.residual(bucket) if state.threshold > 0 else None
     work = sparse_all_reduce(
         buffer,
-        state.block_size,
-        state.threshold / size,
         group=state.group,
         async_op=True,
+        block_size=state.block_size,
+        threshold=state.threshold / size,
         residual=residual,
     )
     future = cast("Any", work).get_future()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._registration import BACKEND, load_extension
+from fusedpg._types import GroupInfo, OpStats
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -80,7 +81,7 @@ def in_arena(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bo
     return bool(_backend(group).in_arena(tensor))
 
 
-def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
     """Facts about a group on this rank.
 
     Keys: ``engine`` ("shm" or "gloo"), ``world_size``, ``local_world_size``, ``threads``, ``isa``,
@@ -88,10 +89,10 @@ def group_info(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     ``state`` ("ok" or "failed"); once a fused operation has run on a GPU also ``nccl_version`` and
     ``cuda_path`` ("stock", "ring", "direct" or "direct_skip") of the latest one.
     """
-    return cast("dict[str, Any]", _backend(group).info())
+    return cast("GroupInfo", _backend(group).info())
 
 
-def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dict[str, Any]:
+def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dict[str, OpStats]:
     """What this rank's reductions have cost since the group began, or since the last reset.
 
     Returns:
@@ -104,7 +105,7 @@ def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dic
         ``union_density`` as shares of ``blocks`` (None without).
     """
     backend = _backend(group)
-    result = cast("dict[str, Any]", backend.stats())
+    result = cast("dict[str, OpStats]", backend.stats())
     if reset:
         backend.reset_stats()
     return result
@@ -112,12 +113,12 @@ def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dic
 
 def sparse_all_reduce(
     tensor: torch.Tensor,
-    block_size: int = 256,
-    threshold: float = 0.0,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    block_size: int | None = None,
+    threshold: float = 0.0,
     residual: torch.Tensor | None = None,
 ) -> dist.Work | None:
     """``dist.all_reduce`` that moves only the blocks in which some element is not zero.
@@ -131,16 +132,17 @@ def sparse_all_reduce(
     Args:
         tensor: dense, on a GPU also dense in memory; float64, float32, bfloat16, float16, int64
             or int32.
-        block_size: elements of a block, 32 to 65536. The same on all ranks.
+        op: SUM or AVG.
+        group: a group of the fused backend; default: the default group.
+        async_op: return a Work to wait for; arguments must stay untouched until then.
+        block_size: elements of a block, 32 to 65536; None: the group's option. The same on all
+            ranks.
         threshold: blocks without an element of a larger magnitude are not sent, but kept in
             ``residual``; 0 sends all that is not zero.
-        op: SUM or AVG.
         residual: with ``threshold``, a contiguous tensor of as many elements and the same dtype,
             zeros at first, which belongs to this rank and this call site. It is added to
             ``tensor`` before, and receives what was not sent (error feedback), so that nothing is
             lost: sent + residual == tensor + old residual, bit for bit (but for -0.0).
-        group: a group of the fused backend; default: the default group.
-        async_op: return a Work to wait for; arguments must stay untouched until then.
 
     Raises:
         ValueError: for arguments this rank can check alone.
@@ -201,45 +203,71 @@ def _documented(text: str) -> Callable[[_F], _F]:
     return set_doc
 
 
-def _check(op: str, params: Sequence[torch.Tensor], reduce: str) -> None:
-    if not params:
-        raise ValueError(f"{op}: params is empty")
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f'{op}: reduce must be "mean" or "sum", got {reduce!r}')
+# What is a hyperparameter of a step, by the names of the operators; torch's, but for those of LAMB.
+_ADAM_HYPERS = ("lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")
+_HYPERS = {
+    "fused_sgd_": (
+        "weight_decay",
+        "momentum",
+        "lr",
+        "dampening",
+        "nesterov",
+        "maximize",
+        "is_first_step",
+    ),
+    "fused_adam_": _ADAM_HYPERS,
+    "fused_adamw_": _ADAM_HYPERS,
+    "fused_lamb_": (
+        "lr",
+        "beta1",
+        "beta2",
+        "weight_decay",
+        "eps",
+        "trust_clip",
+        "always_adapt",
+        "maximize",
+    ),
+}
+_COMMON = ("grad_scale", "found_inf", "reduce", "weight", "block_skip")
 
 
 def _step(
-    op: str,
-    states: Sequence[Sequence[torch.Tensor]],
-    state_steps: Sequence[torch.Tensor],
-    hyper: dict[str, Any],
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    common: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    async_op: bool,
+    op: str, lists: Sequence[Sequence[torch.Tensor]], arguments: dict[str, Any]
 ) -> dist.Work | None:
-    """The forms that torch's dispatcher has no type for."""
-    common = dict(common)
-    mean = common.pop("reduce") == "mean"
+    """The operator ``op``, or where there is a Work, for which operators have no type, the method
+    behind it.
+
+    Args:
+        lists: params, grads, the states, and but for SGD the counters.
+        arguments: the caller's, by name.
+    """
+    if not arguments["params"]:
+        raise ValueError(f"{op}: params is empty")
+    reduce = arguments["reduce"]
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f'{op}: reduce must be "mean" or "sum", got {reduce!r}')
+    group = arguments["group"]
+    hyper = {name: arguments[name] for name in _HYPERS[op]}
+    common = {name: arguments[name] for name in _COMMON if name in arguments}
+    common["master_params"] = list(arguments["master_params"])
+    lists = [list(one) for one in lists]
+    module = load_extension()
+    if not arguments["async_op"]:
+        packet = getattr(torch.ops.fusedpg, op)
+        operator = packet.tensor_lr if isinstance(hyper["lr"], torch.Tensor) else packet.default
+        operator(*lists, group_name=_group_name(group), **hyper, **common)
+        return None
+    params, grads, *states = lists
+    steps = [] if op == "fused_sgd_" else states.pop()
+    if op == "fused_sgd_":
+        hyper["first_step"] = hyper.pop("is_first_step")
+    elif op != "fused_lamb_":
+        hyper["decoupled"] = op == "fused_adamw_"
+    common["mean"] = common.pop("reduce") == "mean"
     work = _backend(group).fused_step_(
-        op,
-        list(params),
-        list(grads),
-        [list(state) for state in states],
-        list(state_steps),
-        [load_extension().Hyper(**hyper)],
-        mean=mean,
-        async_op=async_op,
-        **common,
+        op, params, grads, states, steps, [module.Hyper(**hyper)], async_op=True, **common
     )
     return cast("dist.Work | None", work)
-
-
-def _operator(op: str, lr: float | torch.Tensor) -> Any:
-    load_extension()
-    packet = getattr(torch.ops.fusedpg, op)
-    return packet.tensor_lr if isinstance(lr, torch.Tensor) else packet.default
 
 
 @_documented(
@@ -274,58 +302,8 @@ def fused_sgd_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    _check("fused_sgd_", params, reduce)
-    hyper = {
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "lr": lr,
-        "dampening": dampening,
-        "nesterov": nesterov,
-        "maximize": maximize,
-    }
-    common = {
-        "master_params": list(master_params),
-        "grad_scale": grad_scale,
-        "found_inf": found_inf,
-        "reduce": reduce,
-        "weight": weight,
-    }
-    if async_op or block_skip:
-        hyper["first_step"] = is_first_step
-        common["block_skip"] = block_skip
-        states = [momentum_buffer_list]
-        return _step("fused_sgd_", states, [], hyper, params, grads, common, group, async_op)
-    _operator("fused_sgd_", lr)(
-        list(params),
-        list(grads),
-        list(momentum_buffer_list),
-        is_first_step=is_first_step,
-        group_name=_group_name(group),
-        **hyper,
-        **common,
-    )
-    return None
-
-
-def _adam(
-    op: str,
-    lists: Sequence[Sequence[torch.Tensor]],
-    hyper: dict[str, Any],
-    common: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    async_op: bool,
-) -> dist.Work | None:
-    _check(op, lists[0], common["reduce"])
-    common["master_params"] = list(common["master_params"])
-    if async_op or common.get("block_skip"):
-        params, grads, *states, steps = lists
-        hyper["decoupled"] = op == "fused_adamw_"
-        return _step(op, states, steps, hyper, params, grads, common, group, async_op)
-    common.pop("block_skip", None)
-    _operator(op, hyper["lr"])(
-        *[list(one) for one in lists], group_name=_group_name(group), **hyper, **common
-    )
-    return None
+    lists = [params, grads, momentum_buffer_list]
+    return _step("fused_sgd_", lists, locals())
 
 
 _ADAM = """
@@ -369,29 +347,8 @@ def fused_adam_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    return _adam(
-        "fused_adam_",
-        [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps],
-        {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        },
-        {
-            "master_params": master_params,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "reduce": reduce,
-            "weight": weight,
-            "block_skip": block_skip,
-        },
-        group,
-        async_op,
-    )
+    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps]
+    return _step("fused_adam_", lists, locals())
 
 
 @_documented(
@@ -426,29 +383,8 @@ def fused_adamw_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    return _adam(
-        "fused_adamw_",
-        [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps],
-        {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        },
-        {
-            "master_params": master_params,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "reduce": reduce,
-            "weight": weight,
-            "block_skip": block_skip,
-        },
-        group,
-        async_op,
-    )
+    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps]
+    return _step("fused_adamw_", lists, locals())
 
 
 @_documented(
@@ -493,26 +429,5 @@ def fused_lamb_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    return _adam(
-        "fused_lamb_",
-        [params, grads, exp_avgs, exp_avg_sqs, state_steps],
-        {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-            "maximize": maximize,
-        },
-        {
-            "master_params": master_params,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "reduce": reduce,
-            "weight": weight,
-        },
-        group,
-        async_op,
-    )
+    lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
+    return _step("fused_lamb_", lists, locals())

@@ -283,6 +283,9 @@ void bind_group(py::module_& m) {
             const py::gil_scoped_release no_gil;
             return group.empty(sizes, dtype, device, lives_long);
           },
+          "An uninitialised tensor in the group's arena: see fusedpg.empty. "
+          "With "
+          "lives_long its memory goes back to the system when it is freed.",
           py::arg("sizes"),
           py::arg("dtype"),
           py::arg("device") = at::Device(at::kCPU),
@@ -291,9 +294,10 @@ void bind_group(py::module_& m) {
       .def(
           "in_arena",
           &ProcessGroupFused::in_arena,
+          "Whether the tensor's storage lies in the group's arena.",
           py::arg("tensor"),
           py::call_guard<py::gil_scoped_release>())
-      .def("info", &info_dict)
+      .def("info", &info_dict, "Facts about the group: see fusedpg.group_info.")
       .def(
           "stats",
           [](ProcessGroupFused& group) {
@@ -303,25 +307,32 @@ void bind_group(py::module_& m) {
               stats = &group.stats();
             }
             return stats_dict(*stats);
-          })
+          },
+          "What operations have cost: see fusedpg.stats.")
       .def(
           "reset_stats",
           &ProcessGroupFused::reset_stats,
+          "Begins to count anew.",
           py::call_guard<py::gil_scoped_release>())
       .def(
           "sparse_all_reduce",
           [](ProcessGroupFused& group,
              const at::Tensor& tensor,
              const c10d::ReduceOp& op,
-             int64_t block_size,
+             std::optional<int64_t> block_size,
              double threshold,
              std::optional<at::Tensor> residual,
              bool async_op) {
             return group.sparse_all_reduce(
                 tensor,
-                {op, block_size, threshold, std::move(residual)},
+                {op,
+                 block_size.value_or(group.block_size()),
+                 threshold,
+                 std::move(residual)},
                 async_op);
           },
+          "all_reduce that moves only blocks that are not zero: see "
+          "fusedpg.sparse_all_reduce.",
           py::arg("tensor"),
           py::arg("op"),
           py::arg("block_size"),
@@ -337,11 +348,16 @@ void bind_group(py::module_& m) {
             const py::gil_scoped_release no_gil;
             return group.empty_shared(sizes, dtype);
           },
+          "Collective: a tensor of which the ranks of the machine hold one "
+          "copy.",
           py::arg("sizes"),
           py::arg("dtype"))
       .def(
           "fused_step_",
           &fused_step_,
+          "One optimizer step as one collective, with a Hyper for each "
+          "parameter "
+          "group: see fusedpg.fused_adamw_.",
           py::arg("op"),
           py::arg("params"),
           py::arg("grads"),
@@ -377,6 +393,8 @@ void bind_group(py::module_& m) {
                  {mean, weight, std::move(used)}},
                 async_op);
           },
+          "Reduces each gradient to its owners: the slice of the output that "
+          "shard_range gives this rank holds the sum or mean, the rest stays.",
           py::arg("grads"),
           py::arg("outputs") = std::vector<at::Tensor>(),
           py::kw_only(),
@@ -414,6 +432,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "shard_range",
       &shard_range_tuple,
+      "(offset, length) of the elements that a rank owns: see "
+      "fusedpg.shard_range.",
       py::arg("numel"),
       py::arg("world_size"),
       py::arg("rank"));
@@ -433,10 +453,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reinterpret_cast<uint64_t*>(bits.data_ptr<int64_t>()));
         return bits;
       },
+      "One bit for each block of a contiguous tensor, in int64 words: whether "
+      "any "
+      "of its bits is set.",
       py::arg("tensor"),
       py::arg("block_size"),
       py::call_guard<py::gil_scoped_release>());
-  m.def("isa", [] { return std::string(kernels::table()->name); });
+  m.def(
+      "isa",
+      [] { return std::string(kernels::table()->name); },
+      "The instruction set of the kernels that run by default.");
   m.def("_set_delegate_factory", &set_python_factory);
   m.def(
       "_shutdown_all_groups",

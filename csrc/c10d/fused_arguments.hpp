@@ -59,7 +59,7 @@ struct ShardsArguments {
 // One call of sparse_all_reduce; see collectives/sparse_all_reduce.hpp.
 struct SparseArguments {
   c10d::ReduceOp op;
-  int64_t block_size;
+  int64_t block_size; // elements
   double threshold;
   std::optional<at::Tensor> residual;
 };

@@ -37,6 +37,7 @@ struct Common {
   const OptionalTensor& found_inf;
   c10::string_view reduce;
   std::optional<double> weight;
+  bool block_skip = false;
 };
 
 StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
@@ -55,6 +56,7 @@ StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
   a.hypers = {std::move(hyper)};
   a.reduction.mean = c.reduce == "mean";
   a.reduction.weight = c.weight;
+  a.block_skip = c.block_skip;
   a.grad_scale = c.grad_scale;
   a.found_inf = c.found_inf;
   return a;
@@ -85,6 +87,7 @@ void sgd(
     const OptionalTensor& found_inf,
     c10::string_view reduce,
     std::optional<double> weight,
+    bool block_skip,
     c10::string_view group_name) {
   HyperArguments h{Lr(lr), {}};
   h.rest.weight_decay = weight_decay;
@@ -95,7 +98,14 @@ void sgd(
   h.rest.first_step = is_first_step;
   StepArguments a = arguments(
       OpCode::kFusedSgd,
-      {params, grads, master_params, grad_scale, found_inf, reduce, weight},
+      {params,
+       grads,
+       master_params,
+       grad_scale,
+       found_inf,
+       reduce,
+       weight,
+       block_skip},
       std::move(h));
   a.states = {momentum_buffer_list.vec()};
   run(std::move(a), group_name);
@@ -121,6 +131,7 @@ void adam(
     const OptionalTensor& found_inf,
     c10::string_view reduce,
     std::optional<double> weight,
+    bool block_skip,
     c10::string_view group_name) {
   HyperArguments h{Lr(lr), {}};
   h.rest.beta1 = beta1;
@@ -132,7 +143,14 @@ void adam(
   h.rest.maximize = maximize;
   StepArguments a = arguments(
       op,
-      {params, grads, master_params, grad_scale, found_inf, reduce, weight},
+      {params,
+       grads,
+       master_params,
+       grad_scale,
+       found_inf,
+       reduce,
+       weight,
+       block_skip},
       std::move(h));
   a.states = {exp_avgs.vec(), exp_avg_sqs.vec(), max_exp_avg_sqs.vec()};
   a.steps = state_steps.vec();
@@ -200,19 +218,22 @@ void nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, count);
 }
 
+// LAMB looks for no blocks of zeros.
 // `lr` is a number, or in the overload tensor_lr a tensor, as in torch's own
 // _fused_*_; $lr stands for it. found_inf is written because it becomes global.
 std::string schema(
     const std::string& name,
     bool tensor_lr,
     const std::string& states,
-    std::string hypers) {
+    std::string hypers,
+    bool skips = true) {
   hypers.replace(hypers.find("$lr"), 3, tensor_lr ? "Tensor lr" : "float lr");
   return name + (tensor_lr ? ".tensor_lr" : "") +
       "(Tensor(a!)[] params, Tensor[] grads, " + states +
       ", *, Tensor(f!)[] master_params, " + hypers +
       ", Tensor? grad_scale=None, Tensor(g!)? found_inf=None, "
-      "str reduce=\"mean\", float? weight=None, str group_name) -> ()";
+      "str reduce=\"mean\", float? weight=None, " +
+      (skips ? "bool block_skip=False, " : "") + "str group_name) -> ()";
 }
 
 void define(torch::Library& m, const std::string& text) {
@@ -250,7 +271,8 @@ TORCH_LIBRARY(fusedpg, m) {
             "Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
             "Tensor(e!)[] state_steps",
             "$lr, float beta1, float beta2, float weight_decay, float eps, "
-            "bool trust_clip, bool always_adapt, bool maximize"));
+            "bool trust_clip, bool always_adapt, bool maximize",
+            /*skips=*/false));
   }
 }
 

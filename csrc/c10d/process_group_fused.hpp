@@ -56,6 +56,10 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
       const at::Tensor& tensor,
       const SparseArguments& arguments,
       bool async_op);
+  // Of the blocks that are skipped where nothing else is said; in elements.
+  int64_t block_size() const {
+    return static_cast<int64_t>(group_->settings.block_size);
+  }
   // Of all operations so far; waits for sums over the GPUs' arenas.
   const Stats& stats();
   void reset_stats();

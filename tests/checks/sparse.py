@@ -93,12 +93,12 @@ def equals_dense(context: Context, *cases: Case) -> None:
         dense = placed(case, data)
         dist.all_reduce(dense, op)
         sparse = placed(case, data)
-        fusedpg.sparse_all_reduce(sparse, case.block, op=op)
+        fusedpg.sparse_all_reduce(sparse, op, block_size=case.block)
         got = bits(sparse).clone()
         sparse.fill_(1)  # while others may be at it yet
         assert torch.equal(got, bits(dense)), case
         again = placed(case, data)
-        work = fusedpg.sparse_all_reduce(again, case.block, op=op, async_op=True)
+        work = fusedpg.sparse_all_reduce(again, op, async_op=True, block_size=case.block)
         assert work is not None
         work.wait()
         assert torch.equal(bits(again), got), case
@@ -109,7 +109,7 @@ def moved_bytes(context: Context, density: float, arena: bool = False) -> dict[s
     case = Case(256 * 64 * 3 * context.world_size, density=density, seed=3, arena=arena)
     data = placed(case, values(case, context.rank, context.world_size))
     fusedpg.stats(reset=True)
-    fusedpg.sparse_all_reduce(data, case.block)
+    fusedpg.sparse_all_reduce(data, block_size=case.block)
     found = fusedpg.stats()["sparse_all_reduce"]
     masks = [present(case, rank, context.world_size) for rank in range(context.world_size)]
     union = torch.stack(masks).any(0)
@@ -140,8 +140,14 @@ def keeps_what_it_does_not_send(context: Context, dtype: str, steps: int = 5) ->
         sent = data.clone()
         # What this rank alone sends: seen in a group of its own.
         alone = residual.clone()
-        fusedpg.sparse_all_reduce(sent, block, threshold, context_group(context), residual=alone)
-        fusedpg.sparse_all_reduce(data, block, threshold, residual=residual)
+        fusedpg.sparse_all_reduce(
+            sent,
+            group=context_group(context),
+            block_size=block,
+            threshold=threshold,
+            residual=alone,
+        )
+        fusedpg.sparse_all_reduce(data, block_size=block, threshold=threshold, residual=residual)
         assert torch.equal(residual, alone)
         assert torch.equal(sent + residual, total)
         chunks = residual.split(block)
@@ -519,7 +525,7 @@ def other_settings(context: Context) -> None:
 
 
 def mismatched_blocks(context: Context) -> None:
-    fusedpg.sparse_all_reduce(torch.ones(10_000), 64 << context.rank)
+    fusedpg.sparse_all_reduce(torch.ones(10_000), block_size=64 << context.rank)
 
 
 def refuses_coalescing(context: Context) -> None:
@@ -546,7 +552,7 @@ def refuses_coalescing(context: Context) -> None:
 def disagreement(context: Context, what: str) -> None:
     data = torch.ones(100_000)
     calls = {
-        "block": lambda r: fusedpg.sparse_all_reduce(data, 64 << r),
+        "block": lambda r: fusedpg.sparse_all_reduce(data, block_size=64 << r),
         "size": lambda r: fusedpg.sparse_all_reduce(data[: 100_000 - r]),
         "operation": lambda r: dist.all_reduce(data) if r else fusedpg.sparse_all_reduce(data),
     }

@@ -148,11 +148,11 @@ def sparse_all_reduce(env: Env) -> Call:
     def start(async_op: bool) -> Any:
         return fusedpg.sparse_all_reduce(
             tensor,
-            block,
-            threshold,
+            reduce_op(args["redop"]),
             env.group,
             async_op,
-            op=reduce_op(args["redop"]),
+            block_size=block,
+            threshold=threshold,
             residual=residual,
         )
 

@@ -34,7 +34,7 @@ def all_reduces(context: Context, cases: list[Case], options: dict[str, Any]) ->
         op = getattr(dist.ReduceOp, case.op)
         one, two = placed(case, data, DEVICE, group), placed(case, data, DEVICE, group)
         work = fusedpg.sparse_all_reduce(
-            one, case.block, op=op, group=group, async_op=case.seed % 2 == 0
+            one, op, group, async_op=case.seed % 2 == 0, block_size=case.block
         )
         dist.all_reduce(two, op, group=group)
         if work is not None:
@@ -73,7 +73,9 @@ def residuals(context: Context) -> None:
         data = values(case, context.rank, context.world_size) / (80 if step % 2 else 8)
         went += data.double()
         data = data.to(DEVICE)
-        fusedpg.sparse_all_reduce(data, case.block, 0.5, group, residual=residual)
+        fusedpg.sparse_all_reduce(
+            data, group=group, block_size=case.block, threshold=0.5, residual=residual
+        )
         came += data.cpu().double()
     assert float(residual.abs().max()) <= 0.5
     assert bool(residual.any())

@@ -1,0 +1,40 @@
+"""What groups say about themselves."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+
+class _GroupInfo(TypedDict):
+    engine: Literal["shm", "gloo"]
+    world_size: int
+    local_world_size: int
+    threads: int
+    isa: str
+    arena_reserved: int
+    arena_used: int
+    cuda_arena: int
+    sequence_number: int
+    state: Literal["ok", "failed"]
+
+
+class GroupInfo(_GroupInfo, total=False):
+    """Facts about a group on one rank; see :func:`fusedpg.group_info`."""
+
+    nccl_version: int
+    cuda_path: Literal["stock", "ring", "direct", "direct_skip"]
+
+
+class OpStats(TypedDict):
+    """What one operation has cost a rank; see :func:`fusedpg.stats`."""
+
+    calls: int
+    paths: dict[str, int]
+    bytes_sent: int
+    bytes_received: int
+    messages_sent: int
+    blocks: int
+    blocks_present: int
+    blocks_union: int
+    density: float | None
+    union_density: float | None
