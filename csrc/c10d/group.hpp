@@ -67,8 +67,7 @@ class Group {
   // Returns `work`, after noting it if this thread is coalescing.
   WorkPtr remember(WorkPtr work);
 
-  // --- checks that raise in the caller
-  // ----------------------------------------
+  // --- checks that raise in the caller ---------------------------------------
   void check_open(const char* op) const;
   void check_root(const char* op, int64_t root) const;
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds given) const {

@@ -48,8 +48,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
-  // --- fused operations; see Route
-  // --------------------------------------------
+  // --- fused operations; see Route -------------------------------------------
   WorkPtr fused_step_(StepArguments arguments, bool async_op);
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op);
   WorkPtr sparse_all_reduce(
@@ -64,8 +63,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   const Stats& stats();
   void reset_stats();
 
-  // --- memory; see Route
-  // ------------------------------------------------------
+  // --- memory; see Route -----------------------------------------------------
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
@@ -77,8 +75,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType type);
   bool in_arena(const at::Tensor& t);
 
-  // --- groups and their end
-  // ---------------------------------------------------
+  // --- groups and their end --------------------------------------------------
   bool supportsSplitting() const override {
     return true;
   }

@@ -102,8 +102,7 @@ std::string Mailbox::name(const Post& post) const {
   return out.str();
 }
 
-// --- the thread
-// ------------------------------------------------------------------
+// --- the thread --------------------------------------------------------------
 
 void Mailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
@@ -232,8 +231,7 @@ bool Mailbox::poll_inbox(int peer) {
   return any;
 }
 
-// --- receiving
-// -------------------------------------------------------------------
+// --- receiving ---------------------------------------------------------------
 
 void Mailbox::on_message(int peer, const Message& message) {
   auto& incoming = peers_[peer].incoming;
@@ -346,8 +344,7 @@ void Mailbox::consume(int peer, std::list<Incoming>::iterator incoming) {
   }
 }
 
-// --- waiting and failing
-// ------------------------------------------------------------
+// --- waiting and failing -----------------------------------------------------
 
 bool Mailbox::pending() const {
   return !receives_.empty() ||

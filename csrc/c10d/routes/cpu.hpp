@@ -62,8 +62,7 @@ class CpuRoute : public Route {
  public:
   using Route::Route;
 
-  // --- cpu_reductions.cpp
-  // -----------------------------------------------------
+  // --- cpu_reductions.cpp ----------------------------------------------------
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
       override;
   WorkPtr allreduce_coalesced(
@@ -86,8 +85,7 @@ class CpuRoute : public Route {
       const c10d::ReduceScatterOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
 
-  // --- cpu_moves.cpp
-  // ----------------------------------------------------------
+  // --- cpu_moves.cpp ---------------------------------------------------------
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
       override;
   WorkPtr allgather(
@@ -128,8 +126,7 @@ class CpuRoute : public Route {
   WorkPtr recv(Tensors& tensors, int src, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // --- cpu_fused.cpp
-  // ----------------------------------------------------------
+  // --- cpu_fused.cpp ---------------------------------------------------------
   WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
   WorkPtr sparse_all_reduce(

@@ -18,8 +18,7 @@ class ShmRoute : public CpuRoute {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override;
 
-  // --- tensors in the arena (shm_memory.cpp)
-  // ----------------------------------
+  // --- tensors in the arena (shm_memory.cpp) ---------------------------------
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
