@@ -138,8 +138,9 @@ def test_mean_of_coordinates(pair: harness.Workers) -> None:
     pair.run(sparse.coordinates, "fp64", "AVG")
 
 
-def test_coordinates_across_hosts() -> None:
-    assert len(set(harness.pool_of_hosts("two").run(sparse.coordinates, "fp32"))) == 1
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_coordinates_across_hosts(op: str) -> None:
+    assert len(set(harness.pool_of_hosts("two").run(sparse.coordinates, "fp32", op))) == 1
 
 
 def test_coordinates_move_entries(workers: harness.Workers) -> None:

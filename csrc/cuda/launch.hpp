@@ -278,8 +278,9 @@ struct DirectArgs {
   uint16_t* present;
   uint32_t num_tensors;
   uint32_t unused;
-  DirectSignals* signals; // kDirectBlocks of them, at the same place of all
-  // ranks' arenas; zero before the first step
+  // kDirectBlocks of them, at the same place of all ranks' arenas; zero before
+  // the first step.
+  DirectSignals* signals;
   // Host memory that the device reads: once it is not 0, kernels that wait for
   // other ranks end, whatever has been done by then.
   const uint64_t* stop;
