@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import pytest
 
 import harness
 from checks import optim_differential as differential
+from checks import optim_trips
 from checks.optim_patterns import NAMES, Program
 from checks.optim_script import Setup
 
@@ -110,13 +112,24 @@ def programs(draw: st.DrawFn) -> Program:
         st.tuples(st.just("zero")),
         st.tuples(st.just("freeze"), st.integers(0, 5), st.booleans()),
     )
+    # Between steps.
+    between = st.one_of(
+        st.tuples(st.just("trip"), st.sampled_from(["whole", "local", "distributed"])),
+        st.tuples(st.just("save")),
+        st.tuples(st.just("load")),
+        st.tuples(st.just("detach"), st.booleans()),
+        st.tuples(st.just("take out"), st.integers(0, 5)),
+    )
     program: Program = []
-    for _ in range(draw(st.integers(2, 4))):
+    for _ in range(draw(st.integers(2, 5))):
         for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
             if draw(st.integers(0, 4)) == 0:
                 program.append(draw(others))
             program.append(draw(passes()))
+        if draw(st.integers(0, 9)) == 9:
+            program.append(("load",))
         program.append(("step", draw(st.sampled_from([True, True, True, False]))))
+        program += draw(st.lists(between, max_size=1))
     return program
 
 
@@ -125,3 +138,47 @@ def programs(draw: st.DrawFn) -> Program:
 def test_drawn_scripts(program: Program, setup: Setup) -> None:
     found = harness.pool(2).run(differential.compare_program, program, setup)
     assert not any(found), found
+
+
+@st.composite
+def legs(draw: st.DrawFn) -> list[Program]:
+    """Layer 3 is never used, and so has no state."""
+    programs: list[Program] = []
+    for _ in range(3):
+        program: Program = []
+        for _ in range(draw(st.integers(1, 4))):
+            for synchronised in [*draw(st.sampled_from([[], [], [False]])), True]:
+                skip = {3, *draw(st.lists(st.integers(0, 5), max_size=2))}
+                if not programs and not program:
+                    # torch.distributed.checkpoint gives what is not in a checkpoint the state of
+                    # a step without effect, and the counter with it.
+                    skip = {3}
+                program.append(("pass", synchronised, True, "ddp", {"skip": sorted(skip)}, False))
+            program.append(("step", draw(st.sampled_from([True, True, False]))))
+            program += draw(
+                st.sampled_from(
+                    [
+                        [("zero",)],
+                        [("freeze", draw(st.integers(0, 5)), draw(st.booleans())), ("zero",)],
+                        [("zero",), ("trip", draw(st.sampled_from(["whole", "distributed"])))],
+                    ]
+                )
+            )
+        programs.append(program)
+    return programs
+
+
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(
+    legs(),
+    st.sampled_from(["SGD", "Adam", "AdamW"]),
+    st.sampled_from(["ddp", "overlap"]),
+    st.sampled_from(optim_trips.WAYS),
+)
+def test_drawn_trips(programs: list[Program], optimizer: str, mode: str, way: str) -> None:
+    """Checkpoints from three ranks to two and back."""
+    setup = Setup(optimizer, mode, graph="find_unused")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (size, program) in enumerate(zip((3, 2, 3), programs, strict=True)):
+            found = harness.pool(size).run(optim_trips.leg, setup, program, number, way, folder)
+            assert not any(found), found
