@@ -108,12 +108,16 @@ class Arm:
             self.model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
         )
 
-    def step(self) -> Tensor:
+    def backward(self) -> Tensor:
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(self.x), self.y)
         loss.backward()
-        self.optimizer.step()
         return loss.detach()
+
+    def step(self) -> Tensor:
+        loss = self.backward()
+        self.optimizer.step()
+        return loss
 
     def parameters(self) -> Tensor:
         """All of them, flat."""

@@ -5,7 +5,7 @@
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g --busy 2 --check-bars
 
-Four parts. **training**: steps of four models (an MLP of 25 million parameters at a small batch,
+Five parts. **training**: steps of four models (an MLP of 25 million parameters at a small batch,
 a transformer of 10 million, a CNN bound by its arithmetic, 1,000 parameters of 64 elements) in the
 arms
 
@@ -19,6 +19,9 @@ arms
     h  f with share_parameters=True
     m  fusedpg.optim.AdamW without DDP
     no_sync + step  the limit: backward without synchronisation, then the fused step alone
+
+**clip**: `clip_grad_norm_` alone, between backward and step, on the model of 1,000 parameters:
+torch's on arms a, f and m, and the optimizer's own.
 
 **step**: one optimizer step on 100 MB of parameters: fused ops, the same in three calls, and an
 all-reduce followed by torch's optimizer. **list**: the 397 tensors of BERT-large in one
@@ -36,10 +39,12 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import functools
 import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +57,8 @@ from _competitors import competitors
 from _harness import Bar, Context, Row
 from _optimizer_arms import ARMS, MODELS, NO_SYNC
 
-PARTS = ("training", "step", "list", "memory")
+PARTS = ("training", "clip", "step", "list", "memory")
+CLIPPED = "small, clip"
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
@@ -69,6 +75,8 @@ def bars(busy: int) -> list[Bar]:
         Bar(2, "mlp", "best of f, g", mlp, "c", at_least=1.8),
         Bar(2, "cnn", "best of f, g", cnn, "a", at_least=1.0),
         Bar(2, "small", "best of f, g", small, "a", at_least=1.0),
+        Bar(2, "small", "m", small, "a", at_least=1.0),
+        *(Bar(2, CLIPPED, arm, small, "a", at_most=1.5) for arm in ("f", "f, ours")),
     ]
     return result + steps.bars()
 
@@ -98,6 +106,8 @@ def main() -> int:
             for name in args.models:
                 args.model = name
                 rows += harness.run(train, args)
+        if "clip" in args.parts:
+            rows += harness.run(clip, args)
         if "step" in args.parts:
             rows += harness.run(steps.worker, args)
         if "list" in args.parts:
@@ -157,6 +167,33 @@ def train(context: Context, args: argparse.Namespace) -> list[Row]:
         best.arm = "best of f, g"
         rows.append(best)
     return rows
+
+
+def clip(context: Context, args: argparse.Namespace) -> list[Row]:
+    """The time of clipping alone: backward before it, and the step after it, are not in it."""
+    if args.malloc == "keep":
+        keep_freed_memory()
+    max_norm = 1e-3
+    timed: dict[str, Callable[[], object]] = {}
+    prepare: dict[str, Callable[[], object]] = {}
+    norms: dict[str, float] = {}
+    for title, arm in (("a", "a"), ("f", "f"), ("f, ours", "f"), ("m", "m"), ("m, ours", "m")):
+        made: Any = ARMS[arm].make("small", context.groups[ARMS[arm].backend])
+        module, optimizer = made.module, made.optimizer
+        if title.endswith("ours"):
+            timed[title] = functools.partial(optimizer.clip_grad_norm_, max_norm)
+        else:
+            params = list(module.parameters())
+            timed[title] = functools.partial(torch.nn.utils.clip_grad_norm_, params, max_norm)
+        made.backward()
+        norms[title] = float(timed[title]())  # type: ignore[arg-type]
+        apart = abs(norms[title] - norms["a"])
+        harness.require(apart < 1e-5 * norms["a"], f"{title}: norm {norms[title]}, {norms}")
+        prepare[title] = lambda made=made: (made.optimizer.step(), made.backward())
+    size = arms.parameter_bytes("small")
+    return harness.measure(
+        context, timed, case=CLIPPED, size=size, rounds=args.rounds, prepare=prepare
+    )
 
 
 def flat(module: torch.nn.Module) -> Tensor:

@@ -120,7 +120,7 @@ class AbortableWork : public c10d::Work {
 } // namespace
 
 AbortableBackend::AbortableBackend(c10::intrusive_ptr<c10d::Backend> inner)
-    : Backend(inner->getRank(), inner->getSize()),
+    : Forwarding(inner->getRank(), inner->getSize()),
       inner_(std::move(inner)),
       flights_(std::make_shared<Flights>()) {}
 
@@ -154,8 +154,7 @@ void AbortableBackend::check_aborted() const {
   }
 }
 
-AbortableBackend::WorkPtr AbortableBackend::wrap(WorkPtr work, bool message)
-    const {
+WorkPtr AbortableBackend::wrap(WorkPtr work, bool message) const {
   if (!work) {
     return work;
   }

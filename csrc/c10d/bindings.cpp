@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
+#include "c10d/delegate.hpp"
 #include "c10d/gradients.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
@@ -35,7 +36,7 @@ void set_python_factory(py::object factory) {
 }
 
 py::dict info_dict(ProcessGroupFused& group) {
-  const ProcessGroupFused::Info info = group.info();
+  const GroupInfo info = group.info();
   py::dict d;
   d["engine"] = info.engine;
   d["world_size"] = group.getSize();
@@ -309,7 +310,18 @@ void bind_group(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "sparse_all_reduce",
-          &ProcessGroupFused::sparse_all_reduce,
+          [](ProcessGroupFused& group,
+             const at::Tensor& tensor,
+             const c10d::ReduceOp& op,
+             int64_t block_size,
+             double threshold,
+             std::optional<at::Tensor> residual,
+             bool async_op) {
+            return group.sparse_all_reduce(
+                tensor,
+                {op, block_size, threshold, std::move(residual)},
+                async_op);
+          },
           py::arg("tensor"),
           py::arg("op"),
           py::arg("block_size"),
@@ -397,6 +409,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_options(m);
   bind_hyper(m);
   bind_gradients(m);
+  bind_step_lists(m);
   bind_group(m);
   m.def(
       "shard_range",
@@ -404,23 +417,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("numel"),
       py::arg("world_size"),
       py::arg("rank"));
-  m.def(
-      "sum_squares",
-      [](const at::Tensor& t) {
-        check_tensor("sum_squares", t);
-        TORCH_CHECK_VALUE(
-            t.is_floating_point() && t.is_contiguous() &&
-                to_dtype(t.scalar_type()) != DType::kOpaque,
-            "fused: sum_squares: needs a contiguous tensor of float32, "
-            "float64, bfloat16 or float16, got ",
-            t.scalar_type());
-        return kernels::table()->sum_squares(
-            to_dtype(t.scalar_type()),
-            t.const_data_ptr(),
-            static_cast<size_t>(t.numel()));
-      },
-      py::arg("tensor"),
-      py::call_guard<py::gil_scoped_release>());
   m.def(
       "find_blocks",
       [](const at::Tensor& t, int64_t block_size) {

@@ -15,7 +15,7 @@ namespace {
 
 using cuda::CudaEngine;
 
-// Ordinary collectives that a fused operation still waits for one by one;
+// Delegated collectives that a fused operation still waits for one by one;
 // ProcessGroupNCCL runs them in order, but for point to point.
 constexpr size_t kRemembered = 64;
 
@@ -43,7 +43,7 @@ void link(CudaEngine& engine, cuda::Stream from, cuda::Stream to) {
       engine.cuda().stream_wait_event(to, event.get()));
 }
 
-// Makes the current stream wait for an ordinary collective. Its wait() would
+// Makes the current stream wait for an delegated collective. Its wait() would
 // also give up its hold on tensors, which their own stream has not waited for.
 void follow(c10d::Work& work) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -113,9 +113,9 @@ CudaGroup::~CudaGroup() {
   }
 }
 
-c10::intrusive_ptr<c10d::Backend> CudaGroup::inner_for(
+c10::intrusive_ptr<c10d::Backend> CudaGroup::delegate_for(
     std::chrono::milliseconds timeout) {
-  if (auto made = inner()) {
+  if (auto made = delegate()) {
     return made;
   }
   auto made = make_delegate(
@@ -125,7 +125,7 @@ c10::intrusive_ptr<c10d::Backend> CudaGroup::inner_for(
       size_,
       timeout);
   std::lock_guard<std::mutex> lock(made_mutex_);
-  return inner_ = made;
+  return delegate_ = made;
 }
 
 std::shared_ptr<CudaEngine> CudaGroup::engine_for(
@@ -187,23 +187,23 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
   return engine_ = made;
 }
 
-CudaGroup::WorkPtr CudaGroup::ordinary(
+WorkPtr CudaGroup::delegated(
     const at::Tensor& tensor,
     std::chrono::milliseconds timeout,
-    const Ordinary& call) {
+    Delegated call) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto inner = inner_for(timeout);
+  const auto delegate = delegate_for(timeout);
   const auto engine = this->engine();
   const CudaStreams streams(tensor.device(), pretend_);
   if (pretend_) {
     if (engine) {
       translate([&] { engine->drain(timeout); });
     }
-    return call(*inner);
+    return call(*delegate);
   }
   WorkPtr work;
   if (!engine || engine->idle()) {
-    work = call(*inner);
+    work = call(*delegate);
   } else {
     // Called as if from a stream that has waited for our operations: so the
     // caller's own need not.
@@ -218,16 +218,16 @@ CudaGroup::WorkPtr CudaGroup::ordinary(
     });
     {
       const CudaStreams::Scope scope(streams, *order_);
-      work = call(*inner);
+      work = call(*delegate);
     }
     if (!work) { // it was synchronous, so it ran on that stream
       translate([&] { link(*engine, order, current); });
     }
   }
   if (work) {
-    ordinary_.push_back(work);
-    if (ordinary_.size() > kRemembered) {
-      ordinary_.pop_front();
+    delegated_.push_back(work);
+    if (delegated_.size() > kRemembered) {
+      delegated_.pop_front();
     }
   }
   return work;
@@ -243,23 +243,23 @@ CudaGroup::Operations CudaGroup::enqueue(
   const auto engine = engine_for(tensor, timeout);
   CudaEngine::Submission submission{
       streams.current(), timeout, std::move(tensors)};
-  if (!ordinary_.empty() && !pretend_) {
+  if (!delegated_.empty() && !pretend_) {
     if (!order_) {
       order_ = streams.from_pool();
     }
     const cuda::Stream order = streams.handle(*order_);
     translate([&] { link(*engine, submission.current, order); });
     const CudaStreams::Scope scope(streams, *order_);
-    for (const WorkPtr& one : ordinary_) {
+    for (const WorkPtr& one : delegated_) {
       follow(*one);
     }
     submission.current = order;
   }
-  ordinary_.clear();
+  delegated_.clear();
   return translate([&] { return body(*engine, submission); });
 }
 
-CudaGroup::WorkPtr CudaGroup::finish(
+WorkPtr CudaGroup::finish(
     const at::Tensor& tensor,
     const char* title,
     bool async_op,
@@ -281,7 +281,7 @@ CudaGroup::WorkPtr CudaGroup::finish(
   return nullptr;
 }
 
-CudaGroup::WorkPtr CudaGroup::submit(
+WorkPtr CudaGroup::submit(
     const at::Tensor& tensor,
     const char* title,
     std::chrono::milliseconds timeout,
@@ -299,7 +299,7 @@ CudaGroup::WorkPtr CudaGroup::submit(
       std::move(after_wait));
 }
 
-CudaGroup::WorkPtr CudaGroup::fused_step(
+WorkPtr CudaGroup::fused_step(
     StepArguments arguments,
     const char* title,
     std::chrono::milliseconds timeout,
@@ -332,7 +332,7 @@ CudaGroup::WorkPtr CudaGroup::fused_step(
                        : nullptr);
 }
 
-CudaGroup::WorkPtr CudaGroup::reduce_shards(
+WorkPtr CudaGroup::reduce_shards(
     ShardsArguments arguments,
     const char* title,
     std::chrono::milliseconds timeout,
@@ -357,7 +357,7 @@ CudaGroup::WorkPtr CudaGroup::reduce_shards(
       nullptr);
 }
 
-CudaGroup::WorkPtr CudaGroup::sparse_all_reduce(
+WorkPtr CudaGroup::sparse_all_reduce(
     const at::Tensor& tensor,
     const CudaEngine::SparseCall& call,
     const char* title,
@@ -470,9 +470,9 @@ bool CudaGroup::capturing(const at::Tensor& tensor) {
   });
 }
 
-c10::intrusive_ptr<c10d::Backend> CudaGroup::inner() {
+c10::intrusive_ptr<c10d::Backend> CudaGroup::delegate() {
   std::lock_guard<std::mutex> lock(made_mutex_);
-  return inner_;
+  return delegate_;
 }
 
 std::shared_ptr<CudaEngine> CudaGroup::engine() {
@@ -508,7 +508,7 @@ std::optional<at::Tensor> CudaGroup::allocate(
 std::shared_ptr<c10::Allocator> CudaGroup::pool_allocator(
     std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return inner_for(timeout)->getMemAllocator();
+  return delegate_for(timeout)->getMemAllocator();
 }
 
 void CudaGroup::abort() {
@@ -516,18 +516,18 @@ void CudaGroup::abort() {
   if (const auto engine = this->engine()) {
     engine->abort(c10::str("fused: the group was aborted on rank ", rank_));
   }
-  if (const auto inner = this->inner()) {
-    inner->abort();
+  if (const auto delegate = this->delegate()) {
+    delegate->abort();
   }
 }
 
 void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ordinary_.clear();
+  delegated_.clear();
   if (const auto made = engine()) {
     made->shutdown(Deadline(timeout));
   }
-  if (const auto made = inner()) {
+  if (const auto made = delegate()) {
     made->shutdown();
   }
 }

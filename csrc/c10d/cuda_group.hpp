@@ -7,31 +7,29 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Stream.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "c10d/forwarding.hpp"
 #include "c10d/fused_arguments.hpp"
 #include "cuda/engine.hpp"
 
 namespace fusedpg {
 
-// What a group does with CUDA tensors. Ordinary collectives go to torch's own
+// What a group does with CUDA tensors. c10d's collectives go to torch's own
 // ProcessGroupNCCL; fused operations to the CUDA engine, whose communicator is
 // its own.
 //
 // Kernels of two communicators that wait for their peers must never be in
 // flight in different orders on two ranks. So everything of a group runs in the
 // order of its calls: before a fused operation the engine's streams wait for
-// the ordinary collectives so far, and an ordinary collective is called behind
-// the fused operations so far. Streams wait, never the host.
+// the delegated collectives so far, and an delegated collective is called
+// behind the fused operations so far. Streams wait, never the host.
 //
 // No CUDA header: streams are c10's, and the engine takes their handles.
 //
 // Thread-safe.
 class CudaGroup {
  public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-  using Ordinary = std::function<WorkPtr(c10d::Backend&)>;
+  using Delegated = c10::function_ref<WorkPtr(c10d::Backend&)>;
 
   // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
   CudaGroup(
@@ -45,10 +43,10 @@ class CudaGroup {
   ~CudaGroup();
   CudaGroup(const CudaGroup&) = delete;
 
-  WorkPtr ordinary(
+  WorkPtr delegated(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout,
-      const Ordinary& call);
+      Delegated call);
 
   WorkPtr fused_step(
       StepArguments arguments,
@@ -89,8 +87,8 @@ class CudaGroup {
   // Whether the current stream of the tensor's device is captured into a graph.
   bool capturing(const at::Tensor& tensor);
 
-  // ProcessGroupNCCL, made by the first ordinary collective; may be null.
-  c10::intrusive_ptr<c10d::Backend> inner();
+  // ProcessGroupNCCL, made by the first delegated collective; may be null.
+  c10::intrusive_ptr<c10d::Backend> delegate();
   // The engine, made by the first fused operation; may be null.
   std::shared_ptr<cuda::CudaEngine> engine();
 
@@ -112,7 +110,7 @@ class CudaGroup {
   std::shared_ptr<cuda::CudaEngine> engine_for(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout);
-  c10::intrusive_ptr<c10d::Backend> inner_for(
+  c10::intrusive_ptr<c10d::Backend> delegate_for(
       std::chrono::milliseconds timeout);
   using Operations = std::vector<std::shared_ptr<cuda::Operation>>;
   using Enqueue = std::function<
@@ -122,7 +120,7 @@ class CudaGroup {
       const cuda::CudaEngine::SparseCall& call,
       const cuda::CudaEngine::Found& found,
       bool skipped) const;
-  // Behind the ordinary collectives so far.
+  // Behind the delegated collectives so far.
   Operations enqueue(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout,
@@ -155,8 +153,8 @@ class CudaGroup {
 
   std::mutex mutex_; // of the order of calls, and of what follows
   std::shared_ptr<Arena> arena_;
-  std::deque<WorkPtr> ordinary_; // since the latest fused operation
-  std::optional<c10::Stream> order_; // see ordinary()
+  std::deque<WorkPtr> delegated_; // since the latest fused operation
+  std::optional<c10::Stream> order_; // see delegated()
 
   struct Unreported {
     std::shared_ptr<cuda::CudaEngine> engine;
@@ -168,7 +166,7 @@ class CudaGroup {
   std::deque<Unreported> unreported_;
 
   std::mutex made_mutex_; // of these pointers; taken inside the others
-  c10::intrusive_ptr<c10d::Backend> inner_;
+  c10::intrusive_ptr<c10d::Backend> delegate_;
   std::shared_ptr<cuda::CudaEngine> engine_;
 };
 

@@ -7,9 +7,10 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "collectives/find_blocks.hpp"
 #include "collectives/fused_step.hpp"
-#include "collectives/net_exchange.hpp"
 
 namespace fusedpg {
 
@@ -55,6 +56,14 @@ struct ShardsArguments {
   ReductionArguments reduction;
 };
 
+// One call of sparse_all_reduce; see collectives/sparse_all_reduce.hpp.
+struct SparseArguments {
+  c10d::ReduceOp op;
+  int64_t block_size;
+  double threshold;
+  std::optional<at::Tensor> residual;
+};
+
 // What the engines' kernels do for `masters_follow` on the CPU.
 void follow_params(const StepArguments& a, int rank, int size);
 
@@ -64,6 +73,11 @@ OpCode step_op(const std::string& name);
 // Throws ValueError for what a rank can find wrong alone.
 void check_arguments(const StepArguments& a, int rank, int size);
 void check_arguments(const ShardsArguments& a);
+
+// The engines' options, checked against the tensor. Throws ValueError.
+SparseOptions sparse_options(
+    const at::Tensor& tensor,
+    const SparseArguments& a);
 
 ShardsCall to_engine(const ShardsArguments& a);
 // Into operations of a limited number of tensors.
@@ -98,13 +112,6 @@ class StepPlan {
   std::vector<std::vector<int64_t>> members_; // tensors of each call
   std::vector<at::Tensor> used_;
 };
-
-// The same between hosts. `skip_block` as of StepPlan.
-void run_net_step(
-    NetContext& ctx,
-    const std::shared_ptr<const StepArguments>& a,
-    size_t skip_block);
-void run_net_shards(NetContext& ctx, const ShardsArguments& a);
 
 // The elements of a dense tensor in memory order.
 at::Tensor memory_order(const at::Tensor& t);

@@ -8,4 +8,7 @@ namespace fusedpg {
 // and functions on lists.
 void bind_gradients(pybind11::module_& m);
 
+// What their steps do for many parameters (step_lists.cpp).
+void bind_step_lists(pybind11::module_& m);
+
 } // namespace fusedpg

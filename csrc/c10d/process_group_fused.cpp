@@ -1,24 +1,17 @@
 #include "c10d/process_group_fused.hpp"
 
-#include <unistd.h>
-
 #include <set>
-#include <thread>
 
-#include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "c10d/abortable.hpp"
 #include "c10d/errors.hpp"
-#include "c10d/fresh_thread_state.hpp"
 #include "c10d/gil.hpp"
+#include "c10d/routes/hosts.hpp"
+#include "c10d/routes/shm.hpp"
 #include "c10d/store_rendezvous.hpp"
 
 namespace fusedpg {
 namespace {
-
-// For outstanding work on the GPU when a group is shut down.
-constexpr std::chrono::milliseconds kShutdownPatience{10000};
 
 // Groups to shut down when the interpreter exits.
 struct Registry {
@@ -38,63 +31,43 @@ ProcessGroupFused::ProcessGroupFused(
     int rank,
     int size,
     c10::intrusive_ptr<Options> options)
-    : Backend(rank, size),
-      owner_(getpid()),
+    : Forwarding(rank, size),
       store_(store),
       options_(std::move(options)),
-      settings_(translate([&] { return resolve(options_->engine); })),
-      timeout_(options_->timeout),
-      kernels_(translate([&]() -> const kernels::Table& {
-        return select_kernels(settings_);
-      })),
-      executor_(std::make_shared<Executor>()),
-      net_skip_{settings_.block_skip, settings_.block_size, {}},
-      cuda_skip_{settings_.block_skip, settings_.block_size, {}} {
+      group_(
+          std::make_unique<Group>(
+              rank,
+              size,
+              translate([&] { return resolve(options_->engine); }),
+              options_->timeout)) {
   const Deadline deadline(options_->timeout);
+  ShmRoute* shm = nullptr;
   translate([&] {
     StoreRendezvous rendezvous(store_);
-    Bootstrap bootstrap(rank, size, settings_);
+    Bootstrap bootstrap(rank, size, group_->settings);
     bootstrap.meet(rendezvous, deadline);
     // What others keep in the store must not be an earlier group's either.
-    own_store_ = c10::make_intrusive<c10d::PrefixStore>(
+    group_->store = c10::make_intrusive<c10d::PrefixStore>(
         "fusedpg/" + bootstrap.id(), store_);
     local_world_size_ = bootstrap.local_world_size();
-    ranks_share_hosts_ = bootstrap.ranks_share_hosts();
     if (bootstrap.single_host()) {
-      engine_ = std::make_unique<Engine>(
-          rank, bootstrap, settings_, stats_, deadline);
-      engine_->set_describe(one_line);
+      auto route = c10::make_intrusive<ShmRoute>(*group_, bootstrap, deadline);
+      shm = route.get();
+      cpu_ = std::move(route);
+    } else {
+      cpu_ = c10::make_intrusive<HostsRoute>(
+          *group_, bootstrap.ranks_share_hosts());
     }
   });
-  cuda_ = std::make_unique<CudaGroup>(
-      own_store_,
-      rank,
-      size,
-      settings_,
-      spans_hosts(),
-      [this](const std::string& what) {
-        if (engine_ != nullptr) {
-          engine_->domain().check_peers(
-              what, [this](int p) { return p != getRank(); });
+  cuda_ = c10::make_intrusive<CudaRoute>(
+      *group_,
+      /*spans_hosts=*/shm == nullptr,
+      [shm](const std::string& what) {
+        if (shm != nullptr) {
+          shm->check_peers(what);
         }
       },
       options_->cpu_as_cuda);
-  if (spans_hosts()) {
-    log_once(
-        "a group spans several hosts: its collectives use Gloo, but for fused "
-        "optimizer steps and reductions that skip blocks of zeros");
-    delegate();
-  } else if (settings_.log_level > 0 && rank == 0) {
-    log_line(
-        c10::str(
-            "group of ",
-            size,
-            " ranks in shared memory, ",
-            engine_->threads(),
-            " thread(s) a rank, ",
-            kernels_.name,
-            " kernels"));
-  }
   init();
   Registry& r = registry();
   std::lock_guard<std::mutex> lock(r.mutex);
@@ -107,295 +80,136 @@ ProcessGroupFused::~ProcessGroupFused() {
     std::lock_guard<std::mutex> lock(r.mutex);
     r.groups.erase(this);
   }
-  if (forked()) {
+  if (group_->forked()) {
     // A forked child has none of the threads these would join.
     (void)cuda_.release();
-    (void)delegate_.release();
-    (void)transport_.release();
-    (void)mailbox_.release();
-    (void)engine_.release();
-    (void)new std::shared_ptr<Executor>(executor_);
+    (void)cpu_.release();
+    (void)group_.release();
     return;
   }
   const ReleaseGil release;
   shutdown();
   cuda_.reset();
-  mailbox_.reset();
-  executor_.reset();
-  engine_.reset();
-  transport_.reset();
-  delegate_.reset();
+  cpu_.reset();
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::enqueue(
-    const Call& call,
-    const Tensors& inputs,
-    const Tensors& outputs,
-    std::function<void(uint64_t)> operation) {
-  check_open(call.title);
-  if (!call.async_op) {
-    at::RecordFunction record(at::RecordScope::USER_SCOPE);
-    if (record.isActive()) {
-      record._setAsync(); // as a Work records itself
-      const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
-      record.before(
-          call.title,
-          c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
-    }
-    std::exception_ptr error;
-    translate([&] {
-      executor_->run([&](uint64_t ticket) {
-        error = capture([&] { operation(ticket); });
-      });
-    });
-    if (error) {
-      std::rethrow_exception(error);
-    }
-    return nullptr;
-  }
-  auto work = c10::make_intrusive<WorkFused>(
-      getRank(), call.type, call.title, inputs, outputs);
-  const uint64_t ticket = translate([&] {
-    return executor_->submit(
-        [work, operation = std::move(operation)](uint64_t ticket) mutable {
-          const FreshThreadState state;
-          const auto error = capture([&] { operation(ticket); });
-          // Whoever waits may end the process at once: tensors go first.
-          operation = nullptr;
-          work->complete(error);
-        });
-  });
-  work->set_executor(executor_, ticket);
-  return remember(work);
+WorkPtr ProcessGroupFused::forward(
+    const at::Tensor* tensor,
+    Operation operation) {
+  return operation(route(tensor != nullptr ? tensor->device() : at::kCPU));
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::run(
-    const Call& call,
-    const Tensors& inputs,
-    const Tensors& outputs,
-    Engine::Operation operation) {
-  return enqueue(
-      call,
-      inputs,
-      outputs,
-      [this, timeout = call.timeout, operation = std::move(operation)](
-          uint64_t ticket) { engine_->execute(operation, ticket, timeout); });
+// --- collectives -------------------------------------------------------------
+
+WorkPtr ProcessGroupFused::barrier(const c10d::BarrierOptions& opts) {
+  return opts.device && opts.device->is_cuda() ? cuda_->barrier(opts)
+                                               : cpu_->barrier(opts);
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::run_delegated(
-    const Call& call,
-    const Tensors& inputs,
-    const Tensors& outputs,
-    std::function<WorkPtr(c10d::Backend&)> operation) {
-  return enqueue(
-      call,
-      inputs,
-      outputs,
-      [this, operation = std::move(operation)](uint64_t) {
-        if (const auto work = operation(delegate())) {
-          work->wait();
-        }
-      });
-}
-
-namespace {
-// Works issued between startCoalescing and endCoalescing on this thread.
-struct Coalescing {
-  const ProcessGroupFused* group = nullptr;
-  std::vector<ProcessGroupFused::WorkPtr> works;
-};
-thread_local Coalescing coalescing;
-} // namespace
-
-bool ProcessGroupFused::is_coalescing() const {
-  return coalescing.group == this;
-}
-
-void ProcessGroupFused::check_not_coalescing(const char* title) const {
-  TORCH_CHECK_VALUE(
-      !is_coalescing(),
-      title,
-      " of tensors on a GPU cannot be coalesced with other operations; call it "
-      "before or after them");
-}
-
-ProcessGroupFused::WorkPtr ProcessGroupFused::remember(WorkPtr work) {
-  if (is_coalescing() && work) {
-    coalescing.works.push_back(work);
-  }
-  return work;
+void ProcessGroupFused::monitoredBarrier(
+    const c10d::BarrierOptions& opts,
+    bool wait_all_ranks) {
+  group_->check_open("fused:monitored_barrier");
+  cpu_->monitoredBarrier(opts, wait_all_ranks);
 }
 
 void ProcessGroupFused::startCoalescing() {
-  // What an exception has left behind is over.
-  coalescing.works.clear();
-  coalescing.group = this;
-  if (const auto nccl = cuda_->inner(); nccl && nccl->supportsCoalescing()) {
-    nccl->startCoalescing();
-  }
+  group_->start_coalescing();
+  cuda_->startCoalescing();
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::endCoalescing() {
+WorkPtr ProcessGroupFused::endCoalescing() {
   TORCH_CHECK(
-      is_coalescing(),
+      group_->is_coalescing(),
       "fused: endCoalescing without startCoalescing on this group and thread");
-  if (const auto nccl = cuda_->inner(); nccl && nccl->supportsCoalescing()) {
-    if (const auto work = nccl->endCoalescing()) {
-      remember(work);
-    }
-  }
-  coalescing.group = nullptr;
-  return c10::make_intrusive<WorkGroup>(
-      getRank(), std::exchange(coalescing.works, {}));
+  group_->remember(cuda_->endCoalescing());
+  return group_->end_coalescing();
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::ordinary(
+WorkPtr ProcessGroupFused::fused_step_(StepArguments arguments, bool async_op) {
+  check_arguments(arguments, rank_, size_);
+  for (const at::Tensor& p : arguments.params) {
+    if (!p.is_inference()) {
+      // Autograd must notice that a saved parameter has changed.
+      p.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  Route& there = route(arguments.params[0].device());
+  return there.fused_step_(std::move(arguments), async_op);
+}
+
+WorkPtr ProcessGroupFused::reduce_shards_(
+    ShardsArguments arguments,
+    bool async_op) {
+  check_arguments(arguments);
+  Route& there = route(arguments.grads[0].device());
+  return there.reduce_shards_(std::move(arguments), async_op);
+}
+
+WorkPtr ProcessGroupFused::sparse_all_reduce(
     const at::Tensor& tensor,
-    const CudaGroup::Ordinary& call) {
-  check_open("fused: a collective of CUDA tensors");
-  return remember(cuda_->ordinary(tensor, timeout_.load(), call));
+    const SparseArguments& arguments,
+    bool async_op) {
+  return route(tensor.device()).sparse_all_reduce(tensor, arguments, async_op);
 }
 
-c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::abortable_gloo(
-    const char* prefix) {
-  return c10::make_intrusive<AbortableBackend>(make_delegate(
-      "cpu",
-      c10::make_intrusive<c10d::PrefixStore>(prefix, own_store_),
-      getRank(),
-      getSize(),
-      timeout_.load()));
+const Stats& ProcessGroupFused::stats() {
+  cuda_->report_sums();
+  return group_->stats;
 }
 
-c10d::Backend& ProcessGroupFused::delegate() {
-  if (!delegate_) { // in the constructor
-    delegate_ = abortable_gloo("fusedpg-delegate");
-  }
-  return *delegate_;
+void ProcessGroupFused::reset_stats() {
+  cuda_->report_sums();
+  group_->stats.clear();
 }
 
-namespace {
+// --- memory ------------------------------------------------------------------
 
-// Gloo's rendezvous cannot be aborted, so ranks begin it when all are there.
-void await_all(
-    c10d::Store& store,
-    int rank,
-    int size,
-    const Deadline& deadline,
-    const std::function<void()>& check) {
-  constexpr std::chrono::milliseconds kLook{5};
-  const auto key = [](int p) { return str("transport/", p); };
-  store.set(key(rank), "1");
-  for (int p = 0; p < size; ++p) {
-    while (!store.check({key(p)})) {
-      check();
-      if (deadline.expired()) {
-        fail(
-            ErrorKind::kTimeout,
-            "fused: timeout after ",
-            deadline.timeout().count(),
-            " ms on rank ",
-            rank,
-            " waiting for rank ",
-            p,
-            ", which did not reach the first operation that connects the "
-            "hosts");
-      }
-      std::this_thread::sleep_for(kLook);
-    }
-  }
-  check();
+std::shared_ptr<c10::Allocator> ProcessGroupFused::getMemAllocator() {
+  // It is asked for no device: a group that is bound to a GPU means that.
+  const auto device = getBoundDeviceId();
+  return device && device->is_cuda() ? cuda_->getMemAllocator()
+                                     : cpu_->getMemAllocator();
 }
 
-} // namespace
-
-NetContext ProcessGroupFused::net_context(
-    uint64_t ticket,
-    std::chrono::milliseconds timeout,
-    OpCode op) {
-  const auto check_aborted = [this] {
-    if (delegate_->getError() != c10d::ErrorType::SUCCESS) {
-      fail(
-          ErrorKind::kAborted,
-          "fused: the group was aborted on rank ",
-          getRank(),
-          " and must be destroyed");
-    }
-  };
-  check_aborted();
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  if (!transport_) {
-    await_all(
-        *own_store_, getRank(), getSize(), Deadline(timeout), check_aborted);
-    transport_ =
-        std::make_unique<BackendTransport>(abortable_gloo("fusedpg-transport"));
-  }
-  return {
-      *transport_,
-      kernels_,
-      net_pool_,
-      Deadline(timeout),
-      ticket,
-      op,
-      ranks_share_hosts_};
+// DDP asks with index -1 for the CPU.
+bool ProcessGroupFused::supportsTensorAlloc(c10::DeviceIndex device) {
+  const bool on_gpu = device >= 0 || options_->cpu_as_cuda;
+  return (on_gpu && cuda_->supportsTensorAlloc(device)) ||
+      cpu_->supportsTensorAlloc(device);
 }
 
-bool ProcessGroupFused::forked() const {
-  return getpid() != owner_;
+at::Tensor ProcessGroupFused::allocateTensor(
+    long size,
+    at::TensorOptions options) {
+  return route(options.device()).allocateTensor(size, options);
 }
 
-void ProcessGroupFused::check_open(const char* op) const {
-  if (forked()) {
-    C10_THROW_ERROR(
-        DistBackendError,
-        c10::str(
-            op,
-            ": this group belongs to the process that forked this one; create "
-            "a group in each process"));
-  }
-  if (closed_.load(std::memory_order_acquire)) {
-    C10_THROW_ERROR(
-        DistBackendError,
-        c10::str(
-            op, ": this group was shut down or destroyed on rank ", rank_));
-  }
-}
-
-void ProcessGroupFused::check_root(const char* op, int64_t root) const {
+at::Tensor ProcessGroupFused::empty(
+    at::IntArrayRef sizes,
+    at::ScalarType type,
+    at::Device device,
+    bool lives_long) {
   TORCH_CHECK_VALUE(
-      root >= 0 && root < getSize(),
-      "fused: ",
-      op,
-      ": root ",
-      root,
-      " is not a rank of this group of ",
-      getSize());
+      device.is_cpu() || device.is_cuda(),
+      "fused: empty: device must be the CPU or a GPU, got ",
+      device);
+  const auto options = at::TensorOptions().dtype(type).device(device);
+  checked_bytes(sizes, options);
+  return route(device).empty(sizes, options, lives_long);
 }
 
-void ProcessGroupFused::check_count(
-    const char* op,
-    const char* what,
-    size_t found,
-    size_t expected) const {
-  TORCH_CHECK_VALUE(
-      found == expected,
-      "fused: ",
-      op,
-      ": expected ",
-      expected,
-      " ",
-      what,
-      ", found ",
-      found);
+at::Tensor ProcessGroupFused::empty_shared(
+    at::IntArrayRef sizes,
+    at::ScalarType type) {
+  return cpu_->empty_shared(sizes, at::TensorOptions().dtype(type));
 }
 
-Mailbox& ProcessGroupFused::mailbox() {
-  std::lock_guard<std::mutex> lock(mailbox_mutex_);
-  check_open("fused:send/recv");
-  if (!mailbox_) {
-    mailbox_ = std::make_unique<Mailbox>(engine_->domain(), kernels_);
-  }
-  return *mailbox_;
+bool ProcessGroupFused::in_arena(const at::Tensor& t) {
+  return route(t.device()).in_arena(t);
 }
+
+// --- groups and their end ----------------------------------------------------
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::split(
     const c10::intrusive_ptr<c10d::Store>& store,
@@ -436,26 +250,25 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::shrink(
 }
 
 void ProcessGroupFused::setTimeout(std::chrono::milliseconds timeout) {
-  timeout_ = timeout;
+  group_->timeout = timeout;
   options_->timeout = timeout;
 }
 
 uint64_t ProcessGroupFused::getSequenceNumberForGroup() {
-  return executor_->tickets();
+  return group_->executor().tickets();
+}
+
+std::optional<ErrorKind> ProcessGroupFused::failure() {
+  const auto gpu = cuda_->failure();
+  return gpu ? gpu : cpu_->failure();
 }
 
 c10d::ErrorType ProcessGroupFused::getError() {
-  ErrorKind kind;
-  if (const auto cuda = cuda_->engine(); cuda && cuda->failed()) {
-    kind = cuda->failure_kind();
-  } else if (engine_ != nullptr && engine_->domain().failed()) {
-    kind = engine_->domain().failure_kind();
-  } else if (spans_hosts()) {
-    return delegate().getError();
-  } else {
+  const auto kind = failure();
+  if (!kind) {
     return c10d::ErrorType::SUCCESS;
   }
-  switch (kind) {
+  switch (*kind) {
     case ErrorKind::kTimeout:
       return c10d::ErrorType::TIMEOUT;
     case ErrorKind::kPeerDead:
@@ -466,89 +279,44 @@ c10d::ErrorType ProcessGroupFused::getError() {
   }
 }
 
-// What connects the hosts holds the mutex, and looks for the delegate's abort.
-void ProcessGroupFused::abort_delegate() {
-  if (!spans_hosts()) {
-    return;
-  }
-  delegate_->abort();
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  if (transport_) {
-    transport_->abort();
-  }
-}
-
 void ProcessGroupFused::abort() {
-  if (forked()) {
+  if (group_->forked()) {
     return;
   }
   const ReleaseGil release;
   cuda_->abort();
-  abort_delegate();
-  if (engine_ != nullptr) {
-    try {
-      engine_->abort(*executor_);
-    } catch (const Error&) {
-      // Shut down meanwhile by another thread: what still runs ends all the
-      // same, and nothing comes after it.
-    }
-  }
+  cpu_->abort();
 }
 
 void ProcessGroupFused::shutdown() {
-  if (forked() || closed_.exchange(true)) {
+  if (group_->forked() || !group_->close()) {
     return;
   }
   const ReleaseGil release;
-  cuda_->shutdown(kShutdownPatience);
-  executor_->stop();
-  {
-    std::lock_guard<std::mutex> lock(mailbox_mutex_);
-    if (mailbox_) {
-      mailbox_->stop();
-    }
-  }
-  if (engine_ != nullptr) {
-    engine_->domain().leave();
-  }
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  if (delegate_) {
-    delegate_->shutdown();
-  }
+  cuda_->shutdown();
+  group_->executor().stop();
+  cpu_->shutdown();
 }
 
 void ProcessGroupFused::shutdown_at_exit() {
-  if (forked()) {
+  if (group_->forked()) {
     return;
   }
   const ReleaseGil release;
-  if (!executor_->drain(std::chrono::milliseconds(1000))) {
-    abort_delegate();
-    if (engine_ != nullptr) {
-      engine_->domain().request_abort();
-    }
+  if (!group_->executor().drain(std::chrono::milliseconds(1000))) {
+    cpu_->interrupt();
   }
   shutdown();
 }
 
-ProcessGroupFused::Info ProcessGroupFused::info() {
-  Info i;
-  i.engine = spans_hosts() ? "gloo" : "shm";
+GroupInfo ProcessGroupFused::info() {
+  GroupInfo i;
   i.local_world_size = local_world_size_;
-  i.threads = spans_hosts() ? 1 : engine_->threads();
-  i.isa = kernels_.name;
-  i.arena_reserved =
-      spans_hosts() ? 0 : engine_->domain().arena()->heap_bytes();
-  i.arena_used = spans_hosts() ? 0 : engine_->domain().arena()->used_bytes();
-  i.sequence_number = executor_->tickets();
-  i.failed = spans_hosts() ? delegate().getError() != c10d::ErrorType::SUCCESS
-                           : engine_->domain().failed();
-  i.cuda_arena = settings_.cuda_arena_bytes;
-  if (const auto cuda = cuda_->engine()) {
-    i.failed = i.failed || cuda->failed();
-    i.nccl_version = cuda->nccl().version;
-    i.cuda_path = cuda->path_of_last_step();
-  }
+  i.isa = group_->kernels.name;
+  i.sequence_number = group_->executor().tickets();
+  cpu_->describe(i);
+  cuda_->describe(i);
+  i.failed = failure().has_value();
   return i;
 }
 

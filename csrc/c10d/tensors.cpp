@@ -1,6 +1,8 @@
 #include "c10d/tensors.hpp"
 
 #include <algorithm>
+#include <limits>
+#include <numeric>
 #include <tuple>
 
 #include <c10/core/GradMode.h>
@@ -430,15 +432,6 @@ std::vector<at::Tensor> flat_tensors(const std::vector<Flat>& flats) {
   return all;
 }
 
-std::vector<Span> spans(const std::vector<Flat>& tensors) {
-  std::vector<Span> all;
-  all.reserve(tensors.size());
-  for (const Flat& t : tensors) {
-    all.push_back(t.span());
-  }
-  return all;
-}
-
 std::vector<ReduceTensor> reduce_tensors(const std::vector<Flat>& tensors) {
   std::vector<ReduceTensor> all;
   all.reserve(tensors.size());
@@ -452,6 +445,99 @@ void finish(const std::vector<Flat>& tensors) {
   for (const Flat& t : tensors) {
     t.finish();
   }
+}
+
+size_t checked_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  uint64_t bytes = options.dtype().itemsize();
+  bool overflow = false;
+  bool none = false;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        sizes[i] >= 0,
+        "fused: empty: dimension ",
+        i,
+        " of the sizes ",
+        sizes,
+        " is negative");
+    none = none || sizes[i] == 0;
+    overflow =
+        c10::mul_overflows(bytes, static_cast<uint64_t>(sizes[i]), &bytes) ||
+        overflow;
+  }
+  TORCH_CHECK_VALUE(
+      none ||
+          (!overflow &&
+           bytes <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())),
+      "fused: empty: a tensor of sizes ",
+      sizes,
+      " and type ",
+      options.dtype(),
+      " has more bytes than 64 bits can count");
+  return none ? 0 : bytes;
+}
+
+Parts::Parts(const std::vector<Flat>& tensors) : tensors_(&tensors) {
+  if (!tensors.empty()) {
+    dtype_ = to_dtype(tensors[0].tensor().scalar_type());
+    element_ = tensors[0].tensor().element_size();
+  }
+  spans_.reserve(tensors.size());
+  for (const Flat& t : tensors) {
+    spans_.push_back(t.span());
+  }
+}
+
+Parts::Parts(const Flat& whole, int num, const std::vector<int64_t>& splits)
+    : whole_(&whole),
+      equal_(splits.empty()),
+      dtype_(to_dtype(whole.tensor().scalar_type())),
+      element_(whole.tensor().element_size()) {
+  const Span all = whole.span();
+  const size_t rows = splits.empty() ? 0 : whole.tensor().size(0);
+  const size_t row = rows != 0 ? all.bytes / rows : 0;
+  size_t offset = 0;
+  spans_.reserve(num);
+  for (int p = 0; p < num; ++p) {
+    const size_t bytes =
+        equal_ ? all.bytes / num : static_cast<size_t>(splits[p]) * row;
+    spans_.push_back({static_cast<char*>(all.data) + offset, bytes});
+    offset += bytes;
+  }
+}
+
+std::vector<ReduceTensor> Parts::reduce_tensors() const {
+  std::vector<ReduceTensor> all;
+  all.reserve(spans_.size());
+  for (const Span& s : spans_) {
+    all.push_back({s.data, s.bytes / element_});
+  }
+  return all;
+}
+
+std::vector<int64_t> Parts::splits() const {
+  std::vector<int64_t> all;
+  for (size_t p = 0; p < spans_.size() && !equal_; ++p) {
+    all.push_back(count(static_cast<int>(p)));
+  }
+  return all;
+}
+
+at::Tensor Parts::joined() const {
+  if (whole_ != nullptr) {
+    return whole_->tensor().detach().view({-1});
+  }
+  std::vector<at::Tensor> parts;
+  for (const Flat& t : *tensors_) {
+    parts.push_back(t.tensor().detach().view({-1}));
+  }
+  return at::cat(parts);
+}
+
+at::Tensor Parts::like_joined() const {
+  const auto all = splits();
+  return at::empty(
+      {std::accumulate(all.begin(), all.end(), int64_t(0))},
+      tensors_->front().tensor().options());
 }
 
 } // namespace fusedpg

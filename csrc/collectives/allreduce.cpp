@@ -31,11 +31,10 @@ void all_reduce(
     ctx.stats.add(OpCode::kAllReduce, DataPath::kOneShot, {all, all});
     return;
   }
-  const TwoShot plan = in_place(ctx, tensors, args);
+  const Plan plan = in_place(ctx, tensors, args);
   if (!staged) {
     const bool probes = choice == DensityEstimates::Choice::kProbe;
-    plan.begin(
-        ctx,
+    TwoShot(ctx, plan).begin(
         d,
         probes ? sample_blocks(ctx.kernels, tensors, args.dtype, ctx.skip.block)
                : std::vector<uint64_t>());
@@ -43,7 +42,7 @@ void all_reduce(
     if (probes) {
       std::vector<const uint64_t*> samples;
       for (int p = 0; p < ctx.size(); ++p) {
-        samples.push_back(plan.extra_words(ctx, p));
+        samples.push_back(TwoShot(ctx, plan).extra_words(p));
       }
       ctx.skip.estimates.observe(
           d.shape_hash,
@@ -53,7 +52,7 @@ void all_reduce(
     }
   }
   const DataPath path = data_path(select_path(ctx));
-  plan.run(ctx, d);
+  TwoShot(ctx, plan).run(d);
   ctx.stats.add(OpCode::kAllReduce, path, lane_stats(plan, ctx));
 }
 

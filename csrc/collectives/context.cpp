@@ -51,40 +51,10 @@ void enter(
     }
   }
   for (int p = 0; p < ctx.size(); ++p) {
-    const OpDescriptor& theirs = domain.descriptor(p, half);
-    const std::string what =
-        p == ctx.rank() ? std::string() : difference(mine, theirs);
-    if (!what.empty()) {
-      fail(
-          ErrorKind::kMismatch,
-          "fused: ranks disagree at sequence number ",
-          mine.sequence,
-          ": rank ",
-          ctx.rank(),
-          " (here) called ",
-          describe(mine),
-          ", rank ",
-          p,
-          " (there) called ",
-          describe(theirs),
-          ": ",
-          what);
-    }
+    check_agreement(mine, ctx.rank(), domain.descriptor(p, half), p);
   }
-  if (any_rank(ctx, kHasNan)) {
-    for (int p = 0; p < ctx.size(); ++p) {
-      if (domain.descriptor(p, half).flags & kHasNan) {
-        fail(
-            ErrorKind::kInvalid,
-            "fused: ",
-            describe(mine),
-            ", sequence number ",
-            mine.sequence,
-            ": the input of rank ",
-            p,
-            " holds a NaN (nan_check is on)");
-      }
-    }
+  for (int p = 0; p < ctx.size(); ++p) {
+    check_nan_flag(domain.descriptor(p, half), p);
   }
 }
 

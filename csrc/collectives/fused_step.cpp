@@ -30,323 +30,8 @@ Formula formula(OpCode op) {
   }
 }
 
-// Where the one copy of a shared parameter lies; the same on all ranks.
-uint64_t shared_place(Context& ctx, const StepTensor& t, size_t bytes) {
-  const auto found = ctx.domain.locate_any(t.param, bytes);
-  if (!found) {
-    fail(
-        ErrorKind::kInvalid,
-        "fused: a parameter is said to be shared between the ranks of a "
-        "machine, but does not lie in an arena of this group");
-  }
-  return Hash()
-      .add(static_cast<uint64_t>(found->rank))
-      .add(found->offset)
-      .value();
-}
-
-OpDescriptor describe_step(Context& ctx, const StepCall& call) {
-  OpDescriptor d;
-  d.op = call.op;
-  d.dtype = call.param_type;
-  d.items = call.tensors.size();
-  Hash shape = shape_hash(call);
-  OpDescriptor grads;
-  grads.dtype = call.grad_type;
-  for (const StepTensor& t : call.tensors) {
-    d.count += t.count;
-    if (call.shared_params && t.count != 0) {
-      shape.add(shared_place(ctx, t, t.count * dtype_size(call.param_type)));
-    }
-    if (!call.reduced) {
-      check_nan(ctx, grads, t.grad, t.count);
-    }
-  }
-  d.flags |= grads.flags;
-  d.shape_hash = shape.value();
-  d.value_hash = value_hash(call);
-  if (call.found_inf && *call.found_inf != 0.0F) {
-    d.flags |= kFoundInf;
-  }
-  return d;
-}
-
-// A step that is being executed.
-class Step {
- public:
-  Step(Context& ctx, const StepCall& call) : ctx_(ctx), call_(call) {
-    for (const StepTensor& t : call.tensors) {
-      counts_.push_back(t.count);
-      args_.push_back(update_args(call, t, ctx.size()));
-    }
-  }
-
-  void run() {
-    OpDescriptor d = describe_step(ctx_, call_);
-    const bool lamb = formula(call_.op) == Formula::kLamb;
-    TwoShot first = lamb ? moments_plan() : update_plan(!call_.reduced);
-    if (skips()) {
-      std::vector<ReduceTensor> grads;
-      for (const StepTensor& t : call_.tensors) {
-        grads.push_back({const_cast<void*>(t.grad), t.count});
-      }
-      skipping_.emplace(
-          ctx_, grads, call_.grad_type, SparseOptions{call_.skip_block});
-      first.blocks = &skipping_->map();
-    }
-    weights_ = begin_reduction(ctx_, first, d, call_.reduction, call_.used);
-    for (kernels::UpdateArgs& args : args_) {
-      const bool weighted = !weights_.empty() && !call_.reduced;
-      args.weights = weighted ? weights_.data() : nullptr;
-    }
-    if (skipping_) {
-      skipping_->load(ctx_);
-      ctx_.stats.add(call_.op, DataPath::kSkipping, skipped_stats(first.lanes));
-    }
-    if (any_rank(ctx_, kFoundInf)) {
-      if (call_.found_inf) {
-        *call_.found_inf = 1.0F;
-      }
-      return;
-    }
-    first.run(ctx_, d);
-    if (lamb) {
-      exchange_norms(d);
-      TwoShot second = update_plan(false);
-      drop_unused(second);
-      d.flags = 0;
-      second.begin(ctx_, d);
-      second.run(ctx_, d);
-    }
-    for (size_t t = 0; t < call_.tensors.size(); ++t) {
-      if (call_.tensors[t].step && used(t)) {
-        *call_.tensors[t].step += 1.0F;
-      }
-    }
-  }
-
- private:
-  bool used(size_t tensor) const {
-    return call_.used == nullptr || call_.used[tensor] != 0;
-  }
-
-  void drop_unused(TwoShot& plan) const {
-    for (size_t t = 0; t < call_.tensors.size(); ++t) {
-      if (!used(t)) {
-        plan.drop(t);
-      }
-    }
-  }
-
-  TwoShot plan(bool reads) const {
-    TwoShot plan;
-    plan.src_size = dtype_size(call_.grad_type);
-    plan.dst_size = dtype_size(call_.param_type);
-    plan.reads = reads;
-    plan.lanes = TwoShot::shards(counts_, ctx_.size());
-    for (const StepTensor& t : call_.tensors) {
-      plan.tensors.push_back(
-          {reads ? static_cast<const char*>(t.grad) : nullptr,
-           static_cast<char*>(t.param)});
-    }
-    return plan;
-  }
-
-  // [gradients ->] new parameters
-  TwoShot update_plan(bool reads) {
-    TwoShot p = plan(reads);
-    if (call_.shared_params) {
-      p.receiver = TwoShot::kOwner;
-      p.shared_results = true;
-    }
-    p.epilogue = [this](
-                     size_t tensor,
-                     size_t begin,
-                     size_t count,
-                     void* const* dsts,
-                     size_t num_dsts,
-                     const void* const* srcs,
-                     bool stream) {
-      if (skipping_) {
-        update_skipping({tensor, begin, count}, dsts, num_dsts, srcs, stream);
-        return;
-      }
-      const void* slice = nullptr;
-      kernels::UpdateSpans s = spans(tensor, begin, count, srcs, slice);
-      s.params_out = dsts;
-      s.num_out = num_dsts;
-      s.stream = stream;
-      ctx_.kernels.update(args_[tensor], s);
-    };
-    return p;
-  }
-
-  // LAMB takes sums over runs that have nothing to do with blocks; a weighted
-  // mean has a weight a rank; a tensor that is not used has no gradient.
-  bool skips() const {
-    return call_.skip_block != 0 && !call_.reduced && ctx_.size() > 1 &&
-        !call_.reduction.weight && call_.used == nullptr &&
-        formula(call_.op) != Formula::kLamb;
-  }
-
-  // Only the contributions of ranks that have the block are read; the others
-  // are zero, which parameters still see.
-  void update_skipping(
-      const Piece& piece,
-      void* const* dsts,
-      size_t num_dsts,
-      const void* const* srcs,
-      bool stream) {
-    skipping_->for_sources(
-        piece,
-        {srcs,
-         dtype_size(call_.grad_type),
-         dsts,
-         num_dsts,
-         dtype_size(call_.param_type)},
-        [&](size_t from,
-            size_t to,
-            const void* const* some,
-            size_t num,
-            void* const* outs) {
-          const void* slice = nullptr;
-          kernels::UpdateSpans s =
-              spans(piece.tensor, from, to - from, some, slice);
-          s.num_grads = num;
-          s.params_out = outs;
-          s.num_out = num_dsts;
-          s.stream = stream;
-          ctx_.kernels.update(args_[piece.tensor], s);
-        });
-  }
-
-  // Gradients of present blocks one way, all parameters the other.
-  OpStats skipped_stats(const Lanes& lanes) const {
-    OpStats s = skipping_->stats(
-        ctx_, lanes, dtype_size(call_.grad_type), /*gathers=*/false);
-    TwoShot params = plan(false);
-    params.src_size = 0;
-    const OpStats gathered = lane_stats(params, ctx_);
-    s.bytes_sent += gathered.bytes_sent;
-    s.bytes_received += gathered.bytes_received;
-    return s;
-  }
-
-  // LAMB's first half: moments, and the norms of what the second half needs.
-  TwoShot moments_plan() {
-    sums_.resize(counts_.size());
-    for (size_t t = 0; t < counts_.size(); ++t) {
-      const size_t blocks =
-          (static_cast<size_t>(shard(t).length) + kernels::kSumBlock - 1) /
-          kernels::kSumBlock;
-      sums_[t].resize(2 * blocks);
-    }
-    TwoShot p = plan(!call_.reduced);
-    p.receiver = TwoShot::kNobody;
-    p.granule = kernels::kSumBlock;
-    p.epilogue = [this](
-                     size_t tensor,
-                     size_t begin,
-                     size_t count,
-                     void* const* /* dsts */,
-                     size_t /* num_dsts */,
-                     const void* const* srcs,
-                     bool /* stream */) {
-      const size_t at = begin - static_cast<size_t>(shard(tensor).offset);
-      const void* slice = nullptr;
-      ctx_.kernels.lamb_moments(
-          args_[tensor],
-          spans(tensor, begin, count, srcs, slice),
-          sums_[tensor].data() + 2 * (at / kernels::kSumBlock));
-    };
-    return p;
-  }
-
-  // Sums of squares of whole tensors: blocks in order, then ranks in order.
-  void exchange_norms(const OpDescriptor& step) {
-    const size_t n = counts_.size();
-    std::vector<double> mine(2 * n);
-    for (size_t t = 0; t < n; ++t) {
-      for (size_t i = 0; i < sums_[t].size(); ++i) {
-        mine[2 * t + i % 2] += sums_[t][i];
-      }
-    }
-    std::vector<uint64_t> words(2 * n);
-    std::memcpy(words.data(), mine.data(), 2 * n * sizeof(double));
-    OpDescriptor d = step;
-    d.flags = 0;
-    enter(ctx_, d, words.data(), words.size());
-    for (size_t t = 0; t < n; ++t) {
-      double sums[2] = {0, 0};
-      for (int p = 0; p < ctx_.size(); ++p) {
-        double theirs[2];
-        std::memcpy(
-            theirs,
-            ctx_.domain.table(p, ctx_.domain.half()) + 2 * t,
-            sizeof theirs);
-        sums[0] += theirs[0];
-        sums[1] += theirs[1];
-      }
-      const StepHyper& hyper = call_.hypers[call_.tensors[t].hyper];
-      args_[t].lamb.step_size = hyper.lr * trust_ratio(hyper, sums[0], sums[1]);
-    }
-  }
-
-  ShardRange shard(size_t tensor) const {
-    return shard_range(
-        static_cast<int64_t>(counts_[tensor]), ctx_.size(), ctx_.rank());
-  }
-
-  // `slice` must live as long as the result.
-  kernels::UpdateSpans spans(
-      size_t tensor,
-      size_t begin,
-      size_t count,
-      const void* const* srcs,
-      const void*& slice) const {
-    const StepTensor& t = call_.tensors[tensor];
-    const size_t at = begin - static_cast<size_t>(shard(tensor).offset);
-    const auto advance = [](void* base, size_t elements, DType type) {
-      return base == nullptr
-          ? base
-          : static_cast<char*>(base) + elements * dtype_size(type);
-    };
-    kernels::UpdateSpans s;
-    s.param_type = call_.param_type;
-    s.grad_type = call_.grad_type;
-    s.state_type = call_.state_type;
-    s.param = advance(t.param, begin, call_.param_type);
-    if (call_.has_masters) {
-      s.master = advance(t.master, at, DType::kFloat32);
-      s.follow = call_.follow;
-    }
-    for (int k = 0; k < 3; ++k) {
-      s.state[k] = advance(t.state[k], at, call_.state_type);
-    }
-    if (call_.reduced) {
-      slice =
-          static_cast<const char*>(t.grad) + at * dtype_size(call_.grad_type);
-      s.grads = &slice;
-      s.num_grads = 1;
-    } else {
-      s.grads = srcs;
-      s.num_grads = static_cast<size_t>(ctx_.size());
-    }
-    s.count = count;
-    return s;
-  }
-
-  Context& ctx_;
-  const StepCall& call_;
-  std::vector<size_t> counts_;
-  std::vector<kernels::UpdateArgs> args_;
-  std::vector<double> weights_;
-  std::vector<std::vector<double>> sums_; // of blocks: parameter, direction
-  std::optional<Skipping> skipping_;
-};
-
-} // namespace
-
+// Of what a call's tensors are. Ranks must have the same, and that of the
+// scalars too, or replicas drift apart silently.
 Hash shape_hash(const StepCall& call) {
   Hash hash;
   hash.add(static_cast<uint64_t>(call.param_type));
@@ -375,6 +60,321 @@ uint64_t value_hash(const StepCall& call) {
   return hash.add(call.call_hash).value();
 }
 
+OpDescriptor describe_step(Way& way, const StepCall& call) {
+  OpDescriptor d;
+  d.op = call.op;
+  d.dtype = call.param_type;
+  d.items = call.tensors.size();
+  Hash shape = shape_hash(call);
+  OpDescriptor grads;
+  grads.dtype = call.grad_type;
+  for (const StepTensor& t : call.tensors) {
+    d.count += t.count;
+    if (call.shared_params && t.count != 0) {
+      shape.add(
+          way.shared_place(t.param, t.count * dtype_size(call.param_type)));
+    }
+    if (!call.reduced) {
+      check_nan(way, grads, t.grad, t.count);
+    }
+  }
+  d.flags |= grads.flags;
+  d.shape_hash = shape.value();
+  d.value_hash = value_hash(call);
+  if (call.found_inf && *call.found_inf != 0.0F) {
+    d.flags |= kFoundInf;
+  }
+  return d;
+}
+
+// A step that is being executed.
+class Step {
+ public:
+  Step(Way& way, const StepCall& call) : way_(way), call_(call) {
+    for (const StepTensor& t : call.tensors) {
+      counts_.push_back(t.count);
+      args_.push_back(update_args(call, t, way.size()));
+    }
+  }
+
+  void run() {
+    OpDescriptor d = describe_step(way_, call_);
+    const bool lamb = formula(call_.op) == Formula::kLamb;
+    Plan first = lamb ? moments_plan() : update_plan(!call_.reduced);
+    if (skips()) {
+      std::vector<ReduceTensor> grads;
+      for (const StepTensor& t : call_.tensors) {
+        grads.push_back({const_cast<void*>(t.grad), t.count});
+      }
+      skipping_.emplace(
+          *way_.shared_memory(),
+          grads,
+          call_.grad_type,
+          SparseOptions{call_.skip_block});
+      first.blocks = &skipping_->map();
+    }
+    begin_reduction(way_, first, d, call_.reduction, call_.used);
+    weights_ = first.weights;
+    if (skipping_) {
+      Context& ctx = *way_.shared_memory();
+      skipping_->load(ctx);
+      ctx.stats.add(
+          call_.op, DataPath::kSkipping, skipped_stats(ctx, first.lanes));
+    }
+    if (any_rank(way_, kFoundInf)) {
+      if (call_.found_inf) {
+        *call_.found_inf = 1.0F;
+      }
+      return;
+    }
+    way_.run(first, d);
+    if (lamb) {
+      exchange_norms(d);
+      Plan second = update_plan(false);
+      drop_unused(second);
+      d.flags = 0;
+      way_.enter(&second, d, {});
+      way_.run(second, d);
+    }
+    for (size_t t = 0; t < call_.tensors.size(); ++t) {
+      if (call_.tensors[t].step && used(t)) {
+        *call_.tensors[t].step += 1.0F;
+      }
+    }
+  }
+
+ private:
+  bool used(size_t tensor) const {
+    return call_.used == nullptr || call_.used[tensor] != 0;
+  }
+
+  void drop_unused(Plan& plan) const {
+    for (size_t t = 0; t < call_.tensors.size(); ++t) {
+      if (!used(t)) {
+        plan.drop(t);
+      }
+    }
+  }
+
+  Plan plan(bool reads) const {
+    Plan plan;
+    plan.src_size = dtype_size(call_.grad_type);
+    plan.dst_size = dtype_size(call_.param_type);
+    plan.src_type = call_.grad_type;
+    plan.skip_block = call_.skip_block;
+    plan.reads = reads;
+    plan.lanes = Plan::shards(counts_, way_.size());
+    for (const StepTensor& t : call_.tensors) {
+      plan.tensors.push_back(
+          {reads ? static_cast<const char*>(t.grad) : nullptr,
+           static_cast<char*>(t.param)});
+    }
+    return plan;
+  }
+
+  // [gradients ->] new parameters
+  Plan update_plan(bool reads) {
+    Plan p = plan(reads);
+    if (call_.shared_params) {
+      p.receiver = Plan::kOwner;
+      p.shared_results = true;
+    }
+    p.epilogue = [this](
+                     size_t tensor,
+                     size_t begin,
+                     size_t count,
+                     void* const* dsts,
+                     size_t num_dsts,
+                     const Sources& srcs,
+                     bool stream) {
+      if (skipping_) {
+        update_skipping(
+            {tensor, begin, count}, dsts, num_dsts, srcs.data, stream);
+        return;
+      }
+      const void* slice = nullptr;
+      kernels::UpdateSpans s = spans(tensor, begin, count, srcs, slice);
+      s.params_out = dsts;
+      s.num_out = num_dsts;
+      s.stream = stream;
+      way_.kernels().update(args(tensor, srcs), s);
+    };
+    return p;
+  }
+
+  // Contributions that were folded have been multiplied by their weights.
+  kernels::UpdateArgs args(size_t tensor, const Sources& srcs) const {
+    kernels::UpdateArgs a = args_[tensor];
+    const bool weighted = !weights_.empty() && !call_.reduced && !srcs.folded;
+    a.weights = weighted ? weights_.data() : nullptr;
+    return a;
+  }
+
+  // LAMB takes sums over runs that have nothing to do with blocks; a weighted
+  // mean has a weight a rank; a tensor that is not used has no gradient.
+  bool skips() const {
+    return way_.shared_memory() != nullptr && call_.skip_block != 0 &&
+        !call_.reduced && way_.size() > 1 && !call_.reduction.weight &&
+        call_.used == nullptr && formula(call_.op) != Formula::kLamb;
+  }
+
+  // Only the contributions of ranks that have the block are read; the others
+  // are zero, which parameters still see.
+  void update_skipping(
+      const Piece& piece,
+      void* const* dsts,
+      size_t num_dsts,
+      const void* const* srcs,
+      bool stream) {
+    skipping_->for_sources(
+        piece,
+        {srcs,
+         dtype_size(call_.grad_type),
+         dsts,
+         num_dsts,
+         dtype_size(call_.param_type)},
+        [&](size_t from,
+            size_t to,
+            const void* const* some,
+            size_t num,
+            void* const* outs) {
+          const void* slice = nullptr;
+          kernels::UpdateSpans s =
+              spans(piece.tensor, from, to - from, {some, num}, slice);
+          s.params_out = outs;
+          s.num_out = num_dsts;
+          s.stream = stream;
+          way_.kernels().update(args_[piece.tensor], s);
+        });
+  }
+
+  // Gradients of present blocks one way, all parameters the other.
+  OpStats skipped_stats(Context& ctx, const Lanes& lanes) const {
+    OpStats s = skipping_->stats(
+        ctx, lanes, dtype_size(call_.grad_type), /*gathers=*/false);
+    Plan params = plan(false);
+    params.src_size = 0;
+    const OpStats gathered = lane_stats(params, ctx);
+    s.bytes_sent += gathered.bytes_sent;
+    s.bytes_received += gathered.bytes_received;
+    return s;
+  }
+
+  // LAMB's first half: moments, and the norms of what the second half needs.
+  Plan moments_plan() {
+    sums_.resize(counts_.size());
+    for (size_t t = 0; t < counts_.size(); ++t) {
+      const size_t blocks =
+          (static_cast<size_t>(shard(t).length) + kernels::kSumBlock - 1) /
+          kernels::kSumBlock;
+      sums_[t].resize(2 * blocks);
+    }
+    Plan p = plan(!call_.reduced);
+    p.receiver = Plan::kNobody;
+    p.granule = kernels::kSumBlock;
+    p.epilogue = [this](
+                     size_t tensor,
+                     size_t begin,
+                     size_t count,
+                     void* const* /* dsts */,
+                     size_t /* num_dsts */,
+                     const Sources& srcs,
+                     bool /* stream */) {
+      const size_t at = begin - static_cast<size_t>(shard(tensor).offset);
+      const void* slice = nullptr;
+      way_.kernels().lamb_moments(
+          args(tensor, srcs),
+          spans(tensor, begin, count, srcs, slice),
+          sums_[tensor].data() + 2 * (at / kernels::kSumBlock));
+    };
+    return p;
+  }
+
+  // Sums of squares of whole tensors: blocks in order, then ranks in order.
+  void exchange_norms(const OpDescriptor& step) {
+    const size_t n = counts_.size();
+    std::vector<double> mine(2 * n);
+    for (size_t t = 0; t < n; ++t) {
+      for (size_t i = 0; i < sums_[t].size(); ++i) {
+        mine[2 * t + i % 2] += sums_[t][i];
+      }
+    }
+    std::vector<uint64_t> words(2 * n);
+    std::memcpy(words.data(), mine.data(), 2 * n * sizeof(double));
+    OpDescriptor d = step;
+    d.flags = 0;
+    way_.enter(nullptr, d, words);
+    for (size_t t = 0; t < n; ++t) {
+      double sums[2] = {0, 0};
+      for (int p = 0; p < way_.size(); ++p) {
+        double theirs[2];
+        std::memcpy(theirs, way_.extra(p) + 2 * t, sizeof theirs);
+        sums[0] += theirs[0];
+        sums[1] += theirs[1];
+      }
+      const StepHyper& hyper = call_.hypers[call_.tensors[t].hyper];
+      args_[t].lamb.step_size = hyper.lr * trust_ratio(hyper, sums[0], sums[1]);
+    }
+  }
+
+  ShardRange shard(size_t tensor) const {
+    return shard_range(
+        static_cast<int64_t>(counts_[tensor]), way_.size(), way_.rank());
+  }
+
+  // `slice` must live as long as the result.
+  kernels::UpdateSpans spans(
+      size_t tensor,
+      size_t begin,
+      size_t count,
+      const Sources& srcs,
+      const void*& slice) const {
+    const StepTensor& t = call_.tensors[tensor];
+    const size_t at = begin - static_cast<size_t>(shard(tensor).offset);
+    const auto advance = [](void* base, size_t elements, DType type) {
+      return base == nullptr
+          ? base
+          : static_cast<char*>(base) + elements * dtype_size(type);
+    };
+    kernels::UpdateSpans s;
+    s.param_type = call_.param_type;
+    s.grad_type = call_.grad_type;
+    s.state_type = call_.state_type;
+    s.param = advance(t.param, begin, call_.param_type);
+    if (call_.has_masters) {
+      s.master = advance(t.master, at, DType::kFloat32);
+      s.follow = call_.follow;
+    }
+    for (int k = 0; k < 3; ++k) {
+      s.state[k] = advance(t.state[k], at, call_.state_type);
+    }
+    if (call_.reduced) {
+      slice =
+          static_cast<const char*>(t.grad) + at * dtype_size(call_.grad_type);
+      s.grads = &slice;
+      s.num_grads = 1;
+    } else {
+      s.grads = srcs.data;
+      s.num_grads = srcs.num;
+      if (srcs.folded) {
+        s.grad_type = wide_type(call_.grad_type);
+      }
+    }
+    s.count = count;
+    return s;
+  }
+
+  Way& way_;
+  const StepCall& call_;
+  std::vector<size_t> counts_;
+  std::vector<kernels::UpdateArgs> args_;
+  std::vector<double> weights_;
+  std::vector<std::vector<double>> sums_; // of blocks: parameter, direction
+  std::optional<Skipping> skipping_;
+};
+
+} // namespace
+
 kernels::UpdateArgs update_args(
     const StepCall& call,
     const StepTensor& tensor,
@@ -392,8 +392,13 @@ kernels::UpdateArgs update_args(
   return a;
 }
 
+void fused_step(Way& way, const StepCall& call) {
+  Step(way, call).run();
+}
+
 void fused_step(Context& ctx, const StepCall& call) {
-  Step(ctx, call).run();
+  ShmWay way(ctx);
+  fused_step(way, call);
 }
 
 } // namespace fusedpg

@@ -1,6 +1,7 @@
 #include "collectives/net_exchange.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 
 #include "collectives/selector.hpp"
@@ -74,6 +75,21 @@ void net_exchange(
     under_way.push_back(std::move(both));
   }
   finish(0);
+}
+
+std::vector<NetBuffer> net_gather_rows(
+    NetContext& ctx,
+    const void* mine,
+    size_t bytes) {
+  const auto size = static_cast<size_t>(ctx.transport.size());
+  std::vector<NetBuffer> rows;
+  for (size_t p = 0; p < size; ++p) {
+    rows.emplace_back(bytes);
+  }
+  const NetBuffer& own = rows[ctx.transport.rank()];
+  std::memcpy(own.data(), mine, bytes);
+  net_exchange(ctx, std::vector<NetBuffer>(size, own), rows);
+  return rows;
 }
 
 void net_gather(

@@ -17,7 +17,11 @@ struct NetContext {
   Deadline deadline;
   uint64_t sequence;
   OpCode op = OpCode::kSparseAllReduce; // for messages
+  bool nan_check = false;
   bool ranks_share_hosts = false;
+  // Position in, and length of, a list of operations that one call runs.
+  uint64_t list_index = 0;
+  uint64_t list_length = 1;
   OpStats moved{}; // what this rank has sent and received so far
 };
 
@@ -72,6 +76,12 @@ void net_exchange(
     NetContext& ctx,
     const std::vector<NetBuffer>& outs,
     const std::vector<NetBuffer>& ins);
+
+// What all ranks have of this, by rank.
+std::vector<NetBuffer> net_gather_rows(
+    NetContext& ctx,
+    const void* mine,
+    size_t bytes);
 
 // Sends this rank's block to everybody, and fills ins[p] with rank p's. In a
 // ring where ranks share links: a machine's carries every block once.

@@ -26,12 +26,12 @@ void reduce(
   if (staged && one_shot(ctx, d, {data, bytes}, finish)) {
     return;
   }
-  TwoShot plan = in_place(ctx, tensors, args);
+  Plan plan = in_place(ctx, tensors, args);
   plan.receiver = root;
   if (!staged) {
-    plan.begin(ctx, d);
+    TwoShot(ctx, plan).begin(d);
   }
-  plan.run(ctx, d);
+  TwoShot(ctx, plan).run(d);
 }
 
 } // namespace fusedpg

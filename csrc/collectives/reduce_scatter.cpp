@@ -68,9 +68,9 @@ void reduce_scatter(
       return;
     }
   }
-  TwoShot plan;
+  Plan plan;
   plan.src_size = plan.dst_size = size;
-  plan.receiver = TwoShot::kOwner;
+  plan.receiver = Plan::kOwner;
   plan.epilogue = identity_epilogue(ctx, args);
   for (int p = 0; p < ctx.size(); ++p) {
     plan.tensors.push_back(
@@ -79,9 +79,9 @@ void reduce_scatter(
     plan.lanes.push_back({{static_cast<size_t>(p), 0, inputs[p].count}});
   }
   if (!staged) {
-    plan.begin(ctx, d);
+    TwoShot(ctx, plan).begin(d);
   }
-  plan.run(ctx, d);
+  TwoShot(ctx, plan).run(d);
 }
 
 } // namespace fusedpg

@@ -15,8 +15,7 @@ std::vector<uint64_t> to_bits(const uint8_t* used, size_t count) {
   return bits;
 }
 
-} // namespace
-
+// Of a weighted mean. Zeros if their sum is not positive.
 void divide_by_sum(std::vector<double>& weights) {
   double total = 0;
   for (const double weight : weights) {
@@ -27,9 +26,27 @@ void divide_by_sum(std::vector<double>& weights) {
   }
 }
 
-std::vector<double> begin_reduction(
-    Context& ctx,
-    TwoShot& plan,
+// What owners do with the ranks' gradients. `weights` must outlive the result.
+kernels::ReduceArgs shards_reduction(
+    const ShardsCall& call,
+    const std::vector<double>& weights,
+    int world_size) {
+  kernels::ReduceArgs args;
+  args.dtype = call.dtype;
+  args.op = !weights.empty() ? RedOp::kPremulSum
+      : call.reduction.mean  ? RedOp::kAvg
+                             : RedOp::kSum;
+  args.divisor = world_size;
+  args.reciprocal = true;
+  args.weights = weights.empty() ? nullptr : weights.data();
+  return args;
+}
+
+} // namespace
+
+void begin_reduction(
+    Way& way,
+    Plan& plan,
     OpDescriptor& d,
     const GradReduction& reduction,
     uint8_t* used) {
@@ -52,29 +69,27 @@ std::vector<double> begin_reduction(
                      .add(uint64_t(used != nullptr))
                      .add(uint64_t(reduction.weight.has_value()))
                      .value();
-  plan.begin(ctx, d, used ? to_bits(used, count) : std::vector<uint64_t>());
+  way.enter(&plan, d, used ? to_bits(used, count) : std::vector<uint64_t>());
   if (used) {
     for (size_t t = 0; t < count; ++t) {
       used[t] = 0;
-      for (int p = 0; p < ctx.size(); ++p) {
-        used[t] |= plan.extra_words(ctx, p)[t / 64] >> (t % 64) & 1;
+      for (int p = 0; p < way.size(); ++p) {
+        used[t] |= way.extra(p)[t / 64] >> (t % 64) & 1;
       }
       if (!used[t]) {
         plan.drop(t);
       }
     }
   }
-  std::vector<double> weights;
   if (reduction.weight) {
-    for (int p = 0; p < ctx.size(); ++p) {
-      weights.push_back(ctx.domain.descriptor(p, ctx.domain.half()).weight);
+    for (int p = 0; p < way.size(); ++p) {
+      plan.weights.push_back(way.said(p).weight);
     }
-    divide_by_sum(weights);
+    divide_by_sum(plan.weights);
   }
-  return weights;
 }
 
-void reduce_shards(Context& ctx, const ShardsCall& call) {
+void reduce_shards(Way& way, const ShardsCall& call) {
   OpDescriptor d;
   d.op = OpCode::kReduceShards;
   d.dtype = call.dtype;
@@ -82,39 +97,52 @@ void reduce_shards(Context& ctx, const ShardsCall& call) {
   Hash shape;
   shape.add(call.layout_hash);
   d.value_hash = Hash().add(uint64_t(call.reduction.mean)).value();
-  TwoShot plan;
+  Plan plan;
   plan.src_size = plan.dst_size = dtype_size(call.dtype);
-  plan.receiver = TwoShot::kOwner;
-  plan.lanes = TwoShot::shards(call.counts, ctx.size());
+  plan.src_type = call.dtype;
+  plan.receiver = Plan::kOwner;
+  plan.lanes = Plan::shards(call.counts, way.size());
   for (size_t t = 0; t < call.grads.size(); ++t) {
     d.count += call.counts[t];
     shape.add(static_cast<uint64_t>(call.counts[t]));
-    check_nan(ctx, d, call.grads[t], call.counts[t]);
+    check_nan(way, d, call.grads[t], call.counts[t]);
     plan.tensors.push_back(
         {static_cast<const char*>(call.grads[t]),
          static_cast<char*>(call.outputs[t])});
   }
   d.shape_hash = shape.value();
-  const std::vector<double> weights =
-      begin_reduction(ctx, plan, d, call.reduction, call.used);
-  plan.epilogue =
-      identity_epilogue(ctx, shards_reduction(call, weights, ctx.size()));
-  plan.run(ctx, d);
+  begin_reduction(way, plan, d, call.reduction, call.used);
+  const kernels::ReduceArgs args =
+      shards_reduction(call, plan.weights, way.size());
+  plan.epilogue = [&](size_t /* tensor */,
+                      size_t /* begin */,
+                      size_t count,
+                      void* const* dsts,
+                      size_t num_dsts,
+                      const Sources& srcs,
+                      bool stream) {
+    if (!srcs.folded) {
+      way.kernels().reduce(
+          args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
+      return;
+    }
+    // What is left: the division, and one rounding.
+    kernels::ReduceArgs rest = args;
+    rest.dtype = wide_type(call.dtype);
+    if (rest.weights != nullptr) {
+      rest.op = RedOp::kSum;
+      rest.weights = nullptr;
+    }
+    void* sum = const_cast<void*>(srcs.data[0]);
+    way.kernels().reduce(rest, &sum, 1, srcs.data, 1, count, false);
+    way.kernels().cast(call.dtype, dsts[0], rest.dtype, sum, count);
+  };
+  way.run(plan, d);
 }
 
-kernels::ReduceArgs shards_reduction(
-    const ShardsCall& call,
-    const std::vector<double>& weights,
-    int world_size) {
-  kernels::ReduceArgs args;
-  args.dtype = call.dtype;
-  args.op = !weights.empty() ? RedOp::kPremulSum
-      : call.reduction.mean  ? RedOp::kAvg
-                             : RedOp::kSum;
-  args.divisor = world_size;
-  args.reciprocal = true;
-  args.weights = weights.empty() ? nullptr : weights.data();
-  return args;
+void reduce_shards(Context& ctx, const ShardsCall& call) {
+  ShmWay way(ctx);
+  reduce_shards(way, call);
 }
 
 } // namespace fusedpg

@@ -36,7 +36,7 @@ void describe_tensors(
   d.shape_hash = shape.value();
 }
 
-TwoShot::Epilogue identity_epilogue(
+Plan::Epilogue identity_epilogue(
     Context& ctx,
     const kernels::ReduceArgs& args) {
   return [&ctx, args](
@@ -45,13 +45,14 @@ TwoShot::Epilogue identity_epilogue(
              size_t count,
              void* const* dsts,
              size_t num_dsts,
-             const void* const* srcs,
+             const Sources& srcs,
              bool stream) {
-    ctx.kernels.reduce(args, dsts, num_dsts, srcs, ctx.size(), count, stream);
+    ctx.kernels.reduce(
+        args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
   };
 }
 
-OpStats lane_stats(const TwoShot& plan, Context& ctx) {
+OpStats lane_stats(const Plan& plan, Context& ctx) {
   OpStats stats;
   const auto peers = static_cast<size_t>(ctx.size() - 1);
   for (int p = 0; p < ctx.size(); ++p) {
@@ -73,11 +74,11 @@ DataPath data_path(const Path& path) {
                                                  : DataPath::kStaged;
 }
 
-TwoShot in_place(
+Plan in_place(
     Context& ctx,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args) {
-  TwoShot plan;
+  Plan plan;
   plan.src_size = plan.dst_size = dtype_size(args.dtype);
   plan.epilogue = identity_epilogue(ctx, args);
   std::vector<size_t> counts;
@@ -86,7 +87,7 @@ TwoShot in_place(
     plan.tensors.push_back(
         {static_cast<const char*>(t.data), static_cast<char*>(t.data)});
   }
-  plan.lanes = TwoShot::shards(counts, ctx.size());
+  plan.lanes = Plan::shards(counts, ctx.size());
   return plan;
 }
 

@@ -19,17 +19,15 @@ void describe_tensors(
     const std::vector<ReduceTensor>& tensors);
 
 // The epilogue that stores the plain reduction.
-TwoShot::Epilogue identity_epilogue(
-    Context& ctx,
-    const kernels::ReduceArgs& args);
+Plan::Epilogue identity_epilogue(Context& ctx, const kernels::ReduceArgs& args);
 
 // What a run of the plan, as its lanes are, moves between ranks.
-OpStats lane_stats(const TwoShot& plan, Context& ctx);
+OpStats lane_stats(const Plan& plan, Context& ctx);
 // After enter().
 DataPath data_path(const Path& path);
 
 // A plan that reduces tensors where they lie.
-TwoShot in_place(
+Plan in_place(
     Context& ctx,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args);

@@ -61,7 +61,7 @@ NetPath select_net_path(const NetContext& ctx);
 
 // Whether a step between machines looks for blocks of zeros in a gradient of
 // so many bytes: that takes rounds of messages of its own.
-bool select_net_skip(const StepCall& call, size_t bytes);
+bool select_net_skip(size_t block, size_t bytes);
 
 // Between machines the wire is slower than everything else.
 constexpr double kNetSkipLimit = 0.9;

@@ -135,8 +135,8 @@ void run_skipping(
                      .value();
   const size_t element = dtype_size(args.dtype);
   Skipping skipping(ctx, tensors, args.dtype, options);
-  TwoShot plan = in_place(ctx, tensors, args);
-  plan.begin(ctx, d);
+  Plan plan = in_place(ctx, tensors, args);
+  TwoShot(ctx, plan).begin(d);
   skipping.load(ctx);
   const Path path = select_path(ctx);
   const double limit = select_skip_limit(path);
@@ -148,7 +148,7 @@ void run_skipping(
   // Whoever asks for skipping gets it.
   if (ctx.skip.mode == BlockSkip::kAuto && named == OpCode::kAllReduce &&
       skipping.density() >= limit) {
-    plan.run(ctx, d);
+    TwoShot(ctx, plan).run(d);
     const OpStats dense = lane_stats(plan, ctx);
     stats.bytes_sent = dense.bytes_sent;
     stats.bytes_received = dense.bytes_received;
@@ -162,11 +162,11 @@ void run_skipping(
                       size_t count,
                       void* const* dsts,
                       size_t num_dsts,
-                      const void* const* srcs,
+                      const Sources& srcs,
                       bool stream) {
     skipping.for_sources(
         {t, begin, count},
-        {srcs, element, dsts, num_dsts, element},
+        {srcs.data, element, dsts, num_dsts, element},
         [&](size_t from,
             size_t to,
             const void* const* some,
@@ -182,7 +182,7 @@ void run_skipping(
               stream && (to - from) * element >= kStreamBytes);
         });
   };
-  plan.run(ctx, d);
+  TwoShot(ctx, plan).run(d);
   ctx.stats.add(named, DataPath::kSkipping, stats);
 }
 

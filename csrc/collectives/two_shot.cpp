@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/ownership.hpp"
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
@@ -85,7 +84,7 @@ size_t lane_steps(LaneCursor lane, size_t chunk) {
 // The state of one run of the pipeline.
 class Pipeline {
  public:
-  Pipeline(const TwoShot& plan, Context& ctx, const OpDescriptor& d)
+  Pipeline(const Plan& plan, Context& ctx, const OpDescriptor& d)
       : plan_(plan),
         ctx_(ctx),
         descriptor_(d),
@@ -104,7 +103,7 @@ class Pipeline {
     }
     stream_ = select_stream(total);
     copies_in_ = plan.reads && !path_.reads_direct;
-    gives_ = plan.receiver == TwoShot::kAll || plan.receiver >= 0;
+    gives_ = plan.receiver == Plan::kAll || plan.receiver >= 0;
     copies_out_ = gives_ && !path_.writes_direct;
     chunk_ = copies_in_ || copies_out_
         ? select_chunk(total, ctx.size()) / ctx.size()
@@ -324,9 +323,9 @@ class Pipeline {
       }
     }
     const size_t offset = part.begin * plan_.dst_size;
-    const bool all = plan_.receiver == TwoShot::kAll;
+    const bool all = plan_.receiver == Plan::kAll;
     size_t n = 0;
-    if (all || plan_.receiver == TwoShot::kOwner || plan_.receiver == me) {
+    if (all || plan_.receiver == Plan::kOwner || plan_.receiver == me) {
       ends.dsts[n++] = plan_.tensors[t].dst + offset;
     }
     if (copies_out_) {
@@ -346,7 +345,7 @@ class Pipeline {
         part.count,
         ends.dsts.data(),
         n,
-        ends.srcs.data(),
+        {ends.srcs.data(), ends.srcs.size()},
         stream_ && !copies_out_);
   }
 
@@ -370,7 +369,7 @@ class Pipeline {
     }
   }
 
-  const TwoShot& plan_;
+  const Plan& plan_;
   Context& ctx_;
   const OpDescriptor& descriptor_;
   const Path path_;
@@ -391,45 +390,27 @@ class Pipeline {
 
 } // namespace
 
-Lanes TwoShot::shards(const std::vector<size_t>& counts, int world_size) {
-  Lanes lanes(world_size);
-  for (int p = 0; p < world_size; ++p) {
-    for (size_t t = 0; t < counts.size(); ++t) {
-      const ShardRange r =
-          shard_range(static_cast<int64_t>(counts[t]), world_size, p);
-      if (r.length != 0) {
-        lanes[p].push_back(
-            {t, static_cast<size_t>(r.offset), static_cast<size_t>(r.length)});
-      }
-    }
-  }
-  return lanes;
-}
-
-void TwoShot::begin(
-    Context& ctx,
-    OpDescriptor& d,
-    const std::vector<uint64_t>& extra) const {
+void TwoShot::begin(OpDescriptor& d, const std::vector<uint64_t>& extra) const {
   // The extent of each tensor, from the lanes that cover it.
-  std::vector<size_t> ends(tensors.size());
-  for (const auto& lane : lanes) {
+  std::vector<size_t> ends(plan_.tensors.size());
+  for (const auto& lane : plan_.lanes) {
     for (const Piece& piece : lane) {
       ends[piece.tensor] =
           std::max(ends[piece.tensor], piece.begin + piece.count);
     }
   }
-  const Arena& arena = *ctx.domain.arena();
+  const Arena& arena = *ctx_.domain.arena();
   std::vector<uint64_t> table;
   uint64_t flags = kReadsDirect | kWritesDirect;
-  for (size_t t = 0; t < tensors.size(); ++t) {
+  for (size_t t = 0; t < plan_.tensors.size(); ++t) {
     struct Side {
       const char* address;
       size_t element;
       uint64_t bit;
     };
     for (const auto& [address, element, bit] :
-         {Side{tensors[t].src, src_size, kReadsDirect},
-          Side{tensors[t].dst, dst_size, kWritesDirect}}) {
+         {Side{plan_.tensors[t].src, plan_.src_size, kReadsDirect},
+          Side{plan_.tensors[t].dst, plan_.dst_size, kWritesDirect}}) {
       uint64_t location = 0;
       if (ends[t] != 0 && address != nullptr && (flags & bit)) {
         const auto found = arena.locate(address, ends[t] * element);
@@ -441,22 +422,15 @@ void TwoShot::begin(
   }
   d.flags |= flags;
   table.insert(table.end(), extra.begin(), extra.end());
-  enter(ctx, d, table.data(), table.size());
+  enter(ctx_, d, table.data(), table.size());
 }
 
-const uint64_t* TwoShot::extra_words(Context& ctx, int rank) const {
-  return ctx.domain.table(rank, ctx.domain.half()) + 2 * tensors.size();
+const uint64_t* TwoShot::extra_words(int rank) const {
+  return ctx_.domain.table(rank, ctx_.domain.half()) + 2 * plan_.tensors.size();
 }
 
-void TwoShot::drop(size_t tensor) {
-  for (auto& lane : lanes) {
-    std::erase_if(
-        lane, [tensor](const Piece& piece) { return piece.tensor == tensor; });
-  }
-}
-
-void TwoShot::run(Context& ctx, const OpDescriptor& d) const {
-  Pipeline(*this, ctx, d).run();
+void TwoShot::run(const OpDescriptor& d) const {
+  Pipeline(plan_, ctx_, d).run();
 }
 
 } // namespace fusedpg

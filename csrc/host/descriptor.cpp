@@ -76,4 +76,43 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   return {};
 }
 
+void check_agreement(
+    const OpDescriptor& here,
+    int rank,
+    const OpDescriptor& there,
+    int peer) {
+  const std::string what =
+      peer == rank ? std::string() : difference(here, there);
+  if (!what.empty()) {
+    fail(
+        ErrorKind::kMismatch,
+        "fused: ranks disagree at sequence number ",
+        here.sequence,
+        ": rank ",
+        rank,
+        " (here) called ",
+        describe(here),
+        ", rank ",
+        peer,
+        " (there) called ",
+        describe(there),
+        ": ",
+        what);
+  }
+}
+
+void check_nan_flag(const OpDescriptor& there, int peer) {
+  if (there.flags & kHasNan) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: ",
+        describe(there),
+        ", sequence number ",
+        there.sequence,
+        ": the input of rank ",
+        peer,
+        " holds a NaN (nan_check is on)");
+  }
+}
+
 } // namespace fusedpg

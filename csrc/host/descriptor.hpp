@@ -46,4 +46,13 @@ std::string describe(const OpDescriptor& d);
 // "dtype float32 here, float64 there"; empty when they agree.
 std::string difference(const OpDescriptor& here, const OpDescriptor& there);
 
+// Throw what every rank throws where two disagree, and where the NaN check has
+// found something.
+void check_agreement(
+    const OpDescriptor& here,
+    int rank,
+    const OpDescriptor& there,
+    int peer);
+void check_nan_flag(const OpDescriptor& there, int peer);
+
 } // namespace fusedpg

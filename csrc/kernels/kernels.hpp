@@ -114,6 +114,15 @@ struct Table {
   // types: false.
   bool (*has_nan)(DType dtype, const void* src, size_t count);
 
+  // dst[i] = src[i], for equal types, or float32 and a half type: exact one
+  // way, rounded to the nearest even the other. Other types: nothing happens.
+  void (*cast)(
+      DType dst_type,
+      void* dst,
+      DType src_type,
+      const void* src,
+      size_t count);
+
   // Which blocks hold anything: bit b % 64 of bits[b / 64] tells whether any
   // bit of block b is set, so -0 and NaN count. Blocks have `block_bytes`, the
   // last one may be shorter; bits behind it are 0.

@@ -499,6 +499,29 @@ static bool has_nan(DType dtype, const void* src, size_t count) {
   }
 }
 
+static void cast(
+    DType dst_type,
+    void* dst,
+    DType src_type,
+    const void* src,
+    size_t count) {
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const char*>(src);
+  const auto* half = static_cast<const Half*>(nullptr);
+  const auto* bfloat = static_cast<const BFloat*>(nullptr);
+  if (dst_type == src_type) {
+    copy(dst, src, count * dtype_size(dst_type), false);
+  } else if (dst_type == DType::kFloat32 && src_type == DType::kFloat16) {
+    widen(static_cast<float*>(dst), half, from, count);
+  } else if (dst_type == DType::kFloat32 && src_type == DType::kBFloat16) {
+    widen(static_cast<float*>(dst), bfloat, from, count);
+  } else if (dst_type == DType::kFloat16 && src_type == DType::kFloat32) {
+    narrow(to, half, from, count);
+  } else if (dst_type == DType::kBFloat16 && src_type == DType::kFloat32) {
+    narrow(to, bfloat, from, count);
+  }
+}
+
 #include "kernels/blocks_impl.hpp"
 
 } // namespace
@@ -513,6 +536,7 @@ extern const Table FUSEDPG_KERNELS_TABLE = {
     sum_squares,
     copy,
     has_nan,
+    cast,
     find_blocks,
     find_blocks_above,
 };

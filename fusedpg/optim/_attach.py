@@ -15,7 +15,7 @@ from fusedpg.optim._bridge import Bridge, Bucket, Gradient, unfinished, unsynchr
 from fusedpg.optim._gradients import Collected, GradContext, Lists, ShardedGrad, SpentGrad
 from fusedpg.optim._parameters import laid_out, refuse_sharded, watch_gradient
 from fusedpg.optim._recompute import RecomputeGuard
-from fusedpg.optim._state import ShardedState
+from fusedpg.optim._state import ShardedState, Started
 from fusedpg.optim._torch import in_backward
 
 
@@ -71,15 +71,45 @@ class Attachable(ShardedState):
     def _watch(self, param: torch.Tensor) -> None:
         """Manual mode: has ``p.grad`` know that it is one rank's part of a gradient."""
         if self._is_manual():
-            self._watches[param] = watch_gradient(param, self, type(self)._accumulated)
+            cls = type(self)
+            self._watches[param] = watch_gradient(
+                param, self, cls._accumulated, cls._accumulated_again, ShardedGrad
+            )
+
+    def _accumulated_again(self) -> bool:
+        """Manual mode: a gradient of ours gets another value."""
+        self._context.changed()
+        return self._is_manual()
 
     def _reduction(self, shadow: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _update_lists(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        used: torch.Tensor | None,
+        shadow: bool,
+    ) -> None:
         raise NotImplementedError
 
     def _gradients_ready(
         self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
     ) -> None:
         """The bridge's call for one bucket."""
+        raise NotImplementedError
+
+    def _hyperparameters(self, number: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _fused_step(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        *,
+        used: torch.Tensor | None = None,
+        **options: Any,
+    ) -> list[Started]:
         raise NotImplementedError
 
     def attach(self, ddp: DistributedDataParallel) -> None:
@@ -194,11 +224,8 @@ class Attachable(ShardedState):
     ) -> None:
         """The bridge's call for a bucket in the usual case: plain gradients of this rank."""
         if self.overlap:
-            gradients = [
-                Gradient(param, grad, view, None)
-                for param, grad, view in zip(bucket.params, grads, bucket.views, strict=True)
-            ]
-            self._gradients_ready(gradients, used, shadow=False)
+            self._stepped = False
+            self._update_lists(bucket.params, grads, used, shadow=False)
             return
         self._stepped = False
         slices = self._lists.slices(bucket)
@@ -223,6 +250,19 @@ class Attachable(ShardedState):
                 param.grad = ShardedGrad(param, self._context, reduced=local) if flag else None
 
         self._in_flight.append(finish)
+
+    def _all_local(self) -> bool:
+        """Manual mode: whether nothing that was reduced stands in ``p.grad``."""
+        return self._unreduced() is not None or not any(
+            isinstance(param.grad, ShardedGrad) and param.grad.holds_reduced()
+            for _, param in self._named_parameters()
+        )
+
+    def _unreduced(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Manual mode: all parameters and their gradients, if each has one, of this rank alone."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = load_extension().unreduced_gradients(params, ShardedGrad)
+        return None if grads is None else (params, grads)
 
     def _reduced_slices(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Parameters with a gradient, and its slices."""

@@ -192,6 +192,10 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
 
     def _sharded_grads(self) -> list[ShardedGrad]:
         """All gradients, for questions about all of them."""
+        everything = [param for group in self.param_groups for param in group["params"]]
+        quickly = load_extension().gradients_of(everything, ShardedGrad)
+        if quickly is not None:
+            return quickly
         found = []
         for name, param in self._named_parameters():
             if isinstance(param.grad, ShardedGrad):
@@ -216,8 +220,16 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
         **options: Any,
     ) -> list[Started]:
         """Starts the step of some parameters, in one operation if their groups allow."""
-        hyper = load_extension().Hyper
         self._number_groups()
+        known = self._known_state(params)
+        if known is not None:
+            # The usual step: nothing to make, and one operation.
+            self._state_changes()
+            groups, states, master = known
+            hypers = self._hypers(groups)
+            work = self._start(params, grads, groups, hypers, states, master, used, options)
+            self._parameters.accept(params)
+            return [Started(self, work, params, {}, used, options.get("found_inf"))]
         self._check_layouts(params)
         self._state_changes()
         made = self._make_state(params)
@@ -231,31 +243,53 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
             kinds.setdefault(kind, []).append(i)
         works = []
         for (keys, master, first), members in kinds.items():
-            chosen = sorted({groups[i] for i in members})
             mine = [params[i] for i in members]
-            states = [self.state.get(param, {}) for param in mine]
+            mine_of = [groups[i] for i in members]
             flags = used if used is None or len(members) == len(params) else used[members]
-            hypers = [self._hyper(self.param_groups[g]) for g in chosen]
+            hypers = self._hypers(mine_of)
             if first:
                 hypers = [{**h, "first_step": True} for h in hypers]
-            work = self._backend.fused_step_(
-                self._op,
-                mine,
-                [grads[i] for i in members],
-                [[state[key] for state in states] for key in keys],
-                [state["step"] for state in states] if self._counts else [],
-                [hyper(**h) for h in hypers],
-                hyper_index=[chosen.index(groups[i]) for i in members],
-                master_params=[state["master_param"] for state in states] if master else [],
-                masters_follow=True,
-                used=flags,
-                shared_params=self._parameters.shared,
-                async_op=True,
-                **options,
+            values = [self.state.get(param, {}) for param in mine]
+            states = {key: [v[key] for v in values] for key in self._stepped_keys(keys, master)}
+            work = self._start(
+                mine, [grads[i] for i in members], mine_of, hypers, states, master, flags, options
             )
             works.append(Started(self, work, mine, made, flags, options.get("found_inf")))
         self._parameters.accept(params)
         return works
+
+    def _hypers(self, groups: list[int]) -> list[dict[str, Any]]:
+        return [self._hyper(self.param_groups[number]) for number in sorted(set(groups))]
+
+    def _start(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        groups: list[int],
+        hypers: list[dict[str, Any]],
+        states: dict[str, list[torch.Tensor]],
+        master: bool,
+        used: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        """One operation. ``states`` by key; the moments in the operation's order, then others."""
+        hyper = load_extension().Hyper
+        position = {number: i for i, number in enumerate(sorted(set(groups)))}
+        return self._backend.fused_step_(
+            self._op,
+            params,
+            grads,
+            [v for key, v in states.items() if key not in ("step", "master_param")],
+            states.get("step", []),
+            [hyper(**h) for h in hypers],
+            hyper_index=[position[number] for number in groups] if len(position) > 1 else [],
+            master_params=states["master_param"] if master else [],
+            masters_follow=True,
+            used=used,
+            shared_params=self._parameters.shared,
+            async_op=True,
+            **options,
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -376,7 +410,7 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.overlap and self._bridge is not None:
             self._commit(scale, found_inf)
-        elif self._bridge is None and self._max_grad_norm is None and not self._holds_reduced():
+        elif self._bridge is None and self._max_grad_norm is None and self._all_local():
             self._step_on_local(scale, found_inf)
         else:
             if self._bridge is None:
@@ -385,20 +419,18 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
         self._stepped = True
         return loss
 
-    def _holds_reduced(self) -> bool:
-        """Manual mode: whether what was reduced stands beside what backward has added since."""
-        return any(
-            isinstance(param.grad, ShardedGrad) and param.grad.holds_reduced()
-            for _, param in self._named_parameters()
-        )
-
     def _step_on_local(self, scale: Any, found_inf: Any) -> None:
         """Manual mode: everything is one operation."""
-        gradients, used = self._local_gradients()
-        if gradients:
+        params, grads = self._unreduced() or ([], [])
+        used = [True] * len(params)
+        if not params:
+            gradients, used = self._local_gradients()
+            params = [gradient.param for gradient in gradients]
+            grads = [gradient.local for gradient in gradients]
+        if params:
             for work in self._fused_step(
-                [gradient.param for gradient in gradients],
-                [gradient.local for gradient in gradients],
+                params,
+                grads,
                 used=self._flags(used),
                 grad_scale=_scalar(scale),
                 found_inf=_scalar(found_inf),
@@ -423,7 +455,7 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
             norm = norm if factor is None else norm / factor
             clip = ((norm + 1e-6) / self._max_grad_norm).clamp(min=1.0)
             factor = clip if factor is None else factor * clip
-        double = [param.dtype == torch.float64 and factor is not None for param in params]
+        double = [factor is not None and param.dtype == torch.float64 for param in params]
         for wide in sorted(set(double)):
             mine = [i for i, one in enumerate(double) if one == wide]
             for work in self._fused_step(

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
-from fusedpg.optim._torch import called_by_engine, in_backward
+from fusedpg.optim._torch import called_by_engine, clips_by_default, in_backward, takes_foreach
 
 aten = torch.ops.aten
 
@@ -160,8 +160,14 @@ class GradContext:
             gradients = self._gradients()
         slices = [gradient.local() for gradient in gradients]
         each = norms(slices, order, self.group)
-        self._known[order] = gradients, [gradient.version() for gradient in gradients], each
+        self._known[order] = gradients, [one._version for one in slices], each
         return gradients, each
+
+    def norms_of(self, gradients: Sequence[ShardedGrad], order: float) -> torch.Tensor | None:
+        """The norms of a list of gradients if it is that of all of them, float64."""
+        everything, each = self._all_norms(order)
+        same = len(everything) == len(gradients) and all(map(operator.is_, everything, gradients))
+        return each if same else None
 
     def total_norm(self, order: float) -> torch.Tensor:
         """The norm of all gradients together, float64."""
@@ -185,8 +191,7 @@ def norms(
     device = slices[0].device if slices else torch.device("cpu")
     if order == 2 and device.type == "cpu":
         # Ours sums in an order that depends on neither threads nor instruction set.
-        sum_squares = load_extension().sum_squares
-        parts = torch.tensor([sum_squares(one) for one in slices], dtype=torch.float64)
+        parts = load_extension().sums_of_squares(slices)
         dist.all_reduce(parts, group=group)
         return parts.sqrt_()
     # An empty slice contributes zero; torch has no inf-norm of nothing.
@@ -395,7 +400,21 @@ def _norm(grad: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torc
 
 
 def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
-    return [_vector_norm(grad, ord, dtype=dtype) for grad in grads]
+    first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
+    wanted = dtype or first.dtype
+    if all(type(grad) is ShardedGrad and (dtype or grad.dtype) == wanted for grad in grads):
+        each = first._context.norms_of(grads, float(ord))
+        if each is not None:
+            return list(each.to(wanted, copy=True).unbind())
+    # torch's clipping asks for all gradients of a model together, of which some may be torch's own
+    # optimizer's.
+    norm = torch.linalg.vector_norm if clips_by_default() else _vector_norm
+    return [
+        _vector_norm(grad, ord, dtype=dtype)
+        if isinstance(grad, ShardedGrad)
+        else norm(grad, ord, dtype=dtype)
+        for grad in grads
+    ]
 
 
 def _number(func: Callable[..., Any], grad: Any, other: Any) -> Any:
@@ -430,6 +449,21 @@ def _zero_(grad: Any) -> Any:
         grad._context.moved()
     grad._context.changed()
     return grad
+
+
+def _foreach_mul_(grads: Any, other: Any) -> None:
+    if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
+        _refuse(torch.Tensor.mul_)
+    parts, contexts = [], {}
+    for grad in grads:
+        if type(grad) is ShardedGrad:
+            contexts[id(grad._context)] = grad._context
+            parts += [part for part in (grad._slice, grad._unreduced) if part is not None]
+        else:
+            parts.append(grad)
+    torch._foreach_mul_(parts, other)
+    for context in contexts.values():
+        context.changed()
 
 
 def _foreach(one: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
@@ -491,8 +525,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.div_.Tensor: _div_,
     aten.div_.Scalar: _div_,
     aten.zero_.default: _zero_,
-    aten._foreach_mul_.Scalar: _foreach(_mul_),
-    aten._foreach_mul_.Tensor: _foreach(_mul_),
+    aten._foreach_mul_.Scalar: _foreach_mul_,
+    aten._foreach_mul_.Tensor: _foreach_mul_,
     aten._foreach_mul_.ScalarList: _foreach(_mul_),
     aten._foreach_div_.Scalar: _foreach(_div_),
     aten._foreach_zero_.default: _foreach_zero_,
@@ -501,6 +535,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: lambda grad: grad,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
 }
+
+
+# torch's clipping asks for all norms at once then, and multiplies all at once.
+takes_foreach(ShardedGrad)
 
 
 # How DDP fills its buckets.

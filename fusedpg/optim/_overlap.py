@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fusedpg._registration import load_extension
 from fusedpg.optim._attach import Attachable
 from fusedpg.optim._bridge import Gradient, unsynchronised
 from fusedpg.optim._gradients import SpentGrad
@@ -42,19 +43,30 @@ class UpdatesInBackward(Attachable):
         self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
     ) -> None:
         params = [gradient.param for gradient in gradients]
-        if self._parameters.shared:
-            self._parameters.check((f"of shape {tuple(p.shape)}", p) for p in params)
-        if not self._updated.isdisjoint(params):
-            SpentGrad.refuse_accumulation()
-        self._updated.update(params)
+        self._update_lists(params, [gradient.local for gradient in gradients], used, shadow)
         if used is not None:
             self._idle.update(gradient.param for gradient in gradients if not gradient.used)
+
+    def _update_lists(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        used: torch.Tensor | None,
+        shadow: bool,
+    ) -> None:
+        """Starts the step of some parameters."""
+        if self._parameters.shared:
+            self._parameters.check((f"of shape {tuple(p.shape)}", p) for p in params)
+        if self._updated and not self._updated.isdisjoint(params):
+            SpentGrad.refuse_accumulation()
+        self._updated.update(params)
         self._half_updated = True
         self._recompute.start()
         self._number_groups()
-        for number in {self._group_of[param] for param in params} - self._applied.keys():
+        alone = len(self.param_groups) == 1
+        numbers = {0} if alone else {self._group_of[param] for param in params}
+        for number in numbers - self._applied.keys():
             self._applied[number] = self._hyperparameters(number)
-        grads = [gradient.local for gradient in gradients]
         works = self._fused_step(params, grads, used=used, **self._reduction(shadow))
 
         def finish() -> None:
@@ -62,18 +74,14 @@ class UpdatesInBackward(Attachable):
                 work.wait()
 
         self._in_flight.append(finish)
-        for param in params:
-            param.grad = None
+        load_extension().set_gradients(params, None)
 
     def _updated_in_backward(self) -> None:
         """The end of backward."""
         self._half_updated = False
         self._recompute.stop()
-        for param in self._updated:
-            spent = self._spent.get(param)
-            if spent is None or spent.stride() != param.stride():
-                spent = self._spent[param] = SpentGrad(param, self._context)
-            param.grad = spent
+        for param in load_extension().place_spent(list(self._updated), self._spent):
+            param.grad = self._spent[param] = SpentGrad(param, self._context)
 
     def _commit(self, scale: Any, found_inf: Any) -> None:
         """overlap=True: the work is under way since backward."""
@@ -83,7 +91,9 @@ class UpdatesInBackward(Attachable):
         self._wait()
         self._check_finished()
         self._check_unedited(updated, idle)
-        for name, param in self._named_parameters():
+        everything = [param for group in self.param_groups for param in group["params"]]
+        quickly = not self._shadow and load_extension().all_spent(everything, updated, SpentGrad)
+        for name, param in () if quickly else self._named_parameters():
             if param.grad is not None and not isinstance(param.grad, SpentGrad):
                 self._check_known(param)
                 raise RuntimeError(unsynchronised(name))

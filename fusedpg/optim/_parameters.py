@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 
 _log = logging.getLogger("fusedpg")
@@ -61,9 +62,14 @@ def laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def watch_gradient(
-    param: torch.Tensor, owner: Any, accumulated: Callable[[Any, torch.Tensor], None]
+    param: torch.Tensor,
+    owner: Any,
+    accumulated: Callable[[Any, torch.Tensor], None],
+    reused: Callable[[Any], bool],
+    kind: type,
 ) -> Any:
-    """Calls ``accumulated(owner, param)`` when autograd has accumulated a gradient.
+    """Calls ``accumulated(owner, param)`` when autograd has accumulated a gradient; or, if
+    ``reused(owner)``, gives it to the gradient of this ``kind`` that stood there before.
 
     The owner is not kept alive. Frozen parameters are watched, too: they may be unfrozen.
 
@@ -77,7 +83,11 @@ def watch_gradient(
         if owner is not None:
             accumulated(owner, param)
 
-    return add_hook(param, hook)
+    def again() -> bool:
+        owner = this()
+        return owner is not None and bool(reused(owner))
+
+    return add_hook(param, load_extension().LocalWatch(kind, hook, again))
 
 
 def add_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:

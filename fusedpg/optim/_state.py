@@ -264,6 +264,28 @@ class ShardedState(Optimizer):
                 made[param] = list(self.state[param])
         return made
 
+    def _stepped_keys(self, slices: Iterable[str], master: bool) -> list[str]:
+        """Names of all that a step reads of the state of a parameter."""
+        return [*slices, *(["master_param"] if master else []), *(["step"] if self._counts else [])]
+
+    def _known_state(
+        self, params: list[torch.Tensor]
+    ) -> tuple[list[int], dict[str, list[torch.Tensor]], bool] | None:
+        """What a step reads of parameters that have all of their state, if one operation can take
+        them: numbers of their groups, state by key, and whether they have masters. In one call,
+        as it is now: anybody may edit ``optimizer.state``."""
+        if self._blank or not params or not self.param_groups:
+            return None
+        slices = self._state_keys(self.param_groups[0])
+        if any(self._state_keys(group) != slices for group in self.param_groups[1:]):
+            return None
+        master = self._has_master(params[0])
+        keys = self._stepped_keys(slices, master)
+        found = load_extension().step_lists(
+            params, self._group_of, self._layouts, self.state, keys, self._master_dtype is not None
+        )
+        return None if found is None else (found[0], dict(zip(keys, found[1], strict=True)), master)
+
     def _missing(self, param: torch.Tensor, slices: list[str]) -> list[str]:
         state = self.state.get(param, {})
         keys = [key for key in slices if key not in state]

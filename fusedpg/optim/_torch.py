@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils._foreach_utils
 from torch.nn.parallel import DistributedDataParallel
 
 _log = logging.getLogger("fusedpg")
@@ -148,6 +149,24 @@ def initialises_state() -> bool:
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
     return frame is not None and frame.f_globals["__name__"].startswith("torch.distributed.")
+
+
+def takes_foreach(kind: type) -> None:
+    """Has ``torch.nn.utils.clip_grad_norm_`` hand gradients of this type to foreach operations, as
+    DTensor does. Without, it asks for one norm after the other."""
+    types = getattr(torch.utils._foreach_utils, "_foreach_supported_types", None)
+    if isinstance(types, list) and kind not in types:
+        types.append(kind)
+
+
+def clips_by_default() -> bool:
+    """Whether ``torch.nn.utils.clip_grad_norm_`` asks, and chose itself to ask by foreach."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            return "foreach" in frame.f_locals and frame.f_locals["foreach"] is None
+        frame = frame.f_back
+    return False
 
 
 def called_by_engine(dispatch: Any) -> bool:

@@ -81,14 +81,17 @@ class Training {
   void step() {
     load();
     reduced_ = false;
-    g_.run([&](Context& ctx) { fused_step(ctx, call); });
+    run_step(call);
   }
 
   // In two.
   void reduce_and_step() {
     load();
     reduced_ = true;
-    g_.run([&](Context& ctx) { reduce_shards(ctx, shards()); });
+    g_.run([&](Context& ctx) {
+      ShmWay here(ctx);
+      reduce_shards(way != nullptr ? *way : here, shards());
+    });
     check_reduced();
     StepCall second = call;
     second.reduced = true;
@@ -98,7 +101,7 @@ class Training {
     for (size_t t = 0; t < parts_.size(); ++t) {
       second.tensors[t].grad = output(t) + offset(t) * dtype_size(types_.grad);
     }
-    g_.run([&](Context& ctx) { fused_step(ctx, second); });
+    run_step(second);
   }
 
   ShardsCall shards() {
@@ -215,8 +218,16 @@ class Training {
   std::function<bool(int rank, size_t tensor)> uses;
   std::vector<double> weights; // by rank; empty: none
   bool weight_again = false; // also in the step on reduced gradients
+  Way* way = nullptr; // instead of shared memory
 
  private:
+  void run_step(const StepCall& what) {
+    g_.run([&](Context& ctx) {
+      ShmWay here(ctx);
+      fused_step(way != nullptr ? *way : here, what);
+    });
+  }
+
   // One parameter of the reference: the whole of it in one place.
   struct Checked : Whole {
     Exact exact;

@@ -22,12 +22,12 @@ void take_turns(Group& g, size_t granule, int receiver, bool in_arena) {
     }
     dst.as<double>()[i] = -1;
   }
-  TwoShot plan;
+  Plan plan;
   plan.src_size = plan.dst_size = sizeof(double);
   plan.granule = granule;
   plan.receiver = receiver;
   plan.tensors = {{src.data(), dst.data()}};
-  plan.lanes = TwoShot::shards({count}, g.size);
+  plan.lanes = Plan::shards({count}, g.size);
   const Piece own = plan.lanes[g.rank][0];
   std::vector<double> kept(own.count);
   g.run([&](Context& ctx) {
@@ -36,13 +36,13 @@ void take_turns(Group& g, size_t granule, int receiver, bool in_arena) {
                         size_t n,
                         void* const* dsts,
                         size_t num_dsts,
-                        const void* const* srcs,
+                        const Sources& srcs,
                         bool) {
       CHECK_EQ((begin - own.begin) % granule, size_t{0});
       for (size_t i = 0; i < n; ++i) {
         double sum = 0;
         for (int p = 0; p < g.size; ++p) {
-          sum += static_cast<const double*>(srcs[p])[i];
+          sum += static_cast<const double*>(srcs.data[p])[i];
         }
         kept[begin - own.begin + i] = sum;
         for (size_t k = 0; k < num_dsts; ++k) {
@@ -53,11 +53,11 @@ void take_turns(Group& g, size_t granule, int receiver, bool in_arena) {
     OpDescriptor d;
     d.op = OpCode::kAllReduce;
     d.count = count;
-    plan.begin(ctx, d);
-    plan.run(ctx, d);
+    TwoShot(ctx, plan).begin(d);
+    TwoShot(ctx, plan).run(d);
   });
   CHECK(std::equal(kept.begin(), kept.end(), want.begin() + own.begin));
-  if (receiver == TwoShot::kAll) {
+  if (receiver == Plan::kAll) {
     CHECK(dst.holds(want.data()));
   }
 }
@@ -67,7 +67,7 @@ TEST(two_shot_more_owners_than_a_stage_holds) {
   on_threads(5, [](int rank, Store& store) {
     Group g(rank, 5, store);
     for (const bool in_arena : {false, true}) {
-      for (const int receiver : {TwoShot::kNobody, TwoShot::kAll}) {
+      for (const int receiver : {Plan::kNobody, Plan::kAll}) {
         // All five fit, then four of them, two, and one.
         const size_t stage = kStageBytes / sizeof(double);
         for (const size_t owners : {5, 4, 2, 1}) {
@@ -82,7 +82,7 @@ TEST(two_shot_piece_larger_than_a_stage) {
   on_threads(2, [](int rank, Store& store) {
     Group g(rank, 2, store);
     expect_error(ErrorKind::kSystem, {"staging buffer"}, [&] {
-      take_turns(g, 2 * kStageBytes / sizeof(double), TwoShot::kNobody, false);
+      take_turns(g, 2 * kStageBytes / sizeof(double), Plan::kNobody, false);
     });
   });
 }

@@ -126,18 +126,14 @@ def all_to_all_single(env: Env) -> Call:
     if form == "even":
         splits = [[env.args["rows"]] * env.size for _ in range(env.size)]
     shapes = [(sum(own), *row) for own in splits]
-    if form == "scalar":
-        shapes, splits = [()], [[1]]
     columns = [own[env.me] for own in splits]
 
     def expected() -> torch.Tensor:
         inputs = [env.contents(p, 0, shapes[p]) for p in range(env.size)]
-        if form == "scalar":
-            return inputs[0]
         return torch.cat(oracle.exchanged(inputs, splits, env.me))
 
     given = env.given(0, shapes[env.me])
-    output = env.result(() if form == "scalar" else (sum(columns), *row), expected)
+    output = env.result((sum(columns), *row), expected)
     sizes = (columns, splits[env.me]) if form == "uneven" else (None, None)
 
     def start(async_op: bool) -> Any:

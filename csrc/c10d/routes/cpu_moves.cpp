@@ -1,26 +1,67 @@
-// The methods of ProcessGroupFused that only move data.
+// The collectives that only move data, and messages, on CPU tensors.
 
-#include "c10d/process_group_fused.hpp"
-#include "c10d/tensors.hpp"
+#include <algorithm>
+#include <numeric>
+
+#include "c10d/routes/cpu.hpp"
 
 namespace fusedpg {
+namespace {
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::broadcast(
+void check_splits(
+    const char* op,
+    const at::Tensor& t,
+    const std::vector<int64_t>& splits,
+    int size) {
+  TORCH_CHECK_VALUE(
+      t.dim() > 0,
+      "fused: ",
+      op,
+      ": a scalar cannot be split between ranks; give it a dimension, as in "
+      "t.view(1), and the split sizes");
+  const int64_t rows = t.size(0);
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(
+        t.numel() == 0 || rows % size == 0,
+        "fused: ",
+        op,
+        ": the first dimension (",
+        rows,
+        ") is not divisible by the world size (",
+        size,
+        "); give the split sizes");
+    return;
+  }
+  TORCH_CHECK_VALUE(
+      static_cast<int>(splits.size()) == size &&
+          *std::min_element(splits.begin(), splits.end()) >= 0 &&
+          std::accumulate(splits.begin(), splits.end(), int64_t(0)) == rows,
+      "fused: ",
+      op,
+      ": ",
+      splits.size(),
+      " split sizes must be as many as ranks (",
+      size,
+      "), not negative, and sum to the first dimension (",
+      rows,
+      ")");
+}
+
+} // namespace
+
+WorkPtr CpuRoute::broadcast(
     Tensors& tensors,
     const c10d::BroadcastOptions& opts) {
-  if (on_gpu(tensors)) {
-    return on_nccl(tensors, &Backend::broadcast, tensors, opts);
-  }
   const Call call{
       c10d::OpType::BROADCAST,
       "fused:broadcast",
-      timeout_or(opts.timeout),
+      group_.timeout_or(opts.timeout),
       opts.asyncOp};
   TORCH_CHECK_VALUE(!tensors.empty(), "fused: broadcast: no tensor given");
   check_tensor("broadcast", tensors[0]);
   check_same_type("broadcast", tensors, tensors[0].scalar_type());
   check_alike("broadcast", tensors);
-  check_root("broadcast", opts.rootRank);
+  group_.check_root("broadcast", opts.rootRank);
   TORCH_CHECK_VALUE(
       opts.rootTensor >= 0 &&
           opts.rootTensor < static_cast<int64_t>(tensors.size()),
@@ -29,7 +70,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::broadcast(
       " is not one of the ",
       tensors.size(),
       " given");
-  const bool is_root = opts.rootRank == getRank();
+  const bool is_root = opts.rootRank == rank_;
   // What the root sends, or the first tensor to receive; the rest are copies.
   const size_t first = is_root ? static_cast<size_t>(opts.rootTensor) : 0;
   const auto begin = [is_root, t = tensors[first]] {
@@ -43,37 +84,21 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::broadcast(
       }
     }
   };
-  if (spans_hosts()) {
-    return run_delegated(
-        call, tensors, tensors, [begin, end, opts](auto& gloo) {
-          const Flat flat = begin();
-          Tensors one{flat.tensor()};
-          c10d::BroadcastOptions from = opts;
-          from.rootTensor = 0;
-          gloo.broadcast(one, from)->wait();
-          end(flat);
-          return WorkPtr();
-        });
-  }
   return run(
       call,
       tensors,
       tensors,
-      [begin, end, root = static_cast<int>(opts.rootRank)](Context& ctx) {
+      [begin, end, root = static_cast<int>(opts.rootRank)](Turn& turn) {
         const Flat flat = begin();
-        fusedpg::broadcast(
-            ctx, flat.span(), to_dtype(flat.tensor().scalar_type()), root);
+        turn.broadcast(flat, root);
         end(flat);
       });
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::allgather(
+WorkPtr CpuRoute::allgather(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
-  if (on_gpu(inputs)) {
-    return on_nccl(inputs, &Backend::allgather, outputs, inputs, opts);
-  }
   if (inputs.size() < 2) {
     return gather_lists(outputs, inputs, opts);
   }
@@ -105,14 +130,10 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather(
       by_input, inputs, opts, {outputs.begin() + 1, outputs.end()});
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_coalesced(
+WorkPtr CpuRoute::allgather_coalesced(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
-  if (on_gpu(inputs)) {
-    return on_nccl(
-        inputs, &Backend::allgather_coalesced, outputs, inputs, opts);
-  }
   // Here outputs[p] holds what comes from rank p, a tensor for each input.
   check_count(
       "all_gather_coalesced",
@@ -133,7 +154,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_coalesced(
   return gather_lists(by_input, inputs, opts);
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
+WorkPtr CpuRoute::gather_lists(
     const TensorLists& outputs,
     const Tensors& inputs,
     const c10d::AllgatherOptions& opts,
@@ -141,7 +162,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
   const Call call{
       c10d::OpType::ALLGATHER,
       "fused:all_gather",
-      timeout_or(opts.timeout),
+      group_.timeout_or(opts.timeout),
       opts.asyncOp};
   check_count("all_gather", "lists of outputs", outputs.size(), inputs.size());
   TORCH_CHECK_VALUE(!inputs.empty(), "fused: all_gather: no tensor given");
@@ -163,7 +184,7 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
     all.insert(all.end(), list.begin(), list.end());
   }
   // As if all inputs were read first, and outputs written in order.
-  const auto begin = [outputs, inputs, me = getRank()](size_t i) {
+  const auto begin = [outputs, inputs, me = rank_](size_t i) {
     return flat_outputs(
         outputs[i], need_apart(outputs[i], Tensors{inputs[i]}, me));
   };
@@ -175,76 +196,35 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather_lists(
       }
     }
   };
-  if (spans_hosts()) {
-    // Broadcasts, so that sizes may differ from rank to rank.
-    return run_delegated(
-        call,
-        inputs,
-        all,
-        [begin, copy, inputs, opts, size = getSize(), me = getRank()](
-            auto& gloo) {
-          for (size_t i = 0; i < inputs.size(); ++i) {
-            const Flat in = Flat::input(inputs[i]);
-            const auto outs = begin(i);
-            for (int p = 0; p < size; ++p) {
-              if (p == me) {
-                in.give(outs[p].tensor());
-              }
-              if (outs[p].tensor().numel() != 0) {
-                c10d::BroadcastOptions from;
-                from.rootRank = p;
-                from.timeout = opts.timeout;
-                Tensors one{outs[p].tensor()};
-                gloo.broadcast(one, from)->wait();
-              }
-            }
-            finish(outs);
-          }
-          copy();
-          return WorkPtr();
-        });
-  }
-  return run(call, inputs, all, [begin, copy, inputs](Context& ctx) {
+  return run(call, inputs, all, [begin, copy, inputs](Turn& turn) {
     for (size_t i = 0; i < inputs.size(); ++i) {
-      ctx.begin_item(i, inputs.size());
+      turn.begin_item(i, inputs.size());
       const auto outs = begin(i);
       const Flat in = Flat::input(inputs[i]);
-      all_gather(
-          ctx, spans(outs), in.span(), to_dtype(inputs[i].scalar_type()));
+      turn.all_gather(Parts(outs), in);
       finish(outs);
     }
     copy();
   });
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::_allgather_base(
+WorkPtr CpuRoute::_allgather_base(
     at::Tensor& output,
     at::Tensor& input,
     const c10d::AllgatherOptions& opts) {
-  if (on_gpu(output)) {
-    return on_nccl(output, &Backend::_allgather_base, output, input, opts);
-  }
   Tensors outputs{output};
   Tensors inputs{input};
   return allgather_into_tensor_coalesced(outputs, inputs, opts);
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
+WorkPtr CpuRoute::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
-  if (on_gpu(outputs)) {
-    return on_nccl(
-        outputs,
-        &Backend::allgather_into_tensor_coalesced,
-        outputs,
-        inputs,
-        opts);
-  }
   const Call call{
       c10d::OpType::_ALLGATHER_BASE,
       "fused:_all_gather_base",
-      timeout_or(opts.timeout),
+      group_.timeout_or(opts.timeout),
       opts.asyncOp};
   check_count(
       "all_gather_into_tensor", "outputs", outputs.size(), inputs.size());
@@ -255,68 +235,43 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::allgather_into_tensor_coalesced(
     check_same_type(
         "all_gather_into_tensor", {outputs[i]}, inputs[i].scalar_type());
     TORCH_CHECK_VALUE(
-        outputs[i].numel() == inputs[i].numel() * getSize(),
+        outputs[i].numel() == inputs[i].numel() * size_,
         "fused: all_gather_into_tensor: the output must have world_size (",
-        getSize(),
+        size_,
         ") times the elements of the input, found ",
         outputs[i].numel(),
         " and ",
         inputs[i].numel());
   }
-  if (spans_hosts()) {
-    return run_delegated(
-        call,
-        inputs,
-        outputs,
-        [outputs, inputs, opts, me = getRank()](auto& gloo) {
-          for (size_t i = 0; i < inputs.size(); ++i) {
-            const Flat in = Flat::input(inputs[i]);
-            const Flat out =
-                Flat::output(outputs[i], need_apart(outputs[i], inputs[i], me));
-            at::Tensor from = in.tensor();
-            at::Tensor to = out.tensor();
-            gloo._allgather_base(to, from, opts)->wait();
-            out.finish();
-          }
-          return WorkPtr();
-        });
-  }
   return run(
-      call, inputs, outputs, [outputs, inputs, size = getSize()](Context& ctx) {
+      call,
+      inputs,
+      outputs,
+      [outputs, inputs, me = rank_, size = size_](Turn& turn) {
         for (size_t i = 0; i < inputs.size(); ++i) {
-          ctx.begin_item(i, inputs.size());
-          const Flat out = Flat::output(
-              outputs[i], need_apart(outputs[i], inputs[i], ctx.rank()));
+          turn.begin_item(i, inputs.size());
+          const Flat out =
+              Flat::output(outputs[i], need_apart(outputs[i], inputs[i], me));
           const Flat in = Flat::input(inputs[i]);
-          const Span input = in.span();
-          std::vector<Span> parts;
-          for (int p = 0; p < size; ++p) {
-            parts.push_back(
-                {static_cast<char*>(out.span().data) + p * input.bytes,
-                 input.bytes});
-          }
-          all_gather(ctx, parts, input, to_dtype(inputs[i].scalar_type()));
+          turn.all_gather(Parts(out, size), in);
           out.finish();
         }
       });
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::gather(
+WorkPtr CpuRoute::gather(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::GatherOptions& opts) {
-  if (on_gpu(inputs)) {
-    return on_nccl(inputs, &Backend::gather, outputs, inputs, opts);
-  }
   const Call call{
       c10d::OpType::GATHER,
       "fused:gather",
-      timeout_or(opts.timeout),
+      group_.timeout_or(opts.timeout),
       opts.asyncOp};
   check_count("gather", "input tensor", inputs.size(), 1);
   check_tensor("gather", inputs[0]);
-  check_root("gather", opts.rootRank);
-  const bool is_root = opts.rootRank == getRank();
+  group_.check_root("gather", opts.rootRank);
+  const bool is_root = opts.rootRank == rank_;
   check_count(
       "gather",
       is_root ? "list of outputs on the root" : "lists of outputs off the root",
@@ -327,55 +282,33 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::gather(
     check_count("gather", "output tensors (one a rank)", list.size(), size_);
     check_same_type("gather", list, inputs[0].scalar_type());
   }
-  if (spans_hosts()) {
-    return run_delegated(
-        call, inputs, list, [list, in = inputs[0], opts](auto& gloo) {
-          // Gloo copies into outputs of its own first.
-          const auto outs = flat_outputs(list);
-          TensorLists lists;
-          if (!list.empty()) {
-            lists.push_back(flat_tensors(outs));
-          }
-          Tensors one{Flat::input(in).tensor()};
-          gloo.gather(lists, one, opts)->wait();
-          finish(outs);
-          return WorkPtr();
-        });
-  }
   return run(
       call,
       inputs,
       list,
-      [list, in = inputs[0], root = static_cast<int>(opts.rootRank)](
-          Context& ctx) {
-        const auto outs =
-            flat_outputs(list, need_apart(list, Tensors{in}, ctx.rank()));
-        fusedpg::gather(
-            ctx,
-            spans(outs),
-            Flat::input(in).span(),
-            to_dtype(in.scalar_type()),
-            root);
+      [list,
+       in = inputs[0],
+       root = static_cast<int>(opts.rootRank),
+       me = rank_](Turn& turn) {
+        const auto outs = flat_outputs(list, need_apart(list, {in}, me));
+        turn.gather(outs, Flat::input(in), root);
         finish(outs);
       });
 }
 
-ProcessGroupFused::WorkPtr ProcessGroupFused::scatter(
+WorkPtr CpuRoute::scatter(
     Tensors& outputs,
     TensorLists& inputs,
     const c10d::ScatterOptions& opts) {
-  if (on_gpu(outputs)) {
-    return on_nccl(outputs, &Backend::scatter, outputs, inputs, opts);
-  }
   const Call call{
       c10d::OpType::SCATTER,
       "fused:scatter",
-      timeout_or(opts.timeout),
+      group_.timeout_or(opts.timeout),
       opts.asyncOp};
   check_count("scatter", "output tensor", outputs.size(), 1);
   check_tensor("scatter", outputs[0]);
-  check_root("scatter", opts.rootRank);
-  const bool is_root = opts.rootRank == getRank();
+  group_.check_root("scatter", opts.rootRank);
+  const bool is_root = opts.rootRank == rank_;
   check_count(
       "scatter",
       is_root ? "list of inputs on the root" : "lists of inputs off the root",
@@ -386,37 +319,95 @@ ProcessGroupFused::WorkPtr ProcessGroupFused::scatter(
     check_count("scatter", "input tensors (one a rank)", list.size(), size_);
     check_same_type("scatter", list, outputs[0].scalar_type());
   }
-  if (spans_hosts()) {
-    return run_delegated(
-        call,
-        list,
-        outputs,
-        [list, output = outputs[0], opts, me = getRank()](auto& gloo) {
-          const Flat out = Flat::output(output, need_apart({output}, list, me));
-          const auto ins = flat_inputs(list);
-          TensorLists lists;
-          if (!list.empty()) {
-            lists.push_back(flat_tensors(ins));
-          }
-          Tensors one{out.tensor()};
-          gloo.scatter(one, lists, opts)->wait();
-          out.finish();
-          return WorkPtr();
-        });
-  }
   return run(
       call,
       list,
       outputs,
-      [list, output = outputs[0], root = static_cast<int>(opts.rootRank)](
-          Context& ctx) {
-        const Flat out =
-            Flat::output(output, need_apart({output}, list, ctx.rank()));
-        const auto ins = flat_inputs(list);
-        fusedpg::scatter(
-            ctx, out.span(), spans(ins), to_dtype(output.scalar_type()), root);
+      [list,
+       output = outputs[0],
+       root = static_cast<int>(opts.rootRank),
+       me = rank_](Turn& turn) {
+        const Flat out = Flat::output(output, need_apart({output}, list, me));
+        turn.scatter(out, flat_inputs(list), root);
         out.finish();
       });
+}
+
+WorkPtr CpuRoute::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits,
+    const c10d::AllToAllOptions& opts) {
+  const Call call{
+      c10d::OpType::ALLTOALL_BASE,
+      "fused:all_to_all",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  check_tensor("all_to_all_single", input);
+  check_same_type("all_to_all_single", {output}, input.scalar_type());
+  check_splits("all_to_all_single", output, output_splits, size_);
+  check_splits("all_to_all_single", input, input_splits, size_);
+  return run(
+      call,
+      {input},
+      {output},
+      [output, input, output_splits, input_splits, size = size_](Turn& turn) {
+        const Flat out =
+            Flat::output(output, need_apart({output}, {input}, kNoRank));
+        const Flat in = Flat::input(input);
+        turn.all_to_all(
+            Parts(out, size, output_splits), Parts(in, size, input_splits));
+        out.finish();
+      });
+}
+
+WorkPtr CpuRoute::alltoall(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::AllToAllOptions& opts) {
+  const Call call{
+      c10d::OpType::ALLTOALL,
+      "fused:all_to_all",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  check_count("all_to_all", "output tensors", outputs.size(), size_);
+  check_count("all_to_all", "input tensors", inputs.size(), size_);
+  check_same_type("all_to_all", inputs, inputs[0].scalar_type());
+  check_same_type("all_to_all", outputs, inputs[0].scalar_type());
+  return run(call, inputs, outputs, [outputs, inputs, me = rank_](Turn& turn) {
+    const auto outs = flat_outputs(outputs, need_apart(outputs, inputs, me));
+    const auto ins = flat_inputs(inputs);
+    turn.all_to_all(Parts(outs), Parts(ins));
+    finish(outs);
+  });
+}
+
+// --- messages ----------------------------------------------------------------
+
+WorkPtr CpuRoute::send(Tensors& tensors, int dst, int tag) {
+  group_.check_open("fused:send");
+  check_count("send", "tensor", tensors.size(), 1);
+  check_tensor("send", tensors[0]);
+  group_.check_root("send", dst);
+  TORCH_CHECK_VALUE(dst != rank_, "fused: send: rank ", dst, " is this one");
+  return group_.remember(send_message(tensors, dst, tag));
+}
+
+WorkPtr CpuRoute::recv(Tensors& tensors, int src, int tag) {
+  group_.check_open("fused:recv");
+  group_.check_root("recv", src);
+  TORCH_CHECK_VALUE(src != rank_, "fused: recv: rank ", src, " is this one");
+  check_count("recv", "tensor", tensors.size(), 1);
+  check_tensor("recv", tensors[0]);
+  return group_.remember(receive_message(tensors, src, tag));
+}
+
+WorkPtr CpuRoute::recvAnysource(Tensors& tensors, int tag) {
+  group_.check_open("fused:recvAnySource");
+  check_count("recv", "tensor", tensors.size(), 1);
+  check_tensor("recv", tensors[0]);
+  return group_.remember(receive_message(tensors, kAnySource, tag));
 }
 
 } // namespace fusedpg

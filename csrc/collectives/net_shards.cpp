@@ -1,33 +1,11 @@
-#include "c10d/net_shards.hpp"
+#include "collectives/net_shards.hpp"
 
 #include <cstring>
-
-#include <ATen/ATen.h>
 
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
 namespace {
-
-at::ScalarType scalar_type(DType gradients) {
-  switch (gradients) {
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    default:
-      return at::kFloat;
-  }
-}
-
-at::Tensor view(const void* data, DType type, size_t count) {
-  return at::from_blob(
-      const_cast<void*>(data),
-      {static_cast<int64_t>(count)},
-      scalar_type(type));
-}
 
 // Of an empty tensor there need be no address.
 void copy(char* to, const char* from, size_t bytes) {
@@ -38,11 +16,8 @@ void copy(char* to, const char* from, size_t bytes) {
 
 } // namespace
 
-DType wide_type(DType gradients) {
-  return gradients == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-}
-
 void widen(
+    const kernels::Table& kernels,
     char* to,
     const void* from,
     DType type,
@@ -51,18 +26,23 @@ void widen(
   if (count == 0) {
     return;
   }
-  at::Tensor wide = view(to, wide_type(type), count);
-  wide.copy_(view(from, type, count));
+  kernels::ReduceArgs args;
+  args.dtype = wide_type(type);
+  kernels.cast(args.dtype, to, type, from, count);
   if (weight != 1) {
-    wide.mul_(weight);
+    args.op = RedOp::kPremulSum;
+    args.factor = weight;
+    void* out = to;
+    const void* in = to;
+    kernels.reduce(args, &out, 1, &in, 1, count, false);
   }
 }
 
 // --- NetShards ---------------------------------------------------------------
 
-NetShards::NetShards(NetContext& ctx, DType type)
+NetShards::NetShards(NetContext& ctx, size_t element)
     : ctx_(ctx),
-      element_(dtype_size(type)),
+      element_(element),
       rank_(ctx.transport.rank()),
       size_(ctx.transport.size()),
       bytes_(size_) {}
@@ -118,34 +98,35 @@ ReceivedShards::ReceivedShards(
       weights_(weights),
       folds_(select_net_path(ctx) == NetPath::kChain),
       rank_(ctx.transport.rank()),
-      shards_(ctx, this->type()) {}
+      shards_(ctx, dtype_size(folds_ ? wide_type(type) : type)) {}
 
-void ReceivedShards::add(const void* grad, size_t count) {
+void ReceivedShards::add(const void* tensor, size_t count) {
   shards_.add(count);
-  grads_.push_back(grad);
+  tensors_.push_back(tensor);
 }
 
 void ReceivedShards::exchange() {
   if (!folds_) {
-    blocks_ = shards_.scatter(grads_);
+    blocks_ = shards_.scatter(tensors_);
     return;
   }
   const double weight = weights_.empty() ? 1 : weights_[rank_];
   std::vector<NetBuffer> blocks;
   for (int p = 0; p < ctx_.transport.size(); ++p) {
     blocks.push_back(shards_.make(p));
-    for (size_t i = 0; i < grads_.size(); ++i) {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
       const ShardRange shard = shards_.shard(i, p);
       widen(
+          ctx_.kernels,
           shards_.in_block(blocks[p], i, p),
-          static_cast<const char*>(grads_[i]) +
+          static_cast<const char*>(tensors_[i]) +
               static_cast<size_t>(shard.offset) * dtype_size(type_),
           type_,
           static_cast<size_t>(shard.length),
           weight);
     }
   }
-  blocks_ = {net_fold(ctx_, blocks, type())};
+  blocks_ = {net_fold(ctx_, blocks, wide_type(type_))};
 }
 
 std::vector<const void*> ReceivedShards::sources(size_t i) const {
@@ -155,36 +136,10 @@ std::vector<const void*> ReceivedShards::sources(size_t i) const {
   std::vector<const void*> all;
   for (size_t p = 0; p < blocks_.size(); ++p) {
     all.push_back(
-        static_cast<int>(p) == rank_ ? shards_.in_tensor(grads_[i], i, rank_)
+        static_cast<int>(p) == rank_ ? shards_.in_tensor(tensors_[i], i, rank_)
                                      : shards_.in_block(blocks_[p], i, rank_));
   }
   return all;
-}
-
-void ReceivedShards::reduce(size_t i, const ShardsCall& call, void* output)
-    const {
-  const ShardRange own = shards_.own(i);
-  const auto count = static_cast<size_t>(own.length);
-  kernels::ReduceArgs args =
-      shards_reduction(call, weights_, ctx_.transport.size());
-  std::vector<const void*> srcs = sources(i);
-  void* out = static_cast<char*>(output) +
-      static_cast<size_t>(own.offset) * dtype_size(type_);
-  if (!folds_) {
-    ctx_.kernels.reduce(args, &out, 1, srcs.data(), srcs.size(), count, false);
-    return;
-  }
-  // What is left: the division, and one rounding.
-  args.dtype = type();
-  if (args.weights != nullptr) {
-    args.op = RedOp::kSum;
-    args.weights = nullptr;
-  }
-  void* sum = const_cast<void*>(srcs[0]);
-  ctx_.kernels.reduce(args, &sum, 1, srcs.data(), 1, count, false);
-  if (count != 0) {
-    view(out, type_, count).copy_(view(sum, type(), count));
-  }
 }
 
 } // namespace fusedpg

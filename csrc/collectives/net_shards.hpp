@@ -3,23 +3,26 @@
 #include <vector>
 
 #include "base/ownership.hpp"
-#include "collectives/fused_step.hpp"
 #include "collectives/net_exchange.hpp"
+#include "collectives/plan.hpp"
 
 // Lists of tensors on their way between machines and their owners.
 namespace fusedpg {
 
-// The type in which values of a gradient's type are added.
-DType wide_type(DType gradients);
-
 // to[i] = from[i] * weight, in the wide type; a weight of 1 changes nothing.
-void widen(char* to, const void* from, DType type, size_t count, double weight);
+void widen(
+    const kernels::Table& kernels,
+    char* to,
+    const void* from,
+    DType type,
+    size_t count,
+    double weight);
 
 // The shards of a list of tensors: each rank's in a block of its own, one
 // behind the other.
 class NetShards {
  public:
-  NetShards(NetContext& ctx, DType type);
+  NetShards(NetContext& ctx, size_t element); // bytes
 
   void add(size_t count);
   ShardRange shard(size_t i, int owner) const {
@@ -61,7 +64,7 @@ class NetShards {
   std::vector<size_t> offsets_; // a tensor's in all blocks, the next one's, ...
 };
 
-// All ranks' gradients of the shards that this rank owns, or their sum.
+// All ranks' contributions to the shards that this rank owns, or their sum.
 class ReceivedShards {
  public:
   // `weights` by rank, or none; must outlive this.
@@ -70,20 +73,15 @@ class ReceivedShards {
       DType type,
       const std::vector<double>& weights);
 
-  void add(const void* grad, size_t count);
+  void add(const void* tensor, size_t count);
   void exchange();
 
   // What is to be added, in this order; lives as long as this.
   std::vector<const void*> sources(size_t i) const;
-  DType type() const {
-    return folds_ ? wide_type(type_) : type_;
-  }
-  // Whether sources have been multiplied by the weights.
-  bool weighted() const {
+  // Whether sources are one sum, in the wide type and of products with weights.
+  bool folded() const {
     return folds_;
   }
-  // The shard of `output`, by what the call says.
-  void reduce(size_t i, const ShardsCall& call, void* output) const;
 
  private:
   NetContext& ctx_;
@@ -92,7 +90,7 @@ class ReceivedShards {
   const bool folds_; // on the way
   const int rank_;
   NetShards shards_;
-  std::vector<const void*> grads_;
+  std::vector<const void*> tensors_;
   std::vector<NetBuffer> blocks_; // by rank, or one sum
 };
 

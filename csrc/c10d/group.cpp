@@ -1,0 +1,145 @@
+#include "c10d/group.hpp"
+
+#include <ATen/record_function.h>
+
+#include "c10d/errors.hpp"
+#include "c10d/fresh_thread_state.hpp"
+#include "c10d/work_fused.hpp"
+#include "collectives/engine.hpp"
+
+namespace fusedpg {
+namespace {
+
+struct Coalescing {
+  const Group* group = nullptr;
+  std::vector<WorkPtr> works;
+};
+thread_local Coalescing coalescing;
+
+} // namespace
+
+Group::Group(
+    int rank,
+    int size,
+    Settings settings,
+    std::chrono::milliseconds timeout)
+    : rank(rank),
+      size(size),
+      settings(std::move(settings)),
+      kernels(translate([&]() -> const kernels::Table& {
+        return select_kernels(this->settings);
+      })),
+      timeout(timeout),
+      owner_(getpid()),
+      executor_(std::make_shared<Executor>()) {}
+
+WorkPtr Group::enqueue(
+    const Call& call,
+    const Tensors& inputs,
+    const Tensors& outputs,
+    std::function<void(uint64_t)> operation) {
+  check_open(call.title);
+  if (!call.async_op) {
+    at::RecordFunction record(at::RecordScope::USER_SCOPE);
+    if (record.isActive()) {
+      record._setAsync(); // as a Work records itself
+      const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+      record.before(
+          call.title,
+          c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+    }
+    std::exception_ptr error;
+    translate([&] {
+      executor_->run([&](uint64_t ticket) {
+        error = capture([&] { operation(ticket); });
+      });
+    });
+    if (error) {
+      std::rethrow_exception(error);
+    }
+    return nullptr;
+  }
+  auto work = c10::make_intrusive<WorkFused>(
+      rank, call.type, call.title, inputs, outputs);
+  const uint64_t ticket = translate([&] {
+    return executor_->submit(
+        [work, operation = std::move(operation)](uint64_t ticket) mutable {
+          const FreshThreadState state;
+          const auto error = capture([&] { operation(ticket); });
+          // Whoever waits may end the process at once: tensors go first.
+          operation = nullptr;
+          work->complete(error);
+        });
+  });
+  work->set_executor(executor_, ticket);
+  return remember(work);
+}
+
+void Group::start_coalescing() {
+  // What an exception has left behind is over.
+  coalescing.works.clear();
+  coalescing.group = this;
+}
+
+WorkPtr Group::end_coalescing() {
+  coalescing.group = nullptr;
+  return c10::make_intrusive<WorkGroup>(
+      rank, std::exchange(coalescing.works, {}));
+}
+
+bool Group::is_coalescing() const {
+  return coalescing.group == this;
+}
+
+WorkPtr Group::remember(WorkPtr work) {
+  if (is_coalescing() && work) {
+    coalescing.works.push_back(work);
+  }
+  return work;
+}
+
+void Group::check_open(const char* op) const {
+  if (forked()) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            op,
+            ": this group belongs to the process that forked this one; create "
+            "a group in each process"));
+  }
+  if (closed_.load(std::memory_order_acquire)) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(op, ": this group was shut down or destroyed on rank ", rank));
+  }
+}
+
+void Group::check_root(const char* op, int64_t root) const {
+  TORCH_CHECK_VALUE(
+      root >= 0 && root < size,
+      "fused: ",
+      op,
+      ": root ",
+      root,
+      " is not a rank of this group of ",
+      size);
+}
+
+void check_count(
+    const char* op,
+    const char* what,
+    size_t found,
+    size_t expected) {
+  TORCH_CHECK_VALUE(
+      found == expected,
+      "fused: ",
+      op,
+      ": expected ",
+      expected,
+      " ",
+      what,
+      ", found ",
+      found);
+}
+
+} // namespace fusedpg

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include <unistd.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/options.hpp"
+#include "base/stats.hpp"
+#include "c10d/forwarding.hpp"
+#include "host/executor.hpp"
+#include "kernels/kernels.hpp"
+
+namespace fusedpg {
+
+// Name and profiler facts of one call.
+struct Call {
+  c10d::OpType type;
+  const char* title; // "fused:all_reduce"
+  std::chrono::milliseconds timeout;
+  bool async_op;
+};
+
+// What the routes of one group have in common: who it is, the queue of its
+// operations, and what they count. Thread-safe.
+class Group {
+ public:
+  Group(
+      int rank,
+      int size,
+      Settings settings,
+      std::chrono::milliseconds timeout);
+  Group(const Group&) = delete;
+
+  const int rank;
+  const int size;
+  const Settings settings;
+  const kernels::Table& kernels;
+  c10::intrusive_ptr<c10d::Store> store; // of this group alone, once it has met
+  Stats stats;
+  std::atomic<std::chrono::milliseconds> timeout;
+
+  // The one way of an operation on CPU tensors: takes a ticket, records for the
+  // profiler, and executes it here or, asynchronously, in its turn. `outputs`
+  // become the result of the Work; returns null for a synchronous call that has
+  // succeeded.
+  WorkPtr enqueue(
+      const Call& call,
+      const Tensors& inputs,
+      const Tensors& outputs,
+      std::function<void(uint64_t)> operation);
+  Executor& executor() {
+    return *executor_;
+  }
+
+  // --- works between startCoalescing and endCoalescing on this thread
+  // ---------
+  void start_coalescing();
+  WorkPtr end_coalescing();
+  bool is_coalescing() const;
+  // Returns `work`, after noting it if this thread is coalescing.
+  WorkPtr remember(WorkPtr work);
+
+  // --- checks that raise in the caller
+  // ----------------------------------------
+  void check_open(const char* op) const;
+  void check_root(const char* op, int64_t root) const;
+  std::chrono::milliseconds timeout_or(std::chrono::milliseconds given) const {
+    return given > std::chrono::milliseconds(0) ? given : timeout.load();
+  }
+
+  // Whether this is a forked child, which has neither the threads nor the
+  // shared memory of the group.
+  bool forked() const {
+    return getpid() != owner_;
+  }
+  bool close() { // false if it was closed before
+    return !closed_.exchange(true);
+  }
+
+ private:
+  const pid_t owner_;
+  const std::shared_ptr<Executor> executor_; // with every WorkFused
+  std::atomic<bool> closed_{false};
+};
+
+// Throws ValueError unless as many are there as expected.
+void check_count(
+    const char* op,
+    const char* what,
+    size_t found,
+    size_t expected);
+
+} // namespace fusedpg

@@ -1,0 +1,172 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "c10d/routes/route.hpp"
+#include "c10d/tensors.hpp"
+#include "collectives/sparse_all_reduce.hpp"
+
+namespace fusedpg {
+
+// One operation in its turn: the collectives on contiguous CPU tensors, each of
+// which returns when its results are there. Throws Error, or what torch throws.
+class Turn {
+ public:
+  virtual ~Turn() = default;
+
+  // Before each of a list of operations that one call runs.
+  virtual void begin_item(uint64_t /* index */, uint64_t /* length */) {}
+
+  // In place.
+  virtual void all_reduce(
+      const std::vector<Flat>& tensors,
+      const Reduction& reduction) = 0;
+  // In place on the root; what other ranks' tensors hold stays.
+  virtual void reduce(
+      const Flat& tensor,
+      const Reduction& reduction,
+      int root) = 0;
+  virtual void reduce_scatter(
+      const Flat& output,
+      const Parts& inputs,
+      const Reduction& reduction) = 0;
+  virtual void broadcast(const Flat& tensor, int root) = 0;
+  virtual void all_gather(const Parts& outputs, const Flat& input) = 0;
+  // `outputs`, and the inputs of scatter(), are empty but on the root.
+  virtual void gather(
+      const std::vector<Flat>& outputs,
+      const Flat& input,
+      int root) = 0;
+  virtual void scatter(
+      const Flat& output,
+      const std::vector<Flat>& inputs,
+      int root) = 0;
+  virtual void all_to_all(const Parts& outputs, const Parts& inputs) = 0;
+  virtual void barrier() = 0;
+
+  virtual void fused_step(const StepCall& call) = 0;
+  virtual void reduce_shards(const ShardsCall& call) = 0;
+  virtual void sparse_all_reduce(
+      const Flat& tensor,
+      const kernels::ReduceArgs& args,
+      const SparseOptions& options) = 0;
+  // The sum, or mean, of all ranks' torch.sparse_coo tensors.
+  virtual at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) = 0;
+};
+
+// CPU tensors: checks the arguments in the caller, makes tensors contiguous and
+// keeps those apart that share memory, and has the collective done in its turn.
+class CpuRoute : public Route {
+ public:
+  using Route::Route;
+
+  // --- cpu_reductions.cpp
+  // -----------------------------------------------------
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
+      override;
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors,
+      const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts)
+      override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr reduce_scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+
+  // --- cpu_moves.cpp
+  // ----------------------------------------------------------
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
+      override;
+  WorkPtr allgather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ScatterOptions& opts) override;
+  WorkPtr alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int dst, int tag) override;
+  WorkPtr recv(Tensors& tensors, int src, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  // --- cpu_fused.cpp
+  // ----------------------------------------------------------
+  WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
+  WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
+  WorkPtr sparse_all_reduce(
+      const at::Tensor& tensor,
+      const SparseArguments& arguments,
+      bool async_op) override;
+
+ protected:
+  using Operation = std::function<void(Turn&)>;
+  // Runs the operation on this thread, which is the group's executing one.
+  virtual void execute(
+      const Operation& operation,
+      uint64_t ticket,
+      std::chrono::milliseconds timeout) = 0;
+  WorkPtr run(
+      const Call& call,
+      const Tensors& inputs,
+      const Tensors& outputs,
+      Operation operation);
+
+  static constexpr int kAnySource = -1;
+  virtual WorkPtr send_message(Tensors& tensors, int dst, int tag) = 0;
+  virtual WorkPtr receive_message(Tensors& tensors, int src, int tag) = 0;
+
+ private:
+  // all_reduce of each tensor, or of all as contributions to one result.
+  WorkPtr reduce_all(
+      const Tensors& tensors,
+      const c10d::AllreduceOptions& opts,
+      bool together);
+  // outputs[i][p] receives rank p's inputs[i]; then every list of `copies`
+  // receives what the outputs hold, rank after rank.
+  WorkPtr gather_lists(
+      const TensorLists& outputs,
+      const Tensors& inputs,
+      const c10d::AllgatherOptions& opts,
+      const TensorLists& copies = {});
+};
+
+} // namespace fusedpg

@@ -1,0 +1,86 @@
+// The fused operations, and reductions that skip blocks of zeros, on CPU
+// tensors.
+
+#include "c10d/errors.hpp"
+#include "c10d/routes/cpu.hpp"
+
+namespace fusedpg {
+
+const char* step_title(OpCode op) {
+  switch (op) {
+    case OpCode::kFusedSgd:
+      return "fused:fused_sgd_";
+    case OpCode::kFusedAdam:
+      return "fused:fused_adam_";
+    case OpCode::kFusedLamb:
+      return "fused:fused_lamb_";
+    default:
+      return "fused:fused_adamw_";
+  }
+}
+
+WorkPtr CpuRoute::fused_step_(StepArguments arguments, bool async_op) {
+  const Call call{
+      c10d::OpType::UNKNOWN,
+      step_title(arguments.op),
+      group_.timeout.load(),
+      async_op};
+  // Kept by the closure, which may run after this call has returned.
+  const auto a = std::make_shared<const StepArguments>(std::move(arguments));
+  return run(
+      call,
+      a->grads,
+      a->params,
+      [a, block = group_.settings.block_size](Turn& turn) {
+        const c10::NoGradGuard no_grad;
+        StepPlan plan(a, block);
+        for (size_t i = 0; i < plan.calls().size(); ++i) {
+          turn.begin_item(i, plan.calls().size());
+          turn.fused_step(plan.calls()[i]);
+          plan.take_used(i);
+        }
+      });
+}
+
+WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
+  const Call call{
+      c10d::OpType::REDUCE_SCATTER,
+      "fused:reduce_shards",
+      group_.timeout.load(),
+      async_op};
+  const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
+  return run(call, a->grads, a->grads, [a](Turn& turn) {
+    const auto parts = split_shards(to_engine(*a));
+    for (size_t i = 0; i < parts.size(); ++i) {
+      turn.begin_item(i, parts.size());
+      turn.reduce_shards(parts[i]);
+    }
+  });
+}
+
+WorkPtr CpuRoute::sparse_all_reduce(
+    const at::Tensor& tensor,
+    const SparseArguments& arguments,
+    bool async_op) {
+  const Call call{
+      c10d::OpType::ALLREDUCE,
+      "fused:sparse_all_reduce",
+      group_.timeout.load(),
+      async_op};
+  const SparseOptions options = sparse_options(tensor, arguments);
+  const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
+  translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
+  check_tensor("sparse_all_reduce", tensor);
+  // The closure keeps the residual.
+  return run(
+      call,
+      {tensor},
+      {tensor},
+      [tensor, residual = arguments.residual, args, options](Turn& turn) {
+        const Flat flat = Flat::inout(tensor);
+        turn.sparse_all_reduce(flat, args, options);
+        flat.finish();
+      });
+}
+
+} // namespace fusedpg

@@ -1,0 +1,265 @@
+// The collectives that reduce, on CPU tensors.
+
+#include "c10d/routes/cpu.hpp"
+
+namespace fusedpg {
+namespace {
+
+// The tensors of one all_reduce: what takes part in it, and how its result
+// comes to them.
+struct Joined {
+  const kernels::Table& kernels;
+  Tensors tensors;
+  Reduction reduction;
+  bool together; // all of them are one contribution
+
+  std::vector<Flat> begin() const {
+    if (together) {
+      return {folded(kernels, tensors, reduction.args)};
+    }
+    return flat_inouts(tensors);
+  }
+  void end(const std::vector<Flat>& flats) const {
+    if (flats.size() == tensors.size()) {
+      finish(flats);
+      return;
+    }
+    for (const at::Tensor& t : tensors) {
+      flats[0].give(t);
+    }
+  }
+};
+
+} // namespace
+
+WorkPtr CpuRoute::run(
+    const Call& call,
+    const Tensors& inputs,
+    const Tensors& outputs,
+    Operation operation) {
+  return group_.enqueue(
+      call,
+      inputs,
+      outputs,
+      [this, timeout = call.timeout, operation = std::move(operation)](
+          uint64_t ticket) { execute(operation, ticket, timeout); });
+}
+
+WorkPtr CpuRoute::allreduce(
+    Tensors& tensors,
+    const c10d::AllreduceOptions& opts) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
+  if (tensors[0].layout() == at::kSparse) {
+    return allreduce_sparse(tensors, opts);
+  }
+  check_alike("all_reduce", tensors);
+  return reduce_all(tensors, opts, /*together=*/true);
+}
+
+WorkPtr CpuRoute::allreduce_coalesced(
+    Tensors& tensors,
+    const c10d::AllreduceCoalescedOptions& opts) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
+  return reduce_all(tensors, opts, /*together=*/false);
+}
+
+WorkPtr CpuRoute::reduce_all(
+    const Tensors& tensors,
+    const c10d::AllreduceOptions& opts,
+    bool together) {
+  const Call call{
+      c10d::OpType::ALLREDUCE,
+      "fused:all_reduce",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  for (const at::Tensor& t : tensors) {
+    check_tensor("all_reduce", t);
+    TORCH_CHECK_VALUE(
+        t.scalar_type() == tensors[0].scalar_type(),
+        "fused: all_reduce: tensors of one call must have one dtype, found ",
+        tensors[0].scalar_type(),
+        " and ",
+        t.scalar_type());
+  }
+  const Joined joined{
+      group_.kernels,
+      tensors,
+      to_reduction(opts.reduceOp, tensors[0].scalar_type(), size_),
+      together};
+  return run(call, tensors, tensors, [joined](Turn& turn) {
+    const std::vector<Flat> flats = joined.begin();
+    turn.all_reduce(flats, joined.reduction);
+    joined.end(flats);
+  });
+}
+
+WorkPtr CpuRoute::allreduce_sparse(
+    Tensors& tensors,
+    const c10d::AllreduceOptions& opts) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
+  for (const at::Tensor& t : tensors) {
+    TORCH_CHECK_VALUE(
+        t.layout() == at::kSparse && t.device().is_cpu(),
+        "fused: all_reduce: tensors of one call must all be sparse (COO) and "
+        "on the CPU, found ",
+        t.layout(),
+        " on ",
+        t.device());
+  }
+  check_alike("all_reduce", tensors);
+  const Call call{
+      c10d::OpType::_ALLREDUCE_SPARSE,
+      "fused:sparse_all_reduce",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  const bool mean = opts.reduceOp.op_ == c10d::ReduceOp::AVG;
+  TORCH_CHECK_VALUE(
+      mean || opts.reduceOp.op_ == c10d::ReduceOp::SUM,
+      "fused: all_reduce of sparse tensors: only SUM and AVG");
+  return run(call, tensors, tensors, [tensors, mean](Turn& turn) {
+    const c10::NoGradGuard no_grad;
+    at::Tensor mine = tensors[0].detach().coalesce();
+    for (size_t i = 1; i < tensors.size(); ++i) {
+      mine = (mine + tensors[i].detach()).coalesce();
+    }
+    const at::Tensor sum = turn.coo_all_reduce(mine, mean);
+    for (const at::Tensor& t : tensors) {
+      t.copy_(sum); // what detach() gives has coordinates of its own
+    }
+  });
+}
+
+WorkPtr CpuRoute::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const Call call{
+      c10d::OpType::REDUCE,
+      "fused:reduce",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  check_count("reduce", "tensor", tensors.size(), 1);
+  check_tensor("reduce", tensors[0]);
+  group_.check_root("reduce", opts.rootRank);
+  const auto reduction =
+      to_reduction(opts.reduceOp, tensors[0].scalar_type(), size_);
+  return run(
+      call,
+      tensors,
+      tensors,
+      [t = tensors[0],
+       reduction,
+       root = static_cast<int>(opts.rootRank),
+       me = rank_](Turn& turn) {
+        const Flat flat = Flat::inout(t);
+        turn.reduce(flat, reduction, root);
+        if (root == me) {
+          flat.finish();
+        }
+      });
+}
+
+WorkPtr CpuRoute::reduce_scatter(
+    Tensors& outputs,
+    TensorLists& inputs,
+    const c10d::ReduceScatterOptions& opts) {
+  check_count("reduce_scatter", "output tensor", outputs.size(), 1);
+  check_count("reduce_scatter", "list of inputs", inputs.size(), 1);
+  check_count(
+      "reduce_scatter", "input tensors (one a rank)", inputs[0].size(), size_);
+  const Call call{
+      c10d::OpType::REDUCE_SCATTER,
+      "fused:reduce_scatter",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  const at::Tensor& output = outputs[0];
+  check_tensor("reduce_scatter", output);
+  for (const at::Tensor& t : inputs[0]) {
+    check_tensor("reduce_scatter", t);
+    TORCH_CHECK_VALUE(
+        t.scalar_type() == output.scalar_type(),
+        "fused: reduce_scatter: output is ",
+        output.scalar_type(),
+        ", an input is ",
+        t.scalar_type());
+  }
+  const auto reduction =
+      to_reduction(opts.reduceOp, output.scalar_type(), size_);
+  return run(
+      call,
+      inputs[0],
+      outputs,
+      [output, list = inputs[0], reduction, me = rank_](Turn& turn) {
+        const Flat out = Flat::output(output, need_apart({output}, list, me));
+        const auto ins = flat_inputs(list);
+        turn.reduce_scatter(out, Parts(ins), reduction);
+        out.finish();
+      });
+}
+
+WorkPtr CpuRoute::_reduce_scatter_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    const c10d::ReduceScatterOptions& opts) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+}
+
+WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::ReduceScatterOptions& opts) {
+  check_count("reduce_scatter_tensor", "inputs", inputs.size(), outputs.size());
+  const Call call{
+      c10d::OpType::_REDUCE_SCATTER_BASE,
+      "fused:_reduce_scatter_base",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  TORCH_CHECK_VALUE(
+      !outputs.empty(), "fused: reduce_scatter_tensor: no tensor given");
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    check_tensor("reduce_scatter_tensor", outputs[i]);
+    check_tensor("reduce_scatter_tensor", inputs[i]);
+    TORCH_CHECK_VALUE(
+        inputs[i].scalar_type() == outputs[i].scalar_type(),
+        "fused: reduce_scatter_tensor: output is ",
+        outputs[i].scalar_type(),
+        ", input is ",
+        inputs[i].scalar_type());
+    TORCH_CHECK_VALUE(
+        inputs[i].numel() == outputs[i].numel() * size_,
+        "fused: reduce_scatter_tensor: the input must have world_size (",
+        size_,
+        ") times the elements of the output, found ",
+        inputs[i].numel(),
+        " and ",
+        outputs[i].numel());
+  }
+  return run(
+      call,
+      inputs,
+      outputs,
+      [outputs, inputs, op = opts.reduceOp, me = rank_, size = size_](
+          Turn& turn) {
+        for (size_t i = 0; i < outputs.size(); ++i) {
+          turn.begin_item(i, outputs.size());
+          const Flat out =
+              Flat::output(outputs[i], need_apart(inputs[i], outputs[i], me));
+          const Flat in = Flat::input(inputs[i]);
+          turn.reduce_scatter(
+              out,
+              Parts(in, size),
+              to_reduction(op, outputs[i].scalar_type(), size));
+          out.finish();
+        }
+      });
+}
+
+WorkPtr CpuRoute::barrier(const c10d::BarrierOptions& opts) {
+  const Call call{
+      c10d::OpType::BARRIER,
+      "fused:barrier",
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp};
+  return run(call, {}, {}, [](Turn& turn) { turn.barrier(); });
+}
+
+} // namespace fusedpg

@@ -1,0 +1,298 @@
+#include "c10d/routes/cuda.hpp"
+
+#include "c10d/errors.hpp"
+#include "c10d/tensors.hpp"
+#include "collectives/selector.hpp"
+
+namespace fusedpg {
+namespace {
+
+// For outstanding work when a group is shut down.
+constexpr std::chrono::milliseconds kShutdownPatience{10000};
+
+// More than the share of all blocks.
+constexpr double kNoLimit = 2;
+
+cuda::CudaEngine::SparseCall sparse_call(
+    const at::Tensor& tensor,
+    const kernels::ReduceArgs& args,
+    size_t block,
+    double limit) {
+  cuda::CudaEngine::SparseCall call;
+  call.data = tensor.data_ptr();
+  call.count = static_cast<size_t>(tensor.numel());
+  call.dtype = args.dtype;
+  call.mean = args.op == RedOp::kAvg;
+  call.block = block;
+  call.limit = limit;
+  return call;
+}
+
+// What blocks without an element above the threshold hold goes from the tensor
+// to the residual, all the rest of which is zero.
+void split_residual(
+    const at::Tensor& tensor,
+    const at::Tensor& residual,
+    const SparseOptions& options) {
+  const c10::NoGradGuard no_grad;
+  const auto block = static_cast<int64_t>(options.block);
+  const at::Tensor flat = memory_order(tensor);
+  const at::Tensor kept = residual.view({-1});
+  flat.add_(kept);
+  const int64_t missing = (block - flat.numel() % block) % block;
+  const at::Tensor above =
+      at::constant_pad_nd(flat.abs(), {0, missing}).view({-1, block});
+  // NaN is not below.
+  const at::Tensor sent = above.le(options.threshold)
+                              .all(1)
+                              .logical_not()
+                              .repeat_interleave(block)
+                              .narrow(0, 0, flat.numel());
+  const at::Tensor zero = at::zeros({}, flat.options());
+  kept.copy_(at::where(sent, zero, flat));
+  flat.copy_(at::where(sent, flat, zero));
+}
+
+} // namespace
+
+CudaRoute::CudaRoute(
+    Group& group,
+    bool spans_hosts,
+    cuda::CudaEngine::CheckPeers check_peers,
+    bool pretend)
+    : Forwarding(group),
+      skip_{group.settings.block_skip, group.settings.block_size, {}},
+      cuda_(
+          group.store,
+          group.rank,
+          group.size,
+          group.settings,
+          spans_hosts,
+          std::move(check_peers),
+          pretend) {}
+
+// --- c10d's collectives ------------------------------------------------------
+
+WorkPtr CudaRoute::forward(const at::Tensor* tensor, Operation operation) {
+  group_.check_open("fused: a collective of CUDA tensors");
+  return group_.remember(
+      cuda_.delegated(*tensor, group_.timeout.load(), operation));
+}
+
+WorkPtr CudaRoute::allreduce(
+    Tensors& tensors,
+    const c10d::AllreduceOptions& opts) {
+  WorkPtr work;
+  return skip(tensors, opts, work) ? work
+                                   : Forwarding::allreduce(tensors, opts);
+}
+
+WorkPtr CudaRoute::barrier(const c10d::BarrierOptions& opts) {
+  const at::Tensor there =
+      at::empty({0}, at::TensorOptions().device(*opts.device));
+  return forward(&there, [&](auto& nccl) { return nccl.barrier(opts); });
+}
+
+void CudaRoute::startCoalescing() {
+  if (const auto nccl = cuda_.delegate(); nccl && nccl->supportsCoalescing()) {
+    nccl->startCoalescing();
+  }
+}
+
+WorkPtr CudaRoute::endCoalescing() {
+  if (const auto nccl = cuda_.delegate(); nccl && nccl->supportsCoalescing()) {
+    return nccl->endCoalescing();
+  }
+  return nullptr;
+}
+
+// --- ours --------------------------------------------------------------------
+
+void CudaRoute::check_not_coalescing(const char* title) const {
+  TORCH_CHECK_VALUE(
+      !group_.is_coalescing(),
+      title,
+      " of tensors on a GPU cannot be coalesced with other operations; call it "
+      "before or after them");
+}
+
+WorkPtr CudaRoute::fused_step_(StepArguments arguments, bool async_op) {
+  TORCH_CHECK_VALUE(
+      !arguments.shared_params,
+      "fused: parameters on a GPU cannot be shared between ranks");
+  const char* title = step_title(arguments.op);
+  group_.check_open(title);
+  check_not_coalescing(title);
+  if (arguments.masters_follow) {
+    follow_params(arguments, rank_, size_);
+  }
+  return cuda_.fused_step(
+      std::move(arguments), title, group_.timeout.load(), async_op);
+}
+
+WorkPtr CudaRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
+  constexpr const char* title = "fused:reduce_shards";
+  group_.check_open(title);
+  check_not_coalescing(title);
+  return cuda_.reduce_shards(
+      std::move(arguments), title, group_.timeout.load(), async_op);
+}
+
+WorkPtr CudaRoute::sparse_all_reduce(
+    const at::Tensor& tensor,
+    const SparseArguments& arguments,
+    bool async_op) {
+  const SparseOptions options = sparse_options(tensor, arguments);
+  const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
+  translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
+  TORCH_CHECK_VALUE(
+      tensor.is_non_overlapping_and_dense(),
+      "fused: sparse_all_reduce: a tensor on a GPU must be dense in memory; "
+      "call contiguous() first");
+  if (arguments.residual) {
+    split_residual(tensor, *arguments.residual, options);
+  }
+  return skipping(
+      tensor,
+      sparse_call(tensor, args, options.block, kNoLimit),
+      OpCode::kSparseAllReduce,
+      group_.timeout.load(),
+      async_op);
+}
+
+WorkPtr CudaRoute::skipping(
+    const at::Tensor& tensor,
+    const SparseCall& call,
+    OpCode named,
+    std::chrono::milliseconds timeout,
+    bool async_op) {
+  constexpr const char* title = "fused:sparse_all_reduce";
+  group_.check_open(title);
+  check_not_coalescing(title);
+  const auto report = [this,
+                       named,
+                       shape = static_cast<uint64_t>(call.count),
+                       dtype =
+                           call.dtype](const CudaGroup::SparseReport& report) {
+    group_.stats.add(
+        named,
+        report.skipped ? DataPath::kSkipping : DataPath::kDelegated,
+        {report.bytes_sent,
+         report.bytes_received,
+         0,
+         report.blocks,
+         report.blocks_present,
+         report.blocks_union});
+    if (named == OpCode::kAllReduce && skip_.mode == BlockSkip::kAuto &&
+        report.blocks != 0) {
+      const std::lock_guard<std::mutex> lock(skip_mutex_);
+      skip_.estimates.observe(
+          shape,
+          dtype,
+          double(report.blocks_union) / double(report.blocks),
+          kCudaSkipLimit);
+    }
+  };
+  return group_.remember(
+      cuda_.sparse_all_reduce(tensor, call, title, timeout, async_op, report));
+}
+
+bool CudaRoute::skip(
+    const Tensors& tensors,
+    const c10d::AllreduceOptions& opts,
+    WorkPtr& work) {
+  if (skip_.mode == BlockSkip::kOff || group_.is_coalescing() ||
+      tensors.size() != 1 || tensors[0].layout() != at::kStrided ||
+      !tensors[0].is_non_overlapping_and_dense() ||
+      to_dtype(tensors[0].scalar_type()) == DType::kOpaque ||
+      opts.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    return false;
+  }
+  group_.check_open("fused:all_reduce");
+  const at::Tensor& tensor = tensors[0];
+  const auto args = to_reduce_args(opts.reduceOp, tensor.scalar_type(), size_);
+  const bool adapts = skip_.mode == BlockSkip::kAuto;
+  const auto call = sparse_call(
+      tensor, args, skip_.block, adapts ? kCudaSkipLimit : kNoLimit);
+  // A graph would replay what its capture found, but for sums over the arenas,
+  // which look each time.
+  if (cuda_.capturing(tensor) && (adapts || !cuda_.can_sum_directly(call))) {
+    return false;
+  }
+  if (adapts) {
+    cuda_.report_sums(); // so that all ranks know the same
+  }
+  {
+    const std::lock_guard<std::mutex> lock(skip_mutex_);
+    const auto choice =
+        select_skip(skip_, size_, call.count, tensor.nbytes(), args);
+    if (choice != DensityEstimates::Choice::kSkip) {
+      // Here what ranks call differently ends the group, so calls count.
+      count_dense(skip_, size_, call.count, tensor.nbytes(), args);
+    }
+    if (choice == DensityEstimates::Choice::kDense) {
+      return false;
+    }
+  }
+  work = skipping(
+      tensor,
+      call,
+      OpCode::kAllReduce,
+      group_.timeout_or(opts.timeout),
+      opts.asyncOp);
+  return true;
+}
+
+// --- memory ------------------------------------------------------------------
+
+at::Tensor CudaRoute::allocateTensor(long size, at::TensorOptions options) {
+  const auto t = cuda_.allocate({size}, options, group_.timeout.load());
+  return t ? *t : at::empty({size}, options);
+}
+
+at::Tensor CudaRoute::empty(
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options,
+    bool /* lives_long */) {
+  group_.check_open("fused:empty");
+  const auto t = cuda_.allocate(sizes, options, group_.timeout.load());
+  return t ? *t : at::empty(sizes, options);
+}
+
+at::Tensor CudaRoute::empty_shared(
+    at::IntArrayRef /* sizes */,
+    const at::TensorOptions& /* options */) {
+  TORCH_CHECK_VALUE(
+      false, "fused: parameters on a GPU cannot be shared between ranks");
+}
+
+bool CudaRoute::in_arena(const at::Tensor& t) {
+  const auto engine = cuda_.engine();
+  const auto* begin =
+      engine ? static_cast<const char*>(engine->arena()) : nullptr;
+  const auto* data = static_cast<const char*>(t.const_data_ptr());
+  return begin != nullptr && data >= begin &&
+      data < begin + engine->arena_bytes();
+}
+
+// --- state and end -----------------------------------------------------------
+
+void CudaRoute::describe(GroupInfo& info) {
+  info.cuda_arena = group_.settings.cuda_arena_bytes;
+  if (const auto engine = cuda_.engine()) {
+    info.nccl_version = engine->nccl().version;
+    info.cuda_path = engine->path_of_last_step();
+  }
+}
+
+std::optional<ErrorKind> CudaRoute::failure() {
+  const auto engine = cuda_.engine();
+  return engine && engine->failed() ? std::optional(engine->failure_kind())
+                                    : std::nullopt;
+}
+
+void CudaRoute::shutdown() {
+  cuda_.shutdown(kShutdownPatience);
+}
+
+} // namespace fusedpg

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <mutex>
+
+#include "c10d/cuda_group.hpp"
+#include "c10d/routes/route.hpp"
+
+namespace fusedpg {
+
+// Tensors on GPUs. The delegate, torch's ProcessGroupNCCL, does c10d's
+// collectives, but for reductions that skip blocks of zeros; CudaGroup keeps
+// its operations and ours in order.
+class CudaRoute : public Forwarding<Route> {
+ public:
+  // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
+  CudaRoute(
+      Group& group,
+      bool spans_hosts,
+      cuda::CudaEngine::CheckPeers check_peers,
+      bool pretend);
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
+      override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
+  WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
+  WorkPtr sparse_all_reduce(
+      const at::Tensor& tensor,
+      const SparseArguments& arguments,
+      bool async_op) override;
+  // Has what sums over the arenas moved counted; waits for them.
+  void report_sums() {
+    cuda_.report_sums();
+  }
+
+  std::shared_ptr<c10::Allocator> getMemAllocator() override {
+    return cuda_.pool_allocator(group_.timeout.load());
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex /* device */) override {
+    return group_.settings.cuda_arena_bytes > 0;
+  }
+  at::Tensor empty(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options,
+      bool lives_long) override;
+  at::Tensor empty_shared(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options) override;
+  bool in_arena(const at::Tensor& t) override;
+
+  void describe(GroupInfo& info) override;
+  std::optional<ErrorKind> failure() override;
+  void abort() override {
+    cuda_.abort();
+  }
+  void interrupt() override {}
+  void shutdown() override;
+
+ protected:
+  WorkPtr forward(const at::Tensor* tensor, Operation operation) override;
+
+ private:
+  using SparseCall = cuda::CudaEngine::SparseCall;
+
+  // For what runs on the GPU but is not NCCL's alone: it would wait for
+  // collectives that a group of calls still holds back.
+  void check_not_coalescing(const char* title) const;
+  // all_reduce of one tensor: skips blocks of zeros if the group's option says
+  // so, or returns false.
+  bool skip(
+      const Tensors& tensors,
+      const c10d::AllreduceOptions& opts,
+      WorkPtr& work);
+  WorkPtr skipping(
+      const at::Tensor& tensor,
+      const SparseCall& call,
+      OpCode named,
+      std::chrono::milliseconds timeout,
+      bool async_op);
+
+  std::mutex skip_mutex_;
+  SkipState skip_;
+  CudaGroup cuda_; // makes what it needs when needed
+};
+
+} // namespace fusedpg

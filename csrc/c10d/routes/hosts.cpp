@@ -1,0 +1,419 @@
+#include "c10d/routes/hosts.hpp"
+
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "c10d/abortable.hpp"
+#include "c10d/coo.hpp"
+#include "c10d/delegate.hpp"
+#include "collectives/fused_step.hpp"
+#include "collectives/hosts_way.hpp"
+#include "collectives/net_sparse.hpp"
+#include "collectives/selector.hpp"
+
+namespace fusedpg {
+namespace {
+
+// Gloo knows neither AVG nor PREMUL_SUM: both are SUM with a factor, before or
+// after.
+struct GlooReduction {
+  c10d::ReduceOp op;
+  double before = 1.0;
+  int64_t divisor = 1;
+
+  explicit GlooReduction(const Reduction& given) : op(given.op) {
+    if (given.args.op == RedOp::kAvg) {
+      divisor = given.args.divisor;
+      op = c10d::ReduceOp::SUM;
+    } else if (given.args.op == RedOp::kPremulSum) {
+      before = given.args.factor;
+      op = c10d::ReduceOp::SUM;
+    }
+  }
+  void prepare(at::Tensor& t) const {
+    if (before != 1.0) {
+      t.mul_(before);
+    }
+  }
+  void finish(at::Tensor& t) const {
+    if (divisor == 1) {
+      return;
+    }
+    if (t.is_floating_point() || t.is_complex()) {
+      t.div_(divisor);
+    } else {
+      t.div_(divisor, "trunc");
+    }
+  }
+};
+
+// Gloo's rendezvous cannot be aborted, so ranks begin it when all are there.
+void await_all(
+    c10d::Store& store,
+    int rank,
+    int size,
+    const Deadline& deadline,
+    const std::function<void()>& check) {
+  constexpr std::chrono::milliseconds kLook{5};
+  const auto key = [](int p) { return str("transport/", p); };
+  store.set(key(rank), "1");
+  for (int p = 0; p < size; ++p) {
+    while (!store.check({key(p)})) {
+      check();
+      if (deadline.expired()) {
+        fail(
+            ErrorKind::kTimeout,
+            "fused: timeout after ",
+            deadline.timeout().count(),
+            " ms on rank ",
+            rank,
+            " waiting for rank ",
+            p,
+            ", which did not reach the first operation that connects the "
+            "hosts");
+      }
+      std::this_thread::sleep_for(kLook);
+    }
+  }
+  check();
+}
+
+} // namespace
+
+class HostsTurn : public Turn {
+ public:
+  HostsTurn(
+      HostsRoute& route,
+      uint64_t ticket,
+      std::chrono::milliseconds timeout)
+      : route_(route),
+        gloo_(*route.delegate_),
+        stats_(route.group_.stats),
+        rank_(route.getRank()),
+        size_(route.getSize()),
+        ticket_(ticket),
+        timeout_(timeout) {}
+
+  void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
+      override {
+    for (const Flat& flat : tensors) {
+      if (!skips(flat, reduction.args)) {
+        sum(flat.tensor().detach(), GlooReduction(reduction));
+      }
+    }
+  }
+
+  void reduce(const Flat& tensor, const Reduction& reduction, int root)
+      override {
+    // Gloo uses other ranks' tensors as scratch space: give it a copy.
+    at::Tensor copy = tensor.tensor().detach().clone();
+    const GlooReduction gloo(reduction);
+    gloo.prepare(copy);
+    auto opts = options<c10d::ReduceOptions>();
+    opts.reduceOp = gloo.op;
+    opts.rootRank = root;
+    Tensors one{copy};
+    gloo_.reduce(one, opts)->wait();
+    if (root == rank_) {
+      gloo.finish(copy);
+      Flat::input(copy).give(tensor.tensor());
+    }
+  }
+
+  void reduce_scatter(
+      const Flat& output,
+      const Parts& inputs,
+      const Reduction& reduction) override {
+    // One all_reduce of everything: Gloo's own is no more, and this works for
+    // uneven sizes.
+    at::Tensor all = inputs.joined();
+    if (inputs.whole() != nullptr) {
+      all = all.clone();
+    }
+    sum(all, GlooReduction(reduction));
+    int64_t offset = 0;
+    for (int p = 0; p < rank_; ++p) {
+      offset += inputs.count(p);
+    }
+    Flat::input(all.narrow(0, offset, inputs.count(rank_)))
+        .give(output.tensor());
+  }
+
+  void broadcast(const Flat& tensor, int root) override {
+    auto opts = options<c10d::BroadcastOptions>();
+    opts.rootRank = root;
+    Tensors one{tensor.tensor()};
+    gloo_.broadcast(one, opts)->wait();
+  }
+
+  void all_gather(const Parts& outputs, const Flat& input) override {
+    if (outputs.whole() != nullptr) {
+      at::Tensor to = outputs.whole()->tensor();
+      at::Tensor from = input.tensor();
+      gloo_._allgather_base(to, from, options<c10d::AllgatherOptions>())
+          ->wait();
+      return;
+    }
+    // Broadcasts, so that sizes may differ from rank to rank.
+    for (int p = 0; p < size_; ++p) {
+      const Flat& part = outputs.tensors()[p];
+      if (p == rank_) {
+        input.give(part.tensor());
+      }
+      if (part.tensor().numel() != 0) {
+        broadcast(part, p);
+      }
+    }
+  }
+
+  void gather(const std::vector<Flat>& outputs, const Flat& input, int root)
+      override {
+    auto opts = options<c10d::GatherOptions>();
+    opts.rootRank = root;
+    TensorLists lists;
+    if (!outputs.empty()) {
+      lists.push_back(flat_tensors(outputs));
+    }
+    Tensors one{input.tensor()};
+    gloo_.gather(lists, one, opts)->wait();
+  }
+
+  void scatter(const Flat& output, const std::vector<Flat>& inputs, int root)
+      override {
+    auto opts = options<c10d::ScatterOptions>();
+    opts.rootRank = root;
+    TensorLists lists;
+    if (!inputs.empty()) {
+      lists.push_back(flat_tensors(inputs));
+    }
+    Tensors one{output.tensor()};
+    gloo_.scatter(one, lists, opts)->wait();
+  }
+
+  void all_to_all(const Parts& outputs, const Parts& inputs) override {
+    // As one exchange: Gloo has no list form.
+    at::Tensor from = inputs.joined();
+    at::Tensor to =
+        outputs.whole() != nullptr ? outputs.joined() : outputs.like_joined();
+    auto to_splits = outputs.splits();
+    auto from_splits = inputs.splits();
+    gloo_
+        .alltoall_base(
+            to, from, to_splits, from_splits, options<c10d::AllToAllOptions>())
+        ->wait();
+    if (outputs.whole() == nullptr) {
+      // Anew, as Gloo empties what it is given.
+      const auto received = to.split_with_sizes(outputs.splits());
+      for (size_t p = 0; p < received.size(); ++p) {
+        Flat::input(received[p]).give(outputs.tensors()[p].tensor());
+      }
+    }
+  }
+
+  void barrier() override {
+    gloo_.barrier(options<c10d::BarrierOptions>())->wait();
+  }
+
+  void begin_item(uint64_t index, uint64_t length) override {
+    list_index_ = index;
+    list_length_ = length;
+  }
+
+  void fused_step(const StepCall& call) override {
+    NetContext ctx = context(call.op);
+    HostsWay way(ctx);
+    fusedpg::fused_step(way, call);
+    stats_.add(
+        call.op,
+        ctx.moved.blocks != 0 ? DataPath::kSkipping : DataPath::kMessages,
+        ctx.moved);
+  }
+
+  void reduce_shards(const ShardsCall& call) override {
+    NetContext ctx = context(OpCode::kReduceShards);
+    HostsWay way(ctx);
+    fusedpg::reduce_shards(way, call);
+    stats_.add(OpCode::kReduceShards, DataPath::kMessages, ctx.moved);
+  }
+
+  void sparse_all_reduce(
+      const Flat& tensor,
+      const kernels::ReduceArgs& args,
+      const SparseOptions& options) override {
+    NetContext ctx = context(OpCode::kSparseAllReduce);
+    net_sparse_all_reduce(ctx, tensor.reduce_tensor(), args, options);
+    stats_.add(OpCode::kSparseAllReduce, DataPath::kSkipping, ctx.moved);
+  }
+
+  at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override {
+    log_once("all_reduce of sparse tensors between hosts uses Gloo");
+    stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {});
+    Tensors one{mine.clone()};
+    gloo_.allreduce(one, options<c10d::AllreduceOptions>())->wait();
+    return mean ? coo_mean(one[0], size_) : one[0];
+  }
+
+ private:
+  template <typename Options>
+  Options options() const {
+    Options opts;
+    opts.timeout = timeout_;
+    return opts;
+  }
+
+  NetContext context(OpCode op) {
+    NetContext ctx = route_.net_context(ticket_, timeout_, op);
+    ctx.list_index = list_index_;
+    ctx.list_length = list_length_;
+    return ctx;
+  }
+
+  void sum(at::Tensor t, const GlooReduction& reduction) {
+    reduction.prepare(t);
+    auto opts = options<c10d::AllreduceOptions>();
+    opts.reduceOp = reduction.op;
+    Tensors one{t};
+    gloo_.allreduce(one, opts)->wait();
+    reduction.finish(t);
+  }
+
+  // Skips blocks of zeros if the group's option says so, or returns false.
+  bool skips(const Flat& flat, const kernels::ReduceArgs& args) {
+    using Choice = DensityEstimates::Choice;
+    SkipState& state = route_.skip_;
+    const ReduceTensor tensor = flat.reduce_tensor();
+    const size_t bytes = flat.span().bytes;
+    const Choice choice = select_skip(state, size_, tensor.count, bytes, args);
+    const auto dense = [&] {
+      count_dense(state, size_, tensor.count, bytes, args);
+      // What Gloo's ring moves.
+      const uint64_t moved =
+          2 * bytes * static_cast<uint64_t>(size_ - 1) / size_;
+      stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {moved, moved});
+    };
+    if (choice == Choice::kDense) {
+      dense();
+      return false;
+    }
+    NetContext ctx = context(OpCode::kSparseAllReduce);
+    const auto observe = [&](double density) {
+      if (state.mode == BlockSkip::kAuto) {
+        state.estimates.observe(
+            tensor.count, args.dtype, density, kNetSkipLimit);
+      }
+    };
+    if (choice == Choice::kSkip) {
+      net_sparse_all_reduce(ctx, tensor, args, {state.block});
+      observe(double(ctx.moved.blocks_union) / double(ctx.moved.blocks));
+      stats_.add(OpCode::kAllReduce, DataPath::kSkipping, ctx.moved);
+      return true;
+    }
+    const double density =
+        net_sampled_density(ctx, tensor, args.dtype, state.block);
+    dense(); // a mismatch has raised, on all ranks
+    observe(density);
+    return false;
+  }
+
+  HostsRoute& route_;
+  c10d::Backend& gloo_;
+  Stats& stats_;
+  const int rank_;
+  const int size_;
+  const uint64_t ticket_;
+  const std::chrono::milliseconds timeout_;
+  uint64_t list_index_ = 0;
+  uint64_t list_length_ = 1;
+};
+
+HostsRoute::HostsRoute(Group& group, bool ranks_share_hosts)
+    : CpuRoute(group),
+      ranks_share_hosts_(ranks_share_hosts),
+      delegate_(make_gloo("fusedpg-delegate")),
+      skip_{group.settings.block_skip, group.settings.block_size, {}} {
+  log_once(
+      "a group spans several hosts: its collectives use Gloo, but for fused "
+      "optimizer steps and reductions that skip blocks of zeros");
+}
+
+c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
+  return c10::make_intrusive<AbortableBackend>(make_delegate(
+      "cpu",
+      c10::make_intrusive<c10d::PrefixStore>(prefix, group_.store),
+      rank_,
+      size_,
+      group_.timeout.load()));
+}
+
+NetContext HostsRoute::net_context(
+    uint64_t ticket,
+    std::chrono::milliseconds timeout,
+    OpCode op) {
+  const auto check_aborted = [this] {
+    if (failure()) {
+      fail(
+          ErrorKind::kAborted,
+          "fused: the group was aborted on rank ",
+          rank_,
+          " and must be destroyed");
+    }
+  };
+  check_aborted();
+  std::lock_guard<std::mutex> lock(transport_mutex_);
+  if (!transport_) {
+    await_all(*group_.store, rank_, size_, Deadline(timeout), check_aborted);
+    transport_ =
+        std::make_unique<BackendTransport>(make_gloo("fusedpg-transport"));
+  }
+  return {
+      *transport_,
+      group_.kernels,
+      pool_,
+      Deadline(timeout),
+      ticket,
+      op,
+      group_.settings.nan_check,
+      ranks_share_hosts_};
+}
+
+void HostsRoute::execute(
+    const Operation& operation,
+    uint64_t ticket,
+    std::chrono::milliseconds timeout) {
+  HostsTurn turn(*this, ticket, timeout);
+  operation(turn);
+}
+
+std::shared_ptr<c10::Allocator> HostsRoute::getMemAllocator() {
+  TORCH_CHECK(false, "fused: a group that spans hosts has no shared arena");
+}
+
+at::Tensor HostsRoute::empty_shared(
+    at::IntArrayRef /* sizes */,
+    const at::TensorOptions& /* options */) {
+  TORCH_CHECK_VALUE(
+      false, "fused: parameters cannot be shared in a group that spans hosts");
+}
+
+std::optional<ErrorKind> HostsRoute::failure() {
+  return delegate_->getError() == c10d::ErrorType::SUCCESS
+      ? std::nullopt
+      : std::optional(ErrorKind::kAborted);
+}
+
+// What connects the hosts holds the mutex, and looks for the delegate's abort.
+void HostsRoute::abort() {
+  delegate_->abort();
+  std::lock_guard<std::mutex> lock(transport_mutex_);
+  if (transport_) {
+    transport_->abort();
+  }
+}
+
+void HostsRoute::shutdown() {
+  std::lock_guard<std::mutex> lock(transport_mutex_);
+  delegate_->shutdown();
+}
+
+} // namespace fusedpg

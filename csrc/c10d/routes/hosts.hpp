@@ -1,0 +1,89 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "c10d/backend_transport.hpp"
+#include "c10d/routes/cpu.hpp"
+#include "collectives/net_exchange.hpp"
+#include "host/pool.hpp"
+
+namespace fusedpg {
+
+// CPU tensors where ranks are on several machines. Reductions that skip zeros
+// and the fused operations are ours, over messages; the delegate, torch's Gloo,
+// does the rest.
+class HostsRoute : public CpuRoute {
+ public:
+  // Collective. `ranks_share_hosts`: machines have several ranks.
+  HostsRoute(Group& group, bool ranks_share_hosts);
+
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
+      override {
+    delegate_->monitoredBarrier(opts, wait_all_ranks);
+  }
+
+  // There is no arena.
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return at::empty({size}, options);
+  }
+  bool supportsTensorAlloc(c10::DeviceIndex /* device */) override {
+    return false;
+  }
+  at::Tensor empty(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options,
+      bool /* lives_long */) override {
+    return at::empty(sizes, options);
+  }
+  at::Tensor empty_shared(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options) override;
+  bool in_arena(const at::Tensor& /* t */) override {
+    return false;
+  }
+
+  void describe(GroupInfo& info) override {
+    info.engine = "gloo";
+  }
+  std::optional<ErrorKind> failure() override;
+  void abort() override;
+  void interrupt() override {
+    abort();
+  }
+  void shutdown() override;
+
+ protected:
+  void execute(
+      const Operation& operation,
+      uint64_t ticket,
+      std::chrono::milliseconds timeout) override;
+  WorkPtr send_message(Tensors& tensors, int dst, int tag) override {
+    return delegate_->send(tensors, dst, tag);
+  }
+  WorkPtr receive_message(Tensors& tensors, int src, int tag) override {
+    return src == kAnySource ? delegate_->recvAnysource(tensors, tag)
+                             : delegate_->recv(tensors, src, tag);
+  }
+
+ private:
+  friend class HostsTurn;
+
+  c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
+  // For an operation that is not delegated.
+  NetContext net_context(
+      uint64_t ticket,
+      std::chrono::milliseconds timeout,
+      OpCode op);
+  const bool ranks_share_hosts_;
+  const c10::intrusive_ptr<c10d::Backend> delegate_;
+  std::mutex transport_mutex_;
+  // Made by the first operation that needs it; connections of its own.
+  std::unique_ptr<BackendTransport> transport_;
+  // Of the executing thread.
+  SkipState skip_;
+  Pool pool_{1};
+};
+
+} // namespace fusedpg

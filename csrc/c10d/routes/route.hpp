@@ -1,0 +1,86 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "base/error.hpp"
+#include "c10d/fused_arguments.hpp"
+#include "c10d/group.hpp"
+
+namespace fusedpg {
+
+// How a group stands; fusedpg.group_info() explains the fields.
+struct GroupInfo {
+  std::string engine;
+  int local_world_size = 1;
+  int threads = 1;
+  std::string isa;
+  size_t arena_reserved = 0;
+  size_t arena_used = 0;
+  uint64_t sequence_number = 0;
+  bool failed = false;
+  size_t cuda_arena = 0; // bytes that were asked for
+  int nccl_version = 0; // of the CUDA engine; 0: none
+  std::string cuda_path; // of its last step; see path_of_last_step()
+};
+
+// "fused:fused_adamw_", for the profiler and errors.
+const char* step_title(OpCode op);
+
+// The operations of a group on one kind of memory: c10d's, with arguments as
+// callers give them, and ours. There are three:
+//
+// - ShmRoute, CPU tensors where all ranks share a machine;
+// - HostsRoute, CPU tensors where they do not;
+// - CudaRoute, tensors on GPUs.
+//
+// ProcessGroupFused chooses by the tensors' device. What a route does not do
+// itself it gives to its *delegate*, a backend of torch: Gloo between hosts,
+// NCCL on GPUs.
+class Route : public c10d::Backend {
+ public:
+  explicit Route(Group& group)
+      : Backend(group.rank, group.size),
+        group_(group) {}
+
+  const std::string getBackendName() const override {
+    return "fused";
+  }
+
+  // One operation: reduce-scatter(grads), update of the owned slices,
+  // all-gather(params). Arguments have been checked.
+  virtual WorkPtr fused_step_(StepArguments arguments, bool async_op) = 0;
+  // Its first third: every gradient is reduced in place to its owners.
+  virtual WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) = 0;
+  // all_reduce() that skips blocks of zeros; see
+  // collectives/sparse_all_reduce.hpp.
+  virtual WorkPtr sparse_all_reduce(
+      const at::Tensor& tensor,
+      const SparseArguments& arguments,
+      bool async_op) = 0;
+
+  // A tensor in the arena, or an error; ordinary memory where there is none.
+  // With `lives_long` its memory goes back to the system when it is freed;
+  // otherwise the arena keeps it for the next one.
+  virtual at::Tensor empty(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options,
+      bool lives_long) = 0;
+  // Collective: a tensor of which the ranks of the group hold one physical
+  // copy.
+  virtual at::Tensor empty_shared(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options) = 0;
+  virtual bool in_arena(const at::Tensor& t) = 0;
+
+  virtual void describe(GroupInfo& info) = 0;
+  // Why the group has failed, if it has.
+  virtual std::optional<ErrorKind> failure() = 0;
+  // Makes what runs end, from the thread that exits; shutdown() follows.
+  virtual void interrupt() = 0;
+
+ protected:
+  Group& group_;
+};
+
+} // namespace fusedpg

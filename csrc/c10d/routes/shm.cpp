@@ -1,0 +1,233 @@
+#include "c10d/routes/shm.hpp"
+
+#include "c10d/coo.hpp"
+#include "c10d/errors.hpp"
+#include "c10d/work_fused.hpp"
+#include "collectives/monitored_barrier.hpp"
+
+namespace fusedpg {
+namespace {
+
+DType dtype_of(const Flat& flat) {
+  return to_dtype(flat.tensor().scalar_type());
+}
+
+// The engine's collectives, of which there is one function each.
+class ShmTurn : public Turn {
+ public:
+  explicit ShmTurn(Context& ctx) : ctx_(ctx) {}
+
+  void begin_item(uint64_t index, uint64_t length) override {
+    ctx_.begin_item(index, length);
+  }
+  void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
+      override {
+    fusedpg::all_reduce(ctx_, reduce_tensors(tensors), reduction.args);
+  }
+  void reduce(const Flat& tensor, const Reduction& reduction, int root)
+      override {
+    const ReduceTensor span = tensor.reduce_tensor();
+    fusedpg::reduce(ctx_, span.data, span.count, reduction.args, root);
+  }
+  void reduce_scatter(
+      const Flat& output,
+      const Parts& inputs,
+      const Reduction& reduction) override {
+    fusedpg::reduce_scatter(
+        ctx_, output.reduce_tensor(), inputs.reduce_tensors(), reduction.args);
+  }
+  void broadcast(const Flat& tensor, int root) override {
+    fusedpg::broadcast(ctx_, tensor.span(), dtype_of(tensor), root);
+  }
+  void all_gather(const Parts& outputs, const Flat& input) override {
+    fusedpg::all_gather(ctx_, outputs.spans(), input.span(), dtype_of(input));
+  }
+  void gather(const std::vector<Flat>& outputs, const Flat& input, int root)
+      override {
+    fusedpg::gather(
+        ctx_, Parts(outputs).spans(), input.span(), dtype_of(input), root);
+  }
+  void scatter(const Flat& output, const std::vector<Flat>& inputs, int root)
+      override {
+    fusedpg::scatter(
+        ctx_, output.span(), Parts(inputs).spans(), dtype_of(output), root);
+  }
+  void all_to_all(const Parts& outputs, const Parts& inputs) override {
+    fusedpg::all_to_all(ctx_, outputs.spans(), inputs.spans(), inputs.dtype());
+  }
+  void barrier() override {
+    fusedpg::barrier(ctx_);
+  }
+
+  void fused_step(const StepCall& call) override {
+    fusedpg::fused_step(ctx_, call);
+  }
+  void reduce_shards(const ShardsCall& call) override {
+    fusedpg::reduce_shards(ctx_, call);
+  }
+  void sparse_all_reduce(
+      const Flat& tensor,
+      const kernels::ReduceArgs& args,
+      const SparseOptions& options) override {
+    fusedpg::sparse_all_reduce(ctx_, {tensor.reduce_tensor()}, args, options);
+  }
+  at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override {
+    return fusedpg::coo_all_reduce(ctx_, mine, mean);
+  }
+
+ private:
+  Context& ctx_;
+};
+
+// Completes the Work when the mailbox is done with the message.
+Mailbox::Done completion(
+    const c10::intrusive_ptr<WorkFused>& work,
+    const Flat& flat,
+    bool receives) {
+  return [work, flat = std::make_shared<Flat>(flat), receives](
+             std::exception_ptr error, int peer) mutable {
+    work->set_source_rank(peer);
+    work->complete(capture([&] {
+      const auto held = std::exchange(flat, nullptr);
+      if (error) {
+        std::rethrow_exception(error);
+      }
+      if (receives) {
+        held->finish();
+      }
+    }));
+  };
+}
+
+} // namespace
+
+ShmRoute::ShmRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline)
+    : CpuRoute(group),
+      engine_(group.rank, bootstrap, group.settings, group.stats, deadline) {
+  engine_.set_describe(one_line);
+  if (group.settings.log_level > 0 && group.rank == 0) {
+    log_line(
+        c10::str(
+            "group of ",
+            group.size,
+            " ranks in shared memory, ",
+            engine_.threads(),
+            " thread(s) a rank, ",
+            group.kernels.name,
+            " kernels"));
+  }
+}
+
+void ShmRoute::execute(
+    const Operation& operation,
+    uint64_t ticket,
+    std::chrono::milliseconds timeout) {
+  engine_.execute(
+      [&](Context& ctx) {
+        ShmTurn turn(ctx);
+        operation(turn);
+      },
+      ticket,
+      timeout);
+}
+
+void ShmRoute::monitoredBarrier(
+    const c10d::BarrierOptions& opts,
+    bool wait_all_ranks) {
+  translate([&] {
+    engine_.check_failed();
+    // Unlike elsewhere, a timeout of zero is one.
+    const auto timeout =
+        opts.timeout.count() >= 0 ? opts.timeout : group_.timeout.load();
+    monitored_barrier(engine_.domain(), timeout, wait_all_ranks);
+  });
+}
+
+// --- messages ----------------------------------------------------------------
+
+Mailbox& ShmRoute::mailbox() {
+  std::lock_guard<std::mutex> lock(mailbox_mutex_);
+  group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
+  if (!mailbox_) {
+    mailbox_ = std::make_unique<Mailbox>(engine_.domain(), group_.kernels);
+  }
+  return *mailbox_;
+}
+
+WorkPtr ShmRoute::send_message(Tensors& tensors, int dst, int tag) {
+  translate([&] { engine_.check_failed(); });
+  auto work = c10::make_intrusive<WorkFused>(
+      rank_, c10d::OpType::SEND, "fused:send", tensors, Tensors());
+  const Flat flat = Flat::input(tensors[0]);
+  translate([&] {
+    mailbox().send(
+        flat.span().data,
+        flat.span().bytes,
+        dst,
+        tag,
+        group_.timeout.load(),
+        completion(work, flat, false));
+  });
+  return work;
+}
+
+WorkPtr ShmRoute::receive_message(Tensors& tensors, int src, int tag) {
+  static_assert(kAnySource == Mailbox::kAnySource);
+  translate([&] { engine_.check_failed(); });
+  const bool any = src == kAnySource;
+  auto work = c10::make_intrusive<WorkFused>(
+      rank_,
+      any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
+      any ? "fused:recvAnySource" : "fused:recv",
+      tensors,
+      tensors);
+  const Flat flat = Flat::output(tensors[0]);
+  translate([&] {
+    mailbox().receive(
+        flat.span().data,
+        flat.span().bytes,
+        src,
+        tag,
+        group_.timeout.load(),
+        completion(work, flat, true));
+  });
+  return work;
+}
+
+// --- state and end -----------------------------------------------------------
+
+void ShmRoute::describe(GroupInfo& info) {
+  info.engine = "shm";
+  info.threads = engine_.threads();
+  info.arena_reserved = arena()->heap_bytes();
+  info.arena_used = arena()->used_bytes();
+}
+
+std::optional<ErrorKind> ShmRoute::failure() {
+  Domain& domain = engine_.domain();
+  return domain.failed() ? std::optional(domain.failure_kind()) : std::nullopt;
+}
+
+void ShmRoute::check_peers(const std::string& what) {
+  engine_.domain().check_peers(what, [this](int p) { return p != rank_; });
+}
+
+void ShmRoute::abort() {
+  engine_.abort(group_.executor());
+}
+
+void ShmRoute::interrupt() {
+  engine_.domain().request_abort();
+}
+
+void ShmRoute::shutdown() {
+  {
+    std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    if (mailbox_) {
+      mailbox_->stop();
+    }
+  }
+  engine_.domain().leave();
+}
+
+} // namespace fusedpg

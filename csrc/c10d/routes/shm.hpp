@@ -1,0 +1,61 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "c10d/routes/cpu.hpp"
+#include "collectives/engine.hpp"
+#include "host/mailbox.hpp"
+
+namespace fusedpg {
+
+// CPU tensors where all ranks share a machine: the engine over shared memory.
+class ShmRoute : public CpuRoute {
+ public:
+  // Collective over the ranks that `bootstrap` met.
+  ShmRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline);
+
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
+      override;
+
+  // --- tensors in the arena (shm_memory.cpp)
+  // ----------------------------------
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor empty(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options,
+      bool lives_long) override;
+  at::Tensor empty_shared(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options) override;
+  bool in_arena(const at::Tensor& t) override;
+
+  void describe(GroupInfo& info) override;
+  std::optional<ErrorKind> failure() override;
+  void check_peers(const std::string& what);
+  void abort() override;
+  void interrupt() override;
+  void shutdown() override;
+
+ protected:
+  void execute(
+      const Operation& operation,
+      uint64_t ticket,
+      std::chrono::milliseconds timeout) override;
+  WorkPtr send_message(Tensors& tensors, int dst, int tag) override;
+  WorkPtr receive_message(Tensors& tensors, int src, int tag) override;
+
+ private:
+  Mailbox& mailbox();
+  const std::shared_ptr<Arena>& arena() {
+    return engine_.domain().arena();
+  }
+
+  Engine engine_;
+  std::mutex mailbox_mutex_;
+  std::unique_ptr<Mailbox> mailbox_; // made by the first message
+};
+
+} // namespace fusedpg

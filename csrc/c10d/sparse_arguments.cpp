@@ -1,0 +1,54 @@
+#include "c10d/errors.hpp"
+#include "c10d/fused_arguments.hpp"
+#include "c10d/tensors.hpp"
+
+namespace fusedpg {
+namespace {
+
+void check_residual(const at::Tensor& tensor, const at::Tensor& residual) {
+  TORCH_CHECK_VALUE(
+      residual.scalar_type() == tensor.scalar_type() &&
+          residual.numel() == tensor.numel() && residual.is_contiguous() &&
+          residual.device() == tensor.device(),
+      "fused: sparse_all_reduce: residual must be a contiguous tensor of ",
+      tensor.numel(),
+      " elements of ",
+      tensor.scalar_type(),
+      " like the tensor, found ",
+      residual.numel(),
+      " of ",
+      residual.scalar_type());
+}
+
+} // namespace
+
+SparseOptions sparse_options(
+    const at::Tensor& tensor,
+    const SparseArguments& a) {
+  const auto& [op, block_size, threshold, residual] = a;
+  check_dense("sparse_all_reduce", tensor);
+  translate([&] { check_block_size(block_size); });
+  TORCH_CHECK_VALUE(
+      threshold >= 0,
+      "fused: sparse_all_reduce: threshold must not be negative, found ",
+      threshold);
+  TORCH_CHECK_VALUE(
+      (threshold > 0) == residual.has_value(),
+      "fused: sparse_all_reduce: a threshold and a residual, which keeps what "
+      "is not sent, go together");
+  SparseOptions options;
+  options.block = static_cast<size_t>(block_size);
+  options.threshold = threshold;
+  if (residual) {
+    TORCH_CHECK_VALUE(
+        tensor.is_floating_point(),
+        "fused: sparse_all_reduce: a threshold needs a floating-point tensor, "
+        "found ",
+        tensor.scalar_type());
+    check_residual(tensor, *residual);
+    options.residual = residual->data_ptr();
+  }
+  return options;
+}
+
+} // namespace fusedpg

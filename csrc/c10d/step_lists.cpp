@@ -1,0 +1,296 @@
+// What a step does for each of many parameters, without Python between them:
+// reading p.grad, the dicts of the optimizer's state, and sums of squares.
+// Nothing is kept from one call to the next, so nothing can be out of date.
+// Where a parameter is not in the usual case they give None, and Python does it
+// one by one and says what is wrong.
+
+#include <pybind11/stl.h>
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "c10d/gradients.hpp"
+#include "c10d/tensors.hpp"
+
+namespace py = pybind11;
+
+namespace fusedpg {
+namespace {
+
+using Items = std::vector<at::Tensor>;
+
+PyObject* item_of(const py::list& list, size_t i) {
+  return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)); // borrowed
+}
+
+const at::Tensor& tensor_at(const py::list& list, size_t i) {
+  PyObject* item = item_of(list, i);
+  TORCH_CHECK_TYPE(THPVariable_Check(item), "fused: a list of tensors");
+  return THPVariable_Unpack(item);
+}
+
+// Borrowed, or null where there is none. Past __missing__ of a subclass.
+PyObject* find(const py::dict& dict, PyObject* key) {
+  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key);
+  if (found == nullptr && PyErr_Occurred() != nullptr) {
+    throw py::error_already_set();
+  }
+  return found;
+}
+
+bool are_strides(PyObject* tuple, at::IntArrayRef strides) {
+  if (!PyTuple_Check(tuple) ||
+      PyTuple_GET_SIZE(tuple) != static_cast<Py_ssize_t>(strides.size())) {
+    return false;
+  }
+  for (size_t d = 0; d < strides.size(); ++d) {
+    const auto stride =
+        PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(d)));
+    if (stride == -1 && PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    if (stride != strides[d]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool is_alike(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides() &&
+      a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+py::object grad_of(const at::Tensor& param) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(param.grad()));
+}
+
+// For parameters in their groups and their layouts whose state has all keys:
+// the numbers of their groups, and a list for each key. With `one_type` only
+// if all have the type of the first.
+py::object step_lists(
+    const py::list& params,
+    const py::dict& numbers,
+    const py::dict& layouts,
+    const py::dict& state,
+    const py::list& keys,
+    bool one_type) {
+  py::list groups;
+  std::vector<py::list> values(keys.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    PyObject* object = item_of(params, i);
+    const at::Tensor& param = tensor_at(params, i);
+    PyObject* number = find(numbers, object);
+    PyObject* strides = find(layouts, object);
+    PyObject* mine = keys.empty() ? nullptr : find(state, object);
+    if (number == nullptr || strides == nullptr ||
+        (!keys.empty() && (mine == nullptr || !PyDict_Check(mine))) ||
+        !are_strides(strides, param.strides()) ||
+        (one_type &&
+         param.scalar_type() != tensor_at(params, 0).scalar_type())) {
+      return py::none();
+    }
+    groups.append(py::handle(number));
+    for (size_t k = 0; k < keys.size(); ++k) {
+      PyObject* value =
+          find(py::reinterpret_borrow<py::dict>(mine), item_of(keys, k));
+      if (value == nullptr || !THPVariable_Check(value)) {
+        return py::none();
+      }
+      values[k].append(py::handle(value));
+    }
+  }
+  return py::make_tuple(groups, py::cast(values));
+}
+
+// What stands in p.grad, where it does, if all of it is exactly of a type.
+std::optional<py::list> gradients_of(
+    const py::list& params,
+    const py::object& type) {
+  py::list found;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& param = tensor_at(params, i);
+    if (!param.grad().defined()) {
+      continue;
+    }
+    py::object grad = grad_of(param);
+    if (!py::type::handle_of(grad).is(type)) {
+      return std::nullopt;
+    }
+    found.append(std::move(grad));
+  }
+  return found;
+}
+
+// This rank's gradients in manual mode, if every parameter has one that is
+// laid out as the parameter, and nothing was reduced yet.
+std::optional<py::list> unreduced_gradients(
+    const py::list& params,
+    const py::object& type) {
+  static PyObject* const slice = PyUnicode_InternFromString("_slice");
+  static PyObject* const unreduced = PyUnicode_InternFromString("_unreduced");
+  py::list found;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& param = tensor_at(params, i);
+    if (!param.requires_grad() || !param.grad().defined()) {
+      return std::nullopt;
+    }
+    const py::object grad = grad_of(param);
+    if (!py::type::handle_of(grad).is(type) ||
+        !py::getattr(grad, slice).is_none()) {
+      return std::nullopt;
+    }
+    py::object local = py::getattr(grad, unreduced);
+    if (!THPVariable_Check(local.ptr())) {
+      return std::nullopt;
+    }
+    const at::Tensor& t = THPVariable_Unpack(local.ptr());
+    if (t.layout() != at::kStrided || !is_alike(t, param)) {
+      return std::nullopt;
+    }
+    found.append(std::move(local));
+  }
+  return found;
+}
+
+// Manual mode: what sees each gradient of a parameter. Of small ones it uses
+// the ShardedGrad of the pass before again, if nobody has kept it; what that
+// refers to until then is not worth giving back.
+class LocalWatch {
+ public:
+  // `wrap` makes the ShardedGrad that stands in p.grad from now on. `again` is
+  // told that one gets another value instead, and says whether it may.
+  LocalWatch(py::object type, py::object wrap, py::object again)
+      : type_(std::move(type)),
+        wrap_(std::move(wrap)),
+        again_(std::move(again)) {}
+
+  void operator()(const py::object& object) {
+    TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), "fused: a parameter");
+    const at::Tensor& param = THPVariable_Unpack(object.ptr());
+    if (!is_usable(param) || !again_().cast<bool>() || !is_free()) {
+      wrap_(object);
+      const py::object now = grad_of(param);
+      const bool ours =
+          param.numel() <= kSmall && py::type::handle_of(now).is(type_);
+      last_ = ours ? now : py::none();
+      return;
+    }
+    static PyObject* const slice = PyUnicode_InternFromString("_slice");
+    static PyObject* const unreduced = PyUnicode_InternFromString("_unreduced");
+    static PyObject* const kept = PyUnicode_InternFromString("_kept");
+    py::setattr(last_, unreduced, grad_of(param));
+    py::setattr(last_, slice, py::none());
+    py::setattr(last_, kept, py::bool_(false));
+    param.mutable_grad() = THPVariable_Unpack(last_.ptr());
+  }
+
+ private:
+  static constexpr int64_t kSmall = 4096;
+
+  bool is_usable(const at::Tensor& param) const {
+    const at::Tensor& grad = param.grad();
+    if (last_.is_none() || !grad.defined() ||
+        grad.unsafeGetTensorImpl()->is_python_dispatch() ||
+        grad.layout() != at::kStrided || !is_alike(grad, param)) {
+      return false;
+    }
+    return is_alike(THPVariable_Unpack(last_.ptr()), param);
+  }
+
+  // Whether nobody else has it; known norms, of which again_ gets rid, have.
+  bool is_free() const {
+    return Py_REFCNT(last_.ptr()) == 1 &&
+        THPVariable_Unpack(last_.ptr()).use_count() == 1;
+  }
+
+  py::object type_;
+  py::object wrap_;
+  py::object again_;
+  py::object last_ = py::none();
+};
+
+// overlap=True, after backward: gives the parameters their placeholders. Those
+// that have none of their layout are returned.
+py::list place_spent(const py::list& params, const py::dict& spent) {
+  py::list without;
+  for (size_t i = 0; i < params.size(); ++i) {
+    PyObject* object = item_of(params, i);
+    const at::Tensor& param = tensor_at(params, i);
+    PyObject* grad = find(spent, object);
+    if (grad == nullptr || !THPVariable_Check(grad) ||
+        !is_alike(THPVariable_Unpack(grad), param)) {
+      without.append(py::handle(object));
+      continue;
+    }
+    param.mutable_grad() = THPVariable_Unpack(grad);
+  }
+  return without;
+}
+
+// overlap=True, in step(): whether every gradient that is there is a
+// placeholder, and every parameter that backward has updated has one.
+bool all_spent(
+    const py::list& params,
+    const py::set& updated,
+    const py::object& type) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& param = tensor_at(params, i);
+    if (param.grad().defined()
+            ? !py::type::handle_of(grad_of(param)).is(type)
+            : updated.contains(py::handle(item_of(params, i)))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+double sum_squares(const at::Tensor& t) {
+  check_tensor("sum_squares", t);
+  TORCH_CHECK_VALUE(
+      t.is_floating_point() && t.is_contiguous() &&
+          to_dtype(t.scalar_type()) != DType::kOpaque,
+      "fused: sum_squares: needs a contiguous tensor of float32, "
+      "float64, bfloat16 or float16, got ",
+      t.scalar_type());
+  return kernels::table()->sum_squares(
+      to_dtype(t.scalar_type()),
+      t.const_data_ptr(),
+      static_cast<size_t>(t.numel()));
+}
+
+// One after the other, as a float64 tensor.
+at::Tensor sums_of_squares(const Items& tensors) {
+  at::Tensor sums =
+      at::empty({static_cast<int64_t>(tensors.size())}, at::kDouble);
+  auto* out = sums.data_ptr<double>();
+  for (const at::Tensor& t : tensors) {
+    *out++ = sum_squares(t);
+  }
+  return sums;
+}
+
+} // namespace
+
+void bind_step_lists(py::module_& m) {
+  py::class_<LocalWatch>(m, "LocalWatch")
+      .def(py::init<py::object, py::object, py::object>())
+      .def("__call__", &LocalWatch::operator());
+  m.def("step_lists", &step_lists);
+  m.def("gradients_of", &gradients_of);
+  m.def("unreduced_gradients", &unreduced_gradients);
+  m.def("place_spent", &place_spent);
+  m.def("all_spent", &all_spent);
+  m.def(
+      "sum_squares",
+      &sum_squares,
+      py::arg("tensor"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "sums_of_squares",
+      &sums_of_squares,
+      py::arg("tensors"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+} // namespace fusedpg

@@ -1,0 +1,166 @@
+#include "collectives/hosts_way.hpp"
+
+#include <cstring>
+
+#include "base/ownership.hpp"
+#include "collectives/net_shards.hpp"
+#include "collectives/net_sparse.hpp"
+#include "collectives/selector.hpp"
+
+namespace fusedpg {
+namespace {
+
+// Tensors travel together up to this, in bytes of contributions or results.
+constexpr size_t kBatchBytes = size_t(64) << 20;
+
+} // namespace
+
+void HostsWay::enter(
+    const Plan* /* plan */,
+    OpDescriptor& mine,
+    const std::vector<uint64_t>& extra) {
+  mine.sequence = ctx_.sequence;
+  mine.list_index = ctx_.list_index;
+  mine.list_length = ctx_.list_length;
+  mine.table_entries = extra.size();
+  const auto rows = net_gather_rows(ctx_, &mine, sizeof mine);
+  said_.resize(rows.size());
+  for (int p = 0; p < size(); ++p) {
+    std::memcpy(&said_[p], rows[p].data(), sizeof mine);
+    check_agreement(mine, rank(), said_[p], p);
+  }
+  for (int p = 0; p < size(); ++p) {
+    check_nan_flag(said_[p], p);
+  }
+  if (!extra.empty()) {
+    extra_ =
+        net_gather_rows(ctx_, extra.data(), extra.size() * sizeof(uint64_t));
+  }
+}
+
+uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
+  fail(
+      ErrorKind::kInvalid,
+      "fused: parameters cannot be shared in a group that spans hosts");
+}
+
+void HostsWay::run(const Plan& plan, const OpDescriptor& /* d */) {
+  const std::vector<size_t> counts = plan.counts();
+  const size_t element = std::max(plan.src_size, plan.dst_size);
+  std::vector<size_t> batch;
+  size_t bytes = 0;
+  const auto flush = [&] {
+    if (!batch.empty()) {
+      run_batch(plan, counts, batch);
+    }
+    batch.clear();
+    bytes = 0;
+  };
+  for (size_t t = 0; t < counts.size(); ++t) {
+    if (counts[t] == 0) {
+      continue;
+    }
+    const size_t more = counts[t] * element;
+    if (bytes + more > kBatchBytes) {
+      flush();
+    }
+    batch.push_back(t);
+    bytes += more;
+  }
+  flush();
+}
+
+void HostsWay::run_batch(
+    const Plan& plan,
+    const std::vector<size_t>& counts,
+    const std::vector<size_t>& batch) {
+  struct Item {
+    NetBuffer sum; // if its zeros stayed at home
+    std::vector<const void*> srcs;
+    bool folded = false;
+  };
+  std::vector<Item> items(batch.size());
+  std::optional<ReceivedShards> received;
+  if (plan.reads) {
+    received.emplace(ctx_, plan.src_type, plan.weights);
+    std::vector<Item*> whole;
+    for (size_t i = 0; i < batch.size(); ++i) {
+      const size_t t = batch[i];
+      const size_t wide = counts[t] * dtype_size(wide_type(plan.src_type));
+      if (select_net_skip(plan.skip_block, wide)) {
+        items[i].sum = sum_skipping(plan, t, counts[t]);
+        items[i].srcs = {items[i].sum.data()};
+        items[i].folded = true;
+      } else {
+        received->add(plan.tensors[t].src, counts[t]);
+        whole.push_back(&items[i]);
+      }
+    }
+    received->exchange();
+    for (size_t k = 0; k < whole.size(); ++k) {
+      whole[k]->srcs = received->sources(k);
+      whole[k]->folded = received->folded();
+    }
+  }
+  const bool gives = plan.receiver == Plan::kAll;
+  NetShards results(ctx_, plan.dst_size);
+  std::vector<void*> dsts;
+  for (const size_t t : batch) {
+    results.add(counts[t]);
+    dsts.push_back(plan.tensors[t].dst);
+  }
+  const NetBuffer mine = gives ? results.make(rank()) : NetBuffer();
+  for (size_t i = 0; i < batch.size(); ++i) {
+    const ShardRange own = results.own(i);
+    if (own.length == 0) {
+      continue;
+    }
+    void* outs[2];
+    size_t n = 0;
+    if (plan.receiver != Plan::kNobody) {
+      outs[n++] = results.in_tensor(dsts[i], i, rank());
+    }
+    if (gives) {
+      outs[n++] = results.in_block(mine, i, rank());
+    }
+    plan.epilogue(
+        batch[i],
+        static_cast<size_t>(own.offset),
+        static_cast<size_t>(own.length),
+        outs,
+        n,
+        {items[i].srcs.data(), items[i].srcs.size(), items[i].folded},
+        /*stream=*/false);
+  }
+  received.reset();
+  items.clear();
+  if (gives) {
+    results.gather(mine, dsts);
+  }
+}
+
+NetBuffer HostsWay::sum_skipping(
+    const Plan& plan,
+    size_t tensor,
+    size_t count) {
+  kernels::ReduceArgs sum;
+  sum.dtype = wide_type(plan.src_type);
+  const size_t element = dtype_size(sum.dtype);
+  const NetBuffer whole(count * element);
+  widen(
+      ctx_.kernels,
+      whole.data(),
+      plan.tensors[tensor].src,
+      plan.src_type,
+      count,
+      plan.weights.empty() ? 1.0 : plan.weights[rank()]);
+  net_sparse_reduce_scatter(
+      ctx_, {whole.data(), count}, sum, {plan.skip_block});
+  const ShardRange own =
+      shard_range(static_cast<int64_t>(count), size(), rank());
+  return whole.part(
+      static_cast<size_t>(own.offset) * element,
+      static_cast<size_t>(own.length) * element);
+}
+
+} // namespace fusedpg

@@ -1,0 +1,145 @@
+// Steps in messages have the bits of those in shared memory, and ranks that
+// disagree are told in what.
+
+#include "collectives/hosts_way.hpp"
+#include "fused_cases.hpp"
+#include "net_wire.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using namespace fusedpg::test;
+
+// Calls body(group, way, context) with ranks that talk over a wire. `chain`: as
+// where machines have several ranks.
+template <typename Body>
+void with_hosts(int size, bool chain, const Body& body) {
+  Wire wire;
+  with_group(size, 1, [&](Group& g) {
+    WireTransport transport(wire, g.rank, g.size);
+    Pool pool(1);
+    NetContext ctx{transport, *kernels::table(), pool, Deadline(kLong), 5};
+    ctx.ranks_share_hosts = chain;
+    HostsWay way(ctx);
+    body(g, way, ctx);
+  });
+  CHECK_EQ(wire.left(), size_t{0});
+}
+
+std::vector<int> sizes() {
+  return kSanitized ? std::vector<int>{3} : std::vector<int>{1, 2, 3};
+}
+
+void train(Group& g, HostsWay& way, NetContext& ctx) {
+  size_t turn = 0;
+  for (const Recipe& r : one_of_each()) {
+    for (const StepTypes& types : step_types()) {
+      if (!takes(r, types)) {
+        continue;
+      }
+      const size_t kind = turn++;
+      ctx.deadline = Deadline(kLong);
+      Training training(
+          g,
+          r,
+          types,
+          {kSanitized ? 9000u : 90000u, 0, 1, 777, 31},
+          Place::kOrdinary,
+          Place::kOrdinary);
+      training.way = &way;
+      training.call.reduction.mean = kind % 3 != 1;
+      if (kind % 3 == 2) {
+        training.weights = {3, 1, 0, 2.5};
+        training.weights.resize(g.size);
+      }
+      if (kind % 4 == 1) {
+        training.uses = [](int rank, size_t t) { return (rank + t) % 5 != 0; };
+      }
+      if (kind % 2 == 1) {
+        training.call.skip_block = 256; // looks for zeros in the first tensor
+      }
+      for (int step = 0; step < 2; ++step) {
+        if ((kind + step) % 2 == 0) {
+          training.step();
+        } else {
+          training.reduce_and_step();
+        }
+        training.check();
+      }
+    }
+  }
+}
+
+StepCall small_step(float* param, const float* grad, float* step) {
+  StepCall call;
+  call.op = OpCode::kFusedSgd;
+  call.hypers = {recipe(OpCode::kFusedSgd).hyper};
+  call.hypers[0].momentum = 0;
+  StepTensor t;
+  t.param = param;
+  t.grad = grad;
+  t.step = step;
+  t.count = 8;
+  call.tensors = {t};
+  return call;
+}
+
+} // namespace
+
+TEST(hosts_way_trains) {
+  for (const int size : sizes()) {
+    with_hosts(size, false, train);
+    if (size > 1) {
+      with_hosts(size, true, train);
+    }
+  }
+}
+
+TEST(hosts_way_names_what_differs) {
+  with_hosts(2, false, [](Group& g, HostsWay& way, NetContext&) {
+    float param[8] = {}, grad[8] = {}, step = 0;
+    const auto message = [&](auto change) {
+      StepCall call = small_step(param, grad, &step);
+      if (g.rank == 1) {
+        change(call);
+      }
+      try {
+        fused_step(way, call);
+      } catch (const Error& error) {
+        CHECK(error.kind() == ErrorKind::kMismatch);
+        return std::string(error.what());
+      }
+      return std::string();
+    };
+    CHECK(message([](StepCall&) {}).empty());
+    const auto says = [&](const std::string& text, auto change) {
+      if (message(change).find(text) == std::string::npos) {
+        report_failure(__FILE__, __LINE__, text);
+      }
+    };
+    says("operation fused_", [](StepCall& c) {
+      c.op = OpCode::kFusedAdam;
+      c.tensors[0].state[0] = c.tensors[0].param;
+      c.tensors[0].state[1] = c.tensors[0].param;
+    });
+    says("number of elements", [](StepCall& c) { c.tensors[0].count = 4; });
+    says("scalar arguments", [](StepCall& c) { c.hypers[0].lr = 7; });
+    says("sizes or memory layouts", [](StepCall& c) {
+      c.tensors[0].layout_hash = 3;
+    });
+    CHECK_EQ(param[0], 0.0F);
+  });
+}
+
+TEST(hosts_way_stops_at_an_infinity) {
+  with_hosts(3, true, [](Group& g, HostsWay& way, NetContext&) {
+    float param[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+    float grad[8] = {1}, step = 0, found = g.rank == 1 ? 1.0F : 0.0F;
+    StepCall call = small_step(param, grad, &step);
+    call.found_inf = &found;
+    fused_step(way, call);
+    CHECK_EQ(found, 1.0F);
+    CHECK_EQ(param[0], 1.0F);
+    CHECK_EQ(step, 0.0F);
+  });
+}
