@@ -473,7 +473,7 @@ ANY = (
 
 
 def _take_out(s: Script, layer: int) -> None:
-    """By hand, or back again: into the last group, which may be a new one."""
+    """By hand, or back again: into the last group."""
     groups = s.opt.param_groups
     mine = list(s.module.layers[layer].parameters())
     held = {id(param) for group in groups for param in group["params"]}
@@ -483,6 +483,11 @@ def _take_out(s: Script, layer: int) -> None:
     else:
         groups[-1]["params"].extend(mine)
     s.saved = None
+
+
+def _taken_out(s: Script) -> bool:
+    """Then torch's ``state_dict()`` raises: state of a parameter without a number."""
+    return sum(len(group["params"]) for group in s.opt.param_groups) < len(s.params)
 
 
 def _state(s: Script) -> dict[str, Any]:
@@ -533,13 +538,14 @@ def execute(program: Program) -> Callable[[Script], None]:
                 s.opt.zero_grad()
             elif operation == "detach":
                 # In the middle of a pass, or after it.
-                y = s.net(s.x()) if arguments[0] else None
+                early, options = arguments
+                y = s.net(s.x(), **options) if early else None
                 s.module.zero_grad()
                 if s.fused:
                     s.opt.detach()
                 plain = torch.optim.SGD(s.params, lr=0.01)
                 if y is None:
-                    y = s.net(s.x())
+                    y = s.net(s.x(), **options)
                 s.loss(y).backward()
                 plain.step()
                 s.module.zero_grad()
@@ -547,11 +553,12 @@ def execute(program: Program) -> Callable[[Script], None]:
                     s.opt.attach(s.net)
             elif operation == "take out" and not s.setup.finish:
                 _take_out(s, arguments[0])
-            elif operation == "trip":
+            elif operation == "trip" and not _taken_out(s):
                 _round_trip(s, arguments[0])
-            elif operation == "save":
+            elif operation == "save" and not _taken_out(s):
                 s.saved = _state(s)
             elif operation == "load" and s.saved is not None:
-                s.opt.load_state_dict(s.saved)
+                # torch's optimizers go on with the tensors that they are given.
+                s.opt.load_state_dict(copy.deepcopy(s.saved))
 
     return run

@@ -24,9 +24,9 @@ WAYS = ("whole", "crossed", "distributed")
 
 def save(script: Script, way: str, folder: Path) -> None:
     if way == "distributed":
-        state = {"optimizer": get_optimizer_state_dict(script.net, script.opt)}
-        dcp.save(state, checkpoint_id=folder / "dcp")
-        whole = None
+        whole = get_optimizer_state_dict(script.net, script.opt)
+        dcp.save({"optimizer": whole}, checkpoint_id=folder / "dcp")
+        whole = {"names": list(whole["state"])}
     elif script.fused:
         whole = script.opt.full_state_dict()
     else:
@@ -47,6 +47,13 @@ def load(script: Script, way: str, folder: Path) -> None:
     planner = DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, checkpoint_id=folder / "dcp", planner=planner)
     set_optimizer_state_dict(script.net, script.opt, optim_state_dict=state["optimizer"])
+    if script.fused:
+        return
+    # They get what torch's step with gradients of zero has made to have something to load into:
+    # a counter of one, and moments of the weight decay.
+    for name, param in script.module.named_parameters():
+        if name not in whole["names"]:
+            script.opt.state.pop(param, None)
 
 
 def leg(
@@ -54,6 +61,9 @@ def leg(
 ) -> list[str]:
     """One part of a run, from the checkpoint of the part before to the next."""
     histories: list[Any] = []
+    if setup.mode == "overlap":
+        # A frozen layer that backward goes through would be among those updated before it does.
+        program = [operation for operation in program if operation[0] != "freeze"]
     for fused in (False, True):
         script = Script(context, setup, fused)
         script.batches = 1000 * number
