@@ -180,13 +180,8 @@ BRIEFLY = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 
 
 def check_script(size: int, setup: Setup, program: Program) -> None:
-    found = harness.pool(size).run(
-        differential.compare_program, program, setup, timeout=SCRIPT_TIMEOUT
-    )
+    found = harness.pool(size).run(differential.compare_program, program, setup)
     assert not any(found), found
-
-
-SCRIPT_TIMEOUT = 30.0
 
 
 @hypothesis.settings(max_examples=60, phases=BRIEFLY)

@@ -9,11 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -501,10 +496,13 @@ def _state(s: Script) -> dict[str, Any]:
 def _round_trip(s: Script, how: str) -> None:
     """Out of the optimizer and into it again."""
     if how == "distributed":
-        state = get_optimizer_state_dict(s.net, s.opt)
+        # Slow to import.
+        from torch.distributed.checkpoint import state_dict as dcp
+
+        state = dcp.get_optimizer_state_dict(s.net, s.opt)
         # Parameters that were never used have no state.
-        options = StateDictOptions(strict=False)
-        set_optimizer_state_dict(s.net, s.opt, state, options=options)
+        options = dcp.StateDictOptions(strict=False)
+        dcp.set_optimizer_state_dict(s.net, s.opt, state, options=options)
     elif how == "local" and s.fused:
         s.opt.load_state_dict(copy.deepcopy(s.opt.local_state_dict()))
     else:
