@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -458,16 +459,60 @@ NAMES = {pattern.__name__: pattern for pattern in PATTERNS}
 # A program is a list of operations and their arguments; ``execute`` says what they mean.
 Program = list[tuple[Any, ...]]
 ANY = (
-    "never reduced|overlap=True|modified by an inplace operation|two DistributedDataParallel"
+    "never reduced|overlap=True|was taken out|was not applied|modified by an inplace operation"
+    "|two DistributedDataParallel"
     # What DDP says of it.
     "|marked as ready twice|finished reduction in the prior iteration|undefined, but still"
     "|Your training graph has changed|does not require grad"
 )
 
 
+def _take_out(s: Script, layer: int) -> None:
+    """By hand, or back again: into the last group."""
+    groups = s.opt.param_groups
+    mine = list(s.module.layers[layer].parameters())
+    held = {id(param) for group in groups for param in group["params"]}
+    if id(mine[0]) in held:
+        for group in groups:
+            group["params"][:] = [p for p in group["params"] if not any(p is q for q in mine)]
+    else:
+        groups[-1]["params"].extend(mine)
+    s.saved = None
+
+
+def _taken_out(s: Script) -> bool:
+    """Then torch's ``state_dict()`` raises: state of a parameter without a number."""
+    return sum(len(group["params"]) for group in s.opt.param_groups) < len(s.params)
+
+
+def _state(s: Script) -> dict[str, Any]:
+    """The whole, as torch has it."""
+    if s.fused:
+        whole: dict[str, Any] = s.opt.full_state_dict(rank0_only=False)
+        return whole
+    return copy.deepcopy(s.opt.state_dict())
+
+
+def _round_trip(s: Script, how: str) -> None:
+    """Out of the optimizer and into it again."""
+    if how == "distributed":
+        # Slow to import.
+        from torch.distributed.checkpoint import state_dict as dcp
+
+        state = dcp.get_optimizer_state_dict(s.net, s.opt)
+        # Parameters that were never used have no state.
+        options = dcp.StateDictOptions(strict=False)
+        dcp.set_optimizer_state_dict(s.net, s.opt, state, options=options)
+    elif how == "local" and s.fused:
+        s.opt.load_state_dict(copy.deepcopy(s.opt.local_state_dict()))
+    else:
+        s.opt.load_state_dict(_state(s))
+
+
 def execute(program: Program) -> Callable[[Script], None]:
     def run(s: Script) -> None:
         kept: list[torch.Tensor] = []
+        s.saved = None
         for operation, *arguments in program:
             if operation == "pass":
                 forward_sync, backward_sync, through, options, retain = arguments
@@ -489,5 +534,29 @@ def execute(program: Program) -> Callable[[Script], None]:
                 s.step(zero=arguments[0])
             elif operation == "zero":
                 s.opt.zero_grad()
+            elif operation == "detach":
+                # In the middle of a pass, or after it.
+                early, options = arguments
+                y = s.net(s.x(), **options) if early else None
+                s.module.zero_grad()
+                if s.fused:
+                    s.opt.detach()
+                plain = torch.optim.SGD(s.params, lr=0.01)
+                if y is None:
+                    y = s.net(s.x(), **options)
+                s.loss(y).backward()
+                plain.step()
+                s.module.zero_grad()
+                if s.fused:
+                    s.opt.attach(s.net)
+            elif operation == "take out" and not s.setup.finish:
+                _take_out(s, arguments[0])
+            elif operation == "trip" and not _taken_out(s):
+                _round_trip(s, arguments[0])
+            elif operation == "save" and not _taken_out(s):
+                s.saved = _state(s)
+            elif operation == "load" and s.saved is not None:
+                # torch's optimizers go on with the tensors that they are given.
+                s.opt.load_state_dict(copy.deepcopy(s.saved))
 
     return run

@@ -19,6 +19,7 @@ LAYERS = 6
 BUCKET_MB = 0.0015  # three layers less a bit: buckets straddle layers and segments
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1, "amsgrad": True},
     "AdamW": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},
 }
 
@@ -84,6 +85,7 @@ class Script:
         self.batches = 0
         self.bucket_mb = BUCKET_MB
         self.diverged: int | None = None  # the step after which ranks differ
+        self.saved: dict[str, Any] | None = None  # state of the optimizer
         self.history: list[list[torch.Tensor]] = []
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.build()
