@@ -30,7 +30,7 @@ BUILT := $(VENV)/.built-$(TORCH_TAG)
 KERNELS := $(VENV)/.kernels-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
-FRAMEWORKS := $(VENV)/.frameworks
+FRAMEWORKS := $(VENV)/.frameworks$(if $(RAY),-ray)
 BUILD := $(or $(FUSEDPG_BUILD_DIR),build/cmake)
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
 CXX_FILES = $(shell find csrc tests/cpp tests/cuda_fake patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
@@ -86,8 +86,8 @@ $(MPI): requirements/mpi.txt | $(DEPS)
 
 # The constraints keep pip from replacing torch and what the tests are pinned to. DeepSpeed's setup
 # imports torch.
-$(FRAMEWORKS): requirements/frameworks.txt | $(DEPS)
-	$(PIP) install --no-build-isolation -r requirements/frameworks.txt \
+$(FRAMEWORKS): requirements/frameworks.txt requirements/ray.txt | $(DEPS)
+	$(PIP) install --no-build-isolation -r requirements/frameworks.txt $(if $(RAY),-r requirements/ray.txt) \
 	  $(addprefix -c requirements/,$(if $(TORCH),,torch.txt) test.txt examples.txt build.txt)
 	touch $@
 

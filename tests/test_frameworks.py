@@ -31,7 +31,7 @@ STEPS, SAVED, KILLED = 8, 4, 6
 
 def need(module: str) -> None:
     if importlib.util.find_spec(module) is None:
-        message = f"{module} is not installed: make test-frameworks"
+        message = f"{module} is not installed: make test-frameworks (RAY=1 for ray)"
         pytest.fail(message) if REQUIRED else pytest.skip(message)
 
 
