@@ -85,14 +85,4 @@ bool all_ranks(Context& ctx, uint64_t bits) {
   return true;
 }
 
-bool any_rank(Context& ctx, uint64_t bits) {
-  const int half = ctx.domain.half();
-  for (int p = 0; p < ctx.size(); ++p) {
-    if ((ctx.domain.descriptor(p, half).flags & bits) != 0) {
-      return true;
-    }
-  }
-  return false;
-}
-
 } // namespace fusedpg

@@ -97,9 +97,8 @@ void check_nan(
     const void* data,
     size_t count);
 
-// Whether `bits` are set in the flags of all ranks, or of any. Valid between
-// enter() and the next barrier.
+// Whether `bits` are set in the flags of all ranks. Valid between enter() and
+// the next barrier.
 bool all_ranks(Context& ctx, uint64_t bits);
-bool any_rank(Context& ctx, uint64_t bits);
 
 } // namespace fusedpg

@@ -13,6 +13,21 @@ namespace {
 // Tensors travel together up to this, in bytes of contributions or results.
 constexpr size_t kBatchBytes = size_t(64) << 20;
 
+// What this way can do of a plan: anything else would go wrong unseen.
+void check_plan(const Plan& plan, int world_size) {
+  const bool added = plan.src_type == DType::kFloat64 ||
+      plan.src_type == DType::kFloat32 || plan.src_type == DType::kFloat16 ||
+      plan.src_type == DType::kBFloat16;
+  if ((plan.reads && !added) || plan.receiver >= 0 || plan.shared_results ||
+      plan.blocks != nullptr ||
+      plan.lanes != Plan::shards(plan.counts(), world_size)) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: between hosts only plans of floating-point tensors, cut by "
+        "the ownership map, for all ranks, their owners or nobody");
+  }
+}
+
 } // namespace
 
 void HostsWay::enter(
@@ -45,6 +60,7 @@ uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
 }
 
 void HostsWay::run(const Plan& plan, const OpDescriptor& /* d */) {
+  check_plan(plan, size());
   const std::vector<size_t> counts = plan.counts();
   const size_t element = std::max(plan.src_size, plan.dst_size);
   std::vector<size_t> batch;

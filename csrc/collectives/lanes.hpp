@@ -10,6 +10,8 @@ struct Piece {
   size_t tensor;
   size_t begin; // elements
   size_t count; // elements
+
+  bool operator==(const Piece&) const = default;
 };
 
 // What each owner reduces.

@@ -131,6 +131,32 @@ TEST(hosts_way_names_what_differs) {
   });
 }
 
+TEST(hosts_way_refuses_what_it_cannot_do) {
+  with_hosts(2, false, [](Group&, HostsWay& way, NetContext&) {
+    char data[64] = {};
+    Plan plan;
+    plan.src_size = plan.dst_size = 4;
+    plan.src_type = DType::kFloat32;
+    plan.tensors = {{data, data}};
+    plan.lanes = Plan::shards({4}, 2);
+    plan.epilogue = [](auto&&...) { CHECK(false); };
+    const auto refused = [&](auto change) {
+      Plan other = plan;
+      change(other);
+      try {
+        way.run(other, {});
+      } catch (const Error& error) {
+        return error.kind() == ErrorKind::kInvalid;
+      }
+      return false;
+    };
+    CHECK(refused([](Plan& p) { p.src_type = DType::kInt32; }));
+    CHECK(refused([](Plan& p) { p.receiver = 0; }));
+    CHECK(refused([](Plan& p) { p.shared_results = true; }));
+    CHECK(refused([](Plan& p) { p.lanes = {{{0, 0, 3}}, {{0, 3, 1}}}; }));
+  });
+}
+
 TEST(hosts_way_stops_at_an_infinity) {
   with_hosts(3, true, [](Group& g, HostsWay& way, NetContext&) {
     float param[8] = {1, 1, 1, 1, 1, 1, 1, 1};
