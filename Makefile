@@ -33,7 +33,7 @@ MPI := $(VENV)/.mpi
 FRAMEWORKS := $(VENV)/.frameworks$(if $(RAY),-ray)
 BUILD := $(or $(FUSEDPG_BUILD_DIR),build/cmake)
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
-CXX_FILES = $(shell find csrc tests/cpp tests/cuda_fake patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
+CXX_FILES = $(shell find csrc tests/cpp tests/fake_gpu patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' -o -name '*.cc')
 
 .PHONY: help
@@ -165,7 +165,7 @@ test-all: test-cpp fake-gpu
 # Random programs and random faults for MINUTES, or one again: SEED=... as a failure says.
 MINUTES ?= 10
 fuzz: $(BUILT)
-	cd tests && $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	cd tests/python && $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(WORLD),--world $(WORLD)) $(if $(ARM),--arm '$(ARM)') $(if $(ROUND),--round $(ROUND)) \
 	  $(if $(SCENARIO),--scenario '$(SCENARIO)') $(if $(ONLY),--only $(ONLY))
 
@@ -188,18 +188,18 @@ test-aarch64: $(DEPS)
 	  -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake)
 
 test-docs: $(BUILT)
-	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/python/test_docs.py $(PYTEST_ARGS)
 
 test-c10d: $(BUILT)
-	$(BIN)/python tests/c10d_suite/run.py
+	$(BIN)/python tests/python/c10d_suite/run.py
 
 test-mpi: $(BUILT) $(MPI)
 	FUSEDPG_TEST_MPI=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	  $(BIN)/mpirun -n $(RANKS) --map-by :OVERSUBSCRIBE \
-	  $(BIN)/python -m pytest --with-mpi tests/mpi $(PYTEST_ARGS)
+	  $(BIN)/python -m pytest --with-mpi tests/python/mpi $(PYTEST_ARGS)
 
 test-frameworks: $(BUILT) $(FRAMEWORKS)
-	FUSEDPG_TEST_FRAMEWORKS=1 $(BIN)/python -m pytest tests/test_frameworks.py $(PYTEST_ARGS)
+	FUSEDPG_TEST_FRAMEWORKS=1 $(BIN)/python -m pytest tests/python/test_frameworks.py $(PYTEST_ARGS)
 
 comma := ,
 
@@ -218,7 +218,7 @@ lint-clang-format: $(LINT)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 lint-layers:
-	$(PYTHON) tests/check_layers.py
+	$(PYTHON) tools/check_layers.py
 
 format: $(LINT)
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Benchmarks between hosts: network namespaces whose links have a rate (tests/hosts.py)."""
+"""Benchmarks between hosts: network namespaces whose links have a rate (tests/python/hosts.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, cases: int, row: type[Row]) -> list[Row] | Non
     """This program on each host, as a worker; what rank 0 reports. None, and why: no hosts."""
     from tqdm import tqdm
 
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
     import hosts
 
     reason = hosts.why_not()

@@ -17,7 +17,7 @@ import pytest
 import harness
 
 # Run by mpirun through test_mpi_launch.py.
-collect_ignore_glob = [] if "FUSEDPG_TEST_MPI" in os.environ else ["mpi/*"]
+collect_ignore_glob = [] if "FUSEDPG_TEST_MPI" in os.environ else ["python/mpi/*"]
 
 hypothesis.settings.register_profile(
     "ci",

@@ -540,25 +540,35 @@ TEST(arena_is_nothing_to_a_forked_child) {
   const size_t size = arena->size();
   const pid_t child = fork();
   if (child == 0) {
-    // Its addresses are free, so that something else may come to lie there,
-    // which must survive the arena's end.
-    void* own = mmap(
-        base,
-        size,
-        PROT_READ | PROT_WRITE,
-        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE,
-        -1,
-        0);
-    if (own != base) {
+    // Its addresses are free, so that something else may come to lie there, which must survive the
+    // arena's end. A sanitizer's own memory may lie there already.
+    constexpr size_t kPart = 64 * 1024;
+    std::vector<char*> own;
+    for (char* at = base; at < base + size; at += kPart) {
+      const size_t part = std::min(kPart, size_t(base + size - at));
+      if (mmap(
+              at,
+              part,
+              PROT_READ | PROT_WRITE,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE,
+              -1,
+              0) == at) {
+        std::memset(at, 0x21, part);
+        own.push_back(at);
+      }
+    }
+    if (own.empty()) {
       _exit(2);
     }
-    std::memset(own, 0x21, size);
     arena->detach();
     arena->deallocate(p);
     arena.reset();
     bool good = true;
-    for (size_t i = 0; i < size; i += 512) {
-      good = good && base[i] == 0x21;
+    for (const char* at : own) {
+      const size_t part = std::min(kPart, size_t(base + size - at));
+      for (size_t i = 0; i < part; i += 512) {
+        good = good && at[i] == 0x21;
+      }
     }
     _exit(good ? 0 : 3);
   }

@@ -35,7 +35,7 @@ IS_FUSED = BACKEND == "fused"
 DEFAULT_TIMEOUT = 60.0
 # How long the other ranks may need after the first one has raised.
 GRACE = 10.0
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["torch.distributed", "torch.nn.parallel"])
 
@@ -396,7 +396,7 @@ def pool_of_hosts(names: str) -> Workers:
 
 
 def fake_gpu(**more: str) -> dict[str, Any]:
-    """Options of workers whose CPU tensors are a fake GPU's memory (tests/cuda_fake)."""
+    """Options of workers whose CPU tensors are a fake GPU's memory (tests/fake_gpu)."""
     library = os.environ.get("FUSEDPG_FAKE_GPU") or str(ROOT / "build/cmake/libfusedpg_fake_gpu.so")
     if not Path(library).exists():
         raise WorkerFailure(f"{library} is missing: run `make test-cpp` first")

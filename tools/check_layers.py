@@ -1,6 +1,6 @@
 """Checks the house rules that a compiler does not: who includes whom, and file sizes.
 
-The rooms of csrc/ are described in docs/architecture.md. Run: python tests/check_layers.py
+The rooms of csrc/ are described in docs/architecture.md. Run: python tools/check_layers.py
 """
 
 from __future__ import annotations

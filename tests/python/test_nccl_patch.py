@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 APPLY = ROOT / "patches/nccl/apply.py"
 PLACES = {
     "src/include/device.h": "ncclDevSumPostDiv",
@@ -48,7 +48,7 @@ def refused(tree: Path, *options: str) -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(ROOT / "tests/nccl_tree", tmp_path / "nccl"))
+    return Path(shutil.copytree(ROOT / "tests/python/nccl_tree", tmp_path / "nccl"))
 
 
 def test_applies_and_reverts(tree: Path) -> None:

@@ -15,7 +15,7 @@ import harness
 
 pytestmark = pytest.mark.fused_only
 
-EXAMPLES = Path(harness.__file__).resolve().parent.parent / "examples"
+EXAMPLES = harness.ROOT / "examples"
 
 
 def run(program: str, scratch: Path, *arguments: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Runs PyTorch's DistributedTest on a backend and sums it up.
 
-python tests/c10d_suite/run.py    everything Gloo passes, some minutes
+python tests/python/c10d_suite/run.py    everything Gloo passes, some minutes
 
 Which tests run depends on the backend's name: under the gate "gloo" those that
 torch runs on Gloo, under "mpi" also those it keeps for MPI, which Gloo passes too.

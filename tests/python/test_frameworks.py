@@ -22,7 +22,7 @@ from checks import frameworks
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(240)]
 
-ROOT = Path(harness.__file__).resolve().parent.parent
+ROOT = harness.ROOT
 RECIPES = ROOT / "examples" / "frameworks"
 # make test-frameworks sets it, after it has installed them.
 REQUIRED = os.environ.get("FUSEDPG_TEST_FRAMEWORKS") == "1"

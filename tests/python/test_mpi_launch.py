@@ -1,4 +1,4 @@
-"""Starts tests/mpi under mpirun, where there is one."""
+"""Starts tests/python/mpi under mpirun, where there is one."""
 
 from __future__ import annotations
 

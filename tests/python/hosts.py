@@ -9,7 +9,7 @@ sends and what it receives. Files, memory and processes are those of this machin
 ``FUSEDPG_HOST_ID`` says which host a rank is on. Needs root, ``ip`` and ``tc``:
 :func:`why_not` says what is missing. As a program it runs one::
 
-    python tests/hosts.py --hosts 2 --rate 1gbit -- benchmarks/sparse.py --sizes 1M
+    python tests/python/hosts.py --hosts 2 --rate 1gbit -- benchmarks/sparse.py --sizes 1M
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of tests/test_hosts.py: reductions between hosts, checked; prints what it moved."""
+"""A rank of tests/python/test_hosts.py: reductions between hosts, checked; prints what it moved."""
 
 from __future__ import annotations
 

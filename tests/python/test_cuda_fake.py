@@ -1,4 +1,4 @@
-"""The CUDA engine on a fake GPU: CPU tensors stand for device memory (see tests/cuda_fake).
+"""The CUDA engine on a fake GPU: CPU tensors stand for device memory (see tests/fake_gpu).
 
 Streams are threads that run late, so a missing event shows as a wrong number; NCCL works between
 the processes. What kernels do on a real device is tested in tests/gpu.
