@@ -131,11 +131,13 @@ wheels: | $(VENV)/bin/python
 	$(BIN)/python tools/wheels.py $(if $(WHEELS),--torch $(WHEELS))
 
 # --- tests ----------------------------------------------------------------------
+# Two at a time: many of them wait, for a deadline or for each other's processes.
+CTEST := ctest --output-on-failure --timeout 600 --parallel 2
 # $(call cpp_tests,build folder,CMake arguments,environment and launcher,what follows)
 define cpp_tests
 cmake -S . -B $(1) -G Ninja -DFUSEDPG_BUILD_PYTHON=OFF -DFUSEDPG_BUILD_TESTS=ON $(2)
 cmake --build $(1)
-$(3) ctest --test-dir $(1) --output-on-failure --timeout 600$(4)
+$(3) $(CTEST) --test-dir $(1)$(4)
 endef
 
 # TSan cannot place its shadow memory under the widest address randomisation.
@@ -148,7 +150,7 @@ test: test-cpp test-python
 test-cpp: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_cpp_tests
-	ctest --test-dir $(BUILD) --output-on-failure --timeout 600
+	$(CTEST) --test-dir $(BUILD)
 
 # What the CUDA engine runs on where there is no GPU; test-cpp builds it too.
 fake-gpu: $(KERNELS)
@@ -181,7 +183,7 @@ TSAN := TSAN_OPTIONS=halt_on_error=1 $(FIXED_LAYOUT)
 test-tsan: $(DEPS)
 	$(call cpp_tests,build/tsan,-DFUSEDPG_SANITIZE=thread,$(TSAN), || { \
 	  grep -q "ThreadSanitizer failed to allocate" build/tsan/Testing/Temporary/LastTest.log && \
-	  $(TSAN) ctest --test-dir build/tsan --output-on-failure --timeout 600; })
+	  $(TSAN) $(CTEST) --test-dir build/tsan; })
 
 test-aarch64: $(DEPS)
 	$(call cpp_tests,build/aarch64,\

@@ -14,26 +14,25 @@ void fail_errno(const std::string& what) {
     getrlimit(RLIMIT_NOFILE, &limit);
     fail(
         ErrorKind::kSystem,
+        "{}: this process has as many file descriptors open as its limit "
+        "allows (RLIMIT_NOFILE, {} now, at most {}); raise it with ulimit -n "
+        "or destroy groups that are not needed",
         what,
-        ": this process has as many file descriptors open as its limit allows "
-        "(RLIMIT_NOFILE, ",
         limit.rlim_cur,
-        " now, at most ",
-        limit.rlim_max,
-        "); raise it with ulimit -n or destroy groups that are not needed");
+        limit.rlim_max);
   }
   if (error == ENFILE) {
     fail(
         ErrorKind::kSystem,
-        what,
-        ": all processes of this machine together have as many files open as "
-        "it allows (/proc/sys/fs/file-max)");
+        "{}: all processes of this machine together have as many files open as "
+        "it allows (/proc/sys/fs/file-max)",
+        what);
   }
   const bool memory = error == ENOMEM || error == ENOSPC;
   fail(
       memory ? ErrorKind::kOutOfMemory : ErrorKind::kSystem,
+      "{}: {}",
       what,
-      ": ",
       std::strerror(error));
 }
 

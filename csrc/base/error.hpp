@@ -1,8 +1,11 @@
 #pragma once
 
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
+
+#include <fmt/ostream.h>
 
 namespace fusedpg {
 
@@ -32,16 +35,34 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-template <typename... Args>
-std::string str(const Args&... args) {
-  std::ostringstream out;
-  (out << ... << args);
-  return out.str();
+// A value as fmt takes it: what only knows how to write itself to a stream does that.
+template <typename T>
+decltype(auto) printable(const T& value) {
+  if constexpr (fmt::is_formattable<T>::value) {
+    return (value);
+  } else {
+    return fmt::streamed(value);
+  }
 }
 
 template <typename... Args>
-[[noreturn]] void fail(ErrorKind kind, const Args&... args) {
-  throw Error(kind, str(args...));
+using Format =
+    fmt::format_string<decltype(printable(std::declval<const Args&>()))...>;
+
+// str("{} of {}", 1, 2) is "1 of 2".
+template <typename... Args>
+std::string str(
+    std::type_identity_t<Format<Args...>> format,
+    const Args&... args) {
+  return fmt::format(format, printable(args)...);
+}
+
+template <typename... Args>
+[[noreturn]] void fail(
+    ErrorKind kind,
+    std::type_identity_t<Format<Args...>> format,
+    const Args&... args) {
+  throw Error(kind, fmt::format(format, printable(args)...));
 }
 
 // fail(kSystem) with the text of errno, and with the limit where one is

@@ -35,11 +35,10 @@ std::optional<int64_t> env_integer(const char* name) {
   if (errno != 0 || *end != '\0') {
     fail(
         ErrorKind::kInvalid,
-        "fused: environment variable ",
+        "fused: environment variable {}={} is not an integer; unset it or give "
+        "a whole number",
         name,
-        "=",
-        *text,
-        " is not an integer; unset it or give a whole number");
+        *text);
   }
   return value;
 }
@@ -53,9 +52,8 @@ size_t bytes_of(
   if (value && *value < 0) {
     fail(
         ErrorKind::kInvalid,
-        "fused: ",
+        "fused: {} must not be negative, got {}",
         name,
-        " must not be negative, got ",
         *value);
   }
   return option.value_or(value ? static_cast<size_t>(*value) : otherwise);
@@ -77,17 +75,12 @@ Choice choice_of(
   }
   fail(
       ErrorKind::kInvalid,
-      "fused: ",
+      "fused: {} ({}) must be {}, {} or {}, got {}",
       option_name,
-      " (",
       name,
-      ") must be ",
       choices[0].first,
-      ", ",
       choices[1].first,
-      " or ",
       choices[2].first,
-      ", got ",
       given);
 }
 
@@ -103,11 +96,10 @@ void check_block_size(int64_t elements) {
   if (elements < kMinBlockSize || elements > kMaxBlockSize) {
     fail(
         ErrorKind::kInvalid,
-        "fused: block_size (FUSEDPG_BLOCK_SIZE) must be from ",
+        "fused: block_size (FUSEDPG_BLOCK_SIZE) must be from {} to {} "
+        "elements, got {}",
         kMinBlockSize,
-        " to ",
         kMaxBlockSize,
-        " elements, got ",
         elements);
   }
 }
@@ -128,8 +120,8 @@ Settings resolve(const Options& options) {
   if (threads < 0 || threads > 1024) {
     fail(
         ErrorKind::kInvalid,
-        "fused: threads must be between 1 and 1024 (or 0 for the default), "
-        "got ",
+        "fused: threads must be between 1 and 1024 (or 0 for the default), got "
+        "{}",
         threads);
   }
   s.threads = static_cast<int>(threads);

@@ -38,10 +38,10 @@ class BackendRequest : public Transport::Request {
                                       : ErrorKind::kPeerFailed;
       fail(
           kind,
-          "fused: ",
+          "fused: {}{}{}",
           what_,
           deadline.expired()
-              ? str(": not done within ", deadline.timeout().count(), " ms: ")
+              ? str(": not done within {} ms: ", deadline.timeout().count())
               : ": ",
           error.what());
     }
@@ -63,7 +63,7 @@ Transport::RequestPtr BackendTransport::send(
     uint32_t tag,
     const NetBuffer& message) {
   std::vector<at::Tensor> tensors{tensor_of(message)};
-  return post(str("a message from rank ", rank(), " (here) to rank ", to), [&] {
+  return post(str("a message from rank {} (here) to rank {}", rank(), to), [&] {
     return backend_->send(tensors, to, static_cast<int>(tag));
   });
 }
@@ -74,7 +74,7 @@ Transport::RequestPtr BackendTransport::receive(
     const NetBuffer& into) {
   std::vector<at::Tensor> tensors{tensor_of(into)};
   return post(
-      str("a message from rank ", from, " to rank ", rank(), " (here)"),
+      str("a message from rank {} to rank {} (here)", from, rank()),
       [&] { return backend_->recv(tensors, from, static_cast<int>(tag)); });
 }
 
@@ -88,9 +88,8 @@ Transport::RequestPtr BackendTransport::post(
   } catch (const std::exception& error) {
     fail(
         aborted_ ? ErrorKind::kAborted : ErrorKind::kPeerFailed,
-        "fused: ",
+        "fused: {}: {}",
         what,
-        ": ",
         error.what());
   }
 }

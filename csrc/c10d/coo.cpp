@@ -42,13 +42,12 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
     if (headers[p].shape != header.shape) {
       fail(
           ErrorKind::kMismatch,
-          "fused: all_reduce of sparse tensors, sequence number ",
+          "fused: all_reduce of sparse tensors, sequence number {}: sizes, "
+          "dtypes or sparse dimensions differ between rank {} (here) and rank "
+          "{} (there)",
           ctx.sequence,
-          ": sizes, dtypes or sparse dimensions differ between rank ",
           ctx.rank(),
-          " (here) and rank ",
-          p,
-          " (there)");
+          p);
     }
   }
   Gathered all;

@@ -135,13 +135,11 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
   if (const auto made = engine()) {
     TORCH_CHECK_VALUE(
         made->device() == streams.index(),
-        "fused: the group works on GPU ",
-        made->device(),
-        " on rank ",
-        rank_,
-        ", but got a tensor on GPU ",
-        streams.index(),
-        "; use one GPU a rank");
+        str("fused: the group works on GPU {} on rank {}, but got a tensor on "
+            "GPU {}; use one GPU a rank",
+            made->device(),
+            rank_,
+            streams.index()));
     return made;
   }
   const auto made = translate([&] {

@@ -70,33 +70,27 @@ class Checker {
     check_dense(op, t);
     TORCH_CHECK_VALUE(
         t.device() == device_,
-        "fused: ",
-        op,
-        ": tensors of one call must be on one device, found ",
-        device_,
-        " and ",
-        t.device());
+        str("fused: {}: tensors of one call must be on one device, found {} "
+            "and {}",
+            op,
+            device_,
+            t.device()));
   }
 
   void check_list(const char* name, size_t found, size_t expected) const {
     TORCH_CHECK_VALUE(
         found == expected,
-        "fused: ",
-        op_,
-        ": ",
-        name,
-        " has ",
-        found,
-        " tensors, expected ",
-        expected,
-        " (params has ",
-        a_.params.size(),
-        ")");
+        str("fused: {}: {} has {} tensors, expected {} (params has {})",
+            op_,
+            name,
+            found,
+            expected,
+            a_.params.size()));
   }
 
   void check_lists() const {
     const size_t n = a_.params.size();
-    TORCH_CHECK_VALUE(n != 0, "fused: ", op_, ": params is empty");
+    TORCH_CHECK_VALUE(n != 0, str("fused: {}: params is empty", op_));
     check_list("grads", a_.grads.size(), n);
     check_list("master_params", a_.masters.size(), a_.masters.empty() ? 0 : n);
     const bool counts = a_.op != OpCode::kFusedSgd || !a_.steps.empty();
@@ -120,46 +114,37 @@ class Checker {
     check_place(op_, g);
     TORCH_CHECK_VALUE(
         is_supported(p.scalar_type()),
-        "fused: ",
-        op_,
-        ": params[",
-        i,
-        "] must be float32, float64, bfloat16 or float16, found ",
-        p.scalar_type());
+        str("fused: {}: params[{}] must be float32, float64, bfloat16 or "
+            "float16, found {}",
+            op_,
+            i,
+            p.scalar_type()));
     TORCH_CHECK_VALUE(
         p.scalar_type() == at::kDouble
             ? g.scalar_type() == at::kDouble
             : is_supported(g.scalar_type()) && g.scalar_type() != at::kDouble,
-        "fused: ",
-        op_,
-        ": grads[",
-        i,
-        "] of type ",
-        g.scalar_type(),
-        " does not go with params of type ",
-        p.scalar_type(),
-        " (float64 with float64; float32, bfloat16 and float16 with each "
-        "other)");
+        str("fused: {}: grads[{}] of type {} does not go with params of type "
+            "{} (float64 with float64; float32, bfloat16 and float16 with each "
+            "other)",
+            op_,
+            i,
+            g.scalar_type(),
+            p.scalar_type()));
     TORCH_CHECK_VALUE(
         p.is_non_overlapping_and_dense(),
-        "fused: ",
-        op_,
-        ": params[",
-        i,
-        "] must be dense in memory (no gaps, no overlaps)");
+        str("fused: {}: params[{}] must be dense in memory (no gaps, no "
+            "overlaps)",
+            op_,
+            i));
     if (!a_.reduced) {
       TORCH_CHECK_VALUE(
           g.sizes() == p.sizes(),
-          "fused: ",
-          op_,
-          ": grads[",
-          i,
-          "] has shape ",
-          g.sizes(),
-          ", params[",
-          i,
-          "] ",
-          p.sizes());
+          str("fused: {}: grads[{}] has shape {}, params[{}] {}",
+              op_,
+              i,
+              g.sizes(),
+              i,
+              p.sizes()));
     }
   }
 
@@ -174,22 +159,17 @@ class Checker {
         std::find(types.begin(), types.end(), t.scalar_type()) != types.end();
     TORCH_CHECK_VALUE(
         typed && t.is_contiguous() && t.numel() == range.length,
-        "fused: ",
-        op_,
-        ": ",
-        name,
-        "[",
-        i,
-        "] must be a contiguous ",
-        *types.begin(),
-        " tensor with this rank's slice of params[",
-        i,
-        "], ",
-        range.length,
-        " elements (fusedpg.shard_range); found ",
-        t.scalar_type(),
-        " with ",
-        t.numel());
+        str("fused: {}: {}[{}] must be a contiguous {} tensor with this rank's "
+            "slice of params[{}], {} elements (fusedpg.shard_range); found {} "
+            "with {}",
+            op_,
+            name,
+            i,
+            *types.begin(),
+            i,
+            range.length,
+            t.scalar_type(),
+            t.numel()));
   }
 
   void check_slices(size_t i) const {
@@ -205,10 +185,10 @@ class Checker {
     if (!a_.masters.empty()) {
       TORCH_CHECK_VALUE(
           is_half(p.scalar_type()),
-          "fused: ",
-          op_,
-          ": master_params are for bfloat16 and float16 params, found ",
-          p.scalar_type());
+          str("fused: {}: master_params are for bfloat16 and float16 params, "
+              "found {}",
+              op_,
+              p.scalar_type()));
       check_slice("master_params", i, a_.masters[i], range, {at::kFloat});
     }
     if (a_.reduced) {
@@ -219,12 +199,11 @@ class Checker {
       TORCH_CHECK_VALUE(
           step.numel() == 1 && step.scalar_type() == at::kFloat &&
               step.device() == device_,
-          "fused: ",
-          op_,
-          ": state_steps[",
-          i,
-          "] must be a float32 scalar tensor on ",
-          device_);
+          str("fused: {}: state_steps[{}] must be a float32 scalar tensor on "
+              "{}",
+              op_,
+              i,
+              device_));
     }
   }
 
@@ -234,33 +213,26 @@ class Checker {
           !t ||
               (t->numel() == 1 && t->scalar_type() == at::kFloat &&
                t->device() == device_),
-          "fused: ",
-          op_,
-          ": grad_scale and found_inf must be float32 scalar tensors on ",
-          device_);
+          str("fused: {}: grad_scale and found_inf must be float32 scalar "
+              "tensors on {}",
+              op_,
+              device_));
     }
     TORCH_CHECK_VALUE(
-        !a_.hypers.empty(), "fused: ", op_, ": no hyperparameters");
+        !a_.hypers.empty(), str("fused: {}: no hyperparameters", op_));
     for (const int64_t index : a_.hyper_index) {
       TORCH_CHECK_VALUE(
           index >= 0 && index < static_cast<int64_t>(a_.hypers.size()),
-          "fused: ",
-          op_,
-          ": hyper_index ",
-          index,
-          " of ",
-          a_.hypers.size());
+          str("fused: {}: hyper_index {} of {}", op_, index, a_.hypers.size()));
     }
     for (const HyperArguments& h : a_.hypers) {
       const auto in_range = [](double beta) { return beta >= 0 && beta < 1; };
       TORCH_CHECK_VALUE(
           in_range(h.rest.beta1) && in_range(h.rest.beta2),
-          "fused: ",
-          op_,
-          ": betas must be in [0, 1), found ",
-          h.rest.beta1,
-          " and ",
-          h.rest.beta2);
+          str("fused: {}: betas must be in [0, 1), found {} and {}",
+              op_,
+              h.rest.beta1,
+              h.rest.beta2));
     }
   }
 
@@ -278,21 +250,19 @@ void check_reduction(
     at::Device device) {
   TORCH_CHECK_VALUE(
       !r.weight || (r.mean && *r.weight >= 0 && std::isfinite(*r.weight)),
-      "fused: ",
-      op,
-      ": weight must be finite and not negative, and needs reduce=\"mean\"");
+      str("fused: {}: weight must be finite and not negative, and needs "
+          "reduce=\"mean\"",
+          op));
   TORCH_CHECK_VALUE(
       !r.used ||
           (r.used->scalar_type() == at::kByte && r.used->is_contiguous() &&
            r.used->device() == device &&
            r.used->numel() == static_cast<int64_t>(tensors)),
-      "fused: ",
-      op,
-      ": used must be a contiguous uint8 tensor on ",
-      device,
-      " with an element for each of ",
-      tensors,
-      " tensors");
+      str("fused: {}: used must be a contiguous uint8 tensor on {} with an "
+          "element for each of {} tensors",
+          op,
+          device,
+          tensors));
 }
 
 // A gradient laid out in memory as its parameter is.
@@ -391,7 +361,7 @@ OpCode step_op(const std::string& name) {
       return op;
     }
   }
-  TORCH_CHECK_VALUE(false, "fused: ", name, " is not an optimizer step");
+  TORCH_CHECK_VALUE(false, str("fused: {} is not an optimizer step", name));
 }
 
 void check_arguments(const StepArguments& a, int rank, int size) {
@@ -402,30 +372,25 @@ void check_arguments(const StepArguments& a, int rank, int size) {
 
 void check_arguments(const ShardsArguments& a) {
   const char* op = op_name(OpCode::kReduceShards);
-  TORCH_CHECK_VALUE(!a.grads.empty(), "fused: ", op, ": no tensors");
+  TORCH_CHECK_VALUE(!a.grads.empty(), str("fused: {}: no tensors", op));
   for (const at::Tensor& g : a.grads) {
     check_dense(op, g);
     TORCH_CHECK_VALUE(
         g.device() == a.grads[0].device(),
-        "fused: ",
-        op,
-        ": gradients must be on one device");
+        str("fused: {}: gradients must be on one device", op));
     TORCH_CHECK_VALUE(
         is_supported(g.scalar_type()) && g.is_non_overlapping_and_dense() &&
             g.scalar_type() == a.grads[0].scalar_type(),
-        "fused: ",
-        op,
-        ": gradients must be dense in memory and of one type of float32, "
-        "float64, bfloat16, float16");
+        str("fused: {}: gradients must be dense in memory and of one type of "
+            "float32, float64, bfloat16, float16",
+            op));
   }
   TORCH_CHECK_VALUE(
       a.outputs.empty() || a.outputs.size() == a.grads.size(),
-      "fused: ",
-      op,
-      ": outputs has ",
-      a.outputs.size(),
-      " tensors, expected ",
-      a.grads.size());
+      str("fused: {}: outputs has {} tensors, expected {}",
+          op,
+          a.outputs.size(),
+          a.grads.size()));
   for (size_t i = 0; i < a.outputs.size(); ++i) {
     check_dense(op, a.outputs[i]);
     TORCH_CHECK_VALUE(
@@ -433,11 +398,10 @@ void check_arguments(const ShardsArguments& a) {
             a.outputs[i].sizes() == a.grads[i].sizes() &&
             a.outputs[i].strides() == a.grads[i].strides() &&
             a.outputs[i].scalar_type() == a.grads[i].scalar_type(),
-        "fused: ",
-        op,
-        ": outputs[",
-        i,
-        "] must have the sizes, strides, type and device of its gradient");
+        str("fused: {}: outputs[{}] must have the sizes, strides, type and "
+            "device of its gradient",
+            op,
+            i));
   }
   check_reduction(op, a.reduction, a.grads.size(), a.grads[0].device());
 }

@@ -117,12 +117,10 @@ void Group::check_open(const char* op) const {
 void Group::check_root(const char* op, int64_t root) const {
   TORCH_CHECK_VALUE(
       root >= 0 && root < size,
-      "fused: ",
-      op,
-      ": root ",
-      root,
-      " is not a rank of this group of ",
-      size);
+      str("fused: {}: root {} is not a rank of this group of {}",
+          op,
+          root,
+          size));
 }
 
 void check_count(
@@ -132,14 +130,7 @@ void check_count(
     size_t expected) {
   TORCH_CHECK_VALUE(
       found == expected,
-      "fused: ",
-      op,
-      ": expected ",
-      expected,
-      " ",
-      what,
-      ", found ",
-      found);
+      str("fused: {}: expected {} {}, found {}", op, expected, what, found));
 }
 
 } // namespace fusedpg

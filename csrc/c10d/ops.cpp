@@ -18,10 +18,9 @@ ProcessGroupFused& resolve(const std::string& group_name) {
   fused = fused ? fused : find_group(group_name);
   TORCH_CHECK_VALUE(
       fused != nullptr,
-      "fused: group \"",
-      group_name,
-      "\" is of another backend; create it with init_process_group(\"fused\") "
-      "or new_group(backend=\"fused\")");
+      str("fused: group \"{}\" is of another backend; create it with "
+          "init_process_group(\"fused\") or new_group(backend=\"fused\")",
+          group_name));
   return *fused;
 }
 
@@ -43,11 +42,9 @@ struct Common {
 StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
   TORCH_CHECK_VALUE(
       c.reduce == "mean" || c.reduce == "sum",
-      "fused: ",
-      op_name(op),
-      ": reduce must be \"mean\" or \"sum\", found \"",
-      c.reduce,
-      "\"");
+      str("fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
+          op_name(op),
+          c.reduce));
   StepArguments a;
   a.op = op;
   a.params = c.params.vec();
@@ -198,11 +195,10 @@ void lamb(
 void check_meta(const c10::OperatorHandle& op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.is_meta(),
-      "fused: ",
-      op.schema().name(),
-      ": some tensors are on the device meta and one is on ",
-      t.device(),
-      ": nothing can be computed from tensors without values");
+      str("fused: {}: some tensors are on the device meta and one is on {}: "
+          "nothing can be computed from tensors without values",
+          op.schema().name(),
+          t.device()));
 }
 
 // With fake and meta tensors nothing happens: outputs are the inputs.

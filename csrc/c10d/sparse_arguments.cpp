@@ -10,14 +10,12 @@ void check_residual(const at::Tensor& tensor, const at::Tensor& residual) {
       residual.scalar_type() == tensor.scalar_type() &&
           residual.numel() == tensor.numel() && residual.is_contiguous() &&
           residual.device() == tensor.device(),
-      "fused: sparse_all_reduce: residual must be a contiguous tensor of ",
-      tensor.numel(),
-      " elements of ",
-      tensor.scalar_type(),
-      " like the tensor, found ",
-      residual.numel(),
-      " of ",
-      residual.scalar_type());
+      str("fused: sparse_all_reduce: residual must be a contiguous tensor of "
+          "{} elements of {} like the tensor, found {} of {}",
+          tensor.numel(),
+          tensor.scalar_type(),
+          residual.numel(),
+          residual.scalar_type()));
 }
 
 } // namespace
@@ -30,8 +28,8 @@ SparseOptions sparse_options(
   translate([&] { check_block_size(block_size); });
   TORCH_CHECK_VALUE(
       threshold >= 0,
-      "fused: sparse_all_reduce: threshold must not be negative, found ",
-      threshold);
+      str("fused: sparse_all_reduce: threshold must not be negative, found {}",
+          threshold));
   TORCH_CHECK_VALUE(
       (threshold > 0) == residual.has_value(),
       "fused: sparse_all_reduce: a threshold and a residual, which keeps what "
@@ -42,9 +40,9 @@ SparseOptions sparse_options(
   if (residual) {
     TORCH_CHECK_VALUE(
         tensor.is_floating_point(),
-        "fused: sparse_all_reduce: a threshold needs a floating-point tensor, "
-        "found ",
-        tensor.scalar_type());
+        str("fused: sparse_all_reduce: a threshold needs a floating-point "
+            "tensor, found {}",
+            tensor.scalar_type()));
     check_residual(tensor, *residual);
     options.residual = residual->data_ptr();
   }

@@ -57,9 +57,9 @@ kernels::ReduceArgs to_reduce_args(
   args.dtype = to_dtype(type);
   TORCH_CHECK_VALUE(
       args.dtype != DType::kOpaque,
-      "fused: tensors of ",
-      type,
-      " can be moved, but not reduced; convert them first");
+      str("fused: tensors of {} can be moved, but not reduced; convert them "
+          "first",
+          type));
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
       args.op = RedOp::kSum;
@@ -106,33 +106,27 @@ kernels::ReduceArgs to_reduce_args(
 void check_tensor(const char* op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.device().is_cpu(),
-      "fused: ",
-      op,
-      " got a tensor on ",
-      t.device(),
-      "; all tensors of one call are to be on the CPU or all on one GPU");
+      str("fused: {} got a tensor on {}; all tensors of one call are to be on "
+          "the CPU or all on one GPU",
+          op,
+          t.device()));
   check_dense(op, t);
 }
 
 void check_dense(const char* op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.layout() == at::kStrided,
-      "fused: ",
-      op,
-      " needs dense tensors, got layout ",
-      t.layout());
+      str("fused: {} needs dense tensors, got layout {}", op, t.layout()));
   TORCH_CHECK_VALUE(
       !t._is_zerotensor(),
-      "fused: ",
-      op,
-      " got a tensor without memory (ZeroTensor); clone it first");
+      str("fused: {} got a tensor without memory (ZeroTensor); clone it first",
+          op));
   // Its data would be a null pointer.
   TORCH_CHECK_VALUE(
       !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch(),
-      "fused: ",
-      op,
-      " got a tensor without memory of its own (on the device meta, or of a "
-      "subclass such as the gradients of a fused optimizer)");
+      str("fused: {} got a tensor without memory of its own (on the device "
+          "meta, or of a subclass such as the gradients of a fused optimizer)",
+          op));
 }
 
 namespace {
@@ -241,12 +235,10 @@ void check_same_type(
     check_tensor(op, t);
     TORCH_CHECK_VALUE(
         t.scalar_type() == type,
-        "fused: ",
-        op,
-        ": tensors must have one dtype, found ",
-        type,
-        " and ",
-        t.scalar_type());
+        str("fused: {}: tensors must have one dtype, found {} and {}",
+            op,
+            type,
+            t.scalar_type()));
   }
 }
 
@@ -255,16 +247,13 @@ void check_alike(const char* op, const std::vector<at::Tensor>& tensors) {
     TORCH_CHECK_VALUE(
         t.scalar_type() == tensors[0].scalar_type() &&
             t.sizes() == tensors[0].sizes(),
-        "fused: ",
-        op,
-        ": tensors of one call must have one dtype and one size, found ",
-        tensors[0].scalar_type(),
-        " ",
-        tensors[0].sizes(),
-        " and ",
-        t.scalar_type(),
-        " ",
-        t.sizes());
+        str("fused: {}: tensors of one call must have one dtype and one size, "
+            "found {} {} and {} {}",
+            op,
+            tensors[0].scalar_type(),
+            tensors[0].sizes(),
+            t.scalar_type(),
+            t.sizes()));
   }
 }
 
@@ -454,11 +443,9 @@ size_t checked_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     TORCH_CHECK_VALUE(
         sizes[i] >= 0,
-        "fused: empty: dimension ",
-        i,
-        " of the sizes ",
-        sizes,
-        " is negative");
+        str("fused: empty: dimension {} of the sizes {} is negative",
+            i,
+            sizes));
     none = none || sizes[i] == 0;
     overflow =
         c10::mul_overflows(bytes, static_cast<uint64_t>(sizes[i]), &bytes) ||
@@ -468,11 +455,10 @@ size_t checked_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
       none ||
           (!overflow &&
            bytes <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())),
-      "fused: empty: a tensor of sizes ",
-      sizes,
-      " and type ",
-      options.dtype(),
-      " has more bytes than 64 bits can count");
+      str("fused: empty: a tensor of sizes {} and type {} has more bytes than "
+          "64 bits can count",
+          sizes,
+          options.dtype()));
   return none ? 0 : bytes;
 }
 

@@ -64,9 +64,8 @@ void WorkCuda::follow(std::chrono::milliseconds timeout) {
                 timeout == kNoTimeout ? std::chrono::hours(24) : timeout)) {
           fail(
               ErrorKind::kTimeout,
-              "fused: wait() gave up after ",
-              timeout.count(),
-              " ms");
+              "fused: wait() gave up after {} ms",
+              timeout.count());
         }
         if (auto error = operation->exception()) {
           std::rethrow_exception(error);

@@ -14,9 +14,9 @@ void enter(
   if (table_entries > kTableEntries) {
     fail(
         ErrorKind::kInvalid,
-        "fused: ",
-        op_name(mine.op),
-        ": more tensors or ranks in one call than supported; split the list");
+        "fused: {}: more tensors or ranks in one call than supported; split "
+        "the list",
+        op_name(mine.op));
   }
   ctx.entered = true;
   mine.sequence = ctx.sequence;
@@ -38,15 +38,12 @@ void enter(
     if (domain.descriptor(p, half).flags & kRefused) {
       fail(
           ErrorKind::kMismatch,
-          "fused: ",
+          "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
+          "part: {}",
           describe(mine),
-          ", sequence number ",
           mine.sequence,
-          ", on rank ",
           ctx.rank(),
-          ": rank ",
           p,
-          " refused to take part: ",
           domain.control(p).reason);
     }
   }

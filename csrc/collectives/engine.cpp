@@ -23,9 +23,8 @@ const kernels::Table& select_kernels(const Settings& settings) {
   if (table == nullptr) {
     fail(
         ErrorKind::kInvalid,
-        "fused: FUSEDPG_ISA=",
-        isa,
-        " names no instruction set of this build and CPU");
+        "fused: FUSEDPG_ISA={} names no instruction set of this build and CPU",
+        isa);
   }
   return *table;
 }
@@ -50,7 +49,8 @@ void Engine::check_failed() {
     domain_.detach(); // another thread may still be at it; see mark_failed()
     fail(
         domain_.failure_kind(),
-        "fused: this group has failed and must be destroyed; the failure was: ",
+        "fused: this group has failed and must be destroyed; the failure was: "
+        "{}",
         domain_.failure_reason());
   }
 }
@@ -104,7 +104,7 @@ void Engine::abort(Executor& executor) {
   executor.run_unnumbered([this] {
     domain_.mark_failed(Error(
         ErrorKind::kAborted,
-        str("fused: the group was aborted on rank ", domain_.rank())));
+        str("fused: the group was aborted on rank {}", domain_.rank())));
   });
 }
 

@@ -88,12 +88,10 @@ void check_can_skip(OpCode op, const kernels::ReduceArgs& args) {
   if (!can_skip(args)) {
     fail(
         ErrorKind::kInvalid,
-        "fused: ",
+        "fused: {}: SUM and AVG of float64, float32, float16, bfloat16, int32 "
+        "and int64 only, got {} of {}",
         op_name(op),
-        ": SUM and AVG of float64, float32, float16, bfloat16, int32 and int64 "
-        "only, got ",
         red_op_name(args.op),
-        " of ",
         dtype_name(args.dtype));
   }
 }

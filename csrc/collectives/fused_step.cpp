@@ -24,9 +24,8 @@ Formula formula(OpCode op) {
     default:
       fail(
           ErrorKind::kInvalid,
-          "fused: ",
-          op_name(op),
-          " is not an optimizer step");
+          "fused: {} is not an optimizer step",
+          op_name(op));
   }
 }
 

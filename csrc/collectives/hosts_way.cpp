@@ -23,8 +23,8 @@ void check_plan(const Plan& plan, int world_size) {
       plan.lanes != Plan::shards(plan.counts(), world_size)) {
     fail(
         ErrorKind::kInvalid,
-        "fused: between hosts only plans of floating-point tensors, cut by "
-        "the ownership map, for all ranks, their owners or nobody");
+        "fused: between hosts only plans of floating-point tensors, cut by the "
+        "ownership map, for all ranks, their owners or nobody");
   }
 }
 

@@ -102,11 +102,10 @@ void follow(Domain& domain, const Deadline& deadline) {
     mine.monitored_arrived.store(question - 1, std::memory_order_release);
     fail(
         ErrorKind::kTimeout,
-        "fused: Rank ",
-        domain.rank(),
-        " successfully reached monitoredBarrier, but received errors while "
-        "waiting for send/recv from rank 0. Please check rank 0 logs for "
-        "faulty rank.");
+        "fused: Rank {} successfully reached monitoredBarrier, but received "
+        "errors while waiting for send/recv from rank 0. Please check rank 0 "
+        "logs for faulty rank.",
+        domain.rank());
   }
 }
 

@@ -144,17 +144,13 @@ class Mover {
         if (sent != expected) {
           fail(
               ErrorKind::kMismatch,
-              "fused: ",
+              "fused: {}, sequence number {}: ranks disagree: rank {} sends {} "
+              "bytes to rank {}, which expects {}",
               describe(d_),
-              ", sequence number ",
               d_.sequence,
-              ": ranks disagree: rank ",
               from,
-              " sends ",
               sent,
-              " bytes to rank ",
               to,
-              ", which expects ",
               expected);
         }
       }

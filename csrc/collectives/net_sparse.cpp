@@ -141,24 +141,17 @@ class Exchange {
       if (std::memcmp(heads[p].buffer.data(), &head_hash_, head.bytes()) != 0) {
         fail(
             ErrorKind::kMismatch,
-            "fused: ",
+            "fused: {}({}, {}, {} elements, blocks of {}), sequence number {}, "
+            "on rank {}: rank {} called something else (dtype, size, "
+            "reduction, block size and threshold must be equal)",
             op_name(ctx_.op),
-            "(",
             red_op_name(args_.op),
-            ", ",
             dtype_name(args_.dtype),
-            ", ",
             tensor_.count,
-            " elements, blocks of ",
             options_.block,
-            "), sequence number ",
             ctx_.sequence,
-            ", on rank ",
             rank_,
-            ": rank ",
-            p,
-            " called something else (dtype, size, reduction, block size and "
-            "threshold must be equal)");
+            p);
       }
     }
   }

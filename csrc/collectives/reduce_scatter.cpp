@@ -33,9 +33,9 @@ void reduce_scatter(
   if (output.count != inputs[me].count) {
     fail(
         ErrorKind::kInvalid,
-        "fused: reduce_scatter: the output has ",
+        "fused: reduce_scatter: the output has {} elements, the input for this "
+        "rank {}",
         output.count,
-        " elements, the input for this rank ",
         inputs[me].count);
   }
   const size_t bytes = d.count * size;

@@ -54,11 +54,9 @@ void begin_reduction(
   if (count > kMaxStepTensors) {
     fail(
         ErrorKind::kInvalid,
-        "fused: ",
+        "fused: {}: more than {} tensors in one operation; split the list",
         op_name(d.op),
-        ": more than ",
-        kMaxStepTensors,
-        " tensors in one operation; split the list");
+        kMaxStepTensors);
   }
   if (reduction.weight) {
     d.weight = *reduction.weight;

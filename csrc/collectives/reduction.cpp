@@ -6,11 +6,9 @@ OpDescriptor reduction_descriptor(OpCode op, const kernels::ReduceArgs& args) {
   if (!reduction_supported(args.dtype, args.op)) {
     fail(
         ErrorKind::kInvalid,
-        "fused: ",
+        "fused: {}: {} is not defined for {}",
         op_name(op),
-        ": ",
         red_op_name(args.op),
-        " is not defined for ",
         dtype_name(args.dtype));
   }
   OpDescriptor d;

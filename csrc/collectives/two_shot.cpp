@@ -119,11 +119,9 @@ class Pipeline {
     if (owners_ == 0 || (copies_out_ && chunk_ > kStageBytes)) {
       fail(
           ErrorKind::kSystem,
-          "fused: ",
+          "fused: {}: a piece of {} bytes does not fit the staging buffer",
           describe(d),
-          ": a piece of ",
-          chunk_,
-          " bytes does not fit the staging buffer");
+          chunk_);
     }
     load_locations();
   }

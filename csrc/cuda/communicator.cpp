@@ -15,7 +15,7 @@ NcclUniqueId Communicator::make_id(const NcclApi& api) {
   if (result != kNcclSuccess) {
     fail(
         ErrorKind::kSystem,
-        "fused: ncclGetUniqueId: ",
+        "fused: ncclGetUniqueId: {}",
         api.get_error_string(result));
   }
   return id;
@@ -51,7 +51,7 @@ void Communicator::settle(
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (aborted_) {
-        fail(ErrorKind::kAborted, "fused: ", what, ": communicator aborted");
+        fail(ErrorKind::kAborted, "fused: {}: communicator aborted", what);
       }
       const NcclResult asked = api_.comm_get_async_error(comm_, &result);
       result = asked == kNcclSuccess ? result : asked;
@@ -62,11 +62,10 @@ void Communicator::settle(
     if (deadline.expired()) {
       fail(
           ErrorKind::kTimeout,
-          "fused: ",
+          "fused: {} did not return within {} ms; is every rank of the group "
+          "alive and in the same call?",
           what,
-          " did not return within ",
-          deadline.timeout().count(),
-          " ms; is every rank of the group alive and in the same call?");
+          deadline.timeout().count());
     }
     std::this_thread::sleep_for(kPoll);
   }
@@ -80,7 +79,7 @@ std::string Communicator::describe(NcclResult result) {
   if (api_.get_last_error != nullptr) {
     const char* detail = api_.get_last_error(nullptr);
     if (detail != nullptr && *detail != '\0') {
-      text += str(" (", detail, ")");
+      text += str(" ({})", detail);
     }
   }
   return text;
@@ -89,17 +88,12 @@ std::string Communicator::describe(NcclResult result) {
 void Communicator::fail_nccl(const char* what, NcclResult result) {
   fail(
       result == kNcclRemoteError ? ErrorKind::kPeerDead : ErrorKind::kSystem,
-      "fused: ",
+      "fused: {}: NCCL {}.{}.{} says: {}; NCCL_DEBUG=INFO tells more",
       what,
-      ": NCCL ",
       api_.version / 10000,
-      ".",
       api_.version / 100 % 100,
-      ".",
       api_.version % 100,
-      " says: ",
-      describe(result),
-      "; NCCL_DEBUG=INFO tells more");
+      describe(result));
 }
 
 void Communicator::enqueue(
@@ -110,7 +104,7 @@ void Communicator::enqueue(
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (aborted_) {
-      fail(ErrorKind::kAborted, "fused: ", what, ": communicator aborted");
+      fail(ErrorKind::kAborted, "fused: {}: communicator aborted", what);
     }
     result = call(comm_);
   }

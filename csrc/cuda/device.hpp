@@ -12,9 +12,8 @@ inline void check(const CudaApi& api, const char* what, int error) {
   if (error != kSuccess) {
     fail(
         ErrorKind::kSystem,
-        "fused: CUDA error in ",
+        "fused: CUDA error in {}: {}",
         what,
-        ": ",
         api.error_string(error));
   }
 }
@@ -101,10 +100,9 @@ inline DeviceMemory allocate_device(const CudaApi& api, size_t bytes) {
   if (api.allocate(&memory, bytes) != kSuccess) {
     fail(
         ErrorKind::kOutOfMemory,
-        "fused: the GPU has no ",
-        bytes,
-        " bytes left for communication buffers; make FUSEDPG_CUDA_CHUNK_BYTES "
-        "smaller or free memory");
+        "fused: the GPU has no {} bytes left for communication buffers; make "
+        "FUSEDPG_CUDA_CHUNK_BYTES smaller or free memory",
+        bytes);
   }
   return {api, memory};
 }

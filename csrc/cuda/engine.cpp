@@ -24,11 +24,11 @@ bool choose_ring(const NcclApi& nccl, NcclChoice choice, bool spans_hosts) {
   if (choice == NcclChoice::kPatched && !nccl.has_ring()) {
     fail(
         ErrorKind::kSystem,
-        "fused: nccl=\"patched\" (FUSEDPG_NCCL), but ",
+        "fused: nccl=\"patched\" (FUSEDPG_NCCL), but {}{}; see "
+        "patches/nccl/README.md, and FUSEDPG_NCCL_LIB to name another",
         nccl.path,
         nccl.ring_abi ? " was patched by another version of fusedpg"
-                      : " is not patched",
-        "; see patches/nccl/README.md, and FUSEDPG_NCCL_LIB to name another");
+                      : " is not patched");
   }
   return nccl.has_ring() &&
       (choice == NcclChoice::kPatched ||
@@ -119,7 +119,7 @@ void CudaEngine::close() {
   watchdog_.join();
   fail_engine(
       ErrorKind::kAborted,
-      str("fused: the group was destroyed on rank ", rank_));
+      str("fused: the group was destroyed on rank {}", rank_));
   // Kernels of an aborted communicator end by themselves.
   int before = 0;
   cuda_.get_device(&before);
@@ -149,49 +149,40 @@ CudaEngine::~CudaEngine() {
 
 // What would otherwise show as a hang.
 void CudaEngine::compare_settings(const Deadline& deadline) {
-  const std::string mine =
-      str("cuda_chunk_bytes=",
-          settings_.cuda_chunk_bytes,
-          ", cuda_arena_bytes=",
-          settings_.cuda_arena_bytes,
-          ", block_skip=",
-          block_skip_name(settings_.block_skip),
-          ", block_size=",
-          settings_.block_size,
-          ", FUSEDPG_CUDA_MULTIMEM=",
-          settings_.cuda_multimem,
-          ", NCCL ",
-          nccl_.version,
-          ring_ ? " (patched ring)" : "",
-          ", direct path built with NCCL ",
-          cuda_.direct_nccl_version);
-  store_->set(str(kSettingsKey, rank_), mine);
+  const std::string mine = str(
+      "cuda_chunk_bytes={}, cuda_arena_bytes={}, block_skip={}, block_size={}, "
+      "FUSEDPG_CUDA_MULTIMEM={}, NCCL {}{}, direct path built with NCCL {}",
+      settings_.cuda_chunk_bytes,
+      settings_.cuda_arena_bytes,
+      block_skip_name(settings_.block_skip),
+      settings_.block_size,
+      settings_.cuda_multimem,
+      nccl_.version,
+      ring_ ? " (patched ring)" : "",
+      cuda_.direct_nccl_version);
+  store_->set(str("{}{}", kSettingsKey, rank_), mine);
   for (int p = 0; p < size_; ++p) {
     std::string theirs;
     try {
-      theirs = store_->get(str(kSettingsKey, p), deadline);
+      theirs = store_->get(str("{}{}", kSettingsKey, p), deadline);
     } catch (const std::exception&) {
       if (!deadline.expired()) {
         throw;
       }
       fail(
           ErrorKind::kTimeout,
-          "fused: rank ",
+          "fused: rank {} has not come to its first fused operation on a GPU "
+          "within {} ms",
           p,
-          " has not come to its first fused operation on a GPU within ",
-          deadline.timeout().count(),
-          " ms");
+          deadline.timeout().count());
     }
     if (theirs != mine) {
       fail(
           ErrorKind::kMismatch,
-          "fused: ranks have different settings; rank ",
+          "fused: ranks have different settings; rank {}: {}; rank {}: {}",
           rank_,
-          ": ",
           mine,
-          "; rank ",
           p,
-          ": ",
           theirs);
     }
   }
@@ -249,14 +240,11 @@ CudaEngine::OperationPtr CudaEngine::submit(
     // Other ranks wait for what was not enqueued.
     fail_engine(
         error.kind(),
-        str(error.what(),
-            " [",
+        str("{} [{}, sequence {}, rank {}]",
+            error.what(),
             operation->summary,
-            ", sequence ",
             operation->sequence,
-            ", rank ",
-            rank_,
-            "]"));
+            rank_));
     {
       std::lock_guard<std::mutex> watch_lock(watch_mutex_);
       abandoned_.push_back(operation);
@@ -315,11 +303,9 @@ void CudaEngine::drain(milliseconds timeout) {
     if (!ended) {
       fail(
           ErrorKind::kTimeout,
-          "fused: ",
+          "fused: {} has not ended within {} ms on rank {}",
           last->summary,
-          " has not ended within ",
           timeout.count(),
-          " ms on rank ",
           rank_);
     }
   }
@@ -358,7 +344,7 @@ void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
       kind != ErrorKind::kPeerFailed) {
     // The store may have gone with its host.
     ask([key = kFailedKey,
-         text = str("rank ", rank_, ": ", message)](Rendezvous& store) {
+         text = str("rank {}: {}", rank_, message)](Rendezvous& store) {
       store.set(key, text);
       return std::string();
     }).wait_for(kStorePatience);
@@ -396,7 +382,7 @@ std::string CudaEngine::tell_ranks(
     uint64_t sequence,
     const std::string& summary) {
   const auto tell = [=, rank = rank_, size = size_](Rendezvous& store) {
-    const auto key = [&](int p) { return str("cuda/said/", sequence, "/", p); };
+    const auto key = [&](int p) { return str("cuda/said/{}/{}", sequence, p); };
     store.set(key(rank), summary);
     const Deadline deadline(kAskRanks);
     std::string text;
@@ -406,7 +392,7 @@ std::string CudaEngine::tell_ranks(
         said = store.get(key(p), deadline);
       } catch (const std::exception&) {
       }
-      text += str(p == 0 ? "" : "; ", "rank ", p, ": ", said);
+      text += str("{}rank {}: {}", p == 0 ? "" : "; ", p, said);
     }
     return text;
   };
@@ -424,12 +410,10 @@ milliseconds CudaEngine::look() {
     first = in_flight_.front();
   }
   const std::string where =
-      str(first->summary,
-          " (sequence ",
+      str("{} (sequence {}) on rank {} of {}",
+          first->summary,
           first->sequence,
-          ") on rank ",
           rank_,
-          " of ",
           size_);
   // Before the flag, which an operation sets before it ends.
   const int state = cuda_.event_query(first->end_.get());
@@ -440,18 +424,17 @@ milliseconds CudaEngine::look() {
   if (disagreed != 0 && !later) {
     fail_engine(
         ErrorKind::kMismatch,
-        str("fused: ranks disagree about operation ",
+        str("fused: ranks disagree about operation {} of the group; {}. Every "
+            "rank must call the same operations in the same order with the "
+            "same sizes, types and hyperparameters",
             disagreed,
-            " of the group; ",
-            tell_ranks(disagreed, first->summary),
-            ". Every rank must call the same operations in the same order "
-            "with the same sizes, types and hyperparameters"));
+            tell_ranks(disagreed, first->summary)));
     return kLook;
   }
   const std::string news = comm_ ? comm_->async_error() : "";
   if (!news.empty()) {
     fail_engine(
-        ErrorKind::kPeerDead, str("fused: ", where, ": NCCL reports: ", news));
+        ErrorKind::kPeerDead, str("fused: {}: NCCL reports: {}", where, news));
     return kLook;
   }
   if (state == kSuccess) {
@@ -468,18 +451,16 @@ milliseconds CudaEngine::look() {
   if (state != kNotReady) {
     fail_engine(
         ErrorKind::kSystem,
-        str("fused: ", where, ": CUDA error: ", cuda_.error_string(state)));
+        str("fused: {}: CUDA error: {}", where, cuda_.error_string(state)));
     return kLook;
   }
   const milliseconds timeout = first->deadline_.timeout();
   if (first->deadline_.expired()) {
     fail_engine(
         ErrorKind::kTimeout,
-        str("fused: ",
+        str("fused: {} did not finish within {} ms. Where ranks are: {}",
             where,
-            " did not finish within ",
             timeout.count(),
-            " ms. Where ranks are: ",
             tell_ranks(first->sequence, first->summary)));
     return kLook;
   }
@@ -500,7 +481,7 @@ milliseconds CudaEngine::look() {
     if (failed && !failed->empty()) {
       fail_engine(
           ErrorKind::kPeerFailed,
-          str("fused: ", where, ": another rank has failed: ", *failed));
+          str("fused: {}: another rank has failed: {}", where, *failed));
     }
   }
   return waited > kSuspicious ? kLook * 50 : kLook;
@@ -520,7 +501,7 @@ void CudaEngine::watch() {
     try {
       pause = look();
     } catch (const std::exception& error) {
-      fail_engine(ErrorKind::kSystem, str("fused: watchdog: ", error.what()));
+      fail_engine(ErrorKind::kSystem, str("fused: watchdog: {}", error.what()));
     }
     lock.lock();
     if (!stopping_ && pause.count() > 1) {

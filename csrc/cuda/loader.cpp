@@ -39,10 +39,10 @@ CudaApi load_cuda(const std::string& path) {
   if (library == nullptr) {
     fail(
         ErrorKind::kSystem,
-        "fused: cannot load the CUDA kernels: ",
-        dl_error(),
-        ". CUDA tensors need fusedpg to be built where nvcc is on PATH; "
-        "FUSEDPG_CUDA_LIB names another libfusedpg_cuda.so");
+        "fused: cannot load the CUDA kernels: {}. CUDA tensors need fusedpg to "
+        "be built where nvcc is on PATH; FUSEDPG_CUDA_LIB names another "
+        "libfusedpg_cuda.so",
+        dl_error());
   }
   const auto get =
       reinterpret_cast<CudaApiFunction>(dlsym(library, kCudaApiSymbol));
@@ -51,9 +51,8 @@ CudaApi load_cuda(const std::string& path) {
       api->bytes != sizeof(CudaApi)) {
     fail(
         ErrorKind::kSystem,
-        "fused: ",
-        path,
-        " was built from another version of fusedpg; build both again");
+        "fused: {} was built from another version of fusedpg; build both again",
+        path);
   }
   return *api;
 }
@@ -74,10 +73,10 @@ NcclApi load_nccl(const std::string& path) {
   if (library == nullptr) {
     fail(
         ErrorKind::kSystem,
-        "fused: cannot load NCCL: ",
-        dl_error(),
-        ". Install nvidia-nccl-cu12 or -cu13 (torch's CUDA wheels bring it), "
-        "or set FUSEDPG_NCCL_LIB to a libnccl.so.2");
+        "fused: cannot load NCCL: {}. Install nvidia-nccl-cu12 or -cu13 "
+        "(torch's CUDA wheels bring it), or set FUSEDPG_NCCL_LIB to a "
+        "libnccl.so.2",
+        dl_error());
   }
   NcclApi api;
   const auto find = [library](auto& function, const char* name) {
@@ -104,8 +103,8 @@ NcclApi load_nccl(const std::string& path) {
       api.version < kOldestNccl) {
     fail(
         ErrorKind::kSystem,
-        "fused: NCCL 2.18 or newer is needed, found ",
-        complete ? str("version code ", api.version) : "a library without it",
+        "fused: NCCL 2.18 or newer is needed, found {}{}",
+        complete ? str("version code {}", api.version) : "a library without it",
         path.empty() ? "" : " in " + path);
   }
   find(api.get_last_error, "ncclGetLastError");

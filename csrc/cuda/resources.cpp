@@ -30,9 +30,8 @@ void CudaEngine::make_arena(const Deadline& deadline) {
   if (nccl_.mem_alloc(&arena_, bytes + kBehindTensors) != kNcclSuccess) {
     fail(
         ErrorKind::kOutOfMemory,
-        "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES=",
+        "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES={} failed on rank {}",
         bytes,
-        " failed on rank ",
         rank_);
   }
   arena_bytes_ = bytes;

@@ -203,14 +203,11 @@ class SparseRun : Enqueuing {
 
 std::string CudaEngine::SparseCall::summary() const {
   return str(
-      "sparse_all_reduce(",
+      "sparse_all_reduce({}{}, {} elements, blocks of {})",
       mean ? "AVG, " : "SUM, ",
       dtype_name(dtype),
-      ", ",
       count,
-      " elements, blocks of ",
-      block,
-      ")");
+      block);
 }
 
 CudaEngine::SparseFind CudaEngine::find_blocks(

@@ -36,11 +36,11 @@ uint64_t facts_hash(const Task& task, uint64_t layout_hash) {
 std::string describe(const StepCall& step) {
   const StepHyper& h = step.hypers[0];
   const bool lr_on_device = !step.lrs.empty() && step.lrs[0].data != nullptr;
-  std::string text = lr_on_device ? ", lr on the GPU" : str(", lr ", h.lr);
-  text += str(", weight_decay ", h.weight_decay);
+  std::string text = lr_on_device ? ", lr on the GPU" : str(", lr {}", h.lr);
+  text += str(", weight_decay {}", h.weight_decay);
   text += step.op == OpCode::kFusedSgd
-      ? str(", momentum ", h.momentum)
-      : str(", betas ", h.beta1, " ", h.beta2, ", eps ", h.eps);
+      ? str(", momentum {}", h.momentum)
+      : str(", betas {} {}, eps {}", h.beta1, h.beta2, h.eps);
   return text + (step.hypers.size() > 1 ? ", and other groups" : "");
 }
 
@@ -102,14 +102,12 @@ std::string Task::summary() const {
     elements += count;
   }
   return str(
+      "{} of {} tensors, {} elements, gradients {}{}{}{}{}",
       op_name(op),
-      " of ",
       counts.size(),
-      " tensors, ",
       elements,
-      " elements, gradients ",
       dtype_name(grad_type),
-      updates ? str(", parameters ", dtype_name(param_type)) : "",
+      updates ? str(", parameters {}", dtype_name(param_type)) : "",
       reduction.weight ? ", weighted" : "",
       used != nullptr ? ", with used flags" : "",
       step != nullptr ? describe(*step) : "");

@@ -120,13 +120,11 @@ void* Arena::allocate(size_t bytes) {
   if (need < bytes || fit == free_by_size_.end()) {
     fail(
         ErrorKind::kOutOfMemory,
-        "fused: the group's arena is full: ",
+        "fused: the group's arena is full: {} bytes asked for, {} of {} bytes "
+        "in use; raise FUSEDPG_ARENA_BYTES or Options(arena_bytes=...)",
         bytes,
-        " bytes asked for, ",
         used_bytes(),
-        " of ",
-        mapping_.size() - heap_begin_,
-        " bytes in use; raise FUSEDPG_ARENA_BYTES or Options(arena_bytes=...)");
+        mapping_.size() - heap_begin_);
   }
   const auto [size, offset] = *fit;
   commit(offset, offset + need);

@@ -38,7 +38,7 @@ std::string describe(const OpDescriptor& d) {
 
 std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   const auto differ = [](const char* what, const auto& a, const auto& b) {
-    return str(what, ' ', a, " here, ", b, " there");
+    return str("{} {} here, {} there", what, a, b);
   };
   if (here.op != there.op) {
     return differ("operation", op_name(here.op), op_name(there.op));
@@ -86,17 +86,13 @@ void check_agreement(
   if (!what.empty()) {
     fail(
         ErrorKind::kMismatch,
-        "fused: ranks disagree at sequence number ",
+        "fused: ranks disagree at sequence number {}: rank {} (here) called "
+        "{}, rank {} (there) called {}: {}",
         here.sequence,
-        ": rank ",
         rank,
-        " (here) called ",
         describe(here),
-        ", rank ",
         peer,
-        " (there) called ",
         describe(there),
-        ": ",
         what);
   }
 }
@@ -105,13 +101,11 @@ void check_nan_flag(const OpDescriptor& there, int peer) {
   if (there.flags & kHasNan) {
     fail(
         ErrorKind::kInvalid,
-        "fused: ",
+        "fused: {}, sequence number {}: the input of rank {} holds a NaN "
+        "(nan_check is on)",
         describe(there),
-        ", sequence number ",
         there.sequence,
-        ": the input of rank ",
-        peer,
-        " holds a NaN (nan_check is on)");
+        peer);
   }
 }
 

@@ -127,7 +127,7 @@ void Domain::map_peers() {
     }
     const off_t bytes = lseek(peers_[p].memory.get(), 0, SEEK_END);
     if (bytes < static_cast<off_t>(layout_.total)) {
-      fail(ErrorKind::kSystem, "fused: the arena of rank ", p, " is too small");
+      fail(ErrorKind::kSystem, "fused: the arena of rank {} is too small", p);
     }
     mappings_[p] = std::make_shared<Mapping>(
         peers_[p].memory.get(), static_cast<size_t>(bytes));
@@ -191,7 +191,7 @@ void Domain::barrier(const OpDescriptor& op, const Deadline& deadline) {
 
 void Domain::check_arrived(const OpDescriptor& op) {
   if (failed()) {
-    fail(failure_kind(), failure_reason());
+    fail(failure_kind(), "{}", failure_reason());
   }
   const auto taken = [&](int p) {
     return control(p).state.load(std::memory_order_acquire) ==
@@ -200,7 +200,8 @@ void Domain::check_arrived(const OpDescriptor& op) {
   };
   for (int p = 0; p < size_; ++p) {
     if (taken(p)) {
-      check_peers(str(describe(op), ", sequence number ", op.sequence), taken);
+      check_peers(
+          str("{}, sequence number {}", describe(op), op.sequence), taken);
     }
   }
   passed_.store(phase_, std::memory_order_release);
@@ -238,7 +239,7 @@ void Domain::wait(
       return;
     }
     const auto name = [&] {
-      return str(describe(op), ", sequence number ", op.sequence);
+      return str("{}, sequence number {}", describe(op), op.sequence);
     };
     // A peer that did its part and then ended harms nobody: look at it first,
     // then once more whether its part has come.
@@ -259,15 +260,12 @@ void Domain::wait(
       }
       fail(
           ErrorKind::kTimeout,
-          "fused: ",
+          "fused: {}, failed on rank {}: timeout after {} ms waiting for {}, "
+          "which did not reach it",
           name(),
-          ", failed on rank ",
           rank_,
-          ": timeout after ",
           deadline.timeout().count(),
-          " ms waiting for ",
-          ranks_text(late),
-          ", which did not reach it");
+          ranks_text(late));
     }
   }
 }
@@ -287,22 +285,18 @@ void Domain::check_peers(
     const std::string& op,
     const std::function<bool(int)>& missing) {
   if (abort_requested()) {
-    fail(ErrorKind::kAborted, "fused: ", op, ", aborted on rank ", rank_);
+    fail(ErrorKind::kAborted, "fused: {}, aborted on rank {}", op, rank_);
   }
   for (int p = 0; p < size_; ++p) {
     // Asked once more after: its part may have come just before its end.
     if (p != rank_ && missing(p) && process_ended(p) && missing(p)) {
       fail(
           ErrorKind::kPeerDead,
-          "fused: ",
+          "fused: {}, failed on rank {}: the process of rank {} (pid {}) ended",
           op,
-          ", failed on rank ",
           rank_,
-          ": the process of rank ",
           p,
-          " (pid ",
-          peers_[p].pid,
-          ") ended");
+          peers_[p].pid);
     }
   }
   for (int p = 0; p < size_; ++p) {
@@ -314,24 +308,19 @@ void Domain::check_peers(
     if (state == RankState::kLeft) {
       fail(
           ErrorKind::kPeerFailed,
-          "fused: ",
+          "fused: {}, failed on rank {}: rank {} has left the group "
+          "(destroy_process_group or shutdown)",
           op,
-          ", failed on rank ",
           rank_,
-          ": rank ",
-          p,
-          " has left the group (destroy_process_group or shutdown)");
+          p);
     }
     if (state == RankState::kFailed) {
       fail(
           ErrorKind::kPeerFailed,
-          "fused: ",
+          "fused: {}, failed on rank {}: rank {} reported: {}",
           op,
-          ", failed on rank ",
           rank_,
-          ": rank ",
           p,
-          " reported: ",
           control(p).reason);
     }
   }

@@ -112,11 +112,10 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
       }
       fail(
           ErrorKind::kTimeout,
-          "fused: creating the group timed out after ",
+          "fused: creating the group timed out after {} ms on rank {}: nothing "
+          "was heard on this host from rank {}",
           deadline.timeout().count(),
-          " ms on rank ",
           rank_,
-          ": nothing was heard on this host from rank ",
           silent);
     }
     wait();
@@ -137,21 +136,18 @@ void Hellos::fail_dead(int peer, const std::string& what) {
   if (!reason.empty()) {
     fail(
         ErrorKind::kPeerFailed,
-        "fused: rank ",
+        "fused: rank {} failed while the group was being created: {}",
         peer,
-        " failed while the group was being created: ",
         reason);
   }
   fail(
       ErrorKind::kPeerDead,
-      "fused: rank ",
+      "fused: rank {} (pid {}) failed or ended while the group was being "
+      "created: {}. If the ranks run in separate containers, give each its own "
+      "FUSEDPG_HOST_ID",
       peer,
-      " (pid ",
       infos_[peer].pid,
-      ") failed or ended while the group was being created: ",
-      what,
-      ". If the ranks run in separate containers, give each its own "
-      "FUSEDPG_HOST_ID");
+      what);
 }
 
 // Tries once; a full queue at the other side or an interruption is tried again.
@@ -160,7 +156,7 @@ void Hellos::call(int peer) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (name.size() > sizeof address.sun_path) {
-    fail(ErrorKind::kSystem, "fused: malformed address of rank ", peer);
+    fail(ErrorKind::kSystem, "fused: malformed address of rank {}", peer);
   }
   std::memcpy(address.sun_path, name.data(), name.size());
   const auto length =
@@ -183,14 +179,14 @@ void Hellos::call(int peer) {
       return;
     }
     fail_dead(
-        peer, str("cannot reach it on this host: ", std::strerror(error)));
+        peer, str("cannot reach it on this host: {}", std::strerror(error)));
   }
   if (credentials(c.socket.get()).uid != geteuid()) {
     fail(
         ErrorKind::kSystem,
-        "fused: rank ",
-        peer,
-        " runs as another user; ranks on one host must share a user");
+        "fused: rank {} runs as another user; ranks on one host must share a "
+        "user",
+        peer);
   }
   Hello hello{kProtocol, rank_, {}};
   std::memcpy(hello.token, infos_[peer].token.data(), kTokenBytes);
@@ -314,7 +310,7 @@ bool Hellos::hear(Caller& caller) {
     // The kernel drops what the process has no room for.
     const Fd probe(dup(caller.socket.get()));
     if (!probe) {
-      fail_errno(str("fused: receiving the arena of rank ", hello.rank));
+      fail_errno(str("fused: receiving the arena of rank {}", hello.rank));
     }
   }
   if (caller.files.size() != 1) {

@@ -77,11 +77,9 @@ void Mailbox::post(Post post) {
     if (closed_) {
       fail(
           ErrorKind::kAborted,
-          "fused: ",
+          "fused: {} on rank {}: the group was shut down",
           name(post),
-          " on rank ",
-          me_,
-          ": the group was shut down");
+          me_);
     }
     posts_.push_back(std::move(post));
     have_posts_.store(true, std::memory_order_release);
@@ -130,9 +128,9 @@ void Mailbox::loop() {
         }
         fail(
             ErrorKind::kAborted,
-            "fused: the group was shut down on rank ",
-            me_,
-            " with point-to-point operations pending");
+            "fused: the group was shut down on rank {} with point-to-point "
+            "operations pending",
+            me_);
       }
       if (moved || posted) {
         last_move = Clock::now();
@@ -294,7 +292,7 @@ bool Mailbox::match_receive(std::list<Receive>::iterator receive) {
 void Mailbox::check_source(const Post& post, int peer) {
   std::atomic_thread_fence(std::memory_order_acquire); // after the copy
   if (domain_.failed()) {
-    fail(domain_.failure_kind(), domain_.failure_reason());
+    fail(domain_.failure_kind(), "{}", domain_.failure_reason());
   }
   if (domain_.control(peer).state.load(std::memory_order_acquire) !=
       static_cast<uint32_t>(RankState::kOk)) {
@@ -311,15 +309,11 @@ void Mailbox::consume(int peer, std::list<Incoming>::iterator incoming) {
     peers_[peer].replies.push_back(nack);
     error = std::make_exception_ptr(Error(
         ErrorKind::kMismatch,
-        str("fused: ",
+        str("fused: {} on rank {}: rank {} sent {} bytes, expected {}",
             name(post),
-            " on rank ",
             me_,
-            ": rank ",
             peer,
-            " sent ",
             incoming->total,
-            " bytes, expected ",
             post.bytes)));
   }
   while (!error && !incoming->parts.empty()) {
@@ -394,7 +388,7 @@ void Mailbox::check() {
     return;
   }
   if (domain_.failed()) {
-    fail(domain_.failure_kind(), domain_.failure_reason());
+    fail(domain_.failure_kind(), "{}", domain_.failure_reason());
   }
   std::vector<const Post*> posts;
   for (const Receive& r : receives_) {
@@ -434,13 +428,11 @@ void Mailbox::check(const Post& post, const std::vector<bool>& gone) {
   if (post.deadline.expired()) {
     fail(
         ErrorKind::kTimeout,
-        "fused: ",
+        "fused: {}, failed on rank {}: timeout after {} ms without the other "
+        "side",
         name(post),
-        ", failed on rank ",
         me_,
-        ": timeout after ",
-        post.deadline.timeout().count(),
-        " ms without the other side");
+        post.deadline.timeout().count());
   }
 }
 
@@ -458,11 +450,9 @@ std::exception_ptr Mailbox::with_name(
     }
     return std::make_exception_ptr(Error(
         e.kind(),
-        str("fused: ",
+        str("fused: {}, failed on rank {}: {}",
             mine,
-            ", failed on rank ",
             me_,
-            ": ",
             text.rfind("fused: ", 0) == 0 ? text.substr(7) : text)));
   } catch (...) {
     return error;

@@ -127,15 +127,11 @@ void Mailbox::on_reply(int peer, const Message& message) {
         send,
         std::make_exception_ptr(Error(
             ErrorKind::kMismatch,
-            str("fused: ",
+            str("fused: {} from rank {}: rank {} expects {} bytes, sent {}",
                 name(send->post),
-                " from rank ",
                 me_,
-                ": rank ",
                 peer,
-                " expects ",
                 message.total,
-                " bytes, sent ",
                 send->post.bytes))));
     return;
   }

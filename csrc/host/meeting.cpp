@@ -22,11 +22,11 @@ enum State : uint32_t { kOpen, kProposed, kFinal, kFailed };
 // By size: while some ranks still create a group, another may be waiting in the
 // next one, of another size, under another rank.
 std::string entry_key(int size, int rank) {
-  return str("fusedpg/", size, '/', rank);
+  return str("fusedpg/{}/{}", size, rank);
 }
 
 std::string roll_key(int size) {
-  return str("fusedpg/", size, "/roll");
+  return str("fusedpg/{}/roll", size);
 }
 
 // Fields are length-prefixed: addresses and tokens hold any byte.
@@ -95,13 +95,11 @@ class Fields {
     if (found != std::to_string(kProtocol)) {
       fail(
           ErrorKind::kMismatch,
-          "fused: rank ",
+          "fused: rank {} runs another version of fusedpg (shared-memory "
+          "protocol {}, expected {}); install the same version everywhere",
           rank,
-          " runs another version of fusedpg (shared-memory protocol ",
           found,
-          ", expected ",
-          kProtocol,
-          "); install the same version everywhere");
+          kProtocol);
     }
   }
 
@@ -154,9 +152,8 @@ Spent& spent() {
 [[noreturn]] void fail_for(int rank, const std::string& reason) {
   fail(
       ErrorKind::kPeerFailed,
-      "fused: rank ",
+      "fused: rank {} failed while the group was being created: {}",
       rank,
-      " failed while the group was being created: ",
       reason);
 }
 
@@ -383,11 +380,10 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
       }
       fail(
           ErrorKind::kTimeout,
-          "fused: creating the group of ",
+          "fused: creating the group of {} timed out after {} ms on rank 0: no "
+          "answer in the store from rank {}",
           size_,
-          " timed out after ",
           deadline.timeout().count(),
-          " ms on rank 0: no answer in the store from rank ",
           late);
     }
   }
@@ -425,11 +421,9 @@ std::vector<PeerInfo> Meeting::follow(const Deadline& deadline) {
     if (deadline.expired()) {
       fail(
           ErrorKind::kTimeout,
-          "fused: creating the group of ",
+          "fused: creating the group of {} timed out after {} ms on rank {}{}",
           size_,
-          " timed out after ",
           deadline.timeout().count(),
-          " ms on rank ",
           rank_,
           heard ? ": rank 0 was there, but it waits for others"
                 : ": rank 0 did not answer in the store");

@@ -97,10 +97,9 @@ Mapping::Mapping(int fd, size_t size) : size_(size), owner_(getpid()) {
       nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (p == MAP_FAILED) {
     fail_errno(
-        str("fused: cannot map ",
-            size >> 20,
-            " MiB of shared memory; a smaller FUSEDPG_ARENA_BYTES needs less "
-            "address space"));
+        str("fused: cannot map {} MiB of shared memory; a smaller "
+            "FUSEDPG_ARENA_BYTES needs less address space",
+            size >> 20));
   }
   data_ = static_cast<char*>(p);
   madvise(p, size, MADV_DONTFORK);
@@ -166,10 +165,9 @@ Fd create_memory_file(const std::string& name, size_t size) {
     fail_errno("fused: memfd_create");
   }
   if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) {
-    fail_errno(
-        str("fused: cannot reserve ",
-            size >> 20,
-            " MiB for the arena (ulimit -f applies to it)"));
+    fail_errno(str(
+        "fused: cannot reserve {} MiB for the arena (ulimit -f applies to it)",
+        size >> 20));
   }
   return fd;
 }
@@ -287,14 +285,13 @@ Room::Room(
   }
   fail(
       ErrorKind::kOutOfMemory,
-      "fused: the arena needs ",
+      "fused: the arena needs {} MiB more shared memory, but only {} MiB are "
+      "free under the memory limit of this process{}; raise the limit or use "
+      "smaller buckets",
       bytes >> 20,
-      " MiB more shared memory, but only ",
       free >> 20,
-      " MiB are free under the memory limit of this process",
-      held != 0 ? str(", of which other ranks are taking ", held >> 20, " MiB")
-                : std::string(),
-      "; raise the limit or use smaller buckets");
+      held != 0 ? str(", of which other ranks are taking {} MiB", held >> 20)
+                : std::string());
 }
 
 Room::~Room() {
@@ -318,7 +315,7 @@ void commit_range(
   if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) !=
       0) {
     fail_errno(
-        str("fused: cannot allocate ", bytes >> 20, " MiB of shared memory"));
+        str("fused: cannot allocate {} MiB of shared memory", bytes >> 20));
   }
 }
 

@@ -27,7 +27,7 @@ struct Stat {
 
 // Nothing when /proc does not say.
 std::optional<Stat> read_stat(pid_t pid) {
-  const std::string path = str("/proc/", pid, "/stat");
+  const std::string path = str("/proc/{}/stat", pid);
   const Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   char text[1024];
   const ssize_t n = file ? read(file.get(), text, sizeof text - 1) : -1;
@@ -78,14 +78,13 @@ Fd open_process(pid_t pid) {
       static std::once_flag once;
       std::call_once(once, [reason = errno] {
         log_line(
-            str("pidfd_open: ",
-                std::strerror(reason),
-                "; peers are looked for in /proc instead"));
+            str("pidfd_open: {}; peers are looked for in /proc instead",
+                std::strerror(reason)));
       });
       return fd;
     }
     default:
-      fail_errno(str("fused: cannot watch the process ", pid));
+      fail_errno(str("fused: cannot watch the process {}", pid));
   }
 }
 

@@ -99,7 +99,7 @@ class WireTransport : public Transport {
     void wait(const Deadline& deadline) override {
       const Bytes message = transport_.wire_.take(key_, deadline);
       if (message.empty()) {
-        fail(ErrorKind::kTimeout, "no message from rank ", std::get<0>(key_));
+        fail(ErrorKind::kTimeout, "no message from rank {}", std::get<0>(key_));
       }
       if (CHECK_EQ(message.size(), into_.bytes())) {
         std::memcpy(into_.data(), message.data(), message.size());

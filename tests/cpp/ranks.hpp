@@ -69,7 +69,7 @@ class Store : public Rendezvous {
         }
       }
       if (deadline.expired()) {
-        fail(ErrorKind::kTimeout, "no ", key, " in the store");
+        fail(ErrorKind::kTimeout, "no {} in the store", key);
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }

@@ -511,7 +511,7 @@ TEST(memory_room_waits_for_others_only_so_long) {
   expect_error(
       ErrorKind::kOutOfMemory,
       {"needs 1 MiB", "only 10 MiB are free", "other ranks are taking 10 MiB"},
-      [&] { Room(kMiB, free, milliseconds(30)); });
+      [&] { Room(kMiB, free, milliseconds(500)); });
   const auto start = Clock::now();
   expect_error(ErrorKind::kOutOfMemory, {"needs 11 MiB"}, [&] {
     Room(11 * kMiB, free); // never: no wait

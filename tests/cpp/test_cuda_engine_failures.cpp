@@ -62,7 +62,7 @@ TEST(cuda_engine_mismatches) {
     int turn = 0;
     for (const Difference& d : differences) {
       EngineWith with;
-      with.name = str("group", turn++, "/");
+      with.name = str("group{}/", turn++);
       GpuRank r(rank, 3, store, with);
       const bool odd = rank == 1;
       GpuTraining training(
@@ -80,7 +80,7 @@ TEST(cuda_engine_mismatches) {
           ErrorKind::kMismatch,
           {"ranks disagree",
            "rank 0: fused_adamw",
-           str("rank 1: ", odd && d.shards ? "reduce_shards" : ""),
+           str("rank 1: {}", odd && d.shards ? "reduce_shards" : ""),
            d.text},
           [&] {
             return odd && d.shards
@@ -190,7 +190,7 @@ TEST(cuda_engine_killed_peer) {
       if (!nccl_tells) {
         with.check_peers = [&](const std::string& what) {
           if (dead.expired()) {
-            fail(ErrorKind::kPeerDead, "fused: ", what, ": rank 1 has died");
+            fail(ErrorKind::kPeerDead, "fused: {}: rank 1 has died", what);
           }
         };
       }
@@ -276,7 +276,7 @@ TEST(cuda_engine_abort_and_again) {
   on_threads(2, [](int rank, Store& store) {
     for (int turn = 0; turn < 2; ++turn) {
       EngineWith with;
-      with.name = str("group", turn, "/");
+      with.name = str("group{}/", turn);
       GpuRank r(rank, 2, store, with);
       GpuTraining training(r, adam(), kSingles, {3000});
       training.load();

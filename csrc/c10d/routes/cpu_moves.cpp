@@ -15,36 +15,30 @@ void check_splits(
     int size) {
   TORCH_CHECK_VALUE(
       t.dim() > 0,
-      "fused: ",
-      op,
-      ": a scalar cannot be split between ranks; give it a dimension, as in "
-      "t.view(1), and the split sizes");
+      str("fused: {}: a scalar cannot be split between ranks; give it a "
+          "dimension, as in t.view(1), and the split sizes",
+          op));
   const int64_t rows = t.size(0);
   if (splits.empty()) {
     TORCH_CHECK_VALUE(
         t.numel() == 0 || rows % size == 0,
-        "fused: ",
-        op,
-        ": the first dimension (",
-        rows,
-        ") is not divisible by the world size (",
-        size,
-        "); give the split sizes");
+        str("fused: {}: the first dimension ({}) is not divisible by the world "
+            "size ({}); give the split sizes",
+            op,
+            rows,
+            size));
     return;
   }
   TORCH_CHECK_VALUE(
       static_cast<int>(splits.size()) == size &&
           *std::min_element(splits.begin(), splits.end()) >= 0 &&
           std::accumulate(splits.begin(), splits.end(), int64_t(0)) == rows,
-      "fused: ",
-      op,
-      ": ",
-      splits.size(),
-      " split sizes must be as many as ranks (",
-      size,
-      "), not negative, and sum to the first dimension (",
-      rows,
-      ")");
+      str("fused: {}: {} split sizes must be as many as ranks ({}), not "
+          "negative, and sum to the first dimension ({})",
+          op,
+          splits.size(),
+          size,
+          rows));
 }
 
 } // namespace
@@ -65,11 +59,9 @@ WorkPtr CpuRoute::broadcast(
   TORCH_CHECK_VALUE(
       opts.rootTensor >= 0 &&
           opts.rootTensor < static_cast<int64_t>(tensors.size()),
-      "fused: broadcast: root tensor ",
-      opts.rootTensor,
-      " is not one of the ",
-      tensors.size(),
-      " given");
+      str("fused: broadcast: root tensor {} is not one of the {} given",
+          opts.rootTensor,
+          tensors.size()));
   const bool is_root = opts.rootRank == rank_;
   // What the root sends, or the first tensor to receive; the rest are copies.
   const size_t first = is_root ? static_cast<size_t>(opts.rootTensor) : 0;
@@ -117,10 +109,10 @@ WorkPtr CpuRoute::allgather(
     for (const at::Tensor& t : list) {
       TORCH_CHECK_VALUE(
           t.numel() == inputs[0].numel(),
-          "fused: all_gather: an output has ",
-          t.numel(),
-          " elements, the inputs have ",
-          inputs[0].numel());
+          str("fused: all_gather: an output has {} elements, the inputs have "
+              "{}",
+              t.numel(),
+              inputs[0].numel()));
     }
   }
   for (size_t k = 0; k < outputs[0].size(); ++k) {
@@ -174,10 +166,10 @@ WorkPtr CpuRoute::gather_lists(
     check_same_type("all_gather", outputs[i], inputs[i].scalar_type());
     TORCH_CHECK_VALUE(
         outputs[i][rank_].numel() == inputs[i].numel(),
-        "fused: all_gather: this rank's output has ",
-        outputs[i][rank_].numel(),
-        " elements, its input ",
-        inputs[i].numel());
+        str("fused: all_gather: this rank's output has {} elements, its input "
+            "{}",
+            outputs[i][rank_].numel(),
+            inputs[i].numel()));
     all.insert(all.end(), outputs[i].begin(), outputs[i].end());
   }
   for (const Tensors& list : copies) {
@@ -236,12 +228,11 @@ WorkPtr CpuRoute::allgather_into_tensor_coalesced(
         "all_gather_into_tensor", {outputs[i]}, inputs[i].scalar_type());
     TORCH_CHECK_VALUE(
         outputs[i].numel() == inputs[i].numel() * size_,
-        "fused: all_gather_into_tensor: the output must have world_size (",
-        size_,
-        ") times the elements of the input, found ",
-        outputs[i].numel(),
-        " and ",
-        inputs[i].numel());
+        str("fused: all_gather_into_tensor: the output must have world_size "
+            "({}) times the elements of the input, found {} and {}",
+            size_,
+            outputs[i].numel(),
+            inputs[i].numel()));
   }
   return run(
       call,
@@ -390,14 +381,14 @@ WorkPtr CpuRoute::send(Tensors& tensors, int dst, int tag) {
   check_count("send", "tensor", tensors.size(), 1);
   check_tensor("send", tensors[0]);
   group_.check_root("send", dst);
-  TORCH_CHECK_VALUE(dst != rank_, "fused: send: rank ", dst, " is this one");
+  TORCH_CHECK_VALUE(dst != rank_, str("fused: send: rank {} is this one", dst));
   return group_.remember(send_message(tensors, dst, tag));
 }
 
 WorkPtr CpuRoute::recv(Tensors& tensors, int src, int tag) {
   group_.check_open("fused:recv");
   group_.check_root("recv", src);
-  TORCH_CHECK_VALUE(src != rank_, "fused: recv: rank ", src, " is this one");
+  TORCH_CHECK_VALUE(src != rank_, str("fused: recv: rank {} is this one", src));
   check_count("recv", "tensor", tensors.size(), 1);
   check_tensor("recv", tensors[0]);
   return group_.remember(receive_message(tensors, src, tag));

@@ -76,10 +76,10 @@ WorkPtr CpuRoute::reduce_all(
     check_tensor("all_reduce", t);
     TORCH_CHECK_VALUE(
         t.scalar_type() == tensors[0].scalar_type(),
-        "fused: all_reduce: tensors of one call must have one dtype, found ",
-        tensors[0].scalar_type(),
-        " and ",
-        t.scalar_type());
+        str("fused: all_reduce: tensors of one call must have one dtype, found "
+            "{} and {}",
+            tensors[0].scalar_type(),
+            t.scalar_type()));
   }
   const Joined joined{
       group_.kernels,
@@ -100,11 +100,10 @@ WorkPtr CpuRoute::allreduce_sparse(
   for (const at::Tensor& t : tensors) {
     TORCH_CHECK_VALUE(
         t.layout() == at::kSparse && t.device().is_cpu(),
-        "fused: all_reduce: tensors of one call must all be sparse (COO) and "
-        "on the CPU, found ",
-        t.layout(),
-        " on ",
-        t.device());
+        str("fused: all_reduce: tensors of one call must all be sparse (COO) "
+            "and on the CPU, found {} on {}",
+            t.layout(),
+            t.device()));
   }
   check_alike("all_reduce", tensors);
   const Call call{
@@ -175,10 +174,9 @@ WorkPtr CpuRoute::reduce_scatter(
     check_tensor("reduce_scatter", t);
     TORCH_CHECK_VALUE(
         t.scalar_type() == output.scalar_type(),
-        "fused: reduce_scatter: output is ",
-        output.scalar_type(),
-        ", an input is ",
-        t.scalar_type());
+        str("fused: reduce_scatter: output is {}, an input is {}",
+            output.scalar_type(),
+            t.scalar_type()));
   }
   const auto reduction =
       to_reduction(opts.reduceOp, output.scalar_type(), size_);
@@ -220,18 +218,16 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
     check_tensor("reduce_scatter_tensor", inputs[i]);
     TORCH_CHECK_VALUE(
         inputs[i].scalar_type() == outputs[i].scalar_type(),
-        "fused: reduce_scatter_tensor: output is ",
-        outputs[i].scalar_type(),
-        ", input is ",
-        inputs[i].scalar_type());
+        str("fused: reduce_scatter_tensor: output is {}, input is {}",
+            outputs[i].scalar_type(),
+            inputs[i].scalar_type()));
     TORCH_CHECK_VALUE(
         inputs[i].numel() == outputs[i].numel() * size_,
-        "fused: reduce_scatter_tensor: the input must have world_size (",
-        size_,
-        ") times the elements of the output, found ",
-        inputs[i].numel(),
-        " and ",
-        outputs[i].numel());
+        str("fused: reduce_scatter_tensor: the input must have world_size ({}) "
+            "times the elements of the output, found {} and {}",
+            size_,
+            inputs[i].numel(),
+            outputs[i].numel()));
   }
   return run(
       call,

@@ -111,9 +111,9 @@ WorkPtr CudaRoute::endCoalescing() {
 void CudaRoute::check_not_coalescing(const char* title) const {
   TORCH_CHECK_VALUE(
       !group_.is_coalescing(),
-      title,
-      " of tensors on a GPU cannot be coalesced with other operations; call it "
-      "before or after them");
+      str("{} of tensors on a GPU cannot be coalesced with other operations; "
+          "call it before or after them",
+          title));
 }
 
 WorkPtr CudaRoute::fused_step_(StepArguments arguments, bool async_op) {

@@ -56,7 +56,7 @@ void await_all(
     const Deadline& deadline,
     const std::function<void()>& check) {
   constexpr std::chrono::milliseconds kLook{5};
-  const auto key = [](int p) { return str("transport/", p); };
+  const auto key = [](int p) { return str("transport/{}", p); };
   store.set(key(rank), "1");
   for (int p = 0; p < size; ++p) {
     while (!store.check({key(p)})) {
@@ -64,14 +64,11 @@ void await_all(
       if (deadline.expired()) {
         fail(
             ErrorKind::kTimeout,
-            "fused: timeout after ",
+            "fused: timeout after {} ms on rank {} waiting for rank {}, which "
+            "did not reach the first operation that connects the hosts",
             deadline.timeout().count(),
-            " ms on rank ",
             rank,
-            " waiting for rank ",
-            p,
-            ", which did not reach the first operation that connects the "
-            "hosts");
+            p);
       }
       std::this_thread::sleep_for(kLook);
     }
@@ -354,9 +351,8 @@ NetContext HostsRoute::net_context(
     if (failure()) {
       fail(
           ErrorKind::kAborted,
-          "fused: the group was aborted on rank ",
-          rank_,
-          " and must be destroyed");
+          "fused: the group was aborted on rank {} and must be destroyed",
+          rank_);
     }
   };
   check_aborted();
