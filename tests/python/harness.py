@@ -12,7 +12,9 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -384,6 +386,40 @@ def pool(world_size: int, **options: Any) -> Workers:
     if workers is None or workers.broken:
         workers = _pools[key] = Workers(world_size, **options)
     return workers
+
+
+class _Body:
+    """The body of a test made by `on_ranks`, which is found under the test's name."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        self._module, self._name = body.__module__, body.__name__
+
+    def __call__(self, context: Context, arguments: dict[str, Any]) -> None:
+        getattr(importlib.import_module(self._module), self._name).body(context, **arguments)
+
+
+def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..., Any]:
+    """Makes a test of what each rank does, in a pool of each of these sizes.
+
+    The first parameter is the rank's Context, the others are pytest's. The innermost decorator.
+    """
+    import pytest  # not in workers
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(world_size: int, **arguments: Any) -> None:
+            pool(world_size).run(_Body(body), arguments, timeout=timeout)
+
+        signature = inspect.signature(body)
+        size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        others = list(signature.parameters.values())[1:]
+        made: Any = functools.update_wrapper(test, body)
+        del made.__wrapped__
+        made.__signature__ = signature.replace(parameters=[size, *others])
+        made.body = body
+        ids = [f"world{getattr(n, 'values', [n])[0]}" for n in world_sizes]
+        return pytest.mark.parametrize("world_size", world_sizes, ids=ids)(made)
+
+    return decorate
 
 
 HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}

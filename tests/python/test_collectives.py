@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 
 import harness
 from checks import cases, collectives, groups
-from checks.cases import Case
+from checks.cases import Case, same, values
+from harness import Context
 
 SMALL = [0, 1, 2, 3, 7, 31, 32, 33, 127, 997, 1000]
 # In elements: the byte boundaries at which algorithms change, for several types.
@@ -85,26 +91,77 @@ def test_many_in_flight(workers: harness.Workers) -> None:
     workers.run(collectives.many_in_flight, 30_000)
 
 
-def test_futures(workers: harness.Workers) -> None:
-    workers.run(collectives.futures)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_futures(context: Context) -> None:
+    """getFuture gives the tensors, and callbacks may start collectives."""
+    tensor = torch.full((1000,), float(context.rank + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+
+    def again(future: Any) -> torch.Tensor:
+        other = future.value()[0].clone()
+        dist.all_reduce(other)
+        return other
+
+    result = work.get_future().then(again).wait()
+    total = context.world_size * (context.world_size + 1) / 2
+    assert bool((tensor == total).all())
+    assert bool((result == total * context.world_size).all())
+    assert work.is_success()
 
 
-def test_barrier(workers: harness.Workers) -> None:
-    workers.run(collectives.barrier)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_barrier(context: Context) -> None:
+    """Nobody leaves before the last one has come."""
+    dist.barrier()
+    begin = time.monotonic()
+    if context.rank == context.world_size - 1:
+        time.sleep(0.3)
+    dist.barrier()
+    assert time.monotonic() - begin > 0.25
+    work = dist.barrier(async_op=True)
+    work.wait()
+    from datetime import timedelta
+
+    group = dist.distributed_c10d._get_default_group()
+    group.monitored_barrier(timedelta(seconds=10), wait_all_ranks=True)
+    group.monitored_barrier(timedelta(seconds=10), wait_all_ranks=False)
 
 
-def test_empty_and_scalar_tensors(workers: harness.Workers) -> None:
-    workers.run(collectives.shapes_of_zero)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_empty_and_scalar_tensors(context: Context) -> None:
+    """Empty tensors and tensors without dimensions."""
+    for shape in ((0,), (0, 5), (3, 0), ()):
+        tensor = torch.ones(shape)
+        dist.all_reduce(tensor)
+        assert tensor.shape == torch.Size(shape)
+        assert bool((tensor == context.world_size).all())
+        dist.broadcast(tensor, 0)
+    scalars = [torch.zeros(()) for _ in range(context.world_size)]
+    dist.all_gather(scalars, torch.tensor(float(context.rank)))
+    assert [int(one) for one in scalars] == list(range(context.world_size))
 
 
 @pytest.mark.fused_only
-def test_float8_can_be_moved(trio: harness.Workers) -> None:
-    trio.run(collectives.float8_moves)
+@harness.on_ranks(3)
+def test_float8_can_be_moved(context: Context) -> None:
+    """Types nobody reduces can still be moved."""
+    case = Case("broadcast", torch.float8_e4m3fn, 301)
+    got = values(context.rank, 301, torch.float32).to(case.dtype)
+    want = values(0, 301, torch.float32).to(case.dtype)
+    dist.broadcast(got, 0)
+    assert same(got, want)
 
 
 @pytest.mark.fused_only
-def test_sequence_numbers(workers: harness.Workers) -> None:
-    workers.run(collectives.sequence_numbers)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_sequence_numbers(context: Context) -> None:
+    """Every collective takes one number, the same on all ranks."""
+    import fusedpg
+
+    before = fusedpg.group_info()["sequence_number"]
+    for _ in range(3):
+        dist.all_reduce(torch.ones(3))
+    assert fusedpg.group_info()["sequence_number"] == before + 3
 
 
 def test_object_collectives(workers: harness.Workers) -> None:
@@ -123,12 +180,49 @@ def test_groups_from_many_threads(workers: harness.Workers) -> None:
     workers.run(groups.threads, 6, 20)
 
 
-def test_threads_share_a_group(workers: harness.Workers) -> None:
-    workers.run(groups.threads_one_group, 16)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_threads_share_a_group(context: Context) -> None:
+    """Several threads issue asynchronous calls on one group, kept in order by a lock."""
+    count = 16
+    lock = threading.Lock()
+    turn = [0]
+    results: dict[int, torch.Tensor] = {}
+
+    def issue(index: int) -> None:
+        while True:
+            with lock:
+                if turn[0] == index:
+                    tensor = torch.full((2000,), float(index))
+                    work = dist.all_reduce(tensor, async_op=True)
+                    turn[0] += 1
+                    break
+        work.wait()
+        results[index] = tensor
+
+    running = [threading.Thread(target=issue, args=(index,)) for index in range(count)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    for index in range(count):
+        assert bool((results[index] == index * context.world_size).all())
 
 
-def test_split(workers: harness.Workers) -> None:
-    workers.run(groups.splitting)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_split(context: Context) -> None:
+    """split_group works or says why it does not."""
+    half = [[rank] for rank in range(context.world_size)]
+    try:
+        group = dist.split_group(split_ranks=half)
+    except (RuntimeError, ValueError) as error:
+        assert "split" in str(error)
+    else:
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor, group=group)
+        assert bool((tensor == 1).all())
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    assert bool((tensor == context.world_size).all())
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -139,8 +233,21 @@ def test_shrink(size: int) -> None:
 
 
 @pytest.mark.fused_only
-def test_group_info(workers: harness.Workers) -> None:
-    workers.run(groups.introspection)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_group_info(context: Context) -> None:
+    """Names and sizes of the group, and what fusedpg tells about it."""
+    import fusedpg
+
+    assert dist.get_backend() == "fused"
+    assert dist.get_world_size() == context.world_size
+    info = fusedpg.group_info()
+    assert info["engine"] == ("shm" if context.one_host else "gloo")
+    assert info["world_size"] == context.world_size
+    assert info["local_world_size"] == (context.world_size if context.one_host else 1)
+    assert info["state"] == "ok"
+    assert info["threads"] >= 1
+    assert isinstance(info["isa"], str)
+    assert info["arena_used"] <= info["arena_reserved"]
 
 
 @pytest.mark.fused_only
@@ -148,5 +255,22 @@ def test_arena(workers: harness.Workers) -> None:
     workers.run(groups.arena)
 
 
-def test_profiler_titles_and_shapes(pair: harness.Workers) -> None:
-    pair.run(groups.profiler)
+@harness.on_ranks(2)
+def test_profiler_titles_and_shapes(context: Context) -> None:
+    """Events carry the backend's name and the shapes of their inputs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        tensor = torch.ones(123, 7)
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.broadcast(tensor, 0)
+        out = [torch.zeros(5) for _ in range(context.world_size)]
+        dist.all_gather(out, torch.ones(5))
+    events = list(recorded.events())
+    names = [event.name for event in events]
+    for op in ("all_reduce", "broadcast", "all_gather"):
+        assert f"{context.backend}:{op}" in names, sorted(set(names))
+    mine = [event for event in events if event.name == f"{context.backend}:all_reduce"]
+    assert len(mine) == 2
+    assert all([123, 7] in [list(shape) for shape in event.input_shapes] for event in mine)

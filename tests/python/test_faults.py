@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import harness
 from checks import faults
+from harness import Context
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(120)]
 
@@ -187,8 +189,22 @@ def test_nan_check(dtype: torch.dtype) -> None:
             workers.run(faults.still_works)
 
 
-def test_nan_check_by_option(pair: harness.Workers) -> None:
-    pair.run(faults.nan_option)
+@harness.on_ranks(2)
+def test_nan_check_by_option(context: Context) -> None:
+    """The NaN check as an option of one group."""
+    import fusedpg
+
+    options = fusedpg.Options(nan_check=True)
+    group = dist.new_group(pg_options=options)
+    try:
+        dist.all_reduce(torch.full((5,), torch.nan), group=group)
+    except (dist.DistBackendError, ValueError) as error:
+        assert "nan" in str(error).lower()
+    else:
+        raise AssertionError("NaN was not found")
+    tensor = torch.full((5,), torch.nan)
+    dist.all_reduce(tensor)
+    assert bool(tensor.isnan().all())
 
 
 def test_full_arena() -> None:

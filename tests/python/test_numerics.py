@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import harness
 from checks import cases, numerics
-from checks.cases import Case
+from checks.cases import Case, reference, same
+from checks.collectives import everyone
+from harness import Context
 
 pytestmark = pytest.mark.fused_only
 
@@ -56,8 +59,20 @@ def test_memory_makes_no_difference(trio: harness.Workers, memory: str) -> None:
     assert identical(digests) == identical(trio.run(numerics.all_reduce, plain))
 
 
-def test_size_makes_no_difference(workers: harness.Workers) -> None:
-    workers.run(numerics.sizes_agree, [1, 33, 1000, 16 << 10, 65_537, 300_001, (1 << 20) + 13])
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_size_makes_no_difference(context: Context) -> None:
+    """An element's bits do not depend on the size of the message around it."""
+    sizes = [1, 33, 1000, 16 << 10, 65537, 300001, (1 << 20) + 13]
+    largest = max(sizes)
+    inputs = [
+        numerics.spread(Case("", torch.float32, largest, seed=11), rank)
+        for rank in range(context.world_size)
+    ]
+    want = reference("SUM", inputs)
+    for size in sizes:
+        tensor = inputs[context.rank][:size].clone()
+        dist.all_reduce(tensor)
+        assert same(tensor, want[:size]), size
 
 
 @pytest.mark.parametrize("redop", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
@@ -69,9 +84,24 @@ def test_special_values(workers: harness.Workers, dtype: torch.dtype, redop: str
 
 
 @pytest.mark.parametrize("dtype", cases.HALF, ids=str)
-def test_half_types_round_once(workers: harness.Workers, dtype: torch.dtype) -> None:
-    workers.run(numerics.one_rounding, dtype)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_half_types_round_once(context: Context, dtype: torch.dtype) -> None:
+    """Half types lose nothing between ranks: 1 + eps/2 + eps/2 is 1 + eps."""
+    eps = torch.finfo(dtype).eps
+    mine = 1.0 if context.rank == 0 else eps / 2
+    for numel in (7, 5000, 300_001):
+        tensor = torch.full((numel,), mine, dtype=dtype)
+        dist.all_reduce(tensor)
+        want = torch.tensor(1 + (context.world_size - 1) * eps / 2).to(dtype)
+        assert bool((tensor == want).all()), (tensor[0], want)
 
 
-def test_two_ranks_give_the_bits_of_gloo(pair: harness.Workers) -> None:
-    pair.run(numerics.gloo_agrees)
+@harness.on_ranks(2)
+def test_two_ranks_give_the_bits_of_gloo(context: Context) -> None:
+    """Two ranks leave no choice of order: our bits are Gloo's bits."""
+    case = Case("all_reduce", numel=100_003, seed=2)
+    mine = everyone(context, case)[context.rank].clone()
+    theirs = mine.clone()
+    dist.all_reduce(mine)
+    dist.all_reduce(theirs, group=context.oracle)
+    assert same(mine, theirs)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
+import torch.distributed as dist
 
 import harness
 from checks import cases, p2p
 from checks.cases import Case
+from harness import Context
 
 SIZES = [1, 1000, 100_003]
 
@@ -40,13 +43,36 @@ def test_tags_out_of_order(ranks: harness.Workers, numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_one_tag_keeps_order(ranks: harness.Workers, numel: int) -> None:
-    ranks.run(p2p.same_tag_keeps_order, numel)
+@harness.on_ranks(2, 3, 4)
+def test_one_tag_keeps_order(context: Context, numel: int) -> None:
+    """Messages between two ranks with one tag do not overtake each other."""
+    ranks = context.world_size
+    right, left = (context.rank + 1) % ranks, (context.rank - 1) % ranks
+    sends = [dist.isend(torch.full((numel,), float(i)), right) for i in range(20)]
+    tensors = [torch.zeros(numel) for _ in range(20)]
+    for work in [dist.irecv(tensor, left) for tensor in tensors]:
+        work.wait()
+    for work in sends:
+        work.wait()
+    assert [int(tensor[numel - 1]) for tensor in tensors] == list(range(20))
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_receives_before_sends(ranks: harness.Workers, numel: int) -> None:
-    ranks.run(p2p.receives_first, numel)
+@harness.on_ranks(2, 3, 4)
+def test_receives_before_sends(context: Context, numel: int) -> None:
+    """Both sides post their receives before any send: no deadlock."""
+    others = [rank for rank in range(context.world_size) if rank != context.rank]
+    buffers = {rank: torch.zeros(numel) for rank in others}
+    receives = [dist.irecv(buffers[rank], rank) for rank in others]
+    # A collective in between must not wait for the receives.
+    tensor = torch.ones(100)
+    dist.all_reduce(tensor)
+    assert bool((tensor == context.world_size).all())
+    sends = [dist.isend(torch.full((numel,), float(context.rank)), rank) for rank in others]
+    for work in receives + sends:
+        work.wait()
+    for rank in others:
+        assert bool((buffers[rank] == rank).all())
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -54,8 +80,23 @@ def test_any_source(ranks: harness.Workers, numel: int) -> None:
     ranks.run(p2p.any_source, numel)
 
 
-def test_any_source_with_tags(ranks: harness.Workers) -> None:
-    ranks.run(p2p.any_source_tags)
+@harness.on_ranks(2, 3, 4)
+def test_any_source_with_tags(context: Context) -> None:
+    """recv without a source still asks for a tag."""
+    if context.rank == 0:
+        for tag in (2, 1):
+            for _ in range(context.world_size - 1):
+                tensor = torch.zeros(10)
+                source = dist.recv(tensor, tag=tag)
+                assert bool((tensor == source * 10 + tag).all())
+    else:
+        works = [
+            dist.isend(torch.full((10,), float(context.rank * 10 + tag)), 0, tag=tag)
+            for tag in (1, 2)
+        ]
+        for work in works:
+            work.wait()
+    dist.barrier()
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -63,9 +104,36 @@ def test_batch(ranks: harness.Workers, numel: int) -> None:
     ranks.run(p2p.batch, numel)
 
 
-def test_in_a_subgroup(ranks: harness.Workers) -> None:
-    ranks.run(p2p.subgroup)
+@harness.on_ranks(2, 3, 4)
+def test_in_a_subgroup(context: Context) -> None:
+    """Ranks of a group are translated."""
+    ranks = list(range(1, context.world_size))
+    group = dist.new_group(ranks)
+    if len(ranks) > 1 and context.rank in ranks:
+        if context.rank == ranks[-1]:
+            dist.send(torch.full((9,), 4.0), ranks[0], group)
+        elif context.rank == ranks[0]:
+            tensor = torch.zeros(9)
+            dist.recv(tensor, ranks[-1], group)
+            assert bool((tensor == 4).all())
+    if context.rank in ranks:
+        dist.destroy_process_group(group)
+    dist.barrier()
 
 
-def test_between_collectives(ranks: harness.Workers) -> None:
-    ranks.run(p2p.interleaved, 30)
+@harness.on_ranks(2, 3, 4)
+def test_between_collectives(context: Context) -> None:
+    """Messages of changing size between collectives."""
+    rounds = 30
+    ranks = context.world_size
+    right, left = (context.rank + 1) % ranks, (context.rank - 1) % ranks
+    for i in range(rounds):
+        numel = (i * 7919) % 5000 + 1
+        work = dist.isend(torch.full((numel,), float(context.rank + i)), right)
+        total = torch.full((numel,), 1.0)
+        dist.all_reduce(total)
+        assert bool((total == ranks).all())
+        got = torch.zeros(numel)
+        dist.recv(got, left)
+        assert bool((got == left + i).all())
+        work.wait()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import harness
 from checks import parallel
+from harness import Context
 
 
 @pytest.mark.parametrize("comm_memory", [False, True])
@@ -17,16 +21,39 @@ def test_fsdp(workers: harness.Workers, comm_memory: bool) -> None:
     workers.run(parallel.fsdp, comm_memory)
 
 
-def test_dtensor(workers: harness.Workers) -> None:
-    workers.run(parallel.dtensor)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_dtensor(context: Context) -> None:
+    """Every redistribution of a tensor that does not divide evenly."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    full = torch.arange(7 * 10.0).reshape(7, 10)
+    placements = [Replicate(), Shard(0), Shard(1)]
+    for source in placements:
+        for target in placements:
+            tensor = distribute_tensor(full, mesh, [source]).redistribute(mesh, [target])
+            assert torch.equal(tensor.full_tensor(), full), (source, target)
+    from torch.distributed.tensor import DTensor
+
+    partial = DTensor.from_local(torch.full((4, 4), 1.0 + context.rank), mesh, [Partial()])
+    total = context.world_size * (context.world_size + 1) / 2
+    for target in placements:
+        got = partial.redistribute(mesh, [target]).full_tensor()
+        assert bool((got == total).all()), target
 
 
 def test_tensor_parallel(workers: harness.Workers) -> None:
     workers.run(parallel.tensor_parallel)
 
 
-def test_two_dimensional_mesh() -> None:
-    harness.pool(4).run(parallel.two_dimensional_mesh)
+@harness.on_ranks(4)
+def test_two_dimensional_mesh(context: Context) -> None:
+    """Groups of a 2 x 2 mesh sum along their own dimension."""
+    mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for name, want in (("dp", 2 * (context.rank % 2) + 2), ("tp", 4 * (context.rank // 2) + 1)):
+        tensor = torch.full((10,), float(context.rank))
+        dist.all_reduce(tensor, group=mesh[name].get_group())
+        assert bool((tensor == want).all()), (name, tensor[0])
 
 
 def test_checkpoint(workers: harness.Workers) -> None:
@@ -42,8 +69,20 @@ def test_compile(pair: harness.Workers) -> None:
     pair.run(parallel.compiled, timeout=180)
 
 
-def test_compile_in_place(pair: harness.Workers) -> None:
-    pair.run(parallel.compiled_in_place, timeout=120)
+@harness.on_ranks(2, timeout=120)
+def test_compile_in_place(context: Context) -> None:
+    """dist.all_reduce inside a compiled function."""
+    import torch._dynamo
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    torch._dynamo.reset()
+    x = torch.arange(10.0) + context.rank
+    got = torch.compile(function, backend="aot_eager")(x)
+    assert torch.equal(got, function(x))
 
 
 @pytest.mark.fused_only

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
+import torch.distributed as dist
 
 import fusedpg
 import harness
 from checks import sparse
 from checks.sparse import Case
+from harness import Context
 
 pytestmark = pytest.mark.fused_only
 
@@ -108,8 +113,35 @@ def test_hook(workers: harness.Workers) -> None:
     assert len(set(workers.run(sparse.hook_with_threshold))) == 1
 
 
-def test_residuals_follow_parameters(pair: harness.Workers) -> None:
-    pair.run(sparse.residuals_follow_parameters)
+@harness.on_ranks(2)
+def test_residuals_follow_parameters(context: Context) -> None:
+    """When DDP rebuilds its buckets, what was kept of a parameter goes with it."""
+    from fusedpg.ddp import BlockSparseState
+
+    class Bucket:
+        def __init__(self, index: int, parameters: list[torch.Tensor]) -> None:
+            self._index, self._parameters = index, parameters
+            self._buffer = torch.zeros(sum(p.numel() for p in parameters))
+
+        def index(self) -> int:
+            return self._index
+
+        def parameters(self) -> list[torch.Tensor]:
+            return self._parameters
+
+        def buffer(self) -> torch.Tensor:
+            return self._buffer
+
+    a, b, c = (torch.zeros(n) for n in (3, 4, 5))
+    state = BlockSparseState(threshold=1.0)
+    state.residual(Bucket(0, [a, b])).copy_(torch.arange(7.0))  # type: ignore[arg-type]
+    state.residual(Bucket(1, [c])).copy_(torch.arange(7.0, 12.0))  # type: ignore[arg-type]
+    first = state.residual(Bucket(0, [c, a]))  # type: ignore[arg-type]
+    assert first.tolist() == [7, 8, 9, 10, 11, 0, 1, 2]
+    second = state.residual(Bucket(1, [b]))  # type: ignore[arg-type]
+    assert second.tolist() == [3, 4, 5, 6]
+    assert state.residual(Bucket(0, [c, a])) is first  # type: ignore[arg-type]
+    del context
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -143,20 +175,57 @@ def test_coordinates_across_hosts(op: str) -> None:
     assert len(set(harness.pool_of_hosts("two").run(sparse.coordinates, "fp32", op))) == 1
 
 
-def test_coordinates_move_entries(workers: harness.Workers) -> None:
-    workers.run(sparse.coordinates_move_entries)
+@harness.on_ranks(1, 2, 3, harness.slow(4))
+def test_coordinates_move_entries(context: Context) -> None:
+    """What travels grows with the entries, not with the size of the tensor."""
+    for entries in (10, 1000):
+        indices = torch.arange(entries).mul(37)[None]
+        tensor = torch.sparse_coo_tensor(indices, torch.ones(entries, 4), (10_000_000, 4))
+        fusedpg.stats(reset=True)
+        dist.all_reduce(tensor)
+        found = fusedpg.stats()["all_reduce"]
+        assert found["paths"] == {"coordinates": 1}
+        assert found["bytes_sent"] == entries * (8 + 16) * (context.world_size - 1)
 
 
-def test_coordinates_that_differ(pair: harness.Workers) -> None:
-    pair.run(sparse.coordinates_that_differ)
+@harness.on_ranks(2)
+def test_coordinates_that_differ(context: Context) -> None:
+    size = 10 if context.rank == 0 else 11
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (size,))
+    try:
+        dist.all_reduce(tensor)
+    except dist.DistBackendError as error:
+        assert "sizes, dtypes or sparse dimensions differ" in str(error)
+    else:
+        raise AssertionError("no error")
+    dist.barrier()
 
 
 def test_sparse_embedding(ranks: harness.Workers) -> None:
     assert len(set(ranks.run(sparse.sparse_embedding))) == 1
 
 
-def test_wrong_arguments(pair: harness.Workers) -> None:
-    pair.run(sparse.wrong_arguments)
+@harness.on_ranks(2)
+def test_wrong_arguments(context: Context) -> None:
+    del context
+    data = torch.zeros(100_000)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"block_size": 31}, "block_size"),
+        ({"block_size": 65537}, "block_size"),
+        ({"threshold": -1.0}, "negative"),
+        ({"threshold": 0.1}, "residual"),
+        ({"residual": torch.zeros(100_000)}, "residual"),
+        ({"threshold": 0.1, "residual": torch.zeros(5)}, "residual"),
+        ({"op": dist.ReduceOp.MAX}, "SUM and AVG"),
+    ]
+    for options, text in wrong:
+        try:
+            fusedpg.sparse_all_reduce(data, **options)
+        except ValueError as error:
+            assert text in str(error), (options, str(error))
+        else:
+            raise AssertionError(f"no error for {options}")
+    dist.barrier()
 
 
 @pytest.mark.parametrize("what", ["block", "size", "operation"])

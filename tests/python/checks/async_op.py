@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -197,28 +196,3 @@ def needs_no_wait(context: Context) -> None:
             (result,) = work.get_future().wait()
             check(context, result)
             dist.all_reduce(mine(context), async_op=True).wait()
-
-
-def forked_child_raises(context: Context) -> None:
-    """A child does not run what its parent has submitted."""
-    x = mine(context)
-    if context.rank == 0:
-        work = dist.all_reduce(x, async_op=True)
-        assert work is not None
-        pid = os.fork()
-        if pid == 0:
-            try:
-                work.wait()
-            except ValueError as error:
-                os._exit(0 if "forked" in str(error) else 1)
-            os._exit(2)
-        assert os.waitpid(pid, 0)[1] == 0
-        context.store.set("forked", "1")
-        work.wait()
-    else:
-        context.store.wait(["forked"])
-        dist.all_reduce(x)
-    check(context, x)
-    dist.barrier()
-    if context.rank == 0:
-        context.store.delete_key("forked")

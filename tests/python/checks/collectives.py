@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,6 @@ from checks.cases import (
     reference,
     same,
     shape_of,
-    values,
 )
 from harness import Context
 
@@ -510,72 +508,6 @@ def many_in_flight(context: Context, numel: int) -> None:
         assert work.is_completed()
     for case, tensor in zip(cases, tensors, strict=True):
         compare(context, case, [tensor], expect_all_reduce(context, case))
-
-
-def futures(context: Context) -> None:
-    """getFuture gives the tensors, and callbacks may start collectives."""
-    tensor = torch.full((1000,), float(context.rank + 1))
-    work = dist.all_reduce(tensor, async_op=True)
-
-    def again(future: Any) -> torch.Tensor:
-        other = future.value()[0].clone()
-        dist.all_reduce(other)
-        return other
-
-    result = work.get_future().then(again).wait()
-    total = context.world_size * (context.world_size + 1) / 2
-    assert bool((tensor == total).all())
-    assert bool((result == total * context.world_size).all())
-    assert work.is_success()
-
-
-def barrier(context: Context) -> None:
-    """Nobody leaves before the last one has come."""
-    dist.barrier()
-    begin = time.monotonic()
-    if context.rank == context.world_size - 1:
-        time.sleep(0.3)
-    dist.barrier()
-    assert time.monotonic() - begin > 0.25
-    work = dist.barrier(async_op=True)
-    work.wait()
-    from datetime import timedelta
-
-    group = dist.distributed_c10d._get_default_group()
-    group.monitored_barrier(timedelta(seconds=10), wait_all_ranks=True)
-    group.monitored_barrier(timedelta(seconds=10), wait_all_ranks=False)
-
-
-def sequence_numbers(context: Context) -> None:
-    """Every collective takes one number, the same on all ranks."""
-    import fusedpg
-
-    before = fusedpg.group_info()["sequence_number"]
-    for _ in range(3):
-        dist.all_reduce(torch.ones(3))
-    assert fusedpg.group_info()["sequence_number"] == before + 3
-
-
-def shapes_of_zero(context: Context) -> None:
-    """Empty tensors and tensors without dimensions."""
-    for shape in ((0,), (0, 5), (3, 0), ()):
-        tensor = torch.ones(shape)
-        dist.all_reduce(tensor)
-        assert tensor.shape == torch.Size(shape)
-        assert bool((tensor == context.world_size).all())
-        dist.broadcast(tensor, 0)
-    scalars = [torch.zeros(()) for _ in range(context.world_size)]
-    dist.all_gather(scalars, torch.tensor(float(context.rank)))
-    assert [int(one) for one in scalars] == list(range(context.world_size))
-
-
-def float8_moves(context: Context) -> None:
-    """Types nobody reduces can still be moved."""
-    case = Case("broadcast", torch.float8_e4m3fn, 301)
-    got = values(context.rank, 301, torch.float32).to(case.dtype)
-    want = values(0, 301, torch.float32).to(case.dtype)
-    dist.broadcast(got, 0)
-    assert same(got, want)
 
 
 __all__ = ["OPS", "Case", "check", "refused", "shape_of"]

@@ -230,23 +230,6 @@ def nan(context: Context, dtype: torch.dtype, numel: int) -> None:
     dist.all_reduce(tensor)
 
 
-def nan_option(context: Context) -> None:
-    """The NaN check as an option of one group."""
-    import fusedpg
-
-    options = fusedpg.Options(nan_check=True)
-    group = dist.new_group(pg_options=options)
-    try:
-        dist.all_reduce(torch.full((5,), torch.nan), group=group)
-    except (dist.DistBackendError, ValueError) as error:
-        assert "nan" in str(error).lower()
-    else:
-        raise AssertionError("NaN was not found")
-    tensor = torch.full((5,), torch.nan)
-    dist.all_reduce(tensor)
-    assert bool(tensor.isnan().all())
-
-
 def full_arena(context: Context) -> str:
     """More than the arena holds; the text of the error."""
     import fusedpg

@@ -114,48 +114,6 @@ def threads(context: Context, count: int, calls: int) -> None:
         raise failures[0]
 
 
-def threads_one_group(context: Context, count: int) -> None:
-    """Several threads issue asynchronous calls on one group, kept in order by a lock."""
-    lock = threading.Lock()
-    turn = [0]
-    results: dict[int, torch.Tensor] = {}
-
-    def issue(index: int) -> None:
-        while True:
-            with lock:
-                if turn[0] == index:
-                    tensor = torch.full((2000,), float(index))
-                    work = dist.all_reduce(tensor, async_op=True)
-                    turn[0] += 1
-                    break
-        work.wait()
-        results[index] = tensor
-
-    running = [threading.Thread(target=issue, args=(index,)) for index in range(count)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    for index in range(count):
-        assert bool((results[index] == index * context.world_size).all())
-
-
-def splitting(context: Context) -> None:
-    """split_group works or says why it does not."""
-    half = [[rank] for rank in range(context.world_size)]
-    try:
-        group = dist.split_group(split_ranks=half)
-    except (RuntimeError, ValueError) as error:
-        assert "split" in str(error)
-    else:
-        tensor = torch.ones(4)
-        dist.all_reduce(tensor, group=group)
-        assert bool((tensor == 1).all())
-    tensor = torch.ones(4)
-    dist.all_reduce(tensor)
-    assert bool((tensor == context.world_size).all())
-
-
 def shrinking(context: Context) -> None:
     """shrink_group leaves out the last rank, or says why it does not."""
     last = context.world_size - 1
@@ -172,22 +130,6 @@ def shrinking(context: Context) -> None:
         tensor = torch.ones(numel)
         dist.all_reduce(tensor)
         assert bool((tensor == want).all())
-
-
-def introspection(context: Context) -> None:
-    """Names and sizes of the group, and what fusedpg tells about it."""
-    import fusedpg
-
-    assert dist.get_backend() == "fused"
-    assert dist.get_world_size() == context.world_size
-    info = fusedpg.group_info()
-    assert info["engine"] == ("shm" if context.one_host else "gloo")
-    assert info["world_size"] == context.world_size
-    assert info["local_world_size"] == (context.world_size if context.one_host else 1)
-    assert info["state"] == "ok"
-    assert info["threads"] >= 1
-    assert isinstance(info["isa"], str)
-    assert info["arena_used"] <= info["arena_reserved"]
 
 
 def arena(context: Context) -> None:
@@ -221,23 +163,3 @@ def arena(context: Context) -> None:
     if context.rank == 0:
         del alone
     assert fusedpg.group_info()["arena_used"] <= used + (8 << 20)
-
-
-def profiler(context: Context) -> None:
-    """Events carry the backend's name and the shapes of their inputs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        tensor = torch.ones(123, 7)
-        dist.all_reduce(tensor)
-        dist.all_reduce(tensor, async_op=True).wait()
-        dist.broadcast(tensor, 0)
-        out = [torch.zeros(5) for _ in range(context.world_size)]
-        dist.all_gather(out, torch.ones(5))
-    events = list(recorded.events())
-    names = [event.name for event in events]
-    for op in ("all_reduce", "broadcast", "all_gather"):
-        assert f"{context.backend}:{op}" in names, sorted(set(names))
-    mine = [event for event in events if event.name == f"{context.backend}:all_reduce"]
-    assert len(mine) == 2
-    assert all([123, 7] in [list(shape) for shape in event.input_shapes] for event in mine)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from checks.cases import HALF, Case, Placed, digest, logical, reduce_op, reference, same
-from checks.collectives import everyone
 from harness import Context
 
 
@@ -58,20 +57,6 @@ def reduce_scatter(context: Context, case: Case) -> str:
     return digest([whole])
 
 
-def sizes_agree(context: Context, sizes: list[int]) -> None:
-    """An element's bits do not depend on the size of the message around it."""
-    largest = max(sizes)
-    inputs = [
-        spread(Case("", torch.float32, largest, seed=11), rank)
-        for rank in range(context.world_size)
-    ]
-    want = reference("SUM", inputs)
-    for size in sizes:
-        tensor = inputs[context.rank][:size].clone()
-        dist.all_reduce(tensor)
-        assert same(tensor, want[:size]), size
-
-
 def special(context: Context, dtype: torch.dtype, redop: str, numel: int) -> str:
     """Signed zeros, infinities, NaN, subnormals and overflow, in every lane."""
     largest = torch.finfo(dtype).max
@@ -96,24 +81,3 @@ def special(context: Context, dtype: torch.dtype, redop: str, numel: int) -> str
     rest = ~zero
     assert same(tensor[rest], want[rest])
     return digest([tensor])
-
-
-def one_rounding(context: Context, dtype: torch.dtype) -> None:
-    """Half types lose nothing between ranks: 1 + eps/2 + eps/2 is 1 + eps."""
-    eps = torch.finfo(dtype).eps
-    mine = 1.0 if context.rank == 0 else eps / 2
-    for numel in (7, 5000, 300_001):
-        tensor = torch.full((numel,), mine, dtype=dtype)
-        dist.all_reduce(tensor)
-        want = torch.tensor(1 + (context.world_size - 1) * eps / 2).to(dtype)
-        assert bool((tensor == want).all()), (tensor[0], want)
-
-
-def gloo_agrees(context: Context) -> None:
-    """Two ranks leave no choice of order: our bits are Gloo's bits."""
-    case = Case("all_reduce", numel=100_003, seed=2)
-    mine = everyone(context, case)[context.rank].clone()
-    theirs = mine.clone()
-    dist.all_reduce(mine)
-    dist.all_reduce(theirs, group=context.oracle)
-    assert same(mine, theirs)

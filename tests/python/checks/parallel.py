@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from harness import Context
 
@@ -62,26 +62,6 @@ def fsdp(context: Context, comm_memory: bool) -> None:
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
 
 
-def dtensor(context: Context) -> None:
-    """Every redistribution of a tensor that does not divide evenly."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (context.world_size,))
-    full = torch.arange(7 * 10.0).reshape(7, 10)
-    placements = [Replicate(), Shard(0), Shard(1)]
-    for source in placements:
-        for target in placements:
-            tensor = distribute_tensor(full, mesh, [source]).redistribute(mesh, [target])
-            assert torch.equal(tensor.full_tensor(), full), (source, target)
-    from torch.distributed.tensor import DTensor
-
-    partial = DTensor.from_local(torch.full((4, 4), 1.0 + context.rank), mesh, [Partial()])
-    total = context.world_size * (context.world_size + 1) / 2
-    for target in placements:
-        got = partial.redistribute(mesh, [target]).full_tensor()
-        assert bool((got == total).all()), target
-
-
 def tensor_parallel(context: Context) -> None:
     """Column- and row-wise parallel layers equal the whole model."""
     from torch.distributed.tensor.parallel import (
@@ -108,15 +88,6 @@ def tensor_parallel(context: Context) -> None:
         mine: Any = param.grad
         mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
         torch.testing.assert_close(mine, grad, rtol=1e-4, atol=1e-5)
-
-
-def two_dimensional_mesh(context: Context) -> None:
-    """Groups of a 2 x 2 mesh sum along their own dimension."""
-    mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for name, want in (("dp", 2 * (context.rank % 2) + 2), ("tp", 4 * (context.rank // 2) + 1)):
-        tensor = torch.full((10,), float(context.rank))
-        dist.all_reduce(tensor, group=mesh[name].get_group())
-        assert bool((tensor == want).all()), (name, tensor[0])
 
 
 def checkpoint(context: Context) -> None:
@@ -189,19 +160,4 @@ def compiled(context: Context) -> None:
     torch._dynamo.reset()
     x = torch.arange(10.0) + context.rank
     got = torch.compile(function, fullgraph=True, backend="inductor")(x)
-    assert torch.equal(got, function(x))
-
-
-def compiled_in_place(context: Context) -> None:
-    """dist.all_reduce inside a compiled function."""
-    import torch._dynamo
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        dist.all_reduce(y)
-        return y + 1
-
-    torch._dynamo.reset()
-    x = torch.arange(10.0) + context.rank
-    got = torch.compile(function, backend="aot_eager")(x)
     assert torch.equal(got, function(x))

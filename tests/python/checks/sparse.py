@@ -298,36 +298,6 @@ def hook_with_threshold(context: Context) -> str:
     return digest(parameters)
 
 
-def residuals_follow_parameters(context: Context) -> None:
-    """When DDP rebuilds its buckets, what was kept of a parameter goes with it."""
-    from fusedpg.ddp import BlockSparseState
-
-    class Bucket:
-        def __init__(self, index: int, parameters: list[torch.Tensor]) -> None:
-            self._index, self._parameters = index, parameters
-            self._buffer = torch.zeros(sum(p.numel() for p in parameters))
-
-        def index(self) -> int:
-            return self._index
-
-        def parameters(self) -> list[torch.Tensor]:
-            return self._parameters
-
-        def buffer(self) -> torch.Tensor:
-            return self._buffer
-
-    a, b, c = (torch.zeros(n) for n in (3, 4, 5))
-    state = BlockSparseState(threshold=1.0)
-    state.residual(Bucket(0, [a, b])).copy_(torch.arange(7.0))  # type: ignore[arg-type]
-    state.residual(Bucket(1, [c])).copy_(torch.arange(7.0, 12.0))  # type: ignore[arg-type]
-    first = state.residual(Bucket(0, [c, a]))  # type: ignore[arg-type]
-    assert first.tolist() == [7, 8, 9, 10, 11, 0, 1, 2]
-    second = state.residual(Bucket(1, [b]))  # type: ignore[arg-type]
-    assert second.tolist() == [3, 4, 5, 6]
-    assert state.residual(Bucket(0, [c, a])) is first  # type: ignore[arg-type]
-    del context
-
-
 # --- fused optimizer steps -------------------------------------------------------------
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -460,30 +430,6 @@ def coordinates(context: Context, dtype: str, op: str = "SUM") -> str:
     return digest(digests)
 
 
-def coordinates_move_entries(context: Context) -> None:
-    """What travels grows with the entries, not with the size of the tensor."""
-    for entries in (10, 1000):
-        indices = torch.arange(entries).mul(37)[None]
-        tensor = torch.sparse_coo_tensor(indices, torch.ones(entries, 4), (10_000_000, 4))
-        fusedpg.stats(reset=True)
-        dist.all_reduce(tensor)
-        found = fusedpg.stats()["all_reduce"]
-        assert found["paths"] == {"coordinates": 1}
-        assert found["bytes_sent"] == entries * (8 + 16) * (context.world_size - 1)
-
-
-def coordinates_that_differ(context: Context) -> None:
-    size = 10 if context.rank == 0 else 11
-    tensor = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (size,))
-    try:
-        dist.all_reduce(tensor)
-    except dist.DistBackendError as error:
-        assert "sizes, dtypes or sparse dimensions differ" in str(error)
-    else:
-        raise AssertionError("no error")
-    dist.barrier()
-
-
 def sparse_embedding(context: Context) -> str:
     """DDP with EmbeddingBag(sparse=True) gives what the dense gradient gives."""
     want = train_words(context, None)
@@ -495,28 +441,6 @@ def sparse_embedding(context: Context) -> str:
 
 
 # --- errors ------------------------------------------------------------------------
-
-
-def wrong_arguments(context: Context) -> None:
-    del context
-    data = torch.zeros(100_000)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"block_size": 31}, "block_size"),
-        ({"block_size": 65537}, "block_size"),
-        ({"threshold": -1.0}, "negative"),
-        ({"threshold": 0.1}, "residual"),
-        ({"residual": torch.zeros(100_000)}, "residual"),
-        ({"threshold": 0.1, "residual": torch.zeros(5)}, "residual"),
-        ({"op": dist.ReduceOp.MAX}, "SUM and AVG"),
-    ]
-    for options, text in wrong:
-        try:
-            fusedpg.sparse_all_reduce(data, **options)
-        except ValueError as error:
-            assert text in str(error), (options, str(error))
-        else:
-            raise AssertionError(f"no error for {options}")
-    dist.barrier()
 
 
 def other_settings(context: Context) -> None:
