@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import harness
 from checks import ddp
-from harness import Context
 
 
 def identical(digests: list[str]) -> None:
@@ -34,33 +28,8 @@ def test_one_and_four_ranks() -> None:
 
 
 @pytest.mark.fused_only
-@harness.on_ranks(1, 2, 3, harness.slow(4))
-def test_buckets_lie_in_the_arena(context: Context) -> None:
-    """The buckets DDP reduces lie in the arena, before and after the rebuild."""
-    import os
-
-    import fusedpg
-
-    assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"
-    seen = []
-
-    def observe(ddp: DistributedDataParallel, step: int) -> None:
-        assert all(fusedpg.in_arena(param.grad) for param in ddp.parameters()), step
-        seen.append(step)
-
-    ddp.train(context, None, gradient_as_bucket_view=True, observe=observe)
-    assert seen == list(range(6))
-
-    buffers = []
-
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffers.append(fusedpg.in_arena(bucket.buffer()))
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0] / context.world_size)
-
-    ddp.train(context, None, hook=lambda ddp: ddp.register_comm_hook(None, hook))
-    assert len(buffers) > 6
-    assert all(buffers)
+def test_buckets_lie_in_the_arena(workers: harness.Workers) -> None:
+    workers.run(ddp.buckets_in_arena)
 
 
 def test_gradients_outlive_the_group(pair: harness.Workers) -> None:

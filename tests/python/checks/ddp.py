@@ -116,6 +116,34 @@ def variant(context: Context, name: str) -> str:
     )
 
 
+def buckets_in_arena(context: Context) -> None:
+    """The buckets DDP reduces lie in the arena, before and after the rebuild."""
+    import os
+
+    import fusedpg
+
+    assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"
+    seen = []
+
+    def observe(ddp: DistributedDataParallel, step: int) -> None:
+        assert all(fusedpg.in_arena(param.grad) for param in ddp.parameters()), step
+        seen.append(step)
+
+    train(context, None, gradient_as_bucket_view=True, observe=observe)
+    assert seen == list(range(6))
+
+    buffers = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffers.append(fusedpg.in_arena(bucket.buffer()))
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / context.world_size)
+
+    train(context, None, hook=lambda ddp: ddp.register_comm_hook(None, hook))
+    assert len(buffers) > 6
+    assert all(buffers)
+
+
 def gradients_outlive(context: Context) -> None:
     """Gradients in the arena stay valid after DDP and its group have gone."""
     import gc
