@@ -1,3 +1,7 @@
+// fmt's own code, here alone: it takes seconds to compile.
+#define FMT_HEADER_ONLY
+#include <fmt/format.h>
+
 #include "base/error.hpp"
 
 #include <sys/resource.h>
@@ -6,6 +10,10 @@
 #include <cstring>
 
 namespace fusedpg {
+
+std::string vstr(fmt::string_view format, fmt::format_args args) {
+  return fmt::vformat(format, args);
+}
 
 void fail_errno(const std::string& what) {
   const int error = errno;

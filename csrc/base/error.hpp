@@ -1,11 +1,12 @@
 #pragma once
 
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
 
-#include <fmt/ostream.h>
+#include <fmt/base.h>
 
 namespace fusedpg {
 
@@ -41,7 +42,9 @@ decltype(auto) printable(const T& value) {
   if constexpr (fmt::is_formattable<T>::value) {
     return (value);
   } else {
-    return fmt::streamed(value);
+    std::ostringstream out;
+    out << value;
+    return out.str();
   }
 }
 
@@ -49,12 +52,19 @@ template <typename... Args>
 using Format =
     fmt::format_string<decltype(printable(std::declval<const Args&>()))...>;
 
+std::string vstr(fmt::string_view format, fmt::format_args args);
+
+template <typename... Args>
+std::string str_of(fmt::string_view format, const Args&... args) {
+  return vstr(format, fmt::make_format_args(args...));
+}
+
 // str("{} of {}", 1, 2) is "1 of 2".
 template <typename... Args>
 std::string str(
     std::type_identity_t<Format<Args...>> format,
     const Args&... args) {
-  return fmt::format(format, printable(args)...);
+  return str_of(format, printable(args)...);
 }
 
 template <typename... Args>
@@ -62,7 +72,7 @@ template <typename... Args>
     ErrorKind kind,
     std::type_identity_t<Format<Args...>> format,
     const Args&... args) {
-  throw Error(kind, fmt::format(format, printable(args)...));
+  throw Error(kind, str_of(format, printable(args)...));
 }
 
 // fail(kSystem) with the text of errno, and with the limit where one is
