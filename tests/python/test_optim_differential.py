@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 import harness
 from checks import optim_differential as differential
@@ -58,6 +61,15 @@ def test_patterns(pair: harness.Workers, name: str) -> None:
 @pytest.mark.parametrize("name", INTERESTING)
 def test_clipping_and_scaling(pair: harness.Workers, name: str) -> None:
     agree(pair, name, FINISHED[sum(map(ord, name)) % 3 :: 3])
+
+
+@pytest.mark.skipif(
+    "batched_grad_copy" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch copies every gradient at once",
+)
+@pytest.mark.parametrize("name", INTERESTING)
+def test_batched_copies(pair: harness.Workers, name: str) -> None:
+    agree(pair, name, [dataclasses.replace(s, batched=True) for s in CHOSEN])
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -33,9 +33,12 @@ class Setup:
     view: bool = False
     graph: str = ""  # or find_unused, static
     finish: str = ""  # or clip, its own clip, scaler
+    batched: bool = False  # DDP copies gradients when a bucket is complete
 
     def ddp(self) -> dict[str, Any]:
-        return {
+        # Torch before 2.13 does not know it.
+        batched = {"batched_grad_copy": True} if self.batched else {}
+        return batched | {
             "gradient_as_bucket_view": self.view,
             "find_unused_parameters": self.graph == "find_unused",
             "static_graph": self.graph == "static",
