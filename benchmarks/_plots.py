@@ -51,7 +51,8 @@ def milliseconds(seconds: float) -> str:
 
 def typical(row: Row) -> float:
     """The median; of Gloo its fast mode, which ratios are to (see `_harness.py`)."""
-    return row.fast if row.arm == "a" or row.arm.startswith("gloo") else row.median
+    gloo = row.arm.removesuffix(words.KEPT) == "a" or row.arm.startswith("gloo")
+    return row.fast if gloo else row.median
 
 
 def gloo_of(rows: Sequence[Row], row: Row) -> Row | None:
@@ -181,7 +182,7 @@ def save_bars(
     path: Path, rows: Sequence[Row], world_size: int, *, title: Callable[[Row], str] | None = None
 ) -> None:
     """A panel of bars for each case; one column of names where all panels have the same arms."""
-    rows = [row for row in rows if row.arm != REPEATED]
+    rows = [row for row in rows if not row.arm.startswith(REPEATED)]
     panels: dict[Panel, list[Row]] = {}
     for row in rows:
         panels.setdefault((row.case, row.size), []).append(row)

@@ -84,7 +84,12 @@ LIMITS += ("no communication", "shards alone", "fake functional")
 PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
 
 
+KEPT = ", kept"  # after the name of an arm: after fusedpg.keep_freed_memory()
+
+
 def arm(name: str) -> str:
+    if name.endswith(KEPT):
+        return f"{arm(name.removesuffix(KEPT))}, freed memory kept"
     return ARMS.get(name, name)
 
 
@@ -98,6 +103,7 @@ def case(name: str) -> str:
 
 def whose(name: str) -> str:
     """OURS, PEER or LIMIT."""
+    name = name.removesuffix(KEPT)
     if name in LIMITS:
         return LIMIT
     if name in PEERS or name.startswith(("gloo", "deepspeed")):

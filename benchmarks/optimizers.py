@@ -4,6 +4,7 @@
     python benchmarks/optimizers.py --parts step --world-size 4 --check-bars
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g --busy 2 --check-bars
+    python benchmarks/optimizers.py --malloc default --rounds 7 --check-bars
 
 Five parts. **training**: steps of four models (an MLP of 25 million parameters at a small batch,
 a transformer of 10 million, a CNN bound by its arithmetic, 1,000 parameters of 64 elements) in the
@@ -50,11 +51,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import _apart
 import _harness as harness
 import _optimizer_arms as arms
 import _plots
 import _step_arms as steps
 import _words as words
+import fusedpg
 from _competitors import competitors
 from _harness import Bar, Context, Row
 from _optimizer_arms import ARMS, MODELS, NO_SYNC
@@ -92,7 +95,8 @@ def main() -> int:
         "--malloc",
         choices=["keep", "default"],
         default="keep",
-        help="keep: what is freed (see keep_freed_memory); default: glibc's settings, for one arm",
+        help="keep: what is freed, in all arms; default: glibc's settings, training alone, every "
+        "arm in processes of its own, and some again that keep what is freed",
     )
     parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the ranks")
     args = parser.parse_args()
@@ -103,6 +107,14 @@ def main() -> int:
         if unknown:
             parser.error(f"--{option}: unknown: {', '.join(sorted(unknown))}")
     rows: list[Row] = []
+    if args.malloc == "default":
+        args.model = args.models[0]
+        rows += _apart.run(args, reference_change, check)
+        harness.finish(
+            "optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars(),
+            plot=_plots.save_optimizers,
+        )  # fmt: skip
+        return 0
     with competitors(args.busy):
         if "training" in args.parts:
             for name in args.models:
@@ -138,22 +150,11 @@ def many_tensors(context: Context, args: argparse.Namespace) -> list[Row]:
 # Training
 
 
-def keep_freed_memory() -> None:
-    """Has malloc keep what is freed, for every arm alike.
-
-    By default it depends on the order of allocations whether glibc gives the memory of a gradient
-    back to the system and faults it in again in the next step, which costs up to 25 ms of a step of
-    55 ms: an arm then measures what other arms have left on the heap.
-    """
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h
-    libc.mallopt(trim_threshold, 2**31 - 1)
-    libc.mallopt(mmap_threshold, 32 << 20)
-
-
 def train(context: Context, args: argparse.Namespace) -> list[Row]:
-    if args.malloc == "keep":
-        keep_freed_memory()
+    # For every arm alike: by default it depends on the order of allocations whether glibc gives the
+    # memory of a gradient back to the system, so an arm would measure what others have left on the
+    # heap. With --malloc default each has its own.
+    fusedpg.keep_freed_memory()
     name = args.model
     reference = reference_change(name, context.world_size)
     timed: dict[str, Callable[[], object]] = {}
@@ -176,8 +177,7 @@ def train(context: Context, args: argparse.Namespace) -> list[Row]:
 
 def clip(context: Context, args: argparse.Namespace) -> list[Row]:
     """The time of clipping alone: backward before it, and the step after it, are not in it."""
-    if args.malloc == "keep":
-        keep_freed_memory()
+    fusedpg.keep_freed_memory()
     max_norm = 1e-3
     timed: dict[str, Callable[[], object]] = {}
     prepare: dict[str, Callable[[], object]] = {}

@@ -22,6 +22,7 @@ import _harness as harness
 import _plots as plots
 import _words as words
 import sparse
+from _apart import ApartRow
 from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
 from _sparse_arms import SparseRow
 
@@ -36,7 +37,10 @@ Lines = Iterable[Sequence[str]]
 def load(path: Path) -> dict[str, Any]:
     """A saved report, with its rows as such."""
     report: dict[str, Any] = json.loads(path.read_text())
-    report["rows"] = [SparseRow(**r) if "density" in r else Row(**r) for r in report["rows"]]
+    report["rows"] = [
+        (SparseRow if "density" in r else ApartRow if "faults" in r else Row)(**r)
+        for r in report["rows"]
+    ]
     return report
 
 
@@ -119,7 +123,7 @@ def fused_step() -> str:
 
 def by_case(rows: Sequence[Row], peer: str) -> str:
     """Arms down, cases across."""
-    rows = [row for row in rows if row.arm != plots.REPEATED]
+    rows = [row for row in rows if not row.arm.startswith(plots.REPEATED)]
     cases = list(dict.fromkeys((row.case, row.size) for row in rows))
 
     def cell(case: tuple[str, int], arm: str) -> str:
@@ -136,6 +140,19 @@ def by_case(rows: Sequence[Row], peer: str) -> str:
 def training() -> str:
     models = ("mlp", "transformer", "cnn", "small")
     return by_case([row for row in rows_of("optimizers_p2") if row.case in models], "a")
+
+
+def malloc() -> str:
+    rows: Sequence[Any] = rows_of("optimizers_malloc_p2")
+    rows = [row for row in rows if not row.arm.startswith(plots.REPEATED)]
+    gloo = get(rows, rows[0].case, rows[0].size, "a")
+
+    def line(row: ApartRow) -> list[str]:
+        time = ms(row) if row is gloo else f"{ms(row)} ({ratio_to_peer(row, gloo):.2f}x)"
+        return [words.arm(row.arm), time, f"{row.faults:.0f}", f"{1e3 * row.cpu:.0f}"]
+
+    head = [words.case(rows[0].case), "ms", "page faults", "ms of CPU"]
+    return markdown(head, map(line, rows))
 
 
 def memory() -> str:
@@ -188,6 +205,7 @@ def missed() -> str:
         "fused_step_p4": importlib.import_module("fused_step").BARS,
         "ddp_p2": importlib.import_module("ddp").bars(),
         "optimizers_p2": importlib.import_module("optimizers").bars(0),
+        "optimizers_malloc_p2": importlib.import_module("_apart").bars(),
         "optimizers_step_p1": steps,
         "optimizers_step_p4": steps,
         "async_op_p2": importlib.import_module("async_op").BARS,
@@ -246,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fused_step": fused_step,
     "ddp": lambda: by_case(rows_of("ddp_p2"), "gloo"),
     "training": training,
+    "malloc": malloc,
     "memory": memory,
     "one_step": one_step,
     "asynchronous": asynchronous,

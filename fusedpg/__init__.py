@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fusedpg import optim as optim
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
+    from fusedpg._malloc import keep_freed_memory as keep_freed_memory
     from fusedpg.functional import empty as empty
     from fusedpg.functional import fused_adam_ as fused_adam_
     from fusedpg.functional import fused_adamw_ as fused_adamw_
@@ -46,6 +47,7 @@ __all__ = [
     "fused_sgd_",
     "group_info",
     "in_arena",
+    "keep_freed_memory",
     "optim",
     "shard_range",
     "sparse_all_reduce",
@@ -53,7 +55,7 @@ __all__ = [
 ]
 
 _MODULES = frozenset({"ddp", "optim"})
-_FUNCTIONS = frozenset(__all__) - {"Options", "ProcessGroupFused"} - _MODULES
+_FUNCTIONS = frozenset(__all__) - {"Options", "ProcessGroupFused", "keep_freed_memory"} - _MODULES
 
 
 def __getattr__(name: str) -> Any:
@@ -65,6 +67,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module(f"fusedpg.{name}")
+    if name == "keep_freed_memory":
+        from fusedpg._malloc import keep_freed_memory
+
+        return keep_freed_memory
     if name in _FUNCTIONS:
         from fusedpg import functional
 

@@ -8,6 +8,7 @@ all ranks' slices; anything else raises.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -429,12 +430,8 @@ def _number(func: Callable[..., Any], grad: Any, other: Any) -> Any:
     return grad
 
 
-def _mul_(grad: Any, other: Any) -> Any:
-    return _number(torch.Tensor.mul_, grad, other)
-
-
-def _div_(grad: Any, other: Any) -> Any:
-    return _number(torch.Tensor.div_, grad, other)
+_mul_ = functools.partial(_number, torch.Tensor.mul_)
+_div_ = functools.partial(_number, torch.Tensor.div_)
 
 
 def _zero_(grad: Any) -> Any:
@@ -506,6 +503,11 @@ def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
     _refuse("copy_")
 
 
+def _foreach_copy_(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):  # DDP with batched_grad_copy
+        (_copy_ if isinstance(source, _Gradient) else torch.Tensor.copy_)(target, source)
+
+
 def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     parts = [grad.local() if isinstance(grad, ShardedGrad) else grad for grad in grads]
     aten._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
@@ -532,6 +534,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_zero_.default: _foreach_zero_,
     aten.add_.Tensor: _add_,
     aten.copy_.default: _copy_,
+    aten._foreach_copy_.default: _foreach_copy_,
     aten.detach.default: lambda grad: grad,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
 }

@@ -121,7 +121,17 @@ def after_finalisation(done: Callable[[], None]) -> None:
 
 def divides_by_active(ddp: DistributedDataParallel) -> bool:
     """Whether DDP was told to divide by the number of ranks that still have data."""
-    return not getattr(ddp, "_divide_by_initial_world_size", True)
+    told = getattr(ddp, "_divide_by_initial_world_size", None)
+    if told is None and getattr(getattr(ddp, "_join_config", None), "enable", False):
+        raise RuntimeError(
+            f"torch {torch.__version__}: what DDP divides by under Join is not known"
+        )
+    return told is False
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+# Of its state_dict.py, what writes into an optimizer: slices into slices.
+_LOADS = ("_load_optim_state_dict", "_init_optim_state")
 
 
 def asked_by_checkpoint() -> str | None:
@@ -134,11 +144,22 @@ def asked_by_checkpoint() -> str | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
-            info: Any = frame.f_locals.get("info")
-            if frame.f_code.co_name != "_get_optim_state_dict" or not info.full_state_dict:
-                return "slices"
-            return "whole on rank 0" if info.cpu_offload else "whole"
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module == f"{_CHECKPOINT}.state_dict" and function not in _LOADS:
+            info = frame.f_locals.get("info")
+            full = getattr(info, "full_state_dict", None)
+            offload = getattr(info, "cpu_offload", None)
+            if not isinstance(full, bool) or not isinstance(offload, bool):
+                # Slices in a state dict that is to be whole would be a silent part of it.
+                raise RuntimeError(
+                    f"torch {torch.__version__} asks a fused optimizer for its state in a way that "
+                    f"is not known ({module}.{function}): checkpoint optimizer.local_state_dict(), "
+                    "or full_state_dict()"
+                )
+            if full:
+                return "whole on rank 0" if offload else "whole"
+        if module.startswith(f"{_CHECKPOINT}."):
+            return "slices"
         frame = frame.f_back
     return None
 

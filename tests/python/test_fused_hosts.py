@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 import harness
-from checks import adamw, collectives, ddp, fused_ops, groups, hosts, p2p
-from checks.adamw import Run
+from checks import collectives, ddp, fused_ops, groups, hosts, p2p
 from checks.cases import Case
-from checks.fused_ops import BF16, FP16, FP32
+from checks.fused_ops import BF16, FP16, FP32, Run
 
 pytestmark = pytest.mark.fused_only
 
@@ -56,14 +55,13 @@ def test_objects_and_groups(spread: Spread) -> None:
     "run",
     [
         Run(steps=20),
-        Run(steps=20, amsgrad=True, reduce="sum"),
+        Run(steps=20, hyper=(("amsgrad", True),), reduce="sum"),
         Run(steps=20, scale=8.0, layout="channels_last"),
-        Run(steps=5, async_op=True, memory="mixed", maximize=True),
+        Run(steps=5, async_op=True, memory="mixed", hyper=(("maximize", True),)),
     ],
 )
 def test_fused_adamw(spread: Spread, run: Run) -> None:
-    answers = spread[0].run(adamw.parity, run)
-    assert len({params for params, _ in answers}) == 1
+    assert len(set(spread[0].run(fused_ops.parity, run))) == 1
 
 
 @pytest.mark.parametrize("names", ["three", "two of two"])
@@ -78,13 +76,13 @@ def test_fused_steps_have_the_bits_of_one_host(names: str) -> None:
         ):
             if op == "lamb" and "present" in more:
                 continue
-            run = fused_ops.Run(op, steps=3, **more)
+            run = Run(op, steps=3, **more)
             one_host = harness.pool(len(harness.HOSTS[names])).run(fused_ops.parity, run)
             assert set(ranks.run(fused_ops.parity, run)) == set(one_host), run
 
 
 def test_fused_adamw_overflow(spread: Spread) -> None:
-    spread[0].run(adamw.overflow, "ordinary")
+    spread[0].run(fused_ops.overflow, Run())
 
 
 def test_ddp(spread: Spread) -> None:

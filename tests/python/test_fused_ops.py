@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import harness
-from checks import fused_ops, optim_faults
+from checks import fused_dispatch, fused_ops, optim_faults
 from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, Run
 from fusedpg._registration import load_extension
 
@@ -23,7 +23,9 @@ COMMON: dict[str, dict[str, Any]] = {
     "mixed memory": {"memory": "mixed"},
     "channels_last": {"layout": "channels_last"},
     "channels_last arena": {"layout": "channels_last", "memory": "arena"},
+    "transposed": {"layout": "transposed"},
     "transposed mixed": {"layout": "transposed", "memory": "mixed"},
+    "no elements for some ranks": {"shapes": ((5,), (33,), (64,), (97,), (1,), (127,))},
     "sum": {"reduce": "sum"},
     "scaled": {"scale": 1024.0},
     "weighted": {"weighted": True},
@@ -63,6 +65,9 @@ OWN: dict[str, dict[str, Any]] = {
     "sgd nesterov async": {"op": "sgd", "hyper": (("nesterov", True),), "async_op": True},
     "adam amsgrad": {"op": "adam", "hyper": (("amsgrad", True),)},
     "adamw amsgrad": {"op": "adamw", "hyper": (("amsgrad", True),), "memory": "mixed"},
+    "adamw very long": {"op": "adamw", "steps": 100},
+    "adamw amsgrad long": {"op": "adamw", "hyper": (("amsgrad", True),), "steps": 100},
+    "adamw amsgrad maximize": {"op": "adamw", "hyper": (("amsgrad", True), ("maximize", True))},
     "adamw amsgrad async": {"op": "adamw", "hyper": (("amsgrad", True),), "async_op": True},
     "adamw amsgrad bf16 state": {
         "op": "adamw",
@@ -126,8 +131,46 @@ def test_overflow_on_one_rank_stops_all(workers: harness.Workers, op: str, memor
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_lr_moves_nothing(workers: harness.Workers, op: str) -> None:
-    workers.run(fused_ops.unused_options, Run(op, hyper=(("lr", 0.0),)))
-    workers.run(fused_ops.unused_options, Run(op, hyper=(("lr", 0.0),), dtypes=(BF16,)))
+    workers.run(fused_ops.unmoved, Run(op, hyper=(("lr", 0.0),)))
+    workers.run(fused_ops.unmoved, Run(op, hyper=(("lr", 0.0),), dtypes=(BF16,)))
+
+
+@pytest.mark.parametrize("memory", ["ordinary", "arena", "mixed"])
+def test_many_small_tensors(workers: harness.Workers, memory: str) -> None:
+    shapes = tuple((1 + (i * 37) % 211,) for i in range(397))
+    agree(workers.run(fused_ops.parity, Run(shapes=shapes, steps=5, memory=memory)))
+
+
+@pytest.mark.parametrize("memory", ["ordinary", "arena", "mixed"])
+def test_large_tensors(workers: harness.Workers, memory: str) -> None:
+    run = Run(shapes=((1_000_003,), (257, 1031)), steps=3, memory=memory)
+    agree(workers.run(fused_ops.parity, run))
+    assert workers.run(fused_ops.digests, run) == workers.run(fused_ops.digests, run)
+
+
+def test_runs_are_identical(workers: harness.Workers) -> None:
+    run = Run(hyper=(("amsgrad", True),), steps=20)
+    assert workers.run(fused_ops.digests, run) == workers.run(fused_ops.digests, run)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_steps_in_flight(workers: harness.Workers, op: str) -> None:
+    workers.run(fused_ops.many_steps_in_flight, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_between_collectives(workers: harness.Workers, op: str) -> None:
+    workers.run(fused_ops.with_collectives_between, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_leaf_parameters(pair: harness.Workers, op: str) -> None:
+    pair.run(fused_ops.leaf_parameters, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_another_layout(pair: harness.Workers, op: str) -> None:
+    pair.run(fused_ops.other_layout, op)
 
 
 @pytest.mark.parametrize("op", ["sgd", "adam", "adamw"])
@@ -194,7 +237,12 @@ def test_any_mix(
     agree(harness.pool(world_size).run(fused_ops.parity, run))
 
 
-WRONG = {
+OF_ADAM = {
+    "fewer second moments": "exp_avg_sqs",
+    "second moment length": "exp_avg_sqs",
+    "no maxima": "max_exp_avg_sqs",
+}
+WRONG = OF_ADAM | {
     "no params": "params",
     "fewer grads": "grads",
     "more params": "grads",
@@ -209,6 +257,7 @@ WRONG = {
     "state dtype": "state",
     "state gaps": "state",
     "step dtype": "state_steps[0]",
+    "double param": "grads[0]",
     "gaps": "params[0]",
     "reduce": "reduce",
     "beta1": "beta",
@@ -226,6 +275,8 @@ WRONG = {
 def test_wrong_arguments(pair: harness.Workers, op: str, what: str) -> None:
     if op == "sgd" and what in ("fewer steps", "step dtype", "beta1", "beta2"):
         pytest.skip("SGD has none")
+    if what in OF_ADAM and not op.startswith("adam"):
+        pytest.skip("of Adam")
     word = WRONG[what]
     if word == "state":
         word = "momentum_buffer_list" if op == "sgd" else "exp_avgs"
@@ -233,6 +284,11 @@ def test_wrong_arguments(pair: harness.Workers, op: str, what: str) -> None:
         assert kind == "ValueError", text
         assert word in text, text
         assert f"fused_{op}_" in text, text
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sparse_gradients_are_refused(pair: harness.Workers, op: str) -> None:
+    pair.run(fused_ops.sparse, op)
 
 
 @pytest.fixture(params=[2, harness.slow(3)], ids=lambda size: f"world{size}")
@@ -292,7 +348,7 @@ WRITTEN = {
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_schema(op: str, tensor_lr: bool) -> None:
-    [written] = harness.pool(1).run(fused_ops.schema, op, tensor_lr)
+    [written] = harness.pool(1).run(fused_dispatch.schema, op, tensor_lr)
     mutated = {name for name, flag in written.items() if flag}
     assert mutated == WRITTEN[op] | {"master_params", "found_inf"}
     assert "grads" in written and "group_name" in written
@@ -300,23 +356,23 @@ def test_schema(op: str, tensor_lr: bool) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_fake_tensors(pair: harness.Workers, op: str) -> None:
-    pair.run(fused_ops.fake, Run(op))
-    pair.run(fused_ops.fake, Run(op, lr_tensor=True, scale=2.0))
-    pair.run(fused_ops.fake, Run(op, dtypes=(BF16,), master=True))
+    pair.run(fused_dispatch.fake, Run(op))
+    pair.run(fused_dispatch.fake, Run(op, lr_tensor=True, scale=2.0))
+    pair.run(fused_dispatch.fake, Run(op, dtypes=(BF16,), master=True))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: str) -> None:
     workers = harness.pool(1)
     shapes = ((37,), (3, 5))
-    workers.run(fused_ops.opcheck, Run(op, shapes=shapes))
-    workers.run(fused_ops.opcheck, Run(op, shapes=shapes, lr_tensor=True, scale=2.0))
-    workers.run(fused_ops.opcheck, Run(op, shapes=shapes, dtypes=(BF16,), master=True))
+    workers.run(fused_dispatch.opcheck, Run(op, shapes=shapes))
+    workers.run(fused_dispatch.opcheck, Run(op, shapes=shapes, lr_tensor=True, scale=2.0))
+    workers.run(fused_dispatch.opcheck, Run(op, shapes=shapes, dtypes=(BF16,), master=True))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_unknown_group(op: str) -> None:
-    [(_, text)] = harness.pool(1).run(fused_ops.unknown_group, op)
+    [(_, text)] = harness.pool(1).run(fused_dispatch.unknown_group, op)
     assert "nobody has this name" in text
 
 
@@ -324,15 +380,15 @@ def test_unknown_group(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_compiled(pair: harness.Workers, op: str, how: str) -> None:
     shapes = ((1021,), (64, 3))
-    pair.run(fused_ops.compiled, Run(op, shapes=shapes), how, "aot_eager")
+    pair.run(fused_dispatch.compiled, Run(op, shapes=shapes), how, "aot_eager")
     options = Run(op, shapes=shapes, lr_tensor=True, scale=4.0)
-    pair.run(fused_ops.compiled, options, how, "aot_eager")
+    pair.run(fused_dispatch.compiled, options, how, "aot_eager")
 
 
 @pytest.mark.parametrize("how", ["wrapper", "operator"])
 def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
     run = Run("adamw", shapes=((1021,), (64, 3)))
-    pair.run(fused_ops.compiled, run, how, "inductor", timeout=200)
+    pair.run(fused_dispatch.compiled, run, how, "inductor", timeout=200)
 
 
 # --- groups that span hosts ----------------------------------------------------
@@ -379,3 +435,42 @@ def test_sum_of_squares_refuses_other_types(dtype: torch.dtype) -> None:
     """They have no kernel, whose answer would be 0."""
     with pytest.raises(ValueError, match="sum_squares"):
         load_extension().sum_squares(torch.ones(3, dtype=dtype))
+
+
+# --- who owns what ----------------------------------------------------------
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(numel=st.integers(0, 1 << 40), world_size=st.integers(1, 1024))
+def test_shards_partition_a_tensor(numel: int, world_size: int) -> None:
+    import fusedpg
+
+    ranges = [fusedpg.shard_range(numel, world_size, rank) for rank in range(world_size)]
+    chunk = -(-numel // world_size)
+    chunk = -(-chunk // 32) * 32
+    end = 0
+    for offset, length in ranges:
+        assert length >= 0
+        if length:
+            assert offset == end
+            assert offset % 32 == 0
+        end = max(end, offset + length)
+        assert length in (chunk, 0) or offset + length == numel
+    assert end == numel
+    assert sum(length for _, length in ranges) == numel
+
+
+@pytest.mark.parametrize("arguments", [(-1, 2, 0), (10, 0, 0), (10, 2, 2), (10, 2, -1)])
+def test_wrong_shards(arguments: tuple[int, int, int]) -> None:
+    import fusedpg
+
+    with pytest.raises((ValueError, RuntimeError)):
+        fusedpg.shard_range(*arguments)
+
+
+def test_shards_by_hand() -> None:
+    import fusedpg
+
+    assert fusedpg.shard_range(100, 2, 0) == (0, 64)
+    assert fusedpg.shard_range(100, 2, 1) == (64, 36)
+    assert [fusedpg.shard_range(33, 4, rank)[1] for rank in range(4)] == [32, 1, 0, 0]

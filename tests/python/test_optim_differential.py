@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import harness
 from checks import optim_differential as differential
@@ -18,11 +22,11 @@ from checks.optim_script import Setup
 pytestmark = pytest.mark.fused_only
 
 GRAPHS = ("", "find_unused", "static")
-FINISHES = ("", "clip", "its own clip", "scaler")
+FINISHES = ("", "clip", "its own clip", "scaler", "overflow", "scaler alone")
 SETUPS = [
     Setup(optimizer, mode, view, graph, finish)
     for mode, view, graph, finish, optimizer in itertools.product(
-        ("ddp", "overlap"), (False, True), GRAPHS, FINISHES, ("SGD", "AdamW")
+        ("ddp", "overlap"), (False, True), GRAPHS, FINISHES, ("SGD", "AdamW", "LAMB")
     )
     # The update in backward has one way to finish; the others raise, which other tests see.
     if mode == "ddp" or not finish
@@ -37,7 +41,7 @@ def agree(workers: harness.Workers, name: str, setups: list[Setup]) -> None:
 
 EVERY = [s for s in SETUPS if s.finish == ""]
 # Every mode, view and kind of graph; the optimizers in turn.
-CHOSEN = [s for i, s in enumerate(EVERY) if i % 2 == (i // 2) % 2]
+CHOSEN = [s for i, s in enumerate(EVERY) if i % 3 == (i // 3) % 3]
 FINISHED = [s for s in SETUPS if s.finish]
 # Those where a step follows more than one backward, or some parameters have no gradient.
 INTERESTING = (
@@ -57,7 +61,16 @@ def test_patterns(pair: harness.Workers, name: str) -> None:
 
 @pytest.mark.parametrize("name", INTERESTING)
 def test_clipping_and_scaling(pair: harness.Workers, name: str) -> None:
-    agree(pair, name, FINISHED[sum(map(ord, name)) % 3 :: 3])
+    agree(pair, name, FINISHED[sum(map(ord, name)) % 7 :: 7])
+
+
+@pytest.mark.skipif(
+    "batched_grad_copy" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch copies every gradient at once",
+)
+@pytest.mark.parametrize("name", INTERESTING)
+def test_batched_copies(pair: harness.Workers, name: str) -> None:
+    agree(pair, name, [dataclasses.replace(s, batched=True) for s in CHOSEN])
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -81,6 +94,13 @@ def test_unfrozen_by_hand(trio: harness.Workers, optimizer: str) -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_masters_and_memory_format(pair: harness.Workers, steps: int) -> None:
     pair.run(differential.masters_and_memory_format, steps)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "LAMB"])
+def test_masters(pair: harness.Workers, optimizer: str, dtype: torch.dtype, overlap: bool) -> None:
+    pair.run(differential.masters, optimizer, dtype, overlap)
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from pathlib import Path
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
 
 import harness
-from checks import optim_reads, optim_sequences, optim_torch
+from checks import optim_assumptions, optim_reads, optim_sequences, optim_torch
 
 pytestmark = [
     pytest.mark.fused_only,
@@ -131,6 +132,16 @@ def test_masters_see_writes(pair: harness.Workers, write: str, mode: str) -> Non
 @pytest.mark.parametrize("op", ["fused_sgd_", "fused_adam_", "fused_adamw_", "fused_lamb_"])
 def test_meta_tensors_are_refused(pair: harness.Workers, op: str) -> None:
     pair.run(optim_reads.meta, op)
+
+
+def test_torch_is_as_assumed() -> None:
+    root = Path(torch.__file__).parent.parent
+    assert not list(optim_assumptions.wrong(root))
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "init", "clip", "join"])
+def test_another_torch(pair: harness.Workers, what: str) -> None:
+    pair.run(getattr(optim_assumptions, f"another_{what}"))
 
 
 # To search: HYPOTHESIS_PROFILE=explore pytest -k sequences

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fusedpg
 import harness
 from checks import options
 
@@ -54,6 +55,33 @@ def test_other_torch_is_refused() -> None:
     assert commands, done.stderr
     for command in commands:
         assert command.split()[-1] in (".", "requirements/build.txt"), command
+
+
+def test_freed_memory_is_kept() -> None:
+    done = python(
+        "import ctypes, resource, fusedpg\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.malloc.restype = ctypes.c_void_p\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    blocks = [libc.malloc(20 << 20) for _ in range(4)]\n"
+        "    for block in blocks:\n"
+        "        ctypes.memset(block, 1, 20 << 20)\n"
+        "    for block in blocks:\n"
+        "        libc.free(ctypes.c_void_p(block))\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "given_back = min(faults() for _ in range(5))\n"
+        "assert fusedpg.keep_freed_memory()\n"
+        "faults()\n"
+        "kept = min(faults() for _ in range(5))\n"
+        "assert kept < 40 <= given_back, (kept, given_back)\n"  # of 80 MiB, in huge pages at most
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_c_library_has_no_such_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert not fusedpg.keep_freed_memory()
 
 
 def test_command_line() -> None:

@@ -194,6 +194,24 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
         )
 
 
+def randn(*key: int, numel: int) -> torch.Tensor:
+    seed = 0
+    for part in key:
+        seed = seed * 1_000_003 + part + 1
+    generator = torch.Generator().manual_seed(seed % (1 << 62))
+    return torch.randn(numel, generator=generator)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in the order of memory."""
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return tensor.permute(order).contiguous().flatten()
+
+
+def distance(mine: torch.Tensor, want: torch.Tensor) -> float:
+    return float((mine - want).norm() / want.norm().clamp(min=1e-30))
+
+
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """SHA256 of the bytes of some tensors."""
     state = hashlib.sha256()

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checks.adamw import randn
-from checks.cases import digest
+from checks.cases import digest, randn
 from checks.faults import mark, rejoin, works
 from checks.optim_state import fused
 from harness import Context

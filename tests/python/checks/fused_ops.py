@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checks.adamw import distance, flat, randn
-from checks.cases import digest, same
+from checks.cases import digest, distance, flat, randn, same
 from harness import Context
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1021,), (7,), (31, 33), (2, 3, 4, 5), (4099,), (1,))
@@ -412,142 +411,103 @@ def overflow(context: Context, run: Run) -> None:
     assert not same(model.params[0], before[0])
 
 
-def unused_options(context: Context, run: Run) -> None:
-    """Nothing to learn moves nothing."""
+def unmoved(context: Context, run: Run) -> None:
+    """Nothing to learn moves nothing; moments and counters advance."""
     model = Model(context, run)
     before = [param.clone() for param in model.params]
     model.set_gradients(0)
     model.step()
     for param, old in zip(model.params, before, strict=True):
         assert same(param, old)
+    assert all(float(step) == 1 for step in model.steps)
+    if any(length for _, length in model.ranges):
+        assert all(any(bool(s.any()) for s in model.states[n]) for n in run.state_names())
+
+
+def many_steps_in_flight(context: Context, op: str) -> None:
+    """Asynchronous calls on different tensors, waited for at the end."""
+    models, twins = ([Model(context, Run(op, seed=seed)) for seed in range(8)] for _ in range(2))
+    works = []
+    for model in models:
+        model.set_gradients(0)
+        works.append(model.start(async_op=True))
+    for work in works:
+        work.wait()
+    for model, twin in zip(models, twins, strict=True):
+        twin.set_gradients(0)
+        twin.step()
+        for mine, want in zip(model.state(), twin.state(), strict=True):
+            assert same(mine, want)
+
+
+def with_collectives_between(context: Context, op: str) -> None:
+    """Fused steps and ordinary collectives on one queue, and in a subgroup."""
+    model = Model(context, Run(op))
+    for step in range(5):
+        model.set_gradients(step)
+        tensor = torch.ones(1000)
+        work = dist.all_reduce(tensor, async_op=True)
+        model.step()
+        assert work is not None
+        work.wait()
+        assert bool((tensor == context.world_size).all())
+    group = dist.new_group()
+    model.step(group=group)
+    dist.destroy_process_group(group)
+
+
+def leaf_parameters(context: Context, op: str) -> None:
+    """Parameters that require gradients work under no_grad."""
+    model = Model(context, Run(op, shapes=((1021,),)))
+    model.params[0].requires_grad_()
+    model.params[0].pow(2).sum().backward()
+    assert model.params[0].grad is not None
+    model.grads[0] = model.params[0].grad
+    before = model.params[0].detach().clone()
+    with torch.no_grad():
+        model.step()
+    assert not same(model.params[0].detach(), before)
+    assert model.params[0].requires_grad
+
+
+def other_layout(context: Context, op: str) -> None:
+    """A gradient whose strides are not the parameter's is understood or refused."""
+    model, twin = (Model(context, Run(op, shapes=((64, 3), (9, 31)))) for _ in range(2))
+    for one in (model, twin):
+        one.set_gradients(0)
+    model.grads[0] = model.grads[0].t().contiguous().t()
+    twin.step()
+    try:
+        model.step()
+    except (ValueError, RuntimeError) as error:
+        assert "grads" in str(error)
+    else:
+        for mine, want in zip(model.state(), twin.state(), strict=True):
+            assert same(mine, want)
+
+
+def sparse(context: Context, op: str) -> None:
+    """A sparse gradient is refused, by torch's dispatcher or by us, and changes nothing."""
+    model = Model(context, Run(op, shapes=((1021,), (64, 3))))
+    model.set_gradients(0)
+    model.grads[0] = model.grads[0].to_sparse()
+    kept = [one.clone() for one in model.state()]
+    for async_op in (False, True):
+        try:
+            model.step(async_op=async_op)
+        except (ValueError, RuntimeError) as error:
+            assert "sparse" in str(error).lower(), error
+        else:
+            raise AssertionError("a sparse gradient was accepted")
+    for now, old in zip(model.state(), kept, strict=True):
+        assert same(now, old), "a refused call changed something"
+    works(context)
 
 
 def works(context: Context) -> None:
     tensor = torch.ones(5)
     dist.all_reduce(tensor)
     assert bool((tensor == context.world_size).all()), "the group is broken"
-
-
-# --- dispatcher ---------------------------------------------------------------
-
-
-def direct(model: Model, group_name: str) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of torch.ops.fusedpg.*."""
-    options = model.options()
-    missing = {"sgd": (), "lamb": ("trust_clip", "always_adapt")}.get(model.run.op, ("amsgrad",))
-    for flag in ("maximize", *missing):
-        options.setdefault(flag, False)
-    del options["async_op"]
-    return [list(one) for one in model.lists()], options | {"group_name": group_name}
-
-
-def packet(op: str, tensor_lr: bool = False) -> Any:
-    import fusedpg  # noqa: F401
-
-    found = getattr(torch.ops.fusedpg, f"fused_{op}_")
-    return found.tensor_lr if tensor_lr else found.default
-
-
-def schema(context: Context, op: str, tensor_lr: bool) -> dict[str, bool]:
-    """Which arguments the schema says are written."""
-    written = {}
-    for argument in packet(op, tensor_lr)._schema.arguments:
-        written[argument.name] = argument.alias_info is not None and argument.alias_info.is_write
-    return written
-
-
-def fake(context: Context, run: Run) -> None:
-    """Fake and meta tensors pass, and nothing happens to real ones."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    import fusedpg
-
-    model = Model(context, run)
-    name = dist.distributed_c10d._get_default_group().group_name
-    lists, options = direct(model, name)
-    with FakeTensorMode() as mode:
-        fakes = [[mode.from_tensor(one) for one in many] for many in lists]
-        kwargs = {
-            key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-            for key, value in options.items()
-        }
-        kwargs["master_params"] = [mode.from_tensor(one) for one in model.masters]
-        assert packet(run.op, run.lr_tensor)(*fakes, **kwargs) is None
-        wrapper = getattr(fusedpg, f"fused_{run.op}_")
-        del kwargs["group_name"]
-        assert wrapper(*fakes, **kwargs) is None
-    metas = [[one.to("meta") for one in many] for many in lists]
-    kwargs = {
-        key: value.to("meta") if isinstance(value, torch.Tensor) else value
-        for key, value in options.items()
-    }
-    kwargs["master_params"] = [one.to("meta") for one in model.masters]
-    assert packet(run.op, run.lr_tensor)(*metas, **kwargs) is None
-    works(context)
-
-
-def opcheck(context: Context, run: Run) -> None:
-    """torch's own test of the registration."""
-    model = Model(context, run)
-    model.set_gradients(0)
-    name = dist.distributed_c10d._get_default_group().group_name
-    lists, options = direct(model, name)
-    torch.library.opcheck(
-        packet(run.op, run.lr_tensor),
-        tuple(lists),
-        options,
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
-def unknown_group(context: Context, op: str) -> tuple[str, str]:
-    model = Model(context, Run(op))
-    lists, options = direct(model, "nobody has this name")
-    try:
-        packet(op)(*lists, **options)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("a group that does not exist was accepted")
-
-
-def compiled(context: Context, run: Run, how: str, backend: str) -> None:
-    """The same bits as in eager mode, in one graph."""
-    import torch._dynamo
-    import torch._inductor.config
-
-    import fusedpg
-
-    # Compiling in processes of its own is slow to start.
-    torch._inductor.config.compile_threads = 1
-    torch._dynamo.reset()
-    eager, model = Model(context, run), Model(context, run)
-    name = dist.distributed_c10d._get_default_group().group_name
-    wrapper = getattr(fusedpg, f"fused_{run.op}_")
-    operator = packet(run.op, run.lr_tensor)
-
-    def function(lists: list[list[torch.Tensor]], options: dict[str, Any]) -> torch.Tensor:
-        params, grads, *rest = lists
-        doubled = [grad * 2 for grad in grads]
-        if how == "wrapper":
-            wrapper(params, doubled, *rest, **options)
-        else:
-            operator(params, doubled, *rest, **options)
-        return params[0] + 1
-
-    fast = torch.compile(function, fullgraph=True, backend=backend)
-    for step in range(3):
-        results = []
-        for one, call in ((eager, function), (model, fast)):
-            one.set_gradients(step)
-            lists, options = direct(one, name)
-            if how == "wrapper":
-                del options["group_name"]
-            results.append(call(lists, options))
-            one.calls += 1
-        assert same(results[0], results[1])
-        for mine, want in zip(model.state(), eager.state(), strict=True):
-            assert same(mine, want)
-    assert all(float(step) == 3 for step in model.steps)
 
 
 # --- groups that span hosts ----------------------------------------------------

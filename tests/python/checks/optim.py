@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import distance, flat, randn
-from checks.cases import digest, same
+from checks.cases import digest, distance, flat, randn, same
 from harness import Context
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1021,), (7,), (31, 37), (2, 3, 5, 7), (1,))

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import distance
-from checks.cases import digest, same
+from checks.cases import digest, distance, same
 from checks.ddp import Net
 from checks.optim import Run, Trainer, fused, grouped, refused, unchanged
 from harness import Context

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from checks.optim import refused
 from checks.optim_patterns import ANY, NAMES, NEVER, PATTERNS, Program, execute
-from checks.optim_script import OPTIMIZERS, WIDTH, Net, Script, Setup
+from checks.optim_script import OPTIMIZERS, WIDTH, Net, Script, Setup, of_torch
 from harness import Context
 
 TOLERANCE = 1e-11
@@ -142,6 +142,64 @@ def unfrozen_by_hand(context: Context, optimizer: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
         ours.zero_grad()
         theirs.zero_grad()
+
+
+def masters(context: Context, optimizer: str, dtype: torch.dtype, overlap: bool) -> None:
+    """Half parameters with fp32 masters under DDP, against fp32 copies and an optimizer of torch.
+
+    Gradients are small integers, exact in half types also when they are accumulated and scaled.
+    """
+    import fusedpg
+
+    torch.manual_seed(11)
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 37), torch.nn.Linear(37, 5)).to(dtype)
+    params = list(net.parameters())
+    copies = [param.detach().float().requires_grad_() for param in params]
+    theirs = of_torch(optimizer, copies)
+    ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.0005)
+    ours: Any = getattr(fusedpg.optim, optimizer)(
+        params, **OPTIMIZERS[optimizer], ddp=ddp, overlap=overlap, master_dtype=torch.float32
+    )
+    # The scaler of overlap=True raises, which other tests see.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100, enabled=not overlap)
+
+    def gradient(step: int, batch: int, rank: int, i: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 100 * batch + 10 * rank + i)
+        return torch.randint(-3, 4, params[i].shape, generator=generator).float()
+
+    for step in range(7):
+        overflow = step in (0, 3) and not overlap
+        for batch in range(2):
+            ddp.require_backward_grad_sync = batch == 1
+            values = ddp.module[0].weight.new_zeros(1, WIDTH)
+            loss = ddp(values).sum() * 0
+            for i, param in enumerate(params):
+                factor = gradient(step, batch, context.rank, i).to(dtype)
+                if overflow and batch and context.rank == 0 and i == 1:
+                    factor[3] = torch.inf
+                loss = loss + (param * factor).float().sum()
+            scaler.scale(loss).backward()
+        ddp.require_backward_grad_sync = True
+        scaler.step(ours)
+        scaler.update()
+        ours.zero_grad()
+        for i, copied in enumerate(copies):
+            copied.grad = sum(
+                gradient(step, batch, rank, i) for batch in range(2)
+                for rank in range(context.world_size)
+            ) / context.world_size  # type: ignore[assignment]  # fmt: skip
+        if not overflow:
+            theirs.step()
+        state = ours.full_state_dict(rank0_only=False)["state"]
+        for i, (param, copied) in enumerate(zip(params, copies, strict=True)):
+            want = copied.detach()
+            mine = state[i]["master_param"].reshape(want.shape) if state else want
+            apart = float((mine - want).norm() / want.norm())
+            assert apart <= 2e-6, (step, i, apart)
+            assert torch.equal(param.detach(), mine.to(dtype)), (step, i)
+            if "step" in state.get(i, {}):
+                assert float(state[i]["step"]) == float(theirs.state[copied]["step"]), (step, i)
+    assert state
 
 
 def masters_and_memory_format(context: Context, steps: int) -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import distance, randn
-from checks.cases import digest, same
+from checks.cases import digest, distance, randn, same
 from checks.faults import mark, rejoin, works
 from checks.fused_ops import BF16, FP32, FP64, Model, Run, parity
 from checks.optim_state import KINDS, Net, fused, set_gradients
@@ -233,6 +232,14 @@ def wrong(context: Context, op: str, what: str) -> tuple[str, str]:
         state[0] = torch.zeros(2 * model.ranges[0][1])[::2]
     elif what == "step dtype":
         model.steps[0] = torch.tensor(0, dtype=torch.int64)
+    elif what == "fewer second moments":
+        model.states["exp_avg_sq"].pop()
+    elif what == "second moment length":
+        model.states["exp_avg_sq"][0] = torch.zeros(model.ranges[0][1] + 1)
+    elif what == "double param":
+        model.params[0] = model.params[0].double()
+    elif what == "no maxima":
+        override["amsgrad"] = True
     elif what == "gaps":
         model.params[0] = torch.zeros(2042)[::2]
     elif what == "reduce":

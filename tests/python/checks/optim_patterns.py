@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from checks.optim_script import OPTIMIZERS, WIDTH, Net, Script
+from checks.optim_script import WIDTH, Net, Script, of_torch
 
 
 def plainly(s: Script) -> None:
@@ -324,10 +324,10 @@ def learning_rate_after_backward(s: Script) -> None:
 def fuse_then_load(s: Script) -> None:
     import fusedpg
 
-    name = s.setup.optimizer
+    name = "AdamW" if s.setup.optimizer == "LAMB" else s.setup.optimizer  # torch has none
     s.fresh()
     s.wrap()
-    old = getattr(torch.optim, name)(s.params, **OPTIMIZERS[name], foreach=False)
+    old = of_torch(name, s.params)
     scheduler = torch.optim.lr_scheduler.StepLR(old, 1, 0.5)
     s.opt = old
     if s.fused:

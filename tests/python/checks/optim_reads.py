@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import distance, randn
-from checks.cases import same
+from checks.cases import distance, randn, same
 from checks.optim import refused
 from checks.optim_torch import parameters
 from harness import Context

@@ -21,7 +21,50 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
     "Adam": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1, "amsgrad": True},
     "AdamW": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},
+    "LAMB": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},
 }
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2020 (arXiv:1904.00962), algorithm 2, phi the identity, as a torch optimizer."""
+
+    def __init__(self, params: Any, **hyper: Any) -> None:
+        super().__init__(params, {"betas": (0.9, 0.999), **hyper})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for x in group["params"]:
+                if x.grad is not None:
+                    self._update(x, group)
+
+    def _update(self, x: torch.Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[x]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(x), torch.zeros_like(x)
+        state["step"] += 1
+        t = int(state["step"])
+        m = state["exp_avg"].mul_(beta1).add_((1 - beta1) * x.grad)
+        v = state["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * x.grad * x.grad)
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        u = m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * x
+        ratio = float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0
+        x.sub_(group["lr"] * ratio * u)
+
+
+def of_torch(name: str, params: Any) -> torch.optim.Optimizer:
+    """The oracle; torch has no LAMB."""
+    if name == "LAMB":
+        return Lamb(params, **OPTIMIZERS[name])
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(
+        params, **OPTIMIZERS[name], foreach=False
+    )
+    return made
+
+
+SCALED = ("scaler", "overflow", "scaler alone")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +75,15 @@ class Setup:
     mode: str = "ddp"  # or overlap, manual
     view: bool = False
     graph: str = ""  # or find_unused, static
-    finish: str = ""  # or clip, its own clip, scaler
+    # Or clip, its own clip; scaler (with clip), overflow (the same, and some gradients of one rank
+    # are infinite), scaler alone (that, and only the scaler's step()).
+    finish: str = ""
+    batched: bool = False  # DDP copies gradients when a bucket is complete
 
     def ddp(self) -> dict[str, Any]:
-        return {
+        # Torch before 2.13 does not know it.
+        batched = {"batched_grad_copy": True} if self.batched else {}
+        return batched | {
             "gradient_as_bucket_view": self.view,
             "find_unused_parameters": self.graph == "find_unused",
             "static_graph": self.graph == "static",
@@ -111,7 +159,7 @@ class Script:
 
         name = self.setup.optimizer
         if not self.fused:
-            return getattr(torch.optim, name)(params, **OPTIMIZERS[name], foreach=False)
+            return of_torch(name, params)
         own = {"overlap": self.setup.mode == "overlap", "ddp": net}
         return getattr(fusedpg.optim, name)(params, **OPTIMIZERS[name], **own)
 
@@ -127,19 +175,22 @@ class Script:
 
     def backward(self, y: torch.Tensor, **options: Any) -> None:
         loss = self.loss(y)
-        if self.setup.finish == "scaler":
+        if self.setup.finish in SCALED:
             loss = self.scaler.scale(loss)
+        last = self.context.rank == self.context.world_size - 1
+        if self.setup.finish in ("overflow", "scaler alone") and last and self.batches % 3 == 2:
+            loss = loss * torch.inf
         loss.backward(**options)
 
     def step(self, zero: bool = True) -> None:
         finish, opt = self.setup.finish, self.opt
-        if finish == "scaler":
+        if finish in ("scaler", "overflow"):
             self.scaler.unscale_(opt)
         if finish == "its own clip" and self.fused:
             opt.clip_grad_norm_(0.7)
-        elif finish:
+        elif finish not in ("", "scaler alone"):
             nn.utils.clip_grad_norm_(self.params, 0.7, foreach=False)
-        if finish == "scaler":
+        if finish in SCALED:
             self.scaler.step(opt)
             self.scaler.update()
         else:

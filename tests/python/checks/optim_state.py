@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import distance, randn
-from checks.cases import digest, same
+from checks.cases import digest, distance, randn, same
 from checks.faults import rejoin
 from checks.fused_ops import Lamb
 from harness import Context

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import distance, randn
-from checks.cases import same
+from checks.cases import distance, randn, same
 from checks.optim import refused
 from harness import Context
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import randn
+from checks.cases import randn
 from checks.optim_state import BF16, KINDS, Net, equal, fused, steps
 from harness import Context
 

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from checks import adamw, numerics
+from checks import fused_ops, numerics
 from checks.cases import REDUCIBLE, Case, digest, logical, reduce_op, supported
 from harness import Context
 
@@ -42,8 +42,9 @@ def worker_pool(context: Context, threads: int) -> None:
         for memory in ("ordinary", "arena"):
             numerics.all_reduce(context, Case("all_reduce", numel=numel, memory=memory))
     numerics.reduce_scatter(context, Case("reduce_scatter", numel=300_001))
-    adamw.parity(context, adamw.Run(shapes=((300_007,), (33,)), steps=3))
-    adamw.parity(context, adamw.Run(shapes=((300_007,), (33,)), steps=3, memory="arena"))
+    for memory in ("ordinary", "arena"):
+        run = fused_ops.Run(shapes=((300_007,), (33,)), steps=3, memory=memory)
+        fused_ops.parity(context, run)
 
 
 def kernels(context: Context, isa: str | None) -> str:
@@ -63,8 +64,8 @@ def kernels(context: Context, isa: str | None) -> str:
             results.append(tensor)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         numerics.special(context, dtype, "SUM", 4099)
-    params, _ = adamw.parity(context, adamw.Run(steps=10, amsgrad=True))
-    return digest(results) + params
+    run = fused_ops.Run(hyper=(("amsgrad", True),), steps=10)
+    return digest(results) + fused_ops.parity(context, run)
 
 
 def other_devices(context: Context) -> str:

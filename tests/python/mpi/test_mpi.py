@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 
 import harness
-from checks import adamw, collectives, ddp, groups, numerics, p2p
+from checks import collectives, ddp, fused_ops, groups, numerics, p2p
 from checks.cases import MEMORY, Case
 from test_collectives import calls
 
@@ -38,7 +38,7 @@ def test_numerics(context: harness.Context, memory: str) -> None:
 def test_fused_adamw(context: harness.Context, memory: str) -> None:
     if not context.fused:
         pytest.skip("our own op")
-    adamw.parity(context, adamw.Run(steps=20, memory=memory))
+    fused_ops.parity(context, fused_ops.Run(steps=20, memory=memory))
 
 
 def test_point_to_point(context: harness.Context) -> None:
