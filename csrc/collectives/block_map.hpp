@@ -50,6 +50,12 @@ class BlockMap {
   // Blocks that a rank or, with kAny, any rank contributes.
   static constexpr int kAny = -1;
   size_t present_blocks(int rank) const;
+  // The share of blocks that any rank contributes.
+  double density() const {
+    return blocks_ == 0 ? 0
+                        : static_cast<double>(present_blocks(kAny)) /
+            static_cast<double>(blocks_);
+  }
   // Of the elements of `piece`, those in such blocks.
   size_t present_elements(int rank, const Piece& piece) const;
   // Calls fn(begin, end) for the runs of such blocks in `piece`, clipped to it.

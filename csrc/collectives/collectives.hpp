@@ -23,6 +23,27 @@ void all_reduce(
     Context& ctx,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args);
+// The same, whatever way the ranks have.
+class Way;
+void all_reduce(
+    Way& way,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args);
+
+// Skips blocks of zeros. The result is that of all_reduce(), bit for bit but
+// for NaN payloads. Throws Error(kInvalid) when !can_skip(args), or for a
+// threshold with several tensors.
+struct SkipOptions;
+void sparse_all_reduce(
+    Context& ctx,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args,
+    const SkipOptions& options);
+void sparse_all_reduce(
+    Way& way,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args,
+    const SkipOptions& options);
 
 // In place on the root; other ranks' tensors keep their values.
 void reduce(

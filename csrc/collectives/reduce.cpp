@@ -15,7 +15,8 @@ void reduce(
   OpDescriptor d = reduction_descriptor(OpCode::kReduce, args);
   d.root = root;
   const std::vector<ReduceTensor> tensors{{data, count}};
-  describe_tensors(ctx, d, tensors);
+  ShmWay way(ctx);
+  describe_tensors(way, d, tensors);
   const size_t bytes = count * dtype_size(args.dtype);
   const bool staged = select_one_shot(bytes, ctx.in_arena({data, bytes}));
   const auto finish = [&](const void* const* srcs) {
@@ -26,7 +27,7 @@ void reduce(
   if (staged && one_shot(ctx, d, {data, bytes}, finish)) {
     return;
   }
-  Plan plan = in_place(ctx, tensors, args);
+  Plan plan = in_place(way, tensors, args);
   plan.receiver = root;
   if (!staged) {
     TwoShot(ctx, plan).begin(d);

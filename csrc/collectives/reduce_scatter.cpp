@@ -27,7 +27,8 @@ void reduce_scatter(
     const std::vector<ReduceTensor>& inputs,
     const kernels::ReduceArgs& args) {
   OpDescriptor d = reduction_descriptor(OpCode::kReduceScatter, args);
-  describe_tensors(ctx, d, inputs);
+  ShmWay way(ctx);
+  describe_tensors(way, d, inputs);
   const int me = ctx.rank();
   const size_t size = dtype_size(args.dtype);
   if (output.count != inputs[me].count) {
@@ -71,7 +72,7 @@ void reduce_scatter(
   Plan plan;
   plan.src_size = plan.dst_size = size;
   plan.receiver = Plan::kOwner;
-  plan.epilogue = identity_epilogue(ctx, args);
+  plan.epilogue = reduction_epilogue(ctx.kernels, args);
   for (int p = 0; p < ctx.size(); ++p) {
     plan.tensors.push_back(
         {static_cast<const char*>(inputs[p].data),

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collectives/find_blocks.hpp"
+#include "collectives/skip.hpp"
 
 namespace fusedpg {
 
@@ -84,8 +84,8 @@ NetPath select_net_path(const NetContext& ctx) {
   return ctx.ranks_share_hosts ? NetPath::kChain : NetPath::kDirect;
 }
 
-bool select_net_skip(size_t block, size_t bytes) {
-  return block != 0 && bytes >= size_t(256) << 10;
+bool select_net_skip(size_t bytes) {
+  return bytes >= size_t(256) << 10;
 }
 
 bool select_stream(size_t bytes) {

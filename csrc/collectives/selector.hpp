@@ -61,10 +61,17 @@ NetPath select_net_path(const NetContext& ctx);
 
 // Whether a step between machines looks for blocks of zeros in a gradient of
 // so many bytes: that takes rounds of messages of its own.
-bool select_net_skip(size_t block, size_t bytes);
+bool select_net_skip(size_t bytes);
 
-// Between machines the wire is slower than everything else.
-constexpr double kNetSkipLimit = 0.9;
+// Shares of blocks in the result from which skipping is worth nothing: for the
+// next operation, and for the one that has found them.
+struct SkipLimits {
+  double next;
+  double now;
+};
+// Between machines the wire is slower than everything else, and where the
+// blocks are known the rest of skipping costs nothing.
+constexpr SkipLimits kNetSkipLimits{0.9, 2};
 // Between GPUs (not measured): NCCL moves the union as it would move all.
 constexpr double kCudaSkipLimit = 0.8;
 

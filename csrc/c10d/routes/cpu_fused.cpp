@@ -67,7 +67,7 @@ WorkPtr CpuRoute::sparse_all_reduce(
       "fused:sparse_all_reduce",
       group_.timeout.load(),
       async_op};
-  const SparseOptions options = sparse_options(tensor, arguments);
+  const SkipOptions options = sparse_options(tensor, arguments);
   const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
   translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
   check_tensor("sparse_all_reduce", tensor);

@@ -33,7 +33,7 @@ cuda::CudaEngine::SparseCall sparse_call(
 void split_residual(
     const at::Tensor& tensor,
     const at::Tensor& residual,
-    const SparseOptions& options) {
+    const SkipOptions& options) {
   const c10::NoGradGuard no_grad;
   const auto block = static_cast<int64_t>(options.block);
   const at::Tensor flat = memory_order(tensor);
@@ -142,7 +142,7 @@ WorkPtr CudaRoute::sparse_all_reduce(
     const at::Tensor& tensor,
     const SparseArguments& arguments,
     bool async_op) {
-  const SparseOptions options = sparse_options(tensor, arguments);
+  const SkipOptions options = sparse_options(tensor, arguments);
   const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
   translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
   TORCH_CHECK_VALUE(

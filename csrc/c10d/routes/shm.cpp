@@ -68,7 +68,7 @@ class ShmTurn : public Turn {
   void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,
-      const SparseOptions& options) override {
+      const SkipOptions& options) override {
     fusedpg::sparse_all_reduce(ctx_, {tensor.reduce_tensor()}, args, options);
   }
   at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override {

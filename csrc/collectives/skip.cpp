@@ -1,4 +1,4 @@
-#include "collectives/find_blocks.hpp"
+#include "collectives/skip.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -103,7 +103,7 @@ void find_blocks(
     Pool& pool,
     const ReduceTensor& tensor,
     DType dtype,
-    const SparseOptions& options,
+    const SkipOptions& options,
     uint64_t* bits) {
   const bool above = options.threshold > 0;
   if (above) {

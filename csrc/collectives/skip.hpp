@@ -16,7 +16,7 @@ bool can_skip(const kernels::ReduceArgs& args);
 // Throws Error(kInvalid) naming `op` if not.
 void check_can_skip(OpCode op, const kernels::ReduceArgs& args);
 
-struct SparseOptions {
+struct SkipOptions {
   size_t block = kBlockSize; // elements; larger for tensors of many millions
   // Blocks without an element of a larger magnitude are not sent but left in
   // `residual`, which is added to the tensor first: a tensor of its size and
@@ -33,7 +33,7 @@ void find_blocks(
     Pool& pool,
     const ReduceTensor& tensor,
     DType dtype,
-    const SparseOptions& options,
+    const SkipOptions& options,
     uint64_t* bits);
 
 // Some blocks of this rank, as words that ranks compare, and what all ranks'
