@@ -1,3 +1,5 @@
+#include <utility>
+
 #include "collectives/collectives.hpp"
 #include "collectives/reduction.hpp"
 
@@ -6,22 +8,21 @@ namespace {
 
 using Choice = DensityEstimates::Choice;
 
-// The second half of both: an operation that looks for zeros, and that `d`
-// describes but for that.
+// The second half of both: an operation that looks for zeros. `flags`: what the
+// NaN check has said.
 void reduce_skipping(
     Way& way,
-    OpDescriptor& d,
-    OpCode named,
+    SumCall call,
+    uint64_t flags,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args,
     const SkipOptions& options) {
-  d.op = OpCode::kSparseAllReduce;
-  d.value_hash = Hash()
-                     .add(d.value_hash)
-                     .add(static_cast<uint64_t>(options.block))
-                     .add(options.threshold)
-                     .value();
-  Plan plan = in_place(way, tensors, args);
+  const OpCode named = std::exchange(call.op, OpCode::kSparseAllReduce);
+  call.block = options.block;
+  call.threshold = options.threshold;
+  OpDescriptor d = facts(call);
+  d.flags = flags;
+  Plan plan = in_place(way.kernels(), way.size(), tensors, args);
   plan.skip = options;
   plan.zeros_stay = true;
   way.enter(&plan, d, {});
@@ -46,15 +47,15 @@ void all_reduce(
     Way& way,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args) {
-  OpDescriptor d = reduction_descriptor(OpCode::kAllReduce, args);
-  describe_tensors(way, d, tensors);
+  const SumCall call = sum_call(OpCode::kAllReduce, tensors, args);
+  OpDescriptor d = describe_sum(way.op(), call, tensors);
   SkipState& state = way.op().skip;
   void* data = tensors[0].data;
   const size_t bytes = d.count * dtype_size(args.dtype);
-  const Choice choice =
-      select_skip(state, way.size(), d.shape_hash, bytes, args);
+  const SkipConfig config = skip_config(state, way.size(), d, args);
+  const Choice choice = select_skip(config);
   if (choice == Choice::kSkip) {
-    reduce_skipping(way, d, OpCode::kAllReduce, tensors, args, {state.block});
+    reduce_skipping(way, call, d.flags, tensors, args, {state.block});
     return;
   }
   const auto combine = [&](const void* const* srcs) {
@@ -64,7 +65,7 @@ void all_reduce(
       ? way.at_once(d, {data, bytes}, combine)
       : Way::AtOnce::kNo;
   if (small != Way::AtOnce::kDone) {
-    const Plan plan = in_place(way, tensors, args);
+    const Plan plan = in_place(way.kernels(), way.size(), tensors, args);
     if (small == Way::AtOnce::kNo) {
       const bool probes = choice == Choice::kProbe;
       way.enter(
@@ -73,7 +74,9 @@ void all_reduce(
           probes
               ? sample_blocks(way.kernels(), tensors, args.dtype, state.block)
               : std::vector<uint64_t>());
-      count_dense(state, way.size(), d.shape_hash, bytes, args);
+      if (select_estimate(config)) {
+        state.estimates.count_dense(d.shape_hash, d.dtype);
+      }
       if (probes) {
         std::vector<const uint64_t*> samples;
         for (int p = 0; p < way.size(); ++p) {
@@ -91,37 +94,20 @@ void all_reduce(
   way.count(OpCode::kAllReduce);
 }
 
-void all_reduce(
-    Context& ctx,
-    const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args) {
-  ShmWay way(ctx);
-  all_reduce(way, tensors, args);
-}
-
 void sparse_all_reduce(
     Way& way,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args,
     const SkipOptions& options) {
-  OpDescriptor d = reduction_descriptor(OpCode::kSparseAllReduce, args);
-  check_can_skip(d.op, args);
+  const SumCall call = sum_call(OpCode::kSparseAllReduce, tensors, args);
+  check_can_skip(call.op, args);
   if (options.threshold > 0 && tensors.size() != 1) {
     fail(
         ErrorKind::kInvalid,
         "fused: sparse_all_reduce: a threshold takes one tensor a call");
   }
-  describe_tensors(way, d, tensors);
-  reduce_skipping(way, d, OpCode::kSparseAllReduce, tensors, args, options);
-}
-
-void sparse_all_reduce(
-    Context& ctx,
-    const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args,
-    const SkipOptions& options) {
-  ShmWay way(ctx);
-  sparse_all_reduce(way, tensors, args, options);
+  const OpDescriptor d = describe_sum(way.op(), call, tensors);
+  reduce_skipping(way, call, d.flags, tensors, args, options);
 }
 
 } // namespace fusedpg

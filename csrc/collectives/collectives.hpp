@@ -3,6 +3,7 @@
 #include <functional>
 #include <vector>
 
+#include "base/calls.hpp"
 #include "collectives/context.hpp"
 
 // One function per collective. All ranks of the group call the same one in the
@@ -19,11 +20,6 @@ struct ReduceTensor {
   void* data;
   size_t count;
 };
-void all_reduce(
-    Context& ctx,
-    const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args);
-// The same, whatever way the ranks have.
 class Way;
 void all_reduce(
     Way& way,
@@ -34,11 +30,6 @@ void all_reduce(
 // for NaN payloads. Throws Error(kInvalid) when !can_skip(args), or for a
 // threshold with several tensors.
 struct SkipOptions;
-void sparse_all_reduce(
-    Context& ctx,
-    const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args,
-    const SkipOptions& options);
 void sparse_all_reduce(
     Way& way,
     const std::vector<ReduceTensor>& tensors,

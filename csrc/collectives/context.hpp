@@ -4,10 +4,10 @@
 #include <string>
 
 #include "base/deadline.hpp"
+#include "base/descriptor.hpp"
 #include "base/options.hpp"
 #include "base/stats.hpp"
 #include "collectives/density.hpp"
-#include "host/descriptor.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
 #include "kernels/kernels.hpp"

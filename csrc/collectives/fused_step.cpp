@@ -11,66 +11,14 @@ namespace {
 
 using kernels::Formula;
 
-Formula formula(OpCode op) {
-  switch (op) {
-    case OpCode::kFusedSgd:
-      return Formula::kSgd;
-    case OpCode::kFusedAdam:
-    case OpCode::kFusedAdamW:
-      return Formula::kAdam;
-    case OpCode::kFusedLamb:
-      return Formula::kLamb;
-    default:
-      fail(
-          ErrorKind::kInvalid,
-          "fused: ",
-          op_name(op),
-          " is not an optimizer step");
-  }
-}
-
-// Of what a call's tensors are. Ranks must have the same, and that of the
-// scalars too, or replicas drift apart silently.
-Hash shape_hash(const StepCall& call) {
-  Hash hash;
-  hash.add(static_cast<uint64_t>(call.param_type));
-  hash.add(static_cast<uint64_t>(call.grad_type));
-  hash.add(static_cast<uint64_t>(call.state_type));
-  hash.add(static_cast<uint64_t>(call.shared_params));
-  hash.add(static_cast<uint64_t>(call.has_masters));
-  hash.add(static_cast<uint64_t>(call.follow));
-  for (const StepTensor& t : call.tensors) {
-    hash.add(static_cast<uint64_t>(t.count)).add(t.layout_hash);
-  }
-  return hash;
-}
-
-uint64_t value_hash(const StepCall& call) {
-  Hash hash;
-  for (const StepHyper& h : call.hypers) {
-    hash.add(hyper_hash(h));
-  }
-  hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.reduced));
-  hash.add(call.grad_scale ? double(*call.grad_scale) : 1.0);
-  for (const StepTensor& t : call.tensors) {
-    hash.add(t.step ? double(*t.step) : 0.0).add(uint64_t(t.hyper));
-  }
-  hash.add(static_cast<uint64_t>(call.skip_block));
-  return hash.add(call.call_hash).value();
-}
-
 OpDescriptor describe_step(Way& way, const StepCall& call) {
-  OpDescriptor d;
-  d.op = call.op;
-  d.dtype = call.param_type;
-  d.items = call.tensors.size();
-  Hash shape = shape_hash(call);
+  OpDescriptor d = facts(call, /*on_device=*/false);
+  Hash places;
   OpDescriptor grads;
   grads.dtype = call.grad_type;
   for (const StepTensor& t : call.tensors) {
-    d.count += t.count;
     if (call.shared_params && t.count != 0) {
-      shape.add(
+      places.add(
           way.shared_place(t.param, t.count * dtype_size(call.param_type)));
     }
     if (!call.reduced) {
@@ -78,8 +26,7 @@ OpDescriptor describe_step(Way& way, const StepCall& call) {
     }
   }
   d.flags |= grads.flags;
-  d.shape_hash = shape.value();
-  d.value_hash = value_hash(call);
+  d.shape_hash = Hash().add(d.shape_hash).add(places.value()).value();
   if (call.found_inf && *call.found_inf != 0.0F) {
     d.flags |= kFoundInf;
   }
@@ -327,11 +274,6 @@ kernels::UpdateArgs update_args(
 void fused_step(Way& way, const StepCall& call) {
   Step(way, call).run();
   way.count(call.op);
-}
-
-void fused_step(Context& ctx, const StepCall& call) {
-  ShmWay way(ctx);
-  fused_step(way, call);
 }
 
 } // namespace fusedpg

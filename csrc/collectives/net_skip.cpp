@@ -86,7 +86,7 @@ Pending NetSkip::receive(int from, Kind kind, size_t bytes) {
 }
 
 NetSkip::Words NetSkip::words_of(int owner) const {
-  const Piece& lane = lanes_[owner];
+  const LanePiece& lane = lanes_[owner];
   if (lane.count == 0) {
     return {0, 0};
   }
@@ -133,7 +133,7 @@ void NetSkip::exchange_unions() {
   // blocks in the lane count.
   const auto masked = [&](int owner, const uint64_t* from) {
     std::vector<uint64_t> bits(results_.words());
-    const Piece& lane = lanes_[owner];
+    const LanePiece& lane = lanes_[owner];
     const Words words = words_of(owner);
     for (size_t b = lane.begin / options_.block;
          lane.count > 0 && b * options_.block < lane.begin + lane.count;
@@ -178,20 +178,20 @@ void NetSkip::exchange_unions() {
   }
 }
 
-Piece NetSkip::segment(int owner, size_t s) const {
-  const Piece& lane = lanes_[owner];
+LanePiece NetSkip::segment(int owner, size_t s) const {
+  const LanePiece& lane = lanes_[owner];
   const size_t begin = std::min(s * segment_, lane.count);
   return {0, lane.begin + begin, std::min(segment_, lane.count - begin)};
 }
 
 void NetSkip::contribute(size_t s) {
-  const Piece own = segment(rank_, s);
+  const LanePiece own = segment(rank_, s);
   std::vector<Pending> arrivals(size_);
   for (int k = 1; k < size_; ++k) {
     // Everybody begins with another peer.
     const int to = (rank_ + k) % size_;
     const int from = (rank_ + size_ - k) % size_;
-    const Piece theirs = segment(to, s);
+    const LanePiece theirs = segment(to, s);
     const size_t bytes = map_.present_elements(rank_, theirs) * element_;
     if (bytes != 0) {
       NetBuffer message(bytes);
@@ -219,7 +219,7 @@ void NetSkip::reduce(size_t s, const Plan::Epilogue& epilogue) {
       p.request->wait(ctx_.deadline);
     }
   }
-  const Piece own = segment(rank_, s);
+  const LanePiece own = segment(rank_, s);
   const BlockMap& lane = lane_maps_[rank_];
   const size_t present =
       gives_ ? lane.present_elements(BlockMap::kAny, own) : 0;

@@ -41,7 +41,7 @@ class NetSkip {
   };
   Words words_of(int owner) const;
   // Segment `s` of an owner's lane; empty behind its end.
-  Piece segment(int owner, size_t s) const;
+  LanePiece segment(int owner, size_t s) const;
   char* at(size_t index) const {
     return static_cast<char*>(tensor_.data) + index * element_;
   }
@@ -64,7 +64,7 @@ class NetSkip {
   const int size_;
   const size_t element_;
   const size_t segment_; // elements, of whole blocks
-  std::vector<Piece> lanes_; // by owner
+  std::vector<LanePiece> lanes_; // by owner
   size_t steps_ = 0;
   BlockMap map_; // all blocks of this rank; in its lane, those of all ranks
   BlockMap results_;

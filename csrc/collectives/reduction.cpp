@@ -2,7 +2,10 @@
 
 namespace fusedpg {
 
-OpDescriptor reduction_descriptor(OpCode op, const kernels::ReduceArgs& args) {
+SumCall sum_call(
+    OpCode op,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args) {
   if (!reduction_supported(args.dtype, args.op)) {
     fail(
         ErrorKind::kInvalid,
@@ -13,33 +16,22 @@ OpDescriptor reduction_descriptor(OpCode op, const kernels::ReduceArgs& args) {
         " is not defined for ",
         dtype_name(args.dtype));
   }
-  OpDescriptor d;
-  d.op = op;
-  d.dtype = args.dtype;
-  d.red_op = args.op;
-  // An owner scales every rank's contribution, so all must mean one factor.
-  d.value_hash = Hash().add(args.factor).value();
-  return d;
-}
-
-uint64_t shape_hash(const std::vector<ReduceTensor>& tensors) {
-  Hash shape;
+  SumCall call{op, args.dtype, args.op, args.factor, -1, {}};
   for (const ReduceTensor& t : tensors) {
-    shape.add(static_cast<uint64_t>(t.count));
+    call.counts.push_back(t.count);
   }
-  return shape.value();
+  return call;
 }
 
-void describe_tensors(
-    Way& way,
-    OpDescriptor& d,
+OpDescriptor describe_sum(
+    const OpContext& ctx,
+    const SumCall& call,
     const std::vector<ReduceTensor>& tensors) {
-  d.items = tensors.size();
+  OpDescriptor d = facts(call);
   for (const ReduceTensor& t : tensors) {
-    d.count += t.count;
-    check_nan(way.op(), d, t.data, t.count);
+    check_nan(ctx, d, t.data, t.count);
   }
-  d.shape_hash = shape_hash(tensors);
+  return d;
 }
 
 Plan::Epilogue reduction_epilogue(
@@ -73,7 +65,8 @@ Plan::Epilogue reduction_epilogue(
 }
 
 Plan in_place(
-    Way& way,
+    const kernels::Table& kernels,
+    int world_size,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args) {
   Plan plan;
@@ -81,14 +74,14 @@ Plan in_place(
   if (args.op == RedOp::kSum || args.op == RedOp::kAvg) {
     plan.src_type = args.dtype;
   }
-  plan.epilogue = reduction_epilogue(way.kernels(), args);
+  plan.epilogue = reduction_epilogue(kernels, args);
   std::vector<size_t> counts;
   for (const ReduceTensor& t : tensors) {
     counts.push_back(t.count);
     plan.tensors.push_back(
         {static_cast<const char*>(t.data), static_cast<char*>(t.data)});
   }
-  plan.lanes = Plan::shards(counts, way.size());
+  plan.lanes = Plan::shards(counts, world_size);
   return plan;
 }
 

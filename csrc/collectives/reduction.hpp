@@ -8,16 +8,17 @@
 // What the collectives that only reduce have in common.
 namespace fusedpg {
 
-// Throws Error(kInvalid) when the engine cannot reduce this dtype with this op.
-OpDescriptor reduction_descriptor(OpCode op, const kernels::ReduceArgs& args);
+// The call of an operation. Throws Error(kInvalid) when the engine cannot reduce
+// this dtype with this op.
+SumCall sum_call(
+    OpCode op,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args);
 
-// Of the tensors' sizes.
-uint64_t shape_hash(const std::vector<ReduceTensor>& tensors);
-
-// Fills in counts and hashes, and runs the NaN check.
-void describe_tensors(
-    Way& way,
-    OpDescriptor& d,
+// The facts, and what the NaN check says.
+OpDescriptor describe_sum(
+    const OpContext& ctx,
+    const SumCall& call,
     const std::vector<ReduceTensor>& tensors);
 
 // The epilogue that stores the plain reduction.
@@ -27,7 +28,8 @@ Plan::Epilogue reduction_epilogue(
 
 // A plan that reduces tensors where they lie.
 Plan in_place(
-    Way& way,
+    const kernels::Table& kernels,
+    int world_size,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args);
 

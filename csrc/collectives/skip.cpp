@@ -98,6 +98,19 @@ void check_can_skip(OpCode op, const kernels::ReduceArgs& args) {
   }
 }
 
+SkipConfig skip_config(
+    const SkipState& state,
+    int world_size,
+    const OpDescriptor& d,
+    const kernels::ReduceArgs& args) {
+  SkipConfig config{
+      state.mode, world_size, d.count * dtype_size(d.dtype), can_skip(args)};
+  if (select_estimate(config)) {
+    config.estimate = state.estimates.choose(d.shape_hash, d.dtype);
+  }
+  return config;
+}
+
 void find_blocks(
     const kernels::Table& kernels,
     Pool& pool,

@@ -4,6 +4,7 @@
 
 #include "base/options.hpp"
 #include "collectives/collectives.hpp"
+#include "collectives/selector.hpp"
 #include "host/pool.hpp"
 #include "kernels/kernels.hpp"
 
@@ -24,6 +25,13 @@ struct SkipOptions {
   double threshold = 0;
   void* residual = nullptr;
 };
+
+// What select_skip() chooses by, for tensors of this shape.
+SkipConfig skip_config(
+    const SkipState& state,
+    int world_size,
+    const OpDescriptor& d,
+    const kernels::ReduceArgs& args);
 
 // Bit b % 64 of bits[b / 64] for block b. Where a sample of many blocks holds
 // no zeros, all count as present. With a threshold, blocks that are not present

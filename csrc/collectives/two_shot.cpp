@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "collectives/selector.hpp"
-
 namespace fusedpg {
 namespace {
 
@@ -22,7 +20,7 @@ constexpr size_t round_up(size_t n, size_t to) {
 class LaneCursor {
  public:
   LaneCursor(
-      const std::vector<Piece>& pieces,
+      const std::vector<LanePiece>& pieces,
       size_t element_size,
       size_t granule)
       : pieces_(&pieces),
@@ -39,7 +37,7 @@ class LaneCursor {
   void next(size_t bytes, Fn&& fn) {
     size_t position = 0;
     while (index_ < pieces_->size() && position < bytes) {
-      const Piece& piece = (*pieces_)[index_];
+      const LanePiece& piece = (*pieces_)[index_];
       const size_t room = (bytes - position) / element_size_;
       size_t count = piece.count - done_;
       if (count > room) {
@@ -61,16 +59,16 @@ class LaneCursor {
   }
 
  private:
-  const std::vector<Piece>* pieces_;
+  const std::vector<LanePiece>* pieces_;
   size_t element_size_;
   size_t granule_;
   size_t index_ = 0;
   size_t done_ = 0;
 };
 
-size_t lane_bytes(const std::vector<Piece>& lane, size_t element_size) {
+size_t lane_bytes(const std::vector<LanePiece>& lane, size_t element_size) {
   size_t bytes = 0;
-  for (const Piece& piece : lane) {
+  for (const LanePiece& piece : lane) {
     bytes += round_up(piece.count * element_size, kPieceAlignment);
   }
   return bytes;
@@ -101,7 +99,7 @@ class Pipeline {
             blocks != nullptr && plan.zeros_stay ? blocks->skip(plan.lanes)
                                                  : Lanes()),
         lanes_(some_lanes_.empty() ? plan.lanes : some_lanes_),
-        path_(select_path(ctx)),
+        path_(agreed_path(ctx)),
         ends_(make_ends()) {
     // Both directions cut the lanes alike, whatever their element sizes.
     const size_t element = std::max(plan.src_size, plan.dst_size);
@@ -370,7 +368,7 @@ class Pipeline {
   // For the parts of a piece that the same ranks contribute. Where some do not,
   // a source of zeros comes last, and parts are at most as long as that.
   void apply_to_blocks(
-      const Piece& piece,
+      const LanePiece& piece,
       const Ends& ends,
       size_t num_dsts,
       bool stream) {
@@ -450,11 +448,18 @@ class Pipeline {
 
 } // namespace
 
+Path agreed_path(Context& ctx) {
+  if (ctx.size() == 1) {
+    return {true, true}; // nobody needs a stage
+  }
+  return {all_ranks(ctx, kReadsDirect), all_ranks(ctx, kWritesDirect)};
+}
+
 void TwoShot::begin(OpDescriptor& d, const std::vector<uint64_t>& extra) const {
   // The extent of each tensor, from the lanes that cover it.
   std::vector<size_t> ends(plan_.tensors.size());
   for (const auto& lane : plan_.lanes) {
-    for (const Piece& piece : lane) {
+    for (const LanePiece& piece : lane) {
       ends[piece.tensor] =
           std::max(ends[piece.tensor], piece.begin + piece.count);
     }

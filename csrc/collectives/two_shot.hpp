@@ -5,8 +5,13 @@
 #include "collectives/block_map.hpp"
 #include "collectives/context.hpp"
 #include "collectives/plan.hpp"
+#include "collectives/selector.hpp"
 
 namespace fusedpg {
+
+// What all ranks have said of their tensors' places; after enter(), until the
+// next barrier.
+Path agreed_path(Context& ctx);
 
 // A plan in shared memory. Lanes are cut into *chunks*; in each step a rank
 // copies in chunk s for all other owners, applies the epilogue to chunk s-1 of

@@ -1,7 +1,6 @@
 #include "collectives/way.hpp"
 
 #include "base/hash.hpp"
-#include "collectives/one_shot.hpp"
 
 namespace fusedpg {
 namespace {
@@ -16,7 +15,7 @@ void add_moved(
   const bool gives = plan.receiver == Plan::kAll;
   const auto elements = [&](int owner, int rank, bool all) {
     size_t sum = 0;
-    for (const Piece& piece : plan.lanes[owner]) {
+    for (const LanePiece& piece : plan.lanes[owner]) {
       sum += all ? piece.count : blocks->present_elements(rank, piece);
     }
     return sum;
@@ -98,7 +97,8 @@ void ShmWay::enter(
     fusedpg::enter(ctx_, mine, extra.data(), extra.size());
     return;
   }
-  if (plan->skip && !plan->needs_all && (plan->zeros_stay || size() > 1)) {
+  if (plan->skip &&
+      select_plan_skip({size(), plan->needs_all, plan->zeros_stay})) {
     find_blocks(*plan);
   }
   before_extra_ = 2 * plan->tensors.size();
@@ -113,13 +113,13 @@ double ShmWay::density() {
 }
 
 SkipLimits ShmWay::skip_limits() {
-  const double limit = select_skip_limit(select_path(ctx_));
+  const double limit = select_skip_limit(agreed_path(ctx_));
   return {limit, limit};
 }
 
 void ShmWay::run(const Plan& plan, const OpDescriptor& d) {
   const BlockMap* blocks = plan.skip && blocks_ ? &*blocks_ : nullptr;
-  const Path path = select_path(ctx_);
+  const Path path = agreed_path(ctx_);
   path_ = blocks != nullptr                     ? DataPath::kSkipping
       : path.reads_direct && path.writes_direct ? DataPath::kDirect
                                                 : DataPath::kStaged;
@@ -138,9 +138,22 @@ Way::AtOnce ShmWay::at_once(
   if (!select_one_shot(input.bytes, ctx_.in_arena(input))) {
     return AtOnce::kNo;
   }
-  if (!one_shot(ctx_, mine, input, combine)) {
+  Domain& domain = ctx_.domain;
+  ctx_.kernels.copy(
+      domain.stage_in(rank(), domain.next_half()),
+      input.data,
+      input.bytes,
+      false);
+  mine.flags |= kStaged;
+  fusedpg::enter(ctx_, mine);
+  if (!all_ranks(ctx_, kStaged)) {
     return AtOnce::kEntered;
   }
+  std::vector<const void*> srcs(size());
+  for (int p = 0; p < size(); ++p) {
+    srcs[p] = domain.stage_in(p, domain.half());
+  }
+  combine(srcs.data());
   const uint64_t all = input.bytes * static_cast<size_t>(size() - 1);
   moved_.bytes_sent += all;
   moved_.bytes_received += all;

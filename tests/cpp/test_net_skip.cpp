@@ -24,6 +24,11 @@ Bytes contribution(const NetCase& c, int rank) {
   return values_in_blocks(c.dtype, c.count, c.seed + rank, c.block, c.percent);
 }
 
+// By which groups remember how dense sums were.
+uint64_t shape_of(const std::vector<ReduceTensor>& tensors) {
+  return facts(sum_call(OpCode::kAllReduce, tensors, sum_of())).shape_hash;
+}
+
 void check_net(int size, const NetCase& c) {
   std::vector<Bytes> all;
   std::vector<const void*> srcs;
@@ -71,8 +76,8 @@ void check_net(int size, const NetCase& c) {
   const double data =
       (double(here) + double(size) * double(stats[0].blocks_union)) * share *
       block_bytes;
-  const double heads =
-      double(size) * (size - 1) * (double(blocks) / size / 4 + sizeof(OpDescriptor) + 32);
+  const double heads = double(size) * (size - 1) *
+      (double(blocks) / size / 4 + sizeof(OpDescriptor) + 32);
   CHECK(double(sent) <= data * 1.6 + heads + 4 * size * block_bytes);
 }
 
@@ -167,7 +172,7 @@ TEST(net_skip_probes) {
       all_reduce(way, {{mine.data(), c.count}}, sum_of(c.dtype));
       CHECK_EQ(delegated, 1);
       const auto next = ctx.skip.estimates.choose(
-          shape_hash({{mine.data(), c.count}}), c.dtype);
+          shape_of({{mine.data(), c.count}}), c.dtype);
       CHECK((next == DensityEstimates::Choice::kSkip) == (percent != 100));
     });
   }
@@ -186,7 +191,7 @@ TEST(net_skip_as_the_group_says) {
       Bytes mine = all[rank];
       const std::vector<ReduceTensor> tensors{{mine.data(), c.count}};
       // As if earlier ones had been sparse.
-      ctx.skip.estimates.observe(shape_hash(tensors), c.dtype, 0, 1);
+      ctx.skip.estimates.observe(shape_of(tensors), c.dtype, 0, 1);
       HostsWay way(ctx, [] { CHECK(false); });
       all_reduce(way, tensors, sum_of(c.dtype));
       CHECK(mine == wanted);
@@ -208,7 +213,7 @@ TEST(net_skip_disagreements) {
         },
         milliseconds(20000));
   };
-  says("scalar arguments", [](bool odd, Way& way, void* data) {
+  says("size of blocks", [](bool odd, Way& way, void* data) {
     sparse_all_reduce(way, {{data, 10000}}, sum_of(), {odd ? 64u : 128u});
   });
   says("number of elements", [](bool odd, Way& way, void* data) {

@@ -402,7 +402,7 @@ TEST(sparse_disagreements) {
           sparse_all_reduce(
               ctx, {{b.data(), 100000}}, sum_of(), {g.rank == 0 ? 64u : 128u});
         },
-        "scalar arguments");
+        "size of blocks");
     raises(
         [&](Context& ctx) {
           if (g.rank == 0) {

@@ -131,7 +131,7 @@ class CpuRoute : public Route {
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
-      const SparseArguments& arguments,
+      const SkipArguments& arguments,
       bool async_op) override;
 
  protected:

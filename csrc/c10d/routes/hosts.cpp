@@ -99,12 +99,13 @@ class HostsTurn : public Turn {
     SkipState& skip = route_.skip_;
     for (const Flat& flat : tensors) {
       const ReduceTensor tensor = flat.reduce_tensor();
-      const uint64_t shape = shape_hash({tensor});
-      const size_t bytes = flat.span().bytes;
-      if (select_skip(skip, size_, shape, bytes, reduction.args) ==
-          DensityEstimates::Choice::kDense) {
-        // No round of messages to agree, and no connections of our own.
-        count_dense(skip, size_, shape, bytes, reduction.args);
+      const OpDescriptor d =
+          facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
+      const SkipConfig config = skip_config(skip, size_, d, reduction.args);
+      if (select_delegate(select_skip(config))) {
+        if (select_estimate(config)) {
+          skip.estimates.count_dense(d.shape_hash, d.dtype);
+        }
         delegate_sum(flat, reduction);
         continue;
       }

@@ -22,7 +22,7 @@ void check_residual(const at::Tensor& tensor, const at::Tensor& residual) {
 
 } // namespace
 
-SkipOptions sparse_options(const at::Tensor& tensor, const SparseArguments& a) {
+SkipOptions skip_options(const at::Tensor& tensor, const SkipArguments& a) {
   const auto& [op, block_size, threshold, residual] = a;
   check_dense("sparse_all_reduce", tensor);
   translate([&] { check_block_size(block_size); });
