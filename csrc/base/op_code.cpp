@@ -42,4 +42,10 @@ const char* op_name(OpCode op) {
   return "unknown";
 }
 
+const char* gpu_path_name(GpuPath path) {
+  constexpr const char* kNames[] = {
+      "none", "stock", "ring", "direct", "direct_skip"};
+  return kNames[static_cast<int>(path)];
+}
+
 } // namespace fusedpg

@@ -26,6 +26,11 @@ enum class OpCode : uint8_t {
 };
 constexpr int kOpCodes = 17;
 
+// Where the data of an operation on GPUs go: through NCCL's collectives, its
+// patched ring, or the arenas, where zeros may be skipped.
+enum class GpuPath : uint8_t { kNone, kStock, kRing, kDirect, kDirectSkip };
+const char* gpu_path_name(GpuPath path);
+
 // torch.distributed's name: "all_reduce".
 const char* op_name(OpCode op);
 

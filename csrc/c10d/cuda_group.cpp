@@ -9,6 +9,7 @@
 #include "c10d/store_rendezvous.hpp"
 #include "c10d/work_cuda.hpp"
 #include "cuda/block_list.hpp"
+#include "cuda/selector.hpp"
 
 namespace fusedpg {
 namespace {
@@ -357,14 +358,14 @@ WorkPtr CudaGroup::reduce_shards(
 
 WorkPtr CudaGroup::sparse_all_reduce(
     const at::Tensor& tensor,
-    const CudaEngine::SparseCall& call,
+    const CudaEngine::SkipCall& call,
     const char* title,
     std::chrono::milliseconds timeout,
     bool async_op,
     const Report& report) {
   report_sums(false);
   const auto keep = std::make_shared<at::Tensor>(tensor);
-  std::optional<CudaEngine::SparseFind> find;
+  std::optional<CudaEngine::SkipFind> find;
   auto operations = enqueue(
       tensor,
       timeout,
@@ -387,7 +388,7 @@ WorkPtr CudaGroup::sparse_all_reduce(
     const CudaEngine::Found found =
         translate([&] { return engine()->found_blocks(*find); });
     const bool skips =
-        double(found.blocks_union) < call.limit * double(call.blocks());
+        cuda::select_sum_skip(found.blocks_union, call.blocks(), call.limit);
     report(report_of(call, found, skips));
     const auto rest = enqueue(
         tensor,
@@ -407,8 +408,8 @@ WorkPtr CudaGroup::sparse_all_reduce(
 }
 
 // What NCCL's ring moves of the blocks, and of their flags.
-CudaGroup::SparseReport CudaGroup::report_of(
-    const CudaEngine::SparseCall& call,
+CudaGroup::SkipReport CudaGroup::report_of(
+    const CudaEngine::SkipCall& call,
     const CudaEngine::Found& found,
     bool skipped) const {
   const uint64_t element = dtype_size(call.dtype);
@@ -454,7 +455,7 @@ void CudaGroup::report_sums(bool wait) {
   }
 }
 
-bool CudaGroup::can_sum_directly(const CudaEngine::SparseCall& call) {
+bool CudaGroup::can_sum_directly(const CudaEngine::SkipCall& call) {
   const auto made = engine();
   return made && made->can_sum_directly(call);
 }

@@ -62,7 +62,7 @@ class CudaGroup {
   // An all-reduce that skips blocks of zeros. Over the arenas of all GPUs it is
   // enqueued at once; else this waits for the GPU to have found the blocks, and
   // from call.limit on everything travels.
-  struct SparseReport {
+  struct SkipReport {
     uint64_t blocks;
     uint64_t blocks_present;
     uint64_t blocks_union;
@@ -72,10 +72,10 @@ class CudaGroup {
   };
   // Hears what was done: before the call returns, or, over the arenas and not
   // into a graph, from a later call or report_sums().
-  using Report = std::function<void(const SparseReport&)>;
+  using Report = std::function<void(const SkipReport&)>;
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor, // dense in memory
-      const cuda::CudaEngine::SparseCall& call,
+      const cuda::CudaEngine::SkipCall& call,
       const char* title,
       std::chrono::milliseconds timeout,
       bool async_op,
@@ -83,7 +83,7 @@ class CudaGroup {
   // Of all sums over the arenas so far, in order; waits for them.
   void report_sums();
   // Whether the tensor lies where they can be done.
-  bool can_sum_directly(const cuda::CudaEngine::SparseCall& call);
+  bool can_sum_directly(const cuda::CudaEngine::SkipCall& call);
   // Whether the current stream of the tensor's device is captured into a graph.
   bool capturing(const at::Tensor& tensor);
 
@@ -116,8 +116,8 @@ class CudaGroup {
   using Enqueue = std::function<
       Operations(cuda::CudaEngine&, const cuda::CudaEngine::Submission&)>;
   void report_sums(bool wait);
-  SparseReport report_of(
-      const cuda::CudaEngine::SparseCall& call,
+  SkipReport report_of(
+      const cuda::CudaEngine::SkipCall& call,
       const cuda::CudaEngine::Found& found,
       bool skipped) const;
   // Behind the delegated collectives so far.
@@ -159,7 +159,7 @@ class CudaGroup {
   struct Unreported {
     std::shared_ptr<cuda::CudaEngine> engine;
     cuda::CudaEngine::DirectSum sum;
-    cuda::CudaEngine::SparseCall call;
+    cuda::CudaEngine::SkipCall call;
     Report report;
   };
   std::mutex unreported_mutex_; // taken inside the first

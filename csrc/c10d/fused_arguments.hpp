@@ -9,8 +9,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "collectives/find_blocks.hpp"
 #include "collectives/fused_step.hpp"
+#include "collectives/skip.hpp"
 
 namespace fusedpg {
 
@@ -57,7 +57,7 @@ struct ShardsArguments {
 };
 
 // One call of sparse_all_reduce; see collectives/sparse_all_reduce.hpp.
-struct SparseArguments {
+struct SkipArguments {
   c10d::ReduceOp op;
   int64_t block_size; // elements
   double threshold;
@@ -75,9 +75,7 @@ void check_arguments(const StepArguments& a, int rank, int size);
 void check_arguments(const ShardsArguments& a);
 
 // The engines' options, checked against the tensor. Throws ValueError.
-SparseOptions sparse_options(
-    const at::Tensor& tensor,
-    const SparseArguments& a);
+SkipOptions skip_options(const at::Tensor& tensor, const SkipArguments& a);
 
 ShardsCall to_engine(const ShardsArguments& a);
 // Into operations of a limited number of tensors.

@@ -148,7 +148,7 @@ WorkPtr ProcessGroupFused::reduce_shards_(
 
 WorkPtr ProcessGroupFused::sparse_all_reduce(
     const at::Tensor& tensor,
-    const SparseArguments& arguments,
+    const SkipArguments& arguments,
     bool async_op) {
   return route(tensor.device()).sparse_all_reduce(tensor, arguments, async_op);
 }

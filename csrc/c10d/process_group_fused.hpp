@@ -53,7 +53,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op);
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
-      const SparseArguments& arguments,
+      const SkipArguments& arguments,
       bool async_op);
   // Of the blocks that are skipped where nothing else is said; in elements.
   int64_t block_size() const {

@@ -388,7 +388,7 @@ Flat folded(
   if (tensors.size() == 1) {
     return Flat::inout(tensors[0]);
   }
-  reduction_descriptor(OpCode::kAllReduce, args); // throws if undefined
+  sum_call(OpCode::kAllReduce, {}, args); // throws if undefined
   kernels::ReduceArgs local;
   local.dtype = args.dtype;
   local.op = args.op == RedOp::kAvg || args.op == RedOp::kPremulSum

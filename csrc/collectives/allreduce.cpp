@@ -1,59 +1,113 @@
+#include <utility>
+
 #include "collectives/collectives.hpp"
-#include "collectives/one_shot.hpp"
 #include "collectives/reduction.hpp"
-#include "collectives/selector.hpp"
-#include "collectives/sparse_all_reduce.hpp"
-#include "collectives/two_shot.hpp"
 
 namespace fusedpg {
+namespace {
 
-void all_reduce(
-    Context& ctx,
+using Choice = DensityEstimates::Choice;
+
+// The second half of both: an operation that looks for zeros. `flags`: what the
+// NaN check has said.
+void reduce_skipping(
+    Way& way,
+    SumCall call,
+    uint64_t flags,
     const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args) {
-  OpDescriptor d = reduction_descriptor(OpCode::kAllReduce, args);
-  describe_tensors(ctx, d, tensors);
-  void* data = tensors[0].data;
-  const size_t bytes = d.count * dtype_size(args.dtype);
-  const auto choice =
-      select_skip(ctx.skip, ctx.size(), d.shape_hash, bytes, args);
-  if (choice == DensityEstimates::Choice::kSkip) {
-    run_skipping(ctx, d, OpCode::kAllReduce, tensors, args, {ctx.skip.block});
-    return;
-  }
-  const bool staged = tensors.size() == 1 &&
-      select_one_shot(bytes, ctx.in_arena({data, bytes}));
-  const auto finish = [&](const void* const* srcs) {
-    ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), d.count, false);
-  };
-  if (staged && one_shot(ctx, d, {data, bytes}, finish)) {
-    const uint64_t all = bytes * static_cast<size_t>(ctx.size() - 1);
-    ctx.stats.add(OpCode::kAllReduce, DataPath::kOneShot, {all, all});
-    return;
-  }
-  const Plan plan = in_place(ctx, tensors, args);
-  if (!staged) {
-    const bool probes = choice == DensityEstimates::Choice::kProbe;
-    TwoShot(ctx, plan).begin(
-        d,
-        probes ? sample_blocks(ctx.kernels, tensors, args.dtype, ctx.skip.block)
-               : std::vector<uint64_t>());
-    count_dense(ctx.skip, ctx.size(), d.shape_hash, bytes, args);
-    if (probes) {
-      std::vector<const uint64_t*> samples;
-      for (int p = 0; p < ctx.size(); ++p) {
-        samples.push_back(TwoShot(ctx, plan).extra_words(p));
-      }
-      ctx.skip.estimates.observe(
-          d.shape_hash,
-          args.dtype,
-          sampled_density(samples),
-          select_skip_limit(select_path(ctx)));
+    const kernels::ReduceArgs& args,
+    const SkipOptions& options) {
+  const OpCode named = std::exchange(call.op, OpCode::kSparseAllReduce);
+  call.block = options.block;
+  call.threshold = options.threshold;
+  OpDescriptor d = facts(call);
+  d.flags = flags;
+  Plan plan = in_place(way.kernels(), way.size(), tensors, args);
+  plan.skip = options;
+  plan.zeros_stay = true;
+  way.enter(&plan, d, {});
+  // Whoever asks for skipping gets it.
+  SkipState& state = way.op().skip;
+  if (state.mode == BlockSkip::kAuto && named == OpCode::kAllReduce) {
+    const SkipLimits limits = way.skip_limits();
+    const double density = way.density();
+    state.estimates.observe(d.shape_hash, args.dtype, density, limits.next);
+    if (density >= limits.now) {
+      plan.skip.reset();
+      plan.zeros_stay = false;
     }
   }
-  const DataPath path = data_path(select_path(ctx));
-  TwoShot(ctx, plan).run(d);
-  ctx.stats.add(OpCode::kAllReduce, path, lane_stats(plan, ctx));
+  way.run(plan, d);
+  way.count(named);
+}
+
+} // namespace
+
+void all_reduce(
+    Way& way,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args) {
+  const SumCall call = sum_call(OpCode::kAllReduce, tensors, args);
+  OpDescriptor d = describe_sum(way.op(), call, tensors);
+  SkipState& state = way.op().skip;
+  void* data = tensors[0].data;
+  const size_t bytes = d.count * dtype_size(args.dtype);
+  const SkipConfig config = skip_config(state, way.size(), d, args);
+  const Choice choice = select_skip(config);
+  if (choice == Choice::kSkip) {
+    reduce_skipping(way, call, d.flags, tensors, args, {state.block});
+    return;
+  }
+  const auto combine = [&](const void* const* srcs) {
+    way.kernels().reduce(args, &data, 1, srcs, way.size(), d.count, false);
+  };
+  const auto small = tensors.size() == 1
+      ? way.at_once(d, {data, bytes}, combine)
+      : Way::AtOnce::kNo;
+  if (small != Way::AtOnce::kDone) {
+    const Plan plan = in_place(way.kernels(), way.size(), tensors, args);
+    if (small == Way::AtOnce::kNo) {
+      const bool probes = choice == Choice::kProbe;
+      way.enter(
+          &plan,
+          d,
+          probes
+              ? sample_blocks(way.kernels(), tensors, args.dtype, state.block)
+              : std::vector<uint64_t>());
+      if (select_estimate(config)) {
+        state.estimates.count_dense(d.shape_hash, d.dtype);
+      }
+      if (probes) {
+        std::vector<const uint64_t*> samples;
+        for (int p = 0; p < way.size(); ++p) {
+          samples.push_back(way.extra(p));
+        }
+        state.estimates.observe(
+            d.shape_hash,
+            args.dtype,
+            sampled_density(samples),
+            way.skip_limits().next);
+      }
+    }
+    way.run(plan, d);
+  }
+  way.count(OpCode::kAllReduce);
+}
+
+void sparse_all_reduce(
+    Way& way,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args,
+    const SkipOptions& options) {
+  const SumCall call = sum_call(OpCode::kSparseAllReduce, tensors, args);
+  check_can_skip(call.op, args);
+  if (options.threshold > 0 && tensors.size() != 1) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: sparse_all_reduce: a threshold takes one tensor a call");
+  }
+  const OpDescriptor d = describe_sum(way.op(), call, tensors);
+  reduce_skipping(way, call, d.flags, tensors, args, options);
 }
 
 } // namespace fusedpg

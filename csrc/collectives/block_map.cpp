@@ -62,7 +62,7 @@ size_t BlockMap::present_blocks(int rank) const {
   return ones(bits(rank), 0, 64 * words());
 }
 
-size_t BlockMap::present_elements(int rank, const Piece& piece) const {
+size_t BlockMap::present_elements(int rank, const LanePiece& piece) const {
   size_t sum = 0;
   for_present(
       rank, piece, [&](size_t begin, size_t end) { sum += end - begin; });
@@ -87,7 +87,7 @@ size_t BlockMap::find(
 Lanes BlockMap::skip(const Lanes& lanes) const {
   Lanes kept(lanes.size());
   for (size_t p = 0; p < lanes.size(); ++p) {
-    for (const Piece& piece : lanes[p]) {
+    for (const LanePiece& piece : lanes[p]) {
       for_present(kAny, piece, [&](size_t begin, size_t end) {
         kept[p].push_back({piece.tensor, begin, end - begin});
       });

@@ -50,11 +50,17 @@ class BlockMap {
   // Blocks that a rank or, with kAny, any rank contributes.
   static constexpr int kAny = -1;
   size_t present_blocks(int rank) const;
+  // The share of blocks that any rank contributes.
+  double density() const {
+    return blocks_ == 0 ? 0
+                        : static_cast<double>(present_blocks(kAny)) /
+            static_cast<double>(blocks_);
+  }
   // Of the elements of `piece`, those in such blocks.
-  size_t present_elements(int rank, const Piece& piece) const;
+  size_t present_elements(int rank, const LanePiece& piece) const;
   // Calls fn(begin, end) for the runs of such blocks in `piece`, clipped to it.
   template <typename Fn>
-  void for_present(int rank, const Piece& piece, Fn&& fn) const {
+  void for_present(int rank, const LanePiece& piece, Fn&& fn) const {
     const uint64_t* words = bits(rank) + first_[piece.tensor];
     const size_t stop = piece.begin + piece.count;
     const size_t last = piece.count == 0 ? 0 : (stop + block_ - 1) / block_;
@@ -70,7 +76,7 @@ class BlockMap {
   // Calls fn(begin, end, ranks, num_ranks) for the parts of `piece`, in order,
   // that the same ranks contribute, by rank.
   template <typename Fn>
-  void for_contributors(const Piece& piece, Fn&& fn) const {
+  void for_contributors(const LanePiece& piece, Fn&& fn) const {
     if (piece.count == 0) {
       return;
     }

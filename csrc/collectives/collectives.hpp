@@ -3,6 +3,7 @@
 #include <functional>
 #include <vector>
 
+#include "base/calls.hpp"
 #include "collectives/context.hpp"
 
 // One function per collective. All ranks of the group call the same one in the
@@ -19,10 +20,21 @@ struct ReduceTensor {
   void* data;
   size_t count;
 };
+class Way;
 void all_reduce(
-    Context& ctx,
+    Way& way,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args);
+
+// Skips blocks of zeros. The result is that of all_reduce(), bit for bit but
+// for NaN payloads. Throws Error(kInvalid) when !can_skip(args), or for a
+// threshold with several tensors.
+struct SkipOptions;
+void sparse_all_reduce(
+    Way& way,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args,
+    const SkipOptions& options);
 
 // In place on the root; other ranks' tensors keep their values.
 void reduce(

@@ -63,7 +63,7 @@ void refuse(Context& ctx, const std::string& reason) {
 }
 
 void check_nan(
-    Context& ctx,
+    const OpContext& ctx,
     OpDescriptor& mine,
     const void* data,
     size_t count) {

@@ -4,10 +4,10 @@
 #include <string>
 
 #include "base/deadline.hpp"
+#include "base/descriptor.hpp"
 #include "base/options.hpp"
 #include "base/stats.hpp"
 #include "collectives/density.hpp"
-#include "host/descriptor.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
 #include "kernels/kernels.hpp"
@@ -29,9 +29,8 @@ struct SkipState {
   DensityEstimates estimates;
 };
 
-// What an algorithm works with during one operation.
-struct Context {
-  Domain& domain;
+// What an algorithm works with during one operation, wherever the ranks are.
+struct OpContext {
   const kernels::Table& kernels;
   Pool& pool;
   Deadline deadline;
@@ -42,6 +41,11 @@ struct Context {
   // Position in, and length of, a list of operations that one call runs.
   uint64_t list_index = 0;
   uint64_t list_length = 1;
+};
+
+// In shared memory.
+struct Context : OpContext {
+  Domain& domain;
   bool entered = false; // enter() has been called for it
 
   void begin_item(uint64_t index, uint64_t length) {
@@ -92,7 +96,7 @@ void refuse(Context& ctx, const std::string& reason);
 // Sets the descriptor's NaN flag if the option asks for the check; enter()
 // then throws on every rank.
 void check_nan(
-    Context& ctx,
+    const OpContext& ctx,
     OpDescriptor& mine,
     const void* data,
     size_t count);

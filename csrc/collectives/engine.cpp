@@ -61,14 +61,8 @@ void Engine::execute(
     std::chrono::milliseconds timeout) {
   check_failed();
   Context ctx{
-      domain_,
-      kernels_,
-      pool_,
-      Deadline(timeout),
-      sequence,
-      nan_check_,
-      skip_,
-      stats_};
+      {kernels_, pool_, Deadline(timeout), sequence, nan_check_, skip_, stats_},
+      domain_};
   bool refused = false;
   try {
     try {

@@ -5,81 +5,28 @@
 
 #include "base/ownership.hpp"
 #include "collectives/reduction.hpp"
-#include "collectives/sparse_all_reduce.hpp"
 
 namespace fusedpg {
 namespace {
 
 using kernels::Formula;
 
-Formula formula(OpCode op) {
-  switch (op) {
-    case OpCode::kFusedSgd:
-      return Formula::kSgd;
-    case OpCode::kFusedAdam:
-    case OpCode::kFusedAdamW:
-      return Formula::kAdam;
-    case OpCode::kFusedLamb:
-      return Formula::kLamb;
-    default:
-      fail(
-          ErrorKind::kInvalid,
-          "fused: {} is not an optimizer step",
-          op_name(op));
-  }
-}
-
-// Of what a call's tensors are. Ranks must have the same, and that of the
-// scalars too, or replicas drift apart silently.
-Hash shape_hash(const StepCall& call) {
-  Hash hash;
-  hash.add(static_cast<uint64_t>(call.param_type));
-  hash.add(static_cast<uint64_t>(call.grad_type));
-  hash.add(static_cast<uint64_t>(call.state_type));
-  hash.add(static_cast<uint64_t>(call.shared_params));
-  hash.add(static_cast<uint64_t>(call.has_masters));
-  hash.add(static_cast<uint64_t>(call.follow));
-  for (const StepTensor& t : call.tensors) {
-    hash.add(static_cast<uint64_t>(t.count)).add(t.layout_hash);
-  }
-  return hash;
-}
-
-uint64_t value_hash(const StepCall& call) {
-  Hash hash;
-  for (const StepHyper& h : call.hypers) {
-    hash.add(hyper_hash(h));
-  }
-  hash.add(uint64_t(call.reduction.mean)).add(uint64_t(call.reduced));
-  hash.add(call.grad_scale ? double(*call.grad_scale) : 1.0);
-  for (const StepTensor& t : call.tensors) {
-    hash.add(t.step ? double(*t.step) : 0.0).add(uint64_t(t.hyper));
-  }
-  hash.add(static_cast<uint64_t>(call.skip_block));
-  return hash.add(call.call_hash).value();
-}
-
 OpDescriptor describe_step(Way& way, const StepCall& call) {
-  OpDescriptor d;
-  d.op = call.op;
-  d.dtype = call.param_type;
-  d.items = call.tensors.size();
-  Hash shape = shape_hash(call);
+  OpDescriptor d = facts(call, /*on_device=*/false);
+  Hash places;
   OpDescriptor grads;
   grads.dtype = call.grad_type;
   for (const StepTensor& t : call.tensors) {
-    d.count += t.count;
     if (call.shared_params && t.count != 0) {
-      shape.add(
+      places.add(
           way.shared_place(t.param, t.count * dtype_size(call.param_type)));
     }
     if (!call.reduced) {
-      check_nan(way, grads, t.grad, t.count);
+      check_nan(way.op(), grads, t.grad, t.count);
     }
   }
   d.flags |= grads.flags;
-  d.shape_hash = shape.value();
-  d.value_hash = value_hash(call);
+  d.shape_hash = Hash().add(d.shape_hash).add(places.value()).value();
   if (call.found_inf && *call.found_inf != 0.0F) {
     d.flags |= kFoundInf;
   }
@@ -100,26 +47,8 @@ class Step {
     OpDescriptor d = describe_step(way_, call_);
     const bool lamb = formula(call_.op) == Formula::kLamb;
     Plan first = lamb ? moments_plan() : update_plan(!call_.reduced);
-    if (skips()) {
-      std::vector<ReduceTensor> grads;
-      for (const StepTensor& t : call_.tensors) {
-        grads.push_back({const_cast<void*>(t.grad), t.count});
-      }
-      skipping_.emplace(
-          *way_.shared_memory(),
-          grads,
-          call_.grad_type,
-          SparseOptions{call_.skip_block});
-      first.blocks = &skipping_->map();
-    }
     begin_reduction(way_, first, d, call_.reduction, call_.used);
     weights_ = first.weights;
-    if (skipping_) {
-      Context& ctx = *way_.shared_memory();
-      skipping_->load(ctx);
-      ctx.stats.add(
-          call_.op, DataPath::kSkipping, skipped_stats(ctx, first.lanes));
-    }
     if (any_rank(way_, kFoundInf)) {
       if (call_.found_inf) {
         *call_.found_inf = 1.0F;
@@ -160,8 +89,15 @@ class Step {
     plan.src_size = dtype_size(call_.grad_type);
     plan.dst_size = dtype_size(call_.param_type);
     plan.src_type = call_.grad_type;
-    plan.skip_block = call_.skip_block;
     plan.reads = reads;
+    if (reads && call_.skip_block != 0) {
+      plan.skip = SkipOptions{call_.skip_block};
+      // LAMB takes sums over runs that have nothing to do with blocks; a
+      // weighted mean has a weight a rank; a tensor that is not used has no
+      // gradient.
+      plan.needs_all = formula(call_.op) == Formula::kLamb ||
+          call_.reduction.weight || call_.used != nullptr;
+    }
     plan.lanes = Plan::shards(counts_, way_.size());
     for (const StepTensor& t : call_.tensors) {
       plan.tensors.push_back(
@@ -186,11 +122,6 @@ class Step {
                      size_t num_dsts,
                      const Sources& srcs,
                      bool stream) {
-      if (skipping_) {
-        update_skipping(
-            {tensor, begin, count}, dsts, num_dsts, srcs.data, stream);
-        return;
-      }
       const void* slice = nullptr;
       kernels::UpdateSpans s = spans(tensor, begin, count, srcs, slice);
       s.params_out = dsts;
@@ -207,56 +138,6 @@ class Step {
     const bool weighted = !weights_.empty() && !call_.reduced && !srcs.folded;
     a.weights = weighted ? weights_.data() : nullptr;
     return a;
-  }
-
-  // LAMB takes sums over runs that have nothing to do with blocks; a weighted
-  // mean has a weight a rank; a tensor that is not used has no gradient.
-  bool skips() const {
-    return way_.shared_memory() != nullptr && call_.skip_block != 0 &&
-        !call_.reduced && way_.size() > 1 && !call_.reduction.weight &&
-        call_.used == nullptr && formula(call_.op) != Formula::kLamb;
-  }
-
-  // Only the contributions of ranks that have the block are read; the others
-  // are zero, which parameters still see.
-  void update_skipping(
-      const Piece& piece,
-      void* const* dsts,
-      size_t num_dsts,
-      const void* const* srcs,
-      bool stream) {
-    skipping_->for_sources(
-        piece,
-        {srcs,
-         dtype_size(call_.grad_type),
-         dsts,
-         num_dsts,
-         dtype_size(call_.param_type)},
-        [&](size_t from,
-            size_t to,
-            const void* const* some,
-            size_t num,
-            void* const* outs) {
-          const void* slice = nullptr;
-          kernels::UpdateSpans s =
-              spans(piece.tensor, from, to - from, {some, num}, slice);
-          s.params_out = outs;
-          s.num_out = num_dsts;
-          s.stream = stream;
-          way_.kernels().update(args_[piece.tensor], s);
-        });
-  }
-
-  // Gradients of present blocks one way, all parameters the other.
-  OpStats skipped_stats(Context& ctx, const Lanes& lanes) const {
-    OpStats s = skipping_->stats(
-        ctx, lanes, dtype_size(call_.grad_type), /*gathers=*/false);
-    Plan params = plan(false);
-    params.src_size = 0;
-    const OpStats gathered = lane_stats(params, ctx);
-    s.bytes_sent += gathered.bytes_sent;
-    s.bytes_received += gathered.bytes_received;
-    return s;
   }
 
   // LAMB's first half: moments, and the norms of what the second half needs.
@@ -369,7 +250,6 @@ class Step {
   std::vector<kernels::UpdateArgs> args_;
   std::vector<double> weights_;
   std::vector<std::vector<double>> sums_; // of blocks: parameter, direction
-  std::optional<Skipping> skipping_;
 };
 
 } // namespace
@@ -393,11 +273,7 @@ kernels::UpdateArgs update_args(
 
 void fused_step(Way& way, const StepCall& call) {
   Step(way, call).run();
-}
-
-void fused_step(Context& ctx, const StepCall& call) {
-  ShmWay way(ctx);
-  fused_step(way, call);
+  way.count(call.op);
 }
 
 } // namespace fusedpg

@@ -2,8 +2,8 @@
 
 #include <vector>
 
+#include "base/calls.hpp"
 #include "base/hash.hpp"
-#include "base/step.hpp"
 #include "collectives/way.hpp"
 
 // Optimizer steps as one collective: reduce-scatter of the gradients, update of
@@ -16,7 +16,6 @@ namespace fusedpg {
 
 // Counters are incremented unless a rank found an infinity.
 void fused_step(Way& way, const StepCall& call);
-void fused_step(Context& ctx, const StepCall& call); // in shared memory
 
 // The scalars of one update of `tensor`, on a group of this size.
 kernels::UpdateArgs update_args(
@@ -27,7 +26,6 @@ kernels::UpdateArgs update_args(
 using kernels::trust_ratio;
 
 void reduce_shards(Way& way, const ShardsCall& call);
-void reduce_shards(Context& ctx, const ShardsCall& call);
 
 // --- shared by the files of this family --------------------------------------
 

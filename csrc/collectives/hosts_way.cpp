@@ -4,8 +4,7 @@
 
 #include "base/ownership.hpp"
 #include "collectives/net_shards.hpp"
-#include "collectives/net_sparse.hpp"
-#include "collectives/selector.hpp"
+#include "collectives/reduction.hpp"
 
 namespace fusedpg {
 namespace {
@@ -19,7 +18,6 @@ void check_plan(const Plan& plan, int world_size) {
       plan.src_type == DType::kFloat32 || plan.src_type == DType::kFloat16 ||
       plan.src_type == DType::kBFloat16;
   if ((plan.reads && !added) || plan.receiver >= 0 || plan.shared_results ||
-      plan.blocks != nullptr ||
       plan.lanes != Plan::shards(plan.counts(), world_size)) {
     fail(
         ErrorKind::kInvalid,
@@ -31,7 +29,7 @@ void check_plan(const Plan& plan, int world_size) {
 } // namespace
 
 void HostsWay::enter(
-    const Plan* /* plan */,
+    const Plan* plan,
     OpDescriptor& mine,
     const std::vector<uint64_t>& extra) {
   mine.sequence = ctx_.sequence;
@@ -51,6 +49,31 @@ void HostsWay::enter(
     extra_ =
         net_gather_rows(ctx_, extra.data(), extra.size() * sizeof(uint64_t));
   }
+  skip_.reset();
+  if (plan != nullptr && plan->skip && plan->zeros_stay) {
+    if (plan->tensors.size() != 1) {
+      fail(
+          ErrorKind::kInvalid,
+          "fused: between hosts one tensor at a time skips blocks of zeros");
+    }
+    skip_.emplace(
+        ctx_,
+        ReduceTensor{plan->tensors[0].dst, plan->counts()[0]},
+        plan->src_type,
+        *plan->skip,
+        plan->receiver == Plan::kAll);
+    skip_->find();
+  }
+}
+
+void HostsWay::count(OpCode named) {
+  if (delegate_ && !skip_) {
+    return;
+  }
+  ctx_.stats.add(
+      named,
+      ctx_.moved.blocks != 0 ? DataPath::kSkipping : DataPath::kMessages,
+      ctx_.moved);
 }
 
 uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
@@ -60,6 +83,14 @@ uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
 }
 
 void HostsWay::run(const Plan& plan, const OpDescriptor& /* d */) {
+  if (plan.zeros_stay) {
+    skip_->run(plan.epilogue);
+    return;
+  }
+  if (delegate_) {
+    delegate_();
+    return;
+  }
   check_plan(plan, size());
   const std::vector<size_t> counts = plan.counts();
   const size_t element = std::max(plan.src_size, plan.dst_size);
@@ -103,7 +134,7 @@ void HostsWay::run_batch(
     for (size_t i = 0; i < batch.size(); ++i) {
       const size_t t = batch[i];
       const size_t wide = counts[t] * dtype_size(wide_type(plan.src_type));
-      if (select_net_skip(plan.skip_block, wide)) {
+      if (plan.skip && select_net_skip(wide)) {
         items[i].sum = sum_skipping(plan, t, counts[t]);
         items[i].srcs = {items[i].sum.data()};
         items[i].folded = true;
@@ -170,8 +201,9 @@ NetBuffer HostsWay::sum_skipping(
       plan.src_type,
       count,
       plan.weights.empty() ? 1.0 : plan.weights[rank()]);
-  net_sparse_reduce_scatter(
-      ctx_, {whole.data(), count}, sum, {plan.skip_block});
+  NetSkip skip(ctx_, {whole.data(), count}, sum.dtype, *plan.skip, false);
+  skip.find();
+  skip.run(reduction_epilogue(ctx_.kernels, sum));
   const ShardRange own =
       shard_range(static_cast<int64_t>(count), size(), rank());
   return whole.part(

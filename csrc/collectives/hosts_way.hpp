@@ -1,8 +1,10 @@
 #pragma once
 
+#include <functional>
+#include <optional>
 #include <vector>
 
-#include "collectives/net_exchange.hpp"
+#include "collectives/net_skip.hpp"
 #include "collectives/way.hpp"
 
 namespace fusedpg {
@@ -13,7 +15,12 @@ namespace fusedpg {
 // have the bits of those inside a machine.
 class HostsWay : public Way {
  public:
-  explicit HostsWay(NetContext& ctx) : ctx_(ctx) {}
+  // `delegate` does the plain reduction of the operation's tensor, and counts
+  // what it moves.
+  using Delegate = std::function<void()>;
+  explicit HostsWay(NetContext& ctx, Delegate delegate = {})
+      : ctx_(ctx),
+        delegate_(std::move(delegate)) {}
 
   int rank() const override {
     return ctx_.transport.rank();
@@ -21,11 +28,8 @@ class HostsWay : public Way {
   int size() const override {
     return ctx_.transport.size();
   }
-  const kernels::Table& kernels() const override {
-    return ctx_.kernels;
-  }
-  bool checks_nan() const override {
-    return ctx_.nan_check;
+  OpContext& op() override {
+    return ctx_;
   }
   void enter(
       const Plan* plan,
@@ -37,7 +41,14 @@ class HostsWay : public Way {
   const uint64_t* extra(int rank) override {
     return reinterpret_cast<const uint64_t*>(extra_[rank].data());
   }
+  double density() override {
+    return skip_->density();
+  }
+  SkipLimits skip_limits() override {
+    return kNetSkipLimits;
+  }
   void run(const Plan& plan, const OpDescriptor& d) override;
+  void count(OpCode named) override;
   uint64_t shared_place(const void* data, size_t bytes) override;
 
  private:
@@ -50,6 +61,8 @@ class HostsWay : public Way {
   NetBuffer sum_skipping(const Plan& plan, size_t tensor, size_t count);
 
   NetContext& ctx_;
+  const Delegate delegate_;
+  std::optional<NetSkip> skip_; // of the plan that has been entered
   std::vector<OpDescriptor> said_;
   std::vector<NetBuffer> extra_;
 };

@@ -6,15 +6,15 @@
 namespace fusedpg {
 
 // A run of elements of one tensor of an operation.
-struct Piece {
+struct LanePiece {
   size_t tensor;
   size_t begin; // elements
   size_t count; // elements
 
-  bool operator==(const Piece&) const = default;
+  bool operator==(const LanePiece&) const = default;
 };
 
 // What each owner reduces.
-using Lanes = std::vector<std::vector<Piece>>;
+using Lanes = std::vector<std::vector<LanePiece>>;
 
 } // namespace fusedpg

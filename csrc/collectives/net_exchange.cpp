@@ -98,7 +98,7 @@ void net_gather(
     const std::vector<NetBuffer>& ins) {
   const int rank = ctx.transport.rank();
   const int size = ctx.transport.size();
-  if (select_net_path(ctx) == NetPath::kDirect) {
+  if (select_net_path(ctx.ranks_share_hosts) == NetPath::kDirect) {
     net_exchange(ctx, std::vector<NetBuffer>(size, mine), ins);
     return;
   }

@@ -2,37 +2,24 @@
 
 #include <vector>
 
-#include "base/stats.hpp"
-#include "host/pool.hpp"
-#include "kernels/kernels.hpp"
+#include "collectives/context.hpp"
 #include "net/transport.hpp"
 
 // What operations between machines work with.
 namespace fusedpg {
 
-struct NetContext {
+struct NetContext : OpContext {
   Transport& transport;
-  const kernels::Table& kernels;
-  Pool& pool;
-  Deadline deadline;
-  uint64_t sequence;
-  OpCode op = OpCode::kSparseAllReduce; // for messages
-  bool nan_check = false;
   bool ranks_share_hosts = false;
-  // Position in, and length of, a list of operations that one call runs.
-  uint64_t list_index = 0;
-  uint64_t list_length = 1;
   OpStats moved{}; // what this rank has sent and received so far
 };
 
 // Kinds of messages; each is a stream of its own between two ranks.
 enum class NetKind : uint32_t {
-  kHead,
   kBitmap,
   kContribution,
   kUnion,
   kResult,
-  kSample,
   kBlock,
   kPartialSum,
   kKinds

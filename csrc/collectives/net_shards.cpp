@@ -96,7 +96,7 @@ ReceivedShards::ReceivedShards(
     : ctx_(ctx),
       type_(type),
       weights_(weights),
-      folds_(select_net_path(ctx) == NetPath::kChain),
+      folds_(select_net_path(ctx.ranks_share_hosts) == NetPath::kChain),
       rank_(ctx.transport.rank()),
       shards_(ctx, dtype_size(folds_ ? wide_type(type) : type)) {}
 

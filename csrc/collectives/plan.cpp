@@ -22,7 +22,7 @@ Lanes Plan::shards(const std::vector<size_t>& counts, int world_size) {
 std::vector<size_t> Plan::counts() const {
   std::vector<size_t> all(tensors.size());
   for (const auto& lane : lanes) {
-    for (const Piece& piece : lane) {
+    for (const LanePiece& piece : lane) {
       all[piece.tensor] += piece.count;
     }
   }
@@ -31,8 +31,9 @@ std::vector<size_t> Plan::counts() const {
 
 void Plan::drop(size_t tensor) {
   for (auto& lane : lanes) {
-    std::erase_if(
-        lane, [tensor](const Piece& piece) { return piece.tensor == tensor; });
+    std::erase_if(lane, [tensor](const LanePiece& piece) {
+      return piece.tensor == tensor;
+    });
   }
 }
 

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "base/dtype.hpp"
-#include "collectives/block_map.hpp"
+#include "collectives/lanes.hpp"
+#include "collectives/skip.hpp"
 
 namespace fusedpg {
 
@@ -57,18 +59,21 @@ struct Plan {
   // Whether the owners' results are memory that all ranks see: then nobody
   // returns before all are written.
   bool shared_results = false;
-  // In shared memory only these blocks of a contribution are staged; the
-  // epilogue takes the rest for zeros. Null: all of it.
-  const BlockMap* blocks = nullptr;
+  // Blocks of contributions that are zeros need not travel: the epilogue gets
+  // the contributions of those that have more, and zeros for all others.
+  std::optional<SkipOptions> skip;
+  // What nobody contributes to has its result already: all is done in place,
+  // and zeros give zeros. Such plans always skip.
+  bool zeros_stay = false;
+  // The epilogue must get all ranks' contributions, or what they come to.
+  bool needs_all = false;
   // The epilogue gets multiples of this many elements, counted from the start
   // of a piece, but for the piece's end.
   size_t granule = 1;
-  // For ways that fold contributions before the epilogue: their type, their
-  // weights by rank (empty: none), and the elements of blocks whose zeros need
-  // not travel (0: all do).
+  // For ways that fold contributions before the epilogue: their type, which is
+  // kOpaque if they cannot be folded, and their weights by rank (empty: none).
   DType src_type = DType::kOpaque;
   std::vector<double> weights;
-  size_t skip_block = 0;
 
   // Lanes by the ownership map: owner p has shard_range(count, P, p) of each.
   static Lanes shards(const std::vector<size_t>& counts, int world_size);

@@ -1,8 +1,5 @@
 #include "collectives/collectives.hpp"
-#include "collectives/one_shot.hpp"
 #include "collectives/reduction.hpp"
-#include "collectives/selector.hpp"
-#include "collectives/two_shot.hpp"
 
 namespace fusedpg {
 
@@ -12,26 +9,27 @@ void reduce(
     size_t count,
     const kernels::ReduceArgs& args,
     int root) {
-  OpDescriptor d = reduction_descriptor(OpCode::kReduce, args);
-  d.root = root;
   const std::vector<ReduceTensor> tensors{{data, count}};
-  describe_tensors(ctx, d, tensors);
+  SumCall call = sum_call(OpCode::kReduce, tensors, args);
+  call.root = root;
+  OpDescriptor d = describe_sum(ctx, call, tensors);
   const size_t bytes = count * dtype_size(args.dtype);
-  const bool staged = select_one_shot(bytes, ctx.in_arena({data, bytes}));
   const auto finish = [&](const void* const* srcs) {
     if (ctx.rank() == root) {
       ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), count, false);
     }
   };
-  if (staged && one_shot(ctx, d, {data, bytes}, finish)) {
+  ShmWay way(ctx);
+  const auto small = way.at_once(d, {data, bytes}, finish);
+  if (small == Way::AtOnce::kDone) {
     return;
   }
-  Plan plan = in_place(ctx, tensors, args);
+  Plan plan = in_place(ctx.kernels, ctx.size(), tensors, args);
   plan.receiver = root;
-  if (!staged) {
-    TwoShot(ctx, plan).begin(d);
+  if (small == Way::AtOnce::kNo) {
+    way.enter(&plan, d, {});
   }
-  TwoShot(ctx, plan).run(d);
+  way.run(plan, d);
 }
 
 } // namespace fusedpg

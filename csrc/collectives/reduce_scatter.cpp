@@ -1,8 +1,5 @@
 #include "collectives/collectives.hpp"
-#include "collectives/one_shot.hpp"
 #include "collectives/reduction.hpp"
-#include "collectives/selector.hpp"
-#include "collectives/two_shot.hpp"
 
 namespace fusedpg {
 namespace {
@@ -26,8 +23,8 @@ void reduce_scatter(
     const ReduceTensor& output,
     const std::vector<ReduceTensor>& inputs,
     const kernels::ReduceArgs& args) {
-  OpDescriptor d = reduction_descriptor(OpCode::kReduceScatter, args);
-  describe_tensors(ctx, d, inputs);
+  OpDescriptor d =
+      describe_sum(ctx, sum_call(OpCode::kReduceScatter, inputs, args), inputs);
   const int me = ctx.rank();
   const size_t size = dtype_size(args.dtype);
   if (output.count != inputs[me].count) {
@@ -41,7 +38,6 @@ void reduce_scatter(
   const size_t bytes = d.count * size;
   const Span whole{inputs[0].data, bytes};
   const bool one_tensor = adjacent(inputs, size);
-  const bool staged = select_one_shot(bytes, one_tensor && ctx.in_arena(whole));
   const auto finish = [&](const void* const* staged_inputs) {
     size_t offset = 0;
     for (int p = 0; p < me; ++p) {
@@ -54,34 +50,36 @@ void reduce_scatter(
     ctx.kernels.reduce(
         args, &output.data, 1, srcs.data(), ctx.size(), output.count, false);
   };
-  if (staged) {
+  ShmWay way(ctx);
+  auto small = Way::AtOnce::kNo;
+  if (one_tensor) {
+    small = way.at_once(d, whole, finish);
+  } else if (select_one_shot(bytes, false)) {
     std::vector<char> gathered;
-    if (!one_tensor) {
-      gathered.reserve(bytes);
-      for (const ReduceTensor& t : inputs) {
-        const char* begin = static_cast<const char*>(t.data);
-        gathered.insert(gathered.end(), begin, begin + t.count * size);
-      }
+    gathered.reserve(bytes);
+    for (const ReduceTensor& t : inputs) {
+      const char* begin = static_cast<const char*>(t.data);
+      gathered.insert(gathered.end(), begin, begin + t.count * size);
     }
-    const Span input = one_tensor ? whole : Span{gathered.data(), bytes};
-    if (one_shot(ctx, d, input, finish)) {
-      return;
-    }
+    small = way.at_once(d, {gathered.data(), bytes}, finish);
+  }
+  if (small == Way::AtOnce::kDone) {
+    return;
   }
   Plan plan;
   plan.src_size = plan.dst_size = size;
   plan.receiver = Plan::kOwner;
-  plan.epilogue = identity_epilogue(ctx, args);
+  plan.epilogue = reduction_epilogue(ctx.kernels, args);
   for (int p = 0; p < ctx.size(); ++p) {
     plan.tensors.push_back(
         {static_cast<const char*>(inputs[p].data),
          p == me ? static_cast<char*>(output.data) : nullptr});
     plan.lanes.push_back({{static_cast<size_t>(p), 0, inputs[p].count}});
   }
-  if (!staged) {
-    TwoShot(ctx, plan).begin(d);
+  if (small == Way::AtOnce::kNo) {
+    way.enter(&plan, d, {});
   }
-  TwoShot(ctx, plan).run(d);
+  way.run(plan, d);
 }
 
 } // namespace fusedpg

@@ -61,12 +61,6 @@ void begin_reduction(
   if (reduction.weight) {
     d.weight = *reduction.weight;
   }
-  // Which of the extras a call has must agree, or peers misread the table.
-  d.shape_hash = Hash()
-                     .add(d.shape_hash)
-                     .add(uint64_t(used != nullptr))
-                     .add(uint64_t(reduction.weight.has_value()))
-                     .value();
   way.enter(&plan, d, used ? to_bits(used, count) : std::vector<uint64_t>());
   if (used) {
     for (size_t t = 0; t < count; ++t) {
@@ -88,59 +82,23 @@ void begin_reduction(
 }
 
 void reduce_shards(Way& way, const ShardsCall& call) {
-  OpDescriptor d;
-  d.op = OpCode::kReduceShards;
-  d.dtype = call.dtype;
-  d.items = call.grads.size();
-  Hash shape;
-  shape.add(call.layout_hash);
-  d.value_hash = Hash().add(uint64_t(call.reduction.mean)).value();
+  OpDescriptor d = facts(call);
   Plan plan;
   plan.src_size = plan.dst_size = dtype_size(call.dtype);
   plan.src_type = call.dtype;
   plan.receiver = Plan::kOwner;
   plan.lanes = Plan::shards(call.counts, way.size());
   for (size_t t = 0; t < call.grads.size(); ++t) {
-    d.count += call.counts[t];
-    shape.add(static_cast<uint64_t>(call.counts[t]));
-    check_nan(way, d, call.grads[t], call.counts[t]);
+    check_nan(way.op(), d, call.grads[t], call.counts[t]);
     plan.tensors.push_back(
         {static_cast<const char*>(call.grads[t]),
          static_cast<char*>(call.outputs[t])});
   }
-  d.shape_hash = shape.value();
   begin_reduction(way, plan, d, call.reduction, call.used);
-  const kernels::ReduceArgs args =
-      shards_reduction(call, plan.weights, way.size());
-  plan.epilogue = [&](size_t /* tensor */,
-                      size_t /* begin */,
-                      size_t count,
-                      void* const* dsts,
-                      size_t num_dsts,
-                      const Sources& srcs,
-                      bool stream) {
-    if (!srcs.folded) {
-      way.kernels().reduce(
-          args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
-      return;
-    }
-    // What is left: the division, and one rounding.
-    kernels::ReduceArgs rest = args;
-    rest.dtype = wide_type(call.dtype);
-    if (rest.weights != nullptr) {
-      rest.op = RedOp::kSum;
-      rest.weights = nullptr;
-    }
-    void* sum = const_cast<void*>(srcs.data[0]);
-    way.kernels().reduce(rest, &sum, 1, srcs.data, 1, count, false);
-    way.kernels().cast(call.dtype, dsts[0], rest.dtype, sum, count);
-  };
+  plan.epilogue = reduction_epilogue(
+      way.kernels(), shards_reduction(call, plan.weights, way.size()));
   way.run(plan, d);
-}
-
-void reduce_shards(Context& ctx, const ShardsCall& call) {
-  ShmWay way(ctx);
-  reduce_shards(way, call);
+  way.count(d.op);
 }
 
 } // namespace fusedpg

@@ -2,7 +2,10 @@
 
 namespace fusedpg {
 
-OpDescriptor reduction_descriptor(OpCode op, const kernels::ReduceArgs& args) {
+SumCall sum_call(
+    OpCode op,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args) {
   if (!reduction_supported(args.dtype, args.op)) {
     fail(
         ErrorKind::kInvalid,
@@ -11,33 +14,28 @@ OpDescriptor reduction_descriptor(OpCode op, const kernels::ReduceArgs& args) {
         red_op_name(args.op),
         dtype_name(args.dtype));
   }
-  OpDescriptor d;
-  d.op = op;
-  d.dtype = args.dtype;
-  d.red_op = args.op;
-  // An owner scales every rank's contribution, so all must mean one factor.
-  d.value_hash = Hash().add(args.factor).value();
+  SumCall call{op, args.dtype, args.op, args.factor, -1, {}};
+  for (const ReduceTensor& t : tensors) {
+    call.counts.push_back(t.count);
+  }
+  return call;
+}
+
+OpDescriptor describe_sum(
+    const OpContext& ctx,
+    const SumCall& call,
+    const std::vector<ReduceTensor>& tensors) {
+  OpDescriptor d = facts(call);
+  for (const ReduceTensor& t : tensors) {
+    check_nan(ctx, d, t.data, t.count);
+  }
   return d;
 }
 
-void describe_tensors(
-    Context& ctx,
-    OpDescriptor& d,
-    const std::vector<ReduceTensor>& tensors) {
-  Hash shape;
-  d.items = tensors.size();
-  for (const ReduceTensor& t : tensors) {
-    d.count += t.count;
-    shape.add(static_cast<uint64_t>(t.count));
-    check_nan(ctx, d, t.data, t.count);
-  }
-  d.shape_hash = shape.value();
-}
-
-Plan::Epilogue identity_epilogue(
-    Context& ctx,
+Plan::Epilogue reduction_epilogue(
+    const kernels::Table& kernels,
     const kernels::ReduceArgs& args) {
-  return [&ctx, args](
+  return [&kernels, args](
              size_t /* tensor */,
              size_t /* begin */,
              size_t count,
@@ -45,47 +43,43 @@ Plan::Epilogue identity_epilogue(
              size_t num_dsts,
              const Sources& srcs,
              bool stream) {
-    ctx.kernels.reduce(
-        args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
+    if (!srcs.folded) {
+      kernels.reduce(args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
+      return;
+    }
+    // What is left: the division, and one rounding.
+    kernels::ReduceArgs rest = args;
+    rest.dtype = wide_type(args.dtype);
+    if (rest.weights != nullptr) {
+      rest.op = RedOp::kSum;
+      rest.weights = nullptr;
+    }
+    void* sum = const_cast<void*>(srcs.data[0]);
+    kernels.reduce(rest, &sum, 1, srcs.data, 1, count, false);
+    for (size_t i = 0; i < num_dsts; ++i) {
+      kernels.cast(args.dtype, dsts[i], rest.dtype, sum, count);
+    }
   };
 }
 
-OpStats lane_stats(const Plan& plan, Context& ctx) {
-  OpStats stats;
-  const auto peers = static_cast<size_t>(ctx.size() - 1);
-  for (int p = 0; p < ctx.size(); ++p) {
-    size_t elements = 0;
-    for (const Piece& piece : plan.lanes[p]) {
-      elements += piece.count;
-    }
-    const size_t contributed = elements * plan.src_size;
-    const size_t given = elements * plan.dst_size;
-    const bool mine = p == ctx.rank();
-    stats.bytes_sent += mine ? peers * given : contributed;
-    stats.bytes_received += mine ? peers * contributed : given;
-  }
-  return stats;
-}
-
-DataPath data_path(const Path& path) {
-  return path.reads_direct && path.writes_direct ? DataPath::kDirect
-                                                 : DataPath::kStaged;
-}
-
 Plan in_place(
-    Context& ctx,
+    const kernels::Table& kernels,
+    int world_size,
     const std::vector<ReduceTensor>& tensors,
     const kernels::ReduceArgs& args) {
   Plan plan;
   plan.src_size = plan.dst_size = dtype_size(args.dtype);
-  plan.epilogue = identity_epilogue(ctx, args);
+  if (args.op == RedOp::kSum || args.op == RedOp::kAvg) {
+    plan.src_type = args.dtype;
+  }
+  plan.epilogue = reduction_epilogue(kernels, args);
   std::vector<size_t> counts;
   for (const ReduceTensor& t : tensors) {
     counts.push_back(t.count);
     plan.tensors.push_back(
         {static_cast<const char*>(t.data), static_cast<char*>(t.data)});
   }
-  plan.lanes = Plan::shards(counts, ctx.size());
+  plan.lanes = Plan::shards(counts, world_size);
   return plan;
 }
 

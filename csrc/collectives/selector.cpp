@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collectives/find_blocks.hpp"
+#include "host/domain.hpp"
 
 namespace fusedpg {
 
@@ -10,13 +10,6 @@ bool select_one_shot(size_t bytes, bool in_arena) {
   // From here on, reading in place is worth a second barrier.
   constexpr size_t kInPlaceBytes = size_t(8) << 10;
   return bytes <= (in_arena ? kInPlaceBytes : kOneShotBytes);
-}
-
-Path select_path(Context& ctx) {
-  if (ctx.size() == 1) {
-    return {true, true}; // nobody needs a stage
-  }
-  return {all_ranks(ctx, kReadsDirect), all_ranks(ctx, kWritesDirect)};
 }
 
 size_t select_chunk(size_t total_bytes, int world_size) {
@@ -35,42 +28,27 @@ size_t select_chunk(size_t total_bytes, int world_size) {
 
 namespace {
 
-bool may_skip(
-    const SkipState& state,
-    int world_size,
-    size_t bytes,
-    const kernels::ReduceArgs& args) {
-  return state.mode != BlockSkip::kOff && world_size > 1 &&
-      bytes > kOneShotBytes && can_skip(args);
+using Choice = DensityEstimates::Choice;
+
+bool may_skip(const SkipConfig& c) {
+  return c.mode != BlockSkip::kOff && c.world_size > 1 &&
+      c.bytes > kOneShotBytes && c.can_skip;
 }
 
 } // namespace
 
-DensityEstimates::Choice select_skip(
-    const SkipState& state,
-    int world_size,
-    uint64_t shape,
-    size_t bytes,
-    const kernels::ReduceArgs& args) {
-  using Choice = DensityEstimates::Choice;
-  if (!may_skip(state, world_size, bytes, args)) {
-    return Choice::kDense;
-  }
-  return state.mode == BlockSkip::kOn
-      ? Choice::kSkip
-      : state.estimates.choose(shape, args.dtype);
+Choice select_skip(const SkipConfig& c) {
+  return !may_skip(c)            ? Choice::kDense
+      : c.mode == BlockSkip::kOn ? Choice::kSkip
+                                 : c.estimate;
 }
 
-void count_dense(
-    SkipState& state,
-    int world_size,
-    uint64_t shape,
-    size_t bytes,
-    const kernels::ReduceArgs& args) {
-  if (state.mode == BlockSkip::kAuto &&
-      may_skip(state, world_size, bytes, args)) {
-    state.estimates.count_dense(shape, args.dtype);
-  }
+bool select_estimate(const SkipConfig& c) {
+  return c.mode == BlockSkip::kAuto && may_skip(c);
+}
+
+bool select_plan_skip(const PlanSkipConfig& c) {
+  return c.zeros_stay || (!c.needs_all && c.world_size > 1);
 }
 
 double select_skip_limit(const Path& path) {
@@ -80,12 +58,16 @@ double select_skip_limit(const Path& path) {
   return path.reads_direct && path.writes_direct ? 0.07 : 0.25;
 }
 
-NetPath select_net_path(const NetContext& ctx) {
-  return ctx.ranks_share_hosts ? NetPath::kChain : NetPath::kDirect;
+NetPath select_net_path(bool ranks_share_hosts) {
+  return ranks_share_hosts ? NetPath::kChain : NetPath::kDirect;
 }
 
-bool select_net_skip(size_t block, size_t bytes) {
-  return block != 0 && bytes >= size_t(256) << 10;
+bool select_delegate(Choice choice) {
+  return choice == Choice::kDense;
+}
+
+bool select_net_skip(size_t bytes) {
+  return bytes >= size_t(256) << 10;
 }
 
 bool select_stream(size_t bytes) {

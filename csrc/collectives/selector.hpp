@@ -2,13 +2,11 @@
 
 #include <cstddef>
 
-#include "base/step.hpp"
-#include "collectives/context.hpp"
+#include "base/options.hpp"
 #include "collectives/density.hpp"
-#include "collectives/net_exchange.hpp"
 
-// The one place that chooses algorithms. Every input is the same on all ranks,
-// so every choice is.
+// The one place that chooses algorithms on CPUs. Every input is the same on all
+// ranks, so every choice is.
 namespace fusedpg {
 
 // Most bytes of an operation that is staged before the first barrier: everybody
@@ -20,34 +18,37 @@ constexpr size_t kOneShotBytes = size_t(32) << 10;
 // then staged in chunks.
 bool select_one_shot(size_t bytes, bool in_arena);
 
-// How the data of a large operation travel.
+// How the data of a large operation travel in shared memory.
 struct Path {
   bool reads_direct; // peers read the inputs in place
   bool writes_direct; // peers write the outputs in place
 };
 
-// Called after enter().
-Path select_path(Context& ctx);
-
 // Bytes that a rank stages between two barriers, over all destinations.
 size_t select_chunk(size_t total_bytes, int world_size);
 
-// How an all-reduce treats blocks of zeros, by the group's option. Before
-// enter(); the same on all ranks.
-DensityEstimates::Choice select_skip(
-    const SkipState& state,
-    int world_size,
-    uint64_t shape,
-    size_t bytes,
-    const kernels::ReduceArgs& args);
-// After enter(), if that chose kDense or kProbe: only what all ranks have
-// entered may count, or they would choose differently ever after.
-void count_dense(
-    SkipState& state,
-    int world_size,
-    uint64_t shape,
-    size_t bytes,
-    const kernels::ReduceArgs& args);
+// How an all-reduce treats blocks of zeros. Before enter().
+struct SkipConfig {
+  BlockSkip mode = BlockSkip::kOff; // the group's option
+  int world_size = 1;
+  size_t bytes = 0;
+  bool can_skip = false; // of its type and reduction
+  // What earlier ones of its shape were like; matters with kAuto.
+  DensityEstimates::Choice estimate = DensityEstimates::Choice::kProbe;
+};
+DensityEstimates::Choice select_skip(const SkipConfig& config);
+// Whether the estimates hear of it if it is not skipped; after enter(): only
+// what all ranks have entered may count, or they would choose differently ever
+// after.
+bool select_estimate(const SkipConfig& config);
+
+// Whether a plan that may skip blocks of zeros looks for them in shared memory.
+struct PlanSkipConfig {
+  int world_size = 1;
+  bool needs_all = false; // see Plan
+  bool zeros_stay = false;
+};
+bool select_plan_skip(const PlanSkipConfig& config);
 
 // The share of blocks in the result from which skipping costs more time than it
 // saves.
@@ -57,17 +58,26 @@ double select_skip_limit(const Path& path);
 // carries N (P-1)/P each way; but ranks of one machine share its link, and a
 // chain in rank order enters and leaves each machine once.
 enum class NetPath { kDirect, kChain };
-NetPath select_net_path(const NetContext& ctx);
+NetPath select_net_path(bool ranks_share_hosts);
+
+// Whether an all-reduce between machines is the delegate's from the start: it
+// needs no round of messages to agree. What looked for zeros and found too few
+// is the delegate's, too.
+bool select_delegate(DensityEstimates::Choice choice);
 
 // Whether a step between machines looks for blocks of zeros in a gradient of
 // so many bytes: that takes rounds of messages of its own.
-bool select_net_skip(size_t block, size_t bytes);
+bool select_net_skip(size_t bytes);
 
-// Between machines the wire is slower than everything else.
-constexpr double kNetSkipLimit = 0.9;
-// Between GPUs (not measured): NCCL moves the union as it would move all.
-constexpr double kCudaSkipLimit = 0.8;
-
+// Shares of blocks in the result from which skipping is worth nothing: for the
+// next operation, and for the one that has found them.
+struct SkipLimits {
+  double next;
+  double now;
+};
+// Between machines the wire is slower than everything else, and where the
+// blocks are known the rest of skipping costs nothing.
+constexpr SkipLimits kNetSkipLimits{0.9, 2};
 // Whether results of this size should be written around the cache.
 bool select_stream(size_t bytes);
 

@@ -2,13 +2,15 @@
 
 #include <algorithm>
 
-#include "collectives/selector.hpp"
-
 namespace fusedpg {
 namespace {
 
 // Pieces start at multiples of this in a lane, which keeps copies aligned.
 constexpr size_t kPieceAlignment = 64;
+
+// Around the cache only what is long: the fence behind it costs as much as
+// some KiB.
+constexpr size_t kStreamBytes = size_t(64) << 10;
 
 constexpr size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
@@ -18,7 +20,7 @@ constexpr size_t round_up(size_t n, size_t to) {
 class LaneCursor {
  public:
   LaneCursor(
-      const std::vector<Piece>& pieces,
+      const std::vector<LanePiece>& pieces,
       size_t element_size,
       size_t granule)
       : pieces_(&pieces),
@@ -35,7 +37,7 @@ class LaneCursor {
   void next(size_t bytes, Fn&& fn) {
     size_t position = 0;
     while (index_ < pieces_->size() && position < bytes) {
-      const Piece& piece = (*pieces_)[index_];
+      const LanePiece& piece = (*pieces_)[index_];
       const size_t room = (bytes - position) / element_size_;
       size_t count = piece.count - done_;
       if (count > room) {
@@ -57,16 +59,16 @@ class LaneCursor {
   }
 
  private:
-  const std::vector<Piece>* pieces_;
+  const std::vector<LanePiece>* pieces_;
   size_t element_size_;
   size_t granule_;
   size_t index_ = 0;
   size_t done_ = 0;
 };
 
-size_t lane_bytes(const std::vector<Piece>& lane, size_t element_size) {
+size_t lane_bytes(const std::vector<LanePiece>& lane, size_t element_size) {
   size_t bytes = 0;
-  for (const Piece& piece : lane) {
+  for (const LanePiece& piece : lane) {
     bytes += round_up(piece.count * element_size, kPieceAlignment);
   }
   return bytes;
@@ -84,17 +86,26 @@ size_t lane_steps(LaneCursor lane, size_t chunk) {
 // The state of one run of the pipeline.
 class Pipeline {
  public:
-  Pipeline(const Plan& plan, Context& ctx, const OpDescriptor& d)
+  Pipeline(
+      const Plan& plan,
+      Context& ctx,
+      const OpDescriptor& d,
+      const BlockMap* blocks)
       : plan_(plan),
         ctx_(ctx),
         descriptor_(d),
-        path_(select_path(ctx)),
+        blocks_(blocks),
+        some_lanes_(
+            blocks != nullptr && plan.zeros_stay ? blocks->skip(plan.lanes)
+                                                 : Lanes()),
+        lanes_(some_lanes_.empty() ? plan.lanes : some_lanes_),
+        path_(agreed_path(ctx)),
         ends_(make_ends()) {
     // Both directions cut the lanes alike, whatever their element sizes.
     const size_t element = std::max(plan.src_size, plan.dst_size);
     size_t longest = 0;
     size_t total = 0;
-    for (const auto& lane : plan.lanes) {
+    for (const auto& lane : lanes_) {
       const size_t bytes = lane_bytes(lane, element);
       longest = std::max(longest, bytes);
       total += bytes;
@@ -217,10 +228,10 @@ class Pipeline {
                   src + from * size,
                   (to - from) * size);
             };
-            if (plan_.blocks == nullptr) {
+            if (blocks_ == nullptr) {
               copy(begin, begin + count);
             } else {
-              plan_.blocks->for_present(ctx_.rank(), {t, begin, count}, copy);
+              blocks_->for_present(ctx_.rank(), {t, begin, count}, copy);
             }
           });
     }
@@ -337,6 +348,11 @@ class Pipeline {
       }
     }
     // What a peer is about to copy out should stay in the cache.
+    const bool stream = stream_ && !copies_out_;
+    if (blocks_ != nullptr) {
+      apply_to_blocks({t, part.begin, part.count}, ends, n, stream);
+      return;
+    }
     plan_.epilogue(
         t,
         part.begin,
@@ -344,7 +360,46 @@ class Pipeline {
         ends.dsts.data(),
         n,
         {ends.srcs.data(), ends.srcs.size()},
-        stream_ && !copies_out_);
+        stream);
+  }
+
+  // For the parts of a piece that the same ranks contribute. Where some do not,
+  // a source of zeros comes last, and parts are at most as long as that.
+  void apply_to_blocks(
+      const LanePiece& piece,
+      const Ends& ends,
+      size_t num_dsts,
+      bool stream) {
+    thread_local std::vector<const void*> srcs;
+    thread_local std::vector<void*> dsts;
+    dsts.resize(num_dsts);
+    blocks_->for_contributors(
+        piece, [&](size_t begin, size_t end, const int* ranks, size_t num) {
+          const bool all = num == blocks_->size();
+          const size_t most = all ? end - begin : kZeroBytes / plan_.src_size;
+          srcs.resize(num + 1);
+          for (size_t at = begin; at < end; at += most) {
+            const size_t count = std::min(most, end - at);
+            const size_t offset = at - piece.begin;
+            for (size_t k = 0; k < num; ++k) {
+              srcs[k] = static_cast<const char*>(ends.srcs[ranks[k]]) +
+                  offset * plan_.src_size;
+            }
+            srcs[num] = kZeros;
+            for (size_t k = 0; k < num_dsts; ++k) {
+              dsts[k] =
+                  static_cast<char*>(ends.dsts[k]) + offset * plan_.dst_size;
+            }
+            plan_.epilogue(
+                piece.tensor,
+                at,
+                count,
+                dsts.data(),
+                num_dsts,
+                {srcs.data(), all ? num : num + 1},
+                stream && count * plan_.dst_size >= kStreamBytes);
+          }
+        });
   }
 
   void copy_out() {
@@ -370,6 +425,9 @@ class Pipeline {
   const Plan& plan_;
   Context& ctx_;
   const OpDescriptor& descriptor_;
+  const BlockMap* const blocks_;
+  const Lanes some_lanes_; // of blocks that any rank has
+  const Lanes& lanes_;
   const Path path_;
   bool copies_in_;
   bool copies_out_;
@@ -388,11 +446,18 @@ class Pipeline {
 
 } // namespace
 
+Path agreed_path(Context& ctx) {
+  if (ctx.size() == 1) {
+    return {true, true}; // nobody needs a stage
+  }
+  return {all_ranks(ctx, kReadsDirect), all_ranks(ctx, kWritesDirect)};
+}
+
 void TwoShot::begin(OpDescriptor& d, const std::vector<uint64_t>& extra) const {
   // The extent of each tensor, from the lanes that cover it.
   std::vector<size_t> ends(plan_.tensors.size());
   for (const auto& lane : plan_.lanes) {
-    for (const Piece& piece : lane) {
+    for (const LanePiece& piece : lane) {
       ends[piece.tensor] =
           std::max(ends[piece.tensor], piece.begin + piece.count);
     }
@@ -423,12 +488,8 @@ void TwoShot::begin(OpDescriptor& d, const std::vector<uint64_t>& extra) const {
   enter(ctx_, d, table.data(), table.size());
 }
 
-const uint64_t* TwoShot::extra_words(int rank) const {
-  return ctx_.domain.table(rank, ctx_.domain.half()) + 2 * plan_.tensors.size();
-}
-
-void TwoShot::run(const OpDescriptor& d) const {
-  Pipeline(plan_, ctx_, d).run();
+void TwoShot::run(const OpDescriptor& d, const BlockMap* blocks) const {
+  Pipeline(plan_, ctx_, d, blocks).run();
 }
 
 } // namespace fusedpg

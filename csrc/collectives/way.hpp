@@ -1,23 +1,27 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <vector>
 
+#include "collectives/block_map.hpp"
 #include "collectives/context.hpp"
+#include "collectives/selector.hpp"
 #include "collectives/two_shot.hpp"
 
 namespace fusedpg {
 
 // How the ranks of a group do an operation that is written once for all of
-// them: agree on it, and carry out its plan.
+// them: agree on it, and carry out its plan. One object an operation.
 class Way {
  public:
   virtual ~Way() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual const kernels::Table& kernels() const = 0;
-  // Whether inputs are to be looked through for NaNs.
-  virtual bool checks_nan() const = 0;
+  virtual OpContext& op() = 0;
+  const kernels::Table& kernels() {
+    return op().kernels;
+  }
 
   // Every operation begins here: tells all ranks what this one is about to do,
   // and throws Error(kMismatch) on every rank where two disagree. `extra` has
@@ -29,22 +33,37 @@ class Way {
   // What they said, until run() or the next enter().
   virtual const OpDescriptor& said(int rank) = 0;
   virtual const uint64_t* extra(int rank) = 0;
+  // Of the entered plan, which skips because zeros stay: the share of blocks
+  // that any rank has, and from which share on skipping is worth nothing.
+  virtual double density() = 0;
+  virtual SkipLimits skip_limits() = 0;
 
-  // Of the plan that has been entered. `d` names the operation in errors.
+  // Of the plan that has been entered; it may have been told not to skip after
+  // all. `d` names the operation in errors.
   virtual void run(const Plan& plan, const OpDescriptor& d) = 0;
+  // Adds what this way has moved so far to the group's statistics.
+  virtual void count(OpCode named) = 0;
+
+  // A small operation of one tensor may be done otherwise, and at once: every
+  // rank combines all ranks' inputs.
+  enum class AtOnce {
+    kNo,
+    kEntered, // it has begun, and run() is to do it
+    kDone
+  };
+  using Combine = std::function<void(const void* const* srcs)>;
+  virtual AtOnce at_once(
+      OpDescriptor& /* mine */,
+      const Span& /* input */,
+      const Combine& /* combine */) {
+    return AtOnce::kNo;
+  }
 
   // Which memory that all ranks see this is; the same on all ranks. Throws
   // Error(kInvalid) where it is none.
   virtual uint64_t shared_place(const void* data, size_t bytes) = 0;
-  // Where the ranks share memory, what works in it; else null.
-  virtual Context* shared_memory() {
-    return nullptr;
-  }
 };
 
-// Sets the descriptor's NaN flag if the option asks for the check; enter()
-// then throws on every rank.
-void check_nan(Way& way, OpDescriptor& mine, const void* data, size_t count);
 // Whether `bits` are set in the flags of any rank, after enter().
 bool any_rank(Way& way, uint64_t bits);
 
@@ -59,11 +78,8 @@ class ShmWay : public Way {
   int size() const override {
     return ctx_.size();
   }
-  const kernels::Table& kernels() const override {
-    return ctx_.kernels;
-  }
-  bool checks_nan() const override {
-    return ctx_.nan_check;
+  OpContext& op() override {
+    return ctx_;
   }
   void enter(
       const Plan* plan,
@@ -75,17 +91,24 @@ class ShmWay : public Way {
   const uint64_t* extra(int rank) override {
     return ctx_.domain.table(rank, ctx_.domain.half()) + before_extra_;
   }
-  void run(const Plan& plan, const OpDescriptor& d) override {
-    TwoShot(ctx_, plan).run(d);
-  }
+  double density() override;
+  SkipLimits skip_limits() override;
+  void run(const Plan& plan, const OpDescriptor& d) override;
+  void count(OpCode named) override;
+  AtOnce at_once(OpDescriptor& mine, const Span& input, const Combine& combine)
+      override;
   uint64_t shared_place(const void* data, size_t bytes) override;
-  Context* shared_memory() override {
-    return &ctx_;
-  }
 
  private:
+  // Before and after all ranks have come.
+  void find_blocks(const Plan& plan);
+  void load_blocks();
+
   Context& ctx_;
   size_t before_extra_ = 0; // words
+  std::optional<BlockMap> blocks_; // of the plan that has been entered
+  DataPath path_ = DataPath::kStaged;
+  OpStats moved_;
 };
 
 } // namespace fusedpg

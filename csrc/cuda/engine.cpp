@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "cuda/selector.hpp"
 
 namespace fusedpg::cuda {
 namespace {
@@ -19,9 +20,8 @@ constexpr milliseconds kAskRanks{2000};
 // Longer than an answer of a store that works takes.
 constexpr milliseconds kStorePatience{1000};
 
-// Inside a machine the stock path is as good as any.
-bool choose_ring(const NcclApi& nccl, NcclChoice choice, bool spans_hosts) {
-  if (choice == NcclChoice::kPatched && !nccl.has_ring()) {
+bool choose_ring(const NcclApi& nccl, const RingConfig& config) {
+  if (config.choice == NcclChoice::kPatched && !nccl.has_ring()) {
     fail(
         ErrorKind::kSystem,
         "fused: nccl=\"patched\" (FUSEDPG_NCCL), but {}{}; see "
@@ -30,11 +30,10 @@ bool choose_ring(const NcclApi& nccl, NcclChoice choice, bool spans_hosts) {
         nccl.ring_abi ? " was patched by another version of fusedpg"
                       : " is not patched");
   }
-  return nccl.has_ring() &&
-      (choice == NcclChoice::kPatched ||
-       (choice == NcclChoice::kAuto && spans_hosts));
+  return select_ring(config);
 }
 
+constexpr char kSaidEnd = '\n';
 const char* const kSettingsKey = "cuda/settings/";
 const char* const kIdKey = "cuda/id";
 const char* const kFailedKey = "cuda/failed";
@@ -58,7 +57,11 @@ CudaEngine::CudaEngine(
       size_(size),
       device_(device),
       settings_(settings),
-      ring_(size > 1 && choose_ring(nccl, settings.nccl, spans_hosts)),
+      ring_(
+          size > 1 &&
+          choose_ring(
+              nccl,
+              {size, nccl.has_ring(), settings.nccl, spans_hosts})),
       store_(std::move(store)),
       check_peers_(std::move(check_peers)) {
   const DeviceScope scope(cuda_, device_);
@@ -206,17 +209,17 @@ ErrorKind CudaEngine::failure_kind() {
 }
 
 CudaEngine::OperationPtr CudaEngine::submit(
-    OpCode op,
-    std::string summary,
+    const OpDescriptor& facts,
+    const std::string& details,
     const Submission& submission,
     const std::function<void(Operation&)>& body) {
   std::lock_guard<std::mutex> lock(mutex_);
   check_failed();
   const DeviceScope scope(cuda_, device_);
   auto operation = std::make_shared<Operation>();
-  operation->op = op;
+  operation->facts = facts;
   operation->sequence = ++sequence_;
-  operation->summary = std::move(summary);
+  operation->summary = describe(facts) + details;
   operation->deadline_ = Deadline(submission.timeout);
   operation->tensors_ = submission.tensors;
   try {
@@ -378,26 +381,48 @@ std::optional<std::string> CudaEngine::ask_within(
   return answered(patience) ? std::optional(asked_.get()) : std::nullopt;
 }
 
-std::string CudaEngine::tell_ranks(
+// A rank's facts, and what it calls them.
+CudaEngine::Said CudaEngine::tell_ranks(
     uint64_t sequence,
+    const OpDescriptor& mine,
     const std::string& summary) {
-  const auto tell = [=, rank = rank_, size = size_](Rendezvous& store) {
+  std::string text(sizeof mine, '\0');
+  std::memcpy(text.data(), &mine, sizeof mine);
+  text += summary;
+  const auto tell = [=, size = size_, me = rank_](Rendezvous& store) {
     const auto key = [&](int p) { return str("cuda/said/{}/{}", sequence, p); };
-    store.set(key(rank), summary);
+    store.set(key(me), text);
     const Deadline deadline(kAskRanks);
-    std::string text;
+    std::string all;
+    std::string first;
     for (int p = 0; p < size; ++p) {
       std::string said = "does not answer";
       try {
-        said = store.get(key(p), deadline);
+        const std::string theirs = store.get(key(p), deadline);
+        OpDescriptor there;
+        if (theirs.size() >= sizeof there) {
+          std::memcpy(&there, theirs.data(), sizeof there);
+          said = theirs.substr(sizeof there);
+          const bool known =
+              mine.op != OpCode::kNone && there.op != OpCode::kNone;
+          const std::string what = known ? difference(mine, there) : "";
+          if (first.empty() && !what.empty()) {
+            first =
+                str(", rank {} (here) and rank {} (there) in {}", me, p, what);
+          }
+        }
       } catch (const std::exception&) {
       }
-      text += str("{}rank {}: {}", p == 0 ? "" : "; ", p, said);
+      all += str("{}rank {}: {}", p == 0 ? "" : "; ", p, said);
     }
-    return text;
+    return first + kSaidEnd + all;
   };
-  return ask_within(kAskRanks + kStorePatience, tell)
-      .value_or("unknown, the store does not answer");
+  const auto answer = ask_within(kAskRanks + kStorePatience, tell);
+  if (!answer) {
+    return {"unknown, the store does not answer", ""};
+  }
+  const size_t end = answer->find(kSaidEnd);
+  return {answer->substr(end + 1), answer->substr(0, end)};
 }
 
 milliseconds CudaEngine::look() {
@@ -422,13 +447,27 @@ milliseconds CudaEngine::look() {
   // Not if the first one is only about to be completed.
   const bool later = state == kSuccess && disagreed > first->sequence;
   if (disagreed != 0 && !later) {
+    // Of what a graph holds, the facts are not known any more.
+    OpDescriptor facts;
+    std::string summary = first->summary;
+    {
+      std::lock_guard<std::mutex> lock(watch_mutex_);
+      for (const OperationPtr& one : in_flight_) {
+        if (one->sequence == disagreed) {
+          facts = one->facts;
+          summary = one->summary;
+        }
+      }
+    }
+    const Said said = tell_ranks(disagreed, facts, summary);
     fail_engine(
         ErrorKind::kMismatch,
-        str("fused: ranks disagree about operation {} of the group; {}. Every "
-            "rank must call the same operations in the same order with the "
-            "same sizes, types and hyperparameters",
+        str("fused: ranks disagree about operation {} of the group{}; {}. "
+            "Every rank must call the same operations in the same order "
+            "with the same sizes, types and hyperparameters",
             disagreed,
-            tell_ranks(disagreed, first->summary)));
+            said.difference,
+            said.all));
     return kLook;
   }
   const std::string news = comm_ ? comm_->async_error() : "";
@@ -461,7 +500,7 @@ milliseconds CudaEngine::look() {
         str("fused: {} did not finish within {} ms. Where ranks are: {}",
             where,
             timeout.count(),
-            tell_ranks(first->sequence, first->summary)));
+            tell_ranks(first->sequence, first->facts, first->summary).all));
     return kLook;
   }
   const auto waited = Clock::now() - first->begun_;

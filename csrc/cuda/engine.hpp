@@ -6,9 +6,9 @@
 #include <optional>
 #include <thread>
 
+#include "base/calls.hpp"
 #include "base/options.hpp"
 #include "base/rendezvous.hpp"
-#include "base/step.hpp"
 #include "cuda/communicator.hpp"
 #include "cuda/layout.hpp"
 #include "cuda/operation.hpp"
@@ -63,10 +63,10 @@ class CudaEngine {
       const ShardsCall& call,
       const Submission& submission);
 
-  // --- sparse.cpp: an all-reduce that skips blocks of zeros. Over the arenas
+  // --- skip.cpp: an all-reduce that skips blocks of zeros. Over the arenas
   // it is one operation; else it is two with a look at the first one's result
   // between, so not in a graph.
-  struct SparseCall {
+  struct SkipCall {
     void* data = nullptr;
     size_t count = 0;
     DType dtype = DType::kFloat32;
@@ -77,38 +77,38 @@ class CudaEngine {
     size_t blocks() const {
       return (count + block - 1) / block;
     }
-    std::string summary() const;
+    OpDescriptor facts() const;
   };
-  struct SparseFind {
+  struct SkipFind {
     OperationPtr operation;
     std::shared_ptr<Slot> slot; // with the list of blocks
   };
   // Whether direct_sum() can: the same on all ranks if all put their tensors
   // into their arenas.
-  bool can_sum_directly(const SparseCall& call) const;
+  bool can_sum_directly(const SkipCall& call) const;
   struct DirectSum {
     OperationPtr operation;
     std::shared_ptr<Slot> slot; // with the thread blocks' counts
   };
-  DirectSum direct_sum(const SparseCall& call, const Submission& submission);
+  DirectSum direct_sum(const SkipCall& call, const Submission& submission);
   // Waits for it.
   DirectCounts counts_of(const DirectSum& sum);
   // Which blocks any rank has; throws Error(kInvalid) while a graph is
   // captured.
-  SparseFind find_blocks(const SparseCall& call, const Submission& submission);
+  SkipFind find_blocks(const SkipCall& call, const Submission& submission);
   struct Found {
     uint64_t blocks_union;
     uint64_t blocks_present; // that this rank has
   };
   // Waits for it.
-  Found found_blocks(const SparseFind& find);
+  Found found_blocks(const SkipFind& find);
   // Reduces these `found` blocks, or all that there is.
   OperationPtr reduce_blocks(
-      const SparseCall& call,
+      const SkipCall& call,
       const Submission& submission,
-      const SparseFind& find,
+      const SkipFind& find,
       uint64_t found);
-  OperationPtr reduce_all(const SparseCall& call, const Submission& submission);
+  OperationPtr reduce_all(const SkipCall& call, const Submission& submission);
 
   // Whether a graph is made of what the stream gets.
   bool capturing(Stream stream) const;
@@ -161,7 +161,7 @@ class CudaEngine {
  private:
   friend class Enqueuing;
   friend class Run;
-  friend class SparseRun;
+  friend class SkipRun;
 
   // Memory that both streams' work alternates between.
   struct Wire {
@@ -198,8 +198,8 @@ class CudaEngine {
   void compare_settings(const Deadline& deadline);
   // Runs `body`, which enqueues one operation, under the engine's lock.
   OperationPtr submit(
-      OpCode op,
-      std::string summary,
+      const OpDescriptor& facts,
+      const std::string& details,
       const Submission& submission,
       const std::function<void(Operation&)>& body);
   void check_failed();
@@ -218,7 +218,14 @@ class CudaEngine {
       Question question);
   // Says what this rank is doing, and what the others say of the same
   // operation.
-  std::string tell_ranks(uint64_t sequence, const std::string& summary);
+  struct Said {
+    std::string all; // "rank 0: ...; rank 1: ..."
+    std::string difference; // from the first rank that says another
+  };
+  Said tell_ranks(
+      uint64_t sequence,
+      const OpDescriptor& facts,
+      const std::string& summary);
 
   // --- resources.cpp; at the start and the end
   void make_arena(const Deadline& deadline);

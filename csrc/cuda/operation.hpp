@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/deadline.hpp"
-#include "base/op_code.hpp"
+#include "base/descriptor.hpp"
 #include "cuda/device.hpp"
 
 namespace fusedpg::cuda {
@@ -28,8 +28,8 @@ struct Slot {
 class Operation {
  public:
   uint64_t sequence = 0;
-  OpCode op = OpCode::kNone;
-  std::string summary; // "fused_adamw_ of 3 tensors, 120 elements, float32"
+  OpDescriptor facts; // `op` and `path` come with it
+  std::string summary; // "fused_adamw_(float32, 120 elements), lr 0.1"
 
   bool is_completed() const {
     return done_.load(std::memory_order_acquire);
@@ -46,7 +46,7 @@ class Operation {
   friend class CudaEngine;
   friend class Enqueuing;
   friend class Run;
-  friend class SparseRun;
+  friend class SkipRun;
 
   void complete(std::exception_ptr error);
 

@@ -1,11 +1,10 @@
 #pragma once
 
 #include "cuda/enqueuing.hpp"
+#include "cuda/selector.hpp"
 #include "cuda/task.hpp"
 
 namespace fusedpg::cuda {
-
-kernels::Formula formula(OpCode op);
 
 // One operation of the engine while it is enqueued.
 class Run : Enqueuing {
@@ -16,15 +15,15 @@ class Run : Enqueuing {
         n_(task.tensors.size()),
         lamb_(task.updates && formula(task.op) == kernels::Formula::kLamb),
         weighted_(task.reduction.weight.has_value() && task.reduces),
-        path_(choose_path()) {}
+        config_(step_config()),
+        path_(select_step_path(config_)) {}
 
   void run();
 
  private:
-  // What a step takes; ranks must choose the same.
-  enum class Path { kStock, kRing, kDirect };
   enum class Middle { kUpdate, kMoments, kOutputs };
 
+  StepConfig step_config() const;
   void fill_slot();
   void agree();
   void prepare();
@@ -53,8 +52,9 @@ class Run : Enqueuing {
 
   size_t partial_sum_bytes() const {
     const Layout& l = layout_->layout;
-    const size_t pairs =
-        path_ == Path::kRing ? l.pieces.size() * kRingChannels : l.tiles.size();
+    const size_t pairs = path_ == GpuPath::kRing
+        ? l.pieces.size() * kRingChannels
+        : l.tiles.size();
     return lamb_ ? 2 * pairs * sizeof(double) : 0;
   }
 
@@ -74,11 +74,7 @@ class Run : Enqueuing {
 
   // --- step_paths.cpp
   void exchange_norms();
-  Path choose_path() const;
-  bool can_be_direct() const;
-  bool can_skip() const;
   void run_direct();
-  bool can_be_ring() const;
   RingUpdate ring_update(size_t t) const;
   void run_ring();
   void ring(size_t t);
@@ -87,7 +83,8 @@ class Run : Enqueuing {
   const size_t n_;
   const bool lamb_;
   const bool weighted_;
-  const Path path_;
+  const StepConfig config_;
+  const GpuPath path_;
   const CudaEngine::DeviceLayout* layout_ = nullptr;
   bool skips_ = false; // blocks of zeros
   bool has_lrs_ = false;

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 
-#include "base/hash.hpp"
 #include "cuda/run.hpp"
 
 namespace fusedpg::cuda {
@@ -31,54 +30,57 @@ NcclDataType nccl_type(DType type) {
   }
 }
 
-kernels::Formula formula(OpCode op) {
-  switch (op) {
-    case OpCode::kFusedSgd:
-      return kernels::Formula::kSgd;
-    case OpCode::kFusedLamb:
-      return kernels::Formula::kLamb;
-    default:
-      return kernels::Formula::kAdam;
+StepConfig Run::step_config() const {
+  bool in_arena = e_.direct_ != nullptr;
+  for (size_t t = 0; t < n_ && in_arena; ++t) {
+    const TensorInfo& info = task_.tensors[t];
+    const auto inside = [&](const void* p, DType type) {
+      return info.count == 0 || e_.in_arena(p, info.count * dtype_size(type));
+    };
+    in_arena = inside(info.grad, task_.grad_type) &&
+        inside(info.param, task_.param_type);
   }
+  return {
+      task_.reduces,
+      task_.updates,
+      lamb_,
+      task_.grad_type,
+      task_.param_type,
+      in_arena,
+      e_.direct_ != nullptr,
+      e_.ring_};
 }
-
-namespace {
-
-// Below this a whole tensor is not worth a chunk of its own.
-constexpr size_t kWholeBytes = 1 << 20;
-
-} // namespace
 
 void Run::run() {
   const size_t element =
       std::max(dtype_size(task_.grad_type), dtype_size(task_.param_type));
   const size_t block =
       e_.settings_.cuda_chunk_bytes / element / static_cast<size_t>(e_.size_);
-  // Products with a weight are rounded on the way into the wire, sums that
-  // are left in outputs copied out of it, and the ring's sums would overwrite
-  // the parameters: none can use whole tensors.
-  const bool may_be_whole = task_.updates && !weighted_ && path_ != Path::kRing;
   layout_ = &e_.layout_of(
-      task_.counts, block, may_be_whole ? kWholeBytes / element : ~size_t(0));
-  if (path_ != Path::kDirect) {
+      task_.counts, block, select_whole(config_, path_, weighted_));
+  if (path_ != GpuPath::kDirect) {
     reserve();
   }
-  skips_ = can_skip();
-  constexpr const char* kNames[] = {"stock", "ring", "direct"};
-  e_.last_path_ = skips_ ? "direct_skip" : kNames[static_cast<int>(path_)];
+  // The direct path alone: others read all gradients anyway.
+  skips_ = path_ == GpuPath::kDirect &&
+      select_step_skip(
+               task_.step->skip_block, layout_->layout.tiles.size(), e_.size_);
+  operation_.facts = task_.facts;
+  operation_.facts.path = skips_ ? GpuPath::kDirectSkip : path_;
+  e_.last_path_ = gpu_path_name(operation_.facts.path);
   fill_slot();
   agree();
-  if (path_ == Path::kDirect) {
+  if (path_ == GpuPath::kDirect) {
     run_direct();
   } else if (lamb_) {
-    if (path_ == Path::kRing) {
+    if (path_ == GpuPath::kRing) {
       run_ring();
     } else {
       pass(task_.reduces, Middle::kMoments, false);
     }
     exchange_norms();
     pass(false, Middle::kUpdate, true);
-  } else if (path_ == Path::kRing) {
+  } else if (path_ == GpuPath::kRing) {
     run_ring();
   } else if (task_.updates) {
     pass(task_.reduces, Middle::kUpdate, true);
@@ -88,7 +90,7 @@ void Run::run() {
 }
 
 void Run::fill_slot() {
-  const bool direct = path_ == Path::kDirect;
+  const bool direct = path_ == GpuPath::kDirect;
   const size_t groups = task_.step ? task_.step->hypers.size() : 0;
   const auto ranks = static_cast<size_t>(e_.size_);
   Arrays arrays;
@@ -98,7 +100,7 @@ void Run::fill_slot() {
   lr_types_ = arrays.add(groups * sizeof(DType));
   weight_ = arrays.add(sizeof(double));
   offsets_ = arrays.add(direct ? 2 * n_ * sizeof(uint64_t) : 0);
-  const size_t num_rings = path_ == Path::kRing ? chunks().size() : 0;
+  const size_t num_rings = path_ == GpuPath::kRing ? chunks().size() : 0;
   rings_ = arrays.add(num_rings * sizeof(RingUpdate));
   const size_t uploaded = arrays.bytes();
   agree_ = arrays.add(kAgreeBytes);
@@ -147,12 +149,7 @@ void Run::agree() {
   propose.agree = device<uint8_t>(agree_);
   propose.used = task_.used;
   propose.found_inf = task_.found_inf;
-  propose.hash = Hash()
-                     .add(task_.hash)
-                     .add(uint64_t(e_.settings_.cuda_chunk_bytes))
-                     .add(uint64_t(path_))
-                     .add(uint64_t(skips_))
-                     .value();
+  propose.hash = hash_of(operation_.facts);
   propose.tensors = static_cast<uint32_t>(n_);
   exchange(propose);
   if (alone()) {
@@ -167,13 +164,13 @@ void Run::agree() {
     }
     return;
   }
-  if (weighted_ || path_ == Path::kDirect) {
+  if (weighted_ || path_ == GpuPath::kDirect) {
     report_mismatch(agree_);
   }
   if (weighted_) {
     gather(weight_, weights_, 1, kNcclFloat64);
   }
-  if (path_ == Path::kDirect) {
+  if (path_ == GpuPath::kDirect) {
     gather(offsets_, all_offsets_, 2 * n_, kNcclUint64);
   }
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
@@ -409,9 +406,10 @@ void Run::unpack(size_t t) {
 CudaEngine::OperationPtr CudaEngine::submit(
     const Task& task,
     const Submission& submission) {
-  return submit(task.op, task.summary(), submission, [&](Operation& operation) {
-    Run(*this, operation, task).run();
-  });
+  return submit(
+      task.facts, task.details(), submission, [&](Operation& operation) {
+        Run(*this, operation, task).run();
+      });
 }
 
 CudaEngine::OperationPtr CudaEngine::fused_step(

@@ -6,7 +6,7 @@
 namespace fusedpg::cuda {
 
 void Run::exchange_norms() {
-  const bool ring = path_ == Path::kRing;
+  const bool ring = path_ == GpuPath::kRing;
   AddSumsArgs sum{};
   sum.partial = device<double>(partial_sums_);
   sum.list = ring ? layout_->piece_list : layout_->tile_list;
@@ -30,39 +30,6 @@ void Run::exchange_norms() {
   check("trust", cuda_.trust(&trust, compute_));
 }
 
-Run::Path Run::choose_path() const {
-  return can_be_direct() ? Path::kDirect
-      : can_be_ring()    ? Path::kRing
-                         : Path::kStock;
-}
-
-// The same on all ranks if all put their tensors into their arenas; the hash
-// that ranks compare says which way they take.
-bool Run::can_be_direct() const {
-  if (e_.direct_ == nullptr || lamb_ || !task_.reduces || !task_.updates) {
-    return false;
-  }
-  for (size_t t = 0; t < n_; ++t) {
-    const TensorInfo& info = task_.tensors[t];
-    const auto elsewhere = [&](const void* p, DType type) {
-      return info.count != 0 && !e_.in_arena(p, info.count * dtype_size(type));
-    };
-    if (elsewhere(info.grad, task_.grad_type) ||
-        elsewhere(info.param, task_.param_type)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// The direct path alone: others read all gradients anyway.
-bool Run::can_skip() const {
-  const size_t words =
-      layout_->layout.tiles.size() * static_cast<size_t>(e_.size_);
-  return path_ == Path::kDirect && task_.step->skip_block != 0 &&
-      words * sizeof(uint16_t) <= kDirectFlags;
-}
-
 void Run::run_direct() {
   prepare();
   if (chunks().empty()) {
@@ -84,13 +51,6 @@ void Run::run_direct() {
   args.stop = &e_.flags_->stop;
   args.context = e_.direct_;
   check("direct_step", cuda_.direct_step(&args, compute_));
-}
-
-// One type on the wire both ways.
-bool Run::can_be_ring() const {
-  return e_.ring_ && task_.reduces && task_.updates &&
-      task_.grad_type == task_.param_type &&
-      task_.param_type != DType::kFloat64;
 }
 
 RingUpdate Run::ring_update(size_t t) const {

@@ -3,35 +3,10 @@
 #include <algorithm>
 
 #include "base/error.hpp"
-#include "base/hash.hpp"
 #include "base/ownership.hpp"
 
 namespace fusedpg::cuda {
 namespace {
-
-// Facts that need not be the same where replicas would still stay equal are
-// left out: addresses, and what lies on the device (learning rates, counters).
-uint64_t facts_hash(const Task& task, uint64_t layout_hash) {
-  Hash hash;
-  hash.add(uint64_t(task.op)).add(uint64_t(task.grad_type));
-  hash.add(uint64_t(task.param_type)).add(layout_hash);
-  hash.add(uint64_t(task.reduction.mean)).add(uint64_t(task.reduces));
-  hash.add(uint64_t(task.reduction.weight.has_value()));
-  hash.add(uint64_t(task.used != nullptr));
-  for (size_t t = 0; t < task.tensors.size(); ++t) {
-    hash.add(uint64_t(task.counts[t]));
-    hash.add(uint64_t(task.tensors[t].hyper));
-  }
-  if (task.step != nullptr) {
-    hash.add(uint64_t(task.step->state_type));
-    hash.add(uint64_t(task.step->has_masters));
-    hash.add(task.step->call_hash);
-    for (const StepHyper& h : task.step->hypers) {
-      hash.add(hyper_hash(h));
-    }
-  }
-  return hash.value();
-}
 
 std::string describe(const StepCall& step) {
   const StepHyper& h = step.hypers[0];
@@ -63,7 +38,6 @@ Task::Task(const StepCall& call, int world_size) {
   used = call.used;
   found_inf = call.found_inf;
   step = &call;
-  Hash layouts;
   for (const StepTensor& t : call.tensors) {
     TensorInfo info = info_of(t.count, world_size);
     info.param = t.param;
@@ -74,9 +48,8 @@ Task::Task(const StepCall& call, int world_size) {
     info.hyper = static_cast<uint32_t>(t.hyper);
     tensors.push_back(info);
     counts.push_back(t.count);
-    layouts.add(t.layout_hash);
   }
-  hash = facts_hash(*this, layouts.value());
+  facts = fusedpg::facts(call, /*on_device=*/true);
 }
 
 Task::Task(const ShardsCall& call, int world_size) {
@@ -93,24 +66,11 @@ Task::Task(const ShardsCall& call, int world_size) {
     tensors.push_back(info);
     counts.push_back(call.counts[t]);
   }
-  hash = facts_hash(*this, call.layout_hash);
+  facts = fusedpg::facts(call);
 }
 
-std::string Task::summary() const {
-  size_t elements = 0;
-  for (const size_t count : counts) {
-    elements += count;
-  }
-  return str(
-      "{} of {} tensors, {} elements, gradients {}{}{}{}{}",
-      op_name(op),
-      counts.size(),
-      elements,
-      dtype_name(grad_type),
-      updates ? str(", parameters {}", dtype_name(param_type)) : "",
-      reduction.weight ? ", weighted" : "",
-      used != nullptr ? ", with used flags" : "",
-      step != nullptr ? describe(*step) : "");
+std::string Task::details() const {
+  return step != nullptr ? describe(*step) : std::string();
 }
 
 } // namespace fusedpg::cuda

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "base/step.hpp"
+#include "base/calls.hpp"
 #include "cuda/launch.hpp"
 
 namespace fusedpg::cuda {
@@ -20,13 +20,13 @@ struct Task {
   bool updates = true;
   uint8_t* used = nullptr;
   float* found_inf = nullptr;
-  uint64_t hash = 0; // of what must be the same on all ranks
+  OpDescriptor facts; // what must be the same on all ranks
   const StepCall* step = nullptr; // null: reduce_shards
 
   Task(const StepCall& call, int world_size);
   Task(const ShardsCall& call, int world_size);
-  // For messages: "fused_adamw_ of 3 tensors, ..."
-  std::string summary() const;
+  // What messages say besides: ", lr 0.1, ..."
+  std::string details() const;
 };
 
 } // namespace fusedpg::cuda

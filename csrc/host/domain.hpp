@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "base/deadline.hpp"
+#include "base/descriptor.hpp"
 #include "base/error.hpp"
 #include "base/options.hpp"
 #include "host/arena.hpp"
 #include "host/bootstrap.hpp"
-#include "host/descriptor.hpp"
 
 namespace fusedpg {
 

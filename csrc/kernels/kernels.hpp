@@ -25,8 +25,6 @@ struct ReduceArgs {
   const double* weights = nullptr;
 };
 
-enum class Formula : uint8_t { kSgd, kAdam, kLamb };
-
 // Scalars of one update, resolved once per call and tensor. Each is rounded
 // once to the compute type (double where the parameters are float64, else
 // float), so they are what the formulas of both sides see.

@@ -6,12 +6,30 @@
 #include <vector>
 
 #include "collectives/collectives.hpp"
+#include "collectives/way.hpp"
 #include "kernels_reference.hpp"
 #include "ranks.hpp"
 
 // What the tests of collectives have in common: groups of several shapes, and
 // inputs that every rank can compute for all ranks.
 namespace fusedpg::test {
+
+// In shared memory.
+inline void all_reduce(
+    Context& ctx,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args) {
+  ShmWay way(ctx);
+  fusedpg::all_reduce(way, tensors, args);
+}
+inline void sparse_all_reduce(
+    Context& ctx,
+    const std::vector<ReduceTensor>& tensors,
+    const kernels::ReduceArgs& args,
+    const SkipOptions& options) {
+  ShmWay way(ctx);
+  fusedpg::sparse_all_reduce(way, tensors, args, options);
+}
 
 // Where a rank has its tensors.
 enum class Place { kOrdinary, kArena, kMixed };

@@ -8,12 +8,23 @@
 
 #include "base/ownership.hpp"
 #include "collective_cases.hpp"
+#include "collectives/fused_step.hpp"
 #include "fused_reference.hpp"
 
 // What the tests of the fused steps have in common: a training run whose ranks
 // are compared, bit by bit, with one process that has everybody's gradients,
 // and that process with the formulas in double.
 namespace fusedpg::test {
+
+// In shared memory.
+inline void fused_step(Context& ctx, const StepCall& call) {
+  ShmWay way(ctx);
+  fusedpg::fused_step(way, call);
+}
+inline void reduce_shards(Context& ctx, const ShardsCall& call) {
+  ShmWay way(ctx);
+  fusedpg::reduce_shards(way, call);
+}
 
 // A group that trains, and what its parameters have to be.
 class Training {

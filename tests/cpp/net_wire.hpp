@@ -117,6 +117,17 @@ class WireTransport : public Transport {
   const int size_;
 };
 
+inline NetContext net_context(
+    Transport& transport,
+    Pool& pool,
+    SkipState& skip,
+    Stats& stats,
+    milliseconds timeout = kLong) {
+  return {
+      {*kernels::table(), pool, Deadline(timeout), 5, false, skip, stats},
+      transport};
+}
+
 // Calls body(rank, context, wire) on a thread a rank.
 template <typename Body>
 void on_wire(int size, const Body& body, milliseconds timeout = kLong) {
@@ -126,7 +137,9 @@ void on_wire(int size, const Body& body, milliseconds timeout = kLong) {
     threads.emplace_back([&, rank] {
       WireTransport transport(wire, rank, size);
       Pool pool(1);
-      NetContext ctx{transport, *kernels::table(), pool, Deadline(timeout), 5};
+      SkipState skip;
+      Stats stats;
+      NetContext ctx = net_context(transport, pool, skip, stats, timeout);
       body(rank, ctx);
     });
   }

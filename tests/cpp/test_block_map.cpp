@@ -169,13 +169,13 @@ TEST(block_map_of_random_tensors) {
     for (size_t t = 0; t < d.counts.size(); ++t) {
       const size_t begin = random() % (d.counts[t] + 1);
       const size_t count = random() % (d.counts[t] - begin + 1);
-      const Piece piece{t, begin, count};
+      const LanePiece piece{t, begin, count};
 
       std::vector<bool> kept(d.counts[t]);
       const Lanes lanes = map.skip({{}, {piece}});
       CHECK(lanes[0].empty());
       size_t last = begin;
-      for (const Piece& k : lanes[1]) {
+      for (const LanePiece& k : lanes[1]) {
         CHECK(k.tensor == t && k.begin >= last && k.count > 0);
         CHECK(k.begin == begin || k.begin > last || last == begin);
         last = k.begin + k.count;

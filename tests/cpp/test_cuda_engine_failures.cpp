@@ -28,7 +28,7 @@ void expect_failure(
 TEST(cuda_engine_mismatches) {
   const Clean clean;
   struct Difference {
-    const char* text; // that names rank 1's call
+    const char* text; // what differs, as ranks 0 and 2 say it
     Recipe recipe;
     StepTypes types;
     std::vector<size_t> counts;
@@ -38,25 +38,53 @@ TEST(cuda_engine_mismatches) {
   const std::vector<size_t> counts{3000, 70};
   const auto none = [](GpuTraining&) {};
   const Difference differences[] = {
-      {"3 tensors", adam(), kSingles, {3000, 70, 1}, none},
-      {"4070 elements", adam(), kSingles, {3000, 1070}, none},
-      {"float64", adam(), kStepTypes[1], counts, none},
-      {"fused_sgd", recipe(OpCode::kFusedSgd), kSingles, counts, none},
-      {"fused_lamb", recipe(OpCode::kFusedLamb), kSingles, counts, none},
-      {"reduce_shards", adam(), kSingles, counts, none, true},
-      {"fused_adamw",
+      {"number of tensors 2 here, 3 there",
+       adam(),
+       kSingles,
+       {3000, 70, 1},
+       none},
+      {"number of elements 3070 here, 4070 there",
+       adam(),
+       kSingles,
+       {3000, 1070},
+       none},
+      {"sizes or memory layouts", adam(), kSingles, {70, 3000}, none},
+      {"dtype float32 here, float64 there",
+       adam(),
+       kStepTypes[1],
+       counts,
+       none},
+      {"operation fused_adamw_ here, fused_sgd_ there",
+       recipe(OpCode::kFusedSgd),
+       kSingles,
+       counts,
+       none},
+      {"operation fused_adamw_ here, fused_lamb_ there",
+       recipe(OpCode::kFusedLamb),
+       kSingles,
+       counts,
+       none},
+      {"operation fused_adamw_ here, reduce_shards there",
+       adam(),
+       kSingles,
+       counts,
+       none,
+       true},
+      {"scalar arguments (learning rate",
        recipe(OpCode::kFusedAdamW, [](StepHyper& h) { h.lr = 0.02; }),
        kSingles,
        counts,
        none},
-      {"weighted",
+      {"options none here, weighted there",
        adam(),
        kSingles,
        counts,
        [](GpuTraining& t) { t.weights = {1, 2, 3}; }},
-      {"with used flags", adam(), kSingles, counts, [](GpuTraining& t) {
-         t.uses = [](int, size_t) { return true; };
-       }}};
+      {"options none here, with used flags there",
+       adam(),
+       kSingles,
+       counts,
+       [](GpuTraining& t) { t.uses = [](int, size_t) { return true; }; }}};
   hooks().set_delay(kShortDelay);
   on_threads(3, [&](int rank, Store& store) {
     int turn = 0;
@@ -80,8 +108,9 @@ TEST(cuda_engine_mismatches) {
           ErrorKind::kMismatch,
           {"ranks disagree",
            "rank 0: fused_adamw",
-           str("rank 1: {}", odd && d.shards ? "reduce_shards" : ""),
-           d.text},
+           str("rank 1: {}", d.shards ? "reduce_shards" : ""),
+           odd ? "rank 1 (here) and rank 0 (there) in"
+               : str("rank {} (here) and rank 1 (there) in {}", rank, d.text)},
           [&] {
             return odd && d.shards
                 ? r.engine.reduce_shards(
@@ -313,6 +342,10 @@ TEST(cuda_engine_abort_and_again) {
 TEST(cuda_engine_direct_mismatch) {
   const Clean clean;
   enum class Other { kPlace, kTensors, kSkips };
+  constexpr const char* names[] = {
+      "path (are the tensors in the arena?)",
+      "number of tensors",
+      "size of blocks"};
   for (const Other other : {Other::kPlace, Other::kTensors, Other::kSkips}) {
     on_threads(2, [&](int rank, Store& store) {
       GpuRank r(rank, 2, store, with_arena());

@@ -236,7 +236,7 @@ TEST(fused_step_on_shared_parameters_that_are_not) {
       Training one(g, r, kSingles, {100, 0}, Place::kArena, Place::kArena);
       one.share();
       one.call.shared_params = g.rank != 2;
-      raises(one, ErrorKind::kMismatch, "layouts");
+      raises(one, ErrorKind::kMismatch, "shared parameters");
     }
   });
 }
@@ -289,22 +289,21 @@ TEST(fused_step_disagreements_raise_everywhere) {
             c.hypers[0].*flag = !(c.hypers[0].*flag);
           });
         }
-        differ(
-            "scalar arguments", [](StepCall& c) { c.reduction.mean = false; });
-        differ("scalar arguments", [](StepCall& c) { c.reduced = true; });
+        differ("reduction", [](StepCall& c) { c.reduction.mean = false; });
+        differ("reduced gradients", [](StepCall& c) { c.reduced = true; });
         differ("scalar arguments", [&](StepCall& c) { c.grad_scale = &scale; });
         differ("scalar arguments", [](StepCall& c) { c.call_hash = 1; });
         differ("scalar arguments", [](StepCall& c) {
           c.hypers.push_back(c.hypers[0]);
           c.tensors[1].hyper = 1;
         });
-        differ("", [&](StepCall& c) { c.used = flags.data(); });
-        differ("", [](StepCall& c) { c.reduction.weight = 1; });
+        differ("with used flags", [&](StepCall& c) { c.used = flags.data(); });
+        differ("weighted", [](StepCall& c) { c.reduction.weight = 1; });
         differ("layouts", [](StepCall& c) { c.tensors[1].layout_hash ^= 1; });
-        differ("layouts", [](StepCall& c) { c.grad_type = kBHalf; });
-        differ("layouts", [](StepCall& c) { c.state_type = kBHalf; });
+        differ("gradients", [](StepCall& c) { c.grad_type = kBHalf; });
+        differ("states", [](StepCall& c) { c.state_type = kBHalf; });
         differ("dtype", [](StepCall& c) { c.param_type = kBHalf; });
-        differ("layouts", [](StepCall& c) { c.has_masters = true; });
+        differ("with masters", [](StepCall& c) { c.has_masters = true; });
         differ("layouts", [](StepCall& c) {
           std::swap(c.tensors[0], c.tensors[1]);
         });

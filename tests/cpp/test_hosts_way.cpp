@@ -18,7 +18,8 @@ void with_hosts(int size, bool chain, const Body& body) {
   with_group(size, 1, [&](Group& g) {
     WireTransport transport(wire, g.rank, g.size);
     Pool pool(1);
-    NetContext ctx{transport, *kernels::table(), pool, Deadline(kLong), 5};
+    SkipState skip;
+    NetContext ctx = net_context(transport, pool, skip, g.stats);
     ctx.ranks_share_hosts = chain;
     HostsWay way(ctx);
     body(g, way, ctx);

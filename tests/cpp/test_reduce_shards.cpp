@@ -237,11 +237,12 @@ TEST(reduce_shards_disagreements_raise_everywhere) {
         check_usable(g);
       };
       using Flags = std::vector<uint8_t>;
-      differ("scalar arguments", [](ShardsCall& c, Flags&) {
-        c.reduction.mean = false;
+      differ(
+          "reduction", [](ShardsCall& c, Flags&) { c.reduction.mean = false; });
+      differ("weighted", [](ShardsCall& c, Flags&) { c.reduction.weight = 1; });
+      differ("with used flags", [](ShardsCall& c, Flags& f) {
+        c.used = f.data();
       });
-      differ("", [](ShardsCall& c, Flags&) { c.reduction.weight = 1; });
-      differ("", [](ShardsCall& c, Flags& f) { c.used = f.data(); });
       differ("layouts", [](ShardsCall& c, Flags&) { c.layout_hash = 5; });
       differ("number of tensors", [](ShardsCall& c, Flags&) {
         c.grads.pop_back();

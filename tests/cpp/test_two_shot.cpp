@@ -28,7 +28,7 @@ void take_turns(Group& g, size_t granule, int receiver, bool in_arena) {
   plan.receiver = receiver;
   plan.tensors = {{src.data(), dst.data()}};
   plan.lanes = Plan::shards({count}, g.size);
-  const Piece own = plan.lanes[g.rank][0];
+  const LanePiece own = plan.lanes[g.rank][0];
   std::vector<double> kept(own.count);
   g.run([&](Context& ctx) {
     plan.epilogue = [&](size_t,

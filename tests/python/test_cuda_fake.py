@@ -199,14 +199,24 @@ def test_checkpoints_move_between_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["lr", "weight_decay", "sizes", "dtype", "gradient dtype", "weight", "fewer tensors"]
+    ("what", "field"),
+    [
+        ("lr", "scalar arguments"),
+        ("weight_decay", "scalar arguments"),
+        ("sizes", "number of elements"),
+        ("dtype", "in dtype float"),
+        ("gradient dtype", "dtype of the gradients"),
+        ("weight", "options"),
+        ("fewer tensors", "number of tensors"),
+    ],
 )
-def test_disagreement(what: str) -> None:
+def test_disagreement(what: str, field: str) -> None:
     begin = time.monotonic()
     with harness.Workers(2, timeout=20, **harness.fake_gpu()) as gpus:
         for error in gpus.errors(cuda_fake.disagree, "adamw", what):
             assert error.kind == "DistBackendError", error.trace
             assert "fused_adamw_" in error.text and "rank 1: " in error.text, error.text
+            assert field in error.text, error.text
         # The communicator is gone; what it was is told again.
         for error in gpus.errors(fused_ops.parity, Run()):
             assert "disagree" in error.text, error.text

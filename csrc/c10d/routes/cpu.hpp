@@ -6,7 +6,7 @@
 
 #include "c10d/routes/route.hpp"
 #include "c10d/tensors.hpp"
-#include "collectives/sparse_all_reduce.hpp"
+#include "collectives/skip.hpp"
 
 namespace fusedpg {
 
@@ -51,7 +51,7 @@ class Turn {
   virtual void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,
-      const SparseOptions& options) = 0;
+      const SkipOptions& options) = 0;
   // The sum, or mean, of all ranks' torch.sparse_coo tensors.
   virtual at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) = 0;
 };
@@ -131,7 +131,7 @@ class CpuRoute : public Route {
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
-      const SparseArguments& arguments,
+      const SkipArguments& arguments,
       bool async_op) override;
 
  protected:

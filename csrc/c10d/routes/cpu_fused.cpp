@@ -60,14 +60,14 @@ WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
 
 WorkPtr CpuRoute::sparse_all_reduce(
     const at::Tensor& tensor,
-    const SparseArguments& arguments,
+    const SkipArguments& arguments,
     bool async_op) {
   const Call call{
       c10d::OpType::ALLREDUCE,
       "fused:sparse_all_reduce",
       group_.timeout.load(),
       async_op};
-  const SparseOptions options = sparse_options(tensor, arguments);
+  const SkipOptions options = skip_options(tensor, arguments);
   const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
   translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
   check_tensor("sparse_all_reduce", tensor);

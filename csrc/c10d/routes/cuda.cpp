@@ -2,7 +2,7 @@
 
 #include "c10d/errors.hpp"
 #include "c10d/tensors.hpp"
-#include "collectives/selector.hpp"
+#include "cuda/selector.hpp"
 
 namespace fusedpg {
 namespace {
@@ -10,15 +10,12 @@ namespace {
 // For outstanding work when a group is shut down.
 constexpr std::chrono::milliseconds kShutdownPatience{10000};
 
-// More than the share of all blocks.
-constexpr double kNoLimit = 2;
-
-cuda::CudaEngine::SparseCall sparse_call(
+cuda::CudaEngine::SkipCall skip_call(
     const at::Tensor& tensor,
     const kernels::ReduceArgs& args,
     size_t block,
     double limit) {
-  cuda::CudaEngine::SparseCall call;
+  cuda::CudaEngine::SkipCall call;
   call.data = tensor.data_ptr();
   call.count = static_cast<size_t>(tensor.numel());
   call.dtype = args.dtype;
@@ -33,7 +30,7 @@ cuda::CudaEngine::SparseCall sparse_call(
 void split_residual(
     const at::Tensor& tensor,
     const at::Tensor& residual,
-    const SparseOptions& options) {
+    const SkipOptions& options) {
   const c10::NoGradGuard no_grad;
   const auto block = static_cast<int64_t>(options.block);
   const at::Tensor flat = memory_order(tensor);
@@ -140,9 +137,9 @@ WorkPtr CudaRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
 
 WorkPtr CudaRoute::sparse_all_reduce(
     const at::Tensor& tensor,
-    const SparseArguments& arguments,
+    const SkipArguments& arguments,
     bool async_op) {
-  const SparseOptions options = sparse_options(tensor, arguments);
+  const SkipOptions options = skip_options(tensor, arguments);
   const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
   translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
   TORCH_CHECK_VALUE(
@@ -154,7 +151,7 @@ WorkPtr CudaRoute::sparse_all_reduce(
   }
   return skipping(
       tensor,
-      sparse_call(tensor, args, options.block, kNoLimit),
+      skip_call(tensor, args, options.block, cuda::kNoSkipLimit),
       OpCode::kSparseAllReduce,
       group_.timeout.load(),
       async_op);
@@ -162,37 +159,35 @@ WorkPtr CudaRoute::sparse_all_reduce(
 
 WorkPtr CudaRoute::skipping(
     const at::Tensor& tensor,
-    const SparseCall& call,
+    const SkipCall& call,
     OpCode named,
     std::chrono::milliseconds timeout,
     bool async_op) {
   constexpr const char* title = "fused:sparse_all_reduce";
   group_.check_open(title);
   check_not_coalescing(title);
-  const auto report = [this,
-                       named,
-                       shape = static_cast<uint64_t>(call.count),
-                       dtype =
-                           call.dtype](const CudaGroup::SparseReport& report) {
-    group_.stats.add(
-        named,
-        report.skipped ? DataPath::kSkipping : DataPath::kDelegated,
-        {report.bytes_sent,
-         report.bytes_received,
-         0,
-         report.blocks,
-         report.blocks_present,
-         report.blocks_union});
-    if (named == OpCode::kAllReduce && skip_.mode == BlockSkip::kAuto &&
-        report.blocks != 0) {
-      const std::lock_guard<std::mutex> lock(skip_mutex_);
-      skip_.estimates.observe(
-          shape,
-          dtype,
-          double(report.blocks_union) / double(report.blocks),
-          kCudaSkipLimit);
-    }
-  };
+  const auto report =
+      [this, named, shape = call.facts().shape_hash, dtype = call.dtype](
+          const CudaGroup::SkipReport& report) {
+        group_.stats.add(
+            named,
+            report.skipped ? DataPath::kSkipping : DataPath::kDelegated,
+            {report.bytes_sent,
+             report.bytes_received,
+             0,
+             report.blocks,
+             report.blocks_present,
+             report.blocks_union});
+        if (named == OpCode::kAllReduce && skip_.mode == BlockSkip::kAuto &&
+            report.blocks != 0) {
+          const std::lock_guard<std::mutex> lock(skip_mutex_);
+          skip_.estimates.observe(
+              shape,
+              dtype,
+              double(report.blocks_union) / double(report.blocks),
+              cuda::kSkipLimit);
+        }
+      };
   return group_.remember(
       cuda_.sparse_all_reduce(tensor, call, title, timeout, async_op, report));
 }
@@ -212,8 +207,11 @@ bool CudaRoute::skip(
   const at::Tensor& tensor = tensors[0];
   const auto args = to_reduce_args(opts.reduceOp, tensor.scalar_type(), size_);
   const bool adapts = skip_.mode == BlockSkip::kAuto;
-  const auto call = sparse_call(
-      tensor, args, skip_.block, adapts ? kCudaSkipLimit : kNoLimit);
+  const auto call = skip_call(
+      tensor,
+      args,
+      skip_.block,
+      adapts ? cuda::kSkipLimit : cuda::kNoSkipLimit);
   // A graph would replay what its capture found, but for sums over the arenas,
   // which look each time.
   if (cuda_.capturing(tensor) && (adapts || !cuda_.can_sum_directly(call))) {
@@ -224,11 +222,11 @@ bool CudaRoute::skip(
   }
   {
     const std::lock_guard<std::mutex> lock(skip_mutex_);
-    const auto choice =
-        select_skip(skip_, size_, call.count, tensor.nbytes(), args);
-    if (choice != DensityEstimates::Choice::kSkip) {
-      // Here what ranks call differently ends the group, so calls count.
-      count_dense(skip_, size_, call.count, tensor.nbytes(), args);
+    // Here what ranks call differently ends the group, so calls count.
+    const SkipConfig config = skip_config(skip_, size_, call.facts(), args);
+    const auto choice = select_skip(config);
+    if (choice != DensityEstimates::Choice::kSkip && select_estimate(config)) {
+      skip_.estimates.count_dense(call.facts().shape_hash, call.dtype);
     }
     if (choice == DensityEstimates::Choice::kDense) {
       return false;

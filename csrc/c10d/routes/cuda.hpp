@@ -29,7 +29,7 @@ class CudaRoute : public Forwarding<Route> {
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
-      const SparseArguments& arguments,
+      const SkipArguments& arguments,
       bool async_op) override;
   // Has what sums over the arenas moved counted; waits for them.
   void report_sums() {
@@ -64,7 +64,7 @@ class CudaRoute : public Forwarding<Route> {
   WorkPtr forward(const at::Tensor* tensor, Operation operation) override;
 
  private:
-  using SparseCall = cuda::CudaEngine::SparseCall;
+  using SkipCall = cuda::CudaEngine::SkipCall;
 
   // For what runs on the GPU but is not NCCL's alone: it would wait for
   // collectives that a group of calls still holds back.
@@ -77,7 +77,7 @@ class CudaRoute : public Forwarding<Route> {
       WorkPtr& work);
   WorkPtr skipping(
       const at::Tensor& tensor,
-      const SparseCall& call,
+      const SkipCall& call,
       OpCode named,
       std::chrono::milliseconds timeout,
       bool async_op);

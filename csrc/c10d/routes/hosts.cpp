@@ -9,8 +9,7 @@
 #include "c10d/delegate.hpp"
 #include "collectives/fused_step.hpp"
 #include "collectives/hosts_way.hpp"
-#include "collectives/net_sparse.hpp"
-#include "collectives/selector.hpp"
+#include "collectives/reduction.hpp"
 
 namespace fusedpg {
 namespace {
@@ -94,10 +93,22 @@ class HostsTurn : public Turn {
 
   void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
       override {
+    SkipState& skip = route_.skip_;
     for (const Flat& flat : tensors) {
-      if (!skips(flat, reduction.args)) {
-        sum(flat.tensor().detach(), GlooReduction(reduction));
+      const ReduceTensor tensor = flat.reduce_tensor();
+      const OpDescriptor d =
+          facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
+      const SkipConfig config = skip_config(skip, size_, d, reduction.args);
+      if (select_delegate(select_skip(config))) {
+        if (select_estimate(config)) {
+          skip.estimates.count_dense(d.shape_hash, d.dtype);
+        }
+        delegate_sum(flat, reduction);
+        continue;
       }
+      NetContext ctx = context();
+      HostsWay way(ctx, [&] { delegate_sum(flat, reduction); });
+      fusedpg::all_reduce(way, {tensor}, reduction.args);
     }
   }
 
@@ -218,29 +229,24 @@ class HostsTurn : public Turn {
   }
 
   void fused_step(const StepCall& call) override {
-    NetContext ctx = context(call.op);
+    NetContext ctx = context();
     HostsWay way(ctx);
     fusedpg::fused_step(way, call);
-    stats_.add(
-        call.op,
-        ctx.moved.blocks != 0 ? DataPath::kSkipping : DataPath::kMessages,
-        ctx.moved);
   }
 
   void reduce_shards(const ShardsCall& call) override {
-    NetContext ctx = context(OpCode::kReduceShards);
+    NetContext ctx = context();
     HostsWay way(ctx);
     fusedpg::reduce_shards(way, call);
-    stats_.add(OpCode::kReduceShards, DataPath::kMessages, ctx.moved);
   }
 
   void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,
-      const SparseOptions& options) override {
-    NetContext ctx = context(OpCode::kSparseAllReduce);
-    net_sparse_all_reduce(ctx, tensor.reduce_tensor(), args, options);
-    stats_.add(OpCode::kSparseAllReduce, DataPath::kSkipping, ctx.moved);
+      const SkipOptions& options) override {
+    NetContext ctx = context();
+    HostsWay way(ctx);
+    fusedpg::sparse_all_reduce(way, {tensor.reduce_tensor()}, args, options);
   }
 
   at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override {
@@ -259,8 +265,8 @@ class HostsTurn : public Turn {
     return opts;
   }
 
-  NetContext context(OpCode op) {
-    NetContext ctx = route_.net_context(ticket_, timeout_, op);
+  NetContext context() {
+    NetContext ctx = route_.net_context(ticket_, timeout_);
     ctx.list_index = list_index_;
     ctx.list_length = list_length_;
     return ctx;
@@ -275,42 +281,12 @@ class HostsTurn : public Turn {
     reduction.finish(t);
   }
 
-  // Skips blocks of zeros if the group's option says so, or returns false.
-  bool skips(const Flat& flat, const kernels::ReduceArgs& args) {
-    using Choice = DensityEstimates::Choice;
-    SkipState& state = route_.skip_;
-    const ReduceTensor tensor = flat.reduce_tensor();
-    const size_t bytes = flat.span().bytes;
-    const Choice choice = select_skip(state, size_, tensor.count, bytes, args);
-    const auto dense = [&] {
-      count_dense(state, size_, tensor.count, bytes, args);
-      // What Gloo's ring moves.
-      const uint64_t moved =
-          2 * bytes * static_cast<uint64_t>(size_ - 1) / size_;
-      stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {moved, moved});
-    };
-    if (choice == Choice::kDense) {
-      dense();
-      return false;
-    }
-    NetContext ctx = context(OpCode::kSparseAllReduce);
-    const auto observe = [&](double density) {
-      if (state.mode == BlockSkip::kAuto) {
-        state.estimates.observe(
-            tensor.count, args.dtype, density, kNetSkipLimit);
-      }
-    };
-    if (choice == Choice::kSkip) {
-      net_sparse_all_reduce(ctx, tensor, args, {state.block});
-      observe(double(ctx.moved.blocks_union) / double(ctx.moved.blocks));
-      stats_.add(OpCode::kAllReduce, DataPath::kSkipping, ctx.moved);
-      return true;
-    }
-    const double density =
-        net_sampled_density(ctx, tensor, args.dtype, state.block);
-    dense(); // a mismatch has raised, on all ranks
-    observe(density);
-    return false;
+  void delegate_sum(const Flat& flat, const Reduction& reduction) {
+    sum(flat.tensor().detach(), GlooReduction(reduction));
+    // What Gloo's ring moves.
+    const uint64_t moved =
+        2 * flat.span().bytes * static_cast<uint64_t>(size_ - 1) / size_;
+    stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {moved, moved});
   }
 
   HostsRoute& route_;
@@ -345,8 +321,7 @@ c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
 
 NetContext HostsRoute::net_context(
     uint64_t ticket,
-    std::chrono::milliseconds timeout,
-    OpCode op) {
+    std::chrono::milliseconds timeout) {
   const auto check_aborted = [this] {
     if (failure()) {
       fail(
@@ -363,13 +338,14 @@ NetContext HostsRoute::net_context(
         std::make_unique<BackendTransport>(make_gloo("fusedpg-transport"));
   }
   return {
+      {group_.kernels,
+       pool_,
+       Deadline(timeout),
+       ticket,
+       group_.settings.nan_check,
+       skip_,
+       group_.stats},
       *transport_,
-      group_.kernels,
-      pool_,
-      Deadline(timeout),
-      ticket,
-      op,
-      group_.settings.nan_check,
       ranks_share_hosts_};
 }
 

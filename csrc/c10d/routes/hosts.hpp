@@ -72,10 +72,7 @@ class HostsRoute : public CpuRoute {
 
   c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
   // For an operation that is not delegated.
-  NetContext net_context(
-      uint64_t ticket,
-      std::chrono::milliseconds timeout,
-      OpCode op);
+  NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
   const bool ranks_share_hosts_;
   const c10::intrusive_ptr<c10d::Backend> delegate_;
   std::mutex transport_mutex_;

@@ -56,7 +56,7 @@ class Route : public c10d::Backend {
   // collectives/sparse_all_reduce.hpp.
   virtual WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
-      const SparseArguments& arguments,
+      const SkipArguments& arguments,
       bool async_op) = 0;
 
   // A tensor in the arena, or an error; ordinary memory where there is none.

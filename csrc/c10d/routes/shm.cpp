@@ -3,6 +3,7 @@
 #include "c10d/coo.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/work_fused.hpp"
+#include "collectives/fused_step.hpp"
 #include "collectives/monitored_barrier.hpp"
 
 namespace fusedpg {
@@ -22,7 +23,8 @@ class ShmTurn : public Turn {
   }
   void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
       override {
-    fusedpg::all_reduce(ctx_, reduce_tensors(tensors), reduction.args);
+    ShmWay way(ctx_);
+    fusedpg::all_reduce(way, reduce_tensors(tensors), reduction.args);
   }
   void reduce(const Flat& tensor, const Reduction& reduction, int root)
       override {
@@ -60,16 +62,19 @@ class ShmTurn : public Turn {
   }
 
   void fused_step(const StepCall& call) override {
-    fusedpg::fused_step(ctx_, call);
+    ShmWay way(ctx_);
+    fusedpg::fused_step(way, call);
   }
   void reduce_shards(const ShardsCall& call) override {
-    fusedpg::reduce_shards(ctx_, call);
+    ShmWay way(ctx_);
+    fusedpg::reduce_shards(way, call);
   }
   void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,
-      const SparseOptions& options) override {
-    fusedpg::sparse_all_reduce(ctx_, {tensor.reduce_tensor()}, args, options);
+      const SkipOptions& options) override {
+    ShmWay way(ctx_);
+    fusedpg::sparse_all_reduce(way, {tensor.reduce_tensor()}, args, options);
   }
   at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override {
     return fusedpg::coo_all_reduce(ctx_, mine, mean);

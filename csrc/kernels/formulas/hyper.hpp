@@ -1,12 +1,15 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "kernels/formulas/adam.hpp"
 #include "kernels/formulas/lamb.hpp"
 #include "kernels/formulas/sgd.hpp"
 
 namespace fusedpg::kernels {
+
+enum class Formula : uint8_t { kSgd, kAdam, kLamb };
 
 // Hyperparameters of some tensors; which ones mean something depends on the
 // formula.

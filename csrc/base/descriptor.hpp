@@ -18,7 +18,12 @@ struct alignas(64) OpDescriptor {
   OpCode op = OpCode::kNone;
   DType dtype = DType::kOpaque;
   RedOp red_op = RedOp::kSum;
+  GpuPath path = GpuPath::kNone;
   int32_t root = -1;
+  DType grad_type = DType::kOpaque; // of optimizer steps
+  DType state_type = DType::kOpaque;
+  uint16_t options = 0; // a set of CallOption
+  uint32_t block = 0; // elements of blocks whose zeros are skipped; 0: none are
   uint64_t count = 0; // elements, over all tensors of the call
   uint64_t items = 1; // tensors
   uint64_t list_index = 0; // of this operation among those of one call
@@ -29,6 +34,16 @@ struct alignas(64) OpDescriptor {
   uint64_t flags = 0;
   uint64_t table_entries = 0;
   double weight = 1; // of this rank's contribution to a weighted mean
+};
+
+// Bits of OpDescriptor::options.
+enum CallOption : uint16_t {
+  kWeighted = 1,
+  kUsedFlags = 2, // says which tensors were used
+  kMasters = 4,
+  kFollow = 8, // masters follow parameters
+  kReducedGrads = 16,
+  kSharedParams = 32,
 };
 
 // Sets of bits in OpDescriptor::flags.
@@ -45,6 +60,10 @@ std::string describe(const OpDescriptor& d);
 // The first difference that makes two descriptors incompatible, as
 // "dtype float32 here, float64 there"; empty when they agree.
 std::string difference(const OpDescriptor& here, const OpDescriptor& there);
+
+// Of what difference() looks at, but for the sequence number and the place in a
+// list.
+uint64_t hash_of(const OpDescriptor& d);
 
 // Throw what every rank throws where two disagree, and where the NaN check has
 // found something.

@@ -4,6 +4,7 @@
 
 #include "base/options.hpp"
 #include "collectives/collectives.hpp"
+#include "collectives/selector.hpp"
 #include "host/pool.hpp"
 #include "kernels/kernels.hpp"
 
@@ -16,7 +17,7 @@ bool can_skip(const kernels::ReduceArgs& args);
 // Throws Error(kInvalid) naming `op` if not.
 void check_can_skip(OpCode op, const kernels::ReduceArgs& args);
 
-struct SparseOptions {
+struct SkipOptions {
   size_t block = kBlockSize; // elements; larger for tensors of many millions
   // Blocks without an element of a larger magnitude are not sent but left in
   // `residual`, which is added to the tensor first: a tensor of its size and
@@ -24,6 +25,13 @@ struct SparseOptions {
   double threshold = 0;
   void* residual = nullptr;
 };
+
+// What select_skip() chooses by, for tensors of this shape.
+SkipConfig skip_config(
+    const SkipState& state,
+    int world_size,
+    const OpDescriptor& d,
+    const kernels::ReduceArgs& args);
 
 // Bit b % 64 of bits[b / 64] for block b. Where a sample of many blocks holds
 // no zeros, all count as present. With a threshold, blocks that are not present
@@ -33,7 +41,7 @@ void find_blocks(
     Pool& pool,
     const ReduceTensor& tensor,
     DType dtype,
-    const SparseOptions& options,
+    const SkipOptions& options,
     uint64_t* bits);
 
 // Some blocks of this rank, as words that ranks compare, and what all ranks'

@@ -1,4 +1,4 @@
-#include "host/descriptor.hpp"
+#include "base/descriptor.hpp"
 
 #include "base/error.hpp"
 
@@ -7,7 +7,23 @@ namespace {
 
 bool reduces(OpCode op) {
   return op == OpCode::kAllReduce || op == OpCode::kReduce ||
-      op == OpCode::kReduceScatter;
+      op == OpCode::kReduceScatter || op == OpCode::kSparseAllReduce;
+}
+
+// ", weighted, with used flags"
+std::string options_text(uint16_t options) {
+  constexpr const char* kNames[] = {
+      "weighted",
+      "with used flags",
+      "with masters",
+      "masters follow",
+      "reduced gradients",
+      "shared parameters"};
+  std::string text;
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    text += (options >> i & 1) != 0 ? str(", {}", kNames[i]) : std::string();
+  }
+  return text;
 }
 
 } // namespace
@@ -32,6 +48,13 @@ std::string describe(const OpDescriptor& d) {
   if (d.root >= 0) {
     out << ", root " << d.root;
   }
+  if (d.block != 0) {
+    out << ", blocks of " << d.block;
+  }
+  if (d.grad_type != DType::kOpaque && d.grad_type != d.dtype) {
+    out << ", gradients " << dtype_name(d.grad_type);
+  }
+  out << options_text(d.options);
   out << ')';
   return out.str();
 }
@@ -56,6 +79,27 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   if (here.root != there.root) {
     return differ("root", here.root, there.root);
   }
+  if (here.grad_type != there.grad_type) {
+    return differ(
+        "dtype of the gradients",
+        dtype_name(here.grad_type),
+        dtype_name(there.grad_type));
+  }
+  if (here.state_type != there.state_type) {
+    return differ(
+        "dtype of the states",
+        dtype_name(here.state_type),
+        dtype_name(there.state_type));
+  }
+  if (here.options != there.options) {
+    const auto text = [](uint16_t options) {
+      return options == 0 ? "none" : options_text(options).substr(2);
+    };
+    return differ("options", text(here.options), text(there.options));
+  }
+  if (here.block != there.block) {
+    return differ("size of blocks", here.block, there.block);
+  }
   if (here.list_length != there.list_length ||
       here.list_index != there.list_index) {
     return differ(
@@ -73,7 +117,27 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   if (here.value_hash != there.value_hash) {
     return "scalar arguments (learning rate, step, factor, ...) differ";
   }
+  if (here.path != there.path) {
+    return differ(
+        "path (are the tensors in the arena?)",
+        gpu_path_name(here.path),
+        gpu_path_name(there.path));
+  }
   return {};
+}
+
+uint64_t hash_of(const OpDescriptor& d) {
+  return Hash()
+      .add(
+          uint64_t(d.op) | uint64_t(d.dtype) << 8 | uint64_t(d.red_op) << 16 |
+          uint64_t(d.path) << 24 | uint64_t(d.grad_type) << 32 |
+          uint64_t(d.state_type) << 40 | uint64_t(d.options) << 48)
+      .add(uint64_t(uint32_t(d.root)) | uint64_t(d.block) << 32)
+      .add(d.count)
+      .add(d.items)
+      .add(d.shape_hash)
+      .add(d.value_hash)
+      .value();
 }
 
 void check_agreement(

@@ -41,8 +41,8 @@ Bytes contribution(const SparseCase& c, int rank) {
       c.dtype, c.count, c.count + c.block + rank, c.block, c.percent);
 }
 
-CudaEngine::SparseCall call_of(const SparseCase& c, const GpuBuffer& data) {
-  CudaEngine::SparseCall call;
+CudaEngine::SkipCall call_of(const SparseCase& c, const GpuBuffer& data) {
+  CudaEngine::SkipCall call;
   call.data = data.data();
   call.count = c.count;
   call.dtype = c.dtype;
@@ -87,8 +87,8 @@ Bytes summed(const SparseCase& c, int size) {
 void check_sparse(GpuRank& r, const SparseCase& c) {
   GpuBuffer data(c.count * dtype_size(c.dtype));
   data.assign(contribution(c, r.rank));
-  const CudaEngine::SparseCall call = call_of(c, data);
-  const CudaEngine::SparseFind find = r.engine.find_blocks(call, r.from());
+  const CudaEngine::SkipCall call = call_of(c, data);
+  const CudaEngine::SkipFind find = r.engine.find_blocks(call, r.from());
   const auto [found, present] = r.engine.found_blocks(find);
   CHECK_EQ(found, union_blocks(c, r.size));
   CHECK_EQ(present, count_blocks(c, {contribution(c, r.rank)}));
@@ -124,7 +124,7 @@ GpuBuffer in_arena(GpuRank& r, const SparseCase& c, size_t shift = 0) {
 void check_direct(GpuRank& r, const SparseCase& c, size_t shift = 0) {
   const GpuBuffer data = in_arena(r, c, shift);
   data.assign(contribution(c, r.rank));
-  const CudaEngine::SparseCall call = call_of(c, data);
+  const CudaEngine::SkipCall call = call_of(c, data);
   if (!CHECK(r.engine.can_sum_directly(call))) {
     return;
   }
@@ -144,7 +144,7 @@ void check_direct(GpuRank& r, const SparseCase& c, size_t shift = 0) {
 
 } // namespace
 
-TEST(cuda_sparse_all_reduce) {
+TEST(cuda_skip_all_reduce) {
   const Clean clean;
   for (const int size : {1, 2, 3}) {
     with_gpus(size, [](GpuRank& r) {
@@ -164,7 +164,7 @@ TEST(cuda_sparse_all_reduce) {
   CHECK_EQ(hooks().now().freed_written, 0u);
 }
 
-TEST(cuda_sparse_directly) {
+TEST(cuda_skip_directly) {
   const Clean clean;
   for (int size = 2; size <= (kOnlyThreads ? 3 : 4); ++size) {
     with_gpus(
@@ -187,7 +187,7 @@ TEST(cuda_sparse_directly) {
 }
 
 // A graph looks for the blocks whenever it is launched.
-TEST(cuda_sparse_directly_in_graphs) {
+TEST(cuda_skip_directly_in_graphs) {
   const Clean clean;
   with_gpus(
       2,
@@ -214,7 +214,7 @@ TEST(cuda_sparse_directly_in_graphs) {
       with_arena());
 }
 
-TEST(cuda_sparse_not_directly) {
+TEST(cuda_skip_not_directly) {
   const Clean clean;
   with_gpus(
       2,
@@ -222,7 +222,7 @@ TEST(cuda_sparse_not_directly) {
         const GpuBuffer outside(4000);
         CHECK(!r.engine.can_sum_directly(
             call_of({DType::kFloat32, 1000, 32, 0}, outside)));
-        CudaEngine::SparseCall call;
+        CudaEngine::SkipCall call;
         call.data = r.engine.arena();
         CHECK(!r.engine.can_sum_directly(call)); // nothing to sum
         call.count = kArena / 4;
@@ -239,8 +239,9 @@ TEST(cuda_sparse_not_directly) {
     const GpuBuffer data = rank == 0 ? in_arena(r, c) : GpuBuffer(4000);
     data.assign(contribution(c, rank));
     const char* way = "blocks of 32) over the arenas";
-    expect_error(ErrorKind::kMismatch, {"ranks disagree", way}, [&] {
-      const CudaEngine::SparseCall one = call_of(c, data);
+    const char* what = rank == 0 ? "stock there" : "stock here";
+    expect_error(ErrorKind::kMismatch, {"ranks disagree", way, what}, [&] {
+      const CudaEngine::SkipCall one = call_of(c, data);
       if (r.engine.can_sum_directly(one)) {
         r.engine.counts_of(r.engine.direct_sum(one, r.from()));
       } else {
@@ -253,7 +254,7 @@ TEST(cuda_sparse_not_directly) {
 }
 
 // Slots and wires are reused while operations are under way.
-TEST(cuda_sparse_many_under_way) {
+TEST(cuda_skip_many_under_way) {
   const Clean clean;
   with_gpus(2, [](GpuRank& r) {
     std::vector<GpuBuffer> data;
@@ -265,8 +266,8 @@ TEST(cuda_sparse_many_under_way) {
       data[i].assign(contribution(cases[i], r.rank));
     }
     for (size_t i = 0; i < cases.size(); ++i) {
-      const CudaEngine::SparseCall call = call_of(cases[i], data[i]);
-      const CudaEngine::SparseFind find = r.engine.find_blocks(call, r.from());
+      const CudaEngine::SkipCall call = call_of(cases[i], data[i]);
+      const CudaEngine::SkipFind find = r.engine.find_blocks(call, r.from());
       operations.push_back(r.engine.reduce_blocks(
           call, r.from(), find, r.engine.found_blocks(find).blocks_union));
     }
@@ -277,7 +278,7 @@ TEST(cuda_sparse_many_under_way) {
   });
 }
 
-TEST(cuda_sparse_disagreements) {
+TEST(cuda_skip_disagreements) {
   const Clean clean;
   on_threads(2, [](int rank, Store& store) {
     int turn = 0;
@@ -307,7 +308,7 @@ TEST(cuda_sparse_disagreements) {
   });
 }
 
-TEST(cuda_sparse_not_in_graphs) {
+TEST(cuda_skip_not_in_graphs) {
   const Clean clean;
   with_gpus(1, [](GpuRank& r) {
     const SparseCase c{DType::kFloat32, 5000, 64, 20};
@@ -326,7 +327,7 @@ TEST(cuda_sparse_not_in_graphs) {
 }
 
 // Which blocks of the owners' tiles a step has to read, by the lanes of a warp.
-TEST(cuda_sparse_tile_bits) {
+TEST(cuda_skip_tile_bits) {
   std::mt19937 random(5);
   for (int turn = 0; turn < 100; ++turn) {
     const int size = 1 + static_cast<int>(random() % 4);
@@ -368,7 +369,7 @@ TEST(cuda_sparse_tile_bits) {
   }
 }
 
-TEST(cuda_sparse_kernels) {
+TEST(cuda_skip_kernels) {
   std::mt19937 random(3);
   for (int turn = 0; turn < 200; ++turn) {
     const size_t block = 32 + random() % 100;

@@ -20,9 +20,7 @@ void check_residual(const at::Tensor& tensor, const at::Tensor& residual) {
 
 } // namespace
 
-SparseOptions sparse_options(
-    const at::Tensor& tensor,
-    const SparseArguments& a) {
+SkipOptions skip_options(const at::Tensor& tensor, const SkipArguments& a) {
   const auto& [op, block_size, threshold, residual] = a;
   check_dense("sparse_all_reduce", tensor);
   translate([&] { check_block_size(block_size); });
@@ -34,7 +32,7 @@ SparseOptions sparse_options(
       (threshold > 0) == residual.has_value(),
       "fused: sparse_all_reduce: a threshold and a residual, which keeps what "
       "is not sent, go together");
-  SparseOptions options;
+  SkipOptions options;
   options.block = static_cast<size_t>(block_size);
   options.threshold = threshold;
   if (residual) {

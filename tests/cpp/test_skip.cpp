@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "collective_cases.hpp"
-#include "collectives/sparse_all_reduce.hpp"
+#include "collectives/skip.hpp"
 
 namespace {
 
@@ -256,7 +256,7 @@ TEST(sparse_threshold_keeps_the_rest) {
         }
         t.assign(input(g.rank, turn).data());
         g.run([&](Context& ctx) {
-          SparseOptions options{kBlock, .01, residual.data()};
+          SkipOptions options{kBlock, .01, residual.data()};
           sparse_all_reduce(ctx, {{t.data(), kCount}}, sum_of(dtype), options);
         });
         CHECK(t.holds(reference(sum_of(dtype), srcs, kCount).data()));
@@ -402,7 +402,7 @@ TEST(sparse_disagreements) {
           sparse_all_reduce(
               ctx, {{b.data(), 100000}}, sum_of(), {g.rank == 0 ? 64u : 128u});
         },
-        "scalar arguments");
+        "size of blocks");
     raises(
         [&](Context& ctx) {
           if (g.rank == 0) {

@@ -4,16 +4,13 @@
 #include <optional>
 #include <vector>
 
-#include "base/dtype.hpp"
-#include "base/op_code.hpp"
+#include "base/descriptor.hpp"
 #include "kernels/formulas/hyper.hpp"
 
-// What an optimizer step is, as data: every engine takes it in this form.
+// What an operation is, as data: every engine takes it in this form.
 namespace fusedpg {
 
 using StepHyper = kernels::Hyper;
-
-uint64_t hyper_hash(const StepHyper& hyper);
 
 // How the ranks' gradients are combined.
 struct GradReduction {
@@ -80,6 +77,27 @@ struct ShardsCall {
   GradReduction reduction;
   uint8_t* used = nullptr; // as in StepCall
 };
+
+// A reduction of tensors, or of what they are joined to.
+struct SumCall {
+  OpCode op = OpCode::kAllReduce;
+  DType dtype = DType::kFloat32;
+  RedOp red_op = RedOp::kSum;
+  double factor = 1; // of kPremulSum
+  int root = -1; // of kReduce
+  std::vector<size_t> counts;
+  size_t block = 0; // as skip_block; of kSparseAllReduce
+  double threshold = 0; // what decides which blocks travel
+};
+
+// What all ranks must say of a call. `on_device`: counters and the scale are
+// in the memory of a device, and not looked at.
+OpDescriptor facts(const SumCall& call);
+OpDescriptor facts(const ShardsCall& call);
+OpDescriptor facts(const StepCall& call, bool on_device);
+
+// Throws Error(kInvalid) if it is not an optimizer step.
+kernels::Formula formula(OpCode op);
 
 // Tensors in one operation, so that their tables fit in a descriptor's.
 constexpr size_t kMaxStepTensors = 4000;

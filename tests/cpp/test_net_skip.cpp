@@ -4,7 +4,8 @@
 #include "net_wire.hpp"
 
 #include "base/ownership.hpp"
-#include "collectives/net_sparse.hpp"
+#include "collectives/hosts_way.hpp"
+#include "collectives/reduction.hpp"
 
 namespace {
 
@@ -21,6 +22,11 @@ struct NetCase {
 
 Bytes contribution(const NetCase& c, int rank) {
   return values_in_blocks(c.dtype, c.count, c.seed + rank, c.block, c.percent);
+}
+
+// By which groups remember how dense sums were.
+uint64_t shape_of(const std::vector<ReduceTensor>& tensors) {
+  return facts(sum_call(OpCode::kAllReduce, tensors, sum_of())).shape_hash;
 }
 
 void check_net(int size, const NetCase& c) {
@@ -41,8 +47,9 @@ void check_net(int size, const NetCase& c) {
   std::vector<OpStats> stats(static_cast<size_t>(size));
   on_wire(size, [&](int rank, NetContext& ctx) {
     Bytes mine = all[static_cast<size_t>(rank)];
-    net_sparse_all_reduce(
-        ctx, {mine.data(), c.count}, sum_of(c.dtype), {c.block});
+    HostsWay way(ctx);
+    sparse_all_reduce(
+        way, {{mine.data(), c.count}}, sum_of(c.dtype), {c.block});
     stats[static_cast<size_t>(rank)] = ctx.moved;
     CHECK(mine == wanted);
   });
@@ -69,12 +76,12 @@ void check_net(int size, const NetCase& c) {
   const double data =
       (double(here) + double(size) * double(stats[0].blocks_union)) * share *
       block_bytes;
-  const double heads =
-      double(size) * (size - 1) * (double(blocks) / size / 4 + 40);
+  const double heads = double(size) * (size - 1) *
+      (double(blocks) / size / 4 + sizeof(OpDescriptor) + 32);
   CHECK(double(sent) <= data * 1.6 + heads + 4 * size * block_bytes);
 }
 
-TEST(net_sparse_equals_dense) {
+TEST(net_skip_equals_dense) {
   uint64_t seed = 1;
   for (const int size : {1, 2, 3, 5}) {
     for (const DType dtype :
@@ -103,7 +110,7 @@ TEST(net_sparse_equals_dense) {
 }
 
 // Owners get their shards' sums; other shards stay as they are.
-TEST(net_sparse_reduce_scatter) {
+TEST(net_skip_reduce_scatter) {
   for (const int size : {1, 2, 3, 5}) {
     for (const size_t count : {0, 31, 70001}) {
       for (const size_t percent : {0, 1, 30, 100}) {
@@ -118,13 +125,13 @@ TEST(net_sparse_reduce_scatter) {
         std::vector<OpStats> whole(size), half(size);
         on_wire(size, [&](int rank, NetContext& ctx) {
           Bytes mine = all[rank];
-          net_sparse_all_reduce(
-              ctx, {mine.data(), count}, sum_of(c.dtype), {c.block});
-          whole[rank] = std::exchange(ctx.moved, {});
-          mine = all[rank];
-          net_sparse_reduce_scatter(
-              ctx, {mine.data(), count}, sum_of(c.dtype), {c.block});
-          half[rank] = ctx.moved;
+          for (const bool gives : {true, false}) {
+            mine = all[rank];
+            NetSkip skip(ctx, {mine.data(), count}, c.dtype, {c.block}, gives);
+            skip.find();
+            skip.run(reduction_epilogue(ctx.kernels, sum_of(c.dtype)));
+            (gives ? whole : half)[rank] = std::exchange(ctx.moved, {});
+          }
           Bytes wanted = all[rank];
           const ShardRange own =
               shard_range(static_cast<int64_t>(count), size, rank);
@@ -152,45 +159,81 @@ TEST(net_sparse_reduce_scatter) {
   }
 }
 
-TEST(net_sparse_samples) {
+// What ranks see of it when they have no better one.
+TEST(net_skip_probes) {
   for (const size_t percent : {0, 10, 100}) {
     const NetCase c{DType::kFloat32, 1000000, 100, percent};
-    double found[3];
     on_wire(3, [&](int rank, NetContext& ctx) {
+      ctx.skip.mode = BlockSkip::kAuto;
+      ctx.skip.block = c.block;
       Bytes mine = contribution(c, rank);
-      found[rank] =
-          net_sampled_density(ctx, {mine.data(), c.count}, c.dtype, c.block);
+      int delegated = 0;
+      HostsWay way(ctx, [&] { ++delegated; });
+      all_reduce(way, {{mine.data(), c.count}}, sum_of(c.dtype));
+      CHECK_EQ(delegated, 1);
+      const auto next = ctx.skip.estimates.choose(
+          shape_of({{mine.data(), c.count}}), c.dtype);
+      CHECK((next == DensityEstimates::Choice::kSkip) == (percent != 100));
     });
-    CHECK(found[0] == found[1] && found[0] == found[2]);
-    const double wanted =
-        percent == 10 ? 1 - .9 * .9 * .9 : double(percent) / 100;
-    CHECK(std::fabs(found[0] - wanted) < .05);
   }
 }
 
-TEST(net_sparse_disagreements) {
-  on_wire(
-      2,
-      [](int rank, NetContext& ctx) {
-        Bytes mine(4 * 10000);
-        SparseOptions options;
-        options.block = rank == 0 ? 64 : 128;
-        CHECK_THROWS(
-            net_sparse_all_reduce(ctx, {mine.data(), 10000}, sum_of(), options),
-            Error,
-            "called something else");
-      },
-      milliseconds(20000));
+// "on" skips whatever it finds, and ranks hear the share for the next time.
+TEST(net_skip_as_the_group_says) {
+  const NetCase c{DType::kFloat32, 100000, 100, 100};
+  std::vector<Bytes> all{contribution(c, 0), contribution(c, 1)};
+  const Bytes wanted =
+      reference(sum_of(c.dtype), {all[0].data(), all[1].data()}, c.count);
+  for (const BlockSkip mode : {BlockSkip::kOn, BlockSkip::kAuto}) {
+    on_wire(2, [&](int rank, NetContext& ctx) {
+      ctx.skip.mode = mode;
+      ctx.skip.block = c.block;
+      Bytes mine = all[rank];
+      const std::vector<ReduceTensor> tensors{{mine.data(), c.count}};
+      // As if earlier ones had been sparse.
+      ctx.skip.estimates.observe(shape_of(tensors), c.dtype, 0, 1);
+      HostsWay way(ctx, [] { CHECK(false); });
+      all_reduce(way, tensors, sum_of(c.dtype));
+      CHECK(mine == wanted);
+      const OpStats stats = ctx.stats.of(OpCode::kAllReduce);
+      CHECK_EQ(stats.calls[size_t(DataPath::kSkipping)], 1u);
+      CHECK_EQ(stats.blocks_union, c.count / c.block);
+    });
+  }
 }
 
-TEST(net_sparse_absent_rank) {
+TEST(net_skip_disagreements) {
+  const auto says = [](const char* text, auto call) {
+    on_wire(
+        2,
+        [&](int rank, NetContext& ctx) {
+          Bytes mine(8 * 10000);
+          HostsWay way(ctx);
+          CHECK_THROWS(call(rank == 1, way, mine.data()), Error, text);
+        },
+        milliseconds(20000));
+  };
+  says("size of blocks", [](bool odd, Way& way, void* data) {
+    sparse_all_reduce(way, {{data, 10000}}, sum_of(), {odd ? 64u : 128u});
+  });
+  says("number of elements", [](bool odd, Way& way, void* data) {
+    sparse_all_reduce(way, {{data, odd ? 10000u : 9999u}}, sum_of(), {64});
+  });
+  says("dtype", [](bool odd, Way& way, void* data) {
+    const DType dtype = odd ? DType::kInt32 : DType::kFloat32;
+    sparse_all_reduce(way, {{data, 10000}}, sum_of(dtype), {64});
+  });
+}
+
+TEST(net_skip_absent_rank) {
   on_wire(
       3,
       [](int rank, NetContext& ctx) {
         Bytes mine(4 * 10000, 1);
         if (rank != 2) {
+          HostsWay way(ctx);
           CHECK_THROWS(
-              net_sparse_all_reduce(ctx, {mine.data(), 10000}, sum_of(), {64}),
+              sparse_all_reduce(way, {{mine.data(), 10000}}, sum_of(), {64}),
               Error,
               "no message from rank 2");
         }

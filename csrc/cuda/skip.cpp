@@ -11,21 +11,20 @@
 //            wire:    agree offsets
 
 #include <algorithm>
-#include <bit>
 #include <thread>
 
-#include "base/hash.hpp"
 #include "base/ownership.hpp"
 #include "cuda/enqueuing.hpp"
+#include "cuda/selector.hpp"
 
 namespace fusedpg::cuda {
 
-class SparseRun : Enqueuing {
+class SkipRun : Enqueuing {
  public:
-  SparseRun(
+  SkipRun(
       CudaEngine& engine,
       Operation& operation,
-      const CudaEngine::SparseCall& call)
+      const CudaEngine::SkipCall& call)
       : Enqueuing(engine, operation),
         call_(call),
         blocks_(call.blocks()) {}
@@ -154,16 +153,8 @@ class SparseRun : Enqueuing {
   void agree(bool direct) {
     ProposeArgs propose{};
     propose.agree = device<uint8_t>(agree_);
-    propose.hash = Hash()
-                       .add(uint64_t(OpCode::kSparseAllReduce))
-                       .add(uint64_t(call_.dtype))
-                       .add(uint64_t(call_.count))
-                       .add(uint64_t(call_.block))
-                       .add(uint64_t(call_.mean))
-                       .add(std::bit_cast<uint64_t>(call_.limit))
-                       .add(uint64_t(direct))
-                       .add(uint64_t(e_.settings_.cuda_chunk_bytes))
-                       .value();
+    operation_.facts.path = direct ? GpuPath::kDirect : GpuPath::kStock;
+    propose.hash = hash_of(operation_.facts);
     exchange(propose);
     if (!alone()) {
       report_mismatch(agree_);
@@ -194,24 +185,28 @@ class SparseRun : Enqueuing {
     }
   }
 
-  const CudaEngine::SparseCall& call_;
+  const CudaEngine::SkipCall& call_;
   const size_t blocks_;
   // Offsets in the slot.
   size_t agree_ = 0, found_ = 0, present_ = 0, flags_ = 0, list_ = 0,
          offset_ = 0, offsets_ = 0;
 };
 
-std::string CudaEngine::SparseCall::summary() const {
-  return str(
-      "sparse_all_reduce({}{}, {} elements, blocks of {})",
-      mean ? "AVG, " : "SUM, ",
-      dtype_name(dtype),
-      count,
-      block);
+OpDescriptor CudaEngine::SkipCall::facts() const {
+  return fusedpg::facts(
+      SumCall{
+          OpCode::kSparseAllReduce,
+          dtype,
+          mean ? RedOp::kAvg : RedOp::kSum,
+          1,
+          -1,
+          {count},
+          block,
+          limit});
 }
 
-CudaEngine::SparseFind CudaEngine::find_blocks(
-    const SparseCall& call,
+CudaEngine::SkipFind CudaEngine::find_blocks(
+    const SkipCall& call,
     const Submission& submission) {
   if (capturing(submission.current)) {
     fail(
@@ -219,33 +214,32 @@ CudaEngine::SparseFind CudaEngine::find_blocks(
         "fused: sparse_all_reduce cannot be captured in a CUDA graph: what it "
         "sends depends on the data; use all_reduce there");
   }
-  SparseFind found;
-  found.operation = submit(
-      OpCode::kSparseAllReduce,
-      call.summary(),
-      submission,
-      [&](Operation& operation) {
-        found.slot = SparseRun(*this, operation, call).find();
+  SkipFind found;
+  found.operation =
+      submit(call.facts(), "", submission, [&](Operation& operation) {
+        found.slot = SkipRun(*this, operation, call).find();
       });
   return found;
 }
 
-bool CudaEngine::can_sum_directly(const SparseCall& call) const {
-  return direct_ != nullptr && call.count != 0 &&
-      call.blocks() <= kDirectFlags &&
-      in_arena(call.data, call.count * dtype_size(call.dtype));
+bool CudaEngine::can_sum_directly(const SkipCall& call) const {
+  if (call.count == 0) {
+    return false;
+  }
+  return select_sum_path(
+             {call.count,
+              call.blocks(),
+              in_arena(call.data, call.count * dtype_size(call.dtype)),
+              direct_ != nullptr}) == GpuPath::kDirect;
 }
 
 CudaEngine::DirectSum CudaEngine::direct_sum(
-    const SparseCall& call,
+    const SkipCall& call,
     const Submission& submission) {
   DirectSum sum;
   sum.operation = submit(
-      OpCode::kSparseAllReduce,
-      call.summary() + " over the arenas",
-      submission,
-      [&](Operation& operation) {
-        sum.slot = SparseRun(*this, operation, call).sum_directly();
+      call.facts(), " over the arenas", submission, [&](Operation& operation) {
+        sum.slot = SkipRun(*this, operation, call).sum_directly();
       });
   return sum;
 }
@@ -288,36 +282,28 @@ void CudaEngine::await(const Operation& operation) {
   check_failed();
 }
 
-CudaEngine::Found CudaEngine::found_blocks(const SparseFind& find) {
+CudaEngine::Found CudaEngine::found_blocks(const SkipFind& find) {
   await(*find.operation);
   const auto* found = static_cast<const uint64_t*>(find.slot->host.get());
   return {found[0], found[1]};
 }
 
 CudaEngine::OperationPtr CudaEngine::reduce_blocks(
-    const SparseCall& call,
+    const SkipCall& call,
     const Submission& submission,
-    const SparseFind& find,
+    const SkipFind& find,
     uint64_t found) {
-  return submit(
-      OpCode::kSparseAllReduce,
-      call.summary(),
-      submission,
-      [&](Operation& operation) {
-        SparseRun(*this, operation, call).reduce(find.slot, found);
-      });
+  return submit(call.facts(), "", submission, [&](Operation& operation) {
+    SkipRun(*this, operation, call).reduce(find.slot, found);
+  });
 }
 
 CudaEngine::OperationPtr CudaEngine::reduce_all(
-    const SparseCall& call,
+    const SkipCall& call,
     const Submission& submission) {
-  return submit(
-      OpCode::kSparseAllReduce,
-      call.summary(),
-      submission,
-      [&](Operation& operation) {
-        SparseRun(*this, operation, call).reduce_all();
-      });
+  return submit(call.facts(), "", submission, [&](Operation& operation) {
+    SkipRun(*this, operation, call).reduce_all();
+  });
 }
 
 } // namespace fusedpg::cuda

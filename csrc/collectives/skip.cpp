@@ -1,4 +1,4 @@
-#include "collectives/find_blocks.hpp"
+#include "collectives/skip.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -96,12 +96,25 @@ void check_can_skip(OpCode op, const kernels::ReduceArgs& args) {
   }
 }
 
+SkipConfig skip_config(
+    const SkipState& state,
+    int world_size,
+    const OpDescriptor& d,
+    const kernels::ReduceArgs& args) {
+  SkipConfig config{
+      state.mode, world_size, d.count * dtype_size(d.dtype), can_skip(args)};
+  if (select_estimate(config)) {
+    config.estimate = state.estimates.choose(d.shape_hash, d.dtype);
+  }
+  return config;
+}
+
 void find_blocks(
     const kernels::Table& kernels,
     Pool& pool,
     const ReduceTensor& tensor,
     DType dtype,
-    const SparseOptions& options,
+    const SkipOptions& options,
     uint64_t* bits) {
   const bool above = options.threshold > 0;
   if (above) {

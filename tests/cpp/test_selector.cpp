@@ -1,0 +1,211 @@
+// What the selectors choose: rows of a configuration and a choice, borders
+// among them.
+
+#include "base/error.hpp"
+#include "check.hpp"
+#include "collectives/selector.hpp"
+#include "cuda/launch.hpp"
+#include "cuda/selector.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using Choice = DensityEstimates::Choice;
+
+constexpr size_t kKiB = 1024;
+constexpr size_t kMiB = 1024 * kKiB;
+
+// Calls choose(row.config) for each; says the number of those that err.
+template <typename Row, size_t N, typename Choose>
+void check_rows(const Row (&rows)[N], const Choose& choose) {
+  for (size_t i = 0; i < N; ++i) {
+    if (!(choose(rows[i].config) == rows[i].wanted)) {
+      fusedpg::test::report_failure(__FILE__, __LINE__, str("row {}", i));
+    }
+  }
+}
+
+TEST(selector_one_shot) {
+  struct Row {
+    struct {
+      size_t bytes;
+      bool in_arena;
+    } config;
+    bool wanted;
+  };
+  const Row rows[] = {
+      {{0, false}, true},
+      {{32 * kKiB, false}, true},
+      {{32 * kKiB + 1, false}, false},
+      {{8 * kKiB, true}, true},
+      {{8 * kKiB + 1, true}, false}};
+  check_rows(
+      rows, [](const auto& c) { return select_one_shot(c.bytes, c.in_arena); });
+}
+
+TEST(selector_chunk_and_stream) {
+  struct Row {
+    struct {
+      size_t bytes;
+      int ranks;
+    } config;
+    size_t wanted;
+  };
+  const Row rows[] = {
+      {{1, 2}, 64 * kKiB},
+      {{128 * kKiB, 2}, 64 * kKiB},
+      {{256 * kKiB, 2}, 128 * kKiB},
+      {{kMiB, 4}, 256 * kKiB},
+      {{100 * kMiB, 4}, 256 * kKiB},
+      {{kMiB, 3}, 256 * kKiB / 3 / 64 * 64 * 3},
+      {{0, 8192}, 8192 * 64}};
+  check_rows(
+      rows, [](const auto& c) { return select_chunk(c.bytes, c.ranks); });
+  CHECK(!select_stream(4 * kMiB - 1) && select_stream(4 * kMiB));
+}
+
+TEST(selector_skip) {
+  struct Row {
+    SkipConfig config;
+    Choice wanted;
+    bool estimates;
+  };
+  const size_t large = kOneShotBytes + 1;
+  const Row rows[] = {
+      {{BlockSkip::kOff, 2, large, true, Choice::kSkip}, Choice::kDense, false},
+      {{BlockSkip::kOn, 2, large, true, Choice::kDense}, Choice::kSkip, false},
+      {{BlockSkip::kOn, 1, large, true}, Choice::kDense, false},
+      {{BlockSkip::kOn, 2, large - 1, true}, Choice::kDense, false},
+      {{BlockSkip::kOn, 2, large, false}, Choice::kDense, false},
+      {{BlockSkip::kAuto, 2, large, true}, Choice::kProbe, true},
+      {{BlockSkip::kAuto, 2, large, true, Choice::kSkip}, Choice::kSkip, true},
+      {{BlockSkip::kAuto, 2, large, true, Choice::kDense},
+       Choice::kDense,
+       true},
+      {{BlockSkip::kAuto, 2, large - 1, true}, Choice::kDense, false},
+      {{BlockSkip::kAuto, 1, large, true}, Choice::kDense, false},
+      {{BlockSkip::kAuto, 2, large, false}, Choice::kDense, false}};
+  check_rows(rows, select_skip);
+  for (const Row& row : rows) {
+    CHECK_EQ(select_estimate(row.config), row.estimates);
+  }
+  // A delegate does what is known to be dense.
+  CHECK(select_delegate(Choice::kDense));
+  CHECK(!select_delegate(Choice::kProbe) && !select_delegate(Choice::kSkip));
+}
+
+TEST(selector_plan_skip) {
+  struct Row {
+    PlanSkipConfig config;
+    bool wanted;
+  };
+  const Row rows[] = {
+      {{2, false, false}, true},
+      {{2, true, false}, false},
+      {{1, false, false}, false},
+      {{1, false, true}, true},
+      {{2, true, true}, true}};
+  check_rows(rows, select_plan_skip);
+  // A path that moves less by itself gains less by skipping.
+  CHECK(
+      select_skip_limit({true, true}) < select_skip_limit({true, false}) &&
+      select_skip_limit({true, false}) == select_skip_limit({false, false}));
+}
+
+TEST(selector_hosts) {
+  CHECK(select_net_path(true) == NetPath::kChain);
+  CHECK(select_net_path(false) == NetPath::kDirect);
+  CHECK(!select_net_skip(256 * kKiB - 1) && select_net_skip(256 * kKiB));
+}
+
+// --- GPUs --------------------------------------------------------------------
+
+TEST(selector_cuda_ring) {
+  struct Row {
+    cuda::RingConfig config;
+    bool wanted;
+  };
+  const Row rows[] = {
+      {{2, true, NcclChoice::kAuto, true}, true},
+      {{2, true, NcclChoice::kAuto, false}, false},
+      {{2, true, NcclChoice::kPatched, false}, true},
+      {{2, true, NcclChoice::kStock, true}, false},
+      {{2, false, NcclChoice::kAuto, true}, false},
+      {{1, true, NcclChoice::kPatched, true}, false}};
+  check_rows(rows, cuda::select_ring);
+}
+
+TEST(selector_cuda_step) {
+  struct Row {
+    cuda::StepConfig config;
+    GpuPath wanted;
+  };
+  constexpr DType kSingle = DType::kFloat32;
+  constexpr DType kHalf = DType::kBFloat16;
+  constexpr DType kDouble = DType::kFloat64;
+  const Row rows[] = {
+      {{true, true, false, kSingle, kSingle}, GpuPath::kStock},
+      {{true, true, false, kSingle, kSingle, true, true, true},
+       GpuPath::kDirect},
+      {{true, true, false, kHalf, kSingle, true, true, false},
+       GpuPath::kDirect},
+      {{true, true, false, kSingle, kSingle, false, true, false},
+       GpuPath::kStock},
+      {{true, true, false, kSingle, kSingle, true, false, false},
+       GpuPath::kStock},
+      {{true, true, true, kSingle, kSingle, true, true, false},
+       GpuPath::kStock},
+      {{true, true, true, kSingle, kSingle, true, true, true}, GpuPath::kRing},
+      {{false, true, false, kSingle, kSingle, true, true, true},
+       GpuPath::kStock},
+      {{true, false, false, kSingle, kSingle, true, true, true},
+       GpuPath::kStock},
+      {{true, true, false, kSingle, kSingle, false, false, true},
+       GpuPath::kRing},
+      {{true, true, false, kHalf, kSingle, false, false, true},
+       GpuPath::kStock},
+      {{true, true, false, kDouble, kDouble, false, false, true},
+       GpuPath::kStock}};
+  check_rows(rows, cuda::select_step_path);
+}
+
+TEST(selector_cuda_chunks) {
+  const auto whole = [](bool updates, bool weighted, GpuPath path, DType grad) {
+    cuda::StepConfig c;
+    c.updates = updates;
+    c.grad_type = grad;
+    c.param_type = DType::kBFloat16;
+    return cuda::select_whole(c, path, weighted);
+  };
+  const size_t never = ~size_t(0);
+  CHECK_EQ(whole(true, false, GpuPath::kStock, DType::kBFloat16), kMiB / 2);
+  CHECK_EQ(whole(true, false, GpuPath::kStock, DType::kFloat32), kMiB / 4);
+  CHECK_EQ(whole(false, false, GpuPath::kStock, DType::kBFloat16), never);
+  CHECK_EQ(whole(true, true, GpuPath::kStock, DType::kBFloat16), never);
+  CHECK_EQ(whole(true, false, GpuPath::kRing, DType::kBFloat16), never);
+}
+
+TEST(selector_cuda_zeros) {
+  const size_t tiles = cuda::kDirectFlags / 2 / 4;
+  CHECK(cuda::select_step_skip(256, tiles, 4));
+  CHECK(!cuda::select_step_skip(256, tiles + 1, 4));
+  CHECK(!cuda::select_step_skip(0, tiles, 4));
+  struct Row {
+    cuda::SumConfig config;
+    GpuPath wanted;
+  };
+  const size_t most = cuda::kDirectFlags;
+  const Row rows[] = {
+      {{1, 1, true, true}, GpuPath::kDirect},
+      {{most, most, true, true}, GpuPath::kDirect},
+      {{most + 1, most + 1, true, true}, GpuPath::kStock},
+      {{0, 0, true, true}, GpuPath::kStock},
+      {{1, 1, false, true}, GpuPath::kStock},
+      {{1, 1, true, false}, GpuPath::kStock}};
+  check_rows(rows, cuda::select_sum_path);
+  CHECK(cuda::select_sum_skip(79, 100, cuda::kSkipLimit));
+  CHECK(!cuda::select_sum_skip(80, 100, cuda::kSkipLimit));
+  CHECK(cuda::select_sum_skip(100, 100, cuda::kNoSkipLimit));
+}
+
+} // namespace
