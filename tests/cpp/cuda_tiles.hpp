@@ -4,15 +4,15 @@
 #include <random>
 
 #include "base/ownership.hpp"
-#include "cuda/kernels/serial.hpp"
 #include "kernels_reference.hpp"
+#include "testing.hpp"
 
-// What the tests of the CUDA kernels' bodies share. They run on the host: as
-// one thread does all, and as the threads of a block do it, one after the
-// other.
+// What the tests of the CUDA kernels share, which run on the fake GPU.
 namespace fusedpg::test {
 
 using namespace cuda; // NOLINT: the launch arguments' names
+using fake_gpu::Clean;
+using fake_gpu::run;
 using kernels::Formula;
 using kernels::Hyper;
 
