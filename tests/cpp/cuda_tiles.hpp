@@ -164,14 +164,16 @@ struct Cut {
 };
 
 // Ranks of three whose shards of some tensors are short or empty; pieces that
-// begin inside a shard and tiles that end inside a piece.
+// begin inside a shard and tiles that end inside a piece; more tiles than
+// blocks.
 inline std::vector<Cut> all_cuts() {
   const std::vector<uint64_t> counts{1, 40, 1500, 13001};
   return {
       Cut(counts, 0, 3, 2048),
       Cut(counts, 1, 3, 1 << 20),
       Cut(counts, 2, 3, 4128),
-      Cut({0, 9000, 70}, 0, 1, 1 << 20)};
+      Cut({0, 9000, 70}, 0, 1, 1 << 20),
+      Cut({700, 0, 900, 70}, 1, 2, 64)};
 }
 
 struct Variant {
