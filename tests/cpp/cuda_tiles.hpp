@@ -4,15 +4,15 @@
 #include <random>
 
 #include "base/ownership.hpp"
-#include "cuda/kernels/serial.hpp"
 #include "kernels_reference.hpp"
+#include "testing.hpp"
 
-// What the tests of the CUDA kernels' bodies share. They run on the host: as
-// one thread does all, and as the threads of a block do it, one after the
-// other.
+// What the tests of the CUDA kernels share, which run on the fake GPU.
 namespace fusedpg::test {
 
 using namespace cuda; // NOLINT: the launch arguments' names
+using fake_gpu::Clean;
+using fake_gpu::run;
 using kernels::Formula;
 using kernels::Hyper;
 
@@ -164,14 +164,16 @@ struct Cut {
 };
 
 // Ranks of three whose shards of some tensors are short or empty; pieces that
-// begin inside a shard and tiles that end inside a piece.
+// begin inside a shard and tiles that end inside a piece; more tiles than
+// blocks.
 inline std::vector<Cut> all_cuts() {
   const std::vector<uint64_t> counts{1, 40, 1500, 13001};
   return {
       Cut(counts, 0, 3, 2048),
       Cut(counts, 1, 3, 1 << 20),
       Cut(counts, 2, 3, 4128),
-      Cut({0, 9000, 70}, 0, 1, 1 << 20)};
+      Cut({0, 9000, 70}, 0, 1, 1 << 20),
+      Cut({700, 0, 900, 70}, 1, 2, 64)};
 }
 
 struct Variant {

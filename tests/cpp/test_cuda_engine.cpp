@@ -428,6 +428,7 @@ TEST(cuda_engine_direct_path_skips) {
       kSize,
       [&](GpuRank& r) {
         hooks().set_delay(0);
+        int step = 0;
         for (const StepTypes& types : step_types(
                  {kSingles, kStepTypes[1], kStepTypes[2], kStepTypes[3]})) {
           for (const size_t percent : {0, 2, 100}) {
@@ -436,16 +437,16 @@ TEST(cuda_engine_direct_path_skips) {
             training.direct = true;
             training.percent = percent;
             for (const size_t block : {0, 64}) {
-              r.meet(str("before {}", block));
+              r.meet(str("before {}", ++step));
               const uint64_t before = hooks().now().blocks_skipped;
-              r.meet(str("known {}", block));
+              r.meet(str("known {}", step));
               training.call.skip_block = block;
               training.weights =
                   block == 0 ? std::vector<double>() : some_weights(r.size);
               training.load();
               training.step();
               training.check();
-              r.meet(str("after {}", block));
+              r.meet(str("after {}", step));
               const uint64_t skipped = hooks().now().blocks_skipped - before;
               if (block == 0 || percent == 100) {
                 CHECK_EQ(skipped, 0u);

@@ -40,6 +40,7 @@ TEST(cuda_tiles_conversions) {
 }
 
 TEST(cuda_tiles_pack_and_unpack) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   for (const Cut& cut : all_cuts()) {
     for (const DType type :
          {DType::kFloat64,
@@ -63,7 +64,6 @@ TEST(cuda_tiles_pack_and_unpack) {
           const auto size = static_cast<uint64_t>(cut.size);
           Array wanted(type, size * cut.block, shift, 99);
           Array wire = wanted;
-          Array wire_by_threads = wanted;
           for (const Piece& piece : cut.pieces) {
             for (uint64_t i = 0; i < size * piece.length; ++i) {
               const uint64_t p = i / piece.length;
@@ -80,25 +80,13 @@ TEST(cuda_tiles_pack_and_unpack) {
             }
           }
           const Chunk chunk = cut.chunk(infos);
-          serial::pack({chunk, wire.pointer(), type, weight});
+          run(&CudaApi::pack, {chunk, wire.pointer(), type, weight});
           CHECK(wire.bytes() == wanted.bytes());
-          for (uint32_t tile = 0; tile < chunk.num_tiles; ++tile) {
-            for (int i = 0; i < cut.size * kThreads; ++i) {
-              pack_tile(
-                  {chunk, wire_by_threads.pointer(), type, weight},
-                  tile,
-                  i / kThreads,
-                  i % kThreads,
-                  kThreads);
-            }
-          }
-          CHECK(wire_by_threads.bytes() == wanted.bytes());
-
           UnpackArgs back{};
           back.chunk = chunk;
           back.wire = wire.pointer();
           back.type = type;
-          serial::unpack(back);
+          run(&CudaApi::unpack, back);
           for (uint32_t t = 0; t < cut.counts.size(); ++t) {
             CHECK(weight != 1 || params[t].bytes() == grads[t].bytes());
           }
@@ -122,13 +110,13 @@ TEST(cuda_tiles_pack_and_unpack) {
                                           : static_cast<float>(x) * (1.0f / 3));
             }
           }
-          serial::unpack(back);
+          run(&CudaApi::unpack, back);
           for (uint32_t t = 0; t < cut.counts.size(); ++t) {
             CHECK(outputs[t].bytes() == params[t].bytes());
           }
           const std::vector<double> none(size, 0.0);
           back.weights = none.data();
-          serial::unpack(back);
+          run(&CudaApi::unpack, back);
           for (uint32_t t = 0; t < cut.counts.size(); ++t) {
             const ShardRange slice = cut.slice(t);
             CHECK(

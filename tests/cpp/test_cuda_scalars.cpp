@@ -21,7 +21,7 @@ std::vector<uint8_t> agree(const std::vector<Proposal>& ranks) {
   std::vector<uint8_t> all(kAgreeBytes);
   for (const Proposal& p : ranks) {
     std::vector<uint8_t> mine(kAgreeBytes, 0xaa);
-    serial::propose(
+    run(&CudaApi::propose,
         {mine.data(),
          p.used.empty() ? nullptr : p.used.data(),
          &p.found_inf,
@@ -88,6 +88,7 @@ bool same_scalars(
 } // namespace
 
 TEST(cuda_tiles_prepare) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   // Nothing to agree on.
   const float scale = 8;
   const float lr_single = 0.25F;
@@ -99,7 +100,7 @@ TEST(cuda_tiles_prepare) {
     p.args.grad_scale = &scale;
     p.args.lrs = lrs != 0 ? entries : nullptr;
     p.args.lr_types = types;
-    serial::prepare(p.args);
+    run(&CudaApi::prepare, p.args);
     CHECK(p.steps_are({1, 5, 10, 100, 7}));
     CHECK(p.used == std::vector<uint8_t>(kTensors, 1));
     const double step[kTensors] = {1, 5, 10, 100, 1};
@@ -118,25 +119,27 @@ TEST(cuda_tiles_prepare) {
 }
 
 TEST(cuda_tiles_prepare_weights) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   for (const double second : {0.0, 3.0}) {
     Prepared p(nullptr);
     const double weights[] = {second / 2, second};
     p.args.weights = weights;
     p.args.divisor = 1;
-    serial::prepare(p.args);
+    run(&CudaApi::prepare, p.args);
     CHECK_EQ(p.scalars[0].grad_factor, second == 0 ? 0 : 1.0 / 4.5);
     CHECK_EQ(p.scalars[1].grad_factor, second == 0 ? 0 : -1.0 / 4.5);
   }
 }
 
 TEST(cuda_tiles_agreement) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   Proposal one;
   one.used = {1, 0, 0, 0, 0};
   Proposal other;
   other.used = {0, 0, 7, 0, 0};
   const auto any = agree({one, other});
   Prepared p(&any);
-  serial::prepare(p.args);
+  run(&CudaApi::prepare, p.args);
   CHECK(p.used == (std::vector<uint8_t>{1, 0, 1, 0, 0}));
   CHECK(p.steps_are({1, 4, 10, 99, 7}));
   CHECK(!p.scalars[0].skip && p.scalars[1].skip && p.scalars[4].skip);
@@ -145,13 +148,13 @@ TEST(cuda_tiles_agreement) {
   // Null: all are used.
   const auto all = agree({one, Proposal()});
   Prepared whole(&all);
-  serial::prepare(whole.args);
+  run(&CudaApi::prepare, whole.args);
   CHECK(whole.used == std::vector<uint8_t>(kTensors, 1));
 
   other.found_inf = std::numeric_limits<float>::quiet_NaN();
   const auto infinite = agree({one, other});
   Prepared q(&infinite);
-  serial::prepare(q.args);
+  run(&CudaApi::prepare, q.args);
   CHECK(q.found_inf == 1 && q.mismatch == 0);
   CHECK(q.steps_are({0, 4, 9, 99, 7}));
   CHECK(q.scalars[0].skip && q.scalars[2].skip);
@@ -161,7 +164,7 @@ TEST(cuda_tiles_agreement) {
     other.hash = hash;
     const auto different = agree({one, other});
     Prepared r(&different);
-    serial::prepare(r.args);
+    run(&CudaApi::prepare, r.args);
     CHECK(r.mismatch == 17 && r.found_inf == 0);
     CHECK(r.steps_are({0, 4, 9, 99, 7}));
     CHECK(r.used == std::vector<uint8_t>(kTensors, 9));
@@ -170,12 +173,13 @@ TEST(cuda_tiles_agreement) {
     Prepared flags(&different);
     flags.args.tensors = nullptr;
     flags.args.num_tensors = 0;
-    serial::prepare(flags.args);
+    run(&CudaApi::prepare, flags.args);
     CHECK(flags.mismatch == 17);
   }
 }
 
 TEST(cuda_tiles_trust) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   constexpr int kRanks = 3;
   Hyper hypers[3];
   hypers[0].weight_decay = 0.1;
@@ -192,7 +196,7 @@ TEST(cuda_tiles_trust) {
       gathered[(p * 3 + t) * 2 + 1] = 0.1 * p + t;
     }
   }
-  serial::trust({gathered, tensors, hypers, scalars, 3, kRanks});
+  run(&CudaApi::trust, {gathered, tensors, hypers, scalars, 3, kRanks});
   for (uint32_t t = 0; t < 3; ++t) {
     double sums[2] = {0, 0};
     for (int i = 0; i < 2 * kRanks; ++i) {

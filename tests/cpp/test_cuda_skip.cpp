@@ -6,7 +6,7 @@
 
 #include "base/ownership.hpp"
 #include "collective_cases.hpp"
-#include "cuda/kernels/serial.hpp"
+#include "cuda/kernels/blocks.hpp"
 #include "cuda_cases.hpp"
 
 namespace fusedpg::test {
@@ -370,6 +370,7 @@ TEST(cuda_skip_tile_bits) {
 }
 
 TEST(cuda_skip_kernels) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   std::mt19937 random(3);
   for (int turn = 0; turn < 200; ++turn) {
     const size_t block = 32 + random() % 100;
@@ -384,7 +385,8 @@ TEST(cuda_skip_kernels) {
     const TensorBlocks tensor{data, count, block, DType::kFloat32};
     std::vector<uint8_t> flags(blocks, 7);
     uint64_t present = 1;
-    serial::find_blocks({tensor, blocks, flags.data(), &present});
+    fake_gpu::run(
+        &CudaApi::find_blocks, {tensor, blocks, flags.data(), &present});
     std::vector<uint32_t> wanted;
     for (size_t b = 0; b < blocks; ++b) {
       bool any = false;
@@ -398,7 +400,9 @@ TEST(cuda_skip_kernels) {
     }
     std::vector<uint32_t> list(blocks + 1, 99);
     uint64_t counts[2] = {};
-    serial::list_blocks({flags.data(), blocks, list.data(), &present, counts});
+    fake_gpu::run(
+        &CudaApi::list_blocks,
+        {flags.data(), blocks, list.data(), &present, counts});
     const uint64_t found = counts[0];
     CHECK_EQ(found, wanted.size());
     CHECK_EQ(counts[1], found + 1);
@@ -408,9 +412,12 @@ TEST(cuda_skip_kernels) {
     std::vector<float> wire(found * block, 5);
     const std::vector<float> before = memory;
     const auto items = static_cast<uint32_t>(found);
-    serial::move_blocks({tensor, list.data(), wire.data(), items, true});
+    fake_gpu::run(
+        &CudaApi::move_blocks, {tensor, list.data(), wire.data(), items, true});
     std::fill(memory.begin(), memory.end(), 0.0F);
-    serial::move_blocks({tensor, list.data(), wire.data(), items, false});
+    fake_gpu::run(
+        &CudaApi::move_blocks,
+        {tensor, list.data(), wire.data(), items, false});
     CHECK(std::memcmp(memory.data(), before.data(), 4 * memory.size()) == 0);
     const size_t tail = blocks * block - count;
     if (found != 0 && list.back() == blocks - 1) {

@@ -5,26 +5,8 @@
 
 namespace fusedpg::test {
 
-namespace {
-
-// As the GPU does it: all threads of a block, here one after the other.
-void update_by_threads(const cuda::UpdateArgs& args) {
-  const auto run = [&](auto compute) {
-    with_rule<decltype(compute)>(args, [&](auto tag) {
-      for (uint32_t tile = 0; tile < args.chunk.num_tiles; ++tile) {
-        for (int thread = 0; thread < kThreads; ++thread) {
-          update_tile<typename decltype(tag)::Type>(
-              args, tile, thread, kThreads);
-        }
-      }
-    });
-  };
-  args.param_type == DType::kFloat64 ? run(double()) : run(float());
-}
-
-} // namespace
-
 TEST(cuda_tiles_update) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   size_t number = 0;
   for (const Cut& cut : all_cuts()) {
     for (const Types& types : all_types()) {
@@ -36,20 +18,17 @@ TEST(cuda_tiles_update) {
           }
           const auto scalars = scalars_of(v, cut.counts.size());
           World wanted = fresh;
-          World serial = fresh;
-          World threads = fresh;
+          World world = fresh;
           // Gradients from the wire or as slices; to the wire or in place.
           const bool block = shift == 0 || types.masters;
           update_on_cpu(cut, types, v, scalars, false, block, block, wanted);
-          for (World* world : {&serial, &threads}) {
-            const auto infos = world->infos(cut);
-            cuda::UpdateArgs args =
-                update_args(v, types, cut.chunk(infos), scalars);
-            args.grads = block ? world->grads.pointer() : nullptr;
-            args.params_out = block ? world->params_out.pointer() : nullptr;
-            world == &serial ? serial::update(args) : update_by_threads(args);
-          }
-          if (!CHECK(serial == wanted) || !CHECK(threads == wanted)) {
+          const auto infos = world.infos(cut);
+          cuda::UpdateArgs args =
+              update_args(v, types, cut.chunk(infos), scalars);
+          args.grads = block ? world.grads.pointer() : nullptr;
+          args.params_out = block ? world.params_out.pointer() : nullptr;
+          run(&CudaApi::update, args);
+          if (!CHECK(world == wanted)) {
             std::cerr << v.name << ", param " << dtype_name(types.param)
                       << ", grad " << dtype_name(types.grad) << ", state "
                       << dtype_name(types.state) << ", masters "
@@ -64,6 +43,7 @@ TEST(cuda_tiles_update) {
 }
 
 TEST(cuda_tiles_lamb_moments) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   const Variant v = all_variants()[5];
   for (const Cut& cut : all_cuts()) {
     for (const Types& types : all_types()) {
@@ -80,7 +60,7 @@ TEST(cuda_tiles_lamb_moments) {
             update_args(v, types, cut.chunk(infos), scalars), tile_sums.data()};
         args.update.grads = world.grads.pointer();
         args.update.params_out = world.params_out.pointer();
-        serial::lamb_moments(args);
+        run(&CudaApi::lamb_moments, args);
         CHECK(world == wanted);
 
         // The tiles of a tensor lie in order here.
@@ -95,7 +75,7 @@ TEST(cuda_tiles_lamb_moments) {
           begin.push_back(static_cast<uint32_t>(list.size()));
         }
         std::vector<double> total(2 * cut.counts.size(), -1);
-        serial::add_sums(
+        run(&CudaApi::add_sums,
             {tile_sums.data(),
              list.data(),
              begin.data(),
@@ -114,6 +94,7 @@ TEST(cuda_tiles_lamb_moments) {
 }
 
 TEST(cuda_tiles_sum_of_many_tiles) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
   constexpr uint32_t kTiles = 1000;
   std::vector<double> tile_sums;
   std::vector<uint32_t> list;
@@ -129,7 +110,7 @@ TEST(cuda_tiles_sum_of_many_tiles) {
     const uint32_t begin[] = {0, 0, kTiles / pairs};
     const uint32_t* parts = list.data() + kTiles - kTiles / pairs;
     double sums[4] = {-1, -1, -1, -1};
-    serial::add_sums({tile_sums.data(), parts, begin, sums, 2, pairs});
+    run(&CudaApi::add_sums, {tile_sums.data(), parts, begin, sums, 2, pairs});
     CHECK(sums[0] == 0 && sums[1] == 0);
     for (int k = 0; k < 2; ++k) {
       CHECK(std::fabs(sums[2 + k] - double(wanted[k])) <= 1e-13 * sums[2 + k]);

@@ -31,6 +31,7 @@ Calls::Calls() {
 // "nth:milliseconds[:rank]", with commas between several.
 void Calls::read_environment() {
   delay = static_cast<uint32_t>(from_environment("FUSEDPG_FAKE_DELAY_US", 200));
+  seed = static_cast<uint32_t>(from_environment("FUSEDPG_FAKE_SEED", 1));
   const auto read = [this](const char* name, const std::string& prefix) {
     const char* text = std::getenv(name);
     std::istringstream items(text == nullptr ? "" : text);
@@ -137,7 +138,6 @@ void Calls::fill(Stats& s) {
   s.mismatches = mismatches;
   s.bad_handles = bad_handles;
   s.freed_written = freed_written;
-  s.unsafe_in_capture = unsafe_in_capture;
   s.blocks_skipped = blocks_skipped;
   const std::lock_guard<std::mutex> lock(mutex_);
   s.all_reduce_bytes = bytes_[kAllReduce];
@@ -157,7 +157,7 @@ void Calls::reset() {
   notes_ = 0;
   note_.clear();
   work_ = begun_ = ended_ = 0;
-  mismatches = bad_handles = freed_written = unsafe_in_capture = 0;
+  mismatches = bad_handles = freed_written = 0;
   blocks_skipped = 0;
   read_environment();
 }

@@ -33,7 +33,6 @@ class Calls {
   std::atomic<uint64_t> mismatches{0};
   std::atomic<uint64_t> bad_handles{0};
   std::atomic<uint64_t> freed_written{0};
-  std::atomic<uint64_t> unsafe_in_capture{0};
   std::atomic<uint64_t> blocks_skipped{0};
 
   uint64_t count(const std::string& function);
@@ -46,6 +45,7 @@ class Calls {
 
   // Microseconds.
   std::atomic<uint32_t> delay{0};
+  std::atomic<uint32_t> seed{1};
 
  private:
   struct Fault {

@@ -70,9 +70,7 @@ Comm::Comm(const NcclUniqueId& id, int rank, int size, bool blocking)
       id_(id),
       blocking_(blocking),
       device_(current_device()),
-      random_(
-          static_cast<uint32_t>(
-              from_environment("FUSEDPG_FAKE_SEED", 1) * 31 + rank)),
+      random_(calls().seed * 31 + static_cast<uint32_t>(rank)),
       jobs_(std::make_unique<Fifo>()) {}
 
 Comm::~Comm() {
@@ -319,6 +317,7 @@ NcclResult Comm::make_window(
     int flags) {
   auto made = std::make_shared<Window>();
   made->own = fake::memory().shared_holding(memory, bytes);
+  made->bytes = bytes;
   if (made->own == nullptr) {
     calls().bad_handle(0, "a window over memory that is not of ncclMemAlloc");
     return kNcclInvalidUsage;
@@ -379,7 +378,7 @@ std::shared_ptr<Window> Comm::window(NcclWindow window) {
   return found == windows_.end() ? nullptr : found->second;
 }
 
-NcclResult Comm::create_dev_comm(bool multimem) {
+NcclResult Comm::create_dev_comm(bool multimem, ncclDevComm* made) {
   return perform(coin(), [=, this] {
     const std::lock_guard<std::mutex> lock(host_);
     Announcement announcement{};
@@ -393,6 +392,7 @@ NcclResult Comm::create_dev_comm(bool multimem) {
       state_ = kNcclUnhandledCudaError;
       return kNcclUnhandledCudaError;
     }
+    made->lsaMultimem.mcBasePtr = multimem ? kMulticast : nullptr;
     return kNcclSuccess;
   });
 }

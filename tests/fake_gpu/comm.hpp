@@ -12,6 +12,7 @@
 #include "calls.hpp"
 #include "cuda/nccl_api.hpp"
 #include "fifo.hpp"
+#include "nccl_device.h"
 #include "segment.hpp"
 #include "streams.hpp"
 
@@ -39,6 +40,7 @@ struct Window {
   std::shared_ptr<SharedMemory> own;
   std::vector<std::unique_ptr<Mapping>> mappings; // of other processes
   std::vector<char*> bases; // by rank
+  size_t bytes = 0;
 };
 
 // One rank of a communicator.
@@ -61,7 +63,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
       cuda::NcclWindow* window,
       int flags);
   cuda::NcclResult deregister_window(cuda::NcclWindow window);
-  cuda::NcclResult create_dev_comm(bool multimem);
+  cuda::NcclResult create_dev_comm(bool multimem, ncclDevComm* made);
   cuda::NcclResult finalize();
   void destroy(); // waits for outstanding work
   void abort();
@@ -178,6 +180,10 @@ struct Alive {
 inline Alive& alive() {
   return global<Alive>();
 }
+
+// Where multicast addresses of all windows begin: nothing can be there.
+inline char* const kMulticast =
+    reinterpret_cast<char*>(uintptr_t{0xfeed} << 48);
 
 // Handles of NCCL that no pointer equals.
 void* nccl_handle();

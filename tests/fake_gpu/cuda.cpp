@@ -1,26 +1,35 @@
-// The fake's CudaApi: the runtime's calls, and the kernels' host versions.
+// The fake's runtime of CUDA, and its CudaApi: the one of csrc/cuda/kernels,
+// whose calls are counted and may fail.
 
 #include <cstring>
+#include <utility>
 
 #include "calls.hpp"
 #include "comm.hpp"
-#include "cuda/kernels/serial.hpp"
+#include "cuda_runtime.h"
 #include "direct.hpp"
 #include "memory.hpp"
 #include "streams.hpp"
 
-namespace fusedpg::fake {
-
-using namespace cuda; // NOLINT: the launch arguments' names
+// api.cu's.
+extern "C" const fusedpg::cuda::CudaApi* fusedpg_kernels_api();
 
 namespace {
 
 constexpr int kNoDevice = 100;
-constexpr int kRuntimeVersion = 12080;
 
-const char* error_string(int error) {
-  switch (error) {
-    case kSuccess:
+cudaError_t code(int error) {
+  return static_cast<cudaError_t>(error);
+}
+
+} // namespace
+
+using namespace fusedpg; // NOLINT: these functions are CUDA's
+using namespace fusedpg::fake; // NOLINT
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (static_cast<int>(error)) {
+    case cuda::kSuccess:
       return "no error";
     case kInvalidValue:
       return "invalid argument";
@@ -32,7 +41,7 @@ const char* error_string(int error) {
       return "invalid device ordinal";
     case kInvalidHandle:
       return "invalid resource handle";
-    case kNotReady:
+    case cuda::kNotReady:
       return "device not ready";
     case kCaptureUnsupported:
       return "operation not permitted when stream is capturing";
@@ -60,190 +69,188 @@ const char* error_string(int error) {
   }
 }
 
-// Counts the call, makes its fault, or calls `body`.
-template <typename Body>
-int faulty(const char* function, Body&& body) {
-  const int fault = calls().enter(function);
-  return fault != 0 ? fault : body();
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode());
+  return cudaSuccess;
 }
 
-template <typename Args>
-int kernel(
-    const char* name,
-    void (*body)(const Args&),
-    const Args* args,
-    Stream stream) {
-  return faulty(name, [&] {
-    return streams().enqueue(
-        stream, [body, copied = *args] { body(copied); }, current_device());
-  });
+cudaError_t cudaGetLastError() {
+  return cudaSuccess;
 }
 
-int get_device_count(int* count) {
-  return faulty("device_count", [&] {
-    *count = device_count();
-    return *count == 0 ? kNoDevice : kSuccess;
-  });
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = device_count();
+  return code(*count == 0 ? kNoDevice : 0);
 }
 
-int set_device(int device) {
-  return faulty("set_device", [&] {
-    if (device < 0 || device >= device_count()) {
-      return kInvalidDevice;
-    }
-    current_device() = device;
-    return kSuccess;
-  });
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device();
+  return cudaSuccess;
 }
 
-int copy(void* dst, const void* src, size_t bytes, Stream stream) {
-  return faulty("copy", [&] {
-    return streams().enqueue(stream, [=] { std::memmove(dst, src, bytes); });
-  });
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= device_count()) {
+    return code(kInvalidDevice);
+  }
+  current_device() = device;
+  return cudaSuccess;
 }
 
-int clear(void* block, size_t bytes, Stream stream) {
-  return faulty("clear", [&] {
-    return streams().enqueue(stream, [=] { std::memset(block, 0, bytes); });
-  });
+// Of multiprocessors there are so few that blocks have several items.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 1;
+  return cudaSuccess;
 }
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  return code(streams().create(reinterpret_cast<void**>(stream)));
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  return code(streams().destroy(stream));
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return code(streams().synchronize(stream));
+}
+
+cudaError_t cudaStreamWaitEvent(
+    cudaStream_t stream,
+    cudaEvent_t event,
+    unsigned) {
+  return code(streams().wait(stream, event));
+}
+
+cudaError_t cudaStreamIsCapturing(
+    cudaStream_t stream,
+    cudaStreamCaptureStatus* status) {
+  int capturing = 0;
+  const int error = streams().is_capturing(stream, &capturing);
+  *status = capturing != 0 ? kCapturing : cudaStreamCaptureStatusNone;
+  return code(error);
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  return code(streams().create_event(reinterpret_cast<void**>(event)));
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  return code(streams().destroy_event(event));
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return code(streams().record(event, stream));
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return code(streams().query(event));
+}
+
+cudaError_t cudaMalloc(void** out, size_t bytes) {
+  return code(memory().allocate(out, bytes));
+}
+
+cudaError_t cudaFree(void* block) {
+  return code(memory().release(block));
+}
+
+cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
+  return code(memory().host_allocate(out, bytes));
+}
+
+cudaError_t cudaFreeHost(void* block) {
+  return code(memory().host_release(block));
+}
+
+cudaError_t cudaMemcpyAsync(
+    void* dst,
+    const void* src,
+    size_t bytes,
+    cudaMemcpyKind,
+    cudaStream_t stream) {
+  return code(
+      streams().enqueue(stream, [=] { std::memmove(dst, src, bytes); }));
+}
+
+cudaError_t cudaMemsetAsync(
+    void* block,
+    int value,
+    size_t bytes,
+    cudaStream_t stream) {
+  return code(
+      streams().enqueue(stream, [=] { std::memset(block, value, bytes); }));
+}
+
+namespace fusedpg::fake {
+
+using namespace cuda; // NOLINT: the launch arguments' names
+
+namespace {
+
+// A function of the table that counts the call, and makes its fault or calls
+// the one that was there.
+template <auto kMember>
+struct Faulty;
+template <typename... Args, int (*CudaApi::*kMember)(Args...)>
+struct Faulty<kMember> {
+  static inline const char* name;
+  static inline int (*behind)(Args...);
+
+  static int call(Args... args) {
+    const int fault = calls().enter(name);
+    return fault != 0 ? fault : behind(args...);
+  }
+};
 
 struct Table : CudaApi {
-  Table() : CudaApi{} {
-    version = kCudaApiVersion;
-    bytes = sizeof(CudaApi);
+  Table() : CudaApi(*fusedpg_kernels_api()) {
     name = "fake";
-    runtime_version = kRuntimeVersion;
-    CudaApi::error_string = fake::error_string;
-    CudaApi::device_count = get_device_count;
-    get_device = [](int* device) {
-      return faulty("get_device", [&] {
-        *device = current_device();
-        return kSuccess;
-      });
-    };
-    CudaApi::set_device = fake::set_device;
-    fill_streams();
-    fill_memory();
-    fill_kernels();
-    if (from_environment("FUSEDPG_FAKE_NO_DIRECT", 0) == 0) {
-      fill_direct();
-    }
+    CudaApi::direct_create = fake::direct_create;
+    CudaApi::direct_destroy = fake::direct_destroy;
+    CudaApi::direct_step = fake::direct_step;
+    CudaApi::direct_sum = fake::direct_sum;
+#define FUSEDPG_FAULTY(member) wrap<&CudaApi::member>(#member)
+    FUSEDPG_FAULTY(device_count);
+    FUSEDPG_FAULTY(get_device);
+    FUSEDPG_FAULTY(set_device);
+    FUSEDPG_FAULTY(stream_create);
+    FUSEDPG_FAULTY(stream_destroy);
+    FUSEDPG_FAULTY(stream_synchronize);
+    FUSEDPG_FAULTY(stream_wait_event);
+    FUSEDPG_FAULTY(stream_is_capturing);
+    FUSEDPG_FAULTY(event_create);
+    FUSEDPG_FAULTY(event_destroy);
+    FUSEDPG_FAULTY(event_record);
+    FUSEDPG_FAULTY(event_query);
+    FUSEDPG_FAULTY(allocate);
+    FUSEDPG_FAULTY(release);
+    FUSEDPG_FAULTY(host_allocate);
+    FUSEDPG_FAULTY(host_release);
+    FUSEDPG_FAULTY(copy);
+    FUSEDPG_FAULTY(clear);
+    FUSEDPG_FAULTY(propose);
+    FUSEDPG_FAULTY(prepare);
+    FUSEDPG_FAULTY(pack);
+    FUSEDPG_FAULTY(unpack);
+    FUSEDPG_FAULTY(update);
+    FUSEDPG_FAULTY(lamb_moments);
+    FUSEDPG_FAULTY(add_sums);
+    FUSEDPG_FAULTY(trust);
+    FUSEDPG_FAULTY(find_blocks);
+    FUSEDPG_FAULTY(list_blocks);
+    FUSEDPG_FAULTY(move_blocks);
+    FUSEDPG_FAULTY(direct_create);
+    FUSEDPG_FAULTY(direct_destroy);
+    FUSEDPG_FAULTY(direct_step);
+    FUSEDPG_FAULTY(direct_sum);
+#undef FUSEDPG_FAULTY
   }
 
-  void fill_streams() {
-    stream_create = [](Stream* stream) {
-      return faulty("stream_create", [&] { return streams().create(stream); });
-    };
-    stream_destroy = [](Stream stream) {
-      return faulty(
-          "stream_destroy", [&] { return streams().destroy(stream); });
-    };
-    stream_synchronize = [](Stream stream) {
-      return faulty(
-          "stream_synchronize", [&] { return streams().synchronize(stream); });
-    };
-    stream_wait_event = [](Stream stream, Event event) {
-      return faulty(
-          "stream_wait_event", [&] { return streams().wait(stream, event); });
-    };
-    stream_is_capturing = [](Stream stream, int* capturing) {
-      return faulty("stream_is_capturing", [&] {
-        return streams().is_capturing(stream, capturing);
-      });
-    };
-    event_create = [](Event* event) {
-      return faulty(
-          "event_create", [&] { return streams().create_event(event); });
-    };
-    event_destroy = [](Event event) {
-      return faulty(
-          "event_destroy", [&] { return streams().destroy_event(event); });
-    };
-    event_record = [](Event event, Stream stream) {
-      return faulty(
-          "event_record", [&] { return streams().record(event, stream); });
-    };
-    event_query = [](Event event) {
-      return faulty("event_query", [&] { return streams().query(event); });
-    };
-  }
-
-  void fill_memory() {
-    allocate = [](void** out, size_t size) {
-      return faulty("allocate", [&] { return memory().allocate(out, size); });
-    };
-    release = [](void* block) {
-      return faulty("release", [&] { return memory().release(block); });
-    };
-    host_allocate = [](void** out, size_t size) {
-      return faulty(
-          "host_allocate", [&] { return memory().host_allocate(out, size); });
-    };
-    host_release = [](void* block) {
-      return faulty(
-          "host_release", [&] { return memory().host_release(block); });
-    };
-    CudaApi::copy = fake::copy;
-    CudaApi::clear = fake::clear;
-  }
-
-  void fill_kernels() {
-    propose = [](const ProposeArgs* args, Stream stream) {
-      return kernel("propose", serial::propose, args, stream);
-    };
-    prepare = [](const PrepareArgs* args, Stream stream) {
-      return kernel("prepare", serial::prepare, args, stream);
-    };
-    pack = [](const PackArgs* args, Stream stream) {
-      return kernel("pack", serial::pack, args, stream);
-    };
-    unpack = [](const UnpackArgs* args, Stream stream) {
-      return kernel("unpack", serial::unpack, args, stream);
-    };
-    update = [](const UpdateArgs* args, Stream stream) {
-      return kernel("update", serial::update, args, stream);
-    };
-    lamb_moments = [](const MomentsArgs* args, Stream stream) {
-      return kernel("lamb_moments", serial::lamb_moments, args, stream);
-    };
-    add_sums = [](const AddSumsArgs* args, Stream stream) {
-      return kernel("add_sums", serial::add_sums, args, stream);
-    };
-    trust = [](const TrustArgs* args, Stream stream) {
-      return kernel("trust", serial::trust, args, stream);
-    };
-    CudaApi::find_blocks = [](const FindBlocksArgs* args, Stream stream) {
-      return kernel("find_blocks", serial::find_blocks, args, stream);
-    };
-    CudaApi::list_blocks = [](const ListBlocksArgs* args, Stream stream) {
-      return kernel("list_blocks", serial::list_blocks, args, stream);
-    };
-    CudaApi::move_blocks = [](const MoveBlocksArgs* args, Stream stream) {
-      return kernel("move_blocks", serial::move_blocks, args, stream);
-    };
-  }
-
-  void fill_direct() {
-    direct_nccl_version = direct_version();
-    CudaApi::direct_create =
-        [](const DirectCreateArgs* args, void** context, int* usable) {
-          return faulty("direct_create", [&] {
-            return fake::direct_create(args, context, usable);
-          });
-        };
-    CudaApi::direct_destroy = [](void* context) {
-      return faulty(
-          "direct_destroy", [&] { return fake::direct_destroy(context); });
-    };
-    CudaApi::direct_step = [](const DirectArgs* args, Stream stream) {
-      return faulty(
-          "direct_step", [&] { return fake::direct_step(args, stream); });
-    };
-    CudaApi::direct_sum = [](const DirectSumArgs* args, Stream stream) {
-      return faulty(
-          "direct_sum", [&] { return fake::direct_sum(args, stream); });
-    };
+  template <auto kMember>
+  void wrap(const char* of) {
+    Faulty<kMember>::name = of;
+    Faulty<kMember>::behind = this->*kMember;
+    this->*kMember = Faulty<kMember>::call;
   }
 };
 

@@ -1,8 +1,6 @@
 #pragma once
 
-#include <atomic>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 
@@ -10,7 +8,7 @@
 
 namespace fusedpg::fake {
 
-// One context of direct_create().
+// One context of direct_create(): what the fake knows around that of direct.cu.
 class Direct {
  public:
   Direct(
@@ -19,43 +17,27 @@ class Direct {
       int channel);
   ~Direct();
 
+  int create(const cuda::DirectCreateArgs& args, int* usable);
   void step(const cuda::DirectArgs& args);
   void sum(const cuda::DirectSumArgs& args);
-  const std::shared_ptr<Comm>& comm() const {
-    return comm_;
-  }
 
  private:
-  // What lies at the same place of another rank's arena.
-  template <typename T>
-  T* of_rank(T* mine, int rank, int other) const;
-  void update_tile(const cuda::DirectArgs& args, uint32_t tile) const;
-  // Elements [begin, begin + count) of the tile.
-  void update_part(
-      const cuda::DirectArgs& args,
-      uint32_t tile,
-      uint32_t begin,
-      uint32_t count) const;
-  void sum_blocks(const cuda::DirectSumArgs& args) const;
-  void check_signals(cuda::DirectSignals* signals);
-  // A kernel with two barriers.
+  // The kernel, and a look at whether the other ranks' was the same.
   void run(
-      const Announcement& announcement,
-      cuda::DirectSignals* signals,
+      const Announcement::Common& common,
       const uint64_t* stop,
-      const std::function<void()>& before,
-      const std::function<void()>& between);
+      const std::function<int()>& kernel,
+      const std::function<void()>& then);
+  void count_skipped(const cuda::DirectArgs& args) const;
 
   const std::shared_ptr<Comm> comm_;
   const std::shared_ptr<Window> window_;
   const int channel_;
+  void* context_ = nullptr; // direct.cu's
   std::mutex executing_;
   uint64_t next_sequence_ = 0;
-  uint64_t barriers_ = 0;
 };
 
-// Of NCCL, that the fake claims to be compiled with.
-int32_t direct_version();
 int direct_create(
     const cuda::DirectCreateArgs* args,
     void** context,

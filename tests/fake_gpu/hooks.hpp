@@ -38,14 +38,11 @@ struct Stats {
   uint64_t all_reduce_bytes; // of inputs
   uint64_t reduce_scatter_bytes;
   uint64_t all_gather_bytes;
-  uint64_t blocks_skipped; // contributions that direct steps have not read
+  uint64_t blocks_skipped; // contributions that direct steps need not read
   // Mistakes of the caller.
   uint64_t mismatches; // collectives that ranks did not agree on
   uint64_t bad_handles; // unknown or ended streams, events, memory, ...
   uint64_t freed_written; // device memory written after its release
-  // Queries, allocations and waits while some stream was captured: CUDA's
-  // global mode forbids them.
-  uint64_t unsafe_in_capture;
   uint64_t notes; // texts about mistakes so far, and the latest
   char note[256];
 };

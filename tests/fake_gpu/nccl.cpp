@@ -19,12 +19,6 @@ constexpr int kMemAlloc = 21900;
 constexpr int kWindows = 22700;
 constexpr int kDeviceApi = 22800;
 
-struct Team {
-  int ranks;
-  int rank;
-  int stride;
-};
-
 int nccl_version() {
   return static_cast<int>(from_environment("FUSEDPG_FAKE_NCCL_VERSION", 22809));
 }
@@ -270,18 +264,16 @@ ncclCommWindowDeregister(NcclComm handle, NcclWindow window) {
   });
 }
 
-// The device API's structures mean nothing here: of the requirements, which the
-// fake's direct_create() passes, there is only whether multicast is wanted.
 FUSEDPG_FAKE_EXPORT NcclResult ncclDevCommCreate(
     NcclComm handle,
-    const int32_t* multimem,
-    void* /*dev_comm*/) {
+    const ncclDevCommRequirements* wanted,
+    ncclDevComm* made) {
   return with_comm("ncclDevCommCreate", handle, [&](Comm& comm) {
     const NcclResult ready = comm.ready();
     if (ready != kNcclSuccess || nccl_version() < kDeviceApi) {
       return ready != kNcclSuccess ? ready : kNcclInvalidUsage;
     }
-    return comm.create_dev_comm(*multimem != 0);
+    return comm.create_dev_comm(wanted->lsaMultimem, made);
   });
 }
 
@@ -292,14 +284,14 @@ ncclDevCommDestroy(NcclComm handle, const void* /*dev_comm*/) {
   });
 }
 
-FUSEDPG_FAKE_EXPORT Team ncclTeamLsa(NcclComm handle) {
+FUSEDPG_FAKE_EXPORT ncclTeam_t ncclTeamLsa(NcclComm handle) {
   const std::shared_ptr<Comm> comm = comms().find(handle);
   calls().enter("ncclTeamLsa");
   // FUSEDPG_FAKE_NO_LSA: as if each rank were alone on its machine.
   const bool alone = from_environment("FUSEDPG_FAKE_NO_LSA", 0) != 0;
-  return comm == nullptr ? Team{0, 0, 0}
-      : alone            ? Team{1, 0, 1}
-                         : Team{comm->size, comm->rank, 1};
+  return comm == nullptr ? ncclTeam_t{0, 0, 0}
+      : alone            ? ncclTeam_t{1, 0, 1}
+                         : ncclTeam_t{comm->size, comm->rank, 1};
 }
 
 } // namespace fusedpg::fake

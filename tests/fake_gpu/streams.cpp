@@ -111,9 +111,8 @@ bool Capture::joined() const {
 // --- streams -----------------------------------------------------------------
 
 std::unique_ptr<Streams::Stream> Streams::make(int device) {
-  const auto seed = from_environment("FUSEDPG_FAKE_SEED", 1);
   return std::make_unique<Stream>(
-      device, static_cast<uint32_t>(seed * 7919 + ++made_));
+      device, static_cast<uint32_t>(calls().seed * 7919 + ++made_));
 }
 
 Streams::Stream* Streams::find(void*& stream) {
@@ -356,23 +355,21 @@ int Streams::query(void* event) {
 
 // --- capture -----------------------------------------------------------------
 
-// CUDA refuses these calls to a capturing thread unless it asks for the relaxed
-// mode around them, which the real CudaApi does where its contract says so.
+cudaStreamCaptureMode& capture_mode() {
+  thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  return mode;
+}
+
+// CUDA refuses queries, allocations and waits while some stream is captured,
+// unless the thread asks for the relaxed mode around them.
 int Streams::check_unsafe_locked() {
-  if (captures_.empty()) {
-    return cuda::kSuccess;
-  }
-  ++calls().unsafe_in_capture;
-  if (from_environment("FUSEDPG_FAKE_STRICT_CAPTURE", 0) == 0) {
+  if (captures_.empty() || capture_mode() == cudaStreamCaptureModeRelaxed) {
     return cuda::kSuccess;
   }
   for (const std::shared_ptr<Capture>& capture : captures_) {
-    if (capture->thread == std::this_thread::get_id()) {
-      capture->invalid = true;
-      return kCaptureUnsupported;
-    }
+    capture->invalid = true;
   }
-  return cuda::kSuccess;
+  return kCaptureUnsupported;
 }
 
 int Streams::check_unsafe() {

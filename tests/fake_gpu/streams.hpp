@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda_runtime.h"
 #include "fifo.hpp"
 #include "global.hpp"
 #include "hooks.hpp"
@@ -33,6 +34,8 @@ constexpr int kUnknownError = 999;
 // The calling thread's device.
 int& current_device();
 int device_count();
+// The calling thread's.
+cudaStreamCaptureMode& capture_mode();
 
 // What was captured: a lane of operations for each stream, and the records that
 // order them. The lanes of a launch run at once, so that a missing wait shows.

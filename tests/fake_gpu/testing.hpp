@@ -17,15 +17,20 @@ namespace fusedpg::test::fake_gpu {
 
 using namespace cuda; // NOLINT: NCCL's names
 
+// FUSEDPG_FAKE_GPU, as for the tests in Python, or the one of this build.
+inline const char* library() {
+  const char* other = std::getenv("FUSEDPG_FAKE_GPU");
+  return other != nullptr ? other : FUSEDPG_FAKE_GPU_LIB;
+}
 inline const fake::Hooks& hooks() {
-  static const fake::Hooks loaded(FUSEDPG_FAKE_GPU_LIB);
+  static const fake::Hooks loaded(library());
   return loaded;
 }
 inline const CudaApi& gpu() {
   return *hooks().cuda;
 }
 inline const NcclApi& nccl() {
-  return load_nccl_api(FUSEDPG_FAKE_GPU_LIB);
+  return load_nccl_api(library());
 }
 
 // A test begins with clean counts and leaves nothing behind. With a setting of
@@ -96,6 +101,13 @@ struct Memory {
 
 inline void copy(const Memory& to, const Memory& from, Stream stream) {
   CHECK_EQ(gpu().copy(to.data, from.data, to.bytes, stream), 0);
+}
+
+// A launch on the default stream, and its end.
+template <typename Args>
+void run(int (*CudaApi::*kernel)(const Args*, Stream), const Args& args) {
+  CHECK_EQ((gpu().*kernel)(&args, nullptr), 0);
+  CHECK_EQ(gpu().stream_synchronize(nullptr), 0);
 }
 
 // What a rank of a communicator holds.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,25 @@ def refused(tree: Path, *options: str) -> str:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT / "tests/python/nccl_tree", tmp_path / "nccl"))
+
+
+def test_partial_build() -> None:
+    """What README.md says of ONLY_FUNCS matches functions, as generate.py does it."""
+    text = (ROOT / "patches/nccl/README.md").read_text()
+    [only] = re.findall(r'^ONLY_FUNCS="(.*)"$', text, re.MULTILINE)
+    pattern = only.replace("*", "[^ ]*") + "$"
+    for built in (
+        "SendRecv",
+        "AllGather RING LL128",
+        "ReduceScatter Sum f16 RING LL",
+        "ReduceScatter FusedpgUpdate bf16 RING SIMPLE",
+        "AllReduce Sum f64 TREE LL",
+        "AllReduce PreMulSum f32 RING LL",
+        "AllReduce MinMax u8 RING SIMPLE",
+    ):
+        assert re.match(pattern, built), built
+    for left_out in ("Broadcast RING LL", "AllReduce MinMax f32 RING LL", "Reduce Sum f32 RING LL"):
+        assert not re.match(pattern, left_out), left_out
 
 
 def test_applies_and_reverts(tree: Path) -> None:

@@ -1,8 +1,6 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include "cuda/launch.hpp"
+#include "cuda/kernels/launchers.cuh"
 
 namespace fusedpg::cuda {
 
@@ -36,10 +34,11 @@ class PeerBarrier {
       // The word for stopping is the host's memory: slow to read.
       for (uint32_t looks = 1; load_acquire(mine_->passed + peer) < epoch_;
            ++looks) {
-        if (looks % 256 == 0 && *static_cast<const volatile uint64_t*>(stop_)) {
+        if (looks % 256 == 0 && ask_host(stop_) != 0) {
           met = false;
           break;
         }
+        look_again();
       }
     }
     return __syncthreads_and(met) != 0;
@@ -53,24 +52,6 @@ class PeerBarrier {
   }
 
  private:
-  static __device__ __forceinline__ void store_release(
-      uint64_t* to,
-      uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;"
-                 :
-                 : "l"(__cvta_generic_to_global(to)), "l"(value)
-                 : "memory");
-  }
-  static __device__ __forceinline__ uint64_t
-  load_acquire(const uint64_t* from) {
-    uint64_t value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
-                 : "=l"(value)
-                 : "l"(__cvta_generic_to_global(from))
-                 : "memory");
-    return value;
-  }
-
   uint64_t* to_;
   DirectSignals* mine_;
   const uint64_t* stop_;

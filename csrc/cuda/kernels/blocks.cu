@@ -8,7 +8,7 @@ constexpr int kWarp = 32;
 // A warp looks at a block.
 __global__ void __launch_bounds__(kThreads)
     find_blocks_kernel(const __grid_constant__ FindBlocksArgs args) {
-  __shared__ unsigned long long present;
+  FUSEDPG_SHARED(unsigned long long, present);
   if (threadIdx.x == 0) {
     present = 0;
   }
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
 // One block of threads: the list is in ascending order.
 __global__ void __launch_bounds__(kThreads)
     list_blocks_kernel(const __grid_constant__ ListBlocksArgs args) {
-  __shared__ uint32_t counts[kThreads];
+  FUSEDPG_SHARED(uint32_t[kThreads], counts);
   const int thread = static_cast<int>(threadIdx.x);
   counts[thread] = count_flags(args, thread, kThreads);
   __syncthreads();

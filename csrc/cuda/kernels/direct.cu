@@ -108,27 +108,6 @@ struct PeerGradients {
   }
 };
 
-// A store to the same place of all ranks.
-template <int kBytes>
-__device__ __forceinline__ void store_words_everywhere(
-    [[maybe_unused]] char* to,
-    [[maybe_unused]] const uint32_t* words) {
-  static_assert(kBytes % 16 == 0);
-#if __CUDA_ARCH__ >= 900
-  FUSEDPG_UNROLL
-  for (int k = 0; k < kBytes / 16; ++k) {
-    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "l"(__cvta_generic_to_global(to) + 16 * k),
-                   "f"(bits_to_float(words[4 * k])),
-                   "f"(bits_to_float(words[4 * k + 1])),
-                   "f"(bits_to_float(words[4 * k + 2])),
-                   "f"(bits_to_float(words[4 * k + 3]))
-                 : "memory");
-  }
-#endif
-}
-
 // The masters if any, and all ranks' parameters.
 template <typename C>
 struct PeerSink {
@@ -280,7 +259,7 @@ __device__ __forceinline__ void direct_tile(
 template <typename Shape, typename Rule>
 __global__ void __launch_bounds__(kThreads, 2)
     direct_kernel(const __grid_constant__ DirectLaunch launch) {
-  __shared__ Peers peers;
+  FUSEDPG_SHARED(Peers, peers);
   const DirectArgs& args = launch.args;
   const int rank = args.update.chunk.rank;
   const int size = args.update.chunk.size;
@@ -336,9 +315,9 @@ struct SumLaunch {
 // blocks of one number exchange the flags of the same ones.
 __global__ void __launch_bounds__(kThreads)
     direct_sum_kernel(const __grid_constant__ SumLaunch launch) {
-  __shared__ char* bases[kMaxDirectRanks];
-  __shared__ const uint8_t* flags[kMaxDirectRanks];
-  __shared__ DirectCounts counts[kWarps];
+  FUSEDPG_SHARED(char* [kMaxDirectRanks], bases);
+  FUSEDPG_SHARED(const uint8_t* [kMaxDirectRanks], flags);
+  FUSEDPG_SHARED(DirectCounts[kWarps], counts);
   const DirectSumArgs& args = launch.args;
   if (!ranks_agree(args.agree)) {
     return;

@@ -1,7 +1,6 @@
 #pragma once
 
-#include "kernels/kernels.hpp"
-
+#include "cuda/kernels/ptx.hpp"
 #include "cuda/launch.hpp"
 #include "kernels/formulas/half.hpp"
 
@@ -9,12 +8,6 @@
 // headers is compiled for the GPU and for the host alike: the tests run it
 // without a GPU. A function that takes `thread` and `threads` does that
 // thread's share; (0, 1) does all.
-#if defined(__CUDA_ARCH__)
-#define FUSEDPG_UNROLL _Pragma("unroll")
-#else
-#define FUSEDPG_UNROLL
-#endif
-
 namespace fusedpg::cuda {
 
 // Threads of a block; also the lanes of the sums, so that the host adds in the
@@ -36,85 +29,8 @@ FUSEDPG_HOST_DEVICE uint32_t float_size(DType type) {
   return is_half(type) ? 2 : type == DType::kFloat64 ? 8 : 4;
 }
 
-FUSEDPG_HOST_DEVICE bool is_aligned(const void* p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 FUSEDPG_HOST_DEVICE char* at(const void* base, uint64_t i, DType type) {
   return static_cast<char*>(const_cast<void*>(base)) + i * float_size(type);
-}
-
-// Tells the compiler that `p` leads to global memory, which it cannot know of
-// what comes out of a structure.
-FUSEDPG_HOST_DEVICE void assume_global([[maybe_unused]] const void* p) {
-#if defined(__CUDA_ARCH__)
-  __builtin_assume(__isGlobal(p));
-#endif
-}
-
-// 8 bytes, or a multiple of 16, from or to an address aligned to that or to 16.
-template <int kBytes>
-FUSEDPG_HOST_DEVICE void load_words(uint32_t* words, const char* from) {
-  static_assert(kBytes == 8 || kBytes % 16 == 0);
-  assume_global(from);
-#if defined(__CUDA_ARCH__)
-  if constexpr (kBytes == 8) {
-    const uint2 v = *reinterpret_cast<const uint2*>(from);
-    words[0] = v.x;
-    words[1] = v.y;
-  }
-  FUSEDPG_UNROLL
-  for (int k = 0; k < kBytes / 16; ++k) {
-    const uint4 v = reinterpret_cast<const uint4*>(from)[k];
-    words[4 * k] = v.x;
-    words[4 * k + 1] = v.y;
-    words[4 * k + 2] = v.z;
-    words[4 * k + 3] = v.w;
-  }
-#else
-  __builtin_memcpy(words, from, kBytes);
-#endif
-}
-
-// In assembler, because compilers merge the stores of two branches into
-// narrower ones behind them.
-template <int kBytes>
-FUSEDPG_HOST_DEVICE void store_words(char* to, const uint32_t* words) {
-  static_assert(kBytes == 8 || kBytes % 16 == 0);
-#if defined(__CUDA_ARCH__)
-  const size_t global = __cvta_generic_to_global(to);
-  if constexpr (kBytes == 8) {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};"
-                 :
-                 : "l"(global), "r"(words[0]), "r"(words[1])
-                 : "memory");
-  }
-  FUSEDPG_UNROLL
-  for (int k = 0; k < kBytes / 16; ++k) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "l"(global + 16 * k),
-                   "r"(words[4 * k]),
-                   "r"(words[4 * k + 1]),
-                   "r"(words[4 * k + 2]),
-                   "r"(words[4 * k + 3])
-                 : "memory");
-  }
-#else
-  __builtin_memcpy(to, words, kBytes);
-#endif
-}
-
-template <typename T>
-FUSEDPG_HOST_DEVICE T load_as(const char* from) {
-  assume_global(from);
-  return *reinterpret_cast<const T*>(from);
-}
-
-template <typename T>
-FUSEDPG_HOST_DEVICE void store_as(char* to, T value) {
-  assume_global(to);
-  *reinterpret_cast<T*>(to) = value;
 }
 
 // Elements of the compute type C that make 16 bytes.

@@ -1,9 +1,10 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "cuda/cuda_api.hpp"
-#include "cuda/kernels/tiles.hpp"
+#include "cuda/kernels/blocks.hpp"
+#include "cuda/kernels/scalars.hpp"
 
 // What api.cu exports; the functions of CudaApi with the same names.
 namespace fusedpg::cuda {
@@ -46,14 +47,11 @@ int launch(
     uint32_t blocks,
     const Args& args,
     Stream stream) {
-  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
-  return settled(cudaLaunchKernel(
-      reinterpret_cast<const void*>(kernel),
-      dim3(blocks),
-      dim3(kThreads),
-      parameters,
-      0,
-      static_cast<cudaStream_t>(stream)));
+  cudaLaunchConfig_t grid{};
+  grid.gridDim = dim3(blocks);
+  grid.blockDim = dim3(kThreads);
+  grid.stream = static_cast<cudaStream_t>(stream);
+  return settled(cudaLaunchKernelEx(&grid, kernel, args));
 }
 
 // Blocks that stride over `items`: what the device holds at once, at most.
@@ -82,7 +80,6 @@ int launch_over(
       kernel, static_cast<uint32_t>(items < most ? items : most), args, stream);
 }
 
-#if defined(__CUDACC__)
 // The block's sum of `mine`; valid in thread 0. Ends with a barrier before the
 // lanes may be used again.
 __device__ __forceinline__ Sums block_sum(const Sums& mine, Sums* lanes) {
@@ -96,6 +93,5 @@ __device__ __forceinline__ Sums block_sum(const Sums& mine, Sums* lanes) {
   __syncthreads();
   return total;
 }
-#endif
 
 } // namespace fusedpg::cuda

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     add_sums_kernel(const __grid_constant__ AddSumsArgs args) {
-  __shared__ Sums lanes[kThreads];
+  FUSEDPG_SHARED(Sums[kThreads], lanes);
   for (uint32_t t = blockIdx.x; t < args.num_tensors; t += gridDim.x) {
     const Sums total =
         block_sum(add_sums_lane(args, t, static_cast<int>(threadIdx.x)), lanes);

@@ -47,16 +47,6 @@ FUSEDPG_HOST_DEVICE uint32_t prepare_calls(const PrepareArgs& args) {
   return args.num_tensors == 0 ? 1 : args.num_tensors;
 }
 
-// The engine's watchdog looks there while kernels run.
-FUSEDPG_HOST_DEVICE void tell_host(uint64_t* flag, uint64_t value) {
-#if defined(__CUDA_ARCH__)
-  *static_cast<volatile uint64_t*>(flag) = value;
-  __threadfence_system();
-#else
-  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-#endif
-}
-
 // The call for tensor 0 also writes the flags of the whole. Nothing that is
 // written here is read here by another call: found_inf and mismatch are never
 // read, and used[t], scalars[t] and the counter of t belong to call t.

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(
     kThreads,
     kBlocksPerSm<kernels::LambRule<C, true>>)
     moments_kernel(const __grid_constant__ MomentsArgs args) {
-  __shared__ Sums lanes[kThreads];
+  FUSEDPG_SHARED(Sums[kThreads], lanes);
   for (uint32_t tile = blockIdx.x; tile < args.update.chunk.num_tiles;
        tile += gridDim.x) {
     const Sums total = block_sum(
