@@ -42,7 +42,7 @@ MUTANTS = [
         "count_flags(args, thread, kThreads);\n  __syncthreads();",
         "count_flags(args, thread, kThreads);",
         "blocks.cu",
-        "cuda_sparse_kernels",
+        "cuda_skip_kernels",
     ),
     Mutant(
         "count used before it is zero",
@@ -50,7 +50,7 @@ MUTANTS = [
         "    present = 0;\n  }\n  __syncthreads();",
         "    present = 0;\n  }",
         "blocks.cu",
-        "cuda_sparse_kernels",
+        "cuda_skip_kernels",
     ),
     Mutant(
         "a lane's word instead of the warp's",
@@ -58,7 +58,7 @@ MUTANTS = [
         "__any_sync(~0u, any != 0) != 0",
         "any != 0",
         "blocks.cu",
-        "cuda_sparse_kernels",
+        "cuda_skip_kernels",
     ),
     Mutant(
         "a barrier that some do not come to",
@@ -66,7 +66,7 @@ MUTANTS = [
         "counts[thread] = count_flags",
         "if (thread == 7) return;\n  counts[thread] = count_flags",
         "blocks.cu",
-        "cuda_sparse_kernels",
+        "cuda_skip_kernels",
     ),
     Mutant(
         "tail is one short",
@@ -124,7 +124,7 @@ SLOW = [
         SYNC + "  DirectCounts met{};",
         "  DirectCounts met{};",
         "direct.cu",
-        "cuda_sparse",
+        "cuda_skip",
     ),
     Mutant(
         "parameters that have not arrived",
@@ -236,6 +236,6 @@ def test_caught_slow(commands: list[dict[str, str]], mutant: Mutant, tmp_path: P
 def test_unchanged(commands: list[dict[str, str]], tmp_path: Path) -> None:
     """A library that is built in the same way, of the same code, passes."""
     line = "kWarp = 32;"
-    same = Mutant("", "blocks.cu", line, line, "blocks.cu", "cuda_sparse_kernels")
+    same = Mutant("", "blocks.cu", line, line, "blocks.cu", "cuda_skip_kernels")
     ended = run_tests(build(commands, same, tmp_path), same.test, tmp_path)
     assert ended.returncode == 0, ended.stderr

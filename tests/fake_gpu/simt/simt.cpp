@@ -231,7 +231,7 @@ class Machine {
   }
   void meet(Meeting& at, size_t size, const char* what) {
     if (!at.there.empty() && at.what != what) {
-      fail(what, "{}", at.what);
+      fail(what, at.what);
     }
     at.what = what;
     at.there.push_back(running_);
@@ -244,7 +244,7 @@ class Machine {
     }
     leave();
   }
-  [[noreturn]] void fail(const char* what, "{}", const char* other) {
+  [[noreturn]] void fail(const char* what, const char* other) {
     std::fprintf(
         stderr,
         "a kernel: %s, %s; block %u, thread %u, launch %u, "
