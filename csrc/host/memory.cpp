@@ -248,9 +248,9 @@ Room::Room(
     struct flock range{};
     off_t end = 0;
     held = 0;
-    // Without a turn (no such file, or somebody stopped in the middle of his)
-    // there is only the look at what is free.
-    while (turn) {
+    // Without a turn (somebody was stopped in the middle of his) another may
+    // look at the same time; what is held already counts all the same.
+    while (file_) {
       range = {};
       range.l_type = F_WRLCK; // in the way of every lock
       range.l_whence = SEEK_SET;
@@ -264,7 +264,7 @@ Room::Room(
     }
     free = available();
     const bool fits = free >= held && bytes <= free - held;
-    if (fits && turn && bytes != 0) {
+    if (fits && file_ && bytes != 0) {
       range = {};
       range.l_type = F_RDLCK;
       range.l_whence = SEEK_SET;

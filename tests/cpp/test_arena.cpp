@@ -1,5 +1,7 @@
 #include "host/arena.hpp"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
@@ -517,6 +519,23 @@ TEST(memory_room_waits_for_others_only_so_long) {
     Room(11 * kMiB, free); // never: no wait
   });
   CHECK(seconds_since(start) < 5);
+}
+
+// Whose turn it is may be stopped.
+TEST(memory_rooms_count_without_a_turn) {
+  const auto free = [] { return 10 * kMiB; };
+  const Room first(6 * kMiB, free);
+  const Fd stopped(::open("/proc/meminfo", O_RDONLY | O_CLOEXEC));
+  const auto deadline = Clock::now() + seconds(10);
+  while (flock(stopped.get(), LOCK_EX | LOCK_NB) != 0 &&
+         Clock::now() < deadline) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  const Room second(4 * kMiB, free, milliseconds(20));
+  expect_error(
+      ErrorKind::kOutOfMemory,
+      {"needs 1 MiB", "other ranks are taking 10 MiB"},
+      [&] { Room(kMiB, free, milliseconds(20)); });
 }
 
 TEST(arena_detach_of_an_empty_arena) {

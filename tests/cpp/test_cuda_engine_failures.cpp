@@ -367,9 +367,10 @@ TEST(cuda_engine_direct_mismatch) {
       training.load();
       const auto begin = Clock::now();
       expect_failure(
-          r, ErrorKind::kMismatch, {"rank 0: fused", "rank 1: fused"}, [&] {
-            return training.step();
-          });
+          r,
+          ErrorKind::kMismatch,
+          {"rank 0: fused", "rank 1: fused", names[int(other)]},
+          [&] { return training.step(); });
       CHECK(seconds_since(begin) < 8);
     });
   }

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from checks.adamw import distance, randn
-from checks.cases import digest, same
+from checks.cases import digest, distance, randn, same
 from checks.fused_ops import BF16, FP16, FP64, TOLERANCE, Model, Oracle, Run, compare, train
 from gpu_checks.device import DEVICE, group_of, to_device, to_host
 from harness import Context

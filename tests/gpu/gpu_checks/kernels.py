@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checks.adamw import randn
+from checks.cases import randn
 from checks.fused_ops import Lamb
 from gpu_checks import table
 from gpu_checks.device import DEVICE

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.adamw import distance, flat
-from checks.cases import digest, same
+from checks.cases import digest, distance, flat, same
 from checks.optim import Bag, Run, Trainer, fused, grouped, unsharded
 from gpu_checks.device import DEVICE, FAKE, group_of, synchronize, to_host
 from harness import Context
