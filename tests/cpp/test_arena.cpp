@@ -526,7 +526,7 @@ TEST(memory_rooms_count_without_a_turn) {
   const auto free = [] { return 10 * kMiB; };
   const Room first(6 * kMiB, free);
   const Fd stopped(::open("/proc/meminfo", O_RDONLY | O_CLOEXEC));
-  const auto deadline = Clock::now() + seconds(10);
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
   while (flock(stopped.get(), LOCK_EX | LOCK_NB) != 0 &&
          Clock::now() < deadline) {
     std::this_thread::sleep_for(milliseconds(1));
