@@ -26,7 +26,13 @@
 #else
 #define FUSEDPG_FIBER_STARTS(fake, stack, bytes) (void)0
 #define FUSEDPG_FIBER_RUNS(fake, stack, bytes) (void)0
+#if defined(__SANITIZE_THREAD__)
+// To it the fibers of a thread are that thread. It counts calls and returns, of
+// which a fiber's first function has but one.
+#define FUSEDPG_UNCHECKED __attribute__((no_sanitize("thread")))
+#else
 #define FUSEDPG_UNCHECKED
+#endif
 #endif
 
 // Pushes the registers that a function must keep, and takes up those of the
