@@ -21,7 +21,8 @@ std::string options_text(uint16_t options) {
       "shared parameters"};
   std::string text;
   for (size_t i = 0; i < std::size(kNames); ++i) {
-    text += (options >> i & 1) != 0 ? str(", {}", kNames[i]) : std::string();
+    text +=
+        (options >> i & 1) != 0 ? formatted(", {}", kNames[i]) : std::string();
   }
   return text;
 }
@@ -61,7 +62,7 @@ std::string describe(const OpDescriptor& d) {
 
 std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   const auto differ = [](const char* what, const auto& a, const auto& b) {
-    return str("{} {} here, {} there", what, a, b);
+    return formatted("{} {} here, {} there", what, a, b);
   };
   if (here.op != there.op) {
     return differ("operation", op_name(here.op), op_name(there.op));

@@ -11,7 +11,7 @@
 
 namespace fusedpg {
 
-std::string vstr(fmt::string_view format, fmt::format_args args) {
+std::string vformatted(fmt::string_view format, fmt::format_args args) {
   return fmt::vformat(format, args);
 }
 

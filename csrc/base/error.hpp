@@ -52,19 +52,20 @@ template <typename... Args>
 using Format =
     fmt::format_string<decltype(printable(std::declval<const Args&>()))...>;
 
-std::string vstr(fmt::string_view format, fmt::format_args args);
+std::string vformatted(fmt::string_view format, fmt::format_args args);
 
 template <typename... Args>
-std::string str_of(fmt::string_view format, const Args&... args) {
-  return vstr(format, fmt::make_format_args(args...));
+std::string formatted_text(fmt::string_view format, const Args&... args) {
+  return vformatted(format, fmt::make_format_args(args...));
 }
 
-// str("{} of {}", 1, 2) is "1 of 2".
+// formatted("{} of {}", 1, 2) is "1 of 2". (A function called str would lose to c10's where an
+// argument is of a type of c10.)
 template <typename... Args>
-std::string str(
+std::string formatted(
     std::type_identity_t<Format<Args...>> format,
     const Args&... args) {
-  return str_of(format, printable(args)...);
+  return formatted_text(format, printable(args)...);
 }
 
 template <typename... Args>
@@ -72,7 +73,7 @@ template <typename... Args>
     ErrorKind kind,
     std::type_identity_t<Format<Args...>> format,
     const Args&... args) {
-  throw Error(kind, str_of(format, printable(args)...));
+  throw Error(kind, formatted_text(format, printable(args)...));
 }
 
 // fail(kSystem) with the text of errno, and with the limit where one is

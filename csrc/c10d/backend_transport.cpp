@@ -41,7 +41,8 @@ class BackendRequest : public Transport::Request {
           "fused: {}{}{}",
           what_,
           deadline.expired()
-              ? str(": not done within {} ms: ", deadline.timeout().count())
+              ? formatted(
+                    ": not done within {} ms: ", deadline.timeout().count())
               : ": ",
           error.what());
     }
@@ -63,9 +64,9 @@ Transport::RequestPtr BackendTransport::send(
     uint32_t tag,
     const NetBuffer& message) {
   std::vector<at::Tensor> tensors{tensor_of(message)};
-  return post(str("a message from rank {} (here) to rank {}", rank(), to), [&] {
-    return backend_->send(tensors, to, static_cast<int>(tag));
-  });
+  return post(
+      formatted("a message from rank {} (here) to rank {}", rank(), to),
+      [&] { return backend_->send(tensors, to, static_cast<int>(tag)); });
 }
 
 Transport::RequestPtr BackendTransport::receive(
@@ -74,7 +75,7 @@ Transport::RequestPtr BackendTransport::receive(
     const NetBuffer& into) {
   std::vector<at::Tensor> tensors{tensor_of(into)};
   return post(
-      str("a message from rank {} to rank {} (here)", from, rank()),
+      formatted("a message from rank {} to rank {} (here)", from, rank()),
       [&] { return backend_->recv(tensors, from, static_cast<int>(tag)); });
 }
 

@@ -112,7 +112,8 @@ void bind_options(py::module_& m) {
                                   std::optional<size_t>& to) {
               if (from) {
                 TORCH_CHECK_VALUE(
-                    *from >= 0, str("fused: {} must not be negative", name));
+                    *from >= 0,
+                    formatted("fused: {} must not be negative", name));
                 to = static_cast<size_t>(*from);
               }
             };
@@ -408,7 +409,8 @@ void bind_group(py::module_& m) {
 py::tuple shard_range_tuple(int64_t numel, int64_t world_size, int64_t rank) {
   TORCH_CHECK_VALUE(
       numel >= 0 && world_size > 0 && rank >= 0 && rank < world_size,
-      str("fused: shard_range(numel={}, world_size={}, rank={}) needs numel >= "
+      formatted(
+          "fused: shard_range(numel={}, world_size={}, rank={}) needs numel >= "
           "0 and 0 <= rank < world_size",
           numel,
           world_size,

@@ -136,7 +136,8 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
   if (const auto made = engine()) {
     TORCH_CHECK_VALUE(
         made->device() == streams.index(),
-        str("fused: the group works on GPU {} on rank {}, but got a tensor on "
+        formatted(
+            "fused: the group works on GPU {} on rank {}, but got a tensor on "
             "GPU {}; use one GPU a rank",
             made->device(),
             rank_,

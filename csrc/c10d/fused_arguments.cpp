@@ -70,7 +70,8 @@ class Checker {
     check_dense(op, t);
     TORCH_CHECK_VALUE(
         t.device() == device_,
-        str("fused: {}: tensors of one call must be on one device, found {} "
+        formatted(
+            "fused: {}: tensors of one call must be on one device, found {} "
             "and {}",
             op,
             device_,
@@ -80,7 +81,8 @@ class Checker {
   void check_list(const char* name, size_t found, size_t expected) const {
     TORCH_CHECK_VALUE(
         found == expected,
-        str("fused: {}: {} has {} tensors, expected {} (params has {})",
+        formatted(
+            "fused: {}: {} has {} tensors, expected {} (params has {})",
             op_,
             name,
             found,
@@ -90,7 +92,7 @@ class Checker {
 
   void check_lists() const {
     const size_t n = a_.params.size();
-    TORCH_CHECK_VALUE(n != 0, str("fused: {}: params is empty", op_));
+    TORCH_CHECK_VALUE(n != 0, formatted("fused: {}: params is empty", op_));
     check_list("grads", a_.grads.size(), n);
     check_list("master_params", a_.masters.size(), a_.masters.empty() ? 0 : n);
     const bool counts = a_.op != OpCode::kFusedSgd || !a_.steps.empty();
@@ -114,7 +116,8 @@ class Checker {
     check_place(op_, g);
     TORCH_CHECK_VALUE(
         is_supported(p.scalar_type()),
-        str("fused: {}: params[{}] must be float32, float64, bfloat16 or "
+        formatted(
+            "fused: {}: params[{}] must be float32, float64, bfloat16 or "
             "float16, found {}",
             op_,
             i,
@@ -123,7 +126,8 @@ class Checker {
         p.scalar_type() == at::kDouble
             ? g.scalar_type() == at::kDouble
             : is_supported(g.scalar_type()) && g.scalar_type() != at::kDouble,
-        str("fused: {}: grads[{}] of type {} does not go with params of type "
+        formatted(
+            "fused: {}: grads[{}] of type {} does not go with params of type "
             "{} (float64 with float64; float32, bfloat16 and float16 with each "
             "other)",
             op_,
@@ -132,14 +136,16 @@ class Checker {
             p.scalar_type()));
     TORCH_CHECK_VALUE(
         p.is_non_overlapping_and_dense(),
-        str("fused: {}: params[{}] must be dense in memory (no gaps, no "
+        formatted(
+            "fused: {}: params[{}] must be dense in memory (no gaps, no "
             "overlaps)",
             op_,
             i));
     if (!a_.reduced) {
       TORCH_CHECK_VALUE(
           g.sizes() == p.sizes(),
-          str("fused: {}: grads[{}] has shape {}, params[{}] {}",
+          formatted(
+              "fused: {}: grads[{}] has shape {}, params[{}] {}",
               op_,
               i,
               g.sizes(),
@@ -159,7 +165,8 @@ class Checker {
         std::find(types.begin(), types.end(), t.scalar_type()) != types.end();
     TORCH_CHECK_VALUE(
         typed && t.is_contiguous() && t.numel() == range.length,
-        str("fused: {}: {}[{}] must be a contiguous {} tensor with this rank's "
+        formatted(
+            "fused: {}: {}[{}] must be a contiguous {} tensor with this rank's "
             "slice of params[{}], {} elements (fusedpg.shard_range); found {} "
             "with {}",
             op_,
@@ -185,7 +192,8 @@ class Checker {
     if (!a_.masters.empty()) {
       TORCH_CHECK_VALUE(
           is_half(p.scalar_type()),
-          str("fused: {}: master_params are for bfloat16 and float16 params, "
+          formatted(
+              "fused: {}: master_params are for bfloat16 and float16 params, "
               "found {}",
               op_,
               p.scalar_type()));
@@ -199,7 +207,8 @@ class Checker {
       TORCH_CHECK_VALUE(
           step.numel() == 1 && step.scalar_type() == at::kFloat &&
               step.device() == device_,
-          str("fused: {}: state_steps[{}] must be a float32 scalar tensor on "
+          formatted(
+              "fused: {}: state_steps[{}] must be a float32 scalar tensor on "
               "{}",
               op_,
               i,
@@ -213,23 +222,26 @@ class Checker {
           !t ||
               (t->numel() == 1 && t->scalar_type() == at::kFloat &&
                t->device() == device_),
-          str("fused: {}: grad_scale and found_inf must be float32 scalar "
+          formatted(
+              "fused: {}: grad_scale and found_inf must be float32 scalar "
               "tensors on {}",
               op_,
               device_));
     }
     TORCH_CHECK_VALUE(
-        !a_.hypers.empty(), str("fused: {}: no hyperparameters", op_));
+        !a_.hypers.empty(), formatted("fused: {}: no hyperparameters", op_));
     for (const int64_t index : a_.hyper_index) {
       TORCH_CHECK_VALUE(
           index >= 0 && index < static_cast<int64_t>(a_.hypers.size()),
-          str("fused: {}: hyper_index {} of {}", op_, index, a_.hypers.size()));
+          formatted(
+              "fused: {}: hyper_index {} of {}", op_, index, a_.hypers.size()));
     }
     for (const HyperArguments& h : a_.hypers) {
       const auto in_range = [](double beta) { return beta >= 0 && beta < 1; };
       TORCH_CHECK_VALUE(
           in_range(h.rest.beta1) && in_range(h.rest.beta2),
-          str("fused: {}: betas must be in [0, 1), found {} and {}",
+          formatted(
+              "fused: {}: betas must be in [0, 1), found {} and {}",
               op_,
               h.rest.beta1,
               h.rest.beta2));
@@ -250,7 +262,8 @@ void check_reduction(
     at::Device device) {
   TORCH_CHECK_VALUE(
       !r.weight || (r.mean && *r.weight >= 0 && std::isfinite(*r.weight)),
-      str("fused: {}: weight must be finite and not negative, and needs "
+      formatted(
+          "fused: {}: weight must be finite and not negative, and needs "
           "reduce=\"mean\"",
           op));
   TORCH_CHECK_VALUE(
@@ -258,7 +271,8 @@ void check_reduction(
           (r.used->scalar_type() == at::kByte && r.used->is_contiguous() &&
            r.used->device() == device &&
            r.used->numel() == static_cast<int64_t>(tensors)),
-      str("fused: {}: used must be a contiguous uint8 tensor on {} with an "
+      formatted(
+          "fused: {}: used must be a contiguous uint8 tensor on {} with an "
           "element for each of {} tensors",
           op,
           device,
@@ -361,7 +375,8 @@ OpCode step_op(const std::string& name) {
       return op;
     }
   }
-  TORCH_CHECK_VALUE(false, str("fused: {} is not an optimizer step", name));
+  TORCH_CHECK_VALUE(
+      false, formatted("fused: {} is not an optimizer step", name));
 }
 
 void check_arguments(const StepArguments& a, int rank, int size) {
@@ -372,22 +387,24 @@ void check_arguments(const StepArguments& a, int rank, int size) {
 
 void check_arguments(const ShardsArguments& a) {
   const char* op = op_name(OpCode::kReduceShards);
-  TORCH_CHECK_VALUE(!a.grads.empty(), str("fused: {}: no tensors", op));
+  TORCH_CHECK_VALUE(!a.grads.empty(), formatted("fused: {}: no tensors", op));
   for (const at::Tensor& g : a.grads) {
     check_dense(op, g);
     TORCH_CHECK_VALUE(
         g.device() == a.grads[0].device(),
-        str("fused: {}: gradients must be on one device", op));
+        formatted("fused: {}: gradients must be on one device", op));
     TORCH_CHECK_VALUE(
         is_supported(g.scalar_type()) && g.is_non_overlapping_and_dense() &&
             g.scalar_type() == a.grads[0].scalar_type(),
-        str("fused: {}: gradients must be dense in memory and of one type of "
+        formatted(
+            "fused: {}: gradients must be dense in memory and of one type of "
             "float32, float64, bfloat16, float16",
             op));
   }
   TORCH_CHECK_VALUE(
       a.outputs.empty() || a.outputs.size() == a.grads.size(),
-      str("fused: {}: outputs has {} tensors, expected {}",
+      formatted(
+          "fused: {}: outputs has {} tensors, expected {}",
           op,
           a.outputs.size(),
           a.grads.size()));
@@ -398,7 +415,8 @@ void check_arguments(const ShardsArguments& a) {
             a.outputs[i].sizes() == a.grads[i].sizes() &&
             a.outputs[i].strides() == a.grads[i].strides() &&
             a.outputs[i].scalar_type() == a.grads[i].scalar_type(),
-        str("fused: {}: outputs[{}] must have the sizes, strides, type and "
+        formatted(
+            "fused: {}: outputs[{}] must have the sizes, strides, type and "
             "device of its gradient",
             op,
             i));

@@ -117,7 +117,8 @@ void Group::check_open(const char* op) const {
 void Group::check_root(const char* op, int64_t root) const {
   TORCH_CHECK_VALUE(
       root >= 0 && root < size,
-      str("fused: {}: root {} is not a rank of this group of {}",
+      formatted(
+          "fused: {}: root {} is not a rank of this group of {}",
           op,
           root,
           size));
@@ -130,7 +131,8 @@ void check_count(
     size_t expected) {
   TORCH_CHECK_VALUE(
       found == expected,
-      str("fused: {}: expected {} {}, found {}", op, expected, what, found));
+      formatted(
+          "fused: {}: expected {} {}, found {}", op, expected, what, found));
 }
 
 } // namespace fusedpg

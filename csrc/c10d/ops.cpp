@@ -18,7 +18,8 @@ ProcessGroupFused& resolve(const std::string& group_name) {
   fused = fused ? fused : find_group(group_name);
   TORCH_CHECK_VALUE(
       fused != nullptr,
-      str("fused: group \"{}\" is of another backend; create it with "
+      formatted(
+          "fused: group \"{}\" is of another backend; create it with "
           "init_process_group(\"fused\") or new_group(backend=\"fused\")",
           group_name));
   return *fused;
@@ -42,7 +43,8 @@ struct Common {
 StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
   TORCH_CHECK_VALUE(
       c.reduce == "mean" || c.reduce == "sum",
-      str("fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
+      formatted(
+          "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
           op_name(op),
           c.reduce));
   StepArguments a;
@@ -195,7 +197,8 @@ void lamb(
 void check_meta(const c10::OperatorHandle& op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.is_meta(),
-      str("fused: {}: some tensors are on the device meta and one is on {}: "
+      formatted(
+          "fused: {}: some tensors are on the device meta and one is on {}: "
           "nothing can be computed from tensors without values",
           op.schema().name(),
           t.device()));

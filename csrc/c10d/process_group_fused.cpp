@@ -192,7 +192,8 @@ at::Tensor ProcessGroupFused::empty(
     bool lives_long) {
   TORCH_CHECK_VALUE(
       device.is_cpu() || device.is_cuda(),
-      str("fused: empty: device must be the CPU or a GPU, got {}", device));
+      formatted(
+          "fused: empty: device must be the CPU or a GPU, got {}", device));
   const auto options = at::TensorOptions().dtype(type).device(device);
   checked_bytes(sizes, options);
   return route(device).empty(sizes, options, lives_long);

@@ -10,7 +10,8 @@ void check_residual(const at::Tensor& tensor, const at::Tensor& residual) {
       residual.scalar_type() == tensor.scalar_type() &&
           residual.numel() == tensor.numel() && residual.is_contiguous() &&
           residual.device() == tensor.device(),
-      str("fused: sparse_all_reduce: residual must be a contiguous tensor of "
+      formatted(
+          "fused: sparse_all_reduce: residual must be a contiguous tensor of "
           "{} elements of {} like the tensor, found {} of {}",
           tensor.numel(),
           tensor.scalar_type(),
@@ -26,7 +27,8 @@ SkipOptions skip_options(const at::Tensor& tensor, const SkipArguments& a) {
   translate([&] { check_block_size(block_size); });
   TORCH_CHECK_VALUE(
       threshold >= 0,
-      str("fused: sparse_all_reduce: threshold must not be negative, found {}",
+      formatted(
+          "fused: sparse_all_reduce: threshold must not be negative, found {}",
           threshold));
   TORCH_CHECK_VALUE(
       (threshold > 0) == residual.has_value(),
@@ -38,7 +40,8 @@ SkipOptions skip_options(const at::Tensor& tensor, const SkipArguments& a) {
   if (residual) {
     TORCH_CHECK_VALUE(
         tensor.is_floating_point(),
-        str("fused: sparse_all_reduce: a threshold needs a floating-point "
+        formatted(
+            "fused: sparse_all_reduce: a threshold needs a floating-point "
             "tensor, found {}",
             tensor.scalar_type()));
     check_residual(tensor, *residual);

@@ -250,7 +250,8 @@ double sum_squares(const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.is_floating_point() && t.is_contiguous() &&
           to_dtype(t.scalar_type()) != DType::kOpaque,
-      str("fused: sum_squares: needs a contiguous tensor of float32, float64, "
+      formatted(
+          "fused: sum_squares: needs a contiguous tensor of float32, float64, "
           "bfloat16 or float16, got {}",
           t.scalar_type()));
   return kernels::table()->sum_squares(

@@ -57,7 +57,8 @@ kernels::ReduceArgs to_reduce_args(
   args.dtype = to_dtype(type);
   TORCH_CHECK_VALUE(
       args.dtype != DType::kOpaque,
-      str("fused: tensors of {} can be moved, but not reduced; convert them "
+      formatted(
+          "fused: tensors of {} can be moved, but not reduced; convert them "
           "first",
           type));
   switch (op.op_) {
@@ -106,7 +107,8 @@ kernels::ReduceArgs to_reduce_args(
 void check_tensor(const char* op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.device().is_cpu(),
-      str("fused: {} got a tensor on {}; all tensors of one call are to be on "
+      formatted(
+          "fused: {} got a tensor on {}; all tensors of one call are to be on "
           "the CPU or all on one GPU",
           op,
           t.device()));
@@ -116,15 +118,18 @@ void check_tensor(const char* op, const at::Tensor& t) {
 void check_dense(const char* op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.layout() == at::kStrided,
-      str("fused: {} needs dense tensors, got layout {}", op, t.layout()));
+      formatted(
+          "fused: {} needs dense tensors, got layout {}", op, t.layout()));
   TORCH_CHECK_VALUE(
       !t._is_zerotensor(),
-      str("fused: {} got a tensor without memory (ZeroTensor); clone it first",
+      formatted(
+          "fused: {} got a tensor without memory (ZeroTensor); clone it first",
           op));
   // Its data would be a null pointer.
   TORCH_CHECK_VALUE(
       !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch(),
-      str("fused: {} got a tensor without memory of its own (on the device "
+      formatted(
+          "fused: {} got a tensor without memory of its own (on the device "
           "meta, or of a subclass such as the gradients of a fused optimizer)",
           op));
 }
@@ -235,7 +240,8 @@ void check_same_type(
     check_tensor(op, t);
     TORCH_CHECK_VALUE(
         t.scalar_type() == type,
-        str("fused: {}: tensors must have one dtype, found {} and {}",
+        formatted(
+            "fused: {}: tensors must have one dtype, found {} and {}",
             op,
             type,
             t.scalar_type()));
@@ -247,7 +253,8 @@ void check_alike(const char* op, const std::vector<at::Tensor>& tensors) {
     TORCH_CHECK_VALUE(
         t.scalar_type() == tensors[0].scalar_type() &&
             t.sizes() == tensors[0].sizes(),
-        str("fused: {}: tensors of one call must have one dtype and one size, "
+        formatted(
+            "fused: {}: tensors of one call must have one dtype and one size, "
             "found {} {} and {} {}",
             op,
             tensors[0].scalar_type(),
@@ -443,7 +450,8 @@ size_t checked_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     TORCH_CHECK_VALUE(
         sizes[i] >= 0,
-        str("fused: empty: dimension {} of the sizes {} is negative",
+        formatted(
+            "fused: empty: dimension {} of the sizes {} is negative",
             i,
             sizes));
     none = none || sizes[i] == 0;
@@ -455,7 +463,8 @@ size_t checked_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
       none ||
           (!overflow &&
            bytes <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())),
-      str("fused: empty: a tensor of sizes {} and type {} has more bytes than "
+      formatted(
+          "fused: empty: a tensor of sizes {} and type {} has more bytes than "
           "64 bits can count",
           sizes,
           options.dtype()));

@@ -98,7 +98,7 @@ void Engine::abort(Executor& executor) {
   executor.run_unnumbered([this] {
     domain_.mark_failed(Error(
         ErrorKind::kAborted,
-        str("fused: the group was aborted on rank {}", domain_.rank())));
+        formatted("fused: the group was aborted on rank {}", domain_.rank())));
   });
 }
 

@@ -79,7 +79,7 @@ std::string Communicator::describe(NcclResult result) {
   if (api_.get_last_error != nullptr) {
     const char* detail = api_.get_last_error(nullptr);
     if (detail != nullptr && *detail != '\0') {
-      text += str(" ({})", detail);
+      text += formatted(" ({})", detail);
     }
   }
   return text;

@@ -122,7 +122,7 @@ void CudaEngine::close() {
   watchdog_.join();
   fail_engine(
       ErrorKind::kAborted,
-      str("fused: the group was destroyed on rank {}", rank_));
+      formatted("fused: the group was destroyed on rank {}", rank_));
   // Kernels of an aborted communicator end by themselves.
   int before = 0;
   cuda_.get_device(&before);
@@ -152,7 +152,7 @@ CudaEngine::~CudaEngine() {
 
 // What would otherwise show as a hang.
 void CudaEngine::compare_settings(const Deadline& deadline) {
-  const std::string mine = str(
+  const std::string mine = formatted(
       "cuda_chunk_bytes={}, cuda_arena_bytes={}, block_skip={}, block_size={}, "
       "FUSEDPG_CUDA_MULTIMEM={}, NCCL {}{}, direct path built with NCCL {}",
       settings_.cuda_chunk_bytes,
@@ -163,11 +163,11 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
       nccl_.version,
       ring_ ? " (patched ring)" : "",
       cuda_.direct_nccl_version);
-  store_->set(str("{}{}", kSettingsKey, rank_), mine);
+  store_->set(formatted("{}{}", kSettingsKey, rank_), mine);
   for (int p = 0; p < size_; ++p) {
     std::string theirs;
     try {
-      theirs = store_->get(str("{}{}", kSettingsKey, p), deadline);
+      theirs = store_->get(formatted("{}{}", kSettingsKey, p), deadline);
     } catch (const std::exception&) {
       if (!deadline.expired()) {
         throw;
@@ -243,7 +243,8 @@ CudaEngine::OperationPtr CudaEngine::submit(
     // Other ranks wait for what was not enqueued.
     fail_engine(
         error.kind(),
-        str("{} [{}, sequence {}, rank {}]",
+        formatted(
+            "{} [{}, sequence {}, rank {}]",
             error.what(),
             operation->summary,
             operation->sequence,
@@ -347,7 +348,7 @@ void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
       kind != ErrorKind::kPeerFailed) {
     // The store may have gone with its host.
     ask([key = kFailedKey,
-         text = str("rank {}: {}", rank_, message)](Rendezvous& store) {
+         text = formatted("rank {}: {}", rank_, message)](Rendezvous& store) {
       store.set(key, text);
       return std::string();
     }).wait_for(kStorePatience);
@@ -390,7 +391,9 @@ CudaEngine::Said CudaEngine::tell_ranks(
   std::memcpy(text.data(), &mine, sizeof mine);
   text += summary;
   const auto tell = [=, size = size_, me = rank_](Rendezvous& store) {
-    const auto key = [&](int p) { return str("cuda/said/{}/{}", sequence, p); };
+    const auto key = [&](int p) {
+      return formatted("cuda/said/{}/{}", sequence, p);
+    };
     store.set(key(me), text);
     const Deadline deadline(kAskRanks);
     std::string all;
@@ -407,13 +410,13 @@ CudaEngine::Said CudaEngine::tell_ranks(
               mine.op != OpCode::kNone && there.op != OpCode::kNone;
           const std::string what = known ? difference(mine, there) : "";
           if (first.empty() && !what.empty()) {
-            first =
-                str(", rank {} (here) and rank {} (there) in {}", me, p, what);
+            first = formatted(
+                ", rank {} (here) and rank {} (there) in {}", me, p, what);
           }
         }
       } catch (const std::exception&) {
       }
-      all += str("{}rank {}: {}", p == 0 ? "" : "; ", p, said);
+      all += formatted("{}rank {}: {}", p == 0 ? "" : "; ", p, said);
     }
     return first + kSaidEnd + all;
   };
@@ -434,12 +437,12 @@ milliseconds CudaEngine::look() {
     }
     first = in_flight_.front();
   }
-  const std::string where =
-      str("{} (sequence {}) on rank {} of {}",
-          first->summary,
-          first->sequence,
-          rank_,
-          size_);
+  const std::string where = formatted(
+      "{} (sequence {}) on rank {} of {}",
+      first->summary,
+      first->sequence,
+      rank_,
+      size_);
   // Before the flag, which an operation sets before it ends.
   const int state = cuda_.event_query(first->end_.get());
   const uint64_t disagreed =
@@ -462,7 +465,8 @@ milliseconds CudaEngine::look() {
     const Said said = tell_ranks(disagreed, facts, summary);
     fail_engine(
         ErrorKind::kMismatch,
-        str("fused: ranks disagree about operation {} of the group{}; {}. "
+        formatted(
+            "fused: ranks disagree about operation {} of the group{}; {}. "
             "Every rank must call the same operations in the same order "
             "with the same sizes, types and hyperparameters",
             disagreed,
@@ -473,7 +477,8 @@ milliseconds CudaEngine::look() {
   const std::string news = comm_ ? comm_->async_error() : "";
   if (!news.empty()) {
     fail_engine(
-        ErrorKind::kPeerDead, str("fused: {}: NCCL reports: {}", where, news));
+        ErrorKind::kPeerDead,
+        formatted("fused: {}: NCCL reports: {}", where, news));
     return kLook;
   }
   if (state == kSuccess) {
@@ -490,14 +495,16 @@ milliseconds CudaEngine::look() {
   if (state != kNotReady) {
     fail_engine(
         ErrorKind::kSystem,
-        str("fused: {}: CUDA error: {}", where, cuda_.error_string(state)));
+        formatted(
+            "fused: {}: CUDA error: {}", where, cuda_.error_string(state)));
     return kLook;
   }
   const milliseconds timeout = first->deadline_.timeout();
   if (first->deadline_.expired()) {
     fail_engine(
         ErrorKind::kTimeout,
-        str("fused: {} did not finish within {} ms. Where ranks are: {}",
+        formatted(
+            "fused: {} did not finish within {} ms. Where ranks are: {}",
             where,
             timeout.count(),
             tell_ranks(first->sequence, first->facts, first->summary).all));
@@ -520,7 +527,7 @@ milliseconds CudaEngine::look() {
     if (failed && !failed->empty()) {
       fail_engine(
           ErrorKind::kPeerFailed,
-          str("fused: {}: another rank has failed: {}", where, *failed));
+          formatted("fused: {}: another rank has failed: {}", where, *failed));
     }
   }
   return waited > kSuspicious ? kLook * 50 : kLook;
@@ -540,7 +547,8 @@ void CudaEngine::watch() {
     try {
       pause = look();
     } catch (const std::exception& error) {
-      fail_engine(ErrorKind::kSystem, str("fused: watchdog: {}", error.what()));
+      fail_engine(
+          ErrorKind::kSystem, formatted("fused: watchdog: {}", error.what()));
     }
     lock.lock();
     if (!stopping_ && pause.count() > 1) {

@@ -104,7 +104,8 @@ NcclApi load_nccl(const std::string& path) {
     fail(
         ErrorKind::kSystem,
         "fused: NCCL 2.18 or newer is needed, found {}{}",
-        complete ? str("version code {}", api.version) : "a library without it",
+        complete ? formatted("version code {}", api.version)
+                 : "a library without it",
         path.empty() ? "" : " in " + path);
   }
   find(api.get_last_error, "ncclGetLastError");

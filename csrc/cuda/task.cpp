@@ -11,11 +11,12 @@ namespace {
 std::string describe(const StepCall& step) {
   const StepHyper& h = step.hypers[0];
   const bool lr_on_device = !step.lrs.empty() && step.lrs[0].data != nullptr;
-  std::string text = lr_on_device ? ", lr on the GPU" : str(", lr {}", h.lr);
-  text += str(", weight_decay {}", h.weight_decay);
+  std::string text =
+      lr_on_device ? ", lr on the GPU" : formatted(", lr {}", h.lr);
+  text += formatted(", weight_decay {}", h.weight_decay);
   text += step.op == OpCode::kFusedSgd
-      ? str(", momentum {}", h.momentum)
-      : str(", betas {} {}, eps {}", h.beta1, h.beta2, h.eps);
+      ? formatted(", momentum {}", h.momentum)
+      : formatted(", betas {} {}, eps {}", h.beta1, h.beta2, h.eps);
   return text + (step.hypers.size() > 1 ? ", and other groups" : "");
 }
 

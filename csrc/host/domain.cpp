@@ -201,7 +201,8 @@ void Domain::check_arrived(const OpDescriptor& op) {
   for (int p = 0; p < size_; ++p) {
     if (taken(p)) {
       check_peers(
-          str("{}, sequence number {}", describe(op), op.sequence), taken);
+          formatted("{}, sequence number {}", describe(op), op.sequence),
+          taken);
     }
   }
   passed_.store(phase_, std::memory_order_release);
@@ -239,7 +240,7 @@ void Domain::wait(
       return;
     }
     const auto name = [&] {
-      return str("{}, sequence number {}", describe(op), op.sequence);
+      return formatted("{}, sequence number {}", describe(op), op.sequence);
     };
     // A peer that did its part and then ended harms nobody: look at it first,
     // then once more whether its part has come.

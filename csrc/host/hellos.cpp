@@ -179,7 +179,8 @@ void Hellos::call(int peer) {
       return;
     }
     fail_dead(
-        peer, str("cannot reach it on this host: {}", std::strerror(error)));
+        peer,
+        formatted("cannot reach it on this host: {}", std::strerror(error)));
   }
   if (credentials(c.socket.get()).uid != geteuid()) {
     fail(
@@ -310,7 +311,8 @@ bool Hellos::hear(Caller& caller) {
     // The kernel drops what the process has no room for.
     const Fd probe(dup(caller.socket.get()));
     if (!probe) {
-      fail_errno(str("fused: receiving the arena of rank {}", hello.rank));
+      fail_errno(
+          formatted("fused: receiving the arena of rank {}", hello.rank));
     }
   }
   if (caller.files.size() != 1) {

@@ -309,7 +309,8 @@ void Mailbox::consume(int peer, std::list<Incoming>::iterator incoming) {
     peers_[peer].replies.push_back(nack);
     error = std::make_exception_ptr(Error(
         ErrorKind::kMismatch,
-        str("fused: {} on rank {}: rank {} sent {} bytes, expected {}",
+        formatted(
+            "fused: {} on rank {}: rank {} sent {} bytes, expected {}",
             name(post),
             me_,
             peer,
@@ -450,7 +451,8 @@ std::exception_ptr Mailbox::with_name(
     }
     return std::make_exception_ptr(Error(
         e.kind(),
-        str("fused: {}, failed on rank {}: {}",
+        formatted(
+            "fused: {}, failed on rank {}: {}",
             mine,
             me_,
             text.rfind("fused: ", 0) == 0 ? text.substr(7) : text)));

@@ -127,7 +127,8 @@ void Mailbox::on_reply(int peer, const Message& message) {
         send,
         std::make_exception_ptr(Error(
             ErrorKind::kMismatch,
-            str("fused: {} from rank {}: rank {} expects {} bytes, sent {}",
+            formatted(
+                "fused: {} from rank {}: rank {} expects {} bytes, sent {}",
                 name(send->post),
                 me_,
                 peer,

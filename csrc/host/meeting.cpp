@@ -22,11 +22,11 @@ enum State : uint32_t { kOpen, kProposed, kFinal, kFailed };
 // By size: while some ranks still create a group, another may be waiting in the
 // next one, of another size, under another rank.
 std::string entry_key(int size, int rank) {
-  return str("fusedpg/{}/{}", size, rank);
+  return formatted("fusedpg/{}/{}", size, rank);
 }
 
 std::string roll_key(int size) {
-  return str("fusedpg/{}/roll", size);
+  return formatted("fusedpg/{}/roll", size);
 }
 
 // Fields are length-prefixed: addresses and tokens hold any byte.

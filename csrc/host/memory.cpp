@@ -96,10 +96,10 @@ Mapping::Mapping(int fd, size_t size) : size_(size), owner_(getpid()) {
   void* p = mmap(
       nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (p == MAP_FAILED) {
-    fail_errno(
-        str("fused: cannot map {} MiB of shared memory; a smaller "
-            "FUSEDPG_ARENA_BYTES needs less address space",
-            size >> 20));
+    fail_errno(formatted(
+        "fused: cannot map {} MiB of shared memory; a smaller "
+        "FUSEDPG_ARENA_BYTES needs less address space",
+        size >> 20));
   }
   data_ = static_cast<char*>(p);
   madvise(p, size, MADV_DONTFORK);
@@ -165,7 +165,7 @@ Fd create_memory_file(const std::string& name, size_t size) {
     fail_errno("fused: memfd_create");
   }
   if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) {
-    fail_errno(str(
+    fail_errno(formatted(
         "fused: cannot reserve {} MiB for the arena (ulimit -f applies to it)",
         size >> 20));
   }
@@ -290,8 +290,9 @@ Room::Room(
       "smaller buckets",
       bytes >> 20,
       free >> 20,
-      held != 0 ? str(", of which other ranks are taking {} MiB", held >> 20)
-                : std::string());
+      held != 0
+          ? formatted(", of which other ranks are taking {} MiB", held >> 20)
+          : std::string());
 }
 
 Room::~Room() {
@@ -314,8 +315,8 @@ void commit_range(
   const Room room(bytes, available);
   if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) !=
       0) {
-    fail_errno(
-        str("fused: cannot allocate {} MiB of shared memory", bytes >> 20));
+    fail_errno(formatted(
+        "fused: cannot allocate {} MiB of shared memory", bytes >> 20));
   }
 }
 

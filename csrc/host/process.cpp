@@ -27,7 +27,7 @@ struct Stat {
 
 // Nothing when /proc does not say.
 std::optional<Stat> read_stat(pid_t pid) {
-  const std::string path = str("/proc/{}/stat", pid);
+  const std::string path = formatted("/proc/{}/stat", pid);
   const Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   char text[1024];
   const ssize_t n = file ? read(file.get(), text, sizeof text - 1) : -1;
@@ -77,14 +77,14 @@ Fd open_process(pid_t pid) {
     case EPERM: {
       static std::once_flag once;
       std::call_once(once, [reason = errno] {
-        log_line(
-            str("pidfd_open: {}; peers are looked for in /proc instead",
-                std::strerror(reason)));
+        log_line(formatted(
+            "pidfd_open: {}; peers are looked for in /proc instead",
+            std::strerror(reason)));
       });
       return fd;
     }
     default:
-      fail_errno(str("fused: cannot watch the process {}", pid));
+      fail_errno(formatted("fused: cannot watch the process {}", pid));
   }
 }
 

@@ -213,7 +213,7 @@ class Training {
       report_failure(
           op_name(recipe_.op),
           static_cast<int>(types_.param),
-          str("relative error {}", std::sqrt(difference / norm)));
+          formatted("relative error {}", std::sqrt(difference / norm)));
     }
   }
 

@@ -403,7 +403,7 @@ TEST(bootstrap_without_descriptors) {
     int failed = 0;
     const auto start = Clock::now();
     for (int room = 0; room < 12 && !worked; ++room) {
-      store.meet(str("room for {}", room), 2);
+      store.meet(formatted("room for {}", room), 2);
       rlimit before{};
       getrlimit(RLIMIT_NOFILE, &before);
       std::vector<Fd> filled;
@@ -423,7 +423,7 @@ TEST(bootstrap_without_descriptors) {
         const std::string text = error.what();
         ++failed;
         if (text.find("RLIMIT_NOFILE, 64") == std::string::npos) {
-          report_failure("rank", rank, str("{}: {}", room, text));
+          report_failure("rank", rank, formatted("{}: {}", room, text));
         }
         CHECK_EQ(
             error.kind(),

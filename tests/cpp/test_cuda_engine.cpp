@@ -437,16 +437,16 @@ TEST(cuda_engine_direct_path_skips) {
             training.direct = true;
             training.percent = percent;
             for (const size_t block : {0, 64}) {
-              r.meet(str("before {}", ++step));
+              r.meet(formatted("before {}", ++step));
               const uint64_t before = hooks().now().blocks_skipped;
-              r.meet(str("known {}", step));
+              r.meet(formatted("known {}", step));
               training.call.skip_block = block;
               training.weights =
                   block == 0 ? std::vector<double>() : some_weights(r.size);
               training.load();
               training.step();
               training.check();
-              r.meet(str("after {}", step));
+              r.meet(formatted("after {}", step));
               const uint64_t skipped = hooks().now().blocks_skipped - before;
               if (block == 0 || percent == 100) {
                 CHECK_EQ(skipped, 0u);
@@ -505,7 +505,7 @@ TEST(cuda_engine_without_direct_path) {
 // A link by which the library is another one.
 TEST(cuda_engine_libraries) {
   const Clean clean("FUSEDPG_FAKE_NCCL_VERSION", "21706");
-  const std::string link = str("/tmp/fusedpg-fake-{}.so", getpid());
+  const std::string link = formatted("/tmp/fusedpg-fake-{}.so", getpid());
   unlink(link.c_str());
   CHECK_EQ(symlink(FUSEDPG_FAKE_GPU_LIB, link.c_str()), 0);
   CHECK_THROWS(load_nccl_api(link), Error, "2.18 or newer is needed");

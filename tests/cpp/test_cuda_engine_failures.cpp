@@ -90,7 +90,7 @@ TEST(cuda_engine_mismatches) {
     int turn = 0;
     for (const Difference& d : differences) {
       EngineWith with;
-      with.name = str("group{}/", turn++);
+      with.name = formatted("group{}/", turn++);
       GpuRank r(rank, 3, store, with);
       const bool odd = rank == 1;
       GpuTraining training(
@@ -108,9 +108,10 @@ TEST(cuda_engine_mismatches) {
           ErrorKind::kMismatch,
           {"ranks disagree",
            "rank 0: fused_adamw",
-           str("rank 1: {}", d.shards ? "reduce_shards" : ""),
+           formatted("rank 1: {}", d.shards ? "reduce_shards" : ""),
            odd ? "rank 1 (here) and rank 0 (there) in"
-               : str("rank {} (here) and rank 1 (there) in {}", rank, d.text)},
+               : formatted(
+                     "rank {} (here) and rank 1 (there) in {}", rank, d.text)},
           [&] {
             return odd && d.shards
                 ? r.engine.reduce_shards(
@@ -305,7 +306,7 @@ TEST(cuda_engine_abort_and_again) {
   on_threads(2, [](int rank, Store& store) {
     for (int turn = 0; turn < 2; ++turn) {
       EngineWith with;
-      with.name = str("group{}/", turn);
+      with.name = formatted("group{}/", turn);
       GpuRank r(rank, 2, store, with);
       GpuTraining training(r, adam(), kSingles, {3000});
       training.load();

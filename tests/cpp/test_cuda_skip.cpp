@@ -203,11 +203,11 @@ TEST(cuda_skip_directly_in_graphs) {
         for (const size_t percent : {50, 0, 3}) {
           c.percent = percent;
           data.assign(contribution(c, r.rank));
-          r.meet(str("filled{}", percent));
+          r.meet(formatted("filled{}", percent));
           CHECK_EQ(hooks().launch(graph, r.stream), 0);
           CHECK_EQ(gpu().stream_synchronize(r.stream), 0);
           CHECK(data.holds(folded(c, r.size)));
-          r.meet(str("checked{}", percent));
+          r.meet(formatted("checked{}", percent));
         }
         CHECK_EQ(hooks().destroy_graph(graph), 0);
       },
@@ -288,7 +288,7 @@ TEST(cuda_skip_disagreements) {
           SparseCase{DType::kFloat32, 6000, 32, 20},
           SparseCase{DType::kFloat32, 5000, 32, 20, true}}) {
       EngineWith with;
-      with.name = str("sparse{}/", turn++);
+      with.name = formatted("sparse{}/", turn++);
       GpuRank r(rank, 2, store, with);
       const SparseCase c =
           rank == 1 ? other : SparseCase{DType::kFloat32, 5000, 32, 20};
@@ -303,7 +303,7 @@ TEST(cuda_skip_disagreements) {
                 r.engine.find_blocks(call_of(c, data), r.from()));
           });
       CHECK(data.holds(before));
-      r.meet(str("end{}", turn));
+      r.meet(formatted("end{}", turn));
     }
   });
 }

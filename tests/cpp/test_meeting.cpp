@@ -125,18 +125,18 @@ TEST(meeting_of_killed_and_restarted_processes) {
         std::this_thread::sleep_for(milliseconds(5 + random() % 30));
         store.signal(first, SIGKILL);
         waitpid(first, nullptr, 0);
-        store.set(str("killed {}", round), "");
+        store.set(formatted("killed {}", round), "");
       }
       if (rank == late) {
-        store.get(str("killed {}", round), Deadline(kLong));
+        store.get(formatted("killed {}", round), Deadline(kLong));
       }
       const std::string seen = meet(store, rank, 3);
-      store.set(str("seen {}", rank), seen);
-      store.meet(str("round {}", round), 3);
+      store.set(formatted("seen {}", rank), seen);
+      store.meet(formatted("round {}", round), 3);
       for (int p = 0; p < 3; ++p) {
-        CHECK(store.get(str("seen {}", p), Deadline(kLong)) == seen);
+        CHECK(store.get(formatted("seen {}", p), Deadline(kLong)) == seen);
       }
-      store.meet(str("compared {}", round), 3);
+      store.meet(formatted("compared {}", round), 3);
     }
   });
   ranks.check_all();
@@ -161,7 +161,7 @@ TEST(meeting_tells_who_gave_up) {
         Meeting meeting(store, rank, 3, self);
         expect_error(
             ErrorKind::kPeerFailed,
-            {str("rank {} failed while", rank == 0 ? 2 : 0),
+            {formatted("rank {} failed while", rank == 0 ? 2 : 0),
              "rank 2 failed while the group was being created: fused: out of "
              "luck"},
             [&] {

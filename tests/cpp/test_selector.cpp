@@ -20,7 +20,7 @@ template <typename Row, size_t N, typename Choose>
 void check_rows(const Row (&rows)[N], const Choose& choose) {
   for (size_t i = 0; i < N; ++i) {
     if (!(choose(rows[i].config) == rows[i].wanted)) {
-      fusedpg::test::report_failure(__FILE__, __LINE__, str("row {}", i));
+      fusedpg::test::report_failure(__FILE__, __LINE__, formatted("row {}", i));
     }
   }
 }

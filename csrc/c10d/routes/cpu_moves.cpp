@@ -15,14 +15,16 @@ void check_splits(
     int size) {
   TORCH_CHECK_VALUE(
       t.dim() > 0,
-      str("fused: {}: a scalar cannot be split between ranks; give it a "
+      formatted(
+          "fused: {}: a scalar cannot be split between ranks; give it a "
           "dimension, as in t.view(1), and the split sizes",
           op));
   const int64_t rows = t.size(0);
   if (splits.empty()) {
     TORCH_CHECK_VALUE(
         t.numel() == 0 || rows % size == 0,
-        str("fused: {}: the first dimension ({}) is not divisible by the world "
+        formatted(
+            "fused: {}: the first dimension ({}) is not divisible by the world "
             "size ({}); give the split sizes",
             op,
             rows,
@@ -33,7 +35,8 @@ void check_splits(
       static_cast<int>(splits.size()) == size &&
           *std::min_element(splits.begin(), splits.end()) >= 0 &&
           std::accumulate(splits.begin(), splits.end(), int64_t(0)) == rows,
-      str("fused: {}: {} split sizes must be as many as ranks ({}), not "
+      formatted(
+          "fused: {}: {} split sizes must be as many as ranks ({}), not "
           "negative, and sum to the first dimension ({})",
           op,
           splits.size(),
@@ -59,7 +62,8 @@ WorkPtr CpuRoute::broadcast(
   TORCH_CHECK_VALUE(
       opts.rootTensor >= 0 &&
           opts.rootTensor < static_cast<int64_t>(tensors.size()),
-      str("fused: broadcast: root tensor {} is not one of the {} given",
+      formatted(
+          "fused: broadcast: root tensor {} is not one of the {} given",
           opts.rootTensor,
           tensors.size()));
   const bool is_root = opts.rootRank == rank_;
@@ -109,7 +113,8 @@ WorkPtr CpuRoute::allgather(
     for (const at::Tensor& t : list) {
       TORCH_CHECK_VALUE(
           t.numel() == inputs[0].numel(),
-          str("fused: all_gather: an output has {} elements, the inputs have "
+          formatted(
+              "fused: all_gather: an output has {} elements, the inputs have "
               "{}",
               t.numel(),
               inputs[0].numel()));
@@ -166,7 +171,8 @@ WorkPtr CpuRoute::gather_lists(
     check_same_type("all_gather", outputs[i], inputs[i].scalar_type());
     TORCH_CHECK_VALUE(
         outputs[i][rank_].numel() == inputs[i].numel(),
-        str("fused: all_gather: this rank's output has {} elements, its input "
+        formatted(
+            "fused: all_gather: this rank's output has {} elements, its input "
             "{}",
             outputs[i][rank_].numel(),
             inputs[i].numel()));
@@ -228,7 +234,8 @@ WorkPtr CpuRoute::allgather_into_tensor_coalesced(
         "all_gather_into_tensor", {outputs[i]}, inputs[i].scalar_type());
     TORCH_CHECK_VALUE(
         outputs[i].numel() == inputs[i].numel() * size_,
-        str("fused: all_gather_into_tensor: the output must have world_size "
+        formatted(
+            "fused: all_gather_into_tensor: the output must have world_size "
             "({}) times the elements of the input, found {} and {}",
             size_,
             outputs[i].numel(),
@@ -381,14 +388,16 @@ WorkPtr CpuRoute::send(Tensors& tensors, int dst, int tag) {
   check_count("send", "tensor", tensors.size(), 1);
   check_tensor("send", tensors[0]);
   group_.check_root("send", dst);
-  TORCH_CHECK_VALUE(dst != rank_, str("fused: send: rank {} is this one", dst));
+  TORCH_CHECK_VALUE(
+      dst != rank_, formatted("fused: send: rank {} is this one", dst));
   return group_.remember(send_message(tensors, dst, tag));
 }
 
 WorkPtr CpuRoute::recv(Tensors& tensors, int src, int tag) {
   group_.check_open("fused:recv");
   group_.check_root("recv", src);
-  TORCH_CHECK_VALUE(src != rank_, str("fused: recv: rank {} is this one", src));
+  TORCH_CHECK_VALUE(
+      src != rank_, formatted("fused: recv: rank {} is this one", src));
   check_count("recv", "tensor", tensors.size(), 1);
   check_tensor("recv", tensors[0]);
   return group_.remember(receive_message(tensors, src, tag));

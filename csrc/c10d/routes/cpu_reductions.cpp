@@ -76,7 +76,8 @@ WorkPtr CpuRoute::reduce_all(
     check_tensor("all_reduce", t);
     TORCH_CHECK_VALUE(
         t.scalar_type() == tensors[0].scalar_type(),
-        str("fused: all_reduce: tensors of one call must have one dtype, found "
+        formatted(
+            "fused: all_reduce: tensors of one call must have one dtype, found "
             "{} and {}",
             tensors[0].scalar_type(),
             t.scalar_type()));
@@ -100,7 +101,8 @@ WorkPtr CpuRoute::allreduce_sparse(
   for (const at::Tensor& t : tensors) {
     TORCH_CHECK_VALUE(
         t.layout() == at::kSparse && t.device().is_cpu(),
-        str("fused: all_reduce: tensors of one call must all be sparse (COO) "
+        formatted(
+            "fused: all_reduce: tensors of one call must all be sparse (COO) "
             "and on the CPU, found {} on {}",
             t.layout(),
             t.device()));
@@ -174,7 +176,8 @@ WorkPtr CpuRoute::reduce_scatter(
     check_tensor("reduce_scatter", t);
     TORCH_CHECK_VALUE(
         t.scalar_type() == output.scalar_type(),
-        str("fused: reduce_scatter: output is {}, an input is {}",
+        formatted(
+            "fused: reduce_scatter: output is {}, an input is {}",
             output.scalar_type(),
             t.scalar_type()));
   }
@@ -218,12 +221,14 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
     check_tensor("reduce_scatter_tensor", inputs[i]);
     TORCH_CHECK_VALUE(
         inputs[i].scalar_type() == outputs[i].scalar_type(),
-        str("fused: reduce_scatter_tensor: output is {}, input is {}",
+        formatted(
+            "fused: reduce_scatter_tensor: output is {}, input is {}",
             outputs[i].scalar_type(),
             inputs[i].scalar_type()));
     TORCH_CHECK_VALUE(
         inputs[i].numel() == outputs[i].numel() * size_,
-        str("fused: reduce_scatter_tensor: the input must have world_size ({}) "
+        formatted(
+            "fused: reduce_scatter_tensor: the input must have world_size ({}) "
             "times the elements of the output, found {} and {}",
             size_,
             inputs[i].numel(),

@@ -108,7 +108,8 @@ WorkPtr CudaRoute::endCoalescing() {
 void CudaRoute::check_not_coalescing(const char* title) const {
   TORCH_CHECK_VALUE(
       !group_.is_coalescing(),
-      str("{} of tensors on a GPU cannot be coalesced with other operations; "
+      formatted(
+          "{} of tensors on a GPU cannot be coalesced with other operations; "
           "call it before or after them",
           title));
 }

@@ -55,7 +55,7 @@ void await_all(
     const Deadline& deadline,
     const std::function<void()>& check) {
   constexpr std::chrono::milliseconds kLook{5};
-  const auto key = [](int p) { return str("transport/{}", p); };
+  const auto key = [](int p) { return formatted("transport/{}", p); };
   store.set(key(rank), "1");
   for (int p = 0; p < size; ++p) {
     while (!store.check({key(p)})) {
