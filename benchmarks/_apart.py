@@ -42,7 +42,7 @@ class ApartRow(Row):
 
 def bars() -> list[Bar]:
     size = arms.parameter_bytes("mlp")
-    return [Bar(2, "mlp", BEST + kept, size, "a", at_least=2.2) for kept in ("", KEPT)]
+    return [Bar(2, "mlp", BEST + kept, size, "a" + kept, at_least=2.2) for kept in ("", KEPT)]
 
 
 def names(chosen: list[str]) -> list[str]:

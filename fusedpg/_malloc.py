@@ -13,12 +13,14 @@ def keep_freed_memory() -> bool:
     """Tells glibc's malloc to keep what this process frees, instead of giving it to the system.
 
     Gradients are freed in every step. What was given back has to come from the kernel again, page
-    by page. Call this once in each process, before training. It holds for all memory of the
-    process, which then stays as large as its peak; fusedpg never calls it itself.
+    by page. Call this once in each process, before training. It holds for blocks of up to 32 MiB
+    that the main thread allocates, and the process then stays as large as its peak. Other threads
+    have heaps of their own, which glibc gives back all the same, unless ``MALLOC_ARENA_MAX=1`` was
+    in the environment when the process started. fusedpg never calls this itself.
 
     Returns:
-        Whether malloc took it: False where the C library is not glibc. A malloc that was put in
-        glibc's place (LD_PRELOAD) does not listen.
+        Whether ``mallopt`` accepted it: False where the C library is not glibc. A malloc that was
+        put in glibc's place (LD_PRELOAD) does not listen.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

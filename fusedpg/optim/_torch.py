@@ -131,7 +131,7 @@ def divides_by_active(ddp: DistributedDataParallel) -> bool:
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 # Of its state_dict.py, what writes into an optimizer: slices into slices.
-_LOADS = ("_load_optim_state_dict", "_init_optim_state")
+_LOADS = ("_load_model_state_dict", "_load_optim_state_dict", "_init_optim_state")
 
 
 def asked_by_checkpoint() -> str | None:

@@ -403,7 +403,7 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
 
     The first parameter is the rank's Context, the others are pytest's. The innermost decorator.
     """
-    import pytest  # not in workers
+    import pytest  # a worker that only runs checks does without
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(world_size: int, **arguments: Any) -> None:

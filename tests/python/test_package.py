@@ -57,7 +57,11 @@ def test_other_torch_is_refused() -> None:
         assert command.split()[-1] in (".", "requirements/build.txt"), command
 
 
-def test_freed_memory_is_kept() -> None:
+def test_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    for name in ("GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
     done = python(
         "import ctypes, resource, fusedpg\n"
         "libc = ctypes.CDLL(None)\n"

@@ -421,7 +421,9 @@ def unmoved(context: Context, run: Run) -> None:
         assert same(param, old)
     assert all(float(step) == 1 for step in model.steps)
     if any(length for _, length in model.ranges):
-        assert all(any(bool(s.any()) for s in model.states[n]) for n in run.state_names())
+        for name in run.state_names():
+            values = torch.cat([state.flatten() for state in model.states[name]])
+            assert bool(values.any()) and not bool(values.isnan().any()), name
 
 
 def many_steps_in_flight(context: Context, op: str) -> None:
