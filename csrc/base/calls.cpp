@@ -65,6 +65,7 @@ OpDescriptor facts(const SumCall& call) {
   d.dtype = call.dtype;
   d.red_op = call.red_op;
   d.root = call.root;
+  d.options = call.may_go_dense ? kMayGoDense : 0;
   d.block = static_cast<uint32_t>(call.block);
   d.items = call.counts.size();
   Hash shape;
@@ -105,7 +106,8 @@ OpDescriptor facts(const StepCall& call, bool on_device) {
   d.options = options_of(call.reduction, call.used) |
       (call.has_masters ? kMasters : 0) | (call.follow ? kFollow : 0) |
       (call.reduced ? kReducedGrads : 0) |
-      (call.shared_params ? kSharedParams : 0);
+      (call.shared_params ? kSharedParams : 0) |
+      (on_device && call.grad_scale != nullptr ? kGradScale : 0);
   d.block = static_cast<uint32_t>(call.skip_block);
   d.items = call.tensors.size();
   Hash shape;

@@ -18,7 +18,9 @@ std::string options_text(uint16_t options) {
       "with masters",
       "masters follow",
       "reduced gradients",
-      "shared parameters"};
+      "shared parameters",
+      "dense where few blocks are zero",
+      "with grad_scale"};
   std::string text;
   for (size_t i = 0; i < std::size(kNames); ++i) {
     text +=

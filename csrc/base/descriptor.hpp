@@ -44,6 +44,8 @@ enum CallOption : uint16_t {
   kFollow = 8, // masters follow parameters
   kReducedGrads = 16,
   kSharedParams = 32,
+  kMayGoDense = 64, // skips blocks of zeros only while they are many
+  kGradScale = 128, // on a device, where its value is not looked at
 };
 
 // Sets of bits in OpDescriptor::flags.

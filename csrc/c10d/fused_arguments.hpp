@@ -56,7 +56,7 @@ struct ShardsArguments {
   ReductionArguments reduction;
 };
 
-// One call of sparse_all_reduce; see collectives/sparse_all_reduce.hpp.
+// One call of sparse_all_reduce; see collectives/collectives.hpp.
 struct SkipArguments {
   c10d::ReduceOp op;
   int64_t block_size; // elements

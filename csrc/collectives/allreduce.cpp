@@ -20,15 +20,18 @@ void reduce_skipping(
   const OpCode named = std::exchange(call.op, OpCode::kSparseAllReduce);
   call.block = options.block;
   call.threshold = options.threshold;
+  // Whoever asks for skipping gets it, so ranks that did not ask alike would
+  // carry out different plans.
+  SkipState& state = way.op().skip;
+  call.may_go_dense =
+      state.mode == BlockSkip::kAuto && named == OpCode::kAllReduce;
   OpDescriptor d = facts(call);
   d.flags = flags;
   Plan plan = in_place(way.kernels(), way.size(), tensors, args);
   plan.skip = options;
   plan.zeros_stay = true;
   way.enter(&plan, d, {});
-  // Whoever asks for skipping gets it.
-  SkipState& state = way.op().skip;
-  if (state.mode == BlockSkip::kAuto && named == OpCode::kAllReduce) {
+  if (call.may_go_dense) {
     const SkipLimits limits = way.skip_limits();
     const double density = way.density();
     state.estimates.observe(d.shape_hash, args.dtype, density, limits.next);
@@ -68,6 +71,7 @@ void all_reduce(
     const Plan plan = in_place(way.kernels(), way.size(), tensors, args);
     if (small == Way::AtOnce::kNo) {
       const bool probes = choice == Choice::kProbe;
+      d.block = probes ? static_cast<uint32_t>(state.block) : 0;
       way.enter(
           &plan,
           d,

@@ -5,8 +5,8 @@
 #include "base/options.hpp"
 #include "collectives/density.hpp"
 
-// The one place that chooses algorithms on CPUs. Every input is the same on all
-// ranks, so every choice is.
+// The one place that chooses algorithms on CPUs. Inputs are the same on all
+// ranks, so choices are; but for select_one_shot.
 namespace fusedpg {
 
 // Most bytes of an operation that is staged before the first barrier: everybody

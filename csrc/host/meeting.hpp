@@ -21,7 +21,7 @@ struct PeerInfo {
 
 // Changes when the layout of shared memory, of what goes through sockets or of
 // what lies in the store does.
-constexpr uint64_t kProtocol = 2;
+constexpr uint64_t kProtocol = 3;
 constexpr size_t kTokenBytes = 16;
 std::string random_token();
 

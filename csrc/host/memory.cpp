@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <fstream>
 #include <limits>
+#include <random>
 #include <thread>
 
 #include "base/deadline.hpp"
@@ -230,6 +231,46 @@ void touch_pages(char* at, size_t bytes) {
 // kernel keeps such locks for all processes that have the file open, tells them
 // apart, and drops them with their holder. Of flock, which does not see those,
 // is the mutex under which rooms are counted and taken.
+namespace {
+
+constexpr off_t kEndless = std::numeric_limits<off_t>::max();
+
+struct flock whole_range(short type, off_t begin) {
+  struct flock range{};
+  range.l_type = type;
+  range.l_whence = SEEK_SET;
+  range.l_start = begin;
+  return range;
+}
+
+off_t random_place() {
+  std::random_device random;
+  const uint64_t drawn = uint64_t(random()) << 32 | random();
+  return static_cast<off_t>(drawn >> 3 | uint64_t(1) << 60);
+}
+
+// Bytes that others hold in a range. The kernel names one of them, and not
+// always the first; `last` becomes the end of the last one.
+size_t held_bytes(int file, off_t begin, off_t end, off_t& last) {
+  if (begin >= end) {
+    return 0;
+  }
+  // In the way of every lock.
+  struct flock range = whole_range(F_WRLCK, begin);
+  range.l_len = end == kEndless ? 0 : end - begin;
+  if (fcntl(file, F_OFD_GETLK, &range) != 0 || range.l_type == F_UNLCK ||
+      range.l_len <= 0) {
+    return 0;
+  }
+  const off_t from = range.l_start;
+  const off_t to = from + range.l_len;
+  last = std::max(last, to);
+  return static_cast<size_t>(to - from) + held_bytes(file, begin, from, last) +
+      held_bytes(file, to, end, last);
+}
+
+} // namespace
+
 Room::Room(
     size_t bytes,
     const std::function<size_t()>& available,
@@ -245,30 +286,15 @@ Room::Room(
            errno == EWOULDBLOCK && !deadline.expired()) {
       std::this_thread::sleep_for(kPause);
     }
-    struct flock range{};
     off_t end = 0;
-    held = 0;
     // Without a turn (somebody was stopped in the middle of his) another may
     // look at the same time; what is held already counts all the same.
-    while (file_) {
-      range = {};
-      range.l_type = F_WRLCK; // in the way of every lock
-      range.l_whence = SEEK_SET;
-      range.l_start = end;
-      if (fcntl(file_.get(), F_OFD_GETLK, &range) != 0 ||
-          range.l_type == F_UNLCK || range.l_len <= 0) {
-        break;
-      }
-      held += static_cast<size_t>(range.l_len);
-      end = range.l_start + range.l_len;
-    }
+    held = file_ ? held_bytes(file_.get(), 0, kEndless, end) : 0;
     free = available();
     const bool fits = free >= held && bytes <= free - held;
     if (fits && file_ && bytes != 0) {
-      range = {};
-      range.l_type = F_RDLCK;
-      range.l_whence = SEEK_SET;
-      range.l_start = end;
+      // Rooms are apart. Who has no turn draws a place of its own.
+      struct flock range = whole_range(F_RDLCK, turn ? end : random_place());
       range.l_len = static_cast<off_t>(bytes);
       fcntl(file_.get(), F_OFD_SETLK, &range);
     }
@@ -298,9 +324,7 @@ Room::Room(
 Room::~Room() {
   if (file_) {
     // A child forked meanwhile has the descriptor as well.
-    struct flock range{};
-    range.l_type = F_UNLCK;
-    range.l_whence = SEEK_SET;
+    struct flock range = whole_range(F_UNLCK, 0);
     fcntl(file_.get(), F_OFD_SETLK, &range);
   }
 }

@@ -389,6 +389,40 @@ TEST(sparse_by_option) {
   });
 }
 
+// all_reduce may go back to all elements; sparse_all_reduce does not.
+TEST(sparse_and_all_reduce_do_not_mix) {
+  on_threads(2, [](int rank, Store& store) {
+    Settings settings = test_settings(1);
+    settings.block_skip = BlockSkip::kAuto;
+    settings.block_size = 128;
+    Group g(rank, 2, store, settings);
+    constexpr size_t kCount = 16384;
+    Buffer b(g.engine.domain(), kCount * 4, false);
+    const auto fill = [&](double density) {
+      b.assign(
+          sparse_values(
+              DType::kFloat32, kCount, 128, density, Overlap::kFull, rank, 2, 5)
+              .data());
+    };
+    const auto dense = [&](Context& ctx) {
+      all_reduce(ctx, {{b.data(), kCount}}, sum_of());
+    };
+    fill(0); // so that the next ones skip
+    g.run(dense);
+    g.run(dense);
+    fill(.4);
+    const auto mixed = [&](Context& ctx) {
+      if (rank == 0) {
+        dense(ctx);
+      } else {
+        sparse_all_reduce(ctx, {{b.data(), kCount}}, sum_of(), {128});
+      }
+    };
+    CHECK_THROWS(g.run(mixed), Error, "dense where few blocks are zero");
+    check_usable(g);
+  });
+}
+
 TEST(sparse_disagreements) {
   with_group(2, 1, [](Group& g) {
     Buffer b(g.engine.domain(), 400000, true);

@@ -95,6 +95,10 @@ class HostsTurn : public Turn {
       override {
     SkipState& skip = route_.skip_;
     for (const Flat& flat : tensors) {
+      if (skip.mode == BlockSkip::kOff) {
+        delegate_sum(flat, reduction);
+        continue;
+      }
       const ReduceTensor tensor = flat.reduce_tensor();
       const OpDescriptor d =
           facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));

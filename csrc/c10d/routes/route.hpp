@@ -53,7 +53,7 @@ class Route : public c10d::Backend {
   // Its first third: every gradient is reduced in place to its owners.
   virtual WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) = 0;
   // all_reduce() that skips blocks of zeros; see
-  // collectives/sparse_all_reduce.hpp.
+  // collectives/collectives.hpp.
   virtual WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
       const SkipArguments& arguments,
