@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -97,6 +98,14 @@ inline EngineWith with_arena(size_t chunk_bytes = 2048) {
 
 // One rank of an engine, and the stream of its caller. They are on device
 // `rank`, while the current device is 0.
+struct GpuRank;
+
+// The calling thread's rank.
+inline const GpuRank*& current_rank() {
+  thread_local const GpuRank* current = nullptr;
+  return current;
+}
+
 struct GpuRank {
   GpuRank(int rank, int size, Store& store, const EngineWith& with = {})
       : rank(rank),
@@ -114,7 +123,12 @@ struct GpuRank {
             with.check_peers,
             Deadline(with.deadline)),
         own_stream(rank),
-        stream(own_stream.stream) {}
+        stream(own_stream.stream) {
+    current_rank() = this;
+  }
+  ~GpuRank() {
+    current_rank() = nullptr;
+  }
 
   void sync() const {
     CHECK_EQ(gpu().stream_synchronize(stream), 0);
@@ -181,6 +195,11 @@ class GpuBuffer {
     CHECK(data_ == nullptr || std::all_of(end, end + kCanary, [](char c) {
             return c == kPattern;
           }));
+    // After a failure kernels may still be on their way to it. Whoever calls
+    // the engine has it keep tensors until they have ended.
+    if (current_rank() != nullptr && current_rank()->engine.failed()) {
+      keep(std::move(own_));
+    }
   }
 
   char* data() const {
@@ -204,6 +223,13 @@ class GpuBuffer {
   }
 
  private:
+  static void keep(cuda::DeviceMemory memory) {
+    static std::mutex mutex;
+    static auto* kept = new std::vector<cuda::DeviceMemory>();
+    const std::lock_guard<std::mutex> lock(mutex);
+    kept->push_back(std::move(memory));
+  }
+
   static constexpr size_t kCanary = 32;
   static constexpr char kPattern = 0x5a;
   cuda::DeviceMemory own_;
