@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -17,6 +16,7 @@ namespace fusedpg::test {
 using cuda::CudaEngine;
 using fake_gpu::Clean;
 using fake_gpu::gpu;
+using fake_gpu::kept;
 using fake_gpu::hooks;
 using OperationPtr = CudaEngine::OperationPtr;
 
@@ -198,7 +198,7 @@ class GpuBuffer {
     // After a failure kernels may still be on their way to it. Whoever calls
     // the engine has it keep tensors until they have ended.
     if (current_rank() != nullptr && current_rank()->engine.failed()) {
-      keep(std::move(own_));
+      kept().add(std::move(own_));
     }
   }
 
@@ -223,13 +223,6 @@ class GpuBuffer {
   }
 
  private:
-  static void keep(cuda::DeviceMemory memory) {
-    static std::mutex mutex;
-    static auto* kept = new std::vector<cuda::DeviceMemory>();
-    const std::lock_guard<std::mutex> lock(mutex);
-    kept->push_back(std::move(memory));
-  }
-
   static constexpr size_t kCanary = 32;
   static constexpr char kPattern = 0x5a;
   cuda::DeviceMemory own_;

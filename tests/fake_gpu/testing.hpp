@@ -5,9 +5,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "cuda/device.hpp"
 #include "cuda/kernels/elements.hpp"
 #include "hooks.hpp"
 #include "ranks.hpp"
@@ -33,6 +36,27 @@ inline const NcclApi& nccl() {
   return load_nccl_api(library());
 }
 
+// Device memory that kernels may still use when a test has done with it.
+class Kept {
+ public:
+  void add(cuda::DeviceMemory memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memory_.push_back(std::move(memory));
+  }
+  void clear() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memory_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cuda::DeviceMemory> memory_;
+};
+inline Kept& kept() {
+  static auto* kept = new Kept;
+  return *kept;
+}
+
 // A test begins with clean counts and leaves nothing behind. With a setting of
 // the fake's for as long.
 struct Clean {
@@ -48,6 +72,8 @@ struct Clean {
     if (setting != nullptr) {
       unsetenv(setting);
     }
+    hooks().reset(); // waits for kernels
+    kept().clear();
     CHECK_EQ(hooks().reset(), 0u);
   }
   const char* const setting;
