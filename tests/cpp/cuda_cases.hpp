@@ -16,8 +16,8 @@ namespace fusedpg::test {
 using cuda::CudaEngine;
 using fake_gpu::Clean;
 using fake_gpu::gpu;
-using fake_gpu::kept;
 using fake_gpu::hooks;
+using fake_gpu::kept;
 using OperationPtr = CudaEngine::OperationPtr;
 
 // For many operations in little time, in microseconds; the fake's own is 200.
