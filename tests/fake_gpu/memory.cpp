@@ -22,6 +22,7 @@ constexpr int kPoison = 0xff;
 constexpr size_t kPoisonedShared = size_t(32) << 20;
 constexpr size_t kPoisonedTail = size_t(1) << 20;
 constexpr size_t kAlignment = 512;
+constexpr size_t kKeptUnshared = 8;
 
 // A sanitizer sees the use of freed memory itself.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -190,6 +191,12 @@ bool Memory::unshare(void* memory) {
   shared_.erase(found);
   if (ending.use_count() > 1) {
     calls().bad_handle(0, "ncclMemFree of memory that is still in a window");
+  }
+  // Peers have it mapped for themselves, and their kernels may still store to
+  // it. Those of this process have only this mapping.
+  unshared_.push_back(std::move(ending));
+  if (unshared_.size() > kKeptUnshared) {
+    unshared_.pop_front();
   }
   return true;
 }

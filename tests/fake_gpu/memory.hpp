@@ -100,6 +100,7 @@ class Memory {
   std::map<void*, Block> device_;
   std::map<void*, Block> host_;
   std::map<void*, std::shared_ptr<SharedMemory>> shared_;
+  std::deque<std::shared_ptr<SharedMemory>> unshared_;
   // Released memory is kept for a while, to see whether somebody writes to it.
   std::deque<Block> freed_;
   size_t freed_bytes_ = 0;
