@@ -7,7 +7,7 @@ execute_process(
   OUTPUT_VARIABLE torch_dir
   OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 set(fmt "${torch_dir}/include/fmt")
-if(torch_dir AND EXISTS "${fmt}/ostream.h")
+if(torch_dir AND EXISTS "${fmt}/base.h")
   set(FUSEDPG_FMT_INCLUDE_DIR "${CMAKE_CURRENT_BINARY_DIR}/fmt_include")
   file(MAKE_DIRECTORY "${FUSEDPG_FMT_INCLUDE_DIR}")
   file(CREATE_LINK "${fmt}" "${FUSEDPG_FMT_INCLUDE_DIR}/fmt" SYMBOLIC)

@@ -16,10 +16,9 @@ constexpr std::chrono::milliseconds kLook{50};
 [[noreturn]] void raise_aborted(int rank) {
   C10_THROW_ERROR(
       DistBackendError,
-      c10::str(
-          "fused: the group was aborted on rank ",
-          rank,
-          " and must be destroyed"));
+      formatted(
+          "fused: the group was aborted on rank {} and must be destroyed",
+          rank));
 }
 
 } // namespace

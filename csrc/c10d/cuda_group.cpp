@@ -160,25 +160,20 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
   });
   if (settings_.log_level > 0 && rank_ == 0) {
     const int version = made->nccl().version;
-    log_line(
-        c10::str(
-            "CUDA engine on NCCL ",
-            version / 10000,
-            ".",
-            version / 100 % 100,
-            ".",
-            version % 100,
-            " (",
-            made->nccl().path,
-            "), ",
-            made->has_ring() ? "patched ring"
-                : made->nccl().has_ring()
-                ? "stock path (a patched ring is there, but not asked for)"
-                : "stock path",
-            made->arena() != nullptr ? ", direct path over " : "",
-            made->arena() != nullptr
-                ? c10::str(made->arena_bytes() >> 20, " MiB of windows")
-                : std::string()));
+    log_line(formatted(
+        "CUDA engine on NCCL {}.{}.{} ({}), {}{}{}",
+        version / 10000,
+        version / 100 % 100,
+        version % 100,
+        made->nccl().path,
+        made->has_ring() ? "patched ring"
+            : made->nccl().has_ring()
+            ? "stock path (a patched ring is there, but not asked for)"
+            : "stock path",
+        made->arena() != nullptr ? ", direct path over " : "",
+        made->arena() != nullptr
+            ? formatted("{} MiB of windows", made->arena_bytes() >> 20)
+            : std::string()));
   }
   if (made->arena() != nullptr) {
     arena_ = std::make_shared<Arena>(made);
@@ -514,7 +509,7 @@ std::shared_ptr<c10::Allocator> CudaGroup::pool_allocator(
 void CudaGroup::abort() {
   // Not under the lock, which a call that hangs may hold.
   if (const auto engine = this->engine()) {
-    engine->abort(c10::str("fused: the group was aborted on rank ", rank_));
+    engine->abort(formatted("fused: the group was aborted on rank {}", rank_));
   }
   if (const auto delegate = this->delegate()) {
     delegate->abort();

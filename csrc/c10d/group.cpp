@@ -102,15 +102,16 @@ void Group::check_open(const char* op) const {
   if (forked()) {
     C10_THROW_ERROR(
         DistBackendError,
-        c10::str(
-            op,
-            ": this group belongs to the process that forked this one; create "
-            "a group in each process"));
+        formatted(
+            "{}: this group belongs to the process that forked this one; "
+            "create a group in each process",
+            op));
   }
   if (closed_.load(std::memory_order_acquire)) {
     C10_THROW_ERROR(
         DistBackendError,
-        c10::str(op, ": this group was shut down or destroyed on rank ", rank));
+        formatted(
+            "{}: this group was shut down or destroyed on rank {}", op, rank));
   }
 }
 

@@ -244,7 +244,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::shrink(
       ranks.push_back(p);
     }
   }
-  const std::string prefix = c10::str("fusedpg-shrink-", ++children_);
+  const std::string prefix = formatted("fusedpg-shrink-{}", ++children_);
   return split(
       c10::make_intrusive<c10d::PrefixStore>(prefix, store_), ranks, opts);
 }

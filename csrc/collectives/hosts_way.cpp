@@ -17,7 +17,9 @@ void check_plan(const Plan& plan, int world_size) {
   const bool added = plan.src_type == DType::kFloat64 ||
       plan.src_type == DType::kFloat32 || plan.src_type == DType::kFloat16 ||
       plan.src_type == DType::kBFloat16;
-  if ((plan.reads && !added) || plan.receiver >= 0 || plan.shared_results ||
+  // Blocks that travel are combined by the epilogue, whatever their type.
+  const bool may_add = added || plan.zeros_stay;
+  if ((plan.reads && !may_add) || plan.receiver >= 0 || plan.shared_results ||
       plan.lanes != Plan::shards(plan.counts(), world_size)) {
     fail(
         ErrorKind::kInvalid,
@@ -83,15 +85,15 @@ uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
 }
 
 void HostsWay::run(const Plan& plan, const OpDescriptor& /* d */) {
-  if (plan.zeros_stay) {
-    skip_->run(plan.epilogue);
-    return;
-  }
-  if (delegate_) {
+  if (delegate_ && !plan.zeros_stay) {
     delegate_();
     return;
   }
   check_plan(plan, size());
+  if (plan.zeros_stay) {
+    skip_->run(plan.epilogue);
+    return;
+  }
   const std::vector<size_t> counts = plan.counts();
   const size_t element = std::max(plan.src_size, plan.dst_size);
   std::vector<size_t> batch;

@@ -78,6 +78,7 @@ struct SkipLimits {
 // Between machines the wire is slower than everything else, and where the
 // blocks are known the rest of skipping costs nothing.
 constexpr SkipLimits kNetSkipLimits{0.9, 2};
+
 // Whether results of this size should be written around the cache.
 bool select_stream(size_t bytes);
 

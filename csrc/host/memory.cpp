@@ -227,10 +227,6 @@ void touch_pages(char* at, size_t bytes) {
   }
 }
 
-// A room is a range of bytes locked in /proc/meminfo, as long as the room: the
-// kernel keeps such locks for all processes that have the file open, tells them
-// apart, and drops them with their holder. Of flock, which does not see those,
-// is the mutex under which rooms are counted and taken.
 namespace {
 
 constexpr off_t kEndless = std::numeric_limits<off_t>::max();
@@ -271,6 +267,10 @@ size_t held_bytes(int file, off_t begin, off_t end, off_t& last) {
 
 } // namespace
 
+// A room is a range of bytes locked in /proc/meminfo, as long as the room: the
+// kernel keeps such locks for all processes that have the file open, tells them
+// apart, and drops them with their holder. Of flock, which does not see those,
+// is the mutex under which rooms are counted and taken.
 Room::Room(
     size_t bytes,
     const std::function<size_t()>& available,

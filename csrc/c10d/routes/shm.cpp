@@ -111,15 +111,11 @@ ShmRoute::ShmRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline)
       engine_(group.rank, bootstrap, group.settings, group.stats, deadline) {
   engine_.set_describe(one_line);
   if (group.settings.log_level > 0 && group.rank == 0) {
-    log_line(
-        c10::str(
-            "group of ",
-            group.size,
-            " ranks in shared memory, ",
-            engine_.threads(),
-            " thread(s) a rank, ",
-            group.kernels.name,
-            " kernels"));
+    log_line(formatted(
+        "group of {} ranks in shared memory, {} thread(s) a rank, {} kernels",
+        group.size,
+        engine_.threads(),
+        group.kernels.name));
   }
 }
 

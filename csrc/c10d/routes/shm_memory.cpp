@@ -76,9 +76,8 @@ at::Tensor ShmRoute::allocateTensor(long size, at::TensorOptions options) {
       return tensor_in(arena(), {size}, options, Arena::Freed::kReturned);
     } catch (const Error& error) {
       // Communication buffers work anywhere, only more slowly.
-      log_once(
-          c10::str(
-              error.what(), "; falling back to ordinary memory for buffers"));
+      log_once(formatted(
+          "{}; falling back to ordinary memory for buffers", error.what()));
     }
   }
   return at::empty({size}, options);

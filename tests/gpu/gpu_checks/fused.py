@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from checks.cases import digest, distance, randn, same
+from checks import fused_ops
+from checks.cases import digest, distance, same
 from checks.fused_ops import BF16, FP16, FP64, TOLERANCE, Model, Oracle, Run, compare, train
 from gpu_checks.device import DEVICE, group_of, to_device, to_host
 from harness import Context
@@ -110,41 +111,11 @@ def digests(context: Context, run: Run, chunk_bytes: int = 0) -> tuple[str, str]
 
 
 def like_flat(context: Context, op: str, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Many tensors in one call, and their elements as one tensor: the same bits."""
-    model = GpuModel(context, Run(op, shapes=shapes))
-    numel = sum(param.numel() for param in model.params)
-    whole = GpuModel(context, Run(op, shapes=((numel,),)))
-    whole.params[0].copy_(torch.cat([param.flatten() for param in model.params]))
-    for step in range(3):
-        gradient = randn(step, context.rank, numel=numel).to(DEVICE)
-        whole.grads[0].copy_(gradient)
-        pieces = gradient.split([grad.numel() for grad in model.grads])
-        for grad, piece in zip(model.grads, pieces, strict=True):
-            grad.copy_(piece.view_as(grad))
-        model.step()
-        whole.step()
-    assert same(torch.cat([param.flatten() for param in model.params]), whole.params[0])
-    assert all(float(step) == 3 for step in model.steps)
+    fused_ops.like_flat(context, op, shapes, Run(op).memory, GpuModel)
 
 
 def overflow(context: Context, run: Run) -> None:
-    """An overflow that one rank has seen stops all of them and nothing moves."""
-    model = GpuModel(context, dataclasses.replace(run, scale=4.0))
-    model.set_gradients(0)
-    model.step()
-    before = [one.clone() for one in model.state()]
-    last = context.rank == context.world_size - 1
-    if last:
-        model.grads[0].view(-1)[3] = torch.inf
-    found = torch.tensor(float(last), device=DEVICE)
-    model.step(found_inf=found)
-    assert float(found) == 1.0, "found_inf is not global"
-    for now, old in zip(model.state(), before, strict=True):
-        assert same(now, old), "a skipped step changed something"
-    model.set_gradients(1)
-    model.step(found_inf=torch.tensor(0.0, device=DEVICE))
-    assert all(float(step) == 2 for step in model.steps)
-    assert not same(model.params[0], before[0])
+    fused_ops.overflow(context, run, GpuModel)
 
 
 def learning_rates(context: Context, op: str) -> None:

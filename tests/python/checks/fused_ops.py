@@ -370,15 +370,21 @@ def bert(hidden: int = 64, layers: int = 24, vocabulary: int = 1907) -> tuple[tu
     return tuple(shapes)
 
 
-def like_flat(context: Context, op: str, shapes: tuple[tuple[int, ...], ...], memory: str) -> None:
+def like_flat(
+    context: Context,
+    op: str,
+    shapes: tuple[tuple[int, ...], ...],
+    memory: str,
+    kind: type[Model] = Model,
+) -> None:
     """Many tensors in one call, and their elements as one tensor: the same bits."""
     shapes = tuple(shapes)
-    model = Model(context, Run(op, shapes=shapes, memory=memory))
+    model = kind(context, Run(op, shapes=shapes, memory=memory))
     numel = sum(param.numel() for param in model.params)
-    whole = Model(context, Run(op, shapes=((numel,),), memory=memory))
+    whole = kind(context, Run(op, shapes=((numel,),), memory=memory))
     whole.params[0].copy_(torch.cat([param.flatten() for param in model.params]))
     for step in range(3):
-        gradient = randn(step, context.rank, numel=numel)
+        gradient = randn(step, context.rank, numel=numel).to(whole.params[0].device)
         whole.grads[0].copy_(gradient)
         pieces = gradient.split([grad.numel() for grad in model.grads])
         for grad, piece in zip(model.grads, pieces, strict=True):
@@ -389,22 +395,22 @@ def like_flat(context: Context, op: str, shapes: tuple[tuple[int, ...], ...], me
     assert all(float(step) == 3 for step in model.steps)
 
 
-def overflow(context: Context, run: Run) -> None:
+def overflow(context: Context, run: Run, kind: type[Model] = Model) -> None:
     """An overflow that one rank has seen stops all of them and nothing moves."""
-    model = Model(context, dataclasses.replace(run, scale=4.0))
+    model = kind(context, dataclasses.replace(run, scale=4.0))
     model.set_gradients(0)
     model.step()
     before = [one.clone() for one in model.state()]
     last = context.rank == context.world_size - 1
     if last:
         model.grads[0].view(-1)[3] = torch.inf
-    found = torch.tensor(float(last))
+    found = torch.tensor(float(last), device=model.params[0].device)
     model.step(found_inf=found)
     assert float(found) == 1.0, "found_inf is not global"
     for now, old in zip(model.state(), before, strict=True):
         assert same(now, old), "a skipped step changed something"
     model.set_gradients(1)
-    found = torch.tensor(0.0)
+    found = torch.zeros_like(found)
     model.step(found_inf=found)
     assert float(found) == 0.0
     assert all(float(step) == 2 for step in model.steps)
