@@ -204,7 +204,7 @@ class Slices {
     tile_sums_ = launcher_.zeros(2 * cut.tiles.size() * sizeof(double));
     sums_ = launcher_.zeros(2 * n * sizeof(double));
     chunk_.tensors = at<TensorInfo>(infos_);
-    chunk_.pieces = at<Piece>(pieces_);
+    chunk_.pieces = at<ShardPiece>(pieces_);
     chunk_.tiles = at<Tile>(tiles_);
     chunk_.num_tiles = static_cast<uint32_t>(cut.tiles.size());
     chunk_.rank = rank;
