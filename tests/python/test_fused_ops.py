@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import hypothesis
@@ -296,13 +295,13 @@ def test_disagreement(disagreeing: harness.Workers, op: str, what: str) -> None:
         pytest.skip("LAMB keeps float32")
     if what == "a late tensor" and op in ("adam", "adamw"):
         pytest.skip("slow, and the same as for SGD")
-    begin = time.monotonic()
     for async_op in (False, True):
         for error in disagreeing.errors(optim_faults.disagree, op, what, async_op):
             assert error.kind == "DistBackendError", error.trace
             assert error.text.startswith("fused:"), error.text
             assert f"fused_{op}_" in error.text, error.text
-    assert time.monotonic() - begin < 8
+            # Found by comparison, not by waiting.
+            assert "ranks disagree" in error.text, error.text
     agree(disagreeing.run(optim_faults.usable, op))
 
 
