@@ -179,7 +179,7 @@ class CudaEngine {
   struct DeviceLayout {
     Layout layout;
     DeviceMemory memory;
-    const Piece* pieces = nullptr;
+    const ShardPiece* pieces = nullptr;
     const Tile* tiles = nullptr;
     const uint32_t* tile_list = nullptr;
     const uint32_t* tile_begin = nullptr;

@@ -195,14 +195,12 @@ class SkipRun : Enqueuing {
 OpDescriptor CudaEngine::SkipCall::facts() const {
   return fusedpg::facts(
       SumCall{
-          OpCode::kSparseAllReduce,
-          dtype,
-          mean ? RedOp::kAvg : RedOp::kSum,
-          1,
-          -1,
-          {count},
-          block,
-          limit});
+          .op = OpCode::kSparseAllReduce,
+          .dtype = dtype,
+          .red_op = mean ? RedOp::kAvg : RedOp::kSum,
+          .counts = {count},
+          .block = block,
+          .limit = limit});
 }
 
 CudaEngine::SkipFind CudaEngine::find_blocks(

@@ -548,7 +548,7 @@ TEST(fake_windows_and_direct_step) {
     tensor.param = param;
     tensor.count = kCount;
     tensor.shard = kShard;
-    const Piece piece{0, 0, 0, kShard, 0};
+    const ShardPiece piece{0, 0, 0, kShard, 0};
     const Tile tile{0, 0};
     TensorScalars scalars;
     scalars.grad_factor = 0.5;
