@@ -322,7 +322,7 @@ class CudaApi(Structure):
         ("stream_destroy", _STREAM),
         ("stream_synchronize", _STREAM),
         ("stream_wait_event", CFUNCTYPE(c_int, c_void_p, c_void_p)),
-        ("stream_is_capturing", CFUNCTYPE(c_int, c_void_p, POINTER(c_int))),
+        ("stream_capture", CFUNCTYPE(c_int, c_void_p, POINTER(c_uint64))),
         ("event_create", _OUT),
         ("event_destroy", _STREAM),
         ("event_record", CFUNCTYPE(c_int, c_void_p, c_void_p)),
