@@ -11,7 +11,7 @@ namespace fusedpg::cuda {
 using Stream = void*; // cudaStream_t
 using Event = void*; // cudaEvent_t
 
-constexpr uint32_t kCudaApiVersion = 1;
+constexpr uint32_t kCudaApiVersion = 2;
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600; // cudaErrorNotReady
 
@@ -52,7 +52,8 @@ struct CudaApi {
   int (*stream_destroy)(Stream stream);
   int (*stream_synchronize)(Stream stream);
   int (*stream_wait_event)(Stream stream, Event event);
-  int (*stream_is_capturing)(Stream stream, int* capturing);
+  // Which capture into a graph the stream is part of; 0: none.
+  int (*stream_capture)(Stream stream, uint64_t* id);
 
   int (*event_create)(Event* event); // without timing
   int (*event_destroy)(Event event);

@@ -191,9 +191,9 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
   }
 }
 
-bool CudaEngine::capturing(Stream stream) const {
+uint64_t CudaEngine::capture_of(Stream stream) const {
   const DeviceScope scope(cuda_, device_);
-  return is_capturing(cuda_, stream);
+  return cuda::capture_of(cuda_, stream);
 }
 
 void CudaEngine::check_failed() {
@@ -216,6 +216,15 @@ CudaEngine::OperationPtr CudaEngine::submit(
   std::lock_guard<std::mutex> lock(mutex_);
   check_failed();
   const DeviceScope scope(cuda_, device_);
+  const uint64_t capture = capture_of(submission.current);
+  const uint64_t under_way = capture_of(compute_.get());
+  if (under_way != 0 && under_way != capture) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: {} was called outside of the graph that is being captured with "
+        "fused operations of this group; end the capture first",
+        describe(facts));
+  }
   auto operation = std::make_shared<Operation>();
   operation->facts = facts;
   operation->sequence = ++sequence_;
@@ -224,7 +233,7 @@ CudaEngine::OperationPtr CudaEngine::submit(
   operation->tensors_ = submission.tensors;
   try {
     operation->end_ = make_event(cuda_);
-    operation->captured_ = capturing(submission.current);
+    operation->captured_ = capture != 0;
     ever_captured_ = ever_captured_ || operation->captured_;
     check(
         cuda_,
@@ -286,9 +295,10 @@ void CudaEngine::join(Stream stream) {
     const DeviceScope scope(cuda_, device_);
     std::lock_guard<std::mutex> lock(mutex_);
     // A graph can wait only for what is captured with it.
-    last = !capturing(stream)       ? last_
-        : capturing(compute_.get()) ? last_captured_
-                                    : nullptr;
+    const uint64_t capture = capture_of(stream);
+    last = capture == 0                         ? last_
+        : capture == capture_of(compute_.get()) ? last_captured_
+                                                : nullptr;
   }
   if (last) {
     wait(*last, stream);

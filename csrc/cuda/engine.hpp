@@ -110,8 +110,11 @@ class CudaEngine {
       uint64_t found);
   OperationPtr reduce_all(const SkipCall& call, const Submission& submission);
 
-  // Whether a graph is made of what the stream gets.
-  bool capturing(Stream stream) const;
+  // See cuda::capture_of().
+  uint64_t capture_of(Stream stream) const;
+  bool capturing(Stream stream) const {
+    return capture_of(stream) != 0;
+  }
   bool in_arena(const void* p, size_t bytes) const;
   // Makes a stream wait for an operation; throws if the engine has failed.
   void wait(Operation& operation, Stream stream);

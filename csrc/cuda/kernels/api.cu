@@ -69,10 +69,13 @@ int stream_wait_event(Stream stream, Event event) {
   return settled(cudaStreamWaitEvent(to_cuda(stream), event_of(event), 0));
 }
 
-int stream_is_capturing(Stream stream, int* capturing) {
+int stream_capture(Stream stream, uint64_t* id) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(to_cuda(stream), &status);
-  *capturing = status != cudaStreamCaptureStatusNone;
+  unsigned long long number = 0; // NOLINT: CUDA's type
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(to_cuda(stream), &status, &number);
+  // A capture that an error has ended has no number.
+  *id = status == cudaStreamCaptureStatusNone ? 0 : number + 1;
   return settled(error);
 }
 
@@ -159,7 +162,7 @@ constexpr CudaApi make_api() {
   api.stream_destroy = stream_destroy;
   api.stream_synchronize = stream_synchronize;
   api.stream_wait_event = stream_wait_event;
-  api.stream_is_capturing = stream_is_capturing;
+  api.stream_capture = stream_capture;
 
   api.event_create = event_create;
   api.event_destroy = event_destroy;

@@ -479,13 +479,16 @@ def refuses_coalescing(context: Context) -> None:
         lambda: fusedpg.fused_sgd_([tensor], [tensor.clone()], [], **sgd, **flags),
     )
     for call in calls:
-        with dist._coalescing_manager(device=tensor.device):
-            try:
+        try:
+            with dist._coalescing_manager(device=tensor.device):
                 call()
-            except ValueError as error:
-                assert "coalesced" in str(error), error
-            else:
-                raise AssertionError("was taken")
+        except ValueError as error:
+            assert "coalesced" in str(error), error
+        else:
+            raise AssertionError("was taken")
+        # That has ended the region, which torch's manager does not.
+        dist.all_reduce(tensor.clone())
+        dist.distributed_c10d._world.pg_coalesce_state.clear()
     fusedpg.sparse_all_reduce(tensor)
     assert torch.equal(tensor, torch.full((10_000,), float(context.world_size)))
 
