@@ -42,7 +42,7 @@ class Enqueuing {
   }
   template <typename Call>
   void nccl(const char* what, const Call& call) {
-    e_.comm_->enqueue(what, operation_.deadline_, call);
+    e_.comm_->call(what, call);
   }
   // In place, on the wire's stream.
   void all_reduce(void* data, size_t count, NcclDataType type, NcclRedOp op) {
