@@ -7,10 +7,13 @@
 #include <string>
 
 #include "base/deadline.hpp"
+#include "base/dtype.hpp"
 #include "cuda/cuda_api.hpp"
 #include "cuda/nccl_api.hpp"
 
 namespace fusedpg::cuda {
+
+NcclDataType nccl_type(DType type);
 
 // One NCCL communicator, which blocks: a call returns when its work is
 // enqueued. Non-blocking ones start a thread for every call.

@@ -93,6 +93,9 @@ CudaEngine::CudaEngine(
   flags_memory_ = allocate_host(cuda_, sizeof(Flags));
   flags_ = new (flags_memory_.get()) Flags;
   try {
+    if (ring_) {
+      check_ring(deadline);
+    }
     make_arena(deadline);
   } catch (const Error&) {
     comm_->abort(); // it may still be at work on the arena

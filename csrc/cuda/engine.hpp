@@ -252,6 +252,10 @@ class CudaEngine {
   // Of the chunks of an operation.
   size_t chunk_bytes(size_t bytes) const;
 
+  // --- ring_check.cpp; at the start, collective
+  void check_ring(const Deadline& deadline);
+  bool ring_works(DType type, size_t part, const Deadline& deadline);
+
   // --- resources.cpp; at the start and the end
   void make_arena(const Deadline& deadline);
   DirectSignals* signals() const;

@@ -4,8 +4,6 @@
 
 namespace fusedpg::cuda {
 
-NcclDataType nccl_type(DType type);
-
 // Where the arrays of an operation lie in its slot.
 class Arrays {
  public:
