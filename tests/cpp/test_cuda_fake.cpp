@@ -572,7 +572,7 @@ TEST(fake_windows_and_direct_step) {
     for (uint64_t i = 0; i < kCount; ++i) {
       CHECK_EQ(param[i], static_cast<float>(100 - combined(kNcclSum, 3, i)));
     }
-    CHECK_EQ(gpu().direct_destroy(context), 0);
+    CHECK_EQ(gpu().direct_destroy(context, peer.comm), 0);
     CHECK_EQ(nccl().comm_window_deregister(peer.comm, window), kNcclSuccess);
     peer.finish();
     CHECK_EQ(nccl().mem_free(arena), kNcclSuccess);

@@ -104,6 +104,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+    int* blocks,
+    const void*,
+    int,
+    size_t) {
+  calls().enter("occupancy");
+  *blocks = 3;
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   return code(streams().create(reinterpret_cast<void**>(stream)));
 }
@@ -276,6 +286,7 @@ FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_reset() {
   Stats s{};
   fusedpg_fake_stats(&s);
   calls().reset(); // after stats, which look at freed memory
+  leaked().forget();
   return s.device_allocations + s.host_allocations + s.nccl_allocations +
       s.streams + s.events + s.graphs + s.communicators + s.windows +
       s.direct_contexts;

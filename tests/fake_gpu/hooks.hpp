@@ -56,6 +56,9 @@ enum Op : int32_t {
   kOps
 };
 
+// What a call may fail with: it returns when its communicator is aborted.
+constexpr int kHang = -1;
+
 // An operation that began to execute.
 struct Executed {
   uint64_t communicator; // the same number on all ranks

@@ -94,6 +94,10 @@ def test_ordinary_collectives_interleaved(two: harness.Workers) -> None:
     two.run(cuda_fake.interleaved)
 
 
+def test_used_flags_stay_on_the_device(two: harness.Workers) -> None:
+    two.run(cuda_fake.used_flags)
+
+
 def test_work(two: harness.Workers) -> None:
     two.run(cuda_fake.work)
 

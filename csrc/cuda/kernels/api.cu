@@ -1,5 +1,9 @@
 // The exported table: CUDA's runtime and the kernels.
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 #include "cuda/kernels/launchers.cuh"
 
 namespace fusedpg::cuda {
@@ -145,6 +149,32 @@ int lamb_moments(const MomentsArgs* args, Stream stream) {
       ? launch_moments_double(args, stream)
       : launch_moments_float(args, stream);
 }
+
+} // namespace
+
+cudaError_t resident_blocks(const void* kernel, uint64_t* blocks) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, uint64_t> known;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  uint64_t& most = known[{kernel, device}];
+  if (error == cudaSuccess && most == 0) {
+    int sms = 0;
+    int on_each = 0;
+    error =
+        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+          &on_each, kernel, kThreads, 0);
+    }
+    most = static_cast<uint64_t>(sms) * static_cast<uint64_t>(on_each);
+  }
+  *blocks = most;
+  return error;
+}
+
+namespace {
 
 constexpr CudaApi make_api() {
   CudaApi api{};

@@ -61,6 +61,11 @@ cudaError_t cudaDeviceGetAttribute(
     int* value,
     cudaDeviceAttr attribute,
     int device);
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+    int* blocks,
+    const void* kernel,
+    int threads,
+    size_t shared_bytes);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
