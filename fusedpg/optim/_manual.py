@@ -102,18 +102,66 @@ def _accumulated_again(optimizer: FusedOptimizer) -> bool:
 
 
 def reduce_gradients(optimizer: FusedOptimizer) -> None:
-    gradients, used = _local_gradients(optimizer)
+    extension = load_extension()
+    usual = _unreduced(optimizer)
+    frozen = set() if usual else _frozen_with_gradient(optimizer)
     # What has been reduced and has not changed since need not go again.
-    some = torch.tensor(float(any(used)))
+    some = torch.tensor(float(usual is not None or _any_unreduced(optimizer, frozen)))
     dist.all_reduce(some, op=dist.ReduceOp.MAX, group=optimizer._group)
-    if not some or not gradients:
+    if not some:
         return
     optimizer._stepped = False
-    for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
-        members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
-        flags = _flags(optimizer, [used[i] for i in members])
-        _reduced.start(optimizer, [gradients[i] for i in members], flags, optimizer._shadow)
+    if usual is not None and len(extension.dtypes_of(usual[0])) == 1 and not usual[0][0].is_cuda:
+        _start_all(optimizer, *usual)
+    else:
+        gradients, used = _local_gradients(optimizer, frozen)
+        for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
+            members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
+            flags = _flags(optimizer, [used[i] for i in members])
+            mine = [gradients[i] for i in members]
+            _reduced.start(optimizer, mine, flags, optimizer._shadow)
     optimizer._wait()
+
+
+def _start_all(
+    optimizer: FusedOptimizer, params: list[torch.Tensor], grads: list[torch.Tensor]
+) -> None:
+    """As ``_reduced.start``, in the usual case, and without Python for every parameter."""
+    extension = load_extension()
+    optimizer._check_layouts(params)
+    work = optimizer._backend.reduce_shards_(
+        grads,
+        grads,
+        used=_flags(optimizer, [True] * len(params)),
+        async_op=True,
+        **optimizer._reduction(optimizer._shadow),
+    )
+    placeholders = extension.gradients_of(params, ShardedGrad)
+    assert placeholders is not None
+    slices = optimizer._owned_slices(grads)
+    extension.set_gradients(params, None)
+
+    def finish() -> None:
+        work.wait()
+        extension.set_reduced(placeholders, slices)
+        extension.set_gradients(params, placeholders)
+
+    optimizer._in_flight.append(finish)
+
+
+def _any_unreduced(optimizer: FusedOptimizer, frozen: set[torch.Tensor]) -> bool:
+    """Whether this rank has anything to reduce."""
+    extension, params = load_extension(), optimizer._all_parameters()
+    grads = extension.gradients_of(params, ShardedGrad)
+    if grads is not None and extension.reduced_slices(grads, ShardedGrad) is not None:
+        return False
+    return any(
+        param.grad.unreduced() is not None
+        if isinstance(param.grad, ShardedGrad)
+        else param.grad is not None
+        for param in params
+        if param.requires_grad or param in frozen
+    )
 
 
 def _all_local(optimizer: FusedOptimizer) -> bool:
@@ -130,7 +178,7 @@ def _unreduced(
     """All parameters and their gradients, if each has one, of this rank alone."""
     params = optimizer._all_parameters()
     grads = load_extension().unreduced_gradients(params, ShardedGrad)
-    return None if grads is None else (params, grads)
+    return (params, grads) if grads else None
 
 
 def _step_on_local(optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> None:
@@ -138,7 +186,7 @@ def _step_on_local(optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> Non
     params, grads = _unreduced(optimizer) or ([], [])
     used = [True] * len(params)
     if not params:
-        gradients, used = _local_gradients(optimizer)
+        gradients, used = _local_gradients(optimizer, _frozen_with_gradient(optimizer))
         params = [gradient.param for gradient in gradients]
         grads = [gradient.local for gradient in gradients]
     if params:
@@ -153,13 +201,14 @@ def _step_on_local(optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> Non
             work.wait()
 
 
-def _local_gradients(optimizer: FusedOptimizer) -> tuple[list[Gradient], list[bool]]:
-    """This rank's gradients, and which of them it has."""
+def _local_gradients(
+    optimizer: FusedOptimizer, frozen: set[torch.Tensor]
+) -> tuple[list[Gradient], list[bool]]:
+    """This rank's gradients, and which of them it has. Of frozen parameters some rank's count."""
     gradients, used = [], []
-    left = _frozen_with_gradient(optimizer)
     for param in optimizer._all_parameters():
         grad: Any = param.grad
-        if not param.requires_grad and param not in left:
+        if not param.requires_grad and param not in frozen:
             continue
         earlier = grad if isinstance(grad, ShardedGrad) else None
         if earlier is not None:
