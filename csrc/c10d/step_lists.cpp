@@ -193,14 +193,23 @@ py::object reduced_slices(const py::list& grads, const py::object& type) {
   return py::make_tuple(slices, contexts);
 }
 
-// Views of what a rank owns of each tensor, in the order of its memory.
+// What a rank owns of each tensor, in the order of its memory, as
+// `t.detach().as_strided(...)` gives it, but past autograd, which takes most
+// of the time: the same memory and count of versions.
 Items owned_slices(const Items& tensors, int world_size, int rank) {
+  constexpr int64_t kUnit = 1;
   Items slices;
   slices.reserve(tensors.size());
   for (const at::Tensor& t : tensors) {
     const auto own = shard_range(t.numel(), world_size, rank);
-    slices.push_back(t.detach().as_strided(
-        {own.length}, {1}, t.storage_offset() + own.offset));
+    const auto* whole = t.unsafeGetTensorImpl();
+    auto slice = whole->shallow_copy_and_detach(
+        whole->version_counter(), /*allow_tensor_metadata_change=*/true);
+    slice->set_sizes_and_strides(
+        at::IntArrayRef(own.length),
+        at::IntArrayRef(kUnit),
+        t.storage_offset() + own.offset);
+    slices.emplace_back(std::move(slice));
   }
   return slices;
 }
