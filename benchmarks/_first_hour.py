@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,8 @@ class Row:
 
 
 def output_of(*command: str, env: Mapping[str, str] | None = None) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=120, env=env, check=False
@@ -126,7 +129,7 @@ def lacks(step: Step, found: Mapping[str, Any], patched: str | None) -> str:
             return "by hand, on both machines: " + " ".join(command_of(step, "python"))
         if need == "patched nccl" and not patched:
             return "no --patched-nccl (patches/nccl/README.md)"
-        if need == "compute-sanitizer" and found.get(need) in ([], None):
+        if need == "compute-sanitizer" and not found.get(need):
             return "compute-sanitizer is not on PATH"
         if need.startswith("nccl ") and version(found.get("nccl", "0")) < version(need):
             return f"needs {need}, torch has {found.get('nccl')}"

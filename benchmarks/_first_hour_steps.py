@@ -37,8 +37,9 @@ def bench(*arguments: str) -> tuple[str, ...]:
     return (PYTHON, "benchmarks/gpu.py", "--check-bars", *arguments)
 
 
-def spread(*where: str) -> tuple[str, ...]:
-    return (PYTHON, "-m", "torch.distributed.run", *where, "tests/gpu/spread.py")
+def spread(*where: str, path: str = "") -> tuple[str, ...]:
+    wanted = ("--path", path) if path else ()
+    return (PYTHON, "-m", "torch.distributed.run", *where, "tests/gpu/spread.py", *wanted)
 
 
 # Ranks of one host on one GPU, as NCCL has it since 2.30.3.
@@ -266,7 +267,7 @@ STEPS: Sequence[Step] = (
     Step(
         "two-gpus",
         "more than one GPU, stock path",
-        spread("--standalone", "--nproc-per-node=2"),
+        spread("--standalone", "--nproc-per-node=2", path="stock"),
         300,
         "passes on `stock`",
         "devices and streams of a rank that is not on GPU 0",
@@ -275,7 +276,7 @@ STEPS: Sequence[Step] = (
     Step(
         "direct",
         "direct path between GPUs of an NVLink domain, dense and skipping zeros",
-        spread("--standalone", "--nproc-per-node=2"),
+        spread("--standalone", "--nproc-per-node=2", path="direct"),
         300,
         "passes on `direct`",
         "`stock`: no windows (NCCL < 2.28, no NVLink, headers of another minor version); a hang: "

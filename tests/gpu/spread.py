@@ -7,6 +7,7 @@ Says which path the steps took. Needs nothing of the tests' processes, which sha
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from datetime import timedelta
@@ -89,6 +90,9 @@ def check(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, sk
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--path", help="that the steps have to take")
+    wanted = parser.parse_args().path
     fake = os.environ.get("FUSEDPG_TEST_DEVICE") == "cpu"
     # Where ranks of one host outnumber its GPUs, they share (NCCL_MULTI_RANK_GPU_ENABLE=1).
     place = 0 if fake else int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
@@ -106,6 +110,8 @@ def main() -> int:
             path = check(group, device, dtype, skip)
             if dist.get_rank() == 0:
                 print(f"{dtype} {'skipping' if skip else 'dense'}: right, path {path}", flush=True)
+            if wanted and path.partition("_")[0] != wanted:
+                raise SystemExit(f"took the path {path}, not {wanted}")
     dist.destroy_process_group()
     return 0
 

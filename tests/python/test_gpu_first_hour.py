@@ -41,6 +41,8 @@ STUBS = (
     step("failing", TESTS.format("1 failed, 2 passed") + "; raise SystemExit(1)"),
     step("hangs", HANGS, limit=1, least=0),
     step("two gpus", "1", needs=("2 gpus",)),
+    step("sanitizer", "1", needs=("gpu", "compute-sanitizer")),
+    step("newer", "1", needs=("nccl 2.30.3",)),
     step("ring", "import os; print(os.environ['FUSEDPG_NCCL_LIB'])", needs=("patched nccl",)),
     step("last", "import os; print(os.environ['OWN'])", env={"OWN": "x"}),
 )
@@ -81,6 +83,8 @@ def test_statuses(tmp_path: Path) -> None:
         "failing": "FAIL",
         "hangs": "TIMEOUT",
         "two gpus": "SKIP",
+        "sanitizer": "SKIP",
+        "newer": "SKIP",
         "ring": "SKIP",
         "last": "PASS",
     }
@@ -124,6 +128,13 @@ def test_budget_ends_a_step(tmp_path: Path) -> None:
     stub = step("long", "import time; time.sleep(600)", limit=300, least=1)
     assert hour.main(["--minutes", "0.03", "--out", str(tmp_path)], [stub]) == 1
     assert "what was left of the budget" in (tmp_path / "results.md").read_text()
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = hour.environment(None)
+    assert found["torch"] and found["python"] and "gpus" in found
+    assert found["compute-sanitizer"] == [] and found["nvcc"] == []
 
 
 def test_says_that_there_is_no_gpu(tmp_path: Path) -> None:
