@@ -245,9 +245,11 @@ class Stepper {
         p_(plan),
         shared_(shared),
         mine_(shared.ranks[static_cast<size_t>(r.rank)]) {
-    Random place(p_.seed * 31 + static_cast<uint32_t>(r.rank));
+    // At the same places of all arenas stores go to all ranks at once.
+    const int way = p_.seed % 2 == 0 ? 0 : r.rank;
+    Random place(p_.seed * 31 + static_cast<uint32_t>(way));
     char* arena = static_cast<char*>(r.engine.arena());
-    arena += arena == nullptr ? 0 : 512 * r.rank;
+    arena += arena == nullptr ? 0 : 512 * way;
     const StepTypes& types = p_.types;
     const auto held = [&](DType type, size_t count, bool inside) {
       const size_t size = dtype_size(type);

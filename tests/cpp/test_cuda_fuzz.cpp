@@ -131,6 +131,7 @@ bool run_world(uint32_t seed) {
   with.settings = cuda_settings(
       pick<size_t>(random, {2048, 4096, size_t{1} << 14, size_t{1} << 20}),
       has_arena ? size_t{2} << 20 : 0);
+  with.settings.cuda_multimem = one_in(random, 2);
   with.settings.nccl = patched ? NcclChoice::kPatched : NcclChoice::kAuto;
   std::vector<Plan> plans;
   std::vector<SumPlan> sums;
