@@ -159,6 +159,14 @@ SLOW = [
         "cuda_fuzz",  # five ranks' halves
     ),
     Mutant(
+        "halves that are stored to all ranks at another place",
+        "direct.cu",
+        "everywhere + at[u] * (sizeof(C) / 2)",
+        "everywhere + at[u] * sizeof(C)",
+        "direct.cu",
+        "cuda_fuzz",
+    ),
+    Mutant(
         "one lane's bits",
         "direct.cu",
         "bits |= __shfl_xor_sync(~0u, bits, other);",
