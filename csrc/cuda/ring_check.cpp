@@ -50,7 +50,7 @@ bool CudaEngine::ring_works(DType type, size_t part, const Deadline& deadline) {
   const size_t bytes = (count * dtype_size(type) + 15) / 16 * 16;
   struct Scalars {
     TensorInfo tensor;
-    Piece piece;
+    ShardPiece piece;
     TensorScalars scalars;
     RingUpdate ring;
   };
