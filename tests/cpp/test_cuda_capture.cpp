@@ -90,7 +90,7 @@ TEST(fake_fault_is_sticky) {
   CHECK_EQ(hooks().fault(a), 0);
   Event event = nullptr;
   while (gpu().event_create(&event) == 0) {
-    CHECK_EQ(gpu().event_destroy(event), 0);
+    gpu().event_destroy(event); // the fault may come before it
   }
   CHECK_EQ(gpu().copy(y.data, x.data, 4, a), kIllegalAddress);
   CHECK_EQ(gpu().stream_synchronize(a), kIllegalAddress);
