@@ -38,6 +38,8 @@ ARMS = {
     "g": "fusedpg.optim.AdamW(overlap=True)",
     "h": "fusedpg.optim.AdamW(share_parameters=True)",
     "m": "fusedpg.optim.AdamW without DDP",
+    "f, ours": "fusedpg.optim.AdamW, its own clipping",
+    "m, ours": "fusedpg.optim.AdamW without DDP, its own clipping",
     "best of f, g": "fusedpg.optim.AdamW in its faster mode",
     "no_sync + step": "no synchronisation, then the fused step",
     # async_op
@@ -72,6 +74,7 @@ CASES = {
     "transformer": "transformer, 10 M parameters",
     "cnn": "CNN, bound by its arithmetic",
     "small": "1,000 parameters of 64 elements",
+    "small, clip": "the same, `clip_grad_norm_` alone",
     "adamw step": "AdamW step",
     "lamb step": "LAMB step",
     "arena": "all_reduce in the arena",

@@ -4,6 +4,7 @@
     python benchmarks/optimizers.py --parts step --world-size 4 --check-bars
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g --busy 2 --check-bars
+    python benchmarks/optimizers.py --parts training,clip --models small --check-bars
     python benchmarks/optimizers.py --malloc default --rounds 7 --check-bars
 
 Five parts. **training**: steps of four models (an MLP of 25 million parameters at a small batch,
@@ -30,6 +31,8 @@ all-reduce followed by torch's optimizer. **list**: the 397 tensors of BERT-larg
 the proportional set size (PSS) of a rank between two steps, each in processes of its own.
 
 `--busy N` has N processes spin beside the ranks, for a machine that is not theirs alone.
+
+What is measured of `small` alone is saved apart, as is what `--malloc` and `--busy` give.
 
 Every arm has to reproduce one process's parameters before it is timed; the program ends non-zero
 when one does not. How times are taken: see `_harness.py`.
@@ -130,7 +133,8 @@ def main() -> int:
         if "list" in args.parts:
             rows += harness.run(many_tensors, args)
     if rows:
-        name = f"optimizers_busy{args.busy}" if args.busy else "optimizers"
+        name = "optimizers_small" if args.models == ["small"] else "optimizers"
+        name = f"optimizers_busy{args.busy}" if args.busy else name
         harness.finish(
             name, rows, args, limit=NO_SYNC, bars=bars(args.busy),
             plot=_plots.save_optimizers,

@@ -138,7 +138,7 @@ def by_case(rows: Sequence[Row], peer: str) -> str:
 
 
 def training() -> str:
-    models = ("mlp", "transformer", "cnn", "small")
+    models = ("mlp", "transformer", "cnn")
     return by_case([row for row in rows_of("optimizers_p2") if row.case in models], "a")
 
 
@@ -153,6 +153,10 @@ def malloc() -> str:
 
     head = [words.case(rows[0].case), "ms", "page faults", "ms of CPU"]
     return markdown(head, map(line, rows))
+
+
+def many_parameters() -> str:
+    return by_case(rows_of("optimizers_small_p2"), "a")
 
 
 def memory() -> str:
@@ -205,6 +209,7 @@ def missed() -> str:
         "fused_step_p4": importlib.import_module("fused_step").BARS,
         "ddp_p2": importlib.import_module("ddp").bars(),
         "optimizers_p2": importlib.import_module("optimizers").bars(0),
+        "optimizers_small_p2": importlib.import_module("optimizers").bars(0),
         "optimizers_malloc_p2": importlib.import_module("_apart").bars(),
         "optimizers_step_p1": steps,
         "optimizers_step_p4": steps,
@@ -264,6 +269,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fused_step": fused_step,
     "ddp": lambda: by_case(rows_of("ddp_p2"), "gloo"),
     "training": training,
+    "many_parameters": many_parameters,
     "malloc": malloc,
     "memory": memory,
     "one_step": one_step,
