@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "base/lock_within.hpp"
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/store_rendezvous.hpp"
@@ -236,8 +237,23 @@ void CudaGroup::abandon_coalescing() noexcept {
     // NCCL cannot forget what it was told, and would hold back all that comes
     // later on this thread.
     end_coalescing();
-    if (const auto other = std::exchange(region, {}).delegate) {
-      other->endCoalescing();
+    const Region other = std::exchange(region, {});
+    if (!other.delegate) {
+      return;
+    }
+    if (!other.place) {
+      other.delegate->endCoalescing();
+      return;
+    }
+    // Its group may have gone, with its order: this stream waits instead.
+    WorkPtr work;
+    {
+      const CudaStreams::Scope scope(other.place->streams, other.place->stream);
+      work = other.delegate->endCoalescing();
+    }
+    CudaOrder().after_ordinary(nullptr, *other.place, work);
+    if (work) {
+      work->wait();
     }
   } catch (...) {
   }
@@ -259,8 +275,10 @@ CudaGroup::Operations CudaGroup::enqueue(
   return translate([&] {
     const cuda::Stream current =
         pretend_ ? streams.current() : order_.before_fused(streams, *engine);
-    return body(
+    Operations operations = body(
         *engine, CudaEngine::Submission{current, timeout, std::move(tensors)});
+    order_.after_fused();
+    return operations;
   });
 }
 
@@ -522,10 +540,16 @@ void CudaGroup::abort() {
 }
 
 void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Deadline deadline(timeout);
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  if (!lock_within(lock, deadline)) {
+    // A call of another thread hangs inside NCCL: only an abort ends it.
+    abort();
+    return;
+  }
   order_ = {};
   if (const auto made = engine()) {
-    made->shutdown(Deadline(timeout));
+    made->shutdown(deadline);
   }
   if (const auto made = delegate()) {
     made->shutdown();

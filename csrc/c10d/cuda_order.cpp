@@ -106,7 +106,7 @@ void CudaOrder::after_ordinary(
     follow(*work);
   } else {
     without_future_ = work;
-    its_caller_ = place.callers.back();
+    its_callers_ = place.callers;
   }
 }
 
@@ -115,6 +115,7 @@ cuda::Stream CudaOrder::before_fused(
     cuda::CudaEngine& engine) {
   const c10::Stream current = streams.current_stream();
   const uint64_t capture = engine.capture_of(streams.handle(current));
+  fused_in_ = capture;
   if (capture != 0) {
     if (capture == capture_) {
       for (const WorkPtr& work : captured_works_) {
@@ -123,8 +124,6 @@ cuda::Stream CudaOrder::before_fused(
       for (const c10::Event& event : captured_events_) {
         event.block(current);
       }
-      captured_works_.clear();
-      captured_events_.clear();
     }
     return streams.handle(current);
   }
@@ -133,16 +132,28 @@ cuda::Stream CudaOrder::before_fused(
   }
   const c10::Stream& done = own(streams).done;
   if (without_future_) {
-    // Its wait() releases the tensors: so the stream that has called it, and
-    // may use their memory again, waits, too.
-    const CudaStreams::Scope scope(streams, *its_caller_);
+    // Its wait() releases the tensors: so the streams that have called it, and
+    // may use their memory again, wait, too.
+    const c10::Stream first = its_callers_.front();
+    const CudaStreams::Scope scope(streams, first);
     follow(*without_future_);
-    link(*its_caller_, done);
+    for (const c10::Stream& caller : its_callers_) {
+      link(first, caller);
+    }
+    link(first, done);
     without_future_.reset();
   }
   link(current, done);
-  called_ = false;
   return streams.handle(done);
+}
+
+void CudaOrder::after_fused() {
+  if (fused_in_ == 0) {
+    called_ = false;
+  } else if (fused_in_ == capture_) {
+    captured_works_.clear();
+    captured_events_.clear();
+  }
 }
 
 } // namespace fusedpg

@@ -50,6 +50,9 @@ class CudaOrder {
   cuda::Stream before_fused(
       const CudaStreams& streams,
       cuda::CudaEngine& engine);
+  // It was called, and not refused: ordinary collectives wait for it, so later
+  // fused operations need not wait for those before it.
+  void after_fused();
 
  private:
   // Streams of our own, made together so that they differ.
@@ -61,10 +64,11 @@ class CudaOrder {
 
   std::optional<Own> own_;
   bool called_ = false; // ordinary ones, since the latest fused operation
-  // The latest one whose Work has no future, and the stream that has called it.
+  // The latest one whose Work has no future, and the streams that have called it.
   // That of an earlier one has ended before: they run on one stream.
   WorkPtr without_future_;
-  std::optional<c10::Stream> its_caller_;
+  std::vector<c10::Stream> its_callers_;
+  uint64_t fused_in_ = 0; // the capture of the latest before_fused()
 
   // Ordinary ones of the latest capture, since its latest fused operation.
   uint64_t capture_ = 0;

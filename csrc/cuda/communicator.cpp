@@ -71,7 +71,7 @@ Communicator::Communicator(
           return state->api.comm_init_rank_config(
               &state->comm, size, id, rank, &config);
         });
-  } catch (const Error&) {
+  } catch (...) {
     abort();
     throw;
   }
@@ -105,13 +105,13 @@ NcclResult Communicator::made_call(
   std::unique_lock<std::mutex> lock(state.mutex);
   check_ending();
   const Inside inside(state);
-  lock.unlock();
+  lock.unlock(); // and not held again where ~Inside runs, which takes it
   NcclResult result = call(state.handle());
   while (result == kNcclInProgress) {
     std::this_thread::sleep_for(kPoll);
-    lock.lock();
+    // NCCL ends jobs that are done in there: never two threads at once.
+    const std::lock_guard<std::mutex> asking(state.mutex);
     check_ending();
-    lock.unlock();
     const NcclResult asked =
         state.api.comm_get_async_error(state.handle(), &result);
     result = asked == kNcclSuccess ? result : asked;

@@ -97,7 +97,7 @@ CudaEngine::CudaEngine(
       check_ring(deadline);
     }
     make_arena(deadline);
-  } catch (const Error&) {
+  } catch (...) { // also what the store throws
     comm_->abort(); // it may still be at work on the arena
     bury(true);
     throw;
@@ -144,7 +144,8 @@ std::vector<std::string> CudaEngine::tell_all(
     try {
       all.push_back(store_->get(formatted("{}{}", key, p), deadline));
     } catch (const std::exception&) {
-      if (!deadline.expired()) {
+      // Stores count in milliseconds, rounded down.
+      if (deadline.remaining() >= milliseconds(2)) {
         throw;
       }
       fail(
@@ -231,17 +232,24 @@ CudaEngine::OperationPtr CudaEngine::submit(
         cuda_,
         "cudaEventRecord",
         cuda_.event_record(operation->end_.get(), compute_.get()));
-  } catch (const Error& error) {
-    // What was enqueued ends there, but a graph gets no more of it.
+  } catch (const std::exception& error) {
+    // What was enqueued ends there, on both streams, but a graph gets no more
+    // of it.
     if (operation->end_ && !operation->captured_) {
+      const Event wired = events_.agreed.get();
+      cuda_.event_record(wired, wire_stream_.get());
+      cuda_.stream_wait_event(compute_.get(), wired);
       cuda_.event_record(operation->end_.get(), compute_.get());
     }
+    operation->broken_ = true;
     operation->enqueued_.store(true, std::memory_order_release);
     // Other ranks wait for what was not enqueued.
+    const auto* known = dynamic_cast<const Error*>(&error);
     fail_engine(
-        error.kind(),
+        known != nullptr ? known->kind() : ErrorKind::kSystem,
         formatted(
-            "{} [{}, sequence {}, rank {}]",
+            "{}{} [{}, sequence {}, rank {}]",
+            known != nullptr ? "" : "fused: ",
             error.what(),
             operation->summary,
             operation->sequence,

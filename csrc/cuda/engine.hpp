@@ -257,7 +257,12 @@ class CudaEngine {
 
   // --- ring_check.cpp; at the start, collective
   void check_ring(const Deadline& deadline);
-  bool ring_works(DType type, size_t part, const Deadline& deadline);
+  struct RingProbe;
+  bool ring_works(
+      const std::shared_ptr<RingProbe>& probe,
+      DType type,
+      size_t part,
+      const Deadline& deadline);
 
   // --- resources.cpp; at the start and the end
   void make_arena(const Deadline& deadline);

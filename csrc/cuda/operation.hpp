@@ -60,6 +60,9 @@ class Operation {
   bool captured_ = false; // into a graph; runs whenever that is launched
   // All of it, or as much as there will be; `end_` is recorded.
   std::atomic<bool> enqueued_{false};
+  // Set before that, where something was not: the end of the rest is no
+  // success, and `end_` may be null.
+  bool broken_ = false;
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

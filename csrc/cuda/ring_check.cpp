@@ -15,15 +15,17 @@ namespace fusedpg::cuda {
 namespace {
 
 const char* const kRingKey = "cuda/ring/";
-// Elements of the small and the large buffer: NCCL has other functions for them.
-constexpr size_t kSmall = 1;
-constexpr size_t kLarge = size_t(1) << 20;
+// NCCL has a function for each type and protocol and chooses by size: buffers
+// grow by this up to those of the largest chunk.
+constexpr size_t kGrowth = 4;
 // Sums of more ones need not be exact in bf16.
 constexpr int kMostOnes = 128;
 
-void put(char* data, size_t i, DType type, float value) {
+void fill(char* data, size_t count, DType type, float value) {
   const auto as = [&](auto bits) {
-    std::memcpy(data + i * sizeof bits, &bits, sizeof bits);
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(data + i * sizeof bits, &bits, sizeof bits);
+    }
   };
   switch (type) {
     case DType::kFloat16:
@@ -35,17 +37,22 @@ void put(char* data, size_t i, DType type, float value) {
   }
 }
 
+} // namespace
+
 // What the kernel uses; kept if it does not come to an end.
-struct Probe {
+struct CudaEngine::RingProbe {
   HostMemory host;
   DeviceMemory device;
   OwnedEvent end;
+  size_t bytes = 0;
 };
 
-} // namespace
-
 // SGD with a learning rate of 1, from parameters 0: minus the sum of ones.
-bool CudaEngine::ring_works(DType type, size_t part, const Deadline& deadline) {
+bool CudaEngine::ring_works(
+    const std::shared_ptr<RingProbe>& probe,
+    DType type,
+    size_t part,
+    const Deadline& deadline) {
   const size_t count = part * static_cast<size_t>(size_);
   const size_t bytes = (count * dtype_size(type) + 15) / 16 * 16;
   struct Scalars {
@@ -54,10 +61,14 @@ bool CudaEngine::ring_works(DType type, size_t part, const Deadline& deadline) {
     TensorScalars scalars;
     RingUpdate ring;
   };
-  const auto probe = std::make_shared<Probe>();
-  probe->host = allocate_host(cuda_, sizeof(Scalars) + 2 * bytes);
-  probe->device = allocate_device(cuda_, sizeof(Scalars) + 3 * bytes);
-  probe->end = make_event(cuda_);
+  const size_t least = sizeof(Scalars) + 3 * bytes;
+  if (probe->bytes < least) {
+    probe->host = HostMemory();
+    probe->device = DeviceMemory();
+    probe->host = allocate_host(cuda_, least - bytes);
+    probe->device = allocate_device(cuda_, least);
+    probe->bytes = least;
+  }
   // Of both: gradients, then results; on the device then parameters.
   auto* host = static_cast<char*>(probe->host.get());
   auto* device = static_cast<char*>(probe->device.get());
@@ -65,9 +76,7 @@ bool CudaEngine::ring_works(DType type, size_t part, const Deadline& deadline) {
   auto* there = reinterpret_cast<Scalars*>(device + 3 * bytes);
   char* results = device + bytes;
   char* mine = results + static_cast<size_t>(rank_) * part * dtype_size(type);
-  for (size_t i = 0; i < count; ++i) {
-    put(host, i, type, rank_ < kMostOnes ? 1.0F : 0.0F);
-  }
+  fill(host, count, type, rank_ < kMostOnes ? 1.0F : 0.0F);
   scalars->tensor.param = device + 2 * bytes;
   scalars->tensor.count = count;
   scalars->tensor.shard = part;
@@ -90,7 +99,7 @@ bool CudaEngine::ring_works(DType type, size_t part, const Deadline& deadline) {
   // Not freed before kernels that may use it have ended.
   struct Keep {
     Communicator& comm;
-    const std::shared_ptr<Probe>& probe;
+    const std::shared_ptr<RingProbe>& probe;
     bool ended = false;
     ~Keep() {
       if (!ended) {
@@ -141,22 +150,34 @@ bool CudaEngine::ring_works(DType type, size_t part, const Deadline& deadline) {
   }
   keep.ended = true;
   const auto sum = static_cast<float>(std::min(size_, kMostOnes));
-  for (size_t i = 0; i < count; ++i) {
-    put(host, i, type, -sum);
-  }
+  fill(host, count, type, -sum);
   return std::memcmp(host, host + bytes, count * dtype_size(type)) == 0;
 }
 
 void CudaEngine::check_ring(const Deadline& deadline) {
   const std::string well = "well";
   std::string wrong = well;
+  const auto ranks = static_cast<size_t>(size_);
+  const size_t largest = chunk_bytes(~size_t(0));
+  constexpr auto kLeast = static_cast<size_t>(kShardAlignment);
+  const auto probe = std::make_shared<RingProbe>();
+  probe->end = make_event(cuda_);
   for (const DType type :
        {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    for (const size_t elements : {kSmall, kLarge}) {
-      const auto part = static_cast<size_t>(
-          shard_size(static_cast<int64_t>(elements), size_));
-      if (!ring_works(type, part, deadline)) {
-        wrong = dtype_name(type);
+    const size_t element = dtype_size(type);
+    // As chunks are cut.
+    const size_t most =
+        std::max<size_t>(largest / element / ranks / kLeast * kLeast, kLeast);
+    for (size_t part = most;;
+         part = (part / kGrowth + kLeast - 1) / kLeast * kLeast) {
+      if (!ring_works(probe, type, part, deadline)) {
+        wrong = formatted(
+            "{} in buffers of {} bytes",
+            dtype_name(type),
+            part * ranks * element);
+      }
+      if (part == kLeast) {
+        break;
       }
     }
   }

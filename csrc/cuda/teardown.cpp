@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/lock_within.hpp"
 #include "cuda/engine.hpp"
 
 namespace fusedpg::cuda {
@@ -129,7 +130,17 @@ Communicator::Before CudaEngine::release_window(
 void CudaEngine::shutdown(const Deadline& deadline) {
   OperationPtr last;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    if (!lock_within(lock, deadline)) {
+      // Its caller hangs inside NCCL.
+      fail_engine(
+          ErrorKind::kAborted,
+          formatted(
+              "fused: the group was destroyed on rank {} while an operation "
+              "was being called",
+              rank_));
+      return;
+    }
     last = last_;
   }
   const bool ended = !last ||
@@ -207,6 +218,15 @@ void CudaEngine::close() {
   }
   for (const OperationPtr& operation : held) {
     operation->release_tensors();
+  }
+  OperationPtr captured;
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  if (lock_within(lock, Deadline(kEnd))) {
+    captured = last_captured_;
+    lock.unlock();
+  }
+  if (captured) {
+    captured->release_tensors(); // the graph's owner keeps them
   }
 }
 

@@ -121,10 +121,9 @@ milliseconds CudaEngine::look() {
       rank_,
       size_);
   // Before the flag, which an operation sets before it ends.
-  const int state =
-      first->enqueued_.load(std::memory_order_acquire) && !first->captured_
-      ? cuda_.event_query(first->end_.get())
-      : kNotReady;
+  const bool ends = first->enqueued_.load(std::memory_order_acquire) &&
+      !first->captured_ && !first->broken_;
+  const int state = ends ? cuda_.event_query(first->end_.get()) : kNotReady;
   const uint64_t disagreed =
       __atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE);
   // Not if the first one is only about to be completed.
@@ -181,6 +180,13 @@ milliseconds CudaEngine::look() {
   }
   const milliseconds timeout = first->deadline_.timeout();
   if (first->deadline_.expired()) {
+    {
+      // A captured one is ours no more when the capture has it.
+      std::lock_guard<std::mutex> lock(watch_mutex_);
+      if (in_flight_.empty() || in_flight_.front() != first) {
+        return kLook;
+      }
+    }
     fail_engine(
         ErrorKind::kTimeout,
         formatted(

@@ -301,6 +301,44 @@ TEST(cuda_engine_failing_calls) {
   }
 }
 
+// What is not an Error ends the engine, too: others wait for the operation.
+TEST(cuda_engine_out_of_host_memory) {
+  const Clean clean;
+  static std::atomic<bool> armed;
+  static const CudaApi& behind = gpu();
+  CudaApi cuda = gpu();
+  cuda.prepare = [](const PrepareArgs* args, Stream stream) {
+    if (armed.exchange(false)) {
+      throw std::bad_alloc();
+    }
+    return behind.prepare(args, stream);
+  };
+  EngineWith with;
+  with.cuda = &cuda;
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store, with);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    const auto begin = Clock::now();
+    if (rank == 0) {
+      armed = true;
+      for (int call = 0; call < 2; ++call) {
+        expect_error(ErrorKind::kSystem, {"bad_alloc", "fused_adamw"}, [&] {
+          training.step();
+        });
+      }
+    }
+    r.meet("failed");
+    if (rank == 1) {
+      expect_failure(r, ErrorKind::kPeerFailed, {"rank 0", "bad_alloc"}, [&] {
+        return training.step();
+      });
+    }
+    CHECK(seconds_since(begin) < 8);
+    r.meet("end");
+  });
+}
+
 TEST(cuda_engine_abort_and_again) {
   const Clean clean;
   on_threads(2, [](int rank, Store& store) {

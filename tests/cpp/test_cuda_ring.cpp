@@ -91,6 +91,18 @@ TEST(cuda_engine_chooses_a_ring) {
   CHECK_THROWS(make(bare), Error, "is not patched");
 }
 
+namespace {
+
+// What a communicator kept goes with it, which nobody waits for.
+void wait_for_its_end() {
+  const Deadline deadline(kLong);
+  while (hooks().now().streams != 0 && CHECK(!deadline.expired())) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+} // namespace
+
 // A partial build, whose ring is kernels that do nothing.
 TEST(cuda_engine_refuses_an_empty_ring) {
   const Clean clean("FUSEDPG_FAKE_PATCHED", "2");
@@ -102,6 +114,23 @@ TEST(cuda_engine_refuses_an_empty_ring) {
         {"wrong results for float16", "patches/nccl/README.md"},
         [&] { GpuRank r(rank, 2, store, with); });
   });
+  wait_for_its_end();
+}
+
+// A build without the function that NCCL takes for sizes between.
+TEST(cuda_engine_refuses_a_ring_with_a_gap) {
+  const Clean clean("FUSEDPG_FAKE_PATCHED", "3");
+  EngineWith with;
+  with.settings = cuda_settings(size_t(1) << 18);
+  with.settings.nccl = NcclChoice::kPatched;
+  on_threads(2, [&](int rank, Store& store) {
+    expect_error(
+        ErrorKind::kSystem,
+        {"wrong results for float16 in buffers of 65536 bytes",
+         "patches/nccl/README.md"},
+        [&] { GpuRank r(rank, 2, store, with); });
+  });
+  wait_for_its_end();
 }
 
 } // namespace fusedpg::test

@@ -65,6 +65,7 @@ TEST(cuda_teardown_while_a_graph_lives) {
     for (void* graph : graphs) {
       CHECK_EQ(hooks().destroy_graph(graph), 0);
     }
+    kept().clear(); // tensors, which close() has let go of
     // What the graphs used goes with them.
     wait_until([] {
       const fake::Stats now = hooks().now();
@@ -138,9 +139,72 @@ TEST(cuda_teardown_caller_inside_nccl) {
   }
 }
 
-// Of ranks that meet to make a communicator, one does not come.
-TEST(cuda_teardown_init_that_hangs) {
+// The end of a group whose other thread is inside such a call.
+TEST(cuda_teardown_shutdown_beside_a_caller) {
   const Clean clean;
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    r.meet("begin");
+    if (rank == 0) {
+      hooks().fail_rank("ncclReduceScatter", 0, 1, fake::kHang);
+      const auto begin = Clock::now();
+      std::thread ender([&] {
+        wait_until([] { return hooks().calls("ncclReduceScatter") != 0; });
+        r.engine.shutdown(Deadline(milliseconds(100)));
+        CHECK(seconds_since(begin) < 8);
+      });
+      expect_error(ErrorKind::kAborted, {"was destroyed on rank 0 while"}, [&] {
+        training.step();
+      });
+      ender.join();
+      CHECK(seconds_since(begin) < 8);
+    }
+    r.meet("end");
+  });
+}
+
+// A call that NCCL has in progress for ever: its caller asks again and again.
+TEST(cuda_teardown_caller_that_polls) {
+  const Clean clean;
+  for (const bool aborts : {false, true}) {
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      r.meet("begin");
+      if (rank == 0) {
+        hooks().async_error(0, kNcclInProgress);
+        hooks().fail_rank("ncclAllReduce", 0, 1, kNcclInProgress);
+        const auto begin = Clock::now();
+        training.timeout = milliseconds(aborts ? 60000 : 200);
+        std::thread aborter([&] {
+          if (aborts) {
+            std::this_thread::sleep_for(milliseconds(50));
+            r.engine.abort("fused: enough");
+          }
+        });
+        expect_error(
+            aborts ? ErrorKind::kAborted : ErrorKind::kTimeout,
+            {aborts ? "enough" : "200 ms"},
+            [&] { training.step(); });
+        aborter.join();
+        CHECK(seconds_since(begin) < 8);
+      }
+      r.meet("end");
+    });
+    // The watchdog has asked meanwhile, but not at the same time.
+    CHECK_EQ(hooks().now().bad_handles, 0u);
+    hooks().async_error(0, 0);
+  }
+}
+
+namespace {
+
+// Of ranks that meet to make a communicator, one does not come.
+void init_that_hangs(const char* blocking) {
+  const Clean clean("NCCL_COMM_BLOCKING", blocking);
   hooks().fail_rank("ncclCommInitRankConfig", 1, 1, kNcclSystemError);
   on_threads(2, [&](int rank, Store& store) {
     EngineWith with;
@@ -153,6 +217,16 @@ TEST(cuda_teardown_init_that_hangs) {
     CHECK(seconds_since(begin) < 8);
   });
   wait_until([] { return hooks().now().communicators == 0; });
+}
+
+} // namespace
+
+TEST(cuda_teardown_init_that_hangs) {
+  init_that_hangs("1");
+}
+
+TEST(cuda_teardown_init_that_hangs_nonblocking) {
+  init_that_hangs("0");
 }
 
 // What a step costs the host: calls that return at once, each made once.

@@ -117,6 +117,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   const int rank;
   const int size;
+  std::atomic<int> asking{0}; // threads in ncclCommGetAsyncError
 
  private:
   bool gone() const {

@@ -1,6 +1,8 @@
 // The exported functions of the fake NCCL.
 
+#include <chrono>
 #include <memory>
+#include <thread>
 
 #include "calls.hpp"
 #include "comm.hpp"
@@ -12,6 +14,8 @@ using namespace cuda; // NOLINT: NCCL's names
 
 namespace {
 
+// For two to be there at once.
+constexpr std::chrono::microseconds kAsking{100};
 constexpr unsigned kConfigMagic = 0xcafebeef;
 
 // Since when it has what.
@@ -129,7 +133,15 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclCommInitRankConfig(
 FUSEDPG_FAKE_EXPORT NcclResult
 ncclCommGetAsyncError(NcclComm handle, NcclResult* error) {
   return with_comm("ncclCommGetAsyncError", handle, [&](Comm& comm) {
+    // It ends jobs that are done: two at once would both.
+    if (++comm.asking > 1) {
+      calls().bad_handle(0, "two threads in ncclCommGetAsyncError");
+    }
     *error = comm.async_error();
+    if (*error == kNcclInProgress) {
+      std::this_thread::sleep_for(kAsking);
+    }
+    --comm.asking;
     return kNcclSuccess;
   });
 }

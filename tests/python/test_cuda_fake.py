@@ -411,6 +411,15 @@ def test_coalesced_tensors_are_kept(streams: harness.Workers) -> None:
     streams.run(cuda_order.keeps_coalesced_tensors)
 
 
+def test_coalesced_tensors_of_all_callers_are_kept(streams: harness.Workers) -> None:
+    streams.run(cuda_order.keeps_tensors_of_all_callers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_behind_ordinary_after_a_refused_one(streams: harness.Workers, kind: str) -> None:
+    streams.run(cuda_order.refused_in_between, kind)
+
+
 def test_coalescing_in_a_fresh_group(streams: harness.Workers) -> None:
     streams.run(cuda_order.fresh_group)
 

@@ -210,6 +210,55 @@ def keeps_coalesced_tensors(context: Context) -> None:
     scene.close()
 
 
+def keeps_tensors_of_all_callers(context: Context) -> None:
+    """A region's calls may come from several streams: each waits."""
+    scene = Scene()
+    with scene.held(scene.a):
+        with dist._coalescing_manager(scene.group, scene.out.device, True):
+            options = dist.distributed_c10d.AllgatherOptions()
+            options.asyncOp = True
+            for stream, to in ((scene.a, scene.out), (scene.b, scene.seen)):
+                with scene.on(stream):
+                    scene.group._allgather_base(to, scene.param, options)
+        with scene.on(scene.fake.new_stream(0)):
+            scene.step()
+        for stream, to in ((scene.a, scene.out), (scene.b, scene.seen)):
+            with scene.on(stream):
+                scene.fake.copy(to, scene.grad)
+    assert scene.value(scene.out) == -1.0
+    assert scene.value(scene.seen) == -1.0
+    scene.close()
+
+
+def refused_in_between(context: Context, kind: str) -> None:
+    """A fused operation that is refused is none: the next one waits for what it would have."""
+    scene = Scene()
+    with captured(scene, scene.b, RELAXED) as graph:
+        scene.step()
+        with scene.on(scene.a):
+            hold = scene.fake.Hold(scene.a)
+            ordinary(scene, kind)
+        with scene.on(0):
+            try:
+                scene.step()
+            except ValueError as error:
+                assert "captured" in str(error), error
+            else:
+                raise AssertionError("a step joined another's capture")
+    scene.fake.destroy_graph(graph.handle)
+    stream = scene.fake.new_stream(0)
+    with scene.on(stream):
+        step = scene.step(async_op=True)
+        scene.stays(scene.param, 1.0)
+        hold.release()
+        step.wait()
+    scene.sync(stream)
+    scene.sync(scene.a)
+    assert scene.value(scene.out) == 1.0
+    assert scene.value(scene.param) == 2.0
+    scene.close()
+
+
 def fresh_group(context: Context) -> None:
     """The first calls of a group are coalesced ones."""
     scene = Scene(warm=False)
