@@ -120,7 +120,9 @@ NcclResult Comm::init() {
 
 NcclResult Comm::meet() {
   try {
-    segment_ = Segment::open(id_);
+    auto segment = Segment::open(id_);
+    const std::lock_guard<std::mutex> lock(mutex_); // abort() looks for it
+    segment_ = std::move(segment);
   } catch (const std::runtime_error& error) {
     calls().mistake(calls().bad_handles, error.what());
     return kNcclSystemError;
@@ -499,9 +501,11 @@ void Comm::destroy() {
 
 void Comm::abort() {
   std::unique_ptr<Fifo> jobs;
+  std::shared_ptr<Segment> segment;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     aborted_ = true;
+    segment = segment_;
     jobs.swap(jobs_);
     changed_.notify_all();
   }
@@ -509,8 +513,8 @@ void Comm::abort() {
     jobs->drop();
     jobs.reset();
   }
-  if (segment_ != nullptr) {
-    segment_->ring();
+  if (segment != nullptr) {
+    segment->ring();
   }
   std::map<void*, std::shared_ptr<Window>> windows;
   std::unique_lock<std::mutex> lock(mutex_);
