@@ -138,7 +138,7 @@ class Ours:
         api: table.CudaApi,
         params: Sequence[Tensor],
         block: Tensor,
-        masters: Sequence[Tensor] | None = None,
+        masters: Sequence[Tensor] = (),
     ) -> None:
         kind = torch.float32
         self.states = [[torch.zeros_like(p, dtype=kind) for p in params] for _ in range(2)]
@@ -154,7 +154,7 @@ class Ours:
         self._launch.prepare()
 
     def update(self) -> None:
-        self._launch.update(table.ADAM, self._block)
+        self._launch.update("adam", self._block)
 
 
 def close(found: Tensor, want: Tensor, what: str, tolerance: float = 2e-6) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -49,13 +48,9 @@ def find_arms(api: table.CudaApi, size: int) -> kernels.Arms:
     data = blocks(1, numel, 0.1)
     count = -(-numel // BLOCK)
     flags = torch.empty(count, dtype=torch.uint8, device=DEVICE)
-    tensor = table.TensorBlocks(data.data_ptr(), numel, BLOCK, table.DTYPES[torch.float32])
-    arguments = table.FindBlocksArgs(tensor, count, flags.data_ptr(), None)
 
     def find() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        code = api.find_blocks(ctypes.byref(arguments), stream)
-        harness.require(code == 0, f"find_blocks: CUDA error {code}")
+        table.find_blocks(api, data, BLOCK, flags)
 
     find()
     torch.cuda.synchronize()

@@ -144,7 +144,7 @@ class ThreeCalls(Sharded):
             self.size,
             hyper | {"weight_decay": WEIGHT_DECAY},
             [self.params],
-            masters=self.masters or None,
+            masters=self.masters,
             states=[[state] for state in self.states],
             steps=[self.steps],
         )
@@ -153,7 +153,7 @@ class ThreeCalls(Sharded):
         group = self.context.groups["nccl"]
         dist.reduce_scatter_tensor(self.reduced, self.grads, group=group)
         self.launch.prepare(divisor=float(self.size))
-        self.launch.update(table.ADAM, self.reduced)
+        self.launch.update("adam", self.reduced)
         dist.all_gather_into_tensor(self.params, self.own, group=group)
 
 

@@ -81,7 +81,10 @@ def bars(busy: int) -> list[Bar]:
         Bar(2, "cnn", "best of f, g", cnn, "a", at_least=1.0),
         Bar(2, "small", "best of f, g", small, "a", at_least=1.0),
         Bar(2, "small", "m", small, "a", at_least=1.0),
-        *(Bar(2, CLIPPED, arm, small, "a", at_most=1.5) for arm in ("f", "f, ours")),
+        *(
+            Bar(2, CLIPPED, arm, small, "a", at_most=1.5)
+            for arm in ("f", "f, ours", "m", "m, ours")
+        ),
     ]
     return result + steps.bars()
 

@@ -204,61 +204,35 @@ def _documented(text: str) -> Callable[[_F], _F]:
     return set_doc
 
 
-# What is a hyperparameter of a step, by the names of the operators; torch's, but for those of LAMB.
-_ADAM_HYPERS = ("lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")
-_HYPERS = {
-    "fused_sgd_": (
-        "weight_decay",
-        "momentum",
-        "lr",
-        "dampening",
-        "nesterov",
-        "maximize",
-        "is_first_step",
-    ),
-    "fused_adam_": _ADAM_HYPERS,
-    "fused_adamw_": _ADAM_HYPERS,
-    "fused_lamb_": (
-        "lr",
-        "beta1",
-        "beta2",
-        "weight_decay",
-        "eps",
-        "trust_clip",
-        "always_adapt",
-        "maximize",
-    ),
-}
 _COMMON = ("grad_scale", "found_inf", "reduce", "weight", "block_skip")
 
 
-def _step(
-    op: str, lists: Sequence[Sequence[torch.Tensor]], arguments: dict[str, Any]
-) -> dist.Work | None:
+def _step(op: str, lists: int, arguments: dict[str, Any]) -> dist.Work | None:
     """The operator ``op``, or where there is a Work, for which operators have no type, the method
     behind it.
 
     Args:
-        lists: params, grads, the states, and but for SGD the counters.
-        arguments: the caller's, by name.
+        lists: how many arguments, the first ones, are lists: params, grads, the states, and but
+            for SGD the counters.
+        arguments: the caller's, by name and in order. What has no other meaning is a
+            hyperparameter, by the name that the operator has for it.
     """
-    if not arguments["params"]:
+    hyper = dict(arguments)
+    tensors = [list(hyper.pop(name)) for name in list(hyper)[:lists]]
+    if not tensors[0]:
         raise ValueError(f"{op}: params is empty")
-    reduce = arguments["reduce"]
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f'{op}: reduce must be "mean" or "sum", got {reduce!r}')
-    group = arguments["group"]
-    hyper = {name: arguments[name] for name in _HYPERS[op]}
-    common = {name: arguments[name] for name in _COMMON if name in arguments}
-    common["master_params"] = list(arguments["master_params"])
-    lists = [list(one) for one in lists]
+    common = {name: hyper.pop(name) for name in _COMMON if name in hyper}
+    common["master_params"] = list(hyper.pop("master_params"))
+    if common["reduce"] not in ("mean", "sum"):
+        raise ValueError(f'{op}: reduce must be "mean" or "sum", got {common["reduce"]!r}')
+    group, async_op = hyper.pop("group"), hyper.pop("async_op")
     module = load_extension()
-    if not arguments["async_op"]:
+    if not async_op:
         packet = getattr(torch.ops.fusedpg, op)
         operator = packet.tensor_lr if isinstance(hyper["lr"], torch.Tensor) else packet.default
-        operator(*lists, group_name=_group_name(group), **hyper, **common)
+        operator(*tensors, group_name=_group_name(group), **hyper, **common)
         return None
-    params, grads, *states = lists
+    params, grads, *states = tensors
     steps = [] if op == "fused_sgd_" else states.pop()
     if op == "fused_sgd_":
         hyper["first_step"] = hyper.pop("is_first_step")
@@ -303,8 +277,7 @@ def fused_sgd_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    lists = [params, grads, momentum_buffer_list]
-    return _step("fused_sgd_", lists, locals())
+    return _step("fused_sgd_", 3, locals())
 
 
 _ADAM = """
@@ -348,8 +321,7 @@ def fused_adam_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps]
-    return _step("fused_adam_", lists, locals())
+    return _step("fused_adam_", 6, locals())
 
 
 @_documented(
@@ -384,8 +356,7 @@ def fused_adamw_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps]
-    return _step("fused_adamw_", lists, locals())
+    return _step("fused_adamw_", 6, locals())
 
 
 @_documented(
@@ -430,5 +401,4 @@ def fused_lamb_(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
-    return _step("fused_lamb_", lists, locals())
+    return _step("fused_lamb_", 5, locals())

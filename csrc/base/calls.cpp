@@ -75,7 +75,8 @@ OpDescriptor facts(const SumCall& call) {
   }
   d.shape_hash = shape.value();
   // An owner scales every rank's contribution, so all must mean one factor.
-  d.value_hash = Hash().add(call.factor).add(call.threshold).value();
+  d.value_hash =
+      Hash().add(call.factor).add(call.threshold).add(call.limit).value();
   return d;
 }
 

@@ -88,6 +88,7 @@ struct SumCall {
   std::vector<size_t> counts;
   size_t block = 0; // as skip_block; of kSparseAllReduce
   double threshold = 0; // what decides which blocks travel
+  double limit = 0; // CUDA: share of blocks in the result from which all travel
   bool may_go_dense = false; // if too many would
 };
 

@@ -13,7 +13,6 @@ namespace fusedpg {
 namespace {
 
 constexpr size_t kMiB = size_t(1) << 20;
-constexpr size_t kCudaChunk = 32 * kMiB;
 constexpr size_t kMaxDefaultArena = size_t(64) << 30;
 
 std::optional<std::string> env(const char* name) {
@@ -165,8 +164,8 @@ Settings resolve(const Options& options) {
       : env_integer("FUSEDPG_BLOCK_SIZE").value_or(kBlockSize);
   check_block_size(block);
   s.block_size = static_cast<size_t>(block);
-  s.cuda_chunk_bytes = bytes_of(
-      options.cuda_chunk_bytes, "FUSEDPG_CUDA_CHUNK_BYTES", kCudaChunk);
+  s.cuda_chunk_bytes =
+      bytes_of(options.cuda_chunk_bytes, "FUSEDPG_CUDA_CHUNK_BYTES", 0);
   s.cuda_arena_bytes =
       bytes_of(options.cuda_arena_bytes, "FUSEDPG_CUDA_ARENA_BYTES", 0);
   s.cuda_multimem = env_integer("FUSEDPG_CUDA_MULTIMEM").value_or(0) != 0;

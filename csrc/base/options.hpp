@@ -26,8 +26,8 @@ struct Options {
   // Elements of such a block, 32 to 65536. FUSEDPG_BLOCK_SIZE.
   std::optional<int64_t> block_size;
   // CUDA: bytes that one NCCL call of a fused operation moves. Smaller pieces
-  // overlap better, larger ones are transferred faster.
-  // FUSEDPG_CUDA_CHUNK_BYTES.
+  // overlap better, larger ones are transferred faster. 0: chosen by the bytes
+  // of the operation. The same on all ranks. FUSEDPG_CUDA_CHUNK_BYTES.
   std::optional<size_t> cuda_chunk_bytes;
   // CUDA: device memory that all GPUs of an NVLink domain see, for the direct
   // path; 0: none. FUSEDPG_CUDA_ARENA_BYTES.

@@ -16,9 +16,23 @@ namespace {
 
 using cuda::CudaEngine;
 
-// Delegated collectives that a fused operation still waits for one by one;
-// ProcessGroupNCCL runs them in order, but for point to point.
-constexpr size_t kRemembered = 64;
+// What the delegate holds back on this thread, from the first of its calls
+// between startCoalescing and endCoalescing: NCCL's groups belong to threads.
+struct Region {
+  const CudaGroup* group = nullptr;
+  c10::intrusive_ptr<c10d::Backend> delegate;
+  std::optional<CudaOrder::Place> place;
+};
+thread_local Region region;
+
+// The engine's own calls of NCCL would be held back, too.
+void check_not_held_back() {
+  TORCH_CHECK_VALUE(
+      !region.delegate,
+      "fused: a fused operation on a GPU was called between operations that "
+      "this thread coalesces, in this or another group; call it before or "
+      "after them");
+}
 
 // The library beside this module.
 std::string kernel_library(const Settings& settings) {
@@ -29,35 +43,6 @@ std::string kernel_library(const Settings& settings) {
   dladdr(reinterpret_cast<void*>(&kernel_library), &here);
   const std::string module = here.dli_fname;
   return module.substr(0, module.rfind('/') + 1) + "libfusedpg_cuda.so";
-}
-
-// Makes `to` wait for what is on `from` now.
-void link(CudaEngine& engine, cuda::Stream from, cuda::Stream to) {
-  const cuda::OwnedEvent event = cuda::make_event(engine.cuda());
-  cuda::check(
-      engine.cuda(),
-      "cudaEventRecord",
-      engine.cuda().event_record(event.get(), from));
-  cuda::check(
-      engine.cuda(),
-      "cudaStreamWaitEvent",
-      engine.cuda().stream_wait_event(to, event.get()));
-}
-
-// Makes the current stream wait for an delegated collective. Its wait() would
-// also give up its hold on tensors, which their own stream has not waited for.
-void follow(c10d::Work& work) {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  try {
-    future = work.getFuture();
-  } catch (const c10::Error&) {
-    // No future: an old or unusual operation.
-  }
-  if (future) {
-    future->wait();
-  } else {
-    work.wait();
-  }
 }
 
 } // namespace
@@ -144,6 +129,17 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
             streams.index()));
     return made;
   }
+  check_not_held_back();
+  if (!pretend_) {
+    TORCH_CHECK_VALUE(
+        !streams.capturing(),
+        "fused: the first fused operation of a group makes its communicator "
+        "and buffers, which a graph cannot hold; call one before the capture");
+    if (delegate()) {
+      // Nobody has noted the delegate's calls so far.
+      streams.synchronize();
+    }
+  }
   const auto made = translate([&] {
     return std::make_shared<CudaEngine>(
         cuda::load_cuda_api(kernel_library(settings_)),
@@ -185,47 +181,70 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
 WorkPtr CudaGroup::delegated(
     const at::Tensor& tensor,
     std::chrono::milliseconds timeout,
+    bool coalescing,
     Delegated call) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto delegate = delegate_for(timeout);
   const auto engine = this->engine();
   const CudaStreams streams(tensor.device(), pretend_);
+  coalescing = coalescing && delegate->supportsCoalescing();
+  if (coalescing && region.group != this) {
+    delegate->startCoalescing();
+    region = {this, delegate, std::nullopt};
+  }
   if (pretend_) {
     if (engine) {
       translate([&] { engine->drain(timeout); });
     }
     return call(*delegate);
   }
+  std::optional<CudaOrder::Place> alone;
+  auto& place = coalescing ? region.place : alone;
+  translate([&] { order_.before_ordinary(streams, engine.get(), place); });
   WorkPtr work;
-  if (!engine || engine->idle()) {
+  {
+    const CudaStreams::Scope scope(streams, place->stream);
     work = call(*delegate);
-  } else {
-    // Called as if from a stream that has waited for our operations: so the
-    // caller's own need not.
-    if (!order_) {
-      order_ = streams.from_pool();
-    }
-    const cuda::Stream current = streams.current();
-    const cuda::Stream order = streams.handle(*order_);
-    translate([&] {
-      link(*engine, current, order);
-      engine->join(order);
-    });
-    {
-      const CudaStreams::Scope scope(streams, *order_);
-      work = call(*delegate);
-    }
-    if (!work) { // it was synchronous, so it ran on that stream
-      translate([&] { link(*engine, order, current); });
-    }
   }
-  if (work) {
-    delegated_.push_back(work);
-    if (delegated_.size() > kRemembered) {
-      delegated_.pop_front();
-    }
+  if (!coalescing) {
+    translate([&] { order_.after_ordinary(engine.get(), *place, work); });
   }
   return work;
+}
+
+WorkPtr CudaGroup::end_coalescing() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!holds_back()) {
+    return nullptr;
+  }
+  const Region ended = std::exchange(region, {});
+  if (!ended.place) {
+    return ended.delegate->endCoalescing();
+  }
+  const CudaOrder::Place& place = *ended.place;
+  WorkPtr work;
+  {
+    const CudaStreams::Scope scope(place.streams, place.stream);
+    work = ended.delegate->endCoalescing();
+  }
+  translate([&] { order_.after_ordinary(engine().get(), place, work); });
+  return work;
+}
+
+void CudaGroup::abandon_coalescing() noexcept {
+  try {
+    // NCCL cannot forget what it was told, and would hold back all that comes
+    // later on this thread.
+    end_coalescing();
+    if (const auto other = std::exchange(region, {}).delegate) {
+      other->endCoalescing();
+    }
+  } catch (...) {
+  }
+}
+
+bool CudaGroup::holds_back() const {
+  return region.group == this;
 }
 
 CudaGroup::Operations CudaGroup::enqueue(
@@ -235,23 +254,14 @@ CudaGroup::Operations CudaGroup::enqueue(
     const Enqueue& body) {
   const CudaStreams streams(tensor.device(), pretend_);
   std::lock_guard<std::mutex> lock(mutex_);
+  check_not_held_back();
   const auto engine = engine_for(tensor, timeout);
-  CudaEngine::Submission submission{
-      streams.current(), timeout, std::move(tensors)};
-  if (!delegated_.empty() && !pretend_) {
-    if (!order_) {
-      order_ = streams.from_pool();
-    }
-    const cuda::Stream order = streams.handle(*order_);
-    translate([&] { link(*engine, submission.current, order); });
-    const CudaStreams::Scope scope(streams, *order_);
-    for (const WorkPtr& one : delegated_) {
-      follow(*one);
-    }
-    submission.current = order;
-  }
-  delegated_.clear();
-  return translate([&] { return body(*engine, submission); });
+  return translate([&] {
+    const cuda::Stream current =
+        pretend_ ? streams.current() : order_.before_fused(streams, *engine);
+    return body(
+        *engine, CudaEngine::Submission{current, timeout, std::move(tensors)});
+  });
 }
 
 WorkPtr CudaGroup::finish(
@@ -457,12 +467,7 @@ bool CudaGroup::can_sum_directly(const CudaEngine::SkipCall& call) {
 }
 
 bool CudaGroup::capturing(const at::Tensor& tensor) {
-  return translate([&] {
-    const cuda::CudaApi& api = cuda::load_cuda_api(kernel_library(settings_));
-    const CudaStreams streams(tensor.device(), pretend_);
-    const cuda::DeviceScope scope(api, streams.index());
-    return cuda::is_capturing(api, streams.current());
-  });
+  return CudaStreams(tensor.device(), pretend_).capturing();
 }
 
 c10::intrusive_ptr<c10d::Backend> CudaGroup::delegate() {
@@ -518,7 +523,7 @@ void CudaGroup::abort() {
 
 void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(mutex_);
-  delegated_.clear();
+  order_ = {};
   if (const auto made = engine()) {
     made->shutdown(Deadline(timeout));
   }

@@ -6,11 +6,10 @@
 #include <mutex>
 
 #include <ATen/ATen.h>
-#include <c10/core/Stream.h>
 
+#include "c10d/cuda_order.hpp"
 #include "c10d/forwarding.hpp"
 #include "c10d/fused_arguments.hpp"
-#include "cuda/engine.hpp"
 
 namespace fusedpg {
 
@@ -18,11 +17,7 @@ namespace fusedpg {
 // ProcessGroupNCCL; fused operations to the CUDA engine, whose communicator is
 // its own.
 //
-// Kernels of two communicators that wait for their peers must never be in
-// flight in different orders on two ranks. So everything of a group runs in the
-// order of its calls: before a fused operation the engine's streams wait for
-// the delegated collectives so far, and an delegated collective is called
-// behind the fused operations so far. Streams wait, never the host.
+// Everything of a group runs in the order of its calls: see CudaOrder.
 //
 // No CUDA header: streams are c10's, and the engine takes their handles.
 //
@@ -43,10 +38,19 @@ class CudaGroup {
   ~CudaGroup();
   CudaGroup(const CudaGroup&) = delete;
 
+  // `coalescing`: held back until end_coalescing().
   WorkPtr delegated(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout,
+      bool coalescing,
       Delegated call);
+  // Launches what this thread has called with `coalescing`; null if there is
+  // nothing to wait for.
+  WorkPtr end_coalescing();
+  // Ends what an exception has left open on this thread, in any group.
+  void abandon_coalescing() noexcept;
+  // Whether the delegate holds something back on this thread.
+  bool holds_back() const;
 
   WorkPtr fused_step(
       StepArguments arguments,
@@ -153,8 +157,7 @@ class CudaGroup {
 
   std::mutex mutex_; // of the order of calls, and of what follows
   std::shared_ptr<Arena> arena_;
-  std::deque<WorkPtr> delegated_; // since the latest fused operation
-  std::optional<c10::Stream> order_; // see delegated()
+  CudaOrder order_;
 
   struct Unreported {
     std::shared_ptr<cuda::CudaEngine> engine;

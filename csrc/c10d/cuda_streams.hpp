@@ -27,7 +27,18 @@ class CudaStreams {
   }
 
   cuda::Stream current() const {
-    return pretend_ ? nullptr : handle(impl().getStream(device_));
+    return pretend_ ? nullptr : handle(current_stream());
+  }
+  c10::Stream current_stream() const {
+    return impl().getStream(device_);
+  }
+  // Whether a graph is made of what the current stream gets.
+  bool capturing() const {
+    return !pretend_ && impl().isStreamCapturing(current_stream());
+  }
+  // The host waits for everything on the device.
+  void synchronize() const {
+    impl().synchronizeDevice(device_.index());
   }
   cuda::Stream handle(const c10::Stream& stream) const {
     return impl().getStreamNativeHandle(stream);

@@ -483,21 +483,37 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments, size_t block)
     calls_[c].call_hash = calls_.size() > 1 ? whole.value() : 0;
     if (a.reduction.used) {
       const at::Tensor& used = *a.reduction.used;
-      used_.push_back(
-          calls_.size() == 1 ? used : used.index_select(0, positions(c)));
+      used_.push_back(calls_.size() == 1 ? used : at::cat(flags_of(c)));
       calls_[c].used = used_[c].data_ptr<uint8_t>();
     }
   }
 }
 
-at::Tensor StepPlan::positions(size_t i) const {
-  return at::tensor(members_[i], at::kLong).to(arguments_->params[0].device());
+std::vector<at::Tensor> StepPlan::flags_of(size_t i) const {
+  const std::vector<int64_t>& members = members_[i];
+  std::vector<at::Tensor> runs;
+  for (size_t begin = 0; begin < members.size();) {
+    size_t end = begin + 1;
+    while (end < members.size() && members[end] == members[end - 1] + 1) {
+      ++end;
+    }
+    runs.push_back(arguments_->reduction.used->narrow(
+        0, members[begin], static_cast<int64_t>(end - begin)));
+    begin = end;
+  }
+  return runs;
 }
 
 void StepPlan::take_used(size_t i) {
   if (has_used() && calls_.size() > 1) {
-    at::Tensor used = *arguments_->reduction.used;
-    used.index_copy_(0, positions(i), used_[i]);
+    const std::vector<at::Tensor> to = flags_of(i);
+    std::vector<at::Tensor> from;
+    int64_t begin = 0;
+    for (const at::Tensor& run : to) {
+      from.push_back(used_[i].narrow(0, begin, run.numel()));
+      begin += run.numel();
+    }
+    at::_foreach_copy_(to, from);
   }
 }
 

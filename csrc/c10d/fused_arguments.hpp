@@ -101,8 +101,10 @@ class StepPlan {
   void take_used(size_t i);
 
  private:
-  // Of the tensors of calls()[i] in the caller's lists.
-  at::Tensor positions(size_t i) const;
+  // The flags of the tensors of calls()[i]: views of all flags, one for each run
+  // of neighbours. Positions would have to come from the host, which graphs do
+  // not capture.
+  std::vector<at::Tensor> flags_of(size_t i) const;
 
   std::shared_ptr<const StepArguments> arguments_;
   std::vector<at::Tensor> grads_; // laid out as their parameters

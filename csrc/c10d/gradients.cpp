@@ -3,8 +3,6 @@
 
 #include "c10d/gradients.hpp"
 
-#include <unordered_set>
-
 #include <pybind11/stl.h>
 
 #include <torch/csrc/Exceptions.h>
@@ -221,16 +219,11 @@ bool have_gradients(const py::list& params, const py::list& grads) {
   return true;
 }
 
-// Whether nobody has them but this list and another one.
-bool only_here(const py::list& tensors, const py::list& other) {
-  std::unordered_set<PyObject*> known;
-  for (const py::handle item : other) {
-    known.insert(item.ptr());
-  }
+// Whether nobody has them but this list.
+bool only_here(const py::list& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     PyObject* item = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-    if (Py_REFCNT(item) != 1 + static_cast<Py_ssize_t>(known.count(item)) ||
-        tensor_at(tensors, i).use_count() != 1) {
+    if (Py_REFCNT(item) != 1 || tensor_at(tensors, i).use_count() != 1) {
       return false;
     }
   }

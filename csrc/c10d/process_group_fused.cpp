@@ -96,14 +96,18 @@ ProcessGroupFused::~ProcessGroupFused() {
 WorkPtr ProcessGroupFused::forward(
     const at::Tensor* tensor,
     Operation operation) {
-  return operation(route(tensor != nullptr ? tensor->device() : at::kCPU));
+  return ending_coalescing([&] {
+    return operation(route(tensor != nullptr ? tensor->device() : at::kCPU));
+  });
 }
 
 // --- collectives -------------------------------------------------------------
 
 WorkPtr ProcessGroupFused::barrier(const c10d::BarrierOptions& opts) {
-  return opts.device && opts.device->is_cuda() ? cuda_->barrier(opts)
-                                               : cpu_->barrier(opts);
+  return ending_coalescing([&] {
+    return opts.device && opts.device->is_cuda() ? cuda_->barrier(opts)
+                                                 : cpu_->barrier(opts);
+  });
 }
 
 void ProcessGroupFused::monitoredBarrier(
@@ -121,36 +125,46 @@ void ProcessGroupFused::startCoalescing() {
 WorkPtr ProcessGroupFused::endCoalescing() {
   TORCH_CHECK(
       group_->is_coalescing(),
-      "fused: endCoalescing without startCoalescing on this group and thread");
-  group_->remember(cuda_->endCoalescing());
-  return group_->end_coalescing();
+      "fused: endCoalescing without startCoalescing on this group and thread; "
+      "an operation that raises between them ends what is coalesced");
+  return ending_coalescing([&] {
+    group_->remember(cuda_->endCoalescing());
+    return group_->end_coalescing();
+  });
 }
 
 WorkPtr ProcessGroupFused::fused_step_(StepArguments arguments, bool async_op) {
-  check_arguments(arguments, rank_, size_);
-  for (const at::Tensor& p : arguments.params) {
-    if (!p.is_inference()) {
-      // Autograd must notice that a saved parameter has changed.
-      p.unsafeGetTensorImpl()->bump_version();
+  return ending_coalescing([&] {
+    check_arguments(arguments, rank_, size_);
+    for (const at::Tensor& p : arguments.params) {
+      if (!p.is_inference()) {
+        // Autograd must notice that a saved parameter has changed.
+        p.unsafeGetTensorImpl()->bump_version();
+      }
     }
-  }
-  Route& there = route(arguments.params[0].device());
-  return there.fused_step_(std::move(arguments), async_op);
+    Route& there = route(arguments.params[0].device());
+    return there.fused_step_(std::move(arguments), async_op);
+  });
 }
 
 WorkPtr ProcessGroupFused::reduce_shards_(
     ShardsArguments arguments,
     bool async_op) {
-  check_arguments(arguments);
-  Route& there = route(arguments.grads[0].device());
-  return there.reduce_shards_(std::move(arguments), async_op);
+  return ending_coalescing([&] {
+    check_arguments(arguments);
+    Route& there = route(arguments.grads[0].device());
+    return there.reduce_shards_(std::move(arguments), async_op);
+  });
 }
 
 WorkPtr ProcessGroupFused::sparse_all_reduce(
     const at::Tensor& tensor,
     const SkipArguments& arguments,
     bool async_op) {
-  return route(tensor.device()).sparse_all_reduce(tensor, arguments, async_op);
+  return ending_coalescing([&] {
+    Route& there = route(tensor.device());
+    return there.sparse_all_reduce(tensor, arguments, async_op);
+  });
 }
 
 const Stats& ProcessGroupFused::stats() {

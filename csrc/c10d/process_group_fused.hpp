@@ -109,6 +109,20 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
     return device.is_cuda() || options_->cpu_as_cuda ? *cuda_ : *cpu_;
   }
   std::optional<ErrorKind> failure();
+  // An operation that throws ends what this thread coalesces: nobody calls
+  // endCoalescing then (torch's context manager does not).
+  template <typename Operation>
+  WorkPtr ending_coalescing(const Operation& operation) {
+    try {
+      return operation();
+    } catch (...) {
+      if (group_->is_coalescing()) {
+        cuda_->abandon_coalescing();
+        group_->end_coalescing();
+      }
+      throw;
+    }
+  }
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<Options> options_;

@@ -4,11 +4,14 @@
 // Where a parameter is not in the usual case they give None, and Python does it
 // one by one and says what is wrong.
 
+#include <algorithm>
+
 #include <pybind11/stl.h>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "base/ownership.hpp"
 #include "c10d/gradients.hpp"
 #include "c10d/tensors.hpp"
 
@@ -122,13 +125,110 @@ std::optional<py::list> gradients_of(
   return found;
 }
 
+// Whether parameters have these strides.
+bool have_layouts(const py::list& params, const py::dict& layouts) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    PyObject* strides = find(layouts, item_of(params, i));
+    if (strides == nullptr ||
+        !are_strides(strides, tensor_at(params, i).strides())) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<at::ScalarType> dtypes_of(const py::list& tensors) {
+  std::vector<at::ScalarType> found;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::ScalarType type = tensor_at(tensors, i).scalar_type();
+    if (std::find(found.begin(), found.end(), type) == found.end()) {
+      found.push_back(type);
+    }
+  }
+  return found;
+}
+
+std::vector<int64_t> versions_of(const py::list& tensors) {
+  std::vector<int64_t> found;
+  found.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    found.push_back(tensor_at(tensors, i)._version());
+  }
+  return found;
+}
+
+PyObject* slice_name() {
+  static PyObject* const name = PyUnicode_InternFromString("_slice");
+  return name;
+}
+
+PyObject* unreduced_name() {
+  static PyObject* const name = PyUnicode_InternFromString("_unreduced");
+  return name;
+}
+
+// The slices of gradients that are exactly of a type, if each is reduced, and
+// the contexts that they have.
+py::object reduced_slices(const py::list& grads, const py::object& type) {
+  static PyObject* const context = PyUnicode_InternFromString("_context");
+  py::list slices, contexts;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const py::handle grad = item_of(grads, i);
+    if (!py::type::handle_of(grad).is(type) ||
+        !py::getattr(grad, unreduced_name()).is_none()) {
+      return py::none();
+    }
+    py::object slice = py::getattr(grad, slice_name());
+    if (!THPVariable_Check(slice.ptr())) {
+      return py::none();
+    }
+    slices.append(std::move(slice));
+    const py::object its = py::getattr(grad, context);
+    if (std::none_of(contexts.begin(), contexts.end(), [&](py::handle one) {
+          return one.is(its);
+        })) {
+      contexts.append(its);
+    }
+  }
+  return py::make_tuple(slices, contexts);
+}
+
+// What a rank owns of each tensor, in the order of its memory, as
+// `t.detach().as_strided(...)` gives it, but past autograd, which takes most
+// of the time: the same memory and count of versions.
+Items owned_slices(const Items& tensors, int world_size, int rank) {
+  constexpr int64_t kUnit = 1;
+  Items slices;
+  slices.reserve(tensors.size());
+  for (const at::Tensor& t : tensors) {
+    const auto own = shard_range(t.numel(), world_size, rank);
+    const auto* whole = t.unsafeGetTensorImpl();
+    auto slice = whole->shallow_copy_and_detach(
+        whole->version_counter(), /*allow_tensor_metadata_change=*/true);
+    slice->set_sizes_and_strides(
+        at::IntArrayRef(own.length),
+        at::IntArrayRef(kUnit),
+        t.storage_offset() + own.offset);
+    slices.emplace_back(std::move(slice));
+  }
+  return slices;
+}
+
+// Manual mode: gradients of this rank alone have been reduced, to these slices.
+void set_reduced(const py::list& grads, const py::list& slices) {
+  TORCH_CHECK_VALUE(grads.size() == slices.size(), "fused: as many slices");
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const py::handle grad = item_of(grads, i);
+    py::setattr(grad, slice_name(), item_of(slices, i));
+    py::setattr(grad, unreduced_name(), py::none());
+  }
+}
+
 // This rank's gradients in manual mode, if every parameter has one that is
 // laid out as the parameter, and nothing was reduced yet.
 std::optional<py::list> unreduced_gradients(
     const py::list& params,
     const py::object& type) {
-  static PyObject* const slice = PyUnicode_InternFromString("_slice");
-  static PyObject* const unreduced = PyUnicode_InternFromString("_unreduced");
   py::list found;
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& param = tensor_at(params, i);
@@ -137,10 +237,10 @@ std::optional<py::list> unreduced_gradients(
     }
     const py::object grad = grad_of(param);
     if (!py::type::handle_of(grad).is(type) ||
-        !py::getattr(grad, slice).is_none()) {
+        !py::getattr(grad, slice_name()).is_none()) {
       return std::nullopt;
     }
-    py::object local = py::getattr(grad, unreduced);
+    py::object local = py::getattr(grad, unreduced_name());
     if (!THPVariable_Check(local.ptr())) {
       return std::nullopt;
     }
@@ -176,11 +276,9 @@ class LocalWatch {
       last_ = ours ? now : py::none();
       return;
     }
-    static PyObject* const slice = PyUnicode_InternFromString("_slice");
-    static PyObject* const unreduced = PyUnicode_InternFromString("_unreduced");
     static PyObject* const kept = PyUnicode_InternFromString("_kept");
-    py::setattr(last_, unreduced, grad_of(param));
-    py::setattr(last_, slice, py::none());
+    py::setattr(last_, unreduced_name(), grad_of(param));
+    py::setattr(last_, slice_name(), py::none());
     py::setattr(last_, kept, py::bool_(false));
     param.mutable_grad() = THPVariable_Unpack(last_.ptr());
   }
@@ -279,6 +377,12 @@ void bind_step_lists(py::module_& m) {
       .def("__call__", &LocalWatch::operator());
   m.def("step_lists", &step_lists);
   m.def("gradients_of", &gradients_of);
+  m.def("have_layouts", &have_layouts);
+  m.def("dtypes_of", &dtypes_of);
+  m.def("versions_of", &versions_of);
+  m.def("reduced_slices", &reduced_slices);
+  m.def("owned_slices", &owned_slices);
+  m.def("set_reduced", &set_reduced);
   m.def("unreduced_gradients", &unreduced_gradients);
   m.def("place_spent", &place_spent);
   m.def("all_spent", &all_spent);

@@ -144,7 +144,11 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
   for (const auto& work : works_) {
-    futures.push_back(work->getFuture());
+    auto future = work->getFuture();
+    TORCH_CHECK(
+        future,
+        "fused: NCCL's coalesced operations have no future; use wait()");
+    futures.push_back(std::move(future));
   }
   // collectAll's value is a list of futures; users of a Work expect tensors.
   future_ = c10::collectAll(futures)->then(

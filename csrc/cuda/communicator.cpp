@@ -1,13 +1,44 @@
 #include "cuda/communicator.hpp"
 
+#include <future>
 #include <thread>
+#include <utility>
 
 #include "base/error.hpp"
 
 namespace fusedpg::cuda {
 namespace {
+
+// Between looks at a communicator that NCCL_COMM_BLOCKING has made
+// non-blocking.
 constexpr std::chrono::microseconds kPoll{50};
+// For a caller to come out of NCCL before an abort, which frees what it may be
+// using. One that hangs comes out only by the abort.
+constexpr std::chrono::milliseconds kComeOut{1000};
+
 } // namespace
+
+struct Communicator::State {
+  State(const CudaApi& cuda, const NcclApi& api, int device)
+      : cuda(cuda),
+        api(api),
+        device(device) {}
+
+  const CudaApi& cuda;
+  const NcclApi& api;
+  const int device;
+  std::mutex mutex; // of what follows; never held in a call that may block
+  std::condition_variable changed;
+  NcclComm comm = nullptr; // NCCL sets it before init has ended
+  int inside = 0; // calls under way
+  bool ending = false; // no new ones
+  bool ended = false;
+  std::vector<std::shared_ptr<void>> kept;
+
+  NcclComm handle() {
+    return __atomic_load_n(&comm, __ATOMIC_ACQUIRE);
+  }
+};
 
 NcclUniqueId Communicator::make_id(const NcclApi& api) {
   NcclUniqueId id;
@@ -22,17 +53,24 @@ NcclUniqueId Communicator::make_id(const NcclApi& api) {
 }
 
 Communicator::Communicator(
+    const CudaApi& cuda,
     const NcclApi& api,
+    int device,
     const NcclUniqueId& id,
     int rank,
     int size,
     const Deadline& deadline)
-    : api_(api) {
-  NcclConfig config;
-  const NcclResult result =
-      api.comm_init_rank_config(&comm_, size, id, rank, &config);
+    : api_(api),
+      state_(std::make_shared<State>(cuda, api, device)) {
   try {
-    settle("ncclCommInitRank", result, deadline);
+    call_within(
+        "ncclCommInitRank",
+        deadline,
+        [state = state_, id, rank, size](NcclComm) {
+          NcclConfig config;
+          return state->api.comm_init_rank_config(
+              &state->comm, size, id, rank, &config);
+        });
   } catch (const Error&) {
     abort();
     throw;
@@ -43,35 +81,69 @@ Communicator::~Communicator() {
   abort();
 }
 
-void Communicator::settle(
+NcclResult Communicator::made_call(
+    State& state,
     const char* what,
-    NcclResult result,
-    const Deadline& deadline) {
+    const Call& call) {
+  const auto check_ending = [&] { // locked
+    if (state.ending) {
+      fail(ErrorKind::kAborted, "fused: {}: communicator aborted", what);
+    }
+  };
+  struct Inside {
+    State& state;
+    explicit Inside(State& of) : state(of) {
+      ++state.inside;
+    }
+    Inside(const Inside&) = delete;
+    ~Inside() {
+      const std::lock_guard<std::mutex> lock(state.mutex);
+      --state.inside;
+      state.changed.notify_all();
+    }
+  };
+  std::unique_lock<std::mutex> lock(state.mutex);
+  check_ending();
+  const Inside inside(state);
+  lock.unlock();
+  NcclResult result = call(state.handle());
   while (result == kNcclInProgress) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (aborted_) {
-        fail(ErrorKind::kAborted, "fused: {}: communicator aborted", what);
-      }
-      const NcclResult asked = api_.comm_get_async_error(comm_, &result);
-      result = asked == kNcclSuccess ? result : asked;
-    }
-    if (result != kNcclInProgress) {
-      break;
-    }
-    if (deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: {} did not return within {} ms; is every rank of the group "
-          "alive and in the same call?",
-          what,
-          deadline.timeout().count());
-    }
     std::this_thread::sleep_for(kPoll);
+    lock.lock();
+    check_ending();
+    lock.unlock();
+    const NcclResult asked =
+        state.api.comm_get_async_error(state.handle(), &result);
+    result = asked == kNcclSuccess ? result : asked;
   }
-  if (result != kNcclSuccess) {
-    fail_nccl(what, result);
+  return result;
+}
+
+void Communicator::call(const char* what, const Call& call) {
+  check(what, made_call(*state_, what, call));
+}
+
+void Communicator::call_within(
+    const char* what,
+    const Deadline& deadline,
+    Call call) {
+  std::packaged_task<NcclResult()> task(
+      [state = state_, what, call = std::move(call)] {
+        state->cuda.set_device(state->device);
+        return made_call(*state, what, call);
+      });
+  std::future<NcclResult> result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(deadline.remaining()) != std::future_status::ready) {
+    abort();
+    fail(
+        ErrorKind::kTimeout,
+        "fused: {} did not return within {} ms; is every rank of the group "
+        "alive and in the same call?",
+        what,
+        deadline.timeout().count());
   }
+  check(what, result.get());
 }
 
 std::string Communicator::describe(NcclResult result) {
@@ -85,7 +157,10 @@ std::string Communicator::describe(NcclResult result) {
   return text;
 }
 
-void Communicator::fail_nccl(const char* what, NcclResult result) {
+void Communicator::check(const char* what, NcclResult result) {
+  if (result == kNcclSuccess) {
+    return;
+  }
   fail(
       result == kNcclRemoteError ? ErrorKind::kPeerDead : ErrorKind::kSystem,
       "fused: {}: NCCL {}.{}.{} says: {}; NCCL_DEBUG=INFO tells more",
@@ -96,56 +171,79 @@ void Communicator::fail_nccl(const char* what, NcclResult result) {
       describe(result));
 }
 
-void Communicator::enqueue(
-    const char* what,
-    const Deadline& deadline,
-    const std::function<NcclResult(NcclComm)>& call) {
-  NcclResult result;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (aborted_) {
-      fail(ErrorKind::kAborted, "fused: {}: communicator aborted", what);
-    }
-    result = call(comm_);
-  }
-  settle(what, result, deadline);
-}
-
-void Communicator::if_alive(const std::function<NcclResult(NcclComm)>& call) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!aborted_) {
-    call(comm_);
-  }
-}
-
 std::string Communicator::async_error() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (aborted_) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->ending) {
     return "";
   }
   NcclResult error = kNcclSuccess;
-  const NcclResult asked = api_.comm_get_async_error(comm_, &error);
+  const NcclResult asked = api_.comm_get_async_error(state_->handle(), &error);
   error = asked == kNcclSuccess ? error : asked;
   return error == kNcclSuccess || error == kNcclInProgress ? ""
                                                            : describe(error);
 }
 
-void Communicator::abort() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!aborted_) {
-    aborted_ = true;
-    if (comm_ != nullptr) {
-      api_.comm_abort(comm_);
+void Communicator::end(bool clean, Before before) {
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (std::exchange(state_->ending, true)) {
+      return;
     }
   }
+  std::thread([state = state_, clean, before = std::move(before)] {
+    state->cuda.set_device(state->device);
+    {
+      std::unique_lock<std::mutex> lock(state->mutex);
+      state->changed.wait_for(
+          lock, kComeOut, [&] { return state->inside == 0; });
+    }
+    const NcclApi& api = state->api;
+    if (const NcclComm comm = state->handle()) {
+      if (before) {
+        before(comm);
+      }
+      if (!clean) {
+        api.comm_abort(comm);
+      } else {
+        NcclResult result = api.comm_finalize(comm);
+        while (result == kNcclInProgress) {
+          std::this_thread::sleep_for(kPoll);
+          const NcclResult asked = api.comm_get_async_error(comm, &result);
+          result = asked == kNcclSuccess ? result : asked;
+        }
+        if (result == kNcclSuccess) {
+          api.comm_destroy(comm);
+        } else {
+          api.comm_abort(comm); // a peer has gone first
+        }
+      }
+    }
+    std::vector<std::shared_ptr<void>> kept; // freed without the lock
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    state->ended = true;
+    kept.swap(state->kept);
+    state->changed.notify_all();
+  }).detach();
 }
 
-void Communicator::finish(const Deadline& deadline) {
-  enqueue("ncclCommFinalize", deadline, api_.comm_finalize);
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!aborted_) {
-    aborted_ = true; // gone
-    api_.comm_destroy(comm_);
+void Communicator::abort(Before before) {
+  end(false, std::move(before));
+}
+
+void Communicator::finish(Before before) {
+  end(true, std::move(before));
+}
+
+bool Communicator::ended(const Deadline& deadline) {
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  return state_->changed.wait_for(
+      lock, deadline.remaining(), [this] { return state_->ended; });
+}
+
+void Communicator::keep(std::shared_ptr<void> what) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (!state_->ended) {
+    state_->kept.push_back(std::move(what));
   }
 }
 

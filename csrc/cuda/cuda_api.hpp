@@ -11,7 +11,7 @@ namespace fusedpg::cuda {
 using Stream = void*; // cudaStream_t
 using Event = void*; // cudaEvent_t
 
-constexpr uint32_t kCudaApiVersion = 1;
+constexpr uint32_t kCudaApiVersion = 3;
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600; // cudaErrorNotReady
 
@@ -52,7 +52,8 @@ struct CudaApi {
   int (*stream_destroy)(Stream stream);
   int (*stream_synchronize)(Stream stream);
   int (*stream_wait_event)(Stream stream, Event event);
-  int (*stream_is_capturing)(Stream stream, int* capturing);
+  // Which capture into a graph the stream is part of; 0: none.
+  int (*stream_capture)(Stream stream, uint64_t* id);
 
   int (*event_create)(Event* event); // without timing
   int (*event_destroy)(Event event);
@@ -84,14 +85,16 @@ struct CudaApi {
   int (*move_blocks)(const MoveBlocksArgs* args, Stream stream);
 
   // The device-API path; null without. `usable` is 0 when the ranks of the
-  // communicator do not reach each other's memory. Collective. kNotReady: NCCL
+  // communicator do not reach each other's memory, or not by windows.
+  // Collective. kNotReady: NCCL
   // goes on in the background (ncclInProgress); the context can be used when
   // the communicator is ready.
   int (*direct_create)(
       const DirectCreateArgs* args,
       void** context,
       int* usable);
-  int (*direct_destroy)(void* context);
+  // `comm`: null if it has gone, and took with it what the context had of it.
+  int (*direct_destroy)(void* context, void* comm);
   int (*direct_step)(const DirectArgs* args, Stream stream);
   int (*direct_sum)(const DirectSumArgs* args, Stream stream);
 };

@@ -18,11 +18,11 @@ inline void check(const CudaApi& api, const char* what, int error) {
   }
 }
 
-// Whether a graph is made of what the stream gets.
-inline bool is_capturing(const CudaApi& api, void* stream) {
-  int answer = 0;
-  check(api, "cudaStreamIsCapturing", api.stream_is_capturing(stream, &answer));
-  return answer != 0;
+// The graph that is made of what the stream gets, as a number; 0: none.
+inline uint64_t capture_of(const CudaApi& api, Stream stream) {
+  uint64_t id = 0;
+  check(api, "cudaStreamGetCaptureInfo", api.stream_capture(stream, &id));
+  return id;
 }
 
 // The calling thread's device, for a scope.

@@ -16,6 +16,7 @@
 namespace fusedpg::cuda {
 
 struct Task;
+struct Remains;
 
 // The CUDA engine of one rank of a group: fused operations on a communicator of
 // its own.
@@ -26,7 +27,8 @@ struct Task;
 // the order of their calls.
 //
 // A watchdog thread looks for operations that have ended, deadlines, errors of
-// the communicator, disagreements between ranks and failures of other ranks. A
+// the communicator, disagreements between ranks and failures of other ranks,
+// also while an operation is still being enqueued: NCCL's calls may hang. A
 // failure aborts the communicator, so that no kernel waits for ever, and every
 // outstanding and later operation throws.
 //
@@ -110,8 +112,11 @@ class CudaEngine {
       uint64_t found);
   OperationPtr reduce_all(const SkipCall& call, const Submission& submission);
 
-  // Whether a graph is made of what the stream gets.
-  bool capturing(Stream stream) const;
+  // See cuda::capture_of().
+  uint64_t capture_of(Stream stream) const;
+  bool capturing(Stream stream) const {
+    return capture_of(stream) != 0;
+  }
   bool in_arena(const void* p, size_t bytes) const;
   // Makes a stream wait for an operation; throws if the engine has failed.
   void wait(Operation& operation, Stream stream);
@@ -127,10 +132,11 @@ class CudaEngine {
   }
   ErrorKind failure_kind();
   void abort(const std::string& reason);
-  // Waits for outstanding work, at most until the deadline; collective.
+  // Waits for outstanding work, at most until the deadline; collective. Graphs
+  // may live on: what they use is kept until the last of them has gone.
   void shutdown(const Deadline& deadline);
   // Ends the watchdog; operations still outstanding fail. Waits until the GPU
-  // is done with them.
+  // is done with them; after ten seconds what they use is never freed.
   void close();
 
   // The arena that the GPUs of all ranks see, or null.
@@ -162,6 +168,7 @@ class CudaEngine {
   friend class Enqueuing;
   friend class Run;
   friend class SkipRun;
+  friend struct Remains;
 
   // Memory that both streams' work alternates between.
   struct Wire {
@@ -179,7 +186,7 @@ class CudaEngine {
   struct DeviceLayout {
     Layout layout;
     DeviceMemory memory;
-    const Piece* pieces = nullptr;
+    const ShardPiece* pieces = nullptr;
     const Tile* tiles = nullptr;
     const uint32_t* tile_list = nullptr;
     const uint32_t* tile_begin = nullptr;
@@ -195,6 +202,12 @@ class CudaEngine {
   OperationPtr submit(const Task& task, const Submission& submission);
 
   // --- engine.cpp
+  // What all ranks say under a key, by rank. `waiting`: for what.
+  std::vector<std::string> tell_all(
+      const char* key,
+      const std::string& mine,
+      const Deadline& deadline,
+      const char* waiting);
   void compare_settings(const Deadline& deadline);
   // Runs `body`, which enqueues one operation, under the engine's lock.
   OperationPtr submit(
@@ -203,10 +216,22 @@ class CudaEngine {
       const Submission& submission,
       const std::function<void(Operation&)>& body);
   void check_failed();
+
+  // --- teardown.cpp
+  void fail_engine(ErrorKind kind, const std::string& message);
+  // What lets go of the window when the operations have ended, if they do soon.
+  Communicator::Before release_window(std::deque<OperationPtr> running) const;
+  bool wait_quiet(const Deadline& deadline);
+  // Gives away all that kernels and graphs may still use, to be freed when they
+  // cannot any more.
+  void bury(bool quiet);
+
+  // --- watchdog.cpp
+  // Tells the other ranks of a failure that is this rank's own.
+  void publish(ErrorKind kind, const std::string& message) const;
   void watch();
   // One look at everything; returns how long to sleep.
   std::chrono::milliseconds look();
-  void fail_engine(ErrorKind kind, const std::string& message);
   using Question = std::function<std::string(Rendezvous& store)>;
   // Of the store, by a thread of its own: its host may be stopped, and another
   // thread's wait may hold it. Nobody here may wait for that.
@@ -227,9 +252,15 @@ class CudaEngine {
       const OpDescriptor& facts,
       const std::string& summary);
 
+  // Of the chunks of an operation.
+  size_t chunk_bytes(size_t bytes) const;
+
+  // --- ring_check.cpp; at the start, collective
+  void check_ring(const Deadline& deadline);
+  bool ring_works(DType type, size_t part, const Deadline& deadline);
+
   // --- resources.cpp; at the start and the end
   void make_arena(const Deadline& deadline);
-  void release_arena();
   DirectSignals* signals() const;
   uint8_t* direct_flags() const;
   void clear_signals();
@@ -247,6 +278,7 @@ class CudaEngine {
   const int size_;
   const int device_;
   const Settings settings_;
+  const bool spans_hosts_;
   const bool ring_;
   const std::shared_ptr<Rendezvous> store_;
   const CheckPeers check_peers_;
@@ -266,12 +298,15 @@ class CudaEngine {
   size_t arena_bytes_ = 0; // for tensors; what the direct path needs follows
   NcclWindow window_ = nullptr;
   void* direct_ = nullptr;
+  // Whether both have been let go of.
+  const std::shared_ptr<std::atomic<bool>> released_ =
+      std::make_shared<std::atomic<bool>>(false);
 
   std::mutex mutex_; // of what enqueuing an operation uses
   uint64_t sequence_ = 0;
   Wire wire_;
   std::vector<DeviceMemory> retired_; // that captured graphs may still use
-  bool ever_captured_ = false;
+  std::atomic<bool> ever_captured_{false};
   std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts_;
   std::vector<std::shared_ptr<Slot>> slots_;
   std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
@@ -280,11 +315,13 @@ class CudaEngine {
 
   std::mutex watch_mutex_; // of what follows
   std::condition_variable watch_changed_;
-  std::deque<OperationPtr> in_flight_;
+  std::deque<OperationPtr> in_flight_; // the last may be being enqueued
   // That have failed, but whose kernels may still use their tensors.
   std::deque<OperationPtr> abandoned_;
   bool stopping_ = false;
   std::atomic<bool> failed_{false};
+  std::atomic<bool> finished_{false}; // well, by shutdown()
+  bool quiet_ = false; // after close(): the GPU is done
   ErrorKind failure_kind_ = ErrorKind::kSystem;
   std::string failure_;
   std::atomic<const char*> last_path_{"none"};

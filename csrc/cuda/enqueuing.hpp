@@ -4,8 +4,6 @@
 
 namespace fusedpg::cuda {
 
-NcclDataType nccl_type(DType type);
-
 // Where the arrays of an operation lie in its slot.
 class Arrays {
  public:
@@ -42,7 +40,7 @@ class Enqueuing {
   }
   template <typename Call>
   void nccl(const char* what, const Call& call) {
-    e_.comm_->enqueue(what, operation_.deadline_, call);
+    e_.comm_->call(what, call);
   }
   // In place, on the wire's stream.
   void all_reduce(void* data, size_t count, NcclDataType type, NcclRedOp op) {

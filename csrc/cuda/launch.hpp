@@ -26,7 +26,8 @@ struct TensorInfo {
 
 // Elements [begin, begin + length) of every rank's shard of a tensor. Both are
 // multiples of kShardAlignment; the shards of the last ranks may end earlier.
-struct Piece {
+// (A LanePiece counts from the tensor's start and is one owner's.)
+struct ShardPiece {
   uint32_t tensor;
   uint32_t unused;
   uint64_t begin;
@@ -51,7 +52,7 @@ static_assert(kTile == 16 * kSkipBlock);
 // one block a rank, in rank order.
 struct Chunk {
   const TensorInfo* tensors;
-  const Piece* pieces;
+  const ShardPiece* pieces;
   const Tile* tiles;
   uint32_t num_tiles;
   int32_t rank;

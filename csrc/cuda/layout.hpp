@@ -21,7 +21,7 @@ struct ChunkLayout {
 // How a list of tensors is cut into chunks, pieces and tiles. A function of the
 // counts, the world size and the chunk size alone, so the same on all ranks.
 struct Layout {
-  std::vector<Piece> pieces;
+  std::vector<ShardPiece> pieces;
   std::vector<Tile> tiles; // of chunk after chunk
   std::vector<ChunkLayout> chunks;
   size_t max_block = 0; // over the chunks that are not whole

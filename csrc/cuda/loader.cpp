@@ -15,6 +15,12 @@ namespace {
 
 constexpr int kOldestNccl = 21800; // ncclCommFinalize, non-blocking calls
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kOwnFirst = 0; // which sanitizers refuse
+#else
+constexpr int kOwnFirst = RTLD_DEEPBIND;
+#endif
+
 std::string dl_error() {
   const char* text = dlerror();
   return text == nullptr ? "unknown error" : text;
@@ -59,8 +65,9 @@ CudaApi load_cuda(const std::string& path) {
 
 void* open_nccl(const std::string& path) {
   if (!path.empty()) {
-    // Local symbols: torch's own libnccl must not find these.
-    return dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    // Local symbols: torch's own libnccl must not find these; and it must not
+    // find torch's, which are global, for the functions it exports itself.
+    return dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | kOwnFirst);
   }
   // torch's, if it has loaded one.
   void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);

@@ -7,6 +7,16 @@ std::exception_ptr Operation::exception() const {
   return error_;
 }
 
+OpDescriptor Operation::facts() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return facts_;
+}
+
+void Operation::set_facts(const OpDescriptor& facts) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  facts_ = facts;
+}
+
 bool Operation::wait_for(std::chrono::milliseconds timeout) const {
   const Deadline deadline(timeout);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -22,13 +32,15 @@ void Operation::release_tensors() {
 
 void Operation::complete(std::exception_ptr error) {
   // Captured work is still to run, and what has failed may still be running.
-  if (!captured_ && !error) {
+  if (!error && !captured_) {
     release_tensors();
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (!is_completed()) {
     error_ = std::move(error);
-    slot_.reset();
+    if (!error_) {
+      slot_.reset();
+    }
     done_.store(true, std::memory_order_release);
     changed_.notify_all();
   }

@@ -28,8 +28,11 @@ struct Slot {
 class Operation {
  public:
   uint64_t sequence = 0;
-  OpDescriptor facts; // `op` and `path` come with it
   std::string summary; // "fused_adamw_(float32, 120 elements), lr 0.1"
+
+  // With `op` and `path`; the path comes while it is enqueued.
+  OpDescriptor facts() const;
+  void set_facts(const OpDescriptor& facts);
 
   bool is_completed() const {
     return done_.load(std::memory_order_acquire);
@@ -55,10 +58,13 @@ class Operation {
   OwnedEvent end_;
   std::shared_ptr<Slot> slot_;
   bool captured_ = false; // into a graph; runs whenever that is launched
+  // All of it, or as much as there will be; `end_` is recorded.
+  std::atomic<bool> enqueued_{false};
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::exception_ptr error_;
+  OpDescriptor facts_;
   std::shared_ptr<void> tensors_;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/error.hpp"
 #include "cuda/engine.hpp"
 
 namespace fusedpg::cuda {
@@ -13,6 +14,7 @@ constexpr size_t kMaxLayouts = 256;
 constexpr size_t kArenaAlignment = 1 << 21;
 constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
 constexpr size_t kBehindTensors = kSignalBytes + kDirectFlags;
+const char* const kDirectKey = "cuda/direct/";
 
 size_t round_up(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -36,33 +38,80 @@ void CudaEngine::make_arena(const Deadline& deadline) {
   }
   arena_bytes_ = bytes;
   clear_signals();
-  comm_->enqueue("ncclCommWindowRegister", deadline, [&](NcclComm comm) {
-    return nccl_.comm_window_register(
-        comm, arena_, bytes + kBehindTensors, &window_, kNcclWindowSymmetric);
-  });
-  int usable = 0;
-  comm_->enqueue("ncclDevCommCreate", deadline, [&](NcclComm comm) {
-    const DirectCreateArgs args{
-        comm,
-        window_,
-        arena_,
-        nccl_.version,
-        size_,
-        nccl_.dev_comm_create,
-        nccl_.dev_comm_destroy,
-        nccl_.team_lsa,
-        settings_.cuda_multimem};
-    switch (cuda_.direct_create(&args, &direct_, &usable)) {
-      case kSuccess:
-        return kNcclSuccess;
-      case kNotReady:
-        return kNcclInProgress;
-      default:
-        return kNcclUnhandledCudaError;
+  // Calls that do not return in time may write there later.
+  struct Made {
+    NcclWindow window = nullptr;
+    void* direct = nullptr;
+    int usable = 0;
+  };
+  const auto made = std::make_shared<Made>();
+  comm_->call_within(
+      "ncclCommWindowRegister",
+      deadline,
+      [made, &nccl = nccl_, arena = arena_, bytes](NcclComm comm) {
+        return nccl.comm_window_register(
+            comm,
+            arena,
+            bytes + kBehindTensors,
+            &made->window,
+            kNcclWindowSymmetric);
+      });
+  window_ = made->window;
+  comm_->call_within(
+      "ncclDevCommCreate",
+      deadline,
+      [made,
+       &cuda = cuda_,
+       args = DirectCreateArgs{
+           nullptr,
+           window_,
+           arena_,
+           nccl_.version,
+           size_,
+           nccl_.dev_comm_create,
+           nccl_.dev_comm_destroy,
+           nccl_.team_lsa,
+           settings_.cuda_multimem}](NcclComm comm) {
+        DirectCreateArgs with = args;
+        with.comm = comm;
+        switch (cuda.direct_create(&with, &made->direct, &made->usable)) {
+          case kSuccess:
+            return kNcclSuccess;
+          case kNotReady:
+            return kNcclInProgress;
+          default:
+            return kNcclUnhandledCudaError;
+        }
+      });
+  direct_ = made->direct;
+  const std::vector<std::string> all = tell_all(
+      kDirectKey, made->usable != 0 ? "1" : "0", deadline, "its direct path");
+  const auto missing = std::find(all.begin(), all.end(), "0");
+  if (missing == all.end()) {
+    return;
+  }
+  comm_->call("ncclCommWindowDeregister", [&](NcclComm comm) {
+    if (direct_ != nullptr) {
+      cuda_.direct_destroy(direct_, comm);
     }
+    return window_ == nullptr ? kNcclSuccess
+                              : nccl_.comm_window_deregister(comm, window_);
   });
-  if (usable == 0) {
-    release_arena();
+  direct_ = nullptr;
+  window_ = nullptr;
+  nccl_.mem_free(arena_);
+  arena_ = nullptr;
+  arena_bytes_ = 0;
+  static std::atomic<bool> told{false};
+  if (rank_ == 0 && !told.exchange(true)) {
+    log_line(formatted(
+        "FUSEDPG_CUDA_ARENA_BYTES is set, but the GPU of rank {} does not "
+        "reach "
+        "those of all ranks by windows of NCCL {} (one NVLink domain, peer "
+        "access, NCCL_CUMEM_ENABLE, kernels built with that NCCL's headers); "
+        "there is no direct path, all ranks take the stock one",
+        missing - all.begin(),
+        nccl_.version));
   }
 }
 
@@ -86,25 +135,6 @@ void CudaEngine::clear_signals() {
   const Stream stream = compute_.get();
   check(cuda_, "cudaMemsetAsync", cuda_.clear(signals(), kSignalBytes, stream));
   check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
-}
-
-void CudaEngine::release_arena() {
-  if (direct_ != nullptr) {
-    cuda_.direct_destroy(direct_);
-    direct_ = nullptr;
-  }
-  if (window_ != nullptr && comm_) {
-    // Unless it went with its communicator.
-    comm_->if_alive([this](NcclComm comm) {
-      return nccl_.comm_window_deregister(comm, window_);
-    });
-    window_ = nullptr;
-  }
-  if (arena_ != nullptr) {
-    nccl_.mem_free(arena_);
-    arena_ = nullptr;
-    arena_bytes_ = 0;
-  }
 }
 
 std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {

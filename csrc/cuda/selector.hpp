@@ -39,6 +39,14 @@ bool select_step_skip(size_t block, size_t tiles, int world_size);
 // Elements from which a tensor is a chunk of its own, and not packed.
 size_t select_whole(const StepConfig& config, GpuPath path, bool weighted);
 
+// Bytes that one NCCL call of an operation moves, where the settings do not say.
+struct ChunkConfig {
+  size_t bytes = 0; // of the operation's tensors, in the wider type
+  int world_size = 1;
+  bool spans_hosts = false;
+};
+size_t select_chunk_bytes(const ChunkConfig& config);
+
 // The path of a sum that skips blocks of zeros.
 struct SumConfig {
   size_t elements = 0;

@@ -60,10 +60,10 @@ class SkipRun : Enqueuing {
     lay_out_find();
     operation_.slot_ = std::move(slot);
     const size_t item = call_.block * dtype_size(call_.dtype);
-    const uint64_t items =
-        std::max<uint64_t>(e_.settings_.cuda_chunk_bytes / item, 1);
+    // By what all ranks know, and growing buffers waits for the GPU.
+    const uint64_t items = std::max<uint64_t>(
+        e_.chunk_bytes(call_.count * dtype_size(call_.dtype)) / item, 1);
     const uint64_t chunks = (found + items - 1) / items;
-    // Not by what was found: growing waits for the GPU.
     e_.reserve_wire(std::min<uint64_t>(items, blocks_) * item, 0);
     const CudaEngine::Events& ev = e_.events_;
     for (uint64_t t = 0; t < chunks + 1; ++t) {
@@ -153,8 +153,10 @@ class SkipRun : Enqueuing {
   void agree(bool direct) {
     ProposeArgs propose{};
     propose.agree = device<uint8_t>(agree_);
-    operation_.facts.path = direct ? GpuPath::kDirect : GpuPath::kStock;
-    propose.hash = hash_of(operation_.facts);
+    OpDescriptor facts = call_.facts();
+    facts.path = direct ? GpuPath::kDirect : GpuPath::kStock;
+    operation_.set_facts(facts);
+    propose.hash = hash_of(facts);
     exchange(propose);
     if (!alone()) {
       report_mismatch(agree_);
@@ -195,14 +197,12 @@ class SkipRun : Enqueuing {
 OpDescriptor CudaEngine::SkipCall::facts() const {
   return fusedpg::facts(
       SumCall{
-          OpCode::kSparseAllReduce,
-          dtype,
-          mean ? RedOp::kAvg : RedOp::kSum,
-          1,
-          -1,
-          {count},
-          block,
-          limit});
+          .op = OpCode::kSparseAllReduce,
+          .dtype = dtype,
+          .red_op = mean ? RedOp::kAvg : RedOp::kSum,
+          .counts = {count},
+          .block = block,
+          .limit = limit});
 }
 
 CudaEngine::SkipFind CudaEngine::find_blocks(

@@ -8,6 +8,7 @@
 // t + 1 is packed and reduced while chunk t is updated and gathered.
 
 #include <algorithm>
+#include <numeric>
 
 #include "cuda/run.hpp"
 
@@ -54,8 +55,10 @@ StepConfig Run::step_config() const {
 void Run::run() {
   const size_t element =
       std::max(dtype_size(task_.grad_type), dtype_size(task_.param_type));
-  const size_t block =
-      e_.settings_.cuda_chunk_bytes / element / static_cast<size_t>(e_.size_);
+  const size_t elements =
+      std::accumulate(task_.counts.begin(), task_.counts.end(), size_t(0));
+  const size_t block = e_.chunk_bytes(elements * element) / element /
+      static_cast<size_t>(e_.size_);
   layout_ = &e_.layout_of(
       task_.counts, block, select_whole(config_, path_, weighted_));
   if (path_ != GpuPath::kDirect) {
@@ -65,9 +68,10 @@ void Run::run() {
   skips_ = path_ == GpuPath::kDirect &&
       select_step_skip(
                task_.step->skip_block, layout_->layout.tiles.size(), e_.size_);
-  operation_.facts = task_.facts;
-  operation_.facts.path = skips_ ? GpuPath::kDirectSkip : path_;
-  e_.last_path_ = gpu_path_name(operation_.facts.path);
+  OpDescriptor facts = task_.facts;
+  facts.path = skips_ ? GpuPath::kDirectSkip : path_;
+  operation_.set_facts(facts);
+  e_.last_path_ = gpu_path_name(facts.path);
   fill_slot();
   agree();
   if (path_ == GpuPath::kDirect) {
@@ -149,7 +153,7 @@ void Run::agree() {
   propose.agree = device<uint8_t>(agree_);
   propose.used = task_.used;
   propose.found_inf = task_.found_inf;
-  propose.hash = hash_of(operation_.facts);
+  propose.hash = hash_of(operation_.facts());
   propose.tensors = static_cast<uint32_t>(n_);
   exchange(propose);
   if (alone()) {

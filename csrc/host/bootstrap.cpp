@@ -14,7 +14,12 @@ namespace fusedpg {
 Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
     : rank_(rank),
       world_size_(world_size),
-      host_id_(settings.host_id) {}
+      host_id_(settings.host_id) {
+  self_.settings = formatted(
+      "block_skip={}, block_size={}",
+      block_skip_name(settings.block_skip),
+      settings.block_size);
+}
 
 void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {
   self_.token = random_token();
@@ -29,6 +34,18 @@ void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {
   } catch (const std::exception& error) {
     withdraw(error.what());
     throw;
+  }
+  // All have the same list, so either none throws or all do.
+  for (int p = 0; p < world_size_; ++p) {
+    if (peers_[p].settings != self_.settings) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: ranks have different settings; rank {}: {}; rank {}: {}",
+          rank_,
+          self_.settings,
+          p,
+          peers_[p].settings);
+    }
   }
 }
 

@@ -20,7 +20,8 @@ class Bootstrap {
   Bootstrap(int rank, int world_size, const Settings& settings);
 
   // Publishes this rank and reads the others (host/meeting.hpp). The store must
-  // live until exchange_memory ends.
+  // live until exchange_memory ends. Where settings differ that all ranks must
+  // have the same, it throws on all of them.
   void meet(Rendezvous& store, const Deadline& deadline);
   // In hexadecimal: the same on all ranks, and another one for every group.
   std::string id() const;

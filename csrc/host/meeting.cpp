@@ -41,6 +41,7 @@ void append(std::string& out, const PeerInfo& info) {
   append(out, info.address);
   append(out, info.token);
   append(out, info.cpus);
+  append(out, info.settings);
   append(out, std::to_string(info.pid));
   append(out, std::to_string(info.start));
 }
@@ -82,6 +83,7 @@ class Fields {
     info.address = text();
     info.token = text();
     info.cpus = text();
+    info.settings = text();
     info.pid = static_cast<int>(number());
     info.start = number();
     if (info.token.size() != kTokenBytes) {

@@ -15,13 +15,14 @@ struct PeerInfo {
   std::string address; // abstract unix socket
   std::string token; // proves to a listener that the caller read the store
   std::string cpus; // affinity mask
+  std::string settings; // what all ranks must have the same, for people
   int pid = 0;
   uint64_t start = 0; // of the process; see host/process.hpp
 };
 
 // Changes when the layout of shared memory, of what goes through sockets or of
 // what lies in the store does.
-constexpr uint64_t kProtocol = 3;
+constexpr uint64_t kProtocol = 4;
 constexpr size_t kTokenBytes = 16;
 std::string random_token();
 

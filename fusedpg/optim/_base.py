@@ -7,23 +7,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
-from fusedpg.optim._attach import check_ddp
-from fusedpg.optim._bridge import Gradient, unsynchronised
-from fusedpg.optim._gradients import GradContext, Lists, ShardedGrad, SpentGrad
+from fusedpg.optim._bridge import Bridge, check_ddp
+from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
 from fusedpg.optim._join import StepOnJoin
-from fusedpg.optim._overlap import UpdatesInBackward
-from fusedpg.optim._parameters import Parameters, laid_out
+from fusedpg.optim._manual import Detached, Manual, reduce_gradients
+from fusedpg.optim._modes import Mode
+from fusedpg.optim._overlap import Overlap
+from fusedpg.optim._parameters import Parameters, laid_out, refuse_sharded
+from fusedpg.optim._sharded import Sharded
 from fusedpg.optim._state import Numbers, Started
+from fusedpg.optim._torch import in_backward
 from fusedpg.optim._whole import WholeState
 
 
-class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
+class FusedOptimizer(WholeState, Joinable):
     """An optimizer whose step is one collective and whose state is sharded.
 
     Every rank keeps the state of ``fusedpg.shard_range(param.numel(), world_size, rank)`` of each
@@ -68,25 +71,16 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
         self._backend = _backend(process_group)
         self._rank = dist.get_rank(process_group)
         self._world_size = dist.get_world_size(process_group)
-        self.overlap = overlap
+        self._overlap = overlap
         self._max_grad_norm = max_grad_norm
         self._master_dtype = master_dtype
         self._reduce = reduce
         self._weight: float | None = None
-        self._bridge = None
-        self._watches = {}
-        self._in_flight: list[Callable[[], None]] = []
-        self._init_overlap()
+        self._mode: Mode = Manual()
+        self._in_flight = []
         self._stepped = False  # since gradients were reduced for the last time
-        self._lists = Lists()
-        self._context = GradContext(
-            process_group,
-            self._sharded_grads,
-            self._reduce_for_gradient,
-            self._rebound,
-            self._is_manual,
-            self._lists,
-        )
+        self._context = GradContext(self)
+        self._looked = False  # at what became of the parameters until the first step
         self._shadow = False  # a joined rank, which has no data left
         self._parameters = Parameters(process_group, share=share_parameters)
         self._layouts, self._blank = {}, {}
@@ -100,11 +94,84 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
 
     # --- DDP ------------------------------------------------------------------------
 
-    def _rebound(
-        self, param: torch.Tensor, grad: ShardedGrad | SpentGrad, memory: torch.Tensor
-    ) -> None:
-        if self._bridge is not None:
-            self._bridge.rebound(param, grad, memory)
+    @property
+    def overlap(self) -> bool:
+        """Whether parameters are updated during backward, with a DDP."""
+        return self._overlap
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Takes the gradients of a DistributedDataParallel module from now on.
+
+        For libraries that wrap the model after the optimizer was made. The module's parameters
+        must be this optimizer's, and its process group the same. Several optimizers may be
+        attached to one module, each with parameters of its own.
+
+        Raises:
+            RuntimeError: when DDP already has a communication hook, or the optimizer a module.
+            ValueError: for another process group or foreign parameters.
+            TypeError: for anything but a DistributedDataParallel.
+        """
+        check_ddp(ddp)
+        if self._mode.bridge is not None:
+            if self._mode.bridge.serves(ddp):
+                return
+            raise RuntimeError(
+                "the optimizer is attached to another DistributedDataParallel: make one optimizer "
+                "for each, with its parameters, or detach() this one first"
+            )
+        if _backend(ddp.process_group) is not self._backend:
+            raise ValueError(
+                "the module's process group is not the optimizer's: pass "
+                "process_group=ddp.process_group"
+            )
+        params = self._all_parameters()
+        bridge = Bridge.of(ddp, self, params)
+        before, self._mode = self._mode, (Overlap if self._overlap else Sharded)(bridge)
+        before.leave(self)
+        # DDP's constructor has broadcast them.
+        self._parameters.accept(params)
+
+    def detach(self) -> None:
+        """Takes the optimizer off its module, and its hooks off all parameters.
+
+        Call it on all ranks, after ``step()`` or ``zero_grad()``; gradients that were applied are
+        dropped. A backward whose forward came before is DDP's own. Without an optimizer the module
+        is a plain DistributedDataParallel again from its next synchronised forward on, and may be
+        trained with an optimizer of torch. Parameters keep their values, and shared ones become
+        each rank's own; the optimizer keeps its state, which can be saved, and can be attached
+        again, also to another module with the same parameters.
+
+        Raises:
+            RuntimeError: inside backward, or with gradients that no ``step()`` has applied.
+        """
+        if in_backward():
+            raise RuntimeError("detach() inside backward: call it after step()")
+        self._wait()
+        self._mode.check_detaching()
+        attached = self._mode.bridge is not None
+        for name, param in self._named_parameters():
+            if self._is_pending(param.grad, attached):
+                raise RuntimeError(
+                    f"detach(): the reduced gradient of parameter {name} was not applied: call "
+                    "step() or zero_grad() first"
+                )
+        self._mode.leave(self)
+        for param in self._all_parameters():
+            grad: Any = param.grad
+            if isinstance(grad, (ShardedGrad, SpentGrad)):
+                # In manual mode it is this rank's.
+                own = grad.unreduced() if isinstance(grad, ShardedGrad) and not attached else None
+                param.grad = None if own is None else laid_out(own, param)
+        self._mode = Detached()
+        # Those that were taken out of param_groups, too.
+        self._parameters.own(self._layouts)
+
+    def _is_pending(self, grad: Any, attached: bool) -> bool:
+        if not isinstance(grad, ShardedGrad):
+            return False
+        return (attached or grad.holds_reduced()) and (
+            not self._stepped or grad.unreduced() is not None
+        )
 
     def _joined(self) -> None:
         """This rank has no data left, and nobody calls ``zero_grad()`` after its last step."""
@@ -126,88 +193,12 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
 
     def _reduction(self, shadow: bool) -> dict[str, Any]:
         weight = self._weight
-        if weight is None and self._bridge is not None and self._bridge.weighted_by_joining():
+        bridge = self._mode.bridge
+        if weight is None and bridge is not None and bridge.weighted_by_joining():
             weight = 1.0
         if weight is not None and shadow:
             weight = 0.0
         return {"mean": self._reduce == "mean", "weight": weight}
-
-    def _gradients_ready(
-        self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool
-    ) -> None:
-        """The bridge's call for one bucket."""
-        self._stepped = False
-        if self.overlap:
-            self._update_in_backward(gradients, used, shadow)
-        else:
-            self._start_reduction(gradients, used, shadow)
-
-    def _start_reduction(
-        self, gradients: list[Gradient], used: torch.Tensor | None, shadow: bool = False
-    ) -> None:
-        self._check_layouts(gradient.param for gradient in gradients)
-        work = self._backend.reduce_shards_(
-            [gradient.local for gradient in gradients],
-            [gradient.output for gradient in gradients],
-            used=used,
-            async_op=True,
-            **self._reduction(shadow),
-        )
-        # DDP must find None to leave p.grad alone. What an earlier backward has reduced stays.
-        reduced = []
-        for param, _, output, earlier, _ in gradients:
-            reduced.append((param, self._owned(output, param), earlier))
-            param.grad = None
-        del gradients  # the work holds them until it is done
-
-        def finish() -> None:
-            work.wait()
-            flags = [True] * len(reduced) if used is None else used.tolist()
-            for (param, local, before), flag in zip(reduced, flags, strict=True):
-                if before is not None:
-                    before.add_reduced(local if flag else None)
-                    param.grad = before if flag or before.is_reduced() else None
-                elif flag:
-                    param.grad = ShardedGrad(param, self._context, reduced=local)
-                else:
-                    param.grad = None
-
-        self._in_flight.append(finish)
-
-    def _backward_done(self) -> None:
-        """The bridge's call at the end of backward."""
-        if self.overlap:
-            self._updated_in_backward()
-        else:
-            self._wait()
-
-    def _wait(self) -> None:
-        in_flight, self._in_flight = self._in_flight, []
-        for finish in in_flight:
-            finish()
-        if self._bridge is not None:
-            self._bridge.restore()
-        if in_flight:
-            self._context.changed()
-
-    def _sharded_grads(self) -> list[ShardedGrad]:
-        """All gradients, for questions about all of them."""
-        everything = [param for group in self.param_groups for param in group["params"]]
-        quickly = load_extension().gradients_of(everything, ShardedGrad)
-        if quickly is not None:
-            return quickly
-        found = []
-        for name, param in self._named_parameters():
-            if isinstance(param.grad, ShardedGrad):
-                found.append(param.grad)
-            elif param.grad is not None and self._bridge is not None:
-                raise RuntimeError(unsynchronised(name))
-            elif param.grad is not None:
-                raise RuntimeError(
-                    f"the gradient of parameter {name} was put in by hand and is not reduced over "
-                    "ranks, but others are: call optimizer.reduce_gradients() before clipping"
-                )
-        return found
 
     # --- the step -------------------------------------------------------------------
 
@@ -294,94 +285,33 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """GradScaler asks before it looks at gradients."""
-        if self.overlap and self._bridge is not None:
-            raise RuntimeError("GradScaler needs overlap=False: see fusedpg's docs/optimizers.md")
+        self._mode.check_scaling()
         return True
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Optimizer's constructor would set it."""
 
-    def _accumulated(self, param: torch.Tensor) -> None:
-        grad = param.grad
-        if self._bridge is not None or type(grad) is not torch.Tensor:
-            return
-        if grad.layout == torch.strided:
-            param.grad = ShardedGrad(param, self._context, unreduced=laid_out(grad, param))
-            self._context.changed()
-
     def reduce_gradients(self) -> None:
         """Manual mode: reduces ``p.grad`` over ranks now instead of in ``step()``.
 
         Clipping, norms and GradScaler do this by themselves. Collective.
         """
-        self._check_attached()
-        gradients, used = self._local_gradients()
-        # What has been reduced and has not changed since need not go again.
-        some = torch.tensor(float(any(used)))
-        dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._group)
-        if not some or not gradients:
-            return
-        self._stepped = False
-        for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
-            members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
-            flags = self._flags([used[i] for i in members])
-            self._start_reduction([gradients[i] for i in members], flags, self._shadow)
-        self._wait()
+        self._check_ready()
+        reduce_gradients(self)
 
-    def _reduce_for_gradient(self) -> None:
-        """The reduction that somebody's question about one gradient needs."""
-        if self._bridge is not None:
-            raise RuntimeError(unsynchronised("asked for"))
-        without = [(name, p) for name, p in self._named_parameters() if p.grad is None]
-        self.reduce_gradients()
-        for name, param in without:
-            if param.grad is not None:
-                # The caller has a list of gradients in which this one is missing.
-                raise RuntimeError(
-                    f"parameter {name} was used on other ranks only; call "
-                    "optimizer.reduce_gradients() before clipping or unscaling"
-                )
+    def _check_ready(self) -> None:
+        self._mode.check()
+        if not self._looked:
+            for name, param in self._named_parameters():
+                refuse_sharded(param, f"parameter {name}")
+            self._looked = True
 
-    def _flags(self, used: list[bool]) -> torch.Tensor | None:
-        """Whether this rank used parameters, as operations take it."""
-        device = self._device()
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A graph does the same at every launch, so all ranks must have all gradients.
-            if not all(used):
-                raise RuntimeError("a parameter has no gradient: a CUDA graph needs all of them")
-            return None
-        return torch.tensor(used, dtype=torch.uint8, device=device)
-
-    def _frozen_with_gradient(self) -> set[torch.Tensor]:
-        """Who freezes a parameter does it on all ranks; a gradient that one has still counts."""
-        frozen = [p for _, p in self._named_parameters() if not p.requires_grad]
-        mine = [param.grad is not None for param in frozen]
-        device = self._device()
-        if frozen and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            anywhere = torch.tensor(mine, dtype=torch.uint8, device=device)
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
-            mine = anywhere.tolist()
-        return {param for param, has in zip(frozen, mine, strict=True) if has}
-
-    def _local_gradients(self) -> tuple[list[Gradient], list[bool]]:
-        """Manual mode: this rank's gradients, and which of them it has."""
-        gradients, used = [], []
-        left = self._frozen_with_gradient()
-        for _, param in self._named_parameters():
-            grad: Any = param.grad
-            if not param.requires_grad and param not in left:
-                continue
-            earlier = grad if isinstance(grad, ShardedGrad) else None
-            if earlier is not None:
-                grad = earlier.unreduced()
-            if grad is not None and grad.layout != torch.strided:
-                raise RuntimeError("fused optimizers do not take sparse gradients")
-            used.append(grad is not None)
-            # A peer may have a gradient where this rank has none.
-            grad = torch.zeros_like(param) if grad is None else laid_out(grad, param)
-            gradients.append(Gradient(param, grad, grad, earlier))
-        return gradients, used
+    def _check_shared(self, params: list[torch.Tensor] | None = None) -> None:
+        """Before a step of some parameters, or of all."""
+        if self._parameters.shared:
+            few = ((f"of shape {tuple(param.shape)}", param) for param in params or ())
+            self._parameters.check(self._named_parameters() if params is None else few)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -396,84 +326,22 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
                 cannot do.
             torch.distributed.DistBackendError: when ranks disagree or a rank fails.
         """
-        self._check_attached()
+        self._check_ready()
         loss = None
         if self._initialises():
             return loss
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._bridge is None and not self._shadow:
-            Join.notify_join_context(self)
-        if self._parameters.shared:
-            self._parameters.check(self._named_parameters())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if self.overlap and self._bridge is not None:
-            self._commit(scale, found_inf)
-        elif self._bridge is None and self._max_grad_norm is None and self._all_local():
-            self._step_on_local(scale, found_inf)
-        else:
-            if self._bridge is None:
-                self.reduce_gradients()
-            self._step_on_reduced(scale, found_inf)
+        self._mode.step(self, scale, found_inf)
         self._stepped = True
         return loss
-
-    def _step_on_local(self, scale: Any, found_inf: Any) -> None:
-        """Manual mode: everything is one operation."""
-        params, grads = self._unreduced() or ([], [])
-        used = [True] * len(params)
-        if not params:
-            gradients, used = self._local_gradients()
-            params = [gradient.param for gradient in gradients]
-            grads = [gradient.local for gradient in gradients]
-        if params:
-            for work in self._fused_step(
-                params,
-                grads,
-                used=self._flags(used),
-                grad_scale=_scalar(scale),
-                found_inf=_scalar(found_inf),
-                **self._reduction(self._shadow),
-            ):
-                work.wait()
-
-    def _step_on_reduced(self, scale: Any, found_inf: Any) -> None:
-        """Update and all-gather of what the hook has reduced."""
-        self._wait()
-        self._check_finished()
-        params, slices = self._reduced_slices()
-        if not params:
-            return
-        if self._bridge is None and scale is None and found_inf is not None:
-            # unscale_() looked at this rank's gradients, before they were reduced.
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
-        # Tensors, so that a GPU need not be waited for.
-        factor: Any = None if scale is None else scale.detach().double().reshape(())
-        if self._max_grad_norm is not None:
-            norm = self._context.total_norm(2.0)
-            norm = norm if factor is None else norm / factor
-            clip = ((norm + 1e-6) / self._max_grad_norm).clamp(min=1.0)
-            factor = clip if factor is None else factor * clip
-        double = [factor is not None and param.dtype == torch.float64 for param in params]
-        for wide in sorted(set(double)):
-            mine = [i for i, one in enumerate(double) if one == wide]
-            for work in self._fused_step(
-                [params[i] for i in mine],
-                # The operation's scale is float32, which is too coarse for float64.
-                [slices[i] / factor if wide else slices[i] for i in mine],
-                reduced=True,
-                grad_scale=None if wide else _scalar(factor),
-                found_inf=_scalar(found_inf),
-            ):
-                work.wait()
 
     def _shadow_step(self) -> None:
         """A step for which this rank has no data."""
         self._shadow = True
         try:
-            if self._bridge is None:
-                self._drop_gradients()
             self.step()
         finally:
             self._shadow = False
@@ -481,8 +349,7 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        for _, param in self._named_parameters():
-            param.grad = None
+        load_extension().set_gradients(self._all_parameters(), None)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -495,21 +362,15 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
             The norm before, a float32 scalar (float64 with float64 parameters), the same on all
             ranks.
         """
-        self._check_attached()
-        if self.overlap and self._bridge is not None:
-            raise RuntimeError("clipping needs overlap=False")
-        if self._bridge is None:
-            self.reduce_gradients()
+        self._check_ready()
+        self._mode.prepare_clipping(self)
         self._wait()
         total = self._context.total_norm(float(norm_type))
         factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
         # Multiplying by one changes nothing; only a GPU's answer is not worth waiting for.
         if total.device.type != "cpu" or factor != 1:
-            slices = [grad.local() for grad in self._sharded_grads()]
-            if slices:
-                torch._foreach_mul_(slices, factor)
-            self._context.changed()
-        wide = any(param.dtype == torch.float64 for _, param in self._named_parameters())
+            self._context.scale(factor)
+        wide = torch.float64 in load_extension().dtypes_of(self._all_parameters())
         return total if wide else total.float()
 
     # --- uneven inputs ------------------------------------------------------------------
@@ -525,7 +386,3 @@ class FusedOptimizer(UpdatesInBackward, WholeState, Joinable):
     @property
     def join_process_group(self) -> Any:
         return self._group
-
-
-def _scalar(value: Any) -> torch.Tensor | None:
-    return None if value is None else value.detach().float().reshape(())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +54,8 @@ class Bucket:
         self.address = address
         self.params, self.numbers, self.views = params, numbers, views
         self.owner = weakref.ref(owner)
+        self.slices: list[torch.Tensor] | None = None  # of the views, this rank's
+        self.grads: list[ShardedGrad] = []  # what stood in p.grad after the pass before
 
 
 class Bridge:
@@ -203,9 +206,16 @@ class Bridge:
         ddp = self._ddp()
         return ddp is not None and _torch.divides_by_active(ddp)
 
-    def unfinished(self) -> set[torch.Tensor]:
-        """Parameters whose gradients DDP has not reduced yet, because it waits for others."""
-        return {self._params[number] for number in self._watch.unfinished()}
+    def check_finished(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises for one whose gradient DDP has not reduced yet, because it waits for others."""
+        waiting = {self._params[number] for number in self._watch.unfinished()}
+        for name, param in params if waiting else ():
+            if param in waiting:
+                raise RuntimeError(
+                    f"the gradient of parameter {name} was never reduced over ranks: DDP still "
+                    "waits for those of other parameters. Unused parameters need "
+                    "find_unused_parameters=True"
+                )
 
     # --- DDP's states -------------------------------------------------------------------
 
@@ -246,7 +256,7 @@ class Bridge:
         self._watch.armed = False
         self._watch.finish()
         for optimizer in list(self._optimizers):
-            optimizer._backward_done()
+            optimizer._mode.backward_done(optimizer)
 
     # --- gradients in whose place DDP has put memory of a bucket ----------------------------
 
@@ -337,7 +347,7 @@ class Bridge:
         used = None
         if ddp.find_unused_parameters or ddp.static_graph:
             used = torch.ones(len(params), dtype=torch.uint8, device=buffer.device)
-        owner._bucket_ready(known, taken, used)
+        owner._mode.bucket_ready(owner, known, taken, used)
         return True
 
     def _reduce_each(
@@ -380,7 +390,7 @@ class Bridge:
             if ddp.find_unused_parameters or ddp.static_graph:
                 flags = [gradient.used for gradient in gradients]
                 used = torch.tensor(flags, dtype=torch.uint8, device=buffer.device)
-            owner._gradients_ready(gradients, used, shadow)
+            owner._mode.gradients_ready(owner, gradients, used, shadow)
         # There may be fewer buckets now.
         last = bucket.index() if bucket.is_last() else len(self._params)
         for index in [i for i in self._buckets if i == bucket.index() or i > last]:
@@ -466,6 +476,35 @@ class Bridge:
                 param.grad.copy_(grad)
 
 
+def check_ddp(ddp: Any) -> None:
+    """Raises TypeError, saying what to write, unless ``ddp`` is a DistributedDataParallel."""
+    if isinstance(ddp, DistributedDataParallel):
+        return
+    found = f"ddp= takes a DistributedDataParallel, got {type(ddp).__name__}"
+    if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
+        raise TypeError(
+            f"{found}: with model = torch.compile(DistributedDataParallel(...)) pass the inner one "
+            "(ddp=model._orig_mod)"
+        )
+    if isinstance(ddp, (list, tuple)):
+        raise TypeError(
+            f"{found}: make one optimizer for each, with its parameters, or put the modules into "
+            "one nn.ModuleDict and that into one DistributedDataParallel"
+        )
+    if any("FSDP" in base.__name__ or "FullySharded" in base.__name__ for base in type(ddp).mro()):
+        raise TypeError(
+            f"{found}: FSDP has sharded its parameters already. Wrap the model by "
+            "ddp = DistributedDataParallel(model) instead of fully_shard(model), or keep FSDP and "
+            "torch's optimizer"
+        )
+    if isinstance(ddp, nn.Module):
+        raise TypeError(
+            f"{found}: write ddp = DistributedDataParallel(model), call ddp(x) in training and "
+            "pass ddp=ddp; or leave ddp= out to train the bare module without DDP"
+        )
+    raise TypeError(found)
+
+
 def _arms(ddp: DistributedDataParallel) -> bool:
     """Whether a forward arms the reducer now."""
     return torch.is_grad_enabled() and ddp.require_backward_grad_sync
@@ -482,11 +521,4 @@ def unsynchronised(name: str) -> str:
         "another backward accumulates (under no_sync(), through ddp.module, over a retained graph) "
         "is reduced with the next one; parameters that were frozen when DDP was made, that it was "
         "told to ignore, or that belong to two DistributedDataParallel modules never are"
-    )
-
-
-def unfinished(name: str) -> str:
-    return (
-        f"the gradient of parameter {name} was never reduced over ranks: DDP still waits for those "
-        "of other parameters. Unused parameters need find_unused_parameters=True"
     )

@@ -28,7 +28,7 @@ def to_slices(optimizer: Any, state_dict: dict[str, Any], blanks: bool) -> None:
         blanks: also state that was made before a step, for a checkpoint to be loaded into.
     """
     optimizer._check_blanks()
-    optimizer._check_layouts(param for param, _ in _params(optimizer))
+    optimizer._check_layouts(optimizer._all_parameters())
     for number, (param, group) in enumerate(_params(optimizer)):
         state = state_dict["state"].get(number)
         if state is None:
@@ -138,7 +138,7 @@ def gather(
         cpu: copies are on the CPU.
         copies: or the state itself and views of it, where no rank has a part.
     """
-    optimizer._check_layouts(param for param, _ in _params(optimizer))
+    optimizer._check_layouts(optimizer._all_parameters())
     optimizer._check_blanks()
     if copies:
         _check_agreement(optimizer)

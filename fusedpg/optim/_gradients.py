@@ -9,10 +9,9 @@ all ranks' slices; anything else raises.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,82 +22,6 @@ from fusedpg.optim._torch import called_by_engine, clips_by_default, in_backward
 aten = torch.ops.aten
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the optimizer. Gradients must not keep it alive: it has the parameters, they
-    have the gradients, and Python's garbage collector does not see ``p.grad``."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = reference()
-        if found is None:
-            raise RuntimeError(
-                "the fused optimizer that has reduced this gradient is gone: call zero_grad()"
-            )
-        return found(*args)
-
-    return call
-
-
-class Reduced(NamedTuple):
-    """A bucket, reduced."""
-
-    slices: list[torch.Tensor]
-    grads: list[ShardedGrad]
-
-
-class Collected(NamedTuple):
-    """All gradients of an optimizer, every parameter having one."""
-
-    params: list[torch.Tensor]
-    grads: list[Any]
-    slices: list[torch.Tensor]
-
-
-class Lists:
-    """An optimizer's lists of the pass before, for the next one: true as long as gradients refer to
-    the same slices. Without them there would be Python for every parameter."""
-
-    def __init__(self) -> None:
-        self._reduced: weakref.WeakKeyDictionary[Any, Reduced] = weakref.WeakKeyDictionary()
-        self._collected: Collected | None = None
-
-    def drop(self) -> None:
-        self._reduced.clear()
-        self._collected = None
-
-    def slices(self, bucket: Any) -> list[torch.Tensor] | None:
-        """This rank's slices of a bucket's memory, if they are known."""
-        known = self._reduced.get(bucket)
-        return None if known is None else known.slices
-
-    def placeholders(
-        self, bucket: Any, slices: list[torch.Tensor], context: GradContext
-    ) -> list[ShardedGrad]:
-        """What stands in ``p.grad`` when a bucket is reduced: the objects of the pass before,
-        unless somebody has kept or changed one."""
-        known = self._reduced.get(bucket)
-        held = self._collected.grads if self._collected else []
-        if known is None or not load_extension().only_here(known.grads, held):
-            pairs = zip(bucket.params, slices, strict=True)
-            grads = [ShardedGrad(param, context, reduced=local) for param, local in pairs]
-            known = self._reduced[bucket] = Reduced(slices, grads)
-        return known.grads
-
-    def collected(self, params: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The slices of all gradients, if they are those of the step before."""
-        known, extension = self._collected, load_extension()
-        if (
-            known is None
-            or not extension.same_objects(known.params, params)
-            or not extension.have_gradients(params, known.grads)
-        ):
-            return None
-        return known.slices
-
-    def collect(self, found: Collected | None) -> None:
-        self._collected = found
-
-
 class GradContext:
     """What the gradients of one optimizer share: their group, their norms, their reduction.
 
@@ -106,30 +29,45 @@ class GradContext:
     computes those of all gradients, in one collective. Every rank must ask.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        gradients: Callable[[], list[ShardedGrad]],
-        reduce: Callable[[], None],
-        rebound: Callable[[torch.Tensor, ShardedGrad | SpentGrad, torch.Tensor], None],
-        manual: Callable[[], bool],
-        lists: Lists,
-    ) -> None:
-        self.group = group
-        self._lists = weakref.ref(lists)  # it has gradients, see above
-        self.manual = _weakly(manual)  # nobody has told the optimizer of a DDP
-        self.reduce = _weakly(reduce)  # everything that is not reduced yet
-        self.rebound = _weakly(rebound)  # DDP has put other memory in the place of a gradient
-        self._gradients = _weakly(gradients)
+    def __init__(self, optimizer: Any) -> None:
+        self.group: dist.ProcessGroup = optimizer._group
+        # Gradients must not keep it alive: it has the parameters, they have the gradients, and
+        # Python's garbage collector does not see ``p.grad``.
+        self._reference = weakref.ref(optimizer)
         # By order: all norms, and by the id of a gradient, once somebody asks for one.
         self._known: dict[float, tuple[list[ShardedGrad], list[int], torch.Tensor]] = {}
         self._each: dict[float, dict[int, tuple[int, torch.Tensor]]] = {}
 
-    def moved(self) -> None:
-        """Gradients refer to other slices now."""
-        lists = self._lists()
-        if lists is not None:
-            lists.drop()
+    def optimizer(self) -> Any:
+        found = self._reference()
+        if found is None:
+            raise RuntimeError(
+                "the fused optimizer that has reduced this gradient is gone: call zero_grad()"
+            )
+        return found
+
+    def manual(self) -> bool:
+        """Nobody has told the optimizer of a DDP."""
+        return bool(self.optimizer()._mode.manual)
+
+    def reduce(self) -> None:
+        """Everything that is not reduced yet."""
+        optimizer = self.optimizer()
+        optimizer._mode.reduce_asked(optimizer)
+
+    def gradients(self) -> list[ShardedGrad]:
+        """All gradients, for questions about all of them."""
+        optimizer = self.optimizer()
+        quickly = load_extension().gradients_of(optimizer._all_parameters(), ShardedGrad)
+        if quickly is not None:
+            return quickly
+        found = []
+        for name, param in optimizer._named_parameters():
+            if isinstance(param.grad, ShardedGrad):
+                found.append(param.grad)
+            elif param.grad is not None:
+                raise RuntimeError(optimizer._mode.not_reduced(name))
+        return found
 
     def changed(self) -> None:
         """Gradients have other values now."""
@@ -148,27 +86,37 @@ class GradContext:
         return None if known is None else known[1]
 
     def _all_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
-        gradients = self._gradients()
+        extension = load_extension()
+        gradients = self.gradients()
+        slices = _slices(gradients)
         if order in self._known:
             known, versions, each = self._known[order]
             # Somebody may have dropped gradients, or written to their slices.
-            same = len(known) == len(gradients) and all(map(operator.is_, known, gradients))
-            if same and versions == [gradient.version() for gradient in gradients]:
+            same = slices is not None and extension.same_objects(known, gradients)
+            if same and versions == extension.versions_of(slices):
                 return known, each
             self.changed()
-        if any(gradient.unreduced() is not None for gradient in gradients):
-            self.reduce()
-            gradients = self._gradients()
-        slices = [gradient.local() for gradient in gradients]
+        if slices is None:
+            if any(gradient.unreduced() is not None for gradient in gradients):
+                self.reduce()
+                gradients = self.gradients()
+            slices = _slices(gradients) or [gradient.local() for gradient in gradients]
         each = norms(slices, order, self.group)
-        self._known[order] = gradients, [one._version for one in slices], each
+        self._known[order] = gradients, extension.versions_of(slices), each
         return gradients, each
 
     def norms_of(self, gradients: Sequence[ShardedGrad], order: float) -> torch.Tensor | None:
         """The norms of a list of gradients if it is that of all of them, float64."""
         everything, each = self._all_norms(order)
-        same = len(everything) == len(gradients) and all(map(operator.is_, everything, gradients))
-        return each if same else None
+        return each if load_extension().same_objects(everything, list(gradients)) else None
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiplies all gradients, which are reduced."""
+        gradients = self.gradients()
+        slices = _slices(gradients) or [gradient.local() for gradient in gradients]
+        if slices:
+            torch._foreach_mul_(slices, factor)
+        self.changed()
 
     def total_norm(self, order: float) -> torch.Tensor:
         """The norm of all gradients together, float64."""
@@ -176,6 +124,12 @@ class GradContext:
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
         return torch.linalg.vector_norm(each, order)
+
+
+def _slices(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
+    """If all of them are reduced."""
+    found = load_extension().reduced_slices(list(gradients), ShardedGrad)
+    return None if found is None else found[0]
 
 
 def norms(
@@ -237,7 +191,9 @@ class _Gradient(torch.Tensor):
         """DDP copies the gradient, and may put the copy into its place."""
         param = self._param()
         if param is not None and param.grad is self:
-            self._context.rebound(param, self, memory)
+            bridge = self._context.optimizer()._mode.bridge
+            if bridge is not None:
+                bridge.rebound(param, self, memory)
 
     # What would go past __torch_dispatch__.
 
@@ -312,7 +268,6 @@ class ShardedGrad(_Gradient):
 
     def add_reduced(self, local: torch.Tensor | None) -> None:
         """Adds the slice that a further reduction has given, if any rank had a gradient."""
-        self._context.moved()
         if self._slice is None:
             self._slice = local
         elif local is not None:
@@ -322,18 +277,15 @@ class ShardedGrad(_Gradient):
     def keep(self) -> None:
         """The bucket that the slice lies in is about to be written again."""
         if self._slice is not None and not self._kept:
-            self._context.moved()
             self._slice = self._slice.clone()
             self._kept = True
 
     def set_unreduced(self, grad: torch.Tensor) -> None:
         self.keep()
         self._unreduced = grad
-        self._context.moved()
         self._context.changed()
 
     def _accumulate(self, new: torch.Tensor) -> None:
-        self._context.moved()
         if self._unreduced is not None:
             self._unreduced += new
             return
@@ -402,11 +354,11 @@ def _norm(grad: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torc
 
 def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
     first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
-    wanted = dtype or first.dtype
-    if all(type(grad) is ShardedGrad and (dtype or grad.dtype) == wanted for grad in grads):
+    alike = dtype is not None or len(load_extension().dtypes_of(grads)) == 1
+    if alike and set(map(type, grads)) == {ShardedGrad}:
         each = first._context.norms_of(grads, float(ord))
         if each is not None:
-            return list(each.to(wanted, copy=True).unbind())
+            return list(each.to(dtype or first.dtype, copy=True).unbind())
     # torch's clipping asks for all gradients of a model together, of which some may be torch's own
     # optimizer's.
     norm = torch.linalg.vector_norm if clips_by_default() else _vector_norm
@@ -443,7 +395,6 @@ def _zero_(grad: Any) -> Any:
     else:
         grad._slice.zero_()
         grad._unreduced = None
-        grad._context.moved()
     grad._context.changed()
     return grad
 
@@ -451,15 +402,16 @@ def _zero_(grad: Any) -> Any:
 def _foreach_mul_(grads: Any, other: Any) -> None:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(torch.Tensor.mul_)
-    parts, contexts = [], {}
-    for grad in grads:
+    found = load_extension().reduced_slices(grads, ShardedGrad)
+    parts, contexts = found or ([], [])
+    for grad in grads if found is None else ():
         if type(grad) is ShardedGrad:
-            contexts[id(grad._context)] = grad._context
+            contexts += [grad._context] if grad._context not in contexts else []
             parts += [part for part in (grad._slice, grad._unreduced) if part is not None]
         else:
             parts.append(grad)
     torch._foreach_mul_(parts, other)
-    for context in contexts.values():
+    for context in contexts:
         context.changed()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
 from fusedpg.optim import _checkpoint, _torch
-from fusedpg.optim._bridge import Bridge
+from fusedpg.optim._gradients import GradContext
+from fusedpg.optim._modes import Mode
 from fusedpg.optim._parameters import Parameters, bytes_of, is_dense, refuse_sharded, same_order
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -92,7 +93,9 @@ class ShardedState(Optimizer):
     _group: dist.ProcessGroup
     _rank: int
     _world_size: int
-    _bridge: Bridge | None
+    _mode: Mode
+    _in_flight: list[Callable[[], None]]  # what ends operations under way
+    _context: GradContext
     _parameters: Parameters
     _master_dtype: torch.dtype | None
     _group_of: Numbers  # number of the group of a parameter
@@ -100,22 +103,15 @@ class ShardedState(Optimizer):
     _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
     _blank: dict[torch.Tensor, int]  # state that was made before a step; versions of it
 
-    _detached = False
-
-    def _is_manual(self) -> bool:
-        """Nobody has told the optimizer of a DDP."""
-        return self._bridge is None and not self._detached
-
     def _wait(self) -> None:
-        """For work under way that changes parameters or state."""
-        raise NotImplementedError
-
-    def _end_before_loading(self) -> None:
-        """As above, or an error: state is going to be replaced."""
-        raise NotImplementedError
-
-    def _watch(self, param: torch.Tensor) -> None:
-        """Called for every new parameter."""
+        """For work under way that changes gradients, parameters or state."""
+        in_flight, self._in_flight = self._in_flight, []
+        for finish in in_flight:
+            finish()
+        if self._mode.bridge is not None:
+            self._mode.bridge.restore()
+        if in_flight:
+            self._context.changed()
 
     # --- what subclasses say ------------------------------------------------------
 
@@ -166,19 +162,14 @@ class ShardedState(Optimizer):
             for param in params:
                 self._check_param(param)
             self._number_groups(added=params)
-            if self._bridge is not None:
-                self._bridge.add(self, params)
+            self._mode.add(self, params)
         except BaseException:
             self.param_groups.pop()
             raise
-        if self._is_manual():
-            with torch.no_grad():
-                for param in params:
-                    dist.broadcast(param.data, group=self._group, group_src=0)
         self._parameters.adopt(params)
+        self._mode.watch(self, params)
         for param in params:
             self._layouts[param] = param.stride()
-            self._watch(param)
             if self.param_groups[-1].get("capturable"):
                 # What a graph made would be made again by every launch of it.
                 self._blank_state(param)
@@ -232,6 +223,10 @@ class ShardedState(Optimizer):
         """This rank's slice of a tensor laid out as the parameter ``like``: a view."""
         offset, length = self._shard(like)
         return tensor.detach().as_strided([length], [1], tensor.storage_offset() + offset)
+
+    def _owned_slices(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of tensors laid out as their parameters."""
+        return load_extension().owned_slices(tensors, self._world_size, self._rank)
 
     def _has_master(self, param: torch.Tensor) -> bool:
         return self._master_dtype is not None and param.dtype in _HALF
@@ -353,9 +348,10 @@ class ShardedState(Optimizer):
             self._blank_state(param)
         return True
 
-    def _check_layouts(self, params: Iterable[torch.Tensor]) -> None:
+    def _check_layouts(self, params: list[torch.Tensor]) -> None:
         """Slices are ranges of memory: they do not survive ``model.to(memory_format=...)``."""
-        for param in params:
+        usual = load_extension().have_layouts(params, self._layouts)
+        for param in () if usual else params:
             if param.stride() != self._layouts.get(param):
                 self._adapt_layout(param)
 
@@ -394,7 +390,10 @@ class ShardedState(Optimizer):
         dist.barrier(group=self._group)
         yield
         dist.barrier(group=self._group)
-        self._parameters.accept(p for group in self.param_groups for p in group["params"])
+        self._parameters.accept(self._all_parameters())
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, group in enumerate(self.param_groups):
@@ -416,7 +415,8 @@ class ShardedState(Optimizer):
             ValueError: for slices of another rank or world size, or groups that do not match.
             RuntimeError: with ``overlap=True`` between backward and ``step()``.
         """
-        self._end_before_loading()
+        self._mode.end_before_loading()
+        self._wait()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -447,7 +447,7 @@ class ShardedState(Optimizer):
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes on this rank: ``parameters``, ``state``, and ``unsharded_state`` of torch."""
-        params = [p for _, p in self._named_parameters()]
+        params = self._all_parameters()
         held = whole = 0
         for param in params:
             for value in self.state.get(param, {}).values():

@@ -97,7 +97,7 @@ class WholeState(ShardedState):
         return self._build(lambda state_dict: state_dict.update(state=state))
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        params = [param for _, param in self._named_parameters()]
+        params = self._all_parameters()
         state = [
             (value, value._version)
             for param in params

@@ -8,44 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg.optim._arguments import split
 from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim._documentation import documented
 from fusedpg.optim._options import check_options
 
 
 class _AdamBase(FusedOptimizer):
-    def __init__(
-        self,
-        params: Any,
-        lr: float | torch.Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        amsgrad: bool,
-        *,
-        decoupled_weight_decay: bool,
-        maximize: bool,
-        foreach: bool | None,
-        capturable: bool,
-        differentiable: bool,
-        fused: bool | None,
-        **options: Any,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, **options)
-
     _slices = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     # As torch's.
     _group_defaults: ClassVar[dict[str, Any]] = {
@@ -109,27 +78,7 @@ class Adam(_AdamBase):
         reduce: str = "mean",
         share_parameters: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            ddp=ddp,
-            process_group=process_group,
-            overlap=overlap,
-            max_grad_norm=max_grad_norm,
-            master_dtype=master_dtype,
-            reduce=reduce,
-            share_parameters=share_parameters,
-        )
+        super().__init__(**split(locals()))
 
     _op = "fused_adam_"
 
@@ -164,27 +113,7 @@ class AdamW(_AdamBase):
         reduce: str = "mean",
         share_parameters: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=True,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            ddp=ddp,
-            process_group=process_group,
-            overlap=overlap,
-            max_grad_norm=max_grad_norm,
-            master_dtype=master_dtype,
-            reduce=reduce,
-            share_parameters=share_parameters,
-        )
+        super().__init__(**split(locals(), decoupled_weight_decay=True))
 
     _op = "fused_adamw_"
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg.optim._arguments import split
 from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim._documentation import documented
 from fusedpg.optim._options import check_options
@@ -54,30 +55,7 @@ class LAMB(FusedOptimizer):
         reduce: str = "mean",
         share_parameters: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(
-            params,
-            defaults,
-            ddp=ddp,
-            process_group=process_group,
-            overlap=overlap,
-            max_grad_norm=max_grad_norm,
-            master_dtype=master_dtype,
-            reduce=reduce,
-            share_parameters=share_parameters,
-        )
+        super().__init__(**split(locals()))
 
     _op = "fused_lamb_"
     _slices = ("exp_avg", "exp_avg_sq")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg.optim._arguments import split
 from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim._documentation import documented
 from fusedpg.optim._options import check_options
@@ -42,28 +43,7 @@ class SGD(FusedOptimizer):
         reduce: str = "mean",
         share_parameters: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(
-            params,
-            defaults,
-            ddp=ddp,
-            process_group=process_group,
-            overlap=overlap,
-            max_grad_norm=max_grad_norm,
-            master_dtype=master_dtype,
-            reduce=reduce,
-            share_parameters=share_parameters,
-        )
+        super().__init__(**split(locals()))
 
     _op = "fused_sgd_"
 

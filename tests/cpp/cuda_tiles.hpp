@@ -117,7 +117,7 @@ struct Cut {
   std::vector<uint64_t> counts;
   int rank = 0;
   int size = 1;
-  std::vector<Piece> pieces;
+  std::vector<ShardPiece> pieces;
   std::vector<Tile> tiles;
   uint64_t block = 0;
 
@@ -156,7 +156,7 @@ struct Cut {
         block};
   }
   // Elements of a piece that this rank has.
-  uint64_t valid(const Piece& piece) const {
+  uint64_t valid(const ShardPiece& piece) const {
     const auto length = static_cast<uint64_t>(slice(piece.tensor).length);
     return length <= piece.begin ? 0
                                  : std::min(piece.length, length - piece.begin);

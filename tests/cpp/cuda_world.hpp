@@ -107,7 +107,7 @@ inline std::vector<double> update_on_cpu(
     bool to_block,
     World& world) {
   std::vector<double> sums(2 * cut.counts.size());
-  for (const Piece& piece : cut.pieces) {
+  for (const ShardPiece& piece : cut.pieces) {
     World::Tensor& tensor = world.tensors[piece.tensor];
     const TensorScalars& s = scalars[piece.tensor];
     const auto first =

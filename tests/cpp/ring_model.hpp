@@ -12,7 +12,8 @@
 
 // What NCCL's primitives do between neighbours of a ring, on CPU threads: steps
 // of a cyclic buffer, slices, credits, and each protocol's way to say that data
-// are there.
+// are there. Files and lines are those of src/device of NCCL 2.30.7. What is not
+// modelled is said in patches/nccl/README.md.
 namespace fusedpg::test {
 
 enum class Protocol { kSimple, kLL, kLL128 };
@@ -37,7 +38,7 @@ struct RingShape {
 // From a rank to the next one, for one channel.
 class RingFifo {
  public:
-  static constexpr uint64_t kSteps = 8;
+  static constexpr uint64_t kSteps = 8; // NCCL_STEPS
 
   explicit RingFifo(const RingShape& shape)
       : shape_(shape),
@@ -47,7 +48,9 @@ class RingFifo {
       words_[i] = 0;
     }
   }
-  // The producer's next slice; waits for room.
+  // The producer's next slice; waits for room: waitPeer (prims_simple.h:107),
+  // waitSend (prims_ll.h:76, prims_ll128.h:73). Room is asked for, and a step
+  // taken, also where there is nothing to send.
   void put(const char* data, size_t bytes) {
     const auto steps = static_cast<uint64_t>(shape_.steps_of_slice());
     wait([&] { return taken_.load() + kSteps >= put_ + steps; });
@@ -60,11 +63,11 @@ class RingFifo {
         case Protocol::kSimple:
           slot[i].store(word, std::memory_order_relaxed);
           break;
-        case Protocol::kLL: // 4 bytes and their flag at once, twice
+        case Protocol::kLL: // 4 bytes and their flag (prims_ll.h:59), twice
           slot[2 * i].store(flag << 32 | (word & 0xffffffff));
           slot[2 * i + 1].store(flag << 32 | word >> 32);
           break;
-        case Protocol::kLL128: // a flag behind 15 words
+        case Protocol::kLL128: // a flag behind 15 words (prims_ll128.h:279)
           slot[i / 15 * 16 + i % 15].store(word, std::memory_order_relaxed);
           if (i % 15 == 14 || 8 * (i + 1) >= bytes) {
             slot[i / 15 * 16 + 15].store(flag, std::memory_order_release);
@@ -73,6 +76,7 @@ class RingFifo {
     }
     sent += bytes;
     put_ += steps;
+    // postPeer (prims_simple.h:165)
     posted_.store(put_, std::memory_order_release);
   }
   // The consumer's next slice; waits for it.
@@ -187,13 +191,20 @@ class RingPrims {
       bool sends) {
     const size_t size = dtype_size(type_);
     CHECK(count >= 0 && size_t(count) * size <= shape_.chunk_bytes);
+    // Simple: multiples of 16 elements, and not too small ones, so that the
+    // last slices may have none (prims_simple.h:183). The others take a chunk at
+    // once (prims_ll.h:245, prims_ll128.h:297).
     const auto slices = static_cast<size_t>(shape_.slices());
-    // Whole vectors of 16 bytes; the last slices may have none.
-    const size_t vectors = (size_t(count) * size + 15) / 16;
-    const size_t slice = (vectors + slices - 1) / slices * 16 / size;
-    for (size_t k = 0; k < slices; ++k) {
-      const size_t first = std::min(k * slice, size_t(count));
-      const size_t n = std::min(slice, size_t(count) - first);
+    size_t slice = static_cast<size_t>(count);
+    if (shape_.protocol == Protocol::kSimple) {
+      const size_t whole = shape_.chunk_bytes / size / slices;
+      slice = std::max(
+          (size_t(count) + 16 * slices - 1) / (16 * slices) * 16, whole / 32);
+    }
+    size_t first = 0;
+    for (size_t k = 0; k < slices; ++k, first += slice) {
+      slice = std::min(slice, size_t(count) - first);
+      const size_t n = slice;
       data_.assign(n * size, 0);
       auto* data = reinterpret_cast<char*>(data_.data());
       if (receives) {
@@ -202,7 +213,7 @@ class RingPrims {
       if (source != nullptr && n != 0) {
         const char* mine = source + (from + first) * size;
         if (receives) {
-          // NCCL adds what has come to what is here.
+          // What has come is added to what is here (prims_ll.h:279).
           kernels::ReduceArgs sum;
           sum.dtype = type_;
           data_ = reference(sum, {mine, data}, n);

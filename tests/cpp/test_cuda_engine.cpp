@@ -1,5 +1,6 @@
 // The CUDA engine on the fake GPU.
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include "cuda_steps.hpp"
@@ -520,6 +521,12 @@ TEST(cuda_engine_libraries) {
   CHECK(load_nccl_api(second).has_windows());
   CHECK(!load_nccl_api(second).has_device_api());
   unlink(second.c_str());
+
+  // Beside torch's, whose symbols are global.
+  CHECK(dlopen(FUSEDPG_SECOND_NCCL_21900, RTLD_NOW | RTLD_GLOBAL) != nullptr);
+  if (!kSanitized) {
+    CHECK_EQ(load_nccl_api(FUSEDPG_SECOND_NCCL_22000).version, 22000);
+  }
 
   CHECK_THROWS(load_nccl_api("/none.so"), Error, "FUSEDPG_NCCL_LIB");
   CHECK_THROWS(load_nccl_api("libm.so.6"), Error, "without it");

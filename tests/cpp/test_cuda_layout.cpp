@@ -41,7 +41,7 @@ void check_tiles(const Layout& l, const ChunkLayout& c, size_t pieces_begin) {
   size_t tile = c.first_tile;
   const size_t end = c.first_tile + c.num_tiles;
   while (tile < end) {
-    const Piece& p = l.pieces[piece];
+    const ShardPiece& p = l.pieces[piece];
     CHECK_EQ(p.wire, wire); // packed
     CHECK(p.length > 0);
     CHECK_EQ(p.length % kAligned, 0u);
@@ -95,7 +95,7 @@ void check_chunks(const Layout& l, const Input& in) {
 // Pieces of a tensor: all of a shard, once, from its begin to its end.
 void check_pieces(const Layout& l, const Input& in) {
   std::vector<size_t> done(in.counts.size());
-  for (const Piece& p : l.pieces) {
+  for (const ShardPiece& p : l.pieces) {
     if (!CHECK(p.tensor < done.size())) {
       return;
     }

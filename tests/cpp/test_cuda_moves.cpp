@@ -64,7 +64,7 @@ TEST(cuda_tiles_pack_and_unpack) {
           const auto size = static_cast<uint64_t>(cut.size);
           Array wanted(type, size * cut.block, shift, 99);
           Array wire = wanted;
-          for (const Piece& piece : cut.pieces) {
+          for (const ShardPiece& piece : cut.pieces) {
             for (uint64_t i = 0; i < size * piece.length; ++i) {
               const uint64_t p = i / piece.length;
               const uint64_t k = i % piece.length;

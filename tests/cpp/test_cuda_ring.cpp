@@ -91,4 +91,17 @@ TEST(cuda_engine_chooses_a_ring) {
   CHECK_THROWS(make(bare), Error, "is not patched");
 }
 
+// A partial build, whose ring is kernels that do nothing.
+TEST(cuda_engine_refuses_an_empty_ring) {
+  const Clean clean("FUSEDPG_FAKE_PATCHED", "2");
+  EngineWith with;
+  with.settings.nccl = NcclChoice::kPatched;
+  on_threads(2, [&](int rank, Store& store) {
+    expect_error(
+        ErrorKind::kSystem,
+        {"wrong results for float16", "patches/nccl/README.md"},
+        [&] { GpuRank r(rank, 2, store, with); });
+  });
+}
+
 } // namespace fusedpg::test

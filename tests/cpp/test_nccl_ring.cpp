@@ -264,7 +264,7 @@ void check_training(
     std::memcpy(world.grads.pointer(), part.data(), part.size());
     update_on_cpu(
         cut, types, variant, training.scalars, false, true, true, world);
-    for (const Piece& piece : cut.pieces) {
+    for (const ShardPiece& piece : cut.pieces) {
       std::memcpy(
           part.data() + piece.wire * size,
           world.params_out.pointer(piece.wire),

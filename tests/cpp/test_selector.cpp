@@ -5,6 +5,7 @@
 #include "check.hpp"
 #include "collectives/selector.hpp"
 #include "cuda/launch.hpp"
+#include "cuda/layout.hpp"
 #include "cuda/selector.hpp"
 
 namespace {
@@ -189,6 +190,30 @@ TEST(selector_cuda_chunks) {
   CHECK_EQ(whole(false, false, GpuPath::kStock, DType::kBFloat16), never);
   CHECK_EQ(whole(true, true, GpuPath::kStock, DType::kBFloat16), never);
   CHECK_EQ(whole(true, false, GpuPath::kRing, DType::kBFloat16), never);
+}
+
+TEST(selector_cuda_chunk_bytes) {
+  struct Row {
+    cuda::ChunkConfig config;
+    size_t wanted;
+  };
+  const Row rows[] = {
+      {{0, 2, false}, kMiB},
+      {{1 << 10, 8, false}, kMiB},
+      {{1 << 20, 8, false}, 4 * kMiB}, // one chunk
+      {{25 << 20, 8, false}, 16 * kMiB}, // a bucket of DDP
+      {{25 << 20, 16, true}, 64 * kMiB},
+      {{size_t(250) << 20, 8, false}, 64 * kMiB},
+      {{size_t(2) << 30, 2, false}, 128 * kMiB},
+      {{size_t(2) << 30, 8, false}, 128 * kMiB},
+      {{size_t(2) << 30, 16, true}, 128 * kMiB},
+      {{size_t(1) << 40, 16, true}, 128 * kMiB}};
+  check_rows(rows, cuda::select_chunk_bytes);
+  // A step of 2 GiB is some 30 calls of NCCL. In chunks of 32 MiB it was 129.
+  const std::vector<size_t> counts(64, (size_t(1) << 24) + 8);
+  const size_t block = cuda::select_chunk_bytes(rows[7].config) / 2 / 8;
+  const auto layout = cuda::make_layout(counts, 8, block, ~size_t(0));
+  CHECK_EQ(2 * layout.chunks.size() + 1, 35u);
 }
 
 TEST(selector_cuda_zeros) {

@@ -166,6 +166,9 @@ inline Element reference_step(
   double g = gradient;
   double g_size = std::fabs(g);
   const auto decay_into_gradient = [&] {
+    if (h.weight_decay == 0) { // of an infinite parameter neither
+      return;
+    }
     g += h.weight_decay * theta;
     g_size += std::fabs(h.weight_decay * theta);
   };
@@ -198,7 +201,7 @@ inline Element reference_step(
       h.beta2 * v.value + (1 - h.beta2) * g_size * g_size};
   Sized second = v;
   if (h.amsgrad) {
-    now.state[2] = second.value > old.state[2].value ? second : old.state[2];
+    now.state[2] = second.value <= old.state[2].value ? old.state[2] : second;
     second = now.state[2];
   }
   const double m_hat = m.value / (1 - std::pow(h.beta1, step));
@@ -216,7 +219,7 @@ inline Element reference_step(
     return now;
   }
   const double decayed =
-      h.decoupled ? theta - h.lr * h.weight_decay * theta : theta;
+      h.decoupled ? theta * (1 - h.lr * h.weight_decay) : theta;
   now.param = {decayed - h.lr * ratio, std::fabs(theta) + h.lr * ratio_size};
   return now;
 }

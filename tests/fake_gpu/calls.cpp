@@ -159,6 +159,7 @@ void Calls::reset() {
   work_ = begun_ = ended_ = 0;
   mismatches = bad_handles = freed_written = 0;
   blocks_skipped = 0;
+  sticky = 0;
   read_environment();
 }
 

@@ -43,6 +43,8 @@ class Calls {
   void fill(Stats& stats);
   void reset();
 
+  // What every call of CUDA returns since a kernel has failed; nothing runs.
+  std::atomic<int> sticky{0};
   // Microseconds.
   std::atomic<uint32_t> delay{0};
   std::atomic<uint32_t> seed{1};

@@ -26,6 +26,11 @@ namespace {
 // For others to see kNcclInProgress at least once.
 constexpr std::chrono::microseconds kBackgroundDelay{500};
 
+// Since when a window without symmetric support is null, and when the end of a
+// communicator unmaps what was not deregistered.
+constexpr int kNullWindows = 22900;
+constexpr int kUnmapsWindows = 22907;
+
 // The device on which a job of a communicator runs.
 class OnDevice {
  public:
@@ -64,6 +69,14 @@ bool reached(const std::atomic<uint32_t>& a, uint32_t b) {
 
 } // namespace
 
+int nccl_version() {
+  return static_cast<int>(from_environment("FUSEDPG_FAKE_NCCL_VERSION", 22809));
+}
+
+bool symmetric_support() {
+  return from_environment("FUSEDPG_FAKE_NO_SYMMETRIC", 0) == 0;
+}
+
 Comm::Comm(const NcclUniqueId& id, int rank, int size, bool blocking)
     : rank(rank),
       size(size),
@@ -86,6 +99,7 @@ NcclResult Comm::perform(bool background, std::function<NcclResult()> job) {
   if (jobs_ == nullptr) {
     return kNcclInvalidUsage;
   }
+  calls().enter("ncclInProgress");
   state_ = kNcclInProgress;
   jobs_->push([this, job = std::move(job)] {
     current_device() = device_;
@@ -185,30 +199,45 @@ int Comm::enqueue(void* stream, std::function<void()> work, int device) {
   // the graph is destroyed.
   struct Token {
     const std::shared_ptr<Comm> comm;
-    explicit Token(std::shared_ptr<Comm> of) : comm(std::move(of)) {}
+    const int persistent;
+    Token(std::shared_ptr<Comm> of, int persistent)
+        : comm(std::move(of)),
+          persistent(persistent) {}
     Token(const Token&) = delete;
     ~Token() {
       const std::lock_guard<std::mutex> lock(comm->mutex_);
       --comm->outstanding_;
+      comm->persistent_ -= persistent;
       comm->changed_.notify_all();
     }
   };
+  cudaStreamCaptureStatus status{};
+  unsigned long long capture = 0;
+  if (const int error = streams().capture_info(stream, &status, &capture)) {
+    return error;
+  }
+  const int captured = status == cudaStreamCaptureStatusNone ? 0 : 1;
   std::unique_lock<std::mutex> lock(mutex_);
   ++outstanding_;
-  const auto token = std::make_shared<Token>(shared_from_this());
+  persistent_ += captured;
+  const auto token = std::make_shared<Token>(shared_from_this(), captured);
   lock.unlock();
   const std::lock_guard<std::mutex> order_lock(ordering_);
   return streams().enqueue(
       stream, [token, work = std::move(work)] { work(); }, device, &order_);
 }
 
-bool Comm::begin(Executed& executed, uint64_t bytes, uint64_t& sequence) {
+bool Comm::begin(
+    Executed& executed,
+    uint64_t bytes,
+    uint64_t& sequence,
+    bool direct) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (aborted_) {
+    if (aborted_ && !direct) {
       return false;
     }
-    ++running_;
+    running_ += direct ? 0 : 1;
     executed.sequence = sequence++;
   }
   executed.communicator = identity();
@@ -216,15 +245,17 @@ bool Comm::begin(Executed& executed, uint64_t bytes, uint64_t& sequence) {
   const int stall = calls().begin(executed, bytes);
   if (stall > 0) {
     const Deadline until{std::chrono::milliseconds(stall)};
-    segment_->wait([&] { return until.expired(); }, [this] { return gone(); });
+    segment_->wait(
+        [&] { return until.expired(); },
+        [this, direct] { return gone() && !direct; });
   }
   return true;
 }
 
-void Comm::end() {
+void Comm::end(bool direct) {
   calls().end();
   const std::lock_guard<std::mutex> lock(mutex_);
-  --running_;
+  running_ -= direct ? 0 : 1;
   changed_.notify_all();
 }
 
@@ -300,12 +331,27 @@ Window::~Window() {
   --alive().windows;
 }
 
+void Window::unmap() {
+  unmapped = true;
+  if (kernels != 0) {
+    calls().bad_handle(0, "a window is unmapped under a kernel");
+  }
+}
+
 NcclResult Comm::register_window(
     void* memory,
     size_t bytes,
     NcclWindow* window,
     int flags) {
   *window = nullptr;
+  if (!symmetric_support()) {
+    if (nccl_version() < kNullWindows) {
+      *window = nccl_handle();
+      const std::lock_guard<std::mutex> lock(mutex_);
+      legacy_.insert(*window);
+    }
+    return kNcclSuccess;
+  }
   return perform(
       coin(), [=, this] { return make_window(memory, bytes, window, flags); });
 }
@@ -365,11 +411,20 @@ NcclResult Comm::make_window(
 
 NcclResult Comm::deregister_window(NcclWindow window) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (windows_.erase(window) == 0) {
+  const auto found = windows_.find(window);
+  if (found != windows_.end()) {
+    found->second->unmap();
+    windows_.erase(found);
+  } else if (legacy_.erase(window) == 0) {
     calls().bad_handle(0, "no such window");
     return kNcclInvalidArgument;
   }
   return kNcclSuccess;
+}
+
+bool Comm::is_legacy(NcclWindow window) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return legacy_.count(window) != 0;
 }
 
 std::shared_ptr<Window> Comm::window(NcclWindow window) {
@@ -379,6 +434,9 @@ std::shared_ptr<Window> Comm::window(NcclWindow window) {
 }
 
 NcclResult Comm::create_dev_comm(bool multimem, ncclDevComm* made) {
+  if (!symmetric_support()) {
+    return kNcclInvalidUsage;
+  }
   return perform(coin(), [=, this] {
     const std::lock_guard<std::mutex> lock(host_);
     Announcement announcement{};
@@ -393,16 +451,32 @@ NcclResult Comm::create_dev_comm(bool multimem, ncclDevComm* made) {
       return kNcclUnhandledCudaError;
     }
     made->lsaMultimem.mcBasePtr = multimem ? kMulticast : nullptr;
+    const std::lock_guard<std::mutex> map_lock(mutex_);
+    ++dev_comms_;
     return kNcclSuccess;
   });
+}
+
+NcclResult Comm::destroy_dev_comm() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --dev_comms_;
+  return kNcclSuccess;
 }
 
 // --- the end -----------------------------------------------------------------
 
 NcclResult Comm::wait_outstanding() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return outstanding_ == 0 || aborted_; });
+  // An abort ends operations; it does not end graphs.
+  changed_.wait(lock, [this] {
+    return outstanding_ == 0 || (aborted_ && persistent_ == 0);
+  });
   return kNcclSuccess;
+}
+
+void Comm::wait_aborted() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return aborted_.load(); });
 }
 
 NcclResult Comm::finalize() {
@@ -411,6 +485,15 @@ NcclResult Comm::finalize() {
 
 void Comm::destroy() {
   wait_outstanding();
+  if (nccl_version() < kUnmapsWindows) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [ignored, window] : windows_) {
+      leaked().add(window);
+    }
+    for (; dev_comms_ > 0; --dev_comms_) {
+      leaked().add(std::make_shared<Window>());
+    }
+  }
   abort();
 }
 
@@ -431,8 +514,11 @@ void Comm::abort() {
   }
   std::map<void*, std::shared_ptr<Window>> windows;
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return running_ == 0; });
+  changed_.wait(lock, [this] { return running_ == 0 && persistent_ == 0; });
   windows.swap(windows_);
+  for (const auto& [ignored, window] : windows) {
+    window->unmap();
+  }
 }
 
 // --- handles -----------------------------------------------------------------
@@ -467,6 +553,11 @@ std::shared_ptr<Comm> Comms::remove(void* handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
   comms_.erase(handle);
   return found;
+}
+
+bool Comms::forget(void* handle) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return comms_.erase(handle) != 0;
 }
 
 size_t Comms::size() {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "calls.hpp"
@@ -41,6 +42,11 @@ struct Window {
   std::vector<std::unique_ptr<Mapping>> mappings; // of other processes
   std::vector<char*> bases; // by rank
   size_t bytes = 0;
+
+  // NCCL unmaps it, whatever kernels do. Here it stays, and they are noted.
+  void unmap();
+  std::atomic<bool> unmapped{false};
+  std::atomic<int> kernels{0}; // that run in it
 };
 
 // One rank of a communicator.
@@ -91,15 +97,23 @@ class Comm : public std::enable_shared_from_this<Comm> {
       const std::function<void()>& consume,
       std::function<bool()> stopped = {});
   // The beginning and the end of an operation of a sequence; begin() is false
-  // when it must not run.
-  bool begin(Executed& executed, uint64_t bytes, uint64_t& sequence);
-  void end();
+  // when it must not run. Kernels of the direct path are not NCCL's: an abort
+  // neither stops them nor waits for them.
+  bool begin(
+      Executed& executed,
+      uint64_t bytes,
+      uint64_t& sequence,
+      bool direct = false);
+  void end(bool direct = false);
 
   const Announcement& announced(int channel, int rank) const {
     return segment_->header().ranks[rank].lanes[channel].announcement;
   }
   uint64_t identity() const;
   bool coin(); // whether to return kNcclInProgress this time
+  void wait_aborted();
+  bool is_legacy(cuda::NcclWindow window);
+  cuda::NcclResult destroy_dev_comm();
 
   const int rank;
   const int size;
@@ -139,11 +153,14 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::mutex mutex_;
   std::condition_variable changed_;
   int outstanding_ = 0; // enqueued and not executed
+  int persistent_ = 0; // of these, held by graphs
   int running_ = 0; // executing
   std::mt19937 random_;
   std::mutex ordering_; // of order_
   Record order_;
   std::map<void*, std::shared_ptr<Window>> windows_;
+  std::set<void*> legacy_; // of a communicator without symmetric support
+  int dev_comms_ = 0;
   std::vector<Descriptor> peers_; // of processes; readable when one has ended
   int direct_channels_ = 0;
 
@@ -160,6 +177,7 @@ class Comms {
   void* add(std::shared_ptr<Comm> comm);
   std::shared_ptr<Comm> find(void* handle);
   std::shared_ptr<Comm> remove(void* handle);
+  bool forget(void* handle); // whether it was there
   size_t size();
 
  private:
@@ -180,6 +198,30 @@ struct Alive {
 inline Alive& alive() {
   return global<Alive>();
 }
+
+// What NCCL before 2.29.7 leaves mapped when a communicator is destroyed.
+class Leaked {
+ public:
+  void add(std::shared_ptr<Window> window) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    windows_.push_back(std::move(window));
+  }
+  void forget() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    windows_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Window>> windows_;
+};
+inline Leaked& leaked() {
+  return global<Leaked>();
+}
+
+// FUSEDPG_FAKE_NCCL_VERSION, FUSEDPG_FAKE_NO_SYMMETRIC.
+int nccl_version();
+bool symmetric_support();
 
 // Where multicast addresses of all windows begin: nothing can be there.
 inline char* const kMulticast =

@@ -58,6 +58,8 @@ const char* cudaGetErrorString(cudaError_t error) {
     case kCapturedEvent:
       return "operation not permitted on an event last recorded in a capturing "
              "stream";
+    case kIllegalAddress:
+      return "an illegal memory access was encountered";
     case kUnknownError:
       return "unknown error";
     case kCaptureWrongThread:
@@ -102,6 +104,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+    int* blocks,
+    const void*,
+    int,
+    size_t) {
+  calls().enter("occupancy");
+  *blocks = 3;
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   return code(streams().create(reinterpret_cast<void**>(stream)));
 }
@@ -121,13 +133,11 @@ cudaError_t cudaStreamWaitEvent(
   return code(streams().wait(stream, event));
 }
 
-cudaError_t cudaStreamIsCapturing(
+cudaError_t cudaStreamGetCaptureInfo(
     cudaStream_t stream,
-    cudaStreamCaptureStatus* status) {
-  int capturing = 0;
-  const int error = streams().is_capturing(stream, &capturing);
-  *status = capturing != 0 ? kCapturing : cudaStreamCaptureStatusNone;
-  return code(error);
+    cudaStreamCaptureStatus* status,
+    unsigned long long* id) {
+  return code(streams().capture_info(stream, status, id));
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
@@ -198,7 +208,8 @@ struct Faulty<kMember> {
 
   static int call(Args... args) {
     const int fault = calls().enter(name);
-    return fault != 0 ? fault : behind(args...);
+    const int code = fault != 0 ? fault : behind(args...);
+    return calls().sticky != 0 ? calls().sticky.load() : code;
   }
 };
 
@@ -217,7 +228,7 @@ struct Table : CudaApi {
     FUSEDPG_FAULTY(stream_destroy);
     FUSEDPG_FAULTY(stream_synchronize);
     FUSEDPG_FAULTY(stream_wait_event);
-    FUSEDPG_FAULTY(stream_is_capturing);
+    FUSEDPG_FAULTY(stream_capture);
     FUSEDPG_FAULTY(event_create);
     FUSEDPG_FAULTY(event_destroy);
     FUSEDPG_FAULTY(event_record);
@@ -275,6 +286,7 @@ FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_reset() {
   Stats s{};
   fusedpg_fake_stats(&s);
   calls().reset(); // after stats, which look at freed memory
+  leaked().forget();
   return s.device_allocations + s.host_allocations + s.nccl_allocations +
       s.streams + s.events + s.graphs + s.communicators + s.windows +
       s.direct_contexts;

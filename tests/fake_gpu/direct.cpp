@@ -26,6 +26,9 @@ void* ncclGetLsaPointer(ncclWindow_t window, size_t offset, int peer) {
   if (rank >= window->bases.size() || offset >= window->bytes) {
     std::abort();
   }
+  if (window->unmapped) {
+    fusedpg::fake::calls().bad_handle(0, "a kernel uses an unmapped window");
+  }
   return window->bases[rank] + offset;
 }
 
@@ -88,8 +91,12 @@ Direct::Direct(
 }
 
 Direct::~Direct() {
-  fusedpg_kernels_api()->direct_destroy(context_);
   --alive().direct_contexts;
+}
+
+// A launch that runs now has copied what it needs.
+void Direct::destroy(void* comm) {
+  fusedpg_kernels_api()->direct_destroy(std::exchange(context_, nullptr), comm);
 }
 
 int Direct::create(const DirectCreateArgs& args, int* usable) {
@@ -107,17 +114,17 @@ void Direct::run(
   Announcement mine{};
   mine.common = common;
   Executed executed{0, 0, common.count, common.op, 0};
-  if (!comm_->begin(executed, 0, next_sequence_)) {
-    return;
-  }
+  comm_->begin(executed, 0, next_sequence_, true);
   mine.common.sequence = executed.sequence;
   {
     // So few blocks that each has several tiles.
     const simt::AtOnce scope(
         static_cast<unsigned>(from_environment("FUSEDPG_FAKE_BLOCKS", 3)));
+    ++window_->kernels;
     if (kernel() != kSuccess) {
       calls().bad_handle(0, "arguments that the direct path refuses");
     }
+    --window_->kernels;
   }
   // NCCL's abort does not reach these kernels.
   comm_->exchange(
@@ -126,7 +133,7 @@ void Direct::run(
       [] {},
       then,
       [stop] { return __atomic_load_n(stop, __ATOMIC_ACQUIRE) != 0; });
-  comm_->end();
+  comm_->end(true);
 }
 
 void Direct::step(const DirectArgs& args) {
@@ -195,6 +202,15 @@ int direct_create(const DirectCreateArgs* args, void** context, int* usable) {
   const std::shared_ptr<Comm> comm = comms().find(args->comm);
   const std::shared_ptr<Window> window =
       comm == nullptr ? nullptr : comm->window(args->window);
+  if (comm != nullptr &&
+      (args->window == nullptr || comm->is_legacy(args->window))) {
+    const int result =
+        fusedpg_kernels_api()->direct_create(args, context, usable);
+    return *usable == 0
+        ? result
+        : calls().bad_handle(
+              kInvalidValue, "a direct path without a symmetric window");
+  }
   if (window == nullptr || args->size != comm->size ||
       args->dev_comm_create == nullptr || args->dev_comm_destroy == nullptr ||
       args->team_lsa == nullptr) {
@@ -216,13 +232,16 @@ int direct_create(const DirectCreateArgs* args, void** context, int* usable) {
   return result;
 }
 
-int direct_destroy(void* context) {
+int direct_destroy(void* context, void* comm) {
   const std::shared_ptr<Direct> ending = global<Contexts>().find(context);
   if (ending == nullptr) {
     return no_such_context();
   }
-  const std::lock_guard<std::mutex> lock(global<Contexts>().mutex);
-  global<Contexts>().alive.erase(context);
+  {
+    const std::lock_guard<std::mutex> lock(global<Contexts>().mutex);
+    global<Contexts>().alive.erase(context);
+  }
+  ending->destroy(comm);
   return kSuccess;
 }
 

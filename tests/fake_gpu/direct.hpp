@@ -18,6 +18,7 @@ class Direct {
   ~Direct();
 
   int create(const cuda::DirectCreateArgs& args, int* usable);
+  void destroy(void* comm);
   void step(const cuda::DirectArgs& args);
   void sum(const cuda::DirectSumArgs& args);
 
@@ -42,7 +43,7 @@ int direct_create(
     const cuda::DirectCreateArgs* args,
     void** context,
     int* usable);
-int direct_destroy(void* context);
+int direct_destroy(void* context, void* comm);
 int direct_step(const cuda::DirectArgs* args, cuda::Stream stream);
 int direct_sum(const cuda::DirectSumArgs* args, cuda::Stream stream);
 

@@ -56,6 +56,9 @@ enum Op : int32_t {
   kOps
 };
 
+// What a call may fail with: it returns when its communicator is aborted.
+constexpr int kHang = -1;
+
 // An operation that began to execute.
 struct Executed {
   uint64_t communicator; // the same number on all ranks
@@ -88,7 +91,19 @@ struct Hooks {
   // Enqueues work that lasts until somebody sets `go`.
   int (*hold)(cuda::Stream, const std::atomic<bool>* go) = nullptr;
 
-  int (*begin_capture)(cuda::Stream) = nullptr;
+  // Enqueues a kernel that fails: from then on every call of CUDA does.
+  int (*fault)(cuda::Stream) = nullptr;
+
+  // Waits for all streams, as cudaDeviceSynchronize.
+  void (*synchronize)() = nullptr;
+
+  // `mode`: cudaStreamCaptureMode's, 0 is global.
+  int (*begin_capture_in)(cuda::Stream, int mode) = nullptr;
+  int begin_capture(cuda::Stream stream, int mode = 0) const {
+    return begin_capture_in(stream, mode);
+  }
+  // A call as cudaMalloc, without the leave that ours ask for.
+  int (*unsafe)() = nullptr;
   int (*end_capture)(cuda::Stream, void** graph) = nullptr;
   int (*launch)(void* graph, cuda::Stream) = nullptr;
   int (*destroy_graph)(void* graph) = nullptr;
@@ -116,7 +131,10 @@ struct Hooks {
     find("fusedpg_fake_set_delay", set_delay);
     find("fusedpg_fake_sleep", sleep);
     find("fusedpg_fake_hold", hold);
-    find("fusedpg_fake_begin_capture", begin_capture);
+    find("fusedpg_fake_synchronize", synchronize);
+    find("fusedpg_fake_fault", fault);
+    find("fusedpg_fake_begin_capture", begin_capture_in);
+    find("fusedpg_fake_unsafe", unsafe);
     find("fusedpg_fake_end_capture", end_capture);
     find("fusedpg_fake_launch", launch);
     find("fusedpg_fake_destroy_graph", destroy_graph);

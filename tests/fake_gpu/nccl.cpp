@@ -19,15 +19,15 @@ constexpr int kMemAlloc = 21900;
 constexpr int kWindows = 22700;
 constexpr int kDeviceApi = 22800;
 
-int nccl_version() {
-  return static_cast<int>(from_environment("FUSEDPG_FAKE_NCCL_VERSION", 22809));
-}
-
 // Counts the call, makes its fault, finds the communicator and calls `body`.
 template <typename Body>
 NcclResult with_comm(const char* function, NcclComm handle, Body&& body) {
   const std::shared_ptr<Comm> comm = comms().find(handle);
   const int fault = calls().enter(function, comm ? comm->rank : -1);
+  if (fault == kHang && comm != nullptr) {
+    comm->wait_aborted();
+    return kNcclInternalError;
+  }
   if (fault != 0) {
     return static_cast<NcclResult>(fault);
   }
@@ -111,11 +111,17 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclCommInitRankConfig(
       (config != nullptr && config->magic != kConfigMagic)) {
     return kNcclInvalidArgument;
   }
-  const bool blocking = config == nullptr || config->blocking != 0;
+  const bool blocking =
+      from_environment(
+          "NCCL_COMM_BLOCKING", config == nullptr ? 1 : config->blocking) != 0;
   const auto comm = std::make_shared<Comm>(id, rank, size, blocking);
+  // Known before it has met the others, so that another thread may abort it.
+  void* const made = comms().add(comm);
+  __atomic_store_n(handle, made, __ATOMIC_RELEASE);
   const NcclResult result = comm->init();
-  if (result == kNcclSuccess || result == kNcclInProgress) {
-    *handle = comms().add(comm);
+  if (result != kNcclSuccess && result != kNcclInProgress &&
+      comms().forget(made)) {
+    __atomic_store_n(handle, nullptr, __ATOMIC_RELEASE);
   }
   return result;
 }
@@ -279,8 +285,8 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclDevCommCreate(
 
 FUSEDPG_FAKE_EXPORT NcclResult
 ncclDevCommDestroy(NcclComm handle, const void* /*dev_comm*/) {
-  return with_comm("ncclDevCommDestroy", handle, [](Comm& /*comm*/) {
-    return kNcclSuccess;
+  return with_comm("ncclDevCommDestroy", handle, [](Comm& comm) {
+    return comm.destroy_dev_comm();
   });
 }
 

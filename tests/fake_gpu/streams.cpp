@@ -27,7 +27,9 @@ Fifo::Work delayed(Fifo::Work work, std::mt19937& random) {
     if (delay != 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(delay));
     }
-    work();
+    if (calls().sticky == 0) {
+      work();
+    }
     calls().worked();
   };
 }
@@ -209,6 +211,20 @@ int Streams::enqueue(void* stream, Fifo::Work work, int device, Record* order) {
   return record(*order, *found, stream);
 }
 
+void Streams::synchronize_all() {
+  std::vector<std::shared_ptr<Marker>> markers;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [ignored, stream] : streams_) {
+      markers.push_back(std::make_shared<Marker>());
+      stream->fifo.push([marker = markers.back()] { marker->complete(); });
+    }
+  }
+  for (const auto& marker : markers) {
+    marker->wait();
+  }
+}
+
 int Streams::synchronize(void* stream) {
   const auto marker = std::make_shared<Marker>();
   {
@@ -230,13 +246,23 @@ int Streams::synchronize(void* stream) {
   return cuda::kSuccess;
 }
 
-int Streams::is_capturing(void* stream, int* capturing) {
+// As CUDA's, it gives no number of a capture that is invalid.
+int Streams::capture_info(
+    void* stream,
+    cudaStreamCaptureStatus* status,
+    unsigned long long* id) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Stream* found = find(stream);
   if (found == nullptr) {
     return kInvalidHandle;
   }
-  *capturing = found->capture != nullptr;
+  const auto& capture = found->capture;
+  *status = capture == nullptr ? cudaStreamCaptureStatusNone
+      : capture->invalid       ? kCaptureStatusInvalidated
+                               : kCaptureActive;
+  if (*status == kCaptureActive) {
+    *id = capture->id;
+  }
   return cuda::kSuccess;
 }
 
@@ -360,16 +386,21 @@ cudaStreamCaptureMode& capture_mode() {
   return mode;
 }
 
-// CUDA refuses queries, allocations and waits while some stream is captured,
-// unless the thread asks for the relaxed mode around them.
+// CUDA refuses queries, allocations and waits while this thread captures, but
+// for a relaxed capture, and while another one does in the global mode; unless
+// the thread has asked for a mode that minds less.
 int Streams::check_unsafe_locked() {
-  if (captures_.empty() || capture_mode() == cudaStreamCaptureModeRelaxed) {
-    return cuda::kSuccess;
-  }
+  int error = cuda::kSuccess;
   for (const std::shared_ptr<Capture>& capture : captures_) {
-    capture->invalid = true;
+    const bool own = capture->thread == std::this_thread::get_id();
+    const auto least =
+        own ? cudaStreamCaptureModeThreadLocal : cudaStreamCaptureModeGlobal;
+    if (capture_mode() <= least && capture->mode <= least) {
+      capture->invalid = true;
+      error = kCaptureUnsupported;
+    }
   }
-  return kCaptureUnsupported;
+  return error;
 }
 
 int Streams::check_unsafe() {
@@ -377,7 +408,7 @@ int Streams::check_unsafe() {
   return check_unsafe_locked();
 }
 
-int Streams::begin_capture(void* stream) {
+int Streams::begin_capture(void* stream, cudaStreamCaptureMode mode) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (reinterpret_cast<uintptr_t>(stream) <= 2) {
     return kCaptureUnsupported; // as CUDA's legacy stream
@@ -390,8 +421,7 @@ int Streams::begin_capture(void* stream) {
     found->capture->invalid = true;
     return kCaptureUnmatched;
   }
-  found->capture = std::make_shared<Capture>();
-  found->capture->thread = std::this_thread::get_id();
+  found->capture = std::make_shared<Capture>(captures_made_++, mode);
   found->lane = found->capture->add_lane(stream);
   captures_.insert(found->capture);
   return cuda::kSuccess;
@@ -409,7 +439,8 @@ int Streams::end_capture(void* stream, void** graph) {
   if (capture == nullptr || capture->streams[0] != stream) {
     return kCaptureUnmatched;
   }
-  if (capture->thread != std::this_thread::get_id()) {
+  if (capture->mode != cudaStreamCaptureModeRelaxed &&
+      capture->thread != std::this_thread::get_id()) {
     return kCaptureWrongThread;
   }
   capture->ended = true;
@@ -509,8 +540,23 @@ FUSEDPG_FAKE_EXPORT int fusedpg_fake_hold(
   });
 }
 
-FUSEDPG_FAKE_EXPORT int fusedpg_fake_begin_capture(void* stream) {
-  return fusedpg::fake::streams().begin_capture(stream);
+FUSEDPG_FAKE_EXPORT void fusedpg_fake_synchronize() {
+  fusedpg::fake::streams().synchronize_all();
+}
+
+FUSEDPG_FAKE_EXPORT int fusedpg_fake_fault(void* stream) {
+  return fusedpg::fake::streams().enqueue(stream, [] {
+    fusedpg::fake::calls().sticky = fusedpg::fake::kIllegalAddress;
+  });
+}
+
+FUSEDPG_FAKE_EXPORT int fusedpg_fake_begin_capture(void* stream, int mode) {
+  return fusedpg::fake::streams().begin_capture(
+      stream, static_cast<cudaStreamCaptureMode>(mode));
+}
+
+FUSEDPG_FAKE_EXPORT int fusedpg_fake_unsafe() {
+  return fusedpg::fake::streams().check_unsafe();
 }
 
 FUSEDPG_FAKE_EXPORT int fusedpg_fake_end_capture(void* stream, void** graph) {

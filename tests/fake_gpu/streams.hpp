@@ -21,6 +21,7 @@ constexpr int kInvalidValue = 1;
 constexpr int kOutOfMemory = 2;
 constexpr int kInvalidDevice = 101;
 constexpr int kInvalidHandle = 400;
+constexpr int kIllegalAddress = 700;
 constexpr int kCaptureUnsupported = 900;
 constexpr int kCaptureInvalidated = 901;
 constexpr int kCaptureMerge = 902;
@@ -56,13 +57,16 @@ struct Capture {
   // How many operations of each lane come before a point.
   using Clock = std::vector<size_t>;
 
-  std::thread::id thread;
+  const uint64_t id;
+  const cudaStreamCaptureMode mode;
+  const std::thread::id thread = std::this_thread::get_id();
   std::shared_ptr<Graph> graph = std::make_shared<Graph>();
   std::vector<void*> streams; // by lane
   std::vector<Clock> clocks; // by lane
   bool invalid = false;
   bool ended = false;
 
+  Capture(uint64_t id, cudaStreamCaptureMode mode) : id(id), mode(mode) {}
   size_t add_lane(void* stream);
   void add(size_t lane, Graph::Operation operation);
   void join(size_t lane, const Clock& before);
@@ -85,7 +89,11 @@ class Streams {
   int create(void** stream);
   int destroy(void* stream);
   int synchronize(void* stream);
-  int is_capturing(void* stream, int* capturing);
+  void synchronize_all();
+  int capture_info(
+      void* stream,
+      cudaStreamCaptureStatus* status,
+      unsigned long long* id);
   // Kernels run on streams of the current device; `order`, if any, makes all
   // work that names it run in the order of these calls.
   int enqueue(
@@ -100,7 +108,7 @@ class Streams {
   int wait(void* stream, void* event);
   int query(void* event);
 
-  int begin_capture(void* stream);
+  int begin_capture(void* stream, cudaStreamCaptureMode mode);
   int end_capture(void* stream, void** graph);
   int launch(void* graph, void* stream);
   int destroy_graph(void* graph);
@@ -135,6 +143,7 @@ class Streams {
   std::mutex mutex_;
   uint64_t made_ = 0; // streams, for handles and seeds
   uint64_t events_made_ = 0;
+  uint64_t captures_made_ = 0;
   std::map<void*, std::unique_ptr<Stream>> streams_;
   std::map<void*, Record> events_;
   std::map<void*, std::shared_ptr<Graph>> graphs_;

@@ -150,6 +150,7 @@ class Peer {
     const std::string text = store.get(name, Deadline(kLong));
     std::memcpy(id.internal, text.data(), sizeof id.internal);
     NcclConfig config;
+    config.blocking = 0; // unlike the engine's
     result = nccl().comm_init_rank_config(&comm, size, id, rank, &config);
     CHECK_EQ(result, kNcclInProgress);
   }

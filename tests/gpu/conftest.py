@@ -23,14 +23,13 @@ def _reason() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "anywhere: among the GPU tests, but needs none")
     config.addinivalue_line("markers", "real_gpu: not with a fake one (FUSEDPG_TEST_DEVICE=cpu)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _reason()
     for item in items:
-        if HERE not in item.path.parents or item.get_closest_marker("anywhere"):
+        if HERE not in item.path.parents:
             continue
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 
 import harness
-from checks import cuda_fake, fused_ops, optim, optim_ddp, optim_faults, optim_state, sparse
+from checks import (
+    cuda_fake,
+    cuda_order,
+    fused_ops,
+    optim,
+    optim_ddp,
+    optim_faults,
+    optim_state,
+    sparse,
+)
 from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, Run
 from checks.sparse import Case
 from test_faults import wait_for
@@ -83,6 +92,10 @@ def test_took_the_stock_path(two: harness.Workers) -> None:
 
 def test_ordinary_collectives_interleaved(two: harness.Workers) -> None:
     two.run(cuda_fake.interleaved)
+
+
+def test_used_flags_stay_on_the_device(two: harness.Workers) -> None:
+    two.run(cuda_fake.used_flags)
 
 
 def test_work(two: harness.Workers) -> None:
@@ -365,3 +378,65 @@ def test_sparse_disagreement() -> None:
             assert "ranks disagree" in error.text
             assert "blocks of 64" in error.text
             assert "blocks of 128" in error.text
+
+
+# --- the order of calls, on streams -------------------------------------------------
+
+
+@pytest.fixture
+def streams() -> harness.Workers:
+    options = harness.fake_gpu()
+    # Its tensors are on a GPU as torch sees it.
+    return harness.pool(1, **options | {"options": {"cuda_chunk_bytes": 1 << 10}})
+
+
+KINDS = ("sync", "async", "coalesced", "coalesced async")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_behind_ordinary(streams: harness.Workers, kind: str) -> None:
+    streams.run(cuda_order.fused_behind, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ordinary_behind_fused(streams: harness.Workers, kind: str) -> None:
+    streams.run(cuda_order.ordinary_behind, kind)
+
+
+def test_first_fused_behind_ordinary(streams: harness.Workers) -> None:
+    streams.run(cuda_order.before_the_engine)
+
+
+def test_coalesced_tensors_are_kept(streams: harness.Workers) -> None:
+    streams.run(cuda_order.keeps_coalesced_tensors)
+
+
+def test_coalescing_in_a_fresh_group(streams: harness.Workers) -> None:
+    streams.run(cuda_order.fresh_group)
+
+
+@pytest.mark.parametrize("kind", ["delegate", "ours", "caller"])
+def test_exception_among_coalesced(streams: harness.Workers, kind: str) -> None:
+    streams.run(cuda_order.exception_in_a_region, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_and_captured(streams: harness.Workers, kind: str) -> None:
+    streams.run(cuda_order.eager_then_captured, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_in_a_graph(streams: harness.Workers, kind: str) -> None:
+    streams.run(cuda_order.ordered_in_a_graph, kind)
+
+
+def test_eager_beside_a_capture(streams: harness.Workers) -> None:
+    streams.run(cuda_order.eager_beside_a_capture)
+
+
+def test_first_step_captured(streams: harness.Workers) -> None:
+    streams.run(cuda_order.first_step_captured)
+
+
+def test_other_device_is_current(streams: harness.Workers) -> None:
+    streams.run(cuda_order.other_device_is_current)

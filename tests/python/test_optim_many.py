@@ -19,6 +19,11 @@ def test_many(check: Callable[[harness.Context], None], world_size: int) -> None
     harness.pool(world_size).run(check)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reduced_at_once(world_size: int) -> None:
+    harness.pool(world_size).run(optim_many.reduced_at_once)
+
+
 @pytest.mark.parametrize("mode", ["ddp", "overlap", "manual"])
 def test_edited_state(mode: str) -> None:
     harness.pool(2).run(optim_many.edited_state, mode)

@@ -151,6 +151,22 @@ SLOW = [
         "cuda_engine_direct",
     ),
     Mutant(
+        "a rank of the second wave taken for one of the first",
+        "direct.cu",
+        "add(begin + f, raw[f], grad);",
+        "add(f, raw[f], grad);",
+        "direct.cu",
+        "cuda_fuzz",  # five ranks' halves
+    ),
+    Mutant(
+        "halves that are stored to all ranks at another place",
+        "direct.cu",
+        "everywhere + at[u] * (sizeof(C) / 2)",
+        "everywhere + at[u] * sizeof(C)",
+        "direct.cu",
+        "cuda_fuzz",
+    ),
+    Mutant(
         "one lane's bits",
         "direct.cu",
         "bits |= __shfl_xor_sync(~0u, bits, other);",
@@ -178,7 +194,8 @@ def commands() -> list[dict[str, str]]:
 
 
 def run_tests(library: Path, test: str, tmp: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"FUSEDPG_FAKE_GPU": str(library)}
+    # A fuzz ends with the first wrong number.
+    env = os.environ | {"FUSEDPG_FAKE_GPU": str(library), "FUSEDPG_FUZZ_SECONDS": "60"}
     line = [BUILD / "fusedpg_cpp_tests", test]
     return subprocess.run(line, env=env, cwd=tmp, capture_output=True, text=True, timeout=120)
 

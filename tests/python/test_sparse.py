@@ -240,6 +240,11 @@ def test_disagreement_across_hosts(what: str) -> None:
     harness.pool_of_hosts("three").run(sparse.equals_dense, Case(100_003))
 
 
+@pytest.mark.parametrize("options", [{"block_skip": "on"}, {"block_size": 64}], ids=str)
+def test_options_are_compared(ranks: harness.Workers, options: dict[str, object]) -> None:
+    ranks.run(sparse.other_options, options)
+
+
 @pytest.mark.parametrize(
     "options", [{"block_skip": "sometimes"}, {"block_size": 16}, {"block_size": 100_000}]
 )

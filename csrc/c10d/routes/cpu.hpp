@@ -164,6 +164,11 @@ class CpuRoute : public Route {
       const Tensors& inputs,
       const c10d::AllgatherOptions& opts,
       const TensorLists& copies = {});
+  Tensors list_of_root(
+      const char* op,
+      const Tensors& tensors,
+      const TensorLists& lists,
+      int64_t root);
 };
 
 } // namespace fusedpg

@@ -257,6 +257,26 @@ WorkPtr CpuRoute::allgather_into_tensor_coalesced(
       });
 }
 
+// What gather and scatter have in common: one tensor everywhere, and on the root
+// a list with one for each rank, which is returned.
+Tensors CpuRoute::list_of_root(
+    const char* op,
+    const Tensors& tensors,
+    const TensorLists& lists,
+    int64_t root) {
+  check_count(op, "tensor", tensors.size(), 1);
+  check_tensor(op, tensors[0]);
+  group_.check_root(op, root);
+  if (root != rank_) {
+    check_count(op, "lists of tensors off the root", lists.size(), 0);
+    return {};
+  }
+  check_count(op, "list of tensors on the root", lists.size(), 1);
+  check_count(op, "tensors in the list (one a rank)", lists[0].size(), size_);
+  check_same_type(op, lists[0], tensors[0].scalar_type());
+  return lists[0];
+}
+
 WorkPtr CpuRoute::gather(
     TensorLists& outputs,
     Tensors& inputs,
@@ -266,20 +286,7 @@ WorkPtr CpuRoute::gather(
       "fused:gather",
       group_.timeout_or(opts.timeout),
       opts.asyncOp};
-  check_count("gather", "input tensor", inputs.size(), 1);
-  check_tensor("gather", inputs[0]);
-  group_.check_root("gather", opts.rootRank);
-  const bool is_root = opts.rootRank == rank_;
-  check_count(
-      "gather",
-      is_root ? "list of outputs on the root" : "lists of outputs off the root",
-      outputs.size(),
-      is_root ? 1 : 0);
-  const Tensors list = is_root ? outputs[0] : Tensors();
-  if (is_root) {
-    check_count("gather", "output tensors (one a rank)", list.size(), size_);
-    check_same_type("gather", list, inputs[0].scalar_type());
-  }
+  const Tensors list = list_of_root("gather", inputs, outputs, opts.rootRank);
   return run(
       call,
       inputs,
@@ -303,20 +310,7 @@ WorkPtr CpuRoute::scatter(
       "fused:scatter",
       group_.timeout_or(opts.timeout),
       opts.asyncOp};
-  check_count("scatter", "output tensor", outputs.size(), 1);
-  check_tensor("scatter", outputs[0]);
-  group_.check_root("scatter", opts.rootRank);
-  const bool is_root = opts.rootRank == rank_;
-  check_count(
-      "scatter",
-      is_root ? "list of inputs on the root" : "lists of inputs off the root",
-      inputs.size(),
-      is_root ? 1 : 0);
-  const Tensors list = is_root ? inputs[0] : Tensors();
-  if (is_root) {
-    check_count("scatter", "input tensors (one a rank)", list.size(), size_);
-    check_same_type("scatter", list, outputs[0].scalar_type());
-  }
+  const Tensors list = list_of_root("scatter", outputs, inputs, opts.rootRank);
   return run(
       call,
       list,

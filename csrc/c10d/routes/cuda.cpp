@@ -72,8 +72,10 @@ CudaRoute::CudaRoute(
 
 WorkPtr CudaRoute::forward(const at::Tensor* tensor, Operation operation) {
   group_.check_open("fused: a collective of CUDA tensors");
-  return group_.remember(
-      cuda_.delegated(*tensor, group_.timeout.load(), operation));
+  auto work = cuda_.delegated(
+      *tensor, group_.timeout.load(), group_.is_coalescing(), operation);
+  // What is held back is waited for as a whole.
+  return cuda_.holds_back() ? work : group_.remember(work);
 }
 
 WorkPtr CudaRoute::allreduce(
@@ -90,17 +92,8 @@ WorkPtr CudaRoute::barrier(const c10d::BarrierOptions& opts) {
   return forward(&there, [&](auto& nccl) { return nccl.barrier(opts); });
 }
 
-void CudaRoute::startCoalescing() {
-  if (const auto nccl = cuda_.delegate(); nccl && nccl->supportsCoalescing()) {
-    nccl->startCoalescing();
-  }
-}
-
 WorkPtr CudaRoute::endCoalescing() {
-  if (const auto nccl = cuda_.delegate(); nccl && nccl->supportsCoalescing()) {
-    return nccl->endCoalescing();
-  }
-  return nullptr;
+  return cuda_.end_coalescing();
 }
 
 // --- ours --------------------------------------------------------------------

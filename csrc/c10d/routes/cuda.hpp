@@ -22,8 +22,16 @@ class CudaRoute : public Forwarding<Route> {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
       override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
-  void startCoalescing() override;
+  // Of this thread. The delegate is told with the first call of the region,
+  // which may have none for GPUs.
+  void startCoalescing() override {
+    abandon_coalescing();
+  }
   WorkPtr endCoalescing() override;
+  // After an exception; or before a new region, in case it went past us.
+  void abandon_coalescing() noexcept {
+    cuda_.abandon_coalescing();
+  }
 
   WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;

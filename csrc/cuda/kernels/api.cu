@@ -1,5 +1,9 @@
 // The exported table: CUDA's runtime and the kernels.
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 #include "cuda/kernels/launchers.cuh"
 
 namespace fusedpg::cuda {
@@ -69,10 +73,13 @@ int stream_wait_event(Stream stream, Event event) {
   return settled(cudaStreamWaitEvent(to_cuda(stream), event_of(event), 0));
 }
 
-int stream_is_capturing(Stream stream, int* capturing) {
+int stream_capture(Stream stream, uint64_t* id) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(to_cuda(stream), &status);
-  *capturing = status != cudaStreamCaptureStatusNone;
+  unsigned long long number = 0; // NOLINT: CUDA's type
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(to_cuda(stream), &status, &number);
+  // A capture that an error has ended has no number.
+  *id = status == cudaStreamCaptureStatusNone ? 0 : number + 1;
   return settled(error);
 }
 
@@ -143,6 +150,32 @@ int lamb_moments(const MomentsArgs* args, Stream stream) {
       : launch_moments_float(args, stream);
 }
 
+} // namespace
+
+cudaError_t resident_blocks(const void* kernel, uint64_t* blocks) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, uint64_t> known;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  uint64_t& most = known[{kernel, device}];
+  if (error == cudaSuccess && most == 0) {
+    int sms = 0;
+    int on_each = 0;
+    error =
+        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+          &on_each, kernel, kThreads, 0);
+    }
+    most = static_cast<uint64_t>(sms) * static_cast<uint64_t>(on_each);
+  }
+  *blocks = most;
+  return error;
+}
+
+namespace {
+
 constexpr CudaApi make_api() {
   CudaApi api{};
   api.version = kCudaApiVersion;
@@ -159,7 +192,7 @@ constexpr CudaApi make_api() {
   api.stream_destroy = stream_destroy;
   api.stream_synchronize = stream_synchronize;
   api.stream_wait_event = stream_wait_event;
-  api.stream_is_capturing = stream_is_capturing;
+  api.stream_capture = stream_capture;
 
   api.event_create = event_create;
   api.event_destroy = event_destroy;

@@ -4,6 +4,13 @@
 
 namespace fusedpg::cuda {
 
+// Whether the host said to stop before this block began; for the whole block. It
+// unmaps windows then, so nothing of them may be used. Once begun, a kernel that
+// does not wait for its peers is quicker than the host, which waits for it.
+__device__ __forceinline__ bool told_to_stop(const uint64_t* stop) {
+  return __syncthreads_and(threadIdx.x != 0 || ask_host(stop) == 0) == 0;
+}
+
 // A barrier of the thread blocks of one number on all ranks. NCCL has one, but
 // that waits for a dead peer for ever; the host can end this one.
 class PeerBarrier {

@@ -16,8 +16,11 @@ constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 static_assert(kMaxDirectRanks <= kThreads);
 
+using DestroyDevComm = ncclResult_t (*)(ncclComm_t, const ncclDevComm_t*);
+
 struct Context {
   ncclDevComm comm;
+  DestroyDevComm destroy;
   ncclWindow_t window;
   const char* arena;
 
@@ -261,6 +264,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     direct_kernel(const __grid_constant__ DirectLaunch launch) {
   FUSEDPG_SHARED(Peers, peers);
   const DirectArgs& args = launch.args;
+  if (told_to_stop(args.stop)) {
+    return;
+  }
   const int rank = args.update.chunk.rank;
   const int size = args.update.chunk.size;
   const int peer = static_cast<int>(threadIdx.x);
@@ -319,7 +325,7 @@ __global__ void __launch_bounds__(kThreads)
   FUSEDPG_SHARED(const uint8_t* [kMaxDirectRanks], flags);
   FUSEDPG_SHARED(DirectCounts[kWarps], counts);
   const DirectSumArgs& args = launch.args;
-  if (!ranks_agree(args.agree)) {
+  if (!ranks_agree(args.agree) || told_to_stop(args.stop)) {
     return;
   }
   const int thread = static_cast<int>(threadIdx.x);
@@ -413,23 +419,27 @@ int direct_create(const DirectCreateArgs* args, void** context, int* usable) {
   }
   created->window = static_cast<ncclWindow_t>(args->window);
   created->arena = static_cast<const char*>(args->arena);
+  created->destroy = reinterpret_cast<DestroyDevComm>(args->dev_comm_destroy);
   using Create = ncclResult_t (*)(
       ncclComm_t, const ncclDevCommRequirements_t*, ncclDevComm_t*);
   const ncclResult_t result = reinterpret_cast<Create>(args->dev_comm_create)(
       comm, &requirements, &created->comm);
   if (result != ncclSuccess && result != ncclInProgress) {
     std::free(created);
-    return cudaErrorUnknown;
+    // No symmetric memory, where NCCL gives windows all the same (before 2.29).
+    return result == ncclInvalidUsage ? kSuccess : int{cudaErrorUnknown};
   }
   *context = created;
   *usable = 1;
   return result == ncclSuccess ? kSuccess : kNotReady;
 }
 
-// The device communicator is left to its communicator, which may be gone by now
-// and takes its memory with it.
-int direct_destroy(void* context) {
-  std::free(context);
+int direct_destroy(void* context, void* comm) {
+  auto* ending = static_cast<Context*>(context);
+  if (comm != nullptr) {
+    ending->destroy(static_cast<ncclComm_t>(comm), &ending->comm);
+  }
+  std::free(ending);
   return kSuccess;
 }
 

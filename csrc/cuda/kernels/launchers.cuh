@@ -27,7 +27,7 @@ int launch_move_blocks(const MoveBlocksArgs* args, Stream stream);
 #if defined(FUSEDPG_NCCL_DEVICE)
 constexpr int kDirectNcclVersion = FUSEDPG_NCCL_DEVICE;
 int direct_create(const DirectCreateArgs* args, void** context, int* usable);
-int direct_destroy(void* context);
+int direct_destroy(void* context, void* comm);
 int direct_step(const DirectArgs* args, Stream stream);
 int direct_sum(const DirectSumArgs* args, Stream stream);
 #endif
@@ -54,6 +54,10 @@ int launch(
   return settled(cudaLaunchKernelEx(&grid, kernel, args));
 }
 
+// Blocks of a kernel that the current device holds at once: registers may allow
+// fewer than threads do.
+cudaError_t resident_blocks(const void* kernel, uint64_t* blocks);
+
 // Blocks that stride over `items`: what the device holds at once, at most.
 template <typename Args>
 int launch_over(
@@ -64,18 +68,12 @@ int launch_over(
   if (items == 0) {
     return kSuccess;
   }
-  constexpr uint64_t kBlocksPerSm = 2048 / kThreads;
-  int device = 0;
-  int sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error =
-        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  }
+  uint64_t most = 0;
+  const cudaError_t error =
+      resident_blocks(reinterpret_cast<const void*>(kernel), &most);
   if (error != cudaSuccess) {
     return settled(error);
   }
-  const uint64_t most = kBlocksPerSm * static_cast<uint64_t>(sms);
   return launch(
       kernel, static_cast<uint32_t>(items < most ? items : most), args, stream);
 }

@@ -27,7 +27,7 @@ struct Span {
 
 FUSEDPG_HOST_DEVICE Span span_of(const Chunk& chunk, uint32_t tile) {
   const Tile t = chunk.tiles[tile];
-  const Piece& piece = chunk.pieces[t.piece];
+  const ShardPiece& piece = chunk.pieces[t.piece];
   const uint64_t skipped = static_cast<uint64_t>(t.index) * kTile;
   const uint64_t left = piece.length - skipped;
   return {

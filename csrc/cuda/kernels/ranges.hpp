@@ -48,7 +48,7 @@ FUSEDPG_HOST_DEVICE void for_spans(
     }
   }
   for (; piece < ring.num_pieces && chunk.pieces[piece].wire < end; ++piece) {
-    const Piece& p = chunk.pieces[piece];
+    const ShardPiece& p = chunk.pieces[piece];
     const uint64_t from = begin > p.wire ? begin : p.wire;
     const uint64_t to = end < p.wire + p.length ? end : p.wire + p.length;
     if (from < to) {

@@ -39,7 +39,11 @@ enum cudaStreamCaptureMode {
   cudaStreamCaptureModeThreadLocal,
   cudaStreamCaptureModeRelaxed
 };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, kCapturing };
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone,
+  kCaptureActive,
+  kCaptureStatusInvalidated
+};
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 constexpr unsigned cudaStreamNonBlocking = 1;
@@ -57,6 +61,11 @@ cudaError_t cudaDeviceGetAttribute(
     int* value,
     cudaDeviceAttr attribute,
     int device);
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+    int* blocks,
+    const void* kernel,
+    int threads,
+    size_t shared_bytes);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
@@ -64,9 +73,10 @@ cudaError_t cudaStreamWaitEvent(
     cudaStream_t stream,
     cudaEvent_t event,
     unsigned flags);
-cudaError_t cudaStreamIsCapturing(
+cudaError_t cudaStreamGetCaptureInfo(
     cudaStream_t stream,
-    cudaStreamCaptureStatus* status);
+    cudaStreamCaptureStatus* status,
+    unsigned long long* id);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);

@@ -10,4 +10,4 @@ struct Window;
 }
 using ncclComm_t = void*;
 using ncclWindow_t = const fusedpg::fake::Window*; // on the device
-enum ncclResult_t { ncclSuccess = 0, ncclInProgress = 7 };
+enum ncclResult_t { ncclSuccess = 0, ncclInvalidUsage = 5, ncclInProgress = 7 };

@@ -86,7 +86,7 @@ def agreement(api: table.CudaApi) -> None:
     agree = torch.maximum(mine, theirs)
     seen = torch.zeros_like(used)
     mismatch = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    launch.prepare(agree=agree, used=seen, mismatch=mismatch)
+    launch.prepare(agree=agree, used=seen, mismatch=mismatch, sequence=7)
     launch.synchronize()
     want = torch.maximum(used, used.flip(0))
     assert torch.equal(seen, want) and int(mismatch) == 0
@@ -94,23 +94,23 @@ def agreement(api: table.CudaApi) -> None:
     # One rank has seen an infinity.
     found = torch.zeros((), device=DEVICE)
     agree = torch.maximum(propose(1, None, number), propose(0, None, number))
-    launch.prepare(agree=agree, found_inf=found, mismatch=mismatch)
+    launch.prepare(agree=agree, found_inf=found, mismatch=mismatch, sequence=7)
     launch.synchronize()
     assert float(found) == 1 and int(mismatch) == 0
     # They do different things.
     agree = torch.maximum(propose(0, None, number), propose(0, None, number + 1))
-    launch.prepare(agree=agree, mismatch=mismatch)
+    launch.prepare(agree=agree, mismatch=mismatch, sequence=7)
     launch.synchronize()
     assert int(mismatch) == 7, "the sequence number of the disagreement"
     assert [float(step) for step in steps] == [3.0 + float(flag) for flag in want]
 
 
-def torch_optimizer(formula: int, hyper: dict[str, Any], params: list[torch.Tensor]) -> Any:
-    if formula == table.LAMB:
+def torch_optimizer(formula: str, hyper: dict[str, Any], params: list[torch.Tensor]) -> Any:
+    if formula == "lamb":
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         return Lamb(params, **{name: hyper[name] for name in names})
     options = {"lr": hyper["lr"], "weight_decay": hyper["weight_decay"], "foreach": False}
-    if formula == table.SGD:
+    if formula == "sgd":
         momentum, nesterov = hyper.get("momentum", 0.0), hyper.get("nesterov", False)
         return torch.optim.SGD(params, momentum=momentum, nesterov=nesterov, **options)
     kind = torch.optim.AdamW if hyper.get("decoupled", True) else torch.optim.Adam
@@ -121,7 +121,7 @@ def torch_optimizer(formula: int, hyper: dict[str, Any], params: list[torch.Tens
 
 def update(
     api: table.CudaApi,
-    formula: int,
+    formula: str,
     types: tuple[torch.dtype, torch.dtype, torch.dtype],
     masters: bool = False,
     size: int = 2,
@@ -132,22 +132,22 @@ def update(
     param_type, grad_type, state_type = types
     wide = FP64 if param_type == FP64 else FP32
     # LAMB's norms are of whole tensors.
-    size = 1 if formula == table.LAMB else size
+    size = 1 if formula == "lamb" else size
     rank = size - 1
     params = make(3, COUNTS, param_type)
     shards = [table.shard_size(n, size) for n in COUNTS]
     slices = [own(p, rank, s).clone() for p, s in zip(params, shards, strict=True)]
-    count = 2 + hyper.get("amsgrad", False) if formula != table.SGD else 1
-    if formula == table.SGD and not hyper.get("momentum"):
+    count = 2 + hyper.get("amsgrad", False) if formula != "sgd" else 1
+    if formula == "sgd" and not hyper.get("momentum"):
         count = 0
     states = [[torch.zeros_like(s, dtype=state_type) for s in slices] for _ in range(count)]
-    master = [s.to(FP32) for s in slices] if masters else None
+    master = [s.to(FP32) for s in slices] if masters else []
     steps = [torch.zeros((), device=DEVICE) for _ in params]
     before = [param.clone() for param in params]
     twins = [s.detach().cpu().to(wide).requires_grad_() for s in slices]
     oracle = torch_optimizer(formula, hyper, twins)
     for number in range(3):
-        first = formula == table.SGD and number == 0
+        first = formula == "sgd" and number == 0
         launch = table.Slices(
             api,
             rank,
@@ -162,14 +162,14 @@ def update(
         block = wire_of(launch, reduced, rank)
         out = torch.zeros(launch.block, dtype=param_type, device=DEVICE)
         launch.prepare(divisor=2.0)
-        if formula == table.LAMB:
+        if formula == "lamb":
             launch.lamb(block)
         else:
             # To the wire first, which leaves the parameters alone, then in place.
             to_wire = number == 2
             launch.update(formula, block, out if to_wire else None)
         launch.synchronize()
-        if number == 2 and formula != table.LAMB:
+        if number == 2 and formula != "lamb":
             place = 0
             for param, shard in zip(params, shards, strict=True):
                 target = own(param, rank, shard)
@@ -208,14 +208,14 @@ TYPES = {
     "fp32 with bf16 gradients": (FP32, BF16, FP32),
     "bf16 with fp32 gradients": (BF16, FP32, FP32),
 }
-FORMULAS: dict[str, tuple[int, dict[str, Any]]] = {
-    "sgd": (table.SGD, {}),
-    "sgd momentum": (table.SGD, {"momentum": 0.9}),
-    "sgd nesterov": (table.SGD, {"momentum": 0.9, "nesterov": True}),
-    "adam": (table.ADAM, {"decoupled": False}),
-    "adamw": (table.ADAM, {}),
-    "adamw amsgrad": (table.ADAM, {"amsgrad": True}),
-    "lamb": (table.LAMB, {}),
+FORMULAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("sgd", {}),
+    "sgd momentum": ("sgd", {"momentum": 0.9}),
+    "sgd nesterov": ("sgd", {"momentum": 0.9, "nesterov": True}),
+    "adam": ("adam", {"decoupled": False}),
+    "adamw": ("adam", {}),
+    "adamw amsgrad": ("adam", {"amsgrad": True}),
+    "lamb": ("lamb", {}),
 }
 
 
@@ -228,7 +228,7 @@ def every(api: table.CudaApi) -> dict[str, Callable[[], None]]:
             checks[name] = lambda dtype=dtype, size=size: moves(api, dtype, size)
     for title, (formula, changed) in FORMULAS.items():
         for kind, types in TYPES.items():
-            if formula == table.LAMB and kind == "bf16 state":
+            if formula == "lamb" and kind == "bf16 state":
                 continue  # its moments are never in a half type
             checks[f"{title}, {kind}"] = lambda f=formula, t=types, c=changed: update(
                 api, f, t, **c

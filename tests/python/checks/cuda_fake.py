@@ -56,6 +56,23 @@ def interleaved(context: Context) -> None:
             work.wait()
 
 
+def used_flags(context: Context) -> None:
+    """Of a list of several types they move on the device alone: graphs take nothing of the host."""
+    from fusedpg.functional import _backend, load_extension
+
+    params = [torch.zeros(n, dtype=t) for n, t in ((64, FP32), (9, BF16), (5, FP32), (5, FP32))]
+    used = torch.tensor([context.rank == 0, context.rank == 1, False, True], dtype=torch.uint8)
+    hyper = load_extension().Hyper(lr=1.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _backend(None).fused_step_(
+            "fused_sgd_", params, [torch.ones_like(p) for p in params], [], [], [hyper], used=used
+        )
+    names = {event.name for event in profile.events()}
+    assert not names & {"aten::to", "aten::index_select", "aten::index_copy_"}, names
+    assert used.tolist() == [1, 1, 0, 1]
+    assert [bool(p.any()) for p in params] == [True, True, False, True]
+
+
 def work(context: Context) -> None:
     """An asynchronous step: its Work, its future, and what it keeps alive."""
     model = Model(context, Run("adamw", steps=1))

@@ -78,6 +78,48 @@ class Run:
         return names if hyper.get("amsgrad") else names[:2]
 
 
+# Options of Run: of all steps alike, and of single ones.
+RUNS: dict[str, dict[str, Any]] = {
+    "channels_last": {"layout": "channels_last"},
+    "transposed": {"layout": "transposed"},
+    "sum": {"reduce": "sum"},
+    "scaled": {"scale": 1024.0},
+    "weighted": {"weighted": True},
+    "weighted scaled": {"weighted": True, "scale": 8.0},
+    "tensor lr": {"lr_tensor": True},
+    "async": {"async_op": True},
+    "async tensor lr": {"async_op": True, "lr_tensor": True, "scale": 2.0},
+    "maximize": {"hyper": (("maximize", True),)},
+    "no decay": {"hyper": (("weight_decay", 0.0),)},
+    "fp64": {"dtypes": (FP64,)},
+    "bf16": {"dtypes": (BF16,)},
+    "fp16": {"dtypes": (FP16,)},
+    "fp32 with bf16 gradients": {"grad_dtypes": (BF16,)},
+    "bf16 with fp32 gradients": {"dtypes": (BF16,), "grad_dtypes": (FP32,)},
+    "bf16 with masters": {"dtypes": (BF16,), "master": True},
+    "fp16 with masters": {"dtypes": (FP16,), "master": True},
+    "masters weighted": {"dtypes": (BF16,), "master": True, "weighted": True},
+    "bf16 state": {"dtypes": (BF16,), "half_state": True},
+    "fp16 state": {"dtypes": (FP16,), "half_state": True},
+    "types mixed": {"dtypes": (FP32, BF16, FP64, FP16)},
+    "empty tensors": {"shapes": ((0,), (100,), (0, 4), (5,), (33,), (97,))},
+}
+OWN_RUNS: dict[str, dict[str, Any]] = {
+    "sgd without momentum": {"op": "sgd", "hyper": (("momentum", 0.0),)},
+    "sgd dampening": {"op": "sgd", "hyper": (("dampening", 0.3),)},
+    "sgd nesterov": {"op": "sgd", "hyper": (("nesterov", True),)},
+    "adam amsgrad": {"op": "adam", "hyper": (("amsgrad", True),)},
+    "adamw amsgrad bf16 state": {
+        "op": "adamw",
+        "hyper": (("amsgrad", True),),
+        "dtypes": (BF16,),
+        "half_state": True,
+    },
+    "lamb trust_clip": {"op": "lamb", "hyper": (("trust_clip", True), ("weight_decay", 0.01))},
+    "lamb always_adapt": {"op": "lamb", "hyper": (("always_adapt", True), ("weight_decay", 0.0))},
+}
+
+
 class Lamb:
     """You et al. 2020 (arXiv:1904.00962), algorithm 2, phi the identity, in float64.
 

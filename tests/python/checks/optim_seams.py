@@ -323,7 +323,7 @@ def loaded_after_backward(context: Context, how: str) -> None:
         with refused("a hook of the user"):
             loss.backward()
         handle.remove()
-        assert optimizer._updated
+        assert optimizer._mode.updated
     else:
         loss.backward()
         with refused("call step"):
@@ -335,7 +335,7 @@ def loaded_after_backward(context: Context, how: str) -> None:
         else:
             optimizer.step()
     optimizer.load_state_dict(state)
-    assert not optimizer._updated and not optimizer._applied
+    assert not optimizer._mode.updated and not optimizer._mode.applied
     again = optimizer.full_state_dict(rank0_only=False)
     assert same(state["state"], again["state"])
     if how == "backward raises":

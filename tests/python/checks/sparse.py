@@ -448,6 +448,23 @@ def other_settings(context: Context) -> None:
     fusedpg.sparse_all_reduce(torch.ones(10_000), group=group)
 
 
+def other_options(context: Context, options: dict[str, Any]) -> None:
+    """Rank 0 has options that the others do not; no group comes of it, on no rank."""
+    try:
+        group = new_group(**(options if context.rank == 0 else {}))
+        dist.all_reduce(torch.ones(100_000), group=group)
+    except dist.DistBackendError as error:
+        name, value = next(iter(options.items()))
+        assert "ranks have different settings" in str(error), error
+        assert f"{name}={value}" in str(error), error
+    else:
+        raise AssertionError("a group of ranks that skip and ranks that do not")
+    agreeing = new_group(**options)
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor, group=agreeing)
+    assert torch.equal(tensor, torch.full_like(tensor, context.world_size))
+
+
 def mismatched_blocks(context: Context) -> None:
     fusedpg.sparse_all_reduce(torch.ones(10_000), block_size=64 << context.rank)
 
@@ -462,13 +479,16 @@ def refuses_coalescing(context: Context) -> None:
         lambda: fusedpg.fused_sgd_([tensor], [tensor.clone()], [], **sgd, **flags),
     )
     for call in calls:
-        with dist._coalescing_manager(device=tensor.device):
-            try:
+        try:
+            with dist._coalescing_manager(device=tensor.device):
                 call()
-            except ValueError as error:
-                assert "coalesced" in str(error), error
-            else:
-                raise AssertionError("was taken")
+        except ValueError as error:
+            assert "coalesced" in str(error), error
+        else:
+            raise AssertionError("was taken")
+        # That has ended the region, which torch's manager does not.
+        dist.all_reduce(tensor.clone())
+        dist.distributed_c10d._world.pg_coalesce_state.clear()
     fusedpg.sparse_all_reduce(tensor)
     assert torch.equal(tensor, torch.full((10_000,), float(context.world_size)))
 

@@ -1,0 +1,441 @@
+// The kernels of libfusedpg_cuda.so one by one, on tensors: a Python module for
+// benchmarks/gpu.py and tests/gpu, through the headers that the engine uses. A
+// launch sees one rank of a group that need not exist.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/ownership.hpp"
+#include "cuda/device.hpp"
+#include "cuda/layout.hpp"
+
+namespace py = pybind11;
+
+namespace fusedpg::cuda {
+namespace {
+
+using Tensor = py::object; // torch's, or None
+using Tensors = std::vector<Tensor>; // empty: none
+
+size_t numel(const Tensor& tensor) {
+  return tensor.attr("numel")().cast<size_t>();
+}
+
+template <typename T = void>
+T* address(const Tensor& tensor) {
+  return tensor.is_none() || numel(tensor) == 0
+      ? nullptr
+      : reinterpret_cast<T*>(tensor.attr("data_ptr")().cast<uintptr_t>());
+}
+
+template <typename T = void>
+T* address(const Tensors& tensors, size_t i) {
+  return tensors.empty() ? nullptr : address<T>(tensors[i]);
+}
+
+DType type_of(const Tensor& tensor) {
+  const auto name = py::str(tensor.attr("dtype")).cast<std::string>();
+  for (const DType type :
+       {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+    if (name == std::string("torch.") + dtype_name(type)) {
+      return type;
+    }
+  }
+  throw py::type_error("the kernels know no " + name);
+}
+
+kernels::Formula formula_of(const std::string& name) {
+  using kernels::Formula;
+  static const std::map<std::string, Formula> formulas{
+      {"sgd", Formula::kSgd},
+      {"adam", Formula::kAdam},
+      {"lamb", Formula::kLamb}};
+  return formulas.at(name);
+}
+
+kernels::Hyper make_hyper(const py::dict& values) {
+  using kernels::Hyper;
+  static const std::map<std::string, double Hyper::*> numbers{
+      {"lr", &Hyper::lr},
+      {"beta1", &Hyper::beta1},
+      {"beta2", &Hyper::beta2},
+      {"eps", &Hyper::eps},
+      {"weight_decay", &Hyper::weight_decay},
+      {"momentum", &Hyper::momentum}};
+  static const std::map<std::string, bool Hyper::*> flags{
+      {"nesterov", &Hyper::nesterov},
+      {"first_step", &Hyper::first_step},
+      {"decoupled", &Hyper::decoupled},
+      {"amsgrad", &Hyper::amsgrad}};
+  Hyper hyper;
+  for (const auto& [key, value] : values) {
+    const auto name = key.cast<std::string>();
+    if (const auto number = numbers.find(name); number != numbers.end()) {
+      hyper.*number->second = value.cast<double>();
+    } else if (const auto flag = flags.find(name); flag != flags.end()) {
+      hyper.*flag->second = value.cast<bool>();
+    } else {
+      throw py::key_error(name);
+    }
+  }
+  return hyper;
+}
+
+// Launches go to torch's stream, or to one of their own where the library is
+// not CUDA's (the tests' fake).
+class Launcher {
+ public:
+  Launcher(const CudaApi& api, const Tensor& tensor)
+      : api_(api),
+        device_(tensor.attr("device")) {
+    if (device_.attr("type").cast<std::string>() != "cuda") {
+      own_ = make_stream(api_);
+    }
+  }
+
+  template <typename Args>
+  void launch(
+      const char* what,
+      int (*CudaApi::*kernel)(const Args*, Stream),
+      const Args& args) const {
+    check(api_, what, (api_.*kernel)(&args, stream()));
+  }
+
+  void synchronize() const {
+    check(api_, "synchronize", api_.stream_synchronize(stream()));
+  }
+
+  DeviceMemory zeros(size_t bytes) const {
+    bytes = std::max<size_t>(bytes, 1);
+    DeviceMemory memory = allocate_device(api_, bytes);
+    check(api_, "clear", api_.clear(memory.get(), bytes, stream()));
+    return memory;
+  }
+
+  template <typename T>
+  DeviceMemory upload(const std::vector<T>& values) const {
+    const size_t bytes = values.size() * sizeof(T);
+    DeviceMemory memory = zeros(bytes);
+    check(
+        api_, "copy", api_.copy(memory.get(), values.data(), bytes, stream()));
+    synchronize(); // `values` may go
+    return memory;
+  }
+
+ private:
+  Stream stream() const {
+    if (own_) {
+      return own_.get();
+    }
+    const py::object current = py::module_::import("torch.cuda")
+                                   .attr("current_stream")(device_)
+                                   .attr("cuda_stream");
+    return reinterpret_cast<Stream>(current.cast<uintptr_t>());
+  }
+
+  const CudaApi& api_;
+  const py::object device_;
+  OwnedStream own_;
+};
+
+template <typename T>
+T* at(const DeviceMemory& memory) {
+  return static_cast<T*>(memory.get());
+}
+
+// What a launch knows of some tensors: one chunk that holds all of this rank's
+// slices. `grads` are whole gradients, or update() gets a block of the wire
+// with reduced ones. States and masters are slices.
+class Slices {
+ public:
+  Slices(
+      const CudaApi& api,
+      int rank,
+      int size,
+      const py::dict& hyper,
+      Tensors params,
+      Tensors grads,
+      Tensors outputs,
+      Tensors masters,
+      std::vector<Tensors> states,
+      Tensors steps)
+      : launcher_(api, params.at(0)),
+        hyper_(make_hyper(hyper)),
+        params_(std::move(params)),
+        grads_(std::move(grads)),
+        outputs_(std::move(outputs)),
+        masters_(std::move(masters)),
+        states_(std::move(states)),
+        steps_(std::move(steps)) {
+    std::vector<size_t> counts;
+    std::vector<TensorInfo> infos;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      counts.push_back(numel(params_[i]));
+      shards.push_back(shard_size(static_cast<int64_t>(counts[i]), size));
+      TensorInfo info{};
+      info.param = address(params_[i]);
+      info.grad = address(grads_, i);
+      info.output = address(outputs_, i);
+      info.master = address(masters_, i);
+      for (size_t s = 0; s < states_.size(); ++s) {
+        info.state[s] = address(states_[s], i);
+      }
+      info.step = address<float>(steps_, i);
+      info.count = counts[i];
+      info.shard = static_cast<uint64_t>(shards[i]);
+      infos.push_back(info);
+    }
+    constexpr size_t kAll = size_t(1) << 40;
+    const Layout cut = make_layout(counts, size, kAll, kAll);
+    const size_t n = counts.size();
+    num_tensors_ = static_cast<uint32_t>(n);
+    infos_ = launcher_.upload(infos);
+    pieces_ = launcher_.upload(cut.pieces);
+    tiles_ = launcher_.upload(cut.tiles);
+    tile_list_ = launcher_.upload(cut.tile_list);
+    tile_begin_ = launcher_.upload(cut.tile_begin);
+    hypers_ = launcher_.upload(std::vector<kernels::Hyper>{hyper_});
+    scalars_ = launcher_.zeros(n * sizeof(TensorScalars));
+    tile_sums_ = launcher_.zeros(2 * cut.tiles.size() * sizeof(double));
+    sums_ = launcher_.zeros(2 * n * sizeof(double));
+    chunk_.tensors = at<TensorInfo>(infos_);
+    chunk_.pieces = at<ShardPiece>(pieces_);
+    chunk_.tiles = at<Tile>(tiles_);
+    chunk_.num_tiles = static_cast<uint32_t>(cut.tiles.size());
+    chunk_.rank = rank;
+    chunk_.size = size;
+    chunk_.block = cut.max_block;
+  }
+
+  uint64_t block() const {
+    return chunk_.block;
+  }
+
+  void synchronize() const {
+    launcher_.synchronize();
+  }
+
+  void propose(
+      const Tensor& agree,
+      uint64_t hash,
+      const Tensor& used,
+      const Tensor& found) const {
+    ProposeArgs args{};
+    args.agree = address<uint8_t>(agree);
+    args.used = address<uint8_t>(used);
+    args.found_inf = address<float>(found);
+    args.hash = hash;
+    args.tensors = num_tensors_;
+    launcher_.launch("propose", &CudaApi::propose, args);
+  }
+
+  void prepare(
+      double divisor,
+      const Tensor& agree,
+      const Tensor& used,
+      const Tensor& found_inf,
+      const Tensor& mismatch,
+      uint64_t sequence) const {
+    PrepareArgs args{};
+    args.agree = address<uint8_t>(agree);
+    args.tensors = chunk_.tensors;
+    args.hypers = at<kernels::Hyper>(hypers_);
+    args.divisor = divisor;
+    args.scalars = at<TensorScalars>(scalars_);
+    args.used = address<uint8_t>(used);
+    args.found_inf = address<float>(found_inf);
+    args.mismatch = address<uint64_t>(mismatch);
+    args.sequence = sequence;
+    args.num_tensors = num_tensors_;
+    args.size = chunk_.size;
+    launcher_.launch("prepare", &CudaApi::prepare, args);
+  }
+
+  void pack(const Tensor& wire, double weight) const {
+    const PackArgs args{chunk_, address(wire), type_of(wire), weight};
+    launcher_.launch("pack", &CudaApi::pack, args);
+  }
+
+  void unpack(const Tensor& wire, bool to_outputs, double divisor) const {
+    UnpackArgs args{};
+    args.chunk = chunk_;
+    args.wire = address(wire);
+    args.type = type_of(wire);
+    args.to_outputs = to_outputs;
+    args.divisor = divisor;
+    launcher_.launch("unpack", &CudaApi::unpack, args);
+  }
+
+  // `grads`, `out`: this rank's blocks of the wire; without them the tensors
+  // themselves.
+  void update(
+      const std::string& formula,
+      const Tensor& grads,
+      const Tensor& out) const {
+    launcher_.launch(
+        "update",
+        &CudaApi::update,
+        update_args(formula_of(formula), grads, out));
+  }
+
+  // Both halves of a step of a group of one rank.
+  void lamb(const Tensor& grads, const Tensor& out) const {
+    const UpdateArgs args = update_args(kernels::Formula::kLamb, grads, out);
+    const MomentsArgs moments{args, at<double>(tile_sums_)};
+    launcher_.launch("lamb_moments", &CudaApi::lamb_moments, moments);
+    AddSumsArgs add{};
+    add.partial = at<double>(tile_sums_);
+    add.list = at<uint32_t>(tile_list_);
+    add.begin = at<uint32_t>(tile_begin_);
+    add.sums = at<double>(sums_);
+    add.num_tensors = num_tensors_;
+    add.pairs = 1;
+    launcher_.launch("add_sums", &CudaApi::add_sums, add);
+    TrustArgs trust{};
+    trust.gathered = at<double>(sums_);
+    trust.tensors = chunk_.tensors;
+    trust.hypers = at<kernels::Hyper>(hypers_);
+    trust.scalars = at<TensorScalars>(scalars_);
+    trust.num_tensors = num_tensors_;
+    trust.size = 1;
+    launcher_.launch("trust", &CudaApi::trust, trust);
+    launcher_.launch("update", &CudaApi::update, args);
+  }
+
+  std::vector<int64_t> shards; // elements of each tensor's full shard
+
+ private:
+  UpdateArgs update_args(
+      kernels::Formula formula,
+      const Tensor& grads,
+      const Tensor& out) const {
+    UpdateArgs args{};
+    args.chunk = chunk_;
+    args.formula = formula;
+    args.param_type = type_of(params_[0]);
+    args.grad_type = !grads.is_none() ? type_of(grads)
+        : grads_.empty()              ? args.param_type
+                                      : type_of(grads_[0]);
+    args.state_type =
+        states_.empty() ? DType::kFloat32 : type_of(states_[0].at(0));
+    args.masters = !masters_.empty();
+    args.decoupled = hyper_.decoupled;
+    args.amsgrad = hyper_.amsgrad;
+    args.momentum = hyper_.momentum != 0;
+    args.nesterov = hyper_.nesterov;
+    args.scalars = at<TensorScalars>(scalars_);
+    args.grads = address(grads);
+    args.params_out = address(out);
+    return args;
+  }
+
+  const Launcher launcher_;
+  const kernels::Hyper hyper_;
+  // Kept: the device's arrays hold their addresses.
+  const Tensors params_, grads_, outputs_, masters_;
+  const std::vector<Tensors> states_;
+  const Tensors steps_;
+  DeviceMemory infos_, pieces_, tiles_, tile_list_, tile_begin_, hypers_;
+  DeviceMemory scalars_, tile_sums_, sums_;
+  uint32_t num_tensors_ = 0;
+  Chunk chunk_{};
+};
+
+// flags[b] = whether any bit of block b of `block` elements is set.
+void find_blocks(
+    const CudaApi& api,
+    const Tensor& data,
+    uint64_t block,
+    const Tensor& flags) {
+  FindBlocksArgs args{};
+  args.tensor = {address(data), numel(data), block, type_of(data)};
+  args.num_blocks = numel(flags);
+  args.flags = address<uint8_t>(flags);
+  Launcher(api, data).launch("find_blocks", &CudaApi::find_blocks, args);
+}
+
+} // namespace
+} // namespace fusedpg::cuda
+
+PYBIND11_MODULE(fusedpg_gpu_table, m) {
+  using namespace fusedpg;
+  using namespace fusedpg::cuda;
+  using py::arg;
+  const Tensor none = py::none();
+  const Tensors no_tensors;
+
+  m.attr("AGREE_BYTES") = kAgreeBytes;
+  m.def("shard_size", &shard_size);
+
+  py::class_<CudaApi>(m, "CudaApi")
+      .def_readonly("name", &CudaApi::name)
+      .def_readonly("runtime_version", &CudaApi::runtime_version);
+  m.def("load_api", &load_cuda_api, py::return_value_policy::reference);
+  m.def("find_blocks", &find_blocks);
+
+  py::class_<Slices>(m, "Slices")
+      .def(
+          py::init<
+              const CudaApi&,
+              int,
+              int,
+              const py::dict&,
+              Tensors,
+              Tensors,
+              Tensors,
+              Tensors,
+              std::vector<Tensors>,
+              Tensors>(),
+          arg("api"),
+          arg("rank"),
+          arg("size"),
+          arg("hyper"),
+          arg("params"),
+          py::kw_only(),
+          arg("grads") = no_tensors,
+          arg("outputs") = no_tensors,
+          arg("masters") = no_tensors,
+          arg("states") = std::vector<Tensors>(),
+          arg("steps") = no_tensors)
+      .def_readonly("shards", &Slices::shards)
+      .def_property_readonly("block", &Slices::block)
+      .def("synchronize", &Slices::synchronize)
+      .def(
+          "propose",
+          &Slices::propose,
+          arg("agree"),
+          arg("hash"),
+          py::kw_only(),
+          arg("used") = none,
+          arg("found") = none)
+      .def(
+          "prepare",
+          &Slices::prepare,
+          py::kw_only(),
+          arg("divisor") = 1.0,
+          arg("agree") = none,
+          arg("used") = none,
+          arg("found_inf") = none,
+          arg("mismatch") = none,
+          arg("sequence") = 0)
+      .def("pack", &Slices::pack, arg("wire"), arg("weight") = 1.0)
+      .def(
+          "unpack",
+          &Slices::unpack,
+          arg("wire"),
+          py::kw_only(),
+          arg("to_outputs") = false,
+          arg("divisor") = 1.0)
+      .def(
+          "update",
+          &Slices::update,
+          arg("formula"),
+          arg("grads"),
+          arg("out") = none)
+      .def("lamb", &Slices::lamb, arg("grads"), arg("out") = none);
+}

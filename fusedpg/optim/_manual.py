@@ -1,0 +1,248 @@
+"""Manual mode: no DDP. ``p.grad`` is this rank's until somebody asks for it, or for a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+
+from fusedpg._registration import load_extension
+from fusedpg.optim import _reduced
+from fusedpg.optim._bridge import Gradient
+from fusedpg.optim._gradients import ShardedGrad
+from fusedpg.optim._modes import Mode
+from fusedpg.optim._parameters import laid_out, watch_gradient
+
+if TYPE_CHECKING:
+    from fusedpg.optim._base import FusedOptimizer
+
+
+class Manual(Mode):
+    manual = True
+
+    def __init__(self) -> None:
+        self._watches: list[Any] = []  # hooks of parameters
+
+    # --- parameters and their gradients -------------------------------------------------
+
+    def add(self, optimizer: FusedOptimizer, params: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for param in params:
+                dist.broadcast(param.data, group=optimizer._group, group_src=0)
+
+    def watch(self, optimizer: FusedOptimizer, params: list[torch.Tensor]) -> None:
+        """Has ``p.grad`` know that it is one rank's part of a gradient."""
+        for param in params:
+            hook = watch_gradient(param, optimizer, _accumulated, _accumulated_again, ShardedGrad)
+            self._watches.append(hook)
+
+    def leave(self, optimizer: FusedOptimizer) -> None:
+        for handle in self._watches:
+            handle.remove()
+        self._watches.clear()
+
+    # --- the step -----------------------------------------------------------------------
+
+    def step(self, optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> None:
+        if optimizer._shadow:
+            optimizer._drop_gradients()
+        else:
+            Join.notify_join_context(optimizer)
+        optimizer._check_shared()
+        if optimizer._max_grad_norm is None and _all_local(optimizer):
+            _step_on_local(optimizer, scale, found_inf)
+            return
+        reduce_gradients(optimizer)
+        optimizer._wait()
+        params, slices = _reduced.all_slices(optimizer)
+        if params and scale is None and found_inf is not None:
+            # unscale_() looked at this rank's gradients, before they were reduced.
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=optimizer._group)
+        _reduced.step(optimizer, params, slices, scale, found_inf)
+
+    def prepare_clipping(self, optimizer: FusedOptimizer) -> None:
+        reduce_gradients(optimizer)
+
+    def reduce_asked(self, optimizer: FusedOptimizer) -> None:
+        without = [(name, p) for name, p in optimizer._named_parameters() if p.grad is None]
+        optimizer.reduce_gradients()
+        for name, param in without:
+            if param.grad is not None:
+                # The caller has a list of gradients in which this one is missing.
+                raise RuntimeError(
+                    f"parameter {name} was used on other ranks only; call "
+                    "optimizer.reduce_gradients() before clipping or unscaling"
+                )
+
+
+class Detached(Mode):
+    """An optimizer that was taken off its DDP: it has state and takes no gradients."""
+
+    def check(self) -> None:
+        raise RuntimeError("the optimizer was detached: attach(ddp) it again, or make a new one")
+
+
+def _accumulated(optimizer: FusedOptimizer, param: torch.Tensor) -> None:
+    """Autograd's news of a gradient."""
+    grad = param.grad
+    if not optimizer._mode.manual or type(grad) is not torch.Tensor:
+        return
+    if grad.layout == torch.strided:
+        context = optimizer._context
+        param.grad = ShardedGrad(param, context, unreduced=laid_out(grad, param))
+        context.changed()
+
+
+def _accumulated_again(optimizer: FusedOptimizer) -> bool:
+    """A gradient of ours gets another value."""
+    optimizer._context.changed()
+    return optimizer._mode.manual
+
+
+def reduce_gradients(optimizer: FusedOptimizer) -> None:
+    extension = load_extension()
+    usual = _unreduced(optimizer)
+    frozen = set() if usual else _frozen_with_gradient(optimizer)
+    # What has been reduced and has not changed since need not go again.
+    some = torch.tensor(float(usual is not None or _any_unreduced(optimizer, frozen)))
+    dist.all_reduce(some, op=dist.ReduceOp.MAX, group=optimizer._group)
+    if not some:
+        return
+    optimizer._stepped = False
+    if usual is not None and len(extension.dtypes_of(usual[0])) == 1 and not usual[0][0].is_cuda:
+        _start_all(optimizer, *usual)
+    else:
+        gradients, used = _local_gradients(optimizer, frozen)
+        for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
+            members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
+            flags = _flags(optimizer, [used[i] for i in members])
+            mine = [gradients[i] for i in members]
+            _reduced.start(optimizer, mine, flags, optimizer._shadow)
+    optimizer._wait()
+
+
+def _start_all(
+    optimizer: FusedOptimizer, params: list[torch.Tensor], grads: list[torch.Tensor]
+) -> None:
+    """As ``_reduced.start``, in the usual case, and without Python for every parameter."""
+    extension = load_extension()
+    optimizer._check_layouts(params)
+    work = optimizer._backend.reduce_shards_(
+        grads,
+        grads,
+        used=_flags(optimizer, [True] * len(params)),
+        async_op=True,
+        **optimizer._reduction(optimizer._shadow),
+    )
+    placeholders = extension.gradients_of(params, ShardedGrad)
+    assert placeholders is not None
+    slices = optimizer._owned_slices(grads)
+    extension.set_gradients(params, None)
+
+    def finish() -> None:
+        work.wait()
+        extension.set_reduced(placeholders, slices)
+        extension.set_gradients(params, placeholders)
+
+    optimizer._in_flight.append(finish)
+
+
+def _any_unreduced(optimizer: FusedOptimizer, frozen: set[torch.Tensor]) -> bool:
+    """Whether this rank has anything to reduce."""
+    extension, params = load_extension(), optimizer._all_parameters()
+    grads = extension.gradients_of(params, ShardedGrad)
+    if grads is not None and extension.reduced_slices(grads, ShardedGrad) is not None:
+        return False
+    return any(
+        param.grad.unreduced() is not None
+        if isinstance(param.grad, ShardedGrad)
+        else param.grad is not None
+        for param in params
+        if param.requires_grad or param in frozen
+    )
+
+
+def _all_local(optimizer: FusedOptimizer) -> bool:
+    """Whether nothing that was reduced stands in ``p.grad``."""
+    return _unreduced(optimizer) is not None or not any(
+        isinstance(param.grad, ShardedGrad) and param.grad.holds_reduced()
+        for param in optimizer._all_parameters()
+    )
+
+
+def _unreduced(
+    optimizer: FusedOptimizer,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """All parameters and their gradients, if each has one, of this rank alone."""
+    params = optimizer._all_parameters()
+    grads = load_extension().unreduced_gradients(params, ShardedGrad)
+    return (params, grads) if grads else None
+
+
+def _step_on_local(optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> None:
+    """Everything is one operation."""
+    params, grads = _unreduced(optimizer) or ([], [])
+    used = [True] * len(params)
+    if not params:
+        gradients, used = _local_gradients(optimizer, _frozen_with_gradient(optimizer))
+        params = [gradient.param for gradient in gradients]
+        grads = [gradient.local for gradient in gradients]
+    if params:
+        for work in optimizer._fused_step(
+            params,
+            grads,
+            used=_flags(optimizer, used),
+            grad_scale=_reduced.scalar(scale),
+            found_inf=_reduced.scalar(found_inf),
+            **optimizer._reduction(optimizer._shadow),
+        ):
+            work.wait()
+
+
+def _local_gradients(
+    optimizer: FusedOptimizer, frozen: set[torch.Tensor]
+) -> tuple[list[Gradient], list[bool]]:
+    """This rank's gradients, and which of them it has. Of frozen parameters some rank's count."""
+    gradients, used = [], []
+    for param in optimizer._all_parameters():
+        grad: Any = param.grad
+        if not param.requires_grad and param not in frozen:
+            continue
+        earlier = grad if isinstance(grad, ShardedGrad) else None
+        if earlier is not None:
+            grad = earlier.unreduced()
+        if grad is not None and grad.layout != torch.strided:
+            raise RuntimeError("fused optimizers do not take sparse gradients")
+        used.append(grad is not None)
+        # A peer may have a gradient where this rank has none.
+        grad = torch.zeros_like(param) if grad is None else laid_out(grad, param)
+        gradients.append(Gradient(param, grad, grad, earlier))
+    return gradients, used
+
+
+def _frozen_with_gradient(optimizer: FusedOptimizer) -> set[torch.Tensor]:
+    """Who freezes a parameter does it on all ranks; a gradient that one has still counts."""
+    frozen = [p for p in optimizer._all_parameters() if not p.requires_grad]
+    mine = [param.grad is not None for param in frozen]
+    if frozen and not _is_captured(optimizer._device()):
+        anywhere = torch.tensor(mine, dtype=torch.uint8, device=optimizer._device())
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=optimizer._group)
+        mine = anywhere.tolist()
+    return {param for param, has in zip(frozen, mine, strict=True) if has}
+
+
+def _flags(optimizer: FusedOptimizer, used: list[bool]) -> torch.Tensor | None:
+    """Whether this rank used parameters, as operations take it."""
+    device = optimizer._device()
+    if _is_captured(device):
+        # A graph does the same at every launch, so all ranks must have all gradients.
+        if not all(used):
+            raise RuntimeError("a parameter has no gradient: a CUDA graph needs all of them")
+        return None
+    return torch.tensor(used, dtype=torch.uint8, device=device)
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

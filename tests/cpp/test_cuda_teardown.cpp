@@ -1,0 +1,295 @@
+// How the CUDA engine ends: what NCCL and the GPU still do then holds nobody.
+
+#include "cuda_training.hpp"
+
+namespace fusedpg::test {
+
+using namespace cuda; // NOLINT: all of this is about it
+
+namespace {
+
+// A graph with one step.
+void* capture_step(GpuRank& r, GpuTraining& training) {
+  void* graph = nullptr;
+  CHECK_EQ(hooks().begin_capture(r.stream), 0);
+  training.step();
+  r.engine.join(r.stream);
+  CHECK_EQ(hooks().end_capture(r.stream, &graph), 0);
+  return graph;
+}
+
+void wait_until(const std::function<bool()>& condition) {
+  const Deadline deadline(kLong);
+  while (!condition() && CHECK(!deadline.expired())) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+} // namespace
+
+// NCCL ends no communicator while a graph holds its kernels, be it aborted or
+// finalized.
+TEST(cuda_teardown_while_a_graph_lives) {
+  const Clean clean;
+  for (const bool aborts : {false, true}) {
+    std::mutex mutex;
+    std::vector<void*> graphs;
+    on_threads(2, [&](int rank, Store& store) {
+      const auto begin = Clock::now();
+      {
+        GpuRank r(rank, 2, store);
+        {
+          GpuTraining training(r, adam(), kSingles, {3000, 70});
+          training.load();
+          training.step();
+          training.check();
+          r.engine.drain(kLong);
+          void* graph = capture_step(r, training);
+          training.load();
+          CHECK_EQ(hooks().launch(graph, r.stream), 0);
+          training.check();
+          const std::lock_guard<std::mutex> lock(mutex);
+          graphs.push_back(graph);
+        }
+        if (aborts && rank == 0) {
+          r.engine.abort("fused: enough");
+        }
+        r.meet("aborted");
+        r.engine.shutdown(Deadline(milliseconds(500)));
+        r.engine.close();
+      }
+      CHECK(seconds_since(begin) < 8);
+      store.meet("ended", 2);
+    });
+    CHECK(hooks().now().communicators > 0 || aborts);
+    for (void* graph : graphs) {
+      CHECK_EQ(hooks().destroy_graph(graph), 0);
+    }
+    // What the graphs used goes with them.
+    wait_until([] {
+      const fake::Stats now = hooks().now();
+      return now.communicators == 0 && now.device_allocations == 0;
+    });
+  }
+}
+
+// The failure of a rank whose graph lives reaches its own callers and the other
+// ranks.
+TEST(cuda_teardown_tells_before_it_aborts) {
+  const Clean clean;
+  void* graphs[2] = {};
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    graphs[rank] = capture_step(r, training);
+    r.meet("captured");
+    const auto begin = Clock::now();
+    if (rank == 0) {
+      training.timeout = milliseconds(200);
+      expect_error(ErrorKind::kTimeout, {"200 ms", "rank 0 of 2"}, [&] {
+        finish(training.step());
+      });
+    }
+    r.meet("late");
+    if (rank == 1) {
+      expect_error(
+          ErrorKind::kPeerFailed, {"another rank has failed: rank 0"}, [&] {
+            finish(training.step());
+          });
+    }
+    CHECK(seconds_since(begin) < 8);
+    r.meet("known");
+    CHECK_EQ(hooks().destroy_graph(graphs[rank]), 0);
+  });
+}
+
+// A call of NCCL that does not return: its caller holds the engine.
+TEST(cuda_teardown_caller_inside_nccl) {
+  const Clean clean;
+  for (const bool aborts : {false, true}) {
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      r.meet("begin");
+      if (rank == 0) {
+        hooks().fail_rank("ncclReduceScatter", 0, 1, fake::kHang);
+        const auto begin = Clock::now();
+        training.timeout = milliseconds(aborts ? 60000 : 200);
+        std::thread aborter([&] {
+          if (aborts) {
+            std::this_thread::sleep_for(milliseconds(50));
+            r.engine.abort("fused: enough");
+          }
+        });
+        expect_error(
+            aborts ? ErrorKind::kAborted : ErrorKind::kTimeout,
+            {aborts ? "enough" : "200 ms"},
+            [&] { training.step(); });
+        aborter.join();
+        CHECK(seconds_since(begin) < 8);
+      }
+      r.meet("end");
+    });
+  }
+}
+
+// Of ranks that meet to make a communicator, one does not come.
+TEST(cuda_teardown_init_that_hangs) {
+  const Clean clean;
+  hooks().fail_rank("ncclCommInitRankConfig", 1, 1, kNcclSystemError);
+  on_threads(2, [&](int rank, Store& store) {
+    EngineWith with;
+    with.deadline = milliseconds(300);
+    const auto begin = Clock::now();
+    expect_error(
+        rank == 0 ? ErrorKind::kTimeout : ErrorKind::kSystem,
+        {"ncclCommInitRank", rank == 0 ? "300 ms" : "system error"},
+        [&] { GpuRank r(rank, 2, store, with); });
+    CHECK(seconds_since(begin) < 8);
+  });
+  wait_until([] { return hooks().now().communicators == 0; });
+}
+
+// What a step costs the host: calls that return at once, each made once.
+TEST(cuda_teardown_calls_of_nccl) {
+  const Clean clean;
+  with_gpus(2, [](GpuRank& r) {
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    training.step();
+    training.check();
+  });
+  // Chunks of 2048 bytes for two ranks: of 256 floats of either's shard.
+  const uint64_t chunks = (1504 + 255) / 256;
+  CHECK_EQ(hooks().calls("ncclAllReduce"), 2u);
+  CHECK_EQ(hooks().calls("ncclReduceScatter"), 2 * chunks);
+  CHECK_EQ(hooks().calls("ncclAllGather"), 2 * chunks);
+  CHECK_EQ(hooks().calls("ncclInProgress"), 0u);
+  // Left to the engine, it is one chunk.
+  hooks().reset();
+  EngineWith with;
+  with.settings = cuda_settings(0);
+  with_gpus(
+      2,
+      [](GpuRank& r) {
+        GpuTraining training(r, adam(), kSingles, {3000, 70});
+        training.load();
+        training.step();
+        training.check();
+      },
+      with);
+  CHECK_EQ(hooks().calls("ncclReduceScatter"), 2u);
+  CHECK_EQ(hooks().calls("ncclAllGather"), 2u);
+}
+
+// As NCCL_COMM_BLOCKING says to every communicator.
+TEST(cuda_teardown_nonblocking_by_environment) {
+  const Clean clean("NCCL_COMM_BLOCKING", "0");
+  with_gpus(
+      2,
+      [](GpuRank& r) {
+        GpuTraining training(
+            r, adam(), kSingles, {3000}, static_cast<char*>(r.engine.arena()));
+        training.direct = true;
+        training.load();
+        training.step();
+        training.check();
+      },
+      with_arena());
+  CHECK(hooks().calls("ncclInProgress") > 0);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+// An abort while a kernel of the direct path waits for a rank, or before such a
+// kernel begins: NCCL unmaps windows under it, or before it.
+TEST(cuda_teardown_abort_in_a_direct_step) {
+  for (const bool begun : {true, false}) {
+    const Clean clean;
+    hooks().set_delay(0);
+    // The third: an all-reduce and an all-gather come before it.
+    hooks().stall(1, 3, begun ? 700 : 1500);
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store, with_arena());
+      GpuTraining training(
+          r,
+          adam(),
+          kSingles,
+          {3000, 70},
+          static_cast<char*>(r.engine.arena()));
+      training.direct = true;
+      training.load();
+      const auto begin = Clock::now();
+      const OperationPtr op = training.step();
+      wait_until([] { return hooks().now().collectives_begun >= 6; });
+      if (rank == (begun ? 0 : 1)) {
+        r.engine.abort("fused: enough");
+        expect_error(ErrorKind::kAborted, {"enough"}, [&] { finish(op); });
+      }
+      r.meet("aborted");
+      r.engine.close();
+      CHECK(seconds_since(begin) < 8);
+    });
+    CHECK_EQ(hooks().now().bad_handles, 0u);
+  }
+}
+
+// Nothing of a window is left, also where NCCL does not see to it.
+TEST(cuda_teardown_windows) {
+  const Clean clean;
+  for (const bool fails : {false, true}) {
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store, with_arena());
+      GpuTraining training(
+          r, adam(), kSingles, {3000}, static_cast<char*>(r.engine.arena()));
+      training.direct = true;
+      training.load();
+      training.step();
+      training.check();
+      r.engine.drain(kLong);
+      r.meet("done");
+      if (fails) {
+        r.engine.abort("fused: enough");
+        r.engine.close();
+      } else {
+        r.engine.shutdown(Deadline(kLong));
+      }
+    });
+    CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), fails ? 4u : 2u);
+    CHECK_EQ(hooks().calls("ncclDevCommDestroy"), fails ? 4u : 2u);
+  }
+  CHECK_EQ(hooks().now().windows, 0u);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+// No peer access, or NCCL_CUMEM_ENABLE=0: windows are not what the device API
+// needs.
+TEST(cuda_teardown_no_symmetric_support) {
+  const Clean clean("FUSEDPG_FAKE_NO_SYMMETRIC", "1");
+  for (const int version : {22809, 22907}) {
+    setenv("FUSEDPG_FAKE_NCCL_VERSION", std::to_string(version).c_str(), 1);
+    NcclApi nccl = fake_gpu::nccl();
+    nccl.version = version;
+    EngineWith with = with_arena();
+    with.nccl = &nccl;
+    with_gpus(
+        2,
+        [](GpuRank& r) {
+          CHECK(r.engine.arena() == nullptr);
+          GpuTraining training(r, adam(), kSingles, {3000});
+          training.load();
+          training.step();
+          training.check();
+          CHECK_EQ(std::string(r.engine.path_of_last_step()), "stock");
+        },
+        with);
+  }
+  unsetenv("FUSEDPG_FAKE_NCCL_VERSION");
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+} // namespace fusedpg::test
