@@ -9,9 +9,9 @@
 
 #include "base/ownership.hpp"
 #include "c10d/delegate.hpp"
+#include "c10d/errors.hpp"
 #include "c10d/gradients.hpp"
 #include "c10d/process_group_fused.hpp"
-#include "c10d/errors.hpp"
 #include "c10d/tensors.hpp"
 #include "net/ucx_api.hpp"
 
@@ -475,9 +475,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "The instruction set of the kernels that run by default.");
   m.def("_set_delegate_factory", &set_python_factory);
   m.def("_set_ucx_library", &ucx::set_default_path);
-  m.def("_ucx", [] { 
+  m.def("_ucx", [] {
     return translate([] { return ucx::described(resolve({}).ucx_lib); });
-   });
+  });
   m.def(
       "_shutdown_all_groups",
       &shutdown_all_groups,

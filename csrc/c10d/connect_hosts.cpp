@@ -81,7 +81,8 @@ std::string why_not_ucx(const std::vector<Offer>& offers) {
     if (offers[p].choice != offers[0].choice) {
       fail(
           ErrorKind::kMismatch,
-          "fused: Options.transport (FUSEDPG_TRANSPORT) is \"{}\" on rank 0 and "
+          "fused: Options.transport (FUSEDPG_TRANSPORT) is \"{}\" on rank 0 "
+          "and "
           "\"{}\" on rank {}; it must be the same on all ranks",
           offers[0].choice,
           offers[p].choice,
@@ -111,15 +112,15 @@ Connection connect_hosts(
     const std::function<void()>& check,
     const std::function<c10::intrusive_ptr<c10d::Backend>()>& make_gloo) {
   const Settings& settings = group.settings;
-  StoreRendezvous rendezvous(c10::make_intrusive<c10d::PrefixStore>(
-      "fusedpg-transport", group.store));
+  StoreRendezvous rendezvous(
+      c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store));
   const auto key = [](int p) { return formatted("offer/{}", p); };
   const ucx::Api* api = nullptr;
   rendezvous.set(key(group.rank), my_offer(settings, api).text());
   std::vector<Offer> offers;
   for (int p = 0; p < group.size; ++p) {
-    offers.push_back(Offer::of(
-        await(rendezvous, key(p), group.rank, p, deadline, check)));
+    offers.push_back(
+        Offer::of(await(rendezvous, key(p), group.rank, p, deadline, check)));
   }
   check();
   const std::string why_not = why_not_ucx(offers);
@@ -131,13 +132,7 @@ Connection connect_hosts(
     }
     return {
         std::make_unique<UcxTransport>(
-            *api,
-            config,
-            rendezvous,
-            group.rank,
-            group.size,
-            deadline,
-            check),
+            *api, config, rendezvous, group.rank, group.size, deadline, check),
         "ucx " + api->version};
   }
   if (settings.transport == TransportChoice::kUcx) {

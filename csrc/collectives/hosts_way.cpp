@@ -129,8 +129,8 @@ Way::AtOnce HostsWay::at_once(
   std::vector<const void*> srcs(size(), data.data());
   for (int p = 0; p < size() && input.bytes != 0; ++p) {
     if (p != rank()) {
-      parts[p] = net_receive(
-          ctx_, p, NetKind::kContribution, NetBuffer(input.bytes));
+      parts[p] =
+          net_receive(ctx_, p, NetKind::kContribution, NetBuffer(input.bytes));
       parts[p].request->wait(ctx_.deadline);
       srcs[p] = parts[p].buffer.data();
     }

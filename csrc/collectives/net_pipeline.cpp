@@ -142,13 +142,12 @@ class Pipeline {
     each_peer([&](int p) {
       if (const Segment* mine = segment(rank_, s)) {
         const size_t bytes = mine->elements * plan_.src_size;
-        stage.contributions[p] = net_receive(
-            ctx_, p, NetKind::kContribution, scratch(stage, bytes));
+        stage.contributions[p] =
+            net_receive(ctx_, p, NetKind::kContribution, scratch(stage, bytes));
       }
       if (const Segment* theirs = segment(p, s)) {
-        stage.sends.push_back(
-            net_send(
-                ctx_, p, NetKind::kContribution, gathered(*theirs, stage)));
+        stage.sends.push_back(net_send(
+            ctx_, p, NetKind::kContribution, gathered(*theirs, stage)));
       }
     });
   }

@@ -27,8 +27,8 @@ void* open(const std::string& path) {
     library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   } else if (library == nullptr) {
     const std::string& wheel = default_path();
-    library = wheel.empty() ? nullptr
-                            : dlopen(wheel.c_str(), RTLD_NOW | RTLD_LOCAL);
+    library =
+        wheel.empty() ? nullptr : dlopen(wheel.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
       library = dlopen(kSystem, RTLD_NOW | RTLD_LOCAL);
     }
@@ -37,7 +37,8 @@ void* open(const std::string& path) {
     const char* text = dlerror();
     fail(
         ErrorKind::kSystem,
-        "cannot load UCX: {}. Install libucx-cu12 (pip install fusedpg[ucx]) or "
+        "cannot load UCX: {}. Install libucx-cu12 (pip install fusedpg[ucx]) "
+        "or "
         "a system UCX, or set FUSEDPG_UCX_LIB to a libucp.so.0",
         text == nullptr ? "unknown error" : text);
   }
@@ -92,8 +93,8 @@ Api load_from(void* library) {
     api.path = where.dli_fname;
   }
   // The process' signals are not UCX's, which would print a trace of its own.
-  const auto leave_signals = reinterpret_cast<void (*)()>(
-      dlsym(library, "ucs_debug_disable_signals"));
+  const auto leave_signals =
+      reinterpret_cast<void (*)()>(dlsym(library, "ucs_debug_disable_signals"));
   if (leave_signals != nullptr) {
     leave_signals();
   }

@@ -264,12 +264,7 @@ std::shared_ptr<UcxTransport::Operation> UcxTransport::start_receive(
   param.callback.receive = on_received;
   param.user_data = operation.get();
   const StatusPtr started = api_.tag_receive(
-      worker_,
-      into.data(),
-      into.bytes(),
-      tag_of(from, tag),
-      kWholeTag,
-      &param);
+      worker_, into.data(), into.bytes(), tag_of(from, tag), kWholeTag, &param);
   operation->length = at_once.length;
   started_is(*operation, started);
   return operation;
@@ -341,8 +336,8 @@ void UcxTransport::sleep(const Deadline& deadline) {
     return; // busy: there is something to do
   }
   pollfd fds[] = {{progress_fd_, POLLIN, 0}, {abort_fd_, POLLIN, 0}};
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(
-      deadline.remaining());
+  const auto left =
+      std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
   constexpr std::chrono::milliseconds kLongest{1000};
   poll(fds, 2, static_cast<int>(std::min(left, kLongest).count()));
 }
@@ -405,8 +400,7 @@ void UcxTransport::give_up(
       ErrorKind::kPeerFailed,
       "{}: {}; {}",
       what,
-      api_.status_string(
-          lost ? peers_[operation.peer].lost : operation.status),
+      api_.status_string(lost ? peers_[operation.peer].lost : operation.status),
       losses);
 }
 

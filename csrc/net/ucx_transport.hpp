@@ -82,7 +82,10 @@ class UcxTransport : public Transport {
       Rendezvous& rendezvous,
       const Deadline& deadline,
       const std::function<void()>& check);
-  std::shared_ptr<Operation> begin(int peer, bool sends, const NetBuffer& buffer);
+  std::shared_ptr<Operation> begin(
+      int peer,
+      bool sends,
+      const NetBuffer& buffer);
   std::shared_ptr<Operation> start_send(
       int to,
       uint32_t tag,

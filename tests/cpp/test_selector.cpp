@@ -121,7 +121,8 @@ TEST(selector_hosts) {
   CHECK(!select_delegate({Choice::kDense, true, false}));
   CHECK(select_delegate({Choice::kDense, true, true}));
   CHECK(!select_delegate({Choice::kSkip, false, false}));
-  CHECK(select_net_one_shot(64 * kKiB, 3) && !select_net_one_shot(64 * kKiB, 4));
+  CHECK(
+      select_net_one_shot(64 * kKiB, 3) && !select_net_one_shot(64 * kKiB, 4));
   CHECK(!select_net_skip(256 * kKiB - 1) && select_net_skip(256 * kKiB));
 }
 
