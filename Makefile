@@ -146,6 +146,10 @@ FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setar
 .PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-docs test-mpi test-frameworks fake-gpu fuzz
 test: test-cpp test-python
 
+# For the C++ tests of messages by UCX.
+export FUSEDPG_TEST_UCX_LIB = $(abspath $(firstword \
+  $(wildcard $(VENV)/lib/python3*/site-packages/libucx/lib/libucp.so.0)))
+
 # In the module's own build folder: most of it is compiled there.
 test-cpp: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON

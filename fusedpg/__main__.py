@@ -26,6 +26,14 @@ def cuda(info: ModuleType) -> str:
     return "; ".join(parts)
 
 
+def hosts(module: ModuleType) -> str:
+    """What carries messages between hosts."""
+    try:
+        return f"{module._ucx()}; gloo for what is delegated"
+    except RuntimeError as error:
+        return f"gloo: {error}"
+
+
 def main() -> int:
     module = load_extension()
     from fusedpg import _build_info
@@ -36,7 +44,8 @@ def main() -> int:
         "python": platform.python_version(),
         "compiler": _build_info.cxx_compiler,
         "kernels": module.isa(),
-        "cpu": "shared memory; gloo between hosts",
+        "cpu": "shared memory",
+        "hosts": hosts(module),
         "cuda": cuda(_build_info),
     }
     for name, value in rows.items():

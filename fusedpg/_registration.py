@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import importlib.util
 import os
 import warnings
 from datetime import timedelta
@@ -59,9 +60,20 @@ def load_extension() -> ModuleType:
         check_torch_version(info.torch_version, str(torch.__version__))
         module = importlib.import_module("fusedpg._C")
         module._set_delegate_factory(_make_delegate)
+        module._set_ucx_library(_ucx_library())
         atexit.register(module._shutdown_all_groups)
         _extension = module
     return _extension
+
+
+def _ucx_library() -> str:
+    """The libucp of the wheels libucx-cu12 and libucx-cu13; empty without one."""
+    found = importlib.util.find_spec("libucx")
+    for folder in found.submodule_search_locations or () if found else ():
+        path = os.path.join(folder, "lib", "libucp.so.0")
+        if os.path.exists(path):
+            return path
+    return ""
 
 
 def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:

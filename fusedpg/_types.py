@@ -21,6 +21,7 @@ class _GroupInfo(TypedDict):
 class GroupInfo(_GroupInfo, total=False):
     """Facts about a group on one rank; see :func:`fusedpg.group_info`."""
 
+    transport: str
     nccl_version: int
     cuda_path: Literal["stock", "ring", "direct", "direct_skip"]
 

@@ -83,6 +83,27 @@ Choice choice_of(
       given);
 }
 
+// UCX's defaults cost a third of the speed of a fast link: messages of
+// megabytes go as eager ones, and reads are small. Memory of one machine is the
+// arena's business. Where the user names Gloo's interface, it is the one that
+// reaches the others; but not the fabric's.
+std::vector<std::pair<std::string, std::string>> ucx_config() {
+  std::vector<std::pair<std::string, std::string>> config;
+  const auto set = [&](const char* name, const std::string& value) {
+    if (!env((std::string("UCX_") + name).c_str())) {
+      config.emplace_back(name, value);
+    }
+  };
+  set("RNDV_THRESH", "64K");
+  set("TCP_RX_SEG_SIZE", "512K");
+  set("TLS", "^sm");
+  const auto interface = env("GLOO_SOCKET_IFNAME");
+  if (interface && access("/sys/class/infiniband", F_OK) != 0) {
+    set("NET_DEVICES", *interface);
+  }
+  return config;
+}
+
 size_t default_arena_bytes() {
   const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -106,6 +127,11 @@ void check_block_size(int64_t elements) {
 const char* block_skip_name(BlockSkip mode) {
   constexpr const char* kNames[] = {"off", "auto", "on"};
   return kNames[static_cast<size_t>(mode)];
+}
+
+const char* transport_choice_name(TransportChoice choice) {
+  constexpr const char* kNames[] = {"auto", "ucx", "gloo"};
+  return kNames[static_cast<size_t>(choice)];
 }
 
 Settings resolve(const Options& options) {
@@ -152,6 +178,15 @@ Settings resolve(const Options& options) {
        {"stock", NcclChoice::kStock}});
   s.cuda_lib = env("FUSEDPG_CUDA_LIB").value_or("");
   s.nccl_lib = env("FUSEDPG_NCCL_LIB").value_or("");
+  s.transport = choice_of<TransportChoice>(
+      options.transport,
+      "transport",
+      "FUSEDPG_TRANSPORT",
+      {{"auto", TransportChoice::kAuto},
+       {"ucx", TransportChoice::kUcx},
+       {"gloo", TransportChoice::kGloo}});
+  s.ucx_lib = env("FUSEDPG_UCX_LIB").value_or("");
+  s.ucx_config = ucx_config();
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");
   s.isa = env("FUSEDPG_ISA").value_or("");
   s.spin_us = env_integer("FUSEDPG_SPIN_US").value_or(-1);

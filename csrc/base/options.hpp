@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace fusedpg {
 
@@ -34,11 +36,16 @@ struct Options {
   // "auto": patched where there is one and the group spans machines.
   // FUSEDPG_NCCL.
   std::optional<std::string> nccl;
+  // What carries messages between hosts: "ucx", "gloo", or "auto": UCX where
+  // all ranks have it. The same on all ranks. FUSEDPG_TRANSPORT.
+  std::optional<std::string> transport;
 };
 
 enum class BlockSkip { kOff, kAuto, kOn };
 const char* block_skip_name(BlockSkip mode);
 enum class NcclChoice { kAuto, kPatched, kStock };
+enum class TransportChoice { kAuto, kUcx, kGloo };
+const char* transport_choice_name(TransportChoice choice);
 
 struct Settings {
   size_t arena_bytes;
@@ -67,6 +74,11 @@ struct Settings {
   std::string cuda_lib;
   // libnccl; empty: the one that torch has loaded. FUSEDPG_NCCL_LIB.
   std::string nccl_lib;
+  TransportChoice transport;
+  // libucp; empty: the wheel's, else the system's. FUSEDPG_UCX_LIB.
+  std::string ucx_lib;
+  // What we set of UCX's variables, without UCX_: none that the user has set.
+  std::vector<std::pair<std::string, std::string>> ucx_config;
   // 0 warnings only, 1 one line per group and fallback. FUSEDPG_LOG=info.
   int log_level;
 };

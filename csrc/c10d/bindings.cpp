@@ -9,9 +9,11 @@
 
 #include "base/ownership.hpp"
 #include "c10d/delegate.hpp"
+#include "c10d/errors.hpp"
 #include "c10d/gradients.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
+#include "net/ucx_api.hpp"
 
 namespace py = pybind11;
 
@@ -50,6 +52,9 @@ py::dict info_dict(ProcessGroupFused& group) {
   if (info.nccl_version != 0) {
     d["nccl_version"] = info.nccl_version;
     d["cuda_path"] = info.cuda_path;
+  }
+  if (!info.transport.empty()) {
+    d["transport"] = info.transport;
   }
   d["state"] = info.failed ? "failed" : "ok";
   return d;
@@ -105,6 +110,7 @@ void bind_options(py::module_& m) {
                       std::optional<int64_t> cuda_chunk_bytes,
                       std::optional<int64_t> cuda_arena_bytes,
                       std::optional<std::string> nccl,
+                      std::optional<std::string> transport,
                       bool cpu_as_cuda) {
             auto options = c10::make_intrusive<Options>(timeout);
             const auto bytes = [](const char* name,
@@ -129,6 +135,7 @@ void bind_options(py::module_& m) {
             options->engine.block_skip = std::move(block_skip);
             options->engine.block_size = block_size;
             options->engine.nccl = std::move(nccl);
+            options->engine.transport = std::move(transport);
             return options;
           }),
           py::kw_only(),
@@ -141,6 +148,7 @@ void bind_options(py::module_& m) {
           py::arg("cuda_chunk_bytes") = py::none(),
           py::arg("cuda_arena_bytes") = py::none(),
           py::arg("nccl") = py::none(),
+          py::arg("transport") = py::none(),
           py::arg("_cpu_as_cuda") = false)
       .def_property_readonly(
           "cuda_chunk_bytes",
@@ -150,6 +158,8 @@ void bind_options(py::module_& m) {
           [](const Options& o) { return o.engine.cuda_arena_bytes; })
       .def_property_readonly(
           "nccl", [](const Options& o) { return o.engine.nccl; })
+      .def_property_readonly(
+          "transport", [](const Options& o) { return o.engine.transport; })
       .def_property_readonly(
           "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
       .def_property_readonly(
@@ -464,6 +474,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       [] { return std::string(kernels::table()->name); },
       "The instruction set of the kernels that run by default.");
   m.def("_set_delegate_factory", &set_python_factory);
+  m.def("_set_ucx_library", &ucx::set_default_path);
+  m.def("_ucx", [] {
+    return translate([] { return ucx::described(resolve({}).ucx_lib); });
+  });
   m.def(
       "_shutdown_all_groups",
       &shutdown_all_groups,

@@ -205,6 +205,9 @@ Items owned_slices(const Items& tensors, int world_size, int rank) {
     const auto* whole = t.unsafeGetTensorImpl();
     auto slice = whole->shallow_copy_and_detach(
         whole->version_counter(), /*allow_tensor_metadata_change=*/true);
+    // A mode of torch's may answer for it, with anything.
+    TORCH_CHECK(
+        slice.get() != whole, "fused: a dispatch mode detaches nothing");
     slice->set_sizes_and_strides(
         at::IntArrayRef(own.length),
         at::IntArrayRef(kUnit),

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "base/ownership.hpp"
+#include "collectives/net_pipeline.hpp"
 #include "collectives/net_shards.hpp"
 #include "collectives/reduction.hpp"
 
@@ -28,25 +29,41 @@ void check_plan(const Plan& plan, int world_size) {
   }
 }
 
+// Whether zeros of a tensor stay at home until they are summed up.
+bool skips(const Plan& plan, size_t count) {
+  return plan.reads && plan.skip && count != 0 &&
+      select_net_skip(count * dtype_size(wide_type(plan.src_type)));
+}
+
 } // namespace
 
-void HostsWay::enter(
-    const Plan* plan,
-    OpDescriptor& mine,
-    const std::vector<uint64_t>& extra) {
+void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {
   mine.sequence = ctx_.sequence;
   mine.list_index = ctx_.list_index;
   mine.list_length = ctx_.list_length;
-  mine.table_entries = extra.size();
-  const auto rows = net_gather_rows(ctx_, &mine, sizeof mine);
-  said_.resize(rows.size());
+  mine.table_entries = table_entries;
+}
+
+void HostsWay::check_said(const OpDescriptor& mine) {
   for (int p = 0; p < size(); ++p) {
-    std::memcpy(&said_[p], rows[p].data(), sizeof mine);
     check_agreement(mine, rank(), said_[p], p);
   }
   for (int p = 0; p < size(); ++p) {
     check_nan_flag(said_[p], p);
   }
+}
+
+void HostsWay::enter(
+    const Plan* plan,
+    OpDescriptor& mine,
+    const std::vector<uint64_t>& extra) {
+  complete(mine, extra.size());
+  const auto rows = net_gather_rows(ctx_, &mine, sizeof mine);
+  said_.resize(rows.size());
+  for (int p = 0; p < size(); ++p) {
+    std::memcpy(&said_[p], rows[p].data(), sizeof mine);
+  }
+  check_said(mine);
   if (!extra.empty()) {
     extra_ =
         net_gather_rows(ctx_, extra.data(), extra.size() * sizeof(uint64_t));
@@ -78,6 +95,53 @@ void HostsWay::count(OpCode named) {
       ctx_.moved);
 }
 
+// What ranks say and what they have travel together; who finds that they
+// disagree leaves the latter where it is.
+Way::AtOnce HostsWay::at_once(
+    OpDescriptor& mine,
+    const Span& input,
+    const Combine& combine) {
+  if (delegate_ || !select_net_one_shot(input.bytes, size())) {
+    return AtOnce::kNo;
+  }
+  complete(mine, 0);
+  const NetBuffer fact(sizeof mine);
+  std::memcpy(fact.data(), &mine, sizeof mine);
+  NetBuffer data(input.bytes);
+  std::copy_n(static_cast<const char*>(input.data), input.bytes, data.data());
+  std::vector<NetPending> facts(size()), parts(size()), sends;
+  for (int k = 1; k < size(); ++k) {
+    const int p = (rank() + k) % size();
+    facts[p] = net_receive(ctx_, p, NetKind::kBlock, NetBuffer(sizeof mine));
+    sends.push_back(net_send(ctx_, p, NetKind::kBlock, fact));
+    if (input.bytes != 0) {
+      sends.push_back(net_send(ctx_, p, NetKind::kContribution, data));
+    }
+  }
+  said_.assign(size(), mine);
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank()) {
+      facts[p].request->wait(ctx_.deadline);
+      std::memcpy(&said_[p], facts[p].buffer.data(), sizeof mine);
+    }
+  }
+  check_said(mine);
+  std::vector<const void*> srcs(size(), data.data());
+  for (int p = 0; p < size() && input.bytes != 0; ++p) {
+    if (p != rank()) {
+      parts[p] =
+          net_receive(ctx_, p, NetKind::kContribution, NetBuffer(input.bytes));
+      parts[p].request->wait(ctx_.deadline);
+      srcs[p] = parts[p].buffer.data();
+    }
+  }
+  combine(srcs.data());
+  for (NetPending& one : sends) {
+    one.request->wait(ctx_.deadline);
+  }
+  return AtOnce::kDone;
+}
+
 uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
   fail(
       ErrorKind::kInvalid,
@@ -95,6 +159,17 @@ void HostsWay::run(const Plan& plan, const OpDescriptor& /* d */) {
     return;
   }
   const std::vector<size_t> counts = plan.counts();
+  if (select_net_path(ctx_.ranks_share_hosts) == NetPath::kDirect) {
+    Plan whole = plan;
+    for (size_t t = 0; t < counts.size(); ++t) {
+      if (skips(plan, counts[t])) {
+        run_batch(plan, counts, {t});
+        whole.drop(t);
+      }
+    }
+    net_pipeline(ctx_, whole);
+    return;
+  }
   const size_t element = std::max(plan.src_size, plan.dst_size);
   std::vector<size_t> batch;
   size_t bytes = 0;
@@ -135,8 +210,7 @@ void HostsWay::run_batch(
     std::vector<Item*> whole;
     for (size_t i = 0; i < batch.size(); ++i) {
       const size_t t = batch[i];
-      const size_t wide = counts[t] * dtype_size(wide_type(plan.src_type));
-      if (plan.skip && select_net_skip(wide)) {
+      if (skips(plan, counts[t])) {
         items[i].sum = sum_skipping(plan, t, counts[t]);
         items[i].srcs = {items[i].sum.data()};
         items[i].folded = true;

@@ -49,9 +49,14 @@ class HostsWay : public Way {
   }
   void run(const Plan& plan, const OpDescriptor& d) override;
   void count(OpCode named) override;
+  AtOnce at_once(OpDescriptor& mine, const Span& input, const Combine& combine)
+      override;
   uint64_t shared_place(const void* data, size_t bytes) override;
 
  private:
+  void complete(OpDescriptor& mine, size_t table_entries) const;
+  // Throws where ranks disagree, on all of them; or where one has found a NaN.
+  void check_said(const OpDescriptor& mine);
   void run_batch(
       const Plan& plan,
       const std::vector<size_t>& counts,

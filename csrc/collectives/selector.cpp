@@ -62,8 +62,15 @@ NetPath select_net_path(bool ranks_share_hosts) {
   return ranks_share_hosts ? NetPath::kChain : NetPath::kDirect;
 }
 
-bool select_delegate(Choice choice) {
-  return choice == Choice::kDense;
+bool select_delegate(const DelegateConfig& c) {
+  // Gloo's own sums are as fast as ours over its messages; and where ranks
+  // share a link, ours go through them as a chain.
+  return c.choice == Choice::kDense && (!c.ucx || c.ranks_share_hosts);
+}
+
+bool select_net_one_shot(size_t bytes, int world_size) {
+  constexpr size_t kOnce = size_t(128) << 10;
+  return bytes * static_cast<size_t>(world_size - 1) <= kOnce;
 }
 
 bool select_net_skip(size_t bytes) {

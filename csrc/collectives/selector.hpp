@@ -60,10 +60,18 @@ double select_skip_limit(const Path& path);
 enum class NetPath { kDirect, kChain };
 NetPath select_net_path(bool ranks_share_hosts);
 
-// Whether an all-reduce between machines is the delegate's from the start: it
-// needs no round of messages to agree. What looked for zeros and found too few
-// is the delegate's, too.
-bool select_delegate(DensityEstimates::Choice choice);
+// Whether an all-reduce between machines is the delegate's from the start. What
+// looked for zeros and found too few is the delegate's, too.
+struct DelegateConfig {
+  DensityEstimates::Choice choice = DensityEstimates::Choice::kDense;
+  bool ucx = false; // carries the messages
+  bool ranks_share_hosts = false;
+};
+bool select_delegate(const DelegateConfig& config);
+
+// Whether every rank sends its whole input to all others at once: that takes
+// one journey instead of two, for P/2 times the bytes.
+bool select_net_one_shot(size_t bytes, int world_size);
 
 // Whether a step between machines looks for blocks of zeros in a gradient of
 // so many bytes: that takes rounds of messages of its own.

@@ -15,6 +15,14 @@ class NetBuffer {
   NetBuffer() = default;
   explicit NetBuffer(size_t bytes) : data_(new char[bytes]), bytes_(bytes) {}
 
+  // Somebody else's, which outlives every use: see Transport::ends_at_once().
+  static NetBuffer borrowed(char* data, size_t bytes) {
+    NetBuffer buffer;
+    buffer.data_ = std::shared_ptr<char[]>(std::shared_ptr<char[]>(), data);
+    buffer.bytes_ = bytes;
+    return buffer;
+  }
+
   char* data() const {
     return data_.get();
   }
@@ -56,6 +64,15 @@ class Transport {
   using RequestPtr = std::unique_ptr<Request>;
   virtual RequestPtr send(int to, uint32_t tag, const NetBuffer& message) = 0;
   virtual RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) = 0;
+
+  // Whether nothing is read from or written to buffers any more once a wait has
+  // thrown.
+  virtual bool ends_at_once() const {
+    return false;
+  }
+  // Returns when what was sent is on its way even if this rank does nothing
+  // more; or at the deadline.
+  virtual void flush(const Deadline& /* deadline */) {}
 
   // From any thread: makes waits throw Error(kAborted), now and later.
   virtual void abort() = 0;

@@ -110,11 +110,12 @@ def reduce_gradients(optimizer: FusedOptimizer) -> None:
     dist.all_reduce(some, op=dist.ReduceOp.MAX, group=optimizer._group)
     if not some:
         return
-    optimizer._stepped = False
     if usual is not None and len(extension.dtypes_of(usual[0])) == 1 and not usual[0][0].is_cuda:
+        optimizer._stepped = False
         _start_all(optimizer, *usual)
     else:
         gradients, used = _local_gradients(optimizer, frozen)
+        optimizer._stepped = False
         for dtype in dict.fromkeys(gradient.param.dtype for gradient in gradients):
             members = [i for i, g in enumerate(gradients) if g.param.dtype == dtype]
             flags = _flags(optimizer, [used[i] for i in members])

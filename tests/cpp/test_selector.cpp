@@ -116,6 +116,13 @@ TEST(selector_plan_skip) {
 TEST(selector_hosts) {
   CHECK(select_net_path(true) == NetPath::kChain);
   CHECK(select_net_path(false) == NetPath::kDirect);
+  using Choice = DensityEstimates::Choice;
+  CHECK(select_delegate({Choice::kDense, false, false}));
+  CHECK(!select_delegate({Choice::kDense, true, false}));
+  CHECK(select_delegate({Choice::kDense, true, true}));
+  CHECK(!select_delegate({Choice::kSkip, false, false}));
+  CHECK(
+      select_net_one_shot(64 * kKiB, 3) && !select_net_one_shot(64 * kKiB, 4));
   CHECK(!select_net_skip(256 * kKiB - 1) && select_net_skip(256 * kKiB));
 }
 

@@ -425,9 +425,9 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
 HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
 
 
-def pool_of_hosts(names: str) -> Workers:
+def pool_of_hosts(names: str, transport: str = "ucx") -> Workers:
     """Ranks of this machine that take each other for those of several."""
-    env = [{"FUSEDPG_HOST_ID": name} for name in HOSTS[names]]
+    env = [{"FUSEDPG_HOST_ID": name, "FUSEDPG_TRANSPORT": transport} for name in HOSTS[names]]
     return pool(len(env), env=env, one_host=False)
 
 

@@ -1,4 +1,4 @@
-"""Groups that span machines: Gloo's collectives, and our steps over its sends and receives."""
+"""Groups that span machines: Gloo's collectives, and our sums and steps over UCX or Gloo."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ pytestmark = pytest.mark.fused_only
 Spread = tuple[harness.Workers, list[str]]
 
 
-@pytest.fixture(params=[harness.slow("two"), "three", "two of two"])
+LAYOUTS = [
+    harness.slow(("two", "ucx")),
+    ("three", "ucx"),
+    ("three", "gloo"),
+    ("two of two", "ucx"),
+    harness.slow(("two of two", "gloo")),
+]
+
+
+@pytest.fixture(params=LAYOUTS, ids=" by ".join)
 def spread(request: pytest.FixtureRequest) -> Spread:
-    return harness.pool_of_hosts(request.param), harness.HOSTS[request.param]
+    names, transport = request.param
+    return harness.pool_of_hosts(names, transport), harness.HOSTS[names]
 
 
 def test_engine(spread: Spread) -> None:
@@ -64,9 +74,44 @@ def test_fused_adamw(spread: Spread, run: Run) -> None:
     assert len(set(spread[0].run(fused_ops.parity, run))) == 1
 
 
-@pytest.mark.parametrize("names", ["three", "two of two"])
-def test_fused_steps_have_the_bits_of_one_host(names: str) -> None:
-    ranks = harness.pool_of_hosts(names)
+def test_transport(spread: Spread) -> None:
+    spread[0].run(hosts.transport)
+
+
+@pytest.mark.parametrize(
+    ("choices", "library", "expected"),
+    [
+        (("ucx", "ucx"), "", "ucx"),
+        (("auto", "auto"), "", "ucx"),
+        (("gloo", "gloo"), "", "gloo"),
+        (("auto", "auto"), "/no/libucp.so", "gloo"),
+        (("ucx", "ucx"), "/no/libucp.so", "cannot load UCX"),
+        (("ucx", "gloo"), "", "must be the same on all ranks"),
+    ],
+)
+def test_choice_of_transport(choices: tuple[str, str], library: str, expected: str) -> None:
+    env = [
+        {"FUSEDPG_HOST_ID": str(i), "FUSEDPG_TRANSPORT": choice, "FUSEDPG_UCX_LIB": library}
+        for i, choice in enumerate(choices)
+    ]
+    if library:
+        env[0]["FUSEDPG_UCX_LIB"] = ""  # one rank without it is enough
+    with harness.Workers(2, env=env, one_host=False) as workers:
+        workers.run(hosts.choice, expected)
+
+
+@pytest.mark.parametrize("numel", [1, 1003, 70_001, 1_000_003])
+def test_sums_have_the_bits_of_one_host(numel: int) -> None:
+    for kind in ("float32", "float16", "int32"):
+        parts = harness.pool_of_hosts("three").run(hosts.sums, kind, numel)
+        assert set(parts) == set(harness.pool(3).run(hosts.sums, kind, numel)), kind
+
+
+@pytest.mark.parametrize(
+    ("names", "transport"), [("three", "ucx"), ("three", "gloo"), ("two of two", "ucx")]
+)
+def test_fused_steps_have_the_bits_of_one_host(names: str, transport: str) -> None:
+    ranks = harness.pool_of_hosts(names, transport)
     for op in fused_ops.OPS:
         for more in (
             {},

@@ -1,7 +1,5 @@
 #include "c10d/routes/hosts.hpp"
 
-#include <thread>
-
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/abortable.hpp"
@@ -47,34 +45,6 @@ struct GlooReduction {
   }
 };
 
-// Gloo's rendezvous cannot be aborted, so ranks begin it when all are there.
-void await_all(
-    c10d::Store& store,
-    int rank,
-    int size,
-    const Deadline& deadline,
-    const std::function<void()>& check) {
-  constexpr std::chrono::milliseconds kLook{5};
-  const auto key = [](int p) { return formatted("transport/{}", p); };
-  store.set(key(rank), "1");
-  for (int p = 0; p < size; ++p) {
-    while (!store.check({key(p)})) {
-      check();
-      if (deadline.expired()) {
-        fail(
-            ErrorKind::kTimeout,
-            "fused: timeout after {} ms on rank {} waiting for rank {}, which "
-            "did not reach the first operation that connects the hosts",
-            deadline.timeout().count(),
-            rank,
-            p);
-      }
-      std::this_thread::sleep_for(kLook);
-    }
-  }
-  check();
-}
-
 } // namespace
 
 class HostsTurn : public Turn {
@@ -94,8 +64,12 @@ class HostsTurn : public Turn {
   void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
       override {
     SkipState& skip = route_.skip_;
+    DelegateConfig delegated;
+    delegated.ranks_share_hosts = route_.ranks_share_hosts_;
+    delegated.ucx = route_.carried_by_ucx(timeout_);
+    const bool dense_is_delegated = select_delegate(delegated);
     for (const Flat& flat : tensors) {
-      if (skip.mode == BlockSkip::kOff) {
+      if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
         delegate_sum(flat, reduction);
         continue;
       }
@@ -103,7 +77,8 @@ class HostsTurn : public Turn {
       const OpDescriptor d =
           facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
       const SkipConfig config = skip_config(skip, size_, d, reduction.args);
-      if (select_delegate(select_skip(config))) {
+      delegated.choice = select_skip(config);
+      if (select_delegate(delegated)) {
         if (select_estimate(config)) {
           skip.estimates.count_dense(d.shape_hash, d.dtype);
         }
@@ -111,7 +86,11 @@ class HostsTurn : public Turn {
         continue;
       }
       NetContext ctx = context();
-      HostsWay way(ctx, [&] { delegate_sum(flat, reduction); });
+      HostsWay way(
+          ctx,
+          dense_is_delegated
+              ? HostsWay::Delegate([&] { delegate_sum(flat, reduction); })
+              : nullptr);
       fusedpg::all_reduce(way, {tensor}, reduction.args);
     }
   }
@@ -323,9 +302,13 @@ c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
       group_.timeout.load()));
 }
 
-NetContext HostsRoute::net_context(
-    uint64_t ticket,
-    std::chrono::milliseconds timeout) {
+bool HostsRoute::carried_by_ucx(std::chrono::milliseconds timeout) {
+  return !ranks_share_hosts_ &&
+      group_.settings.transport != TransportChoice::kGloo &&
+      connected(timeout).ends_at_once();
+}
+
+Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
   const auto check_aborted = [this] {
     if (failure()) {
       fail(
@@ -336,11 +319,18 @@ NetContext HostsRoute::net_context(
   };
   check_aborted();
   std::lock_guard<std::mutex> lock(transport_mutex_);
-  if (!transport_) {
-    await_all(*group_.store, rank_, size_, Deadline(timeout), check_aborted);
-    transport_ =
-        std::make_unique<BackendTransport>(make_gloo("fusedpg-transport"));
+  if (!connection_.transport) {
+    connection_ = connect_hosts(group_, Deadline(timeout), check_aborted, [&] {
+      return make_gloo("fusedpg-transport");
+    });
   }
+  return *connection_.transport;
+}
+
+NetContext HostsRoute::net_context(
+    uint64_t ticket,
+    std::chrono::milliseconds timeout) {
+  Transport& transport = connected(timeout);
   return {
       {group_.kernels,
        pool_,
@@ -349,7 +339,7 @@ NetContext HostsRoute::net_context(
        group_.settings.nan_check,
        skip_,
        group_.stats},
-      *transport_,
+      transport,
       ranks_share_hosts_};
 }
 
@@ -359,6 +349,10 @@ void HostsRoute::execute(
     std::chrono::milliseconds timeout) {
   HostsTurn turn(*this, ticket, timeout);
   operation(turn);
+  // Peers may need what is still here while this rank computes.
+  if (connection_.transport) {
+    connection_.transport->flush(Deadline(timeout));
+  }
 }
 
 std::shared_ptr<c10::Allocator> HostsRoute::getMemAllocator() {
@@ -372,6 +366,12 @@ at::Tensor HostsRoute::empty_shared(
       false, "fused: parameters cannot be shared in a group that spans hosts");
 }
 
+void HostsRoute::describe(GroupInfo& info) {
+  info.engine = "gloo";
+  std::lock_guard<std::mutex> lock(transport_mutex_);
+  info.transport = connection_.name;
+}
+
 std::optional<ErrorKind> HostsRoute::failure() {
   return delegate_->getError() == c10d::ErrorType::SUCCESS
       ? std::nullopt
@@ -382,8 +382,8 @@ std::optional<ErrorKind> HostsRoute::failure() {
 void HostsRoute::abort() {
   delegate_->abort();
   std::lock_guard<std::mutex> lock(transport_mutex_);
-  if (transport_) {
-    transport_->abort();
+  if (connection_.transport) {
+    connection_.transport->abort();
   }
 }
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <mutex>
 
-#include "c10d/backend_transport.hpp"
+#include "c10d/connect_hosts.hpp"
 #include "c10d/routes/cpu.hpp"
 #include "collectives/net_exchange.hpp"
 #include "host/pool.hpp"
@@ -44,9 +44,7 @@ class HostsRoute : public CpuRoute {
     return false;
   }
 
-  void describe(GroupInfo& info) override {
-    info.engine = "gloo";
-  }
+  void describe(GroupInfo& info) override;
   std::optional<ErrorKind> failure() override;
   void abort() override;
   void interrupt() override {
@@ -71,13 +69,16 @@ class HostsRoute : public CpuRoute {
   friend class HostsTurn;
 
   c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
+  // Whether sums are ours. Connects the hosts to find out.
+  bool carried_by_ucx(std::chrono::milliseconds timeout);
+  Transport& connected(std::chrono::milliseconds timeout);
   // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
   const bool ranks_share_hosts_;
   const c10::intrusive_ptr<c10d::Backend> delegate_;
   std::mutex transport_mutex_;
   // Made by the first operation that needs it; connections of its own.
-  std::unique_ptr<BackendTransport> transport_;
+  Connection connection_;
   // Of the executing thread.
   SkipState skip_;
   Pool pool_{1};

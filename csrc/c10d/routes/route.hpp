@@ -21,6 +21,7 @@ struct GroupInfo {
   bool failed = false;
   size_t cuda_arena = 0; // bytes that were asked for
   int nccl_version = 0; // of the CUDA engine; 0: none
+  std::string transport; // between hosts, once it is connected
   std::string cuda_path; // of its last step; see path_of_last_step()
 };
 

@@ -1,0 +1,150 @@
+#include "c10d/connect_hosts.hpp"
+
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "base/error.hpp"
+#include "c10d/backend_transport.hpp"
+#include "c10d/delegate.hpp"
+#include "c10d/store_rendezvous.hpp"
+#include "net/ucx_transport.hpp"
+
+namespace fusedpg {
+namespace {
+
+// What a rank can, as it tells the others: its choice, the version of UCX that
+// it has, or none, and why not.
+struct Offer {
+  std::string choice;
+  std::string version;
+  std::string why_not;
+
+  std::string text() const {
+    return choice + "\n" + version + "\n" + why_not;
+  }
+  static Offer of(const std::string& text) {
+    const size_t first = text.find('\n');
+    const size_t second = text.find('\n', first + 1);
+    return {
+        text.substr(0, first),
+        text.substr(first + 1, second - first - 1),
+        text.substr(second + 1)};
+  }
+};
+
+Offer my_offer(const Settings& settings, const ucx::Api*& api) {
+  Offer mine;
+  mine.choice = transport_choice_name(settings.transport);
+  if (settings.transport == TransportChoice::kGloo) {
+    mine.why_not = "it was not asked for";
+    return mine;
+  }
+  try {
+    api = &ucx::load(settings.ucx_lib);
+    mine.version = api->version;
+  } catch (const Error& error) {
+    mine.why_not = error.what();
+  }
+  return mine;
+}
+
+// Neither Gloo's rendezvous nor a wait for keys can be aborted, so ranks begin
+// when all are there.
+std::string await(
+    Rendezvous& rendezvous,
+    const std::string& key,
+    int rank,
+    int awaited,
+    const Deadline& deadline,
+    const std::function<void()>& check) {
+  constexpr std::chrono::milliseconds kLook{5};
+  while (!rendezvous.has(key)) {
+    check();
+    if (deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: timeout after {} ms on rank {} waiting for rank {}, which "
+          "did not reach the first operation that connects the hosts",
+          deadline.timeout().count(),
+          rank,
+          awaited);
+    }
+    std::this_thread::sleep_for(kLook);
+  }
+  return rendezvous.get(key, deadline);
+}
+
+// Why not all ranks can use UCX, which every rank finds alike; empty: they can.
+std::string why_not_ucx(const std::vector<Offer>& offers) {
+  for (size_t p = 0; p < offers.size(); ++p) {
+    if (offers[p].choice != offers[0].choice) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: Options.transport (FUSEDPG_TRANSPORT) is \"{}\" on rank 0 "
+          "and "
+          "\"{}\" on rank {}; it must be the same on all ranks",
+          offers[0].choice,
+          offers[p].choice,
+          p);
+    }
+  }
+  for (size_t p = 0; p < offers.size(); ++p) {
+    if (offers[p].version.empty()) {
+      return formatted("rank {}: {}", p, offers[p].why_not);
+    }
+    if (offers[p].version != offers[0].version) {
+      return formatted(
+          "UCX is {} on rank 0 and {} on rank {}",
+          offers[0].version,
+          offers[p].version,
+          p);
+    }
+  }
+  return "";
+}
+
+} // namespace
+
+Connection connect_hosts(
+    Group& group,
+    const Deadline& deadline,
+    const std::function<void()>& check,
+    const std::function<c10::intrusive_ptr<c10d::Backend>()>& make_gloo) {
+  const Settings& settings = group.settings;
+  StoreRendezvous rendezvous(
+      c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store));
+  const auto key = [](int p) { return formatted("offer/{}", p); };
+  const ucx::Api* api = nullptr;
+  rendezvous.set(key(group.rank), my_offer(settings, api).text());
+  std::vector<Offer> offers;
+  for (int p = 0; p < group.size; ++p) {
+    offers.push_back(
+        Offer::of(await(rendezvous, key(p), group.rank, p, deadline, check)));
+  }
+  check();
+  const std::string why_not = why_not_ucx(offers);
+  if (why_not.empty()) {
+    UcxConfig config;
+    config.set = settings.ucx_config;
+    if (settings.spin_us >= 0) {
+      config.spin = std::chrono::microseconds(settings.spin_us);
+    }
+    return {
+        std::make_unique<UcxTransport>(
+            *api, config, rendezvous, group.rank, group.size, deadline, check),
+        "ucx " + api->version};
+  }
+  if (settings.transport == TransportChoice::kUcx) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: Options.transport (FUSEDPG_TRANSPORT) is \"ucx\", but {}",
+        why_not);
+  }
+  if (settings.transport == TransportChoice::kAuto) {
+    log_once("messages between hosts go by Gloo instead of UCX: " + why_not);
+  }
+  return {std::make_unique<BackendTransport>(make_gloo()), "gloo"};
+}
+
+} // namespace fusedpg

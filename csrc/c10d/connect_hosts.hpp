@@ -1,0 +1,29 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "base/deadline.hpp"
+#include "c10d/group.hpp"
+#include "net/transport.hpp"
+
+namespace fusedpg {
+
+struct Connection {
+  std::unique_ptr<Transport> transport;
+  std::string name; // "ucx 1.22.0" or "gloo"
+};
+
+// Collective: connects the ranks of a group that spans hosts, by UCX where all
+// of them have the same version of it, and else, unless UCX was asked for, by a
+// backend that `make_gloo` makes. `check` throws when waiting is in vain.
+Connection connect_hosts(
+    Group& group,
+    const Deadline& deadline,
+    const std::function<void()>& check,
+    const std::function<c10::intrusive_ptr<c10d::Backend>()>& make_gloo);
+
+} // namespace fusedpg

@@ -1,0 +1,275 @@
+// Messages by UCX, over TCP on this machine. Without UCX there is nothing to
+// test: the Python tests say so where it is missing.
+
+#include "net/ucx_transport.hpp"
+
+#include <fcntl.h>
+
+#include <cstdlib>
+
+#include "ranks.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using namespace fusedpg::test;
+
+// libucp, which `make` finds in the wheel. TSan cannot look into it.
+const char* library() {
+  const char* path = std::getenv("FUSEDPG_TEST_UCX_LIB");
+  return path == nullptr || *path == '\0' || kOnlyThreads ? nullptr : path;
+}
+
+UcxConfig config() {
+  UcxConfig c;
+  c.set = {{"TLS", "tcp,self"}, {"NET_DEVICES", "lo"}, {"RNDV_THRESH", "64K"}};
+  return c;
+}
+
+// Ranks as threads, each with a transport of its own.
+void on_transports(
+    int size,
+    const std::function<void(int rank, UcxTransport&, Store&)>& body) {
+  if (library() == nullptr) {
+    return;
+  }
+  on_threads(size, [&](int rank, Store& store) {
+    UcxTransport transport(
+        ucx::load(library()), config(), store, rank, size, Deadline(kLong), [] {
+        });
+    body(rank, transport, store);
+  });
+}
+
+NetBuffer filled(size_t bytes, uint64_t seed) {
+  NetBuffer b(bytes);
+  for (size_t i = 0; i < bytes; ++i) {
+    b.data()[i] = static_cast<char>((seed * 31 + i * 7 + (i >> 8)) & 0xff);
+  }
+  return b;
+}
+
+bool same(const NetBuffer& a, const NetBuffer& b) {
+  return a.bytes() == b.bytes() &&
+      std::memcmp(a.data(), b.data(), a.bytes()) == 0;
+}
+
+TEST(ucx_messages_of_every_size_arrive_in_order) {
+  for (const int size : {2, 3}) {
+    on_transports(size, [&](int rank, UcxTransport& t, Store&) {
+      const size_t sizes[] = {1, 8, 4096, 65536, 1 << 20, (5 << 20) + 3};
+      std::vector<Transport::RequestPtr> requests;
+      std::vector<std::pair<NetBuffer, NetBuffer>> got;
+      uint64_t n = 0;
+      for (const size_t bytes : sizes) {
+        for (int again = 0; again < 3; ++again, ++n) {
+          for (int p = 0; p < size; ++p) {
+            if (p == rank) {
+              continue;
+            }
+            const NetBuffer into(bytes);
+            got.emplace_back(into, filled(bytes, 100 * n + 10 * p + rank));
+            // Sometimes it has been sent before it is expected.
+            if ((n + rank) % 2 == 0) {
+              requests.push_back(t.receive(p, 7, into));
+            }
+            requests.push_back(
+                t.send(p, 7, filled(bytes, 100 * n + 10 * rank + p)));
+            if ((n + rank) % 2 != 0) {
+              requests.push_back(t.receive(p, 7, into));
+            }
+          }
+        }
+      }
+      for (const auto& request : requests) {
+        request->wait(Deadline(kLong));
+      }
+      for (const auto& [into, expected] : got) {
+        CHECK(same(into, expected));
+      }
+      t.flush(Deadline(kLong));
+    });
+  }
+}
+
+// What one rank's wait has thrown.
+struct Failure {
+  ErrorKind kind;
+  std::string what;
+  milliseconds after;
+};
+
+Failure failure_of(const std::function<void()>& call) {
+  const auto begin = Clock::now();
+  const auto after = [&] {
+    return std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
+  };
+  try {
+    call();
+  } catch (const Error& error) {
+    return {error.kind(), error.what(), after()};
+  }
+  report_failure(__FILE__, __LINE__, "nothing was thrown");
+  return {ErrorKind::kInvalid, "", after()};
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+void on_connected_processes(
+    Processes*& processes,
+    int size,
+    const std::function<void(int, UcxTransport&, Store&)>& body) {
+  processes = new Processes(size, [&](int rank, Store& store) {
+    UcxTransport t(
+        ucx::load(library()), config(), store, rank, size, Deadline(kLong), [] {
+        });
+    body(rank, t, store);
+  });
+}
+
+// A large message is a rendezvous: both ends are in it when one is killed.
+TEST(ucx_killed_peer_is_named) {
+  if (library() == nullptr) {
+    return;
+  }
+  for (const size_t bytes : {size_t(8), size_t(64) << 20}) {
+    Processes* processes = nullptr;
+    on_connected_processes(
+        processes, 3, [&](int rank, UcxTransport& t, Store& store) {
+          store.meet("connected", 4);
+          if (rank == 2) {
+            pause();
+          }
+          const Failure f = failure_of([&] {
+            const auto sent = t.send(2, 1, filled(bytes, 1));
+            t.receive(2, 1, NetBuffer(bytes))->wait(Deadline(kLong));
+          });
+          CHECK(f.kind == ErrorKind::kPeerFailed);
+          CHECK(contains(f.what, "rank 2"));
+          CHECK(f.after < milliseconds(10000));
+          CHECK(failure_of([&] {
+                  (void)t.send(1 - rank, 1, filled(8, 1));
+                }).kind == ErrorKind::kPeerFailed);
+        });
+    processes->store().meet("connected", 4);
+    processes->signal(2, SIGKILL);
+    processes->check(0);
+    processes->check(1);
+    delete processes;
+  }
+}
+
+TEST(ucx_stopped_peer_is_a_timeout) {
+  if (library() == nullptr) {
+    return;
+  }
+  Processes* processes = nullptr;
+  on_connected_processes(
+      processes, 2, [&](int rank, UcxTransport& t, Store& store) {
+        store.meet("connected", 3);
+        if (rank == 1) {
+          pause();
+        }
+        store.get("stopped", Deadline(kLong));
+        const NetBuffer large = filled(size_t(64) << 20, 1);
+        const Failure f = failure_of([&] {
+          const auto sent = t.send(1, 1, large);
+          sent->wait(Deadline(milliseconds(300)));
+        });
+        CHECK(f.kind == ErrorKind::kTimeout);
+        CHECK(contains(f.what, "to rank 1: not done within 300 ms"));
+      });
+  processes->store().meet("connected", 3);
+  processes->signal(1, SIGSTOP);
+  processes->store().set("stopped", "");
+  processes->check(0);
+  delete processes;
+}
+
+TEST(ucx_abort_ends_a_wait) {
+  on_transports(2, [](int rank, UcxTransport& t, Store& store) {
+    if (rank == 1) {
+      // Its peer goes away.
+      store.get("waits", Deadline(kLong));
+      const Failure f = failure_of(
+          [&] { t.receive(0, 1, NetBuffer(8))->wait(Deadline(kLong)); });
+      CHECK(f.kind == ErrorKind::kPeerFailed);
+      return;
+    }
+    std::thread aborts([&] {
+      store.set("waits", "");
+      std::this_thread::sleep_for(milliseconds(100));
+      t.abort();
+    });
+    const Failure f = failure_of(
+        [&] { t.receive(1, 1, NetBuffer(8))->wait(Deadline(kLong)); });
+    aborts.join();
+    CHECK(f.kind == ErrorKind::kAborted);
+    CHECK(failure_of([&] {
+            (void)t.receive(1, 1, NetBuffer(8));
+          }).kind == ErrorKind::kAborted);
+  });
+}
+
+TEST(ucx_lengths_that_differ_are_a_mismatch) {
+  on_transports(2, [](int rank, UcxTransport& t, Store& store) {
+    if (rank == 0) {
+      t.send(1, 1, filled(8, 1))->wait(Deadline(kLong));
+      t.flush(Deadline(kLong));
+    } else {
+      const Failure f = failure_of(
+          [&] { t.receive(0, 1, NetBuffer(16))->wait(Deadline(kLong)); });
+      CHECK(f.kind == ErrorKind::kMismatch);
+      CHECK(contains(f.what, "expected 16 bytes of rank 0, which sent 8"));
+    }
+    store.meet("compared", 2);
+  });
+}
+
+// A rank that has sent its last message and goes loses nothing of it.
+TEST(ucx_last_messages_arrive) {
+  for (int turn = 0; turn < 5; ++turn) {
+    on_transports(3, [](int rank, UcxTransport& t, Store&) {
+      const int next = (rank + 1) % 3;
+      const int previous = (rank + 2) % 3;
+      for (const size_t bytes : {size_t(100), size_t(300) << 10}) {
+        const NetBuffer into(bytes);
+        const auto received = t.receive(previous, 3, into);
+        t.send(next, 3, filled(bytes, rank))->wait(Deadline(kLong));
+        received->wait(Deadline(kLong));
+        CHECK(same(into, filled(bytes, previous)));
+      }
+    });
+  }
+}
+
+// Also of those that fail half-way.
+TEST(ucx_leaves_no_descriptor) {
+  if (library() == nullptr) {
+    return;
+  }
+  const auto descriptors = [] {
+    size_t n = 0;
+    for (int fd = 0; fd < 1024; ++fd) {
+      n += fcntl(fd, F_GETFD) >= 0;
+    }
+    return n;
+  };
+  size_t before = 0;
+  for (int turn = 0; turn < 4; ++turn) {
+    on_transports(2, [](int rank, UcxTransport& t, Store&) {
+      const NetBuffer into(1 << 20);
+      const auto received = t.receive(1 - rank, 1, into);
+      if (rank == 0) {
+        t.abort();
+      }
+    });
+    const size_t after = descriptors();
+    CHECK(turn == 0 || after <= before);
+    before = after;
+  }
+}
+
+} // namespace
