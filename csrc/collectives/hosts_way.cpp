@@ -14,12 +14,13 @@ namespace {
 constexpr size_t kBatchBytes = size_t(64) << 20;
 
 // What this way can do of a plan: anything else would go wrong unseen.
-void check_plan(const Plan& plan, int world_size) {
+void check_plan(const Plan& plan, int world_size, bool folds) {
   const bool added = plan.src_type == DType::kFloat64 ||
       plan.src_type == DType::kFloat32 || plan.src_type == DType::kFloat16 ||
       plan.src_type == DType::kBFloat16;
-  // Blocks that travel are combined by the epilogue, whatever their type.
-  const bool may_add = added || plan.zeros_stay;
+  // What is not folded on the way, nor added up without zeros, is combined by
+  // the epilogue, whatever its type.
+  const bool may_add = added || plan.zeros_stay || !(folds || plan.skip);
   if ((plan.reads && !may_add) || plan.receiver >= 0 || plan.shared_results ||
       plan.lanes != Plan::shards(plan.counts(), world_size)) {
     fail(
@@ -153,13 +154,15 @@ void HostsWay::run(const Plan& plan, const OpDescriptor& /* d */) {
     delegate_();
     return;
   }
-  check_plan(plan, size());
+  const bool direct =
+      select_net_path(ctx_.ranks_share_hosts) == NetPath::kDirect;
+  check_plan(plan, size(), /*folds=*/!direct);
   if (plan.zeros_stay) {
     skip_->run(plan.epilogue);
     return;
   }
   const std::vector<size_t> counts = plan.counts();
-  if (select_net_path(ctx_.ranks_share_hosts) == NetPath::kDirect) {
+  if (direct) {
     Plan whole = plan;
     for (size_t t = 0; t < counts.size(); ++t) {
       if (skips(plan, counts[t])) {

@@ -133,7 +133,7 @@ TEST(hosts_way_names_what_differs) {
 }
 
 TEST(hosts_way_refuses_what_it_cannot_do) {
-  with_hosts(2, false, [](Group&, HostsWay& way, NetContext&) {
+  with_hosts(2, true, [](Group&, HostsWay& way, NetContext&) {
     char data[64] = {};
     Plan plan;
     plan.src_size = plan.dst_size = 4;

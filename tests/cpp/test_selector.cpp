@@ -90,9 +90,6 @@ TEST(selector_skip) {
   for (const Row& row : rows) {
     CHECK_EQ(select_estimate(row.config), row.estimates);
   }
-  // A delegate does what is known to be dense.
-  CHECK(select_delegate(Choice::kDense));
-  CHECK(!select_delegate(Choice::kProbe) && !select_delegate(Choice::kSkip));
 }
 
 TEST(selector_plan_skip) {
