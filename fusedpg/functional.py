@@ -88,7 +88,8 @@ def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
     ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
     ``state`` ("ok" or "failed"); between hosts, once an operation has connected them,
     ``transport`` ("ucx 1.22.0" or "gloo"); once a fused operation has run on a GPU also
-    ``nccl_version`` and ``cuda_path`` ("stock", "ring", "direct" or "direct_skip") of the latest one.
+    ``nccl_version`` and ``cuda_path`` ("stock", "ring", "direct" or "direct_skip") of the
+    latest one.
     """
     return cast("GroupInfo", _backend(group).info())
 

@@ -182,9 +182,9 @@ Settings resolve(const Options& options) {
       options.transport,
       "transport",
       "FUSEDPG_TRANSPORT",
-      {{"auto", TransportChoice::kAuto},
-       {"ucx", TransportChoice::kUcx},
-       {"gloo", TransportChoice::kGloo}});
+      {{"gloo", TransportChoice::kGloo},
+       {"auto", TransportChoice::kAuto},
+       {"ucx", TransportChoice::kUcx}});
   s.ucx_lib = env("FUSEDPG_UCX_LIB").value_or("");
   s.ucx_config = ucx_config();
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");

@@ -36,7 +36,7 @@ struct Options {
   // "auto": patched where there is one and the group spans machines.
   // FUSEDPG_NCCL.
   std::optional<std::string> nccl;
-  // What carries messages between hosts: "ucx", "gloo", or "auto": UCX where
+  // What carries messages between hosts: "gloo", "ucx", or "auto": UCX where
   // all ranks have it. The same on all ranks. FUSEDPG_TRANSPORT.
   std::optional<std::string> transport;
 };

@@ -38,7 +38,12 @@ void set_python_factory(py::object factory) {
 }
 
 py::dict info_dict(ProcessGroupFused& group) {
-  const GroupInfo info = group.info();
+  GroupInfo info;
+  {
+    // Whoever connects the hosts may need it.
+    const py::gil_scoped_release release;
+    info = group.info();
+  }
   py::dict d;
   d["engine"] = info.engine;
   d["world_size"] = group.getSize();

@@ -13,29 +13,23 @@
 namespace fusedpg {
 namespace {
 
-// What a rank can, as it tells the others: its choice, the version of UCX that
-// it has, or none, and why not.
+// What a rank can, as it tells the others: the version of UCX that it has, or
+// none, and why not. (What it was asked for was compared when the group met.)
 struct Offer {
-  std::string choice;
   std::string version;
   std::string why_not;
 
   std::string text() const {
-    return choice + "\n" + version + "\n" + why_not;
+    return version + "\n" + why_not;
   }
   static Offer of(const std::string& text) {
     const size_t first = text.find('\n');
-    const size_t second = text.find('\n', first + 1);
-    return {
-        text.substr(0, first),
-        text.substr(first + 1, second - first - 1),
-        text.substr(second + 1)};
+    return {text.substr(0, first), text.substr(first + 1)};
   }
 };
 
 Offer my_offer(const Settings& settings, const ucx::Api*& api) {
   Offer mine;
-  mine.choice = transport_choice_name(settings.transport);
   if (settings.transport == TransportChoice::kGloo) {
     mine.why_not = "it was not asked for";
     return mine;
@@ -77,18 +71,6 @@ std::string await(
 
 // Why not all ranks can use UCX, which every rank finds alike; empty: they can.
 std::string why_not_ucx(const std::vector<Offer>& offers) {
-  for (size_t p = 0; p < offers.size(); ++p) {
-    if (offers[p].choice != offers[0].choice) {
-      fail(
-          ErrorKind::kMismatch,
-          "fused: Options.transport (FUSEDPG_TRANSPORT) is \"{}\" on rank 0 "
-          "and "
-          "\"{}\" on rank {}; it must be the same on all ranks",
-          offers[0].choice,
-          offers[p].choice,
-          p);
-    }
-  }
   for (size_t p = 0; p < offers.size(); ++p) {
     if (offers[p].version.empty()) {
       return formatted("rank {}: {}", p, offers[p].why_not);

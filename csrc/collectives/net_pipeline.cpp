@@ -280,7 +280,13 @@ class Pipeline {
 } // namespace
 
 void net_pipeline(NetContext& ctx, const Plan& plan) {
-  Pipeline(ctx, plan).run();
+  try {
+    Pipeline(ctx, plan).run();
+  } catch (...) {
+    // Receives into tensors may still be posted.
+    ctx.transport.abort();
+    throw;
+  }
 }
 
 } // namespace fusedpg

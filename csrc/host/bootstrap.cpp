@@ -16,9 +16,10 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
       world_size_(world_size),
       host_id_(settings.host_id) {
   self_.settings = formatted(
-      "block_skip={}, block_size={}",
+      "block_skip={}, block_size={}, transport={}",
       block_skip_name(settings.block_skip),
-      settings.block_size);
+      settings.block_size,
+      transport_choice_name(settings.transport));
 }
 
 void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {

@@ -67,17 +67,15 @@ UcxTransport::UcxTransport(
   try {
     connect(config, rendezvous, deadline, check);
   } catch (...) {
-    close_endpoints(/*force=*/true, Deadline(farewell_));
-    release();
+    end();
+    if (abort_fd_ >= 0) {
+      close(abort_fd_);
+    }
     throw;
   }
 }
 
-void UcxTransport::connect(
-    const UcxConfig& config,
-    Rendezvous& rendezvous,
-    const Deadline& deadline,
-    const std::function<void()>& check_others) {
+std::string UcxTransport::start(const UcxConfig& config) {
   abort_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (abort_fd_ < 0) {
     fail_errno("fused: eventfd");
@@ -109,11 +107,23 @@ void UcxTransport::connect(
   check(
       api_.worker_get_address(worker_, &address, &length),
       "ucp_worker_get_address");
-  rendezvous.set(
-      formatted("ucx/address/{}", rank_),
-      std::string(static_cast<const char*>(address), length));
+  const std::string text(static_cast<const char*>(address), length);
   api_.worker_release_address(worker_, address);
+  return text;
+}
 
+void UcxTransport::connect(
+    const UcxConfig& config,
+    Rendezvous& rendezvous,
+    const Deadline& deadline,
+    const std::function<void()>& check_others) {
+  const std::string mine = formatted("ucx/address/{}", rank_);
+  try {
+    rendezvous.set(mine, start(config));
+  } catch (...) {
+    rendezvous.set(mine, ""); // so that nobody waits for it
+    throw;
+  }
   for (int p = 0; p < size(); ++p) {
     peers_[p].transport = this;
     peers_[p].rank = p;
@@ -135,6 +145,12 @@ void UcxTransport::connect(
       usleep(1000);
     }
     const std::string theirs = rendezvous.get(key, deadline);
+    if (theirs.empty()) {
+      fail(
+          ErrorKind::kPeerFailed,
+          "fused: rank {} could not start UCX; its own error says why",
+          p);
+    }
     EndpointParams endpoint;
     endpoint.address = theirs.data();
     endpoint.error_handler = {on_lost, &peers_[p]};
@@ -163,6 +179,13 @@ void UcxTransport::connect(
 UcxTransport::~UcxTransport() {
   close_endpoints(failed_ || aborted_, Deadline(farewell_));
   release();
+  close(abort_fd_);
+}
+
+void UcxTransport::end() noexcept {
+  failed_ = true;
+  close_endpoints(/*force=*/true, Deadline(farewell_));
+  release();
 }
 
 void UcxTransport::release() noexcept {
@@ -185,11 +208,6 @@ void UcxTransport::release() noexcept {
     api_.cleanup(context_);
     context_ = nullptr;
   }
-  // worker_destroy closes the other one.
-  if (abort_fd_ >= 0) {
-    close(abort_fd_);
-    abort_fd_ = -1;
-  }
 }
 
 void UcxTransport::check(Status status, const char* what) const {
@@ -211,7 +229,8 @@ std::shared_ptr<UcxTransport::Operation> UcxTransport::begin(
     const NetBuffer& buffer) {
   const std::shared_ptr<Operation> operation(
       new Operation{*this, peer, sends, buffer});
-  if (failed_ || aborted_ || peers_[peer].lost != kOk) {
+  // What a rank has sent before it left can still be received.
+  if (failed_ || aborted_ || (sends && peers_[peer].lost != kOk)) {
     give_up(*operation, Deadline(std::chrono::hours(1)));
   }
   operation->place = under_way_.insert(under_way_.end(), operation);
@@ -265,13 +284,18 @@ std::shared_ptr<UcxTransport::Operation> UcxTransport::start_receive(
   param.user_data = operation.get();
   const StatusPtr started = api_.tag_receive(
       worker_, into.data(), into.bytes(), tag_of(from, tag), kWholeTag, &param);
-  operation->length = at_once.length;
+  if (started == nullptr) {
+    operation->length = at_once.length;
+  }
   started_is(*operation, started);
   return operation;
 }
 
-// Callbacks come later only.
+// A callback may have come already: of a message whose parts were all here.
 void UcxTransport::started_is(Operation& operation, StatusPtr started) {
+  if (operation.done) {
+    return;
+  }
   if (started == nullptr || is_error(started)) {
     operation.done = true;
     operation.status = started == nullptr ? kOk : error_of(started);
@@ -343,13 +367,14 @@ void UcxTransport::sleep(const Deadline& deadline) {
 }
 
 void UcxTransport::wait(Operation& operation, const Deadline& deadline) {
-  progress_until(deadline, [&] { return over(operation); });
+  if (!failed_) {
+    progress_until(deadline, [&] { return over(operation); });
+  }
   if (!operation.done || operation.status != kOk) {
     give_up(operation, deadline);
   }
   if (!operation.sends && operation.length != operation.buffer.bytes()) {
-    failed_ = true;
-    close_endpoints(/*force=*/true, Deadline(farewell_));
+    end();
     fail(
         ErrorKind::kMismatch,
         "fused: rank {} (here) expected {} bytes of rank {}, which sent {}",
@@ -383,12 +408,13 @@ void UcxTransport::give_up(
                       : formatted("{} (here)", rank_));
   const bool lost = peers_[operation.peer].lost != kOk;
   const std::string losses = this->losses();
-  failed_ = true;
-  close_endpoints(/*force=*/true, Deadline(farewell_));
+  const Status status = operation.status;
+  const bool done = operation.done;
+  end();
   if (aborted_) {
     fail(ErrorKind::kAborted, "{}: the group was aborted", what);
   }
-  if (!lost && !operation.done && deadline.expired()) {
+  if (!lost && !done && deadline.expired()) {
     fail(
         ErrorKind::kTimeout,
         "{}: not done within {} ms; {}",
@@ -400,7 +426,7 @@ void UcxTransport::give_up(
       ErrorKind::kPeerFailed,
       "{}: {}; {}",
       what,
-      api_.status_string(lost ? peers_[operation.peer].lost : operation.status),
+      api_.status_string(lost ? peers_[operation.peer].lost : status),
       losses);
 }
 

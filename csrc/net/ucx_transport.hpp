@@ -77,6 +77,8 @@ class UcxTransport : public Transport {
       void* operation);
   static void on_lost(void* peer, ucx::Endpoint, ucx::Status);
 
+  // Returns this rank's address.
+  std::string start(const UcxConfig& config);
   void connect(
       const UcxConfig& config,
       Rendezvous& rendezvous,
@@ -106,6 +108,9 @@ class UcxTransport : public Transport {
   [[noreturn]] void give_up(const Operation& operation, const Deadline&);
   std::string losses() const;
   void close_endpoints(bool force, const Deadline& deadline);
+  // After it nobody reads from or writes to any buffer, and peers hear that the
+  // connections have ended.
+  void end() noexcept;
   void release() noexcept;
 
   const ucx::Api& api_;

@@ -196,6 +196,7 @@ TEST(ucx_abort_ends_a_wait) {
       const Failure f = failure_of(
           [&] { t.receive(0, 1, NetBuffer(8))->wait(Deadline(kLong)); });
       CHECK(f.kind == ErrorKind::kPeerFailed);
+      store.set("told", "");
       return;
     }
     std::thread aborts([&] {
@@ -207,6 +208,7 @@ TEST(ucx_abort_ends_a_wait) {
         [&] { t.receive(1, 1, NetBuffer(8))->wait(Deadline(kLong)); });
     aborts.join();
     CHECK(f.kind == ErrorKind::kAborted);
+    store.get("told", Deadline(kLong)); // long before this transport goes
     CHECK(failure_of([&] {
             (void)t.receive(1, 1, NetBuffer(8));
           }).kind == ErrorKind::kAborted);
@@ -225,6 +227,28 @@ TEST(ucx_lengths_that_differ_are_a_mismatch) {
       CHECK(contains(f.what, "expected 16 bytes of rank 0, which sent 8"));
     }
     store.meet("compared", 2);
+  });
+}
+
+// Of every size, though nobody has asked for it yet, and its sender has gone.
+TEST(ucx_receives_what_was_here_before) {
+  on_transports(2, [](int rank, UcxTransport& t, Store& store) {
+    const size_t sizes[] = {1, 8000, 9000, 20000, 32768, 60000};
+    if (rank == 0) {
+      for (const size_t bytes : sizes) {
+        t.send(1, 9, filled(bytes, bytes))->wait(Deadline(kLong));
+      }
+      t.send(1, 1, filled(8, 1))->wait(Deadline(kLong));
+      return; // and leaves
+    }
+    t.receive(0, 1, NetBuffer(8))->wait(Deadline(kLong)); // behind all others
+    store.set("has all", "");
+    std::this_thread::sleep_for(milliseconds(200));
+    for (const size_t bytes : sizes) {
+      const NetBuffer into(bytes);
+      t.receive(0, 9, into)->wait(Deadline(kLong));
+      CHECK(same(into, filled(bytes, bytes)));
+    }
   });
 }
 

@@ -319,10 +319,19 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
   };
   check_aborted();
   std::lock_guard<std::mutex> lock(transport_mutex_);
+  if (cannot_connect_) {
+    throw *cannot_connect_; // the keys in the store have been used
+  }
   if (!connection_.transport) {
-    connection_ = connect_hosts(group_, Deadline(timeout), check_aborted, [&] {
-      return make_gloo("fusedpg-transport");
-    });
+    try {
+      connection_ =
+          connect_hosts(group_, Deadline(timeout), check_aborted, [&] {
+            return make_gloo("fusedpg-transport");
+          });
+    } catch (const Error& error) {
+      cannot_connect_ = error;
+      throw;
+    }
   }
   return *connection_.transport;
 }
@@ -348,11 +357,20 @@ void HostsRoute::execute(
     uint64_t ticket,
     std::chrono::milliseconds timeout) {
   HostsTurn turn(*this, ticket, timeout);
-  operation(turn);
   // Peers may need what is still here while this rank computes.
-  if (connection_.transport) {
-    connection_.transport->flush(Deadline(timeout));
+  const auto flush = [&] {
+    constexpr std::chrono::milliseconds kPatience{5000};
+    if (connection_.transport) {
+      connection_.transport->flush(Deadline(std::min(timeout, kPatience)));
+    }
+  };
+  try {
+    operation(turn);
+  } catch (...) {
+    flush();
+    throw;
   }
+  flush();
 }
 
 std::shared_ptr<c10::Allocator> HostsRoute::getMemAllocator() {

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "c10d/connect_hosts.hpp"
 #include "c10d/routes/cpu.hpp"
@@ -79,6 +80,7 @@ class HostsRoute : public CpuRoute {
   std::mutex transport_mutex_;
   // Made by the first operation that needs it; connections of its own.
   Connection connection_;
+  std::optional<Error> cannot_connect_;
   // Of the executing thread.
   SkipState skip_;
   Pool pool_{1};
