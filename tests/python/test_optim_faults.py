@@ -106,11 +106,9 @@ def disagreeing(request: pytest.FixtureRequest) -> harness.Workers:
 @pytest.mark.parametrize("what", ["lr", "weight_decay", "betas", "step"])
 @pytest.mark.parametrize("mode", MODES)
 def test_disagreement(disagreeing: harness.Workers, mode: str, what: str) -> None:
-    begin = time.monotonic()
     for error in disagreeing.errors(optim_faults.other_lr, mode, what):
         assert error.kind in ("DistBackendError", "RuntimeError"), error.trace
         assert "disagree" in error.text and "fused_adamw_" in error.text, error.trace
-    assert time.monotonic() - begin < 10
     assert len(set(disagreeing.run(optim_faults.train_again, mode))) == 1
 
 
