@@ -1,7 +1,5 @@
 #include "c10d/connect_hosts.hpp"
 
-#include <thread>
-
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "base/error.hpp"
@@ -43,32 +41,6 @@ Offer my_offer(const Settings& settings, const ucx::Api*& api) {
   return mine;
 }
 
-// Neither Gloo's rendezvous nor a wait for keys can be aborted, so ranks begin
-// when all are there.
-std::string await(
-    Rendezvous& rendezvous,
-    const std::string& key,
-    int rank,
-    int awaited,
-    const Deadline& deadline,
-    const std::function<void()>& check) {
-  constexpr std::chrono::milliseconds kLook{5};
-  while (!rendezvous.has(key)) {
-    check();
-    if (deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: timeout after {} ms on rank {} waiting for rank {}, which "
-          "did not reach the first operation that connects the hosts",
-          deadline.timeout().count(),
-          rank,
-          awaited);
-    }
-    std::this_thread::sleep_for(kLook);
-  }
-  return rendezvous.get(key, deadline);
-}
-
 // Why not all ranks can use UCX, which every rank finds alike; empty: they can.
 std::string why_not_ucx(const std::vector<Offer>& offers) {
   for (size_t p = 0; p < offers.size(); ++p) {
@@ -102,7 +74,8 @@ Connection connect_hosts(
   std::vector<Offer> offers;
   for (int p = 0; p < group.size; ++p) {
     offers.push_back(
-        Offer::of(await(rendezvous, key(p), group.rank, p, deadline, check)));
+        Offer::of(
+            await_rank(rendezvous, key(p), group.rank, p, deadline, check)));
   }
   check();
   const std::string why_not = why_not_ucx(offers);

@@ -2,9 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "base/deadline.hpp"
+#include "base/rendezvous.hpp"
 
 namespace fusedpg {
 
@@ -44,6 +47,17 @@ class NetBuffer {
   std::shared_ptr<char[]> data_;
   size_t bytes_ = 0;
 };
+
+// What another rank has set: for ranks that connect, as neither Gloo's
+// rendezvous nor a wait for keys can be aborted. `check` throws when waiting is
+// in vain.
+std::string await_rank(
+    Rendezvous& rendezvous,
+    const std::string& key,
+    int rank,
+    int awaited,
+    const Deadline& deadline,
+    const std::function<void()>& check);
 
 // Point to point between the ranks of a group, wherever they are. A message of
 // n bytes meets a receive of n bytes; those of one peer and tag, in order. One

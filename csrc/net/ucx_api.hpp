@@ -22,7 +22,6 @@ enum Status : int8_t {
   kInProgress = 1,
   kNoElement = -12,
   kBusy = -15,
-  kCanceled = -16,
 };
 
 // What a call that may go on returns: null when it is done, a request, or an

@@ -130,21 +130,13 @@ void UcxTransport::connect(
     if (p == rank_) {
       continue;
     }
-    const std::string key = formatted("ucx/address/{}", p);
-    while (!rendezvous.has(key)) {
-      check_others();
-      if (deadline.expired()) {
-        fail(
-            ErrorKind::kTimeout,
-            "fused: timeout after {} ms on rank {} waiting for rank {}, which "
-            "did not reach the first operation that connects the hosts",
-            deadline.timeout().count(),
-            rank_,
-            p);
-      }
-      usleep(1000);
-    }
-    const std::string theirs = rendezvous.get(key, deadline);
+    const std::string theirs = await_rank(
+        rendezvous,
+        formatted("ucx/address/{}", p),
+        rank_,
+        p,
+        deadline,
+        check_others);
     if (theirs.empty()) {
       fail(
           ErrorKind::kPeerFailed,
@@ -341,14 +333,14 @@ template <typename Done>
 bool UcxTransport::progress_until(const Deadline& deadline, const Done& done) {
   auto spun = Clock::now();
   while (!done()) {
-    if (api_.worker_progress(worker_) != 0) {
-      spun = Clock::now();
-      continue;
-    }
+    const bool moved = api_.worker_progress(worker_) != 0;
+    // Also while others keep this rank busy.
     if (aborted_ || deadline.expired()) {
       return done();
     }
-    if (Clock::now() - spun > spin_) {
+    if (moved) {
+      spun = Clock::now();
+    } else if (Clock::now() - spun > spin_) {
       sleep(deadline);
     }
   }

@@ -263,9 +263,6 @@ class ShardedGrad(_Gradient):
     def holds_reduced(self) -> bool:
         return self._slice is not None
 
-    def is_copy(self) -> bool:
-        return self._kept
-
     def add_reduced(self, local: torch.Tensor | None) -> None:
         """Adds the slice that a further reduction has given, if any rank had a gradient."""
         if self._slice is None:

@@ -1,0 +1,33 @@
+#include "net/transport.hpp"
+
+#include <thread>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+
+std::string await_rank(
+    Rendezvous& rendezvous,
+    const std::string& key,
+    int rank,
+    int awaited,
+    const Deadline& deadline,
+    const std::function<void()>& check) {
+  constexpr std::chrono::milliseconds kLook{5};
+  while (!rendezvous.has(key)) {
+    check();
+    if (deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: timeout after {} ms on rank {} waiting for rank {}, which "
+          "did not reach the first operation that connects the hosts",
+          deadline.timeout().count(),
+          rank,
+          awaited);
+    }
+    std::this_thread::sleep_for(kLook);
+  }
+  return rendezvous.get(key, deadline);
+}
+
+} // namespace fusedpg
