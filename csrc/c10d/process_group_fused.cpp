@@ -49,14 +49,13 @@ ProcessGroupFused::ProcessGroupFused(
     // What others keep in the store must not be an earlier group's either.
     group_->store = c10::make_intrusive<c10d::PrefixStore>(
         "fusedpg/" + bootstrap.id(), store_);
-    local_world_size_ = bootstrap.local_world_size();
+    local_world_size_ = static_cast<int>(bootstrap.host_ranks().size());
     if (bootstrap.single_host()) {
       auto route = c10::make_intrusive<ShmRoute>(*group_, bootstrap, deadline);
       shm = route.get();
       cpu_ = std::move(route);
     } else {
-      cpu_ = c10::make_intrusive<HostsRoute>(
-          *group_, bootstrap.ranks_share_hosts());
+      cpu_ = c10::make_intrusive<HostsRoute>(*group_, bootstrap, deadline);
     }
   });
   cuda_ = c10::make_intrusive<CudaRoute>(

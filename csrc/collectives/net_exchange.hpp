@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "base/host_map.hpp"
 #include "collectives/context.hpp"
 #include "net/transport.hpp"
 
@@ -11,6 +12,8 @@ namespace fusedpg {
 struct NetContext : OpContext {
   Transport& transport;
   bool ranks_share_hosts = false;
+  const HostMap* hosts = nullptr;
+  Domain* domain = nullptr; // of this host's ranks, if it has several
   OpStats moved{}; // what this rank has sent and received so far
 };
 

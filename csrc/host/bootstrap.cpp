@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <set>
+#include <unordered_map>
 
 #include "base/error.hpp"
 #include "base/topology.hpp"
@@ -64,33 +64,37 @@ void Bootstrap::withdraw(const std::string& reason) noexcept {
   meeting_->withdraw(reason);
 }
 
-bool Bootstrap::single_host() const {
-  return local_world_size() == world_size_;
-}
-
-bool Bootstrap::ranks_share_hosts() const {
-  std::set<std::string> hosts;
-  for (const PeerInfo& p : peers_) {
-    hosts.insert(p.host_id);
+std::vector<std::vector<int>> Bootstrap::hosts() const {
+  std::vector<std::vector<int>> hosts;
+  std::unordered_map<std::string, size_t> known;
+  for (int p = 0; p < world_size_; ++p) {
+    const size_t host =
+        known.try_emplace(peers_[p].host_id, hosts.size()).first->second;
+    if (host == hosts.size()) {
+      hosts.emplace_back();
+    }
+    hosts[host].push_back(p);
   }
-  return hosts.size() < peers_.size();
+  return hosts;
 }
 
-int Bootstrap::local_world_size() const {
-  return static_cast<int>(
-      std::count_if(peers_.begin(), peers_.end(), [&](const PeerInfo& p) {
-        return p.host_id == self_.host_id;
-      }));
+std::vector<int> Bootstrap::host_ranks() const {
+  std::vector<int> ranks;
+  for (int p = 0; p < world_size_; ++p) {
+    if (peers_[p].host_id == self_.host_id) {
+      ranks.push_back(p);
+    }
+  }
+  return ranks;
 }
 
 int Bootstrap::local_cpus() const {
   std::string all;
-  for (const PeerInfo& p : peers_) {
-    if (p.host_id == self_.host_id) {
-      all.resize(std::max(all.size(), p.cpus.size()), '0');
-      for (size_t i = 0; i < p.cpus.size(); ++i) {
-        all[i] = p.cpus[i] == '1' ? '1' : all[i];
-      }
+  for (const int r : host_ranks()) {
+    const std::string& cpus = peers_[r].cpus;
+    all.resize(std::max(all.size(), cpus.size()), '0');
+    for (size_t i = 0; i < cpus.size(); ++i) {
+      all[i] = cpus[i] == '1' ? '1' : all[i];
     }
   }
   return static_cast<int>(std::count(all.begin(), all.end(), '1'));
@@ -101,7 +105,12 @@ std::vector<Bootstrap::Peer> Bootstrap::exchange_memory(
     const Deadline& deadline) {
   std::vector<Peer> result;
   try {
-    Hellos hellos(rank_, peers_, listener_.get(), memory_fd, *meeting_);
+    const std::vector<int> ranks = host_ranks();
+    std::vector<PeerInfo> infos;
+    for (const int r : ranks) {
+      infos.push_back(peers_[r]);
+    }
+    Hellos hellos(rank_, ranks, infos, listener_.get(), memory_fd, *meeting_);
     result = hellos.exchange(deadline);
   } catch (const std::exception& error) {
     withdraw(error.what()); // before the sockets close: peers look then

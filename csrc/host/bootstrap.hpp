@@ -31,19 +31,22 @@ class Bootstrap {
   const std::vector<PeerInfo>& peers() const {
     return peers_;
   }
-  bool single_host() const;
-  // Whether some machine has several ranks.
-  bool ranks_share_hosts() const;
-  // Ranks with this rank's host identity, this one included.
-  int local_world_size() const;
+  // The ranks of every host, ascending; hosts in the order of their first rank.
+  std::vector<std::vector<int>> hosts() const;
+  // Those of this rank's host, this one included.
+  std::vector<int> host_ranks() const;
+  bool single_host() const {
+    return host_ranks().size() == peers_.size();
+  }
   // CPUs that at least one rank of this host may run on.
   int local_cpus() const;
 
   using Peer = fusedpg::Peer;
 
-  // Sends this rank's memory file to every peer and receives theirs. Refuses
-  // peers of another user, and nobody who calls can make it wait beyond the
-  // deadline. Entry `rank` stays empty.
+  // Sends this rank's memory file to every peer on this host and receives
+  // theirs, in the order of host_ranks(). Refuses peers of another user, and
+  // nobody who calls can make it wait beyond the deadline. This rank's entry
+  // stays empty.
   std::vector<Peer> exchange_memory(int memory_fd, const Deadline& deadline);
 
  private:

@@ -12,7 +12,9 @@ namespace fusedpg {
 namespace {
 
 // A sleeping rank looks this often whether its peers are alive.
-constexpr auto kPatience = std::chrono::milliseconds(20);
+constexpr std::chrono::microseconds kPatience{20000};
+// And one with something to do meanwhile, as often.
+constexpr std::chrono::microseconds kIdlePatience{200};
 
 // A rank that has failed waits this long for its peers to notice.
 constexpr auto kGrace = std::chrono::milliseconds(50);
@@ -23,11 +25,11 @@ constexpr size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
 }
 
-std::string ranks_text(const std::vector<int>& ranks) {
+std::string ranks_text(const Domain& domain, const std::vector<int>& ranks) {
   std::ostringstream out;
   out << (ranks.size() == 1 ? "rank " : "ranks ");
   for (size_t i = 0; i < ranks.size(); ++i) {
-    out << (i ? ", " : "") << ranks[i];
+    out << (i ? ", " : "") << domain.name(ranks[i]);
   }
   return out.str();
 }
@@ -74,10 +76,11 @@ void Bell::wake() {
   futex_wake_all(word);
 }
 
-Domain::Layout Domain::layout(int size) {
+Domain::Layout Domain::layout(int size, size_t stage_bytes) {
   Layout l;
+  l.stage_bytes = round_up(stage_bytes, kPage);
   l.stage = round_up(sizeof(RankControl), kPage);
-  l.inboxes = l.stage + 4 * kStageBytes;
+  l.inboxes = l.stage + 4 * l.stage_bytes;
   l.mail_reserve = l.inboxes + round_up(size * sizeof(Inbox), kPage);
   l.total = l.mail_reserve + kMailReserve;
   return l;
@@ -87,10 +90,14 @@ Domain::Domain(
     int rank,
     Bootstrap& bootstrap,
     const Settings& settings,
-    const Deadline& deadline)
-    : rank_(rank),
-      size_(static_cast<int>(bootstrap.peers().size())),
-      layout_(layout(size_)),
+    const Deadline& deadline,
+    size_t stage_bytes)
+    : names_(bootstrap.host_ranks()),
+      rank_(
+          static_cast<int>(
+              std::find(names_.begin(), names_.end(), rank) - names_.begin())),
+      size_(static_cast<int>(names_.size())),
+      layout_(layout(size_, stage_bytes)),
       arena_(create_arena(bootstrap, layout_.total, settings.arena_bytes)),
       peers_(exchange(bootstrap, *arena_, deadline)),
       mappings_(size_),
@@ -127,7 +134,10 @@ void Domain::map_peers() {
     }
     const off_t bytes = lseek(peers_[p].memory.get(), 0, SEEK_END);
     if (bytes < static_cast<off_t>(layout_.total)) {
-      fail(ErrorKind::kSystem, "fused: the arena of rank {} is too small", p);
+      fail(
+          ErrorKind::kSystem,
+          "fused: the arena of rank {} is too small",
+          name(p));
     }
     mappings_[p] = std::make_shared<Mapping>(
         peers_[p].memory.get(), static_cast<size_t>(bytes));
@@ -233,19 +243,22 @@ void Domain::wait(
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool done = ready();
     if (!done && !abort_requested()) {
-      futex_wait(bell.word, word, kPatience);
+      if (idle_) {
+        idle_();
+      }
+      futex_wait(bell.word, word, idle_ ? kIdlePatience : kPatience);
     }
     bell.sleepers.fetch_sub(1, std::memory_order_release);
     if (done || ready()) {
       return;
     }
-    const auto name = [&] {
+    const auto what = [&] {
       return formatted("{}, sequence number {}", describe(op), op.sequence);
     };
     // A peer that did its part and then ended harms nobody: look at it first,
     // then once more whether its part has come.
     try {
-      check_peers(name(), missing);
+      check_peers(what(), missing);
     } catch (const Error&) {
       if (ready()) {
         return;
@@ -263,10 +276,10 @@ void Domain::wait(
           ErrorKind::kTimeout,
           "fused: {}, failed on rank {}: timeout after {} ms waiting for {}, "
           "which did not reach it",
-          name(),
-          rank_,
+          what(),
+          names_[rank_],
           deadline.timeout().count(),
-          ranks_text(late));
+          ranks_text(*this, late));
     }
   }
 }
@@ -286,7 +299,7 @@ void Domain::check_peers(
     const std::string& op,
     const std::function<bool(int)>& missing) {
   if (abort_requested()) {
-    fail(ErrorKind::kAborted, "fused: {}, aborted on rank {}", op, rank_);
+    fail(ErrorKind::kAborted, "fused: {}, aborted on rank {}", op, name(rank_));
   }
   for (int p = 0; p < size_; ++p) {
     // Asked once more after: its part may have come just before its end.
@@ -295,8 +308,8 @@ void Domain::check_peers(
           ErrorKind::kPeerDead,
           "fused: {}, failed on rank {}: the process of rank {} (pid {}) ended",
           op,
-          rank_,
-          p,
+          name(rank_),
+          name(p),
           peers_[p].pid);
     }
   }
@@ -312,16 +325,16 @@ void Domain::check_peers(
           "fused: {}, failed on rank {}: rank {} has left the group "
           "(destroy_process_group or shutdown)",
           op,
-          rank_,
-          p);
+          name(rank_),
+          name(p));
     }
     if (state == RankState::kFailed) {
       fail(
           ErrorKind::kPeerFailed,
           "fused: {}, failed on rank {}: rank {} reported: {}",
           op,
-          rank_,
-          p,
+          name(rank_),
+          name(p),
           control(p).reason);
     }
   }

@@ -18,7 +18,8 @@
 
 namespace fusedpg {
 
-// Bytes of one staging buffer; a rank has two for input and two for output.
+// Bytes of one staging buffer, unless it is said how many; a rank has two for
+// input and two for output.
 constexpr size_t kStageBytes = size_t(512) << 10;
 // Bytes through which a message travels when the arena is full.
 constexpr size_t kMailReserve = size_t(64) << 10;
@@ -84,7 +85,9 @@ struct RankControl {
 };
 
 // The ranks of a group that share one machine: everybody's arena mapped, a
-// barrier, and the news of who has failed.
+// barrier, and the news of who has failed. Where a group spans machines they are
+// some of its ranks: numbered by their place among them here, and called by
+// their ranks in the group, name(), in errors.
 //
 // Double buffering: whatever a rank writes for its peers before barrier n goes
 // to half n % 2 of a pair, is read between the barriers n and n + 1, and is
@@ -99,7 +102,8 @@ class Domain {
       int rank,
       Bootstrap& bootstrap,
       const Settings& settings,
-      const Deadline& deadline);
+      const Deadline& deadline,
+      size_t stage_bytes = kStageBytes);
   ~Domain();
 
   int rank() const {
@@ -107,6 +111,13 @@ class Domain {
   }
   int size() const {
     return size_;
+  }
+  // A rank's number in the group.
+  int name(int rank) const {
+    return names_[rank];
+  }
+  size_t stage_bytes() const {
+    return layout_.stage_bytes;
   }
   // How long a wait spins before it sleeps.
   std::chrono::nanoseconds spin() const {
@@ -132,10 +143,10 @@ class Domain {
     return control(rank).tables[half];
   }
   char* stage_in(int rank, int half) {
-    return bases_[rank] + layout_.stage + half * kStageBytes;
+    return bases_[rank] + layout_.stage + half * layout_.stage_bytes;
   }
   char* stage_out(int rank, int half) {
-    return bases_[rank] + layout_.stage + (2 + half) * kStageBytes;
+    return bases_[rank] + layout_.stage + (2 + half) * layout_.stage_bytes;
   }
   // An address in a peer's arena; `offset` is what the peer's locate() said.
   char* address(int rank, uint64_t offset) const {
@@ -150,6 +161,12 @@ class Domain {
   std::optional<Place> locate_any(const void* p, size_t bytes) const;
   // What keeps a rank's arena mapped here for longer than the group lives.
   std::shared_ptr<const void> mapping(int rank) const;
+
+  // What the thread that executes has to do now and then while it waits here
+  // for others of this host, which may wait for it elsewhere.
+  void set_idle(std::function<void()> idle) {
+    idle_ = std::move(idle);
+  }
 
   // Arrives and waits for everyone. `op` names the operation in errors.
   void barrier(const OpDescriptor& op, const Deadline& deadline);
@@ -209,11 +226,12 @@ class Domain {
  private:
   struct Layout {
     size_t stage;
+    size_t stage_bytes; // each
     size_t inboxes;
     size_t mail_reserve;
     size_t total;
   };
-  static Layout layout(int size);
+  static Layout layout(int size, size_t stage_bytes);
   // After a barrier. A rank that fails takes its arena away, and may do so
   // between arriving and passing: then what was read from it until now is
   // worthless. What it does after it has passed does not matter here.
@@ -225,6 +243,7 @@ class Domain {
   bool release_peers();
   void own_shared(const std::function<bool()>& alone);
 
+  const std::vector<int> names_;
   const int rank_;
   const int size_;
   const Layout layout_;
@@ -236,6 +255,7 @@ class Domain {
   uint64_t phase_ = 0;
   std::atomic<uint64_t> passed_{0}; // as phase_, once all have arrived
   std::chrono::nanoseconds spin_;
+  std::function<void()> idle_;
 
   std::atomic<bool> abort_{false};
   std::atomic<bool> failed_{false};

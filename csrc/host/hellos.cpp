@@ -73,11 +73,15 @@ Fd listen_for_hellos(int world_size, std::string& name) {
 
 Hellos::Hellos(
     int rank,
+    const std::vector<int>& ranks,
     const std::vector<PeerInfo>& infos,
     int listener,
     int memory_fd,
     Meeting& meeting)
-    : rank_(rank),
+    : names_(ranks),
+      rank_(
+          static_cast<int>(
+              std::find(ranks.begin(), ranks.end(), rank) - ranks.begin())),
       size_(static_cast<int>(infos.size())),
       infos_(infos),
       listener_(listener),
@@ -107,7 +111,7 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
       std::string silent;
       for (int p = 0; p < size_; ++p) {
         if (!heard(p) || (p != rank_ && !calls_[p].said)) {
-          silent += (silent.empty() ? "" : ", ") + std::to_string(p);
+          silent += (silent.empty() ? "" : ", ") + std::to_string(names_[p]);
         }
       }
       fail(
@@ -115,7 +119,7 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
           "fused: creating the group timed out after {} ms on rank {}: nothing "
           "was heard on this host from rank {}",
           deadline.timeout().count(),
-          rank_,
+          names_[rank_],
           silent);
     }
     wait();
@@ -132,12 +136,12 @@ bool Hellos::done() const {
 }
 
 void Hellos::fail_dead(int peer, const std::string& what) {
-  const std::string reason = meeting_.reason_of(peer, infos_[peer]);
+  const std::string reason = meeting_.reason_of(names_[peer], infos_[peer]);
   if (!reason.empty()) {
     fail(
         ErrorKind::kPeerFailed,
         "fused: rank {} failed while the group was being created: {}",
-        peer,
+        names_[peer],
         reason);
   }
   fail(
@@ -145,7 +149,7 @@ void Hellos::fail_dead(int peer, const std::string& what) {
       "fused: rank {} (pid {}) failed or ended while the group was being "
       "created: {}. If the ranks run in separate containers, give each its own "
       "FUSEDPG_HOST_ID",
-      peer,
+      names_[peer],
       infos_[peer].pid,
       what);
 }
@@ -156,7 +160,10 @@ void Hellos::call(int peer) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (name.size() > sizeof address.sun_path) {
-    fail(ErrorKind::kSystem, "fused: malformed address of rank {}", peer);
+    fail(
+        ErrorKind::kSystem,
+        "fused: malformed address of rank {}",
+        names_[peer]);
   }
   std::memcpy(address.sun_path, name.data(), name.size());
   const auto length =
@@ -187,7 +194,7 @@ void Hellos::call(int peer) {
         ErrorKind::kSystem,
         "fused: rank {} runs as another user; ranks on one host must share a "
         "user",
-        peer);
+        names_[peer]);
   }
   Hello hello{kProtocol, rank_, {}};
   std::memcpy(hello.token, infos_[peer].token.data(), kTokenBytes);
@@ -311,8 +318,8 @@ bool Hellos::hear(Caller& caller) {
     // The kernel drops what the process has no room for.
     const Fd probe(dup(caller.socket.get()));
     if (!probe) {
-      fail_errno(
-          formatted("fused: receiving the arena of rank {}", hello.rank));
+      fail_errno(formatted(
+          "fused: receiving the arena of rank {}", names_[hello.rank]));
     }
   }
   if (caller.files.size() != 1) {

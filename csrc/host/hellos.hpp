@@ -21,14 +21,16 @@ struct Peer {
 // A socket with an abstract address that the kernel picks.
 Fd listen_for_hellos(int world_size, std::string& address);
 
-// Every rank calls every other one, says who it is and hands over the file of
+// Every rank of a host calls every other one there, says who it is and hands over the file of
 // its memory. One loop looks after all calls at once, those this rank makes and
 // those it gets, so nobody who calls and says nothing, or keeps the queue of a
 // listener full, delays what others do.
 class Hellos {
  public:
+  // `ranks` of this host, and who they are; below, a peer is a place among them.
   Hellos(
       int rank,
+      const std::vector<int>& ranks,
       const std::vector<PeerInfo>& infos,
       int listener,
       int memory_fd,
@@ -71,7 +73,8 @@ class Hellos {
   }
   bool done() const;
 
-  const int rank_;
+  const std::vector<int>& names_; // ranks of the group
+  const int rank_; // this one's place
   const int size_;
   const std::vector<PeerInfo>& infos_;
   const int listener_;

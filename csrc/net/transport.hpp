@@ -88,6 +88,9 @@ class Transport {
   // more; or at the deadline.
   virtual void flush(const Deadline& /* deadline */) {}
 
+  // For a thread that waits for something else: what is under way goes on.
+  virtual void progress() {}
+
   // From any thread: makes waits throw Error(kAborted), now and later.
   virtual void abort() = 0;
 };

@@ -436,6 +436,13 @@ void UcxTransport::flush(const Deadline& deadline) {
   api_.request_free(started);
 }
 
+void UcxTransport::progress() {
+  if (!failed_ && !aborted_) {
+    while (api_.worker_progress(worker_) != 0) {
+    }
+  }
+}
+
 void UcxTransport::abort() {
   aborted_ = true;
   const uint64_t one = 1;

@@ -56,6 +56,7 @@ class UcxTransport : public Transport {
     return true;
   }
   void flush(const Deadline& deadline) override;
+  void progress() override;
   void abort() override;
 
  private:

@@ -235,7 +235,7 @@ TEST(bootstrap_groups_by_host) {
     s.host_id = rank == 2 ? "other" : "one";
     const Bootstrap b = met(rank, 3, store, s);
     CHECK(!b.single_host());
-    CHECK_EQ(b.local_world_size(), rank == 2 ? 1 : 2);
+    CHECK_EQ(b.host_ranks().size(), rank == 2 ? size_t{1} : size_t{2});
     CHECK_EQ(b.peers()[2].host_id, std::string("other"));
     CHECK_EQ(b.local_cpus(), available_cpus());
     CHECK_EQ(b.peers()[1].pid, static_cast<int>(getpid()));

@@ -65,7 +65,7 @@ class HostsTurn : public Turn {
       override {
     SkipState& skip = route_.skip_;
     DelegateConfig delegated;
-    delegated.ranks_share_hosts = route_.ranks_share_hosts_;
+    delegated.ranks_share_hosts = route_.hosts_.shared();
     delegated.ucx = route_.carried_by_ucx(timeout_);
     const bool dense_is_delegated = select_delegate(delegated);
     for (const Flat& flat : tensors) {
@@ -283,9 +283,33 @@ class HostsTurn : public Turn {
   uint64_t list_length_ = 1;
 };
 
-HostsRoute::HostsRoute(Group& group, bool ranks_share_hosts)
+namespace {
+
+std::unique_ptr<Domain> make_domain(
+    Group& group,
+    Bootstrap& bootstrap,
+    const Deadline& deadline) {
+  if (bootstrap.host_ranks().size() == 1) {
+    return nullptr;
+  }
+  // Room for a part of every rank's lane.
+  const size_t stage = static_cast<size_t>(group.size) *
+      std::clamp((size_t(4) << 20) / static_cast<size_t>(group.size),
+                 size_t(64) << 10,
+                 size_t(512) << 10);
+  return std::make_unique<Domain>(
+      group.rank, bootstrap, group.settings, deadline, stage);
+}
+
+} // namespace
+
+HostsRoute::HostsRoute(
+    Group& group,
+    Bootstrap& bootstrap,
+    const Deadline& deadline)
     : CpuRoute(group),
-      ranks_share_hosts_(ranks_share_hosts),
+      hosts_(bootstrap.hosts()),
+      domain_(make_domain(group, bootstrap, deadline)),
       delegate_(make_gloo("fusedpg-delegate")),
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
   log_once(
@@ -303,7 +327,7 @@ c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
 }
 
 bool HostsRoute::carried_by_ucx(std::chrono::milliseconds timeout) {
-  return !ranks_share_hosts_ &&
+  return !hosts_.shared() &&
       group_.settings.transport != TransportChoice::kGloo &&
       connected(timeout).ends_at_once();
 }
@@ -349,13 +373,23 @@ NetContext HostsRoute::net_context(
        skip_,
        group_.stats},
       transport,
-      ranks_share_hosts_};
+      hosts_.shared(),
+      &hosts_,
+      domain_.get()};
 }
 
 void HostsRoute::execute(
     const Operation& operation,
     uint64_t ticket,
     std::chrono::milliseconds timeout) {
+  if (domain_ && domain_->failed()) {
+    domain_->detach();
+    fail(
+        domain_->failure_kind(),
+        "fused: this group has failed and must be destroyed; the failure was: "
+        "{}",
+        domain_->failure_reason());
+  }
   HostsTurn turn(*this, ticket, timeout);
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {
@@ -366,6 +400,13 @@ void HostsRoute::execute(
   };
   try {
     operation(turn);
+  } catch (const Error& error) {
+    flush();
+    if (domain_ && error.kind() != ErrorKind::kInvalid &&
+        error.kind() != ErrorKind::kMismatch) {
+      domain_->mark_failed(error);
+    }
+    throw;
   } catch (...) {
     flush();
     throw;
@@ -391,6 +432,9 @@ void HostsRoute::describe(GroupInfo& info) {
 }
 
 std::optional<ErrorKind> HostsRoute::failure() {
+  if (domain_ && domain_->failed()) {
+    return domain_->failure_kind();
+  }
   return delegate_->getError() == c10d::ErrorType::SUCCESS
       ? std::nullopt
       : std::optional(ErrorKind::kAborted);
@@ -399,6 +443,9 @@ std::optional<ErrorKind> HostsRoute::failure() {
 // What connects the hosts holds the mutex, and looks for the delegate's abort.
 void HostsRoute::abort() {
   delegate_->abort();
+  if (domain_) {
+    domain_->request_abort();
+  }
   std::lock_guard<std::mutex> lock(transport_mutex_);
   if (connection_.transport) {
     connection_.transport->abort();
@@ -406,6 +453,9 @@ void HostsRoute::abort() {
 }
 
 void HostsRoute::shutdown() {
+  if (domain_) {
+    domain_->leave();
+  }
   std::lock_guard<std::mutex> lock(transport_mutex_);
   delegate_->shutdown();
 }

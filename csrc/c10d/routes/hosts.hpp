@@ -4,9 +4,11 @@
 #include <mutex>
 #include <optional>
 
+#include "base/host_map.hpp"
 #include "c10d/connect_hosts.hpp"
 #include "c10d/routes/cpu.hpp"
 #include "collectives/net_exchange.hpp"
+#include "host/domain.hpp"
 #include "host/pool.hpp"
 
 namespace fusedpg {
@@ -16,8 +18,8 @@ namespace fusedpg {
 // does the rest.
 class HostsRoute : public CpuRoute {
  public:
-  // Collective. `ranks_share_hosts`: machines have several ranks.
-  HostsRoute(Group& group, bool ranks_share_hosts);
+  // Collective over the ranks that `bootstrap` met.
+  HostsRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline);
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override {
@@ -75,7 +77,8 @@ class HostsRoute : public CpuRoute {
   Transport& connected(std::chrono::milliseconds timeout);
   // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
-  const bool ranks_share_hosts_;
+  const HostMap hosts_;
+  const std::unique_ptr<Domain> domain_; // of this host's ranks, if several
   const c10::intrusive_ptr<c10d::Backend> delegate_;
   std::mutex transport_mutex_;
   // Made by the first operation that needs it; connections of its own.
