@@ -24,6 +24,7 @@ class Options(Backend.Options):
         cuda_arena_bytes: int | None = None,
         nccl: Literal["auto", "patched", "stock"] | None = None,
         transport: Literal["auto", "ucx", "gloo"] | None = None,
+        order: Literal["hosts", "flat"] | None = None,
         _cpu_as_cuda: bool = False,
     ) -> None: ...
     @property
@@ -38,6 +39,8 @@ class Options(Backend.Options):
     def nccl(self) -> str | None: ...
     @property
     def transport(self) -> str | None: ...
+    @property
+    def order(self) -> str | None: ...
     @property
     def arena_bytes(self) -> int | None: ...
     @property

@@ -185,6 +185,15 @@ Settings resolve(const Options& options) {
       {{"gloo", TransportChoice::kGloo},
        {"auto", TransportChoice::kAuto},
        {"ucx", TransportChoice::kUcx}});
+  const std::string order =
+      options.order.value_or(env("FUSEDPG_ORDER").value_or("hosts"));
+  if (order != "hosts" && order != "flat") {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: order (FUSEDPG_ORDER) must be hosts or flat, got {}",
+        order);
+  }
+  s.flat_order = order == "flat";
   s.ucx_lib = env("FUSEDPG_UCX_LIB").value_or("");
   s.ucx_config = ucx_config();
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");

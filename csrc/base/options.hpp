@@ -39,6 +39,9 @@ struct Options {
   // What carries messages between hosts: "gloo", "ucx", or "auto": UCX where
   // all ranks have it. The same on all ranks. FUSEDPG_TRANSPORT.
   std::optional<std::string> transport;
+  // In which order contributions are added between hosts: "hosts", or "flat":
+  // as on one machine. The same on all ranks. FUSEDPG_ORDER.
+  std::optional<std::string> order;
 };
 
 enum class BlockSkip { kOff, kAuto, kOn };
@@ -75,6 +78,7 @@ struct Settings {
   // libnccl; empty: the one that torch has loaded. FUSEDPG_NCCL_LIB.
   std::string nccl_lib;
   TransportChoice transport;
+  bool flat_order;
   // libucp; empty: the wheel's, else the system's. FUSEDPG_UCX_LIB.
   std::string ucx_lib;
   // What we set of UCX's variables, without UCX_: none that the user has set.

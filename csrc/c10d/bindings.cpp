@@ -116,6 +116,7 @@ void bind_options(py::module_& m) {
                       std::optional<int64_t> cuda_arena_bytes,
                       std::optional<std::string> nccl,
                       std::optional<std::string> transport,
+                      std::optional<std::string> order,
                       bool cpu_as_cuda) {
             auto options = c10::make_intrusive<Options>(timeout);
             const auto bytes = [](const char* name,
@@ -141,6 +142,7 @@ void bind_options(py::module_& m) {
             options->engine.block_size = block_size;
             options->engine.nccl = std::move(nccl);
             options->engine.transport = std::move(transport);
+            options->engine.order = std::move(order);
             return options;
           }),
           py::kw_only(),
@@ -154,6 +156,7 @@ void bind_options(py::module_& m) {
           py::arg("cuda_arena_bytes") = py::none(),
           py::arg("nccl") = py::none(),
           py::arg("transport") = py::none(),
+          py::arg("order") = py::none(),
           py::arg("_cpu_as_cuda") = false)
       .def_property_readonly(
           "cuda_chunk_bytes",
@@ -165,6 +168,8 @@ void bind_options(py::module_& m) {
           "nccl", [](const Options& o) { return o.engine.nccl; })
       .def_property_readonly(
           "transport", [](const Options& o) { return o.engine.transport; })
+      .def_property_readonly(
+          "order", [](const Options& o) { return o.engine.order; })
       .def_property_readonly(
           "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
       .def_property_readonly(

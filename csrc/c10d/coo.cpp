@@ -3,6 +3,7 @@
 #include "base/error.hpp"
 #include "base/hash.hpp"
 #include "c10d/tensors.hpp"
+#include "collectives/hosts_way.hpp"
 
 namespace fusedpg {
 namespace {
@@ -72,8 +73,56 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
   return all;
 }
 
-// Every entry is a left fold over the ranks that have it, in rank order.
-at::Tensor add_entries(const at::Tensor& like, const Gathered& all) {
+// Between hosts. What ranks do not agree about is told by enter().
+Gathered gather_entries(NetContext& ctx, const at::Tensor& mine) {
+  HostsWay way(ctx);
+  OpDescriptor d;
+  d.op = OpCode::kAllReduce;
+  d.dtype = to_dtype(mine.scalar_type());
+  d.count = static_cast<uint64_t>(mine.numel());
+  d.shape_hash = shape_hash(mine);
+  way.enter(nullptr, d, {static_cast<uint64_t>(mine._nnz())});
+  const auto sized = [](const at::Tensor& part, int64_t dim, int64_t entries) {
+    std::vector<int64_t> sizes = part.sizes().vec();
+    sizes[dim] = entries;
+    return at::empty(sizes, part.options());
+  };
+  Gathered all;
+  for (int p = 0; p < way.size(); ++p) {
+    const auto entries = static_cast<int64_t>(*way.extra(p));
+    all.indices.push_back(sized(mine.indices(), 1, entries));
+    all.values.push_back(sized(mine.values(), 0, entries));
+  }
+  for (std::vector<at::Tensor>* list : {&all.indices, &all.values}) {
+    const at::Tensor part =
+        (list == &all.indices ? mine.indices() : mine.values()).contiguous();
+    (*list)[way.rank()] = part;
+    NetBuffer out(part.nbytes());
+    std::copy_n(
+        static_cast<const char*>(part.data_ptr()), out.bytes(), out.data());
+    std::vector<NetBuffer> ins;
+    for (const at::Tensor& one : *list) {
+      ins.emplace_back(one.nbytes());
+    }
+    net_exchange(ctx, std::vector<NetBuffer>(ins.size(), out), ins);
+    for (int p = 0; p < way.size(); ++p) {
+      if (p != way.rank()) {
+        std::copy_n(
+            ins[p].data(),
+            ins[p].bytes(),
+            static_cast<char*>((*list)[p].data_ptr()));
+      }
+    }
+  }
+  return all;
+}
+
+// Every entry is a left fold over the ranks that have it: in rank order, or
+// where several share a host those of each host first.
+at::Tensor add_entries(
+    const at::Tensor& like,
+    const Gathered& all,
+    const HostMap& hosts) {
   std::vector<at::Tensor> flat;
   const int64_t dims = like.sparse_dim();
   std::vector<int64_t> strides(dims, 1);
@@ -90,13 +139,22 @@ at::Tensor add_entries(const at::Tensor& like, const Gathered& all) {
   sizes[0] = places.numel();
   at::Tensor values = at::zeros(sizes, all.values[0].options());
   at::Tensor indices = at::empty({dims, places.numel()}, at::kLong);
+  std::vector<at::Tensor> mine; // places, by rank
   int64_t begin = 0;
   for (size_t p = 0; p < flat.size(); ++p) {
-    const int64_t entries = flat[p].numel();
-    const at::Tensor mine = inverse.narrow(0, begin, entries);
-    values.index_add_(0, mine, all.values[p]);
-    indices.index_copy_(1, mine, all.indices[p]);
-    begin += entries;
+    mine.push_back(inverse.narrow(0, begin, flat[p].numel()));
+    indices.index_copy_(1, mine[p], all.indices[p]);
+    begin += flat[p].numel();
+  }
+  for (int h = 0; h < hosts.num_hosts(); ++h) {
+    const bool one = hosts.ranks(h).size() == 1;
+    at::Tensor sum = one ? values : at::zeros_like(values);
+    for (const int p : hosts.ranks(h)) {
+      sum.index_add_(0, mine[p], all.values[p]);
+    }
+    if (!one) {
+      values.add_(sum);
+    }
   }
   return at::_sparse_coo_tensor_unsafe(
       indices,
@@ -106,28 +164,41 @@ at::Tensor add_entries(const at::Tensor& like, const Gathered& all) {
       /*is_coalesced=*/true);
 }
 
-} // namespace
-
+// A sum of `size` ranks' tensors as their mean; integers are truncated.
 at::Tensor coo_mean(const at::Tensor& sum, int size) {
   return sum.is_floating_point() || sum.is_complex()
       ? sum / size
       : at::div(sum, size, "trunc");
 }
 
-at::Tensor coo_all_reduce(Context& ctx, const at::Tensor& mine, bool mean) {
-  const Gathered all = gather_entries(ctx, mine);
-  const at::Tensor sum = add_entries(mine, all);
+void count(OpContext& ctx, const Gathered& all, int rank) {
   OpStats stats;
-  for (int p = 0; p < ctx.size(); ++p) {
+  const int size = static_cast<int>(all.values.size());
+  for (int p = 0; p < size; ++p) {
     const size_t bytes = all.indices[p].nbytes() + all.values[p].nbytes();
-    if (p == ctx.rank()) {
-      stats.bytes_sent = bytes * static_cast<size_t>(ctx.size() - 1);
+    if (p == rank) {
+      stats.bytes_sent = bytes * static_cast<size_t>(size - 1);
     } else {
       stats.bytes_received += bytes;
     }
   }
   ctx.stats.add(OpCode::kAllReduce, DataPath::kCoordinates, stats);
+}
+
+} // namespace
+
+at::Tensor coo_all_reduce(Context& ctx, const at::Tensor& mine, bool mean) {
+  const Gathered all = gather_entries(ctx, mine);
+  const at::Tensor sum = add_entries(mine, all, HostMap::apart(ctx.size()));
+  count(ctx, all, ctx.rank());
   return mean ? coo_mean(sum, ctx.size()) : sum;
+}
+
+at::Tensor coo_all_reduce(NetContext& ctx, const at::Tensor& mine, bool mean) {
+  const Gathered all = gather_entries(ctx, mine);
+  const at::Tensor sum = add_entries(mine, all, *ctx.hosts);
+  count(ctx, all, ctx.transport.rank());
+  return mean ? coo_mean(sum, ctx.transport.size()) : sum;
 }
 
 } // namespace fusedpg

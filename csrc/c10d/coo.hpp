@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "collectives/context.hpp"
+#include "collectives/net_exchange.hpp"
 
 namespace fusedpg {
 
@@ -10,8 +11,7 @@ namespace fusedpg {
 // gather all entries, and each adds them by itself. Throws Error(kMismatch)
 // where sizes, dtypes or sparse dimensions differ.
 at::Tensor coo_all_reduce(Context& ctx, const at::Tensor& mine, bool mean);
-
-// A sum of `size` ranks' tensors as their mean; integers are truncated.
-at::Tensor coo_mean(const at::Tensor& sum, int size);
+// The same between hosts.
+at::Tensor coo_all_reduce(NetContext& ctx, const at::Tensor& mine, bool mean);
 
 } // namespace fusedpg

@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "collectives/collectives.hpp"
+#include "collectives/host_fold.hpp"
 #include "collectives/reduction.hpp"
 
 namespace fusedpg {
@@ -61,11 +62,11 @@ void all_reduce(
     reduce_skipping(way, call, d.flags, tensors, args, {state.block});
     return;
   }
-  const auto combine = [&](const void* const* srcs) {
-    way.kernels().reduce(args, &data, 1, srcs, way.size(), d.count, false);
+  const auto combine = [&](const Sources& srcs) {
+    fusedpg::combine(way.kernels(), args, &data, 1, srcs, d.count);
   };
   const auto small = tensors.size() == 1
-      ? way.at_once(d, {data, bytes}, combine)
+      ? way.at_once(d, {args, {data, bytes}, 0, d.count, combine})
       : Way::AtOnce::kNo;
   if (small != Way::AtOnce::kDone) {
     const Plan plan = in_place(way.kernels(), way.size(), tensors, args);

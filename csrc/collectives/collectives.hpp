@@ -38,7 +38,7 @@ void sparse_all_reduce(
 
 // In place on the root; other ranks' tensors keep their values.
 void reduce(
-    Context& ctx,
+    Way& way,
     void* data,
     size_t count,
     const kernels::ReduceArgs& args,
@@ -47,7 +47,7 @@ void reduce(
 // inputs[p] is this rank's contribution to rank p; `output` receives the
 // reduction of all ranks' inputs[rank].
 void reduce_scatter(
-    Context& ctx,
+    Way& way,
     const ReduceTensor& output,
     const std::vector<ReduceTensor>& inputs,
     const kernels::ReduceArgs& args);

@@ -3,31 +3,47 @@
 #include <cstring>
 
 #include "base/ownership.hpp"
+#include "collectives/host_fold.hpp"
 #include "collectives/net_pipeline.hpp"
-#include "collectives/net_shards.hpp"
 #include "collectives/reduction.hpp"
 
 namespace fusedpg {
 namespace {
 
-// Tensors travel together up to this, in bytes of contributions or results.
-constexpr size_t kBatchBytes = size_t(64) << 20;
-
 // What this way can do of a plan: anything else would go wrong unseen.
-void check_plan(const Plan& plan, int world_size, bool folds) {
-  const bool added = plan.src_type == DType::kFloat64 ||
+void check_plan(const Plan& plan, const HostMap& hosts, int world_size) {
+  const bool shards = plan.lanes == Plan::shards(plan.counts(), world_size);
+  const bool real = plan.src_type == DType::kFloat64 ||
       plan.src_type == DType::kFloat32 || plan.src_type == DType::kFloat16 ||
       plan.src_type == DType::kBFloat16;
-  // What is not folded on the way, nor added up without zeros, is combined by
-  // the epilogue, whatever its type.
-  const bool may_add = added || plan.zeros_stay || !(folds || plan.skip);
-  if ((plan.reads && !may_add) || plan.receiver >= 0 || plan.shared_results ||
-      plan.lanes != Plan::shards(plan.counts(), world_size)) {
+  const bool adds = plan.reads && (plan.skip || hosts.shared());
+  if (plan.shared_results || (plan.skip && !shards) ||
+      (plan.skip && !plan.zeros_stay && !real) ||
+      (plan.zeros_stay && plan.receiver >= 0) ||
+      (adds && plan.src_type == DType::kOpaque)) {
     fail(
         ErrorKind::kInvalid,
-        "fused: between hosts only plans of floating-point tensors, cut by the "
-        "ownership map, for all ranks, their owners or nobody");
+        "fused: between hosts zeros are skipped only in floating-point tensors "
+        "cut by the ownership map, contributions have a type, and results are "
+        "not shared");
   }
+}
+
+// to[i] = from[i] * weight, in the wide type.
+void widen(
+    const kernels::Table& kernels,
+    char* to,
+    const void* from,
+    DType type,
+    size_t count,
+    double weight) {
+  kernels::ReduceArgs args;
+  args.dtype = type;
+  args.op = RedOp::kPremulSum;
+  args.factor = weight;
+  args.wide = true;
+  void* out = to;
+  kernels.reduce(args, &out, 1, &from, 1, count, false);
 }
 
 // Whether zeros of a tensor stay at home until they are summed up.
@@ -80,6 +96,7 @@ void HostsWay::enter(
         ctx_,
         ReduceTensor{plan->tensors[0].dst, plan->counts()[0]},
         plan->src_type,
+        plan->op,
         *plan->skip,
         plan->receiver == Plan::kAll);
     skip_->find();
@@ -98,11 +115,9 @@ void HostsWay::count(OpCode named) {
 
 // What ranks say and what they have travel together; who finds that they
 // disagree leaves the latter where it is.
-Way::AtOnce HostsWay::at_once(
-    OpDescriptor& mine,
-    const Span& input,
-    const Combine& combine) {
-  if (delegate_ || !select_net_one_shot(input.bytes, size())) {
+Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
+  const Span& input = small.input;
+  if (!takes_at_once(input.bytes)) {
     return AtOnce::kNo;
   }
   complete(mine, 0);
@@ -136,7 +151,12 @@ Way::AtOnce HostsWay::at_once(
       srcs[p] = parts[p].buffer.data();
     }
   }
-  combine(srcs.data());
+  for (const void*& src : srcs) {
+    src = static_cast<const char*>(src) +
+        small.begin * dtype_size(small.args.dtype);
+  }
+  HostFold fold(ctx_.kernels, *ctx_.hosts, small.args);
+  small.combine(fold.sources(srcs.data(), small.count));
   for (NetPending& one : sends) {
     one.request->wait(ctx_.deadline);
   }
@@ -149,119 +169,61 @@ uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
       "fused: parameters cannot be shared in a group that spans hosts");
 }
 
-void HostsWay::run(const Plan& plan, const OpDescriptor& /* d */) {
+void HostsWay::run(const Plan& plan, const OpDescriptor& d) {
   if (delegate_ && !plan.zeros_stay) {
     delegate_();
     return;
   }
-  const bool direct =
-      select_net_path(ctx_.ranks_share_hosts) == NetPath::kDirect;
-  check_plan(plan, size(), /*folds=*/!direct);
+  check_plan(plan, *ctx_.hosts, size());
   if (plan.zeros_stay) {
     skip_->run(plan.epilogue);
     return;
   }
   const std::vector<size_t> counts = plan.counts();
-  if (direct) {
-    Plan whole = plan;
-    for (size_t t = 0; t < counts.size(); ++t) {
-      if (skips(plan, counts[t])) {
-        run_batch(plan, counts, {t});
-        whole.drop(t);
-      }
-    }
-    net_pipeline(ctx_, whole);
-    return;
-  }
-  const size_t element = std::max(plan.src_size, plan.dst_size);
-  std::vector<size_t> batch;
-  size_t bytes = 0;
-  const auto flush = [&] {
-    if (!batch.empty()) {
-      run_batch(plan, counts, batch);
-    }
-    batch.clear();
-    bytes = 0;
-  };
+  Plan whole = plan;
+  std::vector<size_t> sparse;
   for (size_t t = 0; t < counts.size(); ++t) {
-    if (counts[t] == 0) {
-      continue;
+    if (skips(plan, counts[t])) {
+      sparse.push_back(t);
+      whole.drop(t);
     }
-    const size_t more = counts[t] * element;
-    if (bytes + more > kBatchBytes) {
-      flush();
-    }
-    batch.push_back(t);
-    bytes += more;
   }
-  flush();
+  if (!sparse.empty()) {
+    run_skipping(plan, sparse, d);
+  }
+  net_pipeline(ctx_, whole, d);
 }
 
-void HostsWay::run_batch(
+// Owners have the sums before the pipeline begins, which then reads nothing.
+void HostsWay::run_skipping(
     const Plan& plan,
-    const std::vector<size_t>& counts,
-    const std::vector<size_t>& batch) {
-  struct Item {
-    NetBuffer sum; // if its zeros stayed at home
-    std::vector<const void*> srcs;
-    bool folded = false;
-  };
-  std::vector<Item> items(batch.size());
-  std::optional<ReceivedShards> received;
-  if (plan.reads) {
-    received.emplace(ctx_, plan.src_type, plan.weights);
-    std::vector<Item*> whole;
-    for (size_t i = 0; i < batch.size(); ++i) {
-      const size_t t = batch[i];
-      if (skips(plan, counts[t])) {
-        items[i].sum = sum_skipping(plan, t, counts[t]);
-        items[i].srcs = {items[i].sum.data()};
-        items[i].folded = true;
-      } else {
-        received->add(plan.tensors[t].src, counts[t]);
-        whole.push_back(&items[i]);
+    const std::vector<size_t>& tensors,
+    const OpDescriptor& d) {
+  const std::vector<size_t> counts = plan.counts();
+  const size_t element = dtype_size(wide_type(plan.src_type));
+  for (const size_t t : tensors) {
+    const NetBuffer sum = sum_skipping(plan, t, counts[t]);
+    const auto first = static_cast<size_t>(
+        shard_range(static_cast<int64_t>(counts[t]), size(), rank()).offset);
+    Plan rest = plan;
+    for (size_t other = 0; other < counts.size(); ++other) {
+      if (other != t) {
+        rest.drop(other);
       }
     }
-    received->exchange();
-    for (size_t k = 0; k < whole.size(); ++k) {
-      whole[k]->srcs = received->sources(k);
-      whole[k]->folded = received->folded();
-    }
-  }
-  const bool gives = plan.receiver == Plan::kAll;
-  NetShards results(ctx_, plan.dst_size);
-  std::vector<void*> dsts;
-  for (const size_t t : batch) {
-    results.add(counts[t]);
-    dsts.push_back(plan.tensors[t].dst);
-  }
-  const NetBuffer mine = gives ? results.make(rank()) : NetBuffer();
-  for (size_t i = 0; i < batch.size(); ++i) {
-    const ShardRange own = results.own(i);
-    if (own.length == 0) {
-      continue;
-    }
-    void* outs[2];
-    size_t n = 0;
-    if (plan.receiver != Plan::kNobody) {
-      outs[n++] = results.in_tensor(dsts[i], i, rank());
-    }
-    if (gives) {
-      outs[n++] = results.in_block(mine, i, rank());
-    }
-    plan.epilogue(
-        batch[i],
-        static_cast<size_t>(own.offset),
-        static_cast<size_t>(own.length),
-        outs,
-        n,
-        {items[i].srcs.data(), items[i].srcs.size(), items[i].folded},
-        /*stream=*/false);
-  }
-  received.reset();
-  items.clear();
-  if (gives) {
-    results.gather(mine, dsts);
+    rest.reads = false;
+    rest.epilogue = [&](size_t tensor,
+                        size_t begin,
+                        size_t count,
+                        void* const* dsts,
+                        size_t num_dsts,
+                        const Sources& /* none */,
+                        bool stream) {
+      const void* src = sum.data() + (begin - first) * element;
+      plan.epilogue(
+          tensor, begin, count, dsts, num_dsts, {&src, 1, true}, stream);
+    };
+    net_pipeline(ctx_, rest, d);
   }
 }
 
@@ -280,7 +242,8 @@ NetBuffer HostsWay::sum_skipping(
       plan.src_type,
       count,
       plan.weights.empty() ? 1.0 : plan.weights[rank()]);
-  NetSkip skip(ctx_, {whole.data(), count}, sum.dtype, *plan.skip, false);
+  NetSkip skip(
+      ctx_, {whole.data(), count}, sum.dtype, sum.op, *plan.skip, false);
   skip.find();
   skip.run(reduction_epilogue(ctx_.kernels, sum));
   const ShardRange own =

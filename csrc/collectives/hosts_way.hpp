@@ -5,14 +5,14 @@
 #include <vector>
 
 #include "collectives/net_skip.hpp"
+#include "collectives/selector.hpp"
 #include "collectives/way.hpp"
 
 namespace fusedpg {
 
 // Between machines: contributions go to their owners and results to everybody
-// in messages, with the epilogue in between. Owners get the ranks'
-// contributions in rank order, or their left fold in that order, so results
-// have the bits of those inside a machine.
+// in messages (net_pipeline.hpp), with the epilogue in between. All sums are
+// those of HostFold.
 class HostsWay : public Way {
  public:
   // `delegate` does the plain reduction of the operation's tensor, and counts
@@ -49,20 +49,23 @@ class HostsWay : public Way {
   }
   void run(const Plan& plan, const OpDescriptor& d) override;
   void count(OpCode named) override;
-  AtOnce at_once(OpDescriptor& mine, const Span& input, const Combine& combine)
-      override;
+  AtOnce at_once(OpDescriptor& mine, const Small& small) override;
+  bool takes_at_once(size_t bytes) override {
+    return !delegate_ && select_net_one_shot(bytes, size());
+  }
   uint64_t shared_place(const void* data, size_t bytes) override;
 
  private:
   void complete(OpDescriptor& mine, size_t table_entries) const;
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
   void check_said(const OpDescriptor& mine);
-  void run_batch(
+  // Of tensors whose blocks of zeros stay at home until they are summed up.
+  void run_skipping(
       const Plan& plan,
-      const std::vector<size_t>& counts,
-      const std::vector<size_t>& batch);
-  // The sum over all ranks of a tensor whose blocks of zeros stay at home, in
-  // the wide type; this rank's shard of it.
+      const std::vector<size_t>& tensors,
+      const OpDescriptor& d);
+  // The sum over all ranks of such a tensor in the wide type: this rank's shard
+  // of it.
   NetBuffer sum_skipping(const Plan& plan, size_t tensor, size_t count);
 
   NetContext& ctx_;

@@ -11,8 +11,8 @@ namespace fusedpg {
 
 struct NetContext : OpContext {
   Transport& transport;
-  bool ranks_share_hosts = false;
-  const HostMap* hosts = nullptr;
+  // In which sums are taken; a rank may be said to be a host of its own.
+  const HostMap* hosts;
   Domain* domain = nullptr; // of this host's ranks, if it has several
   OpStats moved{}; // what this rank has sent and received so far
 };
@@ -24,7 +24,6 @@ enum class NetKind : uint32_t {
   kUnion,
   kResult,
   kBlock,
-  kPartialSum,
   kKinds
 };
 
@@ -72,21 +71,5 @@ std::vector<NetBuffer> net_gather_rows(
     NetContext& ctx,
     const void* mine,
     size_t bytes);
-
-// Sends this rank's block to everybody, and fills ins[p] with rank p's. In a
-// ring where ranks share links: a machine's carries every block once.
-void net_gather(
-    NetContext& ctx,
-    const NetBuffer& mine,
-    const std::vector<NetBuffer>& ins);
-
-// The sum of all ranks' blocks[r], for r this rank: a left fold in rank order,
-// which goes through the ranks as a chain, so that a machine's link carries all
-// of it once. The type is float32 or float64. What is left in `blocks` means
-// nothing.
-NetBuffer net_fold(
-    NetContext& ctx,
-    const std::vector<NetBuffer>& blocks,
-    DType type);
 
 } // namespace fusedpg

@@ -5,78 +5,79 @@
 #include <iterator>
 #include <numeric>
 
+#include "collectives/host_fold.hpp"
+#include "collectives/net_segments.hpp"
+#include "collectives/selector.hpp"
+
 namespace fusedpg {
 namespace {
 
-// What travels as one message: enough for a link to be fast, little enough for
-// several to be under way.
-constexpr size_t kSegmentBytes = size_t(512) << 10;
-// Segments between a rank's contribution and its being combined, and between
-// that and the arrival of results.
+// Most segments between a rank's contribution and its being combined, and
+// between that and the arrival of results.
 constexpr size_t kAhead = 4;
-
-struct Segment {
-  std::vector<LanePiece> pieces;
-  size_t elements = 0;
-};
-
-// Pieces are cut at multiples of `granule`, counted from their begin.
-std::vector<Segment> cut(
-    const std::vector<LanePiece>& lane,
-    size_t most, // elements; a multiple of granule
-    size_t granule) {
-  std::vector<Segment> segments;
-  size_t room = 0;
-  for (LanePiece rest : lane) {
-    while (rest.count != 0) {
-      const size_t fits =
-          rest.count <= room ? rest.count : room / granule * granule;
-      if (fits == 0) {
-        segments.emplace_back();
-        room = most;
-        continue;
-      }
-      segments.back().pieces.push_back({rest.tensor, rest.begin, fits});
-      segments.back().elements += fits;
-      room -= fits;
-      rest.begin += fits;
-      rest.count -= fits;
-    }
-  }
-  return segments;
-}
 
 class Pipeline {
  public:
-  Pipeline(NetContext& ctx, const Plan& plan)
+  Pipeline(NetContext& ctx, const Plan& plan, const OpDescriptor& d)
       : ctx_(ctx),
         plan_(plan),
+        descriptor_(d),
+        hosts_(*ctx.hosts),
+        fold_(ctx.kernels, hosts_, plan),
         rank_(ctx.transport.rank()),
         size_(ctx.transport.size()),
-        gives_(plan.receiver == Plan::kAll) {
+        here_(hosts_.host(rank_)),
+        shares_(hosts_.ranks(here_).size() > 1),
+        all_(plan.receiver == Plan::kAll),
+        gives_(all_ || plan.receiver >= 0) {
     const size_t element = std::max(plan.src_size, plan.dst_size);
     const size_t granule = std::lcm(plan.granule, kCut);
+    segment_bytes_ = select_net_segment(size_, hosts_.shared());
     const size_t most =
-        std::max<size_t>(kSegmentBytes / element / granule, 1) * granule;
-    capacity_ = most * element;
+        std::max<size_t>(segment_bytes_ / element / granule, 1) * granule;
+    if (shares_ &&
+        (most * element > segment_bytes_ ||
+         segment_bytes_ * static_cast<size_t>(size_) >
+             ctx.domain->stage_bytes())) {
+      fail(
+          ErrorKind::kSystem,
+          "fused: {}: a piece of {} bytes does not fit the staging buffer",
+          describe(d),
+          most * element);
+    }
+    capacity_ =
+        most * std::max(element, plan.reads ? fold_.element() : size_t{0});
     for (const auto& lane : plan.lanes) {
-      lanes_.push_back(cut(lane, most, granule));
+      lanes_.push_back(cut_lane(lane, most, granule));
       length_ = std::max(length_, lanes_.back().size());
     }
+    ahead_ = std::min(kAhead, length_ == 0 ? 0 : length_ - 1);
+    widened_.resize(hosts_.num_hosts());
   }
 
   void run() {
     stages_.resize(length_);
-    for (size_t s = 0; s < length_ + 2 * kAhead; ++s) {
+    const size_t last = length_ + (gives_ ? 2 * ahead_ : ahead_);
+    for (size_t s = 0; s < last; ++s) {
+      if (shares_ && (gives_ || (plan_.reads && s < length_))) {
+        share(s);
+      }
       if (s < length_) {
         contribute(s);
       }
-      if (s >= kAhead && s - kAhead < length_) {
-        combine(s - kAhead);
+      if (s >= ahead_ && s - ahead_ < length_) {
+        combine(s - ahead_);
       }
-      if (s >= 2 * kAhead) {
-        finish(s - 2 * kAhead);
+      if (gives_ && s >= 2 * ahead_) {
+        finish(s - 2 * ahead_);
       }
+    }
+    if (shares_ && gives_ && last != 0) {
+      barrier();
+      take_from_peers(last - 1);
+    }
+    for (Stage& stage : stages_) {
+      wait(stage.sends);
     }
   }
 
@@ -85,13 +86,14 @@ class Pipeline {
 
   // The s-th segments of all lanes.
   struct Stage {
-    std::vector<NetPending> contributions; // to this rank's, by rank
-    std::vector<NetPending> results; // of the others', by rank
+    std::vector<NetPending> contributions; // to this rank's, by host
+    NetBuffer sum; // of this host's, if it has several ranks
+    std::vector<NetPending> results; // of the others', by owner
     std::vector<NetPending> sends;
     std::vector<NetBuffer> scratch; // what the buffers above are parts of
   };
 
-  const Segment* segment(int owner, size_t s) const {
+  const NetSegment* segment(int owner, size_t s) const {
     return s < lanes_[owner].size() ? &lanes_[owner][s] : nullptr;
   }
 
@@ -102,8 +104,41 @@ class Pipeline {
       call((rank_ + k) % size_);
     }
   }
+  template <typename Call>
+  void each_other_host(const Call& call) const {
+    for (int k = 1; k < hosts_.num_hosts(); ++k) {
+      call((here_ + k) % hosts_.num_hosts());
+    }
+  }
 
-  // Memory until the stage is finished.
+  // --- who does what ---------------------------------------------------------
+  bool is_here(int rank) const {
+    return hosts_.host(rank) == here_;
+  }
+  // Who on this host works for an owner.
+  int worker(int owner) const {
+    return hosts_.proxy(owner, here_);
+  }
+  // Who on another host gets an owner's results from it; -1: nobody.
+  int taker(int owner, int host) const {
+    return all_ ? hosts_.proxy(owner, host)
+        : gives_ && hosts_.host(plan_.receiver) == host ? plan_.receiver
+                                                        : -1;
+  }
+  // Whether this rank has the results of an owner on another host by message,
+  bool takes(int owner) const {
+    return !is_here(owner) && taker(owner, here_) == rank_;
+  }
+  // and whether it passes what it has on to others on this host.
+  bool publishes(int owner) const {
+    return shares_ &&
+        (all_ ? worker(owner) == rank_
+              : owner == rank_ && plan_.receiver != rank_ && gives_ &&
+                 is_here(plan_.receiver));
+  }
+
+  // --- memory ----------------------------------------------------------------
+  // Until the stage is finished.
   NetBuffer scratch(Stage& stage, size_t bytes) {
     if (free_.empty()) {
       free_.emplace_back(capacity_);
@@ -113,7 +148,7 @@ class Pipeline {
     return stage.scratch.back().part(0, bytes);
   }
 
-  bool in_place(const Segment& one) const {
+  bool in_place(const NetSegment& one) const {
     return one.pieces.size() == 1 && ctx_.transport.ends_at_once();
   }
 
@@ -122,6 +157,26 @@ class Pipeline {
   }
   char* result(const LanePiece& piece) const {
     return plan_.tensors[piece.tensor].dst + piece.begin * plan_.dst_size;
+  }
+  void gather(const NetSegment& one, char* to) const {
+    for (const LanePiece& piece : one.pieces) {
+      std::memcpy(to, source(piece), piece.count * plan_.src_size);
+      to += piece.count * plan_.src_size;
+    }
+  }
+  void scatter(const NetSegment& one, const char* from) const {
+    for (const LanePiece& piece : one.pieces) {
+      std::memcpy(result(piece), from, piece.count * plan_.dst_size);
+      from += piece.count * plan_.dst_size;
+    }
+  }
+  char* staged_in(int rank, int half, int owner) const {
+    return ctx_.domain->stage_in(hosts_.local(rank), half) +
+        static_cast<size_t>(owner) * segment_bytes_;
+  }
+  char* staged_out(int rank, int half, int owner) const {
+    return ctx_.domain->stage_out(hosts_.local(rank), half) +
+        static_cast<size_t>(owner) * segment_bytes_;
   }
 
   void wait(std::vector<NetPending>& all) {
@@ -133,38 +188,112 @@ class Pipeline {
     all.clear();
   }
 
+  // --- inside this host ------------------------------------------------------
+  void barrier() {
+    ctx_.domain->barrier(descriptor_, ctx_.deadline);
+  }
+
+  // Leaves segments of others' lanes to who works for them here, and takes the
+  // results that these have left in the last step.
+  void share(size_t s) {
+    if (plan_.reads && s < length_) {
+      const int half = ctx_.domain->next_half();
+      for (int p = 0; p < size_; ++p) {
+        const NetSegment* one = segment(p, s);
+        if (one != nullptr && worker(p) != rank_) {
+          gather(*one, staged_in(rank_, half, p));
+        }
+      }
+    }
+    barrier();
+    if (gives_ && s != 0) {
+      take_from_peers(s - 1);
+    }
+  }
+
+  void take_from_peers(size_t step) {
+    const int half = ctx_.domain->half();
+    for (int p = 0; p < size_; ++p) {
+      const bool mine = all_
+          ? worker(p) != rank_
+          : plan_.receiver == rank_ && is_here(p) && p != rank_;
+      const int from = worker(p);
+      const size_t lag = from == p ? ahead_ : 2 * ahead_;
+      if (!mine || step < lag) {
+        continue;
+      }
+      if (const NetSegment* one = segment(p, step - lag)) {
+        scatter(*one, staged_out(from, half, p));
+      }
+    }
+  }
+
+  // What the ranks of this host contribute to a segment; after the barrier.
+  NetBuffer local_sum(int owner, const NetSegment& one, Stage& stage) {
+    const NetBuffer sum = scratch(stage, one.elements * fold_.element());
+    const int half = ctx_.domain->half();
+    size_t at = 0; // elements
+    for (const LanePiece& piece : one.pieces) {
+      sources_.clear();
+      for (const int p : hosts_.ranks(here_)) {
+        sources_.push_back(
+            p == rank_ ? source(piece)
+                       : staged_in(p, half, owner) + at * plan_.src_size);
+      }
+      fold_.fold(
+          here_,
+          sources_.data(),
+          piece.count,
+          sum.data() + at * fold_.element());
+      at += piece.count;
+    }
+    return sum;
+  }
+
+  // --- between hosts ---------------------------------------------------------
+  // Bytes of an element of what a host contributes.
+  size_t sent_size(int host) const {
+    return hosts_.ranks(host).size() == 1 ? plan_.src_size : fold_.element();
+  }
+
   void contribute(size_t s) {
     if (!plan_.reads) {
       return;
     }
     Stage& stage = stages_[s];
-    stage.contributions.resize(size_);
-    each_peer([&](int p) {
-      if (const Segment* mine = segment(rank_, s)) {
-        const size_t bytes = mine->elements * plan_.src_size;
-        stage.contributions[p] =
-            net_receive(ctx_, p, NetKind::kContribution, scratch(stage, bytes));
+    if (const NetSegment* mine = segment(rank_, s)) {
+      stage.contributions.resize(hosts_.num_hosts());
+      each_other_host([&](int h) {
+        stage.contributions[h] = net_receive(
+            ctx_,
+            hosts_.proxy(rank_, h),
+            NetKind::kContribution,
+            scratch(stage, mine->elements * sent_size(h)));
+      });
+      if (shares_) {
+        stage.sum = local_sum(rank_, *mine, stage);
       }
-      if (const Segment* theirs = segment(p, s)) {
-        stage.sends.push_back(net_send(
-            ctx_, p, NetKind::kContribution, gathered(*theirs, stage)));
+    }
+    each_peer([&](int p) {
+      const NetSegment* theirs = segment(p, s);
+      if (theirs != nullptr && !is_here(p) && worker(p) == rank_) {
+        const NetBuffer message =
+            shares_ ? local_sum(p, *theirs, stage) : gathered(*theirs, stage);
+        stage.sends.push_back(
+            net_send(ctx_, p, NetKind::kContribution, message));
       }
     });
   }
 
   // This rank's contribution as one run of bytes.
-  NetBuffer gathered(const Segment& one, Stage& stage) {
+  NetBuffer gathered(const NetSegment& one, Stage& stage) {
     const size_t bytes = one.elements * plan_.src_size;
     if (in_place(one)) {
       return NetBuffer::borrowed(
           const_cast<char*>(source(one.pieces[0])), bytes);
     }
     const NetBuffer block = scratch(stage, bytes);
-    char* to = block.data();
-    for (const LanePiece& piece : one.pieces) {
-      std::memcpy(to, source(piece), piece.count * plan_.src_size);
-      to += piece.count * plan_.src_size;
-    }
+    gather(one, block.data());
     return block;
   }
 
@@ -177,20 +306,19 @@ class Pipeline {
     wait(stage.contributions);
     // Results may go where contributions came from.
     wait(stage.sends);
-    if (const Segment* mine = segment(rank_, s)) {
+    if (const NetSegment* mine = segment(rank_, s)) {
       const NetBuffer block = combined(*mine, stage);
-      if (gives_) {
-        each_peer([&](int p) {
-          stage.sends.push_back(net_send(ctx_, p, NetKind::kResult, block));
-        });
-      }
-    }
-    if (!gives_) {
-      return;
+      each_other_host([&](int h) {
+        const int to = taker(rank_, h);
+        if (to >= 0) {
+          stage.sends.push_back(net_send(ctx_, to, NetKind::kResult, block));
+        }
+      });
     }
     stage.results.resize(size_);
     each_peer([&](int p) {
-      if (const Segment* theirs = segment(p, s)) {
+      const NetSegment* theirs = segment(p, s);
+      if (theirs != nullptr && takes(p)) {
         const size_t bytes = theirs->elements * plan_.dst_size;
         const NetBuffer into = in_place(*theirs)
             ? NetBuffer::borrowed(result(theirs->pieces[0]), bytes)
@@ -200,31 +328,38 @@ class Pipeline {
     });
   }
 
-  // The results as one run of bytes; empty if they stay here.
-  NetBuffer combined(const Segment& mine, Stage& stage) {
+  // Whether other hosts get this rank's results.
+  bool sends_results() const {
+    return all_ ? hosts_.num_hosts() > 1 : gives_ && !is_here(plan_.receiver);
+  }
+
+  // The results as one run of bytes; empty if they stay on this host.
+  NetBuffer combined(const NetSegment& mine, Stage& stage) {
     NetBuffer block;
-    const bool packs = gives_ && !in_place(mine);
+    const bool sends = sends_results();
+    const bool packs = sends && !(all_ && in_place(mine));
     if (packs) {
-      const size_t bytes = mine.elements * plan_.dst_size;
-      block = scratch(stage, bytes);
-    } else if (gives_) {
+      block = scratch(stage, mine.elements * plan_.dst_size);
+    } else if (sends) {
       block = NetBuffer::borrowed(
           result(mine.pieces[0]), mine.elements * plan_.dst_size);
     }
+    const bool keeps =
+        all_ || plan_.receiver == Plan::kOwner || plan_.receiver == rank_;
     size_t at = 0; // elements
     for (const LanePiece& piece : mine.pieces) {
-      sources_.clear();
-      for (int p = 0; p < size_ && plan_.reads; ++p) {
-        sources_.push_back(
-            p == rank_ ? source(piece) : received_[p] + at * plan_.src_size);
-      }
-      void* outs[2];
+      const Sources srcs = plan_.reads ? sources(piece, at, stage) : Sources{};
+      const size_t offset = at * plan_.dst_size;
+      void* outs[3];
       size_t n = 0;
-      if (plan_.receiver != Plan::kNobody) {
+      if (keeps) {
         outs[n++] = result(piece);
       }
       if (packs) {
-        outs[n++] = block.data() + at * plan_.dst_size;
+        outs[n++] = block.data() + offset;
+      }
+      if (publishes(rank_)) {
+        outs[n++] = staged_out(rank_, ctx_.domain->next_half(), rank_) + offset;
       }
       plan_.epilogue(
           piece.tensor,
@@ -232,32 +367,52 @@ class Pipeline {
           piece.count,
           outs,
           n,
-          {sources_.data(), sources_.size()},
+          srcs,
           /*stream=*/false);
       at += piece.count;
     }
     return block;
   }
 
+  // Of a piece, `at` elements into this rank's segment.
+  Sources sources(const LanePiece& piece, size_t at, const Stage& stage) {
+    sources_.clear();
+    for (int h = 0; h < hosts_.num_hosts(); ++h) {
+      const void* from = h != here_ ? received_[h] + at * sent_size(h)
+          : shares_                 ? stage.sum.data() + at * fold_.element()
+                                    : source(piece);
+      if (hosts_.ranks(h).size() == 1 && !fold_.is_contribution(h)) {
+        widened_[h].resize(capacity_);
+        fold_.fold(h, &from, piece.count, widened_[h].data());
+        from = widened_[h].data();
+      }
+      sources_.push_back(from);
+    }
+    return {sources_.data(), sources_.size(), !fold_.plain()};
+  }
+
   void finish(size_t s) {
     Stage& stage = stages_[s];
     const std::vector<NetPending> results = std::move(stage.results);
     each_peer([&](int p) {
-      const Segment* theirs = gives_ ? segment(p, s) : nullptr;
-      if (theirs == nullptr) {
+      if (!results[p].request) {
         return;
       }
+      const NetSegment& theirs = *segment(p, s);
       results[p].request->wait(ctx_.deadline);
-      if (in_place(*theirs)) {
-        return;
-      }
       const char* from = results[p].buffer.data();
-      for (const LanePiece& piece : theirs->pieces) {
-        std::memcpy(result(piece), from, piece.count * plan_.dst_size);
-        from += piece.count * plan_.dst_size;
+      if (!in_place(theirs)) {
+        scatter(theirs, from);
+      }
+      if (publishes(p)) {
+        std::memcpy(
+            staged_out(rank_, ctx_.domain->next_half(), p),
+            from,
+            results[p].buffer.bytes());
       }
     });
     wait(stage.sends);
+    stage.sum = {};
     std::move(
         stage.scratch.begin(), stage.scratch.end(), std::back_inserter(free_));
     stage.scratch.clear();
@@ -265,23 +420,32 @@ class Pipeline {
 
   NetContext& ctx_;
   const Plan& plan_;
+  const OpDescriptor& descriptor_;
+  const HostMap& hosts_;
+  HostFold fold_;
   const int rank_;
   const int size_;
-  const bool gives_;
-  std::vector<std::vector<Segment>> lanes_; // by owner
+  const int here_; // host
+  const bool shares_; // this host with others
+  const bool all_; // get results
+  const bool gives_; // results to anybody but their owners
+  std::vector<std::vector<NetSegment>> lanes_; // by owner
   size_t length_ = 0; // of the longest lane
+  size_t ahead_ = 0;
   std::vector<Stage> stages_;
   std::vector<NetBuffer> free_;
   size_t capacity_ = 0; // of each of these, in bytes
+  size_t segment_bytes_ = 0;
   std::vector<const void*> sources_; // of one piece
-  std::vector<const char*> received_; // of one stage
+  std::vector<const char*> received_; // of one stage, by host
+  std::vector<std::vector<char>> widened_; // by host
 };
 
 } // namespace
 
-void net_pipeline(NetContext& ctx, const Plan& plan) {
+void net_pipeline(NetContext& ctx, const Plan& plan, const OpDescriptor& d) {
   try {
-    Pipeline(ctx, plan).run();
+    Pipeline(ctx, plan, d).run();
   } catch (...) {
     // Receives into tensors may still be posted.
     ctx.transport.abort();

@@ -14,11 +14,13 @@ NetSkip::NetSkip(
     NetContext& ctx,
     const ReduceTensor& tensor,
     DType dtype,
+    RedOp op,
     const SkipOptions& options,
     bool gives)
     : ctx_(ctx),
       tensor_(tensor),
       dtype_(dtype),
+      fold_(ctx.kernels, *ctx.hosts, dtype, op),
       options_(options),
       gives_(gives),
       rank_(ctx.transport.rank()),
@@ -229,7 +231,7 @@ void NetSkip::reduce(size_t s, const Plan::Epilogue& epilogue) {
     next[p] = arrived[p].buffer.data();
   }
   char* out = result.data();
-  std::vector<const void*> srcs(size_ + 1);
+  std::vector<const void*> srcs(size_); // null: zeros
   map_.for_contributors(
       own, [&](size_t begin, size_t end, const int* ranks, size_t num) {
         if (num == 0) {
@@ -239,12 +241,12 @@ void NetSkip::reduce(size_t s, const Plan::Epilogue& epilogue) {
         const size_t most = all ? end - begin : kZeroBytes / element_;
         for (size_t from = begin; from < end; from += most) {
           const size_t n = std::min(most, end - from);
+          std::fill(srcs.begin(), srcs.end(), nullptr);
           for (size_t k = 0; k < num; ++k) {
             const int p = ranks[k];
-            srcs[k] = p == rank_ ? at(from) : next[p];
+            srcs[p] = p == rank_ ? at(from) : next[p];
             next[p] += p == rank_ ? 0 : n * element_;
           }
-          srcs[num] = kZeros;
           void* dsts[] = {at(from), out};
           out += gives_ ? n * element_ : 0;
           epilogue(
@@ -253,7 +255,7 @@ void NetSkip::reduce(size_t s, const Plan::Epilogue& epilogue) {
               n,
               dsts,
               gives_ ? 2 : 1,
-              {srcs.data(), all ? num : num + 1},
+              fold_.sources(srcs.data(), n),
               /*stream=*/false);
         }
       });

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "collectives/block_map.hpp"
+#include "collectives/host_fold.hpp"
 #include "collectives/net_exchange.hpp"
 #include "collectives/plan.hpp"
 
@@ -11,7 +12,7 @@ namespace fusedpg {
 
 // A reduction of one tensor, in place, that skips blocks of zeros, between
 // machines: every rank sends the blocks it has to their owners; owners combine
-// them in rank order and send the union to everybody. Bitmaps go first, so
+// them in the order of HostFold and send the union to everybody. Bitmaps go first, so
 // everybody knows the length of every message before it comes, and nobody waits
 // for a rank that has nothing. Ranks have agreed on all of it.
 class NetSkip {
@@ -21,6 +22,7 @@ class NetSkip {
       NetContext& ctx,
       const ReduceTensor& tensor,
       DType dtype,
+      RedOp op,
       const SkipOptions& options,
       bool gives);
 
@@ -58,6 +60,7 @@ class NetSkip {
   NetContext& ctx_;
   const ReduceTensor tensor_;
   const DType dtype_;
+  HostFold fold_;
   const SkipOptions options_;
   const bool gives_;
   const int rank_;

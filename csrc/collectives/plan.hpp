@@ -10,17 +10,21 @@
 
 namespace fusedpg {
 
-// What an epilogue combines: every rank's contribution, in rank order, or what
-// they come to (`folded`), in the wide type and times their weights.
+// What an epilogue combines: every rank's contribution, in rank order; or
+// (`folded`) sums of several ranks' each, in the wide type and times their
+// weights, to be added in this order. Where that type is not the contributions'
+// own the first source may be overwritten.
 struct Sources {
   const void* const* data;
   size_t num;
   bool folded = false;
 };
 
-// The type in which contributions of a type are added.
-constexpr DType wide_type(DType type) {
-  return type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+// The type in which contributions are added.
+constexpr DType wide_type(DType type, RedOp op = RedOp::kSum) {
+  const bool half = type == DType::kFloat16 || type == DType::kBFloat16;
+  const bool picks = op == RedOp::kMin || op == RedOp::kMax;
+  return half && !picks ? DType::kFloat32 : type;
 }
 
 // What a reducing operation is, whichever way it is done: reduce-scatter ->
@@ -70,9 +74,10 @@ struct Plan {
   // The epilogue gets multiples of this many elements, counted from the start
   // of a piece, but for the piece's end.
   size_t granule = 1;
-  // For ways that fold contributions before the epilogue: their type, which is
-  // kOpaque if they cannot be folded, and their weights by rank (empty: none).
+  // For ways that fold contributions before the epilogue: their type (kOpaque:
+  // they cannot be folded), how, and their weights by rank (empty: none).
   DType src_type = DType::kOpaque;
+  RedOp op = RedOp::kSum;
   std::vector<double> weights;
 
   // Lanes by the ownership map: owner p has shard_range(count, P, p) of each.

@@ -1,10 +1,11 @@
 #include "collectives/collectives.hpp"
+#include "collectives/host_fold.hpp"
 #include "collectives/reduction.hpp"
 
 namespace fusedpg {
 
 void reduce(
-    Context& ctx,
+    Way& way,
     void* data,
     size_t count,
     const kernels::ReduceArgs& args,
@@ -12,19 +13,17 @@ void reduce(
   const std::vector<ReduceTensor> tensors{{data, count}};
   SumCall call = sum_call(OpCode::kReduce, tensors, args);
   call.root = root;
-  OpDescriptor d = describe_sum(ctx, call, tensors);
+  OpDescriptor d = describe_sum(way.op(), call, tensors);
   const size_t bytes = count * dtype_size(args.dtype);
-  const auto finish = [&](const void* const* srcs) {
-    if (ctx.rank() == root) {
-      ctx.kernels.reduce(args, &data, 1, srcs, ctx.size(), count, false);
-    }
+  const size_t wanted = way.rank() == root ? count : 0;
+  const auto finish = [&](const Sources& srcs) {
+    combine(way.kernels(), args, &data, 1, srcs, wanted);
   };
-  ShmWay way(ctx);
-  const auto small = way.at_once(d, {data, bytes}, finish);
+  const auto small = way.at_once(d, {args, {data, bytes}, 0, wanted, finish});
   if (small == Way::AtOnce::kDone) {
     return;
   }
-  Plan plan = in_place(ctx.kernels, ctx.size(), tensors, args);
+  Plan plan = in_place(way.kernels(), way.size(), tensors, args);
   plan.receiver = root;
   if (small == Way::AtOnce::kNo) {
     way.enter(&plan, d, {});

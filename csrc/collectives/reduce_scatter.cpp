@@ -1,4 +1,5 @@
 #include "collectives/collectives.hpp"
+#include "collectives/host_fold.hpp"
 #include "collectives/reduction.hpp"
 
 namespace fusedpg {
@@ -19,13 +20,13 @@ bool adjacent(const std::vector<ReduceTensor>& inputs, size_t size) {
 } // namespace
 
 void reduce_scatter(
-    Context& ctx,
+    Way& way,
     const ReduceTensor& output,
     const std::vector<ReduceTensor>& inputs,
     const kernels::ReduceArgs& args) {
-  OpDescriptor d =
-      describe_sum(ctx, sum_call(OpCode::kReduceScatter, inputs, args), inputs);
-  const int me = ctx.rank();
+  OpDescriptor d = describe_sum(
+      way.op(), sum_call(OpCode::kReduceScatter, inputs, args), inputs);
+  const int me = way.rank();
   const size_t size = dtype_size(args.dtype);
   if (output.count != inputs[me].count) {
     fail(
@@ -38,30 +39,25 @@ void reduce_scatter(
   const size_t bytes = d.count * size;
   const Span whole{inputs[0].data, bytes};
   const bool one_tensor = adjacent(inputs, size);
-  const auto finish = [&](const void* const* staged_inputs) {
-    size_t offset = 0;
-    for (int p = 0; p < me; ++p) {
-      offset += inputs[p].count * size;
-    }
-    std::vector<const void*> srcs(staged_inputs, staged_inputs + ctx.size());
-    for (const void*& src : srcs) {
-      src = static_cast<const char*>(src) + offset;
-    }
-    ctx.kernels.reduce(
-        args, &output.data, 1, srcs.data(), ctx.size(), output.count, false);
+  const auto finish = [&](const Sources& srcs) {
+    combine(way.kernels(), args, &output.data, 1, srcs, output.count);
   };
-  ShmWay way(ctx);
+  size_t begin = 0;
+  for (int p = 0; p < me; ++p) {
+    begin += inputs[p].count;
+  }
   auto small = Way::AtOnce::kNo;
   if (one_tensor) {
-    small = way.at_once(d, whole, finish);
-  } else if (select_one_shot(bytes, false)) {
+    small = way.at_once(d, {args, whole, begin, output.count, finish});
+  } else if (way.takes_at_once(bytes)) {
     std::vector<char> gathered;
     gathered.reserve(bytes);
     for (const ReduceTensor& t : inputs) {
       const char* begin = static_cast<const char*>(t.data);
       gathered.insert(gathered.end(), begin, begin + t.count * size);
     }
-    small = way.at_once(d, {gathered.data(), bytes}, finish);
+    small = way.at_once(
+        d, {args, {gathered.data(), bytes}, begin, output.count, finish});
   }
   if (small == Way::AtOnce::kDone) {
     return;
@@ -69,8 +65,13 @@ void reduce_scatter(
   Plan plan;
   plan.src_size = plan.dst_size = size;
   plan.receiver = Plan::kOwner;
-  plan.epilogue = reduction_epilogue(ctx.kernels, args);
-  for (int p = 0; p < ctx.size(); ++p) {
+  plan.src_type = args.dtype;
+  plan.op = args.op;
+  if (args.op == RedOp::kPremulSum) {
+    plan.weights.assign(way.size(), args.factor);
+  }
+  plan.epilogue = reduction_epilogue(way.kernels(), args);
+  for (int p = 0; p < way.size(); ++p) {
     plan.tensors.push_back(
         {static_cast<const char*>(inputs[p].data),
          p == me ? static_cast<char*>(output.data) : nullptr});

@@ -1,5 +1,7 @@
 #include "collectives/reduction.hpp"
 
+#include "collectives/host_fold.hpp"
+
 namespace fusedpg {
 
 SumCall sum_call(
@@ -43,22 +45,7 @@ Plan::Epilogue reduction_epilogue(
              size_t num_dsts,
              const Sources& srcs,
              bool stream) {
-    if (!srcs.folded) {
-      kernels.reduce(args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
-      return;
-    }
-    // What is left: the division, and one rounding.
-    kernels::ReduceArgs rest = args;
-    rest.dtype = wide_type(args.dtype);
-    if (rest.weights != nullptr) {
-      rest.op = RedOp::kSum;
-      rest.weights = nullptr;
-    }
-    void* sum = const_cast<void*>(srcs.data[0]);
-    kernels.reduce(rest, &sum, 1, srcs.data, 1, count, false);
-    for (size_t i = 0; i < num_dsts; ++i) {
-      kernels.cast(args.dtype, dsts[i], rest.dtype, sum, count);
-    }
+    combine(kernels, args, dsts, num_dsts, srcs, count, stream);
   };
 }
 
@@ -69,8 +56,10 @@ Plan in_place(
     const kernels::ReduceArgs& args) {
   Plan plan;
   plan.src_size = plan.dst_size = dtype_size(args.dtype);
-  if (args.op == RedOp::kSum || args.op == RedOp::kAvg) {
-    plan.src_type = args.dtype;
+  plan.src_type = args.dtype;
+  plan.op = args.op;
+  if (args.op == RedOp::kPremulSum) {
+    plan.weights.assign(world_size, args.factor);
   }
   plan.epilogue = reduction_epilogue(kernels, args);
   std::vector<size_t> counts;

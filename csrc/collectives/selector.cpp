@@ -58,14 +58,23 @@ double select_skip_limit(const Path& path) {
   return path.reads_direct && path.writes_direct ? 0.07 : 0.25;
 }
 
-NetPath select_net_path(bool ranks_share_hosts) {
-  return ranks_share_hosts ? NetPath::kChain : NetPath::kDirect;
+size_t select_net_segment(int world_size, bool ranks_share_hosts) {
+  constexpr size_t kMost = size_t(512) << 10;
+  constexpr size_t kLeast = size_t(64) << 10;
+  constexpr size_t kStage = size_t(4) << 20;
+  return ranks_share_hosts
+      ? std::clamp(
+            kStage / static_cast<size_t>(world_size) / 4096 * 4096,
+            kLeast,
+            kMost)
+      : kMost;
 }
 
 bool select_delegate(const DelegateConfig& c) {
-  // Gloo's own sums are as fast as ours over its messages; and where ranks
-  // share a link, ours go through them as a chain.
-  return c.choice == Choice::kDense && (!c.ucx || c.ranks_share_hosts);
+  // Gloo's own sums are as fast as ours over its messages; but where ranks
+  // share a link they cross it more often.
+  return c.choice == Choice::kDense && !c.ucx && !c.ranks_share_hosts &&
+      !c.flat;
 }
 
 bool select_net_one_shot(size_t bytes, int world_size) {

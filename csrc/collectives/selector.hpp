@@ -54,11 +54,10 @@ bool select_plan_skip(const PlanSkipConfig& config);
 // saves.
 double select_skip_limit(const Path& path);
 
-// How what everybody has travels between machines. Directly a rank's link
-// carries N (P-1)/P each way; but ranks of one machine share its link, and a
-// chain in rank order enters and leaves each machine once.
-enum class NetPath { kDirect, kChain };
-NetPath select_net_path(bool ranks_share_hosts);
+// Bytes of a lane that travel between machines as one message: enough for a link
+// to be fast, little enough for several to be under way. Where ranks share
+// machines, one of every lane fits a staging buffer.
+size_t select_net_segment(int world_size, bool ranks_share_hosts);
 
 // Whether an all-reduce between machines is the delegate's from the start. What
 // looked for zeros and found too few is the delegate's, too.
@@ -66,6 +65,7 @@ struct DelegateConfig {
   DensityEstimates::Choice choice = DensityEstimates::Choice::kDense;
   bool ucx = false; // carries the messages
   bool ranks_share_hosts = false;
+  bool flat = false; // sums have the bits of one machine
 };
 bool select_delegate(const DelegateConfig& config);
 

@@ -131,10 +131,8 @@ void ShmWay::count(OpCode named) {
   ctx_.stats.add(named, path_, moved_);
 }
 
-Way::AtOnce ShmWay::at_once(
-    OpDescriptor& mine,
-    const Span& input,
-    const Combine& combine) {
+Way::AtOnce ShmWay::at_once(OpDescriptor& mine, const Small& small) {
+  const Span& input = small.input;
   if (!select_one_shot(input.bytes, ctx_.in_arena(input))) {
     return AtOnce::kNo;
   }
@@ -151,9 +149,10 @@ Way::AtOnce ShmWay::at_once(
   }
   std::vector<const void*> srcs(size());
   for (int p = 0; p < size(); ++p) {
-    srcs[p] = domain.stage_in(p, domain.half());
+    srcs[p] = domain.stage_in(p, domain.half()) +
+        small.begin * dtype_size(small.args.dtype);
   }
-  combine(srcs.data());
+  small.combine({srcs.data(), srcs.size()});
   const uint64_t all = input.bytes * static_cast<size_t>(size() - 1);
   moved_.bytes_sent += all;
   moved_.bytes_received += all;

@@ -44,20 +44,24 @@ class Way {
   // Adds what this way has moved so far to the group's statistics.
   virtual void count(OpCode named) = 0;
 
-  // A small operation of one tensor may be done otherwise, and at once: every
+  // A small reduction of one tensor may be done otherwise, and at once: every
   // rank combines all ranks' inputs.
   enum class AtOnce {
     kNo,
     kEntered, // it has begun, and run() is to do it
     kDone
   };
-  using Combine = std::function<void(const void* const* srcs)>;
-  virtual AtOnce at_once(
-      OpDescriptor& /* mine */,
-      const Span& /* input */,
-      const Combine& /* combine */) {
-    return AtOnce::kNo;
-  }
+  struct Small {
+    kernels::ReduceArgs args;
+    Span input;
+    // The elements that this rank combines.
+    size_t begin;
+    size_t count;
+    std::function<void(const Sources& srcs)> combine;
+  };
+  virtual AtOnce at_once(OpDescriptor& mine, const Small& small) = 0;
+  // Of an input that is ordinary memory.
+  virtual bool takes_at_once(size_t bytes) = 0;
 
   // Which memory that all ranks see this is; the same on all ranks. Throws
   // Error(kInvalid) where it is none.
@@ -95,8 +99,10 @@ class ShmWay : public Way {
   SkipLimits skip_limits() override;
   void run(const Plan& plan, const OpDescriptor& d) override;
   void count(OpCode named) override;
-  AtOnce at_once(OpDescriptor& mine, const Span& input, const Combine& combine)
-      override;
+  AtOnce at_once(OpDescriptor& mine, const Small& small) override;
+  bool takes_at_once(size_t bytes) override {
+    return select_one_shot(bytes, false);
+  }
   uint64_t shared_place(const void* data, size_t bytes) override;
 
  private:

@@ -16,10 +16,11 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
       world_size_(world_size),
       host_id_(settings.host_id) {
   self_.settings = formatted(
-      "block_skip={}, block_size={}, transport={}",
+      "block_skip={}, block_size={}, transport={}, order={}",
       block_skip_name(settings.block_skip),
       settings.block_size,
-      transport_choice_name(settings.transport));
+      transport_choice_name(settings.transport),
+      settings.flat_order ? "flat" : "hosts");
 }
 
 void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {

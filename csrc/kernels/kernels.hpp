@@ -23,6 +23,8 @@ struct ReduceArgs {
   // (real floating-point types only). Each product is rounded.
   double factor = 1.0;
   const double* weights = nullptr;
+  // Half types: destinations are float32, and get the sum without rounding.
+  bool wide = false;
 };
 
 // Scalars of one update, resolved once per call and tensor. Each is rounded

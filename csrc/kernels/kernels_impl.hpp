@@ -135,6 +135,7 @@ struct Spans {
   size_t num_srcs;
   size_t count;
   bool stream;
+  bool wide = false; // destinations are of the accumulator's type
 };
 
 // Division of an average, over one tile; nullptr for the other operations.
@@ -194,22 +195,26 @@ static void reduce_spans(
       finish(tile, n, divisor);
     }
     const void* result = tile;
+    size_t element = sizeof(Acc);
     if constexpr (kNarrow) {
-      narrow(
-          narrowed,
-          static_cast<const T*>(nullptr),
-          reinterpret_cast<const char*>(tile),
-          n);
-      result = narrowed;
+      if (!s.wide) {
+        narrow(
+            narrowed,
+            static_cast<const T*>(nullptr),
+            reinterpret_cast<const char*>(tile),
+            n);
+        result = narrowed;
+        element = sizeof(T);
+      }
     }
     store_tile(
         s.dsts,
         s.num_dsts,
         s.srcs,
         s.num_srcs,
-        i * sizeof(T),
+        i * element,
         result,
-        n * sizeof(T),
+        n * element,
         s.stream);
   }
   stream_fence(s.stream);
@@ -238,22 +243,26 @@ static void reduce_weighted(const Spans& s, const double* weights) {
       }
     }
     const void* result = tile;
+    size_t element = sizeof(Acc);
     if constexpr (kWiden) {
-      narrow(
-          reinterpret_cast<char*>(narrowed),
-          static_cast<const T*>(nullptr),
-          reinterpret_cast<const char*>(tile),
-          n);
-      result = narrowed;
+      if (!s.wide) {
+        narrow(
+            reinterpret_cast<char*>(narrowed),
+            static_cast<const T*>(nullptr),
+            reinterpret_cast<const char*>(tile),
+            n);
+        result = narrowed;
+        element = sizeof(T);
+      }
     }
     store_tile(
         s.dsts,
         s.num_dsts,
         s.srcs,
         s.num_srcs,
-        i * sizeof(T),
+        i * element,
         result,
-        n * sizeof(T),
+        n * element,
         s.stream);
   }
   stream_fence(s.stream);
@@ -407,7 +416,7 @@ static void reduce(
   if (count == 0 || num_dsts == 0 || num_srcs == 0) {
     return;
   }
-  const Spans s{dsts, num_dsts, srcs, num_srcs, count, stream};
+  const Spans s{dsts, num_dsts, srcs, num_srcs, count, stream, args.wide};
   switch (args.dtype) {
     case DType::kUInt8:
       return reduce_integer<uint8_t, uint8_t>(s, args);

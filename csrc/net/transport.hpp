@@ -91,6 +91,9 @@ class Transport {
   // For a thread that waits for something else: what is under way goes on.
   virtual void progress() {}
 
+  // Called now and then by waits; what it throws ends them.
+  virtual void set_watch(std::function<void()> /* watch */) {}
+
   // From any thread: makes waits throw Error(kAborted), now and later.
   virtual void abort() = 0;
 };

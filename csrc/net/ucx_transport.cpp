@@ -22,6 +22,11 @@ uint64_t tag_of(int from, uint32_t tag) {
   return static_cast<uint64_t>(from) << 32 | tag;
 }
 
+// Rounded up.
+std::chrono::milliseconds left(const Deadline& deadline) {
+  return std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
+}
+
 } // namespace
 
 struct UcxTransport::Operation {
@@ -352,15 +357,25 @@ void UcxTransport::sleep(const Deadline& deadline) {
     return; // busy: there is something to do
   }
   pollfd fds[] = {{progress_fd_, POLLIN, 0}, {abort_fd_, POLLIN, 0}};
-  const auto left =
-      std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
   constexpr std::chrono::milliseconds kLongest{1000};
-  poll(fds, 2, static_cast<int>(std::min(left, kLongest).count()));
+  poll(fds, 2, static_cast<int>(std::min(left(deadline), kLongest).count()));
 }
 
 void UcxTransport::wait(Operation& operation, const Deadline& deadline) {
-  if (!failed_) {
-    progress_until(deadline, [&] { return over(operation); });
+  const auto done = [&] { return over(operation); };
+  if (!failed_ && watch_) {
+    constexpr std::chrono::milliseconds kLook{20};
+    while (!progress_until(Deadline(std::min(kLook, left(deadline))), done) &&
+           !aborted_ && !deadline.expired()) {
+      try {
+        watch_();
+      } catch (...) {
+        end();
+        throw;
+      }
+    }
+  } else if (!failed_) {
+    progress_until(deadline, done);
   }
   if (!operation.done || operation.status != kOk) {
     give_up(operation, deadline);

@@ -57,6 +57,9 @@ class UcxTransport : public Transport {
   }
   void flush(const Deadline& deadline) override;
   void progress() override;
+  void set_watch(std::function<void()> watch) override {
+    watch_ = std::move(watch);
+  }
   void abort() override;
 
  private:
@@ -117,6 +120,7 @@ class UcxTransport : public Transport {
   const ucx::Api& api_;
   const int rank_;
   const std::chrono::microseconds spin_;
+  std::function<void()> watch_;
   const std::chrono::milliseconds farewell_;
   ucx::Context context_ = nullptr;
   ucx::Worker worker_ = nullptr;

@@ -30,6 +30,23 @@ inline void sparse_all_reduce(
   ShmWay way(ctx);
   fusedpg::sparse_all_reduce(way, tensors, args, options);
 }
+inline void reduce(
+    Context& ctx,
+    void* data,
+    size_t count,
+    const kernels::ReduceArgs& args,
+    int root) {
+  ShmWay way(ctx);
+  fusedpg::reduce(way, data, count, args, root);
+}
+inline void reduce_scatter(
+    Context& ctx,
+    const ReduceTensor& output,
+    const std::vector<ReduceTensor>& inputs,
+    const kernels::ReduceArgs& args) {
+  ShmWay way(ctx);
+  fusedpg::reduce_scatter(way, output, inputs, args);
+}
 
 // Where a rank has its tensors.
 enum class Place { kOrdinary, kArena, kMixed };

@@ -155,8 +155,7 @@ class Training {
       const Bytes mine = gradient(t, g_.rank);
       Bytes wanted = outputs_.empty() ? mine : Bytes(mine.size(), 0x5a);
       if (is_used(t)) {
-        const Bytes whole =
-            combined(types_.grad, gradients(t), call.reduction.mean, weights);
+        const Bytes whole = together(gradients(t));
         const auto begin = static_cast<ptrdiff_t>(offset(t) * element);
         const auto end = begin + static_cast<ptrdiff_t>(length(t) * element);
         std::copy(
@@ -230,6 +229,12 @@ class Training {
   std::vector<double> weights; // by rank; empty: none
   bool weight_again = false; // also in the step on reduced gradients
   Way* way = nullptr; // instead of shared memory
+  // How that adds gradients, if not in rank order: the sums of several ranks'
+  // each, in the wide type and times their shares; and the whole.
+  using Gradients = std::vector<Bytes>;
+  std::function<Gradients(const Gradients&, const std::vector<double>&)> sums;
+  std::function<Bytes(const Gradients&, bool mean, const std::vector<double>&)>
+      sum;
 
  private:
   void run_step(const StepCall& what) {
@@ -363,6 +368,19 @@ class Training {
     CHECK_EQ(part.step, call.tensors[t].step ? w.step : 0.0F);
   }
 
+  Bytes together(const Gradients& grads) const {
+    return sum ? sum(grads, call.reduction.mean, shares(weights))
+               : combined(types_.grad, grads, call.reduction.mean, weights);
+  }
+  // Those of what the reference works on.
+  StepTypes types() const {
+    StepTypes t = types_;
+    if (sums && !reduced_) {
+      t.grad = wide_type(t.grad);
+    }
+    return t;
+  }
+
   // What one process does with everybody's gradients.
   void advance(size_t t) {
     Checked& w = wholes_[t];
@@ -376,14 +394,16 @@ class Training {
     as.reduced = reduced_;
     kernels::UpdateArgs args = update_args(as, tensor, g_.size);
     if (reduced_) {
-      grads = {combined(types_.grad, grads, call.reduction.mean, weights)};
+      grads = {together(grads)};
+    } else if (sums) {
+      grads = sums(grads, share);
     } else if (!share.empty()) {
       args.weights = share.data();
     }
     if (recipe_.lamb()) {
       args.lamb.step_size = h.lr * moments(t, h, args, grads);
     }
-    const WholeOperands o(w, types_, grads, 0, counts_[t]);
+    const WholeOperands o(w, types(), grads, 0, counts_[t]);
     kernels::table()->update(args, o.spans);
     w.step += 1;
   }
@@ -400,7 +420,7 @@ class Training {
           shard_range(static_cast<int64_t>(counts_[t]), g_.size, p);
       const WholeOperands o(
           wholes_[t],
-          types_,
+          types(),
           grads,
           static_cast<size_t>(r.offset),
           static_cast<size_t>(r.length));

@@ -6,11 +6,13 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <tuple>
 
 #include "collective_cases.hpp"
 #include "collectives/net_exchange.hpp"
+#include "collectives/selector.hpp"
 
 // A transport that is a table in memory.
 namespace fusedpg::test {
@@ -122,10 +124,12 @@ inline NetContext net_context(
     Pool& pool,
     SkipState& skip,
     Stats& stats,
+    const HostMap& hosts,
     milliseconds timeout = kLong) {
   return {
       {*kernels::table(), pool, Deadline(timeout), 5, false, skip, stats},
-      transport};
+      transport,
+      &hosts};
 }
 
 // Calls body(rank, context, wire) on a thread a rank.
@@ -139,7 +143,9 @@ void on_wire(int size, const Body& body, milliseconds timeout = kLong) {
       Pool pool(1);
       SkipState skip;
       Stats stats;
-      NetContext ctx = net_context(transport, pool, skip, stats, timeout);
+      const HostMap hosts = HostMap::apart(size);
+      NetContext ctx =
+          net_context(transport, pool, skip, stats, hosts, timeout);
       body(rank, ctx);
     });
   }
@@ -148,6 +154,181 @@ void on_wire(int size, const Body& body, milliseconds timeout = kLong) {
   }
   if (timeout == kLong) {
     CHECK_EQ(wire.left(), size_t{0});
+  }
+}
+
+// The ranks of every host.
+using Layout = std::vector<std::vector<int>>;
+
+inline std::vector<Layout> layouts() {
+  return kSanitized ? std::vector<Layout>{{{0, 2}, {1, 3}}, {{0, 1}, {2}}}
+                    : std::vector<Layout>{
+                          {{0}, {1}},
+                          {{0, 1}, {2}},
+                          {{0}, {1, 2}},
+                          {{0, 1}, {2, 3}},
+                          {{0, 2}, {1, 3}},
+                          {{0, 1, 3}, {2}},
+                          {{0, 3}, {1}, {2, 4}}};
+}
+
+inline int size_of(const Layout& layout) {
+  size_t size = 0;
+  for (const auto& ranks : layout) {
+    size += ranks.size();
+  }
+  return static_cast<int>(size);
+}
+
+// What the ranks of one host share.
+class Neighbours {
+ public:
+  Neighbours(int rank, const Layout& layout, Store& store)
+      : map_(layout),
+        settings_(settings(map_, rank)),
+        bootstrap_(rank, size_of(layout), settings_) {
+    bootstrap_.meet(store, Deadline(kLong));
+    CHECK(bootstrap_.hosts() == layout);
+    if (map_.ranks(map_.host(rank)).size() > 1) {
+      domain_.emplace(
+          rank,
+          bootstrap_,
+          settings_,
+          Deadline(kLong),
+          static_cast<size_t>(size_of(layout)) *
+              select_net_segment(size_of(layout), true));
+    }
+  }
+  const HostMap& map() const {
+    return map_;
+  }
+  Domain* domain() {
+    return domain_ ? &*domain_ : nullptr;
+  }
+
+ private:
+  static Settings settings(const HostMap& map, int rank) {
+    Settings s = test_settings();
+    s.host_id = formatted("host {}", map.host(rank));
+    return s;
+  }
+
+  const HostMap map_;
+  const Settings settings_;
+  Bootstrap bootstrap_;
+  std::optional<Domain> domain_;
+};
+
+// Calls body(rank, context) on a thread a rank; those of one host share memory.
+template <typename Body>
+void on_hosts(
+    const Layout& layout,
+    const Body& body,
+    milliseconds timeout = kLong) {
+  Wire wire;
+  on_threads(size_of(layout), [&](int rank, Store& store) {
+    Neighbours neighbours(rank, layout, store);
+    WireTransport transport(wire, rank, size_of(layout));
+    Pool pool(1);
+    SkipState skip;
+    Stats stats;
+    NetContext ctx =
+        net_context(transport, pool, skip, stats, neighbours.map(), timeout);
+    ctx.domain = neighbours.domain();
+    body(rank, ctx);
+    store.meet("end", size_of(layout));
+  });
+  if (timeout == kLong) {
+    CHECK_EQ(wire.left(), size_t{0});
+  }
+}
+
+// What all ranks' contributions come to, in the order that docs/numerics.md
+// promises: a host's in rank order, then the hosts'. Real types and sums are
+// folded by the definition in the wide type, for everything else the order of
+// one machine gives the same.
+inline Bytes hosts_reference(
+    const ReduceArgs& args,
+    const Layout& layout,
+    const std::vector<const void*>& srcs,
+    size_t count) {
+  const bool shared = static_cast<size_t>(size_of(layout)) != layout.size();
+  const bool sums = args.op == RedOp::kSum || args.op == RedOp::kAvg ||
+      args.op == RedOp::kPremulSum || args.op == RedOp::kProduct;
+  const bool half =
+      args.dtype == DType::kFloat16 || args.dtype == DType::kBFloat16;
+  const bool real =
+      half || args.dtype == DType::kFloat32 || args.dtype == DType::kFloat64;
+  if (!shared || !sums || !real) {
+    return reference(args, srcs, count);
+  }
+  const auto fold = [&]<typename T>(T, auto value, auto store) {
+    Bytes out(count * dtype_size(args.dtype));
+    for (size_t i = 0; i < count; ++i) {
+      const auto join = [&](bool first, T acc, T x) {
+        // volatile: every product is rounded.
+        const volatile T joined = first  ? x
+            : args.op == RedOp::kProduct ? acc * x
+                                         : acc + x;
+        return T(joined);
+      };
+      T all = 0;
+      for (size_t h = 0; h < layout.size(); ++h) {
+        T sum = 0;
+        for (size_t k = 0; k < layout[h].size(); ++k) {
+          const int p = layout[h][k];
+          volatile T x = value(srcs[p], i);
+          if (args.op == RedOp::kPremulSum) {
+            x = x *
+                static_cast<T>(
+                    args.weights != nullptr ? args.weights[p] : args.factor);
+          }
+          sum = join(k == 0, sum, x);
+        }
+        all = join(h == 0, all, sum);
+      }
+      if (args.op == RedOp::kAvg) {
+        const auto divisor = static_cast<T>(args.divisor);
+        all = args.reciprocal ? all * (T(1) / divisor) : all / divisor;
+      }
+      store(out, i, all);
+    }
+    return out;
+  };
+  const auto put = [](Bytes& out, size_t i, auto x) {
+    std::memcpy(out.data() + i * sizeof x, &x, sizeof x);
+  };
+  switch (args.dtype) {
+    case DType::kFloat16:
+      return fold(
+          0.0F,
+          [](const void* x, size_t i) {
+            return half_value(static_cast<const uint16_t*>(x)[i]);
+          },
+          [&](Bytes& out, size_t i, float x) { put(out, i, nearest_half(x)); });
+    case DType::kBFloat16:
+      return fold(
+          0.0F,
+          [](const void* x, size_t i) {
+            return bfloat_value(static_cast<const uint16_t*>(x)[i]);
+          },
+          [&](Bytes& out, size_t i, float x) {
+            put(out, i, nearest_bfloat(x));
+          });
+    case DType::kFloat32:
+      return fold(
+          0.0F,
+          [](const void* x, size_t i) {
+            return static_cast<const float*>(x)[i];
+          },
+          put);
+    default:
+      return fold(
+          0.0,
+          [](const void* x, size_t i) {
+            return static_cast<const double*>(x)[i];
+          },
+          put);
   }
 }
 

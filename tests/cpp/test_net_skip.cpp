@@ -127,7 +127,13 @@ TEST(net_skip_reduce_scatter) {
           Bytes mine = all[rank];
           for (const bool gives : {true, false}) {
             mine = all[rank];
-            NetSkip skip(ctx, {mine.data(), count}, c.dtype, {c.block}, gives);
+            NetSkip skip(
+                ctx,
+                {mine.data(), count},
+                c.dtype,
+                RedOp::kSum,
+                {c.block},
+                gives);
             skip.find();
             skip.run(reduction_epilogue(ctx.kernels, sum_of(c.dtype)));
             (gives ? whole : half)[rank] = std::exchange(ctx.moved, {});

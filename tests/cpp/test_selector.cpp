@@ -111,12 +111,16 @@ TEST(selector_plan_skip) {
 }
 
 TEST(selector_hosts) {
-  CHECK(select_net_path(true) == NetPath::kChain);
-  CHECK(select_net_path(false) == NetPath::kDirect);
+  CHECK_EQ(select_net_segment(100, false), 512 * kKiB);
+  CHECK_EQ(select_net_segment(8, true), 512 * kKiB);
+  CHECK_EQ(select_net_segment(16, true), 256 * kKiB);
+  CHECK_EQ(select_net_segment(1000, true), 64 * kKiB);
   using Choice = DensityEstimates::Choice;
   CHECK(select_delegate({Choice::kDense, false, false}));
   CHECK(!select_delegate({Choice::kDense, true, false}));
-  CHECK(select_delegate({Choice::kDense, true, true}));
+  CHECK(!select_delegate({Choice::kDense, true, true}));
+  CHECK(!select_delegate({Choice::kDense, false, true}));
+  CHECK(!select_delegate({Choice::kDense, false, false, true}));
   CHECK(!select_delegate({Choice::kSkip, false, false}));
   CHECK(
       select_net_one_shot(64 * kKiB, 3) && !select_net_one_shot(64 * kKiB, 4));

@@ -422,12 +422,21 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
     return decorate
 
 
-HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
+HOSTS = {
+    "two": ["a", "b"],
+    "three": ["a", "b", "c"],
+    "two of two": ["a", "a", "b", "b"],
+    "two and one": ["a", "a", "b"],
+    "crossed": ["a", "b", "a", "b"],
+    "three and one": ["a", "a", "a", "b"],
+}
 
 
-def pool_of_hosts(names: str, transport: str = "ucx") -> Workers:
+def pool_of_hosts(names: str, transport: str = "ucx", **more: str) -> Workers:
     """Ranks of this machine that take each other for those of several."""
-    env = [{"FUSEDPG_HOST_ID": name, "FUSEDPG_TRANSPORT": transport} for name in HOSTS[names]]
+    env = [
+        {"FUSEDPG_HOST_ID": name, "FUSEDPG_TRANSPORT": transport, **more} for name in HOSTS[names]
+    ]
     return pool(len(env), env=env, one_host=False)
 
 

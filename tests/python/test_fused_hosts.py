@@ -21,6 +21,9 @@ LAYOUTS = [
     ("three", "gloo"),
     ("two of two", "ucx"),
     harness.slow(("two of two", "gloo")),
+    ("two and one", "ucx"),
+    harness.slow(("two and one", "gloo")),
+    harness.slow(("crossed", "ucx")),
 ]
 
 
@@ -32,7 +35,7 @@ def spread(request: pytest.FixtureRequest) -> Spread:
 
 def test_engine(spread: Spread) -> None:
     workers, names = spread
-    workers.run(hosts.engine, names.count("a"))
+    workers.run(hosts.engine, [names.count(name) for name in names])
 
 
 def test_memory(spread: Spread) -> None:
@@ -107,11 +110,43 @@ def test_sums_have_the_bits_of_one_host(numel: int) -> None:
         assert set(parts) == set(harness.pool(3).run(hosts.sums, kind, numel)), kind
 
 
-@pytest.mark.parametrize(
-    ("names", "transport"), [("three", "ucx"), ("three", "gloo"), ("two of two", "ucx")]
-)
-def test_fused_steps_have_the_bits_of_one_host(names: str, transport: str) -> None:
+SHARED = [
+    ("two and one", "ucx"),
+    ("two of two", "gloo"),
+    ("crossed", "ucx"),
+    harness.slow(("two of two", "ucx")),
+    harness.slow(("two and one", "gloo")),
+    harness.slow(("three and one", "ucx")),
+]
+
+
+@pytest.mark.parametrize(("names", "transport"), SHARED)
+def test_order_of_sums(names: str, transport: str) -> None:
     ranks = harness.pool_of_hosts(names, transport)
+    for numel in (1, 1003, 300_007):
+        ranks.run(hosts.order, harness.HOSTS[names], numel)
+    ranks.run(hosts.skipping, harness.HOSTS[names])
+
+
+@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+def test_flat_order_has_the_bits_of_one_host(transport: str) -> None:
+    ranks = harness.pool_of_hosts("two of two", transport, FUSEDPG_ORDER="flat")
+    for numel in (1003, 300_007):
+        ranks.run(hosts.order, ["a"] * 4, numel)
+    ranks.run(hosts.skipping, ["a"] * 4)
+
+
+@pytest.mark.parametrize(
+    ("names", "transport", "order"),
+    [
+        ("three", "ucx", "hosts"),
+        ("three", "gloo", "hosts"),
+        ("two of two", "ucx", "flat"),
+        harness.slow("two of two", "gloo", "flat"),
+    ],
+)
+def test_fused_steps_have_the_bits_of_one_host(names: str, transport: str, order: str) -> None:
+    ranks = harness.pool_of_hosts(names, transport, FUSEDPG_ORDER=order)
     for op in fused_ops.OPS:
         for more in (
             {},

@@ -43,8 +43,8 @@ def test_bytes_on_the_wire(count: int, ranks: int) -> None:
     assert namespaces() == before
     for output, sent in zip(outputs, wire, strict=True):
         found = moved(output)
-        # And that of a sparse gradient, which is Gloo's.
-        assert found["paths"] == {"block_sparse": 5, "delegated": 1}
+        # And that of a sparse gradient.
+        assert found["paths"] == {"block_sparse": 5, "coordinates": 1}
         # Without headers; besides, there are the rendezvous and a small DDP model.
         if ranks == 1:
             assert 0.95 * found["bytes_sent"] < sent < 1.1 * found["bytes_sent"] + 2_000_000

@@ -240,7 +240,9 @@ def test_disagreement_across_hosts(what: str) -> None:
     harness.pool_of_hosts("three").run(sparse.equals_dense, Case(100_003))
 
 
-@pytest.mark.parametrize("options", [{"block_skip": "on"}, {"block_size": 64}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"block_skip": "on"}, {"block_size": 64}, {"order": "flat"}], ids=str
+)
 def test_options_are_compared(ranks: harness.Workers, options: dict[str, object]) -> None:
     ranks.run(sparse.other_options, options)
 

@@ -5,6 +5,7 @@
 #include "c10d/abortable.hpp"
 #include "c10d/delegate.hpp"
 #include "c10d/routes/hosts_turn.hpp"
+#include "collectives/selector.hpp"
 
 namespace fusedpg {
 void HostsTurn::broadcast(const Flat& tensor, int root) {
@@ -94,11 +95,9 @@ std::unique_ptr<Domain> make_domain(
   if (bootstrap.host_ranks().size() == 1) {
     return nullptr;
   }
-  // Room for a part of every rank's lane.
+  // Room for a segment of every rank's lane.
   const size_t stage = static_cast<size_t>(group.size) *
-      std::clamp((size_t(4) << 20) / static_cast<size_t>(group.size),
-                 size_t(64) << 10,
-                 size_t(512) << 10);
+      select_net_segment(group.size, /*ranks_share_hosts=*/true);
   return std::make_unique<Domain>(
       group.rank, bootstrap, group.settings, deadline, stage);
 }
@@ -111,12 +110,14 @@ HostsRoute::HostsRoute(
     const Deadline& deadline)
     : CpuRoute(group),
       hosts_(bootstrap.hosts()),
+      flat_(
+          group.settings.flat_order ? std::optional(HostMap::apart(group.size))
+                                    : std::nullopt),
       domain_(make_domain(group, bootstrap, deadline)),
       delegate_(make_gloo("fusedpg-delegate")),
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
   log_once(
-      "a group spans several hosts: its collectives use Gloo, but for fused "
-      "optimizer steps and reductions that skip blocks of zeros");
+      "a group spans several hosts: collectives that only move data use Gloo");
 }
 
 c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
@@ -129,8 +130,7 @@ c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
 }
 
 bool HostsRoute::carried_by_ucx(std::chrono::milliseconds timeout) {
-  return !hosts_.shared() &&
-      group_.settings.transport != TransportChoice::kGloo &&
+  return group_.settings.transport != TransportChoice::kGloo &&
       connected(timeout).ends_at_once();
 }
 
@@ -158,6 +158,13 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
       cannot_connect_ = error;
       throw;
     }
+    Transport* transport = connection_.transport.get();
+    if (domain_) {
+      transport->set_watch([this] { check_neighbours("a message"); });
+      if (transport->ends_at_once()) {
+        domain_->set_idle([transport] { transport->progress(); });
+      }
+    }
   }
   return *connection_.transport;
 }
@@ -166,6 +173,7 @@ NetContext HostsRoute::net_context(
     uint64_t ticket,
     std::chrono::milliseconds timeout) {
   Transport& transport = connected(timeout);
+  in_doubt_since_.reset();
   return {
       {group_.kernels,
        pool_,
@@ -175,9 +183,32 @@ NetContext HostsRoute::net_context(
        skip_,
        group_.stats},
       transport,
-      hosts_.shared(),
       &hosts_,
       domain_.get()};
+}
+
+void HostsRoute::check_neighbours(const std::string& what) {
+  // A message that such a rank has caused may still be on its way.
+  constexpr std::chrono::milliseconds kGrace{300};
+  try {
+    domain_->check_peers(what, [this](int p) {
+      return p != domain_->rank() &&
+          domain_->control(p).state.load(std::memory_order_acquire) !=
+          static_cast<uint32_t>(RankState::kLeft);
+    });
+    in_doubt_since_.reset();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kAborted) {
+      throw;
+    }
+    const auto now = Clock::now();
+    if (!in_doubt_since_) {
+      in_doubt_since_ = now;
+    }
+    if (now - *in_doubt_since_ > kGrace) {
+      throw;
+    }
+  }
 }
 
 void HostsRoute::execute(

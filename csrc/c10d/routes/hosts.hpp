@@ -74,10 +74,15 @@ class HostsRoute : public CpuRoute {
   c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
   // Whether sums are ours. Connects the hosts to find out.
   bool carried_by_ucx(std::chrono::milliseconds timeout);
+  // Throws when a rank of this host has failed or died, which is not so that
+  // it may just have been done before this one.
+  void check_neighbours(const std::string& what);
   Transport& connected(std::chrono::milliseconds timeout);
   // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
   const HostMap hosts_;
+  // Every rank as a host of its own, if sums are to have the bits of one.
+  const std::optional<HostMap> flat_;
   const std::unique_ptr<Domain> domain_; // of this host's ranks, if several
   const c10::intrusive_ptr<c10d::Backend> delegate_;
   std::mutex transport_mutex_;
@@ -85,6 +90,7 @@ class HostsRoute : public CpuRoute {
   Connection connection_;
   std::optional<Error> cannot_connect_;
   // Of the executing thread.
+  std::optional<Clock::time_point> in_doubt_since_;
   SkipState skip_;
   Pool pool_{1};
 };

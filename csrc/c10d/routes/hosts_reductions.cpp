@@ -1,5 +1,4 @@
 #include "c10d/coo.hpp"
-#include "c10d/delegate.hpp"
 #include "c10d/routes/hosts_turn.hpp"
 #include "collectives/fused_step.hpp"
 #include "collectives/hosts_way.hpp"
@@ -43,12 +42,22 @@ struct GlooReduction {
 
 } // namespace
 
+NetContext HostsTurn::sums() {
+  NetContext ctx = context();
+  if (route_.flat_) {
+    ctx.hosts = &*route_.flat_;
+    ctx.domain = nullptr;
+  }
+  return ctx;
+}
+
 void HostsTurn::all_reduce(
     const std::vector<Flat>& tensors,
     const Reduction& reduction) {
   SkipState& skip = route_.skip_;
   DelegateConfig delegated;
   delegated.ranks_share_hosts = route_.hosts_.shared();
+  delegated.flat = route_.flat_.has_value();
   delegated.ucx = route_.carried_by_ucx(timeout_);
   const bool dense_is_delegated = select_delegate(delegated);
   for (const Flat& flat : tensors) {
@@ -68,7 +77,7 @@ void HostsTurn::all_reduce(
       delegate_sum(flat, reduction);
       continue;
     }
-    NetContext ctx = context();
+    NetContext ctx = sums();
     HostsWay way(
         ctx,
         dense_is_delegated
@@ -82,47 +91,30 @@ void HostsTurn::reduce(
     const Flat& tensor,
     const Reduction& reduction,
     int root) {
-  // Gloo uses other ranks' tensors as scratch space: give it a copy.
-  at::Tensor copy = tensor.tensor().detach().clone();
-  const GlooReduction gloo(reduction);
-  gloo.prepare(copy);
-  auto opts = options<c10d::ReduceOptions>();
-  opts.reduceOp = gloo.op;
-  opts.rootRank = root;
-  Tensors one{copy};
-  gloo_.reduce(one, opts)->wait();
-  if (root == rank_) {
-    gloo.finish(copy);
-    Flat::input(copy).give(tensor.tensor());
-  }
+  NetContext ctx = sums();
+  HostsWay way(ctx);
+  const ReduceTensor span = tensor.reduce_tensor();
+  fusedpg::reduce(way, span.data, span.count, reduction.args, root);
 }
 
 void HostsTurn::reduce_scatter(
     const Flat& output,
     const Parts& inputs,
     const Reduction& reduction) {
-  // One all_reduce of everything: Gloo's own is no more, and this works for
-  // uneven sizes.
-  at::Tensor all = inputs.joined();
-  if (inputs.whole() != nullptr) {
-    all = all.clone();
-  }
-  sum(all, reduction);
-  int64_t offset = 0;
-  for (int p = 0; p < rank_; ++p) {
-    offset += inputs.count(p);
-  }
-  Flat::input(all.narrow(0, offset, inputs.count(rank_))).give(output.tensor());
+  NetContext ctx = sums();
+  HostsWay way(ctx);
+  fusedpg::reduce_scatter(
+      way, output.reduce_tensor(), inputs.reduce_tensors(), reduction.args);
 }
 
 void HostsTurn::fused_step(const StepCall& call) {
-  NetContext ctx = context();
+  NetContext ctx = sums();
   HostsWay way(ctx);
   fusedpg::fused_step(way, call);
 }
 
 void HostsTurn::reduce_shards(const ShardsCall& call) {
-  NetContext ctx = context();
+  NetContext ctx = sums();
   HostsWay way(ctx);
   fusedpg::reduce_shards(way, call);
 }
@@ -131,17 +123,14 @@ void HostsTurn::sparse_all_reduce(
     const Flat& tensor,
     const kernels::ReduceArgs& args,
     const SkipOptions& options) {
-  NetContext ctx = context();
+  NetContext ctx = sums();
   HostsWay way(ctx);
   fusedpg::sparse_all_reduce(way, {tensor.reduce_tensor()}, args, options);
 }
 
 at::Tensor HostsTurn::coo_all_reduce(const at::Tensor& mine, bool mean) {
-  log_once("all_reduce of sparse tensors between hosts uses Gloo");
-  stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {});
-  Tensors one{mine.clone()};
-  gloo_.allreduce(one, options<c10d::AllreduceOptions>())->wait();
-  return mean ? coo_mean(one[0], size_) : one[0];
+  NetContext ctx = sums();
+  return fusedpg::coo_all_reduce(ctx, mine, mean);
 }
 
 void HostsTurn::sum(at::Tensor t, const Reduction& reduction) {

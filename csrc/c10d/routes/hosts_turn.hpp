@@ -76,6 +76,8 @@ class HostsTurn : public Turn {
     return ctx;
   }
 
+  // The context of what adds.
+  NetContext sums();
   void sum(at::Tensor t, const Reduction& reduction);
 
   void delegate_sum(const Flat& flat, const Reduction& reduction);

@@ -29,14 +29,16 @@ class ShmTurn : public Turn {
   void reduce(const Flat& tensor, const Reduction& reduction, int root)
       override {
     const ReduceTensor span = tensor.reduce_tensor();
-    fusedpg::reduce(ctx_, span.data, span.count, reduction.args, root);
+    ShmWay way(ctx_);
+    fusedpg::reduce(way, span.data, span.count, reduction.args, root);
   }
   void reduce_scatter(
       const Flat& output,
       const Parts& inputs,
       const Reduction& reduction) override {
+    ShmWay way(ctx_);
     fusedpg::reduce_scatter(
-        ctx_, output.reduce_tensor(), inputs.reduce_tensors(), reduction.args);
+        way, output.reduce_tensor(), inputs.reduce_tensors(), reduction.args);
   }
   void broadcast(const Flat& tensor, int root) override {
     fusedpg::broadcast(ctx_, tensor.span(), dtype_of(tensor), root);

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 
 import pytest
 import torch
 
+from checks.cases import same
 from harness import Context
 
 
-def engine(context: Context, local: int) -> None:
+def engine(context: Context, local: list[int]) -> None:
     """The group knows that it spans machines."""
     import fusedpg
 
     info = fusedpg.group_info()
     assert info["engine"] == "gloo"
     assert info["world_size"] == context.world_size
-    assert info["local_world_size"] == local
+    assert info["local_world_size"] == local[context.rank]
 
 
 def transport(context: Context) -> None:
@@ -55,6 +57,73 @@ def sums(context: Context, kind: str, numel: int) -> str:
     x = (1000 * torch.randn(numel, generator=generator)).to(getattr(torch, kind))
     torch.distributed.all_reduce(x)
     return hashlib.sha256(x.numpy().tobytes()).hexdigest()
+
+
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+
+
+def by_hosts(xs: list[torch.Tensor], hosts: list[str], op: str) -> torch.Tensor:
+    """The reduction in the documented order: a host's ranks, then the hosts by their first rank."""
+    half = xs[0].dtype in (torch.float16, torch.bfloat16) and op not in ("MIN", "MAX")
+    wide = [x.float() if half else x for x in xs]
+    join = {"PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}.get(op, torch.add)
+    groups = [
+        [x for x, host in zip(wide, hosts, strict=True) if host == name]
+        for name in dict.fromkeys(hosts)
+    ]
+    total = functools.reduce(join, [functools.reduce(join, group) for group in groups])
+    if op == "AVG":
+        total = (
+            total / len(xs)
+            if total.is_floating_point()
+            else total.div(len(xs), rounding_mode="trunc")
+        )
+    return total.to(xs[0].dtype)
+
+
+def order(context: Context, hosts: list[str], numel: int) -> None:
+    """Bits of all_reduce, reduce and reduce_scatter, for all types and reductions."""
+    dist = torch.distributed
+    for kind in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    ):
+        whole = []
+        for rank in range(context.world_size):
+            generator = torch.Generator().manual_seed(100 + rank)
+            whole.append((100 * torch.randn(numel, generator=generator)).to(kind))
+        for op in REDUCTIONS:
+            wanted = by_hosts(whole, hosts, op)
+            x = whole[context.rank].clone()
+            dist.all_reduce(x, getattr(dist.ReduceOp, op))
+            assert same(x, wanted), (kind, op)
+            x = whole[context.rank].clone()
+            root = context.world_size - 1
+            dist.reduce(x, root, getattr(dist.ReduceOp, op))
+            assert same(x, wanted if context.rank == root else whole[context.rank]), (kind, op)
+            parts = list(whole[context.rank].tensor_split(context.world_size))
+            mine = wanted.tensor_split(context.world_size)[context.rank]
+            out = torch.empty_like(mine)
+            dist.reduce_scatter(out, parts, getattr(dist.ReduceOp, op))
+            assert same(out, mine), (kind, op)
+
+
+def skipping(context: Context, hosts: list[str]) -> None:
+    """Blocks of zeros stay at home, and the bits are those of the dense sum."""
+    import fusedpg
+
+    for kind in (torch.float32, torch.bfloat16):
+        whole = []
+        for rank in range(context.world_size):
+            generator = torch.Generator().manual_seed(7 + rank)
+            x = torch.randn(100_003, generator=generator)
+            x.view(-1)[: 256 * 390].view(390, 256)[
+                torch.randperm(390, generator=generator)[60:]
+            ] = 0
+            whole.append(x.to(kind))
+        x = whole[context.rank].clone()
+        fusedpg.sparse_all_reduce(x)
+        assert same(x, by_hosts(whole, hosts, "SUM")), kind
 
 
 def memory(context: Context) -> None:

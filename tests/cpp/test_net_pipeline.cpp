@@ -1,0 +1,238 @@
+// Reductions between hosts of one and several ranks, over a transport that is a
+// table in memory: bits are those of the documented order.
+
+#include "net_wire.hpp"
+
+#include "base/ownership.hpp"
+#include "collectives/hosts_way.hpp"
+#include "collectives/reduction.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using namespace fusedpg::test;
+
+struct Inputs {
+  std::vector<Bytes> all;
+  std::vector<const void*> srcs;
+
+  Inputs(DType type, size_t count, uint64_t seed, int size) {
+    for (int p = 0; p < size; ++p) {
+      all.push_back(values(type, count, seed + static_cast<uint64_t>(p)));
+    }
+    for (const Bytes& one : all) {
+      srcs.push_back(one.data());
+    }
+  }
+};
+
+ReduceArgs args_of(DType type, RedOp op, int size) {
+  ReduceArgs args = sum_of(type);
+  args.op = op;
+  args.divisor = size;
+  args.factor = 0.3;
+  return args;
+}
+
+constexpr DType kTypes[] = {
+    DType::kFloat32,
+    DType::kFloat64,
+    DType::kFloat16,
+    DType::kBFloat16,
+    DType::kUInt8,
+    DType::kInt32,
+    DType::kInt64,
+    DType::kBool};
+constexpr RedOp kOps[] = {
+    RedOp::kSum,
+    RedOp::kAvg,
+    RedOp::kProduct,
+    RedOp::kMin,
+    RedOp::kMax,
+    RedOp::kBxor,
+    RedOp::kPremulSum};
+
+void check_all(const Layout& layout, DType type, RedOp op, size_t count) {
+  const int size = size_of(layout);
+  const ReduceArgs args = args_of(type, op, size);
+  const Inputs in(type, count, 10 * count + 1, size);
+  const Bytes wanted = hosts_reference(args, layout, in.srcs, count);
+  on_hosts(layout, [&](int rank, NetContext& ctx) {
+    // Twice, as halves of staging buffers alternate.
+    for (int turn = 0; turn < 2; ++turn) {
+      Bytes mine = in.all[rank];
+      HostsWay way(ctx);
+      all_reduce(way, {{mine.data(), count}}, args);
+      CHECK(mine == wanted);
+    }
+    const int root = size - 1;
+    Bytes mine = in.all[rank];
+    HostsWay way(ctx);
+    reduce(way, mine.data(), count, args, root);
+    CHECK(mine == (rank == root ? wanted : in.all[rank]));
+  });
+}
+
+TEST(net_pipeline_all_types_and_operations) {
+  for (const Layout& layout : layouts()) {
+    for (const DType type : kTypes) {
+      for (const RedOp op : kOps) {
+        if (reduction_supported(type, op)) {
+          check_all(layout, type, op, 1003);
+        }
+      }
+    }
+  }
+}
+
+// Several segments, and more than are under way.
+TEST(net_pipeline_sizes) {
+  for (const Layout& layout : layouts()) {
+    for (const size_t count :
+         {size_t(0), size_t(1), size_t(70001), size_t(1300007)}) {
+      if (kSanitized && count > 100000) {
+        continue;
+      }
+      check_all(layout, DType::kFloat32, RedOp::kAvg, count);
+      check_all(layout, DType::kBFloat16, RedOp::kSum, count);
+    }
+  }
+  check_all(
+      {{0, 2}, {1, 3}},
+      DType::kFloat32,
+      RedOp::kSum,
+      kSanitized ? size_t(2000003) : size_t(6000011));
+}
+
+TEST(net_pipeline_scatters) {
+  for (const Layout& layout : layouts()) {
+    const int size = size_of(layout);
+    for (const size_t count : {size_t(5), size_t(20001)}) {
+      for (const RedOp op : {RedOp::kSum, RedOp::kPremulSum, RedOp::kMax}) {
+        const DType type = count == 5 ? DType::kFloat32 : DType::kFloat16;
+        const ReduceArgs args = args_of(type, op, size);
+        // The part for rank p has (p + 1) * count elements.
+        size_t total = 0;
+        std::vector<size_t> begins;
+        for (int p = 0; p < size; ++p) {
+          begins.push_back(total);
+          total += static_cast<size_t>(p + 1) * count;
+        }
+        const Inputs in(type, total, 77 + count, size);
+        const Bytes whole = hosts_reference(args, layout, in.srcs, total);
+        const size_t element = dtype_size(type);
+        for (const bool adjacent : {true, false}) {
+          on_hosts(layout, [&](int rank, NetContext& ctx) {
+            Bytes mine = in.all[rank];
+            std::vector<Bytes> parts;
+            std::vector<ReduceTensor> inputs;
+            for (int p = 0; p < size; ++p) {
+              const auto* at = mine.data() + begins[p] * element;
+              const size_t n = static_cast<size_t>(p + 1) * count;
+              parts.emplace_back(at, at + n * element + 1);
+              parts.back().pop_back();
+            }
+            for (int p = 0; p < size; ++p) {
+              inputs.push_back(
+                  {adjacent ? mine.data() + begins[p] * element
+                            : parts[p].data(),
+                   static_cast<size_t>(p + 1) * count});
+            }
+            const size_t n = inputs[rank].count;
+            Bytes out(n * element);
+            HostsWay way(ctx);
+            reduce_scatter(way, {out.data(), n}, inputs, args);
+            CHECK(
+                std::memcmp(
+                    out.data(),
+                    whole.data() + begins[rank] * element,
+                    out.size()) == 0);
+          });
+        }
+      }
+    }
+  }
+}
+
+// What skips blocks of zeros has the bits of what does not.
+TEST(net_pipeline_skips_with_the_same_bits) {
+  for (const Layout& layout : layouts()) {
+    const int size = size_of(layout);
+    for (const DType type :
+         {DType::kFloat32, DType::kBFloat16, DType::kInt64}) {
+      for (const size_t percent : {0, 20, 100}) {
+        const size_t count = 40001, block = 100;
+        std::vector<Bytes> all;
+        std::vector<const void*> srcs;
+        for (int p = 0; p < size; ++p) {
+          all.push_back(values_in_blocks(type, count, 5 + p, block, percent));
+        }
+        for (const Bytes& one : all) {
+          srcs.push_back(one.data());
+        }
+        ReduceArgs args = sum_of(type);
+        args.op = percent == 20 ? RedOp::kAvg : RedOp::kSum;
+        args.divisor = size;
+        const Bytes wanted = hosts_reference(args, layout, srcs, count);
+        on_hosts(layout, [&](int rank, NetContext& ctx) {
+          Bytes mine = all[rank];
+          HostsWay way(ctx);
+          sparse_all_reduce(way, {{mine.data(), count}}, args, {block});
+          CHECK(mine == wanted);
+          mine = all[rank];
+          HostsWay dense(ctx);
+          all_reduce(dense, {{mine.data(), count}}, args);
+          CHECK(mine == wanted);
+        });
+      }
+    }
+  }
+}
+
+// Every lane crosses the link of every other host once each way.
+TEST(net_pipeline_bytes) {
+  const Layout layout{{0, 1}, {2, 3}};
+  const size_t count = 400000;
+  std::atomic<uint64_t> sent{0};
+  on_hosts(layout, [&](int, NetContext& ctx) {
+    Bytes mine(count * 4, 1);
+    HostsWay way(ctx);
+    all_reduce(way, {{mine.data(), count}}, sum_of());
+    sent += ctx.moved.bytes_sent;
+  });
+  const double data = 2.0 * count * 4;
+  CHECK(double(sent) >= data);
+  CHECK(double(sent) <= data * 1.01);
+}
+
+// A rank alone on its host, and one that shares it, wait for one that does not
+// come; and a neighbour of the latter hears of it.
+TEST(net_pipeline_absent_rank) {
+  for (const int absent : {1, 2}) {
+    on_hosts(
+        {{0, 1}, {2}},
+        [&](int rank, NetContext& ctx) {
+          if (rank == absent) {
+            return;
+          }
+          Bytes mine(4000000);
+          Plan plan = in_place(
+              ctx.kernels, 3, {{mine.data(), mine.size() / 4}}, sum_of());
+          HostsWay way(ctx);
+          try {
+            way.run(plan, {});
+            CHECK(false);
+          } catch (const Error& error) {
+            CHECK(
+                error.kind() == ErrorKind::kTimeout ||
+                error.kind() == ErrorKind::kPeerFailed);
+            if (ctx.domain != nullptr) {
+              ctx.domain->mark_failed(error);
+            }
+          }
+        },
+        milliseconds(300));
+  }
+}
+
+} // namespace
