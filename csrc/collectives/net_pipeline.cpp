@@ -446,9 +446,15 @@ class Pipeline {
 void net_pipeline(NetContext& ctx, const Plan& plan, const OpDescriptor& d) {
   try {
     Pipeline(ctx, plan, d).run();
-  } catch (...) {
-    // Receives into tensors may still be posted.
+  } catch (const std::exception& error) {
+    // Receives into tensors may still be posted, and neighbours wait at a
+    // barrier, whatever kind of error it is.
     ctx.transport.abort();
+    if (ctx.domain != nullptr) {
+      const auto* ours = dynamic_cast<const Error*>(&error);
+      ctx.domain->mark_failed(
+          ours != nullptr ? *ours : Error(ErrorKind::kSystem, error.what()));
+    }
     throw;
   }
 }

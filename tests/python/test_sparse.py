@@ -170,9 +170,9 @@ def test_mean_of_coordinates(pair: harness.Workers) -> None:
     pair.run(sparse.coordinates, "fp64", "AVG")
 
 
-@pytest.mark.parametrize("op", ["SUM", "AVG"])
-def test_coordinates_across_hosts(op: str) -> None:
-    assert len(set(harness.pool_of_hosts("two").run(sparse.coordinates, "fp32", op))) == 1
+@pytest.mark.parametrize(("names", "op"), [("two", "SUM"), ("two", "AVG"), ("crossed", "SUM")])
+def test_coordinates_across_hosts(names: str, op: str) -> None:
+    assert len(set(harness.pool_of_hosts(names).run(sparse.coordinates, "fp32", op))) == 1
 
 
 @harness.on_ranks(1, 2, 3, harness.slow(4))
