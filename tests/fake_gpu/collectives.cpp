@@ -64,7 +64,7 @@ size_t type_size(NcclDataType type) {
 }
 
 NcclResult Comm::launch(const Collective& c, void* stream) {
-  const bool reduces = c.op != kAllGather;
+  const bool reduces = c.op != kAllGather && c.op != kBroadcast;
   if (type_size(c.type) == 0 ||
       (reduces && !reduction_supported(element(c.type), operation(c.red_op)))) {
     return kNcclInvalidArgument;
@@ -183,6 +183,10 @@ void Comm::execute(const Collective& c) {
       }
     };
     const auto consume = [&] {
+      if (c.op == kBroadcast) {
+        std::memcpy(dst + at * bytes, segment_->slot(c.red_op), part * bytes);
+        return;
+      }
       if (c.op != kAllGather) {
         const size_t own =
             c.op == kReduceScatter ? static_cast<size_t>(rank) * most : 0;

@@ -29,7 +29,7 @@ struct Collective {
   void* dst;
   size_t count; // as NCCL's functions take it
   cuda::NcclDataType type;
-  cuda::NcclRedOp red_op;
+  cuda::NcclRedOp red_op; // of a broadcast: the root
 };
 
 // A rank's memory that all ranks see.

@@ -213,6 +213,21 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclAllGather(
       stream);
 }
 
+FUSEDPG_FAKE_EXPORT NcclResult ncclBroadcast(
+    const void* src,
+    void* dst,
+    size_t count,
+    NcclDataType type,
+    int root,
+    NcclComm comm,
+    NcclStream stream) {
+  return collective(
+      "ncclBroadcast",
+      comm,
+      {kBroadcast, src, dst, count, type, static_cast<NcclRedOp>(root)},
+      stream);
+}
+
 FUSEDPG_FAKE_EXPORT uint64_t ncclFusedpgAbi() {
   return from_environment("FUSEDPG_FAKE_PATCHED", 0) != 0 ? kRingAbi : 0;
 }
