@@ -61,7 +61,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   cuda::NcclResult launch_ring(
       const Collective& collective,
       const cuda::RingUpdate* update,
-      bool gathers,
+      int how,
       void* stream);
   cuda::NcclResult register_window(
       void* memory,
