@@ -3,285 +3,87 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/abortable.hpp"
-#include "c10d/coo.hpp"
 #include "c10d/delegate.hpp"
-#include "collectives/fused_step.hpp"
-#include "collectives/hosts_way.hpp"
-#include "collectives/reduction.hpp"
+#include "c10d/routes/hosts_turn.hpp"
 
 namespace fusedpg {
-namespace {
+void HostsTurn::broadcast(const Flat& tensor, int root) {
+  auto opts = options<c10d::BroadcastOptions>();
+  opts.rootRank = root;
+  Tensors one{tensor.tensor()};
+  gloo_.broadcast(one, opts)->wait();
+}
 
-// Gloo knows neither AVG nor PREMUL_SUM: both are SUM with a factor, before or
-// after.
-struct GlooReduction {
-  c10d::ReduceOp op;
-  double before = 1.0;
-  int64_t divisor = 1;
-
-  explicit GlooReduction(const Reduction& given) : op(given.op) {
-    if (given.args.op == RedOp::kAvg) {
-      divisor = given.args.divisor;
-      op = c10d::ReduceOp::SUM;
-    } else if (given.args.op == RedOp::kPremulSum) {
-      before = given.args.factor;
-      op = c10d::ReduceOp::SUM;
+void HostsTurn::all_gather(const Parts& outputs, const Flat& input) {
+  if (outputs.whole() != nullptr) {
+    at::Tensor to = outputs.whole()->tensor();
+    at::Tensor from = input.tensor();
+    gloo_._allgather_base(to, from, options<c10d::AllgatherOptions>())->wait();
+    return;
+  }
+  // Broadcasts, so that sizes may differ from rank to rank.
+  for (int p = 0; p < size_; ++p) {
+    const Flat& part = outputs.tensors()[p];
+    if (p == rank_) {
+      input.give(part.tensor());
+    }
+    if (part.tensor().numel() != 0) {
+      broadcast(part, p);
     }
   }
-  void prepare(at::Tensor& t) const {
-    if (before != 1.0) {
-      t.mul_(before);
+}
+
+void HostsTurn::gather(
+    const std::vector<Flat>& outputs,
+    const Flat& input,
+    int root) {
+  auto opts = options<c10d::GatherOptions>();
+  opts.rootRank = root;
+  TensorLists lists;
+  if (!outputs.empty()) {
+    lists.push_back(flat_tensors(outputs));
+  }
+  Tensors one{input.tensor()};
+  gloo_.gather(lists, one, opts)->wait();
+}
+
+void HostsTurn::scatter(
+    const Flat& output,
+    const std::vector<Flat>& inputs,
+    int root) {
+  auto opts = options<c10d::ScatterOptions>();
+  opts.rootRank = root;
+  TensorLists lists;
+  if (!inputs.empty()) {
+    lists.push_back(flat_tensors(inputs));
+  }
+  Tensors one{output.tensor()};
+  gloo_.scatter(one, lists, opts)->wait();
+}
+
+void HostsTurn::all_to_all(const Parts& outputs, const Parts& inputs) {
+  // As one exchange: Gloo has no list form.
+  at::Tensor from = inputs.joined();
+  at::Tensor to =
+      outputs.whole() != nullptr ? outputs.joined() : outputs.like_joined();
+  auto to_splits = outputs.splits();
+  auto from_splits = inputs.splits();
+  gloo_
+      .alltoall_base(
+          to, from, to_splits, from_splits, options<c10d::AllToAllOptions>())
+      ->wait();
+  if (outputs.whole() == nullptr) {
+    // Anew, as Gloo empties what it is given.
+    const auto received = to.split_with_sizes(outputs.splits());
+    for (size_t p = 0; p < received.size(); ++p) {
+      Flat::input(received[p]).give(outputs.tensors()[p].tensor());
     }
   }
-  void finish(at::Tensor& t) const {
-    if (divisor == 1) {
-      return;
-    }
-    if (t.is_floating_point() || t.is_complex()) {
-      t.div_(divisor);
-    } else {
-      t.div_(divisor, "trunc");
-    }
-  }
-};
+}
 
-} // namespace
-
-class HostsTurn : public Turn {
- public:
-  HostsTurn(
-      HostsRoute& route,
-      uint64_t ticket,
-      std::chrono::milliseconds timeout)
-      : route_(route),
-        gloo_(*route.delegate_),
-        stats_(route.group_.stats),
-        rank_(route.getRank()),
-        size_(route.getSize()),
-        ticket_(ticket),
-        timeout_(timeout) {}
-
-  void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
-      override {
-    SkipState& skip = route_.skip_;
-    DelegateConfig delegated;
-    delegated.ranks_share_hosts = route_.hosts_.shared();
-    delegated.ucx = route_.carried_by_ucx(timeout_);
-    const bool dense_is_delegated = select_delegate(delegated);
-    for (const Flat& flat : tensors) {
-      if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
-        delegate_sum(flat, reduction);
-        continue;
-      }
-      const ReduceTensor tensor = flat.reduce_tensor();
-      const OpDescriptor d =
-          facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
-      const SkipConfig config = skip_config(skip, size_, d, reduction.args);
-      delegated.choice = select_skip(config);
-      if (select_delegate(delegated)) {
-        if (select_estimate(config)) {
-          skip.estimates.count_dense(d.shape_hash, d.dtype);
-        }
-        delegate_sum(flat, reduction);
-        continue;
-      }
-      NetContext ctx = context();
-      HostsWay way(
-          ctx,
-          dense_is_delegated
-              ? HostsWay::Delegate([&] { delegate_sum(flat, reduction); })
-              : nullptr);
-      fusedpg::all_reduce(way, {tensor}, reduction.args);
-    }
-  }
-
-  void reduce(const Flat& tensor, const Reduction& reduction, int root)
-      override {
-    // Gloo uses other ranks' tensors as scratch space: give it a copy.
-    at::Tensor copy = tensor.tensor().detach().clone();
-    const GlooReduction gloo(reduction);
-    gloo.prepare(copy);
-    auto opts = options<c10d::ReduceOptions>();
-    opts.reduceOp = gloo.op;
-    opts.rootRank = root;
-    Tensors one{copy};
-    gloo_.reduce(one, opts)->wait();
-    if (root == rank_) {
-      gloo.finish(copy);
-      Flat::input(copy).give(tensor.tensor());
-    }
-  }
-
-  void reduce_scatter(
-      const Flat& output,
-      const Parts& inputs,
-      const Reduction& reduction) override {
-    // One all_reduce of everything: Gloo's own is no more, and this works for
-    // uneven sizes.
-    at::Tensor all = inputs.joined();
-    if (inputs.whole() != nullptr) {
-      all = all.clone();
-    }
-    sum(all, GlooReduction(reduction));
-    int64_t offset = 0;
-    for (int p = 0; p < rank_; ++p) {
-      offset += inputs.count(p);
-    }
-    Flat::input(all.narrow(0, offset, inputs.count(rank_)))
-        .give(output.tensor());
-  }
-
-  void broadcast(const Flat& tensor, int root) override {
-    auto opts = options<c10d::BroadcastOptions>();
-    opts.rootRank = root;
-    Tensors one{tensor.tensor()};
-    gloo_.broadcast(one, opts)->wait();
-  }
-
-  void all_gather(const Parts& outputs, const Flat& input) override {
-    if (outputs.whole() != nullptr) {
-      at::Tensor to = outputs.whole()->tensor();
-      at::Tensor from = input.tensor();
-      gloo_._allgather_base(to, from, options<c10d::AllgatherOptions>())
-          ->wait();
-      return;
-    }
-    // Broadcasts, so that sizes may differ from rank to rank.
-    for (int p = 0; p < size_; ++p) {
-      const Flat& part = outputs.tensors()[p];
-      if (p == rank_) {
-        input.give(part.tensor());
-      }
-      if (part.tensor().numel() != 0) {
-        broadcast(part, p);
-      }
-    }
-  }
-
-  void gather(const std::vector<Flat>& outputs, const Flat& input, int root)
-      override {
-    auto opts = options<c10d::GatherOptions>();
-    opts.rootRank = root;
-    TensorLists lists;
-    if (!outputs.empty()) {
-      lists.push_back(flat_tensors(outputs));
-    }
-    Tensors one{input.tensor()};
-    gloo_.gather(lists, one, opts)->wait();
-  }
-
-  void scatter(const Flat& output, const std::vector<Flat>& inputs, int root)
-      override {
-    auto opts = options<c10d::ScatterOptions>();
-    opts.rootRank = root;
-    TensorLists lists;
-    if (!inputs.empty()) {
-      lists.push_back(flat_tensors(inputs));
-    }
-    Tensors one{output.tensor()};
-    gloo_.scatter(one, lists, opts)->wait();
-  }
-
-  void all_to_all(const Parts& outputs, const Parts& inputs) override {
-    // As one exchange: Gloo has no list form.
-    at::Tensor from = inputs.joined();
-    at::Tensor to =
-        outputs.whole() != nullptr ? outputs.joined() : outputs.like_joined();
-    auto to_splits = outputs.splits();
-    auto from_splits = inputs.splits();
-    gloo_
-        .alltoall_base(
-            to, from, to_splits, from_splits, options<c10d::AllToAllOptions>())
-        ->wait();
-    if (outputs.whole() == nullptr) {
-      // Anew, as Gloo empties what it is given.
-      const auto received = to.split_with_sizes(outputs.splits());
-      for (size_t p = 0; p < received.size(); ++p) {
-        Flat::input(received[p]).give(outputs.tensors()[p].tensor());
-      }
-    }
-  }
-
-  void barrier() override {
-    gloo_.barrier(options<c10d::BarrierOptions>())->wait();
-  }
-
-  void begin_item(uint64_t index, uint64_t length) override {
-    list_index_ = index;
-    list_length_ = length;
-  }
-
-  void fused_step(const StepCall& call) override {
-    NetContext ctx = context();
-    HostsWay way(ctx);
-    fusedpg::fused_step(way, call);
-  }
-
-  void reduce_shards(const ShardsCall& call) override {
-    NetContext ctx = context();
-    HostsWay way(ctx);
-    fusedpg::reduce_shards(way, call);
-  }
-
-  void sparse_all_reduce(
-      const Flat& tensor,
-      const kernels::ReduceArgs& args,
-      const SkipOptions& options) override {
-    NetContext ctx = context();
-    HostsWay way(ctx);
-    fusedpg::sparse_all_reduce(way, {tensor.reduce_tensor()}, args, options);
-  }
-
-  at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override {
-    log_once("all_reduce of sparse tensors between hosts uses Gloo");
-    stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {});
-    Tensors one{mine.clone()};
-    gloo_.allreduce(one, options<c10d::AllreduceOptions>())->wait();
-    return mean ? coo_mean(one[0], size_) : one[0];
-  }
-
- private:
-  template <typename Options>
-  Options options() const {
-    Options opts;
-    opts.timeout = timeout_;
-    return opts;
-  }
-
-  NetContext context() {
-    NetContext ctx = route_.net_context(ticket_, timeout_);
-    ctx.list_index = list_index_;
-    ctx.list_length = list_length_;
-    return ctx;
-  }
-
-  void sum(at::Tensor t, const GlooReduction& reduction) {
-    reduction.prepare(t);
-    auto opts = options<c10d::AllreduceOptions>();
-    opts.reduceOp = reduction.op;
-    Tensors one{t};
-    gloo_.allreduce(one, opts)->wait();
-    reduction.finish(t);
-  }
-
-  void delegate_sum(const Flat& flat, const Reduction& reduction) {
-    sum(flat.tensor().detach(), GlooReduction(reduction));
-    // What Gloo's ring moves.
-    const uint64_t moved =
-        2 * flat.span().bytes * static_cast<uint64_t>(size_ - 1) / size_;
-    stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {moved, moved});
-  }
-
-  HostsRoute& route_;
-  c10d::Backend& gloo_;
-  Stats& stats_;
-  const int rank_;
-  const int size_;
-  const uint64_t ticket_;
-  const std::chrono::milliseconds timeout_;
-  uint64_t list_index_ = 0;
-  uint64_t list_length_ = 1;
-};
+void HostsTurn::barrier() {
+  gloo_.barrier(options<c10d::BarrierOptions>())->wait();
+}
 
 namespace {
 

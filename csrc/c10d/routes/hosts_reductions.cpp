@@ -1,0 +1,165 @@
+#include "c10d/coo.hpp"
+#include "c10d/delegate.hpp"
+#include "c10d/routes/hosts_turn.hpp"
+#include "collectives/fused_step.hpp"
+#include "collectives/hosts_way.hpp"
+#include "collectives/reduction.hpp"
+
+namespace fusedpg {
+namespace {
+
+// Gloo knows neither AVG nor PREMUL_SUM: both are SUM with a factor, before or
+// after.
+struct GlooReduction {
+  c10d::ReduceOp op;
+  double before = 1.0;
+  int64_t divisor = 1;
+
+  explicit GlooReduction(const Reduction& given) : op(given.op) {
+    if (given.args.op == RedOp::kAvg) {
+      divisor = given.args.divisor;
+      op = c10d::ReduceOp::SUM;
+    } else if (given.args.op == RedOp::kPremulSum) {
+      before = given.args.factor;
+      op = c10d::ReduceOp::SUM;
+    }
+  }
+  void prepare(at::Tensor& t) const {
+    if (before != 1.0) {
+      t.mul_(before);
+    }
+  }
+  void finish(at::Tensor& t) const {
+    if (divisor == 1) {
+      return;
+    }
+    if (t.is_floating_point() || t.is_complex()) {
+      t.div_(divisor);
+    } else {
+      t.div_(divisor, "trunc");
+    }
+  }
+};
+
+} // namespace
+
+void HostsTurn::all_reduce(
+    const std::vector<Flat>& tensors,
+    const Reduction& reduction) {
+  SkipState& skip = route_.skip_;
+  DelegateConfig delegated;
+  delegated.ranks_share_hosts = route_.hosts_.shared();
+  delegated.ucx = route_.carried_by_ucx(timeout_);
+  const bool dense_is_delegated = select_delegate(delegated);
+  for (const Flat& flat : tensors) {
+    if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
+      delegate_sum(flat, reduction);
+      continue;
+    }
+    const ReduceTensor tensor = flat.reduce_tensor();
+    const OpDescriptor d =
+        facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
+    const SkipConfig config = skip_config(skip, size_, d, reduction.args);
+    delegated.choice = select_skip(config);
+    if (select_delegate(delegated)) {
+      if (select_estimate(config)) {
+        skip.estimates.count_dense(d.shape_hash, d.dtype);
+      }
+      delegate_sum(flat, reduction);
+      continue;
+    }
+    NetContext ctx = context();
+    HostsWay way(
+        ctx,
+        dense_is_delegated
+            ? HostsWay::Delegate([&] { delegate_sum(flat, reduction); })
+            : nullptr);
+    fusedpg::all_reduce(way, {tensor}, reduction.args);
+  }
+}
+
+void HostsTurn::reduce(
+    const Flat& tensor,
+    const Reduction& reduction,
+    int root) {
+  // Gloo uses other ranks' tensors as scratch space: give it a copy.
+  at::Tensor copy = tensor.tensor().detach().clone();
+  const GlooReduction gloo(reduction);
+  gloo.prepare(copy);
+  auto opts = options<c10d::ReduceOptions>();
+  opts.reduceOp = gloo.op;
+  opts.rootRank = root;
+  Tensors one{copy};
+  gloo_.reduce(one, opts)->wait();
+  if (root == rank_) {
+    gloo.finish(copy);
+    Flat::input(copy).give(tensor.tensor());
+  }
+}
+
+void HostsTurn::reduce_scatter(
+    const Flat& output,
+    const Parts& inputs,
+    const Reduction& reduction) {
+  // One all_reduce of everything: Gloo's own is no more, and this works for
+  // uneven sizes.
+  at::Tensor all = inputs.joined();
+  if (inputs.whole() != nullptr) {
+    all = all.clone();
+  }
+  sum(all, reduction);
+  int64_t offset = 0;
+  for (int p = 0; p < rank_; ++p) {
+    offset += inputs.count(p);
+  }
+  Flat::input(all.narrow(0, offset, inputs.count(rank_))).give(output.tensor());
+}
+
+void HostsTurn::fused_step(const StepCall& call) {
+  NetContext ctx = context();
+  HostsWay way(ctx);
+  fusedpg::fused_step(way, call);
+}
+
+void HostsTurn::reduce_shards(const ShardsCall& call) {
+  NetContext ctx = context();
+  HostsWay way(ctx);
+  fusedpg::reduce_shards(way, call);
+}
+
+void HostsTurn::sparse_all_reduce(
+    const Flat& tensor,
+    const kernels::ReduceArgs& args,
+    const SkipOptions& options) {
+  NetContext ctx = context();
+  HostsWay way(ctx);
+  fusedpg::sparse_all_reduce(way, {tensor.reduce_tensor()}, args, options);
+}
+
+at::Tensor HostsTurn::coo_all_reduce(const at::Tensor& mine, bool mean) {
+  log_once("all_reduce of sparse tensors between hosts uses Gloo");
+  stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {});
+  Tensors one{mine.clone()};
+  gloo_.allreduce(one, options<c10d::AllreduceOptions>())->wait();
+  return mean ? coo_mean(one[0], size_) : one[0];
+}
+
+void HostsTurn::sum(at::Tensor t, const Reduction& reduction) {
+  const GlooReduction gloo(reduction);
+  gloo.prepare(t);
+  auto opts = options<c10d::AllreduceOptions>();
+  opts.reduceOp = gloo.op;
+  Tensors one{t};
+  gloo_.allreduce(one, opts)->wait();
+  gloo.finish(t);
+}
+
+void HostsTurn::delegate_sum(const Flat& flat, const Reduction& reduction) {
+  sum(flat.tensor().detach(), reduction);
+  // What Gloo's ring moves.
+  const uint64_t moved =
+      2 * flat.span().bytes * static_cast<uint64_t>(size_ - 1) / size_;
+  stats_.add(OpCode::kAllReduce, DataPath::kDelegated, {moved, moved});
+}
+
+} // namespace fusedpg

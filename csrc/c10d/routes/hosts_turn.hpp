@@ -1,0 +1,94 @@
+#pragma once
+
+#include "c10d/routes/hosts.hpp"
+
+namespace fusedpg {
+
+// One operation between hosts: what reduces is in hosts_reductions.cpp, what
+// only moves in hosts.cpp.
+class HostsTurn : public Turn {
+ public:
+  HostsTurn(
+      HostsRoute& route,
+      uint64_t ticket,
+      std::chrono::milliseconds timeout)
+      : route_(route),
+        gloo_(*route.delegate_),
+        stats_(route.group_.stats),
+        rank_(route.getRank()),
+        size_(route.getSize()),
+        ticket_(ticket),
+        timeout_(timeout) {}
+
+  void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
+      override;
+
+  void reduce(const Flat& tensor, const Reduction& reduction, int root)
+      override;
+
+  void reduce_scatter(
+      const Flat& output,
+      const Parts& inputs,
+      const Reduction& reduction) override;
+
+  void broadcast(const Flat& tensor, int root) override;
+
+  void all_gather(const Parts& outputs, const Flat& input) override;
+
+  void gather(const std::vector<Flat>& outputs, const Flat& input, int root)
+      override;
+
+  void scatter(const Flat& output, const std::vector<Flat>& inputs, int root)
+      override;
+
+  void all_to_all(const Parts& outputs, const Parts& inputs) override;
+
+  void barrier() override;
+
+  void begin_item(uint64_t index, uint64_t length) override {
+    list_index_ = index;
+    list_length_ = length;
+  }
+
+  void fused_step(const StepCall& call) override;
+
+  void reduce_shards(const ShardsCall& call) override;
+
+  void sparse_all_reduce(
+      const Flat& tensor,
+      const kernels::ReduceArgs& args,
+      const SkipOptions& options) override;
+
+  at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override;
+
+ private:
+  template <typename Options>
+  Options options() const {
+    Options opts;
+    opts.timeout = timeout_;
+    return opts;
+  }
+
+  NetContext context() {
+    NetContext ctx = route_.net_context(ticket_, timeout_);
+    ctx.list_index = list_index_;
+    ctx.list_length = list_length_;
+    return ctx;
+  }
+
+  void sum(at::Tensor t, const Reduction& reduction);
+
+  void delegate_sum(const Flat& flat, const Reduction& reduction);
+
+  HostsRoute& route_;
+  c10d::Backend& gloo_;
+  Stats& stats_;
+  const int rank_;
+  const int size_;
+  const uint64_t ticket_;
+  const std::chrono::milliseconds timeout_;
+  uint64_t list_index_ = 0;
+  uint64_t list_length_ = 1;
+};
+
+} // namespace fusedpg
