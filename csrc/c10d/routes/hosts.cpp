@@ -69,11 +69,12 @@ class HostsTurn : public Turn {
     delegated.ucx = route_.carried_by_ucx(timeout_);
     const bool dense_is_delegated = select_delegate(delegated);
     for (const Flat& flat : tensors) {
+      const ReduceTensor tensor = flat.reduce_tensor();
       if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
+        agree(tensor, reduction);
         delegate_sum(flat, reduction);
         continue;
       }
-      const ReduceTensor tensor = flat.reduce_tensor();
       const OpDescriptor d =
           facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
       const SkipConfig config = skip_config(skip, size_, d, reduction.args);
@@ -82,6 +83,7 @@ class HostsTurn : public Turn {
         if (select_estimate(config)) {
           skip.estimates.count_dense(d.shape_hash, d.dtype);
         }
+        agree(tensor, reduction);
         delegate_sum(flat, reduction);
         continue;
       }
@@ -264,6 +266,15 @@ class HostsTurn : public Turn {
     reduction.finish(t);
   }
 
+  // Gloo compares nothing: ranks that differ would hang, or get wrong sums.
+  void agree(const ReduceTensor& tensor, const Reduction& reduction) {
+    NetContext ctx = context();
+    HostsWay way(ctx);
+    const SumCall call = sum_call(OpCode::kAllReduce, {tensor}, reduction.args);
+    OpDescriptor mine = describe_sum(way.op(), call, {tensor});
+    way.enter(nullptr, mine, {});
+  }
+
   void delegate_sum(const Flat& flat, const Reduction& reduction) {
     sum(flat.tensor().detach(), GlooReduction(reduction));
     // What Gloo's ring moves.
@@ -287,6 +298,7 @@ HostsRoute::HostsRoute(Group& group, bool ranks_share_hosts)
     : CpuRoute(group),
       ranks_share_hosts_(ranks_share_hosts),
       delegate_(make_gloo("fusedpg-delegate")),
+      failures_(group.store, rank_, size_),
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
   log_once(
       "a group spans several hosts: its collectives use Gloo, but for fused "
@@ -320,7 +332,8 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
   check_aborted();
   std::lock_guard<std::mutex> lock(transport_mutex_);
   if (cannot_connect_) {
-    throw *cannot_connect_; // the keys in the store have been used
+    std::rethrow_exception(
+        cannot_connect_); // the keys in the store have been used
   }
   if (!connection_.transport) {
     try {
@@ -328,8 +341,10 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
           connect_hosts(group_, Deadline(timeout), check_aborted, [&] {
             return make_gloo("fusedpg-transport");
           });
-    } catch (const Error& error) {
-      cannot_connect_ = error;
+      std::lock_guard<std::mutex> name_lock(name_mutex_);
+      transport_name_ = connection_.name;
+    } catch (...) {
+      cannot_connect_ = std::current_exception();
       throw;
     }
   }
@@ -356,6 +371,7 @@ void HostsRoute::execute(
     const Operation& operation,
     uint64_t ticket,
     std::chrono::milliseconds timeout) {
+  failures_.check();
   HostsTurn turn(*this, ticket, timeout);
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {
@@ -373,6 +389,17 @@ void HostsRoute::execute(
   flush();
 }
 
+void HostsRoute::failed(const char* title, uint64_t ticket) {
+  failures_.handle(title, ticket, [this] {
+    abort();
+    // What failed may be the delegate's, and peers wait for messages.
+    std::lock_guard<std::mutex> lock(transport_mutex_);
+    if (connection_.transport) {
+      connection_.transport->end();
+    }
+  });
+}
+
 std::shared_ptr<c10::Allocator> HostsRoute::getMemAllocator() {
   TORCH_CHECK(false, "fused: a group that spans hosts has no shared arena");
 }
@@ -386,11 +413,14 @@ at::Tensor HostsRoute::empty_shared(
 
 void HostsRoute::describe(GroupInfo& info) {
   info.engine = "gloo";
-  std::lock_guard<std::mutex> lock(transport_mutex_);
-  info.transport = connection_.name;
+  std::lock_guard<std::mutex> lock(name_mutex_);
+  info.transport = transport_name_;
 }
 
 std::optional<ErrorKind> HostsRoute::failure() {
+  if (const auto kind = failures_.kind()) {
+    return kind;
+  }
   return delegate_->getError() == c10d::ErrorType::SUCCESS
       ? std::nullopt
       : std::optional(ErrorKind::kAborted);

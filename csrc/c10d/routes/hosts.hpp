@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "c10d/connect_hosts.hpp"
+#include "c10d/host_failures.hpp"
 #include "c10d/routes/cpu.hpp"
 #include "collectives/net_exchange.hpp"
 #include "host/pool.hpp"
@@ -58,6 +59,7 @@ class HostsRoute : public CpuRoute {
       const Operation& operation,
       uint64_t ticket,
       std::chrono::milliseconds timeout) override;
+  void failed(const char* title, uint64_t ticket) override;
   WorkPtr send_message(Tensors& tensors, int dst, int tag) override {
     return delegate_->send(tensors, dst, tag);
   }
@@ -77,10 +79,13 @@ class HostsRoute : public CpuRoute {
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
   const bool ranks_share_hosts_;
   const c10::intrusive_ptr<c10d::Backend> delegate_;
+  HostFailures failures_;
   std::mutex transport_mutex_;
   // Made by the first operation that needs it; connections of its own.
   Connection connection_;
-  std::optional<Error> cannot_connect_;
+  std::exception_ptr cannot_connect_;
+  std::mutex name_mutex_; // which nobody holds for long
+  std::string transport_name_;
   // Of the executing thread.
   SkipState skip_;
   Pool pool_{1};
