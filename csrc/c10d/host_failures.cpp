@@ -33,6 +33,17 @@ bool starts_with(const std::string& text, const std::string& part) {
   return text.compare(0, part.size(), part) == 0;
 }
 
+// Without Gloo's advice, which is in the way of ours.
+std::string without_advice(std::string text) {
+  const std::string last = "error. GLHF! \U0001F3D6\uFE0F";
+  const size_t begin = text.find(". This is typically");
+  const size_t end = text.find(last);
+  if (begin != std::string::npos && end != std::string::npos && begin < end) {
+    text.erase(begin, end + last.size() - begin);
+  }
+  return text;
+}
+
 // Of the exception that is being handled.
 Failure current_failure() {
   try {
@@ -60,9 +71,7 @@ Failure current_failure() {
   } catch (const std::bad_alloc& error) {
     return {ErrorKind::kOutOfMemory, true, false, error.what()};
   } catch (const std::exception& error) { // what Gloo throws
-    // Without Gloo's advice, which is in the way of ours.
-    std::string text = one_line(error);
-    text = text.substr(0, text.find(". This is typically"));
+    const std::string text = one_line(error);
     const bool timeout = text.find("imed out") != std::string::npos;
     return {
         timeout ? ErrorKind::kTimeout : ErrorKind::kPeerFailed,
@@ -183,7 +192,8 @@ void HostFailures::handle(
     const char* title,
     uint64_t ticket,
     const std::function<void()>& close) {
-  const Failure mine = current_failure();
+  Failure mine = current_failure();
+  mine.text = without_advice(mine.text);
   check();
   if (!mine.breaks) {
     return;

@@ -34,11 +34,21 @@ def test_suite(world_size: int) -> None:
     run("--world-size", str(world_size))
 
 
+BETWEEN_HOSTS = [
+    (counts, transport) for counts in ("1+1", "2+1", "2+2") for transport in ("gloo", "ucx")
+]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.fused_only
-@pytest.mark.parametrize("transport", ["gloo", "ucx"])
-@pytest.mark.parametrize("counts", ["1+1", "2+1", "2+2"])
-@pytest.mark.parametrize("tests", ["quick", harness.slow("all")])
+@pytest.mark.parametrize(
+    ("counts", "transport", "tests"),
+    [
+        ("2+1", "ucx", "quick"),
+        ("2+2", "gloo", "quick"),
+        *(harness.slow(*layout, "all") for layout in BETWEEN_HOSTS),
+    ],
+)
 def test_between_hosts(counts: str, transport: str, tests: str) -> None:
     """With ranks that take themselves to be on two hosts."""
     run("--hosts", counts, *(["--quick"] * (tests == "quick")), FUSEDPG_TRANSPORT=transport)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,27 @@ def test_killed_worker_is_started_again(two: hosts.Hosts, tmp_path: Path, transp
     )
     assert {one["began_at"] for one in found} == {5}
     assert {one["digest"] for one in found} == {expected((1, 1))}
+
+
+@pytest.mark.parametrize("transport", ["ucx", harness.slow("gloo")])
+def test_survivor_ends_with_the_error(two: hosts.Hosts, transport: str) -> None:
+    """A program that does not handle the failure ends at once, with it, and not by a signal."""
+    processes = []
+    for rank in range(2):
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": two.address(0),
+            "MASTER_PORT": "29402",
+            "OMP_NUM_THREADS": "1",
+            "FUSEDPG_TRANSPORT": transport,
+        }
+        processes.append(two.start(rank, [sys.executable, SCRIPT, "--kill=1"], env))
+    texts = [process.communicate(timeout=60)[0] for process in processes]
+    assert processes[1].returncode == -signal.SIGKILL, texts[1]
+    assert processes[0].returncode == 1, texts[0]
+    assert "DistBackendError: fused: " in texts[0]
+    assert "rank 1" in texts[0].split("DistBackendError: fused: ")[1]
 
 
 def test_mpirun(two: hosts.Hosts, tmp_path: Path) -> None:
