@@ -55,9 +55,9 @@ class Crew:
     def close(self) -> None:
         self._exit.close()
 
-    def start(self, function: Any, *args: Any) -> None:
+    def start(self, function: Any, *args: Any, timeout: float = TIMEOUT) -> None:
         """A new group, and the ranks in the middle of operations."""
-        self.workers.run(host_faults.join, self.all, TIMEOUT)
+        self.workers.run(host_faults.join, self.all, timeout)
         name = next(self._names)
         self.workers.start(function, *args, name)
         deadline = time.monotonic() + 20
@@ -203,6 +203,18 @@ def test_abort(crew: Crew, what: str, numel: int) -> None:
     assert took < 0.1, took
     for text, _ in others:
         named(text, what, [0])
+    crew.again(crew.all)
+
+
+@pytest.mark.parametrize("what", ["all_reduce", harness.slow("fused_adamw_")])
+def test_abort_without_an_operation(crew: Crew, what: str) -> None:
+    """Who waits for a rank that aborts hears of it, and not at the deadline."""
+    crew.start(host_faults.abort_when_idle, what, timeout=30)
+    (_, aborted), *others = crew.results(crew.all)
+    for text, when in others:
+        named(text, what, [0])
+        assert "aborted" in text, text
+        assert when - aborted < 5, text
     crew.again(crew.all)
 
 

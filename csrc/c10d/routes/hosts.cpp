@@ -5,6 +5,7 @@
 #include "c10d/abortable.hpp"
 #include "c10d/coo.hpp"
 #include "c10d/delegate.hpp"
+#include "c10d/errors.hpp"
 #include "collectives/fused_step.hpp"
 #include "collectives/hosts_way.hpp"
 #include "collectives/reduction.hpp"
@@ -391,7 +392,7 @@ void HostsRoute::execute(
 
 void HostsRoute::failed(const char* title, uint64_t ticket) {
   failures_.handle(title, ticket, [this] {
-    abort();
+    end_waits();
     // What failed may be the delegate's, and peers wait for messages.
     std::lock_guard<std::mutex> lock(transport_mutex_);
     if (connection_.transport) {
@@ -426,8 +427,27 @@ std::optional<ErrorKind> HostsRoute::failure() {
       : std::optional(ErrorKind::kAborted);
 }
 
-// What connects the hosts holds the mutex, and looks for the delegate's abort.
 void HostsRoute::abort() {
+  end_waits();
+  // Where no operation is under way to raise it, peers hear of it all the same.
+  try {
+    group_.executor().submit([this](uint64_t ticket) {
+      try {
+        fail(
+            ErrorKind::kAborted,
+            "fused: the group was aborted on rank {} and must be destroyed",
+            rank_);
+      } catch (...) {
+        capture([&] { failed("fused:abort", ticket); });
+      }
+    });
+  } catch (const Error&) {
+    // It was shut down.
+  }
+}
+
+// What connects the hosts holds the mutex, and looks for the delegate's abort.
+void HostsRoute::end_waits() {
   delegate_->abort();
   std::lock_guard<std::mutex> lock(transport_mutex_);
   if (connection_.transport) {

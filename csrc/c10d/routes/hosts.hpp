@@ -74,6 +74,7 @@ class HostsRoute : public CpuRoute {
   c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
   // Whether sums are ours. Connects the hosts to find out.
   bool carried_by_ucx(std::chrono::milliseconds timeout);
+  void end_waits();
   Transport& connected(std::chrono::milliseconds timeout);
   // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);

@@ -114,6 +114,19 @@ def abort_from_a_thread(context: Context, what: str, numel: int, name: str) -> t
     return text, when - aborted[0]
 
 
+def abort_when_idle(context: Context, what: str, name: str) -> tuple[str, float]:
+    """Rank 0 does nothing but abort, when the others wait for it."""
+    if context.rank != 0:
+        faults.mark(context, name)
+        return until_failure(context, what, 1000, "never")
+    assert dist.group.WORLD is not None
+    faults.mark(context, name)
+    time.sleep(0.5)
+    when = time.monotonic()
+    dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+    return "fused: aborted", when
+
+
 def again(context: Context, ranks: list[int], patience: float) -> None:
     """A failed group refuses at once; nothing is left of it, and a new one works."""
     error = faults.refusal(lambda: dist.all_reduce(torch.ones(3)))
