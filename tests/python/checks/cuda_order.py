@@ -385,7 +385,9 @@ def ordered_in_a_graph(context: Context, kind: str) -> None:
         replay(scene, other)
         assert scene.value(scene.out) == before + 2
     scene.fake.set_delay(0)
-    for one in (graph, other):
+    with captured(scene, scene.a) as third:  # which has nothing to do with `other`
+        scene.step()
+    for one in (graph, other, third):
         scene.fake.destroy_graph(one.handle)
     scene.close()
 
