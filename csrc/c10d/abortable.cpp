@@ -25,7 +25,6 @@ constexpr std::chrono::milliseconds kLook{50};
 
 struct AbortableBackend::Flights {
   std::atomic<bool> aborted{false};
-  std::atomic<int> abandoned{0}; // collectives that nobody waits for any more
   std::mutex mutex;
   std::set<c10d::Work*> messages;
 };
@@ -58,8 +57,6 @@ class AbortableWork : public c10d::Work {
     if (message_) {
       std::lock_guard<std::mutex> lock(flights_->mutex);
       flights_->messages.erase(inner_.get());
-    } else if (flights_->aborted && !inner_->isCompleted()) {
-      ++flights_->abandoned;
     }
   }
 
@@ -120,17 +117,11 @@ class AbortableWork : public c10d::Work {
 
 AbortableBackend::AbortableBackend(c10::intrusive_ptr<c10d::Backend> inner)
     : Forwarding(inner->getRank(), inner->getSize()),
-      inner_(std::move(inner)),
-      flights_(std::make_shared<Flights>()) {}
+      name_(inner->getBackendName()),
+      flights_(std::make_shared<Flights>()),
+      inner_(std::move(inner)) {}
 
-// Gloo's end waits for the end of what has begun, which may be its timeout.
-AbortableBackend::~AbortableBackend() {
-  if (flights_->abandoned > 0) {
-    std::thread([inner = std::move(inner_)]() mutable {
-      inner.reset();
-    }).detach();
-  }
-}
+AbortableBackend::~AbortableBackend() = default;
 
 void AbortableBackend::abort() {
   std::lock_guard<std::mutex> lock(flights_->mutex);
@@ -140,6 +131,21 @@ void AbortableBackend::abort() {
   for (c10d::Work* work : flights_->messages) {
     work->abort();
   }
+  // Gloo's end waits for the end of what has begun, which may be its timeout.
+  std::thread([inner = std::move(inner_)]() mutable {
+    inner.reset();
+  }).detach();
+}
+
+void AbortableBackend::shutdown() {
+  c10::intrusive_ptr<c10d::Backend> inner;
+  {
+    std::lock_guard<std::mutex> lock(flights_->mutex);
+    inner = inner_;
+  }
+  if (inner) {
+    inner->shutdown();
+  }
 }
 
 c10d::ErrorType AbortableBackend::getError() {
@@ -147,10 +153,12 @@ c10d::ErrorType AbortableBackend::getError() {
                            : c10d::ErrorType::SUCCESS;
 }
 
-void AbortableBackend::check_aborted() const {
-  if (flights_->aborted) {
+c10::intrusive_ptr<c10d::Backend> AbortableBackend::inner() const {
+  std::lock_guard<std::mutex> lock(flights_->mutex);
+  if (!inner_) {
     raise_aborted(rank_);
   }
+  return inner_;
 }
 
 WorkPtr AbortableBackend::wrap(WorkPtr work, bool message) const {

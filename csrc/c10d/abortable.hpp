@@ -8,9 +8,9 @@
 namespace fusedpg {
 
 // Gloo with an abort(), which torch's does not have: operations that wait
-// raise, and so do all that come later. Gloo itself goes on with a collective
-// that has begun until its timeout, on a thread of its own, which holds the
-// tensors.
+// raise, and so do all that come later, and connections are closed, so that
+// peers hear of it. Gloo itself goes on with a collective that has begun until
+// its timeout, on a thread of its own, which holds the tensors.
 class AbortableBackend : public Forwarding<c10d::Backend> {
  public:
   struct Flights; // works that have begun
@@ -19,38 +19,35 @@ class AbortableBackend : public Forwarding<c10d::Backend> {
   ~AbortableBackend() override;
 
   const std::string getBackendName() const override {
-    return inner_->getBackendName();
+    return name_;
   }
   void abort() override;
-  void shutdown() override {
-    inner_->shutdown();
-  }
+  void shutdown() override;
   // COMM_ERROR after an abort.
   c10d::ErrorType getError() override;
 
   void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all) override {
-    check_aborted();
-    inner_->monitoredBarrier(o, wait_all);
+    inner()->monitoredBarrier(o, wait_all);
   }
 
  protected:
   WorkPtr forward(const at::Tensor* /* tensor */, Operation operation)
       override {
-    check_aborted();
-    return wrap(operation(*inner_), /*message=*/false);
+    return wrap(operation(*inner()), /*message=*/false);
   }
   WorkPtr forward_message(const at::Tensor* /* tensor */, Operation operation)
       override {
-    check_aborted();
-    return wrap(operation(*inner_), /*message=*/true);
+    return wrap(operation(*inner()), /*message=*/true);
   }
 
  private:
-  void check_aborted() const;
+  // Throws after an abort.
+  c10::intrusive_ptr<c10d::Backend> inner() const;
   WorkPtr wrap(WorkPtr work, bool message) const;
 
-  c10::intrusive_ptr<c10d::Backend> inner_;
+  const std::string name_;
   const std::shared_ptr<Flights> flights_;
+  c10::intrusive_ptr<c10d::Backend> inner_; // guarded by the flights' mutex
 };
 
 } // namespace fusedpg

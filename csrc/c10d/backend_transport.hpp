@@ -20,6 +20,9 @@ class BackendTransport : public Transport {
   RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override;
   RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override;
   void abort() override;
+  void end() noexcept override {
+    backend_->abort(); // which closes them
+  }
 
  private:
   template <typename Call>

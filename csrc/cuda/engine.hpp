@@ -258,10 +258,10 @@ class CudaEngine {
   // --- ring_check.cpp; at the start, collective
   void check_ring(const Deadline& deadline);
   struct RingProbe;
+  struct RingCase;
   bool ring_works(
       const std::shared_ptr<RingProbe>& probe,
-      DType type,
-      size_t part,
+      const RingCase& c,
       const Deadline& deadline);
 
   // --- resources.cpp; at the start and the end

@@ -247,8 +247,15 @@ struct RingUpdate {
   const uint32_t* first;
   uint64_t skip_block;
 };
-// Changes with the meaning or the layout of what RingUpdate leads to.
-constexpr uint64_t kRingAbi = (uint64_t(1) << 32) | sizeof(RingUpdate);
+// `how` of ncclFusedpgReduceScatterUpdate.
+constexpr int kRingGathers = 1;
+constexpr int kRingProtocols = 3;
+constexpr int ring_by(int protocol) {
+  return 2 * protocol + 2;
+}
+// Changes with the call, and the meaning or the layout of what RingUpdate leads
+// to.
+constexpr uint64_t kRingAbi = (uint64_t(2) << 32) | sizeof(RingUpdate);
 
 // Blocks meet the other ranks' blocks of their number, so all ranks start as
 // many, whatever their GPUs are.

@@ -132,7 +132,7 @@ struct NcclApi {
       NcclDataType type,
       const void* update, // RingUpdate in device memory
       size_t skip_bytes,
-      int gather,
+      int how, // kRingGathers, ring_by(protocol)
       NcclComm comm,
       NcclStream stream) = nullptr;
 

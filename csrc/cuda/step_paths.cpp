@@ -114,7 +114,7 @@ void Run::ring(size_t t) {
         nccl_type(task_.param_type),
         device<RingUpdate>(rings_) + t,
         0,
-        lamb_ ? 0 : 1,
+        lamb_ ? 0 : kRingGathers,
         comm,
         wire_);
   });

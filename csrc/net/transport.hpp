@@ -96,6 +96,9 @@ class Transport {
 
   // From any thread: makes waits throw Error(kAborted), now and later.
   virtual void abort() = 0;
+  // From the one that uses it: closes all connections, so that peers hear of a
+  // failure that they have no part in.
+  virtual void end() noexcept {}
 };
 
 } // namespace fusedpg

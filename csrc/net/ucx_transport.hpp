@@ -61,6 +61,8 @@ class UcxTransport : public Transport {
     watch_ = std::move(watch);
   }
   void abort() override;
+  // After it nobody reads from or writes to any buffer.
+  void end() noexcept override;
 
  private:
   struct Operation;
@@ -112,9 +114,6 @@ class UcxTransport : public Transport {
   [[noreturn]] void give_up(const Operation& operation, const Deadline&);
   std::string losses() const;
   void close_endpoints(bool force, const Deadline& deadline);
-  // After it nobody reads from or writes to any buffer, and peers hear that the
-  // connections have ended.
-  void end() noexcept;
   void release() noexcept;
 
   const ucx::Api& api_;

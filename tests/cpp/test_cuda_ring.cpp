@@ -103,34 +103,61 @@ void wait_for_its_end() {
 
 } // namespace
 
-// A partial build, whose ring is kernels that do nothing.
-TEST(cuda_engine_refuses_an_empty_ring) {
-  const Clean clean("FUSEDPG_FAKE_PATCHED", "2");
-  EngineWith with;
-  with.settings.nccl = NcclChoice::kPatched;
-  on_threads(2, [&](int rank, Store& store) {
-    expect_error(
-        ErrorKind::kSystem,
-        {"wrong results for float16", "patches/nccl/README.md"},
-        [&] { GpuRank r(rank, 2, store, with); });
-  });
-  wait_for_its_end();
+// A library whose functions do nothing, or not all that they should.
+TEST(cuda_engine_refuses_a_wrong_ring) {
+  const auto refused = [](const char* kind, const std::string& what) {
+    const Clean clean("FUSEDPG_FAKE_PATCHED", kind);
+    EngineWith with;
+    with.settings = cuda_settings(0);
+    with.settings.nccl = NcclChoice::kPatched;
+    on_threads(2, [&](int rank, Store& store) {
+      expect_error(
+          ErrorKind::kSystem,
+          {"wrong results for " + what, "patches/nccl/README.md"},
+          [&] { GpuRank r(rank, 2, store, with); });
+    });
+    wait_for_its_end();
+  };
+  // A partial build: all functions are empty, or one protocol's.
+  refused("2", "SGD of float32 in buffers of 524288 bytes by the protocol");
+  refused("3", "SGD of float32 in buffers of 32768 bytes by the protocol");
+  refused("4", "LAMB's norms of float32 in buffers of 2048 bytes by LL,");
+  refused("5", "Adam with amsgrad of float32 in buffers of 2048 bytes by LL,");
+  refused("6", "SGD with Nesterov's momentum of float32");
 }
 
-// A build without the function that NCCL takes for sizes between.
-TEST(cuda_engine_refuses_a_ring_with_a_gap) {
+// Which NCCL would not choose for the sizes that are tried; and what it has
+// switched off is not missed.
+TEST(cuda_engine_tries_all_protocols_of_a_ring) {
   const Clean clean("FUSEDPG_FAKE_PATCHED", "3");
   EngineWith with;
-  with.settings = cuda_settings(size_t(1) << 18);
+  with.settings = cuda_settings(2048);
   with.settings.nccl = NcclChoice::kPatched;
   on_threads(2, [&](int rank, Store& store) {
     expect_error(
         ErrorKind::kSystem,
-        {"wrong results for float16 in buffers of 65536 bytes",
-         "patches/nccl/README.md"},
+        {"wrong results for SGD of float32 in buffers of 2048 bytes by LL128,"},
         [&] { GpuRank r(rank, 2, store, with); });
   });
   wait_for_its_end();
+  setenv("FUSEDPG_FAKE_PROTOCOLS", "5", 1);
+  with_gpus(2, [](GpuRank&) {}, with);
+  unsetenv("FUSEDPG_FAKE_PROTOCOLS");
+}
+
+// Whatever the chunks' size is.
+TEST(cuda_engine_ring_check_needs_little_memory) {
+  const Clean clean("FUSEDPG_FAKE_PATCHED", "1");
+  EngineWith with;
+  with.settings = cuda_settings(0);
+  with.settings.nccl = NcclChoice::kPatched;
+  for (const int size : {2, 4}) {
+    // Of all ranks, which are threads here.
+    const std::string bytes = std::to_string(size * (4 << 20));
+    setenv("FUSEDPG_FAKE_MEMORY", bytes.c_str(), 1);
+    with_gpus(size, [](GpuRank&) {}, with);
+  }
+  unsetenv("FUSEDPG_FAKE_MEMORY");
 }
 
 } // namespace fusedpg::test

@@ -108,17 +108,25 @@ TEST(cuda_teardown_tells_before_it_aborts) {
   });
 }
 
-// A call of NCCL that does not return: its caller holds the engine.
+// A call of NCCL that does not return, or that NCCL has in progress for ever, so
+// that its caller asks again and again: this caller holds the engine.
 TEST(cuda_teardown_caller_inside_nccl) {
   const Clean clean;
-  for (const bool aborts : {false, true}) {
+  for (const int kind : {0, 1, 2, 3}) {
+    const bool polls = kind / 2 != 0;
+    const bool aborts = kind % 2 != 0;
     on_threads(2, [&](int rank, Store& store) {
       GpuRank r(rank, 2, store);
       GpuTraining training(r, adam(), kSingles, {3000});
       training.load();
       r.meet("begin");
       if (rank == 0) {
-        hooks().fail_rank("ncclReduceScatter", 0, 1, fake::kHang);
+        if (polls) {
+          hooks().async_error(0, kNcclInProgress);
+          hooks().fail_rank("ncclAllReduce", 0, 1, kNcclInProgress);
+        } else {
+          hooks().fail_rank("ncclReduceScatter", 0, 1, fake::kHang);
+        }
         const auto begin = Clock::now();
         training.timeout = milliseconds(aborts ? 60000 : 200);
         std::thread aborter([&] {
@@ -136,6 +144,9 @@ TEST(cuda_teardown_caller_inside_nccl) {
       }
       r.meet("end");
     });
+    // The watchdog has asked meanwhile, but not at the same time.
+    CHECK_EQ(hooks().now().bad_handles, 0u);
+    hooks().async_error(0, 0);
   }
 }
 
@@ -163,41 +174,6 @@ TEST(cuda_teardown_shutdown_beside_a_caller) {
     }
     r.meet("end");
   });
-}
-
-// A call that NCCL has in progress for ever: its caller asks again and again.
-TEST(cuda_teardown_caller_that_polls) {
-  const Clean clean;
-  for (const bool aborts : {false, true}) {
-    on_threads(2, [&](int rank, Store& store) {
-      GpuRank r(rank, 2, store);
-      GpuTraining training(r, adam(), kSingles, {3000});
-      training.load();
-      r.meet("begin");
-      if (rank == 0) {
-        hooks().async_error(0, kNcclInProgress);
-        hooks().fail_rank("ncclAllReduce", 0, 1, kNcclInProgress);
-        const auto begin = Clock::now();
-        training.timeout = milliseconds(aborts ? 60000 : 200);
-        std::thread aborter([&] {
-          if (aborts) {
-            std::this_thread::sleep_for(milliseconds(50));
-            r.engine.abort("fused: enough");
-          }
-        });
-        expect_error(
-            aborts ? ErrorKind::kAborted : ErrorKind::kTimeout,
-            {aborts ? "enough" : "200 ms"},
-            [&] { training.step(); });
-        aborter.join();
-        CHECK(seconds_since(begin) < 8);
-      }
-      r.meet("end");
-    });
-    // The watchdog has asked meanwhile, but not at the same time.
-    CHECK_EQ(hooks().now().bad_handles, 0u);
-    hooks().async_error(0, 0);
-  }
 }
 
 namespace {

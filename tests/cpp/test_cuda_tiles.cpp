@@ -1,5 +1,8 @@
 // Updates, LAMB's moments and their sums.
 
+#include <cstdlib>
+#include <numeric>
+
 #include "check.hpp"
 #include "cuda_world.hpp"
 
@@ -118,6 +121,65 @@ TEST(cuda_tiles_sum_of_many_tiles) {
   };
   check(1);
   check(8); // the last of `list` are 124 ... 0
+}
+
+// Kernels that stride over their items have as many blocks as the device holds
+// at once, which is asked once for each kernel and device.
+TEST(cuda_tiles_blocks_that_fit) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
+  struct Device {
+    int number;
+    const char* sms;
+    const char* on_each;
+    uint32_t most;
+  };
+  const auto launched = [](uint32_t blocks) {
+    return fake_gpu::hooks().calls(
+        (std::to_string(blocks) + " blocks").c_str());
+  };
+  // No other test has asked these.
+  for (const Device& device :
+       {Device{4, "1", "1", 1},
+        Device{5, "1", "3", 3},
+        Device{6, "1", "8", 8},
+        Device{7, "4", "3", 12}}) {
+    setenv("FUSEDPG_FAKE_SMS", device.sms, 1);
+    setenv("FUSEDPG_FAKE_OCCUPANCY", device.on_each, 1);
+    fake_gpu::hooks().reset();
+    CHECK_EQ(fake_gpu::gpu().set_device(device.number), 0);
+    const auto add = [&](uint32_t tensors) {
+      std::vector<uint32_t> list(tensors + 1);
+      std::iota(list.begin(), list.end(), 0);
+      std::vector<double> partial(2 * tensors);
+      std::iota(partial.begin(), partial.end(), 1);
+      std::vector<double> sums(2 * tensors, -1);
+      run(&CudaApi::add_sums,
+          {partial.data(), list.data(), list.data(), sums.data(), tensors, 1});
+      CHECK(sums == partial);
+    };
+    add(20);
+    CHECK_EQ(launched(device.most), 1u);
+    add(1);
+    CHECK_EQ(launched(1), device.most == 1 ? 2u : 1u);
+    CHECK_EQ(fake_gpu::hooks().calls("occupancy"), 1u);
+    std::vector<float> data(100);
+    std::iota(data.begin(), data.end(), 0);
+    std::vector<float> wire(100, -1);
+    std::vector<uint32_t> list(20);
+    std::iota(list.begin(), list.end(), 0);
+    run(&CudaApi::move_blocks,
+        {{data.data(), 100, 5, DType::kFloat32},
+         list.data(),
+         wire.data(),
+         20,
+         true});
+    CHECK(wire == data);
+    CHECK_EQ(launched(device.most), device.most == 1 ? 3u : 2u);
+    CHECK_EQ(fake_gpu::hooks().calls("occupancy"), 2u);
+  }
+  CHECK_EQ(fake_gpu::gpu().set_device(0), 0);
+  unsetenv("FUSEDPG_FAKE_SMS");
+  unsetenv("FUSEDPG_FAKE_OCCUPANCY");
 }
 
 } // namespace fusedpg::test

@@ -52,7 +52,8 @@ std::string shown(const Announcement::Common& a) {
       "reduce_scatter",
       "all_gather",
       "direct_step",
-      "direct_sum"};
+      "direct_sum",
+      "broadcast"};
   std::ostringstream out;
   out << (a.op == kWindowOp        ? "window"
               : a.op == kDevCommOp ? "dev_comm"

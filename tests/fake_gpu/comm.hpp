@@ -29,7 +29,7 @@ struct Collective {
   void* dst;
   size_t count; // as NCCL's functions take it
   cuda::NcclDataType type;
-  cuda::NcclRedOp red_op;
+  cuda::NcclRedOp red_op; // of a broadcast: the root
 };
 
 // A rank's memory that all ranks see.
@@ -61,7 +61,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   cuda::NcclResult launch_ring(
       const Collective& collective,
       const cuda::RingUpdate* update,
-      bool gathers,
+      int how,
       void* stream);
   cuda::NcclResult register_window(
       void* memory,

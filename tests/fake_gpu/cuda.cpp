@@ -98,9 +98,10 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
-// Of multiprocessors there are so few that blocks have several items.
+// Of multiprocessors there are so few (FUSEDPG_FAKE_SMS), and of blocks that fit
+// on each (FUSEDPG_FAKE_OCCUPANCY), that blocks have several items.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 1;
+  *value = static_cast<int>(from_environment("FUSEDPG_FAKE_SMS", 1));
   return cudaSuccess;
 }
 
@@ -110,7 +111,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
     int,
     size_t) {
   calls().enter("occupancy");
-  *blocks = 3;
+  *blocks = static_cast<int>(from_environment("FUSEDPG_FAKE_OCCUPANCY", 3));
   return cudaSuccess;
 }
 

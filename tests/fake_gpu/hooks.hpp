@@ -53,6 +53,7 @@ enum Op : int32_t {
   kAllGather,
   kDirectStep,
   kDirectSum,
+  kBroadcast,
   kOps
 };
 

@@ -96,12 +96,21 @@ void Memory::inspect(const Block& freed) {
   }
 }
 
+// FUSEDPG_FAKE_MEMORY: bytes of the device, and of what it sees of the host's.
+bool Memory::fits(const std::map<void*, Block>& blocks, size_t bytes) {
+  for (const auto& [ignored, block] : blocks) {
+    bytes += block.bytes;
+  }
+  return bytes <=
+      static_cast<uint64_t>(from_environment("FUSEDPG_FAKE_MEMORY", -1));
+}
+
 int Memory::allocate(void** memory, size_t bytes) {
   if (const int error = streams().check_unsafe()) {
     return error;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  Block block = make(bytes);
+  Block block = fits(device_, bytes) ? make(bytes) : Block();
   *memory = block.memory.get();
   if (*memory == nullptr) {
     return kOutOfMemory;
@@ -142,7 +151,7 @@ int Memory::host_allocate(void** memory, size_t bytes) {
     return error;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  Block block = make(bytes);
+  Block block = fits(host_, bytes) ? make(bytes) : Block();
   *memory = block.memory.get();
   if (*memory == nullptr) {
     return kOutOfMemory;

@@ -94,6 +94,7 @@ class Memory {
     size_t bytes = 0;
   };
   static Block make(size_t bytes);
+  static bool fits(const std::map<void*, Block>& blocks, size_t bytes);
   void inspect(const Block& freed);
 
   std::mutex mutex_;

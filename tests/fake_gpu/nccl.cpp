@@ -213,6 +213,21 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclAllGather(
       stream);
 }
 
+FUSEDPG_FAKE_EXPORT NcclResult ncclBroadcast(
+    const void* src,
+    void* dst,
+    size_t count,
+    NcclDataType type,
+    int root,
+    NcclComm comm,
+    NcclStream stream) {
+  return collective(
+      "ncclBroadcast",
+      comm,
+      {kBroadcast, src, dst, count, type, static_cast<NcclRedOp>(root)},
+      stream);
+}
+
 FUSEDPG_FAKE_EXPORT uint64_t ncclFusedpgAbi() {
   return from_environment("FUSEDPG_FAKE_PATCHED", 0) != 0 ? kRingAbi : 0;
 }
@@ -224,7 +239,7 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
     NcclDataType type,
     const void* update,
     size_t skip_bytes,
-    int gather,
+    int how,
     NcclComm handle,
     NcclStream stream) {
   return with_comm("ncclFusedpgReduceScatterUpdate", handle, [&](Comm& comm) {
@@ -235,10 +250,16 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
     if (skip_bytes != 0) {
       return kNcclInvalidArgument; // the engine does not use it
     }
+    // FUSEDPG_FAKE_PROTOCOLS: of those that NCCL has, as bits.
+    const int64_t protocols = from_environment("FUSEDPG_FAKE_PROTOCOLS", 7);
+    const int protocol = how / 2 - 1;
+    if (protocol >= 0 && (protocols >> protocol) % 2 == 0) {
+      return kNcclInvalidUsage;
+    }
     return comm.launch_ring(
         {kReduceScatter, src, dst, count, type, kNcclSum},
         static_cast<const RingUpdate*>(update),
-        gather != 0,
+        how,
         stream);
   });
 }

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+import hosts as namespaces
+
 BACKEND = os.environ.get("FUSEDPG_TEST_BACKEND", "fused")
 """The backend under test. "gloo" checks the tests themselves."""
 
@@ -107,10 +109,12 @@ class _Start:
     oracle: bool
     one_host: bool
     options: dict[str, Any]
+    address: str
+    namespace: str | None
 
 
 def _connect(start: _Start) -> Context:
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+    store = dist.TCPStore(start.address, start.port, is_master=False)
     context = Context(
         start.rank,
         start.world_size,
@@ -153,6 +157,8 @@ def _worker(connection: Any, start: _Start) -> None:
     # A terminal's interrupt is for the parent, which ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(start.env)
+    if start.namespace is not None:
+        namespaces.enter(start.namespace)
     torch.set_num_threads(1)
     try:
         if start.backend == "fused":
@@ -195,14 +201,20 @@ class Workers:
         one_host: bool = True,
         backend: str = BACKEND,
         options: Mapping[str, Any] | None = None,
+        hosts: namespaces.Hosts | None = None,
+        on: Sequence[int] = (),
     ) -> None:
+        """`on`: each rank's host of `hosts`; the store is on host 0."""
         self.world_size = world_size
         self.broken = False
         self._scratch = tempfile.TemporaryDirectory(prefix="fusedpg-test-")
         self.scratch = Path(self._scratch.name)
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True
-        )
+        address = "127.0.0.1" if hosts is None else hosts.address(0)
+
+        def make_store() -> dist.TCPStore:
+            return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, use_libuv=True)
+
+        self.store = make_store() if hosts is None else hosts.call(0, make_store)
         self.processes: list[Any] = [None] * world_size
         self._connections: list[Any] = [None] * world_size
         self._starts: list[_Start] = []
@@ -221,6 +233,8 @@ class Workers:
                 oracle,
                 one_host,
                 dict(options or {}),
+                address,
+                None if hosts is None else hosts.namespace(on[rank]),
             )
             self._starts.append(start)
             self._spawn(rank)

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import TypeVar
 
+Result = TypeVar("Result")
 MAX_HOSTS = 4
 PORT = 29400
 # Bytes that a link may pass at once; the kernel's timer needs some.
@@ -60,6 +64,37 @@ def why_not() -> str | None:
     return None
 
 
+def _system(name: str, *arguments: object) -> None:
+    call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    if call(*arguments) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+
+
+def enter_network(namespace: str) -> None:
+    """This thread, and those that it starts, see the network of a namespace."""
+    clone_newnet = 0x40000000
+    file = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _system("setns", file, clone_newnet)
+    finally:
+        os.close(file)
+
+
+def enter(namespace: str) -> None:
+    """Moves this process, which has one thread, to a host, as `ip netns exec` does.
+
+    /sys is mounted again, since UCX looks there for network devices.
+    """
+    clone_newns, detach = 0x20000, 2
+    slave_and_all_below = 1 << 19 | 1 << 14
+    enter_network(namespace)
+    _system("unshare", clone_newns)
+    _system("mount", b"", b"/", b"none", ctypes.c_ulong(slave_and_all_below), None)
+    _system("umount2", b"/sys", detach)
+    _system("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None)
+
+
 class Hosts:
     """Namespaces ``0 ... count - 1`` with addresses ``10.77.0.1 ...``.
 
@@ -80,7 +115,7 @@ class Hosts:
         self._made: list[str] = []
         self._running: list[subprocess.Popen[str]] = []
 
-    def _namespace(self, host: int | str) -> str:
+    def namespace(self, host: int | str) -> str:
         return f"{self._name}-{host}"
 
     def _make(self, name: str) -> None:
@@ -95,12 +130,12 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         try:
-            switch = self._namespace("switch")
+            switch = self.namespace("switch")
             self._make(switch)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", switch, "link", "set", "bridge", "up")
             for host in range(self.count):
-                name = self._namespace(host)
+                name = self.namespace(host)
                 port = f"port{host}"
                 self._make(name)
                 _ip(
@@ -143,13 +178,39 @@ class Hosts:
             _ip("netns", "delete", name)
         self._made = []
 
+    def cut(self, host: int) -> None:
+        """Pulls a host's cable: what it sends and what it would receive is lost, without a word."""
+        _ip("-n", self.namespace("switch"), "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", self.namespace("switch"), "link", "set", f"port{host}", "up")
+
+    def call(self, host: int, function: Callable[[], Result]) -> Result:
+        """What a function gives in the network of a host; sockets it opens stay there."""
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                enter_network(self.namespace(host))
+                results.append(function())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]
+
     @staticmethod
     def address(host: int) -> str:
         return f"10.77.0.{host + 1}"
 
     def environment(self, host: int) -> dict[str, str]:
         return {
-            "FUSEDPG_HOST_ID": self._namespace(host),
+            "FUSEDPG_HOST_ID": self.namespace(host),
             "GLOO_SOCKET_IFNAME": "eth0",
             "UCX_TLS": "tcp,self",  # else it finds shared memory past the link
         }
@@ -159,7 +220,7 @@ class Hosts:
     ) -> subprocess.Popen[str]:
         """A process on a host, in a process group of its own."""
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace(host), *command],
+            ["ip", "netns", "exec", self.namespace(host), *command],
             env=os.environ | self.environment(host) | dict(env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -173,7 +234,7 @@ class Hosts:
         self,
         program: Sequence[str],
         *,
-        ranks: int = 1,
+        ranks: int | Sequence[int] = 1,
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
     ) -> list[str]:
@@ -181,15 +242,16 @@ class Hosts:
 
         Args:
             program: a script and its arguments.
-            ranks: processes on each host.
+            ranks: processes on each host, or on each of them.
 
         Raises:
             RuntimeError: with the output, when one fails or does not end in time.
         """
         processes = []
         for host in range(self.count):
+            here = ranks if isinstance(ranks, int) else ranks[host]
             launcher = [sys.executable, "-m", "torch.distributed.run"]
-            launcher += [f"--nnodes={self.count}", f"--nproc-per-node={ranks}"]
+            launcher += [f"--nnodes={self.count}", f"--nproc-per-node={here}"]
             launcher += [f"--node-rank={host}", f"--master-addr={self.address(0)}"]
             launcher += [f"--master-port={PORT}"]
             processes.append(self.start(host, [*launcher, *program], env))
@@ -213,7 +275,7 @@ class Hosts:
 
     def _counter(self, host: int, name: str) -> int:
         path = f"/sys/class/net/eth0/statistics/{name}"
-        return int(_command("ip", "netns", "exec", self._namespace(host), "cat", path))
+        return int(_command("ip", "netns", "exec", self.namespace(host), "cat", path))
 
     def sent_bytes(self) -> list[int]:
         """What each host has sent since it began, with all headers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 from pathlib import Path
 
@@ -13,16 +14,41 @@ import harness
 RUN = Path(__file__).parent / "c10d_suite" / "run.py"
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [2, harness.slow(4)])
-def test_suite(world_size: int) -> None:
+def run(*arguments: str, **env: str) -> None:
     if importlib.util.find_spec("expecttest") is None:
         pytest.skip("no expecttest: pip install expecttest")
     done = subprocess.run(
-        harness.python(str(RUN), "--backend", harness.BACKEND, "--world-size", str(world_size)),
+        harness.python(str(RUN), "--backend", harness.BACKEND, *arguments),
+        env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=580,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [2, harness.slow(4)])
+def test_suite(world_size: int) -> None:
+    run("--world-size", str(world_size))
+
+
+BETWEEN_HOSTS = [
+    (counts, transport) for counts in ("1+1", "2+1", "2+2") for transport in ("gloo", "ucx")
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.fused_only
+@pytest.mark.parametrize(
+    ("counts", "transport", "tests"),
+    [
+        ("2+1", "ucx", "quick"),
+        ("2+2", "gloo", "quick"),
+        *(harness.slow(*layout, "all") for layout in BETWEEN_HOSTS),
+    ],
+)
+def test_between_hosts(counts: str, transport: str, tests: str) -> None:
+    """With ranks that take themselves to be on two hosts."""
+    run("--hosts", counts, *(["--quick"] * (tests == "quick")), FUSEDPG_TRANSPORT=transport)

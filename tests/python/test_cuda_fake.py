@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ import harness
 from checks import (
     cuda_fake,
     cuda_order,
+    cuda_ranks,
     fused_ops,
     optim,
     optim_ddp,
@@ -449,3 +452,26 @@ def test_first_step_captured(streams: harness.Workers) -> None:
 
 def test_other_device_is_current(streams: harness.Workers) -> None:
     streams.run(cuda_order.other_device_is_current)
+
+
+# --- the order of calls, between ranks ----------------------------------------------
+
+
+def ranks(size: int) -> harness.Workers:
+    return harness.pool(size, **harness.fake_gpu() | {"options": {"cuda_chunk_bytes": 1 << 10}})
+
+
+@pytest.mark.parametrize("name", cuda_ranks.PROGRAMS)
+def test_programs_of_ranks(name: str) -> None:
+    ranks(2).run(cuda_ranks.fixed, name)
+
+
+@pytest.mark.parametrize("size", [2, harness.slow(3)])
+def test_random_programs_of_ranks(size: int) -> None:
+    """FUSEDPG_FAKE_SEED repeats what a failure's message names."""
+    seed = int(os.environ.get("FUSEDPG_FAKE_SEED") or random.randrange(1 << 30))
+    ranks(size).run(cuda_ranks.drawn, seed, 12, 15)
+
+
+def test_fake_ungrouped_messages() -> None:
+    ranks(2).run(cuda_ranks.ungrouped_messages)

@@ -17,12 +17,13 @@ Spread = tuple[harness.Workers, list[str]]
 
 LAYOUTS = [
     harness.slow(("two", "ucx")),
+    harness.slow(("two", "gloo")),
     ("three", "ucx"),
     ("three", "gloo"),
+    harness.slow(("two and one", "ucx")),
+    ("two and one", "gloo"),
     ("two of two", "ucx"),
     harness.slow(("two of two", "gloo")),
-    ("two and one", "ucx"),
-    harness.slow(("two and one", "gloo")),
     harness.slow(("crossed", "ucx")),
 ]
 
@@ -101,6 +102,14 @@ def test_choice_of_transport(choices: tuple[str, str], library: str, expected: s
         env[0]["FUSEDPG_UCX_LIB"] = ""  # one rank without it is enough
     with harness.Workers(2, env=env, one_host=False) as workers:
         workers.run(hosts.choice, expected)
+
+
+def test_info_while_connecting() -> None:
+    harness.pool_of_hosts("two").run(hosts.info_while_connecting)
+
+
+def test_connects_once() -> None:
+    harness.pool_of_hosts("two", "gloo").run(hosts.connects_once)
 
 
 @pytest.mark.parametrize("numel", [1, 1003, 70_001, 1_000_003])

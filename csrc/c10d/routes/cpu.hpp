@@ -141,6 +141,8 @@ class CpuRoute : public Route {
       const Operation& operation,
       uint64_t ticket,
       std::chrono::milliseconds timeout) = 0;
+  // Where execute() has thrown: may throw something that says more.
+  virtual void failed(const char* /* title */, uint64_t /* ticket */) {}
   WorkPtr run(
       const Call& call,
       const Tensors& inputs,

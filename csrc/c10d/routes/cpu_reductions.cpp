@@ -41,8 +41,17 @@ WorkPtr CpuRoute::run(
       call,
       inputs,
       outputs,
-      [this, timeout = call.timeout, operation = std::move(operation)](
-          uint64_t ticket) { execute(operation, ticket, timeout); });
+      [this,
+       title = call.title,
+       timeout = call.timeout,
+       operation = std::move(operation)](uint64_t ticket) {
+        try {
+          execute(operation, ticket, timeout);
+        } catch (...) {
+          failed(title, ticket);
+          throw;
+        }
+      });
 }
 
 WorkPtr CpuRoute::allreduce(

@@ -4,6 +4,7 @@
 
 #include "c10d/abortable.hpp"
 #include "c10d/delegate.hpp"
+#include "c10d/errors.hpp"
 #include "c10d/routes/hosts_turn.hpp"
 #include "collectives/selector.hpp"
 
@@ -115,6 +116,7 @@ HostsRoute::HostsRoute(
                                     : std::nullopt),
       domain_(make_domain(group, bootstrap, deadline)),
       delegate_(make_gloo("fusedpg-delegate")),
+      failures_(group.store, rank_, size_),
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
   log_once(
       "a group spans several hosts: collectives that only move data use Gloo");
@@ -146,7 +148,8 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
   check_aborted();
   std::lock_guard<std::mutex> lock(transport_mutex_);
   if (cannot_connect_) {
-    throw *cannot_connect_; // the keys in the store have been used
+    std::rethrow_exception(
+        cannot_connect_); // the keys in the store have been used
   }
   if (!connection_.transport) {
     try {
@@ -154,8 +157,10 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
           connect_hosts(group_, Deadline(timeout), check_aborted, [&] {
             return make_gloo("fusedpg-transport");
           });
-    } catch (const Error& error) {
-      cannot_connect_ = error;
+      std::lock_guard<std::mutex> name_lock(name_mutex_);
+      transport_name_ = connection_.name;
+    } catch (...) {
+      cannot_connect_ = std::current_exception();
       throw;
     }
     Transport* transport = connection_.transport.get();
@@ -215,14 +220,7 @@ void HostsRoute::execute(
     const Operation& operation,
     uint64_t ticket,
     std::chrono::milliseconds timeout) {
-  if (domain_ && domain_->failed()) {
-    domain_->detach();
-    fail(
-        domain_->failure_kind(),
-        "fused: this group has failed and must be destroyed; the failure was: "
-        "{}",
-        domain_->failure_reason());
-  }
+  failures_.check();
   HostsTurn turn(*this, ticket, timeout);
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {
@@ -234,10 +232,12 @@ void HostsRoute::execute(
   try {
     operation(turn);
   } catch (const Error& error) {
-    flush();
-    if (domain_ && error.kind() != ErrorKind::kInvalid &&
-        error.kind() != ErrorKind::kMismatch) {
-      domain_->mark_failed(error);
+    const bool alike = error.kind() == ErrorKind::kInvalid ||
+        error.kind() == ErrorKind::kMismatch;
+    if (alike) {
+      flush();
+    } else if (domain_) {
+      domain_->mark_failed(error); // at once: peers here wait for this rank
     }
     throw;
   } catch (...) {
@@ -245,6 +245,24 @@ void HostsRoute::execute(
     throw;
   }
   flush();
+}
+
+void HostsRoute::failed(const char* title, uint64_t ticket) {
+  try {
+    failures_.handle(title, ticket, [this] {
+      end_waits();
+      // What failed may be the delegate's, and peers wait for messages.
+      std::lock_guard<std::mutex> lock(transport_mutex_);
+      if (connection_.transport) {
+        connection_.transport->end();
+      }
+    });
+  } catch (const Error& error) {
+    if (domain_) {
+      domain_->mark_failed(error);
+    }
+    throw;
+  }
 }
 
 std::shared_ptr<c10::Allocator> HostsRoute::getMemAllocator() {
@@ -260,11 +278,14 @@ at::Tensor HostsRoute::empty_shared(
 
 void HostsRoute::describe(GroupInfo& info) {
   info.engine = "gloo";
-  std::lock_guard<std::mutex> lock(transport_mutex_);
-  info.transport = connection_.name;
+  std::lock_guard<std::mutex> lock(name_mutex_);
+  info.transport = transport_name_;
 }
 
 std::optional<ErrorKind> HostsRoute::failure() {
+  if (const auto kind = failures_.kind()) {
+    return kind;
+  }
   if (domain_ && domain_->failed()) {
     return domain_->failure_kind();
   }
@@ -273,8 +294,27 @@ std::optional<ErrorKind> HostsRoute::failure() {
       : std::optional(ErrorKind::kAborted);
 }
 
-// What connects the hosts holds the mutex, and looks for the delegate's abort.
 void HostsRoute::abort() {
+  end_waits();
+  // Where no operation is under way to raise it, peers hear of it all the same.
+  try {
+    group_.executor().submit([this](uint64_t ticket) {
+      try {
+        fail(
+            ErrorKind::kAborted,
+            "fused: the group was aborted on rank {} and must be destroyed",
+            rank_);
+      } catch (...) {
+        capture([&] { failed("fused:abort", ticket); });
+      }
+    });
+  } catch (const Error&) {
+    // It was shut down.
+  }
+}
+
+// What connects the hosts holds the mutex, and looks for the delegate's abort.
+void HostsRoute::end_waits() {
   delegate_->abort();
   if (domain_) {
     domain_->request_abort();

@@ -6,6 +6,7 @@
 
 #include "base/host_map.hpp"
 #include "c10d/connect_hosts.hpp"
+#include "c10d/host_failures.hpp"
 #include "c10d/routes/cpu.hpp"
 #include "collectives/net_exchange.hpp"
 #include "host/domain.hpp"
@@ -60,6 +61,7 @@ class HostsRoute : public CpuRoute {
       const Operation& operation,
       uint64_t ticket,
       std::chrono::milliseconds timeout) override;
+  void failed(const char* title, uint64_t ticket) override;
   WorkPtr send_message(Tensors& tensors, int dst, int tag) override {
     return delegate_->send(tensors, dst, tag);
   }
@@ -77,6 +79,7 @@ class HostsRoute : public CpuRoute {
   // Throws when a rank of this host has failed or died, which is not so that
   // it may just have been done before this one.
   void check_neighbours(const std::string& what);
+  void end_waits();
   Transport& connected(std::chrono::milliseconds timeout);
   // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
@@ -85,10 +88,13 @@ class HostsRoute : public CpuRoute {
   const std::optional<HostMap> flat_;
   const std::unique_ptr<Domain> domain_; // of this host's ranks, if several
   const c10::intrusive_ptr<c10d::Backend> delegate_;
+  HostFailures failures_;
   std::mutex transport_mutex_;
   // Made by the first operation that needs it; connections of its own.
   Connection connection_;
-  std::optional<Error> cannot_connect_;
+  std::exception_ptr cannot_connect_;
+  std::mutex name_mutex_; // which nobody holds for long
+  std::string transport_name_;
   // Of the executing thread.
   std::optional<Clock::time_point> in_doubt_since_;
   SkipState skip_;

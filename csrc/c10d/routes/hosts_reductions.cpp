@@ -61,11 +61,12 @@ void HostsTurn::all_reduce(
   delegated.ucx = route_.carried_by_ucx(timeout_);
   const bool dense_is_delegated = select_delegate(delegated);
   for (const Flat& flat : tensors) {
+    const ReduceTensor tensor = flat.reduce_tensor();
     if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
+      agree(tensor, reduction);
       delegate_sum(flat, reduction);
       continue;
     }
-    const ReduceTensor tensor = flat.reduce_tensor();
     const OpDescriptor d =
         facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
     const SkipConfig config = skip_config(skip, size_, d, reduction.args);
@@ -74,6 +75,7 @@ void HostsTurn::all_reduce(
       if (select_estimate(config)) {
         skip.estimates.count_dense(d.shape_hash, d.dtype);
       }
+      agree(tensor, reduction);
       delegate_sum(flat, reduction);
       continue;
     }
@@ -141,6 +143,15 @@ void HostsTurn::sum(at::Tensor t, const Reduction& reduction) {
   Tensors one{t};
   gloo_.allreduce(one, opts)->wait();
   gloo.finish(t);
+}
+
+// Gloo compares nothing: ranks that differ would hang, or get wrong sums.
+void HostsTurn::agree(const ReduceTensor& tensor, const Reduction& reduction) {
+  NetContext ctx = context();
+  HostsWay way(ctx);
+  const SumCall call = sum_call(OpCode::kAllReduce, {tensor}, reduction.args);
+  OpDescriptor mine = describe_sum(way.op(), call, {tensor});
+  way.enter(nullptr, mine, {});
 }
 
 void HostsTurn::delegate_sum(const Flat& flat, const Reduction& reduction) {

@@ -80,6 +80,8 @@ class HostsTurn : public Turn {
   NetContext sums();
   void sum(at::Tensor t, const Reduction& reduction);
 
+  void agree(const ReduceTensor& tensor, const Reduction& reduction);
+
   void delegate_sum(const Flat& flat, const Reduction& reduction);
 
   HostsRoute& route_;

@@ -1,15 +1,19 @@
 // A Python module that gives torch a CUDA device on the fake GPU, and stands
-// for ProcessGroupNCCL in a group of one rank: what is enqueued where, and who
-// waits for it, is as there. Kernels only copy.
+// for ProcessGroupNCCL: what is enqueued where, and who waits for it, is as
+// there. Its communicators are the fake NCCL's, between processes.
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/as_strided_native.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
+#include <array>
 #include <deque>
 #include <thread>
 
@@ -19,6 +23,34 @@ namespace fusedpg::fake {
 namespace {
 
 std::unique_ptr<Hooks> loaded;
+
+// NCCL's functions, of the same library.
+struct Nccl : cuda::NcclApi {
+  explicit Nccl(const Hooks& from) {
+    from.find("ncclGetErrorString", get_error_string);
+    from.find("ncclGetUniqueId", get_unique_id);
+    from.find("ncclCommInitRankConfig", comm_init_rank_config);
+    from.find("ncclCommDestroy", comm_destroy);
+    from.find("ncclCommAbort", comm_abort);
+    from.find("ncclAllReduce", all_reduce);
+    from.find("ncclReduceScatter", reduce_scatter);
+    from.find("ncclAllGather", all_gather);
+    from.find("ncclBroadcast", broadcast);
+  }
+  void check(cuda::NcclResult result) const {
+    TORCH_CHECK(
+        result == cuda::kNcclSuccess, "NCCL error: ", get_error_string(result));
+  }
+  cuda::NcclResult (*broadcast)(
+      const void* src,
+      void* dst,
+      size_t count,
+      cuda::NcclDataType type,
+      int root,
+      cuda::NcclComm comm,
+      cuda::NcclStream stream) = nullptr;
+};
+std::unique_ptr<Nccl> nccl;
 
 const cuda::CudaApi& gpu() {
   return *loaded->cuda;
@@ -194,16 +226,49 @@ class Work : public c10d::Work {
   std::vector<at::Tensor> stash;
 };
 
-// A thread's ncclGroupStart and ncclGroupEnd.
+cuda::NcclDataType type_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kInt:
+      return cuda::kNcclInt32;
+    case at::kLong:
+      return cuda::kNcclInt64;
+    case at::kFloat:
+      return cuda::kNcclFloat32;
+    case at::kDouble:
+      return cuda::kNcclFloat64;
+    default:
+      TORCH_CHECK(false, "a type that no test uses");
+  }
+}
+
+cuda::NcclRedOp operation_of(const c10d::ReduceOp& op) {
+  return op == c10d::ReduceOp::AVG ? cuda::kNcclAvg
+      : op == c10d::ReduceOp::MAX  ? cuda::kNcclMax
+      : op == c10d::ReduceOp::MIN  ? cuda::kNcclMin
+                                   : cuda::kNcclSum;
+}
+
+// A thread's ncclGroupStart and ncclGroupEnd. What is sent to one rank and
+// received from it in a group runs at once: here in an order, {lower rank,
+// higher rank, sender}, that is the same on both.
+struct HeldBack {
+  std::array<int, 3> order;
+  std::function<void()> launch;
+};
 thread_local int depth = 0;
-thread_local std::vector<std::function<void()>> held_back;
+thread_local std::vector<HeldBack> held_back;
 
 class FakeNccl : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using Result = c10::intrusive_ptr<c10d::Work>;
 
-  FakeNccl() : Backend(0, 1) {}
+  FakeNccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+      : Backend(rank, size),
+        store_(std::move(store)) {}
+  ~FakeNccl() override {
+    abort();
+  }
 
   bool supportsCoalescing() const override {
     return true;
@@ -216,8 +281,13 @@ class FakeNccl : public c10d::Backend {
   Result endCoalescing() override {
     TORCH_CHECK(depth > 0, "NCCL error: invalid usage: ncclGroupEnd");
     if (--depth == 0) {
-      for (const auto& launch : std::exchange(held_back, {})) {
-        launch();
+      auto group = std::exchange(held_back, {});
+      std::stable_sort(
+          group.begin(), group.end(), [](const auto& a, const auto& b) {
+            return a.order < b.order;
+          });
+      for (const HeldBack& held : group) {
+        held.launch();
       }
     }
     coalescing_ = false;
@@ -228,58 +298,185 @@ class FakeNccl : public c10d::Backend {
     return nullptr;
   }
 
+  Result allreduce(Tensors& tensors, const c10d::AllreduceOptions& options)
+      override {
+    return call(tensors[0], tensors[0], options.asyncOp, [=](auto... where) {
+      const at::Tensor& t = tensors[0];
+      const auto op = operation_of(options.reduceOp);
+      void* data = t.data_ptr();
+      return nccl->all_reduce(data, data, t.numel(), type_of(t), op, where...);
+    });
+  }
+  Result broadcast(Tensors& tensors, const c10d::BroadcastOptions& options)
+      override {
+    const auto root = static_cast<int>(options.rootRank);
+    return call(tensors[0], tensors[0], options.asyncOp, [=](auto... where) {
+      return send_from(tensors[0], root, where...);
+    });
+  }
   Result _allgather_base(
       at::Tensor& to,
       at::Tensor& from,
       const c10d::AllgatherOptions& options) override {
-    TORCH_CHECK_VALUE(to.nbytes() == from.nbytes(), "sizes differ");
-    return call(to, from, options.asyncOp);
+    TORCH_CHECK_VALUE(
+        to.numel() == from.numel() * getSize(), "sizes do not fit");
+    return call(to, from, options.asyncOp, [=](auto... where) {
+      return nccl->all_gather(
+          from.data_ptr(),
+          to.data_ptr(),
+          from.numel(),
+          type_of(from),
+          where...);
+    });
   }
-  Result send(Tensors& tensors, int, int) override {
-    return point_to_point("send", mailbox_, tensors[0]);
+  Result _reduce_scatter_base(
+      at::Tensor& to,
+      at::Tensor& from,
+      const c10d::ReduceScatterOptions& options) override {
+    TORCH_CHECK_VALUE(
+        from.numel() == to.numel() * getSize(), "sizes do not fit");
+    return call(to, from, options.asyncOp, [=](auto... where) {
+      return nccl->reduce_scatter(
+          from.data_ptr(),
+          to.data_ptr(),
+          to.numel(),
+          type_of(to),
+          operation_of(options.reduceOp),
+          where...);
+    });
   }
-  Result recv(Tensors& tensors, int, int) override {
-    return point_to_point("recv", tensors[0], mailbox_);
+  Result send(Tensors& tensors, int peer, int) override {
+    return point_to_point(tensors[0], peer, getRank());
+  }
+  Result recv(Tensors& tensors, int peer, int) override {
+    return point_to_point(tensors[0], peer, peer);
   }
   void setSequenceNumberForGroup() override {}
 
- private:
-  Result point_to_point(const char* name, at::Tensor to, at::Tensor from) {
-    TORCH_CHECK(coalescing_, name, " with this rank hangs outside a group");
-    if (!to.defined()) {
-      to = mailbox_ = at::empty(from.sizes(), from.options());
+  void abort() override {
+    for (const cuda::NcclComm comm : std::exchange(comms_, {})) {
+      nccl->comm_abort(comm);
     }
-    call(to, from.defined() ? from : mailbox_, true);
-    return nullptr;
   }
-  Result call(const at::Tensor& to, const at::Tensor& from, bool async) {
-    const c10::Device device = to.device();
-    if (!stream_) {
-      stream_ = stream_of(device, new_stream(device.index()));
+  void shutdown() override {
+    for (const cuda::NcclComm comm : std::exchange(comms_, {})) {
+      nccl->comm_destroy(comm);
     }
+  }
+
+ private:
+  using Launch =
+      std::function<cuda::NcclResult(cuda::NcclComm, cuda::NcclStream)>;
+  struct Channel {
+    cuda::NcclComm comm;
+    c10::Stream stream;
+  };
+
+  static cuda::NcclResult send_from(
+      const at::Tensor& t,
+      int root,
+      cuda::NcclComm comm,
+      cuda::NcclStream stream) {
+    void* data = t.data_ptr();
+    return nccl->broadcast(
+        data, data, t.nbytes(), cuda::kNcclUint8, root, comm, stream);
+  }
+
+  cuda::NcclComm connect(const std::string& key, int rank, int size) {
+    cuda::NcclUniqueId id;
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&id);
+    if (rank == 0) {
+      nccl->check(nccl->get_unique_id(&id));
+      store_->set(key, std::vector<uint8_t>(bytes, bytes + sizeof id));
+    } else {
+      std::memcpy(&id, store_->get(key).data(), sizeof id);
+    }
+    cuda::NcclComm made = nullptr;
+    nccl->check(nccl->comm_init_rank_config(&made, size, id, rank, nullptr));
+    comms_.push_back(made);
+    return made;
+  }
+  // The first call of a group connects all ranks: also in pairs, which the
+  // real one does when they first need it.
+  void connect(const c10::Device& device) {
+    if (stream_) {
+      return;
+    }
+    const OnDevice scope(device.index());
+    stream_ = stream_of(device, new_stream(device.index()));
+    group_ = connect("all", getRank(), getSize());
+    for (int low = 0; low < getSize(); ++low) {
+      for (int high = low + 1; high < getSize(); ++high) {
+        if (low == getRank() || high == getRank()) {
+          const std::string key = c10::str(low, ":", high);
+          pairs_.emplace(
+              low == getRank() ? high : low,
+              Channel{
+                  connect(key, high == getRank(), 2),
+                  stream_of(device, new_stream(device.index()))});
+        }
+      }
+    }
+  }
+
+  Result point_to_point(const at::Tensor& t, int peer, int sender) {
+    if (peer != getRank()) {
+      // Who sends is known on both sides: calls that do not meet hang.
+      const int root = sender == std::min(peer, getRank()) ? 0 : 1;
+      const auto launch = [=](auto... where) {
+        return send_from(t, root, where...);
+      };
+      return call(t, t, true, launch, peer, sender);
+    }
+    TORCH_CHECK(coalescing_, "with this rank it hangs outside a group");
+    if (sender == getRank() && !mailbox_.defined()) {
+      mailbox_ = t; // sent before it is received, in tests
+      return nullptr;
+    }
+    const at::Tensor from = std::exchange(mailbox_, {});
+    return call(t, from, true, [=](auto, auto stream) {
+      check(gpu().copy(t.data_ptr(), from.data_ptr(), t.nbytes(), stream));
+      return cuda::kNcclSuccess;
+    });
+  }
+
+  Result call(
+      const at::Tensor& to,
+      const at::Tensor& from,
+      bool async,
+      const Launch& enqueue,
+      int peer = -1,
+      int sender = -1) {
+    const c10::Device device = to.device();
+    connect(device);
     const c10::Stream now = current_stream(device);
-    const c10::Stream stream = async ? *stream_ : now;
+    // In a group, messages are the group's communicator's.
+    const bool alone = peer >= 0 && !coalescing_;
+    const c10::Stream stream = alone ? pairs_.at(peer).stream
+        : async                      ? *stream_
+                                     : now;
     if (async) {
       link(now, stream);
     }
+    const cuda::NcclComm comm = peer >= 0 ? pairs_.at(peer).comm : group_;
     const auto launch = [=, this] {
-      const bool captured =
-          c10::impl::VirtualGuardImpl(c10::kCUDA).isStreamCapturing(stream);
-      if (!captured) {
+      const bool ordered = !alone &&
+          !c10::impl::VirtualGuardImpl(c10::kCUDA).isStreamCapturing(stream);
+      if (ordered) {
         last_.block(stream); // a communicator's operations have an order
       }
       const OnDevice scope(device.index());
       // It takes its time, or who does not wait could be lucky.
       check(loaded->sleep(handle(stream), 3));
-      check(
-          gpu().copy(
-              to.data_ptr(), from.data_ptr(), from.nbytes(), handle(stream)));
-      if (!captured) {
+      nccl->check(enqueue(comm, handle(stream)));
+      if (ordered) {
         last_.record(stream);
       }
     };
     if (depth > 0) {
-      held_back.push_back(launch);
+      held_back.push_back(
+          {{std::min(peer, getRank()), std::max(peer, getRank()), sender},
+           launch});
     } else {
       launch();
     }
@@ -301,9 +498,13 @@ class FakeNccl : public c10d::Backend {
         std::vector<c10::Device>{device});
     work->future->markCompleted(c10::IValue(Tensors{to}));
     guard.exchangeStream(now);
-    return async ? Result(work) : Result();
+    return async && !(coalescing_ && peer >= 0) ? Result(work) : Result();
   }
 
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::vector<cuda::NcclComm> comms_;
+  cuda::NcclComm group_ = nullptr;
+  std::map<int, Channel> pairs_; // by the other rank
   std::optional<c10::Stream> stream_;
   c10::Event last_{c10::kCUDA};
   bool coalescing_ = false;
@@ -326,16 +527,18 @@ struct Hold {
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
 }
 
 PYBIND11_MODULE(fusedpg_fake_nccl, m) {
   m.def("load", [](const char* path) {
     loaded = std::make_unique<Hooks>(path);
+    nccl = std::make_unique<Nccl>(*loaded);
     c10::impl::registerDeviceGuard(c10::kCUDA, new Guard);
   });
   py::class_<FakeNccl, c10d::Backend, c10::intrusive_ptr<FakeNccl>>(
       m, "FakeNccl")
-      .def(py::init<>());
+      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>());
   py::class_<Hold, std::shared_ptr<Hold>>(m, "Hold")
       .def(py::init<int64_t>())
       .def("release", [](Hold& hold) { hold.go = true; });
@@ -387,6 +590,7 @@ PYBIND11_MODULE(fusedpg_fake_nccl, m) {
   m.def("destroy_graph", [](int64_t graph) {
     check(loaded->destroy_graph(reinterpret_cast<void*>(graph)));
   });
+  m.def("mismatches", [] { return loaded->now().mismatches; });
   m.def("bad_handles", [] { return loaded->now().bad_handles; });
 }
 

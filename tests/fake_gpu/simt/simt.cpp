@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "calls.hpp"
@@ -393,6 +394,7 @@ cudaError_t launch(
       grid.threads.x % kWarp != 0 || grid.threads.y * grid.threads.z != 1) {
     return cudaErrorInvalidConfiguration;
   }
+  fake::calls().enter((std::to_string(grid.blocks.x) + " blocks").c_str());
   const auto work = [grid, run = std::move(run)] {
     thread_local uint32_t launches = 0;
     Machine here(grid, run, ++launches);

@@ -1,6 +1,8 @@
 """Runs PyTorch's DistributedTest on a backend and sums it up.
 
-python tests/python/c10d_suite/run.py    everything Gloo passes, some minutes
+python tests/python/c10d_suite/run.py                 everything Gloo passes, some minutes
+python tests/python/c10d_suite/run.py --hosts 2+1     the same with ranks that take themselves to be
+                                                      on two hosts
 
 Which tests run depends on the backend's name: under the gate "gloo" those that
 torch runs on Gloo, under "mpi" also those it keeps for MPI, which Gloo passes too.
@@ -37,6 +39,8 @@ class Part:
 
 PARTS = (
     Part(2, "gloo", False, "gloo-w2.txt"),
+    Part(3, "gloo", False, "gloo-w4-gloo-gate.txt"),
+    Part(3, "mpi", True, "gloo-w4-mpi-gate.txt"),
     Part(4, "gloo", False, "gloo-w4-gloo-gate.txt"),
     Part(4, "mpi", True, "gloo-w4-mpi-gate.txt"),
 )
@@ -60,17 +64,24 @@ def outcomes(report: Path) -> Iterator[tuple[str, str, str]]:
         yield str(case.get("name")), outcome, text
 
 
-def run(part: Part, backend: str, tests: Path, timeout: float) -> list[str]:
+def run(part: Part, backend: str, hosts: list[str], quick: bool, timeout: float) -> list[str]:
     """Runs one part; the names of the tests that failed without being known."""
+    names = (HERE / part.tests).read_text().split()
+    if quick:
+        spread = (HERE / "spread.txt").read_text().split()
+        names = [name for name in names if name in spread]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fusedpg-c10d-") as scratch:
         report = Path(scratch) / "report.xml"
+        tests = Path(scratch) / "tests.txt"
+        tests.write_text("\n".join(names))
         env = {
             **os.environ,
             "C10D_SUITE_BACKEND": backend,
             "C10D_SUITE_GATE": part.gate,
             "C10D_SUITE_SMALL": str(int(part.small)),
             "C10D_SUITE_SELECT": str(tests),
+            "C10D_SUITE_HOSTS": ",".join(hosts),
             "WORLD_SIZE": str(part.world_size),
             "TEMP_DIR": scratch,
             "OMP_NUM_THREADS": "1",
@@ -124,15 +135,20 @@ def run(part: Part, backend: str, tests: Path, timeout: float) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="fused")
-    parser.add_argument("--world-size", type=int, choices=[2, 4], help="only this one")
+    parser.add_argument("--world-size", type=int, choices=[2, 3, 4], help="2 and 4 unless given")
+    parser.add_argument("--hosts", default="", help='ranks on each host, such as "2+1"')
+    parser.add_argument("--quick", action="store_true", help="only those in spread.txt")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds per world size")
     arguments = parser.parse_args()
     if importlib.util.find_spec("expecttest") is None:
         raise SystemExit("torch's suite needs expecttest: pip install expecttest")
+    counts = [int(count) for count in arguments.hosts.split("+") if count]
+    hosts = [f"host{i}" for i, count in enumerate(counts) for _ in range(count)]
+    sizes = [arguments.world_size] if arguments.world_size else [2, 4]
     bad = []
     for part in PARTS:
-        if arguments.world_size in (None, part.world_size):
-            bad += run(part, arguments.backend, HERE / part.tests, arguments.timeout)
+        if part.world_size in ([len(hosts)] if hosts else sizes):
+            bad += run(part, arguments.backend, hosts, arguments.quick, arguments.timeout)
     return 1 if bad else 0
 
 

@@ -9,6 +9,7 @@ C10D_SUITE_BACKEND  name passed to init_process_group
 C10D_SUITE_GATE     "gloo" runs what Gloo runs; "mpi" the all_to_all tests too
 C10D_SUITE_SMALL    1: run also what is skipped below eight ranks
 C10D_SUITE_SELECT   file of the names of the tests to run
+C10D_SUITE_HOSTS    a name for each rank, such as "a,a,b": hosts that ranks take themselves to be on
 WORLD_SIZE, TEMP_DIR  read by the suite itself
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 BACKEND = os.environ["C10D_SUITE_BACKEND"]
 GATE = os.environ["C10D_SUITE_GATE"]
+HOSTS = [name for name in os.environ.get("C10D_SUITE_HOSTS", "").split(",") if name]
 # Read by the suite while it is imported.
 os.environ["BACKEND"] = GATE
 
@@ -106,6 +108,8 @@ def _in_environment(
     environment: dict[str, str], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     os.environ.update(environment)
+    if HOSTS:
+        os.environ["FUSEDPG_HOST_ID"] = HOSTS[args[0]]
     target(*args, **kwargs)
 
 

@@ -1,7 +1,7 @@
 """The order of a group's calls on a GPU: ordinary collectives, fused operations, graphs.
 
 One rank, on streams of the fake GPU; fake_nccl.cpp stands for ProcessGroupNCCL. A stream is held,
-and what must come behind its work must not run before it is released.
+and what must come behind its work must not run before it is released. Several ranks: cuda_ranks.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def fake() -> Any:
 
 def make_delegate(device: str, *arguments: Any) -> Any:
     assert device == "cuda", device
-    made.append(fake().FakeNccl())
+    store, rank, size, *_ = arguments
+    made.append(fake().FakeNccl(store, rank, size))
     return made[-1]
 
 
@@ -96,13 +97,12 @@ class Scene:
     def sync(self, stream: int) -> None:
         self.fake.synchronize(stream)
 
-    def step(self, async_op: bool = False) -> Any:
+    def step(self, async_op: bool = False, reduce: str = "mean") -> Any:
         self.steps += 1
         flags = {"nesterov": False, "is_first_step": True, "dampening": 0.0}
         numbers = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0}
-        return fusedpg.fused_sgd_(
-            [self.param], [self.grad], [], **numbers, **flags, group=self.group, async_op=async_op
-        )
+        how = {"group": self.group, "async_op": async_op, "reduce": reduce}
+        return fusedpg.fused_sgd_([self.param], [self.grad], [], **numbers, **flags, **how)
 
     def gather(self, async_op: bool = False) -> Any:
         """An ordinary collective: `out` becomes `param`."""
@@ -385,7 +385,9 @@ def ordered_in_a_graph(context: Context, kind: str) -> None:
         replay(scene, other)
         assert scene.value(scene.out) == before + 2
     scene.fake.set_delay(0)
-    for one in (graph, other):
+    with captured(scene, scene.a) as third:  # which has nothing to do with `other`
+        scene.step()
+    for one in (graph, other, third):
         scene.fake.destroy_graph(one.handle)
     scene.close()
 

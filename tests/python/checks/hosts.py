@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -135,3 +137,50 @@ def memory(context: Context) -> None:
     assert bool((tensor == 2).all())
     torch.distributed.all_reduce(tensor)
     assert bool((tensor == 2 * context.world_size).all())
+
+
+def info_while_connecting(context: Context) -> None:
+    """Who asks what a group is does not wait for ranks that have not come yet."""
+    import fusedpg
+
+    group = torch.distributed.new_group()
+    store = torch.distributed.PrefixStore("info", context.store)
+    if context.rank != 0:
+        store.wait(["asked"])
+        fusedpg.sparse_all_reduce(torch.ones(10), group=group)
+        torch.distributed.destroy_process_group(group)
+        return
+    thread = threading.Thread(target=lambda: fusedpg.sparse_all_reduce(torch.ones(10), group=group))
+    thread.start()
+    time.sleep(0.3)
+    # Would wait for ever: the others come when this has answered.
+    info = fusedpg.group_info(group)
+    store.set("asked", "")
+    thread.join()
+    assert "transport" not in info
+    assert "transport" in fusedpg.group_info(group)
+    torch.distributed.destroy_process_group(group)
+
+
+def connects_once(context: Context) -> None:
+    """What has failed to connect is not tried again: the keys in the store have been used."""
+    import fusedpg
+    from fusedpg import _registration
+
+    calls = []
+
+    def fails(*arguments: object) -> None:
+        calls.append(arguments)
+        raise RuntimeError("no Gloo today")
+
+    group = torch.distributed.new_group()
+    module = _registration.load_extension()
+    module._set_delegate_factory(fails)
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no Gloo today"):
+                fusedpg.sparse_all_reduce(torch.ones(10), group=group)
+    finally:
+        module._set_delegate_factory(_registration._make_delegate)
+    assert len(calls) == 1
+    torch.distributed.destroy_process_group(group)

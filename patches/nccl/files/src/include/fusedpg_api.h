@@ -18,9 +18,11 @@ uint64_t ncclFusedpgAbi();
 // elements of a rank's part that travel, which is `block` unless some are
 // skipped; then it is the largest number of blocks any rank's part has, times
 // the elements of one. skip_bytes: bytes of such a block, a power of two from
-// 64 Ki; 0: none is skipped. gather: 0 leaves out the last part. Types: half,
-// bfloat16 and float. Two or more ranks. Both buffers hold nranks parts, and
-// may be the same.
+// 64 Ki; 0: none is skipped. how: 0 leaves out the last part, 1 does not; 2 * p
+// + 2 more asks for NCCL's protocol p (NCCL_PROTO_LL, ...), and is an invalid
+// usage where NCCL has that switched off for this communicator. Types: half,
+// bfloat16 and float. Two or more ranks. Both buffers hold nranks parts, and may
+// be the same.
 ncclResult_t ncclFusedpgReduceScatterUpdate(
     const void* sendbuff,
     void* recvbuff,
@@ -28,7 +30,7 @@ ncclResult_t ncclFusedpgReduceScatterUpdate(
     ncclDataType_t datatype,
     const void* update,
     size_t skip_bytes,
-    int gather,
+    int how,
     ncclComm_t comm,
     cudaStream_t stream);
 

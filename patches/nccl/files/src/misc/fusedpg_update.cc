@@ -20,7 +20,7 @@ FUSEDPG_API ncclResult_t ncclFusedpgReduceScatterUpdate(
     ncclDataType_t datatype,
     const void* update,
     size_t skip_bytes,
-    int gather,
+    int how,
     ncclComm_t comm,
     cudaStream_t stream) {
   NCCLCHECK(CommCheck(comm, "ncclFusedpgReduceScatterUpdate", "comm"));
@@ -30,11 +30,17 @@ FUSEDPG_API ncclResult_t ncclFusedpgReduceScatterUpdate(
   const bool power = (skip_bytes & (skip_bytes - 1)) == 0;
   const bool fits =
       skip_bytes == 0 || (skip_bytes >= (1 << 16) && skip_bytes <= (1 << 30));
-  if (comm->nRanks < 2 || !power || !fits ||
+  if (comm->nRanks < 2 || !power || !fits || how < 0 ||
+      how > 2 * NCCL_NUM_PROTOCOLS + 1 ||
       (datatype != ncclFloat && datatype != ncclHalf &&
        datatype != ncclBfloat16)) {
     WARN("ncclFusedpgReduceScatterUpdate: invalid arguments");
     return ncclInvalidArgument;
+  }
+  const int protocol = how / 2 - 1;
+  if (protocol >= 0 &&
+      comm->bandwidths[ncclFuncReduceScatter][NCCL_ALGO_RING][protocol] == 0) {
+    return ncclInvalidUsage; // it never chooses that
   }
   // An operation of the user's, as for a premultiplied sum, whose scalar is
   // where the update lies. Nothing else of NCCL's reads proxyOp.
@@ -47,7 +53,7 @@ FUSEDPG_API ncclResult_t ncclFusedpgReduceScatterUpdate(
   user->opFull.op = ncclDevFusedpgUpdate;
   user->opFull.scalarArgIsPtr = false;
   user->opFull.scalarArg = reinterpret_cast<uint64_t>(update);
-  user->opFull.proxyOp = ncclRedOp_t(int(skip_bytes) | int(gather != 0));
+  user->opFull.proxyOp = ncclRedOp_t(int(skip_bytes) | how);
   struct ncclInfo info = {
       ncclFuncReduceScatter,
       "FusedpgReduceScatterUpdate",

@@ -1,0 +1,245 @@
+#include "c10d/host_failures.hpp"
+
+#include <algorithm>
+#include <future>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.hpp"
+#include "c10d/errors.hpp"
+#include "c10d/store_rendezvous.hpp"
+
+namespace fusedpg {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPatience{800}; // for what the others say
+// The store may have gone with its host, or be out of reach.
+constexpr milliseconds kStorePatience{400};
+constexpr milliseconds kLook{10};
+// Of larger groups only so many are asked.
+constexpr int kMostAsked = 64;
+constexpr size_t kLongest = 600; // characters of a reason
+
+struct Failure {
+  ErrorKind kind;
+  bool breaks; // the group can be used no more
+  bool consequence; // of what another rank has done, or has not
+  std::string text;
+};
+
+bool starts_with(const std::string& text, const std::string& part) {
+  return text.compare(0, part.size(), part) == 0;
+}
+
+// Without Gloo's advice, which is in the way of ours.
+std::string without_advice(std::string text) {
+  const std::string last = "error. GLHF! \U0001F3D6\uFE0F";
+  const size_t begin = text.find(". This is typically");
+  const size_t end = text.find(last);
+  if (begin != std::string::npos && end != std::string::npos && begin < end) {
+    text.erase(begin, end + last.size() - begin);
+  }
+  return text;
+}
+
+// Of the exception that is being handled.
+Failure current_failure() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    const ErrorKind kind = error.kind();
+    const bool alike = // on all ranks, before anything has been sent
+        kind == ErrorKind::kInvalid || kind == ErrorKind::kMismatch;
+    const bool consequence = kind == ErrorKind::kTimeout ||
+        kind == ErrorKind::kPeerDead || kind == ErrorKind::kPeerFailed;
+    return {kind, !alike, consequence, error.what()};
+  } catch (const c10::DistError& error) {
+    const std::string text = one_line(error);
+    // Our own, which a delegate has raised.
+    const bool aborted = starts_with(text, "fused: the group was aborted");
+    return {
+        aborted ? ErrorKind::kAborted : ErrorKind::kPeerFailed,
+        true,
+        !aborted,
+        text};
+  } catch (const c10::OutOfMemoryError& error) {
+    return {ErrorKind::kOutOfMemory, true, false, one_line(error)};
+  } catch (const c10::Error& error) { // arguments
+    return {ErrorKind::kInvalid, false, false, one_line(error)};
+  } catch (const std::bad_alloc& error) {
+    return {ErrorKind::kOutOfMemory, true, false, error.what()};
+  } catch (const std::exception& error) { // what Gloo throws
+    const std::string text = one_line(error);
+    const bool timeout = text.find("imed out") != std::string::npos;
+    return {
+        timeout ? ErrorKind::kTimeout : ErrorKind::kPeerFailed,
+        true,
+        true,
+        text};
+  } catch (...) {
+    return {ErrorKind::kSystem, true, false, "an exception of no known type"};
+  }
+}
+
+// One rank's word: "<rank> <c or o> <text>".
+struct Word {
+  int rank;
+  bool consequence;
+  std::string text;
+};
+
+Word word_of(const std::string& text) {
+  const size_t first = text.find(' ');
+  return {
+      std::stoi(text.substr(0, first)),
+      text[first + 1] == 'c',
+      text.substr(first + 3)};
+}
+
+// Says why this rank has failed, and returns the first cause, as far as the
+// others know it.
+std::string tell(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    const Failure& mine,
+    bool asks) {
+  StoreRendezvous board(store);
+  const auto key = [](int64_t n) { return formatted("failed/{}", n); };
+  const int64_t place = board.add("failed", 1);
+  board.set(
+      key(place),
+      formatted(
+          "{} {} {}",
+          rank,
+          mine.consequence ? 'c' : 'o',
+          mine.text.substr(0, kLongest)));
+  if (!asks) {
+    return "";
+  }
+  const Deadline deadline(kPatience);
+  const int most = std::min(size, kMostAsked);
+  std::vector<Word> words;
+  while (true) {
+    const int64_t said = std::min<int64_t>(board.add("failed", 0), most);
+    while (static_cast<int64_t>(words.size()) < said) {
+      words.push_back(word_of(board.get(key(words.size() + 1), deadline)));
+      const Word& last = words.back();
+      if (!last.consequence && last.rank != rank) {
+        return formatted(
+            "the first cause is rank {}: {}", last.rank, last.text);
+      }
+    }
+    if (said == most || deadline.expired()) {
+      break;
+    }
+    std::this_thread::sleep_for(kLook);
+  }
+  std::string silent;
+  for (int p = 0; p < size && size <= kMostAsked; ++p) {
+    if (std::none_of(words.begin(), words.end(), [p](const Word& word) {
+          return word.rank == p;
+        })) {
+      silent += formatted("{}rank {}", silent.empty() ? "" : ", ", p);
+    }
+  }
+  if (!silent.empty()) {
+    return formatted(
+        "nothing was heard since from {}: ended, stopped, out of reach or not "
+        "in "
+        "this operation",
+        silent);
+  }
+  if (words.front().rank != rank) {
+    return formatted(
+        "the first to fail was rank {}: {}",
+        words.front().rank,
+        words.front().text);
+  }
+  return "";
+}
+
+} // namespace
+
+HostFailures::HostFailures(
+    c10::intrusive_ptr<c10d::Store> store,
+    int rank,
+    int size)
+    : store_(std::move(store)),
+      rank_(rank),
+      size_(size) {}
+
+void HostFailures::check() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (failed_) {
+    throw Error(
+        failed_->kind(),
+        formatted(
+            "fused: this group has failed and must be destroyed; the failure "
+            "was: {}",
+            failed_->what()));
+  }
+}
+
+std::optional<ErrorKind> HostFailures::kind() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failed_ ? std::optional(failed_->kind()) : std::nullopt;
+}
+
+void HostFailures::handle(
+    const char* title,
+    uint64_t ticket,
+    const std::function<void()>& close) {
+  Failure mine = current_failure();
+  mine.text = without_advice(mine.text);
+  check();
+  if (!mine.breaks) {
+    return;
+  }
+  const bool asks = mine.kind != ErrorKind::kAborted;
+  // A store that does not answer keeps its thread, and not this one.
+  std::packaged_task<std::string()> task(
+      [store = store_, rank = rank_, size = size_, mine, asks] {
+        return tell(store, rank, size, mine, asks);
+      });
+  std::future<std::string> answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  close();
+  std::string cause;
+  if (asks) {
+    cause = "the store does not answer";
+    try {
+      if (answer.wait_for(kPatience + kStorePatience) ==
+          std::future_status::ready) {
+        cause = answer.get();
+      }
+    } catch (const std::exception& error) {
+      cause = "the store fails, too: " + one_line(error);
+    }
+  }
+  const std::string prefix = "fused: ";
+  const std::string text = starts_with(mine.text, prefix)
+      ? mine.text.substr(prefix.size())
+      : mine.text;
+  const std::string op =
+      std::string(title).substr(std::string("fused:").size());
+  const Error error(
+      mine.kind,
+      formatted(
+          "fused: {}, sequence number {}, on rank {}: {}{}{}",
+          op,
+          ticket,
+          rank_,
+          text,
+          cause.empty() ? "" : "; ",
+          cause));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failed_ = error;
+  }
+  throw error;
+}
+
+} // namespace fusedpg

@@ -1,0 +1,261 @@
+"""Programs of calls on a GPU by several ranks, which one process computes as well.
+
+Ranks call the same in the same order, each from streams of its own choice and without waiting in
+between: all order is the group's. Values are whole numbers, so sums are exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checks.cuda_order import Scene, make_delegate
+from harness import Context
+
+COUNT = 384  # several chunks; for 2, 3 and 4 ranks
+TENSORS = 5
+PARAM = 0  # the tensor that fused operations change, and nothing else does
+REDUCTIONS = {
+    "SUM": lambda values: torch.stack(values).sum(0),
+    "MAX": lambda values: torch.stack(values).amax(0),
+    "MIN": lambda values: torch.stack(values).amin(0),
+}
+
+
+@dataclasses.dataclass
+class Call:
+    kind: str  # fused, all_reduce, broadcast, gather, scatter, exchange or region
+    source: int = 1
+    target: int = 2
+    root: int = 0
+    op: str = "SUM"
+    async_op: bool = False
+    region: tuple[Call, ...] = ()
+
+
+def draw_call(rng: random.Random, size: int, free: list[int]) -> Call:
+    """An ordinary collective of tensors that are free; it takes them."""
+    kind = rng.choice(["all_reduce", "broadcast", "gather", "scatter"])
+    target = free.pop()
+    source = rng.choice([PARAM, free.pop()]) if kind in ("gather", "scatter") else target
+    root, op = rng.randrange(size), rng.choice(list(REDUCTIONS))
+    return Call(kind, source, target, root, op, rng.random() < 0.5)
+
+
+def draw(seed: int, size: int, length: int) -> list[Call]:
+    rng = random.Random(seed)
+    program = []
+    for _ in range(length):
+        free = rng.sample(range(1, TENSORS), TENSORS - 1)
+        kind = rng.choice(["fused", "ordinary", "ordinary", "exchange", "region"])
+        async_op = rng.random() < 0.5
+        if kind == "fused":
+            program.append(Call("fused", free.pop(), async_op=async_op))
+        elif kind == "ordinary":
+            program.append(draw_call(rng, size, free))
+        elif kind == "exchange":
+            program.append(Call("exchange", rng.choice([PARAM, free.pop()]), free.pop()))
+        else:
+            # What is launched together has no order.
+            calls = tuple(draw_call(rng, size, free) for _ in range(rng.randint(1, 2)))
+            program.append(Call("region", async_op=async_op, region=calls))
+    return program
+
+
+def initial(rank: int) -> list[torch.Tensor]:
+    """Parameters are the same on all ranks."""
+    start = torch.arange(COUNT, dtype=torch.float64) % 7 - 3
+    return [start] + [start + (rank + 1) * i for i in range(1, TENSORS)]
+
+
+def model(state: list[list[torch.Tensor]], call: Call) -> None:
+    """What the call does to the tensors of all ranks."""
+    size = len(state)
+    part = COUNT // size
+    sources = [one[call.source].clone() for one in state]
+    for each in call.region:
+        model(state, each)
+    for rank, mine in enumerate(state):
+        if call.kind == "fused":
+            mine[PARAM] -= torch.stack(sources).sum(0)
+        elif call.kind == "all_reduce":
+            mine[call.target].copy_(REDUCTIONS[call.op](sources))
+        elif call.kind == "broadcast":
+            mine[call.target].copy_(sources[call.root])
+        elif call.kind == "gather":
+            mine[call.target].copy_(torch.cat([one[:part] for one in sources]))
+        elif call.kind == "scatter":
+            total = REDUCTIONS[call.op](sources)
+            mine[call.target][:part] = total[rank * part : (rank + 1) * part]
+        elif call.kind == "exchange":
+            mine[call.target].copy_(sources[rank - 1])
+
+
+class Ranks(Scene):
+    """A fresh group without any call so far, and this rank's tensors."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(warm=False)
+        self.rank, self.size = context.rank, context.world_size
+        self.tensors = [self.fake.tensor(one, 0) for one in initial(self.rank)]
+        self.state = [initial(rank) for rank in range(self.size)]
+        self.works: list[Any] = []
+        self.mistakes = self.fake.mismatches()
+
+    def ordinary(self, call: Call, async_op: bool) -> Any:
+        group, target, source = self.group, self.tensors[call.target], self.tensors[call.source]
+        part = COUNT // self.size
+        core = dist.distributed_c10d
+        options: Any
+        if call.kind == "all_reduce":
+            options = core.AllreduceOptions()
+            options.reduceOp = getattr(dist.ReduceOp, call.op)
+        elif call.kind == "broadcast":
+            options = core.BroadcastOptions()
+            options.rootRank = call.root
+        elif call.kind == "gather":
+            options = core.AllgatherOptions()
+        else:
+            options = core.ReduceScatterOptions()
+            options.reduceOp = getattr(dist.ReduceOp, call.op)
+        options.asyncOp = async_op
+        if call.kind == "all_reduce":
+            return group.allreduce([target], options)
+        if call.kind == "broadcast":
+            return group.broadcast([target], options)
+        if call.kind == "gather":
+            return group._allgather_base(target, source[:part], options)
+        return group._reduce_scatter_base(target[:part], source, options)
+
+    def messages(self, call: Call, order: list[str]) -> list[dist.P2POp]:
+        there, back = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        made = {
+            "send": lambda: dist.P2POp(
+                dist.isend, self.tensors[call.source], group=self.group, group_peer=there
+            ),
+            "receive": lambda: dist.P2POp(
+                dist.irecv, self.tensors[call.target], group=self.group, group_peer=back
+            ),
+        }
+        return [made[kind]() for kind in order]
+
+    def call(self, call: Call, reverse: bool = False) -> None:
+        model(self.state, call)
+        if call.kind == "fused":
+            param, grad = self.tensors[PARAM], self.tensors[call.source]
+            self.param, self.grad = param, grad
+            work = self.step(call.async_op, reduce="sum")
+        elif call.kind == "exchange":
+            order = ["receive", "send"] if reverse else ["send", "receive"]
+            self.works += dist.batch_isend_irecv(self.messages(call, order))
+            return
+        elif call.kind == "region":
+            with dist._coalescing_manager(
+                self.group, self.tensors[0].device, call.async_op
+            ) as manager:
+                for one in call.region:
+                    self.ordinary(one, call.async_op)
+            work = manager if call.async_op else None
+        else:
+            work = self.ordinary(call, call.async_op)
+        if work is not None and call.async_op:
+            self.works.append(work)
+
+    def check(self, what: str) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        for stream in (0, self.a, self.b):
+            self.sync(stream)
+        for i, (found, wanted) in enumerate(zip(self.tensors, self.state[self.rank], strict=True)):
+            assert torch.equal(self.fake.host(found), wanted), f"tensor {i}, {what}"
+        assert self.fake.mismatches() == self.mistakes, what
+
+
+def run(context: Context, program: list[Call], seed: int, what: str) -> None:
+    """Each rank draws the streams that it calls from, and how long one of them is held."""
+    ranks = Ranks(context)
+    rng = random.Random(f"{seed}, {context.rank}")
+    ranks.fake.set_delay(rng.choice([0, 200, 1000]))
+    streams = [0, ranks.a, ranks.b]
+    hold = ranks.fake.Hold(rng.choice(streams))
+    timer = threading.Timer(rng.choice([0.0, 0.02]), hold.release)
+    timer.start()
+    for i, call in enumerate(program):
+        with ranks.on(rng.choice(streams)):
+            ranks.call(call, rng.random() < 0.5)
+        if rng.random() < 0.1:
+            ranks.check(f"{what}, after call {i} of {program}")
+    ranks.check(f"{what}, after {program}")
+    timer.join()
+    ranks.fake.set_delay(0)
+    ranks.close()
+
+
+def drawn(context: Context, seed: int, rounds: int, length: int) -> None:
+    for number in range(seed, seed + rounds):
+        program = draw(number, context.world_size, length)
+        run(context, program, number, f"seed {number}, rank {context.rank}")
+
+
+REGION = (Call("gather", PARAM, 3), Call("all_reduce", 4, 4))
+PROGRAMS = {
+    # The first call of a group is a coalesced one.
+    "fresh region": [Call("region", region=REGION), Call("fused"), Call("gather", PARAM, 4)],
+    "fresh asynchronous region": [
+        Call("region", async_op=True, region=REGION),
+        Call("fused", 4),
+        Call("broadcast", 3, 3, root=1),
+    ],
+    "fresh messages": [Call("exchange", PARAM, 2), Call("exchange", 2, 3), Call("fused", 3)],
+    "fresh step": [Call("fused", 1), Call("exchange", PARAM, 2), Call("all_reduce", 2, 2)],
+    "synchronous behind fused": [
+        call
+        for kind in (
+            Call("gather", PARAM, 1),
+            Call("region", region=(Call("gather", PARAM, 1), Call("scatter", PARAM, 2))),
+            Call("exchange", PARAM, 1),
+        )
+        for call in (Call("fused", 1, async_op=True), kind, Call("fused", 2))
+    ],
+    "interleaved": [
+        call
+        for turn in range(6)
+        for call in (
+            Call("all_reduce", 1, 1, async_op=turn % 2 == 0),
+            Call("fused", 1, async_op=turn % 3 == 0),
+            Call("scatter", PARAM, 2, op="MAX", async_op=turn % 2 == 1),
+            Call("broadcast", 2, 2, root=turn % 2),
+            Call("fused", 2),
+        )
+    ],
+}
+
+
+def fixed(context: Context, name: str) -> None:
+    for seed in range(4):
+        run(context, PROGRAMS[name], seed, f"{name}, seed {seed}, rank {context.rank}")
+
+
+def ungrouped_messages(context: Context) -> None:
+    """What the fake does where NCCL hangs: both send first, outside of a group."""
+    scene = Scene(warm=False)
+    before = scene.fake.mismatches()
+    store = dist.PrefixStore("ungrouped", context.store)
+    nccl = make_delegate("cuda", store, context.rank, context.world_size, None)
+    peer = 1 - context.rank
+    works = [nccl.send([scene.param], peer, 0), nccl.recv([scene.out], peer, 0)]
+    deadline = time.monotonic() + 20
+    while scene.fake.mismatches() == before:
+        assert time.monotonic() < deadline, "they have met"
+        time.sleep(0.01)
+    scene.stays(scene.out, -7.0)
+    assert not any(work.is_completed() for work in works)
+    nccl.abort()
+    scene.close()

@@ -1,0 +1,240 @@
+"""Ranks of several hosts that die, stop, cannot be reached, abort or disagree."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import harness
+import hosts
+from checks import faults, host_faults
+from harness import RemoteError
+
+pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
+
+LAYOUTS = {"2x1": [0, 1], "2x2": [0, 0, 1, 1]}
+TIMEOUT = 2.0
+OPERATIONS = [("all_reduce", 100), ("all_reduce", 3_000_000), ("fused_adamw_", 300_000)]
+NO_LINKS = pytest.mark.skipif(hosts.why_not() is not None, reason=f"no links: {hosts.why_not()}")
+
+
+class Crew:
+    """Processes that stay while their groups come and go, all under one store."""
+
+    def __init__(self, place: str, layout: str, transport: str) -> None:
+        self._exit = contextlib.ExitStack()
+        self.at_rest = True
+        self.on = LAYOUTS[layout]
+        self.all = list(range(len(self.on)))
+        self._names = (f"{transport}{n}-" for n in itertools.count())
+        links = self._exit.enter_context(hosts.Hosts(2)) if place == "links" else None
+        self.links = links
+        env = [{"FUSEDPG_TRANSPORT": transport} for _ in self.on]
+        for own, host in zip(env, self.on, strict=True):
+            own |= {"FUSEDPG_HOST_ID": str(host)} if links is None else links.environment(host)
+        self.workers = self._exit.enter_context(
+            harness.Workers(
+                len(self.on),
+                env=env,
+                init=False,
+                oracle=False,
+                one_host=False,
+                hosts=links,
+                on=self.on,
+            )
+        )
+        self.workers.run(host_faults.prepare, self.all)
+
+    def close(self) -> None:
+        self._exit.close()
+
+    def start(self, function: Any, *args: Any, timeout: float = TIMEOUT) -> None:
+        """A new group, and the ranks in the middle of operations."""
+        self.workers.run(host_faults.join, self.all, timeout)
+        name = next(self._names)
+        self.workers.start(function, *args, name)
+        deadline = time.monotonic() + 20
+        while not all((self.workers.scratch / f"{name}{rank}").exists() for rank in self.all):
+            assert time.monotonic() < deadline, f"no {name}"
+            time.sleep(0.005)
+        time.sleep(0.05)
+
+    def results(self, ranks: list[int]) -> list[tuple[str, float]]:
+        answers = self.workers.collect(TIMEOUT + 20, ranks=ranks)
+        for answer in answers:
+            assert isinstance(answer, tuple) and not isinstance(answer, RemoteError), answer
+            assert answer[0].startswith("fused:"), answer[0]
+        return answers
+
+    def again(self, ranks: list[int]) -> None:
+        self._end(host_faults.again, ranks, TIMEOUT + 5, ranks=ranks)
+
+    def leave(self, ranks: list[int]) -> None:
+        self._end(host_faults.leave, TIMEOUT + 5, ranks=ranks)
+
+    def _end(self, function: Any, *args: Any, ranks: list[int]) -> None:
+        self.workers.start(function, *args, ranks=ranks)
+        answers = self.workers.collect(60, ranks=ranks, grace=10)
+        traces = [getattr(answer, "trace", "") for answer in answers]
+        assert answers == [None for _ in ranks], "\n".join([str(answers), *traces])
+        self.at_rest = True
+
+
+@functools.cache
+def crew_of(place: str, layout: str, transport: str) -> Crew:
+    return Crew(place, layout, transport)
+
+
+def crews() -> list[Any]:
+    """Quick: over links, both transports with two ranks a host; pretended with one."""
+    found = []
+    for place, layout, transport in itertools.product(
+        ("links", "pretended"), LAYOUTS, ("gloo", "ucx")
+    ):
+        marks = [NO_LINKS] if place == "links" else []
+        if (place == "links") != (layout == "2x2"):
+            marks.append(pytest.mark.slow)
+        values = place, layout, transport
+        found.append(pytest.param(values, marks=marks, id="-".join(values)))
+    return found
+
+
+@pytest.fixture(scope="module", params=crews())
+def places(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]:
+    yield request.param
+    crew_of(*request.param).close()
+    crew_of.cache_clear()
+
+
+@pytest.fixture
+def crew(places: tuple[str, str, str]) -> Iterator[Crew]:
+    """At rest: in no group. What a test has left elsewhere is thrown away."""
+    crew = crew_of(*places)
+    crew.at_rest = False
+    yield crew
+    if not crew.at_rest or crew.workers.broken:
+        crew.close()
+        crew_of.cache_clear()
+
+
+def operations(quick: int) -> Any:
+    """All of them; the normal run has one."""
+    values = [
+        operation if i == quick else harness.slow(*operation)
+        for i, operation in enumerate(OPERATIONS)
+    ]
+    return pytest.mark.parametrize(("what", "numel"), values)
+
+
+def named(text: str, what: str, ranks: list[int]) -> None:
+    assert what in text, text
+    assert any(f"rank {rank}" in text for rank in ranks), text
+
+
+@operations(quick=1)
+def test_killed(crew: Crew, what: str, numel: int) -> None:
+    victim = crew.all[-1]
+    others = crew.all[:-1]
+    crew.start(host_faults.until_failure, what, numel)
+    killed = time.monotonic()
+    crew.workers.signal(victim, signal.SIGKILL)
+    results = [(round(when - killed, 2), text) for text, when in crew.results(others)]
+    for after, text in results:
+        named(text, what, [victim])
+        assert after < 2, results
+    if len(others) > 1:
+        crew.again(others)
+    crew.workers.respawn([victim])
+    if len(others) == 1:
+        # One rank is no group that spans hosts: with the one that has come instead.
+        crew.leave(others)
+    crew.workers.run(host_faults.prepare, crew.all)
+
+
+@operations(quick=1)
+def test_stopped(crew: Crew, what: str, numel: int) -> None:
+    victim = crew.all[-1]
+    others = crew.all[:-1]
+    crew.start(host_faults.until_failure, what, numel)
+    stopped = time.monotonic()
+    crew.workers.signal(victim, signal.SIGSTOP)
+    try:
+        for text, when in crew.results(others):
+            named(text, what, [victim])
+            assert TIMEOUT - 0.5 < when - stopped < TIMEOUT + 4, (when - stopped, text)
+    finally:
+        crew.workers.signal(victim, signal.SIGCONT)
+    crew.results([victim])
+    crew.again(crew.all)
+
+
+@operations(quick=2)
+def test_link_down(crew: Crew, what: str, numel: int) -> None:
+    if crew.links is None:
+        crew.at_rest = True
+        pytest.skip("pretended hosts have no links")
+    crew.start(host_faults.until_failure, what, numel)
+    cut = time.monotonic()
+    crew.links.cut(1)
+    try:
+        results = crew.results(crew.all)
+    finally:
+        crew.links.mend(1)
+    for rank, (text, when) in enumerate(results):
+        if crew.on[rank] == 0 or "the store does not answer" not in text:
+            # Who has the store, or knows the connection.
+            named(text, what, [p for p in crew.all if crew.on[p] != crew.on[rank]])
+        assert TIMEOUT - 0.5 < when - cut < TIMEOUT + 4, (when - cut, text)
+    crew.again(crew.all)
+
+
+@operations(quick=0)
+def test_abort(crew: Crew, what: str, numel: int) -> None:
+    crew.start(host_faults.abort_from_a_thread, what, numel)
+    (text, took), *others = crew.results(crew.all)
+    assert "abort" in text, text
+    assert took < 0.1, took
+    for text, _ in others:
+        named(text, what, [0])
+    crew.again(crew.all)
+
+
+@pytest.mark.parametrize("what", ["all_reduce", harness.slow("fused_adamw_")])
+def test_abort_without_an_operation(crew: Crew, what: str) -> None:
+    """Who waits for a rank that aborts hears of it, and not at the deadline."""
+    crew.start(host_faults.abort_when_idle, what, timeout=30)
+    (_, aborted), *others = crew.results(crew.all)
+    for text, when in others:
+        named(text, what, [0])
+        assert "aborted" in text, text
+        assert when - aborted < 5, text
+    crew.again(crew.all)
+
+
+MISMATCHES = {
+    "size": ("{0}", "{1}"),
+    "dtype": ("float32", "float64"),
+    "redop": ("SUM", "MAX"),
+    "learning rate": ("fused_adamw",),
+}
+
+
+@pytest.mark.parametrize("numel", [100, harness.slow(1_000_000)])
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_mismatch(crew: Crew, what: str, numel: int) -> None:
+    crew.workers.run(host_faults.join, crew.all, 20)
+    for rank, text in enumerate(crew.workers.run(host_faults.mismatch, what, numel)):
+        for word in MISMATCHES[what]:
+            assert word.format(numel, numel + 1) in text, text
+        # Rank 0 is the odd one: who is not hears of it, and it of somebody.
+        assert f"rank {rank}" in text, text
+        named(text, "", [0] if rank != 0 else crew.all[1:])
+    crew.workers.run(faults.still_works)
+    crew.leave(crew.all)
