@@ -11,7 +11,7 @@ namespace fusedpg {
 namespace {
 
 // A wait looks this often whether the group was aborted.
-constexpr std::chrono::milliseconds kLook{50};
+constexpr std::chrono::milliseconds kLook{25};
 
 [[noreturn]] void raise_aborted(int rank) {
   C10_THROW_ERROR(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,7 +104,9 @@ def abort_from_a_thread(context: Context, what: str, numel: int, name: str) -> t
     aborted = []
 
     def abort() -> None:
-        time.sleep(0.3 + 0.05 * random.random())
+        while not (Path(context.scratch) / f"{name}0").exists():
+            time.sleep(0.01)
+        time.sleep(0.2 + 0.05 * random.random())
         aborted.append(time.monotonic())
         backend.abort()
 
