@@ -427,7 +427,7 @@ def test_coalescing_in_a_fresh_group(streams: harness.Workers) -> None:
     streams.run(cuda_order.fresh_group)
 
 
-@pytest.mark.parametrize("kind", ["delegate", "ours", "caller"])
+@pytest.mark.parametrize("kind", ["delegate", "ours", "launch", "caller"])
 def test_exception_among_coalesced(streams: harness.Workers, kind: str) -> None:
     streams.run(cuda_order.exception_in_a_region, kind)
 
@@ -475,3 +475,9 @@ def test_random_programs_of_ranks(size: int) -> None:
 
 def test_fake_ungrouped_messages() -> None:
     ranks(2).run(cuda_ranks.ungrouped_messages)
+
+
+@pytest.mark.parametrize("how", ["abort", harness.slow("shutdown")])
+def test_end_beside_a_caller(how: str) -> None:
+    with harness.Workers(2, **harness.fake_gpu() | {"options": {}}) as workers:
+        workers.run(cuda_ranks.ends_beside_a_caller, how)

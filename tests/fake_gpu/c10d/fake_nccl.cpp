@@ -590,6 +590,8 @@ PYBIND11_MODULE(fusedpg_fake_nccl, m) {
   m.def("destroy_graph", [](int64_t graph) {
     check(loaded->destroy_graph(reinterpret_cast<void*>(graph)));
   });
+  m.def(
+      "fail", [](const char* what, int code) { loaded->fail(what, 1, code); });
   m.def("mismatches", [] { return loaded->now().mismatches; });
   m.def("bad_handles", [] { return loaded->now().bad_handles; });
 }

@@ -294,13 +294,16 @@ def exception_in_a_region(context: Context, kind: str) -> None:
                 scene.group._allgather_base(wrong, scene.param, options)
             elif kind == "ours":
                 scene.step()
+            elif kind == "launch":
+                scene.fake.fail("ncclAllGather", 2)
             else:
                 raise ValueError("the caller's own")
-    except ValueError:
+    except (ValueError, RuntimeError):
         pass
     dist.distributed_c10d._world.pg_coalesce_state.clear()
-    if kind == "caller":
-        # It went past us; the next region ends the one before.
+    if kind in ("caller", "launch"):
+        # It went past us; the next region ends the one before. NCCL failed: torch's group stays in
+        # its region until the next one ends.
         scene.coalesced()
     scene.fake.host(scene.out).fill_(-7)
     scene.gather()

@@ -259,3 +259,31 @@ def ungrouped_messages(context: Context) -> None:
     assert not any(work.is_completed() for work in works)
     nccl.abort()
     scene.close()
+
+
+def ends_beside_a_caller(context: Context, how: str) -> None:
+    """Another thread's call hangs inside NCCL, and holds the group: its end waits for nobody."""
+    ranks = Ranks(context)
+    call = Call("fused", 1)
+    ranks.call(call)
+    ranks.check("before")
+    ranks.fake.fail("ncclReduceScatter", -1)  # hangs
+    found: list[str] = []
+
+    def caller() -> None:
+        try:
+            ranks.call(call)
+        except RuntimeError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=caller, daemon=True)]
+    threads[0].start()
+    time.sleep(0.3)
+    end = ranks.group.abort if how == "abort" else ranks.group.shutdown
+    threads.append(threading.Thread(target=end, daemon=True))
+    threads[1].start()
+    for thread in threads:
+        thread.join(8 if how == "abort" else 20)
+        assert not thread.is_alive(), how
+    assert len(found) == 1, found
+    assert "aborted" in found[0] or "destroyed" in found[0], found
