@@ -46,9 +46,10 @@ PARTS = (
 )
 
 
-def known() -> dict[str, str]:
-    """Tests that cannot pass on a backend of another name, and why."""
-    lines = (HERE / "known.txt").read_text().splitlines()
+def known(between_hosts: bool) -> dict[str, str]:
+    """Tests that cannot pass on a backend of another name, or do not between hosts, and why."""
+    files = ["known.txt", *(["known-hosts.txt"] * between_hosts)]
+    lines = [line for name in files for line in (HERE / name).read_text().splitlines()]
     pairs = (line.split(None, 1) for line in lines if line and not line.startswith("#"))
     return dict(pairs)
 
@@ -111,7 +112,7 @@ def run(part: Part, backend: str, hosts: list[str], quick: bool, timeout: float)
             print(output[-5000:])
             raise SystemExit(f"world size {part.world_size}: no report")
         results = list(outcomes(report))
-    reasons = known() if backend != "gloo" else {}
+    reasons = known(bool(hosts)) if backend != "gloo" else {}
     failed = {name: text for name, outcome, text in results if outcome == "failed"}
     count = collections.Counter(outcome for _, outcome, _ in results)
     print(
