@@ -123,9 +123,9 @@ SHARED = [
     ("two and one", "ucx"),
     ("two of two", "gloo"),
     ("crossed", "ucx"),
-    harness.slow(("two of two", "ucx")),
-    harness.slow(("two and one", "gloo")),
-    harness.slow(("three and one", "ucx")),
+    harness.slow("two of two", "ucx"),
+    harness.slow("two and one", "gloo"),
+    harness.slow("three and one", "ucx"),
 ]
 
 
