@@ -267,7 +267,7 @@ def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
         by_hosts.axvspan(most, FACTORS[-1], color="#f1f3f4", zorder=0)
         by_hosts.set(
             xscale="log", yscale="log", xlabel="hosts, each a machine of its own", ylabel="ms",
-            title="PROJECTION of the model, not measured (grey: more hosts than were)",
+            title="Projection of the model; grey: not measured",
         )  # fmt: skip
         by_hosts.xaxis.set_major_formatter("{x:g}")
         by_hosts.legend(fontsize="small")
