@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,16 +21,34 @@ import _harness as harness
 from _harness import Clock, Context, Row
 
 TIMEOUT = 1800.0  # seconds
+RowType = TypeVar("RowType", bound=Row)
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, help="2 to 4, with one rank each")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
+    add_worker_option(parser)
+
+
+def add_worker_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank on a host
 
 
-def run(args: argparse.Namespace, cases: int, row: type[Row]) -> list[Row] | None:
+def run(args: argparse.Namespace, cases: int, row: type[RowType]) -> list[RowType] | None:
     """This program on each host, as a worker; what rank 0 reports. None, and why: no hosts."""
+    return run_layout(args.hosts, 1, args.rate, cases, row)
+
+
+def run_layout(
+    count: int,
+    ranks: int,
+    rate: str | None,
+    cases: int,
+    row: type[RowType],
+    options: Sequence[str] = (),
+) -> list[RowType] | None:
+    """The same with some ranks on each host, and more options for the workers."""
     from tqdm import tqdm
 
     sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
@@ -41,19 +61,45 @@ def run(args: argparse.Namespace, cases: int, row: type[Row]) -> list[Row] | Non
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         path.touch()
-        program = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], "--worker", str(path)]
+        program = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], *options]
+        program += ["--worker", str(path)]
         with (
             concurrent.futures.ThreadPoolExecutor(1) as pool,
-            hosts.Hosts(args.hosts, args.rate) as made,  # ends first, and its processes with it
-            tqdm(total=cases, unit="case", ncols=90, desc=f"{args.hosts} hosts") as bar,
+            hosts.Hosts(count, rate) as made,  # ends first, and its processes with it
+            tqdm(
+                total=cases, unit="case", ncols=90, desc=f"{count} x {ranks}, {rate or 'unlimited'}"
+            ) as bar,
         ):
-            ranks = pool.submit(made.run, program, ranks=1, timeout=TIMEOUT)
-            while concurrent.futures.wait([ranks], timeout=0.5).not_done:
+            running = pool.submit(made.run, program, ranks=ranks, timeout=TIMEOUT)
+            while concurrent.futures.wait([running], timeout=0.5).not_done:
                 bar.update(path.read_text().count("\n") - bar.n)
-            ranks.result()
+            running.result()
             lines = path.read_text().splitlines()
             bar.update(len(lines) - bar.n)
         return [row(**one) for line in lines for one in json.loads(line)]
+
+
+def run_alone(ranks: int, row: type[RowType], options: Sequence[str] = ()) -> list[RowType]:
+    """The same on this machine as one host, without namespaces."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        path.touch()
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += [f"--nproc-per-node={ranks}", str(Path(sys.argv[0]).resolve())]
+        launcher += [*sys.argv[1:], *options, "--worker", str(path)]
+        subprocess.run(launcher, check=True, timeout=TIMEOUT)
+        return [row(**one) for line in path.read_text().splitlines() for one in json.loads(line)]
+
+
+def link(rate: str) -> dict[str, float]:
+    """Bits a second, and the bytes that a link lets through at once."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
+    import hosts
+
+    units = {"gbit": 1e9, "mbit": 1e6}
+    bits = float(rate[:-4]) * units[rate[-4:]]
+    burst = hosts.burst(rate)
+    return {"rate": bits, "burst": float(burst[:-2]) * (1 << {"kb": 10, "mb": 20}[burst[-2:]])}
 
 
 def worker(args: argparse.Namespace, measure: Callable[[Context], Iterable[Sequence[Row]]]) -> None:
@@ -73,6 +119,17 @@ def worker(args: argparse.Namespace, measure: Callable[[Context], Iterable[Seque
                 file.write(json.dumps([asdict(row) for row in rows]) + "\n")
     dist.barrier(group=gloo)
     dist.destroy_process_group()
+
+
+def bytes_sent(context: Context, call: Callable[[], object]) -> float:
+    """What this rank's host sends in a call, on its link, with all headers."""
+    calls = 3
+    context.clock.barrier()
+    before = int(SENT.read_text())
+    for _ in range(calls):
+        call()
+    context.clock.barrier()
+    return (int(SENT.read_text()) - before) / calls
 
 
 class GroupClock(Clock):

@@ -12,6 +12,7 @@ ARMS = {
     "gloo": "Gloo",
     "deepspeed": "DeepSpeed SHM",
     "open mpi": "Open MPI",
+    "link": "what the link needs for the bytes",
     # collectives
     "fused": "fused",
     "fused arena": "fused, tensors in the arena",
@@ -75,6 +76,8 @@ CASES = {
     "cnn": "CNN, bound by its arithmetic",
     "small": "1,000 parameters of 64 elements",
     "small, clip": "the same, `clip_grad_norm_` alone",
+    "ddp": "DDP step, MLP, 25 M parameters",
+    "fsdp2": "FSDP2 step, MLP, 25 M parameters",
     "adamw step": "AdamW step",
     "lamb step": "LAMB step",
     "arena": "all_reduce in the arena",
@@ -82,7 +85,7 @@ CASES = {
     "overlap": "16 MB all_reduce beside a matmul",
     "decode": "decoding one token",
 }
-LIMITS = ("copy", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
+LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
 LIMITS += ("no communication", "shards alone", "fake functional")
 PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
 

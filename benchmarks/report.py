@@ -21,6 +21,8 @@ from typing import Any
 import _harness as harness
 import _plots as plots
 import _words as words
+import between_hosts
+import scaling
 import sparse
 from _apart import ApartRow
 from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
@@ -32,14 +34,20 @@ README_PLOT = RESULTS / "readme.png"
 K, M = 1 << 10, 1 << 20
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
 Lines = Iterable[Sequence[str]]
+# What a benchmark adds to Row, by a field of it.
+ROWS: dict[str, Any] = {
+    "density": SparseRow,
+    "faults": ApartRow,
+    "sent": between_hosts.HostsRow,
+    "predicted": scaling.ScalingRow,
+}
 
 
 def load(path: Path) -> dict[str, Any]:
     """A saved report, with its rows as such."""
     report: dict[str, Any] = json.loads(path.read_text())
     report["rows"] = [
-        (SparseRow if "density" in r else ApartRow if "faults" in r else Row)(**r)
-        for r in report["rows"]
+        next((kind for field, kind in ROWS.items() if field in r), Row)(**r) for r in report["rows"]
     ]
     return report
 
@@ -297,6 +305,10 @@ def draw(path: Path) -> None:
     save = plots.save_plot
     if name.startswith("sparse"):
         save = sparse.save_plot
+    elif name.startswith("between_hosts"):
+        save = between_hosts.save_plot
+    elif name.startswith("scaling"):
+        save = scaling.save_plot
     elif name.startswith("optimizers"):
         save = plots.save_optimizers
     elif name.startswith("fused_step_hosts"):

@@ -32,9 +32,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 MAX_HOSTS = 4
 PORT = 29400
-# Bytes that a link may pass at once; the kernel's timer needs some.
-BURST = "256kb"
+# Bytes that a link may pass at once; the kernel's timer needs some, and more for a fast link.
+BURST, FAST_BURST = "256kb", "4mb"
 LATENCY = "50ms"
+
+
+def burst(rate: str) -> str:
+    return FAST_BURST if rate.endswith("0gbit") else BURST
 
 
 def _ip(*arguments: str) -> None:
@@ -125,7 +129,8 @@ class Hosts:
 
     def _limit(self, namespace: str, device: str) -> None:
         if self._rate is not None:
-            limit = ["root", "tbf", "rate", self._rate, "burst", BURST, "latency", LATENCY]
+            limit = ["root", "tbf", "rate", self._rate, "burst", burst(self._rate)]
+            limit += ["latency", LATENCY]
             _command("tc", "-n", namespace, "qdisc", "add", "dev", device, *limit)
 
     def __enter__(self) -> Hosts:

@@ -1,0 +1,288 @@
+"""Time collectives, the fused step and training between hosts, against Gloo and the link.
+
+    python benchmarks/between_hosts.py --check-bars
+    python benchmarks/between_hosts.py --layouts 2x1 --rates 1gbit --parts all_reduce --sizes 16M
+
+Hosts are network namespaces of this machine whose links have a rate (needs root, `ip` and `tc`;
+exits with 2 where that cannot be): see tests/python/hosts.py. A layout is hosts x ranks on each.
+fp32, ordinary tensors. The parts: `all_reduce` by size; `adamw`, which is `fused_adamw_` beside
+Gloo's all_reduce, a division and `AdamW(fused=True)`, on one flat buffer of parameters; `ddp` and
+`fsdp2`, training steps of an MLP with 25 M parameters, whose script is the same on both backends.
+Every result is checked before anything is timed. "link" is what the link needs for the
+2 (H-1)/H N bytes that cross it at least. The bytes that a host has sent, with all headers, come
+from its interface's counter. How times are taken: see `_harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import _harness as harness
+import _hosts as hosts
+import _models as models
+import _plots as plots
+import collectives
+import fused_step
+from _harness import Bar, Context, Row
+
+K, M = 1 << 10, 1 << 20
+LINK = "link"
+UNLIMITED = "unlimited"
+RATES = {UNLIMITED: None, "10gbit": 10e9, "1gbit": 1e9}  # bits a second
+PARTS = ("all_reduce", "adamw", "ddp", "fsdp2")
+SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
+ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
+TRAINED = "10gbit"  # the rate at which models are trained
+BATCH, LR, CHECKED_STEPS = 4, 1e-3, 5
+
+
+@dataclass
+class HostsRow(Row):
+    """What also the link says of an arm."""
+
+    sent: float = 0.0  # bytes of a call that crossed host 0's link outwards, with headers
+
+
+def name_of(part: str, layout: str, rate: str) -> str:
+    part = "adamw step" if part == "adamw" else part
+    return f"{part}, {layout.replace('x', ' x ')}, {rate}"
+
+
+def all_reduce_bar(world_size: int, rate: str, size: int, peer: str, **limit: float) -> Bar:
+    name = name_of("all_reduce", f"2x{world_size // 2}", rate)
+    return Bar(world_size, name, "fused", size, peer, **limit)
+
+
+def step_bar(world_size: int, rate: str, at_least: float) -> Bar:
+    name = name_of("adamw", f"2x{world_size // 2}", rate)
+    return Bar(
+        world_size, name, fused_step.FUSED, 100 * M, fused_step.GLOO, at_least=at_least
+    )  # fmt: skip
+
+
+def mlp_bytes() -> int:
+    return sum(4 * p.numel() for p in models.make_mlp().parameters())
+
+
+def bars() -> list[Bar]:
+    size = mlp_bytes()
+    return [
+        *(all_reduce_bar(2, UNLIMITED, s * K, "gloo", at_least=4) for s in (4, 64)),
+        *(all_reduce_bar(2, UNLIMITED, s * M, "gloo", at_least=2) for s in (1, 16)),
+        all_reduce_bar(2, UNLIMITED, 100 * M, "gloo", at_least=1.2),
+        all_reduce_bar(2, "10gbit", 100 * M, LINK, at_most=1.08),
+        all_reduce_bar(2, "1gbit", 100 * M, LINK, at_most=1.03),
+        all_reduce_bar(4, "1gbit", 100 * M, "gloo", at_least=1.4),
+        *(step_bar(2, *one) for one in ((UNLIMITED, 1.7), ("10gbit", 1.4), ("1gbit", 1.03))),
+        *(step_bar(4, *one) for one in ((UNLIMITED, 1.7), ("10gbit", 1.4), ("1gbit", 1.4))),
+        *(
+            Bar(4, name_of(part, "2x2", TRAINED), "fused", size, "gloo", at_least=1.3)
+            for part in ("ddp", "fsdp2")
+        ),
+    ]
+
+
+Case = tuple[str, int]  # a part and a size
+
+
+def cases(args: argparse.Namespace, rate: str) -> list[Case]:
+    found: list[Case] = []
+    for part in args.parts:
+        if part in ("ddp", "fsdp2"):
+            found += [(part, mlp_bytes())] if rate == TRAINED else []
+            continue
+        # Small ones are a matter of latency, which no rate changes.
+        least = M if part == "adamw" or rate != UNLIMITED else 0
+        found += [(part, size) for size in args.sizes if size >= least]
+    return found
+
+
+def main() -> int:
+    sizes = ",".join(str(size) for size in SIZES)
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=sizes, rounds=0)
+    parser.add_argument("--layouts", default="2x1,2x2", help="hosts x ranks on each")
+    parser.add_argument("--rates", default=",".join(RATES), help="of each host's link")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--transport", default="ucx", help="FUSEDPG_TRANSPORT")
+    hosts.add_worker_option(parser)
+    parser.add_argument("--place", nargs=2, help=argparse.SUPPRESS)  # a worker's layout and rate
+    args = parser.parse_args()
+    for name, known in (("rates", RATES), ("parts", PARTS)):
+        given = getattr(args, name).split(",")
+        setattr(args, name, given)
+        if not set(given) <= set(known):
+            parser.error(f"--{name}: some of {', '.join(known)}")
+    if args.worker:
+        hosts.worker(args, lambda context: measured(context, args))
+        return 0
+    os.environ["FUSEDPG_TRANSPORT"] = args.transport
+    for layout in args.layouts.split(","):
+        count, ranks = map(int, layout.split("x"))
+        rows: list[HostsRow] = []
+        for rate in args.rates:
+            todo = cases(args, rate)
+            limit = None if rate == UNLIMITED else rate
+            options = ["--place", layout, rate]
+            found = hosts.run_layout(count, ranks, limit, len(todo), HostsRow, options)
+            if found is None:
+                return 2
+            rows += found
+        args.world_size = count * ranks
+        print_bytes(rows, count)
+        harness.finish(
+            f"between_hosts_{layout}", list(rows), args, limit=LINK, bars=bars(), plot=save_plot
+        )
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------
+# On a rank
+
+
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsRow]]:
+    """Rows, case by case."""
+    layout, rate = args.place
+    count = int(layout.split("x")[0])
+    for part, size in cases(args, rate):
+        name = name_of(part, layout, rate)
+        if part == "all_reduce":
+            arms = all_reduce_arms(size, context, name)
+        elif part == "adamw":
+            arms = step_arms(size, context)
+        else:
+            arms = training_arms(part, context)
+        rounds = args.rounds or ROUNDS[rate]
+        rows = harness.measure(context, arms, case=name, size=size, rounds=rounds)
+        sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
+        found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
+        bits = RATES[rate]
+        if bits is not None:
+            found.append(link_row(name, size, 2 * (count - 1) / count * size, 8 / bits))
+        yield found
+
+
+def link_row(name: str, size: int, sent: float, per_byte: float) -> HostsRow:
+    time = sent * per_byte
+    return HostsRow(name, size, LINK, time, time, time, time, 1, 1, sent=sent)
+
+
+def all_reduce_arms(size: int, context: Context, name: str) -> dict[str, Callable[[], object]]:
+    op = collectives.OPS["all_reduce"]
+    numel = size // 4 // context.world_size * context.world_size
+    return {
+        backend: collectives.make_arm(op, numel, group, False, context, f"{name}, {backend}")
+        for backend, group in context.groups.items()
+    }
+
+
+def step_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
+    gradients = fused_step.Gradients(size // 4, 1.0)
+    reference = fused_step.reference_parameters(gradients, context.world_size)
+    arms = {
+        fused_step.FUSED: partial(fused_step.FusedStep, gradients.numel, context.groups["fused"]),
+        fused_step.GLOO: partial(fused_step.SplitStep, gradients.numel, context.groups["gloo"]),
+    }
+    return {n: make().checked(n, gradients, reference, context) for n, make in arms.items()}
+
+
+class Training:
+    """A model, torch's optimizer and a fixed batch of this rank: a user's unchanged script."""
+
+    def __init__(self, part: str, group: dist.ProcessGroup) -> None:
+        torch.manual_seed(0)
+        model = models.make_mlp()
+        wrap = self._ddp if part == "ddp" else self._fsdp2
+        self._model = wrap(model, group)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank(group))
+        width = next(iter(models.make_mlp().parameters())).shape[1]
+        self._x = torch.randn(BATCH, width, generator=generator)
+        self._y = torch.randint(10, (BATCH,), generator=generator)
+
+    @staticmethod
+    def _ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True
+        )
+
+    @staticmethod
+    def _fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for part in model.children():
+            if isinstance(part, nn.Linear):
+                fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def step(self) -> Tensor:
+        self._optimizer.zero_grad()
+        loss = cross_entropy(self._model(self._x), self._y)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+
+def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]]:
+    arms = {backend: Training(part, group) for backend, group in context.groups.items()}
+    losses = [torch.stack([arm.step() for _ in range(CHECKED_STEPS)]) for arm in arms.values()]
+    for other in losses[1:]:
+        same = torch.allclose(losses[0], other, rtol=1e-4, atol=1e-5)
+        harness.require(same, f"{part}: losses differ: {losses}")
+    # Of all ranks' batches: one of them alone may get worse at first.
+    dist.all_reduce(losses[0], group=context.groups["gloo"])
+    harness.require(bool(losses[0][-1] < losses[0][0]), f"{part}: does not learn: {losses[0]}")
+    return {backend: arm.step for backend, arm in arms.items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Output
+
+
+def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
+    """What crossed a host's link, over the least that has to."""
+    from rich.table import Table
+
+    table = Table(title="Bytes that a host sends")
+    for column in ("work", "size", "arm"):
+        table.add_column(column, no_wrap=True)
+    for column in ("MB", "of 2 (H-1)/H N"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        if row.arm != LINK and row.size >= M:
+            least = 2 * (count - 1) / count * row.size
+            share = "" if row.case.startswith("fsdp2") else f"{row.sent / least:.3f}"
+            table.add_row(
+                harness.words.case(row.case), harness.format_size(row.size),
+                harness.arm_title(row.arm), f"{row.sent * 1e-6:.4g}", share,
+            )  # fmt: skip
+    harness._console().print(table)
+
+
+def save_plot(path: Path, rows: Iterable[Row], world_size: int) -> None:
+    """all_reduce by size where the link has no rate; bars for what takes a link's time."""
+    rows = list(rows)
+    most = min(90 * M, max(row.size for row in rows))
+    large: list[Any] = [row for row in rows if row.size >= most]
+    small = [row for row in rows if row.case.startswith("all_reduce") and UNLIMITED in row.case]
+    plots.save_bars(path, large, world_size)
+    if len({row.size for row in small}) > 1:
+        plots.save_sweeps(path.with_stem(f"{path.stem}_sizes"), small, world_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

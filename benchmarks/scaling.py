@@ -1,0 +1,283 @@
+"""Time all_reduce and `fused_adamw_` on 1, 2 and 4 hosts beside a cost model fitted to some sizes.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --layouts 1x1,2x1,4x1 --rate 10gbit
+
+Hosts are network namespaces of this machine whose links have a rate (see tests/python/hosts.py), so
+all of them share its cores. The model of an operation on N bytes, H hosts and L ranks on each:
+
+    seconds = a + b (P-1) + c N + m N P/C + w max(0, 2 (H-1)/H N - B)
+
+with P = H L ranks, C cores of the machine, and B the bytes that a link lets through at once before
+its rate holds. a is what a call costs, b what each peer adds (latency), c and m are memory's part,
+of a rank and of all ranks on the machine's cores, w is the link's. They are fitted for each
+operation by least squares of the relative error, none below zero, on the sizes of --fit; sizes of
+--check are predicted only. A group of one host uses shared memory, which is another engine: it has
+a fit of its own, without the link.
+
+The projection to 1,024 hosts (--project) takes the same figures, with a machine for each host: P/C
+becomes L/C there. **It is an extrapolation**: nothing here knows of switches that are shared, of
+slow hosts, or of what a thousand peers cost beyond b.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import _harness as harness
+import _hosts as hosts
+import _plots as plots
+import _words as words
+import collectives
+import fused_step
+from _harness import Context, Row
+
+K, M = 1 << 10, 1 << 20
+FIT, CHECK = "4K,64K,1M,8M,48M", "16K,3M,24M"
+OPS = ("all_reduce", "fused_adamw_")
+WITHIN = 0.15  # of the measured time: what the model promises for sizes that it has not seen
+FACTORS = tuple(2**k for k in range(11))  # hosts of the projection
+PROJECTED = 100 * M
+TERMS = ("a", "b", "c", "m", "w")
+
+
+@dataclass
+class ScalingRow(Row):
+    """A measured time beside the model's."""
+
+    hosts: int = 1
+    ranks: int = 1  # on each host
+    rate: float = 0.0  # bits a second
+    burst: float = 0.0  # bytes that a link lets through at once
+    cores: int = 1
+    fitted: bool = False  # the model has seen it
+    predicted: float = 0.0
+    model: tuple[float, ...] = ()  # a, b, c, m, w
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused", sizes=None, rounds=7)
+    parser.add_argument("--layouts", default="1x2,2x1,2x2,4x1,4x2", help="hosts x ranks on each")
+    parser.add_argument("--fit", type=sizes, default=FIT, help="sizes that the model sees")
+    parser.add_argument("--check", type=sizes, default=CHECK, help="sizes that it predicts")
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
+    parser.add_argument("--transport", default="ucx", help="FUSEDPG_TRANSPORT")
+    hosts.add_worker_option(parser)
+    parser.add_argument("--layout", help=argparse.SUPPRESS)  # of a worker
+    args = parser.parse_args()
+    if args.worker:
+        hosts.worker(args, lambda context: measured(context, args))
+        return 0
+    os.environ["FUSEDPG_TRANSPORT"] = args.transport
+    rows: list[ScalingRow] = []
+    for layout in args.layouts.split(","):
+        count, ranks = map(int, layout.split("x"))
+        todo = len(OPS) * len(args.fit + args.check)
+        if count * ranks == 1:
+            continue  # nothing is communicated
+        # One host: a pair of namespaces of which one stays empty would be no different.
+        found = (
+            hosts.run_alone(ranks, ScalingRow, ["--layout", layout])
+            if count == 1
+            else hosts.run_layout(count, ranks, args.rate, todo, ScalingRow, ["--layout", layout])
+        )
+        if found is None:
+            return 2
+        rows += found
+    predict(rows)
+    print_model(rows)
+    args.world_size = max(row.hosts * row.ranks for row in rows)
+    harness.finish("scaling", list(rows), args, limit="", plot=save_plot)
+    return 0
+
+
+def sizes(text: str) -> list[int]:
+    return [harness.parse_size(part) for part in text.split(",")]
+
+
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[ScalingRow]]:
+    count, ranks = map(int, args.layout.split("x"))
+    group = context.groups["fused"]
+    link = {"rate": 0.0, "burst": 0.0} if count == 1 else hosts.link(args.rate)
+    for size in sorted(args.fit + args.check):
+        for op in OPS:
+            arm = make_arm(op, size, context, group)
+            rows = harness.measure(
+                context, {op: arm}, case=f"{op}, {count} x {ranks}", size=size, rounds=args.rounds
+            )
+            yield [
+                ScalingRow(
+                    **asdict(row), **link, hosts=count, ranks=ranks,
+                    cores=len(os.sched_getaffinity(0)), fitted=size in args.fit,
+                )
+                for row in rows
+            ]  # fmt: skip
+
+
+def make_arm(
+    op: str, size: int, context: Context, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    if op == "all_reduce":
+        numel = size // 4 // context.world_size * context.world_size
+        return collectives.make_arm(
+            collectives.OPS[op], numel, group, False, context, harness.format_size(size)
+        )
+    gradients = fused_step.Gradients(size // 4, 1.0)
+    reference = fused_step.reference_parameters(gradients, context.world_size)
+    arm = fused_step.FusedStep(gradients.numel, group)
+    return arm.checked(op, gradients, reference, context)
+
+
+# ---------------------------------------------------------------------------------------------
+# The model
+
+
+def features(size: float, hosts: int, ranks: int, burst: float, share: float) -> tuple[float, ...]:
+    """What TERMS are multiplied by; `share`: ranks for each core of their machine."""
+    link = max(0.0, 2 * (hosts - 1) / hosts * size - burst)
+    return (1.0, hosts * ranks - 1.0, size, size * share, link)
+
+
+def features_of(row: ScalingRow) -> tuple[float, ...]:
+    # All hosts are on this machine.
+    share = row.hosts * row.ranks / row.cores
+    return features(row.size, row.hosts, row.ranks, row.burst, share)
+
+
+def fit(rows: Sequence[ScalingRow]) -> tuple[float, ...]:
+    """Least squares of the relative error, none below zero: the best of all sets of terms."""
+    inputs = torch.tensor([features_of(row) for row in rows], dtype=torch.float64)
+    inputs /= torch.tensor([row.median for row in rows], dtype=torch.float64)[:, None]
+    scale = inputs.abs().amax(0).clamp_min(1e-300)
+    best, least = (0.0,) * len(TERMS), float("inf")
+    for chosen in range(1, 1 << len(TERMS)):
+        columns = [t for t in range(len(TERMS)) if chosen >> t & 1]
+        if any(not inputs[:, t].any() for t in columns) or len(columns) > len(rows):
+            continue
+        part = inputs[:, columns] / scale[columns]
+        found = torch.linalg.lstsq(part, torch.ones(len(rows), 1, dtype=torch.float64)).solution
+        error = float((part @ found - 1).square().sum())
+        if bool((found >= 0).all()) and error < least - 1e-12:
+            least = error
+            terms = [0.0] * len(TERMS)
+            for t, value in zip(columns, (found[:, 0] / scale[columns]).tolist(), strict=True):
+                terms[t] = value
+            best = tuple(terms)
+    return best
+
+
+def predict(rows: Sequence[ScalingRow]) -> None:
+    """One fit for each operation between hosts, and one inside a host."""
+    for op in OPS:
+        for alone in (True, False):
+            same = [row for row in rows if row.arm == op and (row.hosts == 1) == alone]
+            seen = [row for row in same if row.fitted]
+            if not seen:
+                continue
+            model = fit(seen)
+            for row in same:
+                row.model = model
+                row.predicted = sum(t * f for t, f in zip(model, features_of(row), strict=True))
+
+
+def error(row: ScalingRow) -> float:
+    return row.predicted / row.median - 1
+
+
+def print_model(rows: Sequence[ScalingRow]) -> None:
+    from rich.table import Table
+
+    table = Table(title="Measured and predicted")
+    for column in ("work", "size"):
+        table.add_column(column, no_wrap=True)
+    for column in ("ms", "model ms", "error", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.case, harness.format_size(row.size), f"{1e3 * row.median:.4g}",
+            f"{1e3 * row.predicted:.4g}", f"{error(row):+.0%}", "fitted" if row.fitted else "",
+        )  # fmt: skip
+    harness._console().print(table)
+    held_out = [row for row in rows if not row.fitted]
+    good = [row for row in held_out if abs(error(row)) <= WITHIN]
+    print(f"{len(good)} of {len(held_out)} held-out times within {WITHIN:.0%}")
+    for op in OPS:
+        for where, alone in (("one host", True), ("hosts", False)):
+            found = [row for row in rows if row.arm == op and (row.hosts == 1) == alone]
+            if found:
+                text = ", ".join(f"{t} {v:.3g}" for t, v in zip(TERMS, found[0].model))
+                print(f"{op}, {where}: {text}")
+
+
+def projected(model: Sequence[float], like: ScalingRow, count: int, size: int) -> float:
+    """Seconds on so many hosts, with a machine for each."""
+    found = features(size, count, like.ranks, like.burst, like.ranks / like.cores)
+    return sum(t * f for t, f in zip(model, found, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# Output
+
+
+def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
+    """A row of panels for each operation: by size with the model, and the projection."""
+    found = [row for row in rows if isinstance(row, ScalingRow)]
+    figure, axes = plots.plt().subplots(
+        len(OPS), 2, figsize=(12, 4 * len(OPS) + 0.8), squeeze=False, layout="constrained"
+    )
+    for (by_size, by_hosts), op in zip(axes, OPS):
+        ours = [row for row in found if row.arm == op]
+        layouts = list(dict.fromkeys((row.hosts, row.ranks) for row in ours))
+        for (count, ranks), marker in zip(layouts, "os^DvP"):
+            line = [row for row in ours if (row.hosts, row.ranks) == (count, ranks)]
+            shade = plots.plt().cm.viridis(0.9 * layouts.index((count, ranks)) / len(layouts))
+            for fitted in (True, False):
+                some = [row for row in line if row.fitted == fitted]
+                by_size.plot(
+                    [row.size / M for row in some], [1e3 * row.median for row in some],
+                    linestyle="", marker=marker, color=shade, markersize=5,
+                    markerfacecolor=shade if fitted else "white",
+                    label=f"{count} x {ranks}" if fitted else None,
+                )  # fmt: skip
+            by_size.plot(
+                [row.size / M for row in line], [1e3 * row.predicted for row in line],
+                color=shade, linewidth=1,
+            )  # fmt: skip
+        title = f"{words.arm(op)}: hosts x ranks; filled: fitted, hollow: predicted"
+        by_size.set(xscale="log", yscale="log", xlabel="MB", ylabel="ms", title=title)
+        by_size.legend(fontsize="small")
+        for ranks, style in ((1, "-"), (2, "--")):
+            like = [row for row in ours if row.ranks == ranks and row.hosts > 1]
+            if not like:
+                continue
+            for size, colour in ((PROJECTED, plots.COLOURS[words.OURS]), (M, "#80868b")):
+                counts = [count for count in FACTORS if count > 1]
+                times = [1e3 * projected(like[0].model, like[0], n, size) for n in counts]
+                label = f"{harness.format_size(size)}, {ranks} a host"
+                by_hosts.plot(counts, times, linestyle=style, color=colour, label=label)
+        most = max(row.hosts for row in ours)
+        by_hosts.axvspan(most, FACTORS[-1], color="#f1f3f4", zorder=0)
+        by_hosts.set(
+            xscale="log", yscale="log", xlabel="hosts, each a machine of its own", ylabel="ms",
+            title="Projection of the model; grey: not measured",
+        )  # fmt: skip
+        by_hosts.xaxis.set_major_formatter("{x:g}")
+        by_hosts.legend(fontsize="small")
+        for axis in (by_size, by_hosts):
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.grid(alpha=0.25)
+    rate = max(row.rate for row in found)
+    note = f"links of {rate * 1e-9:g} Gbit/s, all hosts on one machine of {found[0].cores} cores"
+    plots.finish(figure, path, f"fp32, medians; {note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
