@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fusedpg.functional import shard_range
 from fusedpg.fusion.eager import Executor, Run, say_once
-from fusedpg.fusion.errors import FusionError
+from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import SCALAR, SHARD, Layout, Node, Program
 from fusedpg.fusion.lower import Parameter, lower
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
@@ -161,7 +161,11 @@ class FusedFunction:
         graph = trace(self._function, list(parameters), static)
         name = self._function.__name__.replace("<lambda>", "function")
         results = self._signature.results
-        return lower(name, graph, parameters, results, ranks.size, ranks.matches)
+        program = lower(name, graph, parameters, results, ranks.size, ranks.matches)
+        for node in program.inputs:
+            if node.layout == SHARD and program.users[node]:
+                _check_part(node, node.name, values[node.name], ranks)
+        return program
 
     def _key(self, values: Mapping[str, Any], ranks: _Ranks) -> Any:
         arguments = tuple(
@@ -253,9 +257,6 @@ class FusedFunction:
             raise ValueError("the tensors of a call are on one device")
         schedule = self._lookup(values, ranks)
         program = schedule.program
-        for node in program.inputs:
-            if node.layout == SHARD:
-                _check_part(node, node.name, values[node.name], ranks)
         if targets is not None:
             _check_targets(program, targets, ranks)
         say_once()
@@ -288,7 +289,7 @@ def _held(layout: Layout, node: Node, ranks: _Ranks) -> tuple[int, ...]:
 def _check_part(node: Node, name: str, tensor: torch.Tensor, ranks: _Ranks) -> None:
     expected = _held(SHARD, node, ranks)
     if tuple(tensor.shape) != expected:
-        raise FusionError(
+        raise IllegalProgram(
             f"`{name}` is a Shard of a tensor of shape {list(node.shape)}: rank {ranks.rank} of "
             f"{ranks.size} holds a 1-d tensor of {expected[0]} elements "
             f"(fusedpg.shard_range), got shape {list(tensor.shape)}"

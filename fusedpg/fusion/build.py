@@ -407,6 +407,6 @@ class Builder:
             return PARTIAL  # linear
         self.fail(
             f"matmul of {a.layout} and {b.layout}: it takes whole operands (Replicate), one "
-            f"Partial operand, or blocks of the dimension that it sums over, Shard({len(a.shape) - 1}) and "
-            f"Shard({inner}), whose product is Partial"
+            f"Partial operand, or blocks of the dimension that it sums over, "
+            f"Shard({len(a.shape) - 1}) and Shard({inner}), whose product is Partial"
         )

@@ -81,6 +81,7 @@ class Lowering:
         self._group_matches = group_matches
         self._values: dict[fx.Node, Any] = {}
         self.inputs: dict[str, Node] = {}
+        self.used: set[Node] = set()
         self.result: Any = None
 
     def run(self) -> None:
@@ -113,6 +114,8 @@ class Lowering:
             shape = self._domains.get(name) if layout == SHARD else known.shape
             result = self.build.input(name, layout, shape, known.dtype)
         self.inputs[name] = result
+        if node.users:
+            self.used.add(result)
         return result
 
     def _value(self, argument: Any) -> Any:
@@ -434,7 +437,8 @@ def lower(
         for key in sharded:
             with lowering.build.at(None, key):
                 domain = lowering.build.domain(lowering.inputs[key])
-                if domain is None and world_size > 1:
+                used = lowering.inputs[key] in lowering.used
+                if domain is None and used and world_size > 1:
                     lowering.build.fail(
                         "the full size of this Shard is not known: combine it with a tensor of "
                         "the full shape"

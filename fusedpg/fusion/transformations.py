@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from fusedpg.fusion.errors import IllegalTransformation
 from fusedpg.fusion.ir import (
-    COLLECTIVES,
     PARTIAL,
     REDUCTIONS,
     REPLICATE,
@@ -414,12 +413,8 @@ class FuseCollective(Transformation):
                 operand in inside and operand.op != "all_gather" for operand in node.operands
             ):
                 continue
-            if node.op in COLLECTIVES - {"all_gather"}:
-                self.refuse("several collectives: one operation has one sum", node)
-            if node.layout == SHARD and node.shape != scatter.shape:
-                self.refuse(f"the sizes of `{scatter.name}` and this differ", node)
             if not node.pointwise and node.op != "all_gather":
-                self.refuse(f"{node.op} needs a collective of its own in between", node)
+                self.refuse("several collectives: this has a sum over the ranks of its own", node)
             inside.add(node)
         if not any(node.pointwise for node in inside):
             self.refuse("nothing is computed on its slices", scatter)
