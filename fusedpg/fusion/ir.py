@@ -104,7 +104,8 @@ class Node:
     def __str__(self) -> str:
         """The right-hand side, as the program prints it."""
         arguments = [_argument(operand) for operand in self.operands]
-        arguments += [f"{key}={value!r}" for key, value in self.attributes]
+        shown = self.attributes if not self.scalar else ()
+        arguments += [f"{key}={value!r}" for key, value in shown]
         return f"{self.op}({', '.join(arguments)})"
 
     def described(self) -> str:

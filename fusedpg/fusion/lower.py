@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import fx
@@ -95,6 +96,8 @@ class Lowering:
                     self.result = self._value(node.args[0])
                 elif node.op in ("call_function", "call_method"):
                     self._values[node] = self._call(node)
+                elif isinstance(node.meta["value"], dist.ProcessGroup):
+                    self._values[node] = node.meta["value"]
                 else:
                     self.build.fail(
                         "a tensor from outside of the function: pass it as an argument, so that "

@@ -105,7 +105,9 @@ def _shapes(start: Schedule) -> Iterator[Schedule]:
     for splits in _splits(start.source):
         with contextlib.suppress(IllegalTransformation):
             for sliced in _maybe(start.then(*splits), AsShard()):
-                yield from _maybe(sliced, Reorder())
+                for moved in _maybe(sliced, Reorder()):
+                    # What Reorder slices may be computed on slices in turn.
+                    yield from _maybe(moved, AsShard())
 
 
 def _splits(program: Program) -> Iterator[Sequence[Transformation]]:

@@ -82,11 +82,17 @@ def trace(
     tracer = _Tracer()
     with _TRACING, _wrapped_names(function.__globals__):
         try:
-            return tracer.trace(scope["program"])
+            graph = tracer.trace(scope["program"])
         except IllegalProgram:
             raise
         except Exception as error:
             raise IllegalProgram(_explain(error, function, tracer)) from error
+    for node in graph.nodes:
+        if node.op == "output":
+            node.meta["source"] = line_of(function)
+        elif node.op == "get_attr":
+            node.meta["value"] = getattr(tracer.root, str(node.target))
+    return graph
 
 
 def _explain(error: Exception, function: Callable[..., Any], tracer: fx.Tracer) -> str:
