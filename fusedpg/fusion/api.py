@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from fusedpg.functional import shard_range
+from fusedpg.fusion.captured import captured
 from fusedpg.fusion.eager import Executor, Run, say_once
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import SCALAR, SHARD, Layout, Node, Program
@@ -22,7 +24,8 @@ from fusedpg.fusion.trace import trace
 from fusedpg.fusion.transformations import Transformation
 
 _STATIC = (bool, str, type(None))
-_PLAIN = (bool, int, float, str, type(None))
+# Programs that are kept; the oldest goes first.
+_KEPT = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +114,8 @@ class FusedFunction:
         transformations: tuple[Transformation, ...] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
-        self._function = function
         self._signature = Signature(function)
+        self._function = cast("FunctionType", function)
         self._transformations = transformations
         self._cache: dict[Any, Schedule] = {}
         self._lock = threading.RLock()
@@ -158,6 +161,7 @@ class FusedFunction:
                 static[name] = value
             else:
                 parameters[name] = Parameter(SCALAR, kind=type(value))
+        captured(self._function)  # refuses
         graph = trace(self._function, list(parameters), static)
         name = self._function.__name__.replace("<lambda>", "function")
         results = self._signature.results
@@ -174,21 +178,7 @@ class FusedFunction:
             else (value if isinstance(value, _STATIC) else type(value))
             for value in values.values()
         )
-        return ranks.size, ranks.name, arguments, self._captured()
-
-    def _captured(self) -> tuple[Any, ...]:
-        """Numbers and flags from outside of the function, which are part of what was traced."""
-        code = self._function.__code__
-        found: list[tuple[str, Any]] = []
-        for name, cell in zip(code.co_freevars, self._function.__closure__ or ()):
-            try:
-                found.append((name, cell.cell_contents))
-            except ValueError:  # not bound yet
-                continue
-        names = self._function.__globals__
-        found += [(name, names[name]) for name in code.co_names if name in names]
-        defaults = [(name, value) for name, value in found if isinstance(value, _PLAIN)]
-        return tuple((name, type(value), value) for name, value in defaults)
+        return ranks.size, ranks.name, arguments, captured(self._function)
 
     def _lookup(self, values: Mapping[str, Any], ranks: _Ranks) -> Schedule:
         key = self._key(values, ranks)
@@ -198,6 +188,8 @@ class FusedFunction:
                 found = self._cache.get(key)
                 if found is None:
                     found = self._chosen(self._traced(values, ranks))
+                    while len(self._cache) >= _KEPT:
+                        del self._cache[next(iter(self._cache))]
                     self._cache[key] = found
         return found
 

@@ -36,11 +36,16 @@ class _Tracer(fx.Tracer):
         return node
 
 
+def is_users(file: str) -> bool:
+    """Whether code of this file is the user's, and not torch's or ours."""
+    return not file.startswith(_NOT_THE_USERS) and not file.startswith("<fusedpg")
+
+
 def _users_line() -> Source | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS) and not file.startswith("<fusedpg"):
+        if is_users(file):
             return Source(file, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -100,7 +105,7 @@ def _explain(error: Exception, function: Callable[..., Any], tracer: fx.Tracer) 
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS) and not file.startswith("<fusedpg"):
+        if is_users(file):
             line = Source(file, trace.tb_lineno)
         trace = trace.tb_next
     graph = getattr(tracer, "graph", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import types
 
 import pytest
 import torch
@@ -98,6 +99,21 @@ def test_illegal_programs(text: str, node: str, reason: str) -> None:
     assert reason in message, message
     if node != "m":
         assert "program.py:" in message, message
+
+
+FACTORS = [2.0]
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTORS[0]
+
+
+def test_numbers_that_could_change_unnoticed() -> None:
+    """A program is found by the numbers that were traced: not if an object holds them."""
+    config = types.SimpleNamespace(lr=0.1)
+    for function, name in ((lambda x: x * config.lr, "config"), (lambda x: helper(x), "FACTORS")):
+        with pytest.raises(IllegalProgram, match=f"`{name}` is a .* from outside"):
+            fusedpg.fuse(function).program(torch.ones(3), world_size=2)
 
 
 STEP = "n = 0.9 * m + all_reduce(g)\nreturn w - lr * n, n"
