@@ -21,7 +21,7 @@ from fusedpg.fusion.lower import Parameter, lower
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
 from fusedpg.fusion.signature import Signature
 from fusedpg.fusion.trace import trace
-from fusedpg.fusion.transformations import Transformation
+from fusedpg.fusion.transformations import AsShard, Transformation
 
 _STATIC = (bool, str, type(None))
 # Programs that are kept; the oldest goes first.
@@ -124,6 +124,12 @@ class FusedFunction:
 
     def scheduled(self, *transformations: Transformation) -> FusedFunction:
         """The function with these transformations, in this order; none: as written."""
+        for transformation in transformations:
+            name = transformation.node
+            if isinstance(transformation, AsShard) and name in self._signature.layouts:
+                transformation.refuse(
+                    f"a schedule does not change what is passed: annotate `{name}` as Shard"
+                )
         return FusedFunction(self._function, transformations)
 
     def program(

@@ -226,9 +226,9 @@ def _slice(value: Node, shape: tuple[int, ...], names: Names) -> Node:
 class AsShard(Transformation):
     """A whole value of which only slices are used is kept as a slice.
 
-    An all_reduce becomes a reduce_scatter, elementwise operations work on slices. A named input is
-    then passed as a slice, and a named result returned as one: the call changes. Without a name
-    that is not done.
+    An all_reduce becomes a reduce_scatter, elementwise operations work on slices. A named input
+    becomes a Shard of the program, and a named result is returned as a slice. Without a name
+    neither is done, as the call would be another.
     """
 
     def apply(self, program: Program) -> Program:

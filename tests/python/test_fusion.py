@@ -14,6 +14,7 @@ from checks import fusion as checks
 from fusedpg.fusion import (
     AsShard,
     FuseCollective,
+    IllegalTransformation,
     Partial,
     Reorder,
     Replicate,
@@ -37,7 +38,7 @@ def test_optimizers(world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("check", ["calls", "products", "spellings", "threads"])
+@pytest.mark.parametrize("check", ["calls", "comparisons", "products", "spellings", "threads"])
 def test_on_ranks(world_size: int, check: str) -> None:
     harness.pool(world_size).run(getattr(checks, check))
 
@@ -140,9 +141,7 @@ def test_printed() -> None:
     assert "FuseCollective()" in str(chosen)
 
 
-def test_as_shard_of_an_argument_changes_the_call() -> None:
-    fused = fusedpg.fuse(lambda g, w: (w - all_reduce(g), w))
-
+def test_as_shard_of_an_argument() -> None:
     def kept(g: Partial, m: Replicate) -> Shard:
         return m + fusedpg.fusion.reduce_scatter(g)
 
@@ -151,8 +150,8 @@ def test_as_shard_of_an_argument_changes_the_call() -> None:
     )
     assert [str(node.layout) for node in program.inputs] == ["Partial", "Shard"]
     assert "slice" not in str(program)
-    whole = fused.program(torch.ones(3), torch.ones(3), world_size=2)
-    assert [str(node.layout) for node in whole.inputs] == ["Partial", "Replicate"]
+    with pytest.raises(IllegalTransformation, match="annotate `m` as Shard"):
+        fusedpg.fuse(kept).scheduled(AsShard("m"))
 
 
 def test_shapes_of_shards_are_found() -> None:

@@ -405,9 +405,30 @@ def spellings(context: Context) -> None:
     part = shard(whole, size, rank)
     fused = fusedpg.fuse(step)
     assert torch.equal(fused(torch.ones(n), whole), part + size)
-    moved = fused.schedule(torch.ones(n), whole)
-    program = moved.program
-    assert [str(node.layout) for node in program.inputs] == ["Partial", "Replicate"]
+
+
+def comparisons(context: Context) -> None:
+    """Masks and 16-bit values as results, sliced and gathered."""
+    size, rank = context.world_size, context.rank
+    drawn = torch.Generator().manual_seed(1)
+    g = [torch.randint(-8, 9, (5, 11), generator=drawn).to(torch.bfloat16) for _ in range(size)]
+    w = torch.randint(-8, 9, (5, 11), generator=drawn).to(torch.bfloat16)
+    total = torch.stack(g).sum(0)
+
+    def compare(g: fusion.Partial, w: fusion.Replicate) -> tuple[Any, ...]:
+        x = fusion.all_reduce(g)
+        return (x > w) & (w != 0), x * 2, torch.where(~(x > w), x, w).half()
+
+    fused = fusedpg.fuse(compare)
+    mask = total > w
+    expected = (mask & (w != 0), total * 2, torch.where(~mask, total, w).half())
+    for group in (None, context.oracle):
+        for schedule in fused.schedules(g[rank], w, group=group):
+            run = fused.scheduled(*schedule.transformations)
+            for got, want in zip(run(g[rank], w, group=group), expected):
+                assert got.dtype == want.dtype and torch.equal(got, want), schedule
+    named = fused.scheduled(fusion.Split(), fusion.Reorder(), fusion.AsShard("mul_whole"))
+    assert torch.equal(named(g[rank], w)[1], shard(total * 2, size, rank))
 
 
 def threads(context: Context) -> None:
