@@ -19,6 +19,7 @@ from fusedpg._registration import register as _register
 
 if TYPE_CHECKING:
     from fusedpg import ddp as ddp
+    from fusedpg import fusion as fusion
     from fusedpg import optim as optim
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fusedpg.functional import shard_range as shard_range
     from fusedpg.functional import sparse_all_reduce as sparse_all_reduce
     from fusedpg.functional import stats as stats
+    from fusedpg.fusion.api import fuse as fuse
 
 __version__ = "0.1.0"
 
@@ -41,10 +43,12 @@ __all__ = [
     "ProcessGroupFused",
     "ddp",
     "empty",
+    "fuse",
     "fused_adam_",
     "fused_adamw_",
     "fused_lamb_",
     "fused_sgd_",
+    "fusion",
     "group_info",
     "in_arena",
     "keep_freed_memory",
@@ -54,8 +58,9 @@ __all__ = [
     "stats",
 ]
 
-_MODULES = frozenset({"ddp", "optim"})
-_FUNCTIONS = frozenset(__all__) - {"Options", "ProcessGroupFused", "keep_freed_memory"} - _MODULES
+_MODULES = frozenset({"ddp", "fusion", "optim"})
+_FUNCTIONS = frozenset(__all__) - _MODULES
+_FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse", "keep_freed_memory"}
 
 
 def __getattr__(name: str) -> Any:
@@ -71,6 +76,10 @@ def __getattr__(name: str) -> Any:
         from fusedpg._malloc import keep_freed_memory
 
         return keep_freed_memory
+    if name == "fuse":
+        from fusedpg.fusion.api import fuse
+
+        return fuse
     if name in _FUNCTIONS:
         from fusedpg import functional
 

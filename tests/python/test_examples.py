@@ -54,6 +54,22 @@ def test_quickstart() -> None:
     assert "2 ranks hold the same 1474 parameters" in done.stdout
 
 
+def test_own_optimizers() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / "own_optimizers.py")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert losses[-1] < 0.1 * losses[0]
+    assert "fused collective" in done.stdout
+
+
 @pytest.mark.parametrize("program", ["char_transformer.py", harness.slow("resnet9.py")])
 def test_learns(program: str, tmp_path: Path) -> None:
     losses = run(program, tmp_path)["losses"]

@@ -1,0 +1,251 @@
+"""Carries out a program operation by operation, with torch and the group's collectives.
+
+A run is a generator that stops at each collective with its Work, so that a call with async_op ends
+where the first collective has begun, and what follows is done by wait(): in the order of the
+program, on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg.functional import shard_range
+from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
+from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
+from fusedpg.fusion.philox import kept
+
+_log = logging.getLogger("fusedpg")
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_EMPTY = {"local_max": -torch.inf, "local_min": torch.inf}
+# Newer names of the same functions, where torch has them.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_said = False
+
+Run = Generator[Any, None, list[torch.Tensor]]
+
+
+def say_once() -> None:
+    global _said
+    if not _said:
+        _said = True
+        _log.info(
+            "fused functions run operation by operation (the eager path): %s", "docs/fusion.md"
+        )
+
+
+class Executor:
+    """One run of a program on one rank."""
+
+    def __init__(self, program: Program, group: dist.ProcessGroup | None, rank: int) -> None:
+        self._program = program
+        self._group = group
+        self._world_size = program.world_size
+        self._rank = rank
+        self._values: dict[Node, Any] = {}
+
+    def run(self, arguments: Mapping[str, Any]) -> Run:
+        """The results, in the layouts of the program's outputs."""
+        values = self._values
+        for node in self._program.inputs:
+            values[node] = arguments[node.name]
+        left = {node: len(users) for node, users in self._program.users.items()}
+        keep = set(self._program.outputs)
+        for group, nodes in self._program.units:
+            if group is not None and group.kind == "overlap":
+                yield from self._overlap(group, nodes)
+            else:
+                for node in nodes:
+                    if node.op != "input":
+                        values[node] = yield from self._evaluate(node)
+            for node in nodes:
+                for operand in set(node.operands):
+                    left[operand] -= 1
+                    if not left[operand] and operand not in keep:
+                        del values[operand]
+        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        return [self._own(node, given) for node in self._program.outputs]
+
+    def _own(self, node: Node, given: list[torch.Tensor]) -> torch.Tensor:
+        """A result that does not share memory with an argument, unless it is the argument."""
+        value: torch.Tensor = self._values[node]
+        if node.op == "input":
+            return value
+        storage = value.untyped_storage().data_ptr()
+        shared = any(storage == tensor.untyped_storage().data_ptr() for tensor in given)
+        return value.clone() if shared else value
+
+    def _evaluate(self, node: Node) -> Generator[Any, None, Any]:
+        if node.op == "constant":
+            return node.attribute("value")
+        values = [self._values[operand] for operand in node.operands]
+        if node.scalar:
+            return SCALAR_OPS[node.op](*values)
+        if node.op in ("all_reduce", "reduce_scatter"):
+            return (yield from self._reduce(node, values[0]))
+        if node.op == "all_gather":
+            return (yield from self._gather(node, values[0]))
+        if node.op == "broadcast":
+            return (yield from self._broadcast(node, values[0]))
+        return self._compute(node, values)
+
+    # --- on this rank alone ------------------------------------------------------------------
+
+    def _compute(self, node: Node, values: list[Any]) -> torch.Tensor:
+        if node.op == "slice":
+            return self._slice(values[0], node.shape)
+        if node.op == "dropout":
+            return self._dropout(node, *values)
+        if node.op == "matmul":
+            return _matmul(values[0], values[1], node.attribute("transposed"))
+        if node.op in REDUCTIONS:
+            return reduce_locally(
+                node.op, values[0], node.attribute("dims"), node.attribute("keepdim")
+            )
+        if node.op in LOCAL_REDUCTIONS:
+            return self._local_reduction(node, values[0])
+        result: torch.Tensor = POINTWISE[node.op](*values, **dict(node.attributes))
+        assert result.dtype == node.dtype, node.described()
+        return result
+
+    def _range(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        count = 1
+        for size in shape:
+            count *= size
+        return shard_range(count, self._world_size, self._rank)
+
+    def _slice(self, value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """This rank's elements of a tensor that is broadcast to a shape."""
+        begin, length = self._range(shape)
+        if tuple(value.shape) == shape:
+            return value.reshape(-1)[begin : begin + length]
+        if not length:
+            return value.new_empty(0)
+        value = value.expand(shape)
+        row = value[0].numel()
+        first, last = begin // row, (begin + length - 1) // row
+        rows = value[first : last + 1].reshape(-1)  # only what is needed is written out
+        return rows[begin - first * row :][:length]
+
+    def _dropout(self, node: Node, x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout: p is a probability, got {p}; {node.described()}")
+        begin, length = self._range(node.shape) if node.layout == SHARD else (0, node.numel)
+        keep = kept(p, seed, begin, length, x.device).reshape(x.shape)
+        scaled = x * (1 / (1 - p)) if p < 1 else x
+        return torch.where(keep, scaled, torch.zeros_like(x))
+
+    def _local_reduction(self, node: Node, part: torch.Tensor) -> torch.Tensor:
+        """The reduction of this rank's elements, in the shape of the whole's."""
+        domain = node.operands[0].shape
+        dims = node.attribute("dims")
+        kind = LOCAL_REDUCTIONS[node.op]
+        if len(dims) == len(domain):
+            if not part.numel() and kind != "sum":
+                return part.new_full(node.shape, _EMPTY[node.op])
+            return reduce_locally(kind, part, (0,), False).reshape(node.shape)
+        kept_shape = [1 if d in dims else size for d, size in enumerate(domain)]
+        places = torch.arange(node.numel, device=part.device).reshape(kept_shape)
+        index = self._slice(places, domain)
+        if kind == "sum":
+            result = part.new_zeros(node.numel).index_add_(0, index, part)
+        else:
+            result = part.new_full((node.numel,), _EMPTY[node.op])
+            result.scatter_reduce_(0, index, part, f"a{kind}")
+        return result.reshape(node.shape)
+
+    # --- with the group ----------------------------------------------------------------------
+
+    def _reduce(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
+        if node.op == "all_reduce":
+            work, total = self._begin_sum(node, value)
+            if work is not None:
+                yield work
+            return self._end_sum(node, total)
+        length = self._range(node.shape)[1]
+        if self._world_size == 1 or not node.numel:
+            return self._end_sum(node, self._widened(value).reshape(-1).clone())
+        chunk = shard_range(node.numel, self._world_size, 0)[1]
+        whole = _padded(self._widened(value).reshape(-1), chunk * self._world_size)
+        part = whole.new_empty(chunk)
+        op = _REDUCE_OPS[node.attribute("op")]
+        yield _reduce_scatter(part, whole, op=op, group=self._group, async_op=True)
+        return self._end_sum(node, part[:length])
+
+    @staticmethod
+    def _widened(value: torch.Tensor) -> torch.Tensor:
+        """16-bit types are summed in float32, whatever the backend does."""
+        return value.float() if value.dtype.itemsize == 2 else value
+
+    def _begin_sum(self, node: Node, value: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        wide = self._widened(value)
+        total = wide.clone(memory_format=torch.contiguous_format) if wide is value else wide
+        total = total.contiguous()
+        if self._world_size == 1 or not total.numel():
+            return None, total
+        op = _REDUCE_OPS[node.attribute("op")]
+        return dist.all_reduce(total, op=op, group=self._group, async_op=True), total
+
+    def _end_sum(self, node: Node, total: torch.Tensor) -> torch.Tensor:
+        if node.attribute("op") == "mean":
+            total = total / self._world_size
+        return total if total.dtype == node.dtype else total.to(node.dtype)
+
+    def _gather(self, node: Node, part: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
+        if self._world_size == 1 or not node.numel:
+            return part.clone().reshape(node.shape)
+        chunk = shard_range(node.numel, self._world_size, 0)[1]
+        whole = part.new_empty(chunk * self._world_size)
+        yield _all_gather(
+            whole, _padded(part, chunk).contiguous(), group=self._group, async_op=True
+        )
+        return whole[: node.numel].reshape(node.shape)
+
+    def _broadcast(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
+        result = value.clone(memory_format=torch.contiguous_format)
+        if self._world_size > 1 and result.numel():
+            src = node.attribute("src")
+            yield dist.broadcast(result, group=self._group, group_src=src, async_op=True)
+        return result
+
+    def _overlap(self, group: Group, nodes: tuple[Node, ...]) -> Generator[Any, None, None]:
+        """Rows of a product are summed while the next rows are multiplied."""
+        collective = next(node for node in nodes if node.op == "all_reduce")
+        product = collective.operands[0]
+        a, b = (self._values[operand] for operand in product.operands)
+        transposed = product.attribute("transposed")
+        begun = []
+        for rows in a.reshape(-1, a.shape[-1]).tensor_split(group.chunks):
+            begun.append(self._begin_sum(collective, _matmul(rows, b, transposed)))
+        totals = []
+        for work, total in begun:
+            if work is not None:
+                yield work
+            totals.append(self._end_sum(collective, total))
+        self._values[product] = None
+        self._values[collective] = torch.cat(totals).reshape(collective.shape)
+        for node in nodes:
+            if node.op == "constant":
+                self._values[node] = node.attribute("value")
+
+
+def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
+    if flat.numel() == count:
+        return flat.contiguous()
+    result = flat.new_zeros(count)
+    result[: flat.numel()] = flat
+    return result
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return torch.matmul(a, b.t() if transposed else b)

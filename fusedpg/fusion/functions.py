@@ -1,0 +1,54 @@
+"""The collectives and dropout of a fused function.
+
+They mean something only while a function is traced: `fuse` decides how they are carried out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Proxy
+
+
+def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    proxy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Proxy)), None)
+    if proxy is None:
+        raise TypeError(
+            f"{function.__name__} of fusedpg.fusion is for tensors inside a function decorated "
+            "with @fusedpg.fuse; elsewhere use torch.distributed"
+        )
+    return proxy.tracer.create_proxy("call_function", function, args, kwargs)
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """All ranks' contributions combined: "sum", "mean", "max" or "min". x is Partial.
+
+    The result is there as Replicate or as Shard, as those that use it like.
+    """
+    return _record(all_reduce, (x,), {"op": op})
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """As all_reduce, but each rank keeps its slice: Partial to Shard."""
+    return _record(reduce_scatter, (x,), {"op": op})
+
+
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor on every rank: Shard to Replicate."""
+    return _record(all_gather, (x,), {})
+
+
+def broadcast(x: torch.Tensor, src: int) -> torch.Tensor:
+    """The tensor of one rank (its number in the group) on every rank: Partial to Replicate."""
+    return _record(broadcast, (x,), {"src": src})
+
+
+def dropout(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
+    """Zeros with probability p, and the rest divided by 1 - p.
+
+    Which elements stay depends on the seed and on their index in the full tensor alone, by
+    Philox4x32-10: not on the schedule, nor on the world size. Two calls with the same seed drop the
+    same elements, so give each its own.
+    """
+    return _record(dropout, (x, p, seed), {})

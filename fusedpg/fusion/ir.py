@@ -1,0 +1,286 @@
+"""Programs: immutable graphs of operations on logical tensors.
+
+A value is logically one full tensor, of the node's shape. Its layout says what a rank holds of it:
+
+- Partial: a contribution of the full shape, which a collective must still combine;
+- Replicate: all of it;
+- Shard: the elements that `fusedpg.shard_range` gives the rank, as a 1-d tensor;
+- Shard(d): the rank's block along dimension d, for operands of matmul; the shape is that block's;
+- Scalar: a Python number, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fusedpg.fusion.errors import FusionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a rank holds of a value."""
+
+    kind: str
+    dim: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.dim is None else f"{self.kind}({self.dim})"
+
+
+PARTIAL = Layout("Partial")
+REPLICATE = Layout("Replicate")
+SHARD = Layout("Shard")
+SCALAR = Layout("Scalar")
+
+COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
+LOCAL_REDUCTIONS = {"local_sum": "sum", "local_max": "max", "local_min": "min"}
+REDUCTIONS = frozenset(LOCAL_REDUCTIONS.values())
+# What is neither computed element by element nor free.
+_BARRIERS = COLLECTIVES | REDUCTIONS | LOCAL_REDUCTIONS.keys() | {"matmul", "input"}
+
+_DTYPES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bool: "bool",
+}
+FLOATS = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
+DTYPES = frozenset(_DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A line of the user's file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One operation and the value it gives. Compared by identity."""
+
+    op: str
+    operands: tuple[Node, ...]
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None for scalars
+    name: str
+    attributes: tuple[tuple[str, Any], ...] = ()
+    source: Source | None = None
+
+    def attribute(self, key: str) -> Any:
+        return dict(self.attributes)[key]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def scalar(self) -> bool:
+        return self.layout == SCALAR
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether each element of the value depends on the same element of the operands alone."""
+        return not self.scalar and self.op not in _BARRIERS
+
+    @property
+    def type(self) -> str:
+        if self.dtype is None:
+            return "scalar"
+        return f"{self.layout} {_DTYPES[self.dtype]}[{', '.join(map(str, self.shape))}]"
+
+    def __str__(self) -> str:
+        """The right-hand side, as the program prints it."""
+        arguments = [_argument(operand) for operand in self.operands]
+        shown = self.attributes if not self.scalar else ()
+        arguments += [f"{key}={value!r}" for key, value in shown]
+        return f"{self.op}({', '.join(arguments)})"
+
+    def described(self) -> str:
+        """For messages: the node, and where the user wrote it."""
+        where = f"{self.source}: " if self.source else ""
+        value = "" if self.op == "input" else f" = {self}"
+        return f"{where}`{self.name}{value}` ({self.type})"
+
+
+def _argument(node: Node) -> str:
+    return repr(node.attribute("value")) if node.op == "constant" else node.name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Nodes that are carried out as one."""
+
+    kind: str  # "compute", "collective" or "overlap"
+    nodes: frozenset[Node]
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        title = {"compute": "fused", "collective": "fused collective", "overlap": "overlap"}
+        return title[self.kind] + (f" in {self.chunks} chunks" if self.kind == "overlap" else "")
+
+
+Unit = tuple["Group | None", tuple[Node, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Inputs, outputs, and the groups that are carried out as one."""
+
+    name: str
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    world_size: int
+    single: bool  # the function returns one tensor and not a tuple
+    groups: tuple[Group, ...] = ()
+
+    @functools.cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """All that the outputs need, operands first."""
+        order: dict[Node, None] = dict.fromkeys(self.inputs)
+        # Without recursion: a program may be longer than Python's stack.
+        for output in self.outputs:
+            stack: list[tuple[Node, Iterator[Node]]] = [(output, iter(output.operands))]
+            while stack:
+                node, operands = stack[-1]
+                following = next((operand for operand in operands if operand not in order), None)
+                if following is not None:
+                    stack.append((following, iter(following.operands)))
+                else:
+                    order.setdefault(node)
+                    stack.pop()
+        return tuple(order)
+
+    @functools.cached_property
+    def users(self) -> dict[Node, tuple[Node, ...]]:
+        """Who reads a node's value."""
+        found: dict[Node, dict[Node, None]] = {node: {} for node in self.nodes}
+        for node in self.nodes:
+            for operand in node.operands:
+                found[operand][node] = None
+        return {node: tuple(users) for node, users in found.items()}
+
+    @functools.cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Groups and single nodes in an order in which each finds its operands.
+
+        Raises:
+            FusionError: when groups need each other's results.
+        """
+        home: dict[Node, Group] = {node: group for group in self.groups for node in group.nodes}
+        members: dict[Group | Node, list[Node]] = {}
+        for node in self.nodes:
+            members.setdefault(home.get(node, node), []).append(node)
+        needs = {
+            unit: {home.get(operand, operand) for node in nodes for operand in node.operands}
+            - {unit}
+            for unit, nodes in members.items()
+        }
+        result: list[Unit] = []
+        done: set[Group | Node] = set()
+        waiting = list(members)
+        while waiting:
+            ready = next((unit for unit in waiting if needs[unit] <= done), None)
+            if ready is None:
+                raise FusionError(f"{self.name}: groups need each other's results")
+            waiting.remove(ready)
+            done.add(ready)
+            group = ready if isinstance(ready, Group) else None
+            result.append((group, tuple(members[ready])))
+        return tuple(result)
+
+    def find(self, name: str) -> Node | None:
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def bytes(self) -> int:
+        """What a rank sends in a run, by the usual count: n (P - 1) / P a half of an all-reduce.
+
+        Sums of 16-bit types travel in float32.
+        """
+        total = 0
+        for node in self.nodes:
+            if node.op in COLLECTIVES and node.dtype is not None:
+                sums = node.op in ("all_reduce", "reduce_scatter")
+                size = max(node.dtype.itemsize, 4 if sums else 1)
+                halves = 2 if node.op == "all_reduce" else 1
+                total += halves * node.numel * size * (self.world_size - 1) // self.world_size
+        return total
+
+    def __str__(self) -> str:
+        parameters = ", ".join(
+            f"{node.name}: {node.attribute('kind') if node.scalar else node.type}"
+            for node in self.inputs
+        )
+        lines = [f"{self.name}({parameters})"]
+        body: list[tuple[str, str]] = []
+        for group, nodes in self.units:
+            if group is not None:
+                body.append((f"  {group}:", ""))
+            for node in nodes:
+                if node.op not in ("input", "constant"):
+                    indent = "  " if group is None else "    "
+                    where = f"  {node.source}" if node.source else ""
+                    body.append((f"{indent}{node.name} = {node}", f"# {node.type}{where}"))
+        width = min(max((len(left) for left, right in body if right), default=0), 56)
+        lines += [f"{left:{width}}  {right}".rstrip() for left, right in body]
+        lines.append("  return " + ", ".join(f"{n.name}: {n.layout}" for n in self.outputs))
+        return "\n".join(lines)
+
+
+class Names:
+    """Names that a program does not have yet."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+
+    def new(self, base: str) -> str:
+        name, number = base, 0
+        while name in self._taken:
+            number += 1
+            name = f"{base}_{number}"
+        self._taken.add(name)
+        return name
+
+
+def rewrite(program: Program, change: Callable[[Node, tuple[Node, ...]], Node | None]) -> Program:
+    """The program with nodes replaced by what `change(node, new operands)` returns.
+
+    None keeps a node, on its new operands.
+    """
+    new: dict[Node, Node] = {}
+    for node in program.nodes:
+        operands = tuple(new[operand] for operand in node.operands)
+        changed = change(node, operands)
+        if changed is None:
+            same = operands == node.operands
+            changed = node if same else dataclasses.replace(node, operands=operands)
+        new[node] = changed
+    return dataclasses.replace(
+        program,
+        inputs=tuple(new[node] for node in program.inputs),
+        outputs=tuple(new[node] for node in program.outputs),
+    )
+
+
+def escape(nodes: frozenset[Node], program: Program) -> Node | None:
+    """A node outside of a set that lies between two of its nodes; None if the set is convex."""
+    after: set[Node] = set()  # outside, and reached from the set
+    for node in program.nodes:
+        for operand in node.operands:
+            if node not in nodes and (operand in nodes or operand in after):
+                after.add(node)
+            elif node in nodes and operand in after:
+                return operand
+    return None

@@ -1,0 +1,126 @@
+"""Schedules: a program and the transformations that are applied to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+from fusedpg.fusion.errors import IllegalTransformation
+from fusedpg.fusion.ir import COLLECTIVES, SHARD, Program
+from fusedpg.fusion.transformations import (
+    AsShard,
+    FuseCollective,
+    FuseCompute,
+    Overlap,
+    Reorder,
+    Split,
+    Transformation,
+)
+
+# Of more all_reduces than these, all or none are split.
+_SUBSETS = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """How a program is carried out: printed, it is the program after its transformations."""
+
+    source: Program
+    transformations: tuple[Transformation, ...] = ()
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The program after the transformations.
+
+        Raises:
+            IllegalTransformation: by the first that does not fit.
+        """
+        program = self.source
+        for transformation in self.transformations:
+            program = transformation.apply(program)
+        return program
+
+    def then(self, *transformations: Transformation) -> Schedule:
+        """The schedule that goes on with these; raises as `program` does."""
+        following = Schedule(self.source, (*self.transformations, *transformations))
+        _ = following.program
+        return following
+
+    @property
+    def title(self) -> str:
+        return ", ".join(map(str, self.transformations)) or "as written"
+
+    def __str__(self) -> str:
+        sent = f"{self.program.bytes()} bytes sent by each of {self.program.world_size} ranks"
+        return f"# {self.title}: {sent}\n{self.program}"
+
+
+def schedules(program: Program) -> list[Schedule]:
+    """The legal schedules that differ, the program as written first. Calls stay what they are."""
+    found: dict[str, Schedule] = {}
+
+    def add(schedule: Schedule) -> Schedule:
+        return found.setdefault(str(schedule.program), schedule)
+
+    for schedule in _shapes(Schedule(program)):
+        add(schedule)
+        for fused in _maybe(schedule, FuseCollective()):
+            for more in _maybe(fused, FuseCompute()):
+                for last in _maybe(more, Overlap()):
+                    add(last)
+    return list(found.values())
+
+
+def cheapest(program: Program) -> Schedule:
+    """The schedule that sends the least; of these the one that computes the least on a rank, has
+    the fewest collectives, and has the most fused. A model, not a measurement.
+    """
+    return min(schedules(program), key=_cost)
+
+
+def _cost(schedule: Schedule) -> tuple[int, ...]:
+    program = schedule.program
+    work = sum(
+        node.numel // (program.world_size if node.layout == SHARD else 1)
+        for node in program.nodes
+        if node.pointwise
+    )
+    collectives = sum(node.op in COLLECTIVES for node in program.nodes)
+    fused = sum(len(group.nodes) for group in program.groups)
+    return program.bytes(), work, collectives, -fused, len(schedule.transformations)
+
+
+def _maybe(schedule: Schedule, transformation: Transformation) -> Iterator[Schedule]:
+    """The schedule without, and with the transformation where it is legal."""
+    yield schedule
+    with contextlib.suppress(IllegalTransformation):
+        yield schedule.then(transformation)
+
+
+def _shapes(start: Schedule) -> Iterator[Schedule]:
+    """What is gathered where: splits, reorders and slices."""
+    for splits in _splits(start.source):
+        with contextlib.suppress(IllegalTransformation):
+            for sliced in _maybe(start.then(*splits), AsShard()):
+                for moved in _maybe(sliced, Reorder()):
+                    # What Reorder slices may be computed on slices in turn.
+                    yield from _maybe(moved, AsShard())
+
+
+def _splits(program: Program) -> Iterator[Sequence[Transformation]]:
+    names = [
+        node.name
+        for node in program.nodes
+        if node.op == "all_reduce" and node.shape and not node.operands[0].op.startswith("local_")
+    ]
+    if len(names) <= 1 or len(names) > _SUBSETS:
+        yield ()
+        if names:
+            yield (Split(),)
+        return
+    for count in range(len(names) + 1):
+        for chosen in itertools.combinations(names, count):
+            yield (Split(),) if len(chosen) == len(names) else [Split(name) for name in chosen]

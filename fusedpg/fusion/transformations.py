@@ -1,0 +1,463 @@
+"""Rewrites of programs that keep their results, each with the check that it does.
+
+They are values: compare them, print them, apply them to a program. With a node's name they are
+about that node, without one about all that they fit.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import NoReturn
+
+from fusedpg.fusion.errors import IllegalTransformation
+from fusedpg.fusion.ir import (
+    PARTIAL,
+    REDUCTIONS,
+    REPLICATE,
+    SHARD,
+    Group,
+    Names,
+    Node,
+    Program,
+    escape,
+    rewrite,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformation(abc.ABC):
+    """A rewrite of a program."""
+
+    node: str | None = None
+
+    @abc.abstractmethod
+    def apply(self, program: Program) -> Program:
+        """The new program.
+
+        Raises:
+            IllegalTransformation: when it would not compute the same, with the node that is why.
+        """
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.node or ''})"
+
+    def refuse(self, reason: str, node: Node | None = None) -> NoReturn:
+        about = f"; {node.described()}" if node is not None else ""
+        raise IllegalTransformation(f"{self}: {reason}{about}")
+
+    def _named(self, program: Program, name: str | None) -> Node:
+        found = program.find(name or "")
+        if found is None:
+            names = ", ".join(node.name for node in program.nodes if node.op != "constant")
+            self.refuse(f"the program has no node {name!r}; there are {names}")
+        return found
+
+    def _all(self, program: Program, *ops: str) -> list[Node]:
+        """The named node, or all of these operations."""
+        if self.node is None:
+            return [node for node in program.nodes if node.op in ops]
+        found = self._named(program, self.node)
+        if found.op not in ops:
+            self.refuse(f"it is about {' or '.join(ops)}", found)
+        return [found]
+
+    def _ungrouped(self, program: Program) -> None:
+        if program.groups:
+            self.refuse("fused groups are fixed: apply it before what fuses")
+
+
+@dataclasses.dataclass(frozen=True)
+class Split(Transformation):
+    """all_reduce becomes reduce_scatter and all_gather."""
+
+    def apply(self, program: Program) -> Program:
+        self._ungrouped(program)
+        found = self._all(program, "all_reduce")
+        if self.node is None:
+            found = [node for node in found if node.shape and not _small(node)]
+        if not found:
+            self.refuse("the program has no all_reduce that can be split")
+        for node in found:
+            if not node.shape:
+                self.refuse("a tensor without dimensions has no slices", node)
+        names = Names(node.name for node in program.nodes)
+
+        def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
+            if node not in found:
+                return None
+            scattered = dataclasses.replace(
+                node,
+                op="reduce_scatter",
+                operands=operands,
+                layout=SHARD,
+                name=names.new(f"{node.name}_scattered"),
+            )
+            return dataclasses.replace(node, op="all_gather", operands=(scattered,), attributes=())
+
+        return rewrite(program, change)
+
+
+def _small(node: Node) -> bool:
+    """An all_reduce that was inserted for a reduction."""
+    return node.operands[0].op.startswith("local_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reorder(Transformation):
+    """all_gather moves behind the elementwise operations that use it; these work on slices.
+
+    Their other operands that are whole get a slice, reductions a small all_reduce, and what must
+    be whole in the end an all_gather of its own.
+    """
+
+    def apply(self, program: Program) -> Program:
+        self._ungrouped(program)
+        found = self._all(program, "all_gather")
+        if self.node is None:
+            found = [node for node in found if self._obstacle(program, node) is None]
+            if not found:
+                self.refuse("the program has no all_gather with elementwise operations behind it")
+        for node in found:
+            obstacle = self._obstacle(program, node)
+            if obstacle is not None:
+                self.refuse(*obstacle)
+        return _Moved(program, frozenset(found)).result()
+
+    @staticmethod
+    def _obstacle(program: Program, gather: Node) -> tuple[str, Node] | None:
+        users = program.users[gather]
+        if not users:
+            return "no operation uses it", gather
+        for user in users:
+            reads_slices = user.pointwise and user.shape == gather.shape
+            reads_slices &= user.op == "slice" or user.layout == REPLICATE
+            if not reads_slices and user.op not in REDUCTIONS:
+                return f"{user.name} needs the whole tensor `{gather.name}`", user
+        return None
+
+
+class _Moved:
+    """A program in which what depends on gathered values is computed on slices."""
+
+    def __init__(self, program: Program, gathers: frozenset[Node]) -> None:
+        self._names = Names(node.name for node in program.nodes)
+        self._program = program
+        self._gathers = gathers
+        self._new: dict[Node, Node] = {}  # a node's value, in the node's own layout
+        self._slices: dict[Node, Node] = {}  # this rank's slice of a node's value
+        self._sliced: dict[tuple[Node, tuple[int, ...]], Node] = {}
+
+    def result(self) -> Program:
+        for node in self._program.nodes:
+            self._visit(node)
+        return dataclasses.replace(
+            self._program,
+            inputs=tuple(self._new[node] for node in self._program.inputs),
+            outputs=tuple(self._whole(node) for node in self._program.outputs),
+        )
+
+    def _visit(self, node: Node) -> None:
+        if node in self._gathers:
+            self._slices[node] = self._whole(node.operands[0])
+        elif not any(operand in self._slices for operand in node.operands):
+            operands = tuple(self._new[operand] for operand in node.operands)
+            same = operands == node.operands
+            self._new[node] = node if same else dataclasses.replace(node, operands=operands)
+        elif node.op == "slice" and node.shape == node.operands[0].shape:
+            self._new[node] = self._slices[node.operands[0]]
+        elif node.op in REDUCTIONS and node.operands[0] in self._slices:
+            self._new[node] = self._reduced(node)
+        elif node.pointwise and node.op != "slice" and self._on_slices(node):
+            operands = tuple(self._operand(operand, node.shape) for operand in node.operands)
+            self._slices[node] = dataclasses.replace(node, operands=operands, layout=SHARD)
+        else:
+            operands = tuple(self._whole(operand) for operand in node.operands)
+            self._new[node] = dataclasses.replace(node, operands=operands)
+
+    def _on_slices(self, node: Node) -> bool:
+        return node.layout == REPLICATE and all(
+            operand.shape == node.shape for operand in node.operands if operand in self._slices
+        )
+
+    def _operand(self, operand: Node, shape: tuple[int, ...]) -> Node:
+        if operand in self._slices:
+            return self._slices[operand]
+        value = self._new[operand]
+        if value.scalar or not value.shape:
+            return value
+        key = (value, shape)
+        if key not in self._sliced:
+            self._sliced[key] = _slice(value, shape, self._names)
+        return self._sliced[key]
+
+    def _reduced(self, node: Node) -> Node:
+        local = dataclasses.replace(
+            node,
+            op=f"local_{node.op}",
+            operands=(self._slices[node.operands[0]],),
+            layout=PARTIAL,
+            name=self._names.new(f"{node.name}_local"),
+        )
+        return dataclasses.replace(
+            node, op="all_reduce", operands=(local,), attributes=(("op", node.op),)
+        )
+
+    def _whole(self, node: Node) -> Node:
+        """The value in its own layout; gathered once, where somebody needs it."""
+        if node not in self._new:
+            part = self._slices[node]
+            if node in self._gathers:
+                self._new[node] = dataclasses.replace(node, operands=(part,))
+            else:
+                name = self._names.new(f"{node.name}_whole")
+                self._new[node] = dataclasses.replace(
+                    node, op="all_gather", operands=(part,), name=name, attributes=()
+                )
+        return self._new[node]
+
+
+def _slice(value: Node, shape: tuple[int, ...], names: Names) -> Node:
+    name = names.new(f"{value.name}_slice")
+    return Node("slice", (value,), SHARD, shape, value.dtype, name, (), value.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsShard(Transformation):
+    """A whole value of which only slices are used is kept as a slice.
+
+    An all_reduce becomes a reduce_scatter, elementwise operations work on slices. A named input
+    becomes a Shard of the program, and a named result is returned as a slice. Without a name
+    neither is done, as the call would be another.
+    """
+
+    def apply(self, program: Program) -> Program:
+        self._ungrouped(program)
+        if self.node is not None:
+            return self._one(program, self._named(program, self.node))
+        changed = program
+        while (node := self._next(changed)) is not None:
+            changed = self._one(changed, node)
+        if changed is program:
+            self.refuse("no value is used only by slices of it")
+        return changed
+
+    def _next(self, program: Program) -> Node | None:
+        return next(
+            (
+                node
+                for node in program.nodes
+                if node.op != "input" and self._obstacle(program, node) is None
+            ),
+            None,
+        )
+
+    @staticmethod
+    def _obstacle(program: Program, node: Node) -> tuple[str, Node] | None:
+        if node.layout != REPLICATE:
+            return f"it is {node.layout} and not Replicate", node
+        if not node.shape:
+            return "a tensor without dimensions has no slices", node
+        if node in program.outputs:
+            return "it is returned as a whole", node
+        for user in program.users[node]:
+            if user.op != "slice" or user.shape != node.shape:
+                return f"{user.name} uses the whole of `{node.name}`", user
+        if not program.users[node]:
+            return "no slice of it is used", node
+        if not (node.op in ("input", "all_reduce", "all_gather") or node.pointwise):
+            return f"{node.op} does not work on slices", node
+        return None
+
+    def _one(self, program: Program, node: Node) -> Program:
+        if node.op == "all_gather" and node in program.outputs and not program.users[node]:
+            outputs = tuple(out.operands[0] if out is node else out for out in program.outputs)
+            return dataclasses.replace(program, outputs=outputs)
+        obstacle = self._obstacle(program, node)
+        if obstacle is not None:
+            self.refuse(*obstacle)
+        names = Names(other.name for other in program.nodes)
+        part: Node | None = None
+
+        def change(other: Node, operands: tuple[Node, ...]) -> Node | None:
+            nonlocal part
+            if other is node:
+                part = self._part(node, operands, names)
+                return part
+            if other.op == "slice" and node in other.operands:
+                return part
+            return None
+
+        return rewrite(program, change)
+
+    @staticmethod
+    def _part(node: Node, operands: tuple[Node, ...], names: Names) -> Node:
+        if node.op == "all_gather":
+            return operands[0]
+        if node.op == "all_reduce":
+            return dataclasses.replace(node, op="reduce_scatter", operands=operands, layout=SHARD)
+        if node.op != "input":
+            operands = tuple(
+                x if x.scalar or not x.shape or x.layout == SHARD else _slice(x, node.shape, names)
+                for x in operands
+            )
+        return dataclasses.replace(node, operands=operands, layout=SHARD)
+
+
+def _levels(program: Program) -> dict[Node, int]:
+    """How many collectives and reductions lie before each node.
+
+    What depends on inputs alone is as late as its first user. A node's level is never above its
+    users', and below them after a collective: so elementwise nodes of one level can be fused.
+    """
+    levels: dict[Node, int] = {}
+    for node in program.nodes:
+        levels[node] = max(
+            (
+                levels[operand]
+                + (not operand.pointwise and not operand.scalar and operand.op != "input")
+                for operand in node.operands
+            ),
+            default=0,
+        )
+    for node in reversed(program.nodes):
+        if node.pointwise and levels[node] == 0 and program.users[node]:
+            levels[node] = min(levels[user] for user in program.users[node])
+    return levels
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseCompute(Transformation):
+    """Elementwise operations between collectives become one pass over memory.
+
+    `nodes` names those of one group; without them all that fit are fused.
+    """
+
+    nodes: tuple[str, ...] = ()
+
+    def __init__(self, *nodes: str) -> None:
+        object.__setattr__(self, "node", None)
+        object.__setattr__(self, "nodes", nodes)
+
+    def __str__(self) -> str:
+        return f"FuseCompute({', '.join(self.nodes)})"
+
+    def apply(self, program: Program) -> Program:
+        if self.nodes:
+            groups = [self._explicit(program)]
+        else:
+            taken = {node for group in program.groups for node in group.nodes}
+            levels = _levels(program)
+            alike: dict[object, set[Node]] = {}
+            for node in program.nodes:
+                if node.pointwise and node not in taken:
+                    alike.setdefault((levels[node], node.layout, node.shape), set()).add(node)
+            sets = [frozenset(nodes) for nodes in alike.values() if len(nodes) > 1]
+            groups = [Group("compute", nodes) for nodes in sets if not escape(nodes, program)]
+            if not groups:
+                self.refuse("the program has no elementwise operations that could be fused")
+        return _with_groups(self, program, groups)
+
+    def _explicit(self, program: Program) -> Group:
+        found: list[Node] = []
+        for name in self.nodes:
+            node = self._named(program, name)
+            if not node.pointwise:
+                self.refuse("only elementwise operations are fused", node)
+            first = found[0] if found else node
+            if node.layout != first.layout or node.shape != first.shape:
+                self.refuse(f"layout and shape differ from those of `{first.name}`", node)
+            found.append(node)
+        if len(set(found)) < 2:
+            self.refuse("a group has at least two operations", found[0])
+        between = escape(frozenset(found), program)
+        if between is not None:
+            self.refuse("a cycle: this lies between operations of the group", between)
+        return Group("compute", frozenset(found))
+
+
+def _with_groups(how: Transformation, program: Program, groups: list[Group]) -> Program:
+    kept = list(program.groups)
+    for group in groups:
+        for other in list(kept):
+            common = group.nodes & other.nodes
+            if common and other.nodes <= group.nodes:
+                kept.remove(other)
+            elif common:
+                how.refuse("it belongs to a fused group already", next(iter(common)))
+    result = dataclasses.replace(program, groups=(*kept, *groups))
+    try:
+        _ = result.units
+    except ValueError as error:
+        how.refuse(f"a cycle: {error}", next(iter(groups[0].nodes)))
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseCollective(Transformation):
+    """A reduce_scatter, the computation on its slices, and their all_gathers become one operation.
+
+    The node is the reduce_scatter; without one there must be exactly one in the program.
+    """
+
+    def apply(self, program: Program) -> Program:
+        found = self._all(program, "reduce_scatter")
+        if not found:
+            self.refuse("the program has no reduce_scatter: Split comes first")
+        if len(found) > 1:
+            self.refuse("several reduce_scatters: name one", found[1])
+        scatter = found[0]
+        inside = {scatter}
+        for node in program.nodes:
+            if not any(
+                operand in inside and operand.op != "all_gather" for operand in node.operands
+            ):
+                continue
+            if not node.pointwise and node.op != "all_gather":
+                self.refuse("several collectives: this has a sum over the ranks of its own", node)
+            inside.add(node)
+        if not any(node.pointwise for node in inside):
+            self.refuse("nothing is computed on its slices", scatter)
+        # What the computation reads besides: slices of whole operands, and what is made of them.
+        for node in reversed(program.nodes):
+            users = program.users[node]
+            alike = node.pointwise and node.layout == SHARD and node.shape == scatter.shape
+            if alike and users and inside.issuperset(users) and node not in program.outputs:
+                inside.add(node)
+        between = escape(frozenset(inside), program)
+        if between is not None:
+            self.refuse("a cycle: this lies between operations of the group", between)
+        return _with_groups(self, program, [Group("collective", frozenset(inside))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap(Transformation):
+    """A matmul and the all_reduce of its product go chunk by chunk of rows, one beside the other.
+
+    The node is the all_reduce; without one there must be exactly one that follows a matmul.
+    """
+
+    chunks: int = 4
+
+    def __str__(self) -> str:
+        return f"Overlap({self.node + ', ' if self.node else ''}chunks={self.chunks})"
+
+    def apply(self, program: Program) -> Program:
+        found = self._all(program, "all_reduce", "reduce_scatter")
+        if self.node is None:
+            found = [node for node in found if node.operands[0].op == "matmul"]
+        if len(found) != 1:
+            self.refuse(f"{len(found)} collectives follow a matmul: name one", *found[1:2])
+        node, product = found[0], found[0].operands[0]
+        if product.op != "matmul":
+            self.refuse("the collective does not follow a matmul", product)
+        if node.op == "reduce_scatter":
+            self.refuse("slices are not of whole rows: chunks of an all_reduce are", node)
+        if len(program.users[product]) > 1 or product in program.outputs:
+            others = [user for user in program.users[product] if user is not node]
+            self.refuse("the product has other users", others[0] if others else product)
+        rows = product.numel // product.shape[-1] if product.shape[-1] else 0
+        if not 2 <= self.chunks <= rows:
+            self.refuse(f"{rows} rows do not make {self.chunks} chunks", product)
+        group = Group("overlap", frozenset({product, node}), self.chunks)
+        return _with_groups(self, program, [group])

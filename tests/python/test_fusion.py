@@ -1,0 +1,179 @@
+"""Fused functions: what a call gives, what is printed, random bits."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedpg
+import harness
+from checks import fusion as checks
+from fusedpg.fusion import (
+    AsShard,
+    FuseCollective,
+    IllegalTransformation,
+    Partial,
+    Reorder,
+    Replicate,
+    Shard,
+    Split,
+    all_reduce,
+    philox,
+)
+
+SIZES = [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", checks.OPTIMIZERS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_optimizers(world_size: int, name: str) -> None:
+    workers = harness.pool(world_size)
+    for shape in [(1,), (5, 13)]:
+        workers.run(checks.optimizer, name, shape, torch.float64)
+    if name != "lion":  # a sign may turn where float32 rounds
+        workers.run(checks.optimizer, name, (200,), torch.float32)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("check", ["calls", "comparisons", "products", "spellings", "threads"])
+def test_on_ranks(world_size: int, check: str) -> None:
+    harness.pool(world_size).run(getattr(checks, check))
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_summed_in_float32(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(checks.halves, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1001,), (7, 33)])
+def test_dropout_masks_do_not_depend_on_ranks(shape: tuple[int, ...]) -> None:
+    results = [mask for size in SIZES for mask in harness.pool(size).run(checks.masks, shape)]
+    for result in results:
+        assert torch.equal(result, results[0])
+    if results[0].numel() > 100:
+        assert 0.5 < float((results[0] != 0).float().mean()) < 0.7
+        kept = results[0][results[0] != 0]
+        torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.6))
+
+
+def philox_reference(counter: list[int], key: list[int]) -> list[int]:
+    """Salmon et al. 2011, with Python's integers."""
+    for _ in range(10):
+        left, right = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [
+            right >> 32 ^ counter[1] ^ key[0],
+            right & 0xFFFFFFFF,
+            left >> 32 ^ counter[3] ^ key[1],
+            left & 0xFFFFFFFF,
+        ]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return counter
+
+
+def test_philox_known_answers() -> None:
+    """Those of Random123, for the reference and for ours where a counter has 64 bits."""
+    ones = 0xFFFFFFFF
+    assert philox_reference([0] * 4, [0, 0]) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox_reference([ones] * 4, [ones] * 2) == [
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    ]
+    assert philox.words(0, 0, 4).tolist() == philox_reference([0] * 4, [0, 0])
+
+
+@hypothesis.given(
+    seed=st.integers(0, 2**64 - 1), begin=st.integers(0, 2**40), count=st.integers(0, 11)
+)
+def test_philox(seed: int, begin: int, count: int) -> None:
+    key = [seed % 2**32, seed >> 32]
+    expected = [
+        philox_reference([i // 4 % 2**32, i // 4 >> 32, 0, 0], key)[i % 4]
+        for i in range(begin, begin + count)
+    ]
+    assert philox.words(seed, begin, count).tolist() == expected
+
+
+def test_philox_refuses_other_seeds() -> None:
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match="a seed is"):
+            philox.words(seed, 0, 1)
+
+
+@fusedpg.fuse
+def sgd(g: Partial, w: Replicate, m: Shard, lr: float):
+    m = 0.9 * m + all_reduce(g, "mean")
+    return w - lr * m, m
+
+
+def test_printed() -> None:
+    args = torch.ones(100), torch.ones(100), torch.ones(64), 0.1
+    text = str(sgd.program(*args, world_size=2))
+    assert "sgd(g: Partial f32[100], w: Replicate f32[100], m: Shard f32[100], lr: float)" in text
+    assert "return sub: Replicate, add: Shard" in text
+    assert "# Replicate f32[100]  test_fusion.py:" in text
+    program = sgd.program(*args, world_size=2)
+    for transformation in (Split(), Reorder(), FuseCollective()):
+        program = transformation.apply(program)
+    lines = [line.split("#")[0].strip() for line in str(program).splitlines()[1:]]
+    assert lines == [
+        "fused collective:",
+        "w_slice = slice(w)",
+        "mul = mul(0.9, m)",
+        "all_reduce_scattered = reduce_scatter(g, op='mean')",
+        "add = add(mul, all_reduce_scattered)",
+        "mul_1 = mul(lr, add)",
+        "sub = sub(w_slice, mul_1)",
+        "sub_whole = all_gather(sub)",
+        "return sub_whole: Replicate, add: Shard",
+    ]
+    found = sgd.schedules(*args, world_size=2)
+    assert len({str(schedule.program) for schedule in found}) == len(found)
+    assert found[0].title == "as written"
+    assert found[0].program.bytes() == 600
+    chosen = sgd.schedule(*args, world_size=2)
+    assert chosen.program.bytes() == 400
+    assert "FuseCollective()" in str(chosen)
+
+
+def test_as_shard_of_an_argument() -> None:
+    def kept(g: Partial, m: Replicate) -> Shard:
+        return m + fusedpg.fusion.reduce_scatter(g)
+
+    program = AsShard("m").apply(
+        AsShard().apply(fusedpg.fuse(kept).program(*[torch.ones(4, 3)] * 2, world_size=2))
+    )
+    assert [str(node.layout) for node in program.inputs] == ["Partial", "Shard"]
+    assert "slice" not in str(program)
+    with pytest.raises(IllegalTransformation, match="annotate `m` as Shard"):
+        fusedpg.fuse(kept).scheduled(AsShard("m"))
+
+
+def test_shapes_of_shards_are_found() -> None:
+    """From what they are combined with, however late."""
+
+    @fusedpg.fuse
+    def many(g: Partial, m: Shard, v: Shard, b: Replicate, w: Replicate) -> tuple[Shard, Replicate]:
+        m = 2 * m
+        v = v * v + m
+        return v * b, (w + v.sqrt()) * F.silu(all_reduce(g))
+
+    for world_size, count in ((1, 40), (2, 32), (3, 32)):
+        part = torch.ones(count)
+        args = torch.ones(8, 5), part, part, torch.ones(5), torch.ones(8, 5)
+        program = many.program(*args, world_size=world_size)
+        assert [node.shape for node in program.inputs[1:3]] == [(8, 5), (8, 5)]
+
+
+def test_outside_of_a_program() -> None:
+    with pytest.raises(TypeError, match="inside a function"):
+        all_reduce(torch.ones(2))
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        sgd(torch.ones(2), torch.ones(2), torch.ones(2), lr=0.1)
+    with pytest.raises(TypeError, match="takes a Python function"):
+        fusedpg.fuse(torch.exp)

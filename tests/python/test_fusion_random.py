@@ -1,0 +1,132 @@
+"""Random programs under all their schedules, against one process."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import harness
+from checks import fusion
+from checks.fusion import Case
+
+SHAPES = [
+    (0,),
+    (1,),
+    (7,),
+    (33,),
+    (64,),
+    (100,),
+    (0, 4),
+    (1, 1),
+    (3, 5),
+    (4, 32),
+    (7, 33),
+    (2, 3, 17),
+]
+UNARY = [
+    "torch.tanh({x})",
+    "torch.sigmoid({x})",
+    "torch.erf({x})",
+    "torch.sqrt(torch.abs({x}))",
+    "torch.exp(-torch.abs({x}))",
+    "torch.log(1 + {x} * {x})",
+    "torch.rsqrt({x} ** 2 + 1.5)",
+    "F.gelu({x})",
+    "F.gelu({x}, approximate='tanh')",
+    "F.silu({x})",
+    "{x}.clamp(-0.5, 1.0)",
+    "{x}.clamp(min=0.1)",
+    "1.5 - {x}",
+    "lr * {x}",
+    "{x} / (lr + 2)",
+    "-{x}",
+    "{x} + b",
+    "b * {x}",
+    "dropout({x}, 0.3, seed)",
+    "dropout({x}, lr, seed + 11)",
+    "torch.where({x} > 0, {x}, 0.5)",
+    "{x}.double().to({x}.dtype)",
+]
+BINARY = [
+    "{x} + {y}",
+    "{x} - lr * {y}",
+    "{x} * {y}",
+    "{x} / ({y} * {y} + 1)",
+    "torch.maximum({x}, {y})",
+    "torch.where({x} > {y}, {x}, 0.5 * {y})",
+    "torch.where(({x} > {y}) & ({y} < 0.5), {x}, {y})",
+]
+# Their sums over elements are in another order under other schedules.
+REDUCING = [
+    "{x} / (1 + {x}.norm())",
+    "{x} - {x}.mean()",
+    "{x} + torch.sum({x}, dim=-1, keepdim=True)",
+    "{x} - torch.amax({x}, dim=-1, keepdim=True)",
+    "{x} * torch.amin({x})",
+    "{x} + {x}.sum(0, True)",
+    "F.layer_norm({x}, ({x}.shape[-1],), b, b)",
+    "F.rms_norm({x}, ({x}.shape[-1],), b, 1e-3)",
+    "{x} + b.mean() * {x}.max()",
+]
+PARTIAL = ["0.5 * {p}", "{p} + {q}", "{p} - lr * {q}", "-{p}", "{p} / 3", "{p} * w"]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Case:
+    shape = draw(st.sampled_from(SHAPES))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
+    reducing = draw(st.booleans()) and 0 not in shape
+    partial = ["g", "h"]
+    whole = ["w", "r0", "m0"]
+    lines = ["r0 = all_reduce(g, 'mean')", "m0 = 0.9 * m + r0"]
+    exact = True
+    for number in range(draw(st.integers(1, 9))):
+        name = f"v{number}"
+        kinds = ["unary", "binary", "partial", "collective"] + ["reducing"] * reducing
+        kind = draw(st.sampled_from(kinds))
+        x, y = draw(st.sampled_from(whole)), draw(st.sampled_from(whole))
+        p, q = draw(st.sampled_from(partial)), draw(st.sampled_from(partial))
+        if kind == "partial":
+            lines.append(f"{name} = " + draw(st.sampled_from(PARTIAL)).format(p=p, q=q))
+            partial.append(name)
+            continue
+        if kind == "collective":
+            op = draw(st.sampled_from(["sum", "mean", "max", "min"]))
+            how = ["all_reduce({p}, '{op}')", "reduce_scatter({p}, '{op}')"]
+            how += ["all_gather(reduce_scatter({p}, '{op}'))", "broadcast({p}, 0)"]
+            text = draw(st.sampled_from(how)).format(p=p, op=op)
+        elif kind == "reducing":
+            text = draw(st.sampled_from(REDUCING)).format(x=x)
+            exact = False
+        else:
+            pool = UNARY if kind == "unary" else BINARY
+            text = draw(st.sampled_from(pool)).format(x=x, y=y)
+        lines.append(f"{name} = {text}")
+        whole.append(name)
+    results = draw(st.lists(st.sampled_from(whole[1:][-4:]), min_size=1, max_size=3, unique=True))
+    layouts = [draw(st.sampled_from(["None", "Replicate", "Shard"])) for _ in results]
+    head = (
+        "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
+        f"seed: int) -> ({', '.join(layouts)},):"
+    )
+    body = [*lines, f"return {', '.join(results)},"]
+    text = "\n    ".join([head, *body])
+    return Case(text, shape, dtype, exact, draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_random_programs_under_all_schedules(world_size: int) -> None:
+    seen = 0
+
+    @hypothesis.settings(max_examples=12)
+    @hypothesis.given(programs())
+    def examples(case: Case) -> None:
+        nonlocal seen
+        counts = harness.pool(world_size).run(fusion.random_program, case)
+        assert len(set(counts)) == 1
+        seen += counts[0]
+
+    examples()
+    assert seen > 50
