@@ -129,8 +129,7 @@ TEST(net_pipeline_scatters) {
             for (int p = 0; p < size; ++p) {
               const auto* at = mine.data() + begins[p] * element;
               const size_t n = static_cast<size_t>(p + 1) * count;
-              parts.emplace_back(at, at + n * element + 1);
-              parts.back().pop_back();
+              parts.emplace_back(at, at + n * element);
             }
             for (int p = 0; p < size; ++p) {
               inputs.push_back(
