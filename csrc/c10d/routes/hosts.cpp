@@ -89,6 +89,18 @@ void HostsTurn::barrier() {
 
 namespace {
 
+// While Gloo's rendezvous waits for a peer nobody else in this process can use
+// the same client of a store. So two groups that connect at the same time would
+// wait for each other: here one holds the client, there the other.
+c10::intrusive_ptr<c10d::Store> own_client(
+    const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store; // written in Python, without clone()
+  }
+}
+
 std::unique_ptr<Domain> make_domain(
     Group& group,
     Bootstrap& bootstrap,
@@ -125,7 +137,7 @@ HostsRoute::HostsRoute(
 c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
   return c10::make_intrusive<AbortableBackend>(make_delegate(
       "cpu",
-      c10::make_intrusive<c10d::PrefixStore>(prefix, group_.store),
+      c10::make_intrusive<c10d::PrefixStore>(prefix, own_client(group_.store)),
       rank_,
       size_,
       group_.timeout.load()));
