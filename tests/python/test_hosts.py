@@ -82,7 +82,7 @@ def test_failures_leave_nothing(tmp_path: Path) -> None:
     with hosts.Hosts(2) as made, pytest.raises(RuntimeError, match="no luck"):
         made.run([str(bad)])
     slow = tmp_path / "slow.py"
-    slow.write_text("import time; time.sleep(1000)")
+    slow.write_text("import time; time.sleep(20)")
     begin = time.monotonic()
     with hosts.Hosts(2) as made, pytest.raises(RuntimeError, match="did not end"):
         made.run([str(slow)], timeout=4)
