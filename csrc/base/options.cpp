@@ -58,13 +58,13 @@ size_t bytes_of(
   return option.value_or(value ? static_cast<size_t>(*value) : otherwise);
 }
 
-// One of three by option or environment; the first is the default.
-template <typename Choice>
+// One of a few by option or environment; the first is the default.
+template <typename Choice, size_t kChoices>
 Choice choice_of(
     const std::optional<std::string>& option,
     const char* option_name,
     const char* name,
-    const std::pair<const char*, Choice> (&choices)[3]) {
+    const std::pair<const char*, Choice> (&choices)[kChoices]) {
   const std::string given =
       option.value_or(env(name).value_or(choices[0].first));
   for (const auto& [text, choice] : choices) {
@@ -72,14 +72,16 @@ Choice choice_of(
       return choice;
     }
   }
+  std::string all = choices[0].first;
+  for (size_t i = 1; i < kChoices; ++i) {
+    all += (i + 1 < kChoices ? ", " : " or ") + std::string(choices[i].first);
+  }
   fail(
       ErrorKind::kInvalid,
-      "fused: {} ({}) must be {}, {} or {}, got {}",
+      "fused: {} ({}) must be {}, got {}",
       option_name,
       name,
-      choices[0].first,
-      choices[1].first,
-      choices[2].first,
+      all,
       given);
 }
 
@@ -188,15 +190,11 @@ Settings resolve(const Options& options) {
       {{"gloo", TransportChoice::kGloo},
        {"auto", TransportChoice::kAuto},
        {"ucx", TransportChoice::kUcx}});
-  const std::string order =
-      options.order.value_or(env("FUSEDPG_ORDER").value_or("hosts"));
-  if (order != "hosts" && order != "flat") {
-    fail(
-        ErrorKind::kInvalid,
-        "fused: order (FUSEDPG_ORDER) must be hosts or flat, got {}",
-        order);
-  }
-  s.flat_order = order == "flat";
+  s.flat_order = choice_of<bool>(
+      options.order,
+      "order",
+      "FUSEDPG_ORDER",
+      {{"hosts", false}, {"flat", true}});
   s.ucx_lib = env("FUSEDPG_UCX_LIB").value_or("");
   s.ucx_config = ucx_config();
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");

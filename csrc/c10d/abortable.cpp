@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <mutex>
 #include <set>
+#include <system_error>
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/options.hpp"
 
 namespace fusedpg {
 namespace {
@@ -132,9 +134,16 @@ void AbortableBackend::abort() {
     work->abort();
   }
   // Gloo's end waits for the end of what has begun, which may be its timeout.
-  std::thread([inner = std::move(inner_)]() mutable {
-    inner.reset();
-  }).detach();
+  // Where there is no thread left for that it stays open.
+  c10d::Backend* inner = inner_.release();
+  try {
+    std::thread([inner] {
+      c10::intrusive_ptr<c10d::Backend>::reclaim(inner).reset();
+    }).detach();
+  } catch (const std::system_error& error) {
+    log_line(formatted(
+        "Gloo's connections stay open after an abort: {}", error.what()));
+  }
 }
 
 void AbortableBackend::shutdown() {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <future>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -205,10 +206,16 @@ void HostFailures::handle(
         return tell(store, rank, size, mine, asks);
       });
   std::future<std::string> answer = task.get_future();
-  std::thread(std::move(task)).detach();
-  close();
   std::string cause;
-  if (asks) {
+  bool told = true;
+  try {
+    std::thread(std::move(task)).detach();
+  } catch (const std::system_error& error) {
+    told = false;
+    cause = formatted("the others are not told why: {}", error.what());
+  }
+  close();
+  if (asks && told) {
     cause = "the store does not answer";
     try {
       if (answer.wait_for(kPatience + kStorePatience) ==

@@ -21,13 +21,13 @@ struct Peer {
 // A socket with an abstract address that the kernel picks.
 Fd listen_for_hellos(int world_size, std::string& address);
 
-// Every rank of a host calls every other one there, says who it is and hands over the file of
-// its memory. One loop looks after all calls at once, those this rank makes and
+// Every rank of a host calls every other one there, says who it is and hands
+// over the file of its memory. One loop looks after all calls at once, those this rank makes and
 // those it gets, so nobody who calls and says nothing, or keeps the queue of a
 // listener full, delays what others do.
 class Hellos {
  public:
-  // `ranks` of this host, and who they are; below, a peer is a place among them.
+  // `ranks` of this host, and who they are; a peer is a place among them.
   Hellos(
       int rank,
       const std::vector<int>& ranks,

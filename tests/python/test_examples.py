@@ -18,56 +18,46 @@ pytestmark = pytest.mark.fused_only
 EXAMPLES = harness.ROOT / "examples"
 
 
-def run(program: str, scratch: Path, *arguments: str) -> dict[str, Any]:
-    report = scratch / "report.json"
+def launched(program: str, *arguments: str, timeout: float = 120) -> str:
+    """What two ranks of an example print."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = str(EXAMPLES / program)
     done = subprocess.run(
-        [sys.executable, *launcher, program, "--quick", "--json", str(report), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / program), *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run(program: str, scratch: Path, *arguments: str) -> dict[str, Any]:
+    report = scratch / "report.json"
+    launched(program, "--quick", "--json", str(report), *arguments, timeout=240)
     result: dict[str, Any] = json.loads(report.read_text())
     return result
+
+
+def learns_in_print(output: str) -> None:
+    losses = [float(line.split()[-1]) for line in output.splitlines() if "loss" in line]
+    assert losses[-1] < 0.1 * losses[0]
 
 
 def test_quickstart() -> None:
     """As the README says it: the ranks end with the same parameters, and it has learned."""
     path = EXAMPLES / "quickstart.py"
     assert len(path.read_text().splitlines()) < 40
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
-    assert losses[-1] < 0.1 * losses[0]
-    assert "2 ranks hold the same 1474 parameters" in done.stdout
+    output = launched(path.name)
+    learns_in_print(output)
+    assert "2 ranks hold the same 1474 parameters" in output
 
 
 def test_own_optimizers() -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / "own_optimizers.py")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
-    assert losses[-1] < 0.1 * losses[0]
-    assert "fused collective" in done.stdout
+    output = launched("own_optimizers.py")
+    learns_in_print(output)
+    assert "fused collective" in output
 
 
 @pytest.mark.parametrize("program", ["char_transformer.py", harness.slow("resnet9.py")])

@@ -9,6 +9,7 @@
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
+
 void HostsTurn::broadcast(const Flat& tensor, int root) {
   auto opts = options<c10d::BroadcastOptions>();
   opts.rootRank = root;
