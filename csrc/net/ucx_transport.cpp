@@ -186,20 +186,27 @@ void UcxTransport::end() noexcept {
 }
 
 void UcxTransport::release() noexcept {
-  // Receives belong to no endpoint; sends have ended with theirs.
-  for (auto it = under_way_.begin(); it != under_way_.end();) {
-    const std::shared_ptr<Operation> operation = *it++;
-    if (!operation->sends) {
-      api_.request_cancel(worker_, operation->request);
-    }
-  }
   if (worker_ != nullptr) {
+    // Receives belong to no endpoint; sends end with theirs. UCX cannot cancel
+    // a receive of which a part has come, and will never end it: nobody writes
+    // to its buffer once the worker is gone.
+    for (auto it = under_way_.begin(); it != under_way_.end();) {
+      const std::shared_ptr<Operation> operation = *it++;
+      if (!operation->sends) {
+        api_.request_cancel(worker_, operation->request);
+      }
+    }
+    const auto sending = [](const std::shared_ptr<Operation>& operation) {
+      return operation->sends;
+    };
     const Deadline deadline(farewell_);
-    while (!under_way_.empty() && !deadline.expired()) {
+    while (std::any_of(under_way_.begin(), under_way_.end(), sending) &&
+           !deadline.expired()) {
       api_.worker_progress(worker_);
     }
     api_.worker_destroy(worker_);
     worker_ = nullptr;
+    under_way_.clear();
   }
   if (context_ != nullptr) {
     api_.cleanup(context_);

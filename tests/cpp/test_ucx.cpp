@@ -188,6 +188,40 @@ TEST(ucx_stopped_peer_is_a_timeout) {
   delete processes;
 }
 
+// UCX cannot cancel a receive of which a part is here, and its sender will not
+// send the rest.
+TEST(ucx_gives_up_a_message_that_has_come_in_part) {
+  if (library() == nullptr) {
+    return;
+  }
+  on_threads(2, [&](int rank, Store& store) {
+    UcxConfig partly = config();
+    partly.set.back() = {"RNDV_THRESH", "1G"};
+    partly.set.emplace_back("TCP_SNDBUF", "64K");
+    partly.set.emplace_back("TCP_RCVBUF", "64K");
+    partly.farewell = kLong;
+    const auto connect = [&] {
+      return std::make_unique<UcxTransport>(
+          ucx::load(library()), partly, store, rank, 2, Deadline(kLong), [] {});
+    };
+    auto t = connect();
+    const NetBuffer large(size_t(64) << 20);
+    if (rank == 0) {
+      const auto sent = t->send(1, 1, large);
+      store.get("given up", Deadline(kLong)); // without progress
+      t->end();
+      return;
+    }
+    const Failure f = failure_of(
+        [&] { t->receive(0, 1, large)->wait(Deadline(milliseconds(300))); });
+    CHECK(f.kind == ErrorKind::kTimeout);
+    CHECK(f.after < kLong / 2);
+    t->end(); // as often as one likes
+    t.reset();
+    store.set("given up", "");
+  });
+}
+
 TEST(ucx_abort_ends_a_wait) {
   on_transports(2, [](int rank, UcxTransport& t, Store& store) {
     if (rank == 1) {

@@ -15,7 +15,7 @@ import pytest
 import harness
 import hosts
 from checks import faults, host_faults
-from harness import RemoteError
+from harness import Died, RemoteError
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
 
@@ -69,6 +69,8 @@ class Crew:
     def results(self, ranks: list[int]) -> list[tuple[str, float]]:
         answers = self.workers.collect(TIMEOUT + 20, ranks=ranks)
         for answer in answers:
+            if isinstance(answer, Died):
+                raise AssertionError(f"{answer}\n{self.workers.log(answer.rank)[-8000:]}")
             assert isinstance(answer, tuple) and not isinstance(answer, RemoteError), answer
             assert answer[0].startswith("fused:"), answer[0]
         return answers
