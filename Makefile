@@ -161,12 +161,14 @@ fake-gpu: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
+# Two at a time, as with ctest: PYTEST_ARGS="-n 0" for one. Whole files, for their fixtures' sake.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 test-python: fake-gpu
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(PYTEST) tests $(PYTEST_ARGS)
 
 # With more sizes, ranks and faults of the same kind.
 test-all: test-cpp fake-gpu
-	$(BIN)/python -m pytest tests -m "" $(PYTEST_ARGS)
+	$(PYTEST) tests -m "" $(PYTEST_ARGS)
 
 # Random programs and random faults for MINUTES, or one again: SEED=... as a failure says.
 MINUTES ?= 10

@@ -6,7 +6,6 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import harness
 from checks import faults
+from fuzz.resources import unowned
 from harness import Context
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(120)]
@@ -27,10 +27,6 @@ def wait_for(workers: harness.Workers, name: str, ranks: list[int]) -> None:
     while not all((workers.scratch / f"{name}{rank}").exists() for rank in ranks):
         assert time.monotonic() < deadline, f"no {name} from {ranks}"
         time.sleep(0.005)
-
-
-def shm() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def names(text: str, op: str, rank: int) -> None:
@@ -55,7 +51,7 @@ def names(text: str, op: str, rank: int) -> None:
     ],
 )
 def test_killed_peer(what: str, numel: int, arena: bool) -> None:
-    before = shm()
+    before = unowned()
     with harness.Workers(3, oracle=False) as workers:
         workers.start(faults.loop, what, numel, arena)
         wait_for(workers, "running", [0, 1])
@@ -69,7 +65,7 @@ def test_killed_peer(what: str, numel: int, arena: bool) -> None:
         assert workers.collect(30, ranks=[0, 1]) == [None, None]
         for rank in (0, 1):
             workers.signal(rank, signal.SIGKILL)
-    assert shm() <= before, "something stays in /dev/shm"
+    assert unowned() <= before, "something stays in /dev/shm"
 
 
 def test_peer_leaves_without_a_word() -> None:
@@ -235,11 +231,11 @@ def flat(before: dict[str, int], after: dict[str, int]) -> None:
 
 
 def test_two_hundred_groups() -> None:
-    before = shm()
+    before = unowned()
     with harness.Workers(2, oracle=False) as workers:
         for answer in workers.run(faults.churn, 200, timeout=110):
             flat(*answer)
-    assert shm() <= before
+    assert unowned() <= before
 
 
 def test_calls_leak_nothing() -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 import harness
 from checks import optim_faults
 from checks.optim_faults import MODES
+from fuzz.resources import unowned
 from test_faults import wait_for
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(120)]
 
 TIMEOUT = 8  # seconds, of the group
-
-
-def shm() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def survive(workers: harness.Workers, mode: str, victim: int, since: float) -> None:
@@ -41,7 +37,7 @@ def survive(workers: harness.Workers, mode: str, victim: int, since: float) -> N
 @pytest.mark.parametrize("where", ["backward", "step"])
 @pytest.mark.parametrize("mode", [MODES[0], harness.slow(MODES[1]), MODES[2]])
 def test_killed_inside(mode: str, where: str) -> None:
-    before = shm()
+    before = unowned()
     with harness.Workers(3, timeout=TIMEOUT, oracle=False) as workers:
         workers.start(optim_faults.train_until_failure, mode, 1, where)
         wait_for(workers, "running", [0, 1, 2])
@@ -49,7 +45,7 @@ def test_killed_inside(mode: str, where: str) -> None:
         survive(workers, mode, 1, time.monotonic())
         for rank in (0, 2):
             workers.signal(rank, signal.SIGKILL)
-    assert shm() <= before, "something stays in /dev/shm"
+    assert unowned() <= before, "something stays in /dev/shm"
 
 
 @pytest.mark.parametrize(

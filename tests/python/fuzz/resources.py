@@ -34,6 +34,19 @@ def held() -> Held:
     return {"descriptors": files, "threads": names, "mappings": maps}
 
 
+def unowned() -> set[str]:
+    """What lies in /dev/shm and no process of this machine uses: of one that has died."""
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            maps = (process / "maps").read_text()
+            used |= {
+                line.split("/dev/shm/")[1] for line in maps.splitlines() if "/dev/shm/" in line
+            }
+            used |= {os.path.basename(os.readlink(entry)) for entry in (process / "fd").iterdir()}
+    return {path.name for path in Path("/dev/shm").iterdir()} - used
+
+
 def leaks(before: Held, patience: float = 3.0) -> list[str]:
     """What is held now and was not before; threads may need a moment to end."""
     deadline = time.monotonic() + patience
