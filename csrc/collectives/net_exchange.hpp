@@ -25,6 +25,8 @@ enum class NetKind : uint32_t {
   kResult,
   kBlock,
   kPartialSum,
+  kTable,
+  kMove,
   kKinds
 };
 

@@ -91,6 +91,15 @@ class Transport {
   // For a thread that waits for something else: what is under way goes on.
   virtual void progress() {}
 
+  // Called now and then by waits; what it throws ends them.
+  virtual void set_watch(std::function<void()> /* watch */) {}
+
+  // For the thread that uses it: ends all connections, so that nothing is read
+  // from or written to buffers any more.
+  virtual void cut() {
+    abort();
+  }
+
   // From any thread: makes waits throw Error(kAborted), now and later.
   virtual void abort() = 0;
 };

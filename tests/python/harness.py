@@ -422,7 +422,13 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
     return decorate
 
 
-HOSTS = {"two": ["a", "b"], "three": ["a", "b", "c"], "two of two": ["a", "a", "b", "b"]}
+HOSTS = {
+    "two": ["a", "b"],
+    "three": ["a", "b", "c"],
+    "two and one": ["a", "a", "b"],
+    "two of two": ["a", "a", "b", "b"],
+    "interleaved": ["a", "b", "a", "b"],
+}
 
 
 def pool_of_hosts(names: str, transport: str = "ucx") -> Workers:

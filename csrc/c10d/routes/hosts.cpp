@@ -4,86 +4,11 @@
 
 #include "c10d/abortable.hpp"
 #include "c10d/delegate.hpp"
+#include "c10d/errors.hpp"
 #include "c10d/routes/hosts_turn.hpp"
+#include "collectives/selector.hpp"
 
 namespace fusedpg {
-void HostsTurn::broadcast(const Flat& tensor, int root) {
-  auto opts = options<c10d::BroadcastOptions>();
-  opts.rootRank = root;
-  Tensors one{tensor.tensor()};
-  gloo_.broadcast(one, opts)->wait();
-}
-
-void HostsTurn::all_gather(const Parts& outputs, const Flat& input) {
-  if (outputs.whole() != nullptr) {
-    at::Tensor to = outputs.whole()->tensor();
-    at::Tensor from = input.tensor();
-    gloo_._allgather_base(to, from, options<c10d::AllgatherOptions>())->wait();
-    return;
-  }
-  // Broadcasts, so that sizes may differ from rank to rank.
-  for (int p = 0; p < size_; ++p) {
-    const Flat& part = outputs.tensors()[p];
-    if (p == rank_) {
-      input.give(part.tensor());
-    }
-    if (part.tensor().numel() != 0) {
-      broadcast(part, p);
-    }
-  }
-}
-
-void HostsTurn::gather(
-    const std::vector<Flat>& outputs,
-    const Flat& input,
-    int root) {
-  auto opts = options<c10d::GatherOptions>();
-  opts.rootRank = root;
-  TensorLists lists;
-  if (!outputs.empty()) {
-    lists.push_back(flat_tensors(outputs));
-  }
-  Tensors one{input.tensor()};
-  gloo_.gather(lists, one, opts)->wait();
-}
-
-void HostsTurn::scatter(
-    const Flat& output,
-    const std::vector<Flat>& inputs,
-    int root) {
-  auto opts = options<c10d::ScatterOptions>();
-  opts.rootRank = root;
-  TensorLists lists;
-  if (!inputs.empty()) {
-    lists.push_back(flat_tensors(inputs));
-  }
-  Tensors one{output.tensor()};
-  gloo_.scatter(one, lists, opts)->wait();
-}
-
-void HostsTurn::all_to_all(const Parts& outputs, const Parts& inputs) {
-  // As one exchange: Gloo has no list form.
-  at::Tensor from = inputs.joined();
-  at::Tensor to =
-      outputs.whole() != nullptr ? outputs.joined() : outputs.like_joined();
-  auto to_splits = outputs.splits();
-  auto from_splits = inputs.splits();
-  gloo_
-      .alltoall_base(
-          to, from, to_splits, from_splits, options<c10d::AllToAllOptions>())
-      ->wait();
-  if (outputs.whole() == nullptr) {
-    // Anew, as Gloo empties what it is given.
-    const auto received = to.split_with_sizes(outputs.splits());
-    for (size_t p = 0; p < received.size(); ++p) {
-      Flat::input(received[p]).give(outputs.tensors()[p].tensor());
-    }
-  }
-}
-
-void HostsTurn::barrier() {
-  gloo_.barrier(options<c10d::BarrierOptions>())->wait();
-}
 
 namespace {
 
@@ -94,13 +19,12 @@ std::unique_ptr<Domain> make_domain(
   if (bootstrap.host_ranks().size() == 1) {
     return nullptr;
   }
-  // Room for a part of every rank's lane.
-  const size_t stage = static_cast<size_t>(group.size) *
-      std::clamp((size_t(4) << 20) / static_cast<size_t>(group.size),
-                 size_t(64) << 10,
-                 size_t(512) << 10);
   return std::make_unique<Domain>(
-      group.rank, bootstrap, group.settings, deadline, stage);
+      group.rank,
+      bootstrap,
+      group.settings,
+      deadline,
+      net_stage_bytes(group.size));
 }
 
 } // namespace
@@ -116,7 +40,8 @@ HostsRoute::HostsRoute(
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
   log_once(
       "a group spans several hosts: its collectives use Gloo, but for fused "
-      "optimizer steps and reductions that skip blocks of zeros");
+      "optimizer steps, reductions that skip blocks of zeros and, over UCX, "
+      "what only moves data");
 }
 
 c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
@@ -131,6 +56,11 @@ c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
 bool HostsRoute::carried_by_ucx(std::chrono::milliseconds timeout) {
   return !hosts_.shared() &&
       group_.settings.transport != TransportChoice::kGloo &&
+      connected(timeout).ends_at_once();
+}
+
+bool HostsRoute::moves_by_ucx(std::chrono::milliseconds timeout) {
+  return group_.settings.transport != TransportChoice::kGloo &&
       connected(timeout).ends_at_once();
 }
 
@@ -158,6 +88,13 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
       cannot_connect_ = error;
       throw;
     }
+    Transport* transport = connection_.transport.get();
+    if (domain_) {
+      transport->set_watch([this] { check_neighbours("a message"); });
+      if (transport->ends_at_once()) {
+        domain_->set_idle([transport] { transport->progress(); });
+      }
+    }
   }
   return *connection_.transport;
 }
@@ -166,6 +103,7 @@ NetContext HostsRoute::net_context(
     uint64_t ticket,
     std::chrono::milliseconds timeout) {
   Transport& transport = connected(timeout);
+  in_doubt_since_.reset();
   return {
       {group_.kernels,
        pool_,
@@ -180,6 +118,30 @@ NetContext HostsRoute::net_context(
       domain_.get()};
 }
 
+void HostsRoute::check_neighbours(const std::string& what) {
+  // A message that such a rank has caused may still be on its way.
+  constexpr std::chrono::milliseconds kGrace{300};
+  try {
+    domain_->check_peers(what, [this](int p) {
+      return p != domain_->rank() &&
+          domain_->control(p).state.load(std::memory_order_acquire) !=
+          static_cast<uint32_t>(RankState::kLeft);
+    });
+    in_doubt_since_.reset();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kAborted) {
+      throw;
+    }
+    const auto now = Clock::now();
+    if (!in_doubt_since_) {
+      in_doubt_since_ = now;
+    }
+    if (now - *in_doubt_since_ > kGrace) {
+      throw;
+    }
+  }
+}
+
 void HostsRoute::execute(
     const Operation& operation,
     uint64_t ticket,
@@ -192,6 +154,16 @@ void HostsRoute::execute(
         "{}",
         domain_->failure_reason());
   }
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (message_failed_) {
+      fail(
+          message_failed_->kind(),
+          "fused: this group has failed and must be destroyed; the failure "
+          "was: {}",
+          message_failed_->what());
+    }
+  }
   HostsTurn turn(*this, ticket, timeout);
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {
@@ -203,13 +175,15 @@ void HostsRoute::execute(
   try {
     operation(turn);
   } catch (const Error& error) {
+    turn.refuse(error.what());
     flush();
     if (domain_ && error.kind() != ErrorKind::kInvalid &&
         error.kind() != ErrorKind::kMismatch) {
       domain_->mark_failed(error);
     }
     throw;
-  } catch (...) {
+  } catch (const std::exception& error) {
+    turn.refuse(one_line(error));
     flush();
     throw;
   }
@@ -237,6 +211,12 @@ std::optional<ErrorKind> HostsRoute::failure() {
   if (domain_ && domain_->failed()) {
     return domain_->failure_kind();
   }
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (message_failed_) {
+      return message_failed_->kind();
+    }
+  }
   return delegate_->getError() == c10d::ErrorType::SUCCESS
       ? std::nullopt
       : std::optional(ErrorKind::kAborted);
@@ -248,6 +228,12 @@ void HostsRoute::abort() {
   if (domain_) {
     domain_->request_abort();
   }
+  {
+    std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    if (mailbox_) {
+      mailbox_->wake();
+    }
+  }
   std::lock_guard<std::mutex> lock(transport_mutex_);
   if (connection_.transport) {
     connection_.transport->abort();
@@ -255,6 +241,12 @@ void HostsRoute::abort() {
 }
 
 void HostsRoute::shutdown() {
+  {
+    std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    if (mailbox_) {
+      mailbox_->stop();
+    }
+  }
   if (domain_) {
     domain_->leave();
   }

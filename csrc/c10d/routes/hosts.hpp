@@ -10,6 +10,7 @@
 #include "collectives/net_exchange.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
+#include "net/net_mailbox.hpp"
 
 namespace fusedpg {
 
@@ -60,13 +61,9 @@ class HostsRoute : public CpuRoute {
       const Operation& operation,
       uint64_t ticket,
       std::chrono::milliseconds timeout) override;
-  WorkPtr send_message(Tensors& tensors, int dst, int tag) override {
-    return delegate_->send(tensors, dst, tag);
-  }
-  WorkPtr receive_message(Tensors& tensors, int src, int tag) override {
-    return src == kAnySource ? delegate_->recvAnysource(tensors, tag)
-                             : delegate_->recv(tensors, src, tag);
-  }
+  // hosts_p2p.cpp
+  WorkPtr send_message(Tensors& tensors, int dst, int tag) override;
+  WorkPtr receive_message(Tensors& tensors, int src, int tag) override;
 
  private:
   friend class HostsTurn;
@@ -74,6 +71,13 @@ class HostsRoute : public CpuRoute {
   c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
   // Whether sums are ours. Connects the hosts to find out.
   bool carried_by_ucx(std::chrono::milliseconds timeout);
+  NetMailbox* mailbox(); // null: messages are the delegate's
+  void fail_with(const Error& error);
+  // Whether what only moves data is ours. Connects the hosts to find out.
+  bool moves_by_ucx(std::chrono::milliseconds timeout);
+  // Throws when a rank of this host has failed or died, which is not so that
+  // it may just have been done before this one.
+  void check_neighbours(const std::string& what);
   Transport& connected(std::chrono::milliseconds timeout);
   // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
@@ -84,7 +88,12 @@ class HostsRoute : public CpuRoute {
   // Made by the first operation that needs it; connections of its own.
   Connection connection_;
   std::optional<Error> cannot_connect_;
+  std::mutex failure_mutex_;
+  std::optional<Error> message_failed_;
+  std::mutex mailbox_mutex_;
+  std::unique_ptr<NetMailbox> mailbox_; // made by the first message
   // Of the executing thread.
+  std::optional<Clock::time_point> in_doubt_since_;
   SkipState skip_;
   Pool pool_{1};
 };
