@@ -34,7 +34,7 @@ def paths(context: Context) -> None:
     """They are messages of ours, not the delegate's."""
     import fusedpg
 
-    fusedpg.reset_stats()
+    fusedpg.stats(reset=True)
     usable(context)
     stats = fusedpg.stats()
     for op in ("broadcast", "all_gather"):
