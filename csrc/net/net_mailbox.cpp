@@ -410,7 +410,17 @@ bool NetMailbox::reach(int p) {
         "fused: rank {} could not start UCX; its own error says why",
         p);
   }
-  transport_->connect(p, address);
+  try {
+    transport_->connect(p, address);
+  } catch (const Error& error) {
+    // What it has said in the store stays when it has gone.
+    fail(
+        ErrorKind::kPeerFailed,
+        "fused: rank {} cannot be reached, and may have ended or left the "
+        "group: {}",
+        p,
+        error.what());
+  }
   // Its end shows only on a connection that has carried something.
   peer.notes.push_front({kHello, 0, 0, 0});
   return true;
