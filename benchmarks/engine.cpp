@@ -12,6 +12,7 @@
 #include "../tests/cpp/ranks.hpp"
 #include "collectives/collectives.hpp"
 #include "collectives/context.hpp"
+#include "collectives/way.hpp"
 #include "host/executor.hpp"
 #include "kernels/kernels.hpp"
 
@@ -49,9 +50,14 @@ void measure(int rank, Store& store) {
   std::vector<float> data(kCount), other(kCount), stage(kCount);
   const std::vector<ReduceTensor> tensors{{data.data(), kCount}};
   const Engine::Operation reduce = [&](Context& ctx) {
-    all_reduce(ctx, tensors, args);
+    ShmWay way(ctx);
+    all_reduce(way, tensors, args);
   };
   uint64_t sequence = 0;
+  const Engine::Operation meet = [](Context& ctx) {
+    ShmWay way(ctx);
+    barrier(way);
+  };
   std::vector<Layer> layers{
       {"copy to the stage and kernel, in own caches",
        [&] {
@@ -69,10 +75,7 @@ void measure(int rank, Store& store) {
        },
        {}},
       {"operation barrier: descriptors compared, context, deadline",
-       [&] {
-         group.engine.execute(
-             [](Context& ctx) { barrier(ctx); }, ++sequence, kLong);
-       },
+       [&] { group.engine.execute(meet, ++sequence, kLong); },
        {}},
       {"operation all_reduce",
        [&] { group.engine.execute(reduce, ++sequence, kLong); },
@@ -87,8 +90,7 @@ void measure(int rank, Store& store) {
   };
   for (int round = 0; round < kRounds; ++round) {
     for (Layer& layer : layers) {
-      group.engine.execute(
-          [](Context& ctx) { barrier(ctx); }, ++sequence, kLong);
+      group.engine.execute(meet, ++sequence, kLong);
       const auto start = Clock::now();
       for (int i = 0; i < kBatch; ++i) {
         layer.call();
@@ -106,7 +108,7 @@ void measure(int rank, Store& store) {
     }
     std::fflush(stdout);
   }
-  group.engine.execute([](Context& ctx) { barrier(ctx); }, ++sequence, kLong);
+  group.engine.execute(meet, ++sequence, kLong);
 }
 
 } // namespace

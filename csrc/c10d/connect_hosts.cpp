@@ -60,6 +60,15 @@ std::string why_not_ucx(const std::vector<Offer>& offers) {
 
 } // namespace
 
+UcxConfig ucx_config(const Settings& settings) {
+  UcxConfig config;
+  config.set = settings.ucx_config;
+  if (settings.spin_us >= 0) {
+    config.spin = std::chrono::microseconds(settings.spin_us);
+  }
+  return config;
+}
+
 Connection connect_hosts(
     Group& group,
     const Deadline& deadline,
@@ -80,14 +89,15 @@ Connection connect_hosts(
   check();
   const std::string why_not = why_not_ucx(offers);
   if (why_not.empty()) {
-    UcxConfig config;
-    config.set = settings.ucx_config;
-    if (settings.spin_us >= 0) {
-      config.spin = std::chrono::microseconds(settings.spin_us);
-    }
     return {
         std::make_unique<UcxTransport>(
-            *api, config, rendezvous, group.rank, group.size, deadline, check),
+            *api,
+            ucx_config(settings),
+            rendezvous,
+            group.rank,
+            group.size,
+            deadline,
+            check),
         "ucx " + api->version};
   }
   if (settings.transport == TransportChoice::kUcx) {

@@ -9,6 +9,7 @@
 #include "base/deadline.hpp"
 #include "c10d/group.hpp"
 #include "net/transport.hpp"
+#include "net/ucx_transport.hpp"
 
 namespace fusedpg {
 
@@ -16,6 +17,8 @@ struct Connection {
   std::unique_ptr<Transport> transport;
   std::string name; // "ucx 1.22.0" or "gloo"
 };
+
+UcxConfig ucx_config(const Settings& settings);
 
 // Collective: connects the ranks of a group that spans hosts, by UCX where all
 // of them have the same version of it, and else, unless UCX was asked for, by a

@@ -38,7 +38,8 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
     parts.push_back({&h, sizeof h});
   }
   ctx.begin_item(0, 3);
-  all_gather(ctx, parts, {&header, sizeof header}, DType::kOpaque);
+  ShmWay way(ctx);
+  all_gather(way, parts, {&header, sizeof header}, DType::kOpaque);
   for (int p = 0; p < ctx.size(); ++p) {
     if (headers[p].shape != header.shape) {
       fail(
@@ -64,8 +65,9 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
     }
     const Flat in = Flat::input(part);
     const auto outs = flat_outputs(list);
+    ShmWay way(ctx);
     all_gather(
-        ctx, Parts(outs).spans(), in.span(), to_dtype(part.scalar_type()));
+        way, Parts(outs).spans(), in.span(), to_dtype(part.scalar_type()));
     finish(outs);
   };
   exchange(mine.indices(), all.indices, 1, 1);

@@ -1,10 +1,11 @@
 #include "collectives/collectives.hpp"
 #include "collectives/move.hpp"
+#include "collectives/way.hpp"
 
 namespace fusedpg {
 
 void all_gather(
-    Context& ctx,
+    Way& way,
     const std::vector<Span>& outputs,
     const Span& input,
     DType dtype) {
@@ -15,12 +16,12 @@ void all_gather(
   for (const Span& output : outputs) {
     d.count += output.bytes / size;
   }
-  check_nan(ctx, d, input.data, input.bytes / size);
+  check_nan(way.op(), d, input.data, input.bytes / size);
   Move move;
   move.shared = true;
   move.sends = {input};
   move.recvs = outputs;
-  move.run(ctx, d);
+  way.move(move, d);
 }
 
 } // namespace fusedpg

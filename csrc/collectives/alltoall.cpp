@@ -1,10 +1,11 @@
 #include "collectives/collectives.hpp"
 #include "collectives/move.hpp"
+#include "collectives/way.hpp"
 
 namespace fusedpg {
 
 void all_to_all(
-    Context& ctx,
+    Way& way,
     const std::vector<Span>& outputs,
     const std::vector<Span>& inputs,
     DType dtype) {
@@ -13,12 +14,12 @@ void all_to_all(
   d.dtype = dtype;
   const size_t size = dtype_size(dtype);
   for (const Span& input : inputs) {
-    check_nan(ctx, d, input.data, input.bytes / size);
+    check_nan(way.op(), d, input.data, input.bytes / size);
   }
   Move move;
   move.sends = inputs;
   move.recvs = outputs;
-  move.run(ctx, d);
+  way.move(move, d);
 }
 
 } // namespace fusedpg

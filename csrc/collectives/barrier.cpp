@@ -1,11 +1,12 @@
 #include "collectives/collectives.hpp"
+#include "collectives/way.hpp"
 
 namespace fusedpg {
 
-void barrier(Context& ctx) {
+void barrier(Way& way) {
   OpDescriptor d;
   d.op = OpCode::kBarrier;
-  enter(ctx, d);
+  way.enter(nullptr, d, {});
 }
 
 } // namespace fusedpg

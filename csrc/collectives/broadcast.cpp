@@ -1,9 +1,10 @@
 #include "collectives/collectives.hpp"
 #include "collectives/move.hpp"
+#include "collectives/way.hpp"
 
 namespace fusedpg {
 
-void broadcast(Context& ctx, const Span& tensor, DType dtype, int root) {
+void broadcast(Way& way, const Span& tensor, DType dtype, int root) {
   OpDescriptor d;
   d.op = OpCode::kBroadcast;
   d.dtype = dtype;
@@ -12,16 +13,16 @@ void broadcast(Context& ctx, const Span& tensor, DType dtype, int root) {
   Move move;
   move.shared = true;
   move.sends = {Span{}};
-  move.recvs.resize(ctx.size());
-  if (ctx.rank() == root) {
-    check_nan(ctx, d, tensor.data, d.count);
+  move.recvs.resize(way.size());
+  if (way.rank() == root) {
+    check_nan(way.op(), d, tensor.data, d.count);
     move.sends[0] = tensor;
   }
   // The root too, which then copies nothing.
-  if (root >= 0 && root < ctx.size()) {
+  if (root >= 0 && root < way.size()) {
     move.recvs[root] = tensor;
   }
-  move.run(ctx, d);
+  way.move(move, d);
 }
 
 } // namespace fusedpg

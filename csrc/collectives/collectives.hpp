@@ -54,16 +54,16 @@ void reduce_scatter(
 
 // outputs[p] receives rank p's input; sizes may differ between ranks.
 void all_gather(
-    Context& ctx,
+    Way& way,
     const std::vector<Span>& outputs,
     const Span& input,
     DType dtype);
 
-void broadcast(Context& ctx, const Span& tensor, DType dtype, int root);
+void broadcast(Way& way, const Span& tensor, DType dtype, int root);
 
 // `outputs` is empty but on the root.
 void gather(
-    Context& ctx,
+    Way& way,
     const std::vector<Span>& outputs,
     const Span& input,
     DType dtype,
@@ -71,7 +71,7 @@ void gather(
 
 // `inputs` is empty but on the root.
 void scatter(
-    Context& ctx,
+    Way& way,
     const Span& output,
     const std::vector<Span>& inputs,
     DType dtype,
@@ -79,12 +79,12 @@ void scatter(
 
 // inputs[p] goes to outputs[rank] of rank p.
 void all_to_all(
-    Context& ctx,
+    Way& way,
     const std::vector<Span>& outputs,
     const std::vector<Span>& inputs,
     DType dtype);
 
-void barrier(Context& ctx);
+void barrier(Way& way);
 
 // Memory of rank 0's arena, as this rank sees it. It is never given back to the
 // arena, because peers may use it for longer than any of its tensors lives on

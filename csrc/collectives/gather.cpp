@@ -1,10 +1,11 @@
 #include "collectives/collectives.hpp"
 #include "collectives/move.hpp"
+#include "collectives/way.hpp"
 
 namespace fusedpg {
 
 void gather(
-    Context& ctx,
+    Way& way,
     const std::vector<Span>& outputs,
     const Span& input,
     DType dtype,
@@ -14,13 +15,13 @@ void gather(
   d.dtype = dtype;
   d.root = root;
   d.count = input.bytes / dtype_size(dtype);
-  check_nan(ctx, d, input.data, d.count);
+  check_nan(way.op(), d, input.data, d.count);
   Move move;
-  move.sends.resize(ctx.size());
+  move.sends.resize(way.size());
   move.sends[root] = input;
   move.recvs = outputs;
-  move.recvs.resize(ctx.size());
-  move.run(ctx, d);
+  move.recvs.resize(way.size());
+  way.move(move, d);
 }
 
 } // namespace fusedpg

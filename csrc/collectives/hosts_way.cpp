@@ -63,6 +63,18 @@ void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {
 
 void HostsWay::check_said(const OpDescriptor& mine) {
   for (int p = 0; p < size(); ++p) {
+    if ((said_[p].flags & kRefused) != 0) {
+      fail(
+          ErrorKind::kMismatch,
+          "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
+          "part; its own error says why",
+          describe(mine),
+          mine.sequence,
+          rank(),
+          p);
+    }
+  }
+  for (int p = 0; p < size(); ++p) {
     check_agreement(mine, rank(), said_[p], p);
   }
   for (int p = 0; p < size(); ++p) {

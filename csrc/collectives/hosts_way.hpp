@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/net_moves.hpp"
 #include "collectives/net_skip.hpp"
 #include "collectives/selector.hpp"
 #include "collectives/way.hpp"
@@ -48,6 +49,9 @@ class HostsWay : public Way {
     return kNetSkipLimits;
   }
   void run(const Plan& plan, const OpDescriptor& d) override;
+  void move(const Move& move, OpDescriptor& d) override {
+    net_move(ctx_, move, d);
+  }
   void count(OpCode named) override;
   AtOnce at_once(OpDescriptor& mine, const Small& small) override;
   bool takes_at_once(size_t bytes) override {

@@ -139,20 +139,7 @@ class Mover {
   void validate() {
     for (int from = 0; from < size_; ++from) {
       for (int to = 0; to < size_; ++to) {
-        const uint64_t sent = row(from).sends(to);
-        const uint64_t expected = row(to).expects(from);
-        if (sent != expected) {
-          fail(
-              ErrorKind::kMismatch,
-              "fused: {}, sequence number {}: ranks disagree: rank {} sends {} "
-              "bytes to rank {}, which expects {}",
-              describe(d_),
-              d_.sequence,
-              from,
-              sent,
-              to,
-              expected);
-        }
+        check_sizes(d_, from, to, row(from).sends(to), row(to).expects(from));
       }
     }
   }
@@ -240,8 +227,28 @@ class Mover {
 
 } // namespace
 
-void Move::run(Context& ctx, OpDescriptor& d) const {
-  Mover(*this, ctx, d).run();
+void check_sizes(
+    const OpDescriptor& d,
+    int from,
+    int to,
+    uint64_t sent,
+    uint64_t expected) {
+  if (sent != expected) {
+    fail(
+        ErrorKind::kMismatch,
+        "fused: {}, sequence number {}: ranks disagree: rank {} sends {} bytes "
+        "to rank {}, which expects {}",
+        describe(d),
+        d.sequence,
+        from,
+        sent,
+        to,
+        expected);
+  }
+}
+
+void shm_move(Context& ctx, const Move& move, OpDescriptor& d) {
+  Mover(move, ctx, d).run();
 }
 
 } // namespace fusedpg

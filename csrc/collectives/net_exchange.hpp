@@ -24,6 +24,8 @@ enum class NetKind : uint32_t {
   kUnion,
   kResult,
   kBlock,
+  kTable,
+  kMove,
   kKinds
 };
 

@@ -1,10 +1,11 @@
 #include "collectives/collectives.hpp"
 #include "collectives/move.hpp"
+#include "collectives/way.hpp"
 
 namespace fusedpg {
 
 void scatter(
-    Context& ctx,
+    Way& way,
     const Span& output,
     const std::vector<Span>& inputs,
     DType dtype,
@@ -16,14 +17,14 @@ void scatter(
   const size_t size = dtype_size(dtype);
   d.count = output.bytes / size;
   for (const Span& input : inputs) {
-    check_nan(ctx, d, input.data, input.bytes / size);
+    check_nan(way.op(), d, input.data, input.bytes / size);
   }
   Move move;
   move.sends = inputs;
-  move.sends.resize(ctx.size());
-  move.recvs.resize(ctx.size());
+  move.sends.resize(way.size());
+  move.recvs.resize(way.size());
   move.recvs[root] = output;
-  move.run(ctx, d);
+  way.move(move, d);
 }
 
 } // namespace fusedpg

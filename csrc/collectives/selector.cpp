@@ -82,6 +82,43 @@ bool select_net_one_shot(size_t bytes, int world_size) {
   return bytes * static_cast<size_t>(world_size - 1) <= kOnce;
 }
 
+bool select_net_inline(size_t bytes, size_t longest) {
+  constexpr size_t kAll = size_t(128) << 10;
+  return longest <= kOneShotBytes && bytes <= kAll;
+}
+
+NetSpread select_net_spread(size_t bytes, int num_hosts) {
+  // What the first link saves, against one journey a host.
+  constexpr size_t kWorth = size_t(1) << 20;
+  return num_hosts > 2 && bytes >= kWorth / static_cast<size_t>(num_hosts - 2)
+      ? NetSpread::kChain
+      : NetSpread::kDirect;
+}
+
+size_t select_move_segment(
+    size_t bytes,
+    int world_size,
+    int num_hosts,
+    NetSpread spread) {
+  constexpr size_t kLeast = size_t(64) << 10;
+  const size_t most = net_stage_bytes(world_size) / world_size;
+  if (spread == NetSpread::kDirect) {
+    return most;
+  }
+  // The chain is full when each host has a segment under way.
+  const size_t share = bytes / (2 * static_cast<size_t>(num_hosts));
+  return std::clamp(share / 64 * 64, std::min(kLeast, most), most);
+}
+
+size_t net_stage_bytes(int world_size) {
+  const auto size = static_cast<size_t>(world_size);
+  return size *
+      std::clamp(
+             (size_t(4) << 20) / size / 4096 * 4096,
+             size_t(64) << 10,
+             size_t(512) << 10);
+}
+
 bool select_net_skip(size_t bytes) {
   return bytes >= size_t(256) << 10;
 }

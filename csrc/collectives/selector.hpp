@@ -73,6 +73,26 @@ bool select_delegate(const DelegateConfig& config);
 // one journey instead of two, for P/2 times the bytes.
 bool select_net_one_shot(size_t bytes, int world_size);
 
+// Whether a rank's part of a move travels with what it says of it: to all
+// others so many bytes, to one of them at most `longest`.
+bool select_net_inline(size_t bytes, size_t longest);
+
+// How what one rank has reaches many hosts: it sends it to each, or each passes
+// it on to the next, segment by segment.
+enum class NetSpread { kDirect, kChain };
+NetSpread select_net_spread(size_t bytes, int num_hosts);
+
+// Bytes that travel as one message of a long move: enough for a link to be
+// fast, little enough for several to be under way. At most what a rank's stage
+// holds for every rank, see net_stage_bytes().
+size_t select_move_segment(
+    size_t bytes,
+    int world_size,
+    int num_hosts,
+    NetSpread spread);
+// A staging buffer of a host's rank, in a group of so many.
+size_t net_stage_bytes(int world_size);
+
 // Whether a step between machines looks for blocks of zeros in a gradient of
 // so many bytes: that takes rounds of messages of its own.
 bool select_net_skip(size_t bytes);

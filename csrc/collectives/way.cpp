@@ -1,6 +1,7 @@
 #include "collectives/way.hpp"
 
 #include "base/hash.hpp"
+#include "collectives/move.hpp"
 
 namespace fusedpg {
 namespace {
@@ -125,6 +126,10 @@ void ShmWay::run(const Plan& plan, const OpDescriptor& d) {
                                                 : DataPath::kStaged;
   add_moved(moved_, plan, blocks, ctx_);
   TwoShot(ctx_, plan).run(d, blocks);
+}
+
+void ShmWay::move(const Move& move, OpDescriptor& d) {
+  shm_move(ctx_, move, d);
 }
 
 void ShmWay::count(OpCode named) {

@@ -11,6 +11,8 @@
 
 namespace fusedpg {
 
+struct Move;
+
 // How the ranks of a group do an operation that is written once for all of
 // them: agree on it, and carry out its plan. One object an operation.
 class Way {
@@ -41,6 +43,10 @@ class Way {
   // Of the plan that has been entered; it may have been told not to skip after
   // all. `d` names the operation in errors.
   virtual void run(const Plan& plan, const OpDescriptor& d) = 0;
+  // An operation that only moves data, from agreeing on it to its end. Throws
+  // Error(kMismatch) on all ranks when one offers a size that another does not
+  // expect.
+  virtual void move(const Move& move, OpDescriptor& d) = 0;
   // Adds what this way has moved so far to the group's statistics.
   virtual void count(OpCode named) = 0;
 
@@ -98,6 +104,7 @@ class ShmWay : public Way {
   double density() override;
   SkipLimits skip_limits() override;
   void run(const Plan& plan, const OpDescriptor& d) override;
+  void move(const Move& move, OpDescriptor& d) override;
   void count(OpCode named) override;
   AtOnce at_once(OpDescriptor& mine, const Small& small) override;
   bool takes_at_once(size_t bytes) override {

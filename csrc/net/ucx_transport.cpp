@@ -50,6 +50,9 @@ class UcxTransport::UcxRequest : public Transport::Request {
   void wait(const Deadline& deadline) override {
     transport_.wait(*operation_, deadline);
   }
+  const Operation& operation() const {
+    return *operation_;
+  }
 
  private:
   UcxTransport& transport_;
@@ -70,7 +73,7 @@ UcxTransport::UcxTransport(
       farewell_(config.farewell),
       peers_(size) {
   try {
-    connect(config, rendezvous, deadline, check);
+    connect_all(config, rendezvous, deadline, check);
   } catch (...) {
     end();
     if (abort_fd_ >= 0) {
@@ -80,7 +83,32 @@ UcxTransport::UcxTransport(
   }
 }
 
-std::string UcxTransport::start(const UcxConfig& config) {
+UcxTransport::UcxTransport(
+    const Api& api,
+    const UcxConfig& config,
+    int rank,
+    int size)
+    : api_(api),
+      rank_(rank),
+      spin_(config.spin),
+      farewell_(config.farewell),
+      peers_(size) {
+  try {
+    start(config);
+  } catch (...) {
+    end();
+    if (abort_fd_ >= 0) {
+      close(abort_fd_);
+    }
+    throw;
+  }
+}
+
+void UcxTransport::start(const UcxConfig& config) {
+  for (int p = 0; p < size(); ++p) {
+    peers_[p].transport = this;
+    peers_[p].rank = p;
+  }
   abort_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (abort_fd_ < 0) {
     fail_errno("fused: eventfd");
@@ -112,26 +140,33 @@ std::string UcxTransport::start(const UcxConfig& config) {
   check(
       api_.worker_get_address(worker_, &address, &length),
       "ucp_worker_get_address");
-  const std::string text(static_cast<const char*>(address), length);
+  address_.assign(static_cast<const char*>(address), length);
   api_.worker_release_address(worker_, address);
-  return text;
 }
 
-void UcxTransport::connect(
+void UcxTransport::connect(int peer, const std::string& address) {
+  EndpointParams endpoint;
+  endpoint.address = address.data();
+  endpoint.error_handler = {on_lost, &peers_[peer]};
+  check(
+      api_.ep_create(worker_, &endpoint, &peers_[peer].endpoint),
+      formatted("connecting to rank {}", peer).c_str());
+}
+
+void UcxTransport::connect_all(
     const UcxConfig& config,
     Rendezvous& rendezvous,
     const Deadline& deadline,
     const std::function<void()>& check_others) {
   const std::string mine = formatted("ucx/address/{}", rank_);
   try {
-    rendezvous.set(mine, start(config));
+    start(config);
+    rendezvous.set(mine, address_);
   } catch (...) {
     rendezvous.set(mine, ""); // so that nobody waits for it
     throw;
   }
   for (int p = 0; p < size(); ++p) {
-    peers_[p].transport = this;
-    peers_[p].rank = p;
     if (p == rank_) {
       continue;
     }
@@ -148,12 +183,7 @@ void UcxTransport::connect(
           "fused: rank {} could not start UCX; its own error says why",
           p);
     }
-    EndpointParams endpoint;
-    endpoint.address = theirs.data();
-    endpoint.error_handler = {on_lost, &peers_[p]};
-    check(
-        api_.ep_create(worker_, &endpoint, &peers_[p].endpoint),
-        formatted("connecting to rank {}", p).c_str());
+    connect(p, theirs);
   }
   // Whatever cannot be reached shows here, where the cause is plain.
   std::vector<std::shared_ptr<Operation>> hellos;
@@ -368,6 +398,28 @@ void UcxTransport::sleep(const Deadline& deadline) {
   poll(fds, 2, static_cast<int>(std::min(left(deadline), kLongest).count()));
 }
 
+UcxTransport::State UcxTransport::state(const Request& request) const {
+  const Operation& operation =
+      static_cast<const UcxRequest&>(request).operation();
+  if (operation.done) {
+    return operation.status == kOk ? State::kDone : State::kLost;
+  }
+  return lost(operation.peer) ? State::kLost : State::kUnderWay;
+}
+
+void UcxTransport::doze(std::chrono::milliseconds most) {
+  if (api_.worker_progress(worker_) == 0) {
+    sleep(Deadline(most));
+  }
+  uint64_t woken = 0;
+  [[maybe_unused]] const auto got = read(abort_fd_, &woken, sizeof woken);
+}
+
+void UcxTransport::wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = write(abort_fd_, &one, sizeof one);
+}
+
 void UcxTransport::wait(Operation& operation, const Deadline& deadline) {
   const auto done = [&] { return over(operation); };
   if (!failed_ && watch_) {
@@ -467,8 +519,7 @@ void UcxTransport::progress() {
 
 void UcxTransport::abort() {
   aborted_ = true;
-  const uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(abort_fd_, &one, sizeof one);
+  wake();
 }
 
 // --- the end -----------------------------------------------------------------

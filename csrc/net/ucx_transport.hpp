@@ -40,6 +40,12 @@ class UcxTransport : public Transport {
       int size,
       const Deadline& deadline,
       const std::function<void()>& check);
+  // Connects to nobody: see connect().
+  UcxTransport(
+      const ucx::Api& api,
+      const UcxConfig& config,
+      int rank,
+      int size);
   UcxTransport(const UcxTransport&) = delete;
   // Waits until what was sent is on its way, for a limited time.
   ~UcxTransport() override;
@@ -64,6 +70,25 @@ class UcxTransport : public Transport {
   // After it nobody reads from or writes to any buffer.
   void end() noexcept override;
 
+  // --- for one that connects to others as it needs them ----------------------
+  // What a peer connects to. It may do so whether or not this rank does.
+  const std::string& address() const {
+    return address_;
+  }
+  void connect(int peer, const std::string& address);
+  bool connected(int peer) const {
+    return peers_[peer].endpoint != nullptr;
+  }
+  bool lost(int peer) const {
+    return peers_[peer].lost != ucx::kOk;
+  }
+  enum class State { kUnderWay, kDone, kLost };
+  State state(const Request& request) const;
+  // Sleeps until there is something to do, or wake(), for at most so long.
+  void doze(std::chrono::milliseconds most);
+  // From any thread.
+  void wake();
+
  private:
   struct Operation;
   class UcxRequest;
@@ -83,9 +108,8 @@ class UcxTransport : public Transport {
       void* operation);
   static void on_lost(void* peer, ucx::Endpoint, ucx::Status);
 
-  // Returns this rank's address.
-  std::string start(const UcxConfig& config);
-  void connect(
+  void start(const UcxConfig& config);
+  void connect_all(
       const UcxConfig& config,
       Rendezvous& rendezvous,
       const Deadline& deadline,
@@ -123,6 +147,7 @@ class UcxTransport : public Transport {
   const std::chrono::milliseconds farewell_;
   ucx::Context context_ = nullptr;
   ucx::Worker worker_ = nullptr;
+  std::string address_;
   int progress_fd_ = -1; // readable when there is something to do
   int abort_fd_ = -1;
   std::atomic<bool> aborted_{false};

@@ -47,6 +47,48 @@ inline void reduce_scatter(
   ShmWay way(ctx);
   fusedpg::reduce_scatter(way, output, inputs, args);
 }
+inline void all_gather(
+    Context& ctx,
+    const std::vector<Span>& outputs,
+    const Span& input,
+    DType dtype) {
+  ShmWay way(ctx);
+  fusedpg::all_gather(way, outputs, input, dtype);
+}
+inline void broadcast(Context& ctx, const Span& tensor, DType dtype, int root) {
+  ShmWay way(ctx);
+  fusedpg::broadcast(way, tensor, dtype, root);
+}
+inline void gather(
+    Context& ctx,
+    const std::vector<Span>& outputs,
+    const Span& input,
+    DType dtype,
+    int root) {
+  ShmWay way(ctx);
+  fusedpg::gather(way, outputs, input, dtype, root);
+}
+inline void scatter(
+    Context& ctx,
+    const Span& output,
+    const std::vector<Span>& inputs,
+    DType dtype,
+    int root) {
+  ShmWay way(ctx);
+  fusedpg::scatter(way, output, inputs, dtype, root);
+}
+inline void all_to_all(
+    Context& ctx,
+    const std::vector<Span>& outputs,
+    const std::vector<Span>& inputs,
+    DType dtype) {
+  ShmWay way(ctx);
+  fusedpg::all_to_all(way, outputs, inputs, dtype);
+}
+inline void barrier(Context& ctx) {
+  ShmWay way(ctx);
+  fusedpg::barrier(way);
+}
 
 // Where a rank has its tensors.
 enum class Place { kOrdinary, kArena, kMixed };

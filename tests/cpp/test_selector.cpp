@@ -241,4 +241,34 @@ TEST(selector_cuda_zeros) {
   CHECK(cuda::select_sum_skip(100, 100, cuda::kNoSkipLimit));
 }
 
+TEST(selector_moves_between_hosts) {
+  constexpr size_t kKiB = 1024;
+  CHECK(select_net_inline(0, 0));
+  CHECK(select_net_inline(128 * kKiB, 32 * kKiB));
+  CHECK(!select_net_inline(128 * kKiB + 1, 32 * kKiB));
+  CHECK(!select_net_inline(40 * kKiB, 32 * kKiB + 1));
+  const struct {
+    size_t bytes;
+    int hosts;
+    NetSpread wanted;
+  } rows[] = {
+      {1024 * kKiB, 2, NetSpread::kDirect},
+      {1024 * kKiB, 3, NetSpread::kChain},
+      {1023 * kKiB, 3, NetSpread::kDirect},
+      {512 * kKiB, 4, NetSpread::kChain}};
+  for (const auto& row : rows) {
+    CHECK(select_net_spread(row.bytes, row.hosts) == row.wanted);
+  }
+  for (const int size : {2, 3, 7, 8, 9, 100}) {
+    const size_t most = net_stage_bytes(size) / static_cast<size_t>(size);
+    CHECK(most >= 64 * kKiB && most <= 512 * kKiB);
+    for (const auto spread : {NetSpread::kDirect, NetSpread::kChain}) {
+      for (const size_t bytes : {size_t{1}, 900 * kKiB, size_t{1} << 30}) {
+        const size_t one = select_move_segment(bytes, size, 3, spread);
+        CHECK(one >= 64 * kKiB && one <= most && one % 64 == 0);
+      }
+    }
+  }
+}
+
 } // namespace

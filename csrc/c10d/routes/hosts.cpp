@@ -10,84 +10,6 @@
 
 namespace fusedpg {
 
-void HostsTurn::broadcast(const Flat& tensor, int root) {
-  auto opts = options<c10d::BroadcastOptions>();
-  opts.rootRank = root;
-  Tensors one{tensor.tensor()};
-  gloo_.broadcast(one, opts)->wait();
-}
-
-void HostsTurn::all_gather(const Parts& outputs, const Flat& input) {
-  if (outputs.whole() != nullptr) {
-    at::Tensor to = outputs.whole()->tensor();
-    at::Tensor from = input.tensor();
-    gloo_._allgather_base(to, from, options<c10d::AllgatherOptions>())->wait();
-    return;
-  }
-  // Broadcasts, so that sizes may differ from rank to rank.
-  for (int p = 0; p < size_; ++p) {
-    const Flat& part = outputs.tensors()[p];
-    if (p == rank_) {
-      input.give(part.tensor());
-    }
-    if (part.tensor().numel() != 0) {
-      broadcast(part, p);
-    }
-  }
-}
-
-void HostsTurn::gather(
-    const std::vector<Flat>& outputs,
-    const Flat& input,
-    int root) {
-  auto opts = options<c10d::GatherOptions>();
-  opts.rootRank = root;
-  TensorLists lists;
-  if (!outputs.empty()) {
-    lists.push_back(flat_tensors(outputs));
-  }
-  Tensors one{input.tensor()};
-  gloo_.gather(lists, one, opts)->wait();
-}
-
-void HostsTurn::scatter(
-    const Flat& output,
-    const std::vector<Flat>& inputs,
-    int root) {
-  auto opts = options<c10d::ScatterOptions>();
-  opts.rootRank = root;
-  TensorLists lists;
-  if (!inputs.empty()) {
-    lists.push_back(flat_tensors(inputs));
-  }
-  Tensors one{output.tensor()};
-  gloo_.scatter(one, lists, opts)->wait();
-}
-
-void HostsTurn::all_to_all(const Parts& outputs, const Parts& inputs) {
-  // As one exchange: Gloo has no list form.
-  at::Tensor from = inputs.joined();
-  at::Tensor to =
-      outputs.whole() != nullptr ? outputs.joined() : outputs.like_joined();
-  auto to_splits = outputs.splits();
-  auto from_splits = inputs.splits();
-  gloo_
-      .alltoall_base(
-          to, from, to_splits, from_splits, options<c10d::AllToAllOptions>())
-      ->wait();
-  if (outputs.whole() == nullptr) {
-    // Anew, as Gloo empties what it is given.
-    const auto received = to.split_with_sizes(outputs.splits());
-    for (size_t p = 0; p < received.size(); ++p) {
-      Flat::input(received[p]).give(outputs.tensors()[p].tensor());
-    }
-  }
-}
-
-void HostsTurn::barrier() {
-  gloo_.barrier(options<c10d::BarrierOptions>())->wait();
-}
-
 namespace {
 
 // While Gloo's rendezvous waits for a peer nobody else in this process can use
@@ -109,11 +31,12 @@ std::unique_ptr<Domain> make_domain(
   if (bootstrap.host_ranks().size() == 1) {
     return nullptr;
   }
-  // Room for a segment of every rank's lane.
-  const size_t stage = static_cast<size_t>(group.size) *
-      select_net_segment(group.size, /*ranks_share_hosts=*/true);
   return std::make_unique<Domain>(
-      group.rank, bootstrap, group.settings, deadline, stage);
+      group.rank,
+      bootstrap,
+      group.settings,
+      deadline,
+      net_stage_bytes(group.size));
 }
 
 } // namespace
@@ -132,7 +55,8 @@ HostsRoute::HostsRoute(
       failures_(group.store, rank_, size_),
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
   log_once(
-      "a group spans several hosts: collectives that only move data use Gloo");
+      "a group spans several hosts: over Gloo, collectives that only move data "
+      "are its own");
 }
 
 c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
@@ -248,12 +172,14 @@ void HostsRoute::execute(
     const bool alike = error.kind() == ErrorKind::kInvalid ||
         error.kind() == ErrorKind::kMismatch;
     if (alike) {
+      turn.refuse(error.what());
       flush();
     } else if (domain_) {
       domain_->mark_failed(error); // at once: peers here wait for this rank
     }
     throw;
-  } catch (...) {
+  } catch (const std::exception& error) {
+    turn.refuse(one_line(error));
     flush();
     throw;
   }
@@ -274,6 +200,7 @@ void HostsRoute::failed(const char* title, uint64_t ticket) {
     if (domain_) {
       domain_->mark_failed(error);
     }
+    wake_mailbox(); // which fails, too
     throw;
   }
 }
@@ -309,6 +236,7 @@ std::optional<ErrorKind> HostsRoute::failure() {
 
 void HostsRoute::abort() {
   end_waits();
+  wake_mailbox();
   // Where no operation is under way to raise it, peers hear of it all the same.
   try {
     group_.executor().submit([this](uint64_t ticket) {
@@ -339,6 +267,12 @@ void HostsRoute::end_waits() {
 }
 
 void HostsRoute::shutdown() {
+  {
+    std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    if (mailbox_) {
+      mailbox_->stop();
+    }
+  }
   if (domain_) {
     domain_->leave();
   }

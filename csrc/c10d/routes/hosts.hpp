@@ -11,12 +11,13 @@
 #include "collectives/net_exchange.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
+#include "net/net_mailbox.hpp"
 
 namespace fusedpg {
 
-// CPU tensors where ranks are on several machines. Reductions that skip zeros
-// and the fused operations are ours, over messages; the delegate, torch's Gloo,
-// does the rest.
+// CPU tensors where ranks are on several machines. What reduces is ours, over
+// messages, and so is the rest over UCX; else the delegate, torch's Gloo, does
+// it.
 class HostsRoute : public CpuRoute {
  public:
   // Collective over the ranks that `bootstrap` met.
@@ -62,24 +63,25 @@ class HostsRoute : public CpuRoute {
       uint64_t ticket,
       std::chrono::milliseconds timeout) override;
   void failed(const char* title, uint64_t ticket) override;
-  WorkPtr send_message(Tensors& tensors, int dst, int tag) override {
-    return delegate_->send(tensors, dst, tag);
-  }
-  WorkPtr receive_message(Tensors& tensors, int src, int tag) override {
-    return src == kAnySource ? delegate_->recvAnysource(tensors, tag)
-                             : delegate_->recv(tensors, src, tag);
-  }
+  // hosts_p2p.cpp
+  WorkPtr send_message(Tensors& tensors, int dst, int tag) override;
+  WorkPtr receive_message(Tensors& tensors, int src, int tag) override;
 
  private:
   friend class HostsTurn;
 
   c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
-  // Whether sums are ours. Connects the hosts to find out.
+  // Whether sums and moves are ours. Connects the hosts to find out.
   bool carried_by_ucx(std::chrono::milliseconds timeout);
+  NetMailbox* mailbox(); // null: messages are the delegate's
+  // Ends the group as an operation does that fails; with what all ranks know.
+  Error message_failed(const Error& error);
+  void check_messages();
   // Throws when a rank of this host has failed or died, which is not so that
   // it may just have been done before this one.
   void check_neighbours(const std::string& what);
   void end_waits();
+  void wake_mailbox();
   Transport& connected(std::chrono::milliseconds timeout);
   // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
@@ -95,10 +97,12 @@ class HostsRoute : public CpuRoute {
   std::exception_ptr cannot_connect_;
   std::mutex name_mutex_; // which nobody holds for long
   std::string transport_name_;
+  std::mutex mailbox_mutex_;
   // Of the executing thread.
   std::optional<Clock::time_point> in_doubt_since_;
   SkipState skip_;
   Pool pool_{1};
+  std::unique_ptr<NetMailbox> mailbox_; // made by the first message; ends first
 };
 
 } // namespace fusedpg

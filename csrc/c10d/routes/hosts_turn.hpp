@@ -4,8 +4,10 @@
 
 namespace fusedpg {
 
+class Way;
+
 // One operation between hosts: what reduces is in hosts_reductions.cpp, what
-// only moves in hosts.cpp.
+// only moves in hosts_moves.cpp.
 class HostsTurn : public Turn {
  public:
   HostsTurn(
@@ -48,7 +50,10 @@ class HostsTurn : public Turn {
   void begin_item(uint64_t index, uint64_t length) override {
     list_index_ = index;
     list_length_ = length;
+    entered_ = false;
   }
+  // Tells the peers when this rank has thrown before it entered.
+  void refuse(const std::string& reason);
 
   void fused_step(const StepCall& call) override;
 
@@ -69,7 +74,11 @@ class HostsTurn : public Turn {
     return opts;
   }
 
+  // Whether the move is not left to Gloo; then it has been done.
+  bool ours(const std::function<void(Way&)>& move);
+
   NetContext context() {
+    entered_ = true;
     NetContext ctx = route_.net_context(ticket_, timeout_);
     ctx.list_index = list_index_;
     ctx.list_length = list_length_;
@@ -93,6 +102,7 @@ class HostsTurn : public Turn {
   const std::chrono::milliseconds timeout_;
   uint64_t list_index_ = 0;
   uint64_t list_length_ = 1;
+  bool entered_ = false;
 };
 
 } // namespace fusedpg

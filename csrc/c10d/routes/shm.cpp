@@ -2,6 +2,7 @@
 
 #include "c10d/coo.hpp"
 #include "c10d/errors.hpp"
+#include "c10d/routes/messages.hpp"
 #include "c10d/work_fused.hpp"
 #include "collectives/fused_step.hpp"
 #include "collectives/monitored_barrier.hpp"
@@ -41,26 +42,32 @@ class ShmTurn : public Turn {
         way, output.reduce_tensor(), inputs.reduce_tensors(), reduction.args);
   }
   void broadcast(const Flat& tensor, int root) override {
-    fusedpg::broadcast(ctx_, tensor.span(), dtype_of(tensor), root);
+    ShmWay way(ctx_);
+    fusedpg::broadcast(way, tensor.span(), dtype_of(tensor), root);
   }
   void all_gather(const Parts& outputs, const Flat& input) override {
-    fusedpg::all_gather(ctx_, outputs.spans(), input.span(), dtype_of(input));
+    ShmWay way(ctx_);
+    fusedpg::all_gather(way, outputs.spans(), input.span(), dtype_of(input));
   }
   void gather(const std::vector<Flat>& outputs, const Flat& input, int root)
       override {
+    ShmWay way(ctx_);
     fusedpg::gather(
-        ctx_, Parts(outputs).spans(), input.span(), dtype_of(input), root);
+        way, Parts(outputs).spans(), input.span(), dtype_of(input), root);
   }
   void scatter(const Flat& output, const std::vector<Flat>& inputs, int root)
       override {
+    ShmWay way(ctx_);
     fusedpg::scatter(
-        ctx_, output.span(), Parts(inputs).spans(), dtype_of(output), root);
+        way, output.span(), Parts(inputs).spans(), dtype_of(output), root);
   }
   void all_to_all(const Parts& outputs, const Parts& inputs) override {
-    fusedpg::all_to_all(ctx_, outputs.spans(), inputs.spans(), inputs.dtype());
+    ShmWay way(ctx_);
+    fusedpg::all_to_all(way, outputs.spans(), inputs.spans(), inputs.dtype());
   }
   void barrier() override {
-    fusedpg::barrier(ctx_);
+    ShmWay way(ctx_);
+    fusedpg::barrier(way);
   }
 
   void fused_step(const StepCall& call) override {
@@ -85,26 +92,6 @@ class ShmTurn : public Turn {
  private:
   Context& ctx_;
 };
-
-// Completes the Work when the mailbox is done with the message.
-Mailbox::Done completion(
-    const c10::intrusive_ptr<WorkFused>& work,
-    const Flat& flat,
-    bool receives) {
-  return [work, flat = std::make_shared<Flat>(flat), receives](
-             std::exception_ptr error, int peer) mutable {
-    work->set_source_rank(peer);
-    work->complete(capture([&] {
-      const auto held = std::exchange(flat, nullptr);
-      if (error) {
-        std::rethrow_exception(error);
-      }
-      if (receives) {
-        held->finish();
-      }
-    }));
-  };
-}
 
 } // namespace
 
@@ -159,42 +146,13 @@ Mailbox& ShmRoute::mailbox() {
 
 WorkPtr ShmRoute::send_message(Tensors& tensors, int dst, int tag) {
   translate([&] { engine_.check_failed(); });
-  auto work = c10::make_intrusive<WorkFused>(
-      rank_, c10d::OpType::SEND, "fused:send", tensors, Tensors());
-  const Flat flat = Flat::input(tensors[0]);
-  translate([&] {
-    mailbox().send(
-        flat.span().data,
-        flat.span().bytes,
-        dst,
-        tag,
-        group_.timeout.load(),
-        completion(work, flat, false));
-  });
-  return work;
+  return post_send(mailbox(), rank_, tensors, dst, tag, group_.timeout);
 }
 
 WorkPtr ShmRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == Mailbox::kAnySource);
   translate([&] { engine_.check_failed(); });
-  const bool any = src == kAnySource;
-  auto work = c10::make_intrusive<WorkFused>(
-      rank_,
-      any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
-      any ? "fused:recvAnySource" : "fused:recv",
-      tensors,
-      tensors);
-  const Flat flat = Flat::output(tensors[0]);
-  translate([&] {
-    mailbox().receive(
-        flat.span().data,
-        flat.span().bytes,
-        src,
-        tag,
-        group_.timeout.load(),
-        completion(work, flat, true));
-  });
-  return work;
+  return post_receive(mailbox(), rank_, tensors, src, tag, group_.timeout);
 }
 
 // --- state and end -----------------------------------------------------------

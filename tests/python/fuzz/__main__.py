@@ -43,7 +43,9 @@ def replay(options: argparse.Namespace) -> None:
             crew.play(one)
         return
     arm, world = options.arm or "one host", options.world or 3
-    program = draw_program(options.seed, world, hosts=arm == "hosts", steps=operations.STEPS)
+    program = draw_program(
+        options.seed, world, hosts=operations.between_hosts(arm), steps=operations.STEPS
+    )
     for index, group in enumerate(program.groups):
         print(f"group {index}: {group}")
     for lane, steps in enumerate(program.lanes):
@@ -58,7 +60,11 @@ def search(options: argparse.Namespace) -> int:
     until = time.monotonic() + 60 * options.minutes
     programs, found = operations.Tally(), 0
     worlds = [options.world] if options.world else [2, 3, 4, 2, 3, 1]
-    arms = [options.arm] if options.arm else ["one host", "one host", "one host", "hosts"]
+    arms = (
+        [options.arm]
+        if options.arm
+        else ["one host", "one host", "one host", "hosts", "hosts by ucx"]
+    )
     with chaos.Crew() as crew, tqdm(total=round(60 * options.minutes), unit="s") as bar:
         for turn in itertools.count():
             if time.monotonic() > until:
@@ -69,7 +75,7 @@ def search(options: argparse.Namespace) -> int:
                     world = worlds[turn % len(worlds)]
                     # A group of one rank has no hosts to span.
                     operations.run_one(
-                        first + turn, max(world, 1 + (arm == "hosts")), arm, programs
+                        first + turn, max(world, 1 + operations.between_hosts(arm)), arm, programs
                     )
                 for number in range(5 * (options.only != "programs")):
                     one = draw_round(first, 5 * turn + number, options.scenario or None)

@@ -13,6 +13,7 @@ STEPS = 40
 ARMS: dict[str, Any] = {
     "one host": {},
     "hosts": {"env": "two"},
+    "hosts by ucx": {"env": "two"},
 }
 
 
@@ -32,9 +33,15 @@ def replay(seed: int, world: int, arm: str) -> str:
     return f"make fuzz SEED={seed} WORLD={world} ARM='{arm}'"
 
 
+def between_hosts(arm: str) -> bool:
+    return arm.startswith("hosts")
+
+
 def workers_for(world: int, arm: str) -> harness.Workers:
-    if arm == "hosts":
+    if between_hosts(arm):
         env = [{"FUSEDPG_HOST_ID": str(rank % 2)} for rank in range(world)]
+        if arm == "hosts by ucx":
+            env = [{**one, "FUSEDPG_TRANSPORT": "ucx"} for one in env]
         return harness.pool(world, env=env, one_host=False, timeout=30, oracle=False)
     return harness.pool(world, timeout=30, oracle=False)
 
@@ -43,11 +50,11 @@ def run_one(seed: int, world: int, arm: str, tally: Tally, steps: int = STEPS) -
     """One program; raises Failure."""
     workers = workers_for(world, arm)
     try:
-        answers = workers.run(execute.run_program, seed, arm == "hosts", steps, timeout=90)
+        answers = workers.run(execute.run_program, seed, between_hosts(arm), steps, timeout=90)
     except harness.WorkerFailure as error:
         raise Failure(f"{replay(seed, world, arm)}\n{error}") from error
     wrong = [text for one, _, _ in answers for text in one]
-    program = draw_program(seed, world, hosts=arm == "hosts", steps=steps)
+    program = draw_program(seed, world, hosts=between_hosts(arm), steps=steps)
     wrong += differences(program, [digests for _, digests, _ in answers])
     if wrong:
         # Groups are left behind in whatever state.

@@ -206,17 +206,24 @@ def functional(draw: Draw) -> dict[str, Any]:
             "reduce_scatter_coalesced",
         ]
     )
-    return {
+    args = {
         "what": what,
         "shapes": [draw.rows() for _ in range(3 if what.endswith("coalesced") else 1)],
         "root": draw.root(),
         "splits": draw.splits(),
         **draw.reduction(),
     }
+    return _gloo_can(draw, args) if what == "all_to_all" else args
 
 
 def _move(draw: Draw) -> dict[str, Any]:
     return {"dtype": draw.dtype(MOVABLE), "data": "exact" if draw.hosts else "normal"}
+
+
+def _gloo_can(draw: Draw, args: dict[str, Any]) -> dict[str, Any]:
+    if draw.hosts and args["dtype"] in COMPLEX:
+        args["dtype"] = torch.float32
+    return args
 
 
 @kind(4)
@@ -241,10 +248,7 @@ def all_gather_into_tensor(draw: Draw) -> dict[str, Any]:
 
 @kind(2)
 def gather(draw: Draw) -> dict[str, Any]:
-    args = {"shape": draw.shape(), "root": draw.root(), **_move(draw)}
-    if draw.hosts and args["dtype"] in COMPLEX:  # Gloo gathers none
-        args["dtype"] = torch.float32
-    return args
+    return _gloo_can(draw, {"shape": draw.shape(), "root": draw.root(), **_move(draw)})
 
 
 @kind(2)
@@ -254,20 +258,15 @@ def scatter(draw: Draw) -> dict[str, Any]:
 
 @kind(2)
 def all_to_all(draw: Draw) -> dict[str, Any]:
-    return {"splits": draw.splits(), **_move(draw)}
+    return _gloo_can(draw, {"splits": draw.splits(), **_move(draw)})
 
 
 @kind(4)
 def all_to_all_single(draw: Draw) -> dict[str, Any]:
     form = draw.rng.choice(["even", "even", "uneven", "uneven"])
     row = draw.rng.choice([(), (3,), (2, 5), (100,)])
-    return {
-        "form": form,
-        "rows": draw.rng.choice([0, 1, 2, 50]),
-        "row": row,
-        "splits": draw.splits(),
-        **_move(draw),
-    }
+    args = {"form": form, "rows": draw.rng.choice([0, 1, 2, 50]), "row": row}
+    return _gloo_can(draw, {**args, "splits": draw.splits(), **_move(draw)})
 
 
 @kind(1)

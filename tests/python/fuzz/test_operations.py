@@ -18,11 +18,13 @@ def test_random_programs(world: int) -> None:
     print(tally)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_random_programs_between_hosts(world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "arm"), [(2, "hosts"), (3, "hosts"), (3, "hosts by ucx"), (4, "hosts by ucx")]
+)
+def test_random_programs_between_hosts(world: int, arm: str) -> None:
     tally = operations.Tally()
     for seed in range(2):
-        operations.run_one(seed, world, "hosts", tally)
+        operations.run_one(seed, world, arm, tally)
     print(tally)
 
 

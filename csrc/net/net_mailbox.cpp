@@ -1,0 +1,554 @@
+#include "net/net_mailbox.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace fusedpg {
+namespace {
+
+constexpr std::chrono::milliseconds kLook{20};
+constexpr std::chrono::milliseconds kIdle{500};
+constexpr std::chrono::milliseconds kStopPatience{1000};
+constexpr std::chrono::microseconds kSpin{50};
+constexpr uint32_t kNotes = 0; // the tag; what follows are messages
+
+uint32_t tag_of(uint64_t id) {
+  return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
+}
+
+std::string key(int rank) {
+  return formatted("mail/{}", rank);
+}
+
+using State = UcxTransport::State;
+
+} // namespace
+
+NetMailbox::NetMailbox(
+    int rank,
+    int size,
+    Connect connect,
+    std::unique_ptr<Rendezvous> rendezvous,
+    std::function<void()> check,
+    std::function<bool(int)> gone,
+    std::function<Error(const Error&)> failed)
+    : me_(rank),
+      connect_(std::move(connect)),
+      rendezvous_(std::move(rendezvous)),
+      check_(std::move(check)),
+      gone_(std::move(gone)),
+      failed_(std::move(failed)),
+      peers_(size),
+      thread_([this] { loop(); }) {}
+
+NetMailbox::~NetMailbox() {
+  stop();
+}
+
+void NetMailbox::stop() {
+  stop_ = true;
+  wake();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+void NetMailbox::wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (transport_) {
+    transport_->wake();
+  }
+}
+
+void NetMailbox::send(
+    const void* data,
+    size_t bytes,
+    int destination,
+    int tag,
+    std::chrono::milliseconds timeout,
+    Done done) {
+  char* from = static_cast<char*>(const_cast<void*>(data));
+  post(
+      {true,
+       from,
+       bytes,
+       destination,
+       tag,
+       Deadline(timeout),
+       std::move(done)});
+}
+
+void NetMailbox::receive(
+    void* data,
+    size_t bytes,
+    int source,
+    int tag,
+    std::chrono::milliseconds timeout,
+    Done done) {
+  char* into = static_cast<char*>(data);
+  post({false, into, bytes, source, tag, Deadline(timeout), std::move(done)});
+}
+
+void NetMailbox::post(Post post) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (ended_) {
+    fail(
+        ended_->kind(),
+        "fused: {} on rank {}: {}",
+        name(post),
+        me_,
+        ended_->what());
+  }
+  posts_.push_back(std::move(post));
+  if (transport_) {
+    transport_->wake();
+  }
+}
+
+std::string NetMailbox::name(const Post& post) const {
+  return formatted(
+      "{}({} bytes, tag {}, {} {})",
+      post.sends ? "send" : "recv",
+      post.bytes,
+      post.tag,
+      post.sends ? "to" : "from",
+      post.peer == kAnySource ? std::string("any rank")
+                              : formatted("rank {}", post.peer));
+}
+
+// --- the thread --------------------------------------------------------------
+
+void NetMailbox::loop() {
+  pthread_setname_np(pthread_self(), "fusedpg-mail");
+  auto moved = Clock::now();
+  auto checked = moved;
+  std::optional<Deadline> patience; // at the end
+  bool stopping = false;
+  try {
+    begin();
+    while (true) {
+      stopping = stop_;
+      if (stopping && !patience) {
+        patience.emplace(kStopPatience);
+      }
+      const bool posted = take_posts();
+      const bool any = progress();
+      const auto now = Clock::now();
+      if (!stopping && now - checked >= kLook) {
+        checked = now;
+        check();
+      }
+      if (posted || any) {
+        moved = now;
+      } else if (stopping) {
+        // A peer may wait to hear that its message has arrived.
+        const bool owes = !sent_notes_.empty() ||
+            std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+              return !p.notes.empty();
+            });
+        if (!owes || patience->expired()) {
+          fail(
+              ErrorKind::kAborted,
+              "fused: the group was shut down on rank {} with point-to-point "
+              "operations pending",
+              me_);
+        }
+        transport_->doze(std::chrono::milliseconds(1));
+      } else if (!pending() || now - moved >= kSpin) {
+        transport_->doze(pending() ? kLook : kIdle);
+      }
+    }
+  } catch (const Error& error) {
+    give_up(error, stopping);
+  } catch (const std::exception& other) {
+    give_up(Error(ErrorKind::kSystem, other.what()), stopping);
+  }
+}
+
+void NetMailbox::begin() {
+  std::unique_ptr<UcxTransport> made;
+  try {
+    made = connect_();
+  } catch (...) {
+    rendezvous_->set(key(me_), ""); // so that nobody waits for it
+    throw;
+  }
+  rendezvous_->set(key(me_), made->address());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    transport_ = std::move(made);
+  }
+  for (int p = 0; p < transport_->size(); ++p) {
+    if (p != me_) {
+      peers_[p].note = NetBuffer(sizeof(Note));
+      peers_[p].listening = transport_->receive(p, kNotes, peers_[p].note);
+    }
+  }
+}
+
+// The other ranks hear of it as connections end.
+void NetMailbox::give_up(Error error, bool stopping) {
+  std::deque<Post> posts;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ended_ = error;
+    posts.swap(posts_);
+  }
+  if (transport_ && !(stopping && !pending())) {
+    transport_->end(); // nothing is read or written any more
+  }
+  if (!stopping) {
+    error = failed_(error);
+    std::lock_guard<std::mutex> lock(mutex_);
+    ended_ = error;
+  }
+  for (Receive& r : receives_) {
+    r.post.done(with_name(error, r.post), r.post.peer);
+  }
+  receives_.clear();
+  for (Peer& peer : peers_) {
+    for (Send& s : peer.sends) {
+      s.post.done(with_name(error, s.post), s.post.peer);
+    }
+    peer.sends.clear();
+    peer.listening.reset();
+  }
+  for (Post& post : posts) {
+    post.done(with_name(error, post), post.peer);
+  }
+  sent_notes_.clear();
+  std::unique_ptr<UcxTransport> gone;
+  std::lock_guard<std::mutex> lock(mutex_);
+  gone = std::move(transport_);
+}
+
+std::exception_ptr NetMailbox::with_name(const Error& error, const Post& post)
+    const {
+  const std::string text = error.what();
+  const std::string mine = name(post);
+  if (text.find(mine) != std::string::npos) {
+    return std::make_exception_ptr(error);
+  }
+  return std::make_exception_ptr(Error(
+      error.kind(),
+      formatted(
+          "fused: {}, failed on rank {}: {}",
+          mine,
+          me_,
+          text.rfind("fused: ", 0) == 0 ? text.substr(7) : text)));
+}
+
+bool NetMailbox::take_posts() {
+  std::deque<Post> posts;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    posts.swap(posts_);
+  }
+  std::vector<Receive*> receives; // matching may throw: all must be known then
+  for (Post& post : posts) {
+    if (post.sends) {
+      Peer& peer = peers_[post.peer];
+      peer.sends.push_back(Send{std::move(post), peer.next_id++});
+    } else {
+      receives_.push_back(Receive{std::move(post)});
+      receives.push_back(&receives_.back());
+    }
+  }
+  for (Receive* receive : receives) {
+    match(*receive);
+  }
+  return !posts.empty();
+}
+
+bool NetMailbox::progress() {
+  transport_->progress();
+  bool any = finish_receives();
+  for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
+    if (p != me_) {
+      any |= hear(p);
+      any |= reach(p);
+      any |= push(p);
+      any |= finish_sends(p);
+    }
+  }
+  any |= finish_notes();
+  return any;
+}
+
+// --- receiving ---------------------------------------------------------------
+
+bool NetMailbox::hear(int p) {
+  Peer& peer = peers_[p];
+  bool any = false;
+  while (transport_->state(*peer.listening) == State::kDone) {
+    any = true;
+    Note note;
+    std::memcpy(&note, peer.note.data(), sizeof note);
+    peer.listening = transport_->receive(p, kNotes, peer.note);
+    if (note.kind == kMessage) {
+      const auto takes = [&](const Receive& r) {
+        return r.from == kAnySource && r.post.tag == note.tag &&
+            (r.post.peer == p || r.post.peer == kAnySource);
+      };
+      const auto r = std::find_if(receives_.begin(), receives_.end(), takes);
+      if (r == receives_.end()) {
+        peer.waiting.push_back(note);
+      } else {
+        found(*r, p, note);
+      }
+    } else if (note.kind != kHello) {
+      const auto send = std::find_if(
+          peer.sends.begin(), peer.sends.end(), [&](const Send& s) {
+            return s.id == note.id;
+          });
+      if (send != peer.sends.end()) {
+        send->answer = note;
+      }
+    }
+  }
+  return any;
+}
+
+void NetMailbox::match(Receive& receive) {
+  for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
+    if (receive.post.peer != kAnySource && receive.post.peer != p) {
+      continue;
+    }
+    auto& waiting = peers_[p].waiting;
+    const auto message =
+        std::find_if(waiting.begin(), waiting.end(), [&](const Note& note) {
+          return note.tag == receive.post.tag;
+        });
+    if (message != waiting.end()) {
+      const Note note = *message;
+      waiting.erase(message);
+      found(receive, p, note);
+      return;
+    }
+  }
+}
+
+void NetMailbox::found(Receive& receive, int peer, const Note& message) {
+  receive.from = peer;
+  receive.message = message;
+  if (message.bytes == 0) {
+    return;
+  }
+  const bool fits = message.bytes == receive.post.bytes;
+  if (!fits) {
+    receive.scratch = NetBuffer(message.bytes); // the sender gets rid of it
+  }
+  receive.data = transport_->receive(
+      peer,
+      tag_of(message.id),
+      fits ? NetBuffer::borrowed(receive.post.data, receive.post.bytes)
+           : receive.scratch);
+}
+
+bool NetMailbox::finish_receives() {
+  bool any = false;
+  for (auto r = receives_.begin(); r != receives_.end();) {
+    if (r->from == kAnySource ||
+        (r->data && transport_->state(*r->data) != State::kDone)) {
+      ++r;
+      continue;
+    }
+    any = true;
+    const bool fits = r->message.bytes == r->post.bytes;
+    peers_[r->from].notes.push_back(
+        {fits ? kArrived : kUnexpected,
+         r->message.tag,
+         r->message.id,
+         r->post.bytes});
+    const int from = r->from;
+    std::exception_ptr error;
+    if (!fits) {
+      error = std::make_exception_ptr(Error(
+          ErrorKind::kMismatch,
+          formatted(
+              "fused: {} on rank {}: rank {} sent {} bytes, expected {}",
+              name(r->post),
+              me_,
+              from,
+              r->message.bytes,
+              r->post.bytes)));
+    }
+    const Done done = std::move(r->post.done);
+    r = receives_.erase(r);
+    push(from);
+    done(error, from);
+  }
+  return any;
+}
+
+// --- sending -----------------------------------------------------------------
+
+// Connects to a rank that this one has something to do with.
+bool NetMailbox::reach(int p) {
+  Peer& peer = peers_[p];
+  if (transport_->connected(p)) {
+    return false;
+  }
+  const bool needed = !peer.sends.empty() || !peer.notes.empty() ||
+      std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
+        return r.post.peer == p;
+      });
+  constexpr std::chrono::milliseconds kAgain{2};
+  if (!needed || Clock::now() - peer.looked < kAgain) {
+    return false;
+  }
+  peer.looked = Clock::now();
+  if (!rendezvous_->has(key(p))) {
+    return false;
+  }
+  const std::string address = rendezvous_->get(key(p), Deadline(kIdle));
+  if (address.empty()) {
+    fail(
+        ErrorKind::kPeerFailed,
+        "fused: rank {} could not start UCX; its own error says why",
+        p);
+  }
+  try {
+    transport_->connect(p, address);
+  } catch (const Error& error) {
+    // What it has said in the store stays when it has gone.
+    fail(
+        ErrorKind::kPeerFailed,
+        "fused: rank {} cannot be reached, and may have ended or left the "
+        "group: {}",
+        p,
+        error.what());
+  }
+  // Its end shows only on a connection that has carried something.
+  peer.notes.push_front({kHello, 0, 0, 0});
+  return true;
+}
+
+bool NetMailbox::push(int p) {
+  Peer& peer = peers_[p];
+  if (transport_->lost(p)) {
+    peer.notes.clear();
+  }
+  if (!transport_->connected(p) || transport_->lost(p)) {
+    return false;
+  }
+  bool any = false;
+  const auto tell = [&](const Note& note) {
+    const NetBuffer text(sizeof note);
+    std::memcpy(text.data(), &note, sizeof note);
+    sent_notes_.push_back(transport_->send(p, kNotes, text));
+    any = true;
+  };
+  for (; !peer.notes.empty(); peer.notes.pop_front()) {
+    tell(peer.notes.front());
+  }
+  for (Send& send : peer.sends) {
+    if (send.told) {
+      continue;
+    }
+    send.told = true;
+    tell({kMessage, send.post.tag, send.id, send.post.bytes});
+    if (send.post.bytes != 0) {
+      send.data = transport_->send(
+          p,
+          tag_of(send.id),
+          NetBuffer::borrowed(send.post.data, send.post.bytes));
+    }
+  }
+  return any;
+}
+
+bool NetMailbox::finish_sends(int p) {
+  bool any = false;
+  auto& sends = peers_[p].sends;
+  for (auto s = sends.begin(); s != sends.end();) {
+    if (s->data && transport_->state(*s->data) == State::kDone) {
+      s->data.reset();
+    }
+    if (!s->answer || s->data) {
+      ++s;
+      continue;
+    }
+    any = true;
+    std::exception_ptr error;
+    if (s->answer->kind == kUnexpected) {
+      error = std::make_exception_ptr(Error(
+          ErrorKind::kMismatch,
+          formatted(
+              "fused: {} from rank {}: rank {} expects {} bytes, sent {}",
+              name(s->post),
+              me_,
+              p,
+              s->answer->bytes,
+              s->post.bytes)));
+    }
+    const Done done = std::move(s->post.done);
+    s = sends.erase(s);
+    done(error, p);
+  }
+  return any;
+}
+
+bool NetMailbox::finish_notes() {
+  const size_t before = sent_notes_.size();
+  while (!sent_notes_.empty() &&
+         transport_->state(*sent_notes_.front()) != State::kUnderWay) {
+    sent_notes_.pop_front();
+  }
+  return sent_notes_.size() != before;
+}
+
+// --- waiting and failing -----------------------------------------------------
+
+bool NetMailbox::pending() const {
+  return !receives_.empty() || !sent_notes_.empty() ||
+      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+        return !p.sends.empty() || !p.notes.empty();
+      });
+}
+
+void NetMailbox::check() {
+  check_(); // peers may wait for a rank that has failed otherwise
+  for (const Receive& r : receives_) {
+    check(r.post, r.from);
+  }
+  for (const Peer& peer : peers_) {
+    for (const Send& s : peer.sends) {
+      check(s.post, s.post.peer);
+    }
+  }
+}
+
+// Throws when nobody is left who could be at the other end, or time is over.
+void NetMailbox::check(const Post& post, int peer) {
+  const int other = post.peer == kAnySource ? peer : post.peer;
+  bool hope = false; // a message from any rank may come from whoever lives
+  for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
+    const bool could_be = p != me_ && (other == kAnySource || other == p);
+    hope = hope ||
+        (could_be && !transport_->lost(p) &&
+         (transport_->connected(p) || !gone_(p)));
+  }
+  if (!hope) {
+    fail(
+        ErrorKind::kPeerFailed,
+        "fused: {}, failed on rank {}: {} has ended or left the group",
+        name(post),
+        me_,
+        other == kAnySource ? std::string("every other rank")
+                            : formatted("rank {}", other));
+  }
+  if (post.deadline.expired()) {
+    fail(
+        ErrorKind::kTimeout,
+        "fused: {}, failed on rank {}: timeout after {} ms without the other "
+        "side",
+        name(post),
+        me_,
+        post.deadline.timeout().count());
+  }
+}
+
+} // namespace fusedpg

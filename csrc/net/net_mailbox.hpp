@@ -1,0 +1,152 @@
+#pragma once
+
+#include <atomic>
+
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.hpp"
+#include "net/ucx_transport.hpp"
+
+namespace fusedpg {
+
+// Point to point between the ranks of a group that spans machines, as Mailbox is
+// inside one: a thread beside the collectives, with connections of its own,
+// matches sends to receives by (source, tag) in the order they were posted.
+//
+// A rank tells the receiver of a message before it sends it, and hears when it
+// has arrived or is not as long as expected. Nobody connects to more ranks than
+// it has messages for: each says where it can be reached when it first sends or
+// receives, and others look for that.
+class NetMailbox {
+ public:
+  static constexpr int kAnySource = -1;
+  // Called once, from the mailbox's thread: the error or null, and the rank at
+  // the other end.
+  using Done = std::function<void(std::exception_ptr, int)>;
+  using Connect = std::function<std::unique_ptr<UcxTransport>()>;
+
+  // `check` throws when waiting is in vain; `gone` tells of a rank that this one
+  // is not connected to whether it has ended; `failed` hears why the mailbox, and
+  // with it the group, has failed, and returns what it has to say to that.
+  NetMailbox(
+      int rank,
+      int size,
+      Connect connect,
+      std::unique_ptr<Rendezvous> rendezvous,
+      std::function<void()> check,
+      std::function<bool(int)> gone,
+      std::function<Error(const Error&)> failed);
+  ~NetMailbox();
+
+  void send(
+      const void* data,
+      size_t bytes,
+      int destination,
+      int tag,
+      std::chrono::milliseconds timeout,
+      Done done);
+  void receive(
+      void* data,
+      size_t bytes,
+      int source,
+      int tag,
+      std::chrono::milliseconds timeout,
+      Done done);
+
+  // Has the thread look whether waiting is in vain.
+  void wake();
+  // Fails what is pending and ends the thread.
+  void stop();
+
+ private:
+  enum Kind : uint32_t { kHello, kMessage, kArrived, kUnexpected };
+  struct Note {
+    uint32_t kind;
+    int32_t tag;
+    uint64_t id; // counts the sender's messages to this receiver
+    uint64_t bytes; // of the message; of kUnexpected, what was expected
+  };
+  struct Post {
+    bool sends;
+    char* data;
+    size_t bytes;
+    int peer; // or kAnySource
+    int tag;
+    Deadline deadline;
+    Done done;
+  };
+  struct Send {
+    Post post;
+    uint64_t id;
+    bool told = false;
+    std::optional<Note> answer{};
+    Transport::RequestPtr data{}; // null: nothing, or sent
+  };
+  struct Receive {
+    Post post;
+    int from = kAnySource; // once a message has been found for it
+    Note message{};
+    NetBuffer scratch{}; // of a message that is too long or too short
+    Transport::RequestPtr data{};
+  };
+  struct Peer {
+    std::list<Send> sends;
+    std::deque<Note> notes; // to be sent
+    std::deque<Note> waiting; // messages that nobody has asked for yet
+    NetBuffer note; // the next one
+    Transport::RequestPtr listening;
+    uint64_t next_id = 0;
+    Clock::time_point looked{};
+  };
+  using Receives = std::list<Receive>;
+
+  void post(Post post);
+  void loop();
+  void begin();
+  bool take_posts();
+  bool progress();
+  bool hear(int peer);
+  bool reach(int peer);
+  bool push(int peer);
+  void match(Receive& receive);
+  void found(Receive& receive, int peer, const Note& message);
+  bool finish_receives();
+  bool finish_sends(int peer);
+  bool finish_notes();
+  void check();
+  void check(const Post& post, int peer);
+  bool pending() const;
+  void give_up(Error error, bool stopping);
+  std::string name(const Post& post) const;
+  std::exception_ptr with_name(const Error& error, const Post& post) const;
+
+  const int me_;
+  const Connect connect_;
+  const std::unique_ptr<Rendezvous> rendezvous_;
+  const std::function<void()> check_;
+  const std::function<bool(int)> gone_;
+  const std::function<Error(const Error&)> failed_;
+
+  std::mutex mutex_; // of the next four
+  std::deque<Post> posts_;
+  std::optional<Error> ended_; // why there are no more posts
+  std::unique_ptr<UcxTransport> transport_; // the thread's but for wake()
+  std::atomic<bool> stop_{false};
+
+  // Of the thread alone.
+  std::vector<Peer> peers_;
+  Receives receives_; // posted and not yet complete, in order
+  std::deque<Transport::RequestPtr> sent_notes_;
+  std::thread thread_;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,238 @@
+// Point to point by UCX, over TCP on this machine; ranks are threads.
+
+#include "net/net_mailbox.hpp"
+
+#include <cstdlib>
+
+#include "kernels_reference.hpp"
+#include "mailbox_cases.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using namespace fusedpg::test;
+
+// libucp, which `make` finds in the wheel. TSan cannot look into it.
+const char* library() {
+  const char* path = std::getenv("FUSEDPG_TEST_UCX_LIB");
+  return path == nullptr || *path == '\0' || kOnlyThreads ? nullptr : path;
+}
+
+// The store of the test, for one of its ranks.
+class Shared : public Rendezvous {
+ public:
+  explicit Shared(Store& store) : store_(store) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_.set(key, value);
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    return store_.get(key, deadline);
+  }
+  bool has(const std::string& key) override {
+    return store_.has(key);
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return store_.add(key, amount);
+  }
+
+ private:
+  Store& store_;
+};
+
+struct NetPost {
+  const int rank;
+  const int size;
+  Store& store;
+  std::atomic<bool> aborted{false};
+  std::atomic<int> failures{0};
+  NetMailbox box;
+
+  NetPost(int rank, int size, Store& store)
+      : rank(rank),
+        size(size),
+        store(store),
+        box(
+            rank,
+            size,
+            [rank, size] {
+              UcxConfig c;
+              c.set = {
+                  {"TLS", "tcp,self"},
+                  {"NET_DEVICES", "lo"},
+                  {"RNDV_THRESH", "64K"}};
+              return std::make_unique<UcxTransport>(
+                  ucx::load(library()), c, rank, size);
+            },
+            std::make_unique<Shared>(store),
+            [this] {
+              if (aborted) {
+                fail(ErrorKind::kAborted, "fused: aborted");
+              }
+            },
+            [](int) { return false; },
+            [this](const Error& error) {
+              ++failures;
+              return error;
+            }) {}
+
+  Pending send(
+      const Bytes& b,
+      int to,
+      int tag = 0,
+      milliseconds timeout = kLong) {
+    Pending pending;
+    box.send(b.data(), b.size(), to, tag, timeout, pending.done());
+    return pending;
+  }
+  Pending receive(
+      Bytes& b,
+      int from,
+      int tag = 0,
+      milliseconds timeout = kLong) {
+    Pending pending;
+    box.receive(b.data(), b.size(), from, tag, timeout, pending.done());
+    return pending;
+  }
+  void meet(const std::string& name) {
+    store.meet(name, size);
+  }
+};
+
+void on_posts(int size, const std::function<void(NetPost&)>& body) {
+  if (library() == nullptr) {
+    return;
+  }
+  on_threads(size, [&](int rank, Store& store) {
+    NetPost post(rank, size, store);
+    body(post);
+    store.meet("end", size);
+  });
+}
+
+Bytes filled(size_t bytes, int seed) {
+  Bytes b(bytes);
+  for (size_t i = 0; i < bytes; ++i) {
+    b[i] = static_cast<uint8_t>(seed * 37 + i * 11 + (i >> 9));
+  }
+  return b;
+}
+
+TEST(net_mailbox_matches_source_and_tag_in_order) {
+  on_posts(3, [](NetPost& post) {
+    const size_t sizes[] = {0, 1, 5000, 65536, 70000, size_t(3) << 20};
+    struct Expected {
+      Bytes got, want;
+      Pending pending;
+    };
+    std::deque<Expected> receives;
+    std::vector<Bytes> kept;
+    kept.reserve(1000);
+    std::vector<Pending> sends;
+    const auto seed = [](int from, int to, int tag, int round) {
+      return 1000 * from + 100 * to + 10 * tag + round;
+    };
+    for (int round = 0; round < 6; ++round) {
+      for (int p = 0; p < 3; ++p) {
+        for (int tag = 0; tag < 3 && p != post.rank; ++tag) {
+          const int other = 2 - tag; // not in the order of the sends
+          const size_t n = sizes[(round + other) % 6];
+          receives.push_back(
+              {Bytes(n), filled(n, seed(p, post.rank, other, round)), {}});
+          Expected& one = receives.back();
+          one.pending = post.receive(one.got, p, other);
+          const size_t m = sizes[(round + tag) % 6];
+          kept.push_back(filled(m, seed(post.rank, p, tag, round)));
+          sends.push_back(post.send(kept.back(), p, tag));
+        }
+      }
+    }
+    for (Expected& one : receives) {
+      one.pending.wait();
+      CHECK(one.got == one.want);
+    }
+    for (Pending& one : sends) {
+      one.wait();
+    }
+  });
+}
+
+TEST(net_mailbox_any_source) {
+  on_posts(4, [](NetPost& post) {
+    if (post.rank != 0) {
+      const Bytes b = filled(1000, post.rank);
+      post.send(b, 0, 5).wait();
+      return;
+    }
+    std::vector<bool> came(4);
+    for (int i = 1; i < 4; ++i) {
+      Bytes b(1000);
+      const int from = post.receive(b, NetMailbox::kAnySource, 5).wait();
+      CHECK(!came[from]);
+      came[from] = true;
+      CHECK(b == filled(1000, from));
+    }
+  });
+}
+
+TEST(net_mailbox_sizes_that_differ_raise_on_both_sides) {
+  on_posts(2, [](NetPost& post) {
+    const std::pair<size_t, size_t> cases[] = {
+        {10, 20}, {20, 10}, {0, 5}, {5, 0}, {3 << 20, 8}, {8, 3 << 20}};
+    for (const auto& [n, m] : cases) {
+      Bytes b = filled(post.rank == 0 ? n : m, 1);
+      Pending pending = post.rank == 0 ? post.send(b, 1) : post.receive(b, 0);
+      expect_error(
+          ErrorKind::kMismatch, {std::to_string(n), std::to_string(m)}, [&] {
+            pending.wait();
+          });
+      Bytes next = post.rank == 0 ? filled(100000, 2) : Bytes(100000);
+      (post.rank == 0 ? post.send(next, 1) : post.receive(next, 0)).wait();
+      CHECK(next == filled(100000, 2));
+    }
+    CHECK_EQ(post.failures.load(), 0);
+  });
+}
+
+TEST(net_mailbox_ends) {
+  // Nobody comes.
+  on_posts(2, [](NetPost& post) {
+    if (post.rank == 0) {
+      Bytes b(10);
+      Pending pending = post.receive(b, 1, 0, milliseconds(200));
+      expect_error(
+          ErrorKind::kTimeout, {"recv(10 bytes"}, [&] { pending.wait(); });
+      CHECK_EQ(post.failures.load(), 1);
+      expect_error(
+          ErrorKind::kTimeout, {"timeout"}, [&] { post.receive(b, 1); });
+    }
+  });
+  // The group is aborted, or ends.
+  on_posts(2, [](NetPost& post) {
+    Bytes b(100000), c(100000);
+    Pending one = post.receive(b, 1 - post.rank, 1);
+    Pending two = post.send(c, 1 - post.rank, 2);
+    if (post.rank == 0) {
+      post.aborted = true;
+      post.box.wake();
+    } else {
+      post.box.stop();
+    }
+    expect_error(ErrorKind::kAborted, {"recv"}, [&] { one.wait(); });
+    expect_error(ErrorKind::kAborted, {"send"}, [&] { two.wait(); });
+  });
+  // The other side goes, after what it sent has come.
+  on_posts(2, [](NetPost& post) {
+    Bytes b(200000);
+    if (post.rank == 1) {
+      post.send(b, 0).wait();
+      post.box.stop();
+      return;
+    }
+    post.receive(b, 1).wait();
+    Pending pending = post.receive(b, 1);
+    expect_error(
+        ErrorKind::kPeerFailed, {"rank 1 has ended"}, [&] { pending.wait(); });
+  });
+}
+
+} // namespace
