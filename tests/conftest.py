@@ -8,6 +8,8 @@ import os
 # scheduler.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# Compiling takes seconds a program: the tests of generated code turn it on.
+os.environ.setdefault("FUSEDPG_FUSION", "eager")
 
 from collections.abc import Iterator
 

@@ -7,7 +7,8 @@ namespace {
 
 bool reduces(OpCode op) {
   return op == OpCode::kAllReduce || op == OpCode::kReduce ||
-      op == OpCode::kReduceScatter || op == OpCode::kSparseAllReduce;
+      op == OpCode::kReduceScatter || op == OpCode::kSparseAllReduce ||
+      op == OpCode::kFusedProgram;
 }
 
 // ", weighted, with used flags"
@@ -113,6 +114,13 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   }
   if (here.count != there.count) {
     return differ("number of elements", here.count, there.count);
+  }
+  const bool program = here.op == OpCode::kFusedProgram;
+  if (program && here.shape_hash != there.shape_hash) {
+    return "the programs differ (operations, shapes, types or schedule)";
+  }
+  if (program && here.value_hash != there.value_hash) {
+    return "numbers that the program takes (scalars, seeds) differ";
   }
   if (here.shape_hash != there.shape_hash) {
     return "sizes or memory layouts of the tensors differ";

@@ -54,6 +54,7 @@ constexpr uint64_t kWritesDirect = 2; // all outputs lie in this rank's arena
 constexpr uint64_t kStaged = 4; // the input is already in the staging buffer
 constexpr uint64_t kFoundInf = 8; // skip the update
 constexpr uint64_t kHasNan = 16; // found by the NaN check
+constexpr uint64_t kNoFunction = 64; // this rank has no generated code
 constexpr uint64_t kRefused = 32; // this rank cannot take part; see reason
 
 // "all_reduce(SUM, float32, 1024 elements)"

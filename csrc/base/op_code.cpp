@@ -38,6 +38,8 @@ const char* op_name(OpCode op) {
       return "sparse_all_reduce";
     case OpCode::kReduceShards:
       return "reduce_shards";
+    case OpCode::kFusedProgram:
+      return "fused_program";
   }
   return "unknown";
 }

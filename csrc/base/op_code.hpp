@@ -23,8 +23,9 @@ enum class OpCode : uint8_t {
   kReduceShards,
   kShareMemory,
   kSparseAllReduce,
+  kFusedProgram,
 };
-constexpr int kOpCodes = 17;
+constexpr int kOpCodes = 18;
 
 // Where the data of an operation on GPUs go: through NCCL's collectives, its
 // patched ring, or the arenas, where zeros may be skipped.

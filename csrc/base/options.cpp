@@ -210,4 +210,24 @@ void log_line(const std::string& text) {
   std::fprintf(stderr, "[fusedpg] %s\n", text.c_str());
 }
 
+FusionSettings fusion_settings() {
+  enum class Mode { kCompiled, kEager };
+  FusionSettings s;
+  s.compiles = choice_of<Mode>(
+                   std::nullopt,
+                   "fusion",
+                   "FUSEDPG_FUSION",
+                   {{"compiled", Mode::kCompiled}, {"eager", Mode::kEager}}) ==
+      Mode::kCompiled;
+  if (const auto own = env("FUSEDPG_CACHE_DIR")) {
+    s.cache_dir = *own;
+  } else if (const auto cache = env("XDG_CACHE_HOME")) {
+    s.cache_dir = *cache + "/fusedpg";
+  } else if (const auto home = env("HOME")) {
+    s.cache_dir = *home + "/.cache/fusedpg";
+  }
+  s.compiler = env("CXX").value_or("");
+  return s;
+}
+
 } // namespace fusedpg

@@ -97,6 +97,14 @@ void check_block_size(int64_t elements);
 // variable when a value cannot be parsed.
 Settings resolve(const Options& options);
 
+// Of compiling fused functions, from the environment when it is called.
+struct FusionSettings {
+  bool compiles = true;
+  std::string cache_dir; // empty: there is none
+  std::string compiler; // empty: the usual ones
+};
+FusionSettings fusion_settings();
+
 // Writes one line to stderr, "[fusedpg] ...".
 void log_line(const std::string& text);
 

@@ -400,6 +400,50 @@ void bind_group(py::module_& m) {
           py::arg("async_op") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
+          "fused_program_",
+          [](ProcessGroupFused& group,
+             uint64_t function,
+             uint64_t program,
+             std::string op,
+             at::Tensor source,
+             std::vector<at::Tensor> operands,
+             std::vector<int64_t> kinds,
+             std::vector<at::Tensor> outputs,
+             std::vector<bool> gathered,
+             std::vector<double> numbers,
+             std::vector<uint64_t> seeds,
+             at::Tensor done,
+             bool async_op) {
+            return group.fused_program_(
+                {function,
+                 program,
+                 std::move(op),
+                 std::move(source),
+                 std::move(operands),
+                 std::move(kinds),
+                 std::move(outputs),
+                 std::move(gathered),
+                 std::move(numbers),
+                 std::move(seeds),
+                 std::move(done)},
+                async_op);
+          },
+          "A reduce-scatter, a generated function on the owned slice, and "
+          "all-gathers of its results: see fusedpg/fusion/compiled.py.",
+          py::arg("function"),
+          py::arg("program"),
+          py::arg("op"),
+          py::arg("source"),
+          py::arg("operands"),
+          py::arg("kinds"),
+          py::arg("outputs"),
+          py::arg("gathered"),
+          py::arg("numbers"),
+          py::arg("seeds"),
+          py::arg("done"),
+          py::arg("async_op") = false,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
           "reduce_shards_",
           [](ProcessGroupFused& group,
              std::vector<at::Tensor> grads,
@@ -485,6 +529,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "The instruction set of the kernels that run by default.");
   m.def("_set_delegate_factory", &set_python_factory);
   m.def("_set_ucx_library", &ucx::set_default_path);
+  m.def("_fusion_settings", [] {
+    const FusionSettings s = translate(&fusion_settings);
+    return py::make_tuple(s.compiles, s.cache_dir, s.compiler);
+  });
   m.def("_ucx", [] {
     return translate([] { return ucx::described(resolve({}).ucx_lib); });
   });

@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "collectives/fused_program.hpp"
 #include "collectives/fused_step.hpp"
 #include "collectives/skip.hpp"
 
@@ -54,6 +55,21 @@ struct ShardsArguments {
   std::vector<at::Tensor> grads;
   std::vector<at::Tensor> outputs; // like grads; empty: in place
   ReductionArguments reduction;
+};
+
+// One call of a compiled program; see collectives/fused_program.hpp.
+struct ProgramArguments {
+  uint64_t function = 0; // the address of a ProgramFunction; 0: none here
+  uint64_t program = 0;
+  std::string op; // "sum", "min" or "max"
+  at::Tensor source;
+  std::vector<at::Tensor> operands;
+  std::vector<int64_t> kinds; // of the operands: ProgramCall::Operand
+  std::vector<at::Tensor> outputs;
+  std::vector<bool> gathered; // of the outputs
+  std::vector<double> numbers;
+  std::vector<uint64_t> seeds;
+  at::Tensor done; // one byte: whether it has been executed
 };
 
 // One call of sparse_all_reduce; see collectives/collectives.hpp.
@@ -115,5 +131,8 @@ class StepPlan {
 
 // The elements of a dense tensor in memory order.
 at::Tensor memory_order(const at::Tensor& t);
+
+// Checked; the tensors stay the arguments'.
+ProgramCall to_engine(const ProgramArguments& a, int rank, int size);
 
 } // namespace fusedpg

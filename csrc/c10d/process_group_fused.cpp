@@ -156,6 +156,20 @@ WorkPtr ProcessGroupFused::reduce_shards_(
   });
 }
 
+WorkPtr ProcessGroupFused::fused_program_(
+    ProgramArguments arguments,
+    bool async_op) {
+  return ending_coalescing([&] {
+    for (const at::Tensor& t : arguments.outputs) {
+      if (!t.is_inference()) {
+        t.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+    Route& there = route(arguments.source.device());
+    return there.fused_program_(std::move(arguments), async_op);
+  });
+}
+
 WorkPtr ProcessGroupFused::sparse_all_reduce(
     const at::Tensor& tensor,
     const SkipArguments& arguments,

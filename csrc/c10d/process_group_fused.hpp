@@ -51,6 +51,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   // --- fused operations; see Route -------------------------------------------
   WorkPtr fused_step_(StepArguments arguments, bool async_op);
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op);
+  WorkPtr fused_program_(ProgramArguments arguments, bool async_op);
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
       const SkipArguments& arguments,

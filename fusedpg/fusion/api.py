@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fusedpg.functional import shard_range
 from fusedpg.fusion.captured import captured
+from fusedpg.fusion.compiled import generated
 from fusedpg.fusion.eager import Executor, Run, say_once
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import SCALAR, SHARD, Layout, Node, Program
@@ -151,6 +152,10 @@ class FusedFunction:
         """The legal schedules for these arguments, the program as written first."""
         return schedules(self.program(*args, **kwargs))
 
+    def generated(self, *args: Any, **kwargs: Any) -> str:
+        """The C++ source that a call runs, or why there is none; arguments as for `program`."""
+        return generated(self.schedule(*args, **kwargs).program)
+
     def _chosen(self, program: Program) -> Schedule:
         if self._transformations is None:
             return cheapest(program)
@@ -263,13 +268,18 @@ class FusedFunction:
             if targets is not None:
                 with torch.no_grad():
                     # A result may be an argument that is a target of another one.
-                    safe = [r.clone() if _is_any(r, tensors) else r for r in results]
+                    safe = [
+                        r.clone() if r is not target and _is_any(r, tensors) else r
+                        for target, r in zip(targets, results)
+                    ]
                     for target, result in zip(targets, safe):
-                        target.copy_(result.reshape(target.shape))
+                        if target is not result:  # written where it was computed
+                            target.copy_(result.reshape(target.shape))
                 results = targets
             return results[0] if program.single else tuple(results)
 
-        pending = Pending(Executor(program, ranks.group, ranks.rank).run(values), finish)
+        executor = Executor(program, ranks.group, ranks.rank, targets or ())
+        pending = Pending(executor.run(values), finish)
         return pending if async_op else pending.wait()
 
 

@@ -8,13 +8,14 @@ program, on every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusedpg.functional import shard_range
+from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
@@ -40,14 +41,23 @@ def say_once() -> None:
     if not _said:
         _said = True
         _log.info(
-            "fused functions run operation by operation (the eager path): %s", "docs/fusion.md"
+            'fused collectives run as generated code on CPU tensors of the backend "fused", all '
+            "else operation by operation: %s",
+            "docs/fusion.md",
         )
 
 
 class Executor:
     """One run of a program on one rank."""
 
-    def __init__(self, program: Program, group: dist.ProcessGroup | None, rank: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        targets: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._targets = targets
         self._program = program
         self._group = group
         self._world_size = program.world_size
@@ -61,10 +71,11 @@ class Executor:
             values[node] = arguments[node.name]
         left = {node: len(users) for node, users in self._program.users.items()}
         keep = set(self._program.outputs)
+        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         for group, nodes in self._program.units:
             if group is not None and group.kind == "overlap":
                 yield from self._overlap(group, nodes)
-            else:
+            elif group is None or not (yield from self._compiled(group, nodes, given)):
                 for node in nodes:
                     if node.op != "input":
                         values[node] = yield from self._evaluate(node)
@@ -72,18 +83,33 @@ class Executor:
                 for operand in set(node.operands):
                     left[operand] -= 1
                     if not left[operand] and operand not in keep:
-                        del values[operand]
-        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+                        values.pop(operand, None)  # a compiled group keeps some to itself
         return [self._own(node, given) for node in self._program.outputs]
 
     def _own(self, node: Node, given: list[torch.Tensor]) -> torch.Tensor:
         """A result that does not share memory with an argument, unless it is the argument."""
         value: torch.Tensor = self._values[node]
-        if node.op == "input":
+        if node.op == "input" or any(value is target for target in self._targets):
             return value
         storage = value.untyped_storage().data_ptr()
         shared = any(storage == tensor.untyped_storage().data_ptr() for tensor in given)
         return value.clone() if shared else value
+
+    def _compiled(
+        self, group: Group, nodes: tuple[Node, ...], given: list[torch.Tensor]
+    ) -> Generator[Any, None, bool]:
+        """Whether a group has been carried out as generated code."""
+        if group.kind != "collective":
+            return False
+        found = kernel(group, nodes, self._program)
+        backend = found.backend(self._group, self._values)
+        if backend is None or self._group is None:
+            return False
+        return (
+            yield from found.run(
+                self._group, backend, self._values, self._slice, self._rank, given, self._targets
+            )
+        )
 
     def _evaluate(self, node: Node) -> Generator[Any, None, Any]:
         if node.op == "constant":

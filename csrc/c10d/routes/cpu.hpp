@@ -48,6 +48,7 @@ class Turn {
 
   virtual void fused_step(const StepCall& call) = 0;
   virtual void reduce_shards(const ShardsCall& call) = 0;
+  virtual bool fused_program(const ProgramCall& call) = 0;
   virtual void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,
@@ -129,6 +130,7 @@ class CpuRoute : public Route {
   // --- cpu_fused.cpp ---------------------------------------------------------
   WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
+  WorkPtr fused_program_(ProgramArguments arguments, bool async_op) override;
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
       const SkipArguments& arguments,

@@ -58,6 +58,24 @@ WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
   });
 }
 
+WorkPtr CpuRoute::fused_program_(ProgramArguments arguments, bool async_op) {
+  const Call call{
+      c10d::OpType::UNKNOWN,
+      "fused:fused_program",
+      group_.timeout.load(),
+      async_op};
+  const auto a = std::make_shared<const ProgramArguments>(std::move(arguments));
+  Tensors inputs = a->operands;
+  inputs.push_back(a->source);
+  return run(
+      call,
+      inputs,
+      a->outputs,
+      [a, engine = to_engine(*a, rank_, size_)](Turn& turn) {
+        *a->done.data_ptr<uint8_t>() = turn.fused_program(engine) ? 1 : 0;
+      });
+}
+
 WorkPtr CpuRoute::sparse_all_reduce(
     const at::Tensor& tensor,
     const SkipArguments& arguments,

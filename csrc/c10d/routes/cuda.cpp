@@ -129,6 +129,13 @@ WorkPtr CudaRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
       std::move(arguments), title, group_.timeout.load(), async_op);
 }
 
+WorkPtr CudaRoute::fused_program_(
+    ProgramArguments /* arguments */,
+    bool /* async_op */) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "fused: compiled programs take tensors on the CPU");
+}
+
 WorkPtr CudaRoute::sparse_all_reduce(
     const at::Tensor& tensor,
     const SkipArguments& arguments,

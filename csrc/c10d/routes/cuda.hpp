@@ -35,6 +35,7 @@ class CudaRoute : public Forwarding<Route> {
 
   WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
+  WorkPtr fused_program_(ProgramArguments arguments, bool async_op) override;
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
       const SkipArguments& arguments,

@@ -121,6 +121,12 @@ void HostsTurn::reduce_shards(const ShardsCall& call) {
   fusedpg::reduce_shards(way, call);
 }
 
+bool HostsTurn::fused_program(const ProgramCall& call) {
+  NetContext ctx = sums();
+  HostsWay way(ctx);
+  return fusedpg::fused_program(way, call);
+}
+
 void HostsTurn::sparse_all_reduce(
     const Flat& tensor,
     const kernels::ReduceArgs& args,

@@ -59,6 +59,8 @@ class HostsTurn : public Turn {
 
   void reduce_shards(const ShardsCall& call) override;
 
+  bool fused_program(const ProgramCall& call) override;
+
   void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,

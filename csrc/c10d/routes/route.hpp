@@ -53,6 +53,8 @@ class Route : public c10d::Backend {
   virtual WorkPtr fused_step_(StepArguments arguments, bool async_op) = 0;
   // Its first third: every gradient is reduced in place to its owners.
   virtual WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) = 0;
+  // A reduce-scatter, generated code, and all-gathers as one operation.
+  virtual WorkPtr fused_program_(ProgramArguments arguments, bool async_op) = 0;
   // all_reduce() that skips blocks of zeros; see
   // collectives/collectives.hpp.
   virtual WorkPtr sparse_all_reduce(

@@ -78,6 +78,10 @@ class ShmTurn : public Turn {
     ShmWay way(ctx_);
     fusedpg::reduce_shards(way, call);
   }
+  bool fused_program(const ProgramCall& call) override {
+    ShmWay way(ctx_);
+    return fusedpg::fused_program(way, call);
+  }
   void sparse_all_reduce(
       const Flat& tensor,
       const kernels::ReduceArgs& args,

@@ -1,0 +1,77 @@
+#include "base/ownership.hpp"
+#include "c10d/fused_arguments.hpp"
+#include "c10d/tensors.hpp"
+
+namespace fusedpg {
+namespace {
+
+RedOp reduction_of(const std::string& op) {
+  const bool picks = op == "min" || op == "max";
+  TORCH_CHECK_VALUE(
+      op == "sum" || picks,
+      formatted("fused: fused_program: unknown reduction \"{}\"", op));
+  return !picks ? RedOp::kSum : op == "min" ? RedOp::kMin : RedOp::kMax;
+}
+
+void check_memory(const char* what, const at::Tensor& t, int64_t count) {
+  TORCH_CHECK_VALUE(
+      t.device().is_cpu() && t.layout() == at::kStrided && t.is_contiguous() &&
+          (count < 0 || t.numel() == count) && t.element_size() <= 8,
+      formatted(
+          "fused: fused_program: {} must be contiguous on the CPU, with {} "
+          "elements; found {} of {} on {}",
+          what,
+          count,
+          t.numel(),
+          t.scalar_type(),
+          t.device()));
+}
+
+} // namespace
+
+ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
+  ProgramCall call;
+  const int64_t count = a.source.numel();
+  const int64_t part = shard_range(count, size, rank).length;
+  check_memory("the contribution", a.source, count);
+  check_memory("`done`", a.done, 1);
+  TORCH_CHECK_VALUE(
+      a.done.scalar_type() == at::kByte && a.source.is_floating_point() &&
+          a.kinds.size() == a.operands.size() &&
+          a.gathered.size() == a.outputs.size(),
+      "fused: fused_program: arguments do not fit each other");
+  call.function = reinterpret_cast<ProgramFunction>(a.function);
+  call.program = a.program;
+  call.dtype = to_dtype(a.source.scalar_type());
+  call.op = reduction_of(a.op);
+  call.source = a.source.const_data_ptr();
+  call.count = static_cast<size_t>(count);
+  for (size_t k = 0; k < a.operands.size(); ++k) {
+    const auto kind = static_cast<ProgramCall::Operand>(a.kinds[k]);
+    check_memory(
+        "an operand",
+        a.operands[k],
+        kind == ProgramCall::Operand::kFull       ? count
+            : kind == ProgramCall::Operand::kPart ? part
+                                                  : -1);
+    call.inputs.push_back(
+        {static_cast<const char*>(a.operands[k].const_data_ptr()),
+         a.operands[k].element_size(),
+         kind});
+  }
+  for (size_t k = 0; k < a.outputs.size(); ++k) {
+    check_memory("a result", a.outputs[k], a.gathered[k] ? count : part);
+    char* data = static_cast<char*>(a.outputs[k].data_ptr());
+    bool in_place = data == call.source;
+    for (const ProgramCall::Input& input : call.inputs) {
+      in_place = in_place || input.data == data;
+    }
+    call.outputs.push_back(
+        {data, a.outputs[k].element_size(), a.gathered[k], in_place});
+  }
+  call.numbers = a.numbers;
+  call.seeds = a.seeds;
+  return call;
+}
+
+} // namespace fusedpg

@@ -1,0 +1,226 @@
+#include "collectives/fused_program.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/hash.hpp"
+#include "base/ownership.hpp"
+#include "collectives/reduction.hpp"
+
+namespace fusedpg {
+namespace {
+
+// What is reduced, computed and stored before the next: fits the nearer caches.
+constexpr size_t kTile = 4096;
+constexpr size_t kWidest = 8; // bytes of an element
+
+constexpr size_t kNone = std::numeric_limits<size_t>::max();
+
+OpDescriptor facts(const ProgramCall& call) {
+  OpDescriptor d;
+  d.op = OpCode::kFusedProgram;
+  d.dtype = call.dtype;
+  d.red_op = call.op;
+  d.count = call.count;
+  d.shape_hash = call.program;
+  Hash values;
+  for (const double number : call.numbers) {
+    values.add(number);
+  }
+  for (const uint64_t seed : call.seeds) {
+    values.add(seed);
+  }
+  d.value_hash = values.value();
+  d.flags = call.function == nullptr ? kNoFunction : 0;
+  return d;
+}
+
+// A program that is being executed.
+class ProgramRun {
+ public:
+  ProgramRun(Way& way, const ProgramCall& call)
+      : way_(way),
+        call_(call),
+        first_(
+            static_cast<size_t>(shard_range(
+                                    static_cast<int64_t>(call.count),
+                                    way.size(),
+                                    way.rank())
+                                    .offset)) {}
+
+  bool run() {
+    OpDescriptor d = facts(call_);
+    check_nan(way_.op(), d, call_.source, call_.count);
+    const size_t direct = next_gathered(0);
+    const Plan plan = epilogue_plan(direct);
+    way_.enter(&plan, d, {});
+    if (any_rank(way_, kNoFunction)) {
+      return false;
+    }
+    way_.run(plan, d);
+    // A plan has one result: more of them travel after it.
+    for (size_t k = direct;
+         k != kNone && (k = next_gathered(k + 1)) != kNone;) {
+      const Plan rest = gather_plan(call_.outputs[k]);
+      d.flags = 0;
+      way_.enter(&rest, d, {});
+      way_.run(rest, d);
+    }
+    return true;
+  }
+
+ private:
+  size_t next_gathered(size_t from) const {
+    for (size_t k = from; k < call_.outputs.size(); ++k) {
+      if (call_.outputs[k].gathered) {
+        return k;
+      }
+    }
+    return kNone;
+  }
+
+  // reduce-scatter -> function -> all-gather of the output `direct`.
+  Plan epilogue_plan(size_t direct) {
+    Plan plan;
+    plan.src_size = dtype_size(call_.dtype);
+    plan.dst_size = plan.src_size;
+    plan.src_type = call_.dtype;
+    plan.op = call_.op;
+    plan.receiver = Plan::kNobody;
+    char* dst = nullptr;
+    if (direct != kNone) {
+      plan.receiver = Plan::kAll;
+      plan.dst_size = call_.outputs[direct].element;
+      dst = call_.outputs[direct].data;
+    }
+    plan.tensors.push_back({static_cast<const char*>(call_.source), dst});
+    plan.lanes = Plan::shards({call_.count}, way_.size());
+    plan.epilogue = [this, direct](
+                        size_t /* tensor */,
+                        size_t begin,
+                        size_t count,
+                        void* const* dsts,
+                        size_t num_dsts,
+                        const Sources& srcs,
+                        bool stream) {
+      for (size_t at = 0; at < count; at += kTile) {
+        const size_t n = std::min(kTile, count - at);
+        tile(direct, begin + at, n, at, dsts, num_dsts, srcs, stream);
+      }
+    };
+    return plan;
+  }
+
+  // Everyone gets what the owners have computed.
+  Plan gather_plan(const ProgramCall::Output& output) {
+    Plan plan;
+    plan.src_size = plan.dst_size = output.element;
+    plan.reads = false;
+    plan.tensors.push_back({nullptr, output.data});
+    plan.lanes = Plan::shards({call_.count}, way_.size());
+    plan.epilogue = [this, &output](
+                        size_t /* tensor */,
+                        size_t begin,
+                        size_t count,
+                        void* const* dsts,
+                        size_t num_dsts,
+                        const Sources& /* none */,
+                        bool stream) {
+      const char* from = output.data + begin * output.element;
+      for (size_t k = 0; k < num_dsts; ++k) {
+        if (dsts[k] != from) {
+          way_.kernels().copy(dsts[k], from, count * output.element, stream);
+        }
+      }
+    };
+    return plan;
+  }
+
+  // `begin`: in the tensor; `offset`: from where sources and dsts point.
+  void tile(
+      size_t direct,
+      size_t begin,
+      size_t count,
+      size_t offset,
+      void* const* dsts,
+      size_t num_dsts,
+      const Sources& srcs,
+      bool stream) const {
+    alignas(64) char sums[kTile * kWidest];
+    alignas(64) char result[kTile * kWidest];
+    reduce(sums, count, offset, srcs);
+    thread_local std::vector<const void*> inputs;
+    thread_local std::vector<void*> outputs;
+    inputs.assign(1, sums);
+    for (const ProgramCall::Input& input : call_.inputs) {
+      inputs.push_back(input.data + place(input.kind, begin) * input.element);
+    }
+    outputs.clear();
+    for (size_t k = 0; k < call_.outputs.size(); ++k) {
+      const ProgramCall::Output& output = call_.outputs[k];
+      outputs.push_back(
+          k == direct ? result
+                      : output.data +
+                  (output.gathered ? begin : begin - first_) * output.element);
+    }
+    const ProgramArgs args{
+        inputs.data(),
+        outputs.data(),
+        call_.numbers.data(),
+        call_.seeds.data()};
+    call_.function(&args, begin, count);
+    for (size_t k = 0; k < num_dsts; ++k) {
+      const ProgramCall::Output& output = call_.outputs[direct];
+      // Lines that have just been read are in the cache.
+      way_.kernels().copy(
+          static_cast<char*>(dsts[k]) + offset * output.element,
+          result,
+          count * output.element,
+          stream && !(k == 0 && output.in_place));
+    }
+  }
+
+  void reduce(void* sums, size_t count, size_t offset, const Sources& srcs)
+      const {
+    const DType wide = wide_type(call_.dtype, call_.op);
+    kernels::ReduceArgs args;
+    args.dtype = srcs.folded ? wide : call_.dtype;
+    args.op = call_.op;
+    args.wide = args.dtype != wide;
+    thread_local std::vector<const void*> parts;
+    parts.clear();
+    for (size_t k = 0; k < srcs.num; ++k) {
+      parts.push_back(
+          static_cast<const char*>(srcs.data[k]) +
+          offset * dtype_size(args.dtype));
+    }
+    way_.kernels().reduce(args, &sums, 1, parts.data(), srcs.num, count, false);
+  }
+
+  size_t place(ProgramCall::Operand kind, size_t begin) const {
+    switch (kind) {
+      case ProgramCall::Operand::kFull:
+        return begin;
+      case ProgramCall::Operand::kPart:
+        return begin - first_;
+      default:
+        return 0;
+    }
+  }
+
+  Way& way_;
+  const ProgramCall& call_;
+  const size_t first_; // of the own slice
+};
+
+} // namespace
+
+bool fused_program(Way& way, const ProgramCall& call) {
+  const bool done = ProgramRun(way, call).run();
+  if (done) {
+    way.count(OpCode::kFusedProgram);
+  }
+  return done;
+}
+
+} // namespace fusedpg

@@ -1,0 +1,450 @@
+"""C++ source of a fused collective's computation: one function over elements of the owned slice.
+
+The source holds the operations in their order as plain loops, which the compiler vectorises, and
+torch's at::vec for transcendental functions. 16-bit values are computed in float and rounded after
+each operation, as torch does. What is not known here is `Unsupported`, and runs as eager.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+
+from fusedpg.fusion.codegen_text import HEAD, MATH
+from fusedpg.fusion.ir import Group, Node, Program
+
+FULL, PART, AS_IS = 0, 1, 2  # ProgramCall::Operand
+
+_STORED = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.bool: "bool",
+}
+_COMPUTED = {torch.float64: "double", torch.bool: "bool"}
+_HALVES = (torch.bfloat16, torch.float16)
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_MATH = frozenset({"exp", "log", "tanh", "sigmoid", "erf", "gelu", "silu"})
+_CALLS: dict[str, str] = {
+    "abs": "std::abs({0})",
+    "neg": "-{0}",
+    "sign": "{T}({0} > 0) - {T}({0} < 0)",
+    "square": "{0} * {0}",
+    "reciprocal": "1 / {0}",
+    "sqrt": "std::sqrt({0})",
+    "rsqrt": "1 / std::sqrt({0})",
+    "relu": "maximum({0}, {T}(0))",
+    "maximum": "maximum({0}, {1})",
+    "minimum": "minimum({0}, {1})",
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_not": "!{0}",
+}
+_POWERS: dict[float, str] = {
+    2.0: "{0} * {0}",
+    0.5: "std::sqrt({0})",
+}
+
+
+class Unsupported(Exception):
+    """Why a group runs operation by operation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The generated text, and what its function gets in which order."""
+
+    text: str
+    scatter: Node
+    operands: tuple[tuple[Node, int], ...]  # values of the program, and how they are passed
+    materialised: frozenset[Node]  # slices that are made before: their values are passed
+    outputs: tuple[tuple[Node, bool], ...]  # nodes of the program; whether gathered
+    numbers: tuple[Node, ...]
+    seeds: tuple[Node, ...]
+    dropouts: tuple[Node, ...]  # for each two more numbers: threshold, scale
+    periods: tuple[int, ...]  # behind the seeds: how operands repeat
+    shapes: str
+
+    @property
+    def key(self) -> int:
+        """What all ranks must have: what is computed, of which types and shapes."""
+        text = f"{code(self.text)}\n{self.shapes}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def code(text: str) -> str:
+    """A source without its comments, which name lines of the user's file."""
+    return "\n".join(line.split("//")[0].rstrip() for line in text.split("\n"))
+
+
+def _computed(dtype: torch.dtype | None) -> str:
+    return _COMPUTED.get(dtype, "float") if dtype is not None else "double"
+
+
+class _Writer:
+    def __init__(self, group: Group, nodes: tuple[Node, ...], program: Program) -> None:
+        self._program = program
+        self._nodes = tuple(node for node in nodes if not node.scalar)
+        self._inside = frozenset(self._nodes)
+        scatters = [node for node in self._nodes if node.op == "reduce_scatter"]
+        if group.kind != "collective" or len(scatters) != 1:
+            raise Unsupported("it has no reduce_scatter")
+        self._scatter = scatters[0]
+        self._operands: dict[Node, tuple[int, int]] = {}  # number, kind
+        self._materialised: set[Node] = set()
+        self._numbers: dict[Node, int] = {}
+        self._seeds: dict[Node, int] = {}
+        self._dropouts: list[Node] = []
+        self._periods: list[int] = []
+        self._before: list[str] = []  # once a call
+        self._prepared: list[str] = []  # once a tile
+        self._loads: dict[Node, str] = {}
+        self._names: dict[Node, str] = {}
+        self._ready: dict[Node, int] = {}  # the loop that has a value
+
+    # --- what the function gets ----------------------------------------------------------------
+
+    def _operand(self, value: Node, kind: int) -> int:
+        if value not in self._operands:
+            self._operands[value] = (len(self._operands), kind)
+        return self._operands[value][0] + 1
+
+    def _load(self, node: Node) -> None:
+        """A value that comes from outside of the group, or the sum over the ranks."""
+        name, shape = self._names[node], self._scatter.shape
+        assert node.dtype is not None
+        stored = _STORED[node.dtype]
+        self._ready[node] = 0
+        if node is self._scatter:
+            self._loads[node] = self._sum(node)
+            return
+        value = node.operands[0] if node.op == "slice" and node in self._inside else node
+        if not value.shape and node.op != "slice":
+            place = self._operand(value, AS_IS)
+            self._before.append(
+                f"const {_computed(node.dtype)} {name} = load(static_cast<const {stored}*>"
+                f"(a->inputs[{place}]));"
+            )
+            return
+        if value.layout.kind == "Shard" and value is not node:
+            raise Unsupported("a slice of a slice")
+        kind = FULL if value is not node else PART
+        pattern = _pattern(value.shape, shape) if value is not node else None
+        if pattern is not None and value.shape != shape:
+            place = self._operand(value, AS_IS)
+            function, period = pattern
+            self._prepared.append(
+                f"{stored} {name}_row[kTile];\n{function}({name}_row, static_cast<const "
+                f"{stored}*>(a->inputs[{place}]), periods[{len(self._periods)}], begin + at, n);"
+            )
+            self._periods.append(period)
+            self._loads[node] = f"load({name}_row + i)"
+            return
+        if value is not node and value.shape != shape:
+            self._materialised.add(node)
+            value, kind = node, PART
+        place = self._operand(value, kind)
+        self._before.append(
+            f"const {stored}* {name}_in = static_cast<const {stored}*>(a->inputs[{place}]);"
+        )
+        self._loads[node] = f"load({name}_in + at + i)"
+
+    def _sum(self, node: Node) -> str:
+        op = node.attribute("op")
+        given = node.operands[0].dtype
+        assert given is not None and node.dtype is not None
+        stored = _STORED[given]
+        wide = stored if op in ("min", "max") or given not in _HALVES else "float"
+        self._before.append(
+            f"const {wide}* sum = static_cast<const {wide}*>(a->inputs[0]);"
+            f"  // over the ranks: {op}"
+        )
+        text = "load(sum + at + i)"
+        if op == "mean":
+            text = f"{text} / {self._program.world_size}"
+        return self._rounded(text, node.dtype)
+
+    def _number(self, node: Node) -> str:
+        """A scalar, as a double."""
+        if node.op == "constant":
+            value = node.attribute("value")
+            if value is None or isinstance(value, bool):
+                raise Unsupported(f"the argument {value!r}")
+            value = float(value)
+            if math.isnan(value):
+                return "double(NAN)"
+            if math.isinf(value):
+                return "double(INFINITY)" if value > 0 else "-double(INFINITY)"
+            return repr(value) if value >= 0 and math.copysign(1, value) > 0 else f"({value!r})"
+        if node not in self._numbers:
+            number = self._numbers[node] = len(self._numbers)
+            self._before.append(f"const double {self._names[node]} = a->numbers[{number}];")
+        return self._names[node]
+
+    # --- expressions ---------------------------------------------------------------------------
+
+    @staticmethod
+    def _rounded(text: str, dtype: torch.dtype) -> str:
+        return f"rounded<{_STORED[dtype]}>({text})" if dtype in _HALVES else text
+
+    def _expression(self, node: Node) -> str:
+        tensors = [x for x in node.operands if not x.scalar]
+        kinds = {x.dtype for x in tensors}
+        if node.op == "where":
+            kinds = {x.dtype for x in tensors[1:] if not x.scalar} if tensors else set()
+            kinds |= {node.dtype}
+            if node.operands[0].scalar or node.operands[0].dtype != torch.bool:
+                raise Unsupported(f"`{node.op}` without a mask")
+        if node.op != "cast" and len(kinds) != 1:
+            raise Unsupported(f"`{node.op}` of several types")
+        assert node.dtype is not None
+        inner = tensors[0].dtype if node.op != "where" else node.dtype
+        assert inner is not None
+        real = _computed(inner)
+
+        def plain(x: Node) -> str:
+            return self._names[x] if not x.scalar else f"{real}({self._number(x)})"
+
+        def narrow(x: Node) -> str:  # numbers take the tensor's type first
+            return self._rounded(plain(x), inner) if x.scalar else self._names[x]
+
+        return self._rounded(self._text(node, inner, real, plain, narrow), node.dtype)
+
+    def _text(
+        self,
+        node: Node,
+        inner: torch.dtype,
+        real: str,
+        plain: Callable[[Node], str],
+        narrow: Callable[[Node], str],
+    ) -> str:
+        op, given = node.op, node.operands
+        if op == "cast":
+            if inner == torch.bool:
+                return f"{_computed(node.dtype)}({self._names[given[0]]})"
+            return f"{_computed(node.dtype)}({self._names[given[0]]})"
+        if inner == torch.bool and op not in ("logical_and", "logical_or", "logical_not", "where"):
+            raise Unsupported(f"`{op}` of masks")
+        if op in _INFIX:
+            if given[0].scalar and op == "div":  # as torch does it
+                inverse = self._rounded(f"1 / {narrow(given[1])}", inner)
+                return f"{inverse} * {plain(given[0])}"
+            if given[0].scalar and op == "sub":
+                return f"{narrow(given[0])} - {narrow(given[1])}"
+            return f"{plain(given[0])} {_INFIX[op]} {plain(given[1])}"
+        if op in _COMPARED:
+            return f"{narrow(given[0])} {_COMPARED[op]} {narrow(given[1])}"
+        if op == "where":
+            return f"{self._names[given[0]]} ? {narrow(given[1])} : {narrow(given[2])}"
+        if op == "clamp":
+            text = narrow(given[0])
+            for bound, function in zip(given[1:], ("maximum", "minimum")):
+                if bound.op == "constant" and bound.attribute("value") is None:
+                    continue
+                if not bound.scalar:
+                    raise Unsupported("`clamp` with tensors")
+                text = f"{function}({text}, {narrow(bound)})"
+            return text
+        if op == "pow":
+            power = given[1].attribute("value") if given[1].op == "constant" else None
+            if given[0].scalar or not isinstance(power, (int, float)) or power not in _POWERS:
+                raise Unsupported("`pow` but for squares and square roots")
+            return _POWERS[float(power)].format(self._names[given[0]])
+        if op == "dropout":
+            return self._dropout(node)
+        if op in _CALLS:
+            return _CALLS[op].format(*map(narrow, given), T=real)
+        raise Unsupported(f"`{op}`")
+
+    def _dropout(self, node: Node) -> str:
+        name, seed = self._names[node], node.operands[2]
+        number = self._seeds.setdefault(seed, len(self._seeds))
+        first = 2 * len(self._dropouts)
+        self._dropouts.append(node)
+        self._before += [
+            f"const auto {name}_least = static_cast<uint32_t>(more[{first}]);",
+            f"const double {name}_scale = more[{first + 1}];",
+        ]
+        self._prepared.append(
+            f"uint32_t {name}_words[kTile + 8];\n"
+            f"const uint32_t* {name}_bits = philox({name}_words, a->seeds[{number}], "
+            "begin + at, n);"
+        )
+        x = self._names[node.operands[0]]
+        scale = f"{_computed(node.dtype)}({name}_scale)"
+        return f"({name}_bits[i] >> 8) >= {name}_least ? {x} * {scale} : 0"
+
+    # --- the function --------------------------------------------------------------------------
+
+    def source(self) -> Source:
+        domain = self._scatter.shape
+        order: list[Node] = []
+        for node in self._nodes:
+            for operand in node.operands:
+                self._name(operand)
+                known = operand in self._inside or operand.scalar or operand in self._ready
+                if not known and node.op not in ("slice", "reduce_scatter"):
+                    self._load(operand)
+            self._name(node)
+            if node.op in ("slice", "reduce_scatter"):
+                self._load(node)
+            elif node.op != "all_gather":
+                if node.layout.kind != "Shard":
+                    raise Unsupported(f"`{node.op}` is not on slices")
+                order.append(node)
+            if node.shape != domain:
+                raise Unsupported("shapes differ")
+        outputs = self._outputs()
+        if not outputs:
+            raise Unsupported("nobody uses it")
+        for node in order:
+            latest = max((self._ready[x] for x in node.operands if not x.scalar), default=0)
+            self._ready[node] = latest + (node.op in _MATH)
+        body = self._body(order, outputs)
+        dropouts = tuple(self._dropouts)
+        if dropouts:
+            self._before.insert(0, f"const double* more = a->numbers + {len(self._numbers)};")
+        if self._periods:
+            self._before.insert(0, f"const uint64_t* periods = a->seeds + {len(self._seeds)};")
+        return Source(
+            self._text_of_file(body, any(node.op in _MATH for node in order)),
+            self._scatter,
+            tuple((value, kind) for value, (_, kind) in self._operands.items()),
+            frozenset(self._materialised),
+            outputs,
+            tuple(self._numbers),
+            tuple(self._seeds),
+            dropouts,
+            tuple(self._periods),
+            "\n".join([*self._given(), *self._described()]),
+        )
+
+    def _name(self, node: Node) -> None:
+        self._names.setdefault(node, f"{node.name}_")
+
+    def _outputs(self) -> tuple[tuple[Node, bool], ...]:
+        found: list[tuple[Node, bool]] = []
+        for node in self._nodes:
+            users = self._program.users[node]
+            needed = node in self._program.outputs or any(x not in self._inside for x in users)
+            if node.op == "all_gather":
+                if node.operands[0] not in self._inside:
+                    raise Unsupported("an all_gather of something else")
+                found.append((node, True))
+            elif needed:
+                found.append((node, False))
+        return tuple(found)
+
+    def _body(self, order: list[Node], outputs: tuple[tuple[Node, bool], ...]) -> list[str]:
+        values = [node.operands[0] if whole else node for node, whole in outputs]
+        last = max([self._ready[value] for value in values], default=0)
+        uses: dict[Node, set[int]] = {}  # the loops that read a value
+        for node in order:
+            loop = self._ready[node] - (node.op in _MATH)
+            for operand in node.operands:
+                uses.setdefault(operand, set()).add(loop)
+        for value in values:
+            uses.setdefault(value, set()).add(last)
+        arrays: list[str] = []
+        lines: list[str] = []
+        for loop in range(last + 1):
+            body: list[str] = []
+            after: list[str] = []
+            # What is loaded, or was computed by an earlier loop.
+            for node, text in self._loads.items():
+                if loop in uses.get(node, ()):
+                    body.append(f"const {_computed(node.dtype)} {self._names[node]} = {text};")
+            for node in order:
+                name, kind = self._names[node], _computed(node.dtype)
+                ready = self._ready[node]
+                later = any(other > ready for other in uses.get(node, ()))
+                if node.op in _MATH:
+                    if ready == loop + 1:
+                        x = node.operands[0]
+                        if x.dtype != node.dtype or x.dtype == torch.bool:
+                            raise Unsupported(f"`{node.op}` of another type")
+                        arrays.append(f"alignas(64) {kind} {name}tile[kTile];")
+                        body.append(f"{name}tile[i] = {self._names[x]};")
+                        after.append(f"apply({name}tile, n, {self._function(node)});")
+                    elif loop in uses.get(node, ()) and ready <= loop:
+                        assert node.dtype is not None
+                        text = self._rounded(f"{name}tile[i]", node.dtype)
+                        body.append(f"const {kind} {name} = {text};")
+                elif ready == loop:
+                    where = f"  // {node.source}" if node.source else ""
+                    body.append(f"const {kind} {name} = {self._expression(node)};{where}")
+                    if later:
+                        arrays.append(f"alignas(64) {kind} {name}tile[kTile];")
+                        body.append(f"{name}tile[i] = {name};")
+                elif ready < loop and loop in uses.get(node, ()):
+                    body.append(f"const {kind} {name} = {name}tile[i];")
+            if loop == last:
+                for number, (node, value) in enumerate(zip((n for n, _ in outputs), values)):
+                    assert node.dtype is not None
+                    stored = _STORED[node.dtype]
+                    out = f"{self._names[node]}out"
+                    self._before.append(
+                        f"{stored}* {out} = static_cast<{stored}*>(a->outputs[{number}]);"
+                    )
+                    body.append(f"store({out} + at + i, {self._names[value]});")
+            lines += ["VECTORISE", "for (uint64_t i = 0; i < n; ++i) {"]
+            lines += ["  " + line for line in body]
+            lines += ["}", *after]
+        prepared = [line for text in self._prepared for line in text.split("\n")]
+        return [*arrays, *prepared, *lines]
+
+    @staticmethod
+    def _function(node: Node) -> str:
+        name = node.op
+        if name == "gelu" and node.attribute("approximate") == "tanh":
+            name = "gelu_tanh"
+        return f"{name}_of<{_computed(node.dtype)}>"
+
+    def _given(self) -> list[str]:
+        adds = f"  adds {self._scatter.operands[0].type}"
+        return [adds, *(f"  takes {value.name}: {value.type}" for value in self._operands)]
+
+    def _described(self) -> list[str]:
+        return [f"  {node.name} = {node}: {node.type}" for node in self._nodes]
+
+    def _text_of_file(self, body: list[str], math_needed: bool) -> str:
+        comment = [f"// {self._program.name}, on {self._program.world_size} ranks"]
+        comment += [f"// {line}" for line in self._given() + self._described()]
+        function = [
+            'extern "C" void fusedpg_epilogue_1(const Args* a, uint64_t begin, uint64_t count) {',
+            *("  " + line for line in self._before),
+            "  for (uint64_t at = 0; at < count; at += kTile) {",
+            "    const uint64_t n = count - at < kTile ? count - at : kTile;",
+            *("    " + line for line in body),
+            "  }",
+            "}",
+        ]
+        head = HEAD + (MATH if math_needed else "")
+        return "\n".join([*comment, "", head, *function, ""])
+
+
+def _pattern(shape: tuple[int, ...], domain: tuple[int, ...]) -> tuple[str, int] | None:
+    """How a smaller operand is laid out along the elements of the whole, if simply."""
+    full = (1,) * (len(domain) - len(shape)) + shape
+    lead = next((d for d, size in enumerate(full) if size != 1), len(full))
+    if full[lead:] == domain[lead:]:
+        return "rows", math.prod(full[lead:])
+    tail = max(d for d, size in enumerate(full) if size != 1) + 1
+    if full[:tail] == domain[:tail]:
+        return "columns", math.prod(domain[tail:])
+    return None
+
+
+def generate(group: Group, nodes: tuple[Node, ...], program: Program) -> Source:
+    """The source of a group.
+
+    Raises:
+        Unsupported: for what is not generated.
+    """
+    return _Writer(group, nodes, program).source()

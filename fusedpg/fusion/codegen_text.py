@@ -1,0 +1,195 @@
+"""What stands before each generated function."""
+
+HEAD = """\
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__clang__)
+#define VECTORISE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define VECTORISE _Pragma("GCC ivdep")
+#endif
+
+namespace {
+
+// csrc/collectives/fused_program.hpp
+struct Args {
+  const void* const* inputs;
+  void* const* outputs;
+  const double* numbers;
+  const uint64_t* seeds;
+};
+
+constexpr uint64_t kTile = 512;
+
+struct bfloat16 {
+  uint16_t bits;
+};
+using float16 = _Float16;
+
+template <typename T>
+inline T load(const T* from) {
+  return *from;
+}
+inline float load(const bfloat16* from) {
+  const uint32_t bits = uint32_t(from->bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline float load(const float16* from) {
+  return float(*from);
+}
+
+// A float that is a value of the type.
+template <typename T>
+inline float rounded(float value) {
+  return float(T(value));
+}
+template <>
+inline float rounded<bfloat16>(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  bits = value != value ? 0x7fc00000 : bits;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <typename T>
+inline void store(T* to, T value) {
+  *to = value;
+}
+inline void store(bfloat16* to, float value) { // which has been rounded
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  to->bits = uint16_t(bits >> 16);
+}
+inline void store(float16* to, float value) {
+  *to = float16(value);
+}
+
+// A NaN of either comes out.
+template <typename T>
+inline T maximum(T a, T b) {
+  return a != a || a > b ? a : b;
+}
+template <typename T>
+inline T minimum(T a, T b) {
+  return a != a || a < b ? a : b;
+}
+
+// Operands that repeat with a period, or stay for so many elements.
+template <typename T>
+inline void rows(
+    T* to, const T* from, uint64_t period, uint64_t begin, uint64_t count) {
+  uint64_t at = begin % period;
+  for (uint64_t i = 0; i < count;) {
+    const uint64_t n = period - at < count - i ? period - at : count - i;
+    for (uint64_t k = 0; k < n; ++k) {
+      to[i + k] = from[at + k];
+    }
+    i += n;
+    at = 0;
+  }
+}
+template <typename T>
+inline void columns(
+    T* to, const T* from, uint64_t stay, uint64_t begin, uint64_t count) {
+  for (uint64_t i = 0; i < count; ++i) {
+    to[i] = from[(begin + i) / stay];
+  }
+}
+
+// Philox4x32-10: the words of elements `begin` to `begin + count`; element i
+// has word i % 4 of block i / 4. Returns where the first one is.
+inline const uint32_t* philox(
+    uint32_t* words, uint64_t seed, uint64_t begin, uint64_t count) {
+  const uint64_t first = begin / 4;
+  const uint64_t blocks = (begin + count + 3) / 4 - first;
+  VECTORISE
+  for (uint64_t b = 0; b < blocks; ++b) {
+    uint32_t c0 = uint32_t(first + b), c1 = uint32_t((first + b) >> 32);
+    uint32_t c2 = 0, c3 = 0;
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t left = uint64_t(c0) * 0xD2511F53u;
+      const uint64_t right = uint64_t(c2) * 0xCD9E8D57u;
+      c0 = uint32_t(right >> 32) ^ c1 ^ k0;
+      c1 = uint32_t(right);
+      c2 = uint32_t(left >> 32) ^ c3 ^ k1;
+      c3 = uint32_t(left);
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    words[4 * b] = c0;
+    words[4 * b + 1] = c1;
+    words[4 * b + 2] = c2;
+    words[4 * b + 3] = c3;
+  }
+  return words + begin % 4;
+}
+
+} // namespace
+"""
+
+MATH = """\
+#include <ATen/cpu/vec/vec.h>
+
+namespace {
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+// The formulas of torch's kernels.
+template <typename T>
+Vec<T> exp_of(const Vec<T>& x) {
+  return x.exp();
+}
+template <typename T>
+Vec<T> log_of(const Vec<T>& x) {
+  return x.log();
+}
+template <typename T>
+Vec<T> tanh_of(const Vec<T>& x) {
+  return x.tanh();
+}
+template <typename T>
+Vec<T> erf_of(const Vec<T>& x) {
+  return x.erf();
+}
+template <typename T>
+Vec<T> sigmoid_of(const Vec<T>& x) {
+  return Vec<T>(1) / (Vec<T>(1) + x.neg().exp());
+}
+template <typename T>
+Vec<T> silu_of(const Vec<T>& x) {
+  return x / (Vec<T>(1) + x.neg().exp());
+}
+template <typename T>
+Vec<T> gelu_of(const Vec<T>& x) {
+  const Vec<T> alpha(T(M_SQRT1_2));
+  return x * Vec<T>(T(0.5)) * (Vec<T>(1) + (x * alpha).erf());
+}
+template <typename T>
+Vec<T> gelu_tanh_of(const Vec<T>& x) {
+  const Vec<T> beta(T(M_SQRT2 * M_2_SQRTPI * 0.5));
+  const Vec<T> inner = beta * (x + Vec<T>(T(0.044715)) * (x * x * x));
+  return Vec<T>(T(0.5)) * x * (Vec<T>(1) + inner.tanh());
+}
+
+template <typename T>
+void apply(T* tile, uint64_t count, Vec<T> (*function)(const Vec<T>&)) {
+  constexpr uint64_t kLanes = Vec<T>::size();
+  static_assert(kTile % kLanes == 0);
+  for (uint64_t i = count; i % kLanes != 0; ++i) {
+    tile[i] = 0;
+  }
+  for (uint64_t i = 0; i < count; i += kLanes) {
+    function(Vec<T>::loadu(tile + i)).store(tile + i);
+  }
+}
+
+} // namespace
+"""

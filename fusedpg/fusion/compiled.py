@@ -1,0 +1,201 @@
+"""Carries out a fused collective as one operation of the group, with generated code."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg._registration import load_extension
+from fusedpg.functional import _backend, shard_range
+from fusedpg.fusion import compile
+from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
+from fusedpg.fusion.ir import Group, Node, Program
+
+_log = logging.getLogger("fusedpg")
+_lock = threading.Lock()
+_kernels: weakref.WeakKeyDictionary[Group, Kernel] = weakref.WeakKeyDictionary()
+
+Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+
+
+class Kernel:
+    """The generated code of a group of a program."""
+
+    def __init__(self, group: Group, nodes: tuple[Node, ...], program: Program) -> None:
+        self._name = program.name
+        self._inside = frozenset(nodes)
+        self._program = program
+        self.reason = ""  # why it runs operation by operation, as far as the program goes
+        self.source: Source | None = None
+        self._eager: set[str] = set()  # names of groups of which one has no function
+        try:
+            self.source = generate(group, nodes, program)
+        except Unsupported as unsupported:
+            self.reason = f"{unsupported} is not generated"
+            _log.info("%s runs operation by operation: %s", program.name, self.reason)
+
+    def backend(self, group: dist.ProcessGroup | None, values: Mapping[Node, Any]) -> Any:
+        """The group's backend, if this can run there: the same on all ranks. Else None."""
+        source = self.source
+        if source is None or group is None or not source.scatter.numel:
+            return None
+        if not load_extension()._fusion_settings()[0]:
+            return None
+        if values[source.scatter.operands[0]].device.type != "cpu":
+            return None
+        try:
+            backend = _backend(group)
+        except ValueError:
+            return None
+        return None if group.group_name in self._eager else backend
+
+    def run(
+        self,
+        group: dist.ProcessGroup,
+        backend: Any,
+        values: dict[Node, Any],
+        slicer: Slicer,
+        rank: int,
+        given: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> Generator[Any, None, bool]:
+        """Whether it has been done; then the values that others use are there."""
+        source = self.source
+        assert source is not None
+        contribution = values[source.scatter.operands[0]].contiguous()
+        operands = []
+        for node, _ in source.operands:
+            if node in source.materialised:
+                value = slicer(values[node.operands[0]], node.shape)
+            else:
+                value = values[node]
+            operands.append(value.contiguous())
+        numbers = [float(values[node]) for node in source.numbers]
+        for node in source.dropouts:
+            p = values[node.operands[1]]
+            if not 0 <= p <= 1:
+                raise ValueError(f"dropout: p is a probability, got {p}; {node.described()}")
+            numbers += [math.ceil(p * (1 << 24)), 1 / (1 - p) if p < 1 else 1.0]
+        seeds = [int(values[node]) for node in source.seeds]
+        for seed in seeds:
+            if not 0 <= seed < 1 << 64:
+                raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
+        length = shard_range(source.scatter.numel, self._program.world_size, rank)[1]
+        results = []
+        for node, whole in source.outputs:
+            target = self._target(node, values, given, targets)
+            if target is None:
+                target = torch.empty(node.shape if whole else (length,), dtype=node.dtype)
+            results.append(target)
+        done = torch.zeros(1, dtype=torch.uint8)
+        op = source.scatter.attribute("op")
+        work = backend.fused_program_(
+            compile.function(source.text, self._name),
+            source.key,
+            "sum" if op == "mean" else op,
+            contribution,
+            operands,
+            [kind for _, kind in source.operands],
+            results,
+            [whole for _, whole in source.outputs],
+            numbers,
+            [*seeds, *source.periods],
+            done,
+            True,
+        )
+        if work is not None:
+            yield work
+        if not done.item():
+            self._eager.add(group.group_name)
+            _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
+            return False
+        for (node, _), result in zip(source.outputs, results):
+            values[node] = result
+        return True
+
+    def _target(
+        self,
+        node: Node,
+        values: Mapping[Node, Any],
+        given: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> torch.Tensor | None:
+        """Where the caller wants a result, if it can be written there while others are computed."""
+        source, program = self.source, self._program
+        assert source is not None
+        if not targets or program.outputs.count(node) != 1:
+            return None
+        target = targets[program.outputs.index(node)]
+        if not target.is_contiguous() or target.device.type != "cpu":
+            return None
+        if any(other is not target and _overlap(other, target) for other in targets):
+            return None
+        kinds = dict(source.operands)
+        first = next((x for x, whole in source.outputs if whole), None)
+        whole = dict(source.outputs)[node]
+        for argument in program.inputs:
+            value = values.get(argument)
+            if not isinstance(value, torch.Tensor) or not _overlap(value, target):
+                continue
+            # It may be what is read element by element, by nobody else.
+            same = (
+                value.data_ptr() == target.data_ptr()
+                and value.numel() == target.numel()
+                and value.dtype == target.dtype
+                and value.is_contiguous()
+            )
+            if not same or argument in program.outputs:
+                return None
+            if not self._inside.issuperset(program.users[argument]):
+                return None
+            is_source = argument is source.scatter.operands[0]
+            kind = kinds.get(argument)
+            if is_source and (node is not first or kind is not None):
+                return None
+            if not is_source and kind != (FULL if whole else PART):
+                return None
+        # Arguments that are no longer needed have left `values`.
+        for value in given:
+            if _overlap(value, target) and not any(value is x for x in values.values()):
+                return None
+        return target
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    if not t.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (a0, a1), (b0, b1) = _span(a), _span(b)
+    return a0 < b1 and b0 < a1
+
+
+def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
+    """Of a group of kind "collective"; generated once."""
+    with _lock:
+        if group not in _kernels:
+            _kernels[group] = Kernel(group, nodes, program)
+        return _kernels[group]
+
+
+def generated(program: Program) -> str:
+    """The source of a program's fused collectives, or why there is none."""
+    parts = []
+    for group, nodes in program.units:
+        if group is not None and group.kind == "collective":
+            found = kernel(group, nodes, program)
+            parts.append(found.source.text if found.source else f"// {found.reason}\n")
+    return "\n".join(parts) or "// no fused collective: nothing is generated\n"
+
+
+__all__ = ["AS_IS", "Kernel", "generated", "kernel"]

@@ -1,0 +1,204 @@
+"""What each rank does in the tests of generated code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fusedpg
+from checks import fusion as checks
+from checks.fusion import Case
+from fusedpg import fusion
+from fusedpg.fusion import compile as compiling
+from fusedpg.fusion import compiled
+from harness import Context
+
+_FUSED = (fusion.Split(), fusion.AsShard(), fusion.Reorder(), fusion.FuseCollective())
+_cache = os.environ.get("FUSEDPG_CACHE_DIR") or tempfile.gettempdir()
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+
+
+def compiles(context: Context) -> contextlib.AbstractContextManager[None]:
+    return environment(FUSEDPG_FUSION="compiled", FUSEDPG_CACHE_DIR=context.scratch or _cache)
+
+
+def done() -> int:
+    """How many programs have run as generated code."""
+    return int(fusedpg.stats().get("fused_program", {}).get("calls", 0))
+
+
+def random_program(context: Context, case: Case) -> int:
+    """Schedules with fused collectives, compiled; how many ran so."""
+    size, rank = context.world_size, context.rank
+    drawn = checks.tensors(case, size)
+    function = checks.compiled(case.text, checks.REFERENCE)
+    with torch.no_grad():
+        whole = {
+            key: checks.Contributions(value) if isinstance(value, list) else value
+            for key, value in drawn.items()
+        }
+        expected = function(**whole, lr=0.25, seed=7)
+    mine = {key: value[rank] if isinstance(value, list) else value for key, value in drawn.items()}
+    mine["m"] = checks.shard(drawn["m"], size, rank)
+    fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
+    ran = 0
+    for schedule in fused.schedules(**mine, lr=0.5, seed=1):
+        groups = [group for group, _ in schedule.program.units if group is not None]
+        if not any(group.kind == "collective" for group in groups) or ran >= 2:
+            continue
+        text = compiled.generated(schedule.program)
+        before = done()
+        with compiles(context):
+            results = fused.scheduled(*schedule.transformations)(**mine, lr=0.25, seed=7)
+        if "extern" in text and drawn["w"].numel():
+            assert done() == before + 1, text
+            ran += 1
+        for node, got, full in zip(schedule.program.outputs, results, expected):
+            want = checks.shard(full, size, rank) if str(node.layout) == "Shard" else full
+            exact = case.exact and "<ATen/" not in text
+            # Here and there a rounding of a transcendental function turns a comparison.
+            checks.agree(got, want, case, exact, f"{case}\n{node.name}\n{schedule}\n{text}")
+    return ran
+
+
+def momentum(g: fusion.Partial, w: fusion.Replicate, m: fusion.Shard, lr: float) -> Any:
+    m = 0.9 * m + fusion.all_reduce(g, "mean")
+    return w - lr * m, m
+
+
+def sizes(context: Context, numel: int, dtype: torch.dtype) -> None:
+    """In place, asynchronously and into new tensors, the bits of eager."""
+    size, rank = context.world_size, context.rank
+    generator = torch.Generator().manual_seed(numel)
+    g = torch.randn(size, numel, generator=generator).to(dtype)[rank]
+    w = torch.randn(numel, generator=generator).to(dtype)
+    m = checks.shard(torch.randn(numel, generator=generator).to(dtype), size, rank)
+    run = fusedpg.fuse(momentum).scheduled(*_FUSED)
+    eager = run(g, w, m, lr=0.1)
+    before = done()
+    calls = 0
+    with compiles(context):
+        for place in (None, w):
+            for async_op in (False, True):
+                mine = (g.clone(), w.clone(), m.clone())
+                if place is None:
+                    got = run(*mine, lr=0.1, async_op=async_op)
+                else:
+                    got = run.into(mine[1:], *mine, lr=0.1, async_op=async_op)
+                got = got.wait() if async_op else got
+                calls += numel > 0
+                for x, y in zip(got, eager):
+                    assert torch.equal(x, y)
+                assert torch.equal(mine[0], g)
+                if place is None:
+                    assert torch.equal(mine[1], w) and torch.equal(mine[2], m)
+                else:
+                    assert all(x is y for x, y in zip(got, mine[1:]))
+        # Into what others still read, or read at other places: as if through a copy.
+        if numel > 1:
+            base = torch.cat([w, w[:1]])
+            shifted, mine = base[1:], (g.clone(), base[:-1], m.clone())
+            expected = run(g, base[:-1].clone(), m, lr=0.1)
+            run.into((shifted, mine[2]), *mine, lr=0.1)
+            assert torch.equal(shifted, expected[0]) and torch.equal(mine[2], expected[1])
+            into = g.clone()
+            run.into((into, m.clone()), into, w, m, lr=0.1)
+            assert torch.equal(into, eager[0])
+            calls += 3
+    assert done() == before + calls
+    dist.barrier(group=context.oracle)
+
+
+def disagreements(context: Context) -> None:
+    """What ranks say differently raises on all of them, and the group goes on."""
+    n, rank = 100, context.rank
+    m = torch.ones(fusedpg.shard_range(n, context.world_size, rank)[1])
+    run = fusedpg.fuse(momentum).scheduled(*_FUSED)
+
+    def other(g: fusion.Partial, w: fusion.Replicate, m: fusion.Shard, lr: float) -> Any:
+        m = 0.9 * m - fusion.all_reduce(g, "mean")
+        return w - lr * m, m
+
+    wrong = fusedpg.fuse(other).scheduled(*_FUSED)
+    x = torch.ones(n)
+    with compiles(context):
+        run(x, x, m, lr=0.1)
+        for call, word in [
+            (lambda: run(x, x, m, lr=0.1 + rank), "numbers that the program takes"),
+            (lambda: (wrong if rank else run)(x, x, m, lr=0.1), "the programs differ"),
+            (
+                lambda: run(x[: n - rank], x[: n - rank], m[: len(m) - rank], lr=0.1),
+                "number of elements",
+            ),
+        ]:
+            try:
+                call()
+            except dist.DistBackendError as error:
+                assert word in str(error), error
+            else:
+                raise AssertionError(f"nothing raised: {word}")
+        w = run(x, x, m, lr=0.1)[0]
+    torch.testing.assert_close(w, torch.full((n,), 1 - 0.1 * 1.9))
+
+
+def without_compiler(context: Context) -> None:
+    """Where one rank has no compiler all run the eager path."""
+
+    def step(g: fusion.Partial, w: fusion.Replicate) -> Any:
+        return w - 0.25 * fusion.all_reduce(g, "mean")
+
+    run = fusedpg.fuse(step).scheduled(fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
+    x = torch.arange(50.0)
+    before = done()
+    missing = {"CXX": "/nowhere/c++"} if context.rank == context.world_size - 1 else {}
+    with tempfile.TemporaryDirectory() as empty, compiles(context):
+        with environment(FUSEDPG_CACHE_DIR=empty, **missing):
+            for _ in range(2):
+                assert torch.equal(run(x, x), x - 0.25 * x)
+    assert done() == before
+    compiling._functions.clear()
+
+
+def broadcasts(context: Context) -> None:
+    """Rows, columns and what is neither; masks and several gathered results; dropout."""
+    size, rank = context.world_size, context.rank
+    drawn = torch.Generator().manual_seed(3)
+    g = torch.randn(size, 6, 5, 7, generator=drawn)
+    operands = [
+        torch.randn(shape, generator=drawn)
+        for shape in [(7,), (5, 7), (6, 1, 1), (6, 5, 1), (5, 1), (1,), ()]
+    ]
+
+    def step(
+        g: fusion.Partial, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, h: Any, seed: int
+    ) -> Any:
+        x = fusion.all_reduce(g, "max")
+        y = ((x + a) * b - c) * d + e * f - h
+        return fusion.dropout(y, 0.3, seed), y > x, x / y
+
+    fused = fusedpg.fuse(step)
+    arguments = (g[rank], *operands, 2**63 + 5)
+    run = fused.scheduled(fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
+    expected = run(*arguments)
+    before = done()
+    with compiles(context):
+        got = run(*arguments)
+    assert done() == before + 1
+    for x, y in zip(got, expected):
+        assert torch.equal(x, y)

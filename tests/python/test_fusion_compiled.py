@@ -1,0 +1,78 @@
+"""Generated code: the bits of the eager path, and what happens where it cannot be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+import harness
+import test_fusion_random as random_programs
+from checks import compiled
+
+pytestmark = pytest.mark.fused_only
+
+
+def run_random(world_size: int, examples: int) -> int:
+    seen = 0
+
+    @hypothesis.settings(max_examples=examples)
+    @hypothesis.given(random_programs.programs())
+    def check(case: compiled.Case) -> None:
+        nonlocal seen
+        counts = harness.pool(world_size).run(compiled.random_program, case)
+        assert len(set(counts)) == 1
+        seen += counts[0]
+
+    check()
+    return seen
+
+
+def test_random_programs() -> None:
+    assert run_random(2, 6) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_many_random_programs(world_size: int) -> None:
+    assert run_random(world_size, 60) > 20
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sizes(world_size: int) -> None:
+    workers = harness.pool(world_size)
+    for numel in (0, 1, 31, 1_000_003):
+        workers.run(compiled.sizes, numel, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_types(dtype: torch.dtype) -> None:
+    harness.pool(2).run(compiled.sizes, 70_001, dtype)
+
+
+def test_operands() -> None:
+    harness.pool(3).run(compiled.broadcasts)
+
+
+def test_disagreements_raise_everywhere() -> None:
+    harness.pool(2).run(compiled.disagreements)
+
+
+def test_without_a_compiler_on_one_rank() -> None:
+    harness.pool(2).run(compiled.without_compiler)
+
+
+@pytest.mark.parametrize(("names", "transport"), [("three", "ucx"), ("two and one", "gloo")])
+def test_between_hosts(names: str, transport: str) -> None:
+    workers = harness.pool_of_hosts(names, transport)
+    for dtype in (torch.float32, torch.bfloat16):
+        workers.run(compiled.sizes, 70_001, dtype)
+
+
+def test_compiling_at_once(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "compile_at_once.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120)
