@@ -17,6 +17,7 @@ from fusedpg.fusion.functions import dropout as dropout
 from fusedpg.fusion.functions import reduce_scatter as reduce_scatter
 from fusedpg.fusion.ir import Program as Program
 from fusedpg.fusion.schedule import Schedule as Schedule
+from fusedpg.fusion.schedule import schedules as schedules
 from fusedpg.fusion.transformations import AsShard as AsShard
 from fusedpg.fusion.transformations import FuseCollective as FuseCollective
 from fusedpg.fusion.transformations import FuseCompute as FuseCompute

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from fusedpg.functional import shard_range
+from fusedpg.fusion.autograd import Differentiable, attach
 from fusedpg.fusion.captured import captured
 from fusedpg.fusion.compiled import generated
+from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import SCALAR, SHARD, Layout, Node, Program
@@ -113,25 +115,36 @@ class FusedFunction:
         self,
         function: Callable[..., Any],
         transformations: tuple[Transformation, ...] | None = None,
+        backward: tuple[Transformation, ...] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._signature = Signature(function)
         self._function = cast("FunctionType", function)
         self._transformations = transformations
-        self._cache: dict[Any, Schedule] = {}
+        self._backward = backward
+        self._cache: dict[Any, Any] = {}
         self._lock = threading.RLock()
 
     # --- programs and schedules --------------------------------------------------------------
 
-    def scheduled(self, *transformations: Transformation) -> FusedFunction:
-        """The function with these transformations, in this order; none: as written."""
+    def scheduled(
+        self,
+        *transformations: Transformation,
+        backward: Sequence[Transformation] | None = None,
+    ) -> FusedFunction:
+        """The function with these transformations, in this order; none: as written.
+
+        Args:
+            backward: those of the backward; None: its cheapest schedule.
+        """
         for transformation in transformations:
             name = transformation.node
             if isinstance(transformation, AsShard) and name in self._signature.layouts:
                 transformation.refuse(
                     f"a schedule does not change what is passed: annotate `{name}` as Shard"
                 )
-        return FusedFunction(self._function, transformations)
+        given = None if backward is None else tuple(backward)
+        return FusedFunction(self._function, transformations, given)
 
     def program(
         self, *args: Any, group: dist.ProcessGroup | None = None, world_size: int = 0, **kwargs: Any
@@ -156,10 +169,27 @@ class FusedFunction:
         """The C++ source that a call runs, or why there is none; arguments as for `program`."""
         return generated(self.schedule(*args, **kwargs).program)
 
+    def derivative(
+        self, *args: Any, wrt: Sequence[str] | None = None, world_size: int = 0, **kwargs: Any
+    ) -> Derived:
+        """The backward as a program, and what the forward keeps for it; arguments as for `program`.
+
+        Args:
+            wrt: the arguments whose gradients it gives; None: those that require grad, or all
+                where none does.
+
+        Raises:
+            IllegalProgram: where there is no derivative, with the node.
+        """
+        program = self.program(*args, world_size=world_size, **kwargs)
+        kwargs.pop("group", None)
+        if wrt is None:
+            values = self._signature.bind(args, kwargs)
+            wrt = _requiring_grad(values) or tuple(node.name for node in program.inputs)
+        return derive(program, wrt)
+
     def _chosen(self, program: Program) -> Schedule:
-        if self._transformations is None:
-            return cheapest(program)
-        return Schedule(program).then(*self._transformations)
+        return _schedule(program, self._transformations)
 
     def _traced(self, values: Mapping[str, Any], ranks: _Ranks) -> Program:
         parameters: dict[str, Parameter] = {}
@@ -191,17 +221,36 @@ class FusedFunction:
         )
         return ranks.size, ranks.name, arguments, captured(self._function)
 
-    def _lookup(self, values: Mapping[str, Any], ranks: _Ranks) -> Schedule:
-        key = self._key(values, ranks)
+    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         found = self._cache.get(key)
         if found is None:
             with self._lock:
                 found = self._cache.get(key)
                 if found is None:
-                    found = self._chosen(self._traced(values, ranks))
+                    found = make()
                     while len(self._cache) >= _KEPT:
                         del self._cache[next(iter(self._cache))]
                     self._cache[key] = found
+        return found
+
+    def _lookup(self, values: Mapping[str, Any], ranks: _Ranks) -> Schedule:
+        found: Schedule = self._cached(
+            self._key(values, ranks), lambda: self._chosen(self._traced(values, ranks))
+        )
+        return found
+
+    def _differentiable(
+        self, values: Mapping[str, Any], ranks: _Ranks, wrt: tuple[str, ...]
+    ) -> Differentiable:
+        def make() -> Differentiable:
+            derived = derive(self._traced(values, ranks), wrt)
+            return Differentiable(
+                derived,
+                self._chosen(derived.forward),
+                _schedule(derived.program, self._backward),
+            )
+
+        found: Differentiable = self._cached((*self._key(values, ranks), wrt), make)
         return found
 
     # --- calls -------------------------------------------------------------------------------
@@ -249,17 +298,18 @@ class FusedFunction:
         ranks = _Ranks.of(group)
         values = self._signature.bind(args, kwargs)
         tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
-        if torch.is_grad_enabled():
-            for name, tensor in tensors.items():
-                if tensor.requires_grad:
-                    raise RuntimeError(
-                        f"`{name}` requires grad, and fused functions have no backward: call it "
-                        "under torch.no_grad(), or pass the tensor's detach()"
-                    )
+        wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
+        if wrt and targets is not None:
+            raise RuntimeError(
+                f"`{wrt[0]}` requires grad, and `into` writes over what a backward would read: "
+                "call it under torch.no_grad(), or call the function and use its results"
+            )
         if len({tensor.device for tensor in tensors.values()}) > 1:
             raise ValueError("the tensors of a call are on one device")
-        schedule = self._lookup(values, ranks)
+        plan = self._differentiable(values, ranks, wrt) if wrt else None
+        schedule = plan.forward if plan else self._lookup(values, ranks)
         program = schedule.program
+        single = plan.derived.single if plan else program.single
         if targets is not None:
             _check_targets(program, targets, ranks)
         say_once()
@@ -276,11 +326,27 @@ class FusedFunction:
                         if target is not result:  # written where it was computed
                             target.copy_(result.reshape(target.shape))
                 results = targets
-            return results[0] if program.single else tuple(results)
+            if plan is not None:
+                results = attach(plan, (ranks.group, ranks.rank), values, results)
+            return results[0] if single else tuple(results)
 
         executor = Executor(program, ranks.group, ranks.rank, targets or ())
         pending = Pending(executor.run(values), finish)
         return pending if async_op else pending.wait()
+
+
+def _requiring_grad(values: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    )
+
+
+def _schedule(program: Program, transformations: tuple[Transformation, ...] | None) -> Schedule:
+    if transformations is None:
+        return cheapest(program)
+    return Schedule(program).then(*transformations)
 
 
 def _is_any(result: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:

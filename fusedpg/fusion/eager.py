@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -134,6 +134,14 @@ class Executor:
             return self._dropout(node, *values)
         if node.op == "matmul":
             return _matmul(values[0], values[1], node.attribute("transposed"))
+        if node.op == "outer":
+            rows, others = (value.reshape(-1, value.shape[-1]) for value in values)
+            return rows.t() @ others
+        if node.op == "expand":
+            return cast("torch.Tensor", values[0]).expand(node.shape)
+        if node.op == "view":  # a slice is of the flat tensor
+            same: torch.Tensor = values[0]
+            return same if node.layout == SHARD else same.reshape(node.shape)
         if node.op in REDUCTIONS:
             return reduce_locally(
                 node.op, values[0], node.attribute("dims"), node.attribute("keepdim")

@@ -42,7 +42,10 @@ COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcas
 LOCAL_REDUCTIONS = {"local_sum": "sum", "local_max": "max", "local_min": "min"}
 REDUCTIONS = frozenset(LOCAL_REDUCTIONS.values())
 # What is neither computed element by element nor free.
+# `outer` is the sum over rows of their outer products, `expand` broadcasts to a shape, `view` gives
+# the same elements another shape: backward programs have them.
 _BARRIERS = COLLECTIVES | REDUCTIONS | LOCAL_REDUCTIONS.keys() | {"matmul", "input"}
+_BARRIERS |= {"outer", "expand", "view"}
 
 _DTYPES = {
     torch.float16: "f16",

@@ -49,6 +49,20 @@ UNARY = [
     "torch.where({x} > 0, {x}, 0.5)",
     "{x}.double().to({x}.dtype)",
 ]
+# One of each rule that the others do not need.
+SMOOTH = [
+    "F.relu({x})",
+    "torch.abs({x})",
+    "torch.square({x}) * 0.5",
+    "1 / (2.5 + {x}.sign())",
+    "({x} * {x} + 1).reciprocal()",
+    "({x} * {x} + 0.5) ** 1.5",
+    "2 ** torch.tanh({x})",
+    "({x} * {x} + 1) ** torch.tanh({x})",
+    "torch.maximum({x}, b)",
+    "b / ({x} * {x} + 1)",
+    "torch.where({x} > b, b, {x})",
+]
 BINARY = [
     "{x} + {y}",
     "{x} - lr * {y}",
@@ -74,9 +88,11 @@ PARTIAL = ["0.5 * {p}", "{p} + {q}", "{p} - lr * {q}", "-{p}", "{p} / 3", "{p} *
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Case:
+def programs(draw: st.DrawFn, smooth: bool = False) -> Case:
+    """With `smooth`, those that have a backward."""
     shape = draw(st.sampled_from(SHAPES))
-    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
+    dtypes = [torch.float32, torch.float32, torch.float64, torch.bfloat16]
+    dtype = draw(st.sampled_from([torch.float64] if smooth else dtypes))
     reducing = draw(st.booleans()) and 0 not in shape
     partial = ["g", "h"]
     whole = ["w", "r0", "m0"]
@@ -93,15 +109,16 @@ def programs(draw: st.DrawFn) -> Case:
             partial.append(name)
             continue
         if kind == "collective":
-            op = draw(st.sampled_from(["sum", "mean", "max", "min"]))
+            op = draw(st.sampled_from(["sum", "mean"] if smooth else ["sum", "mean", "max", "min"]))
             how = ["all_reduce({p}, '{op}')", "reduce_scatter({p}, '{op}')"]
-            how += ["all_gather(reduce_scatter({p}, '{op}'))", "broadcast({p}, 0)"]
+            how += ["all_gather(reduce_scatter({p}, '{op}'))"]
+            how += ["broadcast(w, 0)" if smooth else "broadcast({p}, 0)"]
             text = draw(st.sampled_from(how)).format(p=p, op=op)
         elif kind == "reducing":
             text = draw(st.sampled_from(REDUCING)).format(x=x)
             exact = False
         else:
-            pool = UNARY if kind == "unary" else BINARY
+            pool = UNARY + SMOOTH * smooth if kind == "unary" else BINARY
             text = draw(st.sampled_from(pool)).format(x=x, y=y)
         lines.append(f"{name} = {text}")
         whole.append(name)

@@ -316,7 +316,7 @@ def calls(context: Context) -> None:
         (lambda: fused.into((w,), g, w, m, lr=0.1), ValueError, "2 results"),
         (lambda: fused.into((w, w), g, w, m, lr=0.1), ValueError, "target 1"),
         (lambda: fused.into((w.double(), m), g, w, m, lr=0.1), ValueError, "target 0"),
-        (lambda: fused(graded, w, m, lr=0.1), RuntimeError, "`g` requires grad"),
+        (lambda: fused.into((w, m), graded, w, m, lr=0.1), RuntimeError, "`g` requires grad"),
         (lambda: fused(g.long(), w, m, lr=0.1), fusion.IllegalProgram, "int64"),
     ]:
         if count == 0 and word == "1-d tensor of":

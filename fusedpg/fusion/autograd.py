@@ -1,0 +1,126 @@
+"""Gradients of calls: what a call keeps, and its backward as a run of the derived program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg.fusion.derive import Derived
+from fusedpg.fusion.eager import Executor, Run
+from fusedpg.fusion.schedule import Schedule
+
+Place = tuple["dist.ProcessGroup | None", int]  # a group, and this rank's number in it
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Differentiable:
+    """A program with its backward, and how both are carried out."""
+
+    derived: Derived
+    forward: Schedule  # gives the results, and then what the backward needs
+    backward: Schedule
+
+    @property
+    def results(self) -> int:
+        return len(self.derived.differentiable)
+
+
+def complete(run: Run) -> list[torch.Tensor]:
+    """The results of a run, waiting for each of its collectives."""
+    with torch.no_grad():
+        try:
+            while True:
+                next(run).wait()
+        except StopIteration as stop:
+            results: list[torch.Tensor] = stop.value
+            return results
+
+
+def kept_values(
+    plan: Differentiable, values: Mapping[str, Any], results: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What the backward reads, of the arguments and of what the forward gave."""
+    given = dict(zip(plan.derived.forward.outputs, results))
+    return [
+        values[node.name] if node.op == "input" else given[node] for _, node in plan.derived.kept
+    ]
+
+
+def numbers_of(plan: Differentiable, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[source] for name, source in plan.derived.numbers}
+
+
+def run_backward(
+    plan: Differentiable,
+    place: Place,
+    kept: Sequence[torch.Tensor],
+    numbers: Mapping[str, Any],
+    gradients: Sequence[torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The gradients of the forward's inputs by name; `gradients` are those of all its results."""
+    derived, program = plan.derived, plan.backward.program
+    arguments = dict(numbers)
+    arguments |= {name: value for (name, _), value in zip(derived.kept, kept)}
+    arguments |= {name: gradients[number] for name, number in derived.seeds}
+    results = complete(Executor(program, *place).run(arguments))
+    return dict(zip(derived.gradients, results))
+
+
+class Attach(torch.autograd.Function):
+    """Gives results that a run has computed their backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Differentiable,
+        place: Place,
+        values: Mapping[str, Any],
+        names: tuple[str, ...],
+        results: Sequence[torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.plan, ctx.place, ctx.names = plan, place, names
+        ctx.numbers = numbers_of(plan, values)
+        # As autograd knows them: the arguments are its own inputs.
+        values = {**values, **dict(zip(names, tensors))}
+        ctx.save_for_backward(*kept_values(plan, values, results))
+        own = tuple(results[: plan.results])
+        ctx.mark_non_differentiable(
+            *(result for result, smooth in zip(own, plan.derived.differentiable) if not smooth)
+        )
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            # The gradients would be constants to what differentiates them, unnoticed.
+            raise RuntimeError(
+                f"{ctx.plan.derived.program.name}: fused functions are differentiated once: leave "
+                "create_graph=True out, or write this part without fusedpg.fuse"
+            )
+        found = run_backward(ctx.plan, ctx.place, ctx.saved_tensors, ctx.numbers, gradients)
+        return None, None, None, None, None, *(found.get(name) for name in ctx.names)
+
+
+def attach(
+    plan: Differentiable,
+    place: Place,
+    values: Mapping[str, Any],
+    results: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The results of a run of the plan's forward, with their backward."""
+    names = tuple(name for name, value in values.items() if isinstance(value, torch.Tensor))
+    # A result that is returned twice is one to autograd.
+    distinct = [
+        r if all(r is not s for s in results[:n]) else r.clone() for n, r in enumerate(results)
+    ]
+    own = [*distinct[: plan.results], *results[plan.results :]]
+    with torch.enable_grad():
+        given: tuple[torch.Tensor, ...] = Attach.apply(
+            plan, place, values, names, own, *(values[name] for name in names)
+        )
+    return list(given)

@@ -1,0 +1,97 @@
+"""Gradients through fused functions."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+import fusedpg
+import harness
+from checks import fusion_autograd as checks
+from checks.fusion import Case
+from fusedpg.fusion import IllegalProgram, Partial, all_reduce, broadcast
+from test_fusion_random import BINARY, REDUCING, SMOOTH, UNARY, programs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_random_gradients_under_all_schedules(world_size: int) -> None:
+    seen = 0
+
+    @hypothesis.settings(max_examples=5)
+    @hypothesis.given(programs(smooth=True))
+    def examples(case: Case) -> None:
+        nonlocal seen
+        counts = harness.pool(world_size).run(checks.random_gradients, case)
+        assert len(set(counts)) == 1
+        seen += counts[0]
+
+    examples()
+    assert seen > 15
+
+
+def test_each_rule() -> None:
+    """Of whole values, of slices, and of rows that are broadcast."""
+    cases = []
+    for text in UNARY + SMOOTH + BINARY + REDUCING:
+        lines = [
+            "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
+            "seed: int) -> (None, Shard):",
+            "x = all_reduce(g) + 0.5 * w",
+            "y = reduce_scatter(h) - m",
+            f"return {text.format(x='x', y='(w * b)')}, {text.format(x='y', y='all_reduce(g)')},",
+        ]
+        cases.append(Case("\n    ".join(lines), (4, 9), torch.float64, False, 3))
+    harness.pool(2).run(checks.each_gradient, cases)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_calls(world_size: int) -> None:
+    harness.pool(world_size).run(checks.calls)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_products(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(checks.products, dtype)
+
+
+def peak(g: Partial):
+    return 2 * all_reduce(g, "max")
+
+
+def one_ranks(g: Partial):
+    return broadcast(g, 0)
+
+
+def bounded(g: Partial, w):
+    return torch.clamp(all_reduce(g), w, None)
+
+
+def powered(g: Partial, n: float):
+    return all_reduce(g) ** n
+
+
+@pytest.mark.parametrize(
+    ("function", "node"),
+    [(peak, "all_reduce"), (one_ranks, "broadcast"), (bounded, "clamp"), (powered, "pow")],
+)
+def test_what_has_no_derivative(function: object, node: str) -> None:
+    arguments = [torch.ones(3)] * (2 if function is bounded else 1)
+    arguments += [2.0] * (function is powered)  # type: ignore[list-item]
+    with pytest.raises(IllegalProgram, match=rf"test_fusion_autograd.py:\d+: .*`{node}"):
+        fusedpg.fuse(function).derivative(*arguments, world_size=2)
+
+
+def test_printed() -> None:
+    """The backward of an all_reduce is none, and needs nothing kept: the mask comes again."""
+
+    def block(x: Partial, b, r, seed: int):
+        return fusedpg.fusion.dropout(all_reduce(x) + b, 0.1, seed) + r
+
+    x = torch.ones(4, 6)
+    derived = fusedpg.fuse(block).derivative(x, x[0], x, 3, world_size=2)
+    assert not derived.kept
+    assert derived.gradients == ("x", "b", "r")
+    assert [str(node.layout) for node in derived.program.outputs] == ["Replicate"] * 3
+    assert derived.program.bytes() == 0
