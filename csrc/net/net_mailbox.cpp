@@ -414,6 +414,7 @@ bool NetMailbox::reach(int p) {
     transport_->connect(p, address);
   } catch (const Error& error) {
     // What it has said in the store stays when it has gone.
+    check_(); // an abort here comes first
     fail(
         ErrorKind::kPeerFailed,
         "fused: rank {} cannot be reached, and may have ended or left the "

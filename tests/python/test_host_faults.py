@@ -142,6 +142,10 @@ def named(text: str, what: str, ranks: list[int]) -> None:
 
 @operations(quick=1)
 def test_killed(crew: Crew, what: str, numel: int) -> None:
+    _killed(crew, what, numel, what)
+
+
+def _killed(crew: Crew, what: str, numel: int, name: str) -> None:
     victim = crew.all[-1]
     others = crew.all[:-1]
     crew.start(host_faults.until_failure, what, numel)
@@ -149,7 +153,7 @@ def test_killed(crew: Crew, what: str, numel: int) -> None:
     crew.workers.signal(victim, signal.SIGKILL)
     results = [(round(when - killed, 2), text) for text, when in crew.results(others)]
     for after, text in results:
-        named(text, what, [victim])
+        named(text, name, [victim])
         assert after < 2, results
     if len(others) > 1:
         crew.again(others)
@@ -162,6 +166,10 @@ def test_killed(crew: Crew, what: str, numel: int) -> None:
 
 @operations(quick=1)
 def test_stopped(crew: Crew, what: str, numel: int) -> None:
+    _stopped(crew, what, numel, what)
+
+
+def _stopped(crew: Crew, what: str, numel: int, name: str) -> None:
     victim = crew.all[-1]
     others = crew.all[:-1]
     crew.start(host_faults.until_failure, what, numel)
@@ -169,7 +177,7 @@ def test_stopped(crew: Crew, what: str, numel: int) -> None:
     crew.workers.signal(victim, signal.SIGSTOP)
     try:
         for text, when in crew.results(others):
-            named(text, what, [victim])
+            named(text, name, [victim])
             assert TIMEOUT - 0.5 < when - stopped < TIMEOUT + 4, (when - stopped, text)
     finally:
         crew.workers.signal(victim, signal.SIGCONT)
@@ -199,12 +207,16 @@ def test_link_down(crew: Crew, what: str, numel: int) -> None:
 
 @operations(quick=0)
 def test_abort(crew: Crew, what: str, numel: int) -> None:
+    _abort(crew, what, numel, what)
+
+
+def _abort(crew: Crew, what: str, numel: int, name: str) -> None:
     for _ in range(3):
         crew.start(host_faults.abort_from_a_thread, what, numel)
         (text, took), *others = crew.results(crew.all)
         assert "abort" in text, text
         for other, _ in others:
-            named(other, what, [0])
+            named(other, name, [0])
         crew.again(crew.all)
         if took < 0.1:
             return
@@ -243,3 +255,28 @@ def test_mismatch(crew: Crew, what: str, numel: int) -> None:
         named(text, "", [0] if rank != 0 else crew.all[1:])
     crew.workers.run(faults.still_works)
     crew.leave(crew.all)
+
+
+@pytest.fixture
+def moving(crew: Crew, places: tuple[str, str, str]) -> Crew:
+    if places[-1] != "ucx":
+        crew.at_rest = True
+        pytest.skip("Gloo's own")
+    return crew
+
+
+@pytest.mark.parametrize("numel", [100, harness.slow(700_001)])
+@pytest.mark.parametrize("what", ["all_to_all", harness.slow("all_gather"), "messages"])
+def test_moves_killed(moving: Crew, what: str, numel: int) -> None:
+    _killed(moving, what, numel, "")
+
+
+@pytest.mark.parametrize("numel", [harness.slow(100), 700_001])
+@pytest.mark.parametrize("what", ["all_to_all", harness.slow("all_gather"), "messages"])
+def test_moves_stopped(moving: Crew, what: str, numel: int) -> None:
+    _stopped(moving, what, numel, "")
+
+
+@pytest.mark.parametrize("what", [harness.slow("all_to_all"), "messages"])
+def test_moves_abort(moving: Crew, what: str) -> None:
+    _abort(moving, what, 700_001, "")

@@ -64,7 +64,32 @@ def _operation(context: Context, what: str, numel: int) -> Callable[[], None]:
         # The first step's direction is the gradient's sign.
         assert bool((tensor == 0.5).all()), tensor
 
-    return {"all_reduce": all_reduce, "fused_adamw_": fused_adamw}[what]
+    def all_to_all() -> None:
+        output = torch.empty(size * numel)
+        dist.all_to_all_single(output, torch.full((size * numel,), float(rank)))
+        assert torch.equal(output, torch.arange(float(size)).repeat_interleave(numel))
+
+    def all_gather() -> None:
+        output = torch.empty(size * numel)
+        dist.all_gather_into_tensor(output, tensor.fill_(rank))
+        assert torch.equal(output, torch.arange(float(size)).repeat_interleave(numel))
+
+    def messages() -> None:
+        """Round the ring, from any host to any other."""
+        received = torch.empty(numel)
+        before = (rank - 1) % size
+        works = [dist.irecv(received, before), dist.isend(tensor.fill_(rank), (rank + 1) % size)]
+        for work in works:
+            work.wait()
+        assert bool((received == before).all())
+
+    return {
+        "all_reduce": all_reduce,
+        "fused_adamw_": fused_adamw,
+        "all_to_all": all_to_all,
+        "all_gather": all_gather,
+        "messages": messages,
+    }[what]
 
 
 def prepare(context: Context, ranks: list[int]) -> None:
