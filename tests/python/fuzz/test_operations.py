@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import harness
 from fuzz import execute, operations
 from fuzz.programs import KINDS, draw_program
 
@@ -18,8 +19,11 @@ def test_random_programs(world: int) -> None:
     print(tally)
 
 
+# Over UCX an operation stalls in about one of forty programs, as docs/limits.md says: until that is
+# mended, `make fuzz` and `make test-all` run those.
 @pytest.mark.parametrize(
-    ("world", "arm"), [(2, "hosts"), (3, "hosts"), (3, "hosts by ucx"), (4, "hosts by ucx")]
+    ("world", "arm"),
+    [(2, "hosts"), (3, "hosts"), harness.slow(3, "hosts by ucx"), harness.slow(4, "hosts by ucx")],
 )
 def test_random_programs_between_hosts(world: int, arm: str) -> None:
     tally = operations.Tally()
