@@ -101,7 +101,7 @@ size_t select_move_segment(
     int num_hosts,
     NetSpread spread) {
   constexpr size_t kLeast = size_t(64) << 10;
-  const size_t most = net_stage_bytes(world_size) / world_size;
+  const size_t most = select_net_segment(world_size, true);
   if (spread == NetSpread::kDirect) {
     return most;
   }
@@ -111,12 +111,8 @@ size_t select_move_segment(
 }
 
 size_t net_stage_bytes(int world_size) {
-  const auto size = static_cast<size_t>(world_size);
-  return size *
-      std::clamp(
-             (size_t(4) << 20) / size / 4096 * 4096,
-             size_t(64) << 10,
-             size_t(512) << 10);
+  return static_cast<size_t>(world_size) *
+      select_net_segment(world_size, /*ranks_share_hosts=*/true);
 }
 
 bool select_net_skip(size_t bytes) {
