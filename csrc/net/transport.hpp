@@ -32,6 +32,9 @@ class NetBuffer {
   size_t bytes() const {
     return bytes_;
   }
+  bool is_borrowed() const {
+    return data_ != nullptr && data_.use_count() == 0;
+  }
   std::shared_ptr<char[]> owner() const {
     return data_;
   }

@@ -2,25 +2,15 @@
 
 #include <atomic>
 #include <functional>
-#include <list>
 #include <memory>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "base/rendezvous.hpp"
 #include "net/transport.hpp"
 #include "net/ucx_api.hpp"
+#include "net/ucx_worker.hpp"
 
 namespace fusedpg {
-
-struct UcxConfig {
-  // Names without "UCX_", and values, on top of UCX's own and the user's
-  // environment.
-  std::vector<std::pair<std::string, std::string>> set;
-  std::chrono::microseconds spin{50}; // before a wait sleeps
-  std::chrono::milliseconds farewell{2000}; // for what is under way at the end
-};
 
 // Messages by UCX: over InfiniBand, RoCE or TCP, whichever it finds.
 //
@@ -47,14 +37,14 @@ class UcxTransport : public Transport {
       int rank,
       int size);
   UcxTransport(const UcxTransport&) = delete;
-  // Waits until what was sent is on its way, for a limited time.
+  // What was sent still gets on its way: see leave().
   ~UcxTransport() override;
 
   int rank() const override {
     return rank_;
   }
   int size() const override {
-    return static_cast<int>(peers_.size());
+    return worker_->size();
   }
   RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override;
   RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override;
@@ -73,14 +63,16 @@ class UcxTransport : public Transport {
   // --- for one that connects to others as it needs them ----------------------
   // What a peer connects to. It may do so whether or not this rank does.
   const std::string& address() const {
-    return address_;
+    return worker_->address();
   }
-  void connect(int peer, const std::string& address);
+  void connect(int peer, const std::string& address) {
+    worker_->connect(peer, address);
+  }
   bool connected(int peer) const {
-    return peers_[peer].endpoint != nullptr;
+    return worker_->connected(peer);
   }
   bool lost(int peer) const {
-    return peers_[peer].lost != ucx::kOk;
+    return worker_->lost(peer) != ucx::kOk;
   }
   enum class State { kUnderWay, kDone, kLost };
   State state(const Request& request) const;
@@ -90,45 +82,20 @@ class UcxTransport : public Transport {
   void wake();
 
  private:
-  struct Operation;
+  using Operation = UcxWorker::Operation;
+  using OperationPtr = UcxWorker::OperationPtr;
   class UcxRequest;
-  struct Peer {
-    UcxTransport* transport;
-    int rank;
-    ucx::Endpoint endpoint = nullptr;
-    ucx::Status lost = ucx::kOk; // what ended the connection
-  };
-  using Operations = std::list<std::shared_ptr<Operation>>;
+  class AbortSignal;
 
-  static void on_sent(void* request, ucx::Status, void* operation);
-  static void on_received(
-      void* request,
-      ucx::Status,
-      const ucx::ReceiveInfo*,
-      void* operation);
-  static void on_lost(void* peer, ucx::Endpoint, ucx::Status);
-
-  void start(const UcxConfig& config);
+  UcxTransport(const ucx::Api& api, const UcxConfig& config, int rank);
+  void start(const UcxConfig& config, int size);
   void connect_all(
-      const UcxConfig& config,
       Rendezvous& rendezvous,
       const Deadline& deadline,
       const std::function<void()>& check);
-  std::shared_ptr<Operation> begin(
-      int peer,
-      bool sends,
-      const NetBuffer& buffer);
-  std::shared_ptr<Operation> start_send(
-      int to,
-      uint32_t tag,
-      const NetBuffer& message);
-  std::shared_ptr<Operation> start_receive(
-      int from,
-      uint32_t tag,
-      const NetBuffer& into);
+  OperationPtr start_send(int to, uint32_t tag, const NetBuffer& message);
+  OperationPtr start_receive(int from, uint32_t tag, const NetBuffer& into);
   bool over(const Operation& operation) const;
-  void started_is(Operation& operation, ucx::StatusPtr started);
-  void check(ucx::Status status, const char* what) const;
   // Makes progress until `done`, or sleeps for it; false at the deadline or on
   // abort().
   template <typename Done>
@@ -137,24 +104,16 @@ class UcxTransport : public Transport {
   void wait(Operation& operation, const Deadline& deadline);
   [[noreturn]] void give_up(const Operation& operation, const Deadline&);
   std::string losses() const;
-  void close_endpoints(bool force, const Deadline& deadline);
-  void release() noexcept;
 
   const ucx::Api& api_;
   const int rank_;
   const std::chrono::microseconds spin_;
-  std::function<void()> watch_;
   const std::chrono::milliseconds farewell_;
-  ucx::Context context_ = nullptr;
-  ucx::Worker worker_ = nullptr;
-  std::string address_;
-  int progress_fd_ = -1; // readable when there is something to do
-  int abort_fd_ = -1;
+  std::function<void()> watch_;
+  std::unique_ptr<UcxWorker> worker_;
+  std::unique_ptr<AbortSignal> abort_signal_;
   std::atomic<bool> aborted_{false};
   bool failed_ = false;
-  std::vector<Peer> peers_;
-  std::vector<int> lost_; // ranks, in the order in which connections ended
-  Operations under_way_; // that UCX knows of
 };
 
 } // namespace fusedpg

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 
 #include <cstdlib>
+#include <optional>
 
 #include "ranks.hpp"
 
@@ -303,6 +304,47 @@ TEST(ucx_last_messages_arrive) {
   }
 }
 
+// It may be busy with another group, and come back to this one later; or have
+// left itself.
+TEST(ucx_leaving_does_not_wait_for_a_peer) {
+  if (library() == nullptr) {
+    return;
+  }
+  for (const bool gone : {false, true}) {
+    for (const size_t bytes : {size_t(0), size_t(100), size_t(60) << 10}) {
+      on_threads(2, [&](int rank, Store& store) {
+        auto t = std::make_unique<UcxTransport>(
+            ucx::load(library()),
+            config(),
+            store,
+            rank,
+            2,
+            Deadline(kLong),
+            [] {});
+        const NetBuffer into(bytes);
+        if (rank == 0) {
+          t->send(1, 1, filled(bytes, 1))->wait(Deadline(kLong));
+          if (gone) {
+            store.get("gone", Deadline(kLong));
+          }
+          const auto begin = Clock::now();
+          t.reset();
+          CHECK(Clock::now() - begin < UcxConfig().farewell / 4);
+          store.set("left", "");
+        } else {
+          if (!gone) {
+            store.get("left", Deadline(kLong));
+          }
+          t->receive(0, 1, into)->wait(Deadline(kLong));
+          CHECK(same(into, filled(bytes, 1)));
+          t.reset();
+          store.set("gone", "");
+        }
+      });
+    }
+  }
+}
+
 // Also of those that fail half-way.
 TEST(ucx_leaves_no_descriptor) {
   if (library() == nullptr) {
@@ -324,6 +366,10 @@ TEST(ucx_leaves_no_descriptor) {
         t.abort();
       }
     });
+    const Deadline farewell(kLong); // peers may hold it up
+    while (turn > 0 && descriptors() > before && !farewell.expired()) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
     const size_t after = descriptors();
     CHECK(turn == 0 || after <= before);
     before = after;

@@ -49,6 +49,8 @@ class Optimizer:
     def __init__(self, args: dict[str, Any], params: Tensors) -> None:
         self.args = args
         self.params = [param.double().clone().requires_grad_() for param in params]
+        # What roundings are measured by: what ends near 0 was larger, and rounded, before.
+        self.scales = [param.detach().abs() for param in self.params]
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
         self.count = 0
         common = {"lr": args["lr"], "weight_decay": args["weight_decay"]}
@@ -84,6 +86,7 @@ class Optimizer:
                 total = sum(own[1:], own[0])
                 total = total / size if self.args["reduce"] == "mean" else total
             param.grad = total / (self.args["scale"] or 1)
+            self.scales[index] += self.args["lr"] * param.grad.abs()
         if self.args["rule"] == "lamb":
             self._lamb()
         else:
@@ -108,7 +111,7 @@ class Optimizer:
         eps = torch.finfo(found.dtype).eps
         limit = {torch.float64: 1e-11, torch.float32: 2e-5}.get(found.dtype, 3 * eps)
         # Rounded at every step, with moments that carry gradients of about 1.
-        scale = want.abs() + self.args["lr"]
+        scale = torch.maximum(want.abs(), self.scales[index]) + self.args["lr"]
         error = ((found.double() - want).abs() / scale).max() if found.numel() else torch.tensor(0)
         if float(error) <= limit * self.args["steps"]:
             return None
