@@ -43,6 +43,9 @@ def above(tensor: torch.Tensor, block: int, threshold: float) -> torch.Tensor:
     return kept.view(tensor.shape)
 
 
+EPS = 1e-3  # of Adam, AdamW and LAMB
+
+
 class Optimizer:
     """torch.optim on the reduced gradients, in float64; LAMB by the paper's formula."""
 
@@ -68,7 +71,7 @@ class Optimizer:
             self.optimizer = rule(
                 self.params,
                 betas=(0.9, 0.99),
-                eps=1e-3,
+                eps=EPS,
                 amsgrad=args["amsgrad"],
                 maximize=maximize,
                 **common,
@@ -82,6 +85,10 @@ class Optimizer:
             if weights is not None and self.args["reduce"] == "mean":
                 total = sum((w * g for w, g in zip(weights, own)), torch.zeros_like(own[0]))
                 total = total / sum(weights)
+                if self.args["rule"] != "sgd":
+                    # A mean that should be 0 is a rounding, which those rules divide by eps.
+                    most = torch.stack(own).abs().amax(0)
+                    self.scales[index] += self.args["lr"] * most * 2**-22 / EPS / 2e-5
             else:
                 total = sum(own[1:], own[0])
                 total = total / size if self.args["reduce"] == "mean" else total
@@ -99,7 +106,7 @@ class Optimizer:
             grad = -param.grad if self.args["maximize"] else param.grad
             m.mul_(0.9).add_(grad, alpha=1 - 0.9)
             v.mul_(0.99).add_(grad * grad, alpha=1 - 0.99)
-            update = (m / (1 - 0.9**self.count)) / ((v / (1 - 0.99**self.count)).sqrt() + 1e-3)
+            update = (m / (1 - 0.9**self.count)) / ((v / (1 - 0.99**self.count)).sqrt() + EPS)
             update += self.args["weight_decay"] * param
             norms = float(param.norm()), float(update.norm())
             adapt = self.args["weight_decay"] != 0 and 0 not in norms
