@@ -15,6 +15,7 @@ struct NetContext : OpContext {
   const HostMap* hosts;
   Domain* domain = nullptr; // of this host's ranks, if it has several
   OpStats moved{}; // what this rank has sent and received so far
+  NetBuffers* buffers = nullptr; // of the operations of a group
 };
 
 // Kinds of messages; each is a stream of its own between two ranks.

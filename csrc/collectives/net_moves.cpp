@@ -11,7 +11,7 @@ namespace fusedpg {
 namespace {
 
 // Segments between being under way and being needed.
-constexpr size_t kAhead = 4;
+const size_t kAhead = select_net_ahead(/*ucx=*/true);
 constexpr size_t kWord = sizeof(uint64_t);
 
 bool moves(OpCode op) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <numeric>
 
 #include "collectives/host_fold.hpp"
@@ -11,10 +10,6 @@
 
 namespace fusedpg {
 namespace {
-
-// Most segments between a rank's contribution and its being combined, and
-// between that and the arrival of results.
-constexpr size_t kAhead = 4;
 
 class Pipeline {
  public:
@@ -29,10 +24,12 @@ class Pipeline {
         here_(hosts_.host(rank_)),
         shares_(hosts_.ranks(here_).size() > 1),
         all_(plan.receiver == Plan::kAll),
-        gives_(all_ || plan.receiver >= 0) {
+        gives_(all_ || plan.receiver >= 0),
+        buffers_(ctx.buffers != nullptr ? *ctx.buffers : own_buffers_) {
     const size_t element = std::max(plan.src_size, plan.dst_size);
     const size_t granule = std::lcm(plan.granule, kCut);
-    segment_bytes_ = select_net_segment(size_, hosts_.shared());
+    const bool ucx = ctx.transport.ends_at_once();
+    segment_bytes_ = select_net_segment(size_, hosts_.shared(), ucx);
     const size_t most =
         std::max<size_t>(segment_bytes_ / element / granule, 1) * granule;
     if (shares_ &&
@@ -51,7 +48,7 @@ class Pipeline {
       lanes_.push_back(cut_lane(lane, most, granule));
       length_ = std::max(length_, lanes_.back().size());
     }
-    ahead_ = std::min(kAhead, length_ == 0 ? 0 : length_ - 1);
+    ahead_ = std::min(select_net_ahead(ucx), length_ == 0 ? 0 : length_ - 1);
     widened_.resize(hosts_.num_hosts());
   }
 
@@ -140,11 +137,7 @@ class Pipeline {
   // --- memory ----------------------------------------------------------------
   // Until the stage is finished.
   NetBuffer scratch(Stage& stage, size_t bytes) {
-    if (free_.empty()) {
-      free_.emplace_back(capacity_);
-    }
-    stage.scratch.push_back(std::move(free_.back()));
-    free_.pop_back();
+    stage.scratch.push_back(buffers_.take(capacity_));
     return stage.scratch.back().part(0, bytes);
   }
 
@@ -413,8 +406,9 @@ class Pipeline {
     });
     wait(stage.sends);
     stage.sum = {};
-    std::move(
-        stage.scratch.begin(), stage.scratch.end(), std::back_inserter(free_));
+    for (NetBuffer& one : stage.scratch) {
+      buffers_.give(std::move(one));
+    }
     stage.scratch.clear();
   }
 
@@ -431,9 +425,12 @@ class Pipeline {
   const bool gives_; // results to anybody but their owners
   std::vector<std::vector<NetSegment>> lanes_; // by owner
   size_t length_ = 0; // of the longest lane
+  // Most segments between a rank's contribution and its being combined, and
+  // between that and the arrival of results.
   size_t ahead_ = 0;
   std::vector<Stage> stages_;
-  std::vector<NetBuffer> free_;
+  NetBuffers own_buffers_;
+  NetBuffers& buffers_;
   size_t capacity_ = 0; // of each of these, in bytes
   size_t segment_bytes_ = 0;
   std::vector<const void*> sources_; // of one piece

@@ -57,7 +57,9 @@ double select_skip_limit(const Path& path);
 // Bytes of a lane that travel between machines as one message: enough for a link
 // to be fast, little enough for several to be under way. Where ranks share
 // machines, one of every lane fits a staging buffer.
-size_t select_net_segment(int world_size, bool ranks_share_hosts);
+size_t select_net_segment(int world_size, bool ranks_share_hosts, bool ucx);
+// How many of them may be under way each way.
+size_t select_net_ahead(bool ucx);
 
 // Whether an all-reduce between machines is the delegate's from the start. What
 // looked for zeros and found too few is the delegate's, too.

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/deadline.hpp"
 #include "base/rendezvous.hpp"
@@ -49,6 +50,21 @@ class NetBuffer {
  private:
   std::shared_ptr<char[]> data_;
   size_t bytes_ = 0;
+};
+
+// Memory for messages that operations use one after the other: new pages for
+// each of them would cost as much as their way through a fast link.
+class NetBuffers {
+ public:
+  // Of at least so many bytes.
+  NetBuffer take(size_t bytes);
+  // Which nobody uses any more.
+  void give(NetBuffer buffer);
+
+ private:
+  static constexpr size_t kMost = size_t(16) << 20; // bytes that stay
+  std::vector<NetBuffer> free_;
+  size_t bytes_ = 0; // of these
 };
 
 // What another rank has set: for ranks that connect, as neither Gloo's

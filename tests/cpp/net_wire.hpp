@@ -196,7 +196,7 @@ class Neighbours {
           settings_,
           Deadline(kLong),
           static_cast<size_t>(size_of(layout)) *
-              select_net_segment(size_of(layout), true));
+              select_net_segment(size_of(layout), true, false));
     }
   }
   const HostMap& map() const {

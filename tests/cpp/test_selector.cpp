@@ -111,10 +111,13 @@ TEST(selector_plan_skip) {
 }
 
 TEST(selector_hosts) {
-  CHECK_EQ(select_net_segment(100, false), 512 * kKiB);
-  CHECK_EQ(select_net_segment(8, true), 512 * kKiB);
-  CHECK_EQ(select_net_segment(16, true), 256 * kKiB);
-  CHECK_EQ(select_net_segment(1000, true), 64 * kKiB);
+  CHECK_EQ(select_net_segment(100, false, false), 512 * kKiB);
+  CHECK_EQ(select_net_segment(8, true, false), 512 * kKiB);
+  CHECK_EQ(select_net_segment(16, true, false), 256 * kKiB);
+  CHECK_EQ(select_net_segment(1000, true, false), 64 * kKiB);
+  CHECK_EQ(select_net_segment(100, false, true), 252 * kKiB);
+  CHECK_EQ(select_net_segment(16, true, true), 252 * kKiB);
+  CHECK_EQ(select_net_segment(1000, true, true), 64 * kKiB);
   using Choice = DensityEstimates::Choice;
   CHECK(select_delegate({Choice::kDense, false, false}));
   CHECK(!select_delegate({Choice::kDense, true, false}));

@@ -126,7 +126,9 @@ NetContext HostsRoute::net_context(
        group_.stats},
       transport,
       &hosts_,
-      domain_.get()};
+      domain_.get(),
+      {},
+      &buffers_};
 }
 
 void HostsRoute::check_neighbours(const std::string& what) {

@@ -101,6 +101,7 @@ class HostsRoute : public CpuRoute {
   // Of the executing thread.
   std::optional<Clock::time_point> in_doubt_since_;
   SkipState skip_;
+  NetBuffers buffers_;
   Pool pool_{1};
   std::unique_ptr<NetMailbox> mailbox_; // made by the first message; ends first
 };
