@@ -100,7 +100,7 @@ std::vector<std::pair<std::string, std::string>> ucx_config() {
   };
   const bool fabric = access("/sys/class/infiniband", F_OK) == 0;
   set("RNDV_THRESH", fabric ? "64K" : "2M");
-  set("TCP_RX_SEG_SIZE", "512K");
+  set("TCP_RX_SEG_SIZE", "256K"); // see select_net_segment()
   set("TLS", "^sm");
   const auto interface = env("GLOO_SOCKET_IFNAME");
   if (interface && !fabric) {
@@ -187,8 +187,8 @@ Settings resolve(const Options& options) {
       options.transport,
       "transport",
       "FUSEDPG_TRANSPORT",
-      {{"gloo", TransportChoice::kGloo},
-       {"auto", TransportChoice::kAuto},
+      {{"auto", TransportChoice::kAuto},
+       {"gloo", TransportChoice::kGloo},
        {"ucx", TransportChoice::kUcx}});
   s.flat_order = choice_of<bool>(
       options.order,

@@ -39,9 +39,11 @@ def between_hosts(arm: str) -> bool:
 
 def workers_for(world: int, arm: str) -> harness.Workers:
     if between_hosts(arm):
-        env = [{"FUSEDPG_HOST_ID": str(rank % 2)} for rank in range(world)]
-        if arm == "hosts by ucx":
-            env = [{**one, "FUSEDPG_TRANSPORT": "ucx"} for one in env]
+        transport = "ucx" if arm == "hosts by ucx" else "gloo"
+        env = [
+            {"FUSEDPG_HOST_ID": str(rank % 2), "FUSEDPG_TRANSPORT": transport}
+            for rank in range(world)
+        ]
         return harness.pool(world, env=env, one_host=False, timeout=30, oracle=False)
     return harness.pool(world, timeout=30, oracle=False)
 
