@@ -161,8 +161,9 @@ fake-gpu: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
-# Two at a time, as with ctest: PYTEST_ARGS="-n 0" for one. Whole files, for their fixtures' sake.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two at a time, as with ctest: PYTEST_ARGS="-n 0" for one. Whole files, for their fixtures' sake, in
+# the order of conftest.py: by their number of tests the longest, which have few, would come last.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test-python: fake-gpu
 	$(PYTEST) tests $(PYTEST_ARGS)
 

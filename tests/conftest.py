@@ -44,7 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: more of the same; make test-all")
 
 
+# Minutes each: first, so that the last minutes have work for all workers of xdist.
+LONG = (
+    "test_c10d_suite.py",
+    "test_optim_differential.py",
+    "test_operations.py",
+    "test_cuda_fake.py",
+    "test_chaos.py",
+    "test_simt_mutants.py",
+    "test_examples.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))

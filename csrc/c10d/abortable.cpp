@@ -12,7 +12,7 @@
 namespace fusedpg {
 namespace {
 
-// A wait looks this often whether the group was aborted.
+// A wait looks this often whether the group was aborted, and calls the watch.
 constexpr std::chrono::milliseconds kLook{25};
 
 [[noreturn]] void raise_aborted(int rank) {
@@ -29,6 +29,7 @@ struct AbortableBackend::Flights {
   std::atomic<bool> aborted{false};
   std::mutex mutex;
   std::set<c10d::Work*> messages;
+  std::function<void()> watch; // never changes
 };
 
 namespace {
@@ -81,12 +82,21 @@ class AbortableWork : public c10d::Work {
     return inner_->getFuture();
   }
 
+  // Of a message: ends one wait, of now or later, which returns false. The
+  // message goes on and can be waited for again.
+  void abort() override {
+    inner_->abort();
+  }
+
   bool wait(std::chrono::milliseconds timeout) override {
     if (message_) {
-      if (!inner_->wait(timeout)) {
-        raise_aborted(rank_); // what wait() says after an abort
+      if (inner_->wait(timeout)) {
+        return true;
       }
-      return true;
+      if (flights_->aborted) {
+        raise_aborted(rank_);
+      }
+      return false; // interrupted by abort() of this work
     }
     const auto end = std::chrono::steady_clock::now() + timeout;
     while (!inner_->isCompleted()) {
@@ -105,6 +115,9 @@ class AbortableWork : public c10d::Work {
       } catch (const std::exception&) {
         // Of the slice, or of the operation: which is seen below.
       }
+      if (flights_->watch && !inner_->isCompleted()) {
+        flights_->watch();
+      }
     }
     return inner_->wait();
   }
@@ -117,11 +130,15 @@ class AbortableWork : public c10d::Work {
 
 } // namespace
 
-AbortableBackend::AbortableBackend(c10::intrusive_ptr<c10d::Backend> inner)
+AbortableBackend::AbortableBackend(
+    c10::intrusive_ptr<c10d::Backend> inner,
+    std::function<void()> watch)
     : Forwarding(inner->getRank(), inner->getSize()),
       name_(inner->getBackendName()),
       flights_(std::make_shared<Flights>()),
-      inner_(std::move(inner)) {}
+      inner_(std::move(inner)) {
+  flights_->watch = std::move(watch);
+}
 
 AbortableBackend::~AbortableBackend() = default;
 

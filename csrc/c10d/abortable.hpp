@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 
 #include "c10d/forwarding.hpp"
@@ -15,7 +16,11 @@ class AbortableBackend : public Forwarding<c10d::Backend> {
  public:
   struct Flights; // works that have begun
 
-  explicit AbortableBackend(c10::intrusive_ptr<c10d::Backend> inner);
+  // `watch`, if any, is called now and then by who waits for a collective; what
+  // it throws ends the wait.
+  explicit AbortableBackend(
+      c10::intrusive_ptr<c10d::Backend> inner,
+      std::function<void()> watch = nullptr);
   ~AbortableBackend() override;
 
   const std::string getBackendName() const override {

@@ -172,6 +172,10 @@ TEST(cuda_skip_directly) {
         [](GpuRank& r) {
           hooks().set_delay(0);
           for (const DType dtype : dtypes()) {
+            // Elsewhere every type with every size; here each of both.
+            if (kSanitized && r.size != 2 && dtype != DType::kBFloat16) {
+              continue;
+            }
             for (const size_t count : {1, 31, 5000, 12288}) {
               for (const size_t percent : {0, 10, 100}) {
                 check_direct(r, {dtype, count, 32, percent});

@@ -89,6 +89,10 @@ TEST(net_skip_equals_dense) {
       if (kOnlyThreads && (size == 2 || dtype != DType::kInt64)) {
         continue;
       }
+      // Elsewhere every type with every size; here each of both.
+      if (kSanitized && size != 3 && dtype != DType::kInt64) {
+        continue;
+      }
       for (const size_t count : {0, 1, 31, 5000, 70001, 1300007}) {
         for (const size_t percent : {0, 1, 30, 100}) {
           // Many segments in one case only.

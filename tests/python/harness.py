@@ -41,7 +41,10 @@ DEFAULT_TIMEOUT = 60.0
 GRACE = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["torch.distributed", "torch.nn.parallel"])
+# Who makes an optimizer or a DDP module imports torch._dynamo, which takes as long as all the rest.
+FORKED.set_forkserver_preload(
+    ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint"]
+)
 
 
 @dataclasses.dataclass

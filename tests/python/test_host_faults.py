@@ -8,6 +8,7 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,8 +56,8 @@ class Crew:
     def close(self) -> None:
         self._exit.close()
 
-    def start(self, function: Any, *args: Any, timeout: float = TIMEOUT) -> None:
-        """A new group, and the ranks in the middle of operations."""
+    def start(self, function: Any, *args: Any, timeout: float = TIMEOUT) -> Path:
+        """A new group, and the ranks in the middle of operations. What `late` ranks wait for."""
         self.workers.run(host_faults.join, self.all, timeout)
         name = next(self._names)
         self.workers.start(function, *args, name)
@@ -65,6 +66,7 @@ class Crew:
             assert time.monotonic() < deadline, f"no {name}"
             time.sleep(0.005)
         time.sleep(0.05)
+        return self.workers.scratch / f"{name}go"
 
     def results(self, ranks: list[int]) -> list[tuple[str, float]]:
         answers = self.workers.collect(TIMEOUT + 20, ranks=ranks)
@@ -162,6 +164,43 @@ def _killed(crew: Crew, what: str, numel: int, name: str) -> None:
         # One rank is no group that spans hosts: with the one that has come instead.
         crew.leave(others)
     crew.workers.run(host_faults.prepare, crew.all)
+
+
+def test_killed_beside_one_that_waits_for_another_host(crew: Crew) -> None:
+    """Its neighbour hears of it at once, though nobody has come who could fail first."""
+    if len(crew.all) == 2:
+        crew.at_rest = True
+        pytest.skip("no rank has a neighbour")
+    (victim, neighbour), away = crew.all[:2], crew.all[2:]
+    go = crew.start(host_faults.late, away, "all_reduce", 100, timeout=30)
+    begin = time.monotonic()
+    crew.workers.signal(victim, signal.SIGKILL)
+    for ranks in ([neighbour], away):
+        for text, when in crew.results(ranks):
+            named(text, "all_reduce", [victim])
+            assert when - begin < 2, (ranks, when - begin, text)
+        begin = time.monotonic()
+        go.touch()
+    crew.again([neighbour, *away])
+    crew.workers.respawn([victim])
+    crew.workers.run(host_faults.prepare, crew.all)
+
+
+def test_stopped_before_an_operation(crew: Crew) -> None:
+    """Also where Gloo would do it, which a rank that is alone in it waits for in vain."""
+    *others, victim = crew.all
+    go = crew.start(host_faults.late, [victim], "all_reduce", 100)
+    stopped = time.monotonic()
+    crew.workers.signal(victim, signal.SIGSTOP)
+    try:
+        for text, when in crew.results(others):
+            named(text, "all_reduce", [victim])
+            assert TIMEOUT - 0.5 < when - stopped < TIMEOUT + 4, (when - stopped, text)
+    finally:
+        crew.workers.signal(victim, signal.SIGCONT)
+        go.touch()
+    crew.results([victim])
+    crew.again(crew.all)
 
 
 @operations(quick=1)

@@ -60,12 +60,16 @@ HostsRoute::HostsRoute(
 }
 
 c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
-  return c10::make_intrusive<AbortableBackend>(make_delegate(
-      "cpu",
-      c10::make_intrusive<c10d::PrefixStore>(prefix, own_client(group_.store)),
-      rank_,
-      size_,
-      group_.timeout.load()));
+  return c10::make_intrusive<AbortableBackend>(
+      make_delegate(
+          "cpu",
+          c10::make_intrusive<c10d::PrefixStore>(
+              prefix, own_client(group_.store)),
+          rank_,
+          size_,
+          group_.timeout.load()),
+      domain_ ? [this] { check_neighbours("a collective of Gloo"); }
+              : std::function<void()>());
 }
 
 bool HostsRoute::carried_by_ucx(std::chrono::milliseconds timeout) {
@@ -160,6 +164,7 @@ void HostsRoute::execute(
     uint64_t ticket,
     std::chrono::milliseconds timeout) {
   failures_.check();
+  in_doubt_since_.reset();
   HostsTurn turn(*this, ticket, timeout);
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {

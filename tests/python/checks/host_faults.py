@@ -120,6 +120,20 @@ def until_failure(context: Context, what: str, numel: int, name: str) -> tuple[s
         return str(error), time.monotonic()
 
 
+def late(context: Context, ranks: list[int], what: str, numel: int, name: str) -> tuple[str, float]:
+    """Like `until_failure`; some ranks do not come before the file `name` with "go" is there."""
+    operation = _operation(context, what, numel)
+    for _ in range(3):
+        operation()
+    faults.mark(context, name)
+    go = Path(context.scratch) / f"{name}go"
+    deadline = time.monotonic() + 30
+    while context.rank in ranks and not go.exists():
+        assert time.monotonic() < deadline, f"no {go}"
+        time.sleep(0.01)
+    return until_failure(context, what, numel, "never")
+
+
 def abort_from_a_thread(context: Context, what: str, numel: int, name: str) -> tuple[str, float]:
     """Like `until_failure`; on rank 0 another thread aborts. That rank says how long it took."""
     if context.rank != 0:
