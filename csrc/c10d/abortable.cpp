@@ -29,7 +29,15 @@ struct AbortableBackend::Flights {
   std::atomic<bool> aborted{false};
   std::mutex mutex;
   std::set<c10d::Work*> messages;
-  std::function<void()> watch; // never changes
+  std::mutex watch_mutex;
+  std::function<void()> watch; // empty once the backend has gone
+
+  void look() {
+    std::lock_guard<std::mutex> lock(watch_mutex);
+    if (watch) {
+      watch();
+    }
+  }
 };
 
 namespace {
@@ -115,8 +123,8 @@ class AbortableWork : public c10d::Work {
       } catch (const std::exception&) {
         // Of the slice, or of the operation: which is seen below.
       }
-      if (flights_->watch && !inner_->isCompleted()) {
-        flights_->watch();
+      if (!inner_->isCompleted()) {
+        flights_->look();
       }
     }
     return inner_->wait();
@@ -140,7 +148,11 @@ AbortableBackend::AbortableBackend(
   flights_->watch = std::move(watch);
 }
 
-AbortableBackend::~AbortableBackend() = default;
+// Works may be waited for after it.
+AbortableBackend::~AbortableBackend() {
+  std::lock_guard<std::mutex> lock(flights_->watch_mutex);
+  flights_->watch = nullptr;
+}
 
 void AbortableBackend::abort() {
   std::lock_guard<std::mutex> lock(flights_->mutex);
