@@ -20,7 +20,6 @@ from fusedpg.fusion.ir import Group, Node, Program
 
 _log = logging.getLogger("fusedpg")
 _lock = threading.Lock()
-_kernels: weakref.WeakKeyDictionary[Group, Kernel] = weakref.WeakKeyDictionary()
 
 Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
@@ -34,7 +33,8 @@ class Kernel:
         self._program = program
         self.reason = ""  # why it runs operation by operation, as far as the program goes
         self.source: Source | None = None
-        self._eager: set[str] = set()  # names of groups of which one has no function
+        # Groups of which a rank has no function.
+        self._eager: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         try:
             self.source = generate(group, nodes, program)
         except Unsupported as unsupported:
@@ -54,7 +54,7 @@ class Kernel:
             backend = _backend(group)
         except ValueError:
             return None
-        return None if group.group_name in self._eager else backend
+        return None if group in self._eager else backend
 
     def run(
         self,
@@ -113,7 +113,7 @@ class Kernel:
         if work is not None:
             yield work
         if not done.item():
-            self._eager.add(group.group_name)
+            self._eager.add(group)
             _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
             return False
         for (node, _), result in zip(source.outputs, results):
@@ -181,11 +181,16 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
-    """Of a group of kind "collective"; generated once."""
+    """Of a group of kind "collective"; generated once.
+
+    Groups are kept by transformations, and programs with the same group have other results: so
+    it belongs to the program, with which it goes.
+    """
     with _lock:
-        if group not in _kernels:
-            _kernels[group] = Kernel(group, nodes, program)
-        return _kernels[group]
+        found: Kernel | None = program.made.get(group)
+        if found is None:
+            found = program.made[group] = Kernel(group, nodes, program)
+        return found
 
 
 def generated(program: Program) -> str:
