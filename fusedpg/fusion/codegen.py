@@ -8,6 +8,7 @@ each operation, as torch does. What is not known here is `Unsupported`, and runs
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -72,10 +73,15 @@ class Source:
     periods: tuple[int, ...]  # behind the seeds: how operands repeat
     shapes: str
 
-    @property
+    @functools.cached_property
+    def code(self) -> str:
+        """The text without its comments."""
+        return code(self.text)
+
+    @functools.cached_property
     def key(self) -> int:
         """What all ranks must have: what is computed, of which types and shapes."""
-        text = f"{code(self.text)}\n{self.shapes}"
+        text = f"{self.code}\n{self.shapes}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
