@@ -29,6 +29,12 @@ ARMS = {
     "reduce_shards, fused step (f)": "the same in two halves (overlap=False)",
     "reduce_scatter, AdamW, all_gather (e)": "fused reduce_scatter, AdamW, all_gather",
     "gloo all_reduce + LAMB": "Gloo all_reduce + LAMB of torch operations",
+    # data_parallel
+    "as written": "fused function, operation by operation",
+    "on slices": "the same on slices",
+    "one operation": "the same as one operation",
+    "gloo all_reduce + SGD": "Gloo all_reduce + SGD of torch operations",
+    "gloo all_reduce + eager AdamW": "Gloo all_reduce + AdamW of torch operations",
     # training
     "a": "Gloo: DDP + AdamW(fused=True)",
     "b": "Gloo: DDP + ZeroRedundancyOptimizer",
@@ -80,6 +86,7 @@ CASES = {
     "fsdp2": "FSDP2 step, MLP, 25 M parameters",
     "adamw step": "AdamW step",
     "lamb step": "LAMB step",
+    "sgd step": "SGD step with momentum",
     "arena": "all_reduce in the arena",
     "ordinary": "all_reduce in ordinary memory",
     "overlap": "16 MB all_reduce beside a matmul",

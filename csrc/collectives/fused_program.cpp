@@ -10,8 +10,8 @@
 namespace fusedpg {
 namespace {
 
-// What is reduced, computed and stored before the next: fits the nearer caches.
-constexpr size_t kTile = 4096;
+// What is reduced before it is computed with: fits the nearer caches.
+constexpr size_t kTile = 2048;
 constexpr size_t kWidest = 8; // bytes of an element
 
 constexpr size_t kNone = std::numeric_limits<size_t>::max();
@@ -103,9 +103,18 @@ class ProgramRun {
                         size_t num_dsts,
                         const Sources& srcs,
                         bool stream) {
+      const size_t ranks = static_cast<size_t>(way_.size());
+      if (!srcs.folded && srcs.num == ranks && ranks <= kMostProgramSources) {
+        compute(direct, begin, count, 0, dsts, num_dsts, srcs, stream);
+        return;
+      }
+      alignas(64) char sums[kTile * kWidest];
+      const void* const sum = sums;
       for (size_t at = 0; at < count; at += kTile) {
         const size_t n = std::min(kTile, count - at);
-        tile(direct, begin + at, n, at, dsts, num_dsts, srcs, stream);
+        reduce(sums, n, at, srcs);
+        const Sources reduced{&sum, 0};
+        compute(direct, begin + at, n, at, dsts, num_dsts, reduced, stream);
       }
     };
     return plan;
@@ -136,8 +145,8 @@ class ProgramRun {
     return plan;
   }
 
-  // `begin`: in the tensor; `offset`: from where sources and dsts point.
-  void tile(
+  // `begin`: in the tensor; `offset`: of it from where dsts point.
+  void compute(
       size_t direct,
       size_t begin,
       size_t count,
@@ -146,38 +155,41 @@ class ProgramRun {
       size_t num_dsts,
       const Sources& srcs,
       bool stream) const {
-    alignas(64) char sums[kTile * kWidest];
-    alignas(64) char result[kTile * kWidest];
-    reduce(sums, count, offset, srcs);
     thread_local std::vector<const void*> inputs;
-    thread_local std::vector<void*> outputs;
-    inputs.assign(1, sums);
+    thread_local std::vector<void*> places;
+    thread_local std::vector<ProgramOutput> outputs;
+    inputs.clear();
     for (const ProgramCall::Input& input : call_.inputs) {
       inputs.push_back(input.data + place(input.kind, begin) * input.element);
     }
+    places.clear();
+    for (const ProgramCall::Output& output : call_.outputs) {
+      const size_t at = output.gathered ? begin : begin - first_;
+      places.push_back(output.data + at * output.element);
+    }
+    for (size_t k = 0; k < num_dsts; ++k) {
+      places.push_back(
+          static_cast<char*>(dsts[k]) + offset * call_.outputs[direct].element);
+    }
     outputs.clear();
     for (size_t k = 0; k < call_.outputs.size(); ++k) {
-      const ProgramCall::Output& output = call_.outputs[k];
-      outputs.push_back(
-          k == direct ? result
-                      : output.data +
-                  (output.gathered ? begin : begin - first_) * output.element);
+      // What has just been read is in the cache.
+      const bool in_tiles = stream && !call_.outputs[k].in_place;
+      ProgramOutput output{places.data() + k, 1, !in_tiles, stream};
+      if (k == direct) {
+        output.to = places.data() + call_.outputs.size();
+        output.num = num_dsts;
+      }
+      outputs.push_back(output);
     }
     const ProgramArgs args{
+        srcs.data,
+        srcs.num,
         inputs.data(),
         outputs.data(),
         call_.numbers.data(),
         call_.seeds.data()};
     call_.function(&args, begin, count);
-    for (size_t k = 0; k < num_dsts; ++k) {
-      const ProgramCall::Output& output = call_.outputs[direct];
-      // Lines that have just been read are in the cache.
-      way_.kernels().copy(
-          static_cast<char*>(dsts[k]) + offset * output.element,
-          result,
-          count * output.element,
-          stream && !(k == 0 && output.in_place));
-    }
   }
 
   void reduce(void* sums, size_t count, size_t offset, const Sources& srcs)

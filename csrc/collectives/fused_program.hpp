@@ -9,15 +9,30 @@
 // its results as one collective.
 namespace fusedpg {
 
-// What a generated function gets (fusedpg/fusion/codegen.py has the same text).
-// All pointers are to the first of `count` elements, but for operands that are
-// passed as they are.
+// What a generated function gets (fusedpg/fusion/codegen_text.py has the same
+// text). All pointers are to the first of `count` elements, but for operands
+// that are passed as they are.
+
+// Where a result goes: to all places. It may be computed in the first of them,
+// or is in tiles that are then written to all, around the cache if `stream`.
+struct ProgramOutput {
+  void* const* to;
+  uint64_t num;
+  uint32_t direct;
+  uint32_t stream; // also what is written to the other places of a direct one
+};
 struct ProgramArgs {
-  const void* const* inputs; // the reduced values in the wide type, operands
-  void* const* outputs;
+  // Every rank's contribution, in rank order; or, with num_sources 0, one
+  // pointer to the reduced values in the wide type.
+  const void* const* sources;
+  uint64_t num_sources;
+  const void* const* inputs; // operands
+  const ProgramOutput* outputs;
   const double* numbers;
   const uint64_t* seeds;
 };
+// A function takes contributions of at most so many ranks.
+constexpr size_t kMostProgramSources = 8;
 // `begin`: the index of the first element in the whole tensor.
 using ProgramFunction =
     void (*)(const ProgramArgs* args, uint64_t begin, uint64_t count);
@@ -33,8 +48,8 @@ struct ProgramCall {
     char* data; // whole if it is gathered, else the owned slice
     size_t element;
     bool gathered;
-    // Of a gathered one: whether an input is the same memory, which has been
-    // read when it is written.
+    // Whether an input is the same memory, which is then in the cache when it
+    // is written.
     bool in_place;
   };
   ProgramFunction function = nullptr; // null: this rank has none

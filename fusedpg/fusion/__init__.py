@@ -25,3 +25,5 @@ from fusedpg.fusion.transformations import Overlap as Overlap
 from fusedpg.fusion.transformations import Reorder as Reorder
 from fusedpg.fusion.transformations import Split as Split
 from fusedpg.fusion.transformations import Transformation as Transformation
+from fusedpg.fusion.tune import Report as Report
+from fusedpg.fusion.tune import Timed as Timed

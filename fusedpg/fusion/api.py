@@ -5,60 +5,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
 
-from fusedpg.functional import shard_range
 from fusedpg.fusion.autograd import Differentiable, attach
 from fusedpg.fusion.captured import captured
 from fusedpg.fusion.compiled import generated
+from fusedpg.fusion.custom_op import described, register
 from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
-from fusedpg.fusion.errors import IllegalProgram
-from fusedpg.fusion.ir import SCALAR, SHARD, Layout, Node, Program
+from fusedpg.fusion.ir import SCALAR, SHARD, Program
 from fusedpg.fusion.lower import Parameter, lower
+from fusedpg.fusion.places import Ranks, check_part, check_targets
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
 from fusedpg.fusion.signature import Signature
 from fusedpg.fusion.trace import trace
 from fusedpg.fusion.transformations import AsShard, Transformation
+from fusedpg.fusion.tune import SECONDS, Report, stand_ins
+from fusedpg.fusion.tune import tune as tuned
 
 _STATIC = (bool, str, type(None))
 # Programs that are kept; the oldest goes first.
 _KEPT = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ranks:
-    """The group of a call, and this rank's place."""
-
-    group: dist.ProcessGroup | None
-    size: int
-    rank: int
-    name: str
-
-    @staticmethod
-    def of(group: dist.ProcessGroup | None) -> _Ranks:
-        if not dist.is_initialized():
-            raise RuntimeError("a fused function runs on a group: call init_process_group first")
-        pg = dist.distributed_c10d._get_default_group() if group is None else group
-        rank = dist.get_rank(pg)
-        if rank < 0:
-            raise ValueError("this rank is not in the group")
-        return _Ranks(pg, dist.get_world_size(pg), rank, pg.group_name)
-
-    def matches(self, other: Any) -> bool:
-        """Whether what was passed to a functional collective is this group."""
-        if self.group is None:
-            return True
-        if isinstance(other, dist.ProcessGroup):
-            return other.group_name == self.name
-        if isinstance(other, list):
-            return other == dist.get_process_group_ranks(self.group)
-        return bool(other == self.name)
 
 
 class Pending:
@@ -116,14 +89,30 @@ class FusedFunction:
         function: Callable[..., Any],
         transformations: tuple[Transformation, ...] | None = None,
         backward: tuple[Transformation, ...] | None = None,
+        *,
+        auto: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self._signature = Signature(function)
         self._function = cast("FunctionType", function)
         self._transformations = transformations
         self._backward = backward
+        self._auto = auto
         self._cache: dict[Any, Any] = {}
+        # What the tuner chose. By group, so that all its ranks have and drop the same.
+        self._tuned: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._reports: dict[Any, Report] = {}
         self._lock = threading.RLock()
+        self._handle = register(self)
+        parameters = self._signature.signature.parameters
+        self._parameters = tuple(parameters)
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if parameter.default is not parameter.empty
+        }
 
     # --- programs and schedules --------------------------------------------------------------
 
@@ -154,11 +143,17 @@ class FusedFunction:
         Args:
             world_size: without a group: for so many ranks, seen by the first.
         """
-        ranks = _Ranks(None, world_size, 0, "") if world_size else _Ranks.of(group)
+        ranks = Ranks(None, world_size, 0, "") if world_size else Ranks.of(group)
         return self._traced(self._signature.bind(args, kwargs), ranks)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Schedule:
         """How a call with these arguments is carried out; arguments as for `program`."""
+        if not kwargs.get("world_size"):
+            rest = {name: value for name, value in kwargs.items() if name != "world_size"}
+            ranks = Ranks.of(rest.pop("group", None))
+            found = self._choice(self._key(self._signature.bind(args, rest), ranks), ranks)
+            if found is not None:
+                return cast("Schedule", found)
         return self._chosen(self.program(*args, **kwargs))
 
     def schedules(self, *args: Any, **kwargs: Any) -> list[Schedule]:
@@ -191,7 +186,7 @@ class FusedFunction:
     def _chosen(self, program: Program) -> Schedule:
         return _schedule(program, self._transformations)
 
-    def _traced(self, values: Mapping[str, Any], ranks: _Ranks) -> Program:
+    def _traced(self, values: Mapping[str, Any], ranks: Ranks) -> Program:
         parameters: dict[str, Parameter] = {}
         static: dict[str, Any] = {}
         for name, value in values.items():
@@ -209,10 +204,10 @@ class FusedFunction:
         program = lower(name, graph, parameters, results, ranks.size, ranks.matches)
         for node in program.inputs:
             if node.layout == SHARD and program.users[node]:
-                _check_part(node, node.name, values[node.name], ranks)
+                check_part(node, node.name, values[node.name], ranks)
         return program
 
-    def _key(self, values: Mapping[str, Any], ranks: _Ranks) -> Any:
+    def _key(self, values: Mapping[str, Any], ranks: Ranks) -> Any:
         arguments = tuple(
             (value.shape, value.dtype)
             if isinstance(value, torch.Tensor)
@@ -233,14 +228,35 @@ class FusedFunction:
                     self._cache[key] = found
         return found
 
-    def _lookup(self, values: Mapping[str, Any], ranks: _Ranks) -> Schedule:
-        found: Schedule = self._cached(
-            self._key(values, ranks), lambda: self._chosen(self._traced(values, ranks))
-        )
+    def _choice(self, key: Any, ranks: Ranks) -> Any:
+        """What the tuner has chosen for calls of a key."""
+        if ranks.group is None or not self._tuned:
+            return None
+        return self._tuned.get(ranks.group, {}).get(key)
+
+    def _choose(self, key: Any, ranks: Ranks, choice: Any, report: Report) -> None:
+        assert ranks.group is not None
+        for kept, value in (
+            (self._tuned.setdefault(ranks.group, {}), choice),
+            (self._reports, report),
+        ):
+            while len(kept) >= _KEPT:
+                del kept[next(iter(kept))]
+            kept[key] = value
+
+    def _lookup(
+        self, values: Mapping[str, Any], ranks: Ranks, targets: Sequence[torch.Tensor] | None
+    ) -> Schedule:
+        key = self._key(values, ranks)
+        found: Schedule | None = self._choice(key, ranks)
+        if found is None and self._auto:
+            found = self._tune(values, ranks, (), targets, SECONDS).chosen
+        if found is None:
+            found = self._cached(key, lambda: self._chosen(self._traced(values, ranks)))
         return found
 
     def _differentiable(
-        self, values: Mapping[str, Any], ranks: _Ranks, wrt: tuple[str, ...]
+        self, values: Mapping[str, Any], ranks: Ranks, wrt: tuple[str, ...]
     ) -> Differentiable:
         def make() -> Differentiable:
             derived = derive(self._traced(values, ranks), wrt)
@@ -250,8 +266,81 @@ class FusedFunction:
                 _schedule(derived.program, self._backward),
             )
 
-        found: Differentiable = self._cached((*self._key(values, ranks), wrt), make)
+        key = (*self._key(values, ranks), wrt)
+        found: Differentiable | None = self._choice(key, ranks)
+        if found is None and self._auto:
+            self._tune(values, ranks, wrt, None, SECONDS)
+            found = self._choice(key, ranks)
+        if found is None:
+            found = self._cached(key, make)
         return found
+
+    # --- the tuner ---------------------------------------------------------------------------
+
+    def tune(
+        self,
+        *args: Any,
+        group: dist.ProcessGroup | None = None,
+        into: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        seconds: float = SECONDS,
+        again: bool = False,
+        **kwargs: Any,
+    ) -> Report:
+        """Times the legal schedules on these arguments; later calls like it take the fastest.
+
+        A collective: all ranks of the group call it, and all choose alike, by the slowest rank's
+        median. It works on copies: the arguments stay as they are. Where an argument requires grad
+        the backward's schedule is chosen, too. What has been chosen before, in this process or, as
+        FUSEDPG_CACHE_DIR remembers, in another one, is not timed again.
+
+        Args:
+            into: the targets, where calls will be of `into`.
+            seconds: no schedule is begun after these; of forward and backward each.
+            again: time also what is known.
+
+        Returns:
+            What was found; print it. `report` has the tables of all.
+        """
+        if self._transformations is not None:
+            raise ValueError("the function has a schedule of its own: tune it without `scheduled`")
+        ranks = Ranks.of(group)
+        values = self._signature.bind(args, kwargs)
+        wrt = _requiring_grad(values) if torch.is_grad_enabled() and into is None else ()
+        targets = [into] if isinstance(into, torch.Tensor) else into
+        return self._tune(values, ranks, wrt, targets, seconds, again)
+
+    def report(self) -> str:
+        """What the tuner has found on this rank: schedules, times, bytes, and what it chose."""
+        return "\n".join(map(str, self._reports.values())) or "nothing has been tuned"
+
+    def _tune(
+        self,
+        values: Mapping[str, Any],
+        ranks: Ranks,
+        wrt: tuple[str, ...],
+        targets: Sequence[torch.Tensor] | None,
+        seconds: float,
+        again: bool = False,
+    ) -> Report:
+        assert ranks.group is not None
+        program = self._traced(values, ranks)
+        if targets is not None:
+            check_targets(program, list(targets), ranks)
+        place, key = (ranks.group, ranks.rank), self._key(values, ranks)
+        if not wrt:
+            report = tuned(program, *place, values, targets or (), seconds=seconds, again=again)
+            self._choose(key, ranks, report.chosen, report)
+            return report
+        derived = derive(program, wrt)
+        report = tuned(derived.forward, *place, values, seconds=seconds, again=again)
+        device = next(v.device for v in values.values() if isinstance(v, torch.Tensor))
+        numbers = {name: values[source] for name, source in derived.numbers}
+        given = stand_ins(derived.program, ranks.rank, device, numbers)
+        backward = tuned(derived.program, *place, given, seconds=seconds, again=again)
+        report = dataclasses.replace(report, backward=backward)
+        plan = Differentiable(derived, report.chosen, backward.chosen)
+        self._choose((*key, wrt), ranks, plan, report)
+        return report
 
     # --- calls -------------------------------------------------------------------------------
 
@@ -270,6 +359,8 @@ class FusedFunction:
             What the function returns, each result in its layout; with `async_op` a `Pending`, whose
             `wait()` returns that.
         """
+        if torch.compiler.is_compiling() and not async_op:
+            return self._as_operation(args, kwargs, group)
         return self._start(args, kwargs, group, async_op, None)
 
     def into(
@@ -287,6 +378,77 @@ class FusedFunction:
         listed = [targets] if isinstance(targets, torch.Tensor) else list(targets)
         return self._start(args, kwargs, group, async_op, listed)
 
+    # --- as an operation of torch.compile ----------------------------------------------------
+
+    def _as_operation(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None
+    ) -> Any:
+        """A call in what torch.compile traces: of it these lines alone are seen."""
+        given = list(args)
+        for name in self._parameters[len(args) :]:
+            if name not in kwargs and name not in self._defaults:
+                raise TypeError(f"missing argument `{name}`")
+            given.append(kwargs[name] if name in kwargs else self._defaults[name])
+        if len(args) + len(kwargs) > len(self._parameters) or len(given) > len(self._parameters):
+            raise TypeError("too many arguments, or one of another name")
+        kinds = described(given)
+        tensors, floats, ints, wrt = [], [], [], []
+        for name, value in zip(self._parameters, given):
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                if value.requires_grad and torch.is_grad_enabled():
+                    wrt.append(name)
+            elif isinstance(value, float):
+                floats.append(value)
+            elif isinstance(value, int) and not isinstance(value, bool):
+                ints.append(value)
+        name = "" if group is None else group.group_name
+        marker, *outputs = torch.ops.fusedpg.fused_function(
+            tensors, floats, ints, self._handle, kinds, name, ",".join(wrt)
+        )
+        count, single, _ = marker.shape
+        return outputs[0] if single else tuple(outputs[:count])
+
+    def bound(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        """Arguments by name, as a call checks them."""
+        return self._signature.bind(given, {})
+
+    def tensor_names(self, kinds: str) -> list[str]:
+        """The parameters that are tensors, of the kinds that `described` gives."""
+        return [n for n, kind in zip(self._parameters, kinds.split("\n")) if kind == "tensor"]
+
+    def place(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
+        """The group's size, and this rank in it."""
+        ranks = Ranks.of(group)
+        return ranks.size, ranks.rank
+
+    def derived(
+        self, values: Mapping[str, Any], group: dist.ProcessGroup | None, wrt: tuple[str, ...]
+    ) -> tuple[Derived | None, Program]:
+        """The program for arguments of which only shapes and types matter, and its derivative."""
+        ranks = Ranks.of(group)
+
+        def make() -> tuple[Derived | None, Program]:
+            program = self._traced(values, ranks)
+            return (derive(program, wrt) if wrt else None), program
+
+        found: tuple[Derived | None, Program] = self._cached(
+            (*self._key(values, ranks), wrt, "derived"), make
+        )
+        return found
+
+    def planned(
+        self, values: Mapping[str, Any], group: dist.ProcessGroup | None, wrt: tuple[str, ...]
+    ) -> tuple[Differentiable | None, Program, tuple[dist.ProcessGroup, int]]:
+        """How a call is carried out, and where."""
+        ranks = Ranks.of(group)
+        assert ranks.group is not None
+        plan = self._differentiable(values, ranks, wrt) if wrt else None
+        schedule = plan.forward if plan else self._lookup(values, ranks, None)
+        return plan, schedule.program, (ranks.group, ranks.rank)
+
+    # --- what calls have in common -----------------------------------------------------------
+
     def _start(
         self,
         args: tuple[Any, ...],
@@ -295,7 +457,7 @@ class FusedFunction:
         async_op: bool,
         targets: list[torch.Tensor] | None,
     ) -> Any:
-        ranks = _Ranks.of(group)
+        ranks = Ranks.of(group)
         values = self._signature.bind(args, kwargs)
         tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
         wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
@@ -307,11 +469,11 @@ class FusedFunction:
         if len({tensor.device for tensor in tensors.values()}) > 1:
             raise ValueError("the tensors of a call are on one device")
         plan = self._differentiable(values, ranks, wrt) if wrt else None
-        schedule = plan.forward if plan else self._lookup(values, ranks)
+        schedule = plan.forward if plan else self._lookup(values, ranks, targets)
         program = schedule.program
         single = plan.derived.single if plan else program.single
         if targets is not None:
-            _check_targets(program, targets, ranks)
+            check_targets(program, targets, ranks)
         say_once()
 
         def finish(results: list[torch.Tensor]) -> Any:
@@ -330,7 +492,7 @@ class FusedFunction:
                 results = attach(plan, (ranks.group, ranks.rank), values, results)
             return results[0] if single else tuple(results)
 
-        executor = Executor(program, ranks.group, ranks.rank, targets or ())
+        executor = Executor(program, ranks.group, ranks.rank, targets or (), async_op=async_op)
         pending = Pending(executor.run(values), finish)
         return pending if async_op else pending.wait()
 
@@ -353,40 +515,15 @@ def _is_any(result: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
     return any(result is tensor for tensor in tensors.values())
 
 
-def _held(layout: Layout, node: Node, ranks: _Ranks) -> tuple[int, ...]:
-    """The shape of what a rank holds."""
-    if layout == SHARD:
-        return (shard_range(node.numel, ranks.size, ranks.rank)[1],)
-    return node.shape
-
-
-def _check_part(node: Node, name: str, tensor: torch.Tensor, ranks: _Ranks) -> None:
-    expected = _held(SHARD, node, ranks)
-    if tuple(tensor.shape) != expected:
-        raise IllegalProgram(
-            f"`{name}` is a Shard of a tensor of shape {list(node.shape)}: rank {ranks.rank} of "
-            f"{ranks.size} holds a 1-d tensor of {expected[0]} elements "
-            f"(fusedpg.shard_range), got shape {list(tensor.shape)}"
-        )
-
-
-def _check_targets(program: Program, targets: list[torch.Tensor], ranks: _Ranks) -> None:
-    if len(targets) != len(program.outputs):
-        raise ValueError(f"{len(program.outputs)} results, {len(targets)} targets")
-    for number, (node, target) in enumerate(zip(program.outputs, targets)):
-        expected = _held(node.layout, node, ranks)
-        if tuple(target.shape) != expected or target.dtype != node.dtype:
-            raise ValueError(
-                f"target {number} is {target.dtype} of shape {list(target.shape)}; the result "
-                f"{node.described()} has {node.dtype} and shape {list(expected)} here"
-            )
-        if any(target is other for other in targets[:number]):
-            raise ValueError(f"target {number} is given twice")
-        if target.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"target {number} requires grad: call it under torch.no_grad()")
-
-
-def fuse(function: Callable[..., Any]) -> FusedFunction:
+@overload
+def fuse(
+    function: Callable[..., Any], *, schedule: Literal["auto"] | None = ...
+) -> FusedFunction: ...
+@overload
+def fuse(*, schedule: Literal["auto"] | None = ...) -> Callable[..., FusedFunction]: ...
+def fuse(
+    function: Callable[..., Any] | None = None, *, schedule: Literal["auto"] | None = None
+) -> FusedFunction | Callable[..., FusedFunction]:
     """A function of tensors in which collectives and elementwise operations are one program.
 
     ::
@@ -405,7 +542,16 @@ def fuse(function: Callable[..., Any]) -> FusedFunction:
     parameters are numbers that may differ between calls; of a bool, str or None each value has a
     program of its own. docs/fusion.md has the operations and the rules.
 
+    Args:
+        schedule: "auto": the first call with each shape and type times the legal schedules on the
+            group (`FusedFunction.tune`), and later ones take the fastest. None: the cheapest by a
+            model.
+
     Raises:
         IllegalProgram: at the first call with arguments of some shapes, naming node and line.
     """
-    return FusedFunction(function)
+    if schedule not in (None, "auto"):
+        raise ValueError(f'schedule is "auto" or None, got {schedule!r}')
+    if function is None:
+        return functools.partial(FusedFunction, auto=schedule == "auto")
+    return FusedFunction(function, auto=schedule == "auto")

@@ -8,6 +8,7 @@ each operation, as torch does. What is not known here is `Unsupported`, and runs
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from fusedpg.fusion.codegen_text import HEAD, MATH
 from fusedpg.fusion.ir import Group, Node, Program
 
 FULL, PART, AS_IS = 0, 1, 2  # ProgramCall::Operand
+_MOST_SOURCES = 8  # kMostProgramSources
 
 _STORED = {
     torch.float32: "float",
@@ -71,10 +73,15 @@ class Source:
     periods: tuple[int, ...]  # behind the seeds: how operands repeat
     shapes: str
 
-    @property
+    @functools.cached_property
+    def code(self) -> str:
+        """The text without its comments."""
+        return code(self.text)
+
+    @functools.cached_property
     def key(self) -> int:
         """What all ranks must have: what is computed, of which types and shapes."""
-        text = f"{code(self.text)}\n{self.shapes}"
+        text = f"{self.code}\n{self.shapes}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -113,7 +120,7 @@ class _Writer:
     def _operand(self, value: Node, kind: int) -> int:
         if value not in self._operands:
             self._operands[value] = (len(self._operands), kind)
-        return self._operands[value][0] + 1
+        return self._operands[value][0]
 
     def _load(self, node: Node) -> None:
         """A value that comes from outside of the group, or the sum over the ranks."""
@@ -160,12 +167,29 @@ class _Writer:
         given = node.operands[0].dtype
         assert given is not None and node.dtype is not None
         stored = _STORED[given]
-        wide = stored if op in ("min", "max") or given not in _HALVES else "float"
+        picks = op in ("min", "max")
+        wide = stored if picks or given not in _HALVES else "float"
         self._before.append(
-            f"const {wide}* sum = static_cast<const {wide}*>(a->inputs[0]);"
+            f"const {wide}* sum = static_cast<const {wide}*>(a->sources[0]);"
             f"  // over the ranks: {op}"
         )
+        ranks = self._program.world_size
         text = "load(sum + at + i)"
+        if ranks <= _MOST_SOURCES:  # they are added here
+            total = ""
+            for rank in range(ranks):
+                self._before.append(
+                    f"const {stored}* part{rank} = "
+                    f"static_cast<const {stored}*>(kFolded ? nullptr : a->sources[{rank}]);"
+                )
+                one = f"load(part{rank} + at + i)"
+                if not total:
+                    total = one
+                elif picks:
+                    total = f"{'greater' if op == 'max' else 'lesser'}({total}, {one})"
+                else:
+                    total = f"({total} + {one})"
+            text = f"(kFolded ? {text} : {total})"
         if op == "mean":
             text = f"{text} / {self._program.world_size}"
         return self._rounded(text, node.dtype)
@@ -388,11 +412,12 @@ class _Writer:
                 for number, (node, value) in enumerate(zip((n for n, _ in outputs), values)):
                     assert node.dtype is not None
                     stored = _STORED[node.dtype]
-                    out = f"{self._names[node]}out"
-                    self._before.append(
-                        f"{stored}* {out} = static_cast<{stored}*>(a->outputs[{number}]);"
-                    )
-                    body.append(f"store({out} + at + i, {self._names[value]});")
+                    name = self._names[node]
+                    self._before.append(f"const Output {name}to = a->outputs[{number}];")
+                    arrays.append(f"alignas(64) {stored} {name}results[kTile];")
+                    lines.append(f"{stored}* {name}out = place({name}to, {name}results, at);")
+                    body.append(f"store({name}out + i, {self._names[value]});")
+                    after.append(f"deliver({name}to, {name}out, at, n);")
             lines += ["VECTORISE", "for (uint64_t i = 0; i < n; ++i) {"]
             lines += ["  " + line for line in body]
             lines += ["}", *after]
@@ -416,13 +441,22 @@ class _Writer:
     def _text_of_file(self, body: list[str], math_needed: bool) -> str:
         comment = [f"// {self._program.name}, on {self._program.world_size} ranks"]
         comment += [f"// {line}" for line in self._given() + self._described()]
+        direct = "compute<false>(a, begin, count)"
+        if self._program.world_size > _MOST_SOURCES:
+            direct = "void()"
         function = [
-            'extern "C" void fusedpg_epilogue_1(const Args* a, uint64_t begin, uint64_t count) {',
+            "template <bool kFolded>",
+            "void compute(const Args* a, uint64_t begin, uint64_t count) {",
             *("  " + line for line in self._before),
             "  for (uint64_t at = 0; at < count; at += kTile) {",
             "    const uint64_t n = count - at < kTile ? count - at : kTile;",
             *("    " + line for line in body),
             "  }",
+            "  fence();",
+            "}",
+            "",
+            'extern "C" void fusedpg_epilogue_2(const Args* a, uint64_t begin, uint64_t count) {',
+            f"  a->num_sources == 0 ? compute<true>(a, begin, count) : {direct};",
             "}",
         ]
         head = HEAD + (MATH if math_needed else "")

@@ -5,6 +5,10 @@ HEAD = """\
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #if defined(__clang__)
 #define VECTORISE _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -14,14 +18,23 @@ HEAD = """\
 namespace {
 
 // csrc/collectives/fused_program.hpp
+struct Output {
+  void* const* to;
+  uint64_t num;
+  uint32_t direct;
+  uint32_t stream;
+};
 struct Args {
+  const void* const* sources;
+  uint64_t num_sources;
   const void* const* inputs;
-  void* const* outputs;
+  const Output* outputs;
   const double* numbers;
   const uint64_t* seeds;
 };
 
-constexpr uint64_t kTile = 512;
+constexpr uint64_t kTile = 1024;
+constexpr uint64_t kLine = 64;
 
 struct bfloat16 {
   uint16_t bits;
@@ -70,6 +83,58 @@ inline void store(float16* to, float value) {
   *to = float16(value);
 }
 
+// Full lines go around the cache; the ends are ordinary stores.
+inline void write(char* to, const char* from, uint64_t bytes, bool stream) {
+#if defined(__x86_64__)
+  if (stream) {
+    const uint64_t lead = -reinterpret_cast<uintptr_t>(to) & (kLine - 1);
+    const uint64_t head = lead < bytes ? lead : bytes;
+    std::memcpy(to, from, head);
+    uint64_t at = head;
+    for (; at + kLine <= bytes; at += kLine) {
+#if defined(__AVX512F__)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
+#elif defined(__AVX2__)
+      const auto* in = reinterpret_cast<const __m256i*>(from + at);
+      const __m256i a = _mm256_loadu_si256(in), b = _mm256_loadu_si256(in + 1);
+      auto* out = reinterpret_cast<__m256i*>(to + at);
+      _mm256_stream_si256(out, a);
+      _mm256_stream_si256(out + 1, b);
+#else
+      const auto* in = reinterpret_cast<const __m128i*>(from + at);
+      auto* out = reinterpret_cast<__m128i*>(to + at);
+      for (int k = 0; k < 4; ++k) {
+        _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
+      }
+#endif
+    }
+    std::memcpy(to + at, from + at, bytes - at);
+    return;
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+// Where a tile of a result is computed.
+template <typename T>
+inline T* place(const Output& output, T* tile, uint64_t at) {
+  return output.direct ? static_cast<T*>(output.to[0]) + at : tile;
+}
+template <typename T>
+inline void deliver(const Output& output, const T* values, uint64_t at, uint64_t n) {
+  for (uint64_t k = output.direct ? 1 : 0; k < output.num; ++k) {
+    write(
+        reinterpret_cast<char*>(static_cast<T*>(output.to[k]) + at),
+        reinterpret_cast<const char*>(values), n * sizeof(T), output.stream);
+  }
+}
+// Streamed stores are weakly ordered: who is told afterwards that the data are there must see them.
+inline void fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // A NaN of either comes out.
 template <typename T>
 inline T maximum(T a, T b) {
@@ -78,6 +143,16 @@ inline T maximum(T a, T b) {
 template <typename T>
 inline T minimum(T a, T b) {
   return a != a || a < b ? a : b;
+}
+
+// The same over the ranks: of -0 and +0 the earlier stays.
+template <typename T>
+inline T greater(T a, T b) {
+  return b != b || b > a ? b : a;
+}
+template <typename T>
+inline T lesser(T a, T b) {
+  return b != b || b < a ? b : a;
 }
 
 // Operands that repeat with a period, or stay for so many elements.

@@ -25,6 +25,8 @@ import torch
 
 from fusedpg._registration import load_extension
 from fusedpg.fusion.codegen import code
+from fusedpg.fusion.errors import FusionError
+from fusedpg.fusion.private import directory
 
 _log = logging.getLogger("fusedpg")
 # For compiling, and for waiting for who compiles.
@@ -40,7 +42,7 @@ _functions: dict[str, int] = {}  # by source; 0: it failed
 _libraries: list[ctypes.CDLL] = []  # stay loaded
 
 
-class CompileError(Exception):
+class CompileError(FusionError):
     """Why there is no library."""
 
 
@@ -69,17 +71,6 @@ def _flags(text: str) -> list[str]:
         flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
         flags += [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     return flags
-
-
-def _directory(configured: str) -> Path:
-    if not configured:
-        raise CompileError("there is no cache directory: set HOME or FUSEDPG_CACHE_DIR")
-    directory = Path(configured) / "fusion"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise CompileError(f"{directory} belongs to, or is written by, other users")
-    return directory
 
 
 def _whole(path: Path) -> bool:
@@ -137,7 +128,7 @@ def _library(text: str, name: str) -> Path:
     compiler, version = _compiler(given)
     flags = _flags(text)
     facts = "\n".join([code(text), *flags, torch.__version__, compiler, version])
-    path = _directory(cache) / f"{hashlib.sha256(facts.encode()).hexdigest()[:40]}.so"
+    path = directory(cache, "fusion") / f"{hashlib.sha256(facts.encode()).hexdigest()[:40]}.so"
     if _whole(path):
         return path
     deadline = time.monotonic() + _DEADLINE
@@ -167,9 +158,9 @@ def function(text: str, name: str) -> int:
             try:
                 library = ctypes.CDLL(str(_library(text, name)))
                 _libraries.append(library)
-                address = ctypes.cast(library.fusedpg_epilogue_1, ctypes.c_void_p).value
+                address = ctypes.cast(library.fusedpg_epilogue_2, ctypes.c_void_p).value
                 _functions[key] = address or 0
-            except (CompileError, OSError, subprocess.SubprocessError, AttributeError) as error:
+            except (FusionError, OSError, subprocess.SubprocessError, AttributeError) as error:
                 _functions[key] = 0
                 _log.warning("%s is not compiled, and runs operation by operation: %s", name, error)
         return _functions[key]

@@ -20,7 +20,6 @@ from fusedpg.fusion.ir import Group, Node, Program
 
 _log = logging.getLogger("fusedpg")
 _lock = threading.Lock()
-_kernels: weakref.WeakKeyDictionary[Group, Kernel] = weakref.WeakKeyDictionary()
 
 Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
@@ -34,7 +33,9 @@ class Kernel:
         self._program = program
         self.reason = ""  # why it runs operation by operation, as far as the program goes
         self.source: Source | None = None
-        self._eager: set[str] = set()  # names of groups of which one has no function
+        self._address = 0  # of the compiled function
+        # Groups of which a rank has no function.
+        self._eager: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         try:
             self.source = generate(group, nodes, program)
         except Unsupported as unsupported:
@@ -54,7 +55,7 @@ class Kernel:
             backend = _backend(group)
         except ValueError:
             return None
-        return None if group.group_name in self._eager else backend
+        return None if group in self._eager else backend
 
     def run(
         self,
@@ -65,8 +66,12 @@ class Kernel:
         rank: int,
         given: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
+        async_op: bool,
     ) -> Generator[Any, None, bool]:
-        """Whether it has been done; then the values that others use are there."""
+        """Whether it has been done; then the values that others use are there.
+
+        Without `async_op` this thread does it, which saves waking another one.
+        """
         source = self.source
         assert source is not None
         contribution = values[source.scatter.operands[0]].contiguous()
@@ -89,15 +94,16 @@ class Kernel:
                 raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
         length = shard_range(source.scatter.numel, self._program.world_size, rank)[1]
         results = []
+        spans = _Spans()
         for node, whole in source.outputs:
-            target = self._target(node, values, given, targets)
+            target = self._target(node, values, given, targets, spans)
             if target is None:
                 target = torch.empty(node.shape if whole else (length,), dtype=node.dtype)
             results.append(target)
         done = torch.zeros(1, dtype=torch.uint8)
         op = source.scatter.attribute("op")
         work = backend.fused_program_(
-            compile.function(source.text, self._name),
+            self._address or self._compiled(source),
             source.key,
             "sum" if op == "mean" else op,
             contribution,
@@ -108,17 +114,21 @@ class Kernel:
             numbers,
             [*seeds, *source.periods],
             done,
-            True,
+            async_op,
         )
         if work is not None:
             yield work
         if not done.item():
-            self._eager.add(group.group_name)
+            self._eager.add(group)
             _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
             return False
         for (node, _), result in zip(source.outputs, results):
             values[node] = result
         return True
+
+    def _compiled(self, source: Source) -> int:
+        self._address = compile.function(source.text, self._name)
+        return self._address
 
     def _target(
         self,
@@ -126,6 +136,7 @@ class Kernel:
         values: Mapping[Node, Any],
         given: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
+        spans: _Spans,
     ) -> torch.Tensor | None:
         """Where the caller wants a result, if it can be written there while others are computed."""
         source, program = self.source, self._program
@@ -135,14 +146,14 @@ class Kernel:
         target = targets[program.outputs.index(node)]
         if not target.is_contiguous() or target.device.type != "cpu":
             return None
-        if any(other is not target and _overlap(other, target) for other in targets):
+        if any(other is not target and spans.overlap(other, target) for other in targets):
             return None
         kinds = dict(source.operands)
         first = next((x for x, whole in source.outputs if whole), None)
         whole = dict(source.outputs)[node]
         for argument in program.inputs:
-            value = values.get(argument)
-            if not isinstance(value, torch.Tensor) or not _overlap(value, target):
+            value = None if argument.scalar else values.get(argument)
+            if value is None or not spans.overlap(value, target):
                 continue
             # It may be what is read element by element, by nobody else.
             same = (
@@ -163,29 +174,45 @@ class Kernel:
                 return None
         # Arguments that are no longer needed have left `values`.
         for value in given:
-            if _overlap(value, target) and not any(value is x for x in values.values()):
+            if spans.overlap(value, target) and not any(value is x for x in values.values()):
                 return None
         return target
 
 
-def _span(t: torch.Tensor) -> tuple[int, int]:
-    if not t.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+class _Spans:
+    """Where tensors lie, looked up once a call."""
 
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[int, int]] = {}
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    (a0, a1), (b0, b1) = _span(a), _span(b)
-    return a0 < b1 and b0 < a1
+    def _of(self, t: torch.Tensor) -> tuple[int, int]:
+        found = self._found.get(id(t))
+        if found is None:
+            first, size = t.data_ptr(), t.element_size()
+            if t.is_contiguous():
+                found = first, first + t.numel() * size
+            else:
+                last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+                found = first, first + (last + 1) * size if t.numel() else first
+            self._found[id(t)] = found
+        return found
+
+    def overlap(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        (a0, a1), (b0, b1) = self._of(a), self._of(b)
+        return a0 < b1 and b0 < a1
 
 
 def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
-    """Of a group of kind "collective"; generated once."""
+    """Of a group of kind "collective"; generated once.
+
+    Groups are kept by transformations, and programs with the same group have other results: so
+    it belongs to the program, with which it goes.
+    """
     with _lock:
-        if group not in _kernels:
-            _kernels[group] = Kernel(group, nodes, program)
-        return _kernels[group]
+        found: Kernel | None = program.made.get(group)
+        if found is None:
+            found = program.made[group] = Kernel(group, nodes, program)
+        return found
 
 
 def generated(program: Program) -> str:

@@ -56,8 +56,11 @@ class Executor:
         group: dist.ProcessGroup | None,
         rank: int,
         targets: Sequence[torch.Tensor] = (),
+        *,
+        async_op: bool = False,
     ) -> None:
         self._targets = targets
+        self._async_op = async_op  # what runs it does something else meanwhile
         self._program = program
         self._group = group
         self._world_size = program.world_size
@@ -107,7 +110,14 @@ class Executor:
             return False
         return (
             yield from found.run(
-                self._group, backend, self._values, self._slice, self._rank, given, self._targets
+                self._group,
+                backend,
+                self._values,
+                self._slice,
+                self._rank,
+                given,
+                self._targets,
+                self._async_op,
             )
         )
 

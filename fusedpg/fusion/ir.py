@@ -176,6 +176,11 @@ class Program:
         return {node: tuple(users) for node, users in found.items()}
 
     @functools.cached_property
+    def made(self) -> dict[Any, Any]:
+        """What is made of the program, by whoever makes it: it lives as long as the program."""
+        return {}
+
+    @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
         """Groups and single nodes in an order in which each finds its operands.
 

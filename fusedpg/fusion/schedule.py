@@ -81,6 +81,11 @@ def cheapest(program: Program) -> Schedule:
     return min(schedules(program), key=_cost)
 
 
+def ordered(program: Program) -> list[Schedule]:
+    """The legal schedules, the cheapest by that model first."""
+    return sorted(schedules(program), key=_cost)
+
+
 def _cost(schedule: Schedule) -> tuple[int, ...]:
     program = schedule.program
     work = sum(

@@ -73,6 +73,10 @@ def test_between_hosts(names: str, transport: str) -> None:
         workers.run(compiled.sizes, 70_001, dtype)
 
 
+def test_nothing_stays_behind() -> None:
+    harness.pool(2).run(compiled.collected)
+
+
 def test_compiling_at_once(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "compile_at_once.py"
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,3 +205,37 @@ def broadcasts(context: Context) -> None:
     assert done() == before + 1
     for x, y in zip(got, expected):
         assert torch.equal(x, y)
+
+
+def collected(context: Context) -> None:
+    """Neither a destroyed group nor a dropped function stays behind, with what was made of them."""
+    group = dist.new_group(backend=context.backend)
+
+    def step(g: fusion.Partial, w: fusion.Replicate) -> Any:
+        return w - 0.5 * fusion.all_reduce(g)
+
+    fused = fusedpg.fuse(step)
+    run = fused.scheduled(fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
+    x = torch.ones(40)
+    before = done()
+    with compiles(context):
+        run(x, x, group=group)
+        run(x, x)
+    assert done() == before + 1
+    program = run.schedule(x, x).program
+    (unit,) = [(g, nodes) for g, nodes in program.units if g is not None]
+    kernel = compiled.kernel(*unit, program)
+    assert compiled.kernel(*unit, program) is kernel
+    # Another program of the same group returns something else.
+    other = dataclasses.replace(program, outputs=(*program.outputs, unit[1][-1].operands[0]))
+    assert compiled.kernel(*unit, other) is not kernel
+    backend = weakref.ref(group)
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert backend() is None
+    dropped = [weakref.ref(one) for one in (run, program, unit[0], kernel)]
+    del run, fused, step, program, unit, kernel, other
+    gc.collect()
+    assert [one() for one in dropped] == [None] * len(dropped)

@@ -11,7 +11,7 @@ from pathlib import Path
 from fusedpg.fusion import compile as compiling
 
 TEXT = """#include <cstdint>
-extern "C" void fusedpg_epilogue_1(const void*, uint64_t, uint64_t) {}
+extern "C" void fusedpg_epilogue_2(const void*, uint64_t, uint64_t) {}
 """
 
 

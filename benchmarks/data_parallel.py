@@ -1,0 +1,228 @@
+"""Time an optimizer step written as a fused function, under each kind of schedule.
+
+    python benchmarks/data_parallel.py --check-bars
+    python benchmarks/data_parallel.py --world-size 4 --sizes 16M,100M
+
+The experiment of CoCoNet (ASPLOS 2022, figure 10) for this project: SGD with momentum and AdamW
+over 2^10 to 2^26 elements of fp32, as functions of `fusedpg.fuse` that write into their arguments,
+in the arena. The arms, in turn:
+
+    as written            all_reduce, and operation by operation
+    on slices             reduce-scatter, the same operations on the owned slice, all-gather
+    one operation         the same as one operation of the group, with generated C++
+    fused_sgd_, ...       the operation that is written by hand
+    gloo all_reduce, ...  Gloo's all_reduce, then torch's operations in place, on every rank all
+
+Before anything is timed each arm makes five steps on known gradients, against one process on the
+averaged gradients; of SGD the generated step must have the bits of the schedules that run operation
+by operation (AdamW's square roots are exact there, and torch's may not be). How times are taken:
+see `_harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import _harness as harness
+import fusedpg
+from _harness import COPY, Bar, Context, Row
+from fused_step import CHECKED_STEPS, TOLERANCE, Gradients, initial
+from fusedpg import fusion
+from fusedpg.fusion import Partial, Replicate, Shard, all_reduce
+
+SGD, ADAMW = "sgd step", "adamw step"
+WRITTEN, SLICES, ONE = "as written", "on slices", "one operation"
+BY_HAND = {SGD: "fused_sgd_", ADAMW: "fused_adamw_"}
+GLOO = {SGD: "gloo all_reduce + SGD", ADAMW: "gloo all_reduce + eager AdamW"}
+LR, MOMENTUM, BETAS, EPS, WEIGHT_DECAY = 1e-2, 0.9, (0.9, 0.999), 0.1, 1e-2
+M = 1 << 20
+BARS = [
+    bar
+    for case in (SGD, ADAMW)
+    for size in (16 * M, 100 * M)
+    for bar in (
+        Bar(2, case, ONE, size, BY_HAND[case], at_most=1.1),
+        Bar(2, case, ONE, size, GLOO[case], at_least=5),
+    )
+]
+_ON_SLICES = (fusion.Reorder(), fusion.AsShard())
+SCHEDULES: dict[str, tuple[fusion.Transformation, ...]] = {
+    WRITTEN: (),
+    SLICES: _ON_SLICES,
+    ONE: (*_ON_SLICES, fusion.FuseCollective()),
+}
+
+
+@fusedpg.fuse
+def sgd(g: Partial, w: Replicate, m: Shard, momentum: float, lr: float) -> Any:
+    m = momentum * m + all_reduce(g, "mean")
+    return w - lr * m, m
+
+
+@fusedpg.fuse
+def adamw(
+    g: Partial,
+    w: Replicate,
+    m: Shard,
+    v: Shard,
+    beta1: float,
+    beta2: float,
+    keep: float,
+    eps: float,
+    step_size: float,
+    root: float,
+) -> Any:
+    g = all_reduce(g, "mean")
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * (g * g)
+    return w * keep - step_size * (m / (torch.sqrt(v) / root + eps)), m, v
+
+
+def corrected(step: int) -> tuple[float, float]:
+    """AdamW's lr / (1 - beta1^step), and sqrt(1 - beta2^step)."""
+    return LR / (1 - BETAS[0] ** step), (1 - BETAS[1] ** step) ** 0.5
+
+
+class Step:
+    """Parameters, gradients and state; of the state a rank has its slice, or all of it."""
+
+    def __init__(self, case: str, w: Tensor, g: Tensor, owned: int) -> None:
+        self.case, self.w, self.g = case, w, g
+        self.state = [torch.zeros(owned) for _ in range(1 if case == SGD else 2)]
+        self.steps = torch.zeros(())
+        self.count = 0
+
+    def reset(self) -> None:
+        self.w.copy_(initial(self.w.numel()))
+        for state in self.state:
+            state.zero_()
+        self.steps.zero_()
+        self.count = 0
+
+    def program(self, *schedule: fusion.Transformation) -> Callable[[], object]:
+        if self.case == SGD:
+            run, (m,) = sgd.scheduled(*schedule), self.state
+            return lambda: run.into((self.w, m), self.g, self.w, m, MOMENTUM, LR)
+        step, (m, v) = adamw.scheduled(*schedule), self.state
+        keep = 1 - LR * WEIGHT_DECAY
+
+        def call() -> None:
+            self.count += 1
+            numbers = (*BETAS, keep, EPS, *corrected(self.count))
+            step.into((self.w, m, v), self.g, self.w, m, v, *numbers)
+
+        return call
+
+    def by_hand(self) -> Callable[[], object]:
+        if self.case == SGD:
+            (m,) = self.state
+            return lambda: fusedpg.fused_sgd_(
+                [self.w], [self.g], [m], lr=LR, momentum=MOMENTUM, weight_decay=0.0,
+                dampening=0.0, nesterov=False, is_first_step=False,
+            )  # fmt: skip
+        m, v = self.state
+        return lambda: fusedpg.fused_adamw_(
+            [self.w], [self.g], [m], [v], [], [self.steps],
+            lr=LR, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS,
+        )  # fmt: skip
+
+    def update(self, gradient: Tensor) -> None:
+        """With torch's operations, in place where they allow."""
+        self.count += 1
+        if self.case == SGD:
+            (m,) = self.state
+            self.w.sub_(m.mul_(MOMENTUM).add_(gradient), alpha=LR)
+            return
+        m, v = self.state
+        m.mul_(BETAS[0]).add_(gradient, alpha=1 - BETAS[0])
+        v.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        step_size, root = corrected(self.count)
+        self.w.mul_(1 - LR * WEIGHT_DECAY)
+        self.w.addcdiv_(m, v.sqrt().div_(root).add_(EPS), value=-step_size)
+
+    def with_gloo(self, group: dist.ProcessGroup) -> Callable[[], object]:
+        world_size = dist.get_world_size(group)
+
+        def call() -> None:
+            dist.all_reduce(self.g, group=group)
+            self.update(self.g.div_(world_size))
+
+        return call
+
+
+def main() -> int:
+    sizes = ",".join(str(4 << power) for power in range(10, 27, 4)) + ",16M,100M"
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=sizes, rounds=31)
+    parser.add_argument("--cases", default=f"{SGD},{ADAMW}", help="of the two, by comma")
+    args = parser.parse_args()
+    args.sizes = sorted(set(args.sizes))
+    harness.finish("data_parallel", harness.run(worker, args), args, bars=BARS)
+    return 0
+
+
+def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    cases = [(case, size) for case in args.cases.split(",") for size in args.sizes]
+    rows = []
+    title = "{0[0]}, {1}".format
+    for case, size in harness.progress(
+        context, cases, lambda one: title(one, harness.format_size(one[1]))
+    ):
+        arms = {COPY: harness.copy_arm(size)} | made(context, case, size // 4)
+        # The large ones take seconds a round.
+        rounds = args.rounds if size <= 32 * M else max(args.rounds // 3, 3)
+        rows += harness.measure(context, arms, case=case, size=size, rounds=rounds)
+        del arms
+    return rows
+
+
+def made(context: Context, case: str, numel: int) -> dict[str, Callable[[], object]]:
+    """The arms, which have made the steps that they should."""
+    gradients = Gradients(numel, density=1)
+    reference = Step(case, initial(numel), torch.empty(0), numel)
+    for step in range(CHECKED_STEPS):
+        total = gradients.of(step, 0)
+        for rank in range(1, context.world_size):
+            total += gradients.of(step, rank)
+        reference.update(total.div_(context.world_size))
+    arms: dict[str, Callable[[], object]] = {}
+    bits: Tensor | None = None
+
+    def check(name: str, mine: Step, call: Callable[[], object]) -> None:
+        mine.reset()
+        for step in range(CHECKED_STEPS):
+            mine.g.copy_(gradients.of(step, context.rank))
+            call()
+        error = ((mine.w - reference.w).norm() / reference.w.norm()).item()
+        harness.require(error <= TOLERANCE, f"{name}: relative difference {error:.2e}")
+        harness.require(harness.same_on_all_ranks(mine.w), f"{name}: ranks differ")
+        mine.g.copy_(gradients.of(0, context.rank))
+        arms[name] = call
+
+    if "fused" in context.groups:
+        owned = fusedpg.shard_range(numel, context.world_size, context.rank)[1]
+        mine = Step(case, fusedpg.empty(numel), fusedpg.empty(numel), owned)
+        for name, schedule in SCHEDULES.items():
+            before = int(fusedpg.stats().get("fused_program", {}).get("calls", 0))
+            check(name, mine, mine.program(*schedule))
+            after = int(fusedpg.stats().get("fused_program", {}).get("calls", 0))
+            generated = CHECKED_STEPS if name == ONE else 0
+            harness.require(after - before == generated, f"{name}: {after - before} generated")
+            bits = mine.w.clone() if bits is None else bits
+            same = case != SGD or torch.equal(mine.w, bits)
+            harness.require(same, f"{name}: other bits")
+        check(BY_HAND[case], mine, mine.by_hand())
+    if "gloo" in context.groups:
+        whole = Step(case, torch.empty(numel), torch.empty(numel), numel)
+        check(GLOO[case], whole, whole.with_gloo(context.groups["gloo"]))
+    return arms
+
+
+if __name__ == "__main__":
+    sys.exit(main())

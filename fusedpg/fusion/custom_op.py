@@ -1,0 +1,234 @@
+"""Calls of fused functions as operations that torch.compile takes as they are.
+
+An operation gets tensors and numbers; what else there is travels as text: the kinds of the
+arguments, the group's name, and which arguments require grad. A function is named by a number.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from fusedpg.fusion.autograd import Differentiable, complete, kept_values, numbers_of, run_backward
+from fusedpg.fusion.derive import Derived
+from fusedpg.fusion.eager import Executor
+from fusedpg.fusion.ir import Node, Program
+from fusedpg.fusion.places import held
+
+if TYPE_CHECKING:
+    from fusedpg.fusion.api import FusedFunction
+
+_functions: weakref.WeakValueDictionary[int, FusedFunction] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(function: FusedFunction) -> int:
+    """The number by which operations find a function."""
+    number = next(_numbers)
+    _functions[number] = function
+    return number
+
+
+def described(values: Sequence[Any]) -> str:
+    """The kinds of arguments, a line each; torch.compile traces this."""
+    lines = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            lines.append("tensor")
+        elif isinstance(value, (bool, str)) or value is None:
+            lines.append("= " + repr(value))
+        else:
+            lines.append("int" if isinstance(value, int) else "float")
+    return "\n".join(lines)
+
+
+def _values(
+    function: FusedFunction,
+    kinds: str,
+    tensors: Sequence[Any],
+    floats: Sequence[float],
+    ints: Sequence[int],
+) -> dict[str, Any]:
+    sources = {"tensor": iter(tensors), "float": iter(floats), "int": iter(ints)}
+    given = [
+        ast.literal_eval(line[2:]) if line.startswith("= ") else next(sources[line])
+        for line in kinds.split("\n")
+    ]
+    return function.bound(tuple(given))
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    return dist.distributed_c10d._resolve_process_group(cast("Any", name)) if name else None
+
+
+def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Shapes and types alone: a program has fixed shapes."""
+    return [
+        torch.empty(tuple(int(size) for size in x.shape), dtype=x.dtype, device="meta")
+        for x in tensors
+    ]
+
+
+def _marker(count: int, single: bool) -> Tensor:
+    """An empty tensor whose shape tells how many of the outputs are results."""
+    return torch.empty(count, int(single), 0)
+
+
+def _distinct(results: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """An operation's outputs share memory neither with its inputs nor with one another."""
+    taken = {x.untyped_storage()._cdata for x in given}
+    found = []
+    for result in results:
+        place = result.untyped_storage()._cdata
+        found.append(result.clone() if place in taken else result)
+        taken.add(place)
+    return found
+
+
+@torch.library.custom_op("fusedpg::fused_function", mutates_args=())
+def fused_function(
+    tensors: Sequence[Tensor],
+    floats: Sequence[float],
+    ints: Sequence[int],
+    handle: int,
+    kinds: str,
+    group: str,
+    wrt: str,
+) -> list[Tensor]:
+    """A marker, the results, and what the backward needs of them."""
+    function = _functions[handle]
+    values = _values(function, kinds, tensors, floats, ints)
+    plan, program, place = function.planned(values, _group(group), _names(wrt))
+    results = complete(Executor(program, *place).run(values))
+    count = plan.results if plan else len(results)
+    single = plan.derived.single if plan else program.single
+    return [_marker(count, single), *_distinct(results, tensors)]
+
+
+@fused_function.register_fake
+def _(
+    tensors: Sequence[Tensor],
+    floats: Sequence[float],
+    ints: Sequence[int],
+    handle: int,
+    kinds: str,
+    group: str,
+    wrt: str,
+) -> list[Tensor]:
+    derived, program = _seen(tensors, handle, kinds, group, wrt)
+    count = len(derived.differentiable) if derived else len(program.outputs)
+    outputs = derived.forward.outputs if derived else program.outputs
+    single = derived.single if derived else program.single
+    device = tensors[0].device if tensors else torch.device("cpu")
+    place = _functions[handle].place(_group(group))
+    return [_marker(count, single), *(_like(node, place, device) for node in outputs)]
+
+
+def _names(wrt: str) -> tuple[str, ...]:
+    return tuple(wrt.split(",")) if wrt else ()
+
+
+def _seen(
+    tensors: Sequence[Tensor], handle: int, kinds: str, group: str, wrt: str
+) -> tuple[Derived | None, Program]:
+    """The program of a call, and its derivative; of numbers only the kinds matter."""
+    function = _functions[handle]
+    with unset_fake_temporarily():
+        many = kinds.count("\n") + 1
+        values = _values(function, kinds, _stand_ins(tensors), [0.5] * many, [1] * many)
+        return function.derived(values, _group(group), _names(wrt))
+
+
+def _like(node: Node, place: tuple[int, int], device: torch.device) -> Tensor:
+    return torch.empty(held(node.layout, node, *place), dtype=node.dtype, device=device)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fusedpg::fused_function_backward", mutates_args=())
+def fused_function_backward(
+    kept: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    like: Sequence[Tensor],
+    floats: Sequence[float],
+    ints: Sequence[int],
+    handle: int,
+    kinds: str,
+    group: str,
+    wrt: str,
+) -> list[Tensor]:
+    """The gradients of `wrt`; `like` has the shapes and types of the function's tensors."""
+    function = _functions[handle]
+    values = _values(function, kinds, like, floats, ints)
+    plan, _, place = function.planned(values, _group(group), _names(wrt))
+    assert plan is not None
+    found = run_backward(plan, place, kept, numbers_of(plan, values), gradients)
+    return _distinct([found[name] for name in _names(wrt)], [*kept, *gradients])
+
+
+@fused_function_backward.register_fake
+def _(
+    kept: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    like: Sequence[Tensor],
+    floats: Sequence[float],
+    ints: Sequence[int],
+    handle: int,
+    kinds: str,
+    group: str,
+    wrt: str,
+) -> list[Tensor]:
+    derived, _ = _seen(like, handle, kinds, group, wrt)
+    assert derived is not None
+    nodes: Mapping[str, Node] = dict(zip(derived.gradients, derived.program.outputs))
+    place = _functions[handle].place(_group(group))
+    return [_like(nodes[name], place, like[0].device) for name in _names(wrt)]
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, floats, ints, handle, kinds, group, wrt = inputs
+    ctx.rest = (floats, ints, handle, kinds, group, wrt)
+    ctx.count = len(tensors)
+    if not wrt:
+        return
+    derived, _ = _seen(tensors, handle, kinds, group, wrt)
+    assert derived is not None
+    values = _values(_functions[handle], kinds, tensors, floats, ints)
+    plan = Differentiable(derived, None, None)  # type: ignore[arg-type]  # its kept values alone
+    kept = kept_values(plan, values, output[1:])
+    ctx.results = len(derived.differentiable)
+    ctx.kept = len(kept)
+    # Shapes and types of the arguments, in no memory.
+    like = [x.new_empty(1).expand(x.shape) if math.prod(x.shape) else x for x in tensors]
+    ctx.save_for_backward(*kept, *like)
+
+
+def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
+    floats, ints, handle, kinds, group, wrt = ctx.rest
+    # Lists of numbers have no gradient; empty ones count as lists of tensors.
+    none: tuple[Any, ...] = (None if floats else [], None if ints else [], None, None, None, None)
+    if not wrt:
+        return [None] * ctx.count, *none
+    saved = ctx.saved_tensors
+    kept, like = saved[: ctx.kept], saved[ctx.kept :]
+    found = torch.ops.fusedpg.fused_function_backward(
+        list(kept),
+        [x.contiguous() for x in outputs[1 : 1 + ctx.results] if x is not None],
+        list(like), floats, ints, handle, kinds, group, wrt,
+    )  # fmt: skip
+    names = _functions[handle].tensor_names(kinds)
+    by_name = dict(zip(_names(wrt), found))
+    return [by_name.get(name) for name in names], *none
+
+
+fused_function.register_autograd(_backward, setup_context=_set_up)

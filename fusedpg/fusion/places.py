@@ -1,0 +1,76 @@
+"""Where a call runs, and what a rank holds of a value there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg.functional import shard_range
+from fusedpg.fusion.errors import IllegalProgram
+from fusedpg.fusion.ir import SHARD, Layout, Node, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The group of a call, and this rank's place."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    name: str
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None) -> Ranks:
+        if not dist.is_initialized():
+            raise RuntimeError("a fused function runs on a group: call init_process_group first")
+        pg = dist.distributed_c10d._get_default_group() if group is None else group
+        rank = dist.get_rank(pg)
+        if rank < 0:
+            raise ValueError("this rank is not in the group")
+        return Ranks(pg, dist.get_world_size(pg), rank, pg.group_name)
+
+    def matches(self, other: Any) -> bool:
+        """Whether what was passed to a functional collective is this group."""
+        if self.group is None:
+            return True
+        if isinstance(other, dist.ProcessGroup):
+            return other.group_name == self.name
+        if isinstance(other, list):
+            return other == dist.get_process_group_ranks(self.group)
+        return bool(other == self.name)
+
+
+def held(layout: Layout, node: Node, size: int, rank: int) -> tuple[int, ...]:
+    """The shape of what a rank holds."""
+    if layout == SHARD:
+        return (shard_range(node.numel, size, rank)[1],)
+    return node.shape
+
+
+def check_part(node: Node, name: str, tensor: torch.Tensor, ranks: Ranks) -> None:
+    expected = held(SHARD, node, ranks.size, ranks.rank)
+    if tuple(tensor.shape) != expected:
+        raise IllegalProgram(
+            f"`{name}` is a Shard of a tensor of shape {list(node.shape)}: rank {ranks.rank} of "
+            f"{ranks.size} holds a 1-d tensor of {expected[0]} elements "
+            f"(fusedpg.shard_range), got shape {list(tensor.shape)}"
+        )
+
+
+def check_targets(program: Program, targets: list[torch.Tensor], ranks: Ranks) -> None:
+    if len(targets) != len(program.outputs):
+        raise ValueError(f"{len(program.outputs)} results, {len(targets)} targets")
+    for number, (node, target) in enumerate(zip(program.outputs, targets)):
+        expected = held(node.layout, node, ranks.size, ranks.rank)
+        if tuple(target.shape) != expected or target.dtype != node.dtype:
+            raise ValueError(
+                f"target {number} is {target.dtype} of shape {list(target.shape)}; the result "
+                f"{node.described()} has {node.dtype} and shape {list(expected)} here"
+            )
+        if any(target is other for other in targets[:number]):
+            raise ValueError(f"target {number} is given twice")
+        if target.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"target {number} requires grad: call it under torch.no_grad()")

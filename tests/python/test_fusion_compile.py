@@ -1,0 +1,28 @@
+"""Fused functions inside of functions under torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+
+import harness
+from checks import fusion_compile
+
+pytestmark = pytest.mark.fused_only
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_graph(world_size: int) -> None:
+    harness.pool(world_size).run(fusion_compile.without_breaks, "aot_eager")
+
+
+@pytest.mark.slow
+def test_one_graph_of_inductor() -> None:
+    harness.pool(2).run(fusion_compile.without_breaks, "inductor")
+
+
+def test_groups_and_breaks() -> None:
+    harness.pool(2).run(fusion_compile.groups)
+
+
+def test_rules() -> None:
+    harness.pool(2).run(fusion_compile.checked)
