@@ -30,6 +30,7 @@ OpDescriptor facts(const ProgramCall& call) {
   for (const uint64_t seed : call.seeds) {
     values.add(seed);
   }
+  values.add(call.first);
   d.value_hash = values.value();
   d.flags = call.function == nullptr ? kNoFunction : 0;
   return d;
@@ -52,8 +53,17 @@ class ProgramRun {
     OpDescriptor d = facts(call_);
     check_nan(way_.op(), d, call_.source, call_.count);
     const size_t direct = next_gathered(0);
+    bool able = true;
+    const Way::AtOnce small = direct != kNone && whole_everywhere()
+        ? at_once(d, direct, able)
+        : Way::AtOnce::kNo;
+    if (small == Way::AtOnce::kDone) {
+      return able;
+    }
     const Plan plan = epilogue_plan(direct);
-    way_.enter(&plan, d, {});
+    if (small == Way::AtOnce::kNo) {
+      way_.enter(&plan, d, {});
+    }
     if (any_rank(way_, kNoFunction)) {
       return false;
     }
@@ -70,6 +80,38 @@ class ProgramRun {
   }
 
  private:
+  // Whether a rank has all that any element needs, and wants all results: then
+  // each can compute a small program for itself, which saves the second way.
+  // The program's hash says it, so ranks that agree on that agree on this.
+  bool whole_everywhere() const {
+    const auto part = [](const ProgramCall::Input& input) {
+      return input.kind == ProgramCall::Operand::kPart;
+    };
+    const auto gathered = [](const ProgramCall::Output& output) {
+      return output.gathered;
+    };
+    return std::none_of(call_.inputs.begin(), call_.inputs.end(), part) &&
+        std::all_of(call_.outputs.begin(), call_.outputs.end(), gathered);
+  }
+
+  // `able`: whether all ranks have the function; nothing is written if not.
+  Way::AtOnce at_once(OpDescriptor& d, size_t direct, bool& able) {
+    kernels::ReduceArgs args;
+    args.dtype = call_.dtype;
+    args.op = call_.op;
+    void* dst = call_.outputs[direct].data;
+    const Span source{
+        const_cast<void*>(call_.source), call_.count * dtype_size(call_.dtype)};
+    const auto compute = [&](const Sources& srcs) {
+      able = !any_rank(way_, kNoFunction);
+      for (size_t at = 0; able && at < call_.count; at += kTile) {
+        const size_t n = std::min(kTile, call_.count - at);
+        tile(direct, at, n, at, &dst, 1, srcs, false);
+      }
+    };
+    return way_.at_once(d, {args, source, 0, call_.count, compute});
+  }
+
   size_t next_gathered(size_t from) const {
     for (size_t k = from; k < call_.outputs.size(); ++k) {
       if (call_.outputs[k].gathered) {
@@ -168,7 +210,7 @@ class ProgramRun {
         outputs.data(),
         call_.numbers.data(),
         call_.seeds.data()};
-    call_.function(&args, begin, count);
+    call_.function(&args, call_.first + begin, count);
     for (size_t k = 0; k < num_dsts; ++k) {
       const ProgramCall::Output& output = call_.outputs[direct];
       // Lines that have just been read are in the cache.

@@ -1,0 +1,224 @@
+"""What follows a row-parallel product: all_reduce, + bias, dropout, + residual as one operation."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fusedpg.fusion as fusion
+from fusedpg.functional import _backend, group_info
+from fusedpg.fusion.api import FusedFunction, fuse
+from fusedpg.fusion.direct import Direct
+from fusedpg.fusion.philox import kept
+
+# Programs that are kept; all go together.
+_KEPT = 512
+_CHUNKS = 4
+_LEAST = 1 << 20  # bytes of a product that is summed in chunks
+
+
+@fuse
+def _epilogue(
+    x: fusion.Partial,
+    bias: Any,
+    residual: Any,
+    p: float,
+    seed: int,
+    drops: bool,
+) -> torch.Tensor:
+    y = fusion.all_reduce(x)
+    if bias is not None:
+        y = y + bias
+    if drops:
+        y = fusion.dropout(y, p, seed)
+    if residual is not None:
+        y = residual + y
+    return y
+
+
+@fuse
+def _dropped(x: fusion.Partial, p: float, seed: int) -> torch.Tensor:
+    return fusion.dropout(fusion.all_reduce(x), p, seed)
+
+
+_lock = threading.Lock()
+_plans: dict[Any, Direct | None] = {}
+
+
+def _plan(key: Any, function: FusedFunction, world_size: int, **values: Any) -> Direct | None:
+    """The compiled program of these shapes and types; None where there is none."""
+    if key not in _plans:
+        with _lock:
+            if len(_plans) >= _KEPT:
+                _plans.clear()
+            if key not in _plans:
+                program = function.schedule(**values, world_size=world_size).program
+                _plans[key] = Direct.of(program)
+    return _plans.get(key)
+
+
+class Place:
+    """A group and this rank's place in it."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = dist.distributed_c10d._get_default_group() if group is None else group
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the group")
+        self.backend: Any = None  # ProcessGroupFused for CPU tensors
+        self._eager: set[Any] = set()  # programs that a rank has no function for
+        try:
+            backend = _backend(self.group)
+        except ValueError:
+            return
+        if "cpu" in {device.type for device in self.group._device_types}:
+            self.backend = backend
+
+    @functools.cached_property
+    def spare(self) -> bool:
+        """Whether every rank has a core beside the one that it multiplies on; all ranks ask."""
+        cores = len(os.sched_getaffinity(0)) // max(_ranks_here(self), 1)
+        least = torch.tensor([float(cores)])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(least.item() > torch.get_num_threads())
+
+    def chunks(
+        self, rows: int, features: int, inner: int, itemsize: int, overlap: bool | None
+    ) -> int:
+        """In how many parts of the rows a product is summed: alike on all ranks."""
+        if self.backend is None or self.size == 1 or overlap is False or rows < 2:
+            return 1
+        if overlap is None and (rows * features * itemsize < _LEAST or not self.spare):
+            return 1
+        return min(_CHUNKS, rows)
+
+    def _direct(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        drops: bool,
+    ) -> tuple[Any, Direct | None]:
+        key = (
+            self.size,
+            shape,
+            dtype,
+            None if bias is None else bias.dtype,
+            None if residual is None else residual.dtype,
+            drops,
+        )
+        if key in self._eager:
+            return key, None
+        values: dict[str, Any] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
+        values["bias"] = None if bias is None else bias.to("meta")
+        values["residual"] = (
+            None
+            if residual is None
+            else torch.empty(shape, dtype=residual.dtype, device="meta")
+        )
+        values |= {"p": 0.5, "seed": 0, "drops": drops}
+        return key, _plan(key, _epilogue, self.size, **values)
+
+    def finish(
+        self,
+        product: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+        seed: int,
+    ) -> torch.Tensor:
+        """The sum of all ranks' products (rows x features, ours to write to), and the rest."""
+        if bias is None and residual is None and not p:
+            dist.all_reduce(product, group=self.group)
+            return product
+        values = {"x": product, "bias": bias, "residual": residual, "p": p, "seed": seed}
+        if self.backend is not None and product.device.type == "cpu":
+            key, direct = self._direct(product.shape, product.dtype, bias, residual, p > 0)
+            if direct is not None:
+                result = torch.empty_like(product)
+                if direct.begin(self.backend, values, result).wait():
+                    return result
+                self._eager.add(key)
+        result = _epilogue(**values, drops=p > 0, group=self.group)
+        return result
+
+    def overlapped(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+        seed: int,
+        chunks: int,
+    ) -> torch.Tensor:
+        """finish(F.linear(x, weight), ...), rows of one chunk summed while others are multiplied."""
+        rows, features = x.shape[0], weight.shape[0]
+        size = -(-rows // chunks)
+        places = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
+        plain = bias is None and residual is None and not p
+        shapes = {(place.stop - place.start, features) for place in places}
+        found = {
+            shape: self._direct(shape, x.dtype, bias, residual, p > 0)
+            for shape in shapes
+            if not plain
+        }
+        if not plain and any(direct is None for _, direct in found.values()):
+            return self.finish(F.linear(x, weight), bias, residual, p, seed)
+        result = x.new_empty(rows, features)
+        products: list[torch.Tensor] = []
+        begun: list[Any] = []
+        for place in places:
+            out = result[place]
+            if plain:
+                torch.mm(x[place], weight.t(), out=out)
+                begun.append(dist.all_reduce(out, group=self.group, async_op=True))
+                continue
+            product = F.linear(x[place], weight)
+            products.append(product)
+            values = {"x": product, "bias": bias, "p": p, "seed": seed}
+            values["residual"] = None if residual is None else residual[place]
+            direct = found[(place.stop - place.start, features)][1]
+            assert direct is not None
+            begun.append(
+                direct.begin(
+                    self.backend, values, out, first=place.start * features, async_op=True
+                )
+            )
+        done = [one.wait() for one in begun]
+        if plain or all(done):
+            return result
+        self._eager.update(key for key, _ in found.values())
+        return self.finish(torch.cat(products), bias, residual, p, seed)
+
+
+def _ranks_here(place: Place) -> int:
+    """Ranks of the group on this machine."""
+    return int(group_info(place.group)["local_world_size"])
+
+
+def dropped(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
+    """Dropout of a whole tensor on this rank: the mask that `finish` has for the same seed."""
+    if not p:
+        return x
+    if x.device.type == "cpu" and x.numel():
+        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        direct = _plan((tuple(x.shape), x.dtype), _dropped, 1, x=like, p=0.5, seed=0)
+        if direct is not None:
+            result = torch.empty_like(x, memory_format=torch.contiguous_format)
+            wide = x.float() if x.dtype.itemsize == 2 else x
+            direct.here({"x": wide, "p": p, "seed": seed}, result)
+            return result
+    keep = kept(p, seed, 0, x.numel(), x.device).reshape(x.shape)
+    return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
+
+
+__all__ = ["Place", "dropped"]
