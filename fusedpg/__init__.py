@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fusedpg import ddp as ddp
     from fusedpg import fusion as fusion
     from fusedpg import optim as optim
+    from fusedpg import tensor_parallel as tensor_parallel
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
     from fusedpg._malloc import keep_freed_memory as keep_freed_memory
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from fusedpg.functional import shard_range as shard_range
     from fusedpg.functional import sparse_all_reduce as sparse_all_reduce
     from fusedpg.functional import stats as stats
-    from fusedpg import tensor_parallel as tensor_parallel
     from fusedpg.fusion.api import fuse as fuse
     from fusedpg.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
     from fusedpg.tensor_parallel import RowParallelLinear as RowParallelLinear

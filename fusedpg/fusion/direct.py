@@ -42,7 +42,7 @@ class Begun:
 
 
 class Direct:
-    """The one fused collective of a program, whose inputs are the program's and whose result is its.
+    """The one fused collective of a program, which takes its inputs and gives its result.
 
     What does not change from call to call is looked up once. Values are given by their names.
     """
@@ -62,7 +62,7 @@ class Direct:
 
     @staticmethod
     def of(program: Program) -> Direct | None:
-        """None where the program is more than that, is not generated or has no function here."""
+        """None where the program is more than that, or is not generated: alike on all ranks."""
         if not load_extension()._fusion_settings()[0]:
             return None
         groups = [(group, nodes) for group, nodes in program.units if group is not None]
@@ -81,8 +81,12 @@ class Direct:
             return None
         if any(node.op != "input" for node in given):
             return None
-        direct = Direct(program.name, source)
-        return direct if direct._function else None
+        return Direct(program.name, source)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there is a function on this rank; the group's operation finds that out for all."""
+        return bool(self._function)
 
     def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
         numbers = [float(values[name]) for name in self._numbers]

@@ -1,4 +1,4 @@
-"""Layers whose weights are spread over a group: one collective a row-parallel layer, epilogue in it.
+"""Layers whose weights are spread over a group, with one collective for each two of them.
 
 See docs/tensor_parallel.md.
 """

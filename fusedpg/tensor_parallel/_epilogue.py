@@ -25,7 +25,7 @@ _LEAST = 1 << 20  # bytes of a product that is summed in chunks
 
 @fuse
 def _epilogue(
-    x: fusion.Partial,
+    x: Any,
     bias: Any,
     residual: Any,
     p: float,
@@ -43,7 +43,7 @@ def _epilogue(
 
 
 @fuse
-def _dropped(x: fusion.Partial, p: float, seed: int) -> torch.Tensor:
+def _dropped(x: Any, p: float, seed: int) -> torch.Tensor:
     return fusion.dropout(fusion.all_reduce(x), p, seed)
 
 
@@ -89,13 +89,13 @@ class Place:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return bool(least.item() > torch.get_num_threads())
 
-    def chunks(
-        self, rows: int, features: int, inner: int, itemsize: int, overlap: bool | None
-    ) -> int:
+    def chunks(self, rows: int, weight: torch.Tensor, overlap: bool | None) -> int:
         """In how many parts of the rows a product is summed: alike on all ranks."""
         if self.backend is None or self.size == 1 or overlap is False or rows < 2:
             return 1
-        if overlap is None and (rows * features * itemsize < _LEAST or not self.spare):
+        if overlap is None and (
+            rows * weight.shape[0] * weight.itemsize < _LEAST or not self.spare
+        ):
             return 1
         return min(_CHUNKS, rows)
 
@@ -120,9 +120,7 @@ class Place:
         values: dict[str, Any] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
         values["bias"] = None if bias is None else bias.to("meta")
         values["residual"] = (
-            None
-            if residual is None
-            else torch.empty(shape, dtype=residual.dtype, device="meta")
+            None if residual is None else torch.empty(shape, dtype=residual.dtype, device="meta")
         )
         values |= {"p": 0.5, "seed": 0, "drops": drops}
         return key, _plan(key, _epilogue, self.size, **values)
@@ -139,7 +137,8 @@ class Place:
         if bias is None and residual is None and not p:
             dist.all_reduce(product, group=self.group)
             return product
-        values = {"x": product, "bias": bias, "residual": residual, "p": p, "seed": seed}
+        values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
+        values |= {"p": p, "seed": seed}
         if self.backend is not None and product.device.type == "cpu":
             key, direct = self._direct(product.shape, product.dtype, bias, residual, p > 0)
             if direct is not None:
@@ -147,8 +146,8 @@ class Place:
                 if direct.begin(self.backend, values, result).wait():
                     return result
                 self._eager.add(key)
-        result = _epilogue(**values, drops=p > 0, group=self.group)
-        return result
+        eager: torch.Tensor = _epilogue(**values, drops=p > 0, group=self.group)
+        return eager
 
     def overlapped(
         self,
@@ -160,7 +159,7 @@ class Place:
         seed: int,
         chunks: int,
     ) -> torch.Tensor:
-        """finish(F.linear(x, weight), ...), rows of one chunk summed while others are multiplied."""
+        """finish(F.linear(x, weight), ...): rows are summed while the next are multiplied."""
         rows, features = x.shape[0], weight.shape[0]
         size = -(-rows // chunks)
         places = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
@@ -189,9 +188,7 @@ class Place:
             direct = found[(place.stop - place.start, features)][1]
             assert direct is not None
             begun.append(
-                direct.begin(
-                    self.backend, values, out, first=place.start * features, async_op=True
-                )
+                direct.begin(self.backend, values, out, first=place.start * features, async_op=True)
             )
         done = [one.wait() for one in begun]
         if plain or all(done):
@@ -212,7 +209,7 @@ def dropped(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
     if x.device.type == "cpu" and x.numel():
         like = torch.empty(x.shape, dtype=x.dtype, device="meta")
         direct = _plan((tuple(x.shape), x.dtype), _dropped, 1, x=like, p=0.5, seed=0)
-        if direct is not None:
+        if direct is not None and direct.compiled:
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
             wide = x.float() if x.dtype.itemsize == 2 else x
             direct.here({"x": wide, "p": p, "seed": seed}, result)

@@ -146,8 +146,8 @@ class ColumnParallelLinear(ParallelLinear):
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`: of the whole layer.
         activation: what is applied to the output, like `F.gelu`.
-        group: its ranks share the layer; default: all. Making the layer is a collective: weights are
-            those of its first rank.
+        group: its ranks share the layer; default: all. Making the layer is a collective: weights
+            are those of its first rank.
     """
 
     _title, _split = "ColumnParallelLinear", "out_features"
@@ -193,8 +193,8 @@ class RowParallelLinear(ParallelLinear):
         norm: a module, like `nn.RMSNorm`, applied to the sum; then `forward` returns both.
         overlap: whether rows are summed while other rows are multiplied; None: where there are
             enough of them, and each rank has a core to spare.
-        group: its ranks share the layer; default: all. Making the layer is a collective: weights are
-            those of its first rank.
+        group: its ranks share the layer; default: all. Making the layer is a collective: weights
+            are those of its first rank.
     """
 
     _title, _split = "RowParallelLinear", "in_features"
@@ -292,7 +292,7 @@ def _rows(
     seed: int,
     overlap: bool | None,
 ) -> torch.Tensor:
-    chunks = place.chunks(x.shape[0], *weight.shape, x.element_size(), overlap)
+    chunks = place.chunks(x.shape[0], weight, overlap)
     if chunks > 1:
         return place.overlapped(x, weight, bias, residual, p, seed, chunks)
     return place.finish(F.linear(x, weight), bias, residual, p, seed)
@@ -321,7 +321,7 @@ class _Rows(torch.autograd.Function):
         return _rows(x, weight, bias, residual, place, p, seed, overlap)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -347,7 +347,7 @@ class _Columns(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
