@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fusedpg._registration import load_extension
 from fusedpg.fusion import compile
 from fusedpg.fusion.codegen import Source
 from fusedpg.fusion.compiled import kernel
@@ -63,8 +62,6 @@ class Direct:
     @staticmethod
     def of(program: Program) -> Direct | None:
         """None where the program is more than that, or is not generated: alike on all ranks."""
-        if not load_extension()._fusion_settings()[0]:
-            return None
         groups = [(group, nodes) for group, nodes in program.units if group is not None]
         others = [node for group, nodes in program.units if group is None for node in nodes]
         if len(groups) != 1 or any(node.op not in ("input", "constant") for node in others):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import fusedpg.fusion as fusion
+from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, group_info
 from fusedpg.fusion.api import FusedFunction, fuse
 from fusedpg.fusion.direct import Direct
@@ -91,13 +92,18 @@ class Place:
 
     def chunks(self, rows: int, weight: torch.Tensor, overlap: bool | None) -> int:
         """In how many parts of the rows a product is summed: alike on all ranks."""
-        if self.backend is None or self.size == 1 or overlap is False or rows < 2:
+        if overlap is False or self.size == 1 or rows < 2 or self.backend is None:
             return 1
         if overlap is None and (
             rows * weight.shape[0] * weight.itemsize < _LEAST or not self.spare
         ):
             return 1
         return min(_CHUNKS, rows)
+
+    def _compiles(self, x: torch.Tensor) -> bool:
+        """Whether programs run as generated code: alike on all ranks."""
+        usual = self.backend is not None and x.device.type == "cpu"
+        return usual and bool(load_extension()._fusion_settings()[0])
 
     def _direct(
         self,
@@ -139,7 +145,7 @@ class Place:
             return product
         values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
         values |= {"p": p, "seed": seed}
-        if self.backend is not None and product.device.type == "cpu":
+        if self._compiles(product):
             key, direct = self._direct(product.shape, product.dtype, bias, residual, p > 0)
             if direct is not None:
                 result = torch.empty_like(product)
@@ -170,7 +176,9 @@ class Place:
             for shape in shapes
             if not plain
         }
-        if not plain and any(direct is None for _, direct in found.values()):
+        if not plain and not (
+            self._compiles(x) and all(direct is not None for _, direct in found.values())
+        ):
             return self.finish(F.linear(x, weight), bias, residual, p, seed)
         result = x.new_empty(rows, features)
         products: list[torch.Tensor] = []
