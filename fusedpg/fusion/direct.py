@@ -82,7 +82,7 @@ class Direct:
 
     @property
     def compiled(self) -> bool:
-        """Whether there is a function on this rank; the group's operation finds that out for all."""
+        """Whether this rank has a function; the group's operation finds that out for all."""
         return bool(self._function)
 
     def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
