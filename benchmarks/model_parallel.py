@@ -9,12 +9,12 @@ Parts:
     epilogue     residual + dropout(all_reduce(x) + bias), rows of 1024 features, fp32. The arms:
                  Gloo's all_reduce and torch's operations; ours and torch's operations; ours and the
                  same operations under torch.compile; all as one fused operation
-    overlap      a product of 512 rows, then its all_reduce + residual: one after the other, and rows
-                 summed while the next are multiplied. "auto" is what `overlap=None` chooses here.
-                 The widths of the inner dimension are chosen around where both take alike
-    transformer  8 layers of width 1024: decoding one token, and a prefill of 256: DTensor's styles on
-                 Gloo and on fused, `fusedpg.tensor_parallel`'s styles, and the whole model on each
-                 rank ("one rank")
+    overlap      a product of 512 rows, then its all_reduce + residual: one after the other, and
+                 rows summed while the next are multiplied. "auto" is what `overlap=None` chooses
+                 here. The inner widths are chosen around where both take alike
+    transformer  8 layers of width 1024: decoding one token, and a prefill of 256: DTensor's styles
+                 on Gloo and on fused, `fusedpg.tensor_parallel`'s styles, and the whole model on
+                 one rank while the others wait ("one rank")
 
 Results are compared with those of one process first. Dropout of (a) to (c) is torch's own, which
 draws other elements, so with p = 0 they are compared, and then timed with p = 0.1.
@@ -146,7 +146,7 @@ def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]
     return harness.measure(context, arms, case="epilogue", size=size, rounds=args.rounds)
 
 
-# --- overlap ----------------------------------------------------------------------------------------
+# --- overlap -------------------------------------------------------------------------------
 
 
 def overlap(context: Context, args: argparse.Namespace, inner: int) -> list[Row]:
@@ -171,7 +171,7 @@ def overlap(context: Context, args: argparse.Namespace, inner: int) -> list[Row]
     return harness.measure(context, arms, case="overlap", size=size, rounds=args.rounds)
 
 
-# --- a transformer ----------------------------------------------------------------------------------
+# --- a transformer -------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
