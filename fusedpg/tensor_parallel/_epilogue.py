@@ -48,6 +48,10 @@ def _dropped(x: Any, p: float, seed: int) -> torch.Tensor:
     return fusion.dropout(fusion.all_reduce(x), p, seed)
 
 
+# What a fused collective needs; the cheapest schedule of a small program may be another.
+_ONE = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
+_epilogue_at_once = _epilogue.scheduled(*_ONE)
+_dropped_at_once = _dropped.scheduled(*_ONE)
 _lock = threading.Lock()
 _plans: dict[Any, Direct | None] = {}
 
@@ -129,7 +133,7 @@ class Place:
             None if residual is None else torch.empty(shape, dtype=residual.dtype, device="meta")
         )
         values |= {"p": 0.5, "seed": 0, "drops": drops}
-        return key, _plan(key, _epilogue, self.size, **values)
+        return key, _plan(key, _epilogue_at_once, self.size, **values)
 
     def finish(
         self,
@@ -216,7 +220,7 @@ def dropped(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
         return x
     if x.device.type == "cpu" and x.numel():
         like = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        direct = _plan((tuple(x.shape), x.dtype), _dropped, 1, x=like, p=0.5, seed=0)
+        direct = _plan((tuple(x.shape), x.dtype), _dropped_at_once, 1, x=like, p=0.5, seed=0)
         if direct is not None and direct.compiled:
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
             wide = x.float() if x.dtype.itemsize == 2 else x
