@@ -53,19 +53,18 @@ _ONE = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
 _epilogue_at_once = _epilogue.scheduled(*_ONE)
 _dropped_at_once = _dropped.scheduled(*_ONE)
 _lock = threading.Lock()
-_plans: dict[Any, Direct | None] = {}
+_plans: dict[Any, Direct | None] = {}  # replaced, never emptied: it is read without the lock
 
 
 def _plan(key: Any, function: FusedFunction, world_size: int, **values: Any) -> Direct | None:
     """The compiled program of these shapes and types; None where there is none."""
-    if key not in _plans:
-        with _lock:
-            if len(_plans) >= _KEPT:
-                _plans.clear()
-            if key not in _plans:
-                program = function.schedule(**values, world_size=world_size).program
-                _plans[key] = Direct.of(program)
-    return _plans.get(key)
+    global _plans
+    with _lock:
+        if key not in _plans:
+            program = function.schedule(**values, world_size=world_size).program
+            _plans = {} if len(_plans) >= _KEPT else _plans
+            _plans[key] = Direct.of(program)
+        return _plans[key]
 
 
 class Place:
@@ -127,6 +126,9 @@ class Place:
         )
         if key in self._eager:
             return key, None
+        plans = _plans
+        if key in plans:
+            return key, plans[key]
         values: dict[str, Any] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
         values["bias"] = None if bias is None else bias.to("meta")
         values["residual"] = (
