@@ -33,6 +33,12 @@ def test_overlap(world_size: int) -> None:
         harness.pool(world_size).run(checks.overlapped, rows)
 
 
+@pytest.mark.fused_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_small_and_large(dtype: torch.dtype) -> None:
+    harness.pool(3).run(checks.ways, dtype)
+
+
 def test_what_does_not_fit() -> None:
     harness.pool(2).run(checks.wrong)
 

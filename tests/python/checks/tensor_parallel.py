@@ -17,6 +17,7 @@ import fusedpg
 from checks.compiled import compiles, done
 from checks.fusion import reference_dropout
 from fusedpg import tensor_parallel
+from fusedpg.tensor_parallel import _epilogue
 from harness import Context
 
 SHAPES = {"token": (1, 24), "rows": (5, 24), "batch": (2, 35, 24), "large": (300, 24)}
@@ -108,6 +109,26 @@ def overlapped(context: Context, rows: int) -> None:
                 unmasked = results[0] - r if residual is not None else results[0]
                 if p and residual is None:
                     assert torch.equal(unmasked == 0, results[1] == 0)
+
+
+def ways(context: Context, dtype: torch.dtype) -> None:
+    """What each rank computes for itself has the bits of what is computed in slices."""
+    place = _epilogue.Place(None)
+    x = draw(3000, 40, dtype=dtype, seed=context.rank)
+    bias, residual = draw(40, dtype=dtype, seed=7), draw(3000, 40, dtype=dtype, seed=8)
+    results, paths = [], []
+    for rows in (3000, 4):
+        fusedpg.stats(reset=True)
+        given = (x[:rows].clone(), bias, residual[:rows], 0.25, 99)
+        with compiles(context):
+            results.append(place.finish(*given))
+        paths.append(list(fusedpg.stats()["fused_program"]["paths"]))
+    assert paths == [["staged"], ["one_shot"]], paths
+    assert torch.equal(results[0][:4], results[1])
+    everyone = [torch.empty_like(x) for _ in range(context.world_size)]
+    dist.all_gather(everyone, x, group=context.oracle)
+    total = sum(part.float() for part in everyone).to(dtype)
+    assert torch.equal(residual + reference_dropout(total + bias, 0.25, 99), results[0])
 
 
 def wrong(context: Context) -> None:
