@@ -98,6 +98,7 @@ CASES = {
     "overlap": "16 MB all_reduce beside a matmul",
     "decode": "decoding one token",
     "prefill": "prefill of 256 tokens",
+    "rows": "512 rows times a weight, summed",
     "epilogue": "all_reduce + bias, dropout, + residual",
 }
 LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")

@@ -154,9 +154,9 @@ class Place:
         if self._compiles(product):
             key, direct = self._direct(product.shape, product.dtype, bias, residual, p > 0)
             if direct is not None:
-                result = torch.empty_like(product)
-                if direct.begin(self.backend, values, result).wait():
-                    return result
+                # In its place: other memory of this size would be mapped anew in each call.
+                if direct.begin(self.backend, values, product).wait():
+                    return product
                 self._eager.add(key)
         eager: torch.Tensor = _epilogue(**values, drops=p > 0, group=self.group)
         return eager
@@ -187,17 +187,13 @@ class Place:
         ):
             return self.finish(F.linear(x, weight), bias, residual, p, seed)
         result = x.new_empty(rows, features)
-        products: list[torch.Tensor] = []
         begun: list[Any] = []
         for place in places:
-            out = result[place]
+            out = torch.mm(x[place], weight.t(), out=result[place])
             if plain:
-                torch.mm(x[place], weight.t(), out=out)
                 begun.append(dist.all_reduce(out, group=self.group, async_op=True))
                 continue
-            product = F.linear(x[place], weight)
-            products.append(product)
-            values = {"x": product, "bias": bias, "p": p, "seed": seed}
+            values = {"x": out, "bias": bias, "p": p, "seed": seed}
             values["residual"] = None if residual is None else residual[place]
             direct = found[(place.stop - place.start, features)][1]
             assert direct is not None
@@ -208,7 +204,7 @@ class Place:
         if plain or all(done):
             return result
         self._eager.update(key for key, _ in found.values())
-        return self.finish(torch.cat(products), bias, residual, p, seed)
+        return self.finish(result, bias, residual, p, seed)
 
 
 def _ranks_here(place: Place) -> int:
