@@ -71,6 +71,19 @@ ARMS = {
     "auto": 'fused, block_skip="auto"',
     "on": 'fused, block_skip="on"',
     "scan": "looking for zeros alone",
+    # model_parallel
+    "gloo, eager": "Gloo's all_reduce, torch's operations",
+    "fused, eager": "fused all_reduce, torch's operations",
+    "fused, compile": "fused all_reduce, the same under torch.compile",
+    "fused, one operation": "one fused operation",
+    "fused, apart": "product, then sum",
+    "fused, overlap": "rows summed while others are multiplied",
+    "fused, auto": "what overlap=None chooses",
+    "gloo DTensor": "torch's styles, Gloo",
+    "fused DTensor": "torch's styles, fused",
+    "fused styles": "fusedpg.tensor_parallel",
+    "one rank": "the whole model on one rank",
+    "all_reduce alone": "the all_reduce alone",
     # tensor_parallel
     "fused by hand": "fused, by hand: no DTensor",
     "no communication": "DTensor that communicates nothing",
@@ -91,9 +104,12 @@ CASES = {
     "ordinary": "all_reduce in ordinary memory",
     "overlap": "16 MB all_reduce beside a matmul",
     "decode": "decoding one token",
+    "prefill": "prefill of 256 tokens",
+    "rows": "512 rows times a weight, summed",
+    "epilogue": "all_reduce + bias, dropout, + residual",
 }
 LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
-LIMITS += ("no communication", "shards alone", "fake functional")
+LIMITS += ("all_reduce alone", "no communication", "shards alone", "fake functional")
 PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
 
 

@@ -127,6 +127,7 @@ class ProcessGroupFused(Backend):
         seeds: Sequence[int],
         done: torch.Tensor,
         async_op: bool = False,
+        first: int = 0,
     ) -> Work | None: ...
     def reduce_shards_(
         self,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fusedpg import ddp as ddp
     from fusedpg import fusion as fusion
     from fusedpg import optim as optim
+    from fusedpg import tensor_parallel as tensor_parallel
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
     from fusedpg._malloc import keep_freed_memory as keep_freed_memory
@@ -35,12 +36,16 @@ if TYPE_CHECKING:
     from fusedpg.functional import sparse_all_reduce as sparse_all_reduce
     from fusedpg.functional import stats as stats
     from fusedpg.fusion.api import fuse as fuse
+    from fusedpg.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from fusedpg.tensor_parallel import RowParallelLinear as RowParallelLinear
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ColumnParallelLinear",
     "Options",
     "ProcessGroupFused",
+    "RowParallelLinear",
     "ddp",
     "empty",
     "fuse",
@@ -56,10 +61,12 @@ __all__ = [
     "shard_range",
     "sparse_all_reduce",
     "stats",
+    "tensor_parallel",
 ]
 
-_MODULES = frozenset({"ddp", "fusion", "optim"})
-_FUNCTIONS = frozenset(__all__) - _MODULES
+_MODULES = frozenset({"ddp", "fusion", "optim", "tensor_parallel"})
+_LAYERS = frozenset({"ColumnParallelLinear", "RowParallelLinear"})
+_FUNCTIONS = frozenset(__all__) - _MODULES - _LAYERS
 _FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse", "keep_freed_memory"}
 
 
@@ -80,6 +87,10 @@ def __getattr__(name: str) -> Any:
         from fusedpg.fusion.api import fuse
 
         return fuse
+    if name in _LAYERS:
+        from fusedpg import tensor_parallel
+
+        return getattr(tensor_parallel, name)
     if name in _FUNCTIONS:
         from fusedpg import functional
 

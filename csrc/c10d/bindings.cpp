@@ -413,7 +413,8 @@ void bind_group(py::module_& m) {
              std::vector<double> numbers,
              std::vector<uint64_t> seeds,
              at::Tensor done,
-             bool async_op) {
+             bool async_op,
+             uint64_t first) {
             return group.fused_program_(
                 {function,
                  program,
@@ -425,7 +426,8 @@ void bind_group(py::module_& m) {
                  std::move(gathered),
                  std::move(numbers),
                  std::move(seeds),
-                 std::move(done)},
+                 std::move(done),
+                 first},
                 async_op);
           },
           "A reduce-scatter, a generated function on the owned slice, and "
@@ -442,6 +444,7 @@ void bind_group(py::module_& m) {
           py::arg("seeds"),
           py::arg("done"),
           py::arg("async_op") = false,
+          py::arg("first") = 0,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "reduce_shards_",

@@ -70,6 +70,7 @@ struct ProgramArguments {
   std::vector<double> numbers;
   std::vector<uint64_t> seeds;
   at::Tensor done; // one byte: whether it has been executed
+  uint64_t first = 0; // ProgramCall
 };
 
 // One call of sparse_all_reduce; see collectives/collectives.hpp.

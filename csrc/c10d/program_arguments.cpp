@@ -46,6 +46,7 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   call.op = reduction_of(a.op);
   call.source = a.source.const_data_ptr();
   call.count = static_cast<size_t>(count);
+  call.first = a.first;
   for (size_t k = 0; k < a.operands.size(); ++k) {
     const auto kind = static_cast<ProgramCall::Operand>(a.kinds[k]);
     check_memory(

@@ -30,6 +30,7 @@ OpDescriptor facts(const ProgramCall& call) {
   for (const uint64_t seed : call.seeds) {
     values.add(seed);
   }
+  values.add(call.first);
   d.value_hash = values.value();
   d.flags = call.function == nullptr ? kNoFunction : 0;
   return d;
@@ -52,8 +53,17 @@ class ProgramRun {
     OpDescriptor d = facts(call_);
     check_nan(way_.op(), d, call_.source, call_.count);
     const size_t direct = next_gathered(0);
+    bool able = true;
+    const Way::AtOnce small = direct != kNone && whole_everywhere()
+        ? at_once(d, direct, able)
+        : Way::AtOnce::kNo;
+    if (small == Way::AtOnce::kDone) {
+      return able;
+    }
     const Plan plan = epilogue_plan(direct);
-    way_.enter(&plan, d, {});
+    if (small == Way::AtOnce::kNo) {
+      way_.enter(&plan, d, {});
+    }
     if (any_rank(way_, kNoFunction)) {
       return false;
     }
@@ -70,6 +80,37 @@ class ProgramRun {
   }
 
  private:
+  // Whether a rank has all that any element needs, and wants all results: then
+  // each can compute a small program for itself, which saves the second way.
+  // The program's hash says it, so ranks that agree on that agree on this.
+  bool whole_everywhere() const {
+    const auto part = [](const ProgramCall::Input& input) {
+      return input.kind == ProgramCall::Operand::kPart;
+    };
+    const auto gathered = [](const ProgramCall::Output& output) {
+      return output.gathered;
+    };
+    return std::none_of(call_.inputs.begin(), call_.inputs.end(), part) &&
+        std::all_of(call_.outputs.begin(), call_.outputs.end(), gathered);
+  }
+
+  // `able`: whether all ranks have the function; nothing is written if not.
+  Way::AtOnce at_once(OpDescriptor& d, size_t direct, bool& able) {
+    kernels::ReduceArgs args;
+    args.dtype = call_.dtype;
+    args.op = call_.op;
+    void* dst = call_.outputs[direct].data;
+    const Span source{
+        const_cast<void*>(call_.source), call_.count * dtype_size(call_.dtype)};
+    const auto compute = [&](const Sources& srcs) {
+      able = !any_rank(way_, kNoFunction);
+      if (able) {
+        apply(direct, 0, call_.count, &dst, 1, srcs, /*stream=*/false);
+      }
+    };
+    return way_.at_once(d, {args, source, 0, call_.count, compute});
+  }
+
   size_t next_gathered(size_t from) const {
     for (size_t k = from; k < call_.outputs.size(); ++k) {
       if (call_.outputs[k].gathered) {
@@ -103,19 +144,7 @@ class ProgramRun {
                         size_t num_dsts,
                         const Sources& srcs,
                         bool stream) {
-      const size_t ranks = static_cast<size_t>(way_.size());
-      if (!srcs.folded && srcs.num == ranks && ranks <= kMostProgramSources) {
-        compute(direct, begin, count, 0, dsts, num_dsts, srcs, stream);
-        return;
-      }
-      alignas(64) char sums[kTile * kWidest];
-      const void* const sum = sums;
-      for (size_t at = 0; at < count; at += kTile) {
-        const size_t n = std::min(kTile, count - at);
-        reduce(sums, n, at, srcs);
-        const Sources reduced{&sum, 0};
-        compute(direct, begin + at, n, at, dsts, num_dsts, reduced, stream);
-      }
+      apply(direct, begin, count, dsts, num_dsts, srcs, stream);
     };
     return plan;
   }
@@ -143,6 +172,30 @@ class ProgramRun {
       }
     };
     return plan;
+  }
+
+  // The function on what the ranks contribute to `count` elements.
+  void apply(
+      size_t direct,
+      size_t begin,
+      size_t count,
+      void* const* dsts,
+      size_t num_dsts,
+      const Sources& srcs,
+      bool stream) const {
+    const auto ranks = static_cast<size_t>(way_.size());
+    if (!srcs.folded && srcs.num == ranks && ranks <= kMostProgramSources) {
+      compute(direct, begin, count, 0, dsts, num_dsts, srcs, stream);
+      return;
+    }
+    alignas(64) char sums[kTile * kWidest];
+    const void* const sum = sums;
+    for (size_t at = 0; at < count; at += kTile) {
+      const size_t n = std::min(kTile, count - at);
+      reduce(sums, n, at, srcs);
+      const Sources reduced{&sum, 0};
+      compute(direct, begin + at, n, at, dsts, num_dsts, reduced, stream);
+    }
   }
 
   // `begin`: in the tensor; `offset`: of it from where dsts point.
@@ -189,7 +242,7 @@ class ProgramRun {
         outputs.data(),
         call_.numbers.data(),
         call_.seeds.data()};
-    call_.function(&args, begin, count);
+    call_.function(&args, call_.first + begin, count);
   }
 
   void reduce(void* sums, size_t count, size_t offset, const Sources& srcs)

@@ -58,6 +58,9 @@ struct ProgramCall {
   RedOp op = RedOp::kSum; // kSum, kMin or kMax
   const void* source = nullptr; // this rank's contribution
   size_t count = 0;
+  // What the function takes for the index of the first element: these may be
+  // some rows of a larger tensor.
+  uint64_t first = 0;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   std::vector<double> numbers; // alike on all ranks

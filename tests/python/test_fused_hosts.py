@@ -88,7 +88,7 @@ def test_transport(spread: Spread) -> None:
         (("ucx", "ucx"), "", "ucx"),
         (("auto", "auto"), "", "ucx"),
         (("gloo", "gloo"), "", "gloo"),
-        (("", ""), "", "gloo"),
+        (("", ""), "", "ucx"),
         (("auto", "auto"), "/no/libucp.so", "gloo"),
         (("ucx", "ucx"), "/no/libucp.so", "cannot load UCX"),
     ],

@@ -1,0 +1,273 @@
+"""Time row-parallel layers: what follows the product, overlap, and a transformer.
+
+    python benchmarks/model_parallel.py --check-bars
+    python benchmarks/model_parallel.py --parts epilogue --sizes 4K,16M
+    python benchmarks/model_parallel.py --parts transformer --layers 2
+
+Parts:
+
+    epilogue     residual + dropout(all_reduce(x) + bias), rows of 1024 features, fp32. The arms:
+                 Gloo's all_reduce and torch's operations; ours and torch's operations; ours and the
+                 same operations under torch.compile; all as one fused operation
+    overlap      a product of 512 rows, then its all_reduce + residual: one after the other, and
+                 rows summed while the next are multiplied. "auto" is what `overlap=None` chooses
+                 here. The inner widths are chosen around where both take alike
+    transformer  8 layers of width 1024: decoding one token, and a prefill of 256: DTensor's styles
+                 on Gloo and on fused, `fusedpg.tensor_parallel`'s styles, and the whole model on
+                 one rank while the others wait ("one rank")
+
+Results are compared with those of one process first. Dropout of (a) to (c) is torch's own, which
+draws other elements, so with p = 0 they are compared, and then timed with p = 0.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel as torch_styles
+
+import _harness as harness
+from _harness import Bar, Context, Row
+
+FEATURES, P = 1024, 0.1
+WIDTH, HEADS, KEPT, PREFILL = 1024, 16, 64, 256
+ROWS, OUT = 512, 1024
+INNER = (32, 128, 1024)  # of the products in "overlap"
+GLOO, OURS, COMPILED, FUSED = (
+    "gloo, eager",
+    "fused, eager",
+    "fused, compile",
+    "fused, one operation",
+)
+APART, OVERLAP, AUTO = "fused, apart", "fused, overlap", "fused, auto"
+DTENSOR_GLOO, DTENSOR, STYLES, ALONE = "gloo DTensor", "fused DTensor", "fused styles", "one rank"
+PARTS = ("epilogue", "overlap", "transformer")
+SIZES = ",".join(str(4 << n) for n in range(10, 25, 2))
+TOKEN = 4 * WIDTH
+
+BARS = [
+    Bar(2, "epilogue", FUSED, 16 << 20, GLOO, at_least=3),
+    Bar(2, "epilogue", FUSED, 16 << 20, OURS, at_least=1.3),
+    Bar(2, "epilogue", FUSED, 16 << 20, COMPILED, at_most=1),
+    *(Bar(2, "rows", OVERLAP, 4 * inner * OUT, APART, at_least=1.15) for inner in INNER),
+    *(Bar(2, "rows", AUTO, 4 * inner * OUT, APART, at_most=1.02) for inner in INNER),
+    Bar(2, "decode", STYLES, TOKEN, DTENSOR_GLOO, at_least=2),
+    Bar(2, "decode", STYLES, TOKEN, ALONE, at_most=1),
+    Bar(2, "prefill", STYLES, TOKEN * PREFILL, DTENSOR_GLOO, at_least=1.2),
+]
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=SIZES, rounds=21)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    if set(args.parts) - set(PARTS):
+        parser.error(f"--parts are of {PARTS}")
+    if not {"fused", "gloo"} <= set(args.backends):
+        parser.error("this compares fused with gloo: --backends has both")
+    rows = harness.run(worker, args)
+    name = "model_parallel" if len(args.parts) > 1 else f"model_parallel_{args.parts[0]}"
+    harness.finish(name, rows, args, limit=ALONE, bars=BARS)
+    return 0
+
+
+def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    with torch.no_grad():
+        if "epilogue" in args.parts:
+            for size in args.sizes:
+                rows += epilogue(context, args, size)
+        if "overlap" in args.parts:
+            for inner in INNER:
+                rows += overlap(context, args, inner)
+        if "transformer" in args.parts:
+            rows += transformer(context, args)
+    return rows
+
+
+# --- what follows a product -----------------------------------------------------------------------
+
+
+def after(y: Tensor, bias: Tensor, residual: Tensor, p: float) -> Tensor:
+    return residual + F.dropout(y + bias, p)
+
+
+def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]:
+    from fusedpg.tensor_parallel._epilogue import Place
+
+    rows = size // 4 // FEATURES
+    features = FEATURES if rows else size // 4
+    shape = (max(rows, 1), features)
+    torch.manual_seed(0)
+    everyone = torch.randn(context.world_size, *shape)
+    bias, residual = torch.randn(features), torch.randn(shape)
+    x = everyone[context.rank].clone()
+    place = Place(context.groups["fused"])
+    compiled = torch.compile(after, dynamic=False)
+    # Sums are in place, and passes follow each other: zeros stay finite.
+    contribution = x.clone()
+
+    def summed(backend: str, finish: Callable[..., Tensor], p: float) -> Tensor:
+        dist.all_reduce(contribution, group=context.groups[backend])
+        return finish(contribution, bias, residual, p)
+
+    want = residual + (everyone.sum(0) + bias)
+    for arm, backend, finish in (
+        (GLOO, "gloo", after), (OURS, "fused", after), (COMPILED, "fused", compiled)
+    ):  # fmt: skip
+        contribution.copy_(x)
+        got = summed(backend, finish, 0.0)
+        harness.require(torch.allclose(got, want, atol=1e-4), f"{arm}: {size} bytes")
+    got = place.finish(x.clone(), bias, residual, 0.0, 0)
+    harness.require(torch.allclose(got, want, atol=1e-4), f"{FUSED}: {size} bytes")
+    dropped = place.finish(x.clone(), bias, residual, P, 7)
+    scaled = residual + (everyone.sum(0) + bias) / (1 - P)
+    masked = torch.where(dropped == residual, residual, scaled)
+    harness.require(torch.allclose(dropped, masked, atol=1e-4), f"{FUSED}: dropout")
+    harness.require(harness.same_on_all_ranks(dropped), f"{FUSED}: ranks differ")
+    for tensor in (contribution, bias, residual):
+        tensor.zero_()
+    seeds = iter(range(1, 1 << 30))
+    arms: dict[str, Callable[[], object]] = {
+        GLOO: lambda: summed("gloo", after, P),
+        OURS: lambda: summed("fused", after, P),
+        COMPILED: lambda: summed("fused", compiled, P),
+        FUSED: lambda: place.finish(contribution, bias, residual, P, next(seeds)),
+    }
+    return harness.measure(context, arms, case="epilogue", size=size, rounds=args.rounds)
+
+
+# --- overlap -------------------------------------------------------------------------------
+
+
+def overlap(context: Context, args: argparse.Namespace, inner: int) -> list[Row]:
+    from fusedpg.tensor_parallel import RowParallelLinear
+
+    torch.manual_seed(0)
+    whole = nn.Linear(inner * context.world_size, OUT, bias=False)
+    x, residual = torch.randn(ROWS, whole.in_features), torch.randn(ROWS, OUT)
+    mine = x.chunk(context.world_size, -1)[context.rank].contiguous()
+    group = context.groups["fused"]
+    arms: dict[str, Callable[[], object]] = {}
+    for name, given in ((APART, False), (OVERLAP, True), (AUTO, None)):
+        layer = RowParallelLinear.from_linear(whole, overlap=given, group=group)
+        close = torch.allclose(layer(mine, residual), residual + whole(x), atol=1e-4)
+        harness.require(close, f"{name}: {inner}")
+        arms[name] = lambda layer=layer: layer(mine, residual)  # type: ignore[misc]
+    layer = RowParallelLinear.from_linear(whole, group=group)
+    weight, product = layer.weight.to_local(), torch.zeros(ROWS, OUT)
+    arms["matmul alone"] = lambda: F.linear(mine, weight)
+    arms["all_reduce alone"] = lambda: dist.all_reduce(product, group=group)
+    size = 4 * inner * OUT
+    return harness.measure(context, arms, case="rows", size=size, rounds=args.rounds)
+
+
+# --- a transformer -------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A layer that keeps the keys and values of the last tokens of its heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.adds = False  # whether o and down take the residual
+
+    def forward(self, x: Tensor, position: int) -> Tensor:
+        y = self.norm1(x)
+        query, key, value = (
+            part(y).view(len(x), -1, WIDTH // HEADS).transpose(0, 1)
+            for part in (self.q, self.k, self.v)
+        )
+        if len(x) == 1:
+            if not hasattr(self, "keys"):
+                self.keys = key.new_zeros(key.shape[0], KEPT, key.shape[2])
+                self.values = torch.zeros_like(self.keys)
+            slot = position % KEPT
+            self.keys[:, slot : slot + 1] = key
+            self.values[:, slot : slot + 1] = value
+            z = F.scaled_dot_product_attention(query[None], self.keys[None], self.values[None])
+        else:
+            z = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True)
+        z = z[0].transpose(0, 1).reshape(len(x), -1)
+        if self.adds:
+            x = self.o(z, x)
+            result: Tensor = self.down(F.gelu(self.up(self.norm2(x))), x)
+            return result
+        x = x + self.o(z)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.requires_grad_(False)
+        self.position = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.position)
+        self.position += 1
+        return x
+
+
+def spread(layers: int, group: dist.ProcessGroup, styles: Any, adds: bool) -> Model:
+    model = Model(layers)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    plan = {f"layers.*.{name}": styles.ColwiseParallel() for name in ("q", "k", "v", "up")}
+    plan |= {f"layers.*.{name}": styles.RowwiseParallel() for name in ("o", "down")}
+    torch_styles.parallelize_module(model, mesh, plan, src_data_rank=None)
+    for layer in model.layers:
+        layer.adds = adds
+    return model
+
+
+def transformer(context: Context, args: argparse.Namespace) -> list[Row]:
+    from fusedpg import tensor_parallel
+
+    groups, layers = context.groups, args.layers
+    models = {
+        DTENSOR_GLOO: spread(layers, groups["gloo"], torch_styles, False),
+        DTENSOR: spread(layers, groups["fused"], torch_styles, False),
+        STYLES: spread(layers, groups["fused"], tensor_parallel, True),
+    }
+    whole = Model(layers)
+    rows: list[Row] = []
+    for case, count in (("decode", 1), ("prefill", PREFILL)):
+        x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+        want = whole(x)
+        for name, model in models.items():
+            close = torch.allclose(model(x), want, atol=1e-3)
+            harness.require(close, f"{name}: {case} differs from one process")
+
+        def alone(x: Tensor = x) -> None:
+            if context.rank == 0:
+                whole(x)
+
+        arms: dict[str, Callable[[], object]] = {
+            name: lambda model=model, x=x: model(x)  # type: ignore[misc]
+            for name, model in models.items()
+        }
+        arms[ALONE] = alone
+        rounds = args.rounds if count == 1 else max(args.rounds // 3, 5)
+        rows += harness.measure(context, arms, case=case, size=TOKEN * count, rounds=rounds)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

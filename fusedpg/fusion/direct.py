@@ -1,0 +1,149 @@
+"""A program that is one fused collective, called without what a call of `fuse` looks up first."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusedpg.fusion import compile
+from fusedpg.fusion.codegen import Source
+from fusedpg.fusion.compiled import kernel
+from fusedpg.fusion.ir import Program
+
+
+class _Args(ctypes.Structure):
+    """`Args` of fusion/codegen_text.py."""
+
+    _fields_ = (
+        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("outputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("numbers", ctypes.POINTER(ctypes.c_double)),
+        ("seeds", ctypes.POINTER(ctypes.c_uint64)),
+    )
+
+
+class Begun:
+    """An operation of a group that has begun."""
+
+    def __init__(self, work: Any, done: torch.Tensor) -> None:
+        self._work = work
+        self._done = done
+
+    def wait(self) -> bool:
+        """Whether it has been done: not where a rank has no compiled function."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._done.item())
+
+
+class Direct:
+    """The one fused collective of a program, which takes its inputs and gives its result.
+
+    What does not change from call to call is looked up once. Values are given by their names.
+    """
+
+    def __init__(self, name: str, source: Source) -> None:
+        self._function = compile.function(source.text, name)
+        self._key = source.key
+        op = source.scatter.attribute("op")
+        self._op = "sum" if op == "mean" else op
+        self._contribution = source.scatter.operands[0].name
+        self._operands = [node.name for node, _ in source.operands]
+        self._kinds = [kind for _, kind in source.operands]
+        self._numbers = [node.name for node in source.numbers]
+        self._dropouts = [node.operands[1].name for node in source.dropouts]
+        self._seeds = [node.name for node in source.seeds]
+        self._periods = list(source.periods)
+
+    @staticmethod
+    def of(program: Program) -> Direct | None:
+        """None where the program is more than that, or is not generated: alike on all ranks."""
+        groups = [(group, nodes) for group, nodes in program.units if group is not None]
+        others = [node for group, nodes in program.units if group is None for node in nodes]
+        if len(groups) != 1 or any(node.op not in ("input", "constant") for node in others):
+            return None
+        group, nodes = groups[0]
+        source = kernel(group, nodes, program).source if group.kind == "collective" else None
+        if source is None or not source.scatter.numel or source.materialised:
+            return None
+        outputs = tuple(node for node, whole in source.outputs if whole)
+        given = [source.scatter.operands[0], *(node for node, _ in source.operands)]
+        given += [*source.numbers, *source.seeds]
+        given += [node.operands[1] for node in source.dropouts]
+        if outputs != program.outputs or len(outputs) != len(source.outputs) or len(outputs) != 1:
+            return None
+        if any(node.op != "input" for node in given):
+            return None
+        return Direct(program.name, source)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether this rank has a function; the group's operation finds that out for all."""
+        return bool(self._function)
+
+    def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+        numbers = [float(values[name]) for name in self._numbers]
+        for name in self._dropouts:
+            p = values[name]
+            numbers += [math.ceil(p * (1 << 24)), 1 / (1 - p) if p < 1 else 1.0]
+        return numbers, [*(values[name] for name in self._seeds), *self._periods]
+
+    def begin(
+        self,
+        backend: Any,
+        values: Mapping[str, Any],
+        result: torch.Tensor,
+        *,
+        first: int = 0,
+        async_op: bool = False,
+    ) -> Begun:
+        """Writes the result, as an operation of the group.
+
+        Args:
+            first: the index, to dropout, of the first element: for rows of a larger tensor.
+        """
+        numbers, seeds = self._given(values)
+        done = torch.zeros(1, dtype=torch.uint8)
+        work = backend.fused_program_(
+            self._function,
+            self._key,
+            self._op,
+            values[self._contribution].contiguous(),
+            [values[name].contiguous() for name in self._operands],
+            self._kinds,
+            [result],
+            [True],
+            numbers,
+            seeds,
+            done,
+            async_op,
+            first,
+        )
+        return Begun(work, done)
+
+    def here(self, values: Mapping[str, Any], result: torch.Tensor) -> None:
+        """The computation alone, on whole tensors: the contribution is taken for the sum.
+
+        It is given in the type that sums have, which is float for 16-bit types.
+        """
+        numbers, seeds = self._given(values)
+        tensors = [values[name].contiguous() for name in (self._contribution, *self._operands)]
+        args = _Args(
+            _array(ctypes.c_void_p, [tensor.data_ptr() for tensor in tensors]),
+            _array(ctypes.c_void_p, [result.data_ptr()]),
+            _array(ctypes.c_double, numbers),
+            _array(ctypes.c_uint64, seeds),
+        )
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+        kind(self._function)(ctypes.addressof(args), 0, result.numel())
+
+
+def _array(kind: Any, values: Sequence[Any]) -> Any:
+    return (kind * len(values))(*values)
+
+
+__all__ = ["Begun", "Direct"]

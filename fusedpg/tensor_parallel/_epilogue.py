@@ -1,0 +1,231 @@
+"""What follows a row-parallel product: all_reduce, + bias, dropout, + residual as one operation."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fusedpg.fusion as fusion
+from fusedpg._registration import load_extension
+from fusedpg.functional import _backend, group_info
+from fusedpg.fusion.api import FusedFunction, fuse
+from fusedpg.fusion.direct import Direct
+from fusedpg.fusion.philox import kept
+
+# Programs that are kept; all go together.
+_KEPT = 512
+_CHUNKS = 4
+_LEAST = 1 << 20  # bytes of a product that is summed in chunks
+
+
+@fuse
+def _epilogue(
+    x: Any,
+    bias: Any,
+    residual: Any,
+    p: float,
+    seed: int,
+    drops: bool,
+) -> torch.Tensor:
+    y = fusion.all_reduce(x)
+    if bias is not None:
+        y = y + bias
+    if drops:
+        y = fusion.dropout(y, p, seed)
+    if residual is not None:
+        y = residual + y
+    return y
+
+
+@fuse
+def _dropped(x: Any, p: float, seed: int) -> torch.Tensor:
+    return fusion.dropout(fusion.all_reduce(x), p, seed)
+
+
+# What a fused collective needs; the cheapest schedule of a small program may be another.
+_ONE = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
+_epilogue_at_once = _epilogue.scheduled(*_ONE)
+_dropped_at_once = _dropped.scheduled(*_ONE)
+_lock = threading.Lock()
+_plans: dict[Any, Direct | None] = {}  # replaced, never emptied: it is read without the lock
+
+
+def _plan(key: Any, function: FusedFunction, world_size: int, **values: Any) -> Direct | None:
+    """The compiled program of these shapes and types; None where there is none."""
+    global _plans
+    with _lock:
+        if key not in _plans:
+            program = function.schedule(**values, world_size=world_size).program
+            _plans = {} if len(_plans) >= _KEPT else _plans
+            _plans[key] = Direct.of(program)
+        return _plans[key]
+
+
+class Place:
+    """A group and this rank's place in it."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = dist.distributed_c10d._get_default_group() if group is None else group
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the group")
+        self.backend: Any = None  # ProcessGroupFused for CPU tensors
+        self._eager: set[Any] = set()  # programs that a rank has no function for
+        try:
+            backend = _backend(self.group)
+        except ValueError:
+            return
+        if "cpu" in {device.type for device in self.group._device_types}:
+            self.backend = backend
+
+    @functools.cached_property
+    def spare(self) -> bool:
+        """Whether every rank has a core beside the one that it multiplies on; all ranks ask."""
+        cores = len(os.sched_getaffinity(0)) // max(_ranks_here(self), 1)
+        least = torch.tensor([float(cores)])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(least.item() > torch.get_num_threads())
+
+    def chunks(self, rows: int, weight: torch.Tensor, overlap: bool | None) -> int:
+        """In how many parts of the rows a product is summed: alike on all ranks."""
+        if overlap is False or self.size == 1 or rows < 2 or self.backend is None:
+            return 1
+        if overlap is None and (
+            rows * weight.shape[0] * weight.itemsize < _LEAST or not self.spare
+        ):
+            return 1
+        return min(_CHUNKS, rows)
+
+    def _compiles(self, x: torch.Tensor) -> bool:
+        """Whether programs run as generated code: alike on all ranks."""
+        usual = self.backend is not None and x.device.type == "cpu"
+        return usual and bool(load_extension()._fusion_settings()[0])
+
+    def _direct(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        drops: bool,
+    ) -> tuple[Any, Direct | None]:
+        key = (
+            self.size,
+            shape,
+            dtype,
+            None if bias is None else bias.dtype,
+            None if residual is None else residual.dtype,
+            drops,
+        )
+        if key in self._eager:
+            return key, None
+        plans = _plans
+        if key in plans:
+            return key, plans[key]
+        values: dict[str, Any] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
+        values["bias"] = None if bias is None else bias.to("meta")
+        values["residual"] = (
+            None if residual is None else torch.empty(shape, dtype=residual.dtype, device="meta")
+        )
+        values |= {"p": 0.5, "seed": 0, "drops": drops}
+        return key, _plan(key, _epilogue_at_once, self.size, **values)
+
+    def finish(
+        self,
+        product: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+        seed: int,
+    ) -> torch.Tensor:
+        """The sum of all ranks' products (rows x features, ours to write to), and the rest."""
+        if bias is None and residual is None and not p:
+            dist.all_reduce(product, group=self.group)
+            return product
+        values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
+        values |= {"p": p, "seed": seed}
+        if self._compiles(product):
+            key, direct = self._direct(product.shape, product.dtype, bias, residual, p > 0)
+            if direct is not None:
+                # In its place: other memory of this size would be mapped anew in each call.
+                if direct.begin(self.backend, values, product).wait():
+                    return product
+                self._eager.add(key)
+        eager: torch.Tensor = _epilogue(**values, drops=p > 0, group=self.group)
+        return eager
+
+    def overlapped(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+        seed: int,
+        chunks: int,
+    ) -> torch.Tensor:
+        """finish(F.linear(x, weight), ...): rows are summed while the next are multiplied."""
+        rows, features = x.shape[0], weight.shape[0]
+        size = -(-rows // chunks)
+        places = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
+        plain = bias is None and residual is None and not p
+        shapes = {(place.stop - place.start, features) for place in places}
+        found = {
+            shape: self._direct(shape, x.dtype, bias, residual, p > 0)
+            for shape in shapes
+            if not plain
+        }
+        if not plain and not (
+            self._compiles(x) and all(direct is not None for _, direct in found.values())
+        ):
+            return self.finish(F.linear(x, weight), bias, residual, p, seed)
+        result = x.new_empty(rows, features)
+        begun: list[Any] = []
+        for place in places:
+            out = torch.mm(x[place], weight.t(), out=result[place])
+            if plain:
+                begun.append(dist.all_reduce(out, group=self.group, async_op=True))
+                continue
+            values = {"x": out, "bias": bias, "p": p, "seed": seed}
+            values["residual"] = None if residual is None else residual[place]
+            direct = found[(place.stop - place.start, features)][1]
+            assert direct is not None
+            begun.append(
+                direct.begin(self.backend, values, out, first=place.start * features, async_op=True)
+            )
+        done = [one.wait() for one in begun]
+        if plain or all(done):
+            return result
+        self._eager.update(key for key, _ in found.values())
+        return self.finish(result, bias, residual, p, seed)
+
+
+def _ranks_here(place: Place) -> int:
+    """Ranks of the group on this machine."""
+    return int(group_info(place.group)["local_world_size"])
+
+
+def dropped(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
+    """Dropout of a whole tensor on this rank: the mask that `finish` has for the same seed."""
+    if not p:
+        return x
+    if x.device.type == "cpu" and x.numel():
+        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        direct = _plan((tuple(x.shape), x.dtype), _dropped_at_once, 1, x=like, p=0.5, seed=0)
+        if direct is not None and direct.compiled:
+            result = torch.empty_like(x, memory_format=torch.contiguous_format)
+            wide = x.float() if x.dtype.itemsize == 2 else x
+            direct.here({"x": wide, "p": p, "seed": seed}, result)
+            return result
+    keep = kept(p, seed, 0, x.numel(), x.device).reshape(x.shape)
+    return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
+
+
+__all__ = ["Place", "dropped"]

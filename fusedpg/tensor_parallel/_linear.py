@@ -1,0 +1,366 @@
+"""`nn.Linear` whose weight is spread over a group, by columns or by rows of the matrix product.
+
+Parameters are DTensors as torch's styles make them, so state dicts, optimizers and checkpoints take
+one for the other. Forward and backward work on the local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from fusedpg.tensor_parallel._epilogue import Place, dropped
+
+_Linear = TypeVar("_Linear", bound="ParallelLinear")
+
+
+class ParallelLinear(nn.Linear):
+    """What both layers have in common."""
+
+    _title = ""
+    _weight: Placement
+    _bias: Placement
+    _input: Placement
+    _split = ""  # the argument that the ranks divide
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        pg = dist.distributed_c10d._get_default_group() if group is None else group
+        self._distribute(_mesh(pg, self.weight.device.type), 0)
+
+    def _set(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments that nn.Linear does not have, and their defaults."""
+        raise NotImplementedError
+
+    def _distribute(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+        """Replaces the whole parameters by DTensors; all ranks of the mesh call it."""
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{self._title}: a mesh of one dimension, got {mesh}: take one by its name, like "
+                'mesh["tp"]'
+            )
+        features = getattr(self, self._split)
+        if features % mesh.size():
+            best = -(-features // mesh.size()) * mesh.size()
+            raise ValueError(
+                f"{self._title}: {self._split}={features} does not divide by {mesh.size()} ranks: "
+                f"pad it to {best}, or take torch.distributed.tensor.parallel's style, which "
+                "allows uneven shards"
+            )
+        for name, placement in (("weight", self._weight), ("bias", self._bias)):
+            whole = getattr(self, name)
+            if whole is not None:
+                spread = distribute_tensor(whole, mesh, [placement], src_data_rank=src_data_rank)
+                parameter = nn.Parameter(spread, requires_grad=whole.requires_grad)
+                self.register_parameter(name, parameter)
+        self._mesh = mesh
+        self._where: Place | None = None
+
+    @classmethod
+    def from_linear(
+        cls: type[_Linear],
+        linear: nn.Linear,
+        *args: Any,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        src_data_rank: int | None = 0,
+        **kwargs: Any,
+    ) -> _Linear:
+        """The layer with the whole weights of a Linear, which stays as it is.
+
+        Args:
+            group: or a mesh of one dimension.
+            src_data_rank: the rank whose weights count; None: each takes its share of its own.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._adopt(linear)
+        layer._set(*args, **kwargs)
+        pg = dist.distributed_c10d._get_default_group() if group is None else group
+        mesh = pg if isinstance(pg, DeviceMesh) else _mesh(pg, linear.weight.device.type)
+        layer._distribute(mesh, src_data_rank)
+        return layer
+
+    def _adopt(self, linear: nn.Linear) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.train(linear.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group can be neither copied nor pickled; the mesh knows it.
+        return {**self.__dict__, "_where": None}
+
+    @property
+    def _place(self) -> Place:
+        if self._where is None:
+            self._where = Place(self._mesh.get_group())
+        return self._where
+
+    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """This rank's input, weight and bias, in the types that they are multiplied in."""
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[self._input]).to_local()
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        # FSDP hands out plain tensors where the mesh has one rank.
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        if input.shape[-1] != weight.shape[1]:
+            raise ValueError(self._unfit(input, weight))
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+            input, weight = input.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return input, weight, bias
+
+    def _unfit(self, input: torch.Tensor, weight: torch.Tensor) -> str:
+        return (
+            f"{self._title}: the input has {input.shape[-1]} features, in_features is "
+            f"{weight.shape[1]}"
+        )
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """A Linear of which each rank computes a block of the output's features.
+
+    The input is alike on all ranks; the output is this rank's `out_features / world_size` features.
+    In backward the gradient of the input is summed over the ranks while that of the weight is
+    computed.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for `nn.Linear`: of the whole layer.
+        activation: what is applied to the output, like `F.gelu`.
+        group: its ranks share the layer; default: all. Making the layer is a collective: weights
+            are those of its first rank.
+    """
+
+    _title, _split = "ColumnParallelLinear", "out_features"
+    _weight, _bias, _input = Shard(0), Shard(0), Replicate()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype, group=group)
+        self._set(activation=activation)
+
+    def _set(self, activation: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self.activation = activation
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """This rank's features of the output."""
+        x, weight, bias = self._local(input)
+        if torch.is_grad_enabled() and x.requires_grad:
+            y: torch.Tensor = _Columns.apply(x, weight, bias, self._place)
+        else:
+            y = F.linear(x, weight, bias)
+        return y if self.activation is None else self.activation(y)
+
+
+class RowParallelLinear(ParallelLinear):
+    """A Linear of which each rank has a block of the input's features.
+
+    The ranks' products are summed, and bias, dropout and residual follow, in one operation of the
+    group: `residual + dropout(all_reduce(input @ weight.T) + bias)`, alike on all ranks. On a CPU
+    group of the backend "fused" that is generated code.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for `nn.Linear`: of the whole layer.
+        dropout: the probability, while training.
+        norm: a module, like `nn.RMSNorm`, applied to the sum; then `forward` returns both.
+        overlap: whether rows are summed while other rows are multiplied; None: where there are
+            enough of them, and each rank has a core to spare.
+        group: its ranks share the layer; default: all. Making the layer is a collective: weights
+            are those of its first rank.
+    """
+
+    _title, _split = "RowParallelLinear", "in_features"
+    _weight, _bias, _input = Shard(1), Replicate(), Shard(-1)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dropout: float = 0.0,
+        norm: nn.Module | None = None,
+        overlap: bool | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype, group=group)
+        self._set(dropout=dropout, norm=norm, overlap=overlap)
+
+    def _set(
+        self, dropout: float = 0.0, norm: nn.Module | None = None, overlap: bool | None = None
+    ) -> None:
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"{self._title}: dropout is a probability, got {dropout}")
+        self.dropout = dropout
+        self.norm = norm
+        self.overlap = overlap
+
+    def _unfit(self, input: torch.Tensor, weight: torch.Tensor) -> str:
+        return (
+            f"{self._title}: the input has {input.shape[-1]} features, and this rank multiplies "
+            f"{weight.shape[1]} of {self.in_features}: a ColumnParallelLinear gives them, or "
+            "input.chunk(world_size, -1)[rank]"
+        )
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Any:
+        """The output, alike on all ranks; with a norm: (norm(output), output).
+
+        Args:
+            input: this rank's features.
+            residual: is added; of the output's shape, alike on all ranks.
+            seed: of the dropout, alike on all ranks; None: drawn from torch's default generator,
+                so seed that alike on all ranks.
+        """
+        x, weight, bias = self._local(input)
+        shape = (*x.shape[:-1], weight.shape[0])
+        if isinstance(residual, DTensor):
+            residual = residual.redistribute(placements=[Replicate()]).to_local()
+        if residual is not None and residual.shape != shape:
+            raise ValueError(
+                f"{self._title}: the residual has the shape {tuple(residual.shape)}, the output "
+                f"{shape}"
+            )
+        p = self.dropout if self.training else 0.0
+        if not p:
+            seed = 0
+        elif seed is None:
+            seed = int(torch.randint(1 << 62, ()).item())
+        elif not 0 <= seed < 1 << 64:
+            raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
+        rows = x.reshape(-1, x.shape[-1])
+        given = None if residual is None else residual.reshape(-1, shape[-1])
+        tensors = (rows, weight, bias, given)
+        call = (self._place, p, seed, self.overlap)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            y = _Rows.apply(*tensors, *call)
+        else:
+            y = _rows(*tensors, *call)
+        y = y.view(shape)
+        return y if self.norm is None else (self.norm(y), y)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+def _mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu" if device == "meta" else device)
+
+
+def _rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    place: Place,
+    p: float,
+    seed: int,
+    overlap: bool | None,
+) -> torch.Tensor:
+    chunks = place.chunks(x.shape[0], weight, overlap)
+    if chunks > 1:
+        return place.overlapped(x, weight, bias, residual, p, seed, chunks)
+    return place.finish(F.linear(x, weight), bias, residual, p, seed)
+
+
+class _Rows(torch.autograd.Function):
+    """The gradients of what all ranks have alike are alike: backward sends nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        place: Place,
+        p: float,
+        seed: int,
+        overlap: bool | None,
+    ) -> torch.Tensor:
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
+        ctx.types = tuple(None if t is None else t.dtype for t in (bias, residual))
+        ctx.dropout = p, seed
+        ctx.dtype = x.dtype
+        return _rows(x, weight, bias, residual, place, p, seed, overlap)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        of_bias, of_residual = ctx.types
+        given = gradient.to(of_residual) if needs[3] else None
+        if any(needs[:3]):
+            gradient = dropped(gradient.to(ctx.dtype), *ctx.dropout)
+        grad_x = gradient @ weight if needs[0] else None
+        grad_weight = gradient.t() @ x if needs[1] else None
+        grad_bias = gradient.sum(0).to(of_bias) if needs[2] else None
+        return grad_x, grad_weight, grad_bias, given, None, None, None, None
+
+
+class _Columns(torch.autograd.Function):
+    """Each rank has a contribution to the gradient of the input that all have alike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.place = place
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = work = None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if needs[0]:
+            grad_x = gradient @ weight
+            # The weight's gradient does not wait for it.
+            work = dist.all_reduce(grad_x, group=ctx.place.group, async_op=True)
+        if needs[1]:
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        if needs[2]:
+            grad_bias = rows.sum(0)
+        if work is not None:
+            work.wait()
+        return grad_x, grad_weight, grad_bias, None
