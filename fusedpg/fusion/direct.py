@@ -15,12 +15,25 @@ from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import Program
 
 
+class _Output(ctypes.Structure):
+    """`Output` of fusion/codegen_text.py."""
+
+    _fields_ = (
+        ("to", ctypes.POINTER(ctypes.c_void_p)),
+        ("num", ctypes.c_uint64),
+        ("direct", ctypes.c_uint32),
+        ("stream", ctypes.c_uint32),
+    )
+
+
 class _Args(ctypes.Structure):
     """`Args` of fusion/codegen_text.py."""
 
     _fields_ = (
+        ("sources", ctypes.POINTER(ctypes.c_void_p)),
+        ("num_sources", ctypes.c_uint64),
         ("inputs", ctypes.POINTER(ctypes.c_void_p)),
-        ("outputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("outputs", ctypes.POINTER(_Output)),
         ("numbers", ctypes.POINTER(ctypes.c_double)),
         ("seeds", ctypes.POINTER(ctypes.c_uint64)),
     )
@@ -131,10 +144,14 @@ class Direct:
         It is given in the type that sums have, which is float for 16-bit types.
         """
         numbers, seeds = self._given(values)
-        tensors = [values[name].contiguous() for name in (self._contribution, *self._operands)]
+        total = values[self._contribution].contiguous()
+        operands = [values[name].contiguous() for name in self._operands]
+        place = _array(ctypes.c_void_p, [result.data_ptr()])
         args = _Args(
-            _array(ctypes.c_void_p, [tensor.data_ptr() for tensor in tensors]),
-            _array(ctypes.c_void_p, [result.data_ptr()]),
+            _array(ctypes.c_void_p, [total.data_ptr()]),
+            0,  # pointers to contributions: there is their sum
+            _array(ctypes.c_void_p, [operand.data_ptr() for operand in operands]),
+            _array(_Output, [_Output(place, 1, 1, 0)]),
             _array(ctypes.c_double, numbers),
             _array(ctypes.c_uint64, seeds),
         )
