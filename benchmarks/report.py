@@ -22,6 +22,7 @@ import _harness as harness
 import _plots as plots
 import _words as words
 import between_hosts
+import fused_step as fused_steps
 import scaling
 import sparse
 from _apart import ApartRow
@@ -207,6 +208,27 @@ def asynchronous() -> str:
     return markdown(["", "tensors", *map(format_size, (4 * K, 64 * K, M, 16 * M))], lines)
 
 
+def hosts(name: str) -> str:
+    """Between hosts: what goes over the wire takes Gloo, us, and the link at its rate."""
+    rows = rows_of(name)
+
+    def line(case: str, size: int) -> list[str]:
+        peer = next(
+            r for r in rows
+            if (r.case, r.size) == (case, size) and r.arm in ("gloo", fused_steps.GLOO)
+        )  # fmt: skip
+        ours = get(rows, case, size, "fused" if peer.arm == "gloo" else fused_steps.FUSED)
+        link = find(rows, case, size, between_hosts.LINK)
+        return [
+            words.case(case), format_size(size), ms(peer), with_ratio(ours, peer),
+            "" if link is None else f"{ours.median / link.median:.2f}x",
+        ]  # fmt: skip
+
+    cases = dict.fromkeys((row.case, row.size) for row in rows)
+    head = ["ms", "size", "Gloo, with torch's optimizer", "fused", "of the link's time"]
+    return markdown(head, (line(*case) for case in cases))
+
+
 def missed() -> str:
     """Targets that the saved results do not meet."""
     steps = importlib.import_module("_step_arms").bars()
@@ -225,6 +247,8 @@ def missed() -> str:
         "tensor_parallel_p2": importlib.import_module("tensor_parallel").BARS,
         "sparse_p2": sparse.BARS,
         "sparse_hosts_1gbit_p2": sparse.BARS,
+        "between_hosts_2x1_p2": between_hosts.bars(),
+        "between_hosts_2x2_p4": between_hosts.bars(),
     }
     lines = []
     met = 0
@@ -283,6 +307,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "one_step": one_step,
     "asynchronous": asynchronous,
     "missed": missed,
+    "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
+    "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
     "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
 }
 TABLE = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
