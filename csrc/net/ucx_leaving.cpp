@@ -41,9 +41,10 @@ class Lounge {
       if (closed_) {
         return false;
       }
-      if (!running_) {
+      const bool forked = owner_ != getpid(); // without the thread
+      if (!running_ || forked) {
         if (thread_.joinable()) {
-          thread_.join();
+          forked ? thread_.detach() : thread_.join();
         }
         thread_ = std::thread([this] { work(); });
         owner_ = getpid();

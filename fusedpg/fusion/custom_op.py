@@ -221,9 +221,12 @@ def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
         return [None] * ctx.count, *none
     saved = ctx.saved_tensors
     kept, like = saved[: ctx.kept], saved[ctx.kept :]
+    gradients = [x.contiguous() for x in outputs[1 : 1 + ctx.results] if x is not None]
+    # torch gives zeros for results that nobody used; one left out would shift the others.
+    assert len(gradients) == ctx.results
     found = torch.ops.fusedpg.fused_function_backward(
         list(kept),
-        [x.contiguous() for x in outputs[1 : 1 + ctx.results] if x is not None],
+        gradients,
         list(like), floats, ints, handle, kinds, group, wrt,
     )  # fmt: skip
     names = _functions[handle].tensor_names(kinds)

@@ -204,7 +204,8 @@ class Place:
         if plain or all(done):
             return result
         self._eager.update(key for key, _ in found.values())
-        return self.finish(result, bias, residual, p, seed)
+        # Parts that are done are no products any more.
+        return self.finish(F.linear(x, weight), bias, residual, p, seed)
 
 
 def _ranks_here(place: Place) -> int:
