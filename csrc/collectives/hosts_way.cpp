@@ -1,5 +1,7 @@
 #include "collectives/hosts_way.hpp"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "base/ownership.hpp"
@@ -29,27 +31,14 @@ void check_plan(const Plan& plan, const HostMap& hosts, int world_size) {
   }
 }
 
-// to[i] = from[i] * weight, in the wide type.
-void widen(
-    const kernels::Table& kernels,
-    char* to,
-    const void* from,
-    DType type,
-    size_t count,
-    double weight) {
-  kernels::ReduceArgs args;
-  args.dtype = type;
-  args.op = RedOp::kPremulSum;
-  args.factor = weight;
-  args.wide = true;
-  void* out = to;
-  kernels.reduce(args, &out, 1, &from, 1, count, false);
-}
-
-// Whether zeros of a tensor stay at home until they are summed up.
+// Whether zeros of a tensor stay at home. Times a weight that is no ordinary
+// number they might be something else.
 bool skips(const Plan& plan, size_t count) {
   return plan.reads && plan.skip && count != 0 &&
-      select_net_skip(count * dtype_size(wide_type(plan.src_type)));
+      select_net_skip(count * dtype_size(wide_type(plan.src_type))) &&
+      std::all_of(plan.weights.begin(), plan.weights.end(), [](double w) {
+           return std::isfinite(w) && !std::signbit(w);
+         });
 }
 
 } // namespace
@@ -97,26 +86,25 @@ void HostsWay::enter(
     extra_ =
         net_gather_rows(ctx_, extra.data(), extra.size() * sizeof(uint64_t));
   }
-  skip_.reset();
+  blocks_.reset();
   if (plan != nullptr && plan->skip && plan->zeros_stay) {
-    if (plan->tensors.size() != 1) {
-      fail(
-          ErrorKind::kInvalid,
-          "fused: between hosts one tensor at a time skips blocks of zeros");
-    }
-    skip_.emplace(
-        ctx_,
-        ReduceTensor{plan->tensors[0].dst, plan->counts()[0]},
-        plan->src_type,
-        plan->op,
-        *plan->skip,
-        plan->receiver == Plan::kAll);
-    skip_->find();
+    find_blocks(*plan, mine);
   }
 }
 
+void HostsWay::find_blocks(const Plan& plan, const OpDescriptor& d) {
+  const std::vector<size_t> counts = plan.counts();
+  net_together(ctx_, [&] {
+    blocks_.emplace(find_net_blocks(
+        ctx_,
+        plan,
+        [&](size_t t) { return plan.zeros_stay || skips(plan, counts[t]); },
+        d));
+  });
+}
+
 void HostsWay::count(OpCode named) {
-  if (delegate_ && !skip_) {
+  if (delegate_ && !blocks_) {
     return;
   }
   ctx_.stats.add(
@@ -188,81 +176,18 @@ void HostsWay::run(const Plan& plan, const OpDescriptor& d) {
   }
   check_plan(plan, *ctx_.hosts, size());
   if (plan.zeros_stay) {
-    skip_->run(plan.epilogue);
+    net_pipeline(ctx_, plan, d, &*blocks_);
     return;
   }
   const std::vector<size_t> counts = plan.counts();
-  Plan whole = plan;
-  std::vector<size_t> sparse;
-  for (size_t t = 0; t < counts.size(); ++t) {
-    if (skips(plan, counts[t])) {
-      sparse.push_back(t);
-      whole.drop(t);
-    }
+  bool some = false;
+  for (const size_t count : counts) {
+    some = some || skips(plan, count);
   }
-  if (!sparse.empty()) {
-    run_skipping(plan, sparse, d);
+  if (some) {
+    find_blocks(plan, d);
   }
-  net_pipeline(ctx_, whole, d);
-}
-
-// Owners have the sums before the pipeline begins, which then reads nothing.
-void HostsWay::run_skipping(
-    const Plan& plan,
-    const std::vector<size_t>& tensors,
-    const OpDescriptor& d) {
-  const std::vector<size_t> counts = plan.counts();
-  const size_t element = dtype_size(wide_type(plan.src_type));
-  for (const size_t t : tensors) {
-    const NetBuffer sum = sum_skipping(plan, t, counts[t]);
-    const auto first = static_cast<size_t>(
-        shard_range(static_cast<int64_t>(counts[t]), size(), rank()).offset);
-    Plan rest = plan;
-    for (size_t other = 0; other < counts.size(); ++other) {
-      if (other != t) {
-        rest.drop(other);
-      }
-    }
-    rest.reads = false;
-    rest.epilogue = [&](size_t tensor,
-                        size_t begin,
-                        size_t count,
-                        void* const* dsts,
-                        size_t num_dsts,
-                        const Sources& /* none */,
-                        bool stream) {
-      const void* src = sum.data() + (begin - first) * element;
-      plan.epilogue(
-          tensor, begin, count, dsts, num_dsts, {&src, 1, true}, stream);
-    };
-    net_pipeline(ctx_, rest, d);
-  }
-}
-
-NetBuffer HostsWay::sum_skipping(
-    const Plan& plan,
-    size_t tensor,
-    size_t count) {
-  kernels::ReduceArgs sum;
-  sum.dtype = wide_type(plan.src_type);
-  const size_t element = dtype_size(sum.dtype);
-  const NetBuffer whole(count * element);
-  widen(
-      ctx_.kernels,
-      whole.data(),
-      plan.tensors[tensor].src,
-      plan.src_type,
-      count,
-      plan.weights.empty() ? 1.0 : plan.weights[rank()]);
-  NetSkip skip(
-      ctx_, {whole.data(), count}, sum.dtype, sum.op, *plan.skip, false);
-  skip.find();
-  skip.run(reduction_epilogue(ctx_.kernels, sum));
-  const ShardRange own =
-      shard_range(static_cast<int64_t>(count), size(), rank());
-  return whole.part(
-      static_cast<size_t>(own.offset) * element,
-      static_cast<size_t>(own.length) * element);
+  net_pipeline(ctx_, plan, d, some ? &*blocks_ : nullptr);
 }
 
 } // namespace fusedpg

@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/net_blocks.hpp"
 #include "collectives/net_moves.hpp"
-#include "collectives/net_skip.hpp"
 #include "collectives/selector.hpp"
 #include "collectives/way.hpp"
 
@@ -43,7 +43,7 @@ class HostsWay : public Way {
     return reinterpret_cast<const uint64_t*>(extra_[rank].data());
   }
   double density() override {
-    return skip_->density();
+    return blocks_->all.density();
   }
   SkipLimits skip_limits() override {
     return kNetSkipLimits;
@@ -63,18 +63,10 @@ class HostsWay : public Way {
   void complete(OpDescriptor& mine, size_t table_entries) const;
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
   void check_said(const OpDescriptor& mine);
-  // Of tensors whose blocks of zeros stay at home until they are summed up.
-  void run_skipping(
-      const Plan& plan,
-      const std::vector<size_t>& tensors,
-      const OpDescriptor& d);
-  // The sum over all ranks of such a tensor in the wide type: this rank's shard
-  // of it.
-  NetBuffer sum_skipping(const Plan& plan, size_t tensor, size_t count);
-
+  void find_blocks(const Plan& plan, const OpDescriptor& d);
   NetContext& ctx_;
   const Delegate delegate_;
-  std::optional<NetSkip> skip_; // of the plan that has been entered
+  std::optional<NetBlocks> blocks_; // of the plan that has been entered
   std::vector<OpDescriptor> said_;
   std::vector<NetBuffer> extra_;
 };

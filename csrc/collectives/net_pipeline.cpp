@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "collectives/host_fold.hpp"
-#include "collectives/net_segments.hpp"
+#include "collectives/net_parts.hpp"
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
@@ -13,10 +13,16 @@ namespace {
 
 class Pipeline {
  public:
-  Pipeline(NetContext& ctx, const Plan& plan, const OpDescriptor& d)
+  Pipeline(
+      NetContext& ctx,
+      const Plan& plan,
+      const OpDescriptor& d,
+      const NetBlocks* blocks)
       : ctx_(ctx),
         plan_(plan),
         descriptor_(d),
+        blocks_(blocks),
+        parts_(blocks, *ctx.hosts, ctx.transport.rank()),
         hosts_(*ctx.hosts),
         fold_(ctx.kernels, hosts_, plan),
         rank_(ctx.transport.rank()),
@@ -44,12 +50,14 @@ class Pipeline {
     }
     capacity_ =
         most * std::max(element, plan.reads ? fold_.element() : size_t{0});
-    for (const auto& lane : plan.lanes) {
+    const bool some = blocks != nullptr && plan.zeros_stay;
+    for (const auto& lane : some ? blocks->all.skip(plan.lanes) : plan.lanes) {
       lanes_.push_back(cut_lane(lane, most, granule));
       length_ = std::max(length_, lanes_.back().size());
     }
     ahead_ = std::min(select_net_ahead(ucx), length_ == 0 ? 0 : length_ - 1);
     widened_.resize(hosts_.num_hosts());
+    parts_.set_most(kZeroBytes / std::max(plan.src_size, fold_.element()));
   }
 
   void run() {
@@ -194,7 +202,7 @@ class Pipeline {
       for (int p = 0; p < size_; ++p) {
         const NetSegment* one = segment(p, s);
         if (one != nullptr && worker(p) != rank_) {
-          gather(*one, staged_in(rank_, half, p));
+          gather(parts_.mine(*one), staged_in(rank_, half, p));
         }
       }
     }
@@ -225,22 +233,32 @@ class Pipeline {
   NetBuffer local_sum(int owner, const NetSegment& one, Stage& stage) {
     const NetBuffer sum = scratch(stage, one.elements * fold_.element());
     const int half = ctx_.domain->half();
-    size_t at = 0; // elements
-    for (const LanePiece& piece : one.pieces) {
-      sources_.clear();
-      for (const int p : hosts_.ranks(here_)) {
-        sources_.push_back(
-            p == rank_ ? source(piece)
-                       : staged_in(p, half, owner) + at * plan_.src_size);
-      }
-      fold_.fold(
-          here_,
-          sources_.data(),
-          piece.count,
-          sum.data() + at * fold_.element());
-      at += piece.count;
+    char* out = sum.data();
+    std::vector<const char*> next; // of each rank
+    for (const int p : hosts_.ranks(here_)) {
+      next.push_back(p == rank_ ? nullptr : staged_in(p, half, owner));
     }
-    return sum;
+    for (const LanePiece& piece : one.pieces) {
+      parts_.for_places(
+          piece, [&](size_t begin, size_t end, const int* who, size_t num) {
+            if (num == 0) {
+              return;
+            }
+            sources_.assign(next.size(), kZeros);
+            for (size_t k = 0; k < num; ++k) {
+              const int place = who[k];
+              if (hosts_.ranks(here_)[place] == rank_) {
+                sources_[place] = source({piece.tensor, begin, 0});
+                continue;
+              }
+              sources_[place] = next[place];
+              next[place] += (end - begin) * plan_.src_size;
+            }
+            fold_.fold(here_, sources_.data(), end - begin, out);
+            out += (end - begin) * fold_.element();
+          });
+    }
+    return sum.part(0, static_cast<size_t>(out - sum.data()));
   }
 
   // --- between hosts ---------------------------------------------------------
@@ -257,11 +275,14 @@ class Pipeline {
     if (const NetSegment* mine = segment(rank_, s)) {
       stage.contributions.resize(hosts_.num_hosts());
       each_other_host([&](int h) {
-        stage.contributions[h] = net_receive(
-            ctx_,
-            hosts_.proxy(rank_, h),
-            NetKind::kContribution,
-            scratch(stage, mine->elements * sent_size(h)));
+        const size_t bytes = parts_.elements_of(h, *mine) * sent_size(h);
+        if (bytes != 0) {
+          stage.contributions[h] = net_receive(
+              ctx_,
+              hosts_.proxy(rank_, h),
+              NetKind::kContribution,
+              scratch(stage, bytes));
+        }
       });
       if (shares_) {
         stage.sum = local_sum(rank_, *mine, stage);
@@ -270,10 +291,13 @@ class Pipeline {
     each_peer([&](int p) {
       const NetSegment* theirs = segment(p, s);
       if (theirs != nullptr && !is_here(p) && worker(p) == rank_) {
-        const NetBuffer message =
-            shares_ ? local_sum(p, *theirs, stage) : gathered(*theirs, stage);
-        stage.sends.push_back(
-            net_send(ctx_, p, NetKind::kContribution, message));
+        const NetBuffer message = shares_
+            ? local_sum(p, *theirs, stage)
+            : gathered(parts_.mine(*theirs), stage);
+        if (message.bytes() != 0) {
+          stage.sends.push_back(
+              net_send(ctx_, p, NetKind::kContribution, message));
+        }
       }
     });
   }
@@ -339,49 +363,94 @@ class Pipeline {
     }
     const bool keeps =
         all_ || plan_.receiver == Plan::kOwner || plan_.receiver == rank_;
-    size_t at = 0; // elements
-    for (const LanePiece& piece : mine.pieces) {
-      const Sources srcs = plan_.reads ? sources(piece, at, stage) : Sources{};
-      const size_t offset = at * plan_.dst_size;
+    next_.clear();
+    for (int h = 0; plan_.reads && h < hosts_.num_hosts(); ++h) {
+      next_.push_back(h == here_ ? stage.sum.data() : received_[h]);
+    }
+    size_t at = 0; // bytes
+    const auto emit = [&](const LanePiece& part, const Sources& srcs) {
       void* outs[3];
       size_t n = 0;
       if (keeps) {
-        outs[n++] = result(piece);
+        outs[n++] = result(part);
       }
       if (packs) {
-        outs[n++] = block.data() + offset;
+        outs[n++] = block.data() + at;
       }
       if (publishes(rank_)) {
-        outs[n++] = staged_out(rank_, ctx_.domain->next_half(), rank_) + offset;
+        outs[n++] = staged_out(rank_, ctx_.domain->next_half(), rank_) + at;
       }
       plan_.epilogue(
-          piece.tensor,
-          piece.begin,
-          piece.count,
+          part.tensor,
+          part.begin,
+          part.count,
           outs,
           n,
           srcs,
           /*stream=*/false);
-      at += piece.count;
+      at += part.count * plan_.dst_size;
+    };
+    for (const LanePiece& piece : mine.pieces) {
+      if (!plan_.reads) {
+        emit(piece, {});
+      } else if (blocks_ != nullptr && !plan_.zeros_stay) {
+        emit(piece, sum_of(piece));
+      } else {
+        parts_.for_hosts(
+            piece, [&](size_t begin, size_t end, const int* who, size_t num) {
+              const LanePiece part{piece.tensor, begin, end - begin};
+              emit(part, sources(part, who, num, /*widen=*/false));
+            });
+      }
     }
     return block;
   }
 
-  // Of a piece, `at` elements into this rank's segment.
-  Sources sources(const LanePiece& piece, size_t at, const Stage& stage) {
+  // Of a part of this rank's lane to which these hosts contribute; the next one
+  // of the segment.
+  Sources sources(
+      const LanePiece& part,
+      const int* hosts,
+      size_t num,
+      bool widen) {
+    const bool as_it_is = fold_.element() == plan_.src_size &&
+        plan_.weights.empty(); // also where it is one of several ranks'
     sources_.clear();
-    for (int h = 0; h < hosts_.num_hosts(); ++h) {
-      const void* from = h != here_ ? received_[h] + at * sent_size(h)
-          : shares_                 ? stage.sum.data() + at * fold_.element()
-                                    : source(piece);
-      if (hosts_.ranks(h).size() == 1 && !fold_.is_contribution(h)) {
+    for (size_t k = 0; k < num; ++k) {
+      const int h = hosts[k];
+      const bool own = h == here_ && !shares_;
+      const void* from = own ? source(part) : next_[h];
+      next_[h] += own ? 0 : part.count * sent_size(h);
+      if (hosts_.ranks(h).size() == 1 &&
+          !(widen ? as_it_is : fold_.is_contribution(h))) {
         widened_[h].resize(capacity_);
-        fold_.fold(h, &from, piece.count, widened_[h].data());
+        fold_.fold(h, &from, part.count, widened_[h].data());
         from = widened_[h].data();
       }
       sources_.push_back(from);
     }
-    return {sources_.data(), sources_.size(), !fold_.plain()};
+    if (num < static_cast<size_t>(hosts_.num_hosts())) {
+      sources_.push_back(kZeros);
+    }
+    return {sources_.data(), sources_.size(), widen || !fold_.plain()};
+  }
+
+  // What all hosts' contributions to a piece come to, zeros included: an
+  // epilogue may need pieces that are longer than blocks.
+  Sources sum_of(const LanePiece& piece) {
+    kernels::ReduceArgs add;
+    add.dtype = wide_type(plan_.src_type, plan_.op);
+    sum_.resize(piece.count * fold_.element());
+    parts_.for_hosts(
+        piece, [&](size_t begin, size_t end, const int* who, size_t num) {
+          void* to = sum_.data() + (begin - piece.begin) * fold_.element();
+          const LanePiece part{piece.tensor, begin, end - begin};
+          const Sources all = sources(part, who, num, /*widen=*/true);
+          ctx_.kernels.reduce(
+              add, &to, 1, all.data, all.num, part.count, false);
+        });
+    sources_.assign(1, sum_.data());
+    return {sources_.data(), 1, true};
   }
 
   void finish(size_t s) {
@@ -415,6 +484,8 @@ class Pipeline {
   NetContext& ctx_;
   const Plan& plan_;
   const OpDescriptor& descriptor_;
+  const NetBlocks* blocks_;
+  NetParts parts_;
   const HostMap& hosts_;
   HostFold fold_;
   const int rank_;
@@ -435,14 +506,16 @@ class Pipeline {
   size_t segment_bytes_ = 0;
   std::vector<const void*> sources_; // of one piece
   std::vector<const char*> received_; // of one stage, by host
+  std::vector<const char*> next_; // of these
+  std::vector<char> sum_; // of one piece
   std::vector<std::vector<char>> widened_; // by host
 };
 
 } // namespace
 
-void net_pipeline(NetContext& ctx, const Plan& plan, const OpDescriptor& d) {
+void net_together(NetContext& ctx, const std::function<void()>& body) {
   try {
-    Pipeline(ctx, plan, d).run();
+    body();
   } catch (const std::exception& error) {
     // Receives into tensors may still be posted, and neighbours wait at a
     // barrier, whatever kind of error it is.
@@ -454,6 +527,14 @@ void net_pipeline(NetContext& ctx, const Plan& plan, const OpDescriptor& d) {
     }
     throw;
   }
+}
+
+void net_pipeline(
+    NetContext& ctx,
+    const Plan& plan,
+    const OpDescriptor& d,
+    const NetBlocks* blocks) {
+  net_together(ctx, [&] { Pipeline(ctx, plan, d, blocks).run(); });
 }
 
 } // namespace fusedpg

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <functional>
+
+#include "collectives/net_blocks.hpp"
 #include "collectives/net_exchange.hpp"
 #include "collectives/plan.hpp"
 
@@ -15,7 +18,18 @@ namespace fusedpg {
 // its proxy (HostMap), adds up what the machine's ranks contribute, which they
 // leave in shared memory, and passes the results on to them.
 //
+// With `blocks`, of a plan that skips, each host sends the blocks that any of its
+// ranks has; and where zeros stay, owners the blocks that anybody has.
+//
 // Sums are those of HostFold. `d` names the operation in errors.
-void net_pipeline(NetContext& ctx, const Plan& plan, const OpDescriptor& d);
+void net_pipeline(
+    NetContext& ctx,
+    const Plan& plan,
+    const OpDescriptor& d,
+    const NetBlocks* blocks = nullptr);
+
+// What the ranks of a host do together: an error fails the group, so that no
+// neighbour waits for this rank.
+void net_together(NetContext& ctx, const std::function<void()>& body);
 
 } // namespace fusedpg

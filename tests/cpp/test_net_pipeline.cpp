@@ -204,6 +204,36 @@ TEST(net_pipeline_bytes) {
   CHECK(double(sent) <= data * 1.01);
 }
 
+// Of blocks of zeros, what nobody on a host has does not leave it, and what
+// several have leaves it once.
+TEST(net_pipeline_bytes_of_blocks) {
+  const Layout layout{{0, 1}, {2, 3}};
+  const size_t count = 400000, block = 100;
+  const auto has = [](int rank, size_t b) {
+    return b % 10 == static_cast<size_t>(rank / 2) || b % 50 == 7;
+  };
+  std::atomic<uint64_t> sent{0}, received{0};
+  on_hosts(layout, [&](int rank, NetContext& ctx) {
+    std::vector<float> mine(count);
+    for (size_t i = 0; i < count; ++i) {
+      mine[i] = has(rank, i / block) ? 1.0F : 0.0F;
+    }
+    HostsWay way(ctx);
+    sparse_all_reduce(way, {{mine.data(), count}}, sum_of(), {block});
+    sent += ctx.moved.bytes_sent;
+    received += ctx.moved.bytes_received;
+    CHECK_EQ(ctx.moved.blocks_present, 480u);
+    CHECK_EQ(ctx.moved.blocks_union, 880u);
+  });
+  CHECK_EQ(sent.load(), received.load());
+  // Half of a host's blocks are the other's owners', and all results travel.
+  const size_t data = (480 + 880) * block * 4;
+  const size_t heads = 4 * 3 * sizeof(OpDescriptor);
+  const size_t bitmaps = 4 * (2 + 2) * (count / block / 64 + 2) * 8;
+  CHECK(sent >= data);
+  CHECK(sent <= data + heads + bitmaps);
+}
+
 // A rank alone on its host, and one that shares it, wait for one that does not
 // come; and a neighbour of the latter hears of it.
 TEST(net_pipeline_absent_rank) {

@@ -131,15 +131,15 @@ TEST(net_skip_reduce_scatter) {
           Bytes mine = all[rank];
           for (const bool gives : {true, false}) {
             mine = all[rank];
-            NetSkip skip(
-                ctx,
-                {mine.data(), count},
-                c.dtype,
-                RedOp::kSum,
-                {c.block},
-                gives);
-            skip.find();
-            skip.run(reduction_epilogue(ctx.kernels, sum_of(c.dtype)));
+            Plan plan = in_place(
+                ctx.kernels, size, {{mine.data(), count}}, sum_of(c.dtype));
+            plan.skip = {c.block};
+            plan.zeros_stay = true;
+            plan.receiver = gives ? Plan::kAll : Plan::kOwner;
+            HostsWay way(ctx);
+            OpDescriptor d;
+            way.enter(&plan, d, {});
+            way.run(plan, d);
             (gives ? whole : half)[rank] = std::exchange(ctx.moved, {});
           }
           Bytes wanted = all[rank];

@@ -119,11 +119,17 @@ def moved_bytes(context: Context, density: float, arena: bool = False) -> dict[s
     assert found["blocks_union"] == int(union.sum())
     assert found["blocks_present"] == int(masks[context.rank].sum())
     assert found["union_density"] == float(union.double().mean())
-    share = (context.world_size - 1) / context.world_size
+    names: list[Any] = [None] * context.world_size
+    dist.all_gather_object(names, os.environ.get("FUSEDPG_HOST_ID", ""))
+    # In shared memory ranks read for themselves, as hosts of one rank each.
+    alone = len(set(names)) == 1
+    hosts = list(range(context.world_size)) if alone else names
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[context.rank]]
+    mine = torch.stack([masks[rank] for rank in here]).any(0).double().mean()
+    away = 1 - len(here) / context.world_size
+    results = union.double().mean() * (len(set(hosts)) - 1) / context.world_size
     return found | {
-        "formula": (float(masks[context.rank].double().mean()) + float(union.double().mean()))
-        * data.nbytes
-        * share,
+        "formula": float(mine / len(here) * away + results) * data.nbytes,
         "bitmaps": 2 * len(union) / 8 * (context.world_size - 1),
     }
 
@@ -373,10 +379,10 @@ def fused_steps(context: Context, name: str, kind: str) -> None:
             assert found["paths"] == {"block_sparse": 3}
             assert abs(found["density"] - density) < 0.1
             if not context.one_host and fusedpg.group_info()["local_world_size"] == 1:
-                # Gradients go to their owners, large ones by blocks in fp32; parameters to all.
+                # Gradients go to their owners, large ones by blocks; parameters to all.
                 size = torch.empty((), dtype=DTYPES[kind]).element_size()
                 large, small = max(SIZES), sum(SIZES) - max(SIZES)
-                sent = large * (4 * density + size) + small * 2 * size
+                sent = (large * (density + 1) + small * 2) * size
                 share = (context.world_size - 1) / context.world_size
                 assert found["bytes_sent"] == pytest.approx(3 * share * sent, rel=0.1, abs=20_000)
 
