@@ -39,11 +39,13 @@ from _harness import Bar, Context, Row
 
 K, M = 1 << 10, 1 << 20
 LINK = "link"
+ALONE = "no_sync"  # the same step without a collective: what nobody's communication can beat
 UNLIMITED = "unlimited"
 RATES = {UNLIMITED: None, "10gbit": 10e9, "1gbit": 1e9}  # bits a second
 PARTS = ("all_reduce", "adamw", "ddp", "fsdp2")
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
 ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
+MORE = 5  # times these up to 1 MB, where calls are short and vary
 TRAINED = "10gbit"  # the rate at which models are trained
 BATCH, LR, CHECKED_STEPS = 4, 1e-3, 5
 
@@ -163,7 +165,7 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
             arms = step_arms(size, context)
         else:
             arms = training_arms(part, context)
-        rounds = args.rounds or ROUNDS[rate]
+        rounds = args.rounds or ROUNDS[rate] * (MORE if size <= M else 1)
         rows = harness.measure(context, arms, case=name, size=size, rounds=rounds)
         sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
         found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
@@ -200,13 +202,14 @@ def step_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
 class Training:
     """A model, torch's optimizer and a fixed batch of this rank: a user's unchanged script."""
 
-    def __init__(self, part: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, part: str, rank: int, group: dist.ProcessGroup | None) -> None:
         torch.manual_seed(0)
-        model = models.make_mlp()
-        wrap = self._ddp if part == "ddp" else self._fsdp2
-        self._model = wrap(model, group)
+        self._model: nn.Module = models.make_mlp()
+        if group is not None:
+            wrap = self._ddp if part == "ddp" else self._fsdp2
+            self._model = wrap(self._model, group)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True)
-        generator = torch.Generator().manual_seed(1 + dist.get_rank(group))
+        generator = torch.Generator().manual_seed(1 + rank)
         width = next(iter(models.make_mlp().parameters())).shape[1]
         self._x = torch.randn(BATCH, width, generator=generator)
         self._y = torch.randint(10, (BATCH,), generator=generator)
@@ -238,7 +241,8 @@ class Training:
 
 
 def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]]:
-    arms = {backend: Training(part, group) for backend, group in context.groups.items()}
+    rank = context.rank
+    arms = {backend: Training(part, rank, group) for backend, group in context.groups.items()}
     losses = [torch.stack([arm.step() for _ in range(CHECKED_STEPS)]) for arm in arms.values()]
     for other in losses[1:]:
         same = torch.allclose(losses[0], other, rtol=1e-4, atol=1e-5)
@@ -246,7 +250,8 @@ def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]
     # Of all ranks' batches: one of them alone may get worse at first.
     dist.all_reduce(losses[0], group=context.groups["gloo"])
     harness.require(bool(losses[0][-1] < losses[0][0]), f"{part}: does not learn: {losses[0]}")
-    return {backend: arm.step for backend, arm in arms.items()}
+    arms[ALONE] = Training(part, rank, None)
+    return {name: arm.step for name, arm in arms.items()}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
     for column in ("MB", "of 2 (H-1)/H N"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        if row.arm != LINK and row.size >= M:
+        if row.arm not in (LINK, ALONE) and row.size >= M:
             least = 2 * (count - 1) / count * row.size
             share = "" if row.case.startswith("fsdp2") else f"{row.sent / least:.3f}"
             table.add_row(

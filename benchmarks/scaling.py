@@ -6,14 +6,15 @@
 Hosts are network namespaces of this machine whose links have a rate (see tests/python/hosts.py), so
 all of them share its cores. The model of an operation on N bytes, H hosts and L ranks on each:
 
-    seconds = a + b (P-1) + c N + m N P/C + w max(0, 2 (H-1)/H N - B)
+    seconds = a + b (P-1) max(1, P/C) + c N + m N P/C + w max(0, 2 (H-1)/H N - B)
 
 with P = H L ranks, C cores of the machine, and B the bytes that a link lets through at once before
-its rate holds. a is what a call costs, b what each peer adds (latency), c and m are memory's part,
-of a rank and of all ranks on the machine's cores, w is the link's. They are fitted for each
-operation by least squares of the relative error, none below zero, on the sizes of --fit; sizes of
---check are predicted only. A group of one host uses shared memory, which is another engine: it has
-a fit of its own, without the link.
+its rate holds. a is what a call costs, b what each peer adds (latency: its messages want a turn on
+a core, for which ranks queue where they outnumber them), c and m are memory's part, of a rank and
+of all ranks on the machine's cores, w is the link's. They are fitted for each operation by least
+squares of the relative error, none below zero, on the sizes of --fit; sizes of --check are
+predicted only. A group of one host uses shared memory, which is another engine: it has a fit of its
+own, without the link.
 
 The projection to 1,024 hosts (--project) takes the same figures, with a machine for each host: P/C
 becomes L/C there. **It is an extrapolation**: nothing here knows of switches that are shared, of
@@ -143,7 +144,7 @@ def make_arm(
 def features(size: float, hosts: int, ranks: int, burst: float, share: float) -> tuple[float, ...]:
     """What TERMS are multiplied by; `share`: ranks for each core of their machine."""
     link = max(0.0, 2 * (hosts - 1) / hosts * size - burst)
-    return (1.0, hosts * ranks - 1.0, size, size * share, link)
+    return (1.0, (hosts * ranks - 1.0) * max(1.0, share), size, size * share, link)
 
 
 def features_of(row: ScalingRow) -> tuple[float, ...]:
