@@ -213,7 +213,7 @@ def functional(draw: Draw) -> dict[str, Any]:
         "splits": draw.splits(),
         **draw.reduction(),
     }
-    return _gloo_can(draw, args) if what == "all_to_all" else args
+    return _gloo_can(draw, args) if what in ("all_to_all", "all_gather_coalesced") else args
 
 
 def _move(draw: Draw) -> dict[str, Any]:
