@@ -298,7 +298,7 @@ def print_bytes(rows: Sequence[CrossingRow]) -> None:
 def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
     title = f"2 stages of {RANKS} ranks on two hosts, fp32, link of 1 Gbit/s"
     segment = [row for row in rows if row.case == SEGMENT and row.arm != LINK]
-    plots.save_speedups(path, segment, WRITTEN, title)
+    plots.save_speedups(path, segment, PLAIN, title)
 
 
 if __name__ == "__main__":
