@@ -23,6 +23,7 @@ from _harness import Clock, Context, Row
 TIMEOUT = 1800.0  # seconds
 RowType = TypeVar("RowType", bound=Row)
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+RECEIVED = SENT.with_name("rx_bytes")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -123,13 +124,28 @@ def worker(args: argparse.Namespace, measure: Callable[[Context], Iterable[Seque
 
 def bytes_sent(context: Context, call: Callable[[], object]) -> float:
     """What this rank's host sends in a call, on its link, with all headers."""
-    calls = 3
+    return bytes_over_link(context, call)[0][context.rank]
+
+
+def bytes_over_link(
+    context: Context, call: Callable[[], object], calls: int = 3
+) -> tuple[list[float], list[float]]:
+    """What each rank's host sends, and what it receives, in a call."""
     context.clock.barrier()
-    before = int(SENT.read_text())
+    before = _counters()
     for _ in range(calls):
         call()
     context.clock.barrier()
-    return (int(SENT.read_text()) - before) / calls
+    mine = (_counters() - before) / calls
+    everyone = [torch.empty_like(mine) for _ in range(context.world_size)]
+    dist.all_gather(everyone, mine, group=context.groups["gloo"])
+    sent, received = torch.stack(everyone).t().tolist()
+    return sent, received
+
+
+def _counters() -> torch.Tensor:
+    counts = [int(path.read_text()) for path in (SENT, RECEIVED)]
+    return torch.tensor(counts, dtype=torch.float64)
 
 
 class GroupClock(Clock):

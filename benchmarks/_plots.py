@@ -205,6 +205,36 @@ def save_bars(
     finish(figure, path, note(world_size))
 
 
+def save_speedups(path: Path, rows: Sequence[Row], base: str, title: str) -> None:
+    """How many times as fast as one arm each is, as groups of bars over sizes."""
+    sizes = sorted({row.size for row in rows})
+    names = list(dict.fromkeys(row.arm for row in rows))
+    figure, axis = plt().subplots(figsize=(max(7, 1.2 * len(sizes)), 3.8), layout="constrained")
+    width = 0.84 / len(names)
+    times = {(row.size, row.arm): typical(row) for row in rows}
+    shades = {kind: [n for n in names if words.whose(n) == kind] for kind in COLOURS}
+    for number, name in enumerate(names):
+        shown = [size for size in sizes if (size, name) in times and (size, base) in times]
+        places = [sizes.index(size) + (number - (len(names) - 1) / 2) * width for size in shown]
+        heights = [times[size, base] / times[size, name] for size in shown]
+        kind = words.whose(name)
+        alpha = (1 + shades[kind].index(name)) / len(shades[kind])
+        axis.bar(
+            places, heights, width * 0.92, color=COLOURS[kind], alpha=alpha, label=words.arm(name)
+        )
+        for place, height in zip(places, heights):
+            axis.annotate(
+                f"{height:.2f}", (place, height), (0, 3), textcoords="offset points",
+                ha="center", rotation=90, fontsize="x-small",
+            )  # fmt: skip
+    axis.axhline(1, color=COLOURS[words.LIMIT], linewidth=0.8, linestyle="--")
+    axis.set(ylabel=f"times as fast as\n{words.arm(base)}")
+    axis.set_xticks(range(len(sizes)), [format_size(size) for size in sizes])
+    axis.margins(y=0.15)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    finish(figure, path, title)
+
+
 def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
     """Over sizes where the cases have several, else bars."""
     sizes: dict[str, set[int]] = {}

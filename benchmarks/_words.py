@@ -84,6 +84,12 @@ ARMS = {
     "fused styles": "fusedpg.tensor_parallel",
     "one rank": "the whole model on one rank",
     "all_reduce alone": "the all_reduce alone",
+    # pipeline_parallel
+    "gloo all_reduce + send": "Gloo: all_reduce, operations, send",
+    "all_reduce + send": "fused: all_reduce, operations, send",
+    "slices sent": "slices sent, and gathered",
+    "one by one": "each waited for",
+    "two on their way": "the next begun before each wait",
     # tensor_parallel
     "fused by hand": "fused, by hand: no DTensor",
     "no communication": "DTensor that communicates nothing",
@@ -107,6 +113,8 @@ CASES = {
     "prefill": "prefill of 256 tokens",
     "rows": "512 rows times a weight, summed",
     "epilogue": "all_reduce + bias, dropout, + residual",
+    "segment": "to the next stage",
+    "micro-batches": "16 micro-batches",
 }
 LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
 LIMITS += ("all_reduce alone", "no communication", "shards alone", "fake functional")

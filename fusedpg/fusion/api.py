@@ -228,6 +228,9 @@ class FusedFunction:
                     self._cache[key] = found
         return found
 
+    def _cached_program(self, key: Any, values: Mapping[str, Any], ranks: Ranks) -> Program:
+        return cast("Program", self._cached((key, "program"), lambda: self._traced(values, ranks)))
+
     def _choice(self, key: Any, ranks: Ranks) -> Any:
         """What the tuner has chosen for calls of a key."""
         if ranks.group is None or not self._tuned:
@@ -249,7 +252,7 @@ class FusedFunction:
     ) -> Schedule:
         key = self._key(values, ranks)
         found: Schedule | None = self._choice(key, ranks)
-        if found is None and self._auto:
+        if found is None and self._auto and not self._cached_program(key, values, ranks).messages:
             found = self._tune(values, ranks, (), targets, SECONDS).chosen
         if found is None:
             found = self._cached(key, lambda: self._chosen(self._traced(values, ranks)))
@@ -268,7 +271,7 @@ class FusedFunction:
 
         key = (*self._key(values, ranks), wrt)
         found: Differentiable | None = self._choice(key, ranks)
-        if found is None and self._auto:
+        if found is None and self._auto and not self._cached_program(key, values, ranks).messages:
             self._tune(values, ranks, wrt, None, SECONDS)
             found = self._choice(key, ranks)
         if found is None:
@@ -324,6 +327,11 @@ class FusedFunction:
     ) -> Report:
         assert ranks.group is not None
         program = self._traced(values, ranks)
+        if program.messages:
+            raise ValueError(
+                f"`{program.name}` has messages to other stages, which would have to tune with it: "
+                "choose a schedule for both with `scheduled`"
+            )
         if targets is not None:
             check_targets(program, list(targets), ranks)
         place, key = (ranks.group, ranks.rank), self._key(values, ranks)
@@ -349,19 +357,24 @@ class FusedFunction:
         *args: Any,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
+        stages: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the program on this rank's tensors.
 
         Every rank of the group calls it, in the same order as its other collectives.
 
+        Args:
+            stages: where the function has `send` or `recv`: the group of the ranks that have this
+                rank's place in their stages (of a DeviceMesh its dimension of pipeline stages).
+
         Returns:
             What the function returns, each result in its layout; with `async_op` a `Pending`, whose
             `wait()` returns that.
         """
-        if torch.compiler.is_compiling() and not async_op:
+        if torch.compiler.is_compiling() and not async_op and stages is None:
             return self._as_operation(args, kwargs, group)
-        return self._start(args, kwargs, group, async_op, None)
+        return self._start(args, kwargs, group, async_op, None, stages)
 
     def into(
         self,
@@ -456,6 +469,7 @@ class FusedFunction:
         group: dist.ProcessGroup | None,
         async_op: bool,
         targets: list[torch.Tensor] | None,
+        stages: dist.ProcessGroup | None = None,
     ) -> Any:
         ranks = Ranks.of(group)
         values = self._signature.bind(args, kwargs)
@@ -473,6 +487,8 @@ class FusedFunction:
         program = schedule.program
         single = plan.derived.single if plan else program.single
         if targets is not None:
+            if program.messages:
+                raise ValueError(f"`{program.name}` has messages to other stages: not for `into`")
             check_targets(program, targets, ranks)
         say_once()
 
@@ -489,10 +505,18 @@ class FusedFunction:
                             target.copy_(result.reshape(target.shape))
                 results = targets
             if plan is not None:
-                results = attach(plan, (ranks.group, ranks.rank), values, results)
+                results = attach(plan, (ranks.group, ranks.rank), values, results, stages)
             return results[0] if single else tuple(results)
 
-        executor = Executor(program, ranks.group, ranks.rank, targets or (), async_op=async_op)
+        executor = Executor(
+            program,
+            ranks.group,
+            ranks.rank,
+            targets or (),
+            async_op=async_op and not program.messages,  # a call that sends stops at messages
+            stages=stages,
+            wrt=wrt,
+        )
         pending = Pending(executor.run(values), finish)
         return pending if async_op else pending.wait()
 

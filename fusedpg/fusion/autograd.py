@@ -60,13 +60,16 @@ def run_backward(
     kept: Sequence[torch.Tensor],
     numbers: Mapping[str, Any],
     gradients: Sequence[torch.Tensor],
+    stages: dist.ProcessGroup | None = None,
 ) -> dict[str, torch.Tensor]:
     """The gradients of the forward's inputs by name; `gradients` are those of all its results."""
     derived, program = plan.derived, plan.backward.program
     arguments = dict(numbers)
     arguments |= {name: value for (name, _), value in zip(derived.kept, kept)}
     arguments |= {name: gradients[number] for name, number in derived.seeds}
-    results = complete(Executor(program, *place).run(arguments))
+    device = gradients[0].device if gradients else None
+    executor = Executor(program, *place, stages=stages, device=device)
+    results = complete(executor.run(arguments))
     return dict(zip(derived.gradients, results))
 
 
@@ -78,12 +81,13 @@ class Attach(torch.autograd.Function):
         ctx: Any,
         plan: Differentiable,
         place: Place,
+        stages: dist.ProcessGroup | None,
         values: Mapping[str, Any],
         names: tuple[str, ...],
         results: Sequence[torch.Tensor],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.plan, ctx.place, ctx.names = plan, place, names
+        ctx.plan, ctx.place, ctx.stages, ctx.names = plan, place, stages, names
         ctx.numbers = numbers_of(plan, values)
         # As autograd knows them: the arguments are its own inputs.
         values = {**values, **dict(zip(names, tensors))}
@@ -102,8 +106,10 @@ class Attach(torch.autograd.Function):
                 f"{ctx.plan.derived.program.name}: fused functions are differentiated once: leave "
                 "create_graph=True out, or write this part without fusedpg.fuse"
             )
-        found = run_backward(ctx.plan, ctx.place, ctx.saved_tensors, ctx.numbers, gradients)
-        return None, None, None, None, None, *(found.get(name) for name in ctx.names)
+        found = run_backward(
+            ctx.plan, ctx.place, ctx.saved_tensors, ctx.numbers, gradients, ctx.stages
+        )
+        return None, None, None, None, None, None, *(found.get(name) for name in ctx.names)
 
 
 def attach(
@@ -111,6 +117,7 @@ def attach(
     place: Place,
     values: Mapping[str, Any],
     results: list[torch.Tensor],
+    stages: dist.ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
     """The results of a run of the plan's forward, with their backward."""
     names = tuple(name for name, value in values.items() if isinstance(value, torch.Tensor))
@@ -121,6 +128,6 @@ def attach(
     own = [*distinct[: plan.results], *results[plan.results :]]
     with torch.enable_grad():
         given: tuple[torch.Tensor, ...] = Attach.apply(
-            plan, place, values, names, own, *(values[name] for name in names)
+            plan, place, stages, values, names, own, *(values[name] for name in names)
         )
     return list(given)

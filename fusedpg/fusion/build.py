@@ -26,6 +26,7 @@ from fusedpg.fusion.ir import (
     REPLICATE,
     SCALAR,
     SHARD,
+    TAGS,
     Layout,
     Names,
     Node,
@@ -317,6 +318,54 @@ class Builder:
         result = self.make("broadcast", (x,), REPLICATE, x.shape, x.dtype, src=src)
         self.flexible.add(result)
         return result
+
+    # --- messages to other stages ------------------------------------------------------------
+
+    def send(self, x: Node, dst: Any, tag: Any, **attributes: Any) -> Node:
+        if not isinstance(x, Node) or x.scalar:
+            self.fail("send takes a tensor")
+        if x.layout not in (REPLICATE, SHARD):
+            self.fail(f"send takes a value that is Replicate or Shard, and this is {x.layout}", x)
+        place = self._stage("dst", dst, "next")
+        self._check_tag(tag)
+        return self.make(
+            "send", (x,), REPLICATE, (), torch.float32, dst=place, tag=tag, **attributes
+        )
+
+    def recv(self, like: Node, src: Any, tag: Any) -> Node:
+        if not isinstance(like, Node) or like.op != "input" or like.layout != REPLICATE:
+            self.fail("recv takes an argument that is Replicate, for shape and type of what comes")
+        place = self._stage("src", src, "previous")
+        self._check_tag(tag)
+        return self._received((like,), like.shape, like.dtype, src=place, tag=tag)
+
+    def recv_gradient(self, sent: Node) -> Node:
+        """The gradient of the operand of a `send`, from where that went."""
+        (x,) = sent.operands
+        src, tag = sent.attribute("dst"), sent.attribute("tag")
+        return self._received((), x.shape, x.dtype, src=src, tag=tag, gradient=True)
+
+    def _received(
+        self,
+        operands: Sequence[Node],
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        **attributes: Any,
+    ) -> Node:
+        result = self.make("recv", operands, REPLICATE, shape, dtype, **attributes)
+        self.flexible.add(result)
+        return result
+
+    def _stage(self, key: str, given: Any, usual: str) -> int | str:
+        if given in (None, "next", "previous"):
+            return given or usual
+        if type(given) is not int or given < 0:
+            self.fail(f"{key} is a stage, from 0, that is known while tracing, got {given!r}")
+        return given
+
+    def _check_tag(self, tag: Any) -> None:
+        if type(tag) is not int or not 0 <= tag < TAGS:
+            self.fail(f"a tag is a number below {TAGS} that is known while tracing, got {tag!r}")
 
     # --- reductions and products -------------------------------------------------------------
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from fusedpg.fusion.build import Builder
-from fusedpg.fusion.ir import FLOATS, REPLICATE, SHARD, Node
+from fusedpg.fusion.ir import FLOATS, REPLICATE, SHARD, Node, Program
 
 # Without a gradient: results that are bool, or constant between jumps.
 FLAT = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "sign"))
 FLAT |= {"logical_and", "logical_or", "logical_not"}
+
+
+def smooth(program: Program, wrt: Collection[str]) -> set[Node]:
+    """What depends on inputs smoothly, with these inputs."""
+    found: set[Node] = set()
+    for node in program.nodes:
+        chosen = node.op == "input" and node.name in wrt
+        from_them = chosen or any(operand in found for operand in node.operands)
+        if from_them and node.op not in FLAT and node.dtype in FLOATS:
+            found.add(node)
+    return found
 
 
 class Calculus:

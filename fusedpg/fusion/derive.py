@@ -18,9 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from fusedpg.fusion.build import Builder
-from fusedpg.fusion.derivatives import FLAT, RULES, Calculus
+from fusedpg.fusion.derivatives import RULES, Calculus, smooth
 from fusedpg.fusion.ir import (
-    FLOATS,
     LOCAL_REDUCTIONS,
     PARTIAL,
     REPLICATE,
@@ -40,7 +39,7 @@ class Derived:
     kept: tuple[tuple[str, Node], ...]  # inputs of the backward: values of forward's nodes
     numbers: tuple[tuple[str, str], ...]  # inputs of the backward: the forward's numbers
     seeds: tuple[tuple[str, int], ...]  # inputs of the backward: the gradient of which result
-    gradients: tuple[str, ...]  # the inputs of the forward whose gradients the results are
+    gradients: tuple[str, ...]  # the inputs whose gradients the results are; then come tokens
     differentiable: tuple[bool, ...]  # of the forward's results
     single: bool  # the function returns one tensor and not a tuple
 
@@ -64,29 +63,30 @@ class _Derivation:
         self._inputs: list[Node] = []
         self._values: dict[Node, Node] = {}
         self._gradients: dict[Node, list[Node]] = {}
-        self._active: set[Node] = set()  # what depends on the inputs smoothly
-        for node in program.nodes:
-            chosen = node.op == "input" and node.name in wrt
-            smooth = node.op not in FLAT and node.dtype in FLOATS
-            if smooth and (chosen or any(operand in self._active for operand in node.operands)):
-                self._active.add(node)
+        self._sent: list[Node] = []
+        self._active = smooth(program, wrt)
 
     def result(self) -> Derived:
         program, build = self._program, self._build
         seeds: dict[str, int] = {}
         outputs = dict.fromkeys(program.outputs)
         for number, node in enumerate(program.outputs):
-            if node in self._active:
+            if node in self._active and node.op != "send":
                 layout = REPLICATE if node.layout == PARTIAL else node.layout
                 with build.at(node.source, f"grad_{node.name}"):
                     seed = build.input(f"grad_{node.name}", layout, node.shape, _type(node))
                 self._add_input(seed)
                 seeds[seed.name] = number
                 self._gradients.setdefault(node, []).append(seed)
+        for node in program.messages:
+            if node in self._active and node.op == "send":
+                with build.at(node.source, f"grad_{node.operands[0].name}"):
+                    self._give(node.operands[0], build.recv_gradient(node), node.operands[0].shape)
         for node in reversed(program.nodes):
             if node in self._active and node in self._gradients and node.op != "input":
                 with build.at(node.source, f"grad_{node.name}"):
                     self._visit(node, self._total(node))
+        self._check_received()
         wanted = [n for n in program.inputs if n in self._active and n in self._gradients]
         results = []
         for node in wanted:
@@ -95,7 +95,7 @@ class _Derivation:
         extra = tuple(n for _, n in self._kept.values() if n.op != "input" and n not in outputs)
         name = f"{program.name}_backward"
         return Derived(
-            Program(name, tuple(self._inputs), tuple(results), program.world_size, False),
+            Program(name, tuple(self._inputs), (*results, *self._sent), program.world_size, False),
             dataclasses.replace(
                 program, outputs=program.outputs + tuple(dict.fromkeys(extra)), single=False
             ),
@@ -106,6 +106,17 @@ class _Derivation:
             tuple(node in self._active for node in program.outputs),
             program.single,
         )
+
+    def _check_received(self) -> None:
+        """The stage that sent a value whose gradient it expects must not wait in vain."""
+        for node in self._program.messages:
+            if node.op == "recv" and node in self._active and node not in self._gradients:
+                with self._build.at(node.source, node.name):
+                    self._build.fail(
+                        "no result depends on what is received here smoothly, so there is no "
+                        "gradient to send back: pass an argument that does not require grad",
+                        node,
+                    )
 
     def _add_input(self, node: Node) -> None:
         self._inputs.append(node)
@@ -263,6 +274,9 @@ class _Derivation:
             self._visit_extreme(node, node, g)
         elif op == "matmul":
             self._visit_product(node, g)
+        elif op == "recv":
+            src, tag = node.attribute("src"), node.attribute("tag")
+            self._sent.append(self._build.send(self._full(g, node.shape), src, tag, gradient=True))
         else:
             self._build.fail(f"`{op}` of a {node.operands[0].layout} value has no derivative", node)
 

@@ -8,7 +8,7 @@ program, on every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from fusedpg.functional import shard_range
 from fusedpg.fusion.compiled import kernel
+from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
+from fusedpg.fusion.messages import Receiving, Sending, Transfer
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
 
@@ -58,7 +60,14 @@ class Executor:
         targets: Sequence[torch.Tensor] = (),
         *,
         async_op: bool = False,
+        stages: dist.ProcessGroup | None = None,
+        wrt: Collection[str] = (),
+        device: torch.device | None = None,
     ) -> None:
+        """`wrt`: the arguments whose gradients will be asked for. `device`: of what comes."""
+        self._device = device
+        self._stages = stages
+        self._wrt = wrt
         self._targets = targets
         self._async_op = async_op  # what runs it does something else meanwhile
         self._program = program
@@ -66,15 +75,44 @@ class Executor:
         self._world_size = program.world_size
         self._rank = rank
         self._values: dict[Node, Any] = {}
+        self._receiving: dict[Node, Receiving] = {}
+        self._sending: list[Sending] = []
 
     def run(self, arguments: Mapping[str, Any]) -> Run:
         """The results, in the layouts of the program's outputs."""
+        if not self._program.messages:
+            return self._run(arguments)
+        if self._stages is None:
+            raise ValueError(
+                f"`{self._program.name}` sends to another stage or receives from it: call it with "
+                "stages=, the group of the ranks that have this rank's place in their stages"
+            )
+        return self._with_messages(self._run(arguments))
+
+    def _with_messages(self, run: Run) -> Run:
+        """Stops at messages alone: what takes longest, and goes on while others compute."""
+        while True:
+            try:
+                work = next(run)
+            except StopIteration as stop:
+                results: list[torch.Tensor] = stop.value
+                return results
+            if isinstance(work, Transfer):
+                yield work
+            else:
+                work.wait()
+
+    def _run(self, arguments: Mapping[str, Any]) -> Run:
         values = self._values
         for node in self._program.inputs:
             values[node] = arguments[node.name]
         left = {node: len(users) for node, users in self._program.users.items()}
         keep = set(self._program.outputs)
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        device = self._device or (given[0].device if given else torch.device("cpu"))
+        for node in self._program.messages:
+            if node.op == "recv":
+                self._receiving[node] = Receiving(*self._message(node), device)
         for group, nodes in self._program.units:
             if group is not None and group.kind == "overlap":
                 yield from self._overlap(group, nodes)
@@ -87,6 +125,8 @@ class Executor:
                     left[operand] -= 1
                     if not left[operand] and operand not in keep:
                         values.pop(operand, None)  # a compiled group keeps some to itself
+        for sending in self._sending:
+            yield from sending.finish()
         return [self._own(node, given) for node in self._program.outputs]
 
     def _own(self, node: Node, given: list[torch.Tensor]) -> torch.Tensor:
@@ -133,6 +173,11 @@ class Executor:
             return (yield from self._gather(node, values[0]))
         if node.op == "broadcast":
             return (yield from self._broadcast(node, values[0]))
+        if node.op == "recv":
+            return (yield from self._receiving.pop(node).finish())
+        if node.op == "send":
+            self._sending.append(Sending(*self._message(node), values[0]))
+            return torch.zeros((), device=values[0].device)
         return self._compute(node, values)
 
     # --- on this rank alone ------------------------------------------------------------------
@@ -209,6 +254,11 @@ class Executor:
         return result.reshape(node.shape)
 
     # --- with the group ----------------------------------------------------------------------
+
+    def _message(self, node: Node) -> tuple[Program, Node, dist.ProcessGroup, int, bool]:
+        assert self._stages is not None
+        differentiable = bool(self._wrt) and node in smooth(self._program, self._wrt)
+        return self._program, node, self._stages, self._rank, differentiable
 
     def _reduce(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
         if node.op == "all_reduce":

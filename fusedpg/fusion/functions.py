@@ -44,6 +44,31 @@ def broadcast(x: torch.Tensor, src: int) -> torch.Tensor:
     return _record(broadcast, (x,), {"src": src})
 
 
+def send(x: torch.Tensor, dst: int | None = None, tag: int = 0) -> torch.Tensor:
+    """A Replicate or Shard value to the ranks that stand in another stage where these stand here.
+
+    Return the result, a token without contents. A call waits until the value has been received. In
+    the backward of the token the gradient of x comes back.
+
+    Args:
+        dst: the stage, a rank of the group that the call gets as `stages`; None: the next one.
+        tag: messages of a tag between two stages are received in the order in which they are sent.
+    """
+    return _record(send, (x,), {"dst": dst, "tag": tag})
+
+
+def recv(like: torch.Tensor, src: int | None = None, tag: int = 0) -> torch.Tensor:
+    """What another stage sends; it is there as Replicate or as Shard, as those that use it like.
+
+    Args:
+        like: an argument of the shape and type of what comes; its contents are not read. Where it
+            requires grad, the gradient of what came is sent back in the backward.
+        src: the stage, a rank of the group that the call gets as `stages`; None: the previous one.
+        tag: as in `send`.
+    """
+    return _record(recv, (like,), {"src": src, "tag": tag})
+
+
 def dropout(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
     """Zeros with probability p, and the rest divided by 1 - p.
 

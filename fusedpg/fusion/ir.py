@@ -39,12 +39,16 @@ SHARD = Layout("Shard")
 SCALAR = Layout("Scalar")
 
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
+# From one pipeline stage to another. What `send` gives is a token, `recv` takes its shape from its
+# operand, if it has one.
+MESSAGES = frozenset({"send", "recv"})
+TAGS = 1 << 14
 LOCAL_REDUCTIONS = {"local_sum": "sum", "local_max": "max", "local_min": "min"}
 REDUCTIONS = frozenset(LOCAL_REDUCTIONS.values())
 # What is neither computed element by element nor free.
 # `outer` is the sum over rows of their outer products, `expand` broadcasts to a shape, `view` gives
 # the same elements another shape: backward programs have them.
-_BARRIERS = COLLECTIVES | REDUCTIONS | LOCAL_REDUCTIONS.keys() | {"matmul", "input"}
+_BARRIERS = COLLECTIVES | MESSAGES | REDUCTIONS | LOCAL_REDUCTIONS.keys() | {"matmul", "input"}
 _BARRIERS |= {"outer", "expand", "view"}
 
 _DTYPES = {
@@ -212,10 +216,25 @@ class Program:
     def find(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
 
-    def bytes(self) -> int:
-        """What a rank sends in a run, by the usual count: n (P - 1) / P a half of an all-reduce.
+    @functools.cached_property
+    def messages(self) -> tuple[Node, ...]:
+        """What goes from one pipeline stage to another."""
+        return tuple(node for node in self.nodes if node.op in MESSAGES)
 
-        Sums of 16-bit types travel in float32.
+    def crossing(self) -> int:
+        """The bytes of its messages, of a rank that has as much as any other."""
+        total = 0
+        for value in map(carried, self.messages):
+            if value.dtype is not None:
+                parts = self.world_size if value.layout == SHARD else 1
+                total += -(-value.numel // parts) * value.dtype.itemsize
+        return total
+
+    def bytes(self) -> int:
+        """What a rank sends to its group in a run.
+
+        By the usual count: n (P - 1) / P a half of an all-reduce. Sums of 16-bit types travel in
+        float32.
         """
         total = 0
         for node in self.nodes:
@@ -260,6 +279,11 @@ class Names:
             name = f"{base}_{number}"
         self._taken.add(name)
         return name
+
+
+def carried(message: Node) -> Node:
+    """The value that a `send` or a `recv` is about."""
+    return message.operands[0] if message.op == "send" else message
 
 
 def rewrite(program: Program, change: Callable[[Node, tuple[Node, ...]], Node | None]) -> Program:

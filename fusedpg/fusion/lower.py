@@ -83,6 +83,7 @@ class Lowering:
         self._values: dict[fx.Node, Any] = {}
         self.inputs: dict[str, Node] = {}
         self.used: set[Node] = set()
+        self.messages: list[Node] = []
         self.result: Any = None
 
     def run(self) -> None:
@@ -216,6 +217,14 @@ class Lowering:
 
     def _broadcast(self, x: Node, src: int) -> Node:
         return self.build.broadcast(x, src)
+
+    def _send(self, x: Node, dst: Any = None, tag: Any = 0) -> Node:
+        self.messages.append(self.build.send(x, dst, tag))
+        return self.messages[-1]
+
+    def _recv(self, like: Node, src: Any = None, tag: Any = 0) -> Node:
+        self.messages.append(self.build.recv(like, src, tag))
+        return self.messages[-1]
 
     def _functional_all_reduce(self, x: Node, reduceOp: str, group: Any, tag: str = "") -> Node:
         if tag or not self._group_matches(group):
@@ -397,6 +406,8 @@ _FUNCTION_HANDLERS: dict[Any, Callable[..., Any]] = {
     functions.reduce_scatter: _L._reduce_scatter,
     functions.all_gather: _L._all_gather,
     functions.broadcast: _L._broadcast,
+    functions.send: _L._send,
+    functions.recv: _L._recv,
     functions.dropout: _L._dropout,
     funcol.all_reduce: _L._functional_all_reduce,
     torch.sum: _L._sum,
@@ -450,7 +461,27 @@ def lower(
         lowering = run(domains)
     outputs = _outputs(lowering, graph, results)
     single = isinstance(lowering.result, Node)
-    return Program(name, tuple(lowering.inputs.values()), outputs, world_size, single)
+    program = Program(name, tuple(lowering.inputs.values()), outputs, world_size, single)
+    _check_messages(lowering, program)
+    return program
+
+
+def _check_messages(lowering: Lowering, program: Program) -> None:
+    """What is written is sent and received: the other stage waits for it."""
+    seen: set[tuple[object, ...]] = set()
+    for node in lowering.messages:
+        users = program.users.get(node)
+        with lowering.build.at(node.source, node.name):
+            key = node.op, *node.attributes
+            if key in seen:
+                lowering.build.fail(f"another {node.op} of this stage and tag: give it a tag")
+            seen.add(key)
+            if node.op == "recv" and users is None:
+                lowering.build.fail("what comes is not used: return it, or leave recv out")
+            if node.op == "send" and users:
+                lowering.build.fail("its token is only to be returned", users[0])
+            if node.op == "send" and node not in program.outputs:
+                lowering.build.fail("return what send gives, or nothing is sent")
 
 
 def _outputs(

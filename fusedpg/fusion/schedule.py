@@ -9,11 +9,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from fusedpg.fusion.errors import IllegalTransformation
-from fusedpg.fusion.ir import COLLECTIVES, SHARD, Program
+from fusedpg.fusion.ir import COLLECTIVES, SHARD, Program, carried
 from fusedpg.fusion.transformations import (
     AsShard,
     FuseCollective,
     FuseCompute,
+    FuseSend,
     Overlap,
     Reorder,
     Split,
@@ -55,6 +56,8 @@ class Schedule:
 
     def __str__(self) -> str:
         sent = f"{self.program.bytes()} bytes sent by each of {self.program.world_size} ranks"
+        if self.program.messages:
+            sent += f", {self.program.crossing()} between stages"
         return f"# {self.title}: {sent}\n{self.program}"
 
 
@@ -75,8 +78,9 @@ def schedules(program: Program) -> list[Schedule]:
 
 
 def cheapest(program: Program) -> Schedule:
-    """The schedule that sends the least; of these the one that computes the least on a rank, has
-    the fewest collectives, and has the most fused. A model, not a measurement.
+    """The schedule that sends slices between stages, if there are any, and the least in its group;
+    of these the one that computes the least on a rank, has the fewest collectives, and has the
+    most fused. A model, not a measurement.
     """
     return min(schedules(program), key=_cost)
 
@@ -95,7 +99,9 @@ def _cost(schedule: Schedule) -> tuple[int, ...]:
     )
     collectives = sum(node.op in COLLECTIVES for node in program.nodes)
     fused = sum(len(group.nodes) for group in program.groups)
-    return program.bytes(), work, collectives, -fused, len(schedule.transformations)
+    # Before all, by nothing that another stage does not know: both have to choose alike.
+    whole = sum(value.layout != SHARD for value in map(carried, program.messages))
+    return whole, program.bytes(), work, collectives, -fused, len(schedule.transformations)
 
 
 def _maybe(schedule: Schedule, transformation: Transformation) -> Iterator[Schedule]:
@@ -109,10 +115,11 @@ def _shapes(start: Schedule) -> Iterator[Schedule]:
     """What is gathered where: splits, reorders and slices."""
     for splits in _splits(start.source):
         with contextlib.suppress(IllegalTransformation):
-            for sliced in _maybe(start.then(*splits), AsShard()):
-                for moved in _maybe(sliced, Reorder()):
-                    # What Reorder slices may be computed on slices in turn.
-                    yield from _maybe(moved, AsShard())
+            for sent in _maybe(start.then(*splits), FuseSend()):
+                for sliced in _maybe(sent, AsShard()):
+                    for moved in _maybe(sliced, Reorder()):
+                        # What Reorder slices may be computed on slices in turn.
+                        yield from _maybe(moved, AsShard())
 
 
 def _splits(program: Program) -> Iterator[Sequence[Transformation]]:

@@ -15,7 +15,7 @@ from fusedpg.fusion.ir import PARTIAL, REPLICATE, SCALAR, SHARD, Layout
 from fusedpg.fusion.trace import line_of
 
 _CLASSES = {Partial: PARTIAL, Replicate: REPLICATE, Shard: SHARD}
-_RESERVED = ("group", "async_op")
+_RESERVED = ("group", "async_op", "stages")
 
 
 class Signature:

@@ -20,6 +20,7 @@ from fusedpg.fusion.ir import (
     Names,
     Node,
     Program,
+    carried,
     escape,
     rewrite,
 )
@@ -304,6 +305,52 @@ class AsShard(Transformation):
         return dataclasses.replace(node, operands=operands, layout=SHARD)
 
 
+@dataclasses.dataclass(frozen=True)
+class FuseSend(Transformation):
+    """Each rank sends its slice to the other stage, which gathers it: 1/P of the bytes.
+
+    The node is a `send`, whose value is then no longer gathered here, or a `recv`, which becomes
+    that of a slice and an all_gather. Both stages have to do it; without a node it is about all.
+    """
+
+    def apply(self, program: Program) -> Program:
+        self._ungrouped(program)
+        found = self._all(program, "send", "recv")
+        if self.node is None:
+            found = [node for node in found if self._obstacle(program, node) is None]
+            if not found:
+                self.refuse("the program has no send or recv of a whole value")
+        for node in found:
+            obstacle = self._obstacle(program, node)
+            if obstacle is not None:
+                self.refuse(*obstacle)
+        names = Names(node.name for node in program.nodes)
+
+        def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
+            if node not in found:
+                return None
+            if node.op == "recv":
+                name = names.new(f"{node.name}_slice")
+                part = dataclasses.replace(node, operands=operands, layout=SHARD, name=name)
+                return dataclasses.replace(node, op="all_gather", operands=(part,), attributes=())
+            (x,) = operands
+            part = x.operands[0] if x.op == "all_gather" else _slice(x, x.shape, names)
+            return dataclasses.replace(node, operands=(part,))
+
+        return rewrite(program, change)
+
+    @staticmethod
+    def _obstacle(program: Program, node: Node) -> tuple[str, Node] | None:
+        value = carried(node)
+        if value.layout == SHARD:
+            return f"{node.name} is of slices already", value
+        if not value.shape:
+            return "a tensor without dimensions has no slices", value
+        if program.world_size == 1:
+            return "a stage of one rank has no slices", node
+        return None
+
+
 def _levels(program: Program) -> dict[Node, int]:
     """How many collectives and reductions lie before each node.
 
@@ -413,6 +460,8 @@ class FuseCollective(Transformation):
                 operand in inside and operand.op != "all_gather" for operand in node.operands
             ):
                 continue
+            if node.op == "send":
+                continue  # it goes when the group is done
             if not node.pointwise and node.op != "all_gather":
                 self.refuse("several collectives: this has a sum over the ranks of its own", node)
             inside.add(node)

@@ -10,10 +10,12 @@ import torch
 
 import fusedpg
 from checks import fusion as checks
+from fusedpg import fusion
 from fusedpg.fusion import (
     AsShard,
     FuseCollective,
     FuseCompute,
+    FuseSend,
     IllegalProgram,
     IllegalTransformation,
     Overlap,
@@ -25,6 +27,7 @@ from fusedpg.fusion import (
 
 pytestmark = pytest.mark.fused_only
 
+NAMES = {**checks.FUSED, "send": fusion.send, "recv": fusion.recv}
 HEAD = "g: Partial, w: Replicate, m: Shard, k: Replicate, s: Partial, lr: float"
 # What the function does, the node that the message names, and a word of the reason.
 PROGRAMS = [
@@ -80,12 +83,25 @@ PROGRAMS = [
     ("return w, (w, w)", "return", "nested"),
     ("return m + all_reduce(g).sum(0)", "m", "3 elements"),
     ("return w.mean().item()", "item", "keep it as a tensor"),
+    ("return send(g)", "send", "this is Partial"),
+    ("return send(lr)", "send", "takes a tensor"),
+    ("return send(w) * 2", "send", "token is only to be returned; program.py:2: `mul"),
+    ("send(w)\nreturn w", "send", "return what send gives"),
+    ("return send(w), send(2 * w)", "send_1", "give it a tag"),
+    ("return send(w, tag=lr)", "send", "a tag is a number"),
+    ("return send(w, tag=1 << 14)", "send", "below 16384"),
+    ("return send(w, dst=-1)", "send", "dst is a stage"),
+    ("return recv(g)", "recv", "that is Replicate"),
+    ("return recv(w + 1)", "recv", "takes an argument"),
+    ("recv(w)\nreturn k", "recv", "what comes is not used"),
+    ("return recv(w) + recv(w, src=None)", "recv_1", "give it a tag"),
+    ("return recv(w, src='left')", "recv", "src is a stage"),
 ]
 
 
 def traced(text: str) -> Program:
     source = f"def program({HEAD}):\n{textwrap.indent(text, '    ')}\n"
-    fused = fusedpg.fuse(checks.compiled(source, {**checks.FUSED, "OUTSIDE": torch.ones(3)}))
+    fused = fusedpg.fuse(checks.compiled(source, {**NAMES, "OUTSIDE": torch.ones(3)}))
     tensors = {"g": torch.ones(2, 3), "w": torch.ones(2, 3), "m": torch.ones(6)}
     return fused.program(**tensors, k=torch.ones(3, 4), s=torch.ones(()), lr=0.1, world_size=2)
 
@@ -122,6 +138,7 @@ NORM = "r = all_reduce(g)\nq = 2 * r\nreturn q / q.norm()"
 TWO = "return all_reduce(g) + all_reduce(3 * g)"
 PRODUCT = "return all_reduce(g @ k)"
 GATHER = "x = all_gather(reduce_scatter(g))\n"
+SENT = "return send(w + all_reduce(g)), send(reduce_scatter(g), tag=1), send(all_reduce(s), tag=2)"
 CROSS = "a = w + 1\nb = a * 2\nc = w + 3\nd = c * 4\nreturn b.sum() + d, d.sum() + b"
 # A program, what is applied before, what is refused, and words of the message.
 SCHEDULES: list[tuple[str, list[Transformation], Transformation, list[str]]] = [
@@ -172,6 +189,16 @@ SCHEDULES: list[tuple[str, list[Transformation], Transformation, list[str]]] = [
     ("p = g @ k\nreturn all_reduce(p), all_reduce(2 * p)", [], Overlap(chunks=2),
      ["other users", "`mul ="]),
     ("return all_reduce(g @ k) + all_reduce(g @ (2 * k))", [], Overlap(), ["2 collectives"]),
+    (STEP, [], FuseSend(), ["no send or recv"]),
+    (STEP, [], FuseSend("sub"), ["`sub =", "about send or recv"]),
+    (SENT, [], FuseSend("send_1"), ["`reduce_scatter =", "slices already"]),
+    (SENT, [], FuseSend("send_2"), ["`all_reduce_1 =", "no slices"]),
+    (SENT, [FuseSend()], FuseSend(), ["no send or recv"]),
+    (SENT, [FuseSend(), AsShard(), FuseCollective("all_reduce")],
+     FuseSend(), ["fused groups"]),
+    (SENT, [], AsShard("add"), ["`send =", "uses the whole"]),
+    (GATHER + "return send(x)", [], Reorder("all_gather"), ["`send =", "needs the whole"]),
+    ("return recv(w) @ k", [FuseSend()], Reorder("recv"), ["`matmul =", "needs the whole"]),
 ]  # fmt: skip
 
 

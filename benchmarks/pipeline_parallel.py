@@ -1,0 +1,305 @@
+"""Time a pipeline segment between two hosts: what a stage computes last, sent to the next one.
+
+    python benchmarks/pipeline_parallel.py --check-bars
+    python benchmarks/pipeline_parallel.py --sizes 4K,1M
+
+The experiment of CoCoNet (ASPLOS 2022, figure 12) for this project. Stage 0 is the ranks of host 0,
+stage 1 those of host 1, which are network namespaces whose links have a rate (needs root, `ip` and
+`tc`; exits with 2 where that cannot be). Stage 0 computes residual + dropout(all_reduce(x) + bias)
+in fp32, rows of 1024 features, and every rank of stage 1 gets all of it. The arms, in turn:
+
+    gloo all_reduce + send   Gloo's all_reduce, torch's operations, every rank sends the whole
+    all_reduce + send        the same on our groups, with dist.send and dist.recv
+    as written               the same as a function of `fusedpg.fuse`, operation by operation
+    slices sent              every rank sends its slice (`FuseSend`), and stage 1 gathers
+    one operation            reduce-scatter and computation as one operation, its slice is sent
+
+The first two are timed up to 16 MB. "link" is what the link needs for one whole tensor. A second
+part cuts a tensor into micro-batches of 1 MB, on which stage 1 computes gelu, and waits for each
+before the next, or begins the next one before it waits. Results are checked before anything is
+timed (dropout of the first two is torch's own, so they are compared with p = 0), and so is what
+crosses the link in both hosts' counters: slices are 1/P of the bytes of the unsliced send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import _harness as harness
+import _hosts as hosts
+import _plots as plots
+import fusedpg
+from _harness import Bar, Context, Row
+from between_hosts import LINK, RATES, HostsRow, link_row
+from fusedpg import fusion
+from fusedpg.fusion import AsShard, FuseCollective, FuseSend, Partial
+from fusedpg.fusion.philox import kept as kept_elements
+from model_parallel import FEATURES, P, after
+
+M = 1 << 20
+RANKS, RATE = 2, "1gbit"
+SEGMENT, BATCHES = "segment", "micro-batches"
+GLOO, PLAIN = "gloo all_reduce + send", "all_reduce + send"
+WRITTEN, SLICES, ONE = "as written", "slices sent", "one operation"
+WAITED, FLYING = "one by one", "two on their way"
+SCHEDULES: dict[str, tuple[fusion.Transformation, ...]] = {
+    WRITTEN: (),
+    SLICES: (FuseSend(),),
+    ONE: (FuseSend(), AsShard(), FuseCollective()),
+}
+MOST_OF_PLAIN, BATCH, IN_BATCHES = 16 * M, M, 16 * M
+# Smaller ones are mostly headers.
+COUNTED = M
+CHECKED, SEED = M, 7  # elements at either end that are compared; of dropout
+SIZES = ",".join(str(4 << n) for n in range(10, 27, 2))
+# Against the unsliced send without a fused function, whose dropout is the fastest there is.
+BARS = [
+    Bar(2 * RANKS, SEGMENT, ONE, size, peer, at_least=1.7)
+    for size in (M, 4 * M, 16 * M)
+    for peer in (PLAIN, GLOO)
+]
+
+
+@dataclass
+class CrossingRow(HostsRow):
+    """Also what arrived at the other host."""
+
+    received: float = 0.0
+
+
+@fusedpg.fuse
+def stage0(x: Partial, bias, residual, seed: int):
+    return fusion.send(residual + fusion.dropout(fusion.all_reduce(x) + bias, P, seed))
+
+
+@fusedpg.fuse
+def stage1(like):
+    return fusion.recv(like)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=SIZES, rounds=0)
+    parser.add_argument("--rate", default=RATE, choices=[r for r in RATES if RATES[r]])
+    parser.add_argument("--parts", default=f"{SEGMENT},{BATCHES}")
+    hosts.add_worker_option(parser)
+    args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    if not set(args.parts) <= {SEGMENT, BATCHES}:
+        parser.error(f"--parts are of {SEGMENT}, {BATCHES}")
+    if args.worker:
+        hosts.worker(args, lambda context: measured(context, args))
+        return 0
+    os.environ["FUSEDPG_TRANSPORT"] = "ucx"
+    rows = hosts.run_layout(2, RANKS, args.rate, len(cases(args)), CrossingRow)
+    if rows is None:
+        return 2
+    args.world_size = 2 * RANKS
+    print_bytes(rows)
+    harness.finish("pipeline_parallel", list(rows), args, limit=LINK, bars=BARS, plot=save_plot)
+    return 0
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
+    found = [(SEGMENT, size) for size in args.sizes] if SEGMENT in args.parts else []
+    return found + [(BATCHES, IN_BATCHES)] * (BATCHES in args.parts)
+
+
+# ---------------------------------------------------------------------------------------------
+# On a rank
+
+
+class Stage:
+    """This rank's stage, and its groups of a backend in it and over stages."""
+
+    def __init__(self, context: Context, backend: str) -> None:
+        self.number, self.rank = divmod(context.rank, RANKS)
+        inside = [[s * RANKS + r for r in range(RANKS)] for s in range(2)]
+        across = [[r, RANKS + r] for r in range(RANKS)]
+        made = [
+            [dist.new_group(ranks, backend=backend, timeout=harness.TIMEOUT) for ranks in groups]
+            for groups in (inside, across)
+        ]
+        self.group, self.stages = made[0][self.number], made[1][self.rank]
+
+
+class Segment:
+    """A tensor's way from stage 0 to stage 1."""
+
+    def __init__(self, size: int, ours: Stage, gloo: Stage) -> None:
+        features = min(FEATURES, size // 4)
+        self.shape = (size // 4 // features, features)
+        generator = torch.Generator().manual_seed(0)
+        everyone = [torch.randn(self.shape, generator=generator) for _ in range(RANKS)]
+        self.bias = torch.randn(features, generator=generator)
+        self.residual = torch.randn(self.shape, generator=generator)
+        self.x = everyone[ours.rank].clone()
+        self.sum = everyone[0].add_(everyone[1]).add_(self.bias)
+        self.ours, self.gloo, self.first = ours, gloo, ours.number == 0
+        self.like = torch.empty(self.shape)
+
+    def plain(self, stage: Stage, p: float) -> Tensor | None:
+        if self.first:
+            dist.all_reduce(self.x, group=stage.group)
+            dist.send(after(self.x, self.bias, self.residual, p), group=stage.stages, group_dst=1)
+            return None
+        dist.recv(self.like, group=stage.stages, group_src=0)
+        return self.like
+
+    def fused(self, name: str) -> Tensor | None:
+        groups = {"group": self.ours.group, "stages": self.ours.stages}
+        if self.first:
+            call = stage0.scheduled(*SCHEDULES[name])
+            self._call = partial(call, self.x, self.bias, self.residual, SEED, **groups)
+        else:
+            call = stage1.scheduled(*SCHEDULES[name][:1])
+            self._call = partial(call, self.like, **groups)
+        result: Tensor = self._call()
+        return None if self.first else result
+
+    def arms(self, plain: bool) -> dict[str, Callable[[], object]]:
+        """Each compared with one process."""
+        arms: dict[str, Callable[[], object]] = {}
+        kept = self.x.clone()
+        for name, stage in ((GLOO, self.gloo), (PLAIN, self.ours)) if plain else ():
+            self.x.copy_(kept)
+            self._check(name, self.plain(stage, 0.0), 0.0)
+            arms[name] = partial(self.plain, stage, P)
+        self.x.copy_(kept)
+        for name in SCHEDULES:
+            self._check(name, self.fused(name), P)
+            arms[name] = self._call
+        self.x.zero_()  # sums in place stay finite
+        return arms
+
+    def _check(self, name: str, got: Tensor | None, p: float) -> None:
+        """The first and the last elements, which are of two ranks."""
+        if got is None:
+            return
+        count = min(CHECKED, got.numel())
+        for begin in (0, got.numel() - count):
+            part = slice(begin, begin + count)
+            mask = kept_elements(p, SEED, begin, count, got.device)
+            dropped = torch.where(mask, self.sum.view(-1)[part] / (1 - p), 0.0)
+            want = self.residual.view(-1)[part] + dropped
+            close = torch.allclose(got.view(-1)[part], want, atol=1e-4)
+            harness.require(close, f"{name}: {self.shape} differs from one process")
+
+
+def batches(ours: Stage) -> dict[str, Callable[[], object]]:
+    """A tensor in micro-batches."""
+    count = IN_BATCHES // BATCH
+    parts = [Segment(BATCH, ours, ours) for _ in range(count)]
+    groups: dict[str, Any] = {"group": ours.group, "stages": ours.stages}
+    first = ours.number == 0
+
+    def begin(part: Segment, async_op: bool) -> Any:
+        given = (part.x, part.bias, part.residual, SEED) if first else (part.like,)
+        return (stage0 if first else stage1)(*given, async_op=async_op, **groups)
+
+    def finish(result: Tensor) -> Tensor:
+        return result if first else F.gelu(result)
+
+    def waited() -> list[Tensor]:
+        return [finish(begin(part, False)) for part in parts]
+
+    def flying() -> list[Tensor]:
+        results, before = [], begin(parts[0], True)
+        for part in parts[1:]:
+            following = begin(part, True)
+            results.append(finish(before.wait()))
+            before = following
+        return [*results, finish(before.wait())]
+
+    for one, other in zip(waited(), flying(), strict=True):
+        harness.require(torch.equal(one, other), "micro-batches: other numbers when in flight")
+    return {WAITED: waited, FLYING: flying}
+
+
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[CrossingRow]]:
+    """Rows, case by case."""
+    ours, gloo = Stage(context, "fused"), Stage(context, "gloo")
+    bits = RATES[args.rate]
+    assert bits is not None
+    with torch.no_grad():
+        for case, size in cases(args):
+            if case == SEGMENT:
+                arms = Segment(size, ours, gloo).arms(size <= MOST_OF_PLAIN)
+            else:
+                arms = batches(ours)
+            crossing = {}
+            for name, call in arms.items():
+                sent, received = hosts.bytes_over_link(context, call, 1 if size > M else 3)
+                crossing[name] = sent[0], received[-1]
+            if case == SEGMENT:
+                check_bytes(size, crossing)
+            rounds = args.rounds or (11 if size <= M else 5 if size <= 16 * M else 3)
+            rows = harness.measure(context, arms, case=case, size=size, rounds=rounds)
+            found = [
+                CrossingRow(**asdict(row), sent=crossing[row.arm][0], received=crossing[row.arm][1])
+                for row in rows
+            ]
+            del arms
+            limit = link_row(case, size, size, 8 / bits)
+            yield [*found, CrossingRow(**asdict(limit), received=size)]
+
+
+def check_bytes(size: int, crossing: dict[str, tuple[float, float]]) -> None:
+    """Slices are 1/P of the unsliced send, and what one host sends the other one receives."""
+    if size < COUNTED:
+        return
+    for name, both in crossing.items():
+        parts = 1 if name in (SLICES, ONE) else RANKS
+        for count in both:
+            about = parts * size <= count <= 1.1 * parts * size
+            harness.require(about, f"{name}: {count:.0f} bytes on the link for {parts} x {size}")
+    for name in (SLICES, ONE):
+        for mine, whole in zip(crossing[name], crossing[WRITTEN]):
+            share = mine / whole
+            harness.require(share <= 1 / RANKS + 0.01, f"{name}: {share:.3f} of the bytes, {size}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Output
+
+
+def print_bytes(rows: Sequence[CrossingRow]) -> None:
+    """What crossed the link, beside the unsliced send."""
+    from rich.table import Table
+
+    table = Table(title="Bytes from stage 0 to stage 1, with all headers")
+    for column in ("work", "size", "arm"):
+        table.add_column(column, no_wrap=True)
+    for column in ("MB sent", "MB received", "of the unsliced send"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        whole = harness.find(rows, row.case, row.size, WRITTEN)
+        if row.arm != LINK:
+            share = f"{row.sent / whole.sent:.3f}" if isinstance(whole, HostsRow) else ""
+            table.add_row(
+                harness.words.case(row.case), harness.format_size(row.size),
+                harness.arm_title(row.arm), f"{row.sent * 1e-6:.4g}", f"{row.received * 1e-6:.4g}",
+                share,
+            )  # fmt: skip
+    harness._console().print(table)
+
+
+def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
+    title = f"2 stages of {RANKS} ranks on two hosts, fp32, link of 1 Gbit/s"
+    segment = [row for row in rows if row.case == SEGMENT and row.arm != LINK]
+    plots.save_speedups(path, segment, PLAIN, title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
