@@ -7,6 +7,7 @@ could change unnoticed is refused.
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,12 @@ _SAFE = (
 )
 
 
+# The names that a function's code reads, sorted, by function.
+_known: weakref.WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, tuple[str, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def captured(function: types.FunctionType) -> tuple[tuple[Any, ...], ...]:
     """The values, with their names.
 
@@ -40,12 +47,12 @@ def _captured(function: types.FunctionType, seen: set[Any]) -> Iterator[tuple[An
     if function in seen:
         return
     seen.add(function)
-    names = frozenset(_names(function.__code__))
+    names = _names_of(function)
     for name, value in _read(function, names):
         if _plain(value):
             yield name, type(value), value
         elif isinstance(value, types.ModuleType):
-            found = ((key, getattr(value, key)) for key in sorted(names) if key in vars(value))
+            found = ((key, getattr(value, key)) for key in names if key in vars(value))
             yield from ((name, key, type(item), item) for key, item in found if _plain(item))
         elif isinstance(value, types.FunctionType):
             if is_users(value.__code__.co_filename):
@@ -76,11 +83,20 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _read(function: types.FunctionType, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
+def _names_of(function: types.FunctionType) -> tuple[str, ...]:
+    known = _known.get(function)
+    if known is None or known[0] is not function.__code__:
+        names = tuple(sorted(set(_names(function.__code__))))
+        known = _known[function] = function.__code__, names
+    return known[1]
+
+
+def _read(function: types.FunctionType, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield name, cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    for name in sorted(names & function.__globals__.keys()):
-        yield name, function.__globals__[name]
+    for name in names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]

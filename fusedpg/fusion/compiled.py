@@ -20,6 +20,7 @@ from fusedpg.fusion.ir import Group, Node, Program
 
 _log = logging.getLogger("fusedpg")
 _lock = threading.Lock()
+_KEPT = 256  # places of tensors that a kernel remembers
 
 Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
@@ -34,6 +35,8 @@ class Kernel:
         self.reason = ""  # why it runs operation by operation, as far as the program goes
         self.source: Source | None = None
         self._address = 0  # of the compiled function
+        # What _written found, by where the tensors of a call lie.
+        self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
         # Groups of which a rank has no function.
         self._eager: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         try:
@@ -93,13 +96,14 @@ class Kernel:
             if not 0 <= seed < 1 << 64:
                 raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
         length = shard_range(source.scatter.numel, self._program.world_size, rank)[1]
-        results = []
-        spans = _Spans()
-        for node, whole in source.outputs:
-            target = self._target(node, values, given, targets, spans)
-            if target is None:
-                target = torch.empty(node.shape if whole else (length,), dtype=node.dtype)
-            results.append(target)
+        results = [
+            targets[place]
+            if place >= 0
+            else torch.empty(node.shape if whole else (length,), dtype=node.dtype)
+            for (node, whole), place in zip(
+                source.outputs, self._written(values, given, targets), strict=True
+            )
+        ]
         done = torch.zeros(1, dtype=torch.uint8)
         op = source.scatter.attribute("op")
         work = backend.fused_program_(
@@ -129,6 +133,35 @@ class Kernel:
     def _compiled(self, source: Source) -> int:
         self._address = compile.function(source.text, self._name)
         return self._address
+
+    def _written(
+        self,
+        values: Mapping[Node, Any],
+        given: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> tuple[int, ...]:
+        """For each result the target in which it is computed; -1: in memory of its own.
+
+        It depends on which tensors of the call are one and where they lie, which in a training
+        loop is the same every time.
+        """
+        key = tuple(
+            (id(t), t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_cpu)
+            for t in (*given, *targets)
+        )
+        found = self._places.get(key)
+        if found is None:
+            assert self.source is not None
+            spans = _Spans()
+            places = []
+            for node, _ in self.source.outputs:
+                target = self._target(node, values, given, targets, spans)
+                same = (n for n, other in enumerate(targets) if other is target)
+                places.append(next(same, -1))
+            if len(self._places) >= _KEPT:
+                self._places.clear()
+            found = self._places[key] = tuple(places)
+        return found
 
     def _target(
         self,

@@ -106,25 +106,20 @@ class Executor:
         values = self._values
         for node in self._program.inputs:
             values[node] = arguments[node.name]
-        left = {node: len(users) for node, users in self._program.users.items()}
-        keep = set(self._program.outputs)
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         device = self._device or (given[0].device if given else torch.device("cpu"))
         for node in self._program.messages:
             if node.op == "recv":
                 self._receiving[node] = Receiving(*self._message(node), device)
-        for group, nodes in self._program.units:
+        for (group, nodes), released in zip(self._program.units, self._program.released):
             if group is not None and group.kind == "overlap":
                 yield from self._overlap(group, nodes)
             elif group is None or not (yield from self._compiled(group, nodes, given)):
                 for node in nodes:
                     if node.op != "input":
                         values[node] = yield from self._evaluate(node)
-            for node in nodes:
-                for operand in set(node.operands):
-                    left[operand] -= 1
-                    if not left[operand] and operand not in keep:
-                        values.pop(operand, None)  # a compiled group keeps some to itself
+            for node in released:
+                values.pop(node, None)  # a compiled group keeps some to itself
         for sending in self._sending:
             yield from sending.finish()
         return [self._own(node, given) for node in self._program.outputs]

@@ -180,6 +180,19 @@ class Program:
         return {node: tuple(users) for node, users in found.items()}
 
     @functools.cached_property
+    def released(self) -> tuple[tuple[Node, ...], ...]:
+        """Of each unit, the values that nobody needs after it."""
+        last: dict[Node, int] = {}
+        for place, (_, nodes) in enumerate(self.units):
+            for node in nodes:
+                last.update(dict.fromkeys(node.operands, place))
+        found: list[list[Node]] = [[] for _ in self.units]
+        for node, place in last.items():
+            if node not in self.outputs:
+                found[place].append(node)
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
     def made(self) -> dict[Any, Any]:
         """What is made of the program, by whoever makes it: it lives as long as the program."""
         return {}

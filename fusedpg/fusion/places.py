@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ import torch.distributed as dist
 from fusedpg.functional import shard_range
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import SHARD, Layout, Node, Program
+
+# Of groups that this rank is in: size, rank and name.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +33,13 @@ class Ranks:
         if not dist.is_initialized():
             raise RuntimeError("a fused function runs on a group: call init_process_group first")
         pg = dist.distributed_c10d._get_default_group() if group is None else group
-        rank = dist.get_rank(pg)
-        if rank < 0:
-            raise ValueError("this rank is not in the group")
-        return Ranks(pg, dist.get_world_size(pg), rank, pg.group_name)
+        found = _known.get(pg)
+        if found is None:
+            rank = dist.get_rank(pg)
+            if rank < 0:
+                raise ValueError("this rank is not in the group")
+            found = _known[pg] = dist.get_world_size(pg), rank, pg.group_name
+        return Ranks(pg, *found)
 
     def matches(self, other: Any) -> bool:
         """Whether what was passed to a functional collective is this group."""

@@ -42,6 +42,10 @@ class Signature:
             else:
                 self.layouts[name] = self._layout(name, annotation)
         self.results = self._results(self._resolved(self.signature.return_annotation))
+        parameters = self.signature.parameters.values()
+        self._names = tuple(self.signature.parameters)
+        self._positional = sum(p.kind != p.KEYWORD_ONLY for p in parameters)
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def _fail(self, name: str, reason: str) -> typing.NoReturn:
         line = line_of(self._function)
@@ -91,11 +95,29 @@ class Signature:
             self._fail("return", "results are Partial, Replicate or Shard (of the flat tensor)")
         return layout
 
+    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """As inspect binds them, which takes longer; None: it shall say what is wrong."""
+        if len(args) > self._positional:
+            return None
+        values = dict(zip(self._names, args))
+        taken = 0
+        for name in self._names[len(args) :]:
+            if name in kwargs:
+                values[name] = kwargs[name]
+                taken += 1
+            elif name in self._defaults:
+                values[name] = self._defaults[name]
+            else:
+                return None
+        return values if taken == len(kwargs) else None
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, checked against the annotations."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = dict(bound.arguments)
+        values = self._by_name(args, kwargs)
+        if values is None:
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            values = dict(bound.arguments)
         for name, value in values.items():
             layout = self.layouts[name]
             if layout == SCALAR:
