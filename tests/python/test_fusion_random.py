@@ -133,17 +133,29 @@ def programs(draw: st.DrawFn, smooth: bool = False) -> Case:
     return Case(text, shape, dtype, exact, draw(st.integers(0, 99)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_random_programs_under_all_schedules(world_size: int) -> None:
+def _all_schedules(workers: harness.Workers, examples: int) -> int:
+    """How many schedules of random programs have been run."""
     seen = 0
 
-    @hypothesis.settings(max_examples=12)
+    @hypothesis.settings(max_examples=examples)
     @hypothesis.given(programs())
-    def examples(case: Case) -> None:
+    def run(case: Case) -> None:
         nonlocal seen
-        counts = harness.pool(world_size).run(fusion.random_program, case)
+        counts = workers.run(fusion.random_program, case)
         assert len(set(counts)) == 1
         seen += counts[0]
 
-    examples()
-    assert seen > 50
+    run()
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_random_programs_under_all_schedules(world_size: int) -> None:
+    assert _all_schedules(harness.pool(world_size), 12) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+@pytest.mark.parametrize("hosts", ["three", "two and one", "crossed"])
+def test_random_programs_between_hosts(hosts: str, transport: str) -> None:
+    assert _all_schedules(harness.pool_of_hosts(hosts, transport), 12) > 50
