@@ -2,11 +2,12 @@
 // those of the fake's NVRTC (nvrtc.cpp), libraries in hexadecimal digits.
 
 #include <dlfcn.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <set>
@@ -54,19 +55,19 @@ bool in_context() {
   return has_context();
 }
 
+// Under a name of its own: dlopen takes equal names for one library.
 void* open_image(const std::string& library) {
-  const int file = memfd_create("fusedpg_fake_module", MFD_CLOEXEC);
+  std::string path = std::filesystem::temp_directory_path() / "fusedpg_fake.XXXXXX";
+  const int file = mkstemp(path.data());
   if (file < 0) {
     return nullptr;
   }
   const bool written = write(file, library.data(), library.size()) ==
       static_cast<ssize_t>(library.size());
-  void* opened = nullptr;
-  if (written) {
-    const std::string path = "/proc/self/fd/" + std::to_string(file);
-    opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  }
   close(file);
+  void* opened =
+      written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
+  unlink(path.c_str());
   return opened;
 }
 

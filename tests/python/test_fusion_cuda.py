@@ -101,7 +101,7 @@ def everything(
 def test_ptx_of_operands() -> None:
     for dtype in TYPES:
         x = torch.zeros(6, 8, dtype=dtype)
-        given = (x, x[0], x[:, :1].contiguous(), x[0, 0], torch.zeros(24, dtype=dtype), 0.1, 3)
+        given = (x, x[0], x[:, :1].contiguous(), x[0, 0], torch.zeros(32, dtype=dtype), 0.1, 3)
         run = fusedpg.fuse(everything).scheduled(*FUSED)
         source = source_of(run, *given)
         check_ptx(source, exact=True)
@@ -147,7 +147,7 @@ def test_cache(library: nvrtc.Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc.Nvrtc, "ptx", refuse)
-        assert nvrtc.ptx("// another line of the user's\n" + text, "add", 90) == made
+        assert nvrtc.ptx("// of another line of the user's" + text, "add", 90) == made
     # Another architecture is another file; a damaged one is made again.
     nvrtc.ptx(text, "add", 80)
     assert len(list(tmp_path.glob("fusion/*.ptx"))) == 2

@@ -26,7 +26,7 @@ from fusedpg.fusion.ir import Program
 from harness import Context
 
 Partial, Replicate, Shard = fusion.Partial, fusion.Replicate, fusion.Shard
-FUSED = (fusion.Split(), fusion.AsShard(), fusion.Reorder(), fusion.FuseCollective())
+FUSED = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -86,17 +86,18 @@ def text_of(program: Program) -> codegen_cuda.Source:
 
 
 def fused(op: Op) -> Any:
+    function = op.function
     if op.positive or op in CLOSE.values():
 
         def one(g: Partial) -> Any:
-            return op.function(fusion.all_reduce(g, "sum"))
+            return function(fusion.all_reduce(g, "sum"))
 
-        return fusedpg.fuse(one).scheduled(fusion.Split(), fusion.Reorder(), *FUSED[3:])
+        return fusedpg.fuse(one).scheduled(*FUSED)
 
     def two(g: Partial, w: Replicate) -> Any:
-        return op.function(fusion.all_reduce(g, "mean"), w)
+        return function(fusion.all_reduce(g, "mean"), w)
 
-    return fusedpg.fuse(two).scheduled(fusion.Split(), fusion.Reorder(), *FUSED[3:])
+    return fusedpg.fuse(two).scheduled(*FUSED)
 
 
 def drawn(shape: tuple[int, ...], size: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -224,7 +225,7 @@ def without_nvrtc(context: Context) -> list[str]:
     def step(g: Partial, w: Replicate) -> Any:
         return w - 0.25 * fusion.all_reduce(g, "mean")
 
-    run = fusedpg.fuse(step).scheduled(fusion.Split(), fusion.Reorder(), *FUSED[3:])
+    run = fusedpg.fuse(step).scheduled(*FUSED)
     x = torch.arange(5000.0)
     said: list[str] = []
     handler = logging.Handler()
@@ -257,7 +258,7 @@ def disagree(context: Context, kind: str) -> None:
     def step(g: Partial, w: Replicate, lr: float) -> Any:
         return w - lr * fusion.all_reduce(g)
 
-    numbers = fusedpg.fuse(step).scheduled(fusion.Split(), fusion.Reorder(), *FUSED[3:])
+    numbers = fusedpg.fuse(step).scheduled(*FUSED)
     with compiles(context):
         for _ in range(1 if kind == "first" and rank else 2):
             numbers(x, x, lr=0.5)
@@ -266,7 +267,7 @@ def disagree(context: Context, kind: str) -> None:
         elif kind == "programs":
             runs[rank](x, x)
         elif rank:  # has forgotten what it knew
-            fusedpg.fuse(step).scheduled(fusion.Split(), fusion.Reorder(), *FUSED[3:])(x, x, lr=0.5)
+            fusedpg.fuse(step).scheduled(*FUSED)(x, x, lr=0.5)
         dist.barrier()
 
 
@@ -278,7 +279,7 @@ def captured(context: Context) -> None:
     def step(g: Partial, w: Replicate, lr: float) -> Any:
         return w - lr * fusion.all_reduce(g, "sum")
 
-    run = fusedpg.fuse(step).scheduled(fusion.Split(), fusion.Reorder(), *FUSED[3:])
+    run = fusedpg.fuse(step).scheduled(*FUSED)
     like = torch.empty(scene.param.shape)
     program = run.schedule(like, like, lr=0.5, world_size=context.world_size).program
     source = text_of(program)
