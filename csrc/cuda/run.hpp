@@ -13,7 +13,9 @@ class Run : Enqueuing {
       : Enqueuing(engine, operation),
         task_(task),
         n_(task.tensors.size()),
-        lamb_(task.step != nullptr && formula(task.op) == kernels::Formula::kLamb),
+        lamb_(
+            task.step != nullptr &&
+            formula(task.op) == kernels::Formula::kLamb),
         weighted_(task.reduction.weight.has_value() && task.reduces),
         config_(step_config()),
         path_(select_step_path(config_)) {}

@@ -57,7 +57,8 @@ bool in_context() {
 
 // Under a name of its own: dlopen takes equal names for one library.
 void* open_image(const std::string& library) {
-  std::string path = std::filesystem::temp_directory_path() / "fusedpg_fake.XXXXXX";
+  std::string path =
+      std::filesystem::temp_directory_path() / "fusedpg_fake.XXXXXX";
   const int file = mkstemp(path.data());
   if (file < 0) {
     return nullptr;
