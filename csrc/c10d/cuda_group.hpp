@@ -125,6 +125,7 @@ class CudaGroup {
  private:
   class Arena;
 
+  const cuda::CudaApi& cuda_api() const;
   std::shared_ptr<cuda::CudaEngine> engine_for(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout);
