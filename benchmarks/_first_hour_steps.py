@@ -153,6 +153,17 @@ STEPS: Sequence[Step] = (
         least=60,
     ),
     Step(
+        "programs",
+        "fused functions as kernels of NVRTC, every operation and type, 1 to 4 ranks",
+        tests("programs.py"),
+        400,
+        "passes",
+        "no kernel: what the log says of NVRTC or the driver (PTX newer than the driver?); of one "
+        "operation: its text in `fusion/codegen_cuda_text.py`; transcendental ones alone: CUDA's "
+        "bounds are wider than the C library's",
+        least=60,
+    ),
+    Step(
         "streams",
         "streams, arguments freed at once, random order among collectives",
         tests("streams.py", k="not graph and not capture"),

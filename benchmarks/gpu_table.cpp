@@ -257,7 +257,7 @@ class Slices {
   }
 
   void pack(const Tensor& wire, double weight) const {
-    const PackArgs args{chunk_, address(wire), type_of(wire), weight};
+    const PackArgs args{chunk_, address(wire), type_of(wire), weight, false};
     launcher_.launch("pack", &CudaApi::pack, args);
   }
 

@@ -21,7 +21,8 @@ std::string options_text(uint16_t options) {
       "reduced gradients",
       "shared parameters",
       "dense where few blocks are zero",
-      "with grad_scale"};
+      "with grad_scale",
+      "for the first time"};
   std::string text;
   for (size_t i = 0; i < std::size(kNames); ++i) {
     text +=

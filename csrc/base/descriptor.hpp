@@ -46,6 +46,7 @@ enum CallOption : uint16_t {
   kSharedParams = 32,
   kMayGoDense = 64, // skips blocks of zeros only while they are many
   kGradScale = 128, // on a device, where its value is not looked at
+  kFirstCall = 256, // of a program on a GPU: whether all ranks have a kernel
 };
 
 // Sets of bits in OpDescriptor::flags.

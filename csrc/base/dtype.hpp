@@ -68,6 +68,13 @@ constexpr size_t dtype_size(DType dtype) {
   return 0;
 }
 
+// The type in which contributions are added.
+constexpr DType wide_type(DType type, RedOp op = RedOp::kSum) {
+  const bool half = type == DType::kFloat16 || type == DType::kBFloat16;
+  const bool picks = op == RedOp::kMin || op == RedOp::kMax;
+  return half && !picks ? DType::kFloat32 : type;
+}
+
 const char* dtype_name(DType dtype);
 const char* red_op_name(RedOp op);
 

@@ -227,6 +227,7 @@ FusionSettings fusion_settings() {
     s.cache_dir = *home + "/.cache/fusedpg";
   }
   s.compiler = env("CXX").value_or("");
+  s.nvrtc = env("FUSEDPG_NVRTC_LIB").value_or("");
   return s;
 }
 

@@ -102,6 +102,7 @@ struct FusionSettings {
   bool compiles = true;
   std::string cache_dir; // empty: there is none
   std::string compiler; // empty: the usual ones
+  std::string nvrtc; // path of a libnvrtc; empty: of a wheel, or the system's
 };
 FusionSettings fusion_settings();
 

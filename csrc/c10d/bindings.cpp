@@ -400,6 +400,37 @@ void bind_group(py::module_& m) {
           py::arg("async_op") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
+          "on_gpu",
+          &ProcessGroupFused::on_gpu,
+          "Whether the group takes a tensor for a GPU's.",
+          py::arg("tensor"))
+      .def(
+          "program_architecture",
+          [](ProcessGroupFused& group, const at::Tensor& tensor) {
+            return translate(
+                [&] { return group.program_architecture(tensor); });
+          },
+          "The compute capability of a tensor's GPU, as 90 for 9.0.",
+          py::arg("tensor"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "load_program",
+          [](ProcessGroupFused& group,
+             const std::string& image,
+             const std::string& entry,
+             uint32_t parameters,
+             const at::Tensor& tensor) {
+            return translate([&] {
+              return group.load_program(image, entry, parameters, tensor);
+            });
+          },
+          "A kernel on a tensor's GPU, as fused_program_ takes it.",
+          py::arg("image"),
+          py::arg("entry"),
+          py::arg("parameters"),
+          py::arg("tensor"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
           "fused_program_",
           [](ProcessGroupFused& group,
              uint64_t function,
@@ -534,7 +565,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("_set_ucx_library", &ucx::set_default_path);
   m.def("_fusion_settings", [] {
     const FusionSettings s = translate(&fusion_settings);
-    return py::make_tuple(s.compiles, s.cache_dir, s.compiler);
+    return py::make_tuple(s.compiles, s.cache_dir, s.compiler, s.nvrtc);
   });
   m.def("_ucx", [] {
     return translate([] { return ucx::described(resolve({}).ucx_lib); });

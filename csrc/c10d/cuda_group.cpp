@@ -48,6 +48,10 @@ std::string kernel_library(const Settings& settings) {
 
 } // namespace
 
+const cuda::CudaApi& CudaGroup::cuda_api() const {
+  return cuda::load_cuda_api(kernel_library(settings_));
+}
+
 // Memory that all GPUs of the group see, cut into tensors.
 class CudaGroup::Arena {
  public:
@@ -143,7 +147,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
   }
   const auto made = translate([&] {
     return std::make_shared<CudaEngine>(
-        cuda::load_cuda_api(kernel_library(settings_)),
+        cuda_api(),
         cuda::load_nccl_api(settings_.nccl_lib),
         rank_,
         size_,

@@ -63,6 +63,20 @@ class CudaGroup {
       std::chrono::milliseconds timeout,
       bool async_op);
 
+  WorkPtr fused_program(
+      ProgramArguments arguments,
+      const char* title,
+      std::chrono::milliseconds timeout,
+      bool async_op);
+  // Of generated code for the tensor's device; see CudaApi. Throws Error with
+  // what the driver says.
+  int program_architecture(const at::Tensor& tensor);
+  uint64_t load_program(
+      const std::string& image,
+      const std::string& entry,
+      uint32_t parameters,
+      const at::Tensor& tensor);
+
   // An all-reduce that skips blocks of zeros. Over the arenas of all GPUs it is
   // enqueued at once; else this waits for the GPU to have found the blocks, and
   // from call.limit on everything travels.
@@ -111,6 +125,7 @@ class CudaGroup {
  private:
   class Arena;
 
+  const cuda::CudaApi& cuda_api() const;
   std::shared_ptr<cuda::CudaEngine> engine_for(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout);

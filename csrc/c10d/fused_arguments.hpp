@@ -59,7 +59,8 @@ struct ShardsArguments {
 
 // One call of a compiled program; see collectives/fused_program.hpp.
 struct ProgramArguments {
-  uint64_t function = 0; // the address of a ProgramFunction; 0: none here
+  // The address of a ProgramFunction, or what load_program() gave; 0: none here.
+  uint64_t function = 0;
   uint64_t program = 0;
   std::string op; // "sum", "min" or "max"
   at::Tensor source;
@@ -69,7 +70,10 @@ struct ProgramArguments {
   std::vector<bool> gathered; // of the outputs
   std::vector<double> numbers;
   std::vector<uint64_t> seeds;
-  at::Tensor done; // one byte: whether it has been executed
+  // One byte: whether it has been executed. On a GPU one float: in, 1 if this
+  // rank has no function; out, 1 if any rank has none, and nothing is written.
+  // Empty there: all ranks are known to have one.
+  at::Tensor done;
   uint64_t first = 0; // ProgramCall
 };
 
@@ -133,7 +137,7 @@ class StepPlan {
 // The elements of a dense tensor in memory order.
 at::Tensor memory_order(const at::Tensor& t);
 
-// Checked; the tensors stay the arguments'.
+// Checked, but for the function and `done`; the tensors stay the arguments'.
 ProgramCall to_engine(const ProgramArguments& a, int rank, int size);
 
 } // namespace fusedpg

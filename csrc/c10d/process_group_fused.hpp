@@ -52,6 +52,21 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   WorkPtr fused_step_(StepArguments arguments, bool async_op);
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op);
   WorkPtr fused_program_(ProgramArguments arguments, bool async_op);
+  // See CudaGroup.
+  int program_architecture(const at::Tensor& tensor) {
+    return cuda_->program_architecture(tensor);
+  }
+  uint64_t load_program(
+      const std::string& image,
+      const std::string& entry,
+      uint32_t parameters,
+      const at::Tensor& tensor) {
+    return cuda_->load_program(image, entry, parameters, tensor);
+  }
+  // Whether a tensor is a GPU's to this group.
+  bool on_gpu(const at::Tensor& tensor) const {
+    return tensor.is_cuda() || options_->cpu_as_cuda;
+  }
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
       const SkipArguments& arguments,

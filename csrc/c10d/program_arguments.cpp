@@ -13,18 +13,23 @@ RedOp reduction_of(const std::string& op) {
   return !picks ? RedOp::kSum : op == "min" ? RedOp::kMin : RedOp::kMax;
 }
 
-void check_memory(const char* what, const at::Tensor& t, int64_t count) {
+void check_memory(
+    const char* what,
+    const at::Tensor& t,
+    int64_t count,
+    at::Device device) {
   TORCH_CHECK_VALUE(
-      t.device().is_cpu() && t.layout() == at::kStrided && t.is_contiguous() &&
+      t.device() == device && t.layout() == at::kStrided && t.is_contiguous() &&
           (count < 0 || t.numel() == count) && t.element_size() <= 8,
       formatted(
-          "fused: fused_program: {} must be contiguous on the CPU, with {} "
+          "fused: fused_program: {} must be contiguous on {}, with {} "
           "elements; found {} of {} on {}",
           what,
+          device.str(),
           count,
           t.numel(),
           t.scalar_type(),
-          t.device()));
+          t.device().str()));
 }
 
 } // namespace
@@ -33,14 +38,13 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   ProgramCall call;
   const int64_t count = a.source.numel();
   const int64_t part = shard_range(count, size, rank).length;
-  check_memory("the contribution", a.source, count);
-  check_memory("`done`", a.done, 1);
+  const at::Device device = a.source.device();
+  check_memory("the contribution", a.source, count, device);
   TORCH_CHECK_VALUE(
-      a.done.scalar_type() == at::kByte && a.source.is_floating_point() &&
+      a.source.is_floating_point() && a.done.numel() <= 1 &&
           a.kinds.size() == a.operands.size() &&
           a.gathered.size() == a.outputs.size(),
       "fused: fused_program: arguments do not fit each other");
-  call.function = reinterpret_cast<ProgramFunction>(a.function);
   call.program = a.program;
   call.dtype = to_dtype(a.source.scalar_type());
   call.op = reduction_of(a.op);
@@ -54,14 +58,16 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
         a.operands[k],
         kind == ProgramCall::Operand::kFull       ? count
             : kind == ProgramCall::Operand::kPart ? part
-                                                  : -1);
+                                                  : -1,
+        device);
     call.inputs.push_back(
         {static_cast<const char*>(a.operands[k].const_data_ptr()),
          a.operands[k].element_size(),
          kind});
   }
   for (size_t k = 0; k < a.outputs.size(); ++k) {
-    check_memory("a result", a.outputs[k], a.gathered[k] ? count : part);
+    check_memory(
+        "a result", a.outputs[k], a.gathered[k] ? count : part, device);
     char* data = static_cast<char*>(a.outputs[k].data_ptr());
     bool in_place = data == call.source;
     for (const ProgramCall::Input& input : call.inputs) {

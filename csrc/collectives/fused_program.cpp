@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "base/hash.hpp"
 #include "base/ownership.hpp"
 #include "collectives/reduction.hpp"
 
@@ -15,26 +14,6 @@ constexpr size_t kTile = 2048;
 constexpr size_t kWidest = 8; // bytes of an element
 
 constexpr size_t kNone = std::numeric_limits<size_t>::max();
-
-OpDescriptor facts(const ProgramCall& call) {
-  OpDescriptor d;
-  d.op = OpCode::kFusedProgram;
-  d.dtype = call.dtype;
-  d.red_op = call.op;
-  d.count = call.count;
-  d.shape_hash = call.program;
-  Hash values;
-  for (const double number : call.numbers) {
-    values.add(number);
-  }
-  for (const uint64_t seed : call.seeds) {
-    values.add(seed);
-  }
-  values.add(call.first);
-  d.value_hash = values.value();
-  d.flags = call.function == nullptr ? kNoFunction : 0;
-  return d;
-}
 
 // A program that is being executed.
 class ProgramRun {
@@ -51,6 +30,7 @@ class ProgramRun {
 
   bool run() {
     OpDescriptor d = facts(call_);
+    d.flags = call_.function == nullptr ? kNoFunction : 0;
     check_nan(way_.op(), d, call_.source, call_.count);
     const size_t direct = next_gathered(0);
     bool able = true;
@@ -213,12 +193,11 @@ class ProgramRun {
     thread_local std::vector<ProgramOutput> outputs;
     inputs.clear();
     for (const ProgramCall::Input& input : call_.inputs) {
-      inputs.push_back(input.data + place(input.kind, begin) * input.element);
+      inputs.push_back(input.data + place(input, begin, first_));
     }
     places.clear();
     for (const ProgramCall::Output& output : call_.outputs) {
-      const size_t at = output.gathered ? begin : begin - first_;
-      places.push_back(output.data + at * output.element);
+      places.push_back(output.data + place(output, begin, first_));
     }
     for (size_t k = 0; k < num_dsts; ++k) {
       places.push_back(
@@ -260,17 +239,6 @@ class ProgramRun {
           offset * dtype_size(args.dtype));
     }
     way_.kernels().reduce(args, &sums, 1, parts.data(), srcs.num, count, false);
-  }
-
-  size_t place(ProgramCall::Operand kind, size_t begin) const {
-    switch (kind) {
-      case ProgramCall::Operand::kFull:
-        return begin;
-      case ProgramCall::Operand::kPart:
-        return begin - first_;
-      default:
-        return 0;
-    }
   }
 
   Way& way_;

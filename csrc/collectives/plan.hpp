@@ -20,13 +20,6 @@ struct Sources {
   bool folded = false;
 };
 
-// The type in which contributions are added.
-constexpr DType wide_type(DType type, RedOp op = RedOp::kSum) {
-  const bool half = type == DType::kFloat16 || type == DType::kBFloat16;
-  const bool picks = op == RedOp::kMin || op == RedOp::kMax;
-  return half && !picks ? DType::kFloat32 : type;
-}
-
 // What a reducing operation is, whichever way it is done: reduce-scatter ->
 // epilogue on the owned slice -> all-gather.
 //

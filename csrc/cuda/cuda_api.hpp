@@ -11,7 +11,7 @@ namespace fusedpg::cuda {
 using Stream = void*; // cudaStream_t
 using Event = void*; // cudaEvent_t
 
-constexpr uint32_t kCudaApiVersion = 3;
+constexpr uint32_t kCudaApiVersion = 4;
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600; // cudaErrorNotReady
 
@@ -83,6 +83,12 @@ struct CudaApi {
   int (*find_blocks)(const FindBlocksArgs* args, Stream stream);
   int (*list_blocks)(const ListBlocksArgs* args, Stream stream);
   int (*move_blocks)(const MoveBlocksArgs* args, Stream stream);
+
+  // The device's, as 90 for 9.0.
+  int (*architecture)(int* number);
+  // Stays loaded, for the current device.
+  int (*program_load)(const ProgramLoadArgs* args, void** program);
+  int (*program_launch)(const ProgramLaunchArgs* args, Stream stream);
 
   // The device-API path; null without. `usable` is 0 when the ranks of the
   // communicator do not reach each other's memory, or not by windows.

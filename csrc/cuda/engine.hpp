@@ -8,6 +8,7 @@
 
 #include "base/calls.hpp"
 #include "base/options.hpp"
+#include "base/program_call.hpp"
 #include "base/rendezvous.hpp"
 #include "cuda/communicator.hpp"
 #include "cuda/layout.hpp"
@@ -63,6 +64,10 @@ class CudaEngine {
   OperationPtr fused_step(const StepCall& call, const Submission& submission);
   OperationPtr reduce_shards(
       const ShardsCall& call,
+      const Submission& submission);
+  // What a rank without a kernel finds, all ranks find in call.missing.
+  OperationPtr fused_program(
+      const ProgramCall& call,
       const Submission& submission);
 
   // --- skip.cpp: an all-reduce that skips blocks of zeros. Over the arenas

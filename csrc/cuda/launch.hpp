@@ -117,6 +117,7 @@ struct PackArgs {
   void* wire;
   DType type;
   double weight; // 1: bits are copied; else each product is rounded to `type`
+  bool widens; // of a half type: to fp32 on the wire
 };
 
 // The way back: of all blocks into the whole parameter, or of this rank's block
@@ -222,6 +223,25 @@ struct MoveBlocksArgs {
   uint32_t num_items;
   bool to_wire;
 };
+
+// A kernel of generated code, whose parameters are words of 8 bytes
+// (fusedpg/fusion/codegen_cuda.py). Host memory.
+struct ProgramLoadArgs {
+  const char* image; // PTX, ended by a zero
+  const char* entry;
+  char* log; // out: what the driver's compiler says against it
+  uint32_t log_bytes;
+  uint32_t parameters;
+};
+struct ProgramLaunchArgs {
+  void* program; // what program_load() gave
+  const uint64_t* words; // of the parameters, read by the call
+  uint32_t num_words;
+  uint32_t unused;
+  uint64_t count; // elements
+};
+// Elements that a block takes at once: kTile of codegen_cuda_text.py.
+constexpr uint32_t kProgramTile = 1024;
 
 // What the ring of a patched NCCL (patches/nccl) does to this rank's block
 // while it passes by. Lies in device memory.

@@ -13,7 +13,9 @@ class Run : Enqueuing {
       : Enqueuing(engine, operation),
         task_(task),
         n_(task.tensors.size()),
-        lamb_(task.updates && formula(task.op) == kernels::Formula::kLamb),
+        lamb_(
+            task.step != nullptr &&
+            formula(task.op) == kernels::Formula::kLamb),
         weighted_(task.reduction.weight.has_value() && task.reduces),
         config_(step_config()),
         path_(select_step_path(config_)) {}
@@ -46,8 +48,14 @@ class Run : Enqueuing {
   char* grad_block(size_t t, int rank) const {
     return block(e_.wire_.grads[t % 2], t, task_.grad_type, rank);
   }
-  char* param_block(size_t t, int rank) const {
-    return block(e_.wire_.params[t % 2], t, task_.param_type, rank);
+  // Of a result that is gathered.
+  char* param_block(size_t t, int rank, size_t result = 0) const {
+    size_t before = 0;
+    for (size_t k = 0; k < result; ++k) {
+      before += layout_->layout.max_block * dtype_size(task_.results[k]);
+    }
+    return block(e_.wire_.params[t % 2], t, task_.results[result], rank) +
+        before * static_cast<size_t>(e_.size_);
   }
 
   size_t partial_sum_bytes() const {
@@ -61,7 +69,7 @@ class Run : Enqueuing {
   void reserve();
   // A single rank's gradients are its slices.
   bool in_place() const {
-    return alone() && task_.updates && !weighted_;
+    return alone() && task_.updates && !weighted_ && !task_.widens;
   }
 
   void pass(bool reduces, Middle middle, bool gathers);
@@ -71,6 +79,9 @@ class Run : Enqueuing {
   void work_on(size_t t, Middle middle, bool reduced_here);
   void all_gather(size_t t);
   void unpack(size_t t);
+
+  // --- program.cpp
+  void launch_program(size_t t, bool reduced_here);
 
   // --- step_paths.cpp
   void exchange_norms();

@@ -16,7 +16,8 @@ bool select_ring(const RingConfig& c) {
 }
 
 GpuPath select_step_path(const StepConfig& c) {
-  const bool whole_step = c.reduces && c.updates;
+  // The others' kernels know the optimizers alone.
+  const bool whole_step = c.reduces && c.updates && !c.generated;
   if (whole_step && c.has_direct && c.in_arena && !c.lamb) {
     return GpuPath::kDirect;
   }

@@ -30,6 +30,7 @@ struct StepConfig {
   bool in_arena = false; // whole gradients and parameters
   bool has_direct = false; // the engine has the direct path
   bool has_ring = false; // and takes the ring
+  bool generated = false; // the update is a program's
 };
 GpuPath select_step_path(const StepConfig& config);
 

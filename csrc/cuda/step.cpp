@@ -31,6 +31,14 @@ NcclDataType nccl_type(DType type) {
   }
 }
 
+namespace {
+
+NcclRedOp nccl_op(RedOp op) {
+  return op == RedOp::kMin ? kNcclMin : op == RedOp::kMax ? kNcclMax : kNcclSum;
+}
+
+} // namespace
+
 StepConfig Run::step_config() const {
   bool in_arena = e_.direct_ != nullptr;
   for (size_t t = 0; t < n_ && in_arena; ++t) {
@@ -49,7 +57,8 @@ StepConfig Run::step_config() const {
       task_.param_type,
       in_arena,
       e_.direct_ != nullptr,
-      e_.ring_};
+      e_.ring_,
+      task_.program != nullptr};
 }
 
 void Run::run() {
@@ -59,8 +68,12 @@ void Run::run() {
       std::accumulate(task_.counts.begin(), task_.counts.end(), size_t(0));
   const size_t block = e_.chunk_bytes(elements * element) / element /
       static_cast<size_t>(e_.size_);
-  layout_ = &e_.layout_of(
-      task_.counts, block, select_whole(config_, path_, weighted_));
+  // What is widened has to be packed. In a program's first call all-gathers of
+  // whole tensors would write before it is known that all ranks have a kernel.
+  const bool packs = weighted_ || task_.widens ||
+      (task_.program != nullptr && task_.found_inf != nullptr);
+  layout_ =
+      &e_.layout_of(task_.counts, block, select_whole(config_, path_, packs));
   if (path_ != GpuPath::kDirect) {
     reserve();
   }
@@ -87,7 +100,7 @@ void Run::run() {
   } else if (path_ == GpuPath::kRing) {
     run_ring();
   } else if (task_.updates) {
-    pass(task_.reduces, Middle::kUpdate, true);
+    pass(task_.reduces, Middle::kUpdate, !task_.results.empty());
   } else {
     pass(true, Middle::kOutputs, false);
   }
@@ -95,7 +108,7 @@ void Run::run() {
 
 void Run::fill_slot() {
   const bool direct = path_ == GpuPath::kDirect;
-  const size_t groups = task_.step ? task_.step->hypers.size() : 0;
+  const size_t groups = task_.step ? task_.step->hypers.size() : 1;
   const auto ranks = static_cast<size_t>(e_.size_);
   Arrays arrays;
   tensors_ = arrays.add(n_ * sizeof(TensorInfo));
@@ -119,7 +132,10 @@ void Run::fill_slot() {
   std::copy(
       task_.tensors.begin(), task_.tensors.end(), host<TensorInfo>(tensors_));
   has_lrs_ = false;
-  for (size_t g = 0; g < groups; ++g) {
+  if (task_.step == nullptr) { // nobody's, but prepare() looks at it
+    new (host<kernels::Hyper>(hypers_)) kernels::Hyper();
+  }
+  for (size_t g = 0; task_.step != nullptr && g < groups; ++g) {
     const StepCall& step = *task_.step;
     host<kernels::Hyper>(hypers_)[g] = step.hypers[g];
     const DeviceScalar lr = g < step.lrs.size() ? step.lrs[g] : DeviceScalar();
@@ -221,7 +237,7 @@ void Run::prepare() {
   const StepCall* step = task_.step;
   PrepareArgs p{};
   p.agree = device<uint8_t>(agree_);
-  p.tensors = step ? device<TensorInfo>(tensors_) : nullptr;
+  p.tensors = task_.updates ? device<TensorInfo>(tensors_) : nullptr;
   p.hypers = device<kernels::Hyper>(hypers_);
   p.lrs = has_lrs_ ? device<const void*>(lrs_) : nullptr;
   p.lr_types = device<DType>(lr_types_);
@@ -254,12 +270,15 @@ Chunk Run::chunk(size_t t) const {
 void Run::reserve() {
   const Layout& l = layout_->layout;
   const size_t all = l.max_block * static_cast<size_t>(e_.size_);
-  const bool packs_params = task_.updates && !alone();
+  size_t results = 0; // bytes of an element
+  for (const DType type : task_.results) {
+    results += dtype_size(type);
+  }
   e_.reserve_wire(
       task_.reduces && !in_place()
           ? std::max(all, l.max_whole_shard) * dtype_size(task_.grad_type)
           : 0,
-      packs_params ? all * dtype_size(task_.param_type) : 0);
+      alone() ? 0 : all * results);
 }
 
 void Run::pass(bool reduces, Middle middle, bool gathers) {
@@ -314,7 +333,8 @@ void Run::pack(size_t t) {
   PackArgs args{};
   args.chunk = chunk(t);
   args.wire = grad_block(t, 0);
-  args.type = task_.grad_type;
+  args.type = task_.widens ? task_.program->dtype : task_.grad_type;
+  args.widens = task_.widens;
   args.weight = weighted_ ? *task_.reduction.weight : 1.0;
   check("pack", cuda_.pack(&args, compute_));
 }
@@ -329,7 +349,7 @@ void Run::reduce_scatter(size_t t) {
         grad_block(t, e_.rank_),
         c.block,
         nccl_type(task_.grad_type),
-        kNcclSum,
+        nccl_op(task_.red_op),
         comm,
         wire_);
   });
@@ -369,6 +389,10 @@ void Run::work_on(size_t t, Middle middle, bool reduced_here) {
     check("unpack", cuda_.unpack(&args, compute_));
     return;
   }
+  if (task_.program != nullptr) {
+    launch_program(t, reduced_here);
+    return;
+  }
   const UpdateArgs update = update_args(t, reduced_here);
   if (middle == Middle::kMoments) {
     const MomentsArgs args{
@@ -381,30 +405,35 @@ void Run::work_on(size_t t, Middle middle, bool reduced_here) {
 
 void Run::all_gather(size_t t) {
   const ChunkLayout& c = chunks()[t];
-  char* to = param_block(t, 0);
-  char* from = param_block(t, e_.rank_);
-  if (c.whole) {
-    to = static_cast<char*>(task_.tensors[c.tensor].param);
-    from = to +
-        static_cast<size_t>(e_.rank_) * c.block * dtype_size(task_.param_type);
+  for (size_t k = 0; k < task_.results.size(); ++k) {
+    const DType type = task_.results[k];
+    char* to = param_block(t, 0, k);
+    char* from = param_block(t, e_.rank_, k);
+    if (c.whole) {
+      to = static_cast<char*>(task_.tensors[c.tensor + k].param);
+      from = to + static_cast<size_t>(e_.rank_) * c.block * dtype_size(type);
+    }
+    nccl("ncclAllGather", [&](NcclComm comm) {
+      return e_.nccl_.all_gather(
+          from, to, c.block, nccl_type(type), comm, wire_);
+    });
   }
-  nccl("ncclAllGather", [&](NcclComm comm) {
-    return e_.nccl_.all_gather(
-        from, to, c.block, nccl_type(task_.param_type), comm, wire_);
-  });
 }
 
 void Run::unpack(size_t t) {
   if (chunks()[t].whole) {
     return;
   }
-  UnpackArgs args{};
-  args.chunk = chunk(t);
-  args.wire = param_block(t, 0);
-  args.type = task_.param_type;
-  args.scalars = device<TensorScalars>(scalars_);
-  args.divisor = 1;
-  check("unpack", cuda_.unpack(&args, compute_));
+  for (size_t k = 0; k < task_.results.size(); ++k) {
+    UnpackArgs args{};
+    args.chunk = chunk(t);
+    args.chunk.tensors += k; // a program's pieces are of the first one
+    args.wire = param_block(t, 0, k);
+    args.type = task_.results[k];
+    args.scalars = device<TensorScalars>(scalars_);
+    args.divisor = 1;
+    check("unpack", cuda_.unpack(&args, compute_));
+  }
 }
 
 CudaEngine::OperationPtr CudaEngine::submit(

@@ -34,6 +34,7 @@ Task::Task(const StepCall& call, int world_size) {
   op = call.op;
   grad_type = call.grad_type;
   param_type = call.param_type;
+  results = {param_type};
   reduction = call.reduction;
   reduces = !call.reduced;
   used = call.used;
@@ -67,6 +68,37 @@ Task::Task(const ShardsCall& call, int world_size) {
     tensors.push_back(info);
     counts.push_back(call.counts[t]);
   }
+  facts = fusedpg::facts(call);
+}
+
+Task::Task(const ProgramCall& call, int world_size) {
+  op = OpCode::kFusedProgram;
+  grad_type = wide_type(call.dtype, call.op);
+  widens = grad_type != call.dtype;
+  red_op = call.op;
+  reduction.mean = false; // the kernel divides
+  found_inf = call.missing;
+  program = &call;
+  counts = {call.count};
+  size_t widest = 0;
+  for (const ProgramCall::Output& output : call.outputs) {
+    if (output.gathered) {
+      // Their bits are moved, whatever they are.
+      results.push_back(
+          output.element == 2       ? DType::kFloat16
+              : output.element == 4 ? DType::kFloat32
+                                    : DType::kFloat64);
+      widest = std::max(widest, output.element);
+      param_type = output.element == widest ? results.back() : param_type;
+      tensors.push_back(info_of(call.count, world_size));
+      tensors.back().param = output.data;
+    }
+  }
+  if (tensors.empty()) {
+    tensors.push_back(info_of(call.count, world_size));
+    param_type = call.dtype;
+  }
+  tensors[0].grad = call.source;
   facts = fusedpg::facts(call);
 }
 

@@ -160,9 +160,16 @@ class FusedFunction:
         """The legal schedules for these arguments, the program as written first."""
         return schedules(self.program(*args, **kwargs))
 
-    def generated(self, *args: Any, **kwargs: Any) -> str:
-        """The C++ source that a call runs, or why there is none; arguments as for `program`."""
-        return generated(self.schedule(*args, **kwargs).program)
+    def generated(self, *args: Any, device: str = "", **kwargs: Any) -> str:
+        """The C++ or CUDA source that a call runs, or why there is none; else as for `program`.
+
+        Args:
+            device: "cpu" or "cuda"; without one that of the tensors.
+        """
+        if not device:
+            tensors = (x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor))
+            device = "cuda" if any(x.is_cuda for x in tensors) else "cpu"
+        return generated(self.schedule(*args, **kwargs).program, device)
 
     def derivative(
         self, *args: Any, wrt: Sequence[str] | None = None, world_size: int = 0, **kwargs: Any

@@ -30,6 +30,7 @@ _STORED = {
 }
 _COMPUTED = {torch.float64: "double", torch.bool: "bool"}
 _HALVES = (torch.bfloat16, torch.float16)
+_PICKS = ("min", "max")
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _MATH = frozenset({"exp", "log", "tanh", "sigmoid", "erf", "gelu", "silu"})
@@ -90,11 +91,23 @@ def code(text: str) -> str:
     return "\n".join(line.split("//")[0].rstrip() for line in text.split("\n"))
 
 
+def _stored(node: Node) -> str:
+    """The type of a value's elements in memory."""
+    assert node.dtype is not None
+    return _STORED[node.dtype]
+
+
 def _computed(dtype: torch.dtype | None) -> str:
+    """The type that values of a type, or scalars, are computed in."""
     return _COMPUTED.get(dtype, "float") if dtype is not None else "double"
 
 
 class _Writer:
+    """What the function of a group gets and computes; the text is C++ for a CPU."""
+
+    calls = _CALLS
+    powers = _POWERS
+
     def __init__(self, group: Group, nodes: tuple[Node, ...], program: Program) -> None:
         self._program = program
         self._nodes = tuple(node for node in nodes if not node.scalar)
@@ -124,51 +137,55 @@ class _Writer:
 
     def _load(self, node: Node) -> None:
         """A value that comes from outside of the group, or the sum over the ranks."""
-        name, shape = self._names[node], self._scatter.shape
-        assert node.dtype is not None
-        stored = _STORED[node.dtype]
+        shape = self._scatter.shape
         self._ready[node] = 0
         if node is self._scatter:
             self._loads[node] = self._sum(node)
             return
         value = node.operands[0] if node.op == "slice" and node in self._inside else node
         if not value.shape and node.op != "slice":
-            place = self._operand(value, AS_IS)
-            self._before.append(
-                f"const {_computed(node.dtype)} {name} = load(static_cast<const {stored}*>"
-                f"(a->inputs[{place}]));"
-            )
+            self._load_one(node, self._operand(value, AS_IS))
             return
         if value.layout.kind == "Shard" and value is not node:
             raise Unsupported("a slice of a slice")
         kind = FULL if value is not node else PART
         pattern = _pattern(value.shape, shape) if value is not node else None
         if pattern is not None and value.shape != shape:
-            place = self._operand(value, AS_IS)
             function, period = pattern
-            self._prepared.append(
-                f"{stored} {name}_row[kTile];\n{function}({name}_row, static_cast<const "
-                f"{stored}*>(a->inputs[{place}]), periods[{len(self._periods)}], begin + at, n);"
-            )
+            self._load_pattern(node, self._operand(value, AS_IS), function)
             self._periods.append(period)
-            self._loads[node] = f"load({name}_row + i)"
             return
         if value is not node and value.shape != shape:
             self._materialised.add(node)
             value, kind = node, PART
-        place = self._operand(value, kind)
+        self._load_slice(node, self._operand(value, kind))
+
+    def _load_one(self, node: Node, place: int) -> None:
+        """A value without dimensions, once."""
         self._before.append(
-            f"const {stored}* {name}_in = static_cast<const {stored}*>(a->inputs[{place}]);"
+            f"const {_computed(node.dtype)} {self._names[node]} = load("
+            f"static_cast<const {_stored(node)}*>(a->inputs[{place}]));"
+        )
+
+    def _load_pattern(self, node: Node, place: int, function: str) -> None:
+        """A smaller value, which `function` (rows or columns) repeats by the next period."""
+        name, kind = self._names[node], _stored(node)
+        self._prepared.append(
+            f"{kind} {name}_row[kTile];\n{function}({name}_row, static_cast<const "
+            f"{kind}*>(a->inputs[{place}]), periods[{len(self._periods)}], begin + at, n);"
+        )
+        self._loads[node] = f"load({name}_row + i)"
+
+    def _load_slice(self, node: Node, place: int) -> None:
+        name, kind = self._names[node], _stored(node)
+        self._before.append(
+            f"const {kind}* {name}_in = static_cast<const {kind}*>(a->inputs[{place}]);"
         )
         self._loads[node] = f"load({name}_in + at + i)"
 
     def _sum(self, node: Node) -> str:
         op = node.attribute("op")
-        given = node.operands[0].dtype
-        assert given is not None and node.dtype is not None
-        stored = _STORED[given]
-        picks = op in ("min", "max")
-        wide = stored if picks or given not in _HALVES else "float"
+        kind, wide = _stored(node.operands[0]), self._wide()
         self._before.append(
             f"const {wide}* sum = static_cast<const {wide}*>(a->sources[0]);"
             f"  // over the ranks: {op}"
@@ -179,20 +196,32 @@ class _Writer:
             total = ""
             for rank in range(ranks):
                 self._before.append(
-                    f"const {stored}* part{rank} = "
-                    f"static_cast<const {stored}*>(kFolded ? nullptr : a->sources[{rank}]);"
+                    f"const {kind}* part{rank} = "
+                    f"static_cast<const {kind}*>(kFolded ? nullptr : a->sources[{rank}]);"
                 )
                 one = f"load(part{rank} + at + i)"
                 if not total:
                     total = one
-                elif picks:
+                elif op in _PICKS:
                     total = f"{'greater' if op == 'max' else 'lesser'}({total}, {one})"
                 else:
                     total = f"({total} + {one})"
             text = f"(kFolded ? {text} : {total})"
-        if op == "mean":
-            text = f"{text} / {self._program.world_size}"
-        return self._rounded(text, node.dtype)
+        return self._averaged(text)
+
+    def _wide(self) -> str:
+        """The type in memory of the sum over the ranks."""
+        given = self._scatter.operands[0]
+        if given.dtype in _HALVES and self._scatter.attribute("op") not in _PICKS:
+            return "float"
+        return _stored(given)
+
+    def _averaged(self, total: str) -> str:
+        """The reduction, of the sum over the ranks."""
+        assert self._scatter.dtype is not None
+        if self._scatter.attribute("op") == "mean":
+            total = f"{total} / {self._program.world_size}"
+        return self._rounded(total, self._scatter.dtype)
 
     def _number(self, node: Node) -> str:
         """A scalar, as a double."""
@@ -208,8 +237,11 @@ class _Writer:
             return repr(value) if value >= 0 and math.copysign(1, value) > 0 else f"({value!r})"
         if node not in self._numbers:
             number = self._numbers[node] = len(self._numbers)
-            self._before.append(f"const double {self._names[node]} = a->numbers[{number}];")
+            self._take_number(node, number)
         return self._names[node]
+
+    def _take_number(self, node: Node, number: int) -> None:
+        self._before.append(f"const double {self._names[node]} = a->numbers[{number}];")
 
     # --- expressions ---------------------------------------------------------------------------
 
@@ -279,18 +311,25 @@ class _Writer:
             power = given[1].attribute("value") if given[1].op == "constant" else None
             if given[0].scalar or not isinstance(power, (int, float)) or power not in _POWERS:
                 raise Unsupported("`pow` but for squares and square roots")
-            return _POWERS[float(power)].format(self._names[given[0]])
+            return self.powers[float(power)].format(self._names[given[0]])
         if op == "dropout":
             return self._dropout(node)
-        if op in _CALLS:
-            return _CALLS[op].format(*map(narrow, given), T=real)
+        if op in self.calls:
+            return self.calls[op].format(*map(narrow, given), T=real)
         raise Unsupported(f"`{op}`")
 
     def _dropout(self, node: Node) -> str:
-        name, seed = self._names[node], node.operands[2]
+        seed = node.operands[2]
         number = self._seeds.setdefault(seed, len(self._seeds))
-        first = 2 * len(self._dropouts)
         self._dropouts.append(node)
+        bits = self._random(node, number, 2 * (len(self._dropouts) - 1))
+        name, x = self._names[node], self._names[node.operands[0]]
+        scale = f"{_computed(node.dtype)}({name}_scale)"
+        return f"({bits} >> 8) >= {name}_least ? {x} * {scale} : 0"
+
+    def _random(self, node: Node, number: int, first: int) -> str:
+        """The bits of an element, by a seed; and who is kept, by two more numbers."""
+        name = self._names[node]
         self._before += [
             f"const auto {name}_least = static_cast<uint32_t>(more[{first}]);",
             f"const double {name}_scale = more[{first + 1}];",
@@ -300,9 +339,7 @@ class _Writer:
             f"const uint32_t* {name}_bits = philox({name}_words, a->seeds[{number}], "
             "begin + at, n);"
         )
-        x = self._names[node.operands[0]]
-        scale = f"{_computed(node.dtype)}({name}_scale)"
-        return f"({name}_bits[i] >> 8) >= {name}_least ? {x} * {scale} : 0"
+        return f"{name}_bits[i]"
 
     # --- the function --------------------------------------------------------------------------
 
@@ -331,11 +368,6 @@ class _Writer:
             latest = max((self._ready[x] for x in node.operands if not x.scalar), default=0)
             self._ready[node] = latest + (node.op in _MATH)
         body = self._body(order, outputs)
-        dropouts = tuple(self._dropouts)
-        if dropouts:
-            self._before.insert(0, f"const double* more = a->numbers + {len(self._numbers)};")
-        if self._periods:
-            self._before.insert(0, f"const uint64_t* periods = a->seeds + {len(self._seeds)};")
         return Source(
             self._text_of_file(body, any(node.op in _MATH for node in order)),
             self._scatter,
@@ -344,7 +376,7 @@ class _Writer:
             outputs,
             tuple(self._numbers),
             tuple(self._seeds),
-            dropouts,
+            tuple(self._dropouts),
             tuple(self._periods),
             "\n".join([*self._given(), *self._described()]),
         )
@@ -391,8 +423,6 @@ class _Writer:
                 if node.op in _MATH:
                     if ready == loop + 1:
                         x = node.operands[0]
-                        if x.dtype != node.dtype or x.dtype == torch.bool:
-                            raise Unsupported(f"`{node.op}` of another type")
                         arrays.append(f"alignas(64) {kind} {name}tile[kTile];")
                         body.append(f"{name}tile[i] = {self._names[x]};")
                         after.append(f"apply({name}tile, n, {self._function(node)});")
@@ -426,7 +456,10 @@ class _Writer:
 
     @staticmethod
     def _function(node: Node) -> str:
-        name = node.op
+        """Of transcendental operations."""
+        name, dtype = node.op, node.operands[0].dtype
+        if dtype != node.dtype or dtype == torch.bool:
+            raise Unsupported(f"`{name}` of another type")
         if name == "gelu" and node.attribute("approximate") == "tanh":
             name = "gelu_tanh"
         return f"{name}_of<{_computed(node.dtype)}>"
@@ -439,8 +472,10 @@ class _Writer:
         return [f"  {node.name} = {node}: {node.type}" for node in self._nodes]
 
     def _text_of_file(self, body: list[str], math_needed: bool) -> str:
-        comment = [f"// {self._program.name}, on {self._program.world_size} ranks"]
-        comment += [f"// {line}" for line in self._given() + self._described()]
+        if self._dropouts:
+            self._before.insert(0, f"const double* more = a->numbers + {len(self._numbers)};")
+        if self._periods:
+            self._before.insert(0, f"const uint64_t* periods = a->seeds + {len(self._seeds)};")
         direct = "compute<false>(a, begin, count)"
         if self._program.world_size > _MOST_SOURCES:
             direct = "void()"
@@ -460,7 +495,11 @@ class _Writer:
             "}",
         ]
         head = HEAD + (MATH if math_needed else "")
-        return "\n".join([*comment, "", head, *function, ""])
+        return "\n".join([*self._comment(), "", head, *function, ""])
+
+    def _comment(self) -> list[str]:
+        comment = [f"// {self._program.name}, on {self._program.world_size} ranks"]
+        return comment + [f"// {line}" for line in self._given() + self._described()]
 
 
 def _pattern(shape: tuple[int, ...], domain: tuple[int, ...]) -> tuple[str, int] | None:

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ _ISA = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mprefer-vector-width=512",
     "AVX2": "",
 }
+Make = Callable[[Path, Path, float], None]
 _lock = threading.Lock()
 _functions: dict[str, int] = {}  # by source; 0: it failed
 _libraries: list[ctypes.CDLL] = []  # stay loaded
@@ -100,7 +102,7 @@ def _run(command: list[str], deadline: float) -> None:
         raise CompileError(f"{command[0]} failed ({process.returncode}):\n{said[-4000:]}")
 
 
-def _build(path: Path, text: str, command: list[str], name: str, deadline: float) -> None:
+def _build(path: Path, text: str, suffix: str, make: Make, name: str, deadline: float) -> None:
     """Under the lock of `path`."""
     for stale in path.parent.glob(f"{path.stem}.*.tmp"):  # of who died
         shutil.rmtree(stale, ignore_errors=True)
@@ -108,27 +110,32 @@ def _build(path: Path, text: str, command: list[str], name: str, deadline: float
     try:
         begun = time.monotonic()
         _log.info("compiling %s, once: %s", name, path)
-        source, library = place / "program.cpp", place / "program.so"
+        source, result = place / f"program{suffix}", place / f"program{path.suffix}"
         source.write_text(text)
-        _run([command[0], str(source), "-o", str(library), *command[1:]], deadline)
-        content = library.read_bytes()
-        with library.open("ab") as file:
+        make(source, result, deadline)
+        content = result.read_bytes()
+        with result.open("ab") as file:
             file.write(hashlib.sha256(content).digest())
             file.flush()
             os.fsync(file.fileno())
-        source.replace(path.with_suffix(".cpp"))
-        library.replace(path)
+        source.replace(path.with_suffix(suffix))
+        result.replace(path)
         _log.info("compiled %s in %.1f s", name, time.monotonic() - begun)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _library(text: str, name: str) -> Path:
-    _, cache, given = load_extension()._fusion_settings()
-    compiler, version = _compiler(given)
-    flags = _flags(text)
-    facts = "\n".join([code(text), *flags, torch.__version__, compiler, version])
-    path = directory(cache, "fusion") / f"{hashlib.sha256(facts.encode()).hexdigest()[:40]}.so"
+def compiled(facts: list[str], text: str, suffixes: tuple[str, str], make: Make, name: str) -> Path:
+    """The file that `make` makes of a source: one process of all makes it, once.
+
+    Args:
+        facts: what else the file depends on.
+        suffixes: of source and file.
+        make: is given the paths of both, and when it must be ready.
+    """
+    _, cache, *_ = load_extension()._fusion_settings()
+    digest = hashlib.sha256("\n".join([code(text), *facts]).encode()).hexdigest()[:40]
+    path = directory(cache, "fusion") / f"{digest}{suffixes[1]}"
     if _whole(path):
         return path
     deadline = time.monotonic() + _DEADLINE
@@ -146,8 +153,25 @@ def _library(text: str, name: str) -> Path:
                     ) from None
                 time.sleep(0.02)
         if not _whole(path):
-            _build(path, text, [compiler, *flags], name, deadline)
+            _build(path, text, suffixes[0], make, name, deadline)
     return path
+
+
+def content(path: Path) -> bytes:
+    """What was made, without the digest behind it."""
+    return path.read_bytes()[:-_DIGEST]
+
+
+def _library(text: str, name: str) -> Path:
+    _, _, given, _ = load_extension()._fusion_settings()
+    compiler, version = _compiler(given)
+    flags = _flags(text)
+
+    def make(source: Path, library: Path, deadline: float) -> None:
+        _run([compiler, str(source), "-o", str(library), *flags], deadline)
+
+    facts = [*flags, torch.__version__, compiler, version]
+    return compiled(facts, text, (".cpp", ".so"), make, name)
 
 
 def function(text: str, name: str) -> int:

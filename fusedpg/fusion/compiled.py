@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
-from fusedpg.fusion import compile
+from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
+from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.ir import Group, Node, Program
 
 _log = logging.getLogger("fusedpg")
@@ -31,19 +33,35 @@ class Kernel:
     def __init__(self, group: Group, nodes: tuple[Node, ...], program: Program) -> None:
         self._name = program.name
         self._inside = frozenset(nodes)
+        self._group = group
+        self._nodes = nodes
         self._program = program
-        self.reason = ""  # why it runs operation by operation, as far as the program goes
+        # Why it runs operation by operation, as far as the program goes: on a CPU, on a GPU.
+        self.reason = self.cuda_reason = ""
         self.source: Source | None = None
         self._address = 0  # of the compiled function
         # What _written found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        # Groups of which a rank has no function.
+        # Groups of which a rank has no function, and that are known to have one on all GPUs.
         self._eager: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._able: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         try:
             self.source = generate(group, nodes, program)
         except Unsupported as unsupported:
-            self.reason = f"{unsupported} is not generated"
+            self.reason = self.cuda_reason = f"{unsupported} is not generated"
             _log.info("%s runs operation by operation: %s", program.name, self.reason)
+
+    @functools.cached_property
+    def cuda_source(self) -> Source | None:
+        """For a GPU; None where there is none for a CPU."""
+        if self.source is None:
+            return None
+        try:
+            return generate_cuda(self._group, self._nodes, self._program)
+        except Unsupported as unsupported:
+            self.cuda_reason = f"{unsupported} is not generated for GPUs"
+            _log.info("%s runs operation by operation: %s", self._name, self.cuda_reason)
+            return None
 
     def backend(self, group: dist.ProcessGroup | None, values: Mapping[Node, Any]) -> Any:
         """The group's backend, if this can run there: the same on all ranks. Else None."""
@@ -52,11 +70,14 @@ class Kernel:
             return None
         if not load_extension()._fusion_settings()[0]:
             return None
-        if values[source.scatter.operands[0]].device.type != "cpu":
+        contribution = values[source.scatter.operands[0]]
+        if contribution.device.type not in ("cpu", "cuda"):
             return None
         try:
             backend = _backend(group)
         except ValueError:
+            return None
+        if backend.on_gpu(contribution) and self.cuda_source is None:
             return None
         return None if group in self._eager else backend
 
@@ -78,6 +99,11 @@ class Kernel:
         source = self.source
         assert source is not None
         contribution = values[source.scatter.operands[0]].contiguous()
+        device = contribution.device
+        on_gpu = backend.on_gpu(contribution)
+        if on_gpu:
+            assert self.cuda_source is not None
+            source = self.cuda_source
         operands = []
         for node, _ in source.operands:
             if node in source.materialised:
@@ -99,15 +125,22 @@ class Kernel:
         results = [
             targets[place]
             if place >= 0
-            else torch.empty(node.shape if whole else (length,), dtype=node.dtype)
+            else torch.empty(node.shape if whole else (length,), dtype=node.dtype, device=device)
             for (node, whole), place in zip(
-                source.outputs, self._written(values, given, targets), strict=True
+                source.outputs, self._written(values, given, targets, device), strict=True
             )
         ]
-        done = torch.zeros(1, dtype=torch.uint8)
+        first = on_gpu and group not in self._able
+        if on_gpu:
+            function = nvrtc.kernel(source, self._name, backend, contribution)
+            # Whether a rank has none; known, it is not asked again: the host would wait.
+            done = torch.full((int(first),), float(not function), device=device)
+        else:
+            function = self._address or self._compiled(source)
+            done = torch.zeros(1, dtype=torch.uint8)
         op = source.scatter.attribute("op")
         work = backend.fused_program_(
-            self._address or self._compiled(source),
+            function,
             source.key,
             "sum" if op == "mean" else op,
             contribution,
@@ -118,11 +151,13 @@ class Kernel:
             numbers,
             [*seeds, *source.periods],
             done,
-            async_op,
+            async_op and not first,  # who waits when must not decide what ranks know
         )
         if work is not None:
             yield work
-        if not done.item():
+        if first and not done.item():
+            self._able.add(group)
+        elif first or not (on_gpu or done.item()):
             self._eager.add(group)
             _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
             return False
@@ -139,6 +174,7 @@ class Kernel:
         values: Mapping[Node, Any],
         given: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
+        device: torch.device,
     ) -> tuple[int, ...]:
         """For each result the target in which it is computed; -1: in memory of its own.
 
@@ -146,7 +182,7 @@ class Kernel:
         loop is the same every time.
         """
         key = tuple(
-            (id(t), t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_cpu)
+            (id(t), t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
             for t in (*given, *targets)
         )
         found = self._places.get(key)
@@ -155,7 +191,7 @@ class Kernel:
             spans = _Spans()
             places = []
             for node, _ in self.source.outputs:
-                target = self._target(node, values, given, targets, spans)
+                target = self._target(node, values, given, targets, spans, device)
                 same = (n for n, other in enumerate(targets) if other is target)
                 places.append(next(same, -1))
             if len(self._places) >= _KEPT:
@@ -170,6 +206,7 @@ class Kernel:
         given: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         spans: _Spans,
+        device: torch.device,
     ) -> torch.Tensor | None:
         """Where the caller wants a result, if it can be written there while others are computed."""
         source, program = self.source, self._program
@@ -177,7 +214,7 @@ class Kernel:
         if not targets or program.outputs.count(node) != 1:
             return None
         target = targets[program.outputs.index(node)]
-        if not target.is_contiguous() or target.device.type != "cpu":
+        if not target.is_contiguous() or target.device != device:
             return None
         if any(other is not target and spans.overlap(other, target) for other in targets):
             return None
@@ -248,13 +285,15 @@ def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
         return found
 
 
-def generated(program: Program) -> str:
-    """The source of a program's fused collectives, or why there is none."""
+def generated(program: Program, device: str = "cpu") -> str:
+    """The source of a program's fused collectives on a kind of device, or why there is none."""
     parts = []
     for group, nodes in program.units:
         if group is not None and group.kind == "collective":
             found = kernel(group, nodes, program)
-            parts.append(found.source.text if found.source else f"// {found.reason}\n")
+            source = found.cuda_source if device == "cuda" else found.source
+            reason = found.cuda_reason if device == "cuda" else found.reason
+            parts.append(source.text if source else f"// {reason}\n")
     return "\n".join(parts) or "// no fused collective: nothing is generated\n"
 
 

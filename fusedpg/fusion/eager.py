@@ -43,7 +43,7 @@ def say_once() -> None:
     if not _said:
         _said = True
         _log.info(
-            'fused collectives run as generated code on CPU tensors of the backend "fused", all '
+            'fused collectives run as generated code on tensors of the backend "fused", all '
             "else operation by operation: %s",
             "docs/fusion.md",
         )

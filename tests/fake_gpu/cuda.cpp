@@ -8,6 +8,7 @@
 #include "comm.hpp"
 #include "cuda_runtime.h"
 #include "direct.hpp"
+#include "image.hpp"
 #include "memory.hpp"
 #include "streams.hpp"
 
@@ -60,6 +61,14 @@ const char* cudaGetErrorString(cudaError_t error) {
              "stream";
     case kIllegalAddress:
       return "an illegal memory access was encountered";
+    case 201:
+      return "invalid device context";
+    case 209:
+      return "no kernel image is available for execution on the device";
+    case 218:
+      return "a PTX JIT compilation failed";
+    case 500:
+      return "named symbol not found";
     case kUnknownError:
       return "unknown error";
     case kCaptureWrongThread:
@@ -95,13 +104,23 @@ cudaError_t cudaSetDevice(int device) {
     return code(kInvalidDevice);
   }
   current_device() = device;
+  has_context() = true;
   return cudaSuccess;
 }
 
 // Of multiprocessors there are so few (FUSEDPG_FAKE_SMS), and of blocks that fit
 // on each (FUSEDPG_FAKE_OCCUPANCY), that blocks have several items.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = static_cast<int>(from_environment("FUSEDPG_FAKE_SMS", 1));
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  switch (which) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = kFakeArchitecture / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = kFakeArchitecture % 10;
+      break;
+    default:
+      *value = static_cast<int>(from_environment("FUSEDPG_FAKE_SMS", 1));
+  }
   return cudaSuccess;
 }
 
@@ -150,6 +169,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  has_context() = true;
   return code(streams().record(event, stream));
 }
 
@@ -251,6 +271,9 @@ struct Table : CudaApi {
     FUSEDPG_FAULTY(find_blocks);
     FUSEDPG_FAULTY(list_blocks);
     FUSEDPG_FAULTY(move_blocks);
+    FUSEDPG_FAULTY(architecture);
+    FUSEDPG_FAULTY(program_load);
+    FUSEDPG_FAULTY(program_launch);
     FUSEDPG_FAULTY(direct_create);
     FUSEDPG_FAULTY(direct_destroy);
     FUSEDPG_FAULTY(direct_step);

@@ -34,6 +34,10 @@ constexpr int kUnknownError = 999;
 
 // The calling thread's device.
 int& current_device();
+// Whether the thread has its device's context, which driver.cpp's functions
+// need: the runtime makes it current in calls that need one (here: the two that
+// come before every operation).
+bool& has_context();
 int device_count();
 // The calling thread's.
 cudaStreamCaptureMode& capture_mode();

@@ -65,13 +65,18 @@ WorkPtr CpuRoute::fused_program_(ProgramArguments arguments, bool async_op) {
       group_.timeout.load(),
       async_op};
   const auto a = std::make_shared<const ProgramArguments>(std::move(arguments));
+  TORCH_CHECK_VALUE(
+      a->done.scalar_type() == at::kByte && a->done.numel() == 1,
+      "fused: fused_program: `done` must be one byte");
+  ProgramCall call_of_engine = to_engine(*a, rank_, size_);
+  call_of_engine.function = reinterpret_cast<ProgramFunction>(a->function);
   Tensors inputs = a->operands;
   inputs.push_back(a->source);
   return run(
       call,
       inputs,
       a->outputs,
-      [a, engine = to_engine(*a, rank_, size_)](Turn& turn) {
+      [a, engine = std::move(call_of_engine)](Turn& turn) {
         *a->done.data_ptr<uint8_t>() = turn.fused_program(engine) ? 1 : 0;
       });
 }

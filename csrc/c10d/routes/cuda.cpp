@@ -129,11 +129,24 @@ WorkPtr CudaRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
       std::move(arguments), title, group_.timeout.load(), async_op);
 }
 
-WorkPtr CudaRoute::fused_program_(
-    ProgramArguments /* arguments */,
-    bool /* async_op */) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "fused: compiled programs take tensors on the CPU");
+WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
+  constexpr const char* title = "fused:fused_program";
+  group_.check_open(title);
+  check_not_coalescing(title);
+  const bool known = arguments.done.numel() == 0;
+  TORCH_CHECK_VALUE(
+      known ? arguments.function != 0
+            : arguments.done.scalar_type() == at::kFloat &&
+              arguments.done.device() == arguments.source.device(),
+      "fused: fused_program: `done` must be one float32 on the GPU");
+  TORCH_CHECK_VALUE(
+      known || !cuda_.capturing(arguments.source),
+      "fused: the first call of a fused function finds out whether all ranks "
+      "have compiled it, which a graph cannot hold; call it once before the "
+      "capture");
+  group_.stats.add(OpCode::kFusedProgram, DataPath::kStaged, {});
+  return cuda_.fused_program(
+      std::move(arguments), title, group_.timeout.load(), async_op);
 }
 
 WorkPtr CudaRoute::sparse_all_reduce(

@@ -36,6 +36,16 @@ class CudaRoute : public Forwarding<Route> {
   WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
   WorkPtr fused_program_(ProgramArguments arguments, bool async_op) override;
+  int program_architecture(const at::Tensor& tensor) {
+    return cuda_.program_architecture(tensor);
+  }
+  uint64_t load_program(
+      const std::string& image,
+      const std::string& entry,
+      uint32_t parameters,
+      const at::Tensor& tensor) {
+    return cuda_.load_program(image, entry, parameters, tensor);
+  }
   WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
       const SkipArguments& arguments,

@@ -9,22 +9,6 @@
 namespace fusedpg::cuda {
 namespace {
 
-// While it lives, this thread may make calls that some stream's capture forbids
-// to all threads, or to this one. None of them reaches a captured stream.
-class CaptureAside {
- public:
-  CaptureAside() {
-    cudaThreadExchangeStreamCaptureMode(&mode_);
-  }
-  ~CaptureAside() {
-    cudaThreadExchangeStreamCaptureMode(&mode_);
-  }
-  CaptureAside(const CaptureAside&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 cudaStream_t to_cuda(Stream stream) {
   return static_cast<cudaStream_t>(stream);
 }
@@ -217,6 +201,10 @@ constexpr CudaApi make_api() {
   api.find_blocks = launch_find_blocks;
   api.list_blocks = launch_list_blocks;
   api.move_blocks = launch_move_blocks;
+
+  api.architecture = architecture;
+  api.program_load = program_load;
+  api.program_launch = program_launch;
 
 #if defined(FUSEDPG_NCCL_DEVICE)
   api.direct_nccl_version = kDirectNcclVersion;

@@ -22,6 +22,9 @@ int launch_trust(const TrustArgs* args, Stream stream);
 int launch_find_blocks(const FindBlocksArgs* args, Stream stream);
 int launch_list_blocks(const ListBlocksArgs* args, Stream stream);
 int launch_move_blocks(const MoveBlocksArgs* args, Stream stream);
+int architecture(int* number);
+int program_load(const ProgramLoadArgs* args, void** program);
+int program_launch(const ProgramLaunchArgs* args, Stream stream);
 
 // FUSEDPG_NCCL_DEVICE is the NCCL_VERSION_CODE of NCCL's headers.
 #if defined(FUSEDPG_NCCL_DEVICE)
@@ -40,6 +43,22 @@ inline int settled(cudaError_t error) {
   }
   return error;
 }
+
+// While it lives, this thread may make calls that some stream's capture forbids
+// to all threads, or to this one. None of them reaches a captured stream.
+class CaptureAside {
+ public:
+  CaptureAside() {
+    cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~CaptureAside() {
+    cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  CaptureAside(const CaptureAside&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
 template <typename Args>
 int launch(

@@ -80,16 +80,17 @@ FUSEDPG_HOST_DEVICE void copy_elements(
 template <typename C>
 FUSEDPG_HOST_DEVICE void scale_elements(
     char* to,
+    DType to_type,
     const char* from,
+    DType from_type,
     uint32_t n,
-    DType type,
     C factor,
     int thread,
     int threads) {
   constexpr int W = kWidth<C>;
   constexpr int kAhead = 4;
-  const Column<C> in(from, 0, type);
-  const Column<C> out(to, 0, type);
+  const Column<C> in(from, 0, from_type);
+  const Column<C> out(to, 0, to_type);
   const uint32_t stride = threads * W;
   for (uint32_t i = thread * W; i < n; i += kAhead * stride) {
     Raw<C, W> raw[kAhead];
@@ -126,10 +127,10 @@ FUSEDPG_HOST_DEVICE void copy_scaled(
   if (factor == 1) {
     copy_elements(to, from, n, type, thread, threads);
   } else if (type == DType::kFloat64) {
-    scale_elements<double>(to, from, n, type, factor, thread, threads);
+    scale_elements<double>(to, type, from, type, n, factor, thread, threads);
   } else {
     scale_elements<float>(
-        to, from, n, type, static_cast<float>(factor), thread, threads);
+        to, type, from, type, n, static_cast<float>(factor), thread, threads);
   }
 }
 
@@ -169,11 +170,15 @@ FUSEDPG_HOST_DEVICE void pack_tile(
     int threads) {
   const Span span = span_of(args.chunk, tile);
   const uint32_t n = span.count(block);
-  char* to = at(args.wire, block * args.chunk.block + span.wire, args.type);
+  const DType type = args.widens ? DType::kFloat32 : args.type;
+  char* to = at(args.wire, block * args.chunk.block + span.wire, type);
   const char* from = at(span.tensor->grad, span.first(block), args.type);
-  copy_scaled(to, from, n, args.type, args.weight, thread, threads);
-  clear_elements(
-      at(to, n, args.type), span.length - n, args.type, thread, threads);
+  if (args.widens) {
+    scale_elements<float>(to, type, from, args.type, n, 1, thread, threads);
+  } else {
+    copy_scaled(to, from, n, type, args.weight, thread, threads);
+  }
+  clear_elements(at(to, n, type), span.length - n, type, thread, threads);
 }
 
 // Blocks that unpack_tile has to be called for: [0, unpack_blocks()).

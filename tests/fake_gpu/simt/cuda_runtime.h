@@ -30,6 +30,7 @@ enum cudaError_t {
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorNotSupported = 801,
   cudaErrorUnknown = 999
 };
 using cudaStream_t = struct CUstream_st*;
@@ -45,7 +46,17 @@ enum cudaStreamCaptureStatus {
   kCaptureStatusInvalidated
 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76
+};
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1,
+  cudaDriverEntryPointVersionNotSufficent = 2
+};
+constexpr unsigned long long cudaEnableDefault = 0;
 constexpr unsigned cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDisableTiming = 2;
 constexpr unsigned cudaHostAllocPortable = 1;
@@ -61,6 +72,12 @@ cudaError_t cudaDeviceGetAttribute(
     int* value,
     cudaDeviceAttr attribute,
     int device);
+cudaError_t cudaGetDriverEntryPointByVersion(
+    const char* name,
+    void** function,
+    unsigned version,
+    unsigned long long flags,
+    cudaDriverEntryPointQueryResult* status);
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
     int* blocks,
     const void* kernel,

@@ -1,0 +1,42 @@
+#include "base/program_call.hpp"
+
+#include "base/hash.hpp"
+
+namespace fusedpg {
+
+OpDescriptor facts(const ProgramCall& call) {
+  OpDescriptor d;
+  d.op = OpCode::kFusedProgram;
+  d.dtype = call.dtype;
+  d.red_op = call.op;
+  d.count = call.count;
+  d.shape_hash = call.program;
+  Hash values;
+  for (const double number : call.numbers) {
+    values.add(number);
+  }
+  for (const uint64_t seed : call.seeds) {
+    values.add(seed);
+  }
+  values.add(call.first);
+  d.value_hash = values.value();
+  d.options = call.missing != nullptr ? kFirstCall : 0;
+  return d;
+}
+
+size_t place(const ProgramCall::Input& input, size_t begin, size_t first) {
+  switch (input.kind) {
+    case ProgramCall::Operand::kFull:
+      return begin * input.element;
+    case ProgramCall::Operand::kPart:
+      return (begin - first) * input.element;
+    default:
+      return 0;
+  }
+}
+
+size_t place(const ProgramCall::Output& output, size_t begin, size_t first) {
+  return (output.gathered ? begin : begin - first) * output.element;
+}
+
+} // namespace fusedpg

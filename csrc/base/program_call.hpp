@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "base/descriptor.hpp"
+
+// A fused collective whose computation is generated code, as data: every engine
+// takes it in this form.
+namespace fusedpg {
+
+struct ProgramArgs;
+// `begin`: the index of the first element in the whole tensor.
+using ProgramFunction =
+    void (*)(const ProgramArgs* args, uint64_t begin, uint64_t count);
+
+// Pointers are to the memory of the device that executes it.
+struct ProgramCall {
+  enum class Operand { kFull, kPart, kAsIs };
+  struct Input {
+    const char* data;
+    size_t element; // bytes
+    Operand kind;
+  };
+  struct Output {
+    char* data; // whole if it is gathered, else the owned slice
+    size_t element;
+    bool gathered;
+    // Whether an input is the same memory, which is then in the cache when it
+    // is written.
+    bool in_place;
+  };
+  ProgramFunction function = nullptr; // null: this rank has none
+  void* kernel = nullptr; // CUDA: what CudaApi::program_load() gave instead
+  uint64_t program = 0; // a hash, which all ranks must have
+  DType dtype = DType::kFloat32; // of the contributions
+  RedOp op = RedOp::kSum; // kSum, kMin or kMax
+  const void* source = nullptr; // this rank's contribution
+  size_t count = 0;
+  // What the function takes for the index of the first element: these may be
+  // some rows of a larger tensor.
+  uint64_t first = 0;
+  std::vector<Input> inputs;
+  std::vector<Output> outputs;
+  std::vector<double> numbers; // alike on all ranks
+  std::vector<uint64_t> seeds;
+  // CUDA: a flag, 1 if this rank has no kernel; then it is set on all ranks,
+  // which write nothing. Null: all are known to have one.
+  float* missing = nullptr;
+};
+
+// What all ranks must say of a call.
+OpDescriptor facts(const ProgramCall& call);
+
+// The bytes of an input or output up to an element; `first`: of the own slice.
+size_t place(const ProgramCall::Input& input, size_t begin, size_t first);
+size_t place(const ProgramCall::Output& output, size_t begin, size_t first);
+
+} // namespace fusedpg

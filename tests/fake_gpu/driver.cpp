@@ -1,0 +1,322 @@
+// The driver's functions for modules that are compiled at run time: images are
+// those of the fake's NVRTC (nvrtc.cpp), libraries in hexadecimal digits.
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "calls.hpp"
+#include "cuda.h"
+#include "image.hpp"
+#include "simt/module_kernel.hpp"
+#include "streams.hpp"
+
+namespace fusedpg::fake {
+namespace {
+
+struct Function {
+  fusedpg_fake::Kernel kernel;
+  int device;
+};
+
+struct Module {
+  void* library = nullptr;
+  int device = 0;
+  std::vector<std::unique_ptr<Function>> functions;
+};
+
+// Modules of a process, whose code stays in memory: launches may be under way.
+struct Modules {
+  std::mutex mutex;
+  std::map<const void*, std::unique_ptr<Module>> modules;
+  std::set<const void*> functions;
+};
+
+Modules& modules() {
+  return global<Modules>();
+}
+
+CUresult mistake(CUresult code, const char* what) {
+  calls().bad_handle(code, what);
+  return code;
+}
+
+// What every call needs: the runtime makes the device's context the thread's.
+bool in_context() {
+  return has_context();
+}
+
+// Under a name of its own: dlopen takes equal names for one library.
+void* open_image(const std::string& library) {
+  std::string path =
+      std::filesystem::temp_directory_path() / "fusedpg_fake.XXXXXX";
+  const int file = mkstemp(path.data());
+  if (file < 0) {
+    return nullptr;
+  }
+  const bool written = write(file, library.data(), library.size()) ==
+      static_cast<ssize_t>(library.size());
+  close(file);
+  void* opened =
+      written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
+  unlink(path.c_str());
+  return opened;
+}
+
+struct Log {
+  char* text = nullptr;
+  size_t bytes = 0;
+
+  void say(const char* what) const {
+    if (text != nullptr && bytes != 0) {
+      std::snprintf(text, bytes, "%s", what);
+    }
+  }
+};
+
+const Function* find(CUfunction handle) {
+  Modules& all = modules();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.functions.count(handle) == 0
+      ? nullptr
+      : reinterpret_cast<const Function*>(handle);
+}
+
+} // namespace
+
+bool& has_context() {
+  thread_local bool current = false;
+  return current;
+}
+
+} // namespace fusedpg::fake
+
+using namespace fusedpg::fake; // NOLINT: these functions are CUDA's
+
+CUresult cuModuleLoadDataEx(
+    CUmodule* module,
+    const void* image,
+    unsigned num_options,
+    CUjit_option* options,
+    void** values) {
+  const int fault = calls().enter("cuModuleLoadDataEx");
+  if (fault != 0) {
+    return static_cast<CUresult>(fault);
+  }
+  if (!in_context()) {
+    return mistake(CUDA_ERROR_INVALID_CONTEXT, "a module without a context");
+  }
+  // It allocates.
+  if (const int unsafe = streams().check_unsafe(); unsafe != 0) {
+    return static_cast<CUresult>(unsafe);
+  }
+  Log log;
+  for (unsigned i = 0; i < num_options; ++i) {
+    if (options[i] == CU_JIT_ERROR_LOG_BUFFER) {
+      log.text = static_cast<char*>(values[i]);
+    } else if (options[i] == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES) {
+      log.bytes = reinterpret_cast<uintptr_t>(values[i]);
+    } else {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+  }
+  const auto read = Image::read(static_cast<const char*>(image));
+  if (!read) {
+    log.say("ptxas application ptx input, line 1; fatal: Parsing error");
+    return CUDA_ERROR_INVALID_PTX;
+  }
+  if (read->architecture > kFakeArchitecture) {
+    log.say("ptxas fatal: SM version of the image is higher than the device's");
+    return CUDA_ERROR_NO_BINARY_FOR_GPU;
+  }
+  auto made = std::make_unique<Module>();
+  made->library = open_image(read->library);
+  made->device = current_device();
+  if (made->library == nullptr) {
+    log.say(dlerror());
+    return CUDA_ERROR_INVALID_PTX;
+  }
+  *module = reinterpret_cast<CUmodule>(made.get());
+  Modules& all = modules();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.modules.emplace(made.get(), std::move(made));
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleGetFunction(
+    CUfunction* function,
+    CUmodule module,
+    const char* name) {
+  if (!in_context()) {
+    return mistake(CUDA_ERROR_INVALID_CONTEXT, "a function without a context");
+  }
+  Modules& all = modules();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.modules.find(module);
+  if (found == all.modules.end()) {
+    return mistake(CUDA_ERROR_INVALID_HANDLE, "no such module");
+  }
+  const std::string symbol = std::string("fusedpg_fake_") + name;
+  const auto get = reinterpret_cast<void (*)(fusedpg_fake::Kernel*)>(
+      dlsym(found->second->library, symbol.c_str()));
+  if (get == nullptr) {
+    return CUDA_ERROR_NOT_FOUND;
+  }
+  auto made = std::make_unique<Function>();
+  get(&made->kernel);
+  made->device = found->second->device;
+  *function = reinterpret_cast<CUfunction>(made.get());
+  all.functions.insert(made.get());
+  found->second->functions.push_back(std::move(made));
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleUnload(CUmodule module) {
+  Modules& all = modules();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.modules.find(module);
+  if (found == all.modules.end()) {
+    return mistake(CUDA_ERROR_INVALID_HANDLE, "no such module to unload");
+  }
+  for (const auto& function : found->second->functions) {
+    all.functions.erase(function.get());
+  }
+  all.modules.erase(found);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncGetParamInfo(
+    CUfunction function,
+    size_t index,
+    size_t* offset,
+    size_t* size) {
+  const Function* found = find(function);
+  if (found == nullptr) {
+    return mistake(CUDA_ERROR_INVALID_HANDLE, "no such kernel");
+  }
+  if (index >= found->kernel.parameters) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  *offset = 0;
+  for (size_t p = 0; p <= index; ++p) {
+    const uint64_t bytes = found->kernel.sizes[p];
+    *offset = (*offset + bytes - 1) / bytes * bytes; // aligned to their size
+    *size = bytes;
+    *offset += p < index ? bytes : 0;
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(
+    int* blocks,
+    CUfunction function,
+    int threads,
+    size_t /* shared */) {
+  if (find(function) == nullptr) {
+    return mistake(CUDA_ERROR_INVALID_HANDLE, "no such kernel");
+  }
+  if (threads <= 0) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  *blocks = static_cast<int>(from_environment("FUSEDPG_FAKE_OCCUPANCY", 3));
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernel(
+    CUfunction function,
+    unsigned grid_x,
+    unsigned grid_y,
+    unsigned grid_z,
+    unsigned block_x,
+    unsigned block_y,
+    unsigned block_z,
+    unsigned shared_bytes,
+    CUstream stream,
+    void** parameters,
+    void** extra) {
+  if (!in_context()) {
+    return mistake(CUDA_ERROR_INVALID_CONTEXT, "a launch without a context");
+  }
+  const Function* found = find(function);
+  if (found == nullptr) {
+    return mistake(CUDA_ERROR_INVALID_HANDLE, "no such kernel");
+  }
+  if (found->device != current_device()) {
+    return mistake(
+        CUDA_ERROR_INVALID_HANDLE, "a kernel of another device's context");
+  }
+  const uint64_t count = found->kernel.parameters;
+  if (extra != nullptr || (parameters == nullptr && count != 0)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  // The driver reads them now.
+  auto values = std::make_shared<std::vector<std::vector<uint64_t>>>(count);
+  for (uint64_t p = 0; p < count; ++p) {
+    if (parameters[p] == nullptr) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    const uint64_t bytes = found->kernel.sizes[p];
+    (*values)[p].resize((bytes + 7) / 8);
+    std::memcpy((*values)[p].data(), parameters[p], bytes);
+  }
+  cudaLaunchConfig_t grid{};
+  grid.gridDim = dim3(grid_x, grid_y, grid_z);
+  grid.blockDim = dim3(block_x, block_y, block_z);
+  grid.dynamicSmemBytes = shared_bytes;
+  grid.stream = stream;
+  return static_cast<CUresult>(
+      simt::launch(grid, [kernel = found->kernel, values] {
+        std::vector<const void*> given;
+        for (const auto& value : *values) {
+          given.push_back(value.data());
+        }
+        kernel.run(
+            given.data(), {threadIdx.x, blockIdx.x, blockDim.x, gridDim.x});
+      }));
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(
+    const char* name,
+    void** function,
+    unsigned version,
+    unsigned long long /* flags */,
+    cudaDriverEntryPointQueryResult* status) {
+  struct Entry {
+    const char* name;
+    unsigned version;
+    void* function;
+  };
+#define FUSEDPG_ENTRY(name, version)               \
+  {                                                \
+    #name, version, reinterpret_cast<void*>(&name) \
+  }
+  static const Entry entries[] = {
+      FUSEDPG_ENTRY(cuModuleLoadDataEx, 2010),
+      FUSEDPG_ENTRY(cuModuleGetFunction, 2000),
+      FUSEDPG_ENTRY(cuModuleUnload, 2000),
+      FUSEDPG_ENTRY(cuFuncGetParamInfo, 12040),
+      FUSEDPG_ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050),
+      FUSEDPG_ENTRY(cuLaunchKernel, 4000)};
+#undef FUSEDPG_ENTRY
+  *function = nullptr;
+  for (const Entry& entry : entries) {
+    if (std::strcmp(entry.name, name) == 0) {
+      const bool there = version >= entry.version;
+      *function = there ? entry.function : nullptr;
+      *status = there ? cudaDriverEntryPointSuccess
+                      : cudaDriverEntryPointVersionNotSufficent;
+      return cudaSuccess;
+    }
+  }
+  *status = cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
