@@ -23,6 +23,7 @@ import _plots as plots
 import _words as words
 import between_hosts
 import fused_step as fused_steps
+import pipeline_parallel
 import scaling
 import sparse
 from _apart import ApartRow
@@ -39,6 +40,7 @@ Lines = Iterable[Sequence[str]]
 ROWS: dict[str, Any] = {
     "density": SparseRow,
     "faults": ApartRow,
+    "received": pipeline_parallel.CrossingRow,
     "sent": between_hosts.HostsRow,
     "predicted": scaling.ScalingRow,
 }
@@ -249,6 +251,7 @@ def missed() -> str:
         "sparse_hosts_1gbit_p2": sparse.BARS,
         "between_hosts_2x1_p2": between_hosts.bars(),
         "between_hosts_2x2_p4": between_hosts.bars(),
+        "pipeline_parallel_p4": pipeline_parallel.BARS,
     }
     lines = []
     met = 0
@@ -335,6 +338,8 @@ def draw(path: Path) -> None:
         save = between_hosts.save_plot
     elif name.startswith("scaling"):
         save = scaling.save_plot
+    elif name.startswith("pipeline_parallel"):
+        save = pipeline_parallel.save_plot
     elif name.startswith("optimizers"):
         save = plots.save_optimizers
     elif name.startswith("fused_step_hosts"):
