@@ -80,7 +80,7 @@ TEST(cuda_tiles_pack_and_unpack) {
             }
           }
           const Chunk chunk = cut.chunk(infos);
-          run(&CudaApi::pack, {chunk, wire.pointer(), type, weight});
+          run(&CudaApi::pack, {chunk, wire.pointer(), type, weight, false});
           CHECK(wire.bytes() == wanted.bytes());
           UnpackArgs back{};
           back.chunk = chunk;

@@ -75,6 +75,8 @@ def random_program(context: Context, case: Case) -> int:
         for node, got, full in zip(schedule.program.outputs, results, expected):
             want = checks.shard(full, size, rank) if str(node.layout) == "Shard" else full
             exact = case.exact and "<ATen/" not in text
+            # Of 16-bit elements that fill no vector torch rounds the root, too.
+            exact = exact and not ("rsqrt" in case.text and case.dtype.itemsize == 2)
             # Here and there a rounding of a transcendental function turns a comparison.
             checks.agree(got, want, case, exact, f"{case}\n{node.name}\n{schedule}\n{text}")
     return ran
