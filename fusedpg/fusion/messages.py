@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedpg.functional import group_info, shard_range
+from fusedpg.functional import _backend, group_info, shard_range
 from fusedpg.fusion.ir import SHARD, Node, Program, carried
 
 # A user's own messages on the group have other tags.
@@ -219,17 +219,15 @@ def _numbers(text: str) -> list[str]:
     return [number for number in text.strip("[]").split(", ") if number]
 
 
-@functools.lru_cache
-def _ucx_asked_for() -> bool:
-    return os.environ.get("FUSEDPG_TRANSPORT") == "ucx"
-
-
 def _sizes_may_differ(stages: dist.ProcessGroup) -> bool:
     """Whether a receive of another size than its message raises, and does no other harm."""
     try:
-        return group_info(stages)["engine"] == "shm" or _ucx_asked_for()
+        backend = _backend(stages)
     except ValueError:  # another backend
         return False
+    # Between hosts messages are Gloo's unless UCX has been asked for.
+    asked = backend.options.transport or os.environ.get("FUSEDPG_TRANSPORT")
+    return asked == "ucx" or group_info(stages)["engine"] == "shm"
 
 
 def _peer(node: Node, stages: dist.ProcessGroup, key: str) -> int:
