@@ -22,7 +22,9 @@ import _harness as harness
 import _plots as plots
 import _words as words
 import between_hosts
+import data_parallel
 import fused_step as fused_steps
+import model_parallel
 import pipeline_parallel
 import scaling
 import sparse
@@ -251,6 +253,8 @@ def missed() -> str:
         "sparse_hosts_1gbit_p2": sparse.BARS,
         "between_hosts_2x1_p2": between_hosts.bars(),
         "between_hosts_2x2_p4": between_hosts.bars(),
+        "data_parallel_p2": data_parallel.BARS,
+        "model_parallel_p2": model_parallel.BARS,
         "pipeline_parallel_p4": pipeline_parallel.BARS,
     }
     lines = []
