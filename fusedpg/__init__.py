@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fusedpg._registration import register as _register
 
 if TYPE_CHECKING:
+    from fusedpg import compress as compress
     from fusedpg import ddp as ddp
     from fusedpg import fusion as fusion
     from fusedpg import optim as optim
@@ -46,6 +47,7 @@ __all__ = [
     "Options",
     "ProcessGroupFused",
     "RowParallelLinear",
+    "compress",
     "ddp",
     "empty",
     "fuse",
@@ -64,7 +66,7 @@ __all__ = [
     "tensor_parallel",
 ]
 
-_MODULES = frozenset({"ddp", "fusion", "optim", "tensor_parallel"})
+_MODULES = frozenset({"compress", "ddp", "fusion", "optim", "tensor_parallel"})
 _LAYERS = frozenset({"ColumnParallelLinear", "RowParallelLinear"})
 _FUNCTIONS = frozenset(__all__) - _MODULES - _LAYERS
 _FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse", "keep_freed_memory"}

@@ -9,6 +9,7 @@ class _GroupInfo(TypedDict):
     engine: Literal["shm", "gloo"]
     world_size: int
     local_world_size: int
+    local_ranks: list[int]
     threads: int
     isa: str
     arena_reserved: int

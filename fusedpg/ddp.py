@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from fusedpg._by_parameter import ByParameter
 from fusedpg.functional import sparse_all_reduce
 
 
@@ -31,31 +31,13 @@ class BlockSparseState:
     group: dist.ProcessGroup | None = None
     block_size: int = 256
     threshold: float = 0.0
-    # What was not sent of each parameter's gradient: views into one tensor a bucket.
-    _residuals: Any = dataclasses.field(default_factory=WeakTensorKeyDictionary, repr=False)
-    _buckets: dict[int, tuple[list[int], torch.Tensor]] = dataclasses.field(
-        default_factory=dict, repr=False
-    )
+    # What was not sent of each parameter's gradient.
+    _residuals: ByParameter = dataclasses.field(default_factory=ByParameter, repr=False)
 
     def residual(self, bucket: GradBucket) -> torch.Tensor:
         """The residual of a bucket, laid out as its buffer; it follows DDP's rebuilt buckets."""
-        parameters = bucket.parameters()
-        members = [id(parameter) for parameter in parameters]
-        known = self._buckets.get(bucket.index())
-        if known is not None and known[0] == members:
-            return known[1]
         buffer = bucket.buffer()
-        residual = torch.zeros_like(buffer)
-        begin = 0
-        for parameter in parameters:
-            view = residual[begin : begin + parameter.numel()]
-            begin += parameter.numel()
-            old = self._residuals.get(parameter)
-            if old is not None:
-                view.copy_(old)
-            self._residuals[parameter] = view
-        self._buckets[bucket.index()] = (members, residual)
-        return residual
+        return self._residuals.flat("residual", bucket.parameters(), buffer.dtype, buffer.device)
 
 
 def block_sparse_hook(

@@ -47,7 +47,8 @@ py::dict info_dict(ProcessGroupFused& group) {
   py::dict d;
   d["engine"] = info.engine;
   d["world_size"] = group.getSize();
-  d["local_world_size"] = info.local_world_size;
+  d["local_world_size"] = info.local_ranks.size();
+  d["local_ranks"] = info.local_ranks;
   d["threads"] = info.threads;
   d["isa"] = info.isa;
   d["arena_reserved"] = info.arena_reserved;

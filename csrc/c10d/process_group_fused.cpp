@@ -49,7 +49,7 @@ ProcessGroupFused::ProcessGroupFused(
     // What others keep in the store must not be an earlier group's either.
     group_->store = c10::make_intrusive<c10d::PrefixStore>(
         "fusedpg/" + bootstrap.id(), store_);
-    local_world_size_ = static_cast<int>(bootstrap.host_ranks().size());
+    local_ranks_ = bootstrap.host_ranks();
     if (bootstrap.single_host()) {
       auto route = c10::make_intrusive<ShmRoute>(*group_, bootstrap, deadline);
       shm = route.get();
@@ -338,7 +338,7 @@ void ProcessGroupFused::shutdown_at_exit() {
 
 GroupInfo ProcessGroupFused::info() {
   GroupInfo i;
-  i.local_world_size = local_world_size_;
+  i.local_ranks = local_ranks_;
   i.isa = group_->kernels.name;
   i.sequence_number = group_->executor().tickets();
   cpu_->describe(i);

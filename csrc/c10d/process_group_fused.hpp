@@ -143,7 +143,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<Options> options_;
   std::unique_ptr<Group> group_;
-  int local_world_size_ = 0;
+  std::vector<int> local_ranks_; // of this host
   c10::intrusive_ptr<Route> cpu_;
   c10::intrusive_ptr<CudaRoute> cuda_;
   std::atomic<int> children_{0}; // groups made by shrink()

@@ -12,7 +12,7 @@ namespace fusedpg {
 // How a group stands; fusedpg.group_info() explains the fields.
 struct GroupInfo {
   std::string engine;
-  int local_world_size = 1;
+  std::vector<int> local_ranks; // that share this host
   int threads = 1;
   std::string isa;
   size_t arena_reserved = 0;

@@ -1,0 +1,49 @@
+"""The kernels of compression: the extension's where they serve, else torch's operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fusedpg._registration import load_extension
+from fusedpg.compress import _reference
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _chosen(reference: _F) -> _F:
+    """The extension's function for float32 on a CPU."""
+    name = reference.__name__
+
+    @functools.wraps(reference)
+    def call(*arguments: Any, **options: Any) -> Any:
+        first = next(x for x in arguments if isinstance(x, torch.Tensor))
+        ours = first.dtype == torch.float32 and first.device.type == "cpu"
+        if ours and hasattr(load_extension(), "compress"):
+            return getattr(load_extension().compress, name)(*arguments, **options)
+        return reference(*arguments, **options)
+
+    return call  # type: ignore[return-value]
+
+
+accumulate_ = _chosen(_reference.accumulate_)
+dgc_accumulate_ = _chosen(_reference.dgc_accumulate_)
+gather = _chosen(_reference.gather)
+natural = _chosen(_reference.natural)
+onebit = _chosen(_reference.onebit)
+qsgd = _chosen(_reference.qsgd)
+scatter_add_ = _chosen(_reference.scatter_add_)
+signs = _chosen(_reference.signs)
+square_sum = _chosen(_reference.square_sum)
+terngrad = _chosen(_reference.terngrad)
+threshold = _chosen(_reference.threshold)
+topk = _chosen(_reference.topk)
+unnatural_ = _chosen(_reference.unnatural_)
+unpack_signs_ = _chosen(_reference.unpack_signs_)
+unqsgd_ = _chosen(_reference.unqsgd_)
+unterngrad_ = _chosen(_reference.unterngrad_)
+vote_signs_ = _chosen(_reference.vote_signs_)
+zero_at_ = _chosen(_reference.zero_at_)

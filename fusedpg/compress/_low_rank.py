@@ -1,0 +1,111 @@
+"""Matrices of low rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._piece import Piece
+
+
+class PowerSGD(Ours):
+    """Products of two thin matrices (Vogels et al. 2019, algorithm 1).
+
+    Every parameter with more than one dimension is a matrix of its first one by the others, and Q
+    is what the step before has left (warm start). Others, and those that would not become
+    smaller, are sent as they are. Needs whole parameters, so only the communicator "allreduce".
+    """
+
+    linear = True
+
+    def __init__(self, compress_rank: int = 1) -> None:
+        if compress_rank < 1:
+            raise ValueError(f"compress_rank is at least 1, got {compress_rank}")
+        self.compress_rank = int(compress_rank)
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        """What is sent depends on what the others send: ``all_reduce`` does it."""
+        now = v.now()
+        return [now], Context(piece, v.residual)
+
+    def all_reduce(
+        self, grad: Tensor, payload: Payload, scale: float, at: Context, group: Any
+    ) -> None:
+        v, residual, piece = payload[0], at.own, at.piece
+        if residual is None and v.data_ptr() == grad.data_ptr():
+            v = v.clone()  # the result is written over it
+        matrices, whole = self._split(v, piece)
+        kept = piece.state("powersgd_q")
+        firsts = self._warm(matrices, kept, piece)
+        lefts = [matrix @ q for (_, matrix), q in zip(matrices, firsts)]
+        flat = torch.cat([x.reshape(-1) for x in (*lefts, *(part for _, part in whole))])
+        dist.all_reduce(flat, group=group)
+        flat.div_(piece.world_size)
+        begin = 0
+        for n, left in enumerate(lefts):
+            mean = flat[begin : begin + left.numel()].view_as(left)
+            begin += left.numel()
+            lefts[n] = torch.linalg.qr(mean)[0]
+        rights = [matrix.T @ left for (_, matrix), left in zip(matrices, lefts)]
+        means = torch.cat([x.reshape(-1) for x in rights]) if rights else flat.new_empty(0)
+        dist.all_reduce(means, group=group)
+        means.div_(piece.world_size)
+        rest, begin = flat[begin:], 0
+        for (place, matrix), left in zip(matrices, lefts):
+            right = means[begin : begin + matrix.shape[1] * left.shape[1]]
+            begin += right.numel()
+            kept[place : place + right.numel()] = right
+            product = left @ right.view(matrix.shape[1], left.shape[1]).T
+            if residual is not None:
+                matrix.sub_(product)
+            out = grad[place : place + matrix.numel()].view_as(matrix)
+            torch.mul(product, scale, out=out)
+        begin = 0
+        for place, part in whole:
+            mean = rest[begin : begin + part.numel()]
+            begin += part.numel()
+            if residual is not None:
+                part.zero_()
+            grad[place : place + part.numel()] = mean * scale
+        if not bool(means.isfinite().all()):
+            # This step's NaN is in the result; the next one begins anew.
+            kept.zero_()
+            if residual is not None:
+                residual.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _split(
+        self, v: Tensor, piece: Piece
+    ) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+        """Matrices and what is none, with their places; views of v."""
+        matrices, whole, begin = [], [], 0
+        for shape in piece.shapes:
+            count = shape.numel()
+            part = v[begin : begin + count]
+            rows = shape[0] if len(shape) > 1 else 0
+            columns = count // rows if rows else 0
+            if rows and (rows + columns) * self._rank(rows, columns) < count:
+                matrices.append((begin, part.view(rows, columns)))
+            else:
+                whole.append((begin, part))
+            begin += count
+        return matrices, whole
+
+    def _rank(self, rows: int, columns: int) -> int:
+        return min(self.compress_rank, rows, columns)
+
+    def _warm(self, matrices: list[tuple[int, Tensor]], kept: Tensor, piece: Piece) -> list[Tensor]:
+        """What Q was, or the same random numbers on all ranks."""
+        found = []
+        for at, matrix in matrices:
+            rows, columns = matrix.shape
+            rank = self._rank(rows, columns)
+            q = kept[at : at + columns * rank].view(columns, rank)
+            if not bool(q.any()):
+                generator = torch.Generator().manual_seed(piece.seed ^ at)
+                q = torch.randn(columns, rank, generator=generator, dtype=matrix.dtype)
+            found.append(q.to(matrix.device))
+        return found

@@ -1,0 +1,129 @@
+"""Parameters by the names that GRACE gave them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fusedpg.compress import communicators, compressors, memories
+from fusedpg.compress.communicators import Allreduce, Communicator
+from fusedpg.compress.compressors import Compressor, PowerSGD
+from fusedpg.compress.memories import (
+    DGCMemory,
+    EFSignSGDMemory,
+    Memory,
+    PowerSGDMemory,
+    ResidualMemory,
+)
+
+_T = TypeVar("_T", Compressor, Memory, Communicator)
+
+# GRACE's other names of the same things.
+_OTHER_NAMES = {"all-to-all": "alltoall", "parameter_server": "ps", "topK": "topk"}
+# Of GRACE, and without a meaning here: the group knows.
+_IGNORED = {"world_size"}
+
+
+def _made(kind: str, known: Mapping[str, type[_T]], base: type[_T], given: Any, rest: Any) -> _T:
+    """An object by name, with those of the parameters that its constructor has."""
+    if isinstance(given, base):
+        return given
+    name = _OTHER_NAMES.get(given, given)
+    if name not in known:
+        names = ", ".join(sorted(known))
+        raise ValueError(
+            f"{kind} {given!r} is not known: there are {names}, those of register_{kind}(), and "
+            f"instances of fusedpg.compress.{base.__name__}"
+        )
+    wanted = inspect.signature(known[name]).parameters
+    return known[name](**{key: value for key, value in rest.items() if key in wanted})
+
+
+def _accepted(kind: Mapping[str, type[Any]]) -> set[str]:
+    return {key for made in kind.values() for key in inspect.signature(made).parameters}
+
+
+def parts(params: Mapping[str, Any]) -> tuple[Compressor, Memory, Communicator]:
+    """The three that the parameters name, which fit each other."""
+    rest = dict(params)
+    chosen = [rest.pop(k, "none") for k in ("compressor", "memory")]
+    carrier = rest.pop("communicator", "allgather")
+    tables: tuple[Mapping[str, type[Any]], ...] = (
+        compressors.BY_NAME, memories.BY_NAME, communicators.BY_NAME,
+    )  # fmt: skip
+    known = set().union(*map(_accepted, tables)) | _IGNORED
+    for key in rest:
+        if key not in known:
+            raise ValueError(
+                f"parameter {key!r} is not known: there are {', '.join(sorted(known))}"
+            )
+    compressor = _made("compressor", compressors.BY_NAME, Compressor, chosen[0], rest)
+    memory = _made("memory", memories.BY_NAME, Memory, chosen[1], rest)
+    communicator = _made("communicator", communicators.BY_NAME, Communicator, carrier, rest)
+    check(compressor, memory, communicator)
+    return compressor, memory, communicator
+
+
+def _name(thing: object, known: Mapping[str, type[Any]]) -> str:
+    return next((n for n, t in known.items() if type(thing) is t), type(thing).__name__)
+
+
+def check(compressor: Compressor, memory: Memory, communicator: Communicator) -> None:
+    """Refuses what cannot work together, and says what does."""
+    what = _name(compressor, compressors.BY_NAME)
+    keeper = _name(memory, memories.BY_NAME)
+    carrier = _name(communicator, communicators.BY_NAME)
+    if isinstance(communicator, Allreduce) and not compressor.linear:
+        raise ValueError(
+            f'compressor "{what}" with communicator "allreduce": the sum of its payloads is no '
+            'payload of the sum. Use "allgather", "alltoall" or "ps"; "allreduce" is for '
+            + ", ".join(f'"{n}"' for n, t in compressors.BY_NAME.items() if t.linear)
+        )
+    if isinstance(compressor, PowerSGD):
+        if not isinstance(communicator, Allreduce):
+            raise ValueError(
+                f'compressor "powersgd" with communicator "{carrier}": its second factor needs the '
+                'sum of the first ones. Use "allreduce"'
+            )
+        if type(memory) not in (PowerSGDMemory, ResidualMemory, memories.NoneMemory):
+            raise ValueError(
+                f'compressor "powersgd" with memory "{keeper}": use "powersgd" or "none"'
+            )
+    elif isinstance(memory, PowerSGDMemory):
+        raise ValueError(f'memory "powersgd" with compressor "{what}": use "residual"')
+    if isinstance(memory, DGCMemory) and not compressor.sparse:
+        names = ", ".join(f'"{n}"' for n, t in compressors.BY_NAME.items() if t.sparse)
+        raise ValueError(
+            f'memory "dgc" with compressor "{what}": it forgets what was sent, element by element. '
+            f'Use it with {names}, or memory "residual"'
+        )
+    keeps = isinstance(memory, (ResidualMemory, EFSignSGDMemory))
+    if keeps and not compressor.keeps_magnitude:
+        raise ValueError(
+            f'compressor "{what}" with memory "{keeper}": a vote has no magnitude that a residual '
+            'could be measured in. Use memory "none", or compressor "efsignsgd"'
+        )
+
+
+def register_compressor(name: str, made: type[Compressor]) -> None:
+    """Makes ``from_params({"compressor": name})`` know a class; its parameters, too."""
+    _register("compressor", compressors.BY_NAME, Compressor, name, made)
+
+
+def register_memory(name: str, made: type[Memory]) -> None:
+    """Makes ``from_params({"memory": name})`` know a class; its parameters, too."""
+    _register("memory", memories.BY_NAME, Memory, name, made)
+
+
+def register_communicator(name: str, made: type[Communicator]) -> None:
+    """Makes ``from_params({"communicator": name})`` know a class; its parameters, too."""
+    _register("communicator", communicators.BY_NAME, Communicator, name, made)
+
+
+def _register(kind: str, known: Any, base: type[Any], name: str, made: Any) -> None:
+    if not (isinstance(made, type) and issubclass(made, base)):
+        raise TypeError(f"{kind} {name!r} is a subclass of {base.__name__}, got {made!r}")
+    if known.get(name, made) is not made:
+        raise ValueError(f"{kind} {name!r} exists already: {known[name].__name__}")
+    known[name] = made

@@ -1,0 +1,70 @@
+"""Fewer bits an element, drawn so that the mean is right."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fusedpg.compress import _kernels as kernels
+from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._piece import Piece
+
+
+class QSGD(Ours):
+    """Levels of 0 to ``quantum_num`` times a norm (Alistarh et al. 2017, section 3.1).
+
+    ``bucket_size`` elements share a norm (0: all); up to 127 levels are a byte, more are two.
+    """
+
+    def __init__(self, quantum_num: int = 127, bucket_size: int = 128) -> None:
+        if not 1 <= quantum_num <= 32767:
+            raise ValueError(f"quantum_num is from 1 to 32767, got {quantum_num}")
+        if bucket_size < 0:
+            raise ValueError(f"bucket_size is at least 0, got {bucket_size}")
+        self.quantum_num, self.bucket_size = int(quantum_num), int(bucket_size)
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        sent = kernels.qsgd(
+            v.grad, v.residual, self.quantum_num, piece.own_seed, 0, v.beta, v.gamma,
+            self.bucket_size,
+        )  # fmt: skip
+        return list(sent), Context(piece)
+
+    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
+        codes, norms = payload
+        kernels.unqsgd_(out, codes, norms, self.quantum_num, alpha, add, self.bucket_size)
+
+
+class TernGrad(Ours):
+    """-1, 0 or 1 times the largest magnitude, 2 bits an element (Wen et al. 2017).
+
+    v is clipped at 2.5 standard deviations first, as in the paper's section 4.2, which is biased
+    where that clips; ``clip_sigma=0`` does not.
+    """
+
+    def __init__(self, clip_sigma: float = 2.5) -> None:
+        if not clip_sigma >= 0:
+            raise ValueError(f"clip_sigma is at least 0, got {clip_sigma}")
+        self.clip_sigma = float(clip_sigma)
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        sent = kernels.terngrad(
+            v.grad, v.residual, self.clip_sigma, piece.own_seed, 0, v.beta, v.gamma
+        )
+        return list(sent), Context(piece)
+
+    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
+        kernels.unterngrad_(out, payload[0], float(payload[1]), alpha, add)
+
+
+class Natural(Ours):
+    """Powers of two, a byte an element (natural compression, Horvath et al. 2019)."""
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        sent = kernels.natural(v.grad, v.residual, piece.own_seed, 0, v.beta, v.gamma)
+        return [sent], Context(piece)
+
+    def finite(self, payload: Payload) -> bool:
+        return not bool(((payload[0] & 127) == 127).any())
+
+    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
+        kernels.unnatural_(out, payload[0], alpha, add)

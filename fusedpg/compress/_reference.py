@@ -1,0 +1,278 @@
+"""The kernels of compression in torch's operations: for GPUs, and for types other than float32.
+
+Each has the face of its namesake in the extension (``fusedpg._C.compress``), which is for float32
+on a CPU. Gradients are flat. ``residual`` is what earlier steps have not sent, or None; compressing
+functions compress v = beta * residual + gamma * grad and leave v minus what they send in it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusedpg.fusion import philox
+
+
+def _compensated(grad: Tensor | None, residual: Tensor | None, beta: float, gamma: float) -> Tensor:
+    """v, in the residual's memory where there is one."""
+    if residual is None:
+        assert grad is not None
+        return grad if gamma == 1 else grad * gamma
+    if grad is not None:
+        if beta != 1:
+            residual.mul_(beta)
+        residual.add_(grad, alpha=gamma)
+    return residual
+
+
+def _uniform(seed: int, offset: int, count: int, like: Tensor) -> Tensor:
+    """Numbers in [0, 1), multiples of 2^-24: those of the extension."""
+    words = philox.words(seed, offset, count, like.device)
+    return (words >> 8).to(like.dtype) * 2.0**-24
+
+
+def accumulate_(residual: Tensor, grad: Tensor, beta: float = 1.0, gamma: float = 1.0) -> None:
+    _compensated(grad, residual, beta, gamma)
+
+
+def dgc_accumulate_(
+    momentum_buffer: Tensor, velocity: Tensor, grad: Tensor, momentum: float, gamma: float = 1.0
+) -> None:
+    momentum_buffer.mul_(momentum).add_(grad, alpha=gamma)
+    velocity.add_(momentum_buffer)
+
+
+def square_sum(v: Tensor) -> float:
+    return float(v.double().square().sum())
+
+
+def topk(
+    grad: Tensor | None, residual: Tensor | None, k: int, beta: float = 1.0, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    v = _compensated(grad, residual, beta, gamma)
+    # A stable descending sort puts NaN first and, of equal magnitudes, the lowest index.
+    order = v.abs().sort(descending=True, stable=True).indices[:k]
+    return _taken(v, residual, order.sort().values)
+
+
+def threshold(
+    grad: Tensor | None,
+    residual: Tensor | None,
+    threshold: float,
+    at_least: int = 0,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    v = _compensated(grad, residual, beta, gamma)
+    indices = (~(v.abs() <= threshold)).nonzero().view(-1)
+    if indices.numel() < at_least:
+        order = v.abs().sort(descending=True, stable=True).indices[:at_least]
+        indices = order.sort().values
+    return _taken(v, residual, indices)
+
+
+def _taken(v: Tensor, residual: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
+    values = v[indices]
+    if residual is not None:
+        residual[indices] = 0
+    return values, indices.to(torch.int32)
+
+
+def gather(v: Tensor, indices: Tensor) -> Tensor:
+    return v[indices.long()]
+
+
+def zero_at_(v: Tensor, indices: Tensor) -> None:
+    v[indices.long()] = 0
+
+
+def scatter_add_(out: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+    out.index_add_(0, indices.long(), values, alpha=alpha)
+
+
+def _pack(bits: Tensor, each: int) -> Tensor:
+    """Numbers of `each` bits in bytes, the first in the lowest bits."""
+    per_byte = 8 // each
+    padded = bits.new_zeros(-(-bits.numel() // per_byte) * per_byte, dtype=torch.uint8)
+    padded[: bits.numel()] = bits
+    shifts = torch.arange(0, 8, each, device=bits.device, dtype=torch.uint8)
+    return (padded.view(-1, per_byte) << shifts).sum(1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, each: int, count: int) -> Tensor:
+    shifts = torch.arange(0, 8, each, device=packed.device, dtype=torch.uint8)
+    return ((packed[..., None] >> shifts) & ((1 << each) - 1)).flatten(-2)[..., :count]
+
+
+def signs(
+    grad: Tensor | None,
+    residual: Tensor | None,
+    scaled: bool,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    v = _compensated(grad, residual, beta, gamma)
+    mean = v.abs().double().mean() if v.numel() else v.new_zeros((), dtype=torch.float64)
+    one = torch.where(mean.isnan(), mean, torch.ones_like(mean))
+    scale = (mean if scaled else one).to(v.dtype).view(1)
+    bits = v >= 0
+    packed = _pack(bits, 1)
+    if residual is not None:
+        residual.sub_(torch.where(bits, scale, -scale))
+    return packed, scale
+
+
+def onebit(
+    grad: Tensor | None, residual: Tensor | None, beta: float = 1.0, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    v = _compensated(grad, residual, beta, gamma)
+    bits = v >= 0
+    wide = v.double()
+    means = torch.stack(
+        [
+            torch.where(which, wide, 0).sum() / which.sum().clamp(min=1)
+            for which in (~bits, bits)
+        ]
+    ).to(v.dtype)  # fmt: skip
+    packed = _pack(bits, 1)
+    if residual is not None:
+        residual.sub_(torch.where(bits, means[1], means[0]))
+    return packed, means
+
+
+def _put(out: Tensor, values: Tensor, alpha: float, add: bool) -> None:
+    if add:
+        out.add_(values, alpha=alpha)
+    else:
+        out.copy_(values * alpha)
+
+
+def unpack_signs_(
+    out: Tensor, packed: Tensor, low: float, high: float, alpha: float = 1.0, add: bool = False
+) -> None:
+    bits = _unpack(packed, 1, out.numel()).bool()
+    _put(out, torch.where(bits, out.new_tensor(high), out.new_tensor(low)), alpha, add)
+
+
+def vote_signs_(out: Tensor, packed: Tensor, alpha: float = 1.0) -> None:
+    votes = _unpack(packed, 1, out.numel()).sum(0, dtype=torch.int32)
+    out.copy_(torch.where(2 * votes >= packed.shape[0], alpha, -alpha))
+
+
+def qsgd(
+    grad: Tensor | None,
+    residual: Tensor | None,
+    levels: int,
+    seed: int,
+    offset: int = 0,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+    bucket_size: int = 0,
+) -> tuple[Tensor, Tensor]:
+    v = _compensated(grad, residual, beta, gamma)
+    norms = _bucket_norms(v, bucket_size)
+    norm = _spread(norms, v.numel(), bucket_size)
+    scaled = torch.where(norm == 0, 0, v.abs() * (levels / norm))
+    low = scaled.floor()
+    up = _uniform(seed, offset, v.numel(), v) < scaled - low
+    code = ((low + up).clamp(max=levels) * v.sign()).nan_to_num(nan=0.0)
+    codes = code.to(torch.int8 if levels <= 127 else torch.int16)
+    if residual is not None:
+        residual.sub_(codes.to(v.dtype) * (norm / levels))
+    return codes, norms
+
+
+def _bucket_norms(v: Tensor, bucket_size: int) -> Tensor:
+    size = bucket_size or max(v.numel(), 1)
+    count = math.ceil(v.numel() / size)
+    padded = v.new_zeros(count * size, dtype=torch.float64)
+    padded[: v.numel()] = v
+    return padded.view(count, size).square().sum(1).sqrt().to(v.dtype)
+
+
+def _spread(norms: Tensor, count: int, bucket_size: int) -> Tensor:
+    return norms.repeat_interleave(bucket_size or max(count, 1))[:count]
+
+
+def unqsgd_(
+    out: Tensor,
+    codes: Tensor,
+    norms: Tensor,
+    levels: int,
+    alpha: float = 1.0,
+    add: bool = False,
+    bucket_size: int = 0,
+) -> None:
+    norm = _spread(norms, out.numel(), bucket_size)
+    _put(out, codes.to(out.dtype) * (norm / levels), alpha, add)
+
+
+def terngrad(
+    grad: Tensor | None,
+    residual: Tensor | None,
+    clip_sigma: float,
+    seed: int,
+    offset: int = 0,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    v = _compensated(grad, residual, beta, gamma)
+    clipped = v
+    if clip_sigma > 0 and v.numel():
+        bound = clip_sigma * v.double().std(unbiased=False).to(v.dtype)
+        clipped = v.clamp(-bound, bound)
+    scale = clipped.abs().max().view(1) if v.numel() else v.new_zeros(1)
+    chance = torch.where(scale == 0, 0, clipped.abs() / scale)
+    sent = _uniform(seed, offset, v.numel(), v) < chance
+    codes = torch.where(sent, torch.where(v < 0, 2, 1), 0)
+    packed = _pack(codes, 2)
+    if residual is not None:
+        residual.sub_(torch.where(sent, clipped.sign() * scale, 0))
+    return packed, scale
+
+
+def unterngrad_(
+    out: Tensor, packed: Tensor, scale: float, alpha: float = 1.0, add: bool = False
+) -> None:
+    codes = _unpack(packed, 2, out.numel())
+    values = (codes == 1).to(out.dtype) - (codes == 2).to(out.dtype)
+    _put(out, values * scale, alpha, add)
+
+
+# Exponents of natural compression: code c stands for 2^(c - _BIAS).
+_BIAS = 64
+
+
+def natural(
+    grad: Tensor | None,
+    residual: Tensor | None,
+    seed: int,
+    offset: int = 0,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+) -> Tensor:
+    v = _compensated(grad, residual, beta, gamma)
+    fraction, exponent = torch.frexp(v.abs())
+    # v = 2^low * (1 + rest), 0 <= rest < 1: up with probability rest.
+    low = exponent - 1
+    rest = 2 * fraction - 1
+    code = low + (_uniform(seed, offset, v.numel(), v) < rest).to(low.dtype) + _BIAS
+    code = torch.where((v == 0) | (code < 1), 0, code.clamp(max=126))
+    code = torch.where(v.isfinite(), code, 127)
+    sent = (code | (v < 0).to(code.dtype) << 7).to(torch.uint8)
+    if residual is not None:
+        residual.sub_(_powers(sent, v.dtype))
+    return sent
+
+
+def _powers(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    code = (codes & 127).to(torch.int32)
+    values = torch.ldexp(torch.ones((), dtype=dtype, device=codes.device), code - _BIAS)
+    values = torch.where(code == 0, 0, torch.where(code == 127, torch.nan, values))
+    return torch.where(codes > 127, -values, values)
+
+
+def unnatural_(out: Tensor, codes: Tensor, alpha: float = 1.0, add: bool = False) -> None:
+    _put(out, _powers(codes, out.dtype), alpha, add)

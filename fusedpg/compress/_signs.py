@@ -1,0 +1,72 @@
+"""A bit an element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedpg.compress import _kernels as kernels
+from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._piece import Piece
+
+
+class SignSGD(Ours):
+    """Signs, a bit each; the result is the sign of the majority (Bernstein et al. 2018).
+
+    Zero counts as positive, and so does a draw. With a NaN on any rank the result is NaN.
+    """
+
+    average = False
+    keeps_magnitude = False
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        return list(kernels.signs(v.grad, v.residual, False, v.beta, v.gamma)), Context(piece)
+
+    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
+        scale = float(payload[1])
+        kernels.unpack_signs_(out, payload[0], -scale, scale, alpha, add)
+
+    def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
+        packed = torch.stack([payload[0] for payload in payloads])
+        for payload in payloads:
+            scale *= float(payload[1])
+        kernels.vote_signs_(out, packed, scale)
+
+
+class Signum(SignSGD):
+    """SignSGD of a running mean: m = momentum * m + (1 - momentum) * v."""
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
+        self.momentum = float(momentum)
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        now = v.now()
+        mean = piece.state("signum")
+        kernels.accumulate_(mean, now, self.momentum, 1 - self.momentum)
+        return list(kernels.signs(mean, None, False)), Context(piece)
+
+
+class EFSignSGD(Ours):
+    """Signs times the mean magnitude (Karimireddy et al. 2019, algorithm 1)."""
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        return list(kernels.signs(v.grad, v.residual, True, v.beta, v.gamma)), Context(piece)
+
+    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
+        scale = float(payload[1])
+        kernels.unpack_signs_(out, payload[0], -scale, scale, alpha, add)
+
+
+class OneBit(Ours):
+    """Signs, and the means of what is negative and of what is not (Seide et al. 2014)."""
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        return list(kernels.onebit(v.grad, v.residual, v.beta, v.gamma)), Context(piece)
+
+    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
+        low, high = payload[1].tolist()
+        kernels.unpack_signs_(out, payload[0], low, high, alpha, add)

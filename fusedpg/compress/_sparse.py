@@ -1,0 +1,118 @@
+"""Some of the elements, as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedpg.compress import _kernels as kernels
+from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._piece import Piece
+
+
+class _Sparse(Ours):
+    """Values and their indices (int32), in the order of indices."""
+
+    sparse = True
+
+    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
+        if not add:
+            out.zero_()
+        kernels.scatter_add_(out, self.indices(payload, at.piece), payload[0], alpha)
+
+    def indices(self, payload: Payload, piece: Piece) -> Tensor:
+        return payload[1]
+
+
+def _check_ratio(ratio: float) -> float:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"compress_ratio is above 0 and at most 1, got {ratio}")
+    return float(ratio)
+
+
+class TopK(_Sparse):
+    """The ``compress_ratio`` of elements with the largest magnitudes (Aji and Heafield 2017).
+
+    Of equal ones the first; NaN counts as the largest, so it is sent.
+    """
+
+    def __init__(self, compress_ratio: float = 0.3) -> None:
+        self.compress_ratio = _check_ratio(compress_ratio)
+
+    def count(self, numel: int) -> int:
+        return min(numel, max(1, int(numel * self.compress_ratio)))
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        k = self.count(piece.numel)
+        return list(kernels.topk(v.grad, v.residual, k, v.beta, v.gamma)), Context(piece)
+
+
+class DGC(TopK):
+    """Top-k for the memory "dgc" (Deep Gradient Compression, Lin et al. 2018).
+
+    The paper estimates the threshold from a sample; this one is exact.
+    """
+
+
+class RandomK(_Sparse):
+    """The same ``compress_ratio`` of elements on all ranks, others in every step.
+
+    One element of every run of 1 / compress_ratio is drawn, so each is sent with the same
+    probability and indices need not travel. torch's generators are left alone.
+    """
+
+    linear = True
+
+    def __init__(self, compress_ratio: float = 0.3) -> None:
+        self.compress_ratio = _check_ratio(compress_ratio)
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        now = v.now()
+        indices = self._draw(piece, now.device)
+        values = kernels.gather(now, indices)
+        if v.residual is not None:
+            kernels.zero_at_(v.residual, indices)
+        return [values], Context(piece)
+
+    def _draw(self, piece: Piece, device: torch.device) -> Tensor:
+        count = min(piece.numel, max(1, int(piece.numel * self.compress_ratio)))
+        generator = torch.Generator().manual_seed(piece.seed)
+        drawn = torch.rand(count, generator=generator, dtype=torch.float64)
+        edges = torch.arange(count + 1, dtype=torch.float64).mul_(piece.numel / max(count, 1))
+        begins = edges.floor_()[:-1]
+        ends = torch.cat([begins[1:], begins.new_tensor([piece.numel])])
+        picked = begins + (drawn * (ends - begins)).floor_()
+        return torch.minimum(picked, ends - 1).to(torch.int32).to(device)
+
+    def indices(self, payload: Payload, piece: Piece) -> Tensor:
+        return self._draw(piece, payload[0].device)
+
+
+class Threshold(_Sparse):
+    """Elements whose magnitude is above ``threshold``."""
+
+    tensors_size_are_same = False
+
+    def __init__(self, threshold: float = 0.01) -> None:
+        if not threshold >= 0:
+            raise ValueError(f"threshold is at least 0, got {threshold}")
+        self.threshold = float(threshold)
+
+    def at_least(self, numel: int) -> int:
+        return 0
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        least = self.at_least(piece.numel)
+        sent = kernels.threshold(v.grad, v.residual, self.threshold, least, v.beta, v.gamma)
+        return list(sent), Context(piece)
+
+
+class GuardedThreshold(Threshold):
+    """Elements above ``threshold``, but at least ``compress_ratio`` of them: the largest."""
+
+    def __init__(self, threshold: float = 0.01, compress_ratio: float = 0.3) -> None:
+        super().__init__(threshold)
+        self.compress_ratio = _check_ratio(compress_ratio)
+
+    def at_least(self, numel: int) -> int:
+        return min(numel, max(1, int(numel * self.compress_ratio)))

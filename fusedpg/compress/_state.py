@@ -1,0 +1,428 @@
+"""The state of a communication hook that compresses.
+
+No postponed annotations here: DDP inspects those of its hooks.
+"""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from fusedpg._by_parameter import ByParameter
+from fusedpg.compress import _hosts, _params, _schedule, memories
+from fusedpg.compress._base import Compressor
+from fusedpg.compress._piece import Piece, mixed
+from fusedpg.compress._schedule import Layout
+from fusedpg.compress.communicators import Communicator
+from fusedpg.compress.memories import Memory
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """A bucket that DDP waits for."""
+
+    buffer: torch.Tensor
+    future: Any
+
+
+@dataclasses.dataclass
+class _Unit:
+    """Gradients that are compressed at once: slices of buckets, whole parameters."""
+
+    index: int
+    step: int
+    plain: bool  # sent as they are
+    parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    slices: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    ends: list[_Bucket] = dataclasses.field(default_factory=list)  # complete with this unit
+    timing: Any = None
+
+
+class State:
+    """What :func:`hook` works with, one for each DDP module; :func:`from_params` makes it.
+
+    Gradients are averaged as DDP does (compressors that vote: the sign of the majority) and the
+    optimizer is any. What is not sent stays in the memory, of each parameter and rank. Work is done
+    beside backward, by a thread of the state's and on a group of its own.
+
+    Args:
+        compressor, memory, communicator: see :mod:`fusedpg.compress.compressors`, ``memories`` and
+            ``communicators``.
+        group: of the module; default: the default group. Any backend.
+        schedule: what is compressed at once: "bucket" (each of DDP's), "layer" (each parameter),
+            "one" (all), a number of groups of about equal size, or "auto": 1 to 4 groups, or no
+            compression, whichever takes the least time (see ``report()``).
+        seed: of what is drawn at random; the same on all ranks. torch's generators are not used.
+
+    Raises:
+        ValueError: for parts that do not fit each other, and a schedule that is none.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory,
+        communicator: Communicator,
+        *,
+        group: dist.ProcessGroup | None = None,
+        schedule: str | int = "bucket",
+        seed: int = 0,
+    ) -> None:
+        _params.check(compressor, memory, communicator)
+        self.compressor, self.memory, self.communicator = compressor, memory, communicator
+        self.seed = int(seed)
+        self._parent = group
+        self.schedule = schedule
+        self._schedule = _schedule.make(schedule)
+        if isinstance(self._schedule, _schedule.Auto):
+            self._schedule.with_plain = _may_be_plain(compressor, memory)
+        self._kept = ByParameter()
+        self._step = 0
+        # Parameters in the order of their first appearance, which is the same whenever a model is
+        # wrapped anew: by it checkpoints know them.
+        self._order: list[weakref.ref[torch.Tensor]] = []
+        self._numbers: set[int] = set()
+        self._loaded: dict[str, list[Any]] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        """What begins anew in another process."""
+        self._group: Any = None
+        self._hosts: _hosts.Hosts | None = None
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._finishing: concurrent.futures.Future[None] | None = None
+        self._plain = False
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._open: _Unit | None = None
+        self._waiting: list[_Bucket] = []  # for the unit that is open
+        self._position = self._units = 0
+        self._splits: frozenset[int] | None = None
+        self._layout = Layout()
+        self._seen = Layout()
+        self._scratch: dict[int, torch.Tensor] = {}
+
+    # --- groups -----------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """A group of its own: DDP uses the module's during backward, in an order that our thread
+        knows nothing of."""
+        parent = self._parent
+        if parent is None:
+            parent = dist.distributed_c10d._get_default_group()
+        ranks = dist.get_process_group_ranks(parent)
+        backend = dist.get_backend(parent)
+        timeout = _timeout(parent)
+
+        def make(members: Sequence[int]) -> Any:
+            return dist.new_group(
+                [ranks[n] for n in members],
+                backend=backend,
+                timeout=timeout,
+                use_local_synchronization=True,
+            )
+
+        self._group = make(range(len(ranks)))
+        self._hosts = _hosts.of(self._group, self.communicator, make)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "fusedpg-compress")
+
+    # --- a pass of DDP's, bucket by bucket ------------------------------------------------------
+
+    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What the hook does."""
+        if self._thread is None:
+            self._connect()
+        if bucket.index() == 0:
+            self._begin()
+        buffer = bucket.buffer()
+        result: Any = torch.futures.Future()
+        mine = _Bucket(buffer, result)
+        # Only an exception out of a callback is one to DDP, too.
+        answer = result.then(self._answer)
+        parameters = bucket.parameters()
+        self._know(parameters)
+        splits = self._follow(parameters, buffer)
+        begin = 0
+        for parameter in parameters:
+            end = begin + parameter.numel()
+            self._add(parameter, buffer[begin:end])
+            begin = end
+            self._position += 1
+            if self._position in splits:
+                self._close()
+        self._waiting.append(mine)
+        if self._open is None:
+            self._close()
+        if bucket.is_last():
+            self._end()
+        return answer
+
+    def _begin(self) -> None:
+        self._position = self._units = 0
+        self._open, self._waiting = None, []
+        self._seen = Layout()
+        self._step += 1
+        if self._finishing is not None:
+            # The ranks' next candidate is the same, once it has been agreed on.
+            self._finishing.result()
+        self._splits = self._schedule.begin(self._layout)
+        self._plain = self._schedule.plain
+
+    def _follow(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> frozenset[int]:
+        """Where units end in this bucket, by positions after parameters.
+
+        A schedule is made for the layout of the pass before: where DDP's buckets are others now,
+        each of them is a unit.
+        """
+        self._seen.add([p.numel() for p in parameters], (buffer.dtype, buffer.device))
+        if self._splits is not None and not self._seen.begins(self._layout):
+            self._splits = None
+            self._close()
+        if self._splits is None:
+            if self._schedule.by_layer:
+                return frozenset(range(self._position, self._position + len(parameters) + 1))
+            return frozenset({self._position + len(parameters)})
+        return self._splits
+
+    def _add(self, parameter: torch.Tensor, part: torch.Tensor) -> None:
+        unit = self._open
+        if unit is None:
+            unit = self._open = _Unit(self._units, self._step, self._plain)
+            self._units += 1
+        unit.parameters.append(parameter)
+        last = unit.slices[-1] if unit.slices else None
+        if last is not None and last.data_ptr() + last.nbytes == part.data_ptr():
+            joined = last.numel() + part.numel()
+            unit.slices[-1] = last.as_strided((joined,), (1,), last.storage_offset())
+        else:
+            unit.slices.append(part)
+
+    def _close(self) -> None:
+        """Hands the open unit, and the buckets that end with it, to the thread."""
+        unit, self._open = self._open, None
+        if unit is None:
+            unit = _Unit(-1, self._step, True)
+        unit.ends, self._waiting = self._waiting, []
+        unit.timing = self._schedule.timing(self._position)
+        assert self._thread is not None
+        self._thread.submit(self._run, unit)
+
+    def _end(self) -> None:
+        if self._open is not None or self._waiting:
+            self._close()
+        if self._seen != self._layout:
+            self._layout = self._seen
+            self._schedule.restart()
+        assert self._thread is not None
+        self._finishing = self._thread.submit(self._finish)
+
+    # --- on the thread ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self, unit: _Unit) -> None:
+        if self._failure is None and unit.parameters:
+            try:
+                begin = time.perf_counter()
+                self._exchange(unit)
+                unit.timing(begin, time.perf_counter(), sum(s.numel() for s in unit.slices))
+            except BaseException as error:
+                self._failure = error
+        for bucket in unit.ends:
+            bucket.future.set_result(bucket.buffer)
+
+    def _answer(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"fusedpg.compress: a step has failed on this rank: {self._failure}. Gradients "
+                "and memories of this step are undefined; make a new state, or load a checkpoint "
+                "in a new process"
+            ) from self._failure
+        return done.value()
+
+    def _finish(self) -> None:
+        if self._failure is None:
+            try:
+                self._schedule.finish(self._agree)
+            except BaseException as error:
+                self._failure = error
+
+    def _agree(self, numbers: Sequence[float]) -> list[float]:
+        """The largest of all ranks', each."""
+        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+        found = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return found.tolist()
+
+    def _exchange(self, unit: _Unit) -> None:
+        slices = unit.slices
+        wide = torch.float64 if slices[0].dtype == torch.float64 else torch.float32
+        grad = slices[0]
+        copied = len(slices) > 1 or grad.dtype != wide
+        if copied:
+            grad = self._gathered(unit, wide)
+        piece = Piece(
+            str(unit.index),
+            grad.numel(),
+            tuple(parameter.shape for parameter in unit.parameters),
+            dist.get_rank(self._group),
+            dist.get_world_size(self._group),
+            mixed(self.seed, unit.step, unit.index),
+            grad.dtype,
+            grad.device,
+            self._state_of(unit, grad),
+        )
+        if unit.plain:
+            self._uncompressed(grad, piece)
+        elif self._hosts is not None:
+            self._hosts.exchange(self.communicator, self.compressor, self.memory, grad, piece)
+        else:
+            self.communicator.exchange(self.compressor, self.memory, grad, piece, self._group)
+        if copied:
+            begin = 0
+            for part in slices:
+                part.copy_(grad[begin : begin + part.numel()])
+                begin += part.numel()
+
+    def _gathered(self, unit: _Unit, dtype: torch.dtype) -> torch.Tensor:
+        total = sum(part.numel() for part in unit.slices)
+        device = unit.slices[0].device
+        known = self._scratch.get(unit.index)
+        if known is None or (known.numel(), known.dtype, known.device) != (total, dtype, device):
+            known = self._scratch[unit.index] = torch.empty(total, dtype=dtype, device=device)
+        begin = 0
+        for part in unit.slices:
+            known[begin : begin + part.numel()] = part
+            begin += part.numel()
+        return known
+
+    def _uncompressed(self, grad: torch.Tensor, piece: Piece) -> None:
+        """The mean, with what was kept of earlier steps."""
+        for name in self._kept.names():
+            if not name.startswith("residual"):
+                continue
+            residual = piece.state(name)
+            # A server's is of the mean, a host's of the mean of its ranks, and what a memory keeps
+            # may have another unit.
+            share = piece.world_size if name.endswith("@server") else self.memory.scale
+            if self._hosts is not None and not name.endswith("@server"):
+                share *= self._hosts.count
+            grad.add_(residual, alpha=share)
+            residual.zero_()
+        dist.all_reduce(grad, group=self._group)
+        grad.div_(piece.world_size)
+
+    def _state_of(self, unit: _Unit, grad: torch.Tensor) -> Any:
+        def state(name: str, begin: int, end: int, groups: Sequence[Any]) -> torch.Tensor:
+            def moved(tensor: torch.Tensor) -> None:
+                """Slices that ranks share out are others than before."""
+                for group in groups:
+                    dist.all_reduce(tensor, group=group)
+                if groups:
+                    tensor[:begin].zero_()
+                    tensor[end:].zero_()
+
+            whole = self._kept.flat(name, unit.parameters, grad.dtype, grad.device, moved)
+            return whole[begin:end]
+
+        return state
+
+    # --- what was tried, and checkpoints ----------------------------------------------------------
+
+    def report(self) -> _schedule.Report:
+        """What ``schedule="auto"`` has tried so far; ``print`` it, or ``.plot(path)``.
+
+        Raises:
+            ValueError: for another schedule.
+        """
+        self._wait()
+        return self._schedule.report()
+
+    def _wait(self) -> None:
+        if self._finishing is not None:
+            self._finishing.result()
+
+    def _know(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Numbers parameters that are new, and gives them what a checkpoint has of them."""
+        for parameter in parameters:
+            if id(parameter) in self._numbers:
+                continue
+            number = len(self._order)
+            self._numbers.add(id(parameter))
+            self._order.append(weakref.ref(parameter))
+            for name, saved in self._loaded.items():
+                value = saved[number] if number < len(saved) else None
+                if value is None:
+                    continue
+                if value.numel() != parameter.numel():
+                    raise ValueError(
+                        f"the checkpoint has {value.numel()} elements of {name!r} for parameter "
+                        f"{number} (in the order of the first backward), which has "
+                        f"{parameter.numel()}: it is of another model"
+                    )
+                self._kept.set(name, parameter, value.to(parameter.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps of gradients, and the number of steps. Each rank saves its own."""
+        self._wait()
+        memory = {
+            name: [
+                None
+                if (parameter := known()) is None
+                or (kept := self._kept.get(name, parameter)) is None
+                else kept.detach().to("cpu", copy=True)
+                for known in self._order
+            ]
+            for name in self._kept.names()
+        }
+        # What was loaded and has not been asked for yet.
+        return {"step": self._step, "seed": self.seed, "memory": {**self._loaded, **memory}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Of a model whose parameters are the same, in the same order.
+
+        Raises:
+            ValueError: here or in the first backward, if they are not.
+        """
+        self._wait()
+        self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
+        self._loaded = {name: list(kept) for name, kept in state_dict["memory"].items()}
+        self._kept = ByParameter()
+        known = [parameter for ref in self._order if (parameter := ref()) is not None]
+        self._order.clear()
+        self._numbers.clear()
+        self._know(known)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the process group, as torch's states of hooks."""
+        return {
+            "parts": (self.compressor, self.memory, self.communicator),
+            "schedule": self.schedule,
+            "state": self.state_dict(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        State.__init__(
+            self, *state["parts"], schedule=state["schedule"], seed=state["state"]["seed"]
+        )
+        self.load_state_dict(state["state"])
+
+
+def _may_be_plain(compressor: Compressor, memory: Memory) -> bool:
+    """Whether a step without compression is one of the same training: a vote has another
+    magnitude, and DGC's memory is the momentum."""
+    known = (memories.NoneMemory, memories.ResidualMemory, memories.EFSignSGDMemory,
+             memories.PowerSGDMemory)  # fmt: skip
+    return compressor.keeps_magnitude and compressor.average and type(memory) in known
+
+
+def _timeout(group: Any) -> Any:
+    """The parent's time limit."""
+    device = group._device_types[0]
+    return group._get_backend(device).options._timeout

@@ -1,0 +1,136 @@
+"""How compressed gradients go from rank to rank, by the names that GRACE gave them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedpg.compress import _wire as wire
+from fusedpg.compress._base import Compressor, Payload
+from fusedpg.compress._piece import Piece
+from fusedpg.compress.memories import Memory
+
+
+class Communicator:
+    """One's own: subclass, write ``exchange``, and pass an instance."""
+
+    def exchange(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> None:
+        """Replaces a flat gradient by what the gradients of the group's ranks give together.
+
+        A collective; calls are in the same order on all ranks. ``memory.encode(compressor, grad,
+        piece)`` is the payload and a context, and ``compressor.combine(grad, payloads,
+        memory.scale, context)`` the result, whatever has become of the payloads on the way.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no exchange()")
+
+
+class Allreduce(Communicator):
+    """Payloads are added on the way: for linear compressors."""
+
+    def exchange(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> None:
+        payload, at = memory.encode(compressor, grad, piece)
+        compressor.all_reduce(grad, payload, memory.scale, at, group)
+
+
+class Allgather(Communicator):
+    """Every rank gets every payload."""
+
+    def exchange(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> None:
+        payload, at = memory.encode(compressor, grad, piece)
+        payloads = wire.all_gather(payload, compressor.tensors_size_are_same, group)
+        compressor.combine(grad, payloads, memory.scale, at)
+
+
+class Broadcast(Communicator):
+    """The same by as many broadcasts as there are ranks, one after the other."""
+
+    def exchange(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> None:
+        payload, at = memory.encode(compressor, grad, piece)
+        payloads = wire.broadcasts(payload, compressor.tensors_size_are_same, group)
+        compressor.combine(grad, payloads, memory.scale, at)
+
+
+def _shards(piece: Piece) -> list[tuple[int, int]]:
+    each = -(-piece.numel // piece.world_size)
+    edges = [min(rank * each, piece.numel) for rank in range(piece.world_size + 1)]
+    return list(pairwise(edges))
+
+
+class AllToAll(Communicator):
+    """Every rank is sent its shard by all others, and its result goes to all as it is."""
+
+    def exchange(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> None:
+        shards = _shards(piece)
+        begin, end = shards[piece.rank]
+        self._reduce(compressor, memory, grad, piece, group)
+        each = shards[0][1]
+        sent = torch.zeros(each, dtype=grad.dtype, device=grad.device)
+        sent[: end - begin] = grad[begin:end]
+        whole = torch.empty(each * piece.world_size, dtype=grad.dtype, device=grad.device)
+        dist.all_gather_into_tensor(whole, sent, group=group)
+        grad.copy_(whole[: piece.numel])
+
+    def _reduce(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> Piece:
+        """This rank's shard, combined. Returns what of the piece it is."""
+        shards = _shards(piece)
+        payloads: list[Payload] = []
+        mine = piece
+        context: Any = None
+        for rank, (begin, end) in enumerate(shards):
+            part = piece.part(begin, end, piece.rank, piece.world_size)
+            payload, at = memory.encode(compressor, grad[begin:end], part)
+            payloads.append(payload)
+            if rank == piece.rank:
+                mine, context = part, at
+        begin, end = shards[piece.rank]
+        got = wire.all_to_all(payloads, compressor.tensors_size_are_same, group)
+        compressor.combine(grad[begin:end], got, memory.scale, context)
+        return mine
+
+
+class ParameterServer(AllToAll):
+    """Every rank is the server of a shard: what it has added up is compressed for the way back.
+
+    The server keeps what that loses (MergeComp, Wang et al. 2023), where the workers' memory keeps
+    anything.
+    """
+
+    def exchange(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> None:
+        self._reduce(compressor, memory, grad, piece, group)
+        shards = _shards(piece)
+        begin, end = shards[piece.rank]
+        # One rank's answer, drawn by other numbers than its own gradients were.
+        part = piece.part(begin, end, piece.rank, piece.world_size, "@server", group)
+        payload, at = memory.for_sums().encode(compressor, grad[begin:end], part)
+        for rank, answer in enumerate(wire.all_gather(payload, False, group)):
+            begin, end = shards[rank]
+            if end > begin:
+                theirs = piece.part(begin, end, rank, piece.world_size, "@server")
+                compressor.combine(grad[begin:end], [answer], 1.0, at._replace(piece=theirs))
+
+
+BY_NAME: dict[str, type[Communicator]] = {
+    "allreduce": Allreduce,
+    "allgather": Allgather,
+    "broadcast": Broadcast,
+    "alltoall": AllToAll,
+    "ps": ParameterServer,
+}

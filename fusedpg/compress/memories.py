@@ -1,0 +1,169 @@
+"""What a rank keeps of the gradients that it has not sent, by the names that GRACE gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusedpg.compress import _kernels as kernels
+from fusedpg.compress._base import Compensated, Compressor, Context, Payload
+from fusedpg.compress._piece import Piece
+
+
+class Memory:
+    """One's own: subclass, write ``compensate`` and ``update`` as in GRACE, and pass an instance.
+
+    Both get flat tensors. ``self.state(name)`` is a tensor of as many elements, zeros at first,
+    which stays from step to step, follows the parameters and is part of checkpoints.
+
+    Attributes:
+        scale: what decompressed gradients are multiplied by.
+    """
+
+    scale: float = 1.0
+    _piece: Piece | None = None
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        """What is compressed in place of a gradient, which is left alone."""
+        return tensor
+
+    def update(
+        self,
+        tensor: Tensor,
+        name: str,
+        compressor: Compressor,
+        tensor_compressed: Sequence[Tensor],
+        ctx: Any,
+    ) -> None:
+        """Called with what ``compensate`` gave and what ``compressor.compress`` made of it."""
+
+    def state(self, name: str) -> Tensor:
+        if self._piece is None:
+            raise RuntimeError("state() is for compensate() and update()")
+        return self._piece.state(name)
+
+    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
+        """Compensates, compresses and updates. What communicators call."""
+        self._piece = piece
+        try:
+            v = self.compensate(grad, piece.name)
+            payload, at = compressor.encode(Compensated(v), piece)
+            self.update(v, piece.name, compressor, *compressor.as_compressed(payload, at))
+        finally:
+            self._piece = None
+        return payload, at
+
+    def for_sums(self) -> Memory:
+        """The memory of a rank that compresses sums for the others (communicator "ps")."""
+        return self
+
+
+class NoneMemory(Memory):
+    """Nothing is kept."""
+
+    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
+        return compressor.encode(Compensated(grad), piece)
+
+
+class ResidualMemory(Memory):
+    """Error feedback: v = beta * residual + gamma * gradient; the residual is what v loses.
+
+    (Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019, arXiv:1901.09847.)
+    """
+
+    def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
+        self.beta, self.gamma = float(beta), float(gamma)
+
+    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
+        residual = piece.state("residual")
+        v = Compensated(grad, residual, self.beta, self.gamma)
+        payload, at = compressor.encode(v, piece)
+        if not compressor.finite(payload):
+            # A NaN is sent and seen by all; it does not stay for the steps that follow.
+            residual.nan_to_num_(0.0, 0.0, 0.0)
+        return payload, at
+
+    def for_sums(self) -> Memory:
+        return ResidualMemory()
+
+
+class EFSignSGDMemory(ResidualMemory):
+    """Error feedback of updates: v = residual + lr * gradient, and results are divided by lr.
+
+    ``lr`` is an attribute: set it when the learning rate changes, so that what was not sent is
+    sent with the rate of its time.
+    """
+
+    def __init__(self, lr: float = 0.1) -> None:
+        self.lr = lr
+        super().__init__(1.0, lr)
+
+    @property
+    def lr(self) -> float:
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        if not lr > 0:
+            raise ValueError(f"lr is above 0, got {lr}")
+        self._lr = self.gamma = float(lr)
+        self.scale = 1 / self._lr
+
+
+class DGCMemory(Memory):
+    """Momentum correction and factor masking (Lin et al. 2018, algorithm 4, without Nesterov).
+
+    u = momentum * u + gradient; v += u; both become 0 where v is sent. The optimizer behind it
+    should have no momentum of its own. ``gradient_clipping`` bounds a piece's gradient to that norm
+    over the square root of the world size first (0: no clipping).
+    """
+
+    def __init__(self, momentum: float = 0.9, gradient_clipping: float = 0.0) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
+        if not gradient_clipping >= 0:
+            raise ValueError(f"gradient_clipping is at least 0, got {gradient_clipping}")
+        self.momentum, self.gradient_clipping = float(momentum), float(gradient_clipping)
+
+    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
+        momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")
+        gamma = 1.0
+        if self.gradient_clipping > 0:
+            bound = self.gradient_clipping / piece.world_size**0.5
+            norm = float(kernels.square_sum(grad)) ** 0.5
+            gamma = min(1.0, bound / norm) if norm > 0 else 1.0
+        kernels.dgc_accumulate_(momentum, velocity, grad, self.momentum, gamma)
+        payload, at = compressor.encode(Compensated(None, velocity), piece)
+        kernels.zero_at_(momentum, compressor.indices(payload, piece))
+        if not compressor.finite(payload):
+            for tensor in (momentum, velocity):
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+        return payload, at
+
+    def for_sums(self) -> Memory:
+        return ResidualMemory()
+
+
+class PowerSGDMemory(ResidualMemory):
+    """Error feedback for the compressor "powersgd"; the compressor keeps the factors."""
+
+
+BY_NAME: dict[str, type[Memory]] = {
+    "none": NoneMemory,
+    "residual": ResidualMemory,
+    "dgc": DGCMemory,
+    "efsignsgd": EFSignSGDMemory,
+    "powersgd": PowerSGDMemory,
+}
+
+__all__ = [
+    "BY_NAME",
+    "DGCMemory",
+    "EFSignSGDMemory",
+    "Memory",
+    "NoneMemory",
+    "PowerSGDMemory",
+    "ResidualMemory",
+]
