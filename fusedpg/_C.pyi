@@ -211,3 +211,126 @@ def _set_ucx_library(path: str) -> None: ...
 def _fusion_settings() -> tuple[bool, str, str, str]: ...
 def _ucx() -> str: ...
 def _shutdown_all_groups() -> None: ...
+
+class _Compress:
+    """See fusedpg/compress/_reference.py, which has the same functions."""
+
+    @staticmethod
+    def topk(
+        grad: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        k: int,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @staticmethod
+    def threshold(
+        grad: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        threshold: float,
+        at_least: int = 0,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @staticmethod
+    def signs(
+        grad: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        scaled: bool,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @staticmethod
+    def onebit(
+        grad: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @staticmethod
+    def unpack_signs_(
+        out: torch.Tensor,
+        packed: torch.Tensor,
+        low: float,
+        high: float,
+        alpha: float = 1.0,
+        add: bool = False,
+    ) -> None: ...
+    @staticmethod
+    def vote_signs_(out: torch.Tensor, packed: torch.Tensor, alpha: float = 1.0) -> None: ...
+    @staticmethod
+    def qsgd(
+        grad: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        levels: int,
+        seed: int,
+        offset: int = 0,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+        bucket_size: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @staticmethod
+    def unqsgd_(
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        norms: torch.Tensor,
+        levels: int,
+        alpha: float = 1.0,
+        add: bool = False,
+        bucket_size: int = 0,
+    ) -> None: ...
+    @staticmethod
+    def terngrad(
+        grad: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        clip_sigma: float,
+        seed: int,
+        offset: int = 0,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @staticmethod
+    def unterngrad_(
+        out: torch.Tensor,
+        packed: torch.Tensor,
+        scale: float,
+        alpha: float = 1.0,
+        add: bool = False,
+    ) -> None: ...
+    @staticmethod
+    def natural(
+        grad: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        seed: int,
+        offset: int = 0,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+    ) -> torch.Tensor: ...
+    @staticmethod
+    def unnatural_(
+        out: torch.Tensor, codes: torch.Tensor, alpha: float = 1.0, add: bool = False
+    ) -> None: ...
+    @staticmethod
+    def scatter_add_(
+        out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, alpha: float = 1.0
+    ) -> None: ...
+    @staticmethod
+    def gather(v: torch.Tensor, indices: torch.Tensor) -> torch.Tensor: ...
+    @staticmethod
+    def zero_at_(v: torch.Tensor, indices: torch.Tensor) -> None: ...
+    @staticmethod
+    def accumulate_(
+        residual: torch.Tensor, grad: torch.Tensor, beta: float = 1.0, gamma: float = 1.0
+    ) -> None: ...
+    @staticmethod
+    def dgc_accumulate_(
+        momentum_buffer: torch.Tensor,
+        velocity: torch.Tensor,
+        grad: torch.Tensor,
+        momentum: float,
+        gamma: float = 1.0,
+    ) -> None: ...
+    @staticmethod
+    def square_sum(v: torch.Tensor) -> float: ...
+
+compress: _Compress

@@ -14,8 +14,9 @@ MAX_LINES = 600
 
 # What each room may include besides itself; a room below never knows one above.
 MAY_INCLUDE: dict[str, set[str]] = {
-    "c10d": {"collectives", "host", "net", "cuda", "base", "kernels"},
+    "c10d": {"collectives", "compress", "host", "net", "cuda", "base", "kernels"},
     "collectives": {"host", "net", "cuda", "base", "kernels"},
+    "compress": {"kernels"},
     "host": {"base", "kernels"},
     "net": {"base", "kernels"},
     "cuda": {"base", "kernels"},

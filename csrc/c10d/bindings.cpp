@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
+#include "c10d/compress.hpp"
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gradients.hpp"
@@ -528,6 +529,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gradients(m);
   bind_step_lists(m);
   bind_group(m);
+  bind_compress(m);
   m.def(
       "shard_range",
       &shard_range_tuple,

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/dtype.hpp"
+#include "kernels/compress.hpp"
 #include "kernels/formulas/hyper.hpp"
 
 // Pure functions over spans: no allocation, no locks, no errors, no I/O. Every
@@ -141,6 +142,8 @@ struct Table {
       size_t block,
       double threshold,
       uint64_t* bits);
+
+  CompressTable compress;
 };
 
 // The best table this CPU runs; `name` (an option) forces a lesser one, or

@@ -532,6 +532,8 @@ static void cast(
 }
 
 #include "kernels/blocks_impl.hpp"
+#include "kernels/compress_impl.hpp"
+#include "kernels/compress_random_impl.hpp"
 
 } // namespace
 
@@ -548,6 +550,20 @@ extern const Table FUSEDPG_KERNELS_TABLE = {
     cast,
     find_blocks,
     find_blocks_above,
+    {
+        collect,
+        sums,
+        pack_signs,
+        unpack_signs,
+        vote_signs,
+        quantise,
+        dequantise,
+        ternary,
+        unternary,
+        natural,
+        unnatural,
+        dgc_accumulate,
+    },
 };
 
 } // namespace detail

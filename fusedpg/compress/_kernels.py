@@ -21,8 +21,7 @@ def _chosen(reference: _F) -> _F:
     @functools.wraps(reference)
     def call(*arguments: Any, **options: Any) -> Any:
         first = next(x for x in arguments if isinstance(x, torch.Tensor))
-        ours = first.dtype == torch.float32 and first.device.type == "cpu"
-        if ours and hasattr(load_extension(), "compress"):
+        if first.dtype == torch.float32 and first.device.type == "cpu":
             return getattr(load_extension().compress, name)(*arguments, **options)
         return reference(*arguments, **options)
 

@@ -224,8 +224,8 @@ def terngrad(
         bound = clip_sigma * v.double().std(unbiased=False).to(v.dtype)
         clipped = v.clamp(-bound, bound)
     scale = clipped.abs().max().view(1) if v.numel() else v.new_zeros(1)
-    chance = torch.where(scale == 0, 0, clipped.abs() / scale)
-    sent = _uniform(seed, offset, v.numel(), v) < chance
+    scale = torch.where(v.isfinite().all(), scale, torch.nan)
+    sent = _uniform(seed, offset, v.numel(), v) * scale < clipped.abs()
     codes = torch.where(sent, torch.where(v < 0, 2, 1), 0)
     packed = _pack(codes, 2)
     if residual is not None:
@@ -269,7 +269,7 @@ def natural(
 
 def _powers(codes: Tensor, dtype: torch.dtype) -> Tensor:
     code = (codes & 127).to(torch.int32)
-    values = torch.ldexp(torch.ones((), dtype=dtype, device=codes.device), code - _BIAS)
+    values = torch.ldexp(torch.ones_like(code, dtype=dtype), code - _BIAS)
     values = torch.where(code == 0, 0, torch.where(code == 127, torch.nan, values))
     return torch.where(codes > 127, -values, values)
 

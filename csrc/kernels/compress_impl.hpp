@@ -1,0 +1,397 @@
+// Part of kernels_impl.hpp: compression of gradients, but for what is random.
+
+// Where v of elements [begin, begin + n) can be read: made in `tile`, if it
+// does not lie anywhere already.
+FUSEDPG_INLINE const float* compensated(
+    const Compensation& c,
+    size_t begin,
+    size_t n,
+    float* tile) {
+  const float* grad = c.grad + begin;
+  const float* residual = c.residual + begin;
+  const float beta = c.beta;
+  const float gamma = c.gamma;
+  if (c.grad == nullptr) {
+    return residual;
+  }
+  if (c.residual == nullptr) {
+    if (gamma == 1) {
+      return grad;
+    }
+    for (size_t i = 0; i < n; ++i) {
+      tile[i] = gamma * grad[i];
+    }
+  } else if (beta == 1 && gamma == 1) {
+    for (size_t i = 0; i < n; ++i) {
+      tile[i] = residual[i] + grad[i];
+    }
+  } else {
+    for (size_t i = 0; i < n; ++i) {
+      tile[i] = beta * residual[i] + gamma * grad[i];
+    }
+  }
+  return tile;
+}
+
+FUSEDPG_INLINE void keep(
+    const Compensation& c,
+    size_t begin,
+    const float* v,
+    size_t n) {
+  float* to = c.residual + begin;
+  if (c.residual != nullptr && to != v) {
+    __builtin_memcpy(to, v, n * sizeof(float));
+  }
+}
+
+FUSEDPG_INLINE uint32_t magnitude(float x) {
+  uint32_t bits = 0;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits & 0x7fffffffU;
+}
+
+static size_t collect(
+    const Compensation& c,
+    size_t count,
+    uint32_t bound,
+    uint32_t base,
+    uint32_t* indices,
+    float* values,
+    size_t capacity) {
+  alignas(kLine) float tile[kCompressTile];
+  constexpr size_t kLook = 16;
+  size_t found = 0;
+  const auto signed_bound = static_cast<int32_t>(bound);
+  for (size_t begin = 0; begin < count; begin += kCompressTile) {
+    const size_t n = smaller(kCompressTile, count - begin);
+    const float* v = compensated(c, begin, n, tile);
+    keep(c, begin, v, n);
+    for (size_t i = 0; i < n; i += kLook) {
+      const size_t end = smaller(i + kLook, n);
+      int32_t any = 0;
+      if (end - i == kLook) {
+        for (size_t k = 0; k < kLook; ++k) {
+          any |= static_cast<int32_t>(magnitude(v[i + k])) > signed_bound;
+        }
+      } else {
+        any = 1;
+      }
+      if (any == 0) {
+        continue;
+      }
+      if (found + kLook <= capacity) {
+        // Without a branch an element: written always, kept if it counts.
+        for (size_t k = i; k < end; ++k) {
+          indices[found] = base + static_cast<uint32_t>(begin + k);
+          values[found] = v[k];
+          found += magnitude(v[k]) > bound ? 1 : 0;
+        }
+        continue;
+      }
+      for (size_t k = i; k < end; ++k) {
+        if (magnitude(v[k]) > bound) {
+          if (found < capacity) {
+            indices[found] = base + static_cast<uint32_t>(begin + k);
+            values[found] = v[k];
+          }
+          ++found;
+        }
+      }
+    }
+  }
+  return found;
+}
+
+constexpr size_t kSumLanes = 16;
+
+// Partial sums of a tile; element i is in lane i % kSumLanes of each.
+struct SumLanes {
+  alignas(kLine) double high[kSumLanes];
+  alignas(kLine) double low[kSumLanes];
+  alignas(kLine) double square[kSumLanes];
+  int32_t most; // the largest magnitude's bits
+  uint32_t low_count;
+};
+
+// Adds up a multiple of kSumLanes elements.
+FUSEDPG_INLINE void sum_lanes(const float* v, size_t n, SumLanes& to) {
+#if defined(__AVX2__)
+  // By hand: compilers keep these lanes in memory.
+  const __m256 zero = _mm256_setzero_ps();
+  const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  __m256d high[4];
+  __m256d low[4];
+  __m256d square[4];
+  for (size_t q = 0; q < 4; ++q) {
+    high[q] = low[q] = square[q] = _mm256_setzero_pd();
+  }
+  __m256i most = _mm256_setzero_si256();
+  uint32_t not_low = 0;
+  for (size_t i = 0; i < n; i += kSumLanes) {
+#pragma GCC unroll 2
+    for (size_t h = 0; h < 2; ++h) {
+      const __m256 x = _mm256_loadu_ps(v + i + 8 * h);
+      const __m256 is_high = _mm256_cmp_ps(x, zero, _CMP_GE_OQ);
+      not_low += static_cast<uint32_t>(__builtin_popcount(
+          static_cast<unsigned>(_mm256_movemask_ps(is_high))));
+      most = _mm256_max_epi32(
+          most, _mm256_castps_si256(_mm256_and_ps(x, no_sign)));
+      const __m256 highs = _mm256_and_ps(is_high, x);
+      const __m256 lows = _mm256_andnot_ps(is_high, x);
+#pragma GCC unroll 2
+      for (size_t q = 0; q < 2; ++q) {
+        const size_t k = 2 * h + q;
+        const auto wide = [q](__m256 values) {
+          return _mm256_cvtps_pd(
+              q == 0 ? _mm256_castps256_ps128(values)
+                     : _mm256_extractf128_ps(values, 1));
+        };
+        const __m256d all = wide(x);
+        high[k] = _mm256_add_pd(high[k], wide(highs));
+        low[k] = _mm256_add_pd(low[k], wide(lows));
+        square[k] = _mm256_add_pd(square[k], _mm256_mul_pd(all, all));
+      }
+    }
+  }
+  for (size_t q = 0; q < 4; ++q) {
+    _mm256_store_pd(to.high + 4 * q, high[q]);
+    _mm256_store_pd(to.low + 4 * q, low[q]);
+    _mm256_store_pd(to.square + 4 * q, square[q]);
+  }
+  alignas(kLine) int32_t each[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(each), most);
+  to.most = 0;
+  for (const int32_t one : each) {
+    to.most = one > to.most ? one : to.most;
+  }
+  to.low_count = static_cast<uint32_t>(n) - not_low;
+#else
+  to = {};
+  for (size_t i = 0; i < n; i += kSumLanes) {
+    for (size_t k = 0; k < kSumLanes; ++k) {
+      const float x = v[i + k];
+      const double wide = x;
+      to.high[k] += x >= 0 ? x : 0.0F;
+      to.low[k] += x >= 0 ? 0.0F : x;
+      to.square[k] += wide * wide;
+    }
+    for (size_t k = 0; k < kSumLanes; ++k) {
+      const auto bits = static_cast<int32_t>(magnitude(v[i + k]));
+      to.most = bits > to.most ? bits : to.most;
+      to.low_count += v[i + k] >= 0 ? 0 : 1;
+    }
+  }
+#endif
+}
+
+FUSEDPG_INLINE double added(const double* lanes) {
+  double sum = 0;
+  for (size_t k = 0; k < kSumLanes; ++k) {
+    sum += lanes[k];
+  }
+  return sum;
+}
+
+FUSEDPG_INLINE void sum_tile(
+    const float* v,
+    size_t n,
+    CompressSums& total,
+    int32_t& most) {
+  const size_t whole = n / kSumLanes * kSumLanes;
+  const auto add = [&](const SumLanes& lanes) {
+    total.high_sum += added(lanes.high);
+    total.low_sum += added(lanes.low);
+    total.square_sum += added(lanes.square);
+    total.low_count += lanes.low_count;
+    most = lanes.most > most ? lanes.most : most;
+  };
+  SumLanes lanes;
+  if (whole != 0) {
+    sum_lanes(v, whole, lanes);
+    add(lanes);
+  }
+  if (whole < n) {
+    // What is left over, as sums of its own; +0 changes none.
+    alignas(kLine) float padded[kSumLanes] = {};
+    __builtin_memcpy(padded, v + whole, (n - whole) * sizeof(float));
+    sum_lanes(padded, kSumLanes, lanes);
+    add(lanes);
+  }
+}
+
+static CompressSums sums(const Compensation& c, size_t count) {
+  alignas(kLine) float tile[kCompressTile];
+  CompressSums total;
+  int32_t most = 0;
+  for (size_t begin = 0; begin < count; begin += kCompressTile) {
+    const size_t n = smaller(kCompressTile, count - begin);
+    const float* v = compensated(c, begin, n, tile);
+    sum_tile(v, n, total, most);
+    keep(c, begin, v, n);
+  }
+  // As integers NaNs are the largest.
+  __builtin_memcpy(&total.max_abs, &most, sizeof(most));
+  return total;
+}
+
+FUSEDPG_INLINE uint8_t eight_signs(const float* v) {
+#if defined(__AVX2__)
+  const __m256 at_least =
+      _mm256_cmp_ps(_mm256_loadu_ps(v), _mm256_setzero_ps(), _CMP_GE_OQ);
+  return static_cast<uint8_t>(_mm256_movemask_ps(at_least));
+#else
+  unsigned bits = 0;
+  for (unsigned k = 0; k < 8; ++k) {
+    bits |= (v[k] >= 0 ? 1U : 0U) << k;
+  }
+  return static_cast<uint8_t>(bits);
+#endif
+}
+
+static void pack_signs(
+    const Compensation& c,
+    size_t count,
+    float low,
+    float high,
+    uint8_t* packed) {
+  alignas(kLine) float tile[kCompressTile];
+  for (size_t begin = 0; begin < count; begin += kCompressTile) {
+    const size_t n = smaller(kCompressTile, count - begin);
+    const float* v = compensated(c, begin, n, tile);
+    uint8_t* to = packed + begin / 8;
+    const size_t whole = n / 8 * 8;
+    for (size_t i = 0; i < whole; i += 8) {
+      to[i / 8] = eight_signs(v + i);
+    }
+    if (whole < n) {
+      unsigned bits = 0;
+      for (size_t i = whole; i < n; ++i) {
+        bits |= (v[i] >= 0 ? 1U : 0U) << (i - whole);
+      }
+      to[whole / 8] = static_cast<uint8_t>(bits);
+    }
+    if (c.residual != nullptr) {
+      float* residual = c.residual + begin;
+#pragma GCC ivdep
+      for (size_t i = 0; i < n; ++i) {
+        residual[i] = v[i] - (v[i] >= 0 ? high : low);
+      }
+    }
+  }
+}
+
+template <bool kAdd>
+FUSEDPG_INLINE void put(float* out, float value) {
+  *out = kAdd ? *out + value : value;
+}
+
+template <bool kAdd>
+FUSEDPG_INLINE void unpack_some(
+    float* out,
+    const uint8_t* packed,
+    size_t count,
+    float low,
+    float high) {
+  size_t i = 0;
+#if defined(__AVX2__)
+  const __m256i which = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256 lows = _mm256_set1_ps(low);
+  const __m256 highs = _mm256_set1_ps(high);
+  for (; i + 8 <= count; i += 8) {
+    const __m256i byte = _mm256_set1_epi32(packed[i / 8]);
+    const __m256i set =
+        _mm256_cmpeq_epi32(_mm256_and_si256(byte, which), which);
+    __m256 value = _mm256_blendv_ps(lows, highs, _mm256_castsi256_ps(set));
+    if constexpr (kAdd) {
+      value = _mm256_add_ps(_mm256_loadu_ps(out + i), value);
+    }
+    _mm256_storeu_ps(out + i, value);
+  }
+#endif
+  for (; i < count; ++i) {
+    put<kAdd>(out + i, (packed[i / 8] >> (i % 8) & 1) != 0 ? high : low);
+  }
+}
+
+static void unpack_signs(
+    float* out,
+    const uint8_t* packed,
+    size_t count,
+    float low,
+    float high,
+    bool add) {
+  if (add) {
+    unpack_some<true>(out, packed, count, low, high);
+  } else {
+    unpack_some<false>(out, packed, count, low, high);
+  }
+}
+
+// Bits of a byte as bytes: 0 or 1 each, the lowest first.
+FUSEDPG_INLINE uint64_t spread_bits(uint64_t byte) {
+  // Seven copies side by side; of each byte the bit that counts; then 0 or 1.
+  const uint64_t copies = byte * 0x0101010101010101ULL;
+  const uint64_t picked = copies & 0x8040201008040201ULL;
+  return (picked + 0x00406070787c7e7fULL) >> 7 & 0x0101010101010101ULL;
+}
+
+static void vote_signs(
+    float* out,
+    const uint8_t* packed,
+    size_t stride,
+    size_t ranks,
+    size_t count,
+    float value) {
+  constexpr size_t kMost = 255; // ranks whose votes a byte can count
+  size_t i = 0;
+#if defined(__AVX2__)
+  if (ranks <= kMost) {
+    const __m256 high = _mm256_set1_ps(value);
+    const __m256 low = _mm256_set1_ps(-value);
+    const __m256i wanted =
+        _mm256_set1_epi32(static_cast<int>((ranks + 1) / 2 - 1));
+    for (; i + 8 <= count; i += 8) {
+      uint64_t sums = 0;
+      for (size_t r = 0; r < ranks; ++r) {
+        sums += spread_bits(packed[r * stride + i / 8]);
+      }
+      const __m256i votes =
+          _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(sums)));
+      const __m256i set = _mm256_cmpgt_epi32(votes, wanted);
+      _mm256_storeu_ps(
+          out + i, _mm256_blendv_ps(low, high, _mm256_castsi256_ps(set)));
+    }
+  }
+#endif
+  for (; i < count; i += 8) {
+    uint32_t votes[8] = {};
+    for (size_t first = 0; first < ranks; first += kMost) {
+      const size_t end = smaller(first + kMost, ranks);
+      uint64_t sums = 0;
+      for (size_t r = first; r < end; ++r) {
+        sums += spread_bits(packed[r * stride + i / 8]);
+      }
+      for (size_t k = 0; k < 8; ++k) {
+        votes[k] += static_cast<uint32_t>(sums >> (8 * k) & 0xff);
+      }
+    }
+    const size_t n = smaller(8, count - i);
+    for (size_t k = 0; k < n; ++k) {
+      out[i + k] = 2 * votes[k] >= ranks ? value : -value;
+    }
+  }
+}
+
+static void dgc_accumulate(
+    float* u,
+    float* v,
+    const float* grad,
+    size_t count,
+    float momentum,
+    float gamma) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) {
+    u[i] = momentum * u[i] + gamma * grad[i];
+    v[i] += u[i];
+  }
+}
