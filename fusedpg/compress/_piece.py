@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-State = Callable[[str, int, int, tuple[Any, ...]], torch.Tensor]
+
+class Owner(NamedTuple):
+    """A range that is this rank's alone among the ranks of a group."""
+
+    group: Any
+    begin: int
+    end: int
+
+
+State = Callable[[str, int, int, tuple[Owner, ...]], torch.Tensor]
 
 _WORD = (1 << 64) - 1
 
@@ -66,10 +75,11 @@ class Piece:
         Its state has names that end with ``name``. With a group it is this rank's alone among
         the group's ranks, each of which has another slice.
         """
-        groups = () if group is None else (group,)
+        mine = () if group is None else (Owner(group, begin, end),)
 
-        def state(key: str, first: int, last: int, inner: tuple[Any, ...]) -> torch.Tensor:
-            return self._state(key + name, begin + first, begin + last, inner + groups)
+        def state(key: str, first: int, last: int, inner: tuple[Owner, ...]) -> torch.Tensor:
+            moved = tuple(Owner(o.group, begin + o.begin, begin + o.end) for o in inner)
+            return self._state(key + name, begin + first, begin + last, moved + mine)
 
         return dataclasses.replace(
             self,

@@ -47,7 +47,11 @@ class Signum(SignSGD):
         now = v.now()
         mean = piece.state("signum")
         kernels.accumulate_(mean, now, self.momentum, 1 - self.momentum)
-        return list(kernels.signs(mean, None, False)), Context(piece)
+        payload = list(kernels.signs(mean, None, False))
+        if not self.finite(payload):
+            # A NaN is seen by all in this step, and does not stay for those that follow.
+            mean.nan_to_num_(0.0, 0.0, 0.0)
+        return payload, Context(piece)
 
 
 class EFSignSGD(Ours):

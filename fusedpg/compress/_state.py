@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 from fusedpg._by_parameter import ByParameter
 from fusedpg.compress import _hosts, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
-from fusedpg.compress._piece import Piece, mixed
+from fusedpg.compress._piece import Owner, Piece, mixed
 from fusedpg.compress._schedule import Layout
 from fusedpg.compress.communicators import Communicator
 from fusedpg.compress.memories import Memory
@@ -319,14 +319,14 @@ class State:
         grad.div_(piece.world_size)
 
     def _state_of(self, unit: _Unit, grad: torch.Tensor) -> Any:
-        def state(name: str, begin: int, end: int, groups: Sequence[Any]) -> torch.Tensor:
+        def state(name: str, begin: int, end: int, owners: Sequence[Owner]) -> torch.Tensor:
             def moved(tensor: torch.Tensor) -> None:
                 """Slices that ranks share out are others than before."""
-                for group in groups:
-                    dist.all_reduce(tensor, group=group)
-                if groups:
-                    tensor[:begin].zero_()
-                    tensor[end:].zero_()
+                for owner in owners:
+                    dist.all_reduce(tensor, group=owner.group)
+                for owner in owners:
+                    tensor[: owner.begin].zero_()
+                    tensor[owner.end :].zero_()
 
             whole = self._kept.flat(name, unit.parameters, grad.dtype, grad.device, moved)
             return whole[begin:end]
