@@ -26,10 +26,6 @@ const CompressTable& table() {
   return kernels::table()->compress;
 }
 
-const char* c_name(at::ScalarType type) {
-  return at::toString(type);
-}
-
 void check(
     const char* op,
     const char* argument,
@@ -47,10 +43,10 @@ void check(
           "{} {} of {} elements{}",
           op,
           argument,
-          c_name(type),
+          at::toString(type),
           numel < 0 ? "" : formatted(" of {} elements", numel),
           t.device().str(),
-          c_name(t.scalar_type()),
+          at::toString(t.scalar_type()),
           t.numel(),
           t.is_contiguous() ? "" : ", not contiguous"));
 }

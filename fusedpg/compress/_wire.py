@@ -12,6 +12,8 @@ from torch import Tensor
 from fusedpg._registration import BACKEND
 
 Payload = list[Tensor]
+# torch 2.13 has a new name for it, and a warning for the old one.
+gathered_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Parts begin at multiples of this many bytes.
 _ALIGNED = 16
 
@@ -63,7 +65,7 @@ def _sizes(payload: Payload, group: Any) -> list[list[int]]:
     """How many elements the ranks' tensors have."""
     own = torch.tensor([tensor.numel() for tensor in payload], device=payload[0].device)
     found = own.new_empty(dist.get_world_size(group) * own.numel())
-    dist.all_gather_into_tensor(found, own, group=group)
+    gathered_into(found, own, group=group)
     return found.view(-1, own.numel()).tolist()
 
 
@@ -81,7 +83,7 @@ def all_gather(payload: Payload, alike: bool, group: Any) -> list[Payload]:
     counts = [_packed_bytes(payload, sizes) for sizes in numels]
     if len(set(counts)) == 1:
         whole = packed.new_empty(len(counts) * counts[0])
-        dist.all_gather_into_tensor(whole, packed, group=group)
+        gathered_into(whole, packed, group=group)
         parts = list(whole.split(counts[0])) if counts[0] else [whole] * len(counts)
     elif dist.get_backend(group) == BACKEND:
         parts = [packed.new_empty(count) for count in counts]
@@ -91,7 +93,7 @@ def all_gather(payload: Payload, alike: bool, group: Any) -> list[Payload]:
         padded = packed.new_zeros(most)
         padded[: packed.numel()] = packed
         whole = packed.new_empty(len(counts) * most)
-        dist.all_gather_into_tensor(whole, padded, group=group)
+        gathered_into(whole, padded, group=group)
         parts = list(whole.split(most))
     return [unpack(part, payload, sizes) for part, sizes in zip(parts, numels)]
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fusedpg.compress import _wire as wire
@@ -81,7 +80,7 @@ class AllToAll(Communicator):
         sent = torch.zeros(each, dtype=grad.dtype, device=grad.device)
         sent[: end - begin] = grad[begin:end]
         whole = torch.empty(each * piece.world_size, dtype=grad.dtype, device=grad.device)
-        dist.all_gather_into_tensor(whole, sent, group=group)
+        wire.gathered_into(whole, sent, group=group)
         grad.copy_(whole[: piece.numel])
 
     def _reduce(

@@ -1,0 +1,215 @@
+// Compression: all instruction sets against each other, and selection against a
+// sort.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+#include "compress/select.hpp"
+#include "kernels/kernels.hpp"
+
+using namespace fusedpg;
+using kernels::Compensation;
+
+namespace {
+
+std::vector<float> numbers(size_t count, uint32_t seed, int kind) {
+  std::mt19937 draw(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> v(count);
+  for (size_t i = 0; i < count; ++i) {
+    v[i] = normal(draw);
+    if (kind == 1) { // few values, many zeros
+      v[i] = std::round(v[i]);
+    } else if (kind == 2) { // what compares in no order, and extremes
+      const float odd[] = {
+          NAN, -NAN, INFINITY, -INFINITY, 0.0F, -0.0F, 1e-42F, -1e-42F, 3e38F};
+      v[i] = draw() % 3 == 0 ? odd[draw() % 9] : v[i];
+    } else if (kind == 3) { // periodic, to fool what is sampled regularly
+      v[i] = i % 64 == 0 ? 100 + v[i] : 0.01F * v[i];
+    } else if (kind == 4) {
+      v[i] = 1;
+    } else if (kind == 5) { // ascending
+      v[i] = static_cast<float>(i);
+    } else if (kind == 6) { // nearly nothing
+      v[i] = draw() % 5000 == 0 ? v[i] : 0.0F;
+    }
+  }
+  return v;
+}
+
+// What a table makes of one input, as bytes.
+std::vector<unsigned char> everything(
+    const kernels::CompressTable& t,
+    const std::vector<float>& grad,
+    const std::vector<float>& kept,
+    float beta,
+    float gamma) {
+  std::vector<unsigned char> all;
+  const size_t n = grad.size();
+  const auto note = [&](const void* from, size_t bytes) {
+    const auto* begin = static_cast<const unsigned char*>(from);
+    all.insert(all.end(), begin, begin + bytes);
+  };
+  std::vector<float> residual;
+  const auto v = [&] {
+    residual = kept;
+    return Compensation{
+        grad.data(), kept.empty() ? nullptr : residual.data(), beta, gamma};
+  };
+  const auto note_residual = [&] {
+    // Which NaN comes out is open.
+    for (float& x : residual) {
+      x = std::isnan(x) ? 7e33F : x;
+    }
+    note(residual.data(), residual.size() * sizeof(float));
+  };
+  std::vector<uint32_t> indices(n + 1);
+  std::vector<float> values(n + 1);
+  const size_t found =
+      t.collect(v(), n, 0x3f800000, 5, indices.data(), values.data(), n);
+  note(&found, sizeof(found));
+  note(indices.data(), found * sizeof(uint32_t));
+  note_residual();
+  const kernels::CompressSums sums = t.sums(v(), n);
+  for (const double sum : {sums.high_sum, sums.low_sum, sums.square_sum}) {
+    const double one = std::isnan(sum) ? 7e33 : sum;
+    note(&one, sizeof(one));
+  }
+  note(&sums.low_count, sizeof(sums.low_count));
+  std::vector<uint8_t> bytes(n + 8);
+  std::vector<float> out(n, 0.5F);
+  const auto note_out = [&] {
+    for (float& x : out) {
+      x = std::isnan(x) ? 7e33F : x;
+    }
+    note(out.data(), n * sizeof(float));
+  };
+  t.pack_signs(v(), n, -0.25F, 0.75F, bytes.data());
+  note(bytes.data(), (n + 7) / 8);
+  note_residual();
+  for (const bool add : {false, true}) {
+    t.unpack_signs(out.data(), bytes.data(), n, -0.3F, 0.7F, add);
+    note_out();
+  }
+  std::vector<uint8_t> rows(7 * ((n + 7) / 8));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = static_cast<uint8_t>(i * 37 + i / 5);
+  }
+  for (const size_t ranks : {1, 2, 7}) {
+    t.vote_signs(out.data(), rows.data(), (n + 7) / 8, ranks, n, 0.5F);
+    note_out();
+  }
+  const kernels::RandomBits random{0x123456789abcdefULL, 3};
+  for (const bool wide : {false, true}) {
+    const kernels::Levels levels{wide ? 999 : 100, 4.5F, wide};
+    std::vector<int16_t> codes(n);
+    t.quantise(v(), n, levels, random, codes.data());
+    note(codes.data(), n * (wide ? 2 : 1));
+    note_residual();
+    t.dequantise(out.data(), codes.data(), n, levels, 0.5F, wide);
+    note_out();
+  }
+  t.ternary(v(), n, 2.0F, 1.75F, random, bytes.data());
+  note(bytes.data(), (n + 3) / 4);
+  note_residual();
+  t.unternary(out.data(), bytes.data(), n, 0.3F, true);
+  note_out();
+  t.natural(v(), n, random, bytes.data());
+  note(bytes.data(), n);
+  note_residual();
+  t.unnatural(out.data(), bytes.data(), n, 0.3F, true);
+  note_out();
+  return all;
+}
+
+} // namespace
+
+TEST(compression_is_the_same_on_every_instruction_set) {
+  const kernels::CompressTable& best = kernels::table()->compress;
+  for (const char* name : {"x86-64-v2", "avx2", "avx512", "neon", "scalar"}) {
+    const kernels::Table* other = kernels::table(name);
+    if (other == nullptr) {
+      continue;
+    }
+    for (const size_t n : {0, 1, 7, 8, 15, 16, 17, 1023, 1024, 1025, 5000}) {
+      for (int kind = 0; kind < 7; ++kind) {
+        const auto grad = numbers(n, static_cast<uint32_t>(n + 1), kind);
+        const auto kept = numbers(n, static_cast<uint32_t>(n + 2), 0);
+        for (const auto& residual : {kept, std::vector<float>()}) {
+          CHECK(
+              everything(best, grad, residual, 1, 1) ==
+              everything(other->compress, grad, residual, 1, 1));
+          CHECK(
+              everything(best, grad, residual, 0.9F, 0.3F) ==
+              everything(other->compress, grad, residual, 0.9F, 0.3F));
+        }
+      }
+    }
+  }
+}
+
+TEST(top_k_is_that_of_a_sort) {
+  const kernels::CompressTable& table = kernels::table()->compress;
+  for (const size_t n : {1, 100, 32768, 32769, 150001}) {
+    for (int kind = 0; kind < 7; ++kind) {
+      const auto grad = numbers(n, static_cast<uint32_t>(n), kind);
+      const auto bits = [&](uint32_t i) {
+        return std::bit_cast<uint32_t>(grad[i]) & 0x7fffffffU;
+      };
+      std::vector<uint32_t> order(n);
+      std::iota(order.begin(), order.end(), 0U);
+      std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+        return bits(a) > bits(b);
+      });
+      for (const size_t k :
+           {size_t{0}, size_t{1}, n / 1000, n / 100, n / 3, n}) {
+        std::vector<float> residual(n, 0.0F);
+        const auto found =
+            compress::top_k(table, {grad.data(), residual.data()}, n, k);
+        std::vector<uint32_t> want(order.begin(), order.begin() + k);
+        std::sort(want.begin(), want.end());
+        CHECK(found.indices == want);
+        CHECK_EQ(found.values.size(), k);
+        for (const uint32_t i : want) {
+          CHECK_EQ(std::bit_cast<uint32_t>(residual[i]), 0U);
+          residual[i] = grad[i];
+        }
+        // Adding to a zero loses the sign of -0 alone.
+        for (size_t i = 0; i < n; ++i) {
+          CHECK(
+              std::bit_cast<uint32_t>(residual[i]) ==
+                  std::bit_cast<uint32_t>(grad[i]) ||
+              grad[i] == 0 || std::isnan(grad[i]));
+        }
+      }
+    }
+  }
+}
+
+TEST(above_a_threshold_is_everything_above_it) {
+  const kernels::CompressTable& table = kernels::table()->compress;
+  for (const size_t n : {0, 5, 65536, 65537, 200001}) {
+    const auto grad = numbers(n, static_cast<uint32_t>(n), 2);
+    for (const float threshold : {0.0F, 0.5F, 1e30F, INFINITY}) {
+      std::vector<uint32_t> want;
+      for (size_t i = 0; i < n; ++i) {
+        if (!(std::abs(grad[i]) <= threshold)) {
+          want.push_back(static_cast<uint32_t>(i));
+        }
+      }
+      const auto found = compress::above(table, {grad.data()}, n, threshold, 0);
+      CHECK(found.indices == want);
+      const size_t most = std::min(n, want.size() + n / 10);
+      CHECK_EQ(
+          compress::above(table, {grad.data()}, n, threshold, most)
+              .indices.size(),
+          most);
+    }
+  }
+}

@@ -1,0 +1,357 @@
+"""Compressed gradients: what ranks check.
+
+No postponed annotations here: DDP inspects those of its hooks.
+"""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedpg import compress
+from fusedpg.compress import State
+from harness import Context
+
+SHAPES = ((3, 5), (40,), (17, 23), (1,), (300,), (6, 4, 5))
+Arrays = list[np.ndarray[Any, Any]]
+
+
+class Given(nn.Module):
+    """A model whose gradients are what is passed in."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(s, dtype=dtype)) for s in SHAPES)
+
+    def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
+        return sum((p * g).sum() for p, g in zip(self.parts, grads) if g is not None)  # type: ignore[return-value]
+
+
+def given(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def wrapped(
+    context: Context, params: dict[str, Any], schedule: Any = "layer", bucket_cap_mb: float = 0.001
+) -> tuple[DistributedDataParallel, State]:
+    ddp = DistributedDataParallel(Given(), bucket_cap_mb=bucket_cap_mb)
+    state = compress.from_params(params, schedule=schedule)
+    ddp.register_comm_hook(state, compress.hook)
+    return ddp, state
+
+
+def step_of(ddp: DistributedDataParallel, grads: list[Any]) -> list[torch.Tensor]:
+    ddp.zero_grad()
+    ddp(grads).backward()
+    return [p.grad.clone() for p in ddp.module.parts]
+
+
+# --- oracles: one rank's and one parameter's compression, in numpy -------------------------
+
+
+def top(v: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
+    order = np.lexsort((np.arange(v.size), -np.abs(v)))[:k]
+    out = np.zeros_like(v)
+    out[order] = v[order]
+    return out
+
+
+def sent(name: str, v: np.ndarray[Any, Any], params: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """What a payload decompresses to, by each method's definition."""
+    k = max(1, int(v.size * params["compress_ratio"]))
+    if name == "none":
+        return v
+    if name == "fp16":
+        return (v / params["ranks"]).astype(np.float32).astype(np.float16).astype(np.float64) * (
+            params["ranks"]
+        )
+    if name in ("topk", "dgc"):
+        return top(v, k)
+    over = np.where(np.abs(v) > params["threshold"], v, 0)
+    if name == "threshold":
+        return over
+    if name == "guarded_threshold":
+        return over if (over != 0).sum() >= k else top(v, k)
+    high = v >= 0
+    if name in ("signsgd", "signum"):
+        return np.where(high, 1.0, -1.0)
+    if name == "efsignsgd":
+        return np.where(high, 1.0, -1.0) * np.abs(v).mean()
+    if name == "onebit":
+        means = [v[which].mean() if which.any() else 0.0 for which in (~high, high)]
+        return np.where(high, means[1], means[0])
+    raise AssertionError(name)
+
+
+class Oracle:
+    """All ranks of a training, each parameter by itself."""
+
+    def __init__(self, ranks: int, params: dict[str, Any]) -> None:
+        self.params = {"ranks": ranks, **params}
+        self.kept = [[np.zeros(int(np.prod(s))) for s in SHAPES] for _ in range(ranks)]
+        self.momentum = copy.deepcopy(self.kept)
+
+    def step(self, grads: list[Arrays]) -> Arrays:
+        compressor, memory = self.params["compressor"], self.params["memory"]
+        results = []
+        for n in range(len(SHAPES)):
+            everyone = []
+            for rank, mine in enumerate(grads):
+                g = mine[n].astype(np.float64).reshape(-1)
+                lr = self.params["lr"] if memory == "efsignsgd" else 1.0
+                if memory == "dgc":
+                    u = self.params["momentum"] * self.momentum[rank][n] + g
+                    v = self.kept[rank][n] + u
+                elif memory == "none":
+                    v = g
+                else:
+                    v = self.kept[rank][n] + lr * g
+                if compressor == "signum":
+                    m = self.params["momentum"]
+                    v = self.momentum[rank][n] = m * self.momentum[rank][n] + (1 - m) * v
+                out = sent(compressor, v, self.params)
+                if memory == "dgc":
+                    gone = out != 0
+                    self.momentum[rank][n] = np.where(gone, 0, u)
+                    self.kept[rank][n] = np.where(gone, 0, v)
+                elif memory != "none":
+                    self.kept[rank][n] = v - out
+                everyone.append(out / lr)
+            total = np.sum(everyone, 0)
+            if compressor in ("signsgd", "signum"):
+                results.append(np.where(total >= 0, 1.0, -1.0))
+            else:
+                results.append(total / len(grads))
+        return results
+
+
+def equals_oracle(context: Context, compressor: str, memory: str, communicator: str) -> None:
+    params: dict[str, Any] = {
+        "compressor": compressor, "memory": memory, "communicator": communicator,
+        "compress_ratio": 0.07, "threshold": 1.0, "lr": 0.25, "momentum": 0.8,
+    }  # fmt: skip
+    ddp, _ = wrapped(context, params)
+    oracle = Oracle(context.world_size, params)
+    # float16 payloads are added in float16.
+    tolerance = 2e-3 if (compressor, communicator) == ("fp16", "allreduce") else 2e-5
+    for step in range(8):
+        everyone = [given(step, rank) for rank in range(context.world_size)]
+        got = step_of(ddp, everyone[context.rank])
+        want = oracle.step([[g.numpy() for g in mine] for mine in everyone])
+        for shape, mine, theirs in zip(SHAPES, got, want):
+            np.testing.assert_allclose(
+                mine.numpy().reshape(-1), theirs, rtol=1e-4, atol=tolerance,
+                err_msg=f"step {step}, {shape}",
+            )  # fmt: skip
+
+
+def nothing_is_lost(context: Context, params: dict[str, Any], schedule: Any, steps: int) -> None:
+    """What went in came out, or is kept: sum of means = sum of results + mean of residuals."""
+    ddp, state = wrapped(context, params, schedule)
+    put = [torch.zeros(shape).double() for shape in SHAPES]
+    got = [torch.zeros(shape).double() for shape in SHAPES]
+    for step in range(steps):
+        mine = given(step, context.rank)
+        for total, g in zip(put, mine):
+            total += g.double() / context.world_size
+        for total, g in zip(got, step_of(ddp, list(mine))):
+            total += g.double()
+    scale = 1 / params.get("lr", 1.0) if params["memory"] == "efsignsgd" else 1.0
+    for n, parameter in enumerate(ddp.module.parts):
+        left = torch.zeros(parameter.shape).double()
+        for name in state._kept.names():
+            kept = state._kept.get(name, parameter)
+            if kept is not None and name.startswith("residual"):
+                # A server's is of the mean.
+                factor = 1.0 if name.endswith("@server") else scale / context.world_size
+                left += factor * kept.double().view(parameter.shape)
+        whole = torch.stack([put[n], left])
+        dist.all_reduce(whole)
+        error = (whole[0] - whole[1] - got[n]).abs().max()
+        assert error < 1e-4 * steps, (n, error)
+    alike(got)
+
+
+def alike(tensors: list[torch.Tensor]) -> None:
+    """The same bits on all ranks."""
+    flat = torch.cat([t.reshape(-1).double() for t in tensors])
+    low, high = flat.clone(), flat.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    assert torch.equal(low, high)
+
+
+def survives(context: Context, params: dict[str, Any], how: str) -> None:
+    """A state that is saved and loaded in the middle goes on as the one that was not, bit by bit:
+    both get a new DDP there, whose buckets are those of a first backward again."""
+
+    def results(saved: bool) -> list[torch.Tensor]:
+        ddp, state = wrapped(context, params, "layer")
+        found = []
+        for step in range(9):
+            if step == 4:
+                # The model's order is that of the first backward, which a new DDP repeats.
+                kept: Any = pickle.dumps(state) if how == "pickle" else state.state_dict()
+                module = ddp.module
+                del ddp
+                if saved:
+                    module = Given()
+                    if how == "pickle":
+                        state = pickle.loads(kept)
+                    else:
+                        state = compress.from_params(params, schedule="layer")
+                        state.load_state_dict(kept)
+                ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
+                ddp.register_comm_hook(state, compress.hook)
+            found += step_of(ddp, list(given(step, context.rank)))
+        return found
+
+    for one, other in zip(results(False), results(True), strict=True):
+        assert torch.equal(one, other)
+
+
+def follows_ddp(context: Context) -> None:
+    """no_sync, unused and frozen parameters: with a compressor that loses nothing, plain DDP."""
+    for schedule in ("bucket", "layer", "one", 2):
+        plain = DistributedDataParallel(Given(), bucket_cap_mb=0.001, find_unused_parameters=True)
+        mine = DistributedDataParallel(Given(), bucket_cap_mb=0.001, find_unused_parameters=True)
+        state = compress.from_params(
+            {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}, schedule=schedule
+        )
+        mine.register_comm_hook(state, compress.hook)
+        for step in range(7):
+            grads: list[Any] = list(given(step, context.rank))
+            if step % 3 == 1:
+                grads[2] = None
+            if step % 3 == 2 and context.rank == 0:
+                grads[0] = None
+            for ddp in (plain, mine):
+                ddp.zero_grad()
+                with ddp.no_sync():
+                    ddp(grads).backward()
+                ddp(list(given(50 + step, context.rank))).backward()
+                ddp(grads).backward()
+            for a, b in zip(plain.module.parts, mine.module.parts):
+                assert (a.grad is None) == (b.grad is None)
+                if a.grad is not None:
+                    torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+def other_types(context: Context) -> None:
+    """bf16 and fp64 models, and torch's wrapper that casts buckets to fp16."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2), (None, 2e-3)):
+        ddp = DistributedDataParallel(Given(dtype or torch.float32), bucket_cap_mb=0.001)
+        state = compress.from_params(
+            {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}
+        )
+        hook = compress.hook if dtype else fp16_compress_wrapper(compress.hook)
+        ddp.register_comm_hook(state, hook)
+        for step in range(4):
+            everyone = [
+                given(step, rank, dtype or torch.float32) for rank in range(context.world_size)
+            ]
+            got = step_of(ddp, list(everyone[context.rank]))
+            for n, g in enumerate(got):
+                want = torch.stack([grads[n] for grads in everyone]).double().mean(0)
+                torch.testing.assert_close(g.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def auto(context: Context) -> list[list[int]]:
+    """A search in training: ranks end alike, nothing is lost on the way."""
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}
+    ddp, state = wrapped(context, params, "auto", 0.002)
+    put = [torch.zeros(shape).double() for shape in SHAPES]
+    got = [torch.zeros(shape).double() for shape in SHAPES]
+    for step in range(120):
+        mine = given(step, context.rank)
+        for total, g in zip(put, mine):
+            total += g.double() / context.world_size
+        for total, g in zip(got, step_of(ddp, list(mine))):
+            total += g.double()
+    report = state.report()
+    assert [one.chosen for one in report.tried].count(True) == 1, str(report)
+    assert len(report.tried) >= 5
+    for n, parameter in enumerate(ddp.module.parts):
+        kept = state._kept.get("residual", parameter)
+        left = torch.zeros(parameter.shape).double()
+        if kept is not None:
+            left = kept.double().view(parameter.shape) / context.world_size
+        whole = torch.stack([put[n], left])
+        dist.all_reduce(whole)
+        assert (whole[0] - whole[1] - got[n]).abs().max() < 1e-2
+    return [sorted(one.candidate.splits) for one in report.tried if one.chosen]
+
+
+def nan_is_seen_and_forgotten(context: Context, params: dict[str, Any]) -> None:
+    """A NaN of one rank is in everybody's result of that step, and in no later one."""
+    ddp, _ = wrapped(context, params)
+    for step in range(6):
+        grads = given(step, context.rank)
+        if step == 2 and context.rank == context.world_size - 1:
+            grads[4][17] = float("nan")
+        got = step_of(ddp, list(grads))
+        assert bool(got[4].isfinite().all()) == (step != 2), (step, params)
+        assert all(bool(g.isfinite().all()) for g in got[:4]), (step, params)
+
+
+def killed(context: Context) -> float:
+    """The others raise, and nobody waits for ever."""
+    import os
+    import signal
+    import time
+
+    ddp, _ = wrapped(
+        context, {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}, "bucket"
+    )
+    for step in range(3):
+        step_of(ddp, list(given(step, context.rank)))
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        for step in range(3):
+            step_of(ddp, list(given(step, context.rank)))
+    except RuntimeError as error:
+        assert "a step has failed on this rank" in str(error), error
+        return time.monotonic() - begin
+    raise AssertionError("nothing was raised")
+
+
+def torchs_hooks(context: Context, name: str) -> list[torch.Tensor]:
+    """Training with one of torch's own hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import (
+        default_hooks,
+        post_localSGD_hook,
+        powerSGD_hook,
+        quantization_hooks,
+    )
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    group = dist.group.WORLD
+    if name == "powersgd":
+        state: Any = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, random_seed=3)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name == "post_local_sgd":
+        state = post_localSGD_hook.PostLocalSGDState(group, group, start_localSGD_iter=2)
+        ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    elif name.startswith("quantization"):
+        ddp.register_comm_hook(group, getattr(quantization_hooks, f"{name}_hook"))
+    else:
+        ddp.register_comm_hook(group, getattr(default_hooks, f"{name}_compress_hook"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(100 * step + context.rank)
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]

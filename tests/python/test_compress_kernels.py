@@ -1,0 +1,355 @@
+"""The kernels of compression, against numpy in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis.extra import numpy as arrays
+
+from fusedpg._registration import load_extension
+from fusedpg.compress import _reference
+
+C = load_extension().compress
+
+FLOATS = st.one_of(
+    st.floats(-1e3, 1e3, width=32),
+    st.sampled_from(
+        [0.0, -0.0, 1.0, -1.0, 0.5, 1e-40, -1e-42, 3e38, math.inf, -math.inf, math.nan]
+    ),
+)
+FINITE = st.floats(-1e3, 1e3, width=32)
+# After their own arguments these have one more before beta and gamma.
+DRAWS = ("natural", "qsgd", "terngrad", "threshold")
+KINDS = ("normal", "ties", "sparse", "equal", "periodic", "wide", "ascending")
+
+
+def values(kind: str, numel: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(numel, generator=generator)
+    if kind == "ties":
+        return v.round()
+    if kind == "sparse":
+        return torch.where(torch.rand(numel, generator=generator) < 0.003, v, 0)
+    if kind == "equal":
+        return torch.full((numel,), -2.5)
+    if kind == "periodic":
+        return torch.where(torch.arange(numel) % 4096 == 0, 50 + v, 0.01 * v)
+    if kind == "wide":
+        return v * torch.exp(8 * torch.randn(numel, generator=generator))
+    return torch.arange(numel).float() if kind == "ascending" else v
+
+
+def philox(seed: int, first: int, count: int) -> np.ndarray[Any, Any]:
+    """Philox4x32-10 as in Salmon et al. 2011, figure 2: one 32-bit word an element."""
+    found = []
+    for element in range(first, first + count):
+        counter = element // 4
+        c = [counter & 0xFFFFFFFF, counter >> 32, 0, 0]
+        k = [seed & 0xFFFFFFFF, seed >> 32]
+        for _ in range(10):
+            p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+            c = [
+                (p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF,
+                (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF,
+            ]  # fmt: skip
+            k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+        found.append(c[element % 4])
+    return np.array(found, dtype=np.uint64)
+
+
+def largest(v: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
+    size = np.where(np.isnan(v), np.inf, np.abs(v.astype(np.float64)))
+    nan_first = ~np.isnan(v)
+    order = np.lexsort((np.arange(len(v)), -size, nan_first))
+    return np.sort(order[:k])
+
+
+def same(a: Any, b: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_topk_is_exact(kind: str) -> None:
+    for seed, numel in enumerate((1, 5, 1000, 32768, 32769, 100_003, 700_001)):
+        grad = values(kind, numel, seed)
+        for k in sorted({1, numel // 1000, numel // 100, numel // 10, numel - 1, numel}):
+            if k < 1:
+                continue
+            residual = torch.zeros(numel)
+            got, indices = C.topk(grad, residual, k)
+            want = largest(grad.numpy(), k)
+            same(indices, want)
+            same(got, grad.numpy()[want])
+            rest = grad.clone()
+            rest[indices.long()] = 0
+            assert torch.equal(residual, rest)
+
+
+@hypothesis.given(
+    arrays.arrays(np.float32, st.integers(0, 300), elements=FLOATS), st.data(), st.booleans()
+)
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_topk_any_values(grad: np.ndarray[Any, Any], data: st.DataObject, both: bool) -> None:
+    k = data.draw(st.integers(0, len(grad)))
+    kept = np.linspace(-1, 1, len(grad)).astype(np.float32) if both else None
+    residual = None if kept is None else torch.from_numpy(kept.copy())
+    with np.errstate(all="ignore"):
+        v = grad if kept is None else np.float32(0.5) * kept + np.float32(2) * grad
+        v = v if kept is not None else np.float32(2) * grad
+    got, indices = C.topk(torch.from_numpy(grad.copy()), residual, k, 0.5, 2.0)
+    same(indices, largest(v, k))
+    same(got, v[indices.numpy()])
+    if residual is not None:
+        v[indices.numpy()] = 0
+        same(residual, v)
+
+
+@hypothesis.given(
+    arrays.arrays(np.float32, st.integers(0, 300), elements=FLOATS),
+    st.sampled_from([0.0, 0.5, 1.0, 100.0, 1e30]),
+    st.integers(0, 20),
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_threshold(grad: np.ndarray[Any, Any], threshold: float, least: int) -> None:
+    least = min(least, len(grad))
+    want = np.flatnonzero(~(np.abs(grad) <= np.float32(threshold)))
+    if len(want) < least:
+        want = largest(grad, least)
+    got, indices = C.threshold(torch.from_numpy(grad.copy()), None, threshold, least)
+    same(indices, want)
+    same(got, grad[want])
+    velocity = torch.from_numpy(grad.copy())
+    again, indices = C.threshold(None, velocity, threshold, least)
+    same(again, grad[want])
+    assert not velocity[indices.long()].any()
+
+
+@hypothesis.given(
+    arrays.arrays(np.float32, st.integers(1, 3000), elements=FINITE), st.booleans(), st.booleans()
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_signs_and_their_residuals(grad: np.ndarray[Any, Any], scaled: bool, means: bool) -> None:
+    kept = np.sin(np.arange(len(grad))).astype(np.float32)
+    v = (kept + grad).astype(np.float32)
+    residual = torch.from_numpy(kept.copy())
+    high = v >= 0
+    if means:
+        packed, two = C.onebit(torch.from_numpy(grad), residual)
+        wide = v.astype(np.float64)
+        for got, which in zip(two.tolist(), (~high, high)):
+            want = wide[which].mean() if which.any() else 0.0
+            assert got == pytest.approx(want, rel=1e-6, abs=1e-30)
+        low_value, high_value = two.tolist()
+    else:
+        packed, scale = C.signs(torch.from_numpy(grad), residual, scaled)
+        want = np.abs(v.astype(np.float64)).mean() if scaled else 1.0
+        assert float(scale) == pytest.approx(want, rel=1e-6)
+        low_value, high_value = -float(scale), float(scale)
+    same(np.unpackbits(packed.numpy(), bitorder="little")[: len(v)].astype(bool), high)
+    assert packed.numel() == -(-len(v) // 8)
+    out = torch.full((len(v),), 3.0)
+    C.unpack_signs_(out, packed, low_value, high_value)
+    sent = np.where(high, np.float32(high_value), np.float32(low_value))
+    same(out, sent)
+    same(residual, v - sent)
+    C.unpack_signs_(out, packed, low_value, high_value, 0.5, True)
+    same(out, sent + np.float32(0.5) * sent)
+
+
+def test_nan_is_not_hidden() -> None:
+    for bad in (math.nan, math.inf):
+        grad = torch.randn(5000)
+        grad[4321] = bad
+        residual = torch.zeros(5000)
+        values_, indices = C.topk(grad, residual, 3)
+        assert 4321 in indices.tolist()
+        assert not values_.isfinite().all()
+        assert residual.isfinite().all()
+        out = torch.empty(5000)
+        for codes, norms in (
+            C.qsgd(grad, None, 127, 1),
+            C.qsgd(grad, None, 127, 1, bucket_size=64),
+        ):
+            C.unqsgd_(out, codes, norms, 127, bucket_size=5000 if norms.numel() == 1 else 64)
+            assert not out[4321].isfinite()
+        packed, scale = C.terngrad(grad, None, 2.5, 1)
+        C.unterngrad_(out, packed, float(scale))
+        assert not out[4321].isfinite()
+        C.unnatural_(out, C.natural(grad, None, 1))
+        assert not out[4321].isfinite()
+        assert out[:4321].isfinite().all()
+        assert not C.signs(grad, None, True)[1].isfinite()
+        assert not C.onebit(grad, None)[1].isfinite().all()
+    grad[4321] = math.nan
+    assert not C.signs(grad, None, False)[1].isfinite()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 255, 256, 300])
+def test_votes(ranks: int) -> None:
+    bits = np.random.default_rng(ranks).random((ranks, 1003)) < 0.5
+    packed = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little"))
+    out = torch.empty(1003)
+    C.vote_signs_(out, packed, 0.5)
+    same(out, np.where(2 * bits.sum(0) >= ranks, np.float32(0.5), np.float32(-0.5)))
+
+
+@pytest.mark.parametrize(("levels", "bucket"), [(127, 128), (4, 0), (1, 7), (1000, 64)])
+def test_qsgd_by_hand(levels: int, bucket: int) -> None:
+    """Alistarh et al. 2017, section 3.1, with the numbers that Philox gives."""
+    numel, seed, offset = 1001, (77 << 40) + 5, 6
+    grad = values("normal", numel, 3)
+    residual = torch.zeros(numel)
+    codes, norms = C.qsgd(grad, residual, levels, seed, offset, bucket_size=bucket)
+    assert codes.dtype == (torch.int8 if levels <= 127 else torch.int16)
+    size = bucket or numel
+    u = (philox(seed, offset, numel) >> np.uint64(8)).astype(np.float64) / 2**24
+    wide = grad.numpy().astype(np.float64)
+    for begin in range(0, numel, size):
+        part = slice(begin, begin + size)
+        norm = np.sqrt((wide[part] ** 2).sum())
+        assert float(norms[begin // size]) == pytest.approx(norm, rel=1e-6)
+        scaled = np.abs(wide[part]) / norm * levels
+        low = np.floor(scaled)
+        # Not where rounding decides.
+        clear = np.abs(scaled - low - u[part]) > 1e-4 * levels
+        want = (low + (u[part] < scaled - low)) * np.sign(wide[part])
+        same(codes[part].numpy()[clear], want[clear])
+        assert clear.mean() > 0.5
+    out = torch.zeros(numel)
+    C.unqsgd_(out, codes, norms, levels, bucket_size=bucket)
+    torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-5)
+
+
+def test_random_words_are_those_of_the_paper() -> None:
+    """Known answer of Random123 for a counter and a key of zeros, and the mapping of elements."""
+    assert [int(x) for x in philox(0, 0, 4)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    numel, seed, offset = 4099, 0xFEDCBA9876543210, 2**34 + 3
+    grad = torch.full((numel,), 1.5)  # halfway between 1 and 2
+    codes = C.natural(grad, None, seed, offset)
+    up = philox(seed, offset, numel) >> np.uint64(8) < 2**23
+    same(codes, np.where(up, 65, 64))
+
+
+def test_terngrad_by_hand() -> None:
+    """Wen et al. 2017, equations 2 and 3, and clipping (section 4.2)."""
+    numel = 2003
+    grad = values("normal", numel, 4)
+    wide = grad.numpy().astype(np.float64)
+    for sigma in (0.0, 2.5, 1.0):
+        residual = torch.zeros(numel)
+        packed, scale = C.terngrad(grad, residual, sigma, 9, 1)
+        bound = sigma * wide.std() if sigma else np.inf
+        clipped = np.clip(wide, -bound, bound)
+        assert float(scale) == pytest.approx(np.abs(clipped).max(), rel=1e-6)
+        u = (philox(9, 1, numel) >> np.uint64(8)).astype(np.float64) / 2**24
+        chance = np.abs(clipped) / np.abs(clipped).max()
+        clear = np.abs(chance - u) > 1e-5
+        out = torch.zeros(numel)
+        C.unterngrad_(out, packed, float(scale))
+        want = np.where(u < chance, np.sign(wide), 0) * float(scale)
+        same(out.numpy()[clear], want[clear].astype(np.float32))
+        torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-6)
+
+
+def test_natural_rounds_to_neighbouring_powers() -> None:
+    grad = values("wide", 3000, 5)
+    residual = torch.zeros(3000)
+    out = torch.zeros(3000)
+    C.unnatural_(out, C.natural(grad, residual, 2))
+    wide = grad.numpy().astype(np.float64)
+    low = 2.0 ** np.floor(np.log2(np.abs(wide)))
+    got = out.numpy().astype(np.float64)
+    inside = (np.abs(wide) > 2.0**-62) & (np.abs(wide) < 2.0**61)
+    assert inside.mean() > 0.9
+    assert set(np.unique((np.abs(got) / low)[inside])) == {1.0, 2.0}
+    assert (np.sign(got) == np.sign(wide))[inside].all()
+    torch.testing.assert_close(out + residual, grad, rtol=1e-6, atol=1e-18)
+    ends = torch.tensor([1e-30, -1e-30, 0.0, 1e30, -1e30])
+    out = torch.empty(5)
+    C.unnatural_(out, C.natural(ends, None, 0))
+    assert out.tolist() == [0.0, 0.0, 0.0, 2.0**62, -(2.0**62)]
+
+
+@pytest.mark.parametrize("name", ["qsgd", "qsgd whole", "terngrad", "natural"])
+def test_mean_is_right(name: str) -> None:
+    """Within 5 sigma of the gradient, each element, over 4000 draws."""
+    grad = values("normal", 257, 6)
+    total, squares, draws = torch.zeros(257).double(), torch.zeros(257).double(), 4000
+    out = torch.empty(257)
+    for seed in range(draws):
+        if name == "terngrad":
+            packed, scale = C.terngrad(grad, None, 0.0, seed)
+            C.unterngrad_(out, packed, float(scale))
+        elif name == "natural":
+            C.unnatural_(out, C.natural(grad, None, seed))
+        else:
+            bucket = 64 if name == "qsgd" else 0
+            C.unqsgd_(out, *C.qsgd(grad, None, 3, seed, bucket_size=bucket), 3, bucket_size=bucket)
+        total += out
+        squares += out.double().square()
+    mean = total / draws
+    sigma = ((squares / draws - mean.square()) / draws).clamp(min=0).sqrt()
+    off = (mean - grad.double()).abs()
+    assert (off <= 5 * sigma + 1e-6).all(), (off / sigma.clamp(min=1e-12)).max()
+    assert (sigma > 0).float().mean() > 0.9
+
+
+def test_indices_of_others_are_checked() -> None:
+    out = torch.zeros(5)
+    for index in (-1, 5):
+        indices = torch.tensor([index], dtype=torch.int32)
+        with pytest.raises(ValueError, match=f"index {index} of 5 elements"):
+            C.scatter_add_(out, indices, torch.ones(1))
+        with pytest.raises(ValueError, match="index"):
+            C.zero_at_(out, indices)
+        with pytest.raises(ValueError, match="index"):
+            C.gather(out, indices)
+
+
+def test_arguments_are_checked() -> None:
+    v = torch.zeros(8)
+    for call in (
+        lambda: C.topk(v.double(), None, 1),
+        lambda: C.topk(v[::2], None, 1),
+        lambda: C.topk(v, torch.zeros(7), 1),
+        lambda: C.topk(v, None, 9),
+        lambda: C.topk(None, None, 1),
+        lambda: C.threshold(v, None, -1.0),
+        lambda: C.qsgd(v, None, 0, 1),
+        lambda: C.qsgd(v, None, 1, 1, bucket_size=-1),
+        lambda: C.unpack_signs_(v, torch.zeros(2, dtype=torch.uint8), 0.0, 1.0),
+        lambda: C.unqsgd_(v, torch.zeros(8, dtype=torch.int8), torch.zeros(2), 1),
+        lambda: C.vote_signs_(v, torch.zeros(1, dtype=torch.uint8)),
+    ):
+        with pytest.raises(ValueError, match=r"fused: compress\."):
+            call()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_operations_do_the_same(kind: str) -> None:
+    """What GPUs use, and float64: the same numbers but for the order of sums."""
+    grad = values(kind, 40_007, 8)
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("topk", (400,)), ("threshold", (1.5,)), ("signs", (True,)), ("onebit", ()),
+        ("natural", (5,)), ("qsgd", (127, 5)), ("terngrad", (2.5, 5)),
+    ]  # fmt: skip
+    for name, arguments in calls:
+        kept = values("normal", 40_007, 9)
+        ours, theirs = kept.clone(), kept.clone()
+        rest = (0, 0.5, 2.0) if name in DRAWS else (0.5, 2.0)
+        got = getattr(C, name)(grad, ours, *arguments, *rest)
+        want = getattr(_reference, name)(grad, theirs, *arguments, *rest)
+        pairs = [(got, want)] if isinstance(got, torch.Tensor) else list(zip(got, want))
+        for mine, other in [*pairs, (ours, theirs)]:
+            if mine.dtype.is_floating_point:
+                near = torch.isclose(mine, other, rtol=1e-5, atol=1e-5 * float(grad.abs().max()))
+            else:
+                near = mine == other
+            # A number that rounding moves over a bound is another code.
+            assert near.double().mean() > 0.9995, name
