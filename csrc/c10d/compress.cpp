@@ -165,9 +165,11 @@ Two signs(
   const double mean = in.count == 0
       ? 0
       : (sums.high_sum - sums.low_sum) / static_cast<double>(in.count);
-  // A NaN has no sign: the scale says that there is one.
-  const auto scale =
-      static_cast<float>(scaled || std::isnan(mean) ? mean : 1.0);
+  // A NaN has no sign, and that of an Inf would hide it: the scale says that
+  // there is one.
+  const double one =
+      std::isfinite(mean) ? 1.0 : std::numeric_limits<double>::quiet_NaN();
+  const auto scale = static_cast<float>(scaled ? mean : one);
   at::Tensor packed = bytes((in.count + 7) / 8);
   table().pack_signs(
       in.written(), in.count, -scale, scale, packed.data_ptr<uint8_t>());

@@ -86,19 +86,22 @@ class Compressor:
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         """The payload, and the context of ``decode``. What is lost is left in v's residual."""
         now = v.now()
-        tensors, ctx = self.compress(now, piece.name)
+        # A rank's shard of few elements may be empty, of which not everybody can make something.
+        tensors, ctx = self.compress(now if now.numel() else now.new_zeros(1), piece.name)
         shapes = [tensor.shape for tensor in tensors]
         if v.residual is not None:
             # What is sent may be a view of what is about to change.
             home = now.untyped_storage().data_ptr()
             tensors = [t.clone() if t.untyped_storage().data_ptr() == home else t for t in tensors]
-        if v.residual is not None:
+        if v.residual is not None and now.numel():
             v.residual.sub_(self.decompress(tensors, ctx).reshape(-1))
         return [tensor.reshape(-1) for tensor in tensors], Context(piece, (shapes, ctx))
 
     def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
         """out = alpha * decompressed, or with ``add`` out += it."""
         shapes, own = at.own
+        if not out.numel():
+            return
         if self.tensors_size_are_same:
             payload = [tensor.view(shape) for tensor, shape in zip(payload, shapes)]
         values = self.decompress(payload, own).reshape(-1)

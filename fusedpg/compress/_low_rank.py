@@ -33,7 +33,7 @@ class PowerSGD(Ours):
         return [now], Context(piece, v.residual)
 
     def finite(self, payload: Payload) -> bool:
-        """Seen when it has been sent: the payload is the residual itself until then."""
+        """``all_reduce`` looks: the payload is the residual, and is still to be sent."""
         return True
 
     def all_reduce(

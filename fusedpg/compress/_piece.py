@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class Owner(NamedTuple):
-    """A range that is this rank's alone among the ranks of a group."""
-
-    group: Any
-    begin: int
-    end: int
-
-
-State = Callable[[str, int, int, tuple[Owner, ...]], torch.Tensor]
+State = Callable[[str, int, int, tuple[Any, ...]], torch.Tensor]
 
 _WORD = (1 << 64) - 1
 
@@ -56,11 +47,14 @@ class Piece:
     dtype: torch.dtype
     device: torch.device
     _state: State = dataclasses.field(repr=False)
+    # A rank's second compression of the same slice: of the sum, for the way back.
+    _again: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def own_seed(self) -> int:
-        """A seed that no other rank has."""
-        return mixed(self.seed, self.rank + 1)
+        """A seed that no other rank has, and that of an answer is not that of a gradient:
+        rounding what was rounded by the same numbers would not be unbiased."""
+        return mixed(self.seed, self.rank + 1 + self._again * self.world_size)
 
     def state(self, name: str) -> torch.Tensor:
         """A flat tensor of ``numel`` elements, zeros at first, which stays from step to step and
@@ -72,14 +66,15 @@ class Piece:
     ) -> Piece:
         """A slice, exchanged by others; without shapes.
 
-        Its state has names that end with ``name``. With a group it is this rank's alone among
-        the group's ranks, each of which has another slice.
+        Its state has names that end with ``name``, which makes it one of answers, too. With a
+        group it is this rank's alone among the group's ranks, each of which has another slice.
         """
-        mine = () if group is None else (Owner(group, begin, end),)
+        slices = () if group is None else ((group, 0, end - begin),)
 
-        def state(key: str, first: int, last: int, inner: tuple[Owner, ...]) -> torch.Tensor:
-            moved = tuple(Owner(o.group, begin + o.begin, begin + o.end) for o in inner)
-            return self._state(key + name, begin + first, begin + last, moved + mine)
+        def state(key: str, first: int, last: int, inner: tuple[Any, ...]) -> torch.Tensor:
+            # A slice of a slice belongs to whom the slice belongs to.
+            shared = tuple((g, begin + a, begin + b) for g, a, b in inner + slices)
+            return self._state(key + name, begin + first, begin + last, shared)
 
         return dataclasses.replace(
             self,
@@ -90,4 +85,5 @@ class Piece:
             world_size=world_size,
             seed=mixed(self.seed, begin),
             _state=state,
+            _again=bool(name),
         )

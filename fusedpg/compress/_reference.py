@@ -115,7 +115,7 @@ def signs(
 ) -> tuple[Tensor, Tensor]:
     v = _compensated(grad, residual, beta, gamma)
     mean = v.abs().double().mean() if v.numel() else v.new_zeros((), dtype=torch.float64)
-    one = torch.where(mean.isnan(), mean, torch.ones_like(mean))
+    one = torch.where(mean.isfinite(), torch.ones_like(mean), math.nan)
     scale = (mean if scaled else one).to(v.dtype).view(1)
     bits = v >= 0
     packed = _pack(bits, 1)

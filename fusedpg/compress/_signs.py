@@ -15,7 +15,7 @@ from fusedpg.compress._piece import Piece
 class SignSGD(Ours):
     """Signs, a bit each; the result is the sign of the majority (Bernstein et al. 2018).
 
-    Zero counts as positive, and so does a draw. With a NaN on any rank the result is NaN.
+    Zero counts as positive, and so does a draw. With a NaN or an Inf on any rank the result is NaN.
     """
 
     average = False
@@ -47,11 +47,11 @@ class Signum(SignSGD):
         now = v.now()
         mean = piece.state("signum")
         kernels.accumulate_(mean, now, self.momentum, 1 - self.momentum)
-        payload = list(kernels.signs(mean, None, False))
-        if not self.finite(payload):
-            # A NaN is seen by all in this step, and does not stay for those that follow.
+        packed, scale = kernels.signs(mean, None, False)
+        if not bool(scale.isfinite()):
+            # This step's NaN is in the result; it does not stay for the steps that follow.
             mean.nan_to_num_(0.0, 0.0, 0.0)
-        return payload, Context(piece)
+        return [packed, scale], Context(piece)
 
 
 class EFSignSGD(Ours):

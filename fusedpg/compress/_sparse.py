@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -71,6 +73,9 @@ class RandomK(_Sparse):
         indices = self._draw(piece, now.device)
         values = kernels.gather(now, indices)
         if v.residual is not None:
+            # Otherwise a NaN would stay until it is drawn, in whatever step that is.
+            if not math.isfinite(kernels.square_sum(now)):
+                values.fill_(math.nan)
             kernels.zero_at_(v.residual, indices)
         return [values], Context(piece)
 

@@ -5,6 +5,7 @@ No postponed annotations here: DDP inspects those of its hooks.
 
 import concurrent.futures
 import dataclasses
+import math
 import threading
 import time
 import weakref
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedpg._by_parameter import ByParameter
-from fusedpg.compress import _hosts, _params, _schedule, memories
+from fusedpg.compress import _agree, _hosts, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
-from fusedpg.compress._piece import Owner, Piece, mixed
+from fusedpg.compress._piece import Piece, mixed
 from fusedpg.compress._schedule import Layout
 from fusedpg.compress.communicators import Communicator
 from fusedpg.compress.memories import Memory
@@ -88,7 +90,7 @@ class State:
         # Parameters in the order of their first appearance, which is the same whenever a model is
         # wrapped anew: by it checkpoints know them.
         self._order: list[weakref.ref[torch.Tensor]] = []
-        self._numbers: set[int] = set()
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._loaded: dict[str, list[Any]] = {}
         self._clear()
 
@@ -130,6 +132,17 @@ class State:
             )
 
         self._group = make(range(len(ranks)))
+        _agree.check(
+            {
+                "seed": self.seed,
+                "step": self._step,
+                "schedule": self.schedule,
+                "compressor": _agree.described(self.compressor),
+                "memory": _agree.described(self.memory),
+                "communicator": _agree.described(self.communicator),
+            },
+            self._group,
+        )
         self._hosts = _hosts.of(self._group, self.communicator, make)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "fusedpg-compress")
 
@@ -198,7 +211,7 @@ class State:
             self._units += 1
         unit.parameters.append(parameter)
         last = unit.slices[-1] if unit.slices else None
-        if last is not None and last.data_ptr() + last.nbytes == part.data_ptr():
+        if last is not None and _follows(last, part):
             joined = last.numel() + part.numel()
             unit.slices[-1] = last.as_strided((joined,), (1,), last.storage_offset())
         else:
@@ -303,14 +316,18 @@ class State:
         return known
 
     def _uncompressed(self, grad: torch.Tensor, piece: Piece) -> None:
-        """The mean, with what was kept of earlier steps."""
+        """The mean of what a memory makes of gradients, with what was kept of earlier steps."""
+        scale = self.memory.scale
+        # Of EFSignSGD's memory this is 1 but for rounding.
+        if self.memory.gamma != 1 and not math.isclose(scale * self.memory.gamma, 1):
+            grad.mul_(scale * self.memory.gamma)
         for name in self._kept.names():
             if not name.startswith("residual"):
                 continue
             residual = piece.state(name)
             # A server's is of the mean, a host's of the mean of its ranks, and what a memory keeps
             # may have another unit.
-            share = piece.world_size if name.endswith("@server") else self.memory.scale
+            share = piece.world_size if name.endswith("@server") else scale * self.memory.beta
             if self._hosts is not None and not name.endswith("@server"):
                 share *= self._hosts.count
             grad.add_(residual, alpha=share)
@@ -319,14 +336,16 @@ class State:
         grad.div_(piece.world_size)
 
     def _state_of(self, unit: _Unit, grad: torch.Tensor) -> Any:
-        def state(name: str, begin: int, end: int, owners: Sequence[Owner]) -> torch.Tensor:
+        def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:
             def moved(tensor: torch.Tensor) -> None:
                 """Slices that ranks share out are others than before."""
-                for owner in owners:
-                    dist.all_reduce(tensor, group=owner.group)
-                for owner in owners:
-                    tensor[: owner.begin].zero_()
-                    tensor[owner.end :].zero_()
+                for group, _, _ in shared:
+                    dist.all_reduce(tensor, group=group)
+                if shared:
+                    # All of this rank's slice, of which what is asked for may be a part.
+                    _, first, last = shared[0]
+                    tensor[:first].zero_()
+                    tensor[last:].zero_()
 
             whole = self._kept.flat(name, unit.parameters, grad.dtype, grad.device, moved)
             return whole[begin:end]
@@ -351,10 +370,10 @@ class State:
     def _know(self, parameters: Sequence[torch.Tensor]) -> None:
         """Numbers parameters that are new, and gives them what a checkpoint has of them."""
         for parameter in parameters:
-            if id(parameter) in self._numbers:
+            if parameter in self._known:
                 continue
             number = len(self._order)
-            self._numbers.add(id(parameter))
+            self._known[parameter] = number
             self._order.append(weakref.ref(parameter))
             for name, saved in self._loaded.items():
                 value = saved[number] if number < len(saved) else None
@@ -396,7 +415,7 @@ class State:
         self._kept = ByParameter()
         known = [parameter for ref in self._order if (parameter := ref()) is not None]
         self._order.clear()
-        self._numbers.clear()
+        self._known.clear()
         self._know(known)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -412,6 +431,15 @@ class State:
             self, *state["parts"], schedule=state["schedule"], seed=state["state"]["seed"]
         )
         self.load_state_dict(state["state"])
+
+
+def _follows(last: torch.Tensor, part: torch.Tensor) -> bool:
+    """In one bucket: two may lie side by side by chance."""
+    return (
+        last.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        and last.dtype == part.dtype
+        and last.storage_offset() + last.numel() == part.storage_offset()
+    )
 
 
 def _may_be_plain(compressor: Compressor, memory: Memory) -> bool:

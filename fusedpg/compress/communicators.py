@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedpg.compress import _wire as wire
-from fusedpg.compress._base import Compressor, Payload
+from fusedpg.compress._base import Compensated, Compressor, Payload
 from fusedpg.compress._piece import Piece
 from fusedpg.compress.memories import Memory
 
@@ -123,7 +123,12 @@ class ParameterServer(AllToAll):
             begin, end = shards[rank]
             if end > begin:
                 theirs = piece.part(begin, end, rank, piece.world_size, "@server")
-                compressor.combine(grad[begin:end], [answer], 1.0, at._replace(piece=theirs))
+                context = at._replace(piece=theirs)
+                if at.own is not None and theirs.numel != part.numel:
+                    # What one's own compressor says of its context is about this rank's shard.
+                    nothing = torch.zeros_like(grad[begin:end])
+                    _, context = compressor.encode(Compensated(nothing), theirs)
+                compressor.combine(grad[begin:end], [answer], 1.0, context)
 
 
 BY_NAME: dict[str, type[Communicator]] = {

@@ -20,9 +20,12 @@ class Memory:
 
     Attributes:
         scale: what decompressed gradients are multiplied by.
+        beta, gamma: what is compressed is beta * residual + gamma * gradient.
     """
 
     scale: float = 1.0
+    beta: float = 1.0
+    gamma: float = 1.0
     _piece: Piece | None = None
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:

@@ -1,0 +1,306 @@
+"""What a rank does in single trials of compressed training.
+
+No postponed annotations here: DDP inspects those of its hooks.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedpg.compress as compress
+from harness import Context
+
+
+class Given(nn.Module):
+    """A parameter whose gradient is what it is called with."""
+
+    def __init__(self, *numels: int) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(n) for n in numels)
+
+    def forward(self, *wanted: Tensor) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.all, wanted)]).sum()
+
+
+def wrapped(
+    numel: int, params: dict[str, Any], hook: Any = compress.hook, **more: Any
+) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(Given(numel))
+    ddp.register_comm_hook(compress.from_params(params, **more), hook)
+    return ddp
+
+
+def step(ddp: DistributedDataParallel, gradient: Tensor) -> Tensor:
+    ddp.zero_grad()
+    ddp(gradient).backward()
+    found = ddp.module.all[0].grad
+    assert found is not None
+    return found.clone()
+
+
+def mean_of_many(context: Context, params: dict[str, Any], steps: int) -> tuple[Any, Any]:
+    """The mean result of the same gradients, again and again, and its standard error."""
+    generator = torch.Generator().manual_seed(context.rank)
+    gradient = torch.randn(301, generator=generator)
+    ddp = wrapped(301, params)
+    found = torch.stack([step(ddp, gradient).double() for _ in range(steps)])
+    error = found.std(0) / steps**0.5
+    return (found.mean(0).numpy(), error.numpy(), gradient.double().numpy())
+
+
+def recovers(context: Context, params: dict[str, Any], bad: float) -> None:
+    """What is not finite on one rank is seen by all ranks in that step, and in no later one."""
+    ddp = DistributedDataParallel(Given(64, 5))
+    ddp.register_comm_hook(compress.from_params(params), compress.hook)
+    ddp.module.all[0] = ddp.module.all[0]
+    good = [torch.linspace(-1, 1, 64) + context.rank, torch.ones(5)]
+    for now in range(6):
+        wanted = [g.clone() for g in good]
+        if now == 2 and context.rank == 0:
+            wanted[0][17] = bad
+        ddp.zero_grad()
+        ddp(*wanted).backward()
+        grads = [p.grad for p in ddp.module.all]
+        finite = all(bool(g.isfinite().all()) for g in grads if g is not None)
+        assert finite == (now != 2), (params, now, grads)
+
+
+def plain_steps_equal_mean(context: Context, params: dict[str, Any]) -> list[Any]:
+    """schedule="auto" begins without compression: what that gives."""
+    state = compress.from_params(params, schedule="auto")
+    ddp = DistributedDataParallel(Given(8))
+    ddp.register_comm_hook(state, compress.hook)
+    found = []
+    for now in range(6):
+        result = step(ddp, torch.arange(8.0) + context.rank + now)
+        found.append((state._plain, result.double().numpy()))
+    return found
+
+
+class Sized(compress.Compressor):
+    """As GRACE's own: the context knows the size, and nothing may be empty."""
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
+        return [tensor.view(1, -1).clone(), tensor.abs().max().view(1)], tensor.numel()
+
+    def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
+        assert tensors[0].numel() == ctx
+        return tensors[0].view(ctx).clone()
+
+
+def ones_own(context: Context, communicator: str, memory: str, numel: int) -> Any:
+    ddp = wrapped(numel, {"compressor": Sized(), "memory": memory, "communicator": communicator})
+    gradient = torch.arange(float(numel)) + 1 + context.rank
+    for _ in range(3):
+        found = step(ddp, gradient)
+    return found.numpy()
+
+
+def neighbours_in_memory(context: Context) -> None:
+    """Buckets that lie side by side are two all the same."""
+    state = compress.from_params({}, schedule="one")
+    whole = torch.zeros(32)
+    apart = [torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16),
+             torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16, offset=64)]  # fmt: skip
+    state._splits = frozenset({2})
+    for part in apart:
+        state._add(nn.Parameter(torch.zeros(16)), part)
+    assert state._open is not None
+    assert [s.numel() for s in state._open.slices] == [16, 16]
+
+
+def disagree(context: Context, what: str) -> None:
+    params: dict[str, Any] = {"compressor": "randomk", "memory": "residual"}
+    more: dict[str, Any] = {}
+    if what == "seed":
+        more["seed"] = context.rank
+    elif what == "compressor":
+        params["compress_ratio"] = 0.1 + 0.1 * context.rank
+    elif what == "schedule":
+        more["schedule"] = context.rank + 1
+    step(wrapped(100, params, **more), torch.ones(100))
+
+
+def counts() -> dict[str, int]:
+    gc.collect()
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+    }
+
+
+def two_modules(context: Context) -> None:
+    """Each with a state of its own, in one graph."""
+    first, second = wrapped(50, {"compressor": "topk", "memory": "residual"}), wrapped(70, {})
+    for _ in range(3):
+        a, b = torch.full((50,), context.rank + 1.0), torch.full((70,), 5.0 * context.rank)
+        (first(a) + second(b)).backward()
+    size = context.world_size
+    grad = second.module.all[0].grad
+    assert grad is not None
+    torch.testing.assert_close(grad, torch.full((70,), 3 * 5.0 * (size - 1) / 2))
+
+
+def half_wrapper(context: Context) -> None:
+    hook = default_hooks.fp16_compress_wrapper(compress.hook)
+    ddp = wrapped(40, {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}, hook)
+    for now in range(3):
+        found = step(ddp, torch.arange(40.0) + context.rank + now)
+        wanted = torch.arange(40.0) + (context.world_size - 1) / 2 + now
+        torch.testing.assert_close(found, wanted)
+
+
+def new_memory_after_old_parameters(context: Context) -> None:
+    """A state that outlives its module knows the parameters of the next one, wherever they lie."""
+    state = compress.from_params({"compressor": "topk", "memory": "residual"})
+    for _ in range(20):
+        ddp = DistributedDataParallel(Given(30))
+        ddp.register_comm_hook(state, compress.hook)
+        step(ddp, torch.arange(30.0))
+        last = state.state_dict()["memory"]["residual"][-1]
+        assert last is not None
+        assert last.abs().sum() > 0
+        del ddp
+        gc.collect()
+
+
+def raises_in_backward(context: Context, rank: int) -> str:
+    """One rank's backward fails between two buckets; all go on with new modules."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if context.rank == rank:
+                raise RuntimeError("of one's own")
+            return g
+
+    model = Given(600_000, 600_000)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    ddp.register_comm_hook(compress.from_params({"compressor": "topk"}), compress.hook)
+    ones = torch.ones(600_000)
+    ddp(ones, ones).backward()
+    out = (model.all[1] * ones).sum() + (Fails.apply(model.all[0]) * ones).sum()  # not used
+    del out
+    first = Fails.apply(ones.clone().requires_grad_())
+    with pytest.raises(RuntimeError) as raised:
+        ddp(first, ones).backward()
+        raise RuntimeError("none")
+    dist.barrier()
+    again = wrapped(100, {"compressor": "topk", "memory": "residual"})
+    step(again, torch.ones(100))
+    return str(raised.value)
+
+
+def dies(context: Context, rank: int) -> str:
+    ddp = wrapped(100_000, {"compressor": "topk", "memory": "residual"})
+    step(ddp, torch.ones(100_000))
+    dist.barrier()
+    if context.rank == rank:
+        os._exit(7)
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(3):
+            step(ddp, torch.ones(100_000))
+    with pytest.raises(RuntimeError):
+        step(ddp, torch.ones(100_000))
+    return str(raised.value)
+
+
+def own_fails(context: Context, rank: int) -> str:
+    """A compressor that raises on one rank."""
+
+    class Fails(Sized):
+        calls = 0
+
+        def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
+            self.calls += 1
+            if self.calls == 2 and context.rank == rank:
+                raise ValueError("of one's own")
+            return super().compress(tensor, name)
+
+    ddp = wrapped(100, {"compressor": Fails()})
+    step(ddp, torch.ones(100))
+    with pytest.raises(RuntimeError) as raised:
+        step(ddp, torch.ones(100))
+    return str(raised.value)
+
+
+def state_of_an_ended_group(context: Context) -> str:
+    """The default group goes and comes back; the state knows that its own has gone."""
+    ddp = wrapped(10, {"compressor": "topk", "memory": "residual"})
+    step(ddp, torch.ones(10))
+    state = compress.from_params({"compressor": "topk", "memory": "residual"})
+    other = DistributedDataParallel(Given(10))
+    other.register_comm_hook(state, compress.hook)
+    step(other, torch.ones(10))
+    dist.destroy_process_group(state._group)
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        step(other, torch.ones(10))
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def sparse_gradients(context: Context) -> str:
+    model = nn.Embedding(10, 4, sparse=True)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(compress.from_params({"compressor": "topk"}), compress.hook)
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        ddp(torch.tensor([1, 2])).sum().backward()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def nothing_left(context: Context) -> list[dict[str, int]]:
+    """Threads, files and groups after states have come and gone."""
+    found = []
+    for now in range(12):
+        ddp = wrapped(100, {"compressor": "topk", "memory": "residual", "communicator": "ps"})
+        step(ddp, torch.ones(100))
+        step(ddp, torch.ones(100))
+        del ddp
+        found.append(counts())
+        dist.barrier()
+    return found
+
+
+def unused_everywhere(context: Context) -> Any:
+    model = Given(40, 40)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    state = compress.from_params(
+        {"compressor": "topk", "memory": "residual", "compress_ratio": 0.25}, schedule="layer"
+    )
+    ddp.register_comm_hook(state, compress.hook)
+    total = torch.zeros(40)
+    wanted = torch.arange(40.0)
+    kept = []
+    for now in range(6):
+        ddp.zero_grad()
+        both = now in (0, 3)
+        ddp.module.forward = (
+            (lambda a, b: (model.all[0] * a).sum() + (model.all[1] * b).sum())
+            if both
+            else (lambda a, b: (model.all[0] * a).sum())
+        )
+        ddp(wanted, wanted).backward()
+        if model.all[1].grad is not None:
+            total += model.all[1].grad
+        left = state._kept.get("residual", model.all[1])
+        assert left is not None
+        left = left.clone()
+        dist.all_reduce(left)
+        kept.append(float(total.sum() * context.world_size + left.sum()))
+    return kept
