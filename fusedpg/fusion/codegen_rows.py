@@ -166,6 +166,14 @@ class _RowWriter(_Writer):
 
     # --- the function --------------------------------------------------------------------------
 
+    def _number(self, node: Node) -> str:
+        # The divisor of a mean: one text serves rows of all lengths.
+        if self._rows is not None and node.op == "constant":
+            value = node.attribute("value")
+            if isinstance(value, float) and value == self._rows.length:
+                return "double(length)"
+        return super()._number(node)
+
     def _expression(self, node: Node) -> str:
         if node.op in ("view", "expand"):
             return self._names[node.operands[0]]

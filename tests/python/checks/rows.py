@@ -159,14 +159,13 @@ def blocks(context: Context, shape: tuple[int, ...], dtype: torch.dtype, threads
         torch.testing.assert_close(mine, his, rtol=bound, atol=bound)
 
 
-def many_blocks(context: Context) -> None:
-    for dtype in BOUNDS:
-        for shape in [(3, 2), (5, 31), (4, 64), (2, 3, 33), (7, 1000), (2, 4097), (1, 10007)]:
+def many_blocks(context: Context, dtype: torch.dtype) -> None:
+    for shape in [(3, 2), (5, 31), (4, 64), (2, 3, 33), (7, 1000), (2, 4097), (1, 10007)]:
+        blocks(context, shape, dtype)
+    if dtype == torch.float32:
+        for shape in [(0, 5), (4, 1), (1, 1)]:
             blocks(context, shape, dtype)
-    for shape in [(0, 5), (4, 1), (9,), (1, 1)]:
-        blocks(context, shape, torch.float32)
-    one = torch.tensor([0.0, 0.0])
-    dist.all_reduce(one, group=context.oracle)
+    dist.barrier(group=context.oracle)
 
 
 def in_threads(context: Context) -> None:
