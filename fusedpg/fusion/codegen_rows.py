@@ -114,9 +114,8 @@ class _RowWriter(_Writer):
                 place = self._place(node, AS_IS, node.shape)
                 self._before.append(f"const {kind} {name} = load({place});")
             return
-        if node.layout not in (REPLICATE, PARTIAL):
-            if node.shape != self._domain:
-                raise Unsupported("a block of another shape")
+        if node.layout not in (REPLICATE, PARTIAL) and node.shape != self._domain:
+            raise Unsupported("a block of another shape")
         if node.numel == 1:
             place = self._place(node, AS_IS, node.shape)
             self._before.append(f"const {kind} {name} = load({place});")
@@ -267,8 +266,9 @@ class _RowWriter(_Writer):
         """One number of the row, before the pass in which it is ready."""
         name, kind = self._names[node], _computed(node.dtype)
         if node.op in REDUCTIONS:
-            x = node.operands[0]
-            text = f"{_REDUCED[node.op]}({self._names[x] if self._tiled(x) else name}tile, n)"
+            given = node.operands[0]
+            tile = self._names[given] if self._tiled(given) else name
+            text = f"{_REDUCED[node.op]}({tile}tile, n)"
         elif node.op in _MATH:
             assert node.dtype is not None
             x = self._names[node.operands[0]]

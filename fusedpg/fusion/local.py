@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
 import os
@@ -141,15 +142,17 @@ class LocalKernel:
 
         rows = -(-total // length)
         parts = min(torch.get_num_threads(), rows, max(total // _LEAST, 1))
-        cuts = [rows * k // parts for k in range(parts + 1)] if parts > 1 else [0, rows]
-        # A thread that a part could not be given to would leave elements as they are: so all are
-        # waited for, and raise here.
-        waiting = [
-            _threads().submit(part, begin, end - begin) for begin, end in zip(cuts[1:], cuts[2:])
-        ]
-        part(cuts[0], cuts[1] - cuts[0])
-        for future in waiting:
-            future.result()
+        if parts > 1:
+            cuts = [rows * k // parts for k in range(parts + 1)]
+            waiting = [
+                _threads().submit(part, begin, end - begin)
+                for begin, end in itertools.pairwise(cuts[1:])
+            ]
+            part(0, cuts[1])
+            for future in waiting:  # which raises what the part has raised
+                future.result()
+        elif rows:
+            part(0, rows)
         values.update(zip(source.outputs, results))
 
 

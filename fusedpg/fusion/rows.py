@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from fusedpg.fusion.ir import REDUCTIONS, REPLICATE, Node, Program
 
+_LONGEST = 1 << 16  # elements
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -19,9 +21,10 @@ class Rows:
 
     @staticmethod
     def of(node: Node) -> Rows | None:
-        """The rows that a reduction is of; None if it is none, or of rows of one element.
+        """The rows that a reduction is of; None if it is none, or not of such rows.
 
-        There the whole and its reduction would have one shape.
+        Where a row is one element the whole and its reduction would have one shape; a row that
+        fits no cache is better reduced by all threads, which torch does.
         """
         if node.op not in REDUCTIONS or node.layout != REPLICATE:
             return None
@@ -30,7 +33,7 @@ class Rows:
         if not dims or dims != tuple(range(first, len(domain))):
             return None
         rows = Rows(domain, len(dims))
-        return rows if rows.length > 1 and rows.number else None
+        return rows if 1 < rows.length <= _LONGEST and rows.number else None
 
     @property
     def length(self) -> int:
@@ -104,8 +107,9 @@ def levels(program: Program, within: frozenset[Node] = frozenset()) -> dict[Node
     for node in program.nodes:
         found[node] = max(
             (
-                found[operand] + (not free(operand) and not operand.scalar and operand.op != "input")
+                found[operand] + (not free(operand) and operand.op != "input")
                 for operand in node.operands
+                if not operand.scalar
             ),
             default=0,
         )

@@ -69,11 +69,11 @@ def run_random_gradients(world_size: int, examples: int) -> int:
 
 
 def test_random_programs() -> None:
-    assert run_random(2, 8) > 3
+    assert run_random(2, 6) > 3
 
 
 def test_random_gradients() -> None:
-    assert run_random_gradients(2, 5) > 3
+    assert run_random_gradients(2, 4) > 3
 
 
 @pytest.mark.slow
