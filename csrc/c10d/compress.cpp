@@ -96,6 +96,12 @@ struct Input {
 
 using Two = std::tuple<at::Tensor, at::Tensor>;
 
+// One for each thread, whose memory stays: as much as it has ever selected.
+compress::Selected& selected() {
+  thread_local compress::Selected found;
+  return found;
+}
+
 Two tensors(const compress::Selected& found) {
   const auto size = static_cast<int64_t>(found.indices.size());
   at::Tensor values = at::empty({size}, at::kFloat);
@@ -115,8 +121,8 @@ Two topk(
   TORCH_CHECK_VALUE(
       k >= 0 && static_cast<size_t>(k) <= in.count,
       formatted("fused: compress.topk: k is 0 to {}, got {}", in.count, k));
-  return tensors(
-      compress::top_k(table(), in.v, in.count, static_cast<size_t>(k)));
+  compress::top_k(table(), in.v, in.count, static_cast<size_t>(k), selected());
+  return tensors(selected());
 }
 
 Two threshold(
@@ -137,13 +143,14 @@ Two threshold(
           in.count,
           threshold,
           at_least));
-  return tensors(
-      compress::above(
-          table(),
-          in.v,
-          in.count,
-          static_cast<float>(threshold),
-          static_cast<size_t>(at_least)));
+  compress::above(
+      table(),
+      in.v,
+      in.count,
+      static_cast<float>(threshold),
+      static_cast<size_t>(at_least),
+      selected());
+  return tensors(selected());
 }
 
 at::Tensor bytes(size_t count) {

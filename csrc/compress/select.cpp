@@ -98,29 +98,30 @@ uint32_t exact_kth(const Compensation& v, size_t count, size_t k) {
 }
 
 // What is above `threshold`, and of what equals it the first up to k in all.
-Selected at_least(
+void at_least(
     const Compensation& v,
     size_t count,
     size_t k,
-    uint32_t threshold) {
+    uint32_t threshold,
+    Selected& found) {
   size_t above = 0;
   for (size_t i = 0; i < count; ++i) {
     above += magnitude(value(v, i)) > threshold ? 1 : 0;
   }
   size_t equal = k - above;
-  Selected result;
-  result.indices.reserve(k);
-  result.values.reserve(k);
-  for (size_t i = 0; i < count && result.indices.size() < k; ++i) {
+  found.indices.resize(k);
+  found.values.resize(k);
+  size_t size = 0;
+  for (size_t i = 0; size < k; ++i) {
     const float x = value(v, i);
     const uint32_t bits = magnitude(x);
     if (bits > threshold || (bits == threshold && equal > 0)) {
       equal -= bits == threshold ? 1 : 0;
-      result.indices.push_back(static_cast<uint32_t>(i));
-      result.values.push_back(x);
+      found.indices[size] = static_cast<uint32_t>(i);
+      found.values[size] = x;
+      ++size;
     }
   }
-  return result;
 }
 
 // The k largest of candidates that have all of them.
@@ -173,7 +174,6 @@ bool by_sample(
   const size_t all = table.collect(
       v, count, bound, 0, found.indices.data(), found.values.data(), capacity);
   if (all < k || all > capacity) {
-    found = {};
     return false;
   }
   found.indices.resize(all);
@@ -192,57 +192,59 @@ void clear(float* residual, const Selected& found) {
 
 } // namespace
 
-Selected top_k(
+void top_k(
     const CompressTable& table,
     const Compensation& v,
     size_t count,
-    size_t k) {
-  Selected found;
+    size_t k,
+    Selected& found) {
   if (k == 0) {
     write(table, v, count);
-    return found;
+    found.indices.clear();
+    found.values.clear();
+    return;
   }
   if (!by_sample(table, v, count, k, found)) {
     const Compensation now = written(v);
-    found = at_least(now, count, k, exact_kth(now, count, k));
+    at_least(now, count, k, exact_kth(now, count, k), found);
   }
   clear(v.residual, found);
-  return found;
 }
 
-Selected above(
+void above(
     const CompressTable& table,
     const Compensation& v,
     size_t count,
     float threshold,
-    size_t at_least) {
+    size_t at_least,
+    Selected& found) {
   constexpr size_t kPart = 1 << 16;
-  Selected found;
-  std::vector<uint32_t> indices(kPart);
-  std::vector<float> values(kPart);
+  size_t size = 0;
   for (size_t begin = 0; begin < count; begin += kPart) {
     const size_t n = std::min(kPart, count - begin);
+    if (found.indices.size() < size + n) {
+      found.indices.resize(2 * (size + n));
+      found.values.resize(2 * (size + n));
+    }
     Compensation part = v;
     part.grad += v.grad == nullptr ? 0 : begin;
     part.residual += v.residual == nullptr ? 0 : begin;
-    const size_t some = table.collect(
+    size += table.collect(
         part,
         n,
         magnitude(threshold),
         static_cast<uint32_t>(begin),
-        indices.data(),
-        values.data(),
-        kPart);
-    found.indices.insert(
-        found.indices.end(), indices.begin(), indices.begin() + some);
-    found.values.insert(
-        found.values.end(), values.begin(), values.begin() + some);
+        found.indices.data() + size,
+        found.values.data() + size,
+        n);
   }
-  if (found.indices.size() < at_least) {
-    return top_k(table, written(v), count, at_least);
+  found.indices.resize(size);
+  found.values.resize(size);
+  if (size < at_least) {
+    top_k(table, written(v), count, at_least, found);
+  } else {
+    clear(v.residual, found);
   }
-  clear(v.residual, found);
-  return found;
 }
 
 } // namespace fusedpg::compress

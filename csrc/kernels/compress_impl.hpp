@@ -50,6 +50,33 @@ FUSEDPG_INLINE uint32_t magnitude(float x) {
   return bits & 0x7fffffffU;
 }
 
+// Elements that are looked at together, at most 32.
+constexpr size_t kLook = 32;
+
+// Bit k: the magnitude of v[k], as an integer, is above the bound.
+FUSEDPG_INLINE uint32_t larger_bits(const float* v, size_t n, uint32_t bound) {
+  uint32_t larger = 0;
+#if defined(__AVX2__)
+  if (n == kLook) {
+    const __m256i no_sign = _mm256_set1_epi32(0x7fffffff);
+    const __m256i bounds = _mm256_set1_epi32(static_cast<int>(bound));
+#pragma GCC unroll 4
+    for (size_t k = 0; k < kLook; k += 8) {
+      const __m256i bits = _mm256_and_si256(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + k)), no_sign);
+      const __m256 above =
+          _mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, bounds));
+      larger |= static_cast<uint32_t>(_mm256_movemask_ps(above)) << k;
+    }
+    return larger;
+  }
+#endif
+  for (size_t k = 0; k < n; ++k) {
+    larger |= (magnitude(v[k]) > bound ? 1U : 0U) << k;
+  }
+  return larger;
+}
+
 static size_t collect(
     const Compensation& c,
     size_t count,
@@ -59,43 +86,22 @@ static size_t collect(
     float* values,
     size_t capacity) {
   alignas(kLine) float tile[kCompressTile];
-  constexpr size_t kLook = 16;
   size_t found = 0;
-  const auto signed_bound = static_cast<int32_t>(bound);
   for (size_t begin = 0; begin < count; begin += kCompressTile) {
     const size_t n = smaller(kCompressTile, count - begin);
     const float* v = compensated(c, begin, n, tile);
     keep(c, begin, v, n);
     for (size_t i = 0; i < n; i += kLook) {
-      const size_t end = smaller(i + kLook, n);
-      int32_t any = 0;
-      if (end - i == kLook) {
-        for (size_t k = 0; k < kLook; ++k) {
-          any |= static_cast<int32_t>(magnitude(v[i + k])) > signed_bound;
+      const size_t some = smaller(kLook, n - i);
+      uint32_t larger = larger_bits(v + i, some, bound);
+      while (larger != 0) {
+        const auto k = static_cast<size_t>(__builtin_ctz(larger));
+        larger &= larger - 1;
+        if (found < capacity) {
+          indices[found] = base + static_cast<uint32_t>(begin + i + k);
+          values[found] = v[i + k];
         }
-      } else {
-        any = 1;
-      }
-      if (any == 0) {
-        continue;
-      }
-      if (found + kLook <= capacity) {
-        // Without a branch an element: written always, kept if it counts.
-        for (size_t k = i; k < end; ++k) {
-          indices[found] = base + static_cast<uint32_t>(begin + k);
-          values[found] = v[k];
-          found += magnitude(v[k]) > bound ? 1 : 0;
-        }
-        continue;
-      }
-      for (size_t k = i; k < end; ++k) {
-        if (magnitude(v[k]) > bound) {
-          if (found < capacity) {
-            indices[found] = base + static_cast<uint32_t>(begin + k);
-            values[found] = v[k];
-          }
-          ++found;
-        }
+        ++found;
       }
     }
   }
@@ -343,6 +349,10 @@ static void vote_signs(
     size_t count,
     float value) {
   constexpr size_t kMost = 255; // ranks whose votes a byte can count
+  uint64_t spread[256];
+  for (uint64_t byte = 0; byte < 256; ++byte) {
+    spread[byte] = spread_bits(byte);
+  }
   size_t i = 0;
 #if defined(__AVX2__)
   if (ranks <= kMost) {
@@ -353,7 +363,7 @@ static void vote_signs(
     for (; i + 8 <= count; i += 8) {
       uint64_t sums = 0;
       for (size_t r = 0; r < ranks; ++r) {
-        sums += spread_bits(packed[r * stride + i / 8]);
+        sums += spread[packed[r * stride + i / 8]];
       }
       const __m256i votes =
           _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(sums)));
@@ -369,7 +379,7 @@ static void vote_signs(
       const size_t end = smaller(first + kMost, ranks);
       uint64_t sums = 0;
       for (size_t r = first; r < end; ++r) {
-        sums += spread_bits(packed[r * stride + i / 8]);
+        sums += spread[packed[r * stride + i / 8]];
       }
       for (size_t k = 0; k < 8; ++k) {
         votes[k] += static_cast<uint32_t>(sums >> (8 * k) & 0xff);

@@ -367,7 +367,31 @@ FUSEDPG_INLINE void unnatural_as(
   for (uint32_t code = 0; code < 256; ++code) {
     values[code] = alpha * power_of(code);
   }
-  for (size_t i = 0; i < count; ++i) {
+  size_t i = 0;
+#if defined(__AVX2__)
+  const __m256 factor = _mm256_set1_ps(alpha);
+  const __m256i seven = _mm256_set1_epi32(127);
+  const __m256i bias = _mm256_set1_epi32(63);
+  const __m256i nan = _mm256_set1_epi32(0x7fc00000);
+  for (; i + 8 <= count; i += 8) {
+    const __m256i code = _mm256_cvtepu8_epi32(
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+    const __m256i exponent = _mm256_and_si256(code, seven);
+    __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(exponent, bias), 23);
+    bits = _mm256_andnot_si256(
+        _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256()), bits);
+    bits = _mm256_blendv_epi8(bits, nan, _mm256_cmpeq_epi32(exponent, seven));
+    // Bit 7 of the code is the sign.
+    bits = _mm256_or_si256(
+        bits, _mm256_slli_epi32(_mm256_srli_epi32(code, 7), 31));
+    __m256 value = _mm256_mul_ps(factor, _mm256_castsi256_ps(bits));
+    if constexpr (kAdd) {
+      value = _mm256_add_ps(_mm256_loadu_ps(out + i), value);
+    }
+    _mm256_storeu_ps(out + i, value);
+  }
+#endif
+  for (; i < count; ++i) {
     put<kAdd>(out + i, values[codes[i]]);
   }
 }

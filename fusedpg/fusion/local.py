@@ -59,8 +59,9 @@ class LocalKernel:
         self.reason = ""
         self.source: RowSource | None = None
         self._call: Any = None  # the compiled function
-        # Groups whose ranks have asked each other, and whether all have a function.
-        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = (
+        # Groups whose ranks have asked each other, and whether all have a function. By whether
+        # code is wanted: who does not want it has to be asked, too.
+        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, bool]] = (
             weakref.WeakKeyDictionary()
         )
         try:
@@ -82,21 +83,23 @@ class LocalKernel:
         are alike on all ranks would not be.
         """
         source = self.source
-        if source is None or not load_extension()._fusion_settings()[0]:
+        if source is None:
             return False
+        wanted = bool(load_extension()._fusion_settings()[0])
         if not all(_on_cpu(values, node) for node, _, _ in source.operands):
             return False
         if self._world_size > 1:
             key = group if group is not None else dist.distributed_c10d._get_default_group()
-            if key not in self._agreed:
-                flag = torch.tensor([float(self._found(source))])
+            agreed = self._agreed.setdefault(key, {})
+            if wanted not in agreed:
+                flag = torch.tensor([float(wanted and self._found(source))])
                 yield dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True)
-                self._agreed[key] = bool(flag.item())
+                agreed[wanted] = bool(flag.item())
                 if not flag.item():
                     _log.info("%s: a rank has no compiled function", self._name)
-            if not self._agreed[key]:
+            if not agreed[wanted]:
                 return False
-        elif not self._found(source):
+        elif not wanted or not self._found(source):
             return False
         self._compute(source, values, slicer, rank)
         return True

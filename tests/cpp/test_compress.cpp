@@ -170,8 +170,8 @@ TEST(top_k_is_that_of_a_sort) {
       for (const size_t k :
            {size_t{0}, size_t{1}, n / 1000, n / 100, n / 3, n}) {
         std::vector<float> residual(n, 0.0F);
-        const auto found =
-            compress::top_k(table, {grad.data(), residual.data()}, n, k);
+        compress::Selected found;
+        compress::top_k(table, {grad.data(), residual.data()}, n, k, found);
         std::vector<uint32_t> want(order.begin(), order.begin() + k);
         std::sort(want.begin(), want.end());
         CHECK(found.indices == want);
@@ -203,13 +203,12 @@ TEST(above_a_threshold_is_everything_above_it) {
           want.push_back(static_cast<uint32_t>(i));
         }
       }
-      const auto found = compress::above(table, {grad.data()}, n, threshold, 0);
+      compress::Selected found;
+      compress::above(table, {grad.data()}, n, threshold, 0, found);
       CHECK(found.indices == want);
       const size_t most = std::min(n, want.size() + n / 10);
-      CHECK_EQ(
-          compress::above(table, {grad.data()}, n, threshold, most)
-              .indices.size(),
-          most);
+      compress::above(table, {grad.data()}, n, threshold, most, found);
+      CHECK_EQ(found.indices.size(), most);
     }
   }
 }

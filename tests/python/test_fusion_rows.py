@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fused_only
 
 @pytest.mark.parametrize("dtype", rows.BOUNDS, ids=str)
 def test_norms_of_all_lengths(dtype: torch.dtype) -> None:
-    harness.pool(2).run(rows.many_blocks, dtype)
+    harness.pool(2).run(rows.many_blocks, dtype, timeout=300)  # compiles; seconds each
 
 
 def test_threads() -> None:
@@ -45,7 +45,7 @@ def run_random(world_size: int, examples: int) -> int:
     @hypothesis.given(random_programs.programs())
     def check(case: rows.Case) -> None:
         nonlocal seen
-        counts = harness.pool(world_size).run(rows.random_program, case)
+        counts = harness.pool(world_size).run(rows.random_program, case, timeout=300)
         assert len(set(counts)) == 1
         seen += counts[0]
 
@@ -60,7 +60,7 @@ def run_random_gradients(world_size: int, examples: int) -> int:
     @hypothesis.given(random_programs.programs(smooth=True))
     def check(case: rows.Case) -> None:
         nonlocal seen
-        counts = harness.pool(world_size).run(rows.random_gradients, case)
+        counts = harness.pool(world_size).run(rows.random_gradients, case, timeout=300)
         assert len(set(counts)) == 1
         seen += counts[0]
 

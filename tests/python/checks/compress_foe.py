@@ -3,15 +3,11 @@
 No postponed annotations here: DDP inspects those of its hooks.
 """
 
-import contextlib
 import gc
 import os
-import pickle
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,7 +246,7 @@ def state_of_an_ended_group(context: Context) -> str:
     other.register_comm_hook(state, compress.hook)
     step(other, torch.ones(10))
     dist.destroy_process_group(state._group)
-    with pytest.raises(Exception) as raised:  # noqa: PT011
+    with pytest.raises(Exception) as raised:
         step(other, torch.ones(10))
     return f"{type(raised.value).__name__}: {raised.value}"
 
@@ -259,7 +255,7 @@ def sparse_gradients(context: Context) -> str:
     model = nn.Embedding(10, 4, sparse=True)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(compress.from_params({"compressor": "topk"}), compress.hook)
-    with pytest.raises(Exception) as raised:  # noqa: PT011
+    with pytest.raises(Exception) as raised:
         ddp(torch.tensor([1, 2])).sum().backward()
     return f"{type(raised.value).__name__}: {raised.value}"
 
@@ -267,7 +263,7 @@ def sparse_gradients(context: Context) -> str:
 def nothing_left(context: Context) -> list[dict[str, int]]:
     """Threads, files and groups after states have come and gone."""
     found = []
-    for now in range(12):
+    for _now in range(12):
         ddp = wrapped(100, {"compressor": "topk", "memory": "residual", "communicator": "ps"})
         step(ddp, torch.ones(100))
         step(ddp, torch.ones(100))
