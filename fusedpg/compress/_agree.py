@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedpg.compress._wire import gathered_into
+
 
 def described(thing: object) -> str:
     """A compressor, memory or communicator: its type, and what it was made with."""
@@ -30,7 +32,7 @@ def check(facts: dict[str, Any], group: Any) -> None:
     hashes = [zlib.crc32(repr(value).encode()) for value in facts.values()]
     own = torch.tensor(hashes, dtype=torch.int64, device=device)
     found = own.new_empty(dist.get_world_size(group) * own.numel())
-    dist.all_gather_into_tensor(found, own, group=group)
+    gathered_into(found, own, group=group)
     theirs = found.view(-1, own.numel()).cpu()
     differ = (theirs != theirs[0]).any(0).tolist()
     mine = ", ".join(f"{key} {facts[key]!r}" for key, other in zip(facts, differ) if other)

@@ -152,11 +152,8 @@ def test_killed_rank() -> None:
             assert answers[rank] < 10
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fp16", "bf16", "powersgd", "post_local_sgd", "quantization_pertensor",
-     "quantization_perchannel"],
-)  # fmt: skip
+# torch's quantization hooks raise an IndexError on Gloo, and here: they expect NCCL's futures.
+@pytest.mark.parametrize("name", ["fp16", "bf16", "powersgd", "post_local_sgd"])
 def test_torchs_hooks_as_on_gloo(name: str) -> None:
     found = harness.pool(2).run(checks.torchs_hooks, name)
     with harness.Workers(2, backend="gloo") as gloo:

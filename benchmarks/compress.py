@@ -1,0 +1,409 @@
+"""Train with compressed gradients between hosts: steps a second, and loss against time.
+
+    python benchmarks/compress.py --hosts 2 --rates 100mbit,1gbit,10gbit,unlimited --check-bars
+    python benchmarks/compress.py --rates 1gbit --parts loss
+
+A DDP step of an MLP of 25 M parameters (batch of 4 a rank, SGD with momentum) on hosts that are
+network namespaces whose links have a rate (needs root, `ip` and `tc`; exits with 2 where that
+cannot be), with one rank each. The arms, in turn:
+
+    gloo, gloo bf16       DDP on Gloo; with torch's bf16_compress_hook
+    fused, fused bf16     the same on our backend
+    top-k 1 % ...         fusedpg.compress, with error feedback, by schedule: each parameter by
+                          itself ("layer"), DDP's buckets, all at once ("one"), or "auto"
+    other compressors     one piece a bucket
+    no_sync               the step without communication, which nothing can beat
+
+"compression" is what compressing and decompressing for two ranks takes, by the same code in a group
+of one rank. What crosses the link is counted by its interface. All arms train one model in turn,
+whose weights must stay the same on all ranks. The part "loss" trains each method from the same
+weights, on a task with a teacher, for as many seconds, and says how far the loss came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import _harness as harness
+import _hosts as hosts
+import _models as models
+import _plots as plots
+from _harness import Bar, Context, Row
+from fusedpg import compress
+
+UNLIMITED = "unlimited"
+RATES = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10, UNLIMITED: None}
+GLOO, BF16 = "gloo", "gloo bf16"
+ALONE = "no_sync"
+BATCH, LR, MOMENTUM = 4, 1e-3, 0.9
+ROUNDS = {"100mbit": 2, "1gbit": 5, "10gbit": 9, UNLIMITED: 11}
+LOSS_SECONDS = {"100mbit": 60.0, "1gbit": 20.0}
+
+TOPK = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.01}
+SIGN = {"compressor": "efsignsgd", "memory": "residual"}
+METHODS: dict[str, tuple[dict[str, Any], str]] = {
+    "top-k 1 %, layer": (TOPK, "layer"),
+    "top-k 1 %, bucket": (TOPK, "bucket"),
+    "top-k 1 %, one": (TOPK, "one"),
+    "top-k 1 %, auto": (TOPK, "auto"),
+    "EF sign, layer": (SIGN, "layer"),
+    "EF sign, bucket": (SIGN, "bucket"),
+    "EF sign, one": (SIGN, "one"),
+    "EF sign, auto": (SIGN, "auto"),
+    "EF sign, ps": ({**SIGN, "communicator": "ps"}, "bucket"),
+    "random-k 1 %": (
+        {**TOPK, "compressor": "randomk", "communicator": "allreduce"}, "bucket"
+    ),
+    "DGC 1 %": ({"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01}, "bucket"),
+    "fp16": ({"compressor": "fp16", "communicator": "allreduce"}, "bucket"),
+    "QSGD 127": ({"compressor": "qsgd"}, "bucket"),
+    "TernGrad": ({"compressor": "terngrad"}, "bucket"),
+    "natural": ({"compressor": "natural"}, "bucket"),
+    "1-bit": ({"compressor": "onebit", "memory": "residual"}, "bucket"),
+    "PowerSGD 4": (
+        {
+            "compressor": "powersgd", "memory": "powersgd", "communicator": "allreduce",
+            "compress_rank": 4,
+        },
+        "bucket",
+    ),
+}  # fmt: skip
+FEW = ("top-k 1 %, bucket", "top-k 1 %, auto", "EF sign, bucket", "EF sign, auto")
+AUTO = {"top-k 1 %": TOPK, "EF sign": SIGN}
+
+
+@dataclass
+class CompressRow(Row):
+    """Also what crossed the link in a step, and what compression takes by itself."""
+
+    sent: float = 0.0  # bytes
+    compression: float = 0.0  # seconds
+
+
+def name_of(rate: str) -> str:
+    return f"step, {rate}"
+
+
+def size_of() -> int:
+    return sum(4 * p.numel() for p in models.make_mlp().parameters())
+
+
+def bars() -> list[Bar]:
+    size = size_of()
+    found = [
+        Bar(2, name_of("1gbit"), "top-k 1 %, auto", size, GLOO, at_least=8),
+        Bar(2, name_of("1gbit"), "EF sign, auto", size, GLOO, at_least=10),
+    ]
+    for rate in ("100mbit", "1gbit", "10gbit"):
+        for method in AUTO:
+            found += [
+                Bar(2, name_of(rate), f"{method}, auto", size, f"{method}, {other}", at_least=0.98)
+                for other in ("layer", "one")
+            ]
+    return found
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=0)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rates", default="100mbit,1gbit,10gbit,unlimited")
+    parser.add_argument("--parts", default="steps,loss")
+    parser.add_argument("--methods", help="only those whose names contain one of these")
+    hosts.add_worker_option(parser)
+    parser.add_argument("--rate", help=argparse.SUPPRESS)  # a worker's
+    args = parser.parse_args()
+    args.parts, rates = args.parts.split(","), args.rates.split(",")
+    if not set(rates) <= set(RATES) or not set(args.parts) <= {"steps", "loss"}:
+        parser.error(f"--rates are of {', '.join(RATES)}, --parts of steps, loss")
+    if args.worker:
+        hosts.worker(args, lambda context: measured(context, args))
+        return 0
+    os.environ.setdefault("FUSEDPG_TRANSPORT", "ucx")
+    rows: list[CompressRow] = []
+    for rate in rates:
+        limit = None if rate == UNLIMITED else rate
+        parts = [p for p in args.parts if p == "steps" or rate in LOSS_SECONDS]
+        found = hosts.run_layout(
+            args.hosts, 1, limit, len(parts), CompressRow, ["--rate", rate]
+        )  # fmt: skip
+        if found is None:
+            return 2
+        rows += found
+    args.world_size = args.hosts
+    curves = [json.loads(row.arm) for row in rows if row.case.startswith("loss")]
+    timed = [row for row in rows if not row.case.startswith("loss")]
+    print_more(timed)
+    for curve in curves:
+        print_curve(curve)
+    if timed:
+        harness.finish("compress", list(timed), args, limit=ALONE, bars=bars(), plot=save_plot)
+    if curves and not args.no_save:
+        path = (args.plot or harness.RESULTS / f"compress_p{args.hosts}.png").with_suffix("")
+        save_curves(path.with_name(f"{path.name}_loss.png"), curves)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------
+# On a rank
+
+
+class Training:
+    """A user's script: a model, DDP, an optimizer of torch, and batches of a fixed task."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        group: Any,
+        hook: Any,
+        state: Any,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.model = model
+        self.state = state
+        self._ddp: nn.Module = model
+        if group is not None:
+            self._ddp = DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=True
+            )
+            if hook is not None:
+                self._ddp.register_comm_hook(state, hook)
+        self._optimizer = optimizer
+        self._draw = torch.Generator().manual_seed(1 + rank)
+        width = next(iter(model.parameters())).shape[1]
+        self._x = torch.randn(BATCH, width, generator=self._draw)
+        self._teacher = torch.randn(width, 10, generator=torch.Generator().manual_seed(0))
+
+    def step(self, new: bool = False) -> float:
+        if new:
+            self._x = torch.randn(self._x.shape, generator=self._draw)
+        self._optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self._ddp(self._x), (self._x @ self._teacher).argmax(1))
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach())
+
+
+def chosen(args: argparse.Namespace) -> list[str]:
+    wanted = args.methods.split(",") if args.methods else [""]
+    names = METHODS if args.rate in ("1gbit", "10gbit") or args.methods else FEW
+    return [name for name in names if any(w in name for w in wanted)]
+
+
+def in_bf16(group: Any, bucket: Any) -> Any:
+    """torch's hook; by its own name DDP refuses it without CUDA."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+in_bf16.__annotations__.clear()  # DDP wants them as types, or not at all
+
+
+def make_arm(
+    name: str, model: nn.Module, context: Context, optimizer: torch.optim.Optimizer
+) -> Training:
+    fused, gloo = context.groups["fused"], context.groups["gloo"]
+    if name in METHODS:
+        params, schedule = METHODS[name]
+        state = compress.from_params(params, group=fused, schedule=schedule)
+        return Training(model, context.rank, fused, compress.hook, state, optimizer)
+    group = {"fused": fused, "gloo": gloo}.get(name.split()[0])
+    hook = in_bf16 if name.endswith("bf16") else None
+    return Training(model, context.rank, group, hook, group if hook else None, optimizer)
+
+
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[CompressRow]]:
+    if "steps" in args.parts:
+        yield steps(context, args)
+    if "loss" in args.parts and args.rate in LOSS_SECONDS:
+        yield losses(context, args)
+
+
+def steps(context: Context, args: argparse.Namespace) -> list[CompressRow]:
+    torch.manual_seed(0)
+    model = models.make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
+    arms: dict[str, Callable[[], object]] = {}
+    sent: dict[str, float] = {}
+    apart: dict[str, float] = {}
+    for name in (GLOO, BF16, "fused", "fused bf16", *chosen(args), ALONE):
+        arm = make_arm(name, model, context, optimizer)
+        for _ in range(3):
+            arm.step()
+        if name.endswith("auto"):
+            settle(arm, context)
+        if name != ALONE:
+            harness.require(alike(arm.model, context), f"{name}: ranks have other weights")
+        arms[name] = arm.step
+        sent[name] = hosts.bytes_over_link(context, arm.step, 1)[0][context.rank]
+        if name in METHODS:
+            apart[name] = compression(name, context)
+            if name.endswith("auto") and context.rank == 0:
+                print(f"{args.rate}, {name}:\n{arm.state.report()}", file=sys.stderr)
+    rounds = args.rounds or ROUNDS[args.rate]
+    rows = harness.measure(context, arms, case=name_of(args.rate), size=size_of(), rounds=rounds)
+    return [
+        CompressRow(**asdict(row), sent=sent[row.arm], compression=apart.get(row.arm, 0.0))
+        for row in rows
+    ]
+
+
+def settle(arm: Training, context: Context) -> None:
+    """Until the search has ended."""
+    for _ in range(400):
+        arm.step()
+        if any(one.chosen for one in arm.state.report().tried):
+            return
+    harness.require(False, "the search of schedule='auto' has not ended")
+
+
+def alike(model: nn.Module, context: Context) -> bool:
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return harness.same_on_all_ranks(flat) if context.world_size > 1 else True
+
+
+def compression(name: str, context: Context) -> float:
+    """Compressing a gradient, and decompressing two, without a wire: the median of three."""
+    from fusedpg.compress._base import Context as At
+    from fusedpg.compress._piece import Piece
+
+    params, _ = METHODS[name]
+    compressor, memory = (compress.from_params(params).compressor,
+                          compress.from_params(params).memory)  # fmt: skip
+    if params["compressor"] == "powersgd":
+        return 0.0  # not without a wire
+    numel = size_of() // 4
+    kept: dict[str, Tensor] = {}
+    piece = Piece(
+        "0", numel, (), 0, 2, 1, torch.float32, torch.device("cpu"),
+        lambda key, begin, end, _: kept.setdefault(key, torch.zeros(numel))[begin:end],
+    )  # fmt: skip
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(context.rank))
+    samples = []
+    for _ in range(4):
+        context.clock.barrier()
+        begin = time.perf_counter()
+        payload, at = memory.encode(compressor, grad, piece)
+        assert isinstance(at, At)
+        payload = [part.clone() if part.data_ptr() == grad.data_ptr() else part for part in payload]
+        compressor.combine(grad, [payload, payload], memory.scale, at)
+        samples.append(time.perf_counter() - begin)
+        grad.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(context.rank)))
+    return sorted(samples[1:])[1]
+
+
+def losses(context: Context, args: argparse.Namespace) -> list[CompressRow]:
+    """Loss against time, each method for as long; the row's name is the curve."""
+    torch.manual_seed(0)
+    initial = models.make_mlp()
+    limit = LOSS_SECONDS[args.rate]
+    found = []
+    for name in (GLOO, BF16, "top-k 1 %, auto", "EF sign, auto"):
+        if args.methods and name in METHODS and name not in chosen(args):
+            continue
+        model = copy.deepcopy(initial)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=MOMENTUM, fused=True)
+        arm = make_arm(name, model, context, optimizer)
+        points: list[tuple[float, float]] = []
+        context.clock.barrier()
+        begin, recent, count = time.perf_counter(), 0.0, 0
+        going = torch.ones(1)
+        while going.item():
+            loss = torch.tensor([arm.step(new=True)])
+            dist.all_reduce(loss, group=context.groups["gloo"])
+            recent, count = recent + float(loss) / context.world_size, count + 1
+            if count % 10 == 0:
+                points.append((time.perf_counter() - begin, recent / 10))
+                recent = 0.0
+            going[0] = float(time.perf_counter() - begin < limit)
+            dist.all_reduce(going, op=dist.ReduceOp.MIN, group=context.groups["gloo"])
+        harness.require(alike(arm.model, context), f"{name}: ranks have other weights")
+        curve = {"method": name, "rate": args.rate, "steps": count, "points": points}
+        found.append(
+            CompressRow(f"loss, {args.rate}", size_of(), json.dumps(curve), 1, 1, 1, 1, 1, 1, None)
+        )
+        del arm
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Output
+
+
+def print_more(rows: Sequence[CompressRow]) -> None:
+    from rich.table import Table
+
+    table = Table(title="Steps a second, bytes on a host's link, and compression by itself")
+    for column in ("work", "arm", "steps/s", "x gloo", "MB sent", "compression ms"):
+        table.add_column(column, justify="left" if column in ("work", "arm") else "right")
+    for row in rows:
+        gloo = harness.find(rows, row.case, row.size, GLOO)
+        faster = f"{harness.ratio_to_peer(row, gloo):.2f}" if gloo is not None else ""
+        table.add_row(
+            row.case, row.arm, f"{1 / row.median:.3g}", faster, f"{row.sent * 1e-6:.4g}",
+            f"{1e3 * row.compression:.1f}" if row.compression else "",
+        )  # fmt: skip
+    harness._console().print(table)
+
+
+def print_curve(curve: dict[str, Any]) -> None:
+    points = curve["points"]
+    print(
+        f"loss at {curve['rate']}, {curve['method']}: {points[0][1]:.3f} -> {points[-1][1]:.3f} "
+        f"in {curve['steps']} steps, {points[-1][0]:.0f} s"
+    )
+
+
+def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
+    """Steps a second over those without communication, rate by rate: as in MergeComp's README."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    figure, axes = plots.plt().subplots(
+        1, len(cases), figsize=(4.2 * len(cases), 5), layout="constrained", squeeze=False
+    )
+    for axis, case in zip(axes[0], cases):
+        mine = [row for row in rows if row.case == case and row.arm != ALONE]
+        alone = next(row.median for row in rows if row.case == case and row.arm == ALONE)
+        shares = [100 * alone / row.median for row in mine]
+        colours = [
+            "tab:gray" if row.arm not in METHODS
+            else "tab:green" if row.arm.endswith("auto") else "tab:blue"
+            for row in mine
+        ]  # fmt: skip
+        axis.barh([row.arm for row in mine], shares, color=colours)
+        axis.invert_yaxis()
+        axis.set(title=case, xlabel="% of the step without communication", xlim=(0, 105))
+    plots.finish(figure, path, f"DDP, MLP of 25 M parameters, {world_size} hosts")
+
+
+def save_curves(path: Path, curves: Sequence[dict[str, Any]]) -> None:
+    rates = list(dict.fromkeys(curve["rate"] for curve in curves))
+    figure, axes = plots.plt().subplots(
+        1, len(rates), figsize=(5.5 * len(rates), 4), layout="constrained", squeeze=False
+    )
+    for axis, rate in zip(axes[0], rates):
+        for curve in curves:
+            if curve["rate"] == rate:
+                label = f"{curve['method']} ({curve['steps']} steps)"
+                axis.plot(*zip(*curve["points"]), label=label)
+        axis.set(title=rate, xlabel="seconds", ylabel="loss (mean of 10 steps)")
+        axis.legend(fontsize="small")
+    plots.finish(figure, path, "Loss against time, MLP of 25 M parameters, 2 hosts")
+    path.with_suffix(".json").write_text(json.dumps(list(curves), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
