@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from fusedpg.fusion.autograd import Differentiable, attach
 from fusedpg.fusion.captured import captured
-from fusedpg.fusion.compiled import generated
 from fusedpg.fusion.custom_op import described, register
 from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
 from fusedpg.fusion.ir import SCALAR, SHARD, Program
+from fusedpg.fusion.local import generated
 from fusedpg.fusion.lower import Parameter, lower
 from fusedpg.fusion.places import Ranks, check_part, check_targets
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules

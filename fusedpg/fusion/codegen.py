@@ -109,13 +109,16 @@ class _Writer:
     powers = _POWERS
 
     def __init__(self, group: Group, nodes: tuple[Node, ...], program: Program) -> None:
-        self._program = program
-        self._nodes = tuple(node for node in nodes if not node.scalar)
-        self._inside = frozenset(self._nodes)
+        self._begin(nodes, program)
         scatters = [node for node in self._nodes if node.op == "reduce_scatter"]
         if group.kind != "collective" or len(scatters) != 1:
             raise Unsupported("it has no reduce_scatter")
         self._scatter = scatters[0]
+
+    def _begin(self, nodes: tuple[Node, ...], program: Program) -> None:
+        self._program = program
+        self._nodes = tuple(node for node in nodes if not node.scalar)
+        self._inside = frozenset(self._nodes)
         self._operands: dict[Node, tuple[int, int]] = {}  # number, kind
         self._materialised: set[Node] = set()
         self._numbers: dict[Node, int] = {}

@@ -15,7 +15,7 @@ from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import Program
 
 
-class _Output(ctypes.Structure):
+class Output(ctypes.Structure):
     """`Output` of fusion/codegen_text.py."""
 
     _fields_ = (
@@ -26,14 +26,14 @@ class _Output(ctypes.Structure):
     )
 
 
-class _Args(ctypes.Structure):
+class Args(ctypes.Structure):
     """`Args` of fusion/codegen_text.py."""
 
     _fields_ = (
         ("sources", ctypes.POINTER(ctypes.c_void_p)),
         ("num_sources", ctypes.c_uint64),
         ("inputs", ctypes.POINTER(ctypes.c_void_p)),
-        ("outputs", ctypes.POINTER(_Output)),
+        ("outputs", ctypes.POINTER(Output)),
         ("numbers", ctypes.POINTER(ctypes.c_double)),
         ("seeds", ctypes.POINTER(ctypes.c_uint64)),
     )
@@ -146,20 +146,20 @@ class Direct:
         numbers, seeds = self._given(values)
         total = values[self._contribution].contiguous()
         operands = [values[name].contiguous() for name in self._operands]
-        place = _array(ctypes.c_void_p, [result.data_ptr()])
-        args = _Args(
-            _array(ctypes.c_void_p, [total.data_ptr()]),
+        place = array(ctypes.c_void_p, [result.data_ptr()])
+        args = Args(
+            array(ctypes.c_void_p, [total.data_ptr()]),
             0,  # pointers to contributions: there is their sum
-            _array(ctypes.c_void_p, [operand.data_ptr() for operand in operands]),
-            _array(_Output, [_Output(place, 1, 1, 0)]),
-            _array(ctypes.c_double, numbers),
-            _array(ctypes.c_uint64, seeds),
+            array(ctypes.c_void_p, [operand.data_ptr() for operand in operands]),
+            array(Output, [Output(place, 1, 1, 0)]),
+            array(ctypes.c_double, numbers),
+            array(ctypes.c_uint64, seeds),
         )
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
         kind(self._function)(ctypes.addressof(args), 0, result.numel())
 
 
-def _array(kind: Any, values: Sequence[Any]) -> Any:
+def array(kind: Any, values: Sequence[Any]) -> Any:
     return (kind * len(values))(*values)
 
 

@@ -18,6 +18,7 @@ from fusedpg.functional import shard_range
 from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
+from fusedpg.fusion.local import local_kernel
 from fusedpg.fusion.messages import Receiving, Sending, Transfer
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
@@ -137,6 +138,9 @@ class Executor:
         self, group: Group, nodes: tuple[Node, ...], given: list[torch.Tensor]
     ) -> Generator[Any, None, bool]:
         """Whether a group has been carried out as generated code."""
+        if group.kind == "compute":
+            here = local_kernel(group, nodes, self._program)
+            return (yield from here.run(self._values, self._slice, self._group, self._rank))
         if group.kind != "collective":
             return False
         found = kernel(group, nodes, self._program)

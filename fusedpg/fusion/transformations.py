@@ -24,6 +24,7 @@ from fusedpg.fusion.ir import (
     escape,
     rewrite,
 )
+from fusedpg.fusion.rows import Rows, levels, passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,33 +352,12 @@ class FuseSend(Transformation):
         return None
 
 
-def _levels(program: Program) -> dict[Node, int]:
-    """How many collectives and reductions lie before each node.
-
-    What depends on inputs alone is as late as its first user. A node's level is never above its
-    users', and below them after a collective: so elementwise nodes of one level can be fused.
-    """
-    levels: dict[Node, int] = {}
-    for node in program.nodes:
-        levels[node] = max(
-            (
-                levels[operand]
-                + (not operand.pointwise and not operand.scalar and operand.op != "input")
-                for operand in node.operands
-            ),
-            default=0,
-        )
-    for node in reversed(program.nodes):
-        if node.pointwise and levels[node] == 0 and program.users[node]:
-            levels[node] = min(levels[user] for user in program.users[node])
-    return levels
-
-
 @dataclasses.dataclass(frozen=True)
 class FuseCompute(Transformation):
     """Elementwise operations between collectives become one pass over memory.
 
-    `nodes` names those of one group; without them all that fit are fused.
+    So do reductions of rows (of a Replicate value, over its last dimensions) and what is computed
+    around them. `nodes` names those of one group; without them all that fit are fused.
     """
 
     nodes: tuple[str, ...] = ()
@@ -391,30 +371,43 @@ class FuseCompute(Transformation):
 
     def apply(self, program: Program) -> Program:
         if self.nodes:
-            groups = [self._explicit(program)]
-        else:
-            taken = {node for group in program.groups for node in group.nodes}
-            levels = _levels(program)
-            alike: dict[object, set[Node]] = {}
-            for node in program.nodes:
-                if node.pointwise and node not in taken:
-                    alike.setdefault((levels[node], node.layout, node.shape), set()).add(node)
-            sets = [frozenset(nodes) for nodes in alike.values() if len(nodes) > 1]
-            groups = [Group("compute", nodes) for nodes in sets if not escape(nodes, program)]
-            if not groups:
-                self.refuse("the program has no elementwise operations that could be fused")
-        return _with_groups(self, program, groups)
+            return _with_groups(self, program, [self._explicit(program)])
+        try:
+            return self._all_fused(program, with_rows=True)
+        except IllegalTransformation:  # groups would need each other's results
+            return self._all_fused(program, with_rows=False)
+
+    def _all_fused(self, program: Program, with_rows: bool) -> Program:
+        taken = {node for group in program.groups for node in group.nodes}
+        groups = []
+        if with_rows:
+            groups = [nodes for nodes in passes(program, taken) if not escape(nodes, program)]
+        taken |= {node for nodes in groups for node in nodes}
+        level = levels(program)
+        alike: dict[object, set[Node]] = {}
+        for node in program.nodes:
+            if node.pointwise and node not in taken:
+                alike.setdefault((level[node], node.layout, node.shape), set()).add(node)
+        sets = [frozenset(nodes) for nodes in alike.values() if len(nodes) > 1]
+        groups += [nodes for nodes in sets if not escape(nodes, program)]
+        if not groups:
+            self.refuse("the program has no elementwise operations that could be fused")
+        return _with_groups(self, program, [Group("compute", nodes) for nodes in groups])
 
     def _explicit(self, program: Program) -> Group:
-        found: list[Node] = []
-        for name in self.nodes:
-            node = self._named(program, name)
+        found = [self._named(program, name) for name in self.nodes]
+        rows = next((rows for rows in map(Rows.of, found) if rows is not None), None)
+        within = rows.take(program.nodes) if rows is not None else set()
+        first = found[0]
+        for node in found:
+            if node in within:
+                continue
             if not node.pointwise:
                 self.refuse("only elementwise operations are fused", node)
-            first = found[0] if found else node
+            if rows is not None:
+                self.refuse("it does not go with the rows of the reduction", node)
             if node.layout != first.layout or node.shape != first.shape:
                 self.refuse(f"layout and shape differ from those of `{first.name}`", node)
-            found.append(node)
         if len(set(found)) < 2:
             self.refuse("a group has at least two operations", found[0])
         between = escape(frozenset(found), program)

@@ -1,0 +1,206 @@
+"""Carries out a group that needs no other rank with generated code, on this rank's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg._registration import load_extension
+from fusedpg.functional import shard_range
+from fusedpg.fusion import compile, compiled
+from fusedpg.fusion.codegen import Unsupported
+from fusedpg.fusion.codegen_rows import BROADCAST, CHUNK, SLICE, RowSource, generate_rows
+from fusedpg.fusion.direct import Args, Output, array
+from fusedpg.fusion.ir import Node, Program
+
+_log = logging.getLogger("fusedpg")
+_lock = threading.Lock()
+_LEAST = 1 << 15  # elements that are worth a thread
+_pool: ThreadPoolExecutor | None = None
+
+Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(os.cpu_count() or 1, "fusedpg-rows")
+        return _pool
+
+
+def _forget_threads() -> None:
+    """A child of fork has none of them."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+class LocalKernel:
+    """The generated code of a group of kind "compute"."""
+
+    def __init__(self, nodes: tuple[Node, ...], program: Program) -> None:
+        self._name = program.name
+        self._world_size = program.world_size
+        self.reason = ""
+        self.source: RowSource | None = None
+        self._call: Any = None  # the compiled function
+        # Groups whose ranks have asked each other, and whether all have a function.
+        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        try:
+            self.source = generate_rows(nodes, program)
+        except Unsupported as unsupported:
+            self.reason = f"{unsupported} is not generated"
+            _log.info("%s computes operation by operation: %s", program.name, self.reason)
+
+    def run(
+        self,
+        values: dict[Node, Any],
+        slicer: Slicer,
+        group: dist.ProcessGroup | None,
+        rank: int,
+    ) -> Generator[Any, None, bool]:
+        """Whether it has been done; then the values that others use are there.
+
+        The first run on a group is a collective: where one rank cannot, none does, or values that
+        are alike on all ranks would not be.
+        """
+        source = self.source
+        if source is None or not load_extension()._fusion_settings()[0]:
+            return False
+        if not all(_on_cpu(values, node) for node, _, _ in source.operands):
+            return False
+        if self._world_size > 1:
+            key = group if group is not None else dist.distributed_c10d._get_default_group()
+            if key not in self._agreed:
+                flag = torch.tensor([float(self._found(source))])
+                yield dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True)
+                self._agreed[key] = bool(flag.item())
+                if not flag.item():
+                    _log.info("%s: a rank has no compiled function", self._name)
+            if not self._agreed[key]:
+                return False
+        elif not self._found(source):
+            return False
+        self._compute(source, values, slicer, rank)
+        return True
+
+    def _found(self, source: RowSource) -> bool:
+        if self._call is None:
+            address = compile.function(source.text, self._name)
+            self._call = _Function(address) if address else False
+        return bool(self._call)
+
+    def _compute(
+        self, source: RowSource, values: dict[Node, Any], slicer: Slicer, rank: int
+    ) -> None:
+        operands = []
+        for node, how, shape in source.operands:
+            if how == SLICE:
+                value = slicer(values[node.operands[0]], shape)
+            else:
+                value = values[node]
+                value = value.expand(shape) if how == BROADCAST else value
+            operands.append(value.contiguous())
+        first, total = 0, math.prod(source.shape)
+        if source.sliced:
+            first, total = shard_range(total, self._world_size, rank)
+        length = source.rows.length if source.rows is not None else CHUNK
+        results = [
+            torch.empty((total,) if source.sliced else node.shape, dtype=node.dtype)
+            for node in source.outputs
+        ]
+        numbers, seeds = _numbers(source, values)
+        given = array(ctypes.c_void_p, [operand.data_ptr() for operand in operands])
+        scalars = array(ctypes.c_double, numbers)
+        others = array(ctypes.c_uint64, [*seeds, length, total, first, *source.periods])
+        places = [array(ctypes.c_void_p, [result.data_ptr()]) for result in results]
+        buffers = 64 + source.buffers * (8 * (length + 64) + 64)
+
+        def part(begin: int, count: int) -> None:
+            scratch = torch.empty(buffers, dtype=torch.uint8)
+            own = array(ctypes.c_void_p, [scratch.data_ptr() + -scratch.data_ptr() % 64])
+            outputs = array(Output, [Output(place, 1, 1, 0) for place in (*places, own)])
+            args = Args(None, 0, given, outputs, scalars, others)
+            self._call(ctypes.addressof(args), begin, count)
+
+        rows = -(-total // length)
+        parts = min(torch.get_num_threads(), rows, max(total // _LEAST, 1))
+        if parts > 1:
+            cuts = [rows * k // parts for k in range(parts + 1)]
+            waiting = [
+                _threads().submit(part, begin, end - begin)
+                for begin, end in itertools.pairwise(cuts[1:])
+            ]
+            part(0, cuts[1])
+            for future in waiting:  # which raises what the part has raised
+                future.result()
+        elif rows:
+            part(0, rows)
+        values.update(zip(source.outputs, results))
+
+
+def _on_cpu(values: Mapping[Node, Any], node: Node) -> bool:
+    """Of a slice that is not made yet: where its tensor is."""
+    value = values[node] if node in values else values[node.operands[0]]
+    return bool(value.device.type == "cpu")
+
+
+def _numbers(source: RowSource, values: Mapping[Node, Any]) -> tuple[list[float], list[int]]:
+    numbers = [float(values[node]) for node in source.numbers]
+    for node in source.dropouts:
+        p = values[node.operands[1]]
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout: p is a probability, got {p}; {node.described()}")
+        numbers += [math.ceil(p * (1 << 24)), 1 / (1 - p) if p < 1 else 1.0]
+    seeds = [int(values[node]) for node in source.seeds]
+    for seed in seeds:
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
+    return numbers, seeds
+
+
+def local_kernel(group: Any, nodes: tuple[Node, ...], program: Program) -> LocalKernel:
+    """Of a group of kind "compute"; generated once, and kept by the program."""
+    found: LocalKernel | None = program.made.get(group)
+    if found is None:
+        with _lock:
+            found = program.made.setdefault(group, LocalKernel(nodes, program))
+    return found
+
+
+def sources(program: Program) -> str:
+    """The sources of a program's groups of kind "compute", or why there are none."""
+    parts = []
+    for group, nodes in program.units:
+        if group is not None and group.kind == "compute":
+            found = local_kernel(group, nodes, program)
+            parts.append(found.source.text if found.source else f"// {found.reason}\n")
+    return "\n".join(parts)
+
+
+def generated(program: Program, device: str = "cpu") -> str:
+    """All that is generated for a program on a kind of device, or why there is nothing."""
+    local = sources(program) if device == "cpu" else ""
+    if local and not any(group.kind == "collective" for group in program.groups):
+        return local
+    return compiled.generated(program, device) + local
+
+
+__all__ = ["LocalKernel", "generated", "local_kernel", "sources"]

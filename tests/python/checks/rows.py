@@ -1,0 +1,285 @@
+"""What each rank does in the tests of generated code for rows, against torch in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fusedpg
+from checks import compiled as generated
+from checks import fusion as checks
+from checks import fusion_autograd as gradients
+from checks.fusion import Case
+from fusedpg import fusion
+from fusedpg.fusion import compile as compiling
+from fusedpg.fusion.local import LocalKernel, sources
+from harness import Context
+
+# Of sums of some thousand elements that are taken in float32 and rounded once.
+BOUNDS = {
+    torch.float64: 1e-12,
+    torch.float32: 3e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[Any]]:
+    """The groups that have been computed by generated code meanwhile."""
+    done: list[Any] = []
+    compute = LocalKernel._compute
+
+    def counting(self: LocalKernel, source: Any, *rest: Any) -> None:
+        done.append(source)
+        compute(self, source, *rest)
+
+    with mock.patch.object(LocalKernel, "_compute", counting):
+        yield done
+
+
+def random_program(context: Context, case: Case) -> int:
+    """Schedules with fused computation, compiled; how many groups ran so."""
+    size, rank = context.world_size, context.rank
+    drawn = checks.tensors(case, size)
+    function = checks.compiled(case.text, checks.REFERENCE)
+    with torch.no_grad():
+        whole = {
+            key: checks.Contributions(value) if isinstance(value, list) else value
+            for key, value in drawn.items()
+        }
+        expected = function(**whole, lr=0.25, seed=7)
+    mine = {key: value[rank] if isinstance(value, list) else value for key, value in drawn.items()}
+    mine["m"] = checks.shard(drawn["m"], size, rank)
+    fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
+    found = [
+        schedule
+        for schedule in fused.schedules(**mine, lr=0.5, seed=1)
+        if any(group.kind == "compute" for group in schedule.program.groups)
+    ]
+    ran = 0
+    for schedule in random.Random(case.seed).sample(found, min(1, len(found))):
+        text = sources(schedule.program)
+        with generated.compiles(context), counted() as done:
+            results = fused.scheduled(*schedule.transformations)(**mine, lr=0.25, seed=7)
+        ran += len(done)
+        for node, got, full in zip(schedule.program.outputs, results, expected):
+            want = checks.shard(full, size, rank) if str(node.layout) == "Shard" else full
+            exact = case.exact and "<ATen/" not in text and size < 3
+            exact = exact and not ("rsqrt" in case.text and case.dtype.itemsize == 2)
+            checks.agree(got, want, case, exact, f"{case}\n{node.name}\n{schedule}\n{text}")
+    return ran
+
+
+def random_gradients(context: Context, case: Case) -> int:
+    """Forward and backward compiled, against autograd of one process in float64."""
+    drawn = checks.tensors(case, context.world_size)
+    expected = gradients.reference(case, drawn)
+    mine = gradients.own(context, drawn)
+    fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
+    derived = gradients.derivative(fused, mine, None)
+    fuse = fusion.FuseCompute()
+    transformations: tuple[Any, ...] = ()
+    forward: tuple[Any, ...] = ()
+    with contextlib.suppress(fusion.IllegalTransformation):
+        fuse.apply(derived.forward)
+        forward = (fuse,)
+    with contextlib.suppress(fusion.IllegalTransformation):
+        fuse.apply(derived.program)
+        transformations = (fuse,)
+    run = fused.scheduled(*forward, backward=transformations)
+    with generated.compiles(context), counted() as done:
+        gradients.compare(context, case, run, derived, mine, expected, None, "compiled")
+    return len(done)
+
+
+def block(x: fusion.Partial, b: Any, r: Any, w: Any, v: Any, seed: int) -> Any:
+    y = r + fusion.dropout(fusion.all_reduce(x) + b, 0.25, seed)
+    length = y.shape[-1]
+    top = torch.amax(y, -1, True)
+    weights = torch.exp(y - top)
+    return (
+        y,
+        F.rms_norm(y, (length,), w, 1e-5),
+        F.layer_norm(y, (length,), w, v, 1e-5),
+        weights / weights.sum(-1, keepdim=True),
+        y.amin(-1),
+        y.mean(-1),
+        torch.log(y.norm(dim=-1) + 1),
+    )
+
+
+def blocks(context: Context, shape: tuple[int, ...], dtype: torch.dtype, threads: int = 1) -> None:
+    """Norms and a softmax of a block's result, forward, against torch's functions in float64."""
+    size, rank = context.world_size, context.rank
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x, b, r, w, v = draw(size, *shape), draw(shape[-1]), draw(*shape), draw(shape[-1]), draw(1)
+    v = v.expand(shape[-1])  # not contiguous
+    run = fusedpg.fuse(block).scheduled(fusion.FuseCompute())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with generated.compiles(context), counted() as done:
+            got = run(x[rank], b, r, w, v, 5)
+    finally:
+        torch.set_num_threads(before)
+    eager = run(x[rank], b, r, w, v, 5)
+    # Casts of weights are a group of their own.
+    ran = sum(source.rows is not None for source in done)
+    assert ran == (0 if 0 in shape or shape[-1] == 1 else 1), ran
+    total = checks.reference_all_reduce(checks.Contributions(list(x)))
+    y = r + checks.reference_dropout(total + b, 0.25, 5)
+    wide, length = y.double(), shape[-1]
+    torch.testing.assert_close(got[0], y, rtol=0, atol=0)
+    expected = (
+        F.rms_norm(wide, (length,), w.double(), 1e-5),
+        F.layer_norm(wide, (length,), w.double(), v.double(), 1e-5),
+        torch.softmax(wide, -1),
+        wide.amin(-1),
+        wide.mean(-1),
+        torch.log(wide.norm(dim=-1) + 1),
+    )
+    bound = BOUNDS[dtype]
+    for mine, his, want in zip(got[1:], eager[1:], expected):
+        assert mine.dtype == dtype and mine.shape == want.shape
+        torch.testing.assert_close(mine.double(), want, rtol=4 * bound, atol=4 * bound)
+        torch.testing.assert_close(mine, his, rtol=bound, atol=bound)
+
+
+def many_blocks(context: Context, dtype: torch.dtype) -> None:
+    for shape in [(3, 2), (5, 31), (4, 64), (2, 3, 33), (7, 1000), (2, 4097), (1, 10007)]:
+        blocks(context, shape, dtype)
+    if dtype == torch.float32:
+        for shape in [(0, 5), (4, 1), (1, 1)]:
+            blocks(context, shape, dtype)
+    dist.barrier(group=context.oracle)
+
+
+def in_threads(context: Context) -> None:
+    """Rows are shared by threads; a row's bits do not depend on how many there are."""
+    blocks(context, (300, 1021), torch.float32, threads=3)
+    w = torch.randn(64, 4099, generator=torch.Generator().manual_seed(1))
+    run = fusedpg.fuse(lambda w: (w - w.mean(-1, True)) * w).scheduled(fusion.FuseCompute())
+    before = torch.get_num_threads()
+    results = []
+    with generated.compiles(context), counted() as done:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(run(w))
+    torch.set_num_threads(before)
+    assert len(done) == 3
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def specials(context: Context) -> None:
+    """NaN and infinities, as torch has them."""
+
+    def step(w: Any) -> Any:
+        return (
+            w.amax(-1),
+            w.amin(-1, True),
+            w.sum(-1),
+            w.clamp(-1, 1) + torch.amax(w, -1, True),
+            w - w.mean(-1, True),
+        )
+
+    inf, nan = torch.inf, torch.nan
+    for length in (2, 33, 100):
+        for dtype in BOUNDS:
+            w = torch.zeros(10, length, dtype=dtype)
+            for row, value in enumerate((inf, -inf, nan, -1.0, 1.0)):
+                w[row, length - 1] = value
+                w[row + 5, 0] = value
+            w[2, 0] = inf
+            w[3, 0] = -inf
+            w[8] = -inf
+            run = fusedpg.fuse(step).scheduled(fusion.FuseCompute())
+            with generated.compiles(context), counted() as done:
+                got = run(w)
+            assert len(done) == 1
+            for mine, want in zip(got, step(w)):
+                torch.testing.assert_close(mine, want, equal_nan=True)
+
+
+def shapes(context: Context) -> None:
+    """Rows of several dimensions, broadcast operands, and values of rows and of columns."""
+    generator = torch.Generator().manual_seed(2)
+
+    def step(w: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+        y = (w + a) * b - c * d + e
+        s = torch.sum(y, (1, 2), keepdim=True)
+        return y * s + a, y.amax((1, 2)) * 2 + e, F.layer_norm(y, y.shape[1:], b * a, None, 1e-3)
+
+    def square(w: Any, a: Any) -> Any:  # one shape for rows, columns and reductions
+        s = w.sum(-1)
+        return w * s + a, s * a, w.mean(-1, True) * w, a * 2 + w
+
+    def sums(w: Any, a: Any) -> Any:  # columns and the whole stay torch's
+        y = w * a
+        return (y * y.mean(-1, True)).sum(0), y.sum(), y / y.norm(), y.amax(-1, True) + y.amin(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    cases: list[tuple[Any, list[torch.Tensor]]] = [
+        (step, [draw(6, 5, 7), draw(7), draw(5, 7), draw(6, 1, 1), draw(5, 1), draw(1)]),
+        (step, [draw(1, 5, 7), draw(7), draw(5, 7), draw(1, 1, 1), draw(5, 1), draw(1)]),
+        (square, [draw(5, 5), draw(5)]),
+        (sums, [draw(5, 9), draw(9)]),
+    ]
+    for function, arguments in cases:
+        for schedule in fusedpg.fuse(function).schedules(*arguments):
+            run = fusedpg.fuse(function).scheduled(*schedule.transformations)
+            with generated.compiles(context), counted() as done:
+                got = run(*arguments)
+            assert bool(done) == bool(schedule.program.groups), schedule
+            for mine, want in zip(got, function(*arguments)):
+                torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
+
+
+def without_compiler(context: Context) -> None:
+    """Where one rank has no compiler all compute operation by operation."""
+
+    def step(w: Any) -> Any:
+        return w / w.sum(-1, keepdim=True)
+
+    run = fusedpg.fuse(step).scheduled(fusion.FuseCompute("sum_1", "truediv"))
+    w = torch.rand(3, 50)
+    missing = {"CXX": "/nowhere/c++"} if context.rank == context.world_size - 1 else {}
+    with tempfile.TemporaryDirectory() as empty, generated.compiles(context):
+        with generated.environment(FUSEDPG_CACHE_DIR=empty, **missing), counted() as done:
+            for _ in range(2):
+                assert torch.equal(run(w), step(w))
+    assert not done
+    compiling._functions.clear()
+
+
+def forked(context: Context) -> None:
+    """A child of fork computes with threads of its own."""
+    w = torch.rand(4096, 64)
+    run = fusedpg.fuse(lambda w: w - w.mean(-1, True)).scheduled(fusion.FuseCompute())
+    torch.set_num_threads(2)
+    try:
+        with generated.compiles(context):
+            expected = run(w)
+            child = os.fork()
+            if child == 0:
+                got = run(w)
+                torch.set_num_threads(1)  # OpenMP's threads do not survive
+                os._exit(0 if torch.equal(got, expected) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(1)
