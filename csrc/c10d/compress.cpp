@@ -172,10 +172,8 @@ Two signs(
   const double mean = in.count == 0
       ? 0
       : (sums.high_sum - sums.low_sum) / static_cast<double>(in.count);
-  // A NaN has no sign, and that of an Inf would hide it: the scale says that
-  // there is one.
-  const double one =
-      std::isfinite(mean) ? 1.0 : std::numeric_limits<double>::quiet_NaN();
+  // The sign of a NaN or an Inf would hide it: the scale does not.
+  const double one = std::isfinite(mean) ? 1.0 : std::nan("");
   const auto scale = static_cast<float>(scaled ? mean : one);
   at::Tensor packed = bytes((in.count + 7) / 8);
   table().pack_signs(

@@ -52,7 +52,8 @@ class State:
 
     Gradients are averaged as DDP does (compressors that vote: the sign of the majority) and the
     optimizer is any. What is not sent stays in the memory, of each parameter and rank. Work is done
-    beside backward, by a thread of the state's and on a group of its own.
+    beside backward, by a thread of the state's and on a group of its own, which ends with
+    ``destroy_process_group()``.
 
     Args:
         compressor, memory, communicator: see :mod:`fusedpg.compress.compressors`, ``memories`` and
@@ -150,11 +151,16 @@ class State:
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What the hook does."""
+        buffer = bucket.buffer()
+        if buffer.layout != torch.strided:
+            raise ValueError(
+                f"fusedpg.compress: compresses dense gradients, found {buffer.layout}: use "
+                "nn.Embedding(sparse=False)"
+            )
         if self._thread is None:
             self._connect()
         if bucket.index() == 0:
             self._begin()
-        buffer = bucket.buffer()
         result: Any = torch.futures.Future()
         mine = _Bucket(buffer, result)
         # Only an exception out of a callback is one to DDP, too.

@@ -30,6 +30,18 @@ class Given(nn.Module):
         return torch.stack([(p * g).sum() for p, g in zip(self.all, wanted)]).sum()
 
 
+class Chain(nn.Module):
+    """A function of one's own between two parameters: in backward between their buckets."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(600_000) for _ in range(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.between.apply(x * self.all[0]) * self.all[1]).sum()
+
+
 def wrapped(
     numel: int, params: dict[str, Any], hook: Any = compress.hook, **more: Any
 ) -> DistributedDataParallel:
@@ -60,7 +72,6 @@ def recovers(context: Context, params: dict[str, Any], bad: float) -> None:
     """What is not finite on one rank is seen by all ranks in that step, and in no later one."""
     ddp = DistributedDataParallel(Given(64, 5))
     ddp.register_comm_hook(compress.from_params(params), compress.hook)
-    ddp.module.all[0] = ddp.module.all[0]
     good = [torch.linspace(-1, 1, 64) + context.rank, torch.ones(5)]
     for now in range(6):
         wanted = [g.clone() for g in good]
@@ -174,7 +185,8 @@ def new_memory_after_old_parameters(context: Context) -> None:
 
 
 def raises_in_backward(context: Context, rank: int) -> str:
-    """One rank's backward fails between two buckets; all go on with new modules."""
+    """One rank's backward fails in the second step."""
+    fail = False
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -183,24 +195,16 @@ def raises_in_backward(context: Context, rank: int) -> str:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
-            if context.rank == rank:
+            if fail and context.rank == rank:
                 raise RuntimeError("of one's own")
             return g
 
-    model = Given(600_000, 600_000)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    ddp = DistributedDataParallel(Chain(Fails), bucket_cap_mb=1)
     ddp.register_comm_hook(compress.from_params({"compressor": "topk"}), compress.hook)
-    ones = torch.ones(600_000)
-    ddp(ones, ones).backward()
-    out = (model.all[1] * ones).sum() + (Fails.apply(model.all[0]) * ones).sum()  # not used
-    del out
-    first = Fails.apply(ones.clone().requires_grad_())
+    ddp(torch.ones(600_000)).backward()
+    fail = True
     with pytest.raises(RuntimeError) as raised:
-        ddp(first, ones).backward()
-        raise RuntimeError("none")
-    dist.barrier()
-    again = wrapped(100, {"compressor": "topk", "memory": "residual"})
-    step(again, torch.ones(100))
+        ddp(torch.ones(600_000)).backward()
     return str(raised.value)
 
 
@@ -246,7 +250,7 @@ def state_of_an_ended_group(context: Context) -> str:
     other.register_comm_hook(state, compress.hook)
     step(other, torch.ones(10))
     dist.destroy_process_group(state._group)
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(RuntimeError) as raised:
         step(other, torch.ones(10))
     return f"{type(raised.value).__name__}: {raised.value}"
 
@@ -255,48 +259,19 @@ def sparse_gradients(context: Context) -> str:
     model = nn.Embedding(10, 4, sparse=True)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(compress.from_params({"compressor": "topk"}), compress.hook)
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(ValueError, match="dense gradients") as raised:
         ddp(torch.tensor([1, 2])).sum().backward()
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def nothing_left(context: Context) -> list[dict[str, int]]:
+def after_states(context: Context) -> list[dict[str, int]]:
     """Threads, files and groups after states have come and gone."""
     found = []
-    for _now in range(12):
+    for _ in range(8):
         ddp = wrapped(100, {"compressor": "topk", "memory": "residual", "communicator": "ps"})
-        step(ddp, torch.ones(100))
-        step(ddp, torch.ones(100))
+        for _ in range(3):
+            step(ddp, torch.ones(100))
         del ddp
         found.append(counts())
         dist.barrier()
     return found
-
-
-def unused_everywhere(context: Context) -> Any:
-    model = Given(40, 40)
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    state = compress.from_params(
-        {"compressor": "topk", "memory": "residual", "compress_ratio": 0.25}, schedule="layer"
-    )
-    ddp.register_comm_hook(state, compress.hook)
-    total = torch.zeros(40)
-    wanted = torch.arange(40.0)
-    kept = []
-    for now in range(6):
-        ddp.zero_grad()
-        both = now in (0, 3)
-        ddp.module.forward = (
-            (lambda a, b: (model.all[0] * a).sum() + (model.all[1] * b).sum())
-            if both
-            else (lambda a, b: (model.all[0] * a).sum())
-        )
-        ddp(wanted, wanted).backward()
-        if model.all[1].grad is not None:
-            total += model.all[1].grad
-        left = state._kept.get("residual", model.all[1])
-        assert left is not None
-        left = left.clone()
-        dist.all_reduce(left)
-        kept.append(float(total.sum() * context.world_size + left.sum()))
-    return kept
