@@ -15,11 +15,7 @@ namespace fusedpg {
 
 namespace {
 
-using kernels::Compensation;
-using kernels::CompressSums;
-using kernels::CompressTable;
-using kernels::Levels;
-using kernels::RandomBits;
+using namespace kernels;
 using MaybeTensor = std::optional<at::Tensor>;
 
 const CompressTable& table() {
@@ -157,10 +153,6 @@ at::Tensor bytes(size_t count) {
   return at::empty({static_cast<int64_t>(count)}, at::kByte);
 }
 
-at::Tensor one_float(double value) {
-  return at::full({1}, value, at::kFloat);
-}
-
 Two signs(
     const MaybeTensor& grad,
     const MaybeTensor& residual,
@@ -178,7 +170,7 @@ Two signs(
   at::Tensor packed = bytes((in.count + 7) / 8);
   table().pack_signs(
       in.written(), in.count, -scale, scale, packed.data_ptr<uint8_t>());
-  return {packed, one_float(scale)};
+  return {packed, at::full({1}, scale, at::kFloat)};
 }
 
 Two onebit(
@@ -361,7 +353,7 @@ Two terngrad(
       scale,
       {seed, offset},
       packed.data_ptr<uint8_t>());
-  return {packed, one_float(scale)};
+  return {packed, at::full({1}, scale, at::kFloat)};
 }
 
 void unterngrad_(
