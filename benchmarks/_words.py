@@ -114,6 +114,7 @@ CASES = {
     "rows": "512 rows times a weight, summed",
     "epilogue": "all_reduce + bias, dropout, + residual",
     "segment": "to the next stage",
+    "step": "DDP step, MLP, 25 M parameters",
     "micro-batches": "16 micro-batches",
 }
 LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")

@@ -22,6 +22,8 @@ import _harness as harness
 import _plots as plots
 import _words as words
 import between_hosts
+import compress
+import compress_kernels
 import data_parallel
 import fused_step as fused_steps
 import model_parallel
@@ -33,7 +35,7 @@ from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
 from _sparse_arms import SparseRow
 
 ROOT = RESULTS.parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/compression.md")
 README_PLOT = RESULTS / "readme.png"
 K, M = 1 << 10, 1 << 20
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
@@ -42,6 +44,7 @@ Lines = Iterable[Sequence[str]]
 ROWS: dict[str, Any] = {
     "density": SparseRow,
     "faults": ApartRow,
+    "compression": compress.CompressRow,
     "received": pipeline_parallel.CrossingRow,
     "sent": between_hosts.HostsRow,
     "predicted": scaling.ScalingRow,
@@ -233,6 +236,31 @@ def hosts(name: str) -> str:
     return markdown(head, (line(*case) for case in cases))
 
 
+def compressed() -> str:
+    """Training with compressed gradients, rate by rate."""
+    lines = []
+    rows = rows_of("compress_p2")
+    for row in rows:
+        gloo = get(rows, row.case, row.size, "gloo")
+        assert isinstance(row, compress.CompressRow)
+        lines.append(
+            [words.case(row.case), words.arm(row.arm), f"{1 / row.median:.2f}",
+             f"{ratio_to_peer(row, gloo):.2f}x", f"{row.sent * 1e-6:.1f}"]
+        )  # fmt: skip
+    return markdown(["", "", "steps/s", "Gloo's", "MB a host sends"], lines)
+
+
+def compression_kernels() -> str:
+    """Beside a plain read and write of as many bytes."""
+    rows = rows_of("compress_kernels_p1")
+    lines = []
+    for row in rows:
+        if row.arm == compress_kernels.KERNEL:
+            plain = get(rows, row.case, row.size, COPY)
+            lines.append([f"`{row.case}`", ms(row), ms(plain), f"{plain.median / row.median:.2f}"])
+    return markdown(["100 MB", "ms", "read and write", "of its rate"], lines)
+
+
 def missed() -> str:
     """Targets that the saved results do not meet."""
     steps = importlib.import_module("_step_arms").bars()
@@ -256,6 +284,8 @@ def missed() -> str:
         "data_parallel_p2": data_parallel.BARS,
         "model_parallel_p2": model_parallel.BARS,
         "pipeline_parallel_p4": pipeline_parallel.BARS,
+        "compress_p2": compress.bars(),
+        "compress_kernels_p1": compress_kernels.bars(100 * M),
     }
     lines = []
     met = 0
@@ -314,6 +344,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "one_step": one_step,
     "asynchronous": asynchronous,
     "missed": missed,
+    "compressed": compressed,
+    "compression_kernels": compression_kernels,
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
     "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
@@ -340,6 +372,8 @@ def draw(path: Path) -> None:
         save = sparse.save_plot
     elif name.startswith("between_hosts"):
         save = between_hosts.save_plot
+    elif name.startswith("compress_p"):
+        save = compress.save_plot
     elif name.startswith("scaling"):
         save = scaling.save_plot
     elif name.startswith("pipeline_parallel"):

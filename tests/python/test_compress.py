@@ -152,6 +152,23 @@ def test_killed_rank() -> None:
             assert answers[rank] < 10
 
 
+def test_error_feedback_keeps_the_accuracy() -> None:
+    """Within 1 % of uncompressed training; without feedback it is not."""
+    ranks = harness.pool(2)
+
+    def accuracy(**params: Any) -> float:
+        found: float = ranks.run(checks.learns, params, 0.2, timeout=180)[0]
+        return found
+
+    wanted = accuracy()
+    assert wanted > 0.95
+    for ratio in (0.01, 0.001):
+        kept = accuracy(compressor="topk", compress_ratio=ratio, memory="residual")
+        assert kept > wanted - 0.01, (ratio, kept, wanted)
+    lost = accuracy(compressor="topk", compress_ratio=0.001, memory="none")
+    assert lost < wanted - 0.05, (lost, wanted)
+
+
 # torch's quantization hooks raise an IndexError on Gloo, and here: they expect NCCL's futures.
 @pytest.mark.parametrize("name", ["fp16", "bf16", "powersgd", "post_local_sgd"])
 def test_torchs_hooks_as_on_gloo(name: str) -> None:

@@ -361,3 +361,38 @@ def torchs_hooks(context: Context, name: str) -> list[torch.Tensor]:
         ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
+
+
+def learns(context: Context, params: dict[str, Any], lr: float) -> float:
+    """Accuracy on handwritten digits that were held out, after 24 epochs."""
+    import sys
+    from pathlib import Path
+
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+    import _common as common
+
+    train, test = common.digits(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
+    if params:
+        ddp.register_comm_hook(compress.from_params(params), compress.hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
+    x, y = train.tensors
+    draw = torch.Generator().manual_seed(1)
+    batch = 16 * context.world_size
+    for _ in range(24):
+        for rows in torch.randperm(len(x), generator=draw).split(batch):
+            if len(rows) < batch:
+                continue
+            mine = rows[context.rank :: context.world_size]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(x[mine]), y[mine]).backward()
+            optimizer.step()
+    alike([p.detach() for p in model.parameters()])
+    with torch.no_grad():
+        guessed = model(test.tensors[0]).argmax(1)
+    return float((guessed == test.tensors[1]).double().mean())
