@@ -6,7 +6,6 @@ No postponed annotations here: DDP inspects those of its hooks.
 import concurrent.futures
 import dataclasses
 import math
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -103,7 +102,6 @@ class State:
         self._finishing: concurrent.futures.Future[None] | None = None
         self._plain = False
         self._failure: BaseException | None = None
-        self._lock = threading.Lock()
         self._open: _Unit | None = None
         self._waiting: list[_Bucket] = []  # for the unit that is open
         self._position = self._units = 0
