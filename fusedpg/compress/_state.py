@@ -44,6 +44,7 @@ class _Unit:
     slices: list[torch.Tensor] = dataclasses.field(default_factory=list)
     ends: list[_Bucket] = dataclasses.field(default_factory=list)  # complete with this unit
     timing: Any = None
+    after: Any = None  # on a GPU: what has been queued before
 
 
 class State:
@@ -159,7 +160,8 @@ class State:
             self._connect()
         if bucket.index() == 0:
             self._begin()
-        result: Any = torch.futures.Future()
+        devices = [buffer.device] if buffer.is_cuda else None
+        result: Any = torch.futures.Future(devices=devices)
         mine = _Bucket(buffer, result)
         # Only an exception out of a callback is one to DDP, too.
         answer = result.then(self._answer)
@@ -228,6 +230,8 @@ class State:
             unit = _Unit(-1, self._step, True)
         unit.ends, self._waiting = self._waiting, []
         unit.timing = self._schedule.timing(self._position)
+        if unit.slices and unit.slices[0].is_cuda:
+            unit.after = torch.cuda.current_stream(unit.slices[0].device).record_event()
         assert self._thread is not None
         self._thread.submit(self._run, unit)
 
@@ -247,6 +251,11 @@ class State:
         if self._failure is None and unit.parameters:
             try:
                 begin = time.perf_counter()
+                if unit.after is not None:
+                    # This thread has streams of its own.
+                    device = unit.slices[0].device
+                    torch.cuda.set_device(device)
+                    torch.cuda.current_stream(device).wait_event(unit.after)
                 self._exchange(unit)
                 unit.timing(begin, time.perf_counter(), sum(s.numel() for s in unit.slices))
             except BaseException as error:
