@@ -160,7 +160,7 @@ class State:
             self._connect()
         if bucket.index() == 0:
             self._begin()
-        devices = [buffer.device] if buffer.is_cuda else None
+        devices: Any = [buffer.device] if buffer.is_cuda else None
         result: Any = torch.futures.Future(devices=devices)
         mine = _Bucket(buffer, result)
         # Only an exception out of a callback is one to DDP, too.
