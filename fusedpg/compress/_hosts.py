@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedpg._registration import BACKEND
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._piece import Piece
-from fusedpg.compress.communicators import Allreduce, Communicator
+from fusedpg.compress.communicators import Communicator
 from fusedpg.compress.memories import Memory
 from fusedpg.functional import group_info
 
@@ -50,10 +50,10 @@ class Hosts:
         dist.all_gather(parts, mine, group=self.inside)
 
 
-def of(group: Any, communicator: Communicator, make: Any) -> Hosts | None:
-    """None where every rank compresses for itself: on one host, with one rank or other numbers of
-    ranks a host, and where the engine's all_reduce adds up inside of hosts itself."""
-    if dist.get_backend(group) != BACKEND or isinstance(communicator, Allreduce):
+def of(group: Any, make: Any) -> Hosts | None:
+    """None where every rank compresses for itself: on one host, and with one rank or other numbers
+    of ranks a host."""
+    if dist.get_backend(group) != BACKEND:
         return None
     local = group_info(group)["local_ranks"]
     found: list[Any] = [None] * dist.get_world_size(group)

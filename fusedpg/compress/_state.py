@@ -17,11 +17,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedpg._by_parameter import ByParameter
-from fusedpg.compress import _agree, _hosts, _params, _schedule, memories
+from fusedpg.compress import _agree, _hosts, _lane, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
+from fusedpg.compress._lane import Lane
 from fusedpg.compress._piece import Piece, mixed
 from fusedpg.compress._schedule import Layout
-from fusedpg.compress.communicators import Communicator
+from fusedpg.compress.communicators import Allreduce, Communicator
 from fusedpg.compress.memories import Memory
 
 
@@ -52,8 +53,8 @@ class State:
 
     Gradients are averaged as DDP does (compressors that vote: the sign of the majority) and the
     optimizer is any. What is not sent stays in the memory, of each parameter and rank. Work is done
-    beside backward, by a thread of the state's and on a group of its own, which ends with
-    ``destroy_process_group()``.
+    beside backward, by a thread and on a process group that the states of a group share, and which
+    end with ``destroy_process_group()``.
 
     Args:
         compressor, memory, communicator: see :mod:`fusedpg.compress.compressors`, ``memories`` and
@@ -99,7 +100,7 @@ class State:
         """What begins anew in another process."""
         self._group: Any = None
         self._hosts: _hosts.Hosts | None = None
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._lane: Lane | None = None
         self._finishing: concurrent.futures.Future[None] | None = None
         self._plain = False
         self._failure: BaseException | None = None
@@ -113,38 +114,21 @@ class State:
 
     # --- groups -----------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        """A group of its own: DDP uses the module's during backward, in an order that our thread
-        knows nothing of."""
-        parent = self._parent
-        if parent is None:
-            parent = dist.distributed_c10d._get_default_group()
-        ranks = dist.get_process_group_ranks(parent)
-        backend = dist.get_backend(parent)
-        timeout = _timeout(parent)
-
-        def make(members: Sequence[int]) -> Any:
-            return dist.new_group(
-                [ranks[n] for n in members],
-                backend=backend,
-                timeout=timeout,
-                use_local_synchronization=True,
-            )
-
-        self._group = make(range(len(ranks)))
-        _agree.check(
-            {
-                "seed": self.seed,
-                "step": self._step,
-                "schedule": self.schedule,
-                "compressor": _agree.described(self.compressor),
-                "memory": _agree.described(self.memory),
-                "communicator": _agree.described(self.communicator),
-            },
-            self._group,
-        )
-        self._hosts = _hosts.of(self._group, self.communicator, make)
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "fusedpg-compress")
+    def _connect(self) -> Lane:
+        lane = _lane.of(self._parent)
+        facts = {
+            "seed": self.seed,
+            "step": self._step,
+            "schedule": self.schedule,
+            "compressor": _agree.described(self.compressor),
+            "memory": _agree.described(self.memory),
+            "communicator": _agree.described(self.communicator),
+        }
+        lane.submit(_agree.check, facts, lane.group).result()
+        self._group = lane.group
+        # The engine's all_reduce adds up inside of hosts itself.
+        self._hosts = None if isinstance(self.communicator, Allreduce) else lane.hosts
+        return lane
 
     # --- a pass of DDP's, bucket by bucket ------------------------------------------------------
 
@@ -156,8 +140,8 @@ class State:
                 f"fusedpg.compress: compresses dense gradients, found {buffer.layout}: use "
                 "nn.Embedding(sparse=False)"
             )
-        if self._thread is None:
-            self._connect()
+        if self._lane is None:
+            self._lane = self._connect()
         if bucket.index() == 0:
             self._begin()
         devices: Any = [buffer.device] if buffer.is_cuda else None
@@ -232,8 +216,8 @@ class State:
         unit.timing = self._schedule.timing(self._position)
         if unit.slices and unit.slices[0].is_cuda:
             unit.after = torch.cuda.current_stream(unit.slices[0].device).record_event()
-        assert self._thread is not None
-        self._thread.submit(self._run, unit)
+        assert self._lane is not None
+        self._lane.submit(self._run, unit)
 
     def _end(self) -> None:
         if self._open is not None or self._waiting:
@@ -241,8 +225,8 @@ class State:
         if self._seen != self._layout:
             self._layout = self._seen
             self._schedule.restart()
-        assert self._thread is not None
-        self._finishing = self._thread.submit(self._finish)
+        assert self._lane is not None
+        self._finishing = self._lane.submit(self._finish)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -259,7 +243,7 @@ class State:
                 self._exchange(unit)
                 unit.timing(begin, time.perf_counter(), sum(s.numel() for s in unit.slices))
             except BaseException as error:
-                self._failure = error
+                self._fail(error)
         for bucket in unit.ends:
             bucket.future.set_result(bucket.buffer)
 
@@ -277,7 +261,12 @@ class State:
             try:
                 self._schedule.finish(self._agree)
             except BaseException as error:
-                self._failure = error
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        assert self._lane is not None
+        _lane.drop(self._lane)
 
     def _agree(self, numbers: Sequence[float]) -> list[float]:
         """The largest of all ranks', each."""
@@ -461,9 +450,3 @@ def _may_be_plain(compressor: Compressor, memory: Memory) -> bool:
     known = (memories.NoneMemory, memories.ResidualMemory, memories.EFSignSGDMemory,
              memories.PowerSGDMemory)  # fmt: skip
     return compressor.keeps_magnitude and compressor.average and type(memory) in known
-
-
-def _timeout(group: Any) -> Any:
-    """The parent's time limit."""
-    device = group._device_types[0]
-    return group._get_backend(device).options._timeout

@@ -1,0 +1,64 @@
+"""Where compressed gradients travel: process groups and a thread, one for all states of a group.
+
+DDP uses the module's group during backward, in an order that a thread knows nothing of, so this is
+a group of its own. What is handed to the thread is done in turn, so states of several modules
+need no more than that their buckets come in the same order on all ranks, as DDP does.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fusedpg.compress import _hosts
+
+
+class Lane:
+    def __init__(self, parent: Any) -> None:
+        ranks = dist.get_process_group_ranks(parent)
+        backend, timeout = dist.get_backend(parent), _timeout(parent)
+
+        def make(members: Sequence[int]) -> Any:
+            return dist.new_group(
+                [ranks[n] for n in members],
+                backend=backend,
+                timeout=timeout,
+                use_local_synchronization=True,
+            )
+
+        self.group = make(range(len(ranks)))
+        self.hosts = _hosts.of(self.group, make)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "fusedpg-compress")
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
+        return self._thread.submit(call, *arguments)
+
+
+_lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+
+
+def of(parent: Any) -> Lane:
+    """A collective of the group, the first time."""
+    if parent is None:
+        parent = dist.distributed_c10d._get_default_group()
+    lane = _lanes.get(parent)
+    if lane is None:
+        lane = _lanes[parent] = Lane(parent)
+    return lane
+
+
+def drop(lane: Lane) -> None:
+    """After a failure: who comes later gets another one."""
+    for parent, known in list(_lanes.items()):
+        if known is lane:
+            del _lanes[parent]
+
+
+def _timeout(group: Any) -> Any:
+    """The parent's time limit."""
+    device = group._device_types[0]
+    return group._get_backend(device).options._timeout
