@@ -50,6 +50,8 @@ LONG = (
     "test_optim_differential.py",
     "test_operations.py",
     "test_cuda_fake.py",
+    "test_compress_fuzz.py",
+    "test_compress.py",
     "test_chaos.py",
     "test_simt_mutants.py",
     "test_examples.py",
