@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -45,7 +46,7 @@ class Context(NamedTuple):
     own: Any = None
 
 
-class Compressor:
+class Compressor(abc.ABC):
     """One's own: subclass, write ``compress`` and ``decompress``, and pass an instance.
 
     ::
@@ -75,11 +76,11 @@ class Compressor:
     sparse: ClassVar[bool] = False
     keeps_magnitude: ClassVar[bool] = True
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
-        raise NotImplementedError(f"{type(self).__name__} has no compress()")
+    @abc.abstractmethod
+    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]: ...
 
-    def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} has no decompress()")
+    @abc.abstractmethod
+    def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor: ...
 
     # --- what communicators and memories call -------------------------------------------
 
@@ -138,7 +139,9 @@ class Compressor:
 
     def indices(self, payload: Payload, piece: Piece) -> Tensor:
         """Which elements a sparse payload has."""
-        raise NotImplementedError(f"{type(self).__name__} sends every element")
+        raise TypeError(
+            f"{type(self).__name__} sends every element: the memory dgc is for sparse compressors"
+        )
 
 
 class Ours(Compressor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fusedpg.compress import communicators, compressors, memories
 from fusedpg.compress.communicators import Allreduce, Communicator
@@ -25,10 +25,10 @@ _OTHER_NAMES = {"all-to-all": "alltoall", "parameter_server": "ps", "topK": "top
 _IGNORED = {"world_size"}
 
 
-def _made(kind: str, known: Mapping[str, type[_T]], base: type[_T], given: Any, rest: Any) -> _T:
-    """An object by name, with those of the parameters that its constructor has."""
+def _made(kind: str, known: Mapping[str, type[_T]], base: Any, given: Any, rest: Any) -> _T:
+    """An object of a base class by name, with those of the parameters that its constructor has."""
     if isinstance(given, base):
-        return given
+        return cast("_T", given)
     name = _OTHER_NAMES.get(given, given)
     if name not in known:
         names = ", ".join(sorted(known))

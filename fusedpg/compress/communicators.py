@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +15,10 @@ from fusedpg.compress._piece import Piece
 from fusedpg.compress.memories import Memory
 
 
-class Communicator:
+class Communicator(abc.ABC):
     """One's own: subclass, write ``exchange``, and pass an instance."""
 
+    @abc.abstractmethod
     def exchange(
         self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
     ) -> None:
@@ -26,7 +28,6 @@ class Communicator:
         piece)`` is the payload and a context, and ``compressor.combine(grad, payloads,
         memory.scale, context)`` the result, whatever has become of the payloads on the way.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no exchange()")
 
 
 class Allreduce(Communicator):
@@ -42,23 +43,20 @@ class Allreduce(Communicator):
 class Allgather(Communicator):
     """Every rank gets every payload."""
 
+    _gathered = staticmethod(wire.all_gather)
+
     def exchange(
         self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
     ) -> None:
         payload, at = memory.encode(compressor, grad, piece)
-        payloads = wire.all_gather(payload, compressor.tensors_size_are_same, group)
+        payloads = self._gathered(payload, compressor.tensors_size_are_same, group)
         compressor.combine(grad, payloads, memory.scale, at)
 
 
-class Broadcast(Communicator):
+class Broadcast(Allgather):
     """The same by as many broadcasts as there are ranks, one after the other."""
 
-    def exchange(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
-    ) -> None:
-        payload, at = memory.encode(compressor, grad, piece)
-        payloads = wire.broadcasts(payload, compressor.tensors_size_are_same, group)
-        compressor.combine(grad, payloads, memory.scale, at)
+    _gathered = staticmethod(wire.broadcasts)
 
 
 def _shards(piece: Piece) -> list[tuple[int, int]]:

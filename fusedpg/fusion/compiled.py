@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,6 +18,7 @@ from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.ir import Group, Node, Program
+from fusedpg.fusion.scalars import scalars
 
 _log = logging.getLogger("fusedpg")
 _lock = threading.Lock()
@@ -111,16 +111,7 @@ class Kernel:
             else:
                 value = values[node]
             operands.append(value.contiguous())
-        numbers = [float(values[node]) for node in source.numbers]
-        for node in source.dropouts:
-            p = values[node.operands[1]]
-            if not 0 <= p <= 1:
-                raise ValueError(f"dropout: p is a probability, got {p}; {node.described()}")
-            numbers += [math.ceil(p * (1 << 24)), 1 / (1 - p) if p < 1 else 1.0]
-        seeds = [int(values[node]) for node in source.seeds]
-        for seed in seeds:
-            if not 0 <= seed < 1 << 64:
-                raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
+        numbers, seeds = scalars(source, values)
         length = shard_range(source.scatter.numel, self._program.world_size, rank)[1]
         results = [
             targets[place]

@@ -23,6 +23,7 @@ from fusedpg.fusion.codegen import Unsupported
 from fusedpg.fusion.codegen_rows import BROADCAST, CHUNK, SLICE, RowSource, generate_rows
 from fusedpg.fusion.direct import Args, Output, array
 from fusedpg.fusion.ir import Node, Program
+from fusedpg.fusion.scalars import scalars
 
 _log = logging.getLogger("fusedpg")
 _lock = threading.Lock()
@@ -129,9 +130,9 @@ class LocalKernel:
             torch.empty((total,) if source.sliced else node.shape, dtype=node.dtype)
             for node in source.outputs
         ]
-        numbers, seeds = _numbers(source, values)
+        numbers, seeds = scalars(source, values)
         given = array(ctypes.c_void_p, [operand.data_ptr() for operand in operands])
-        scalars = array(ctypes.c_double, numbers)
+        doubles = array(ctypes.c_double, numbers)
         others = array(ctypes.c_uint64, [*seeds, length, total, first, *source.periods])
         places = [array(ctypes.c_void_p, [result.data_ptr()]) for result in results]
         buffers = 64 + source.buffers * (8 * (length + 64) + 64)
@@ -140,7 +141,7 @@ class LocalKernel:
             scratch = torch.empty(buffers, dtype=torch.uint8)
             own = array(ctypes.c_void_p, [scratch.data_ptr() + -scratch.data_ptr() % 64])
             outputs = array(Output, [Output(place, 1, 1, 0) for place in (*places, own)])
-            args = Args(None, 0, given, outputs, scalars, others)
+            args = Args(None, 0, given, outputs, doubles, others)
             self._call(ctypes.addressof(args), begin, count)
 
         rows = -(-total // length)
@@ -163,20 +164,6 @@ def _on_cpu(values: Mapping[Node, Any], node: Node) -> bool:
     """Of a slice that is not made yet: where its tensor is."""
     value = values[node] if node in values else values[node.operands[0]]
     return bool(value.device.type == "cpu")
-
-
-def _numbers(source: RowSource, values: Mapping[Node, Any]) -> tuple[list[float], list[int]]:
-    numbers = [float(values[node]) for node in source.numbers]
-    for node in source.dropouts:
-        p = values[node.operands[1]]
-        if not 0 <= p <= 1:
-            raise ValueError(f"dropout: p is a probability, got {p}; {node.described()}")
-        numbers += [math.ceil(p * (1 << 24)), 1 / (1 - p) if p < 1 else 1.0]
-    seeds = [int(values[node]) for node in source.seeds]
-    for seed in seeds:
-        if not 0 <= seed < 1 << 64:
-            raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
-    return numbers, seeds
 
 
 def local_kernel(group: Any, nodes: tuple[Node, ...], program: Program) -> LocalKernel:

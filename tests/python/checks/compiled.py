@@ -46,39 +46,66 @@ def done() -> int:
     return int(fusedpg.stats().get("fused_program", {}).get("calls", 0))
 
 
+class Random:
+    """A random program, what this rank gives it, and what torch makes of it in one process."""
+
+    def __init__(self, context: Context, case: Case) -> None:
+        self.case = case
+        self.rank, self.size = context.rank, context.world_size
+        self.drawn = checks.tensors(case, self.size)
+        function = checks.compiled(case.text, checks.REFERENCE)
+        with torch.no_grad():
+            whole = {
+                key: checks.Contributions(value) if isinstance(value, list) else value
+                for key, value in self.drawn.items()
+            }
+            self._expected = function(**whole, lr=0.25, seed=7)
+        self._mine = {
+            key: value[self.rank] if isinstance(value, list) else value
+            for key, value in self.drawn.items()
+        }
+        self._mine["m"] = checks.shard(self.drawn["m"], self.size, self.rank)
+        self._fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
+
+    def schedules(self, kind: str) -> list[Any]:
+        """Those that have a group of a kind."""
+        return [
+            schedule
+            for schedule in self._fused.schedules(**self._mine, lr=0.5, seed=1)
+            if any(group.kind == kind for group in schedule.program.groups)
+        ]
+
+    def results(self, schedule: Any) -> Any:
+        return self._fused.scheduled(*schedule.transformations)(**self._mine, lr=0.25, seed=7)
+
+    def compare(self, schedule: Any, results: Any, text: str, exact: bool) -> None:
+        """``text``: the generated source. ``exact``: bit by bit, where its mathematics allows."""
+        case = self.case
+        # Of 16-bit elements that fill no vector torch rounds the root, too.
+        rounds = "rsqrt" in case.text and case.dtype.itemsize == 2
+        exact = exact and case.exact and "<ATen/" not in text and not rounds
+        for node, got, full in zip(schedule.program.outputs, results, self._expected):
+            shard = str(node.layout) == "Shard"
+            want = checks.shard(full, self.size, self.rank) if shard else full
+            # Here and there a rounding of a transcendental function turns a comparison.
+            checks.agree(got, want, case, exact, f"{case}\n{node.name}\n{schedule}\n{text}")
+
+
 def random_program(context: Context, case: Case) -> int:
     """Schedules with fused collectives, compiled; how many ran so."""
-    size, rank = context.world_size, context.rank
-    drawn = checks.tensors(case, size)
-    function = checks.compiled(case.text, checks.REFERENCE)
-    with torch.no_grad():
-        whole = {
-            key: checks.Contributions(value) if isinstance(value, list) else value
-            for key, value in drawn.items()
-        }
-        expected = function(**whole, lr=0.25, seed=7)
-    mine = {key: value[rank] if isinstance(value, list) else value for key, value in drawn.items()}
-    mine["m"] = checks.shard(drawn["m"], size, rank)
-    fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
+    program = Random(context, case)
     ran = 0
-    for schedule in fused.schedules(**mine, lr=0.5, seed=1):
-        groups = [group for group, _ in schedule.program.units if group is not None]
-        if not any(group.kind == "collective" for group in groups) or ran >= 2:
-            continue
+    for schedule in program.schedules("collective"):
+        if ran >= 2:
+            break
         text = compiled.generated(schedule.program)
         before = done()
         with compiles(context):
-            results = fused.scheduled(*schedule.transformations)(**mine, lr=0.25, seed=7)
-        if "extern" in text and drawn["w"].numel():
+            results = program.results(schedule)
+        if "extern" in text and program.drawn["w"].numel():
             assert done() == before + 1, text
             ran += 1
-        for node, got, full in zip(schedule.program.outputs, results, expected):
-            want = checks.shard(full, size, rank) if str(node.layout) == "Shard" else full
-            exact = case.exact and "<ATen/" not in text
-            # Of 16-bit elements that fill no vector torch rounds the root, too.
-            exact = exact and not ("rsqrt" in case.text and case.dtype.itemsize == 2)
-            # Here and there a rounding of a transcendental function turns a comparison.
-            checks.agree(got, want, case, exact, f"{case}\n{node.name}\n{schedule}\n{text}")
+        program.compare(schedule, results, text, exact=True)
     return ran
 
 

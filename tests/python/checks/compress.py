@@ -151,33 +151,48 @@ def equals_oracle(context: Context, compressor: str, memory: str, communicator: 
             )  # fmt: skip
 
 
-def nothing_is_lost(context: Context, params: dict[str, Any], schedule: Any, steps: int) -> None:
+class Account:
     """What went in came out, or is kept: sum of means = sum of results + mean of residuals."""
-    ddp, state = wrapped(context, params, schedule)
-    put = [torch.zeros(shape).double() for shape in SHAPES]
-    got = [torch.zeros(shape).double() for shape in SHAPES]
-    for step in range(steps):
-        mine = given(step, context.rank)
-        for total, g in zip(put, mine):
-            total += g.double() / context.world_size
-        for total, g in zip(got, step_of(ddp, list(mine))):
-            total += g.double()
-    scale = 1 / params.get("lr", 1.0) if params["memory"] == "efsignsgd" else 1.0
-    for n, parameter in enumerate(ddp.module.parts):
-        left = torch.zeros(parameter.shape).double()
-        for name in state._kept.names():
-            kept = state._kept.get(name, parameter)
-            if kept is not None and name.startswith("residual"):
-                # A server's is of the mean.
-                factor = 1.0 if name.endswith("@server") else scale / context.world_size
-                left += factor * kept.double().view(parameter.shape)
-        whole = torch.stack([put[n], left])
-        dist.all_reduce(whole)
-        error = (whole[0] - whole[1] - got[n]).abs().max()
-        # float16 payloads are added in float16.
-        halves = (params["compressor"], params["communicator"]) == ("fp16", "allreduce")
-        assert error < (1e-3 if halves else 1e-4) * steps, (n, error)
-    alike(got)
+
+    def __init__(self, context: Context, ddp: DistributedDataParallel, state: State) -> None:
+        self._context, self._ddp, self._state = context, ddp, state
+        self._put = [torch.zeros(shape).double() for shape in SHAPES]
+        self._got = [torch.zeros(shape).double() for shape in SHAPES]
+
+    def steps(self, count: int) -> None:
+        size = self._context.world_size
+        for step in range(count):
+            mine = given(step, self._context.rank)
+            for total, g in zip(self._put, mine):
+                total += g.double() / size
+            for total, g in zip(self._got, step_of(self._ddp, list(mine))):
+                total += g.double()
+
+    def close(self, bound: float) -> None:
+        state, size = self._state, self._context.world_size
+        # A host's residual is of the mean of its ranks, a server's of the mean.
+        of_all = 1 if state._hosts is None else state._hosts.count
+        share = state.memory.scale * of_all / size
+        for n, parameter in enumerate(self._ddp.module.parts):
+            left = torch.zeros(parameter.shape).double()
+            for name in state._kept.names():
+                kept = state._kept.get(name, parameter)
+                if kept is not None and name.startswith("residual"):
+                    factor = 1.0 if name.endswith("@server") else share
+                    left += factor * kept.double().view(parameter.shape)
+            whole = torch.stack([self._put[n], left])
+            dist.all_reduce(whole)
+            error = (whole[0] - whole[1] - self._got[n]).abs().max()
+            assert error < bound, (n, error)
+        alike(self._got)
+
+
+def nothing_is_lost(context: Context, params: dict[str, Any], schedule: Any, steps: int) -> None:
+    account = Account(context, *wrapped(context, params, schedule))
+    account.steps(steps)
+    # float16 payloads are added in float16.
+    halves = (params["compressor"], params["communicator"]) == ("fp16", "allreduce")
+    account.close((1e-3 if halves else 1e-4) * steps)
 
 
 def alike(tensors: list[torch.Tensor]) -> None:
@@ -270,25 +285,12 @@ def auto(context: Context) -> list[list[int]]:
     """A search in training: ranks end alike, nothing is lost on the way."""
     params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}
     ddp, state = wrapped(context, params, "auto", 0.002)
-    put = [torch.zeros(shape).double() for shape in SHAPES]
-    got = [torch.zeros(shape).double() for shape in SHAPES]
-    for step in range(120):
-        mine = given(step, context.rank)
-        for total, g in zip(put, mine):
-            total += g.double() / context.world_size
-        for total, g in zip(got, step_of(ddp, list(mine))):
-            total += g.double()
+    account = Account(context, ddp, state)
+    account.steps(120)
+    account.close(1e-2)
     report = state.report()
     assert [one.chosen for one in report.tried].count(True) == 1, str(report)
     assert len(report.tried) >= 5
-    for n, parameter in enumerate(ddp.module.parts):
-        kept = state._kept.get("residual", parameter)
-        left = torch.zeros(parameter.shape).double()
-        if kept is not None:
-            left = kept.double().view(parameter.shape) / context.world_size
-        whole = torch.stack([put[n], left])
-        dist.all_reduce(whole)
-        assert (whole[0] - whole[1] - got[n]).abs().max() < 1e-2
     return [sorted(one.candidate.splits) for one in report.tried if one.chosen]
 
 

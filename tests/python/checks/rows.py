@@ -49,34 +49,15 @@ def counted() -> Iterator[list[Any]]:
 
 def random_program(context: Context, case: Case) -> int:
     """Schedules with fused computation, compiled; how many groups ran so."""
-    size, rank = context.world_size, context.rank
-    drawn = checks.tensors(case, size)
-    function = checks.compiled(case.text, checks.REFERENCE)
-    with torch.no_grad():
-        whole = {
-            key: checks.Contributions(value) if isinstance(value, list) else value
-            for key, value in drawn.items()
-        }
-        expected = function(**whole, lr=0.25, seed=7)
-    mine = {key: value[rank] if isinstance(value, list) else value for key, value in drawn.items()}
-    mine["m"] = checks.shard(drawn["m"], size, rank)
-    fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
-    found = [
-        schedule
-        for schedule in fused.schedules(**mine, lr=0.5, seed=1)
-        if any(group.kind == "compute" for group in schedule.program.groups)
-    ]
+    program = generated.Random(context, case)
+    found = program.schedules("compute")
     ran = 0
     for schedule in random.Random(case.seed).sample(found, min(1, len(found))):
         text = sources(schedule.program)
         with generated.compiles(context), counted() as done:
-            results = fused.scheduled(*schedule.transformations)(**mine, lr=0.25, seed=7)
+            results = program.results(schedule)
         ran += len(done)
-        for node, got, full in zip(schedule.program.outputs, results, expected):
-            want = checks.shard(full, size, rank) if str(node.layout) == "Shard" else full
-            exact = case.exact and "<ATen/" not in text and size < 3
-            exact = exact and not ("rsqrt" in case.text and case.dtype.itemsize == 2)
-            checks.agree(got, want, case, exact, f"{case}\n{node.name}\n{schedule}\n{text}")
+        program.compare(schedule, results, text, exact=context.world_size < 3)
     return ran
 
 
