@@ -13,6 +13,7 @@ _OURS = (
     "master_dtype",
     "reduce",
     "share_parameters",
+    "comm_hook",
 )
 
 

@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
-from fusedpg.optim._bridge import Bridge, check_ddp
+from fusedpg.optim import _hooked
+from fusedpg.optim._bridge import Bridge
+from fusedpg.optim._ddp import check_ddp
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
+from fusedpg.optim._hooked import CommHook
 from fusedpg.optim._join import StepOnJoin
 from fusedpg.optim._manual import Detached, Manual, reduce_gradients
 from fusedpg.optim._modes import Mode
@@ -50,6 +53,7 @@ class FusedOptimizer(WholeState, Joinable):
         master_dtype: torch.dtype | None,
         reduce: str,
         share_parameters: bool,
+        comm_hook: CommHook | None,
     ) -> None:
         if reduce not in ("mean", "sum"):
             raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
@@ -62,6 +66,8 @@ class FusedOptimizer(WholeState, Joinable):
                 "overlap=True updates parameters before the norm of all gradients is known: "
                 "max_grad_norm needs overlap=False"
             )
+        if comm_hook is not None:
+            _hooked.check(comm_hook, overlap, reduce)
         if ddp is not None:
             check_ddp(ddp)
             process_group = process_group or ddp.process_group
@@ -75,6 +81,7 @@ class FusedOptimizer(WholeState, Joinable):
         self._max_grad_norm = max_grad_norm
         self._master_dtype = master_dtype
         self._reduce = reduce
+        self._comm_hook = comm_hook
         self._weight: float | None = None
         self._mode: Mode = Manual()
         self._in_flight = []
@@ -119,7 +126,9 @@ class FusedOptimizer(WholeState, Joinable):
                 "the optimizer is attached to another DistributedDataParallel: make one optimizer "
                 "for each, with its parameters, or detach() this one first"
             )
-        if _backend(ddp.process_group) is not self._backend:
+        if self._comm_hook is not None:
+            _hooked.check_group(self._group, ddp.process_group, self._device())
+        elif _backend(ddp.process_group) is not self._backend:
             raise ValueError(
                 "the module's process group is not the optimizer's: pass "
                 "process_group=ddp.process_group"
@@ -302,6 +311,11 @@ class FusedOptimizer(WholeState, Joinable):
 
     def _check_ready(self) -> None:
         self._mode.check()
+        if self._comm_hook is not None and self._mode.manual:
+            raise RuntimeError(
+                "a comm_hook combines the gradients of a DistributedDataParallel: pass ddp=, or "
+                "attach(ddp)"
+            )
         if not self._looked:
             for name, param in self._named_parameters():
                 refuse_sharded(param, f"parameter {name}")

@@ -10,13 +10,13 @@ follows the same states.
 """
 
 import collections
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +24,7 @@ from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
 from fusedpg.optim._gradients import ShardedGrad, SpentGrad
+from fusedpg.optim._hooked import Combined, CommHook, Exchange, any_rank
 from fusedpg.optim._parameters import add_hook, laid_out
 
 _ATTRIBUTE = "_fusedpg_bridge"
@@ -61,7 +62,7 @@ class Bucket:
 class Bridge:
     """The one communication hook of a DDP; serves any number of optimizers."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, comm_hook: CommHook | None = None) -> None:
         # DDP refers to the bridge.
         self._ddp = weakref.ref(ddp)
         self._owners: dict[torch.Tensor, Any] = {}
@@ -77,7 +78,12 @@ class Bridge:
         # DDP would copy every gradient into its bucket, which is most of what it costs. Where it
         # makes no difference we take gradients where autograd has left them. Where GPUs read
         # each other's buckets, that is where gradients have to be.
-        self._in_bucket = _backend(ddp.process_group).info()["cuda_arena"] != 0
+        # Where a hook of the user's combines gradients, it is given buckets.
+        self._comm_hook = comm_hook
+        self._in_bucket = (
+            comm_hook is not None or _backend(ddp.process_group).info()["cuda_arena"] != 0
+        )
+        self._others: list[Callable[[], None]] = []  # what is left to do for DDP's parameters
         self._may_take = False
         self._as_view = bool(ddp.gradient_as_bucket_view)
         self._watch.as_view = self._as_view
@@ -88,18 +94,24 @@ class Bridge:
     def of(ddp: DistributedDataParallel, optimizer: Any, params: list[torch.Tensor]) -> "Bridge":
         """The bridge of a DDP, with an optimizer more. The first one registers its hook."""
         bridge: Bridge | None = getattr(ddp, _ATTRIBUTE, None)
+        comm_hook = optimizer._comm_hook
         if bridge is not None:
+            if not _same_hook(comm_hook, bridge._comm_hook):
+                raise ValueError(
+                    "another fused optimizer of this DistributedDataParallel has another "
+                    "comm_hook: give all of them the same (state, hook)"
+                )
             bridge.add(optimizer, params)
             return bridge
         _torch.check(ddp)
-        bridge = Bridge(ddp)
+        bridge = Bridge(ddp, comm_hook)
         bridge._check(optimizer, params)
         try:
             ddp.register_comm_hook(bridge, _hook)
         except RuntimeError as error:
             raise RuntimeError(
                 "this DistributedDataParallel already has a communication hook; a fused "
-                "optimizer needs to register its own"
+                "optimizer needs to register its own, and takes yours as comm_hook=(state, hook)"
             ) from error
         bridge._may_take = _torch.keep_gradients(ddp) and not bridge._in_bucket
         bridge._forward_hooks = [
@@ -255,6 +267,9 @@ class Bridge:
         """DDP has finalised the last bucket and disarmed its reducer."""
         self._watch.armed = False
         self._watch.finish()
+        others, self._others = self._others, []
+        for finish in others:
+            finish()
         for optimizer in list(self._optimizers):
             optimizer._mode.backward_done(optimizer)
 
@@ -382,15 +397,13 @@ class Bridge:
                     numbers.append(number)
                 mine[owner].append(self._gradient(param, memory, shadow))
         assert offset == buffer.numel(), "DDP has changed the layout of its buckets"
-        if others:
+        if self._comm_hook is not None:
+            self._combine(bucket, mine, others, shadow, ddp)
+        else:
             self._all_reduce(others, shadow, ddp.process_group)
-        for owner, gradients in mine.items():
-            used = None
-            # Otherwise DDP itself insists that every parameter is used.
-            if ddp.find_unused_parameters or ddp.static_graph:
-                flags = [gradient.used for gradient in gradients]
-                used = torch.tensor(flags, dtype=torch.uint8, device=buffer.device)
-            owner._mode.gradients_ready(owner, gradients, used, shadow)
+            for owner, gradients in mine.items():
+                used = _used(gradients, ddp, buffer.device)
+                owner._mode.gradients_ready(owner, gradients, used, shadow)
         # There may be fewer buckets now.
         last = bucket.index() if bucket.is_last() else len(self._params)
         for index in [i for i in self._buckets if i == bucket.index() or i > last]:
@@ -436,15 +449,11 @@ class Bridge:
             local = memory
         return Gradient(param, local, memory, earlier, used or earlier is None)
 
-    def _all_reduce(
-        self,
-        gradients: list[tuple[torch.Tensor, torch.Tensor]],
-        shadow: bool,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """What DDP does without a hook, for parameters of no optimizer of ours."""
-        # DDP has to be told less than this when it does it itself: which are used, and how many
-        # ranks have data.
+    def _facts(
+        self, gradients: list[tuple[torch.Tensor, torch.Tensor]], shadow: bool, group: Any
+    ) -> list[float]:
+        """Of parameters of no optimizer of ours: how many ranks have data, and for each parameter
+        how many use it. DDP has to be told less when it does it itself."""
         for param, _ in gradients:
             if not isinstance(param.grad, (ShardedGrad, SpentGrad)):
                 continue
@@ -462,47 +471,63 @@ class Bridge:
                 )
         facts = torch.tensor([float(not shadow), *(p.grad is not None for p, _ in gradients)])
         dist.all_reduce(facts, group=group)
-        divisor = facts[0].item() if self.weighted_by_joining() else dist.get_world_size(group)
-        for (param, memory), used in zip(gradients, facts[1:].tolist(), strict=True):
+        return facts.tolist()
+
+    def _all_reduce(
+        self,
+        gradients: list[tuple[torch.Tensor, torch.Tensor]],
+        shadow: bool,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """What DDP does without a hook, for parameters of no optimizer of ours."""
+        if not gradients:
+            return
+        ranks, *uses = self._facts(gradients, shadow, group)
+        divisor = ranks if self.weighted_by_joining() else dist.get_world_size(group)
+        for (param, memory), used in zip(gradients, uses, strict=True):
             # Without a gradient DDP has filled the bucket with zeros.
             grad = memory if param.grad is None or shadow else laid_out(param.grad.detach(), param)
             dist.all_reduce(grad, group=group)
             grad.div_(divisor)
-            if not used or shadow:
-                continue
-            if param.grad is None:
-                param.grad = grad.clone()
-            elif param.grad.data_ptr() != grad.data_ptr():
-                param.grad.copy_(grad)
+            if used and not shadow:
+                _place(param, grad)
 
+    def _combine(
+        self,
+        bucket: GradBucket,
+        mine: dict[Any, list[Gradient]],
+        others: list[tuple[torch.Tensor, torch.Tensor]],
+        shadow: bool,
+        ddp: DistributedDataParallel,
+    ) -> None:
+        """Has the user's hook combine a bucket."""
+        assert self._comm_hook is not None
+        if self.weighted_by_joining() or any(owner._weight is not None for owner in mine):
+            raise RuntimeError(
+                "a comm_hook gives the mean of all ranks, each of which counts alike: without "
+                "set_local_batch_size() and divide_by_initial_world_size=False, please"
+            )
+        buffer, group = bucket.buffer(), ddp.process_group
+        for gradient in itertools.chain.from_iterable(mine.values()):
+            if gradient.local.data_ptr() != gradient.output.data_ptr():
+                gradient.output.copy_(gradient.local)
+        # Before the hook, which may start collectives of this group when it likes.
+        uses = self._facts(others, shadow, group)[1:] if others else []
+        flags = {owner: _used(gradients, ddp, buffer.device) for owner, gradients in mine.items()}
+        asked = {owner: any_rank(used, group) for owner, used in flags.items()}
+        exchange = Exchange(self._comm_hook, bucket, buffer)
+        for owner, gradients in mine.items():
+            work = Combined(exchange, asked[owner])
+            owner._mode.combined(owner, gradients, flags[owner], work)
+        if not shadow:
+            there = [pair for pair, used in zip(others, uses, strict=True) if used]
 
-def check_ddp(ddp: Any) -> None:
-    """Raises TypeError, saying what to write, unless ``ddp`` is a DistributedDataParallel."""
-    if isinstance(ddp, DistributedDataParallel):
-        return
-    found = f"ddp= takes a DistributedDataParallel, got {type(ddp).__name__}"
-    if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
-        raise TypeError(
-            f"{found}: with model = torch.compile(DistributedDataParallel(...)) pass the inner one "
-            "(ddp=model._orig_mod)"
-        )
-    if isinstance(ddp, (list, tuple)):
-        raise TypeError(
-            f"{found}: make one optimizer for each, with its parameters, or put the modules into "
-            "one nn.ModuleDict and that into one DistributedDataParallel"
-        )
-    if any("FSDP" in base.__name__ or "FullySharded" in base.__name__ for base in type(ddp).mro()):
-        raise TypeError(
-            f"{found}: FSDP has sharded its parameters already. Wrap the model by "
-            "ddp = DistributedDataParallel(model) instead of fully_shard(model), or keep FSDP and "
-            "torch's optimizer"
-        )
-    if isinstance(ddp, nn.Module):
-        raise TypeError(
-            f"{found}: write ddp = DistributedDataParallel(model), call ddp(x) in training and "
-            "pass ddp=ddp; or leave ddp= out to train the bare module without DDP"
-        )
-    raise TypeError(found)
+            def finish() -> None:
+                exchange.wait()
+                for param, grad in there:
+                    _place(param, grad)
+
+            self._others.append(finish)
 
 
 def _arms(ddp: DistributedDataParallel) -> bool:
@@ -510,15 +535,27 @@ def _arms(ddp: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and ddp.require_backward_grad_sync
 
 
+def _same_hook(one: CommHook | None, other: CommHook | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] is other[0] and one[1] == other[1]
+
+
+def _used(gradients: list[Gradient], ddp: DistributedDataParallel, device: Any) -> Any:
+    """Which this rank uses. Otherwise DDP itself insists that every parameter is used."""
+    if not (ddp.find_unused_parameters or ddp.static_graph):
+        return None
+    flags = [gradient.used for gradient in gradients]
+    return torch.tensor(flags, dtype=torch.uint8, device=device)
+
+
+def _place(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Of a parameter of DDP's, which was told to leave ``p.grad`` alone."""
+    if param.grad is None:
+        param.grad = grad.clone()
+    elif param.grad.data_ptr() != grad.data_ptr():
+        param.grad.copy_(grad)
+
+
 def _hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.reduce(bucket)
-
-
-def unsynchronised(name: str) -> str:
-    return (
-        f"the gradient of parameter {name} was never reduced over ranks. DDP reduces in the first "
-        "backward after a forward of the DistributedDataParallel module outside no_sync(). What "
-        "another backward accumulates (under no_sync(), through ddp.module, over a retained graph) "
-        "is reduced with the next one; parameters that were frozen when DDP was made, that it was "
-        "told to ignore, or that belong to two DistributedDataParallel modules never are"
-    )

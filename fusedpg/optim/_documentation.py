@@ -28,6 +28,9 @@ _COMMON = """
             reduce: "mean" divides summed gradients by the number of ranks, "sum" does not.
             share_parameters: the ranks of the machine hold one copy of the parameters in shared
                 memory. Nobody may write to them outside ``step()``; see ``writing_parameters()``.
+            comm_hook: what ``register_comm_hook`` takes, (state, hook): combines gradients, into
+                their mean, in place of the reduce-scatter; for example ``(state,
+                fusedpg.compress.hook)``. Then ``process_group`` may be a part of the module's.
 
         Raises:
             ValueError, TypeError: for arguments and parameters that are not supported.

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fusedpg.optim._bridge import Bridge, unsynchronised
+from fusedpg.optim._bridge import Bridge
+from fusedpg.optim._ddp import unsynchronised
 
 
 class Mode:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedpg._registration import load_extension
-from fusedpg.optim._bridge import Bridge, Bucket, Gradient, unsynchronised
+from fusedpg.optim._bridge import Bridge, Bucket, Gradient
+from fusedpg.optim._ddp import unsynchronised
 from fusedpg.optim._gradients import SpentGrad
 from fusedpg.optim._modes import Attached
 from fusedpg.optim._recompute import RecomputeGuard

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedpg._registration import load_extension
-from fusedpg.optim._bridge import Gradient, unsynchronised
+from fusedpg.optim._bridge import Gradient
+from fusedpg.optim._ddp import unsynchronised
 from fusedpg.optim._gradients import ShardedGrad
 
 if TYPE_CHECKING:
@@ -22,13 +23,21 @@ def start(
 ) -> None:
     """Starts the reduction of some gradients, whatever they are."""
     optimizer._check_layouts([gradient.param for gradient in gradients])
-    work = optimizer._backend.reduce_shards_(
+    work: Any = optimizer._backend.reduce_shards_(
         [gradient.local for gradient in gradients],
         [gradient.output for gradient in gradients],
         used=used,
         async_op=True,
         **optimizer._reduction(shadow),
     )
+    follow(optimizer, gradients, used, work)
+
+
+def follow(
+    optimizer: FusedOptimizer, gradients: list[Gradient], used: torch.Tensor | None, work: Any
+) -> None:
+    """Has a reduction end in ``p.grad``: when it is done, ``output`` has it, of this rank's slice
+    at least, and ``used`` whether any rank has used a parameter."""
     # DDP must find None to leave p.grad alone. What an earlier backward has reduced stays.
     reduced = []
     for param, _, output, earlier, _ in gradients:

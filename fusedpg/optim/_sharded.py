@@ -10,6 +10,7 @@ from fusedpg._registration import load_extension
 from fusedpg.optim import _reduced
 from fusedpg.optim._bridge import Bucket, Gradient
 from fusedpg.optim._gradients import ShardedGrad
+from fusedpg.optim._hooked import Combined
 from fusedpg.optim._modes import Attached
 
 if TYPE_CHECKING:
@@ -59,6 +60,18 @@ class Sharded(Attached):
         """A bucket in any other case."""
         optimizer._stepped = False
         _reduced.start(optimizer, gradients, used, shadow)
+
+    def combined(
+        self,
+        optimizer: FusedOptimizer,
+        gradients: list[Gradient],
+        used: torch.Tensor | None,
+        work: Combined,
+    ) -> None:
+        """A bucket that a hook of the user's combines."""
+        optimizer._stepped = False
+        optimizer._check_layouts([gradient.param for gradient in gradients])
+        _reduced.follow(optimizer, gradients, used, work)
 
     def backward_done(self, optimizer: FusedOptimizer) -> None:
         optimizer._wait()

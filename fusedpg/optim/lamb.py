@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedpg.optim._arguments import split
 from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim._documentation import documented
+from fusedpg.optim._hooked import CommHook
 from fusedpg.optim._options import check_options
 
 
@@ -54,6 +55,7 @@ class LAMB(FusedOptimizer):
         master_dtype: torch.dtype | None = None,
         reduce: str = "mean",
         share_parameters: bool = False,
+        comm_hook: CommHook | None = None,
     ) -> None:
         super().__init__(**split(locals()))
 

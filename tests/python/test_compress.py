@@ -12,6 +12,7 @@ import torch
 
 import harness
 from checks import compress as checks
+from checks import compress_optim
 from fusedpg import compress
 from fusedpg.compress import _schedule
 from fusedpg.compress.communicators import BY_NAME as COMMUNICATORS
@@ -72,36 +73,8 @@ def test_nothing_is_lost_between_hosts(names: str, communicator: str) -> None:
                 "compressor": compressor, "memory": "residual", "communicator": communicator,
                 **PARAMS,
             }  # fmt: skip
-            ranks.run(hosts_check, params)
-
-
-def hosts_check(context: harness.Context, params: dict[str, Any]) -> None:
-    from fusedpg.compress import _hosts
-
-    for schedule in ("bucket", "one"):
-        ddp, state = checks.wrapped(context, params, schedule)
-        put = [torch.zeros(shape).double() for shape in checks.SHAPES]
-        got = [torch.zeros(shape).double() for shape in checks.SHAPES]
-        for step in range(8):
-            mine = checks.given(step, context.rank)
-            for total, g in zip(put, mine):
-                total += g.double() / context.world_size
-            for total, g in zip(got, checks.step_of(ddp, list(mine))):
-                total += g.double()
-        checks.alike(got)
-        hosts: _hosts.Hosts | None = state._hosts
-        of_all = 1 if hosts is None else hosts.count
-        for n, parameter in enumerate(ddp.module.parts):
-            left = torch.zeros(parameter.shape).double()
-            for name in state._kept.names():
-                kept = state._kept.get(name, parameter)
-                if kept is not None and name.startswith("residual"):
-                    server = name.endswith("@server")
-                    factor = 1.0 if server else of_all / context.world_size
-                    left += factor * kept.double().view(parameter.shape)
-            whole = torch.stack([put[n], left])
-            torch.distributed.all_reduce(whole)
-            assert (whole[0] - whole[1] - got[n]).abs().max() < 1e-3
+            for schedule in ("bucket", "one"):
+                ranks.run(checks.nothing_is_lost, params, schedule, 8)
 
 
 @pytest.mark.parametrize("how", ["pickle", "state_dict"])
@@ -178,6 +151,41 @@ def test_torchs_hooks_as_on_gloo(name: str) -> None:
     for mine, theirs in zip(found, wanted):
         for a, b in zip(mine, theirs):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+HOOKS = (
+    ("compress", "topk", "residual", "bucket"), ("compress", "topk", "dgc", "layer"),
+    ("compress", "efsignsgd", "residual", "one"), ("compress", "randomk", "residual", 2),
+    ("compress", "none", "none", "auto"), ("fp16", "", "", ""), ("powersgd", "", "", ""),
+    ("block_sparse", "", "", ""),
+)  # fmt: skip
+
+
+@pytest.mark.fused_only
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: "-".join(map(str, filter(None, hook))))
+def test_under_fused_optimizers(hook: tuple[str, str, str, Any]) -> None:
+    name, compressor, memory, schedule = hook
+    params = {"compressor": compressor, "memory": memory, **PARAMS}
+    for optimizer in ("SGD", "AdamW", "LAMB"):
+        harness.pool(3).run(
+            compress_optim.as_with_torchs_optimizer, optimizer, name, params, schedule
+        )
+
+
+@pytest.mark.fused_only
+@pytest.mark.parametrize("names", ["two", "two of two", "crossed"])
+def test_state_shared_inside_hosts(names: str) -> None:
+    ranks = harness.pool_of_hosts(names)
+    params = {"compressor": "topk", "memory": "residual", **PARAMS}
+    for optimizer in ("AdamW", "LAMB"):
+        ranks.run(
+            compress_optim.as_with_torchs_optimizer, optimizer, "compress", params, "one", True
+        )
+
+
+@pytest.mark.fused_only
+def test_fused_optimizers_say_what_they_cannot() -> None:
+    harness.pool(3).run(compress_optim.says_what_it_cannot)
 
 
 # --- without ranks -------------------------------------------------------------------------
@@ -297,7 +305,7 @@ class Model:
     def best(self) -> float:
         count = len(self.numels)
         found = [float(self.plain)]
-        for cuts in range(3 if count > 25 else 4):
+        for cuts in range(4):
             for inner in itertools.combinations(range(1, count), cuts):
                 splits = frozenset({*inner, count})
                 found.append(self.took(_schedule.Candidate(splits)).seconds)

@@ -27,10 +27,10 @@ FINISHES = ("", "clip", "its own clip", "scaler", "overflow", "scaler alone")
 SETUPS = [
     Setup(optimizer, mode, view, graph, finish)
     for mode, view, graph, finish, optimizer in itertools.product(
-        ("ddp", "overlap"), (False, True), GRAPHS, FINISHES, ("SGD", "AdamW", "LAMB")
+        ("ddp", "overlap", "hook"), (False, True), GRAPHS, FINISHES, ("SGD", "AdamW", "LAMB")
     )
     # The update in backward has one way to finish; the others raise, which other tests see.
-    if mode == "ddp" or not finish
+    if mode != "overlap" or not finish
 ]
 
 
@@ -40,12 +40,13 @@ def agree(workers: harness.Workers, name: str, setups: list[Setup]) -> None:
     assert not found, "\n".join(found[:20])
 
 
-EVERY = [s for s in SETUPS if s.finish == ""]
+HOOKED = [s for s in SETUPS if s.finish == "" and s.mode == "hook"]
+EVERY = [s for s in SETUPS if s.finish == "" and s.mode != "hook"]
 # Every mode, view and kind of graph; the optimizers in turn, each with every kind of graph.
 CHOSEN = [s for i, s in enumerate(EVERY) if i % 3 == (i // 3 + i // 9) % 3]
 assert len({(s.optimizer, s.graph) for s in CHOSEN}) == 9
 # In an order without a rhythm, so that each part has some of everything.
-FINISHED = random.Random(1).sample([s for s in SETUPS if s.finish], 90)
+FINISHED = random.Random(1).sample([s for s in SETUPS if s.finish], 120)
 # Those where a step follows more than one backward, or some parameters have no gradient.
 INTERESTING = (
     "plainly",
@@ -65,6 +66,11 @@ def test_patterns(pair: harness.Workers, name: str) -> None:
 @pytest.mark.parametrize("name", INTERESTING)
 def test_clipping_and_scaling(pair: harness.Workers, name: str) -> None:
     agree(pair, name, FINISHED[INTERESTING.index(name) :: len(INTERESTING)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks(pair: harness.Workers, name: str) -> None:
+    agree(pair, name, HOOKED[list(NAMES).index(name) % 5 :: 5])
 
 
 @pytest.mark.skipif(

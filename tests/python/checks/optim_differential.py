@@ -66,7 +66,8 @@ def difference(
         return "" if able else f"DDP refuses, ours does not: {refused}"
     if not error:
         return "" if len(got) == len(want) else f"{len(got)} steps of {len(want)}"
-    texts = [allowed.get("", ""), allowed.get(setup.mode, ""), allowed.get(setup.graph, "")]
+    mode = "ddp" if setup.mode == "hook" else setup.mode
+    texts = [allowed.get("", ""), allowed.get(mode, ""), allowed.get(setup.graph, "")]
     if theirs.diverged is not None and len(got) >= theirs.diverged:
         texts.append(NEVER)  # DDP has let ranks drift apart without a word
     if any(text and re.search(text, error) for text in texts):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -72,7 +73,7 @@ class Setup:
     """How a script is run."""
 
     optimizer: str = "SGD"
-    mode: str = "ddp"  # or overlap, manual
+    mode: str = "ddp"  # or overlap, hook (of the user's, under the optimizer's), manual
     view: bool = False
     graph: str = ""  # or find_unused, static
     # Or clip, its own clip; scaler (with clip), overflow (the same, and some gradients of one rank
@@ -160,8 +161,12 @@ class Script:
         name = self.setup.optimizer
         if not self.fused:
             return of_torch(name, params)
-        own = {"overlap": self.setup.mode == "overlap", "ddp": net}
-        return getattr(fusedpg.optim, name)(params, **OPTIMIZERS[name], **own)
+        return getattr(fusedpg.optim, name)(params, **OPTIMIZERS[name], ddp=net, **self.own())
+
+    def own(self) -> dict[str, Any]:
+        """What our optimizers are given besides torch's arguments."""
+        hook = {"comm_hook": (self.group, allreduce_hook)} if self.setup.mode == "hook" else {}
+        return {"overlap": self.setup.mode == "overlap", **hook}
 
     def x(self) -> torch.Tensor:
         """The next batch of this rank."""

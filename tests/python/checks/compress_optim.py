@@ -1,0 +1,120 @@
+"""Fused optimizers whose gradients a communication hook combines: what ranks check."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedpg
+from checks import compress as checks
+from checks.optim import refused
+from checks.optim_script import OPTIMIZERS, of_torch
+from fusedpg import compress
+from harness import Context
+
+
+def hook_of(name: str, params: dict[str, Any], schedule: Any) -> tuple[Any, Any]:
+    if name == "compress":
+        return compress.from_params(params, schedule=schedule), compress.hook
+    if name == "powersgd":
+        # Buckets are one: its callbacks' collectives have no order of their own.
+        state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2, random_seed=3)
+        return state, powerSGD_hook.powerSGD_hook
+    if name == "block_sparse":
+        return fusedpg.ddp.BlockSparseState(threshold=0.05), fusedpg.ddp.block_sparse_hook
+    return dist.group.WORLD, getattr(default_hooks, f"{name}_compress_hook")
+
+
+def as_with_torchs_optimizer(
+    context: Context, optimizer: str, name: str, params: dict[str, Any], schedule: Any,
+    hosts: bool = False,
+) -> None:  # fmt: skip
+    """The same training: the hook under DDP with torch's optimizer, and under ours.
+
+    Parameters 3 and 4 have an optimizer of torch in both. ``hosts``: a host's ranks share state.
+    """
+    options: dict[str, Any] = {}
+    if hosts:
+        local = fusedpg.group_info()["local_ranks"]
+        options["process_group"] = dist.new_group(local, use_local_synchronization=True)
+    unused = schedule == "layer"
+    torch.manual_seed(3)
+    # Not all of them zero: LAMB looks at norms.
+    module = checks.Given()
+    for p in module.parts:
+        nn.init.normal_(p)
+    rows: list[list[torch.Tensor]] = [[], []]
+    norms: list[list[float]] = [[], []]
+    for ours in (False, True):
+        mine = copy.deepcopy(module)
+        ddp = DistributedDataParallel(
+            mine, bucket_cap_mb=25 if name == "powersgd" else 0.001, find_unused_parameters=unused
+        )
+        parts = list(mine.parts)
+        others = torch.optim.SGD(parts[3:5], lr=0.1, momentum=0.9)
+        some = parts[:3] + parts[5:]
+        comm_hook = hook_of(name, params, schedule)
+        made: Any
+        if ours:
+            make = getattr(fusedpg.optim, optimizer)
+            made = make(some, **OPTIMIZERS[optimizer], ddp=ddp, comm_hook=comm_hook, **options)
+        else:
+            ddp.register_comm_hook(*comm_hook)
+            made = of_torch(optimizer, some)
+        for step in range(6):
+            grads: list[Any] = checks.given(step, context.rank)
+            if unused and step % 2 and context.rank == 0:
+                grads[2] = None
+            ddp(grads).backward()
+            if step in (2, 4):
+                # Of torch's part, each rank has all of it.
+                total = torch.nn.utils.clip_grad_norm_(some, 0.8, foreach=False)
+                norms[ours].append(float(total))
+            for one in (made, others):
+                one.step()
+                one.zero_grad()
+            rows[ours] += [p.detach().clone() for p in parts]
+        if ours:
+            of = [dist.get_world_size(made._group), dist.get_rank(made._group)]
+            for p in some:
+                length = fusedpg.shard_range(p.numel(), *of)[1]
+                assert all(v.numel() == length for v in made.state[p].values() if v.dim())
+    torch.testing.assert_close(norms[True], norms[False], rtol=1e-5, atol=1e-6)
+    for a, b in zip(rows[True], rows[False], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+    checks.alike(rows[True])
+
+
+def says_what_it_cannot(context: Context) -> None:
+    state = compress.from_params({"compressor": "topk", "memory": "residual"})
+    ddp = DistributedDataParallel(checks.Given(), bucket_cap_mb=0.001)
+    parts: Any = list(ddp.module.parts)
+    hook = (state, compress.hook)
+    make: Any = fusedpg.optim.SGD
+    with refused("overlap=False", ValueError):
+        make(parts, ddp=ddp, comm_hook=hook, overlap=True)
+    with refused('reduce="mean"', ValueError):
+        make(parts, ddp=ddp, comm_hook=hook, reduce="sum")
+    with refused("(state, hook)", TypeError):
+        make(parts, ddp=ddp, comm_hook=state)
+    with refused("attach(ddp)"):
+        make(parts, comm_hook=hook).step()
+    uneven = [0, 1] if context.rank < 2 else [2]
+    group = dist.new_group(uneven, use_local_synchronization=True)
+    with refused("equally many", ValueError):
+        make(parts, ddp=ddp, comm_hook=hook, process_group=group)
+    one = make(parts[:2], ddp=ddp, comm_hook=hook)
+    with refused("the same (state, hook)", ValueError):
+        make(parts[2:], ddp=ddp)
+    two = make(parts[2:], ddp=ddp, comm_hook=hook)
+    ddp(checks.given(0, context.rank)).backward()
+    one.step()
+    two.step()
+    ddp.zero_grad()
+    one.set_local_batch_size(3)
+    with refused("set_local_batch_size"):
+        ddp(checks.given(0, context.rank)).backward()
