@@ -184,6 +184,12 @@ def test_state_shared_inside_hosts(names: str) -> None:
 
 
 @pytest.mark.fused_only
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "fused"])
+def test_uneven_inputs(ours: bool) -> None:
+    harness.pool(3).run(compress_optim.joins, ours)
+
+
+@pytest.mark.fused_only
 def test_fused_optimizers_say_what_they_cannot() -> None:
     harness.pool(3).run(compress_optim.says_what_it_cannot)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -118,3 +119,34 @@ def says_what_it_cannot(context: Context) -> None:
     one.set_local_batch_size(3)
     with refused("set_local_batch_size"):
         ddp(checks.given(0, context.rank)).backward()
+
+
+def joins(context: Context, ours: bool) -> None:
+    """Uneven inputs: a compressor that loses nothing trains as plain DDP does."""
+    rows: list[list[torch.Tensor]] = []
+    for compressed in (False, True):
+        torch.manual_seed(3)
+        module = checks.Given()
+        ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
+        params = {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}
+        comm_hook = compress.from_params(params, schedule=2), compress.hook
+        made: Any
+        if compressed and ours:
+            made = fusedpg.optim.SGD(
+                module.parameters(), lr=0.1, momentum=0.9, ddp=ddp, comm_hook=comm_hook
+            )
+        else:
+            if compressed:
+                ddp.register_comm_hook(*comm_hook)
+            made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        joinables = [ddp, made] if compressed and ours else [ddp]
+        with Join(joinables):
+            for step in range(3 + 2 * context.rank):
+                ddp(checks.given(step, context.rank)).backward()
+                made.step()
+                made.zero_grad()
+        rows.append([p.detach().clone() for p in module.parts])
+    # Ranks that have joined get the last one's parameters from DDP.
+    for a, b in zip(*rows, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+    checks.alike(rows[1])
