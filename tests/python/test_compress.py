@@ -184,6 +184,15 @@ def test_state_shared_inside_hosts(names: str) -> None:
 
 
 @pytest.mark.fused_only
+def test_module_on_another_backend() -> None:
+    """Its gradients go by Gloo, and the optimizer's parameters by ours."""
+    params = {"compressor": "topk", "memory": "residual", **PARAMS}
+    harness.pool(3).run(
+        compress_optim.as_with_torchs_optimizer, "AdamW", "compress", params, "layer", False, "gloo"
+    )
+
+
+@pytest.mark.fused_only
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "fused"])
 def test_uneven_inputs(ours: bool) -> None:
     harness.pool(3).run(compress_optim.joins, ours)

@@ -32,13 +32,17 @@ def hook_of(name: str, params: dict[str, Any], schedule: Any) -> tuple[Any, Any]
 
 def as_with_torchs_optimizer(
     context: Context, optimizer: str, name: str, params: dict[str, Any], schedule: Any,
-    hosts: bool = False,
+    hosts: bool = False, carrier: str | None = None,
 ) -> None:  # fmt: skip
     """The same training: the hook under DDP with torch's optimizer, and under ours.
 
     Parameters 3 and 4 have an optimizer of torch in both. ``hosts``: a host's ranks share state.
+    ``carrier``: the backend of the module's group.
     """
     options: dict[str, Any] = {}
+    group = None if carrier is None else dist.new_group(backend=carrier)
+    if carrier is not None:
+        options["process_group"] = dist.group.WORLD
     if hosts:
         local = fusedpg.group_info()["local_ranks"]
         options["process_group"] = dist.new_group(local, use_local_synchronization=True)
@@ -53,7 +57,10 @@ def as_with_torchs_optimizer(
     for ours in (False, True):
         mine = copy.deepcopy(module)
         ddp = DistributedDataParallel(
-            mine, bucket_cap_mb=25 if name == "powersgd" else 0.001, find_unused_parameters=unused
+            mine,
+            process_group=group,
+            bucket_cap_mb=25 if name == "powersgd" else 0.001,
+            find_unused_parameters=unused,
         )
         parts = list(mine.parts)
         others = torch.optim.SGD(parts[3:5], lr=0.1, momentum=0.9)
