@@ -1,11 +1,12 @@
 """Train with compressed gradients between hosts: steps a second, and loss against time.
 
-    python benchmarks/compress.py --hosts 2 --rates 100mbit,1gbit,10gbit,unlimited --check-bars
+    python benchmarks/compress.py --check-bars
     python benchmarks/compress.py --rates 1gbit --parts loss
 
 A DDP step of an MLP of 25 M parameters (batch of 4 a rank, SGD with momentum) on hosts that are
 network namespaces whose links have a rate (needs root, `ip` and `tc`; exits with 2 where that
-cannot be), with one rank each. The arms, in turn:
+cannot be), with one rank each; and where there is no link to save, "one host" of as many ranks. The
+arms, in turn:
 
     gloo, gloo bf16       DDP on Gloo; with torch's bf16_compress_hook
     fused, fused bf16     the same on our backend
@@ -47,11 +48,12 @@ from _harness import Bar, Context, Row
 from fusedpg import compress
 
 UNLIMITED = "unlimited"
-RATES = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10, UNLIMITED: None}
+ONE_HOST = "one host"
+RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED, ONE_HOST)
 GLOO, BF16 = "gloo", "gloo bf16"
 ALONE = "no_sync"
 BATCH, LR, MOMENTUM = 4, 1e-3, 0.9
-ROUNDS = {"100mbit": 2, "1gbit": 5, "10gbit": 9, UNLIMITED: 11}
+ROUNDS = {"100mbit": 2, "1gbit": 5, "10gbit": 7, UNLIMITED: 7, ONE_HOST: 9}
 LOSS_SECONDS = {"100mbit": 60.0, "1gbit": 20.0}
 
 TOPK = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.01}
@@ -83,16 +85,18 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
         "bucket",
     ),
 }  # fmt: skip
-FEW = ("top-k 1 %, bucket", "top-k 1 %, auto", "EF sign, bucket", "EF sign, auto")
-AUTO = {"top-k 1 %": TOPK, "EF sign": SIGN}
+AUTO = ("top-k 1 %", "EF sign")
+SOME = [name for name in METHODS if name.startswith(AUTO) and not name.endswith("ps")]
 
 
 @dataclass
 class CompressRow(Row):
-    """Also what crossed the link in a step, and what compression takes by itself."""
+    """Also what crossed the link in a step, what compression takes by itself, and the choice of
+    schedule="auto": into how many groups, or no compression."""
 
     sent: float = 0.0  # bytes
     compression: float = 0.0  # seconds
+    choice: str = ""
 
 
 def name_of(rate: str) -> str:
@@ -115,13 +119,18 @@ def bars() -> list[Bar]:
                 Bar(2, name_of(rate), f"{method}, auto", size, f"{method}, {other}", at_least=0.98)
                 for other in ("layer", "one")
             ]
+    # Where there is nothing to gain it may not cost much either.
+    for rate in (UNLIMITED, ONE_HOST):
+        found += [
+            Bar(2, name_of(rate), f"{method}, auto", size, "fused", at_least=0.9) for method in AUTO
+        ]
     return found
 
 
 def main() -> int:
     parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=0)
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rates", default="100mbit,1gbit,10gbit,unlimited")
+    parser.add_argument("--rates", default=",".join(RATES))
     parser.add_argument("--parts", default="steps,loss")
     parser.add_argument("--methods", help="only those whose names contain one of these")
     hosts.add_worker_option(parser)
@@ -136,11 +145,15 @@ def main() -> int:
     os.environ.setdefault("FUSEDPG_TRANSPORT", "ucx")
     rows: list[CompressRow] = []
     for rate in rates:
-        limit = None if rate == UNLIMITED else rate
+        limit = rate if rate.endswith("bit") else None
         parts = [p for p in args.parts if p == "steps" or rate in LOSS_SECONDS]
-        found = hosts.run_layout(
-            args.hosts, 1, limit, len(parts), CompressRow, ["--rate", rate]
-        )  # fmt: skip
+        if not parts:
+            continue
+        options = ["--rate", rate]
+        if rate == ONE_HOST:
+            found = hosts.run_alone(args.hosts, CompressRow, options)
+        else:
+            found = hosts.run_layout(args.hosts, 1, limit, len(parts), CompressRow, options)
         if found is None:
             return 2
         rows += found
@@ -201,7 +214,7 @@ class Training:
 
 def chosen(args: argparse.Namespace) -> list[str]:
     wanted = args.methods.split(",") if args.methods else [""]
-    names = METHODS if args.rate in ("1gbit", "10gbit") or args.methods else FEW
+    names = METHODS if args.rate in ("1gbit", "10gbit") or args.methods else SOME
     return [name for name in names if any(w in name for w in wanted)]
 
 
@@ -240,6 +253,7 @@ def steps(context: Context, args: argparse.Namespace) -> list[CompressRow]:
     arms: dict[str, Callable[[], object]] = {}
     sent: dict[str, float] = {}
     apart: dict[str, float] = {}
+    choices: dict[str, str] = {}
     for name in (GLOO, BF16, "fused", "fused bf16", *chosen(args), ALONE):
         arm = make_arm(name, model, context, optimizer)
         for _ in range(3):
@@ -249,17 +263,32 @@ def steps(context: Context, args: argparse.Namespace) -> list[CompressRow]:
         if name != ALONE:
             harness.require(alike(arm.model, context), f"{name}: ranks have other weights")
         arms[name] = arm.step
-        sent[name] = hosts.bytes_over_link(context, arm.step, 1)[0][context.rank]
+        if args.rate != ONE_HOST:
+            sent[name] = hosts.bytes_over_link(context, arm.step, 1)[0][context.rank]
         if name in METHODS:
             apart[name] = compression(name, context)
-            if name.endswith("auto") and context.rank == 0:
-                print(f"{args.rate}, {name}:\n{arm.state.report()}", file=sys.stderr)
+            if name.endswith("auto"):
+                choices[name] = choice(arm.state.report())
+                if context.rank == 0:
+                    print(f"{args.rate}, {name}:\n{arm.state.report()}", file=sys.stderr)
     rounds = args.rounds or ROUNDS[args.rate]
     rows = harness.measure(context, arms, case=name_of(args.rate), size=size_of(), rounds=rounds)
     return [
-        CompressRow(**asdict(row), sent=sent[row.arm], compression=apart.get(row.arm, 0.0))
+        CompressRow(
+            **asdict(row),
+            sent=sent.get(row.arm, 0.0),
+            compression=apart.get(row.arm, 0.0),
+            choice=choices.get(row.arm, ""),
+        )
         for row in rows
     ]
+
+
+def choice(report: compress.Report) -> str:
+    chosen = next(one for one in report.tried if one.chosen)
+    if chosen.candidate.plain:
+        return "no compression"
+    return f"{len(chosen.elements)} group{'s'[: len(chosen.elements) > 1]}"
 
 
 def settle(arm: Training, context: Context) -> None:
@@ -348,14 +377,16 @@ def print_more(rows: Sequence[CompressRow]) -> None:
     from rich.table import Table
 
     table = Table(title="Steps a second, bytes on a host's link, and compression by itself")
-    for column in ("work", "arm", "steps/s", "x gloo", "MB sent", "compression ms"):
-        table.add_column(column, justify="left" if column in ("work", "arm") else "right")
+    for column in ("work", "arm", "steps/s", "x gloo", "MB sent", "compression ms", "chosen"):
+        left = column in ("work", "arm", "chosen")
+        table.add_column(column, justify="left" if left else "right")
     for row in rows:
         gloo = harness.find(rows, row.case, row.size, GLOO)
         faster = f"{harness.ratio_to_peer(row, gloo):.2f}" if gloo is not None else ""
         table.add_row(
-            row.case, row.arm, f"{1 / row.median:.3g}", faster, f"{row.sent * 1e-6:.4g}",
-            f"{1e3 * row.compression:.1f}" if row.compression else "",
+            row.case, row.arm, f"{1 / row.median:.3g}", faster,
+            f"{row.sent * 1e-6:.4g}" if row.sent else "",
+            f"{1e3 * row.compression:.1f}" if row.compression else "", row.choice,
         )  # fmt: skip
     harness._console().print(table)
 

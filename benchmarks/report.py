@@ -245,9 +245,10 @@ def compressed() -> str:
         assert isinstance(row, compress.CompressRow)
         lines.append(
             [words.case(row.case), words.arm(row.arm), f"{1 / row.median:.2f}",
-             f"{ratio_to_peer(row, gloo):.2f}x", f"{row.sent * 1e-6:.1f}"]
+             f"{ratio_to_peer(row, gloo):.2f}x",
+             f"{row.sent * 1e-6:.1f}" if row.sent else "", row.choice]
         )  # fmt: skip
-    return markdown(["", "", "steps/s", "Gloo's", "MB a host sends"], lines)
+    return markdown(["", "", "steps/s", "Gloo's", "MB a host sends", "chosen"], lines)
 
 
 def compression_kernels() -> str:
