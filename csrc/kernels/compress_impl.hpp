@@ -286,6 +286,30 @@ static void pack_signs(
   }
 }
 
+// Of so many elements decoded ones go around the cache, where nobody would find
+// them again.
+constexpr size_t kStreamFrom = size_t{1} << 20;
+
+// decode(to, begin, n) writes elements [begin, begin + n); begin is a multiple
+// of 8.
+template <class Decode>
+FUSEDPG_INLINE void decode_into(float* out, size_t count, Decode decode) {
+  if (count < kStreamFrom) {
+    decode(out, 0, count);
+    return;
+  }
+  alignas(kLine) float tile[kCompressTile];
+  for (size_t begin = 0; begin < count; begin += kCompressTile) {
+    const size_t n = smaller(kCompressTile, count - begin);
+    decode(tile, begin, n);
+    stream_store(
+        reinterpret_cast<char*>(out + begin),
+        reinterpret_cast<const char*>(tile),
+        n * sizeof(float));
+  }
+  stream_fence(true);
+}
+
 template <bool kAdd>
 FUSEDPG_INLINE void put(float* out, float value) {
   *out = kAdd ? *out + value : value;
@@ -329,7 +353,9 @@ static void unpack_signs(
   if (add) {
     unpack_some<true>(out, packed, count, low, high);
   } else {
-    unpack_some<false>(out, packed, count, low, high);
+    decode_into(out, count, [&](float* to, size_t begin, size_t n) {
+      unpack_some<false>(to, packed + begin / 8, n, low, high);
+    });
   }
 }
 
@@ -341,18 +367,16 @@ FUSEDPG_INLINE uint64_t spread_bits(uint64_t byte) {
   return (picked + 0x00406070787c7e7fULL) >> 7 & 0x0101010101010101ULL;
 }
 
-static void vote_signs(
+// `spread`: spread_bits of each byte.
+FUSEDPG_INLINE void vote_some(
     float* out,
     const uint8_t* packed,
     size_t stride,
     size_t ranks,
     size_t count,
-    float value) {
+    float value,
+    const uint64_t* spread) {
   constexpr size_t kMost = 255; // ranks whose votes a byte can count
-  uint64_t spread[256];
-  for (uint64_t byte = 0; byte < 256; ++byte) {
-    spread[byte] = spread_bits(byte);
-  }
   size_t i = 0;
 #if defined(__AVX2__)
   if (ranks <= kMost) {
@@ -390,6 +414,22 @@ static void vote_signs(
       out[i + k] = 2 * votes[k] >= ranks ? value : -value;
     }
   }
+}
+
+static void vote_signs(
+    float* out,
+    const uint8_t* packed,
+    size_t stride,
+    size_t ranks,
+    size_t count,
+    float value) {
+  uint64_t spread[256];
+  for (uint64_t byte = 0; byte < 256; ++byte) {
+    spread[byte] = spread_bits(byte);
+  }
+  decode_into(out, count, [&](float* to, size_t begin, size_t n) {
+    vote_some(to, packed + begin / 8, stride, ranks, n, value, spread);
+  });
 }
 
 static void dgc_accumulate(

@@ -306,8 +306,13 @@ static void unternary(
     size_t count,
     float value,
     bool add) {
-  add ? unternary_as<true>(out, packed, count, value)
-      : unternary_as<false>(out, packed, count, value);
+  if (add) {
+    unternary_as<true>(out, packed, count, value);
+  } else {
+    decode_into(out, count, [&](float* to, size_t begin, size_t n) {
+      unternary_as<false>(to, packed + begin / 4, n, value);
+    });
+  }
 }
 
 FUSEDPG_INLINE float power_of(uint32_t code) {
@@ -402,6 +407,11 @@ static void unnatural(
     size_t count,
     float alpha,
     bool add) {
-  add ? unnatural_as<true>(out, codes, count, alpha)
-      : unnatural_as<false>(out, codes, count, alpha);
+  if (add) {
+    unnatural_as<true>(out, codes, count, alpha);
+  } else {
+    decode_into(out, count, [&](float* to, size_t begin, size_t n) {
+      unnatural_as<false>(to, codes + begin, n, alpha);
+    });
+  }
 }

@@ -154,6 +154,49 @@ TEST(compression_is_the_same_on_every_instruction_set) {
   }
 }
 
+TEST(large_results_are_those_of_their_parts) {
+  constexpr size_t kCount = (size_t{1} << 20) + 4101;
+  constexpr size_t kPart = 80'000; // elements of a byte stay together
+  constexpr size_t kRanks = 3;
+  constexpr size_t kStride = (kCount + 7) / 8;
+  std::vector<uint8_t> codes(kCount);
+  for (size_t i = 0; i < kCount; ++i) {
+    codes[i] = static_cast<uint8_t>(i * 167 + i / 251);
+  }
+  for (const char* name : {"x86-64-v2", "avx2", "avx512", "neon", "scalar"}) {
+    const kernels::Table* found = kernels::table(name);
+    if (found == nullptr) {
+      continue;
+    }
+    const kernels::CompressTable& t = found->compress;
+    const auto same = [&](auto decode) {
+      std::vector<float> whole(kCount + 8, 9.0F);
+      std::vector<float> parts = whole;
+      decode(whole.data() + 3, size_t{0}, kCount); // not aligned to a line
+      for (size_t begin = 0; begin < kCount; begin += kPart) {
+        const size_t n = std::min(kPart, kCount - begin);
+        decode(parts.data() + 3 + begin, begin, n);
+      }
+      CHECK(
+          std::memcmp(
+              whole.data(), parts.data(), whole.size() * sizeof(float)) == 0);
+    };
+    same([&](float* to, size_t begin, size_t n) {
+      t.unpack_signs(to, codes.data() + begin / 8, n, -0.3F, 0.7F, false);
+    });
+    same([&](float* to, size_t begin, size_t n) {
+      const uint8_t* from = codes.data() + begin / 8;
+      t.vote_signs(to, from, kStride, kRanks, n, 0.5F);
+    });
+    same([&](float* to, size_t begin, size_t n) {
+      t.unternary(to, codes.data() + begin / 4, n, 0.3F, false);
+    });
+    same([&](float* to, size_t begin, size_t n) {
+      t.unnatural(to, codes.data() + begin, n, 0.3F, false);
+    });
+  }
+}
+
 TEST(top_k_is_that_of_a_sort) {
   const kernels::CompressTable& table = kernels::table()->compress;
   for (const size_t n : {1, 100, 32768, 32769, 150001}) {
