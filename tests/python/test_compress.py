@@ -203,6 +203,15 @@ def test_fused_optimizers_say_what_they_cannot() -> None:
     harness.pool(3).run(compress_optim.says_what_it_cannot)
 
 
+@pytest.mark.fused_only
+def test_outer_steps_as_on_gloo() -> None:
+    found = harness.pool(3).run(compress_optim.outer_steps)
+    with harness.Workers(3, backend="gloo") as gloo:
+        wanted = gloo.run(compress_optim.outer_steps)
+    for a, b in zip(found[0], wanted[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 # --- without ranks -------------------------------------------------------------------------
 
 

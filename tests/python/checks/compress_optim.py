@@ -61,6 +61,7 @@ def as_with_torchs_optimizer(
             process_group=group,
             bucket_cap_mb=25 if name == "powersgd" else 0.001,
             find_unused_parameters=unused,
+            gradient_as_bucket_view=optimizer == "AdamW",
         )
         parts = list(mine.parts)
         others = torch.optim.SGD(parts[3:5], lr=0.1, momentum=0.9)
@@ -77,6 +78,9 @@ def as_with_torchs_optimizer(
             grads: list[Any] = checks.given(step, context.rank)
             if unused and step % 2 and context.rank == 0:
                 grads[2] = None
+            if step % 3 == 1:
+                with ddp.no_sync():
+                    ddp(checks.given(90 + step, context.rank)).backward()
             ddp(grads).backward()
             if step in (2, 4):
                 # Of torch's part, each rank has all of it.
@@ -126,6 +130,39 @@ def says_what_it_cannot(context: Context) -> None:
     one.set_local_batch_size(3)
     with refused("set_local_batch_size"):
         ddp(checks.given(0, context.rank)).backward()
+
+
+def outer_steps(context: Context) -> list[torch.Tensor]:
+    """DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): steps of each rank alone, then
+    one of Nesterov's on the mean of what they have changed; ours is one operation."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 3))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outer = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    options: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    ours = context.backend == "fused"
+    make: Any = fusedpg.optim.SGD if ours else torch.optim.SGD
+    optimizer = make(outer, **options)
+    for step in range(20):
+        generator = torch.Generator().manual_seed(100 * step + context.rank)
+        inner.zero_grad()
+        model(torch.randn(8, 20, generator=generator)).square().mean().backward()
+        inner.step()
+        if step % 4 != 3:
+            continue
+        with torch.no_grad():
+            for before, p in zip(outer, model.parameters()):
+                before.grad = before.detach() - p
+                if not ours:
+                    dist.all_reduce(before.grad)
+                    before.grad /= context.world_size
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for before, p in zip(outer, model.parameters()):
+                p.copy_(before)
+    checks.alike([p.detach() for p in outer])
+    return [p.detach().clone() for p in outer]
 
 
 def joins(context: Context, ours: bool) -> None:
