@@ -256,6 +256,7 @@ class Bridge:
         watch = self._watch
         watch.armed = True
         watch.drop_taken()
+        self._others.clear()  # of a backward that has raised
         # With a static graph the hooks may run more than once.
         watch.takes = self._may_take and not ddp.static_graph
         # With gradient_as_bucket_view p.grad may lie in a bucket that DDP is about to fill: those

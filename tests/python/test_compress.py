@@ -114,9 +114,12 @@ def test_nan() -> None:
     harness.pool(3).run(checks.nan_is_seen_and_forgotten, params)
 
 
-def test_killed_rank() -> None:
+@pytest.mark.parametrize(
+    "check", [checks.killed, pytest.param(compress_optim.killed, marks=pytest.mark.fused_only)]
+)
+def test_killed_rank(check: Any) -> None:
     with harness.Workers(3, timeout=20) as ranks:
-        ranks.start(checks.killed)
+        ranks.start(check)
         answers = ranks.collect(40)
         assert isinstance(answers[1], harness.Died)
         assert answers[1].exitcode == -signal.SIGKILL

@@ -1,6 +1,9 @@
 """Fused optimizers whose gradients a communication hook combines: what ranks check."""
 
 import copy
+import os
+import signal
+import time
 from typing import Any
 
 import torch
@@ -130,6 +133,30 @@ def says_what_it_cannot(context: Context) -> None:
     one.set_local_batch_size(3)
     with refused("set_local_batch_size"):
         ddp(checks.given(0, context.rank)).backward()
+
+
+def killed(context: Context) -> float:
+    """A rank dies in training: the others raise, and nobody waits for ever."""
+    state = compress.from_params({"compressor": "topk", "memory": "residual"})
+    ddp = DistributedDataParallel(checks.Given(), bucket_cap_mb=0.001)
+    params = ddp.module.parameters()
+    optimizer = fusedpg.optim.SGD(params, lr=0.1, ddp=ddp, comm_hook=(state, compress.hook))
+
+    def train() -> None:
+        for step in range(3):
+            ddp(checks.given(step, context.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        train()
+    except RuntimeError:
+        return time.monotonic() - begin
+    raise AssertionError("nothing was raised")
 
 
 def outer_steps(context: Context) -> list[torch.Tensor]:
