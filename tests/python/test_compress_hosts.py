@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import harness
 import hosts
 
 pytestmark = [
@@ -45,12 +46,12 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [harness.slow(1), 2])
 def test_bytes_on_the_wire(ranks: int) -> None:
     """The packed payload crosses each host's link once, however many ranks the host has."""
     params = json.dumps({name: given for name, (given, _) in METHODS.items()})
     with hosts.Hosts(2) as made:
-        outputs = made.run([SCRIPT, params], ranks=ranks, timeout=120)
+        outputs = made.run([SCRIPT, params], ranks=ranks, timeout=280)
     for output in outputs:
         found = json.loads(output.splitlines()[-1])
         for name, (_, payload) in METHODS.items():

@@ -178,7 +178,7 @@ def test_transcendental_operations(dtype: torch.dtype) -> None:
         gpus(2).run(cuda_programs.close, dtype, name)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [harness.slow(1), 2, harness.slow(3)])
 def test_reductions_and_operands(size: int) -> None:
     gpus(size).run(cuda_programs.reductions)
 

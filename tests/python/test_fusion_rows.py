@@ -15,9 +15,10 @@ from checks import rows
 pytestmark = pytest.mark.fused_only
 
 
+@pytest.mark.parametrize("more", [False, harness.slow(True)])
 @pytest.mark.parametrize("dtype", rows.BOUNDS, ids=str)
-def test_norms_of_all_lengths(dtype: torch.dtype) -> None:
-    harness.pool(2).run(rows.many_blocks, dtype, timeout=300)  # compiles; seconds each
+def test_norms_of_all_lengths(dtype: torch.dtype, more: bool) -> None:
+    harness.pool(2).run(rows.many_blocks, dtype, more, timeout=300)  # compiles; seconds each
 
 
 def test_threads() -> None:

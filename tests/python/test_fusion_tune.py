@@ -10,7 +10,9 @@ from checks import tuner
 pytestmark = pytest.mark.fused_only
 
 
-@pytest.mark.parametrize(("world_size", "numel"), [(1, 1000), (2, 1), (2, 100_003), (3, 5000)])
+@pytest.mark.parametrize(
+    ("world_size", "numel"), [(1, 1000), harness.slow(2, 1), (2, 100_003), harness.slow(3, 5000)]
+)
 def test_choices(world_size: int, numel: int) -> None:
     harness.pool(world_size).run(tuner.choices, numel)
 

@@ -196,8 +196,15 @@ class Script:
         elif finish not in ("", "scaler alone"):
             nn.utils.clip_grad_norm_(self.params, 0.7, foreach=False)
         if finish in SCALED:
+            scale = self.scaler.get_scale()
             self.scaler.step(opt)
             self.scaler.update()
+            if finish == "scaler alone" and not self.fused:
+                # The scaler has left gradients unscaled; not those of optimizers that scale
+                # themselves, as torch's with fused=True and ours. Scales are powers of two.
+                for param in self.params:
+                    if param.grad is not None:
+                        param.grad *= scale
         else:
             opt.step()
         now = [param.detach().clone() for param in self.params]
