@@ -1,9 +1,9 @@
 """Calls of fused functions as operations that torch.compile takes as they are.
 
 An operation gets tensors and numbers, floats as tensors of one element: torch.compile would make a
-constant of a float, and another graph of each value. What else there is travels as text: the kinds of the
-arguments, the group's name, and which arguments require grad. A function is found by a text, too:
-where the same lines call several functions, torch.compile would make a variable of a number.
+constant of a float, and another graph of each value. What else there is travels as text: the kinds
+of the arguments, the group's name, and which arguments require grad. A function is found by a text,
+too: where the same lines call several functions, torch.compile would make a variable of a number.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def _read(floats: Sequence[Tensor]) -> list[float]:
     return [float(value) for value in floats]
 
 
-def _without_numbers(
-    function: FusedFunction, kinds: str, tensors: Sequence[Any]
-) -> dict[str, Any]:
+def _without_numbers(function: FusedFunction, kinds: str, tensors: Sequence[Any]) -> dict[str, Any]:
     """With others in their places: torch.compile has symbols for those that change."""
     many = kinds.count("\n") + 1
     return _values(function, kinds, tensors, [0.5] * many, [1] * many)

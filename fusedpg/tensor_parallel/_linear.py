@@ -130,9 +130,8 @@ class ParallelLinear(nn.Linear):
         if input.shape[-1] != weight.shape[1]:
             raise ValueError(self._unfit(input, weight))
         if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+            input, weight = _autocast(input), _autocast(weight)
+            bias = None if bias is None else _autocast(bias)
         return input, weight, bias
 
     def _unfit(self, input: torch.Tensor, weight: torch.Tensor) -> str:
@@ -286,6 +285,13 @@ class RowParallelLinear(ParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """As autocast does for `F.linear`: float64 stays."""
+    if x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:

@@ -43,6 +43,10 @@ def test_overlap_falls_back() -> None:
     harness.pool(2).run(tensor_parallel_foe.overlap_falls_back)
 
 
+def test_doubles_under_autocast() -> None:
+    harness.pool(2).run(tensor_parallel_foe.doubles_under_autocast)
+
+
 def test_layers_under_torch_compile() -> None:
     """They break the graph, and run as they do outside."""
     harness.pool(2).run(tensor_parallel_foe.under_compile)

@@ -1,4 +1,4 @@
-"""What torch.compile makes dynamic: functions called from the same code, and numbers that change."""
+"""What torch.compile makes dynamic: functions that the same lines call, numbers that change."""
 
 from __future__ import annotations
 

@@ -73,8 +73,15 @@ class Pair:
             layout = chosen.choice(["None", "Replicate", "Shard"]) if flat else "None"
             self.messages.append(
                 Message(
-                    number, back, tags[back][number], shape, chosen.choice(dtypes), sent, taken,
-                    layout, chosen.random() < 0.5,
+                    number,
+                    back,
+                    tags[back][number],
+                    shape,
+                    chosen.choice(dtypes),
+                    sent,
+                    taken,
+                    layout,
+                    chosen.random() < 0.5,
                 )
             )
         recv_first = chosen.choice([None, 0, 1])
@@ -203,7 +210,9 @@ class Play:
                 value.requires_grad_()
         function = pair.functions[place.stage]
         # As written, a slice is sent and taken as one, and both sides have to send alike.
-        if how == "whole" and all(m.sent in WHOLE and m.taken not in PARTS and m.layout != "Shard" for m in pair.messages):
+        if how == "whole" and all(
+            m.sent in WHOLE and m.taken not in PARTS and m.layout != "Shard" for m in pair.messages
+        ):
             function = function.scheduled()
         try:
             got = function(**mine, **place.groups, async_op=async_op)
@@ -230,9 +239,7 @@ class Play:
         else:
             finish()
 
-    def finish(
-        self, pair: Pair, got: Any, want: Any, mine: Any, leaves: Any, grad: bool
-    ) -> None:
+    def finish(self, pair: Pair, got: Any, want: Any, mine: Any, leaves: Any, grad: bool) -> None:
         place = self.place
         upstream = []
         for m, x, full in zip(pair.messages, got, want):
@@ -241,8 +248,10 @@ class Play:
                 continue
             y = full.detach()
             # Where nothing else says so, a result with a Shard operand is one.
-            sharded = x.shape != full.shape or m.layout == "Shard" or (
-                m.layout == "None" and m.taken == TAKEN[3]
+            sharded = (
+                x.shape != full.shape
+                or m.layout == "Shard"
+                or (m.layout == "None" and m.taken == TAKEN[3])
             )
             y = shard(y, place.size, place.rank) if sharded else y
             assert x.dtype == m.dtype

@@ -147,7 +147,9 @@ def parallel(
                     for name, parameter in mine.named_parameters(recurse=False):
                         source = getattr(given, name).detach()
                         parameter.copy_(
-                            distribute_tensor(source, mesh, parameter.placements, src_data_rank=None)
+                            distribute_tensor(
+                                source, mesh, parameter.placements, src_data_rank=None
+                            )
                         )
     return model
 
@@ -430,3 +432,17 @@ def under_compile(context: Context) -> None:
             parameter.grad = None
     for want, got in zip(*results):
         torch.testing.assert_close(got, want)
+
+
+def doubles_under_autocast(context: Context) -> None:
+    """Autocast leaves float64 as it is, here as in nn.Linear."""
+    torch.manual_seed(10)
+    size = context.world_size
+    up, down = nn.Linear(6, size * 3).double(), nn.Linear(size * 3, 5).double()
+    column = fusedpg.ColumnParallelLinear.from_linear(up)
+    row = fusedpg.RowParallelLinear.from_linear(down)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        got, want = row(column(x)), down(up(x))
+    assert got.dtype == want.dtype == torch.float64
+    torch.testing.assert_close(got, want)

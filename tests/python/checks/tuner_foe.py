@@ -42,7 +42,7 @@ LINES = [
     "{x} * {y} / (1 + {y} * {y})",
     "{x}.double().to({x}.dtype) * 0.5",
     "torch.where({x} > 0, {x}, 0.5 * {y})",
-    "{x} - {x}.mean()" ,
+    "{x} - {x}.mean()",
     "F.layer_norm({x}, ({x}.shape[-1],), b, b)",
     "F.rms_norm({x}, ({x}.shape[-1],), b, 1e-3)",
     "{x} + torch.sum({x}, dim=-1, keepdim=True)",
@@ -260,9 +260,7 @@ class Life:
             with torch.no_grad():
                 got = f.graphs[key](*mine.values(), lr)
         elif "into" in mode:
-            got = fused.into(
-                targets, **mine, **keys, group=place.group, async_op="async" in mode
-            )
+            got = fused.into(targets, **mine, **keys, group=place.group, async_op="async" in mode)
         else:
             got = fused(**mine, **keys, group=place.group, async_op="async" in mode)
         titles: list[Any] = [None] * size
@@ -283,8 +281,8 @@ class Life:
     def _gradients(self, got: Any, grads: Any, mine: Any, place: Place, what: str) -> None:
         size, rank = len(place.ranks), place.ranks.index(self.context.rank)
         given = []
-        for x, layout, full in zip(got, self.layouts, self.last_shapes(got, mine)):
-            weights = self._weights(torch.empty(full, dtype=torch.float64))
+        for layout in self.layouts:
+            weights = self._weights(mine["w"])
             given.append(shard(weights, size, rank) if layout == "Shard" else weights)
         pairs = [(x, g) for x, g in zip(got, given) if x.requires_grad]
         if pairs:
@@ -299,10 +297,6 @@ class Life:
             torch.testing.assert_close(
                 value.grad, y, rtol=1e-8, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}\n{what}"
             )
-
-    @staticmethod
-    def last_shapes(got: Any, mine: Any) -> list[Any]:
-        return [mine["w"].shape for _ in got]
 
     def wait(self, only: Place | None = None) -> None:
         for call in list(self.open):
