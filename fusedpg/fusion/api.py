@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fusedpg.fusion.autograd import Differentiable, attach
 from fusedpg.fusion.captured import captured
-from fusedpg.fusion.custom_op import described, register
+from fusedpg.fusion.custom_op import described, number, register
 from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
 from fusedpg.fusion.ir import SCALAR, SHARD, Program
@@ -419,7 +419,7 @@ class FusedFunction:
                 if value.requires_grad and torch.is_grad_enabled():
                     wrt.append(name)
             elif isinstance(value, float):
-                floats.append(value)
+                floats.append(number(value))
             elif isinstance(value, int) and not isinstance(value, bool):
                 ints.append(value)
         name = "" if group is None else group.group_name

@@ -1,7 +1,9 @@
 """Calls of fused functions as operations that torch.compile takes as they are.
 
-An operation gets tensors and numbers; what else there is travels as text: the kinds of the
-arguments, the group's name, and which arguments require grad. A function is named by a number.
+An operation gets tensors and numbers, floats as tensors of one element: torch.compile would make a
+constant of a float, and another graph of each value. What else there is travels as text: the kinds
+of the arguments, the group's name, and which arguments require grad. A function is found by a text,
+too: where the same lines call several functions, torch.compile would make a variable of a number.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from fusedpg.fusion.places import held
 if TYPE_CHECKING:
     from fusedpg.fusion.api import FusedFunction
 
-_functions: weakref.WeakValueDictionary[int, FusedFunction] = weakref.WeakValueDictionary()
+_functions: weakref.WeakValueDictionary[str, FusedFunction] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(function: FusedFunction) -> int:
-    """The number by which operations find a function."""
-    number = next(_numbers)
-    _functions[number] = function
-    return number
+def register(function: FusedFunction) -> str:
+    """The name by which operations find a function."""
+    name = str(next(_numbers))
+    _functions[name] = function
+    return name
 
 
 def described(values: Sequence[Any]) -> str:
@@ -64,6 +66,21 @@ def _values(
         for line in kinds.split("\n")
     ]
     return function.bound(tuple(given))
+
+
+def number(value: float) -> Tensor:
+    """A float on its way into an operation; of this product torch.compile makes no constant."""
+    return torch.ones((), dtype=torch.float64, device="cpu") * value
+
+
+def _read(floats: Sequence[Tensor]) -> list[float]:
+    return [float(value) for value in floats]
+
+
+def _without_numbers(function: FusedFunction, kinds: str, tensors: Sequence[Any]) -> dict[str, Any]:
+    """With others in their places: torch.compile has symbols for those that change."""
+    many = kinds.count("\n") + 1
+    return _values(function, kinds, tensors, [0.5] * many, [1] * many)
 
 
 def _group(name: str) -> dist.ProcessGroup | None:
@@ -97,16 +114,16 @@ def _distinct(results: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor
 @torch.library.custom_op("fusedpg::fused_function", mutates_args=())
 def fused_function(
     tensors: Sequence[Tensor],
-    floats: Sequence[float],
+    floats: Sequence[Tensor],
     ints: Sequence[int],
-    handle: int,
+    handle: str,
     kinds: str,
     group: str,
     wrt: str,
 ) -> list[Tensor]:
     """A marker, the results, and what the backward needs of them."""
     function = _functions[handle]
-    values = _values(function, kinds, tensors, floats, ints)
+    values = _values(function, kinds, tensors, _read(floats), ints)
     plan, program, place = function.planned(values, _group(group), _names(wrt))
     results = complete(Executor(program, *place).run(values))
     count = plan.results if plan else len(results)
@@ -117,9 +134,9 @@ def fused_function(
 @fused_function.register_fake
 def _(
     tensors: Sequence[Tensor],
-    floats: Sequence[float],
+    floats: Sequence[Tensor],
     ints: Sequence[int],
-    handle: int,
+    handle: str,
     kinds: str,
     group: str,
     wrt: str,
@@ -138,13 +155,12 @@ def _names(wrt: str) -> tuple[str, ...]:
 
 
 def _seen(
-    tensors: Sequence[Tensor], handle: int, kinds: str, group: str, wrt: str
+    tensors: Sequence[Tensor], handle: str, kinds: str, group: str, wrt: str
 ) -> tuple[Derived | None, Program]:
     """The program of a call, and its derivative; of numbers only the kinds matter."""
     function = _functions[handle]
     with unset_fake_temporarily():
-        many = kinds.count("\n") + 1
-        values = _values(function, kinds, _stand_ins(tensors), [0.5] * many, [1] * many)
+        values = _without_numbers(function, kinds, _stand_ins(tensors))
         return function.derived(values, _group(group), _names(wrt))
 
 
@@ -160,16 +176,16 @@ def fused_function_backward(
     kept: Sequence[Tensor],
     gradients: Sequence[Tensor],
     like: Sequence[Tensor],
-    floats: Sequence[float],
+    floats: Sequence[Tensor],
     ints: Sequence[int],
-    handle: int,
+    handle: str,
     kinds: str,
     group: str,
     wrt: str,
 ) -> list[Tensor]:
     """The gradients of `wrt`; `like` has the shapes and types of the function's tensors."""
     function = _functions[handle]
-    values = _values(function, kinds, like, floats, ints)
+    values = _values(function, kinds, like, _read(floats), ints)
     plan, _, place = function.planned(values, _group(group), _names(wrt))
     assert plan is not None
     found = run_backward(plan, place, kept, numbers_of(plan, values), gradients)
@@ -181,9 +197,9 @@ def _(
     kept: Sequence[Tensor],
     gradients: Sequence[Tensor],
     like: Sequence[Tensor],
-    floats: Sequence[float],
+    floats: Sequence[Tensor],
     ints: Sequence[int],
-    handle: int,
+    handle: str,
     kinds: str,
     group: str,
     wrt: str,
@@ -197,29 +213,30 @@ def _(
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, floats, ints, handle, kinds, group, wrt = inputs
-    ctx.rest = (floats, ints, handle, kinds, group, wrt)
-    ctx.count = len(tensors)
+    ctx.rest = (ints, handle, kinds, group, wrt)
+    ctx.count, ctx.floats = len(tensors), len(floats)
     if not wrt:
         return
     derived, _ = _seen(tensors, handle, kinds, group, wrt)
     assert derived is not None
-    values = _values(_functions[handle], kinds, tensors, floats, ints)
+    values = _without_numbers(_functions[handle], kinds, tensors)
     plan = Differentiable(derived, None, None)  # type: ignore[arg-type]  # its kept values alone
     kept = kept_values(plan, values, output[1:])
     ctx.results = len(derived.differentiable)
     ctx.kept = len(kept)
     # Shapes and types of the arguments, in no memory.
     like = [x.new_empty(1).expand(x.shape) if math.prod(x.shape) else x for x in tensors]
-    ctx.save_for_backward(*kept, *like)
+    ctx.save_for_backward(*floats, *kept, *like)
 
 
 def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
-    floats, ints, handle, kinds, group, wrt = ctx.rest
-    # Lists of numbers have no gradient; empty ones count as lists of tensors.
-    none: tuple[Any, ...] = (None if floats else [], None if ints else [], None, None, None, None)
+    ints, handle, kinds, group, wrt = ctx.rest
+    # A list of numbers has no gradient; an empty one counts as a list of tensors.
+    none: tuple[Any, ...] = ([None] * ctx.floats, None if ints else [], None, None, None, None)
     if not wrt:
         return [None] * ctx.count, *none
     saved = ctx.saved_tensors
+    floats, saved = saved[: ctx.floats], saved[ctx.floats :]
     kept, like = saved[: ctx.kept], saved[ctx.kept :]
     gradients = [x.contiguous() for x in outputs[1 : 1 + ctx.results] if x is not None]
     # torch gives zeros for results that nobody used; one left out would shift the others.
@@ -227,7 +244,7 @@ def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
     found = torch.ops.fusedpg.fused_function_backward(
         list(kept),
         gradients,
-        list(like), floats, ints, handle, kinds, group, wrt,
+        list(like), list(floats), ints, handle, kinds, group, wrt,
     )  # fmt: skip
     names = _functions[handle].tensor_names(kinds)
     by_name = dict(zip(_names(wrt), found))

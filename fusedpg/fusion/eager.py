@@ -19,7 +19,7 @@ from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
 from fusedpg.fusion.local import local_kernel
-from fusedpg.fusion.messages import Receiving, Sending, Transfer
+from fusedpg.fusion.messages import Receiving, Sending, Transfer, numbered
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
 
@@ -78,6 +78,7 @@ class Executor:
         self._values: dict[Node, Any] = {}
         self._receiving: dict[Node, Receiving] = {}
         self._sending: list[Sending] = []
+        self._numbers: dict[Node, int] = {}
 
     def run(self, arguments: Mapping[str, Any]) -> Run:
         """The results, in the layouts of the program's outputs."""
@@ -109,6 +110,8 @@ class Executor:
             values[node] = arguments[node.name]
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         device = self._device or (given[0].device if given else torch.device("cpu"))
+        if self._stages is not None and self._program.messages:
+            self._numbers = numbered(self._program, self._stages)
         for node in self._program.messages:
             if node.op == "recv":
                 self._receiving[node] = Receiving(*self._message(node), device)
@@ -254,10 +257,11 @@ class Executor:
 
     # --- with the group ----------------------------------------------------------------------
 
-    def _message(self, node: Node) -> tuple[Program, Node, dist.ProcessGroup, int, bool]:
+    def _message(self, node: Node) -> tuple[Program, Node, dist.ProcessGroup, int, bool, int]:
         assert self._stages is not None
         differentiable = bool(self._wrt) and node in smooth(self._program, self._wrt)
-        return self._program, node, self._stages, self._rank, differentiable
+        facts = self._program, node, self._stages, self._rank, differentiable
+        return *facts, self._numbers[node]
 
     def _reduce(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
         if node.op == "all_reduce":

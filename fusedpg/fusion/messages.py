@@ -44,10 +44,31 @@ class Transfer:
 Steps = Generator[Transfer, None, Any]
 
 
+def numbered(program: Program, stages: dist.ProcessGroup) -> dict[Node, int]:
+    """The numbers of a call's messages among those of their tag, taken when the call begins.
+
+    It may send later than a call that began after it, and the other side is to know which is which.
+    """
+    keys = {
+        node: (
+            node.op == "send",
+            _peer(node, stages, "dst" if node.op == "send" else "src"),
+            node.attribute("tag"),
+        )
+        for node in program.messages
+    }
+    numbers = {}
+    with _lock:
+        counts = _counts.setdefault(stages, {})
+        for node, key in keys.items():
+            numbers[node] = counts[key] = counts.get(key, 0) + 1
+    return numbers
+
+
 class _Message:
     """What both ends of a message have in common.
 
-    `gradient`: whether a gradient of the value is to come back.
+    `gradient`: whether a gradient of the value is to come back. `number`: from `numbered`.
     """
 
     def __init__(
@@ -57,12 +78,12 @@ class _Message:
         stages: dist.ProcessGroup,
         rank: int,
         gradient: bool,
+        number: int,
         device: torch.device,
     ) -> None:
         self._node, self._stages, self._device = node, stages, device
         self._sends = node.op == "send"
         self._peer = _peer(node, stages, "dst" if self._sends else "src")
-        number = self._count()
         # Each has tags of its own, as calls may end in another order than they began.
         self._tag = (node.attribute("tag") * _IN_FLIGHT + number % _IN_FLIGHT) * 4 + _FIRST_TAG
         value = carried(node)
@@ -83,13 +104,6 @@ class _Message:
         self._facts = "\n".join(f"{key}: {fact}" for key, fact in facts.items())
         if len(self._facts) > _HEADER_BYTES:
             raise ValueError(f"too many dimensions for a message; {node.described()}")
-
-    def _count(self) -> int:
-        with _lock:
-            counts = _counts.setdefault(self._stages, {})
-            key = self._sends, self._peer, self._node.attribute("tag")
-            counts[key] = counts.get(key, 0) + 1
-            return counts[key]
 
     def _send(self, part: int, data: torch.Tensor) -> Any:
         return dist.isend(data, group=self._stages, group_dst=self._peer, tag=self._tag + part)
@@ -137,9 +151,10 @@ class Sending(_Message):
         stages: dist.ProcessGroup,
         rank: int,
         gradient: bool,
+        number: int,
         value: torch.Tensor,
     ) -> None:
-        super().__init__(program, node, stages, rank, gradient, value.device)
+        super().__init__(program, node, stages, rank, gradient, number, value.device)
         self._data = value.detach().contiguous().reshape(-1).view(torch.uint8)
         self._header, self._answer = self._text(), self._room(_HEADER_BYTES)
         self._works = [self._send(_HEADER, self._header), self._send(_VALUE, self._data)]
@@ -172,9 +187,10 @@ class Receiving(_Message):
         stages: dist.ProcessGroup,
         rank: int,
         gradient: bool,
+        number: int,
         device: torch.device,
     ) -> None:
-        super().__init__(program, node, stages, rank, gradient, device)
+        super().__init__(program, node, stages, rank, gradient, number, device)
         dtype = self._node.dtype
         self._value = torch.empty(self._length, dtype=dtype, device=self._device)
         self._data = self._value.view(torch.uint8)

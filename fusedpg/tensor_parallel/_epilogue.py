@@ -89,9 +89,10 @@ class Place:
     def spare(self) -> bool:
         """Whether every rank has a core beside the one that it multiplies on; all ranks ask."""
         cores = len(os.sched_getaffinity(0)) // max(_ranks_here(self), 1)
-        least = torch.tensor([float(cores)])
+        # Ranks may have other numbers of threads, too.
+        least = torch.tensor([float(cores - torch.get_num_threads())])
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(least.item() > torch.get_num_threads())
+        return bool(least.item() > 0)
 
     def chunks(self, rows: int, weight: torch.Tensor, overlap: bool | None) -> int:
         """In how many parts of the rows a product is summed: alike on all ranks."""

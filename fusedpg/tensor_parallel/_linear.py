@@ -112,6 +112,12 @@ class ParallelLinear(nn.Linear):
             self._where = Place(self._mesh.get_group())
         return self._where
 
+    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`, which torch.compile cannot trace."""
+        from fusedpg.tensor_parallel._uncompiled import uncompiled
+
+        return uncompiled(self.forward, *args, **kwargs)
+
     def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """This rank's input, weight and bias, in the types that they are multiplied in."""
         if isinstance(input, DTensor):
@@ -124,9 +130,8 @@ class ParallelLinear(nn.Linear):
         if input.shape[-1] != weight.shape[1]:
             raise ValueError(self._unfit(input, weight))
         if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+            input, weight = _autocast(input), _autocast(weight)
+            bias = None if bias is None else _autocast(bias)
         return input, weight, bias
 
     def _unfit(self, input: torch.Tensor, weight: torch.Tensor) -> str:
@@ -170,8 +175,10 @@ class ColumnParallelLinear(ParallelLinear):
     def _set(self, activation: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self.activation = activation
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> Any:
         """This rank's features of the output."""
+        if torch.compiler.is_compiling():
+            return self._uncompiled(input)
         x, weight, bias = self._local(input)
         if torch.is_grad_enabled() and x.requires_grad:
             y: torch.Tensor = _Columns.apply(x, weight, bias, self._place)
@@ -247,6 +254,8 @@ class RowParallelLinear(ParallelLinear):
             seed: of the dropout, alike on all ranks; None: drawn from torch's default generator,
                 so seed that alike on all ranks.
         """
+        if torch.compiler.is_compiling():
+            return self._uncompiled(input, residual, seed=seed)
         x, weight, bias = self._local(input)
         shape = (*x.shape[:-1], weight.shape[0])
         if isinstance(residual, DTensor):
@@ -276,6 +285,13 @@ class RowParallelLinear(ParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """As autocast does for `F.linear`: float64 stays."""
+    if x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:

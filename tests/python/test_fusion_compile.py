@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import harness
-from checks import fusion_compile
+from checks import fusion_compile, fusion_compile_foe
 
 pytestmark = pytest.mark.fused_only
 
@@ -27,3 +27,11 @@ def test_groups_and_breaks() -> None:
 
 def test_rules() -> None:
     harness.pool(2).run(fusion_compile.checked)
+
+
+def test_functions_that_the_same_lines_call() -> None:
+    harness.pool(1).run(fusion_compile_foe.instances)
+
+
+def test_numbers_that_change() -> None:
+    harness.pool(1).run(fusion_compile_foe.many_numbers)

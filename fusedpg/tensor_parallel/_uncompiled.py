@@ -1,0 +1,13 @@
+"""What torch.compile leaves to Python. A file of its own: the decorator imports torch._dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@torch.compiler.disable(reason="a layer of fusedpg.tensor_parallel calls its group by itself")
+def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

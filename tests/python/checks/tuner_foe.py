@@ -1,0 +1,394 @@
+"""Random sequences of calls and of tuning on groups that share ranks, with caches that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fusedpg
+from checks.compiled import environment
+from checks.fusion import Contributions, compiled, reference_all_reduce, shard
+from checks.tuner import everyone
+from fusedpg import fusion
+from fusedpg.fusion import tune_cache
+from harness import Context
+
+BOUND = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2}
+SHAPES = [(1,), (7,), (64,), (1001,), (3, 5), (4, 33), (2, 3, 17), (0,), (0, 4), (300, 40)]
+NAMES = {
+    "all_reduce": fusion.all_reduce,
+    "reduce_scatter": fusion.reduce_scatter,
+    "all_gather": fusion.all_gather,
+    "broadcast": fusion.broadcast,
+}
+PLAIN = {
+    "all_reduce": reference_all_reduce,
+    "reduce_scatter": reference_all_reduce,
+    "all_gather": lambda x: x,
+    "broadcast": lambda x, src: x.parts[src] if isinstance(x, Contributions) else x,
+}
+LINES = [
+    "torch.tanh({x})",
+    "torch.sigmoid({x}) * {y}",
+    "{x} + b",
+    "lr * {x} - {y}",
+    "{x} * {y} / (1 + {y} * {y})",
+    "{x}.double().to({x}.dtype) * 0.5",
+    "torch.where({x} > 0, {x}, 0.5 * {y})",
+    "{x} - {x}.mean()",
+    "F.layer_norm({x}, ({x}.shape[-1],), b, b)",
+    "F.rms_norm({x}, ({x}.shape[-1],), b, 1e-3)",
+    "{x} + torch.sum({x}, dim=-1, keepdim=True)",
+    "{x} / (1 + {x}.norm())",
+]
+COLLECTIVES = [
+    "all_reduce({p}, 'sum')",
+    "all_reduce({p}, 'mean')",
+    "reduce_scatter({p}, 'sum')",
+    "all_gather(reduce_scatter({p}, 'mean'))",
+    "broadcast(w, 0)",
+]
+PARTIAL = ["0.5 * {p}", "g - lr * {p}", "-{p}", "{p} * w"]
+
+
+def draw_text(chosen: random.Random, reducing: bool) -> str:
+    whole, partial = ["w", "r0", "m0"], ["g"]
+    lines = ["r0 = all_reduce(g, 'mean')", "m0 = 0.9 * m + r0"]
+    for number in range(chosen.randint(1, 5)):
+        x, y = chosen.choice(whole), chosen.choice(whole)
+        kind = chosen.random()
+        if kind < 0.15:
+            lines.append(f"v{number} = " + chosen.choice(PARTIAL).format(p=chosen.choice(partial)))
+            partial.append(f"v{number}")
+            continue
+        if kind < 0.4:
+            line = chosen.choice(COLLECTIVES).format(p=chosen.choice(partial))
+        else:
+            line = chosen.choice(LINES if reducing else LINES[:7]).format(x=x, y=y)
+        lines.append(f"v{number} = {line}")
+        whole.append(f"v{number}")
+    picked = chosen.sample(whole[1:], min(len(whole) - 1, chosen.randint(1, 3)))
+    layouts = [chosen.choice(["None", "Replicate", "Shard"]) for _ in picked]
+    lines.append("if flip:\n        " + f"{picked[0]} = -{picked[0]}")
+    head = (
+        "def program(g: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
+        f"flip: bool = False) -> ({', '.join(layouts)},):"
+    )
+    return "\n    ".join([head, *lines, f"return {', '.join(picked)},"])
+
+
+@dataclasses.dataclass
+class Function:
+    text: str
+    dtype: torch.dtype
+    shapes: list[tuple[int, ...]]
+    plain: Any
+    fused: Any
+    auto: Any
+    graphs: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Place:
+    ranks: list[int]
+    group: Any
+    talk: Any  # Gloo, for the checks
+    name: str
+
+
+class Life:
+    def __init__(self, context: Context, seed: int, groups: list[Place]) -> None:
+        self.context, self.seed, self.groups = context, seed, groups
+        self.chosen = random.Random(seed)
+        self.open: list[Any] = []
+        self.log: list[str] = []
+        self.count = 0
+        self.functions = [self._function() for _ in range(3)]
+        place: list[Any] = [tempfile.mkdtemp(dir=context.scratch) if context.rank == 0 else None]
+        dist.broadcast_object_list(place, group=context.oracle)
+        self.root = Path(place[0])
+        os.environ["FUSEDPG_CACHE_DIR"] = str(self.root / "all")
+
+    def _function(self) -> Function:
+        chosen = self.chosen
+        reducing = chosen.random() < 0.4
+        text = draw_text(chosen, reducing)
+        shapes = [s for s in SHAPES if not (reducing and 0 in s)]
+        return Function(
+            text,
+            chosen.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16]),
+            chosen.sample(shapes, 3),
+            compiled(text, PLAIN),
+            fusedpg.fuse(compiled(text, NAMES)),
+            fusedpg.fuse(compiled(text, NAMES), schedule="auto"),
+            {},
+        )
+
+    # --- one call ----------------------------------------------------------------------------
+
+    def _drawn(self, f: Function, size: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(self.chosen.randrange(1 << 40))
+        shape = self.chosen.choice(f.shapes)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(f.dtype)
+
+        return {
+            "g": [draw(*shape) for _ in range(size)],
+            "w": draw(*shape),
+            "m": draw(*shape),
+            "b": draw(*shape[-1:]),
+        }
+
+    def _mine(self, drawn: dict[str, Any], size: int, rank: int) -> dict[str, Any]:
+        return {
+            "g": drawn["g"][rank].clone(),
+            "w": drawn["w"].clone(),
+            "m": shard(drawn["m"], size, rank),
+            "b": drawn["b"].clone(),
+        }
+
+    def _expected(
+        self, f: Function, drawn: dict[str, Any], lr: float, flip: bool, grad: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        """In float64, and the gradients of the weighted sum of the results."""
+        leaves = {
+            key: [t.double().requires_grad_(grad) for t in (v if isinstance(v, list) else [v])]
+            for key, v in drawn.items()
+        }
+        whole = {key: Contributions(v) if key == "g" else v[0] for key, v in leaves.items()}
+        results = f.plain(**whole, lr=lr, flip=flip)
+        grads: dict[str, Any] = {}
+        if grad:
+            loss = sum((self._weights(r) * r).sum() for r in results)
+            if loss.requires_grad:
+                loss.backward()
+            grads = {key: [t.grad for t in v] for key, v in leaves.items()}
+        return tuple(r.detach() for r in results), grads
+
+    @staticmethod
+    def _weights(result: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(-1, 1, result.numel(), dtype=torch.float64).reshape(result.shape)
+
+    def check(self, got: Any, want: Any, place: Place, f: Function, what: str) -> None:
+        size, rank = len(place.ranks), place.ranks.index(self.context.rank)
+        assert len(got) == len(want), what
+        for number, (x, full) in enumerate(zip(got, want)):
+            note = f"result {number}, {what}"
+            assert x.dtype == f.dtype, note
+            if x.shape == full.shape and (x.dim() != 1 or self._whole(f, number)):
+                y = full
+                found: list[Any] = [None] * size
+                dist.all_gather_object(found, x.detach(), group=place.talk)
+                for other in found:
+                    assert torch.equal(other, x) or bool(x.isnan().any()), f"ranks differ: {note}"
+            else:
+                y = shard(full, size, rank)
+            bound = BOUND[f.dtype]
+            torch.testing.assert_close(
+                x.detach().double(), y, rtol=bound, atol=bound, msg=lambda m, n=note: f"{m}\n{n}"
+            )
+
+    def _whole(self, f: Function, number: int) -> bool:
+        return self.layouts[number] == "Replicate"
+
+    def call(self, place: Place) -> None:
+        chosen = self.chosen
+        f = chosen.choice(self.functions)
+        size = len(place.ranks)
+        drawn = self._drawn(f, size)
+        lr, flip = chosen.choice([0.25, -1.5, 2, 0.0]), chosen.random() < 0.3
+        auto = chosen.random() < 0.5
+        mode = chosen.choice(["plain", "plain", "into", "async", "async into", "grad", "graph"])
+        mode = "plain" if mode == "graph" and chosen.random() < 0.6 else mode
+        tunes = chosen.random() < 0.4
+        seconds, again = chosen.choice([0.0, 0.02, 0.2]), chosen.random() < 0.3
+        keep = chosen.random() < 0.5
+        smooth = f.dtype == torch.float64 and "broadcast" not in f.text
+        if mode == "grad" and not smooth:
+            mode = "plain"
+        if self.context.rank not in place.ranks:
+            return
+        rank = place.ranks.index(self.context.rank)
+        mine = self._mine(drawn, size, rank)
+        fused = f.auto if auto else f.fused
+        what = (
+            f"seed {self.seed} step {self.count}: {mode}, auto {auto}, tunes {tunes} {seconds} "
+            f"{again}, {place.name}, {tuple(drawn['w'].shape)} {f.dtype}, lr {lr} {flip}\n{f.text}"
+        )
+        want, grads = self._expected(f, drawn, lr, flip, mode == "grad")
+        keys = {"lr": lr, "flip": flip}
+        program = fused.program(**mine, **keys, group=place.group)
+        self.layouts = [str(node.layout) for node in program.outputs]
+        targets = None
+        if "into" in mode:
+            targets = []
+            for node, full in zip(program.outputs, want):
+                whole = str(node.layout) != "Shard"
+                name = "w" if whole else "m"
+                fits = mine[name].shape == (full.shape if whole else mine["m"].shape)
+                if fits and not any(t is mine[name] for t in targets) and chosen_bit(self.count):
+                    targets.append(mine[name])
+                else:
+                    shape = full.shape if whole else mine["m"].shape
+                    targets.append(torch.full(shape, 7.0, dtype=f.dtype))
+        if mode == "grad":
+            mine = {key: value.requires_grad_() for key, value in mine.items()}
+        if tunes:
+            before = {key: value.detach().clone() for key, value in mine.items()}
+            report = fused.tune(
+                **mine, **keys, group=place.group, into=targets, seconds=seconds, again=again
+            )
+            for key, value in mine.items():
+                assert torch.equal(value, before[key]), f"{key} changed by tuning: {what}"
+            assert again <= (report.source == "timed"), what
+        if mode == "graph":
+            key = f"{auto} {place.name} {flip}"
+            if key not in f.graphs:
+
+                def traced(g: Any, w: Any, m: Any, b: Any, lr: float) -> Any:
+                    return fused(g, w, m, b, lr, flip, group=place.group)
+
+                f.graphs[key] = torch.compile(traced, backend="eager")
+            with torch.no_grad():
+                got = f.graphs[key](*mine.values(), lr)
+        elif "into" in mode:
+            got = fused.into(targets, **mine, **keys, group=place.group, async_op="async" in mode)
+        else:
+            got = fused(**mine, **keys, group=place.group, async_op="async" in mode)
+        titles: list[Any] = [None] * size
+        if tunes or auto:
+            again_given = self._mine(drawn, size, rank)
+            title = fused.schedule(**again_given, **keys, group=place.group).title
+            dist.all_gather_object(titles, title, group=place.talk)
+            assert len(set(titles)) == 1, f"{titles}: {what}"
+        if "async" in mode:
+            self.open.append((got, want, place, f, what, self.layouts))
+            if not keep:  # those of other groups are waited for where all their ranks do
+                self.wait(place)
+            return
+        if mode == "grad":
+            self._gradients(got, grads, mine, place, what)
+        self.check(got, want, place, f, what)
+
+    def _gradients(self, got: Any, grads: Any, mine: Any, place: Place, what: str) -> None:
+        size, rank = len(place.ranks), place.ranks.index(self.context.rank)
+        given = []
+        for layout in self.layouts:
+            weights = self._weights(mine["w"])
+            given.append(shard(weights, size, rank) if layout == "Shard" else weights)
+        pairs = [(x, g) for x, g in zip(got, given) if x.requires_grad]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [g.reshape(x.shape) for x, g in pairs])
+        for key, value in mine.items():
+            full = grads[key][rank if key == "g" else 0]
+            if full is None or value.grad is None:
+                zero = full if value.grad is None else value.grad
+                assert zero is None or not bool(zero.any()), f"{key}: {what}"
+                continue
+            y = shard(full, size, rank) if key == "m" else full
+            torch.testing.assert_close(
+                value.grad, y, rtol=1e-8, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}\n{what}"
+            )
+
+    def wait(self, only: Place | None = None) -> None:
+        for call in list(self.open):
+            pending, want, place, f, what, self.layouts = call
+            if only is None or place is only:
+                self.open.remove(call)
+                self.check(pending.wait(), want, place, f, what)
+
+    # --- the caches --------------------------------------------------------------------------
+
+    def caches(self) -> None:
+        chosen = self.chosen
+        kind = chosen.choice(["forget", "move", "damage", "swap"])
+        who = [rank for rank in range(self.context.world_size) if chosen.random() < 0.5]
+        how, folder = chosen.randrange(6), chosen.choice(["all", "a", "b"])
+        self.wait()
+        dist.barrier(group=self.context.oracle)
+        if self.context.rank in who:
+            if kind == "forget":
+                tune_cache._memory.clear()
+            elif kind == "move":
+                os.environ["FUSEDPG_CACHE_DIR"] = str(self.root / folder)
+            else:
+                self._damage(kind, how)
+        dist.barrier(group=self.context.oracle)
+
+    def _damage(self, kind: str, how: int) -> None:
+        place = Path(os.environ["FUSEDPG_CACHE_DIR"]) / "tuned"
+        files = sorted(place.iterdir()) if place.is_dir() else []
+        if kind == "swap" and files:
+            texts = [file.read_bytes() for file in files if file.is_file()]
+            for file, text in zip(files, texts[1:] + texts[:1]):
+                if file.is_file():
+                    file.write_bytes(text)
+            return
+        for file in files:
+            if not file.is_file():
+                continue
+            if how == 0:
+                file.write_bytes(b"")
+            elif how == 1:
+                file.write_bytes(bytes(range(256)))
+            elif how == 2:
+                file.write_text("\n\n")
+            elif how == 3:
+                file.write_text("as written\nof another program")
+            elif how == 4:
+                file.unlink()
+                file.mkdir()
+            else:
+                file.write_text("x" * 100_000)
+        tune_cache._memory.clear()
+
+    def run(self, steps: int) -> None:
+        for self.count in range(steps):
+            place = self.chosen.choice(self.groups)
+            kind = self.chosen.random()
+            if kind < 0.12:
+                self.caches()
+            elif kind < 0.2:
+                self.wait()
+            else:
+                self.call(place)
+        self.wait()
+
+
+def chosen_bit(number: int) -> bool:
+    return number % 3 != 0
+
+
+def life(context: Context, seed: int) -> None:
+    """A random sequence; a failure names its seed and step."""
+    size = context.world_size
+    parts = [list(range(size))] + [[a, b] for a in range(size) for b in range(a + 1, size)]
+    parts += [[1]] if size > 1 else []
+    groups = []
+    for ranks in parts:
+        group = dist.new_group(ranks, backend=context.backend)
+        talk = dist.new_group(ranks, backend="gloo")
+        groups.append(Place(ranks, group, talk, f"fused {ranks}"))
+    groups.append(Place(parts[0], context.oracle, groups[0].talk, "gloo"))
+    mode = "compiled" if seed % 3 == 0 else "eager"
+    torch._dynamo.reset()
+    tune_cache._memory.clear()
+    with environment(FUSEDPG_FUSION=mode, FUSEDPG_CACHE_DIR=context.scratch):
+        Life(context, seed, groups).run(30)
+    dist.barrier(group=context.oracle)
+    for place in groups[:-1]:
+        if context.rank in place.ranks:
+            dist.destroy_process_group(place.group)
+            dist.destroy_process_group(place.talk)
+    assert everyone(context, seed)
+
+
+__all__ = ["life"]
