@@ -22,9 +22,9 @@ import fusedpg
 from checks import cuda_programs
 from checks import fusion as checks
 from checks.cases import digest
-from checks.compiled import compiles, done
+from checks.compiled import compiles
 from checks.cuda_order import EARLY, Scene, captured
-from checks.cuda_programs import FUSED, Partial, Replicate, Shard, drawn, kernels, text_of
+from checks.cuda_programs import CPU, FUSED, Partial, Replicate, Shard, drawn, kernels, text_of
 from fusedpg import fusion
 from fusedpg.fusion import codegen_cuda, nvrtc
 from harness import Context
@@ -273,6 +273,9 @@ def _masked(g: Partial, w: Replicate, m: Shard, row: Replicate, first: int, seco
     return y, z, torch.where(less, y, m), less
 
 
+_SEEDS = (2**40 + 3, 17)
+
+
 def _flags(g: Partial, w: Replicate) -> Any:
     x = fusion.all_reduce(g, "sum")
     return x > w, torch.where(x > w, x, w)
@@ -283,7 +286,12 @@ def _same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     assert bool(equal.all()), f"{what}: {got[~equal][:4]} for {wanted[~equal][:4]}"
 
 
-def masks(context: Context, dtype: torch.dtype) -> str:
+def masks(
+    context: Context,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    group: dist.ProcessGroup | None = None,
+) -> str:
     """What follows from masks and is gathered: the CPU engine's values; a digest of their bits."""
     size, rank, shape = context.world_size, context.rank, (33, 259)
     g, (w,) = drawn(shape, size, 11, dtype), drawn(shape, 1, 12, dtype)
@@ -291,18 +299,20 @@ def masks(context: Context, dtype: torch.dtype) -> str:
     for at, value in enumerate((float("nan"), float("inf"), float("-inf"))):
         g[0].view(-1)[at + 5 :: 97] = value
     m = checks.shard(whole, size, rank)
-    given = (g[rank], w, m, row, 2**40 + 3, 17)
+    given = (g[rank], w, m, row)
+    there = [tensor.to(device) for tensor in given]
     run = fusedpg.fuse(_masked).scheduled(*FUSED)
     flags = fusedpg.fuse(_flags).scheduled(*FUSED)
     cpu = dist.new_group(backend="fused", pg_options=fusedpg.Options())
     with compiles(context):
-        wanted, before = run(*given, group=cpu), done()
-        got = run(*given)
-        assert done() == before + 1, "it did not run as a kernel"
+        wanted, before = run(*given, *_SEEDS, group=cpu), kernels(group)
+        got = [result.cpu() for result in run(*there, *_SEEDS, group=group)]
+        assert kernels(group) == before + 1, "it did not run as a kernel"
         # Masks themselves that all get: not as a kernel, and no less right.
-        seen, known = flags(g[rank], w), flags(g[rank], w, group=cpu)
-        assert done() == before + 1
-        shown = flags.generated(g[rank], w, device="cuda")
+        known = flags(g[rank], w, group=cpu)
+        seen = [result.cpu() for result in flags(*there[:2], group=group)]
+        assert kernels(group) == before + 1
+        shown = flags.generated(g[rank], w, world_size=size, device="cuda")
     assert kernels(cpu) == 2, "the CPU's engine did not compute it"
     dist.destroy_process_group(cpu)
     assert "a mask that all ranks get is not generated for GPUs" in shown, shown
