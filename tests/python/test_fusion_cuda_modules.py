@@ -46,7 +46,12 @@ def test_unloaded() -> None:
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [(1, torch.float16), (2, torch.float32), (2, torch.bfloat16), (3, torch.float64)],
+    [
+        (2, torch.float32),
+        (3, torch.bfloat16),
+        harness.slow(1, torch.float16),
+        harness.slow(2, torch.float64),
+    ],
     ids=str,
 )
 def test_masks(size: int, dtype: torch.dtype) -> None:
