@@ -70,6 +70,8 @@ class Hyper:
         always_adapt: bool = False,
     ) -> None: ...
 
+class LoadedProgram: ...
+
 class ProcessGroupFused(Backend):
     def __init__(self, store: Store, rank: int, size: int, options: Options) -> None: ...
     @property
@@ -117,10 +119,10 @@ class ProcessGroupFused(Backend):
     def program_architecture(self, tensor: torch.Tensor) -> int: ...
     def load_program(
         self, image: str, entry: str, parameters: int, tensor: torch.Tensor
-    ) -> int: ...
+    ) -> LoadedProgram: ...
     def fused_program_(
         self,
-        function: int,
+        function: int | LoadedProgram | None,
         program: int,
         op: str,
         source: torch.Tensor,

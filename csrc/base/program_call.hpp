@@ -31,7 +31,6 @@ struct ProgramCall {
     bool in_place;
   };
   ProgramFunction function = nullptr; // null: this rank has none
-  void* kernel = nullptr; // CUDA: what CudaApi::program_load() gave instead
   uint64_t program = 0; // a hash, which all ranks must have
   DType dtype = DType::kFloat32; // of the contributions
   RedOp op = RedOp::kSum; // kSum, kMin or kMax

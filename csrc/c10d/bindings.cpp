@@ -22,6 +22,7 @@ namespace fusedpg {
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
+using Loaded = std::shared_ptr<cuda::LoadedProgram>;
 
 void set_python_factory(py::object factory) {
   // Leaked on purpose: it may be called until the process ends.
@@ -230,6 +231,9 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
 }
 
 void bind_hyper(py::module_& m) {
+  py::class_<cuda::LoadedProgram, Loaded>(
+      m, "LoadedProgram", "A generated kernel that a GPU's driver has loaded.");
+
   py::class_<HyperArguments>(m, "Hyper")
       .def(
           py::init([](std::variant<double, at::Tensor> lr,
@@ -435,7 +439,7 @@ void bind_group(py::module_& m) {
       .def(
           "fused_program_",
           [](ProcessGroupFused& group,
-             uint64_t function,
+             const std::variant<uint64_t, Loaded>& function,
              uint64_t program,
              std::string op,
              at::Tensor source,
@@ -448,8 +452,11 @@ void bind_group(py::module_& m) {
              at::Tensor done,
              bool async_op,
              uint64_t first) {
+            const auto* address = std::get_if<uint64_t>(&function);
             return group.fused_program_(
-                {function,
+                {address ? reinterpret_cast<ProgramFunction>(*address)
+                         : nullptr,
+                 address ? nullptr : std::get<Loaded>(function),
                  program,
                  std::move(op),
                  std::move(source),

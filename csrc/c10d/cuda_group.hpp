@@ -68,10 +68,9 @@ class CudaGroup {
       const char* title,
       std::chrono::milliseconds timeout,
       bool async_op);
-  // Of generated code for the tensor's device; see CudaApi. Throws Error with
-  // what the driver says.
+  // Of generated code for the tensor's device; see CudaApi and LoadedProgram.
   int program_architecture(const at::Tensor& tensor);
-  uint64_t load_program(
+  std::shared_ptr<cuda::LoadedProgram> load_program(
       const std::string& image,
       const std::string& entry,
       uint32_t parameters,

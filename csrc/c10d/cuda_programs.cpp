@@ -1,9 +1,29 @@
 // Fused functions on GPUs: their kernels, and calls of them.
 
+#include <map>
+#include <tuple>
+
 #include "c10d/cuda_group.hpp"
+#include "c10d/gil.hpp"
 #include "cuda/device.hpp"
 
 namespace fusedpg {
+namespace {
+
+// Equal ones are one, also those that only groups hold: programs that come and
+// go would fill the GPU's memory.
+struct Loaded {
+  using Key =
+      std::tuple<const cuda::CudaApi*, int, std::string, std::string, uint32_t>;
+  std::mutex mutex;
+  std::map<Key, std::weak_ptr<cuda::LoadedProgram>> programs;
+};
+Loaded& loaded() {
+  static auto* made = new Loaded; // its users may outlive static objects
+  return *made;
+}
+
+} // namespace
 
 WorkPtr CudaGroup::fused_program(
     ProgramArguments arguments,
@@ -12,7 +32,6 @@ WorkPtr CudaGroup::fused_program(
     bool async_op) {
   const auto a = std::make_shared<const ProgramArguments>(std::move(arguments));
   ProgramCall call = to_engine(*a, rank_, size_);
-  call.kernel = reinterpret_cast<void*>(a->function);
   call.missing =
       a->done.numel() == 0 ? nullptr : static_cast<float*>(a->done.data_ptr());
   return submit(
@@ -24,7 +43,7 @@ WorkPtr CudaGroup::fused_program(
       std::make_shared<std::shared_ptr<const ProgramArguments>>(a),
       [&](cuda::CudaEngine& engine,
           const cuda::CudaEngine::Submission& submission) {
-        return Operations{engine.fused_program(call, submission)};
+        return Operations{engine.fused_program(call, a->kernel, submission)};
       },
       nullptr);
 }
@@ -38,31 +57,35 @@ int CudaGroup::program_architecture(const at::Tensor& tensor) {
   return number;
 }
 
-uint64_t CudaGroup::load_program(
+std::shared_ptr<cuda::LoadedProgram> CudaGroup::load_program(
     const std::string& image,
     const std::string& entry,
     uint32_t parameters,
     const at::Tensor& tensor) {
   const cuda::CudaApi& api = cuda_api();
-  const cuda::DeviceScope scope(
-      api, CudaStreams(tensor.device(), pretend_).index());
-  std::string log(2048, '\0');
-  const cuda::ProgramLoadArgs args{
-      image.c_str(),
-      entry.c_str(),
-      log.data(),
-      static_cast<uint32_t>(log.size()),
-      parameters};
-  void* program = nullptr;
-  const int error = api.program_load(&args, &program);
-  if (error != cuda::kSuccess) {
-    fail(
-        ErrorKind::kSystem,
-        "fused: the GPU's driver does not take the kernel: {}; {}",
-        api.error_string(error),
-        log.c_str());
+  const int device = CudaStreams(tensor.device(), pretend_).index();
+  Loaded& all = loaded();
+  const Loaded::Key key{&api, device, image, entry, parameters};
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  if (auto known = all.programs[key].lock()) {
+    return known;
   }
-  return reinterpret_cast<uint64_t>(program);
+  auto made = std::make_unique<cuda::LoadedProgram>(
+      api, device, image, entry, parameters);
+  const std::shared_ptr<cuda::LoadedProgram> shared(
+      made.release(), [key](cuda::LoadedProgram* ending) {
+        // The driver may wait for the GPU before it unloads; others go on.
+        const ReleaseGil release;
+        delete ending;
+        Loaded& all = loaded();
+        const std::lock_guard<std::mutex> lock(all.mutex);
+        const auto at = all.programs.find(key);
+        if (at != all.programs.end() && at->second.expired()) {
+          all.programs.erase(at);
+        }
+      });
+  all.programs[key] = shared;
+  return shared;
 }
 
 } // namespace fusedpg

@@ -12,6 +12,7 @@
 #include "collectives/fused_program.hpp"
 #include "collectives/fused_step.hpp"
 #include "collectives/skip.hpp"
+#include "cuda/loaded_program.hpp"
 
 namespace fusedpg {
 
@@ -59,8 +60,9 @@ struct ShardsArguments {
 
 // One call of a compiled program; see collectives/fused_program.hpp.
 struct ProgramArguments {
-  // The address of a ProgramFunction, or what load_program() gave; 0: none here.
-  uint64_t function = 0;
+  // What this rank has of it; null: nothing. For a CPU its address.
+  ProgramFunction function = nullptr;
+  std::shared_ptr<cuda::LoadedProgram> kernel; // for a GPU
   uint64_t program = 0;
   std::string op; // "sum", "min" or "max"
   at::Tensor source;

@@ -56,7 +56,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   int program_architecture(const at::Tensor& tensor) {
     return cuda_->program_architecture(tensor);
   }
-  uint64_t load_program(
+  std::shared_ptr<cuda::LoadedProgram> load_program(
       const std::string& image,
       const std::string& entry,
       uint32_t parameters,

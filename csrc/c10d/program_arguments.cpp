@@ -22,11 +22,11 @@ void check_memory(
       t.device() == device && t.layout() == at::kStrided && t.is_contiguous() &&
           (count < 0 || t.numel() == count) && t.element_size() <= 8,
       formatted(
-          "fused: fused_program: {} must be contiguous on {}, with {} "
-          "elements; found {} of {} on {}",
+          "fused: fused_program: {} must be contiguous on {}{}; found {} "
+          "elements of {} on {}",
           what,
           device.str(),
-          count,
+          count < 0 ? "" : formatted(", with {} elements", count),
           t.numel(),
           t.scalar_type(),
           t.device().str()));

@@ -11,7 +11,7 @@ namespace fusedpg::cuda {
 using Stream = void*; // cudaStream_t
 using Event = void*; // cudaEvent_t
 
-constexpr uint32_t kCudaApiVersion = 4;
+constexpr uint32_t kCudaApiVersion = 5;
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600; // cudaErrorNotReady
 
@@ -86,8 +86,10 @@ struct CudaApi {
 
   // The device's, as 90 for 9.0.
   int (*architecture)(int* number);
-  // Stays loaded, for the current device.
+  // For the current device, on which it is unloaded: when the device is done
+  // with its launches, as that may wait for all that runs there.
   int (*program_load)(const ProgramLoadArgs* args, void** program);
+  int (*program_unload)(void* program);
   int (*program_launch)(const ProgramLaunchArgs* args, Stream stream);
 
   // The device-API path; null without. `usable` is 0 when the ranks of the

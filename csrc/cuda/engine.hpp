@@ -4,6 +4,7 @@
 #include <future>
 #include <map>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "base/calls.hpp"
@@ -16,6 +17,7 @@
 
 namespace fusedpg::cuda {
 
+class LoadedProgram;
 struct Task;
 struct Remains;
 
@@ -65,9 +67,11 @@ class CudaEngine {
   OperationPtr reduce_shards(
       const ShardsCall& call,
       const Submission& submission);
-  // What a rank without a kernel finds, all ranks find in call.missing.
+  // What a rank without a kernel (null) finds, all ranks find in call.missing.
+  // Throws Error(kInvalid) if the kernel is not this GPU's, or not the call's.
   OperationPtr fused_program(
       const ProgramCall& call,
+      const std::shared_ptr<const LoadedProgram>& kernel,
       const Submission& submission);
 
   // --- skip.cpp: an all-reduce that skips blocks of zeros. Over the arenas
@@ -320,6 +324,8 @@ class CudaEngine {
   std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts_;
   std::vector<std::shared_ptr<Slot>> slots_;
   std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
+  // Whose kernels run, or are in graphs: a module must not go before them.
+  std::set<std::shared_ptr<const LoadedProgram>> programs_;
   OperationPtr last_; // the latest operation that was not captured ...
   OperationPtr last_captured_; // ... and that was
 

@@ -9,6 +9,8 @@
 
 namespace fusedpg::cuda {
 
+class LoadedProgram;
+
 // What all kinds of operation are, to the wire.
 struct Task {
   OpCode op = OpCode::kNone;
@@ -30,6 +32,7 @@ struct Task {
   OpDescriptor facts; // what must be the same on all ranks
   const StepCall* step = nullptr; // null: another operation
   const ProgramCall* program = nullptr; // likewise
+  const LoadedProgram* kernel = nullptr; // of it; null: this rank has none
 
   Task(const StepCall& call, int world_size);
   Task(const ShardsCall& call, int world_size);

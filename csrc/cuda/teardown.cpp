@@ -53,6 +53,7 @@ struct Remains {
       layouts;
   std::vector<std::shared_ptr<Slot>> slots;
   std::vector<std::shared_ptr<Slot>> captured_slots;
+  std::set<std::shared_ptr<const LoadedProgram>> programs;
   std::deque<CudaEngine::OperationPtr> abandoned;
   HostMemory flags;
   CudaEngine::Events events;
@@ -220,9 +221,13 @@ void CudaEngine::close() {
     operation->release_tensors();
   }
   OperationPtr captured;
+  std::set<std::shared_ptr<const LoadedProgram>> programs;
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   if (lock_within(lock, Deadline(kEnd))) {
     captured = last_captured_;
+    if (!ever_captured_) {
+      programs.swap(programs_); // Works may keep the engine for long
+    }
     lock.unlock();
   }
   if (captured) {
@@ -248,17 +253,23 @@ void CudaEngine::bury(bool quiet) {
   remains->layouts = std::move(layouts_);
   remains->slots = std::move(slots_);
   remains->captured_slots = std::move(captured_slots_);
+  remains->programs = std::move(programs_);
   remains->abandoned = std::move(abandoned_);
   remains->flags = std::move(flags_memory_);
   remains->events = std::move(events_);
   remains->compute = std::move(compute_);
   remains->wire_stream = std::move(wire_stream_);
+  static auto* mutex = new std::mutex;
+  static auto* lost = new std::vector<std::shared_ptr<const void>>;
   if (!quiet) {
     // A kernel that writes to memory of somebody else is worse than a leak.
-    static auto* mutex = new std::mutex;
-    static auto* lost = new std::vector<std::shared_ptr<Remains>>;
     const std::lock_guard<std::mutex> lock(*mutex);
     lost->push_back(remains);
+  } else if (!comm_ && !remains->programs.empty()) {
+    // Graphs may hold their kernels, and nobody says when they have gone.
+    const std::lock_guard<std::mutex> lock(*mutex);
+    lost->insert(
+        lost->end(), remains->programs.begin(), remains->programs.end());
   } else if (comm_) {
     comm_->keep(remains);
   }

@@ -40,6 +40,7 @@ class Kernel:
         self.reason = self.cuda_reason = ""
         self.source: Source | None = None
         self._address = 0  # of the compiled function
+        self._loaded: dict[int, Any] = {}  # by GPU: what the driver has, or 0
         # What _written found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
         # Groups of which a rank has no function, and that are known to have one on all GPUs.
@@ -123,7 +124,7 @@ class Kernel:
         ]
         first = on_gpu and group not in self._able
         if on_gpu:
-            function = nvrtc.kernel(source, self._name, backend, contribution)
+            function = self._on_gpu(source, backend, contribution)
             # Whether a rank has none; known, it is not asked again: the host would wait.
             done = torch.full((int(first),), float(not function), device=device)
         else:
@@ -155,6 +156,12 @@ class Kernel:
         for (node, _), result in zip(source.outputs, results):
             values[node] = result
         return True
+
+    def _on_gpu(self, source: Source, backend: Any, tensor: torch.Tensor) -> Any:
+        device = tensor.get_device()
+        if device not in self._loaded:
+            self._loaded[device] = nvrtc.kernel(source, self._name, backend, tensor)
+        return self._loaded[device]
 
     def _compiled(self, source: Source) -> int:
         self._address = compile.function(source.text, self._name)

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from fusedpg._registration import load_extension
 from fusedpg.fusion import compile
-from fusedpg.fusion.codegen import Source, code
+from fusedpg.fusion.codegen import Source
 from fusedpg.fusion.codegen_cuda import ENTRY, parameters
 from fusedpg.fusion.errors import FusionError
 
@@ -28,7 +29,9 @@ _log = logging.getLogger("fusedpg")
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _MAJORS = (13, 12)
 _lock = threading.Lock()
-_kernels: dict[tuple[str, int], int] = {}  # by source and device; 0: it failed
+# By source and device. Programs hold them, and groups that have run them.
+_kernels: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
+_failed: set[tuple[str, int]] = set()
 
 
 class Nvrtc:
@@ -142,19 +145,27 @@ def ptx(text: str, name: str, device: int) -> bytes:
     return compile.content(compile.compiled(facts, text, (".cu", ".ptx"), make, name))
 
 
-def kernel(source: Source, name: str, backend: Any, tensor: torch.Tensor) -> int:
-    """What `fused_program_` takes for a source on a tensor's GPU; 0, logged once, without one."""
-    key = code(source.text), tensor.get_device()
+def kernel(source: Source, name: str, backend: Any, tensor: torch.Tensor) -> Any:
+    """What `fused_program_` takes for a source on a tensor's GPU; 0, logged once, without one.
+
+    It is unloaded with the last who holds it.
+    """
+    key = source.code, tensor.get_device()
     with _lock:
-        if key not in _kernels:
-            try:
-                image = ptx(source.text, name, backend.program_architecture(tensor))
-                given = image.decode(), ENTRY, parameters(source), tensor
-                _kernels[key] = backend.load_program(*given)
-            except (FusionError, OSError, RuntimeError) as error:
-                _kernels[key] = 0
-                _log.warning("%s is not compiled, and runs operation by operation: %s", name, error)
-        return _kernels[key]
+        loaded = _kernels.get(key)
+        if loaded is not None:
+            return loaded
+        if key in _failed:
+            return 0
+        try:
+            image = ptx(source.text, name, backend.program_architecture(tensor))
+            given = image.decode(), ENTRY, parameters(source), tensor
+            _kernels[key] = loaded = backend.load_program(*given)
+            return loaded
+        except (FusionError, OSError, RuntimeError) as error:
+            _failed.add(key)
+            _log.warning("%s is not compiled, and runs operation by operation: %s", name, error)
+            return 0
 
 
 __all__ = ["OPTIONS", "Nvrtc", "kernel", "library", "ptx"]

@@ -177,6 +177,15 @@ TEST(selector_cuda_step) {
       {{true, true, false, kHalf, kSingle, false, false, true},
        GpuPath::kStock},
       {{true, true, false, kDouble, kDouble, false, false, true},
+       GpuPath::kStock},
+      // Generated programs, whose kernels neither of the others knows.
+      {{true, true, false, kSingle, kSingle, true, true, false, true},
+       GpuPath::kStock},
+      {{true, true, false, kSingle, kSingle, false, false, true, true},
+       GpuPath::kStock},
+      {{true, true, false, kSingle, kSingle, true, true, true, true},
+       GpuPath::kStock},
+      {{true, true, false, kHalf, kHalf, true, true, true, true},
        GpuPath::kStock}};
   check_rows(rows, cuda::select_step_path);
 }

@@ -273,6 +273,7 @@ struct Table : CudaApi {
     FUSEDPG_FAULTY(move_blocks);
     FUSEDPG_FAULTY(architecture);
     FUSEDPG_FAULTY(program_load);
+    FUSEDPG_FAULTY(program_unload);
     FUSEDPG_FAULTY(program_launch);
     FUSEDPG_FAULTY(direct_create);
     FUSEDPG_FAULTY(direct_destroy);
@@ -302,6 +303,7 @@ FUSEDPG_FAKE_EXPORT void fusedpg_fake_stats(Stats* stats) {
   stats->communicators = comms().size();
   stats->windows = alive().windows;
   stats->direct_contexts = alive().direct_contexts;
+  stats->modules = loaded_modules();
   calls().fill(*stats);
 }
 
@@ -313,7 +315,7 @@ FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_reset() {
   leaked().forget();
   return s.device_allocations + s.host_allocations + s.nccl_allocations +
       s.streams + s.events + s.graphs + s.communicators + s.windows +
-      s.direct_contexts;
+      s.direct_contexts + s.modules;
 }
 
 } // namespace fusedpg::fake

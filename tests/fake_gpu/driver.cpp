@@ -23,9 +23,10 @@
 namespace fusedpg::fake {
 namespace {
 
+struct Module;
 struct Function {
   fusedpg_fake::Kernel kernel;
-  int device;
+  std::weak_ptr<Module> module;
 };
 
 struct Module {
@@ -34,10 +35,11 @@ struct Module {
   std::vector<std::unique_ptr<Function>> functions;
 };
 
-// Modules of a process, whose code stays in memory: launches may be under way.
+// Modules of a process. Who launches holds them as well: streams until the
+// kernel has run, graphs for as long as they live. Their code stays in memory.
 struct Modules {
   std::mutex mutex;
-  std::map<const void*, std::unique_ptr<Module>> modules;
+  std::map<const void*, std::shared_ptr<Module>> modules;
   std::set<const void*> functions;
 };
 
@@ -93,6 +95,12 @@ const Function* find(CUfunction handle) {
 
 } // namespace
 
+size_t loaded_modules() {
+  Modules& all = modules();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.modules.size();
+}
+
 bool& has_context() {
   thread_local bool current = false;
   return current;
@@ -138,7 +146,7 @@ CUresult cuModuleLoadDataEx(
     log.say("ptxas fatal: SM version of the image is higher than the device's");
     return CUDA_ERROR_NO_BINARY_FOR_GPU;
   }
-  auto made = std::make_unique<Module>();
+  auto made = std::make_shared<Module>();
   made->library = open_image(read->library);
   made->device = current_device();
   if (made->library == nullptr) {
@@ -148,7 +156,7 @@ CUresult cuModuleLoadDataEx(
   *module = reinterpret_cast<CUmodule>(made.get());
   Modules& all = modules();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  all.modules.emplace(made.get(), std::move(made));
+  all.modules.emplace(made.get(), made);
   return CUDA_SUCCESS;
 }
 
@@ -173,7 +181,7 @@ CUresult cuModuleGetFunction(
   }
   auto made = std::make_unique<Function>();
   get(&made->kernel);
-  made->device = found->second->device;
+  made->module = found->second;
   *function = reinterpret_cast<CUfunction>(made.get());
   all.functions.insert(made.get());
   found->second->functions.push_back(std::move(made));
@@ -181,11 +189,31 @@ CUresult cuModuleGetFunction(
 }
 
 CUresult cuModuleUnload(CUmodule module) {
+  const int fault = calls().enter("cuModuleUnload");
+  if (fault != 0) {
+    return static_cast<CUresult>(fault);
+  }
+  if (!in_context()) {
+    return mistake(CUDA_ERROR_INVALID_CONTEXT, "an unload without a context");
+  }
+  // It frees memory.
+  if (const int unsafe = streams().check_unsafe(); unsafe != 0) {
+    return static_cast<CUresult>(unsafe);
+  }
   Modules& all = modules();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.modules.find(module);
   if (found == all.modules.end()) {
     return mistake(CUDA_ERROR_INVALID_HANDLE, "no such module to unload");
+  }
+  if (found->second->device != current_device()) {
+    return mistake(
+        CUDA_ERROR_INVALID_CONTEXT, "a module of another device to unload");
+  }
+  if (found->second.use_count() > 1) {
+    mistake(
+        CUDA_ERROR_INVALID_HANDLE,
+        "a module was unloaded that a stream or a graph has yet to run");
   }
   for (const auto& function : found->second->functions) {
     all.functions.erase(function.get());
@@ -250,7 +278,8 @@ CUresult cuLaunchKernel(
   if (found == nullptr) {
     return mistake(CUDA_ERROR_INVALID_HANDLE, "no such kernel");
   }
-  if (found->device != current_device()) {
+  const std::shared_ptr<Module> module = found->module.lock();
+  if (module == nullptr || module->device != current_device()) {
     return mistake(
         CUDA_ERROR_INVALID_HANDLE, "a kernel of another device's context");
   }
@@ -274,7 +303,7 @@ CUresult cuLaunchKernel(
   grid.dynamicSmemBytes = shared_bytes;
   grid.stream = stream;
   return static_cast<CUresult>(
-      simt::launch(grid, [kernel = found->kernel, values] {
+      simt::launch(grid, [kernel = found->kernel, module, values] {
         std::vector<const void*> given;
         for (const auto& value : *values) {
           given.push_back(value.data());

@@ -31,6 +31,7 @@ struct Stats {
   uint64_t communicators;
   uint64_t windows;
   uint64_t direct_contexts;
+  uint64_t modules;
   // Since the last reset.
   uint64_t work; // kernels, copies and collectives that ended
   uint64_t collectives_begun;

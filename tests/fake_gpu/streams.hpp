@@ -38,6 +38,7 @@ int& current_device();
 // need: the runtime makes it current in calls that need one (here: the two that
 // come before every operation).
 bool& has_context();
+size_t loaded_modules(); // driver.cpp's
 int device_count();
 // The calling thread's.
 cudaStreamCaptureMode& capture_mode();

@@ -20,3 +20,8 @@ def test_exact_operations(ranks: Ranks, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_transcendental_operations(pair: Ranks, dtype: torch.dtype) -> None:
     print(pair.run(programs.close, dtype)[0])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_masks(pair: Ranks, dtype: torch.dtype) -> None:
+    assert len(set(pair.run(programs.masks, dtype))) == 1, "ranks have other bits"

@@ -68,8 +68,12 @@ WorkPtr CpuRoute::fused_program_(ProgramArguments arguments, bool async_op) {
   TORCH_CHECK_VALUE(
       a->done.scalar_type() == at::kByte && a->done.numel() == 1,
       "fused: fused_program: `done` must be one byte");
+  TORCH_CHECK_VALUE(
+      !a->kernel,
+      "fused: fused_program: a GPU's kernel cannot run on a CPU; pass the "
+      "address of a compiled function");
   ProgramCall call_of_engine = to_engine(*a, rank_, size_);
-  call_of_engine.function = reinterpret_cast<ProgramFunction>(a->function);
+  call_of_engine.function = a->function;
   Tensors inputs = a->operands;
   inputs.push_back(a->source);
   return run(

@@ -135,7 +135,11 @@ WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
   check_not_coalescing(title);
   const bool known = arguments.done.numel() == 0;
   TORCH_CHECK_VALUE(
-      known ? arguments.function != 0
+      arguments.function == nullptr,
+      "fused: fused_program: an address is a CPU's function; on a GPU pass "
+      "what load_program() gave");
+  TORCH_CHECK_VALUE(
+      known ? arguments.kernel != nullptr
             : arguments.done.scalar_type() == at::kFloat &&
               arguments.done.device() == arguments.source.device(),
       "fused: fused_program: `done` must be one float32 on the GPU");

@@ -39,7 +39,7 @@ class CudaRoute : public Forwarding<Route> {
   int program_architecture(const at::Tensor& tensor) {
     return cuda_.program_architecture(tensor);
   }
-  uint64_t load_program(
+  std::shared_ptr<cuda::LoadedProgram> load_program(
       const std::string& image,
       const std::string& entry,
       uint32_t parameters,

@@ -204,6 +204,7 @@ constexpr CudaApi make_api() {
 
   api.architecture = architecture;
   api.program_load = program_load;
+  api.program_unload = program_unload;
   api.program_launch = program_launch;
 
 #if defined(FUSEDPG_NCCL_DEVICE)

@@ -24,6 +24,7 @@ int launch_list_blocks(const ListBlocksArgs* args, Stream stream);
 int launch_move_blocks(const MoveBlocksArgs* args, Stream stream);
 int architecture(int* number);
 int program_load(const ProgramLoadArgs* args, void** program);
+int program_unload(void* program);
 int program_launch(const ProgramLaunchArgs* args, Stream stream);
 
 // FUSEDPG_NCCL_DEVICE is the NCCL_VERSION_CODE of NCCL's headers.

@@ -4,6 +4,8 @@
 
 #include <cuda.h>
 
+#include <cstdio>
+#include <memory>
 #include <vector>
 
 #include "cuda/kernels/launchers.cuh"
@@ -65,6 +67,7 @@ const Driver& driver() {
 }
 
 struct Program {
+  CUmodule module = nullptr;
   CUfunction function = nullptr;
   uint32_t parameters = 0;
   uint64_t blocks = 0; // that the device holds at once
@@ -85,13 +88,22 @@ bool takes(CUfunction function, uint32_t parameters) {
       CUDA_SUCCESS;
 }
 
-int set_up(Program& program, CUmodule module, const ProgramLoadArgs& args) {
-  CUresult result = driver().function(&program.function, module, args.entry);
+int set_up(Program& program, const ProgramLoadArgs& args) {
+  CUresult result =
+      driver().function(&program.function, program.module, args.entry);
   if (result != CUDA_SUCCESS) {
     return result;
   }
   if (driver().param_info != nullptr &&
       !takes(program.function, args.parameters)) {
+    std::snprintf(
+        args.log,
+        args.log_bytes,
+        "%s does not have the %u parameters of %u bytes each that it is to be "
+        "called with",
+        args.entry,
+        args.parameters,
+        kWordBytes);
     return cudaErrorInvalidValue;
   }
   int on_each = 0;
@@ -109,6 +121,13 @@ int set_up(Program& program, CUmodule module, const ProgramLoadArgs& args) {
   program.parameters = args.parameters;
   program.blocks = static_cast<uint64_t>(sms) * static_cast<uint64_t>(on_each);
   return settled(error);
+}
+
+// Makes the current device's context, if need be, and the calling thread's.
+cudaError_t enter_context() {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaSetDevice(device);
 }
 
 } // namespace
@@ -136,34 +155,34 @@ int program_load(const ProgramLoadArgs* args, void** program) {
   if (!driver().complete) {
     return cudaErrorNotSupported;
   }
-  // Makes the device's context, if need be, and the calling thread's.
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaSetDevice(device);
-  }
-  if (error != cudaSuccess) {
+  if (const cudaError_t error = enter_context(); error != cudaSuccess) {
     return settled(error);
   }
   CUjit_option options[] = {
       CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
   void* values[] = {
       args->log, reinterpret_cast<void*>(uintptr_t(args->log_bytes))};
-  CUmodule module = nullptr;
+  auto made = std::make_unique<Program>();
   const CUresult result =
-      driver().load(&module, args->image, 2, options, values);
+      driver().load(&made->module, args->image, 2, options, values);
   if (result != CUDA_SUCCESS) {
     return result;
   }
-  auto* made = new Program;
-  const int failed = set_up(*made, module, *args);
+  const int failed = set_up(*made, *args);
   if (failed != kSuccess) {
-    driver().unload(module);
-    delete made;
+    driver().unload(made->module);
     return failed;
   }
-  *program = made;
+  *program = made.release();
   return kSuccess;
+}
+
+int program_unload(void* program) {
+  const CaptureAside aside;
+  const std::unique_ptr<Program> ending(static_cast<Program*>(program));
+  const cudaError_t error = enter_context();
+  return error != cudaSuccess ? settled(error)
+                              : driver().unload(ending->module);
 }
 
 int program_launch(const ProgramLaunchArgs* args, Stream stream) {

@@ -594,6 +594,7 @@ PYBIND11_MODULE(fusedpg_fake_nccl, m) {
       "fail", [](const char* what, int code) { loaded->fail(what, 1, code); });
   m.def("mismatches", [] { return loaded->now().mismatches; });
   m.def("bad_handles", [] { return loaded->now().bad_handles; });
+  m.def("modules", [] { return loaded->now().modules; });
 }
 
 } // namespace fusedpg::fake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from checks import cuda_programs
+from checks import cuda_modules, cuda_programs
 from checks.cuda_programs import CLOSE, EXACT
 from gpu_checks.device import DEVICE, group_of
 from harness import Context
@@ -18,3 +18,7 @@ def exact(context: Context, dtype: torch.dtype) -> None:
 def close(context: Context, dtype: torch.dtype) -> dict[str, float]:
     group = group_of(context)
     return {name: cuda_programs.close(context, dtype, name, DEVICE, group) for name in CLOSE}
+
+
+def masks(context: Context, dtype: torch.dtype) -> str:
+    return cuda_modules.masks(context, dtype, DEVICE, group_of(context))

@@ -256,7 +256,7 @@ def without_nvrtc(context: Context) -> list[str]:
     logger.addHandler(handler)
     missing = context.rank == context.world_size - 1
     library = {"FUSEDPG_NVRTC_LIB": "/nowhere/libnvrtc.so"} if missing else {}
-    nvrtc._kernels.clear()
+    nvrtc._failed.clear()
     try:
         with tempfile.TemporaryDirectory() as empty, compiles(context):
             with environment(FUSEDPG_CACHE_DIR=empty, **library):
@@ -268,7 +268,7 @@ def without_nvrtc(context: Context) -> list[str]:
                     assert done() == before + 1, turn  # the one that found it out
     finally:
         logger.removeHandler(handler)
-        nvrtc._kernels.clear()
+        nvrtc._failed.clear()
     return said
 
 
