@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedpg._by_parameter import ByParameter
+from fusedpg._registration import BACKEND
 from fusedpg.compress import _agree, _hosts, _lane, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._lane import Lane
@@ -94,6 +95,7 @@ class State:
         self._order: list[weakref.ref[torch.Tensor]] = []
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._loaded: dict[str, list[Any]] = {}
+        self._keeps = False  # whether anything but zeros may be kept of earlier steps
         self._clear()
 
     def _clear(self) -> None:
@@ -226,7 +228,7 @@ class State:
             self._layout = self._seen
             self._schedule.restart()
         assert self._lane is not None
-        self._finishing = self._lane.submit(self._finish)
+        self._finishing = self._lane.submit(self._finish, self._plain)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -256,7 +258,9 @@ class State:
             ) from self._failure
         return done.value()
 
-    def _finish(self) -> None:
+    def _finish(self, plain: bool) -> None:
+        # Where no unit of the step was compressed, all that had been kept was sent.
+        self._keeps &= not plain
         if self._failure is None:
             try:
                 self._schedule.finish(self._agree)
@@ -293,6 +297,7 @@ class State:
             grad.device,
             self._state_of(unit, grad),
         )
+        self._keeps |= not unit.plain
         if unit.plain:
             self._uncompressed(grad, piece)
         elif self._hosts is not None:
@@ -323,7 +328,7 @@ class State:
         # Of EFSignSGD's memory this is 1 but for rounding.
         if self.memory.gamma != 1 and not math.isclose(scale * self.memory.gamma, 1):
             grad.mul_(scale * self.memory.gamma)
-        for name in self._kept.names():
+        for name in self._kept.names() if self._keeps else ():
             if not name.startswith("residual"):
                 continue
             residual = piece.state(name)
@@ -334,8 +339,13 @@ class State:
                 share *= self._hosts.count
             grad.add_(residual, alpha=share)
             residual.zero_()
-        dist.all_reduce(grad, group=self._group)
-        grad.div_(piece.world_size)
+        if dist.get_backend(self._group) == BACKEND:
+            dist.all_reduce(
+                grad, dist.ReduceOp.AVG, group=self._group
+            )  # the same bits, in one pass
+        else:
+            dist.all_reduce(grad, group=self._group)
+            grad.div_(piece.world_size)
 
     def _state_of(self, unit: _Unit, grad: torch.Tensor) -> Any:
         def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:
@@ -412,6 +422,7 @@ class State:
             ValueError: here or in the first backward, if they are not.
         """
         self._wait()
+        self._keeps = True
         self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
         self._loaded = {name: list(kept) for name, kept in state_dict["memory"].items()}
         self._kept = ByParameter()
