@@ -112,7 +112,7 @@ class Kernel:
             else:
                 value = values[node]
             operands.append(value.contiguous())
-        numbers, seeds = scalars(source, values)
+        numbers, seeds = scalars(source, values.__getitem__)
         length = shard_range(source.scatter.numel, self._program.world_size, rank)[1]
         results = [
             targets[place]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from fusedpg.fusion import compile
 from fusedpg.fusion.codegen import Source
 from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import Program
+from fusedpg.fusion.scalars import scalars
 
 
 class Output(ctypes.Structure):
@@ -61,16 +61,12 @@ class Direct:
 
     def __init__(self, name: str, source: Source) -> None:
         self._function = compile.function(source.text, name)
-        self._key = source.key
+        self._source = source
         op = source.scatter.attribute("op")
         self._op = "sum" if op == "mean" else op
         self._contribution = source.scatter.operands[0].name
         self._operands = [node.name for node, _ in source.operands]
         self._kinds = [kind for _, kind in source.operands]
-        self._numbers = [node.name for node in source.numbers]
-        self._dropouts = [node.operands[1].name for node in source.dropouts]
-        self._seeds = [node.name for node in source.seeds]
-        self._periods = list(source.periods)
 
     @staticmethod
     def of(program: Program) -> Direct | None:
@@ -99,11 +95,8 @@ class Direct:
         return bool(self._function)
 
     def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
-        numbers = [float(values[name]) for name in self._numbers]
-        for name in self._dropouts:
-            p = values[name]
-            numbers += [math.ceil(p * (1 << 24)), 1 / (1 - p) if p < 1 else 1.0]
-        return numbers, [*(values[name] for name in self._seeds), *self._periods]
+        numbers, seeds = scalars(self._source, lambda node: values[node.name])
+        return numbers, [*seeds, *self._source.periods]
 
     def begin(
         self,
@@ -123,7 +116,7 @@ class Direct:
         done = torch.zeros(1, dtype=torch.uint8)
         work = backend.fused_program_(
             self._function,
-            self._key,
+            self._source.key,
             self._op,
             values[self._contribution].contiguous(),
             [values[name].contiguous() for name in self._operands],

@@ -130,7 +130,7 @@ class LocalKernel:
             torch.empty((total,) if source.sliced else node.shape, dtype=node.dtype)
             for node in source.outputs
         ]
-        numbers, seeds = scalars(source, values)
+        numbers, seeds = scalars(source, values.__getitem__)
         given = array(ctypes.c_void_p, [operand.data_ptr() for operand in operands])
         doubles = array(ctypes.c_double, numbers)
         others = array(ctypes.c_uint64, [*seeds, length, total, first, *source.periods])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fusedpg.fusion.codegen import Source
@@ -12,20 +12,20 @@ from fusedpg.fusion.ir import Node
 
 
 def scalars(
-    source: Source | RowSource, values: Mapping[Node, Any]
+    source: Source | RowSource, value: Callable[[Node], Any]
 ) -> tuple[list[float], list[int]]:
     """Numbers, behind them threshold and scale of each dropout; and seeds.
 
     Raises:
         ValueError: for a probability or a seed that is none.
     """
-    numbers = [float(values[node]) for node in source.numbers]
+    numbers = [float(value(node)) for node in source.numbers]
     for node in source.dropouts:
-        p = values[node.operands[1]]
+        p = value(node.operands[1])
         if not 0 <= p <= 1:
             raise ValueError(f"dropout: p is a probability, got {p}; {node.described()}")
         numbers += [math.ceil(p * (1 << 24)), 1 / (1 - p) if p < 1 else 1.0]
-    seeds = [int(values[node]) for node in source.seeds]
+    seeds = [int(value(node)) for node in source.seeds]
     for seed in seeds:
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")

@@ -93,6 +93,17 @@ const Function* find(CUfunction handle) {
       : reinterpret_cast<const Function*>(handle);
 }
 
+/** What a call does first that gets or frees memory, which no capture allows. */
+CUresult begin(const char* name, const char* without_context) {
+  if (const int fault = calls().enter(name); fault != 0) {
+    return static_cast<CUresult>(fault);
+  }
+  if (!in_context()) {
+    return mistake(CUDA_ERROR_INVALID_CONTEXT, without_context);
+  }
+  return static_cast<CUresult>(streams().check_unsafe());
+}
+
 } // namespace
 
 size_t loaded_modules() {
@@ -116,16 +127,10 @@ CUresult cuModuleLoadDataEx(
     unsigned num_options,
     CUjit_option* options,
     void** values) {
-  const int fault = calls().enter("cuModuleLoadDataEx");
-  if (fault != 0) {
-    return static_cast<CUresult>(fault);
-  }
-  if (!in_context()) {
-    return mistake(CUDA_ERROR_INVALID_CONTEXT, "a module without a context");
-  }
-  // It allocates.
-  if (const int unsafe = streams().check_unsafe(); unsafe != 0) {
-    return static_cast<CUresult>(unsafe);
+  if (const CUresult error =
+          begin("cuModuleLoadDataEx", "a module without a context");
+      error != CUDA_SUCCESS) {
+    return error;
   }
   Log log;
   for (unsigned i = 0; i < num_options; ++i) {
@@ -189,16 +194,10 @@ CUresult cuModuleGetFunction(
 }
 
 CUresult cuModuleUnload(CUmodule module) {
-  const int fault = calls().enter("cuModuleUnload");
-  if (fault != 0) {
-    return static_cast<CUresult>(fault);
-  }
-  if (!in_context()) {
-    return mistake(CUDA_ERROR_INVALID_CONTEXT, "an unload without a context");
-  }
-  // It frees memory.
-  if (const int unsafe = streams().check_unsafe(); unsafe != 0) {
-    return static_cast<CUresult>(unsafe);
+  if (const CUresult error =
+          begin("cuModuleUnload", "an unload without a context");
+      error != CUDA_SUCCESS) {
+    return error;
   }
   Modules& all = modules();
   const std::lock_guard<std::mutex> lock(all.mutex);

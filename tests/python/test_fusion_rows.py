@@ -45,7 +45,7 @@ def run_random(world_size: int, examples: int, check: Any, **drawn: bool) -> int
     """How many groups of rows have run. The same programs each time: there are some among them."""
     seen = 0
 
-    @hypothesis.settings(max_examples=examples, derandomize=True)
+    @hypothesis.settings(max_examples=examples)
     @hypothesis.given(random_programs.programs(**drawn))
     def each(case: rows.Case) -> None:
         nonlocal seen

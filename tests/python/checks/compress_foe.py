@@ -16,18 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg.compress as compress
+from checks.compress import Given
 from harness import Context
-
-
-class Given(nn.Module):
-    """A parameter whose gradient is what it is called with."""
-
-    def __init__(self, *numels: int) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(torch.zeros(n) for n in numels)
-
-    def forward(self, *wanted: Tensor) -> Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.all, wanted)]).sum()
 
 
 class Chain(nn.Module):
@@ -45,15 +35,15 @@ class Chain(nn.Module):
 def wrapped(
     numel: int, params: dict[str, Any], hook: Any = compress.hook, **more: Any
 ) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(Given(numel))
+    ddp = DistributedDataParallel(Given([numel]))
     ddp.register_comm_hook(compress.from_params(params, **more), hook)
     return ddp
 
 
 def step(ddp: DistributedDataParallel, gradient: Tensor) -> Tensor:
     ddp.zero_grad()
-    ddp(gradient).backward()
-    found = ddp.module.all[0].grad
+    ddp([gradient]).backward()
+    found = ddp.module.parts[0].grad
     assert found is not None
     return found.clone()
 
@@ -70,7 +60,7 @@ def mean_of_many(context: Context, params: dict[str, Any], steps: int) -> tuple[
 
 def recovers(context: Context, params: dict[str, Any], bad: float) -> None:
     """What is not finite on one rank is seen by all ranks in that step, and in no later one."""
-    ddp = DistributedDataParallel(Given(64, 5))
+    ddp = DistributedDataParallel(Given([64, 5]))
     ddp.register_comm_hook(compress.from_params(params), compress.hook)
     good = [torch.linspace(-1, 1, 64) + context.rank, torch.ones(5)]
     for now in range(6):
@@ -78,8 +68,8 @@ def recovers(context: Context, params: dict[str, Any], bad: float) -> None:
         if now == 2 and context.rank == 0:
             wanted[0][17] = bad
         ddp.zero_grad()
-        ddp(*wanted).backward()
-        grads = [p.grad for p in ddp.module.all]
+        ddp(wanted).backward()
+        grads = [p.grad for p in ddp.module.parts]
         finite = all(bool(g.isfinite().all()) for g in grads if g is not None)
         assert finite == (now != 2), (params, now, grads)
 
@@ -87,7 +77,7 @@ def recovers(context: Context, params: dict[str, Any], bad: float) -> None:
 def plain_steps_equal_mean(context: Context, params: dict[str, Any]) -> list[Any]:
     """schedule="auto" begins without compression: what that gives."""
     state = compress.from_params(params, schedule="auto")
-    ddp = DistributedDataParallel(Given(8))
+    ddp = DistributedDataParallel(Given([8]))
     ddp.register_comm_hook(state, compress.hook)
     found = []
     for now in range(6):
@@ -156,7 +146,7 @@ def two_modules(context: Context) -> None:
         a, b = torch.full((50,), context.rank + 1.0), torch.full((70,), 5.0 * context.rank)
         (first(a) + second(b)).backward()
     size = context.world_size
-    grad = second.module.all[0].grad
+    grad = second.module.parts[0].grad
     assert grad is not None
     torch.testing.assert_close(grad, torch.full((70,), 3 * 5.0 * (size - 1) / 2))
 
@@ -174,7 +164,7 @@ def new_memory_after_old_parameters(context: Context) -> None:
     """A state that outlives its module knows the parameters of the next one, wherever they lie."""
     state = compress.from_params({"compressor": "topk", "memory": "residual"})
     for _ in range(20):
-        ddp = DistributedDataParallel(Given(30))
+        ddp = DistributedDataParallel(Given([30]))
         ddp.register_comm_hook(state, compress.hook)
         step(ddp, torch.arange(30.0))
         last = state.state_dict()["memory"]["residual"][-1]
@@ -246,7 +236,7 @@ def state_of_an_ended_group(context: Context) -> str:
     ddp = wrapped(10, {"compressor": "topk", "memory": "residual"})
     step(ddp, torch.ones(10))
     state = compress.from_params({"compressor": "topk", "memory": "residual"})
-    other = DistributedDataParallel(Given(10))
+    other = DistributedDataParallel(Given([10]))
     other.register_comm_hook(state, compress.hook)
     step(other, torch.ones(10))
     dist.destroy_process_group(state._group)

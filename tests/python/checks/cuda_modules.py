@@ -25,6 +25,7 @@ from checks.cases import digest
 from checks.compiled import compiles
 from checks.cuda_order import EARLY, Scene, captured
 from checks.cuda_programs import CPU, FUSED, Partial, Replicate, Shard, drawn, kernels, text_of
+from checks.refused import refused
 from fusedpg import fusion
 from fusedpg.fusion import codegen_cuda, nvrtc
 from harness import Context
@@ -66,15 +67,6 @@ class Raw:
         )
 
 
-def refused(kind: type[Exception], word: str, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except kind as error:
-        assert word in str(error), error
-    else:
-        raise AssertionError(f"nothing raised: {word}")
-
-
 def misused(context: Context) -> None:
     """What does not fit raises in the caller and says what would; the group goes on."""
     scene = Scene(device=1)
@@ -103,23 +95,25 @@ def misused(context: Context) -> None:
             ("pass what load_program() gave", 12345, {}),
             ("`done` must be", None, {}),
         ):
-            call = partial(raw.call, function, **({"source": grad, "w": param} | given))
-            refused(ValueError, word, call)
+            with refused(word, ValueError):
+                raw.call(function, **({"source": grad, "w": param} | given))
         elsewhere = (
             "the group works on GPU 1 on rank 0, but got a tensor on GPU 0; use one GPU a rank"
         )
-        refused(ValueError, elsewhere, partial(raw.call, other, there, there))
+        with refused(elsewhere, ValueError):
+            raw.call(other, there, there)
         assert fake.modules() == loaded
     host, byte = torch.zeros(param.shape), torch.zeros(1, dtype=torch.uint8)
-    here = partial(raw.call, good, host, host, done=byte)
-    refused(ValueError, "cannot run on a CPU; pass the address", here)
+    with refused("cannot run on a CPU; pass the address", ValueError):
+        raw.call(good, host, host, done=byte)
     for word, wrong in (
         ("does not have the 8 parameters of 8 bytes", {"parameters": raw.parameters + 1}),
         ("does not have the 6 parameters of 8 bytes", {"parameters": raw.parameters - 1}),
         ("named symbol not found", {"entry": "fusedpg_program_0"}),
         ("PTX", {"image": raw.image[:-10]}),
     ):
-        refused(RuntimeError, word, partial(raw.load, param, **wrong))
+        with refused(word):
+            raw.load(param, **wrong)
         assert fake.modules() == loaded, "one that failed stays"
     # From a thread that has called nothing of CUDA: it has no context, and device 0.
     start = scene.value(param)
@@ -134,7 +128,7 @@ def misused(context: Context) -> None:
     assert scene.value(param) == start + 2 * 0.5, "kernels that ran"
     scene.close()
     scene.group = None
-    del good, other, raw, call, here, thread
+    del good, other, raw, thread
     check(0)  # each on its own device
     assert fake.bad_handles() == 0
 

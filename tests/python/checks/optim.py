@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -248,18 +247,6 @@ class Trainer:
             if isinstance(value, torch.Tensor)
         ]
         return [one.detach().clone() for one in [*self.params, *slices]]
-
-
-@contextmanager
-def refused(text: str, *kinds: type[Exception]) -> Iterator[None]:
-    """The block raises an exception that says a text."""
-    expected = kinds or (RuntimeError,)
-    try:
-        yield
-    except expected as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"nothing raised; expected {text!r}")
 
 
 def unchanged(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:

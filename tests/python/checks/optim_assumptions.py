@@ -21,8 +21,8 @@ import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.optim import refused
 from checks.optim_torch import parameters
+from checks.refused import refused
 from harness import Context
 
 CHECKPOINT = "torch/distributed/checkpoint"

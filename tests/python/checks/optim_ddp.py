@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, distance, same
 from checks.ddp import Net
-from checks.optim import Run, Trainer, fused, grouped, refused, unchanged
+from checks.optim import Run, Trainer, fused, grouped, unchanged
+from checks.refused import refused
 from harness import Context
 
 Batch = tuple[torch.Tensor, torch.Tensor]

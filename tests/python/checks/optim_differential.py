@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checks.optim import refused
 from checks.optim_patterns import ANY, NAMES, NEVER, PATTERNS, Program, execute
 from checks.optim_script import OPTIMIZERS, WIDTH, Net, Script, Setup, of_torch
+from checks.refused import refused
 from harness import Context
 
 TOLERANCE = 1e-11

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, same
-from checks.optim import Run, Trainer, fused, healthy, refused, unchanged
+from checks.optim import Run, Trainer, fused, healthy, unchanged
+from checks.refused import refused
 from harness import Context
 
 

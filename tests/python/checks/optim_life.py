@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
-from checks import optim
 from checks.optim_script import LAYERS, WIDTH, Net
+from checks.refused import refused
 from harness import Context
 
 Program = list[tuple[Any, ...]]
@@ -23,8 +23,8 @@ HALVES = 2
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
-def refused(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
-    with optim.refused(text, kind):
+def refuses(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with refused(text, kind):
         call()
 
 
@@ -85,7 +85,7 @@ class Life:
             self.ddp.zero_grad()
         if self.is_ours(half):
             self.current[half].detach()
-            refused(self.current[half].step, RuntimeError, "detached")
+            refuses(self.current[half].step, RuntimeError, "detached")
         self.parked[half], self.current[half] = self.current[half], self.torch(half)
 
     def back(self, half: int) -> None:
@@ -163,8 +163,8 @@ def is_plain_again(context: Context, view: bool, static: bool) -> None:
     x = torch.randn(2, 5)
     for _ in range(2):
         ddp(x).sum().backward()
-        refused(optimizers[0].detach, RuntimeError, "step")
-        refused(optimizers[1].detach, RuntimeError, "step")
+        refuses(optimizers[0].detach, RuntimeError, "step")
+        refuses(optimizers[1].detach, RuntimeError, "step")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -203,7 +203,7 @@ def forgotten(context: Context, view: bool, hook: bool, first: bool) -> None:
     if optimizer is None:
         optimizer = fusedpg.optim.SGD(module.parameters(), lr=0.1)
     loss = ddp(torch.randn(2, 5)).sum()
-    refused(loss.backward, RuntimeError, "ddp=ddp")
+    refuses(loss.backward, RuntimeError, "ddp=ddp")
 
 
 def wrong_modules(context: Context) -> None:
@@ -216,19 +216,19 @@ def wrong_modules(context: Context) -> None:
 
     both = [*a.parameters(), *b.parameters()]
     compiled = torch.compile(first, backend="eager")
-    refused(lambda: make(a.parameters(), a), TypeError, "DistributedDataParallel(model)")
-    refused(lambda: make(a.parameters(), compiled), TypeError, "_orig_mod")
-    refused(lambda: make(both, [first, second]), TypeError, "one optimizer for each")
-    refused(lambda: make(both, first), ValueError, "one optimizer for each")
+    refuses(lambda: make(a.parameters(), a), TypeError, "DistributedDataParallel(model)")
+    refuses(lambda: make(a.parameters(), compiled), TypeError, "_orig_mod")
+    refuses(lambda: make(both, [first, second]), TypeError, "one optimizer for each")
+    refuses(lambda: make(both, first), ValueError, "one optimizer for each")
     # Nothing of the attempts is left.
     assert not first._comm_hooks
     optimizer = make(a.parameters(), first)
-    refused(lambda: optimizer.attach(second), RuntimeError, "one optimizer for each")
-    refused(lambda: make(a.parameters(), first), ValueError, "two optimizers")
+    refuses(lambda: optimizer.attach(second), RuntimeError, "one optimizer for each")
+    refuses(lambda: make(a.parameters(), first), ValueError, "two optimizers")
     optimizer.attach(first)  # it is already
     hooked = DistributedDataParallel(nn.Linear(2, 2))
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    refused(lambda: make(hooked.parameters(), hooked), RuntimeError, "already has")
+    refuses(lambda: make(hooked.parameters(), hooked), RuntimeError, "already has")
     # That DDP goes on as it was.
     hooked(torch.full((1, 2), 1.0 + context.rank)).sum().backward()
     mean = sum(range(1, context.world_size + 1)) / context.world_size
@@ -244,18 +244,18 @@ def sharded_elsewhere(context: Context) -> None:
     model: Any = nn.Linear(6, 6)
     early = fusedpg.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model, mesh=mesh)
-    refused(lambda: fusedpg.optim.SGD(model.parameters(), lr=0.1), TypeError, "DistributedData")
-    refused(
+    refuses(lambda: fusedpg.optim.SGD(model.parameters(), lr=0.1), TypeError, "DistributedData")
+    refuses(
         lambda: fusedpg.optim.SGD(model.parameters(), lr=0.1, ddp=model), TypeError, "fully_shard"
     )
     model(torch.randn(2, 6)).sum().backward()
-    refused(early.step, TypeError, "fully_shard")
+    refuses(early.step, TypeError, "fully_shard")
     for whole in (False, True):
         old: Any = FullyShardedDataParallel(
             nn.Linear(6, 6), use_orig_params=whole, device_id=torch.device("cpu")
         )
-        refused(lambda: fusedpg.optim.SGD(old.parameters(), lr=0.1), TypeError, "FullySharded")  # noqa: B023
-        refused(
+        refuses(lambda: fusedpg.optim.SGD(old.parameters(), lr=0.1), TypeError, "FullySharded")  # noqa: B023
+        refuses(
             lambda: fusedpg.optim.SGD(old.parameters(), lr=0.1, ddp=old),  # noqa: B023
             TypeError,
             "DistributedDataParallel",
@@ -280,7 +280,7 @@ def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
         # The hook is the last to run: gradients of the others have been taken, or updated.
         optimizer.zero_grad()
         handle = module[0].weight.register_post_accumulate_grad_hook(lambda _: 1 // 0)
-        refused(net(torch.randn(3, 40)).sum().backward, ZeroDivisionError, "zero")
+        refuses(net(torch.randn(3, 40)).sum().backward, ZeroDivisionError, "zero")
         handle.remove()
         del handle
     if zero:

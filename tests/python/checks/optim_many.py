@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 from checks.cases import same
-from checks.optim import refused
 from checks.optim_seams import Pair, net
+from checks.refused import refused
 from fusedpg.optim import _gradients, _manual
 from harness import Context
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import distance, randn, same
-from checks.optim import refused
 from checks.optim_torch import parameters
+from checks.refused import refused
 from harness import Context
 
 

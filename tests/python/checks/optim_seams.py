@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
-from checks.optim import refused
+from checks.refused import refused
 from harness import Context
 
 STEPS = 4

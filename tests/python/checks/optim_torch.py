@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import distance, randn, same
-from checks.optim import refused
+from checks.refused import refused
 from harness import Context
 
 NEWER = (

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fusedpg
 from checks.fusion import Contributions, reference_all_reduce, reference_dropout, shard
+from checks.refused import refused
 from fusedpg import fusion
 from fusedpg.fusion import (
     Partial,
@@ -337,21 +338,18 @@ def arguments(context: Context) -> None:
     place = Place(context, context.backend)
     x = torch.ones(4, 40)
 
-    def raises(words: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except ValueError as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError(f"{words}: raised nothing")
-
-    raises("stages=", lambda: last(x, x, group=place.group))
-    raises("`into`", lambda: last.into([x, x.clone()], x, x, group=place.group))
-    raises("tune", lambda: last.tune(x, x, group=place.group))
+    with refused("stages=", ValueError):
+        last(x, x, group=place.group)
+    with refused("`into`", ValueError):
+        last.into([x, x.clone()], x, x, group=place.group)
+    with refused("tune", ValueError):
+        last.tune(x, x, group=place.group)
     if place.last:
-        raises("no other stage dst='next'", lambda: first(x, x[0], x, 3, **place.groups))
+        with refused("no other stage dst='next'", ValueError):
+            first(x, x[0], x, 3, **place.groups)
     else:
-        raises("no other stage src='previous'", lambda: last(x, x, **place.groups))
+        with refused("no other stage src='previous'", ValueError):
+            last(x, x, **place.groups)
     place.close()
 
 
