@@ -3,6 +3,7 @@
     python benchmarks/model_parallel.py --check-bars
     python benchmarks/model_parallel.py --parts epilogue --sizes 4K,16M
     python benchmarks/model_parallel.py --parts transformer --layers 2
+    python benchmarks/model_parallel.py --parts hosts --rate 1gbit --check-bars
 
 Parts:
 
@@ -15,6 +16,9 @@ Parts:
     transformer  8 layers of width 1024: decoding one token, and a prefill of 256: DTensor's styles
                  on Gloo and on fused, `fusedpg.tensor_parallel`'s styles, and the whole model on
                  one rank while the others wait ("one rank")
+    hosts        "overlap" between two hosts of one rank each, which are network namespaces whose
+                 links have a rate (needs root, `ip` and `tc`; exits with 2 where that cannot be).
+                 By itself, not among the default parts
 
 Results are compared with those of one process first. Dropout of (a) to (c) is torch's own, which
 draws other elements, so with p = 0 they are compared, and then timed with p = 0.1.
@@ -23,8 +27,9 @@ draws other elements, so with p = 0 they are compared, and then timed with p = 0
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,12 +40,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as torch_styles
 
 import _harness as harness
+import _hosts as hosts
 from _harness import Bar, Context, Row
 
 FEATURES, P = 1024, 0.1
 WIDTH, HEADS, KEPT, PREFILL = 1024, 16, 64, 256
 ROWS, OUT = 512, 1024
 INNER = (32, 128, 1024)  # of the products in "overlap"
+INNER_HOSTS = (256, 512, 1024, 2048)  # in "hosts"
 GLOO, OURS, COMPILED, FUSED = (
     "gloo, eager",
     "fused, eager",
@@ -50,8 +57,14 @@ GLOO, OURS, COMPILED, FUSED = (
 APART, OVERLAP, AUTO = "fused, apart", "fused, overlap", "fused, auto"
 DTENSOR_GLOO, DTENSOR, STYLES, ALONE = "gloo DTensor", "fused DTensor", "fused styles", "one rank"
 PARTS = ("epilogue", "overlap", "transformer")
+HOSTS = "hosts"
 SIZES = ",".join(str(4 << n) for n in range(10, 25, 2))
 TOKEN = 4 * WIDTH
+
+
+def between(rate: str) -> str:
+    return f"rows, 2 x 1, {rate}"
+
 
 BARS = [
     Bar(2, "epilogue", FUSED, 16 << 20, GLOO, at_least=3),
@@ -59,6 +72,8 @@ BARS = [
     Bar(2, "epilogue", FUSED, 16 << 20, COMPILED, at_most=1),
     *(Bar(2, "rows", OVERLAP, 4 * inner * OUT, APART, at_least=1.15) for inner in INNER),
     *(Bar(2, "rows", AUTO, 4 * inner * OUT, APART, at_most=1.02) for inner in INNER),
+    *(Bar(2, between("1gbit"), OVERLAP, 4 * n * OUT, APART, at_least=1.15) for n in INNER_HOSTS),
+    *(Bar(2, between("1gbit"), AUTO, 4 * n * OUT, APART, at_most=1.02) for n in INNER_HOSTS),
     Bar(2, "decode", STYLES, TOKEN, DTENSOR_GLOO, at_least=2),
     Bar(2, "decode", STYLES, TOKEN, ALONE, at_most=1),
     Bar(2, "prefill", STYLES, TOKEN * PREFILL, DTENSOR_GLOO, at_least=1.2),
@@ -69,13 +84,25 @@ def main() -> int:
     parser = harness.parser(__doc__, backends="fused,gloo", sizes=SIZES, rounds=21)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--rate", default="1gbit", help="of the link between hosts, as for `tc`")
+    hosts.add_worker_option(parser)
     args = parser.parse_args()
     args.parts = args.parts.split(",")
-    if set(args.parts) - set(PARTS):
-        parser.error(f"--parts are of {PARTS}")
+    if set(args.parts) - set(PARTS) and args.parts != [HOSTS]:
+        parser.error(f"--parts are of {PARTS}, or {HOSTS}")
+    if args.worker:
+        hosts.worker(args, lambda context: between_hosts(context, args))
+        return 0
     if not {"fused", "gloo"} <= set(args.backends):
         parser.error("this compares fused with gloo: --backends has both")
-    rows = harness.run(worker, args)
+    if args.parts == [HOSTS]:
+        os.environ.setdefault("FUSEDPG_TRANSPORT", "ucx")
+        found = hosts.run_layout(2, 1, args.rate, len(INNER_HOSTS), Row)
+        if found is None:
+            return 2
+        rows = found
+    else:
+        rows = harness.run(worker, args)
     name = "model_parallel" if len(args.parts) > 1 else f"model_parallel_{args.parts[0]}"
     harness.finish(name, rows, args, limit=ALONE, bars=BARS)
     return 0
@@ -150,7 +177,15 @@ def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]
 # --- overlap -------------------------------------------------------------------------------
 
 
-def overlap(context: Context, args: argparse.Namespace, inner: int) -> list[Row]:
+def between_hosts(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
+    with torch.no_grad():
+        for inner in INNER_HOSTS:
+            yield overlap(context, args, inner, between(args.rate))
+
+
+def overlap(
+    context: Context, args: argparse.Namespace, inner: int, case: str = "rows"
+) -> list[Row]:
     from fusedpg.tensor_parallel import RowParallelLinear
 
     torch.manual_seed(0)
@@ -169,7 +204,7 @@ def overlap(context: Context, args: argparse.Namespace, inner: int) -> list[Row]
     arms["matmul alone"] = lambda: F.linear(mine, weight)
     arms["all_reduce alone"] = lambda: dist.all_reduce(product, group=group)
     size = 4 * inner * OUT
-    return harness.measure(context, arms, case="rows", size=size, rounds=args.rounds)
+    return harness.measure(context, arms, case=case, size=size, rounds=args.rounds)
 
 
 # --- a transformer -------------------------------------------------------------------------
