@@ -80,6 +80,22 @@ class Source:
         return code(self.text)
 
     @functools.cached_property
+    def op(self) -> str:
+        """How contributions are added up: what a mean divides by is in the text."""
+        op: str = self.scatter.attribute("op")
+        return "sum" if op == "mean" else op
+
+    @functools.cached_property
+    def kinds(self) -> list[int]:
+        """How each operand is passed."""
+        return [kind for _, kind in self.operands]
+
+    @functools.cached_property
+    def gathered(self) -> list[bool]:
+        """Of each output."""
+        return [whole for _, whole in self.outputs]
+
+    @functools.cached_property
     def key(self) -> int:
         """What all ranks must have: what is computed, of which types and shapes."""
         text = f"{self.code}\n{self.shapes}"

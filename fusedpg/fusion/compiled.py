@@ -41,7 +41,7 @@ class Kernel:
         self.source: Source | None = None
         self._address = 0  # of the compiled function
         self._loaded: dict[int, Any] = {}  # by GPU: what the driver has, or 0
-        # What _written found, by where the tensors of a call lie.
+        # What `written` found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
         # Groups of which a rank has no function, and that are known to have one on all GPUs.
         self._eager: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -82,6 +82,20 @@ class Kernel:
             return None
         return None if group in self._eager else backend
 
+    def usable(self, group: dist.ProcessGroup) -> bool:
+        """Whether a call on a CPU, like one that has been carried out, can be."""
+        return group not in self._eager and bool(load_extension()._fusion_settings()[0])
+
+    def leave(self, group: dist.ProcessGroup) -> None:
+        """A rank of the group has no function: so no rank uses its own again."""
+        self._eager.add(group)
+        _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
+
+    @property
+    def compiled(self) -> int:
+        """The function's address, as far as it has been compiled."""
+        return self._address
+
     def run(
         self,
         group: dist.ProcessGroup,
@@ -119,7 +133,7 @@ class Kernel:
             if place >= 0
             else torch.empty(node.shape if whole else (length,), dtype=node.dtype, device=device)
             for (node, whole), place in zip(
-                source.outputs, self._written(values, given, targets, device), strict=True
+                source.outputs, self.written(values, given, targets, device), strict=True
             )
         ]
         first = on_gpu and group not in self._able
@@ -130,28 +144,18 @@ class Kernel:
         else:
             function = self._address or self._compiled(source)
             done = torch.zeros(1, dtype=torch.uint8)
-        op = source.scatter.attribute("op")
-        work = backend.fused_program_(
-            function,
-            source.key,
-            "sum" if op == "mean" else op,
-            contribution,
-            operands,
-            [kind for _, kind in source.operands],
-            results,
-            [whole for _, whole in source.outputs],
-            numbers,
-            [*seeds, *source.periods],
-            done,
-            async_op and not first,  # who waits when must not decide what ranks know
+        # Who waits when must not decide what ranks know.
+        later = async_op and not first
+        scalar = numbers, seeds
+        work = begin(
+            backend, function, source, contribution, operands, results, *scalar, done, later
         )
         if work is not None:
             yield work
         if first and not done.item():
             self._able.add(group)
         elif first or not (on_gpu or done.item()):
-            self._eager.add(group)
-            _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
+            self.leave(group)
             return False
         for (node, _), result in zip(source.outputs, results):
             values[node] = result
@@ -167,7 +171,7 @@ class Kernel:
         self._address = compile.function(source.text, self._name)
         return self._address
 
-    def _written(
+    def written(
         self,
         values: Mapping[Node, Any],
         given: Sequence[torch.Tensor],
@@ -247,6 +251,37 @@ class Kernel:
         return target
 
 
+def begin(
+    backend: Any,
+    function: Any,
+    source: Source,
+    contribution: torch.Tensor,
+    operands: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    seeds: Sequence[int],
+    done: torch.Tensor,
+    async_op: bool,
+    first: int = 0,
+) -> Any:
+    """The group's operation: its Work, or None where it has been done. `done`: if by all ranks."""
+    return backend.fused_program_(
+        function,
+        source.key,
+        source.op,
+        contribution,
+        operands,
+        source.kinds,
+        results,
+        source.gathered,
+        numbers,
+        [*seeds, *source.periods],
+        done,
+        async_op,
+        first,
+    )
+
+
 class _Spans:
     """Where tensors lie, looked up once a call."""
 
@@ -295,4 +330,4 @@ def generated(program: Program, device: str = "cpu") -> str:
     return "\n".join(parts) or "// no fused collective: nothing is generated\n"
 
 
-__all__ = ["AS_IS", "Kernel", "generated", "kernel"]
+__all__ = ["AS_IS", "Kernel", "begin", "generated", "kernel"]

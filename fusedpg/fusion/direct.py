@@ -10,7 +10,7 @@ import torch
 
 from fusedpg.fusion import compile
 from fusedpg.fusion.codegen import Source
-from fusedpg.fusion.compiled import kernel
+from fusedpg.fusion.compiled import begin, kernel
 from fusedpg.fusion.ir import Program
 from fusedpg.fusion.scalars import scalars
 
@@ -62,11 +62,8 @@ class Direct:
     def __init__(self, name: str, source: Source) -> None:
         self._function = compile.function(source.text, name)
         self._source = source
-        op = source.scatter.attribute("op")
-        self._op = "sum" if op == "mean" else op
         self._contribution = source.scatter.operands[0].name
         self._operands = [node.name for node, _ in source.operands]
-        self._kinds = [kind for _, kind in source.operands]
 
     @staticmethod
     def of(program: Program) -> Direct | None:
@@ -95,8 +92,7 @@ class Direct:
         return bool(self._function)
 
     def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
-        numbers, seeds = scalars(self._source, lambda node: values[node.name])
-        return numbers, [*seeds, *self._source.periods]
+        return scalars(self._source, lambda node: values[node.name])
 
     def begin(
         self,
@@ -114,15 +110,13 @@ class Direct:
         """
         numbers, seeds = self._given(values)
         done = torch.zeros(1, dtype=torch.uint8)
-        work = backend.fused_program_(
+        work = begin(
+            backend,
             self._function,
-            self._source.key,
-            self._op,
+            self._source,
             values[self._contribution].contiguous(),
             [values[name].contiguous() for name in self._operands],
-            self._kinds,
             [result],
-            [True],
             numbers,
             seeds,
             done,
@@ -146,7 +140,7 @@ class Direct:
             array(ctypes.c_void_p, [operand.data_ptr() for operand in operands]),
             array(Output, [Output(place, 1, 1, 0)]),
             array(ctypes.c_double, numbers),
-            array(ctypes.c_uint64, seeds),
+            array(ctypes.c_uint64, [*seeds, *self._source.periods]),
         )
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
         kind(self._function)(ctypes.addressof(args), 0, result.numel())

@@ -12,7 +12,7 @@ import torch
 
 import harness
 import test_fusion_random as random_programs
-from checks import compiled
+from checks import compiled, shortcuts
 
 pytestmark = pytest.mark.fused_only
 
@@ -80,3 +80,18 @@ def test_nothing_stays_behind() -> None:
 def test_compiling_at_once(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "compile_at_once.py"
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("seed", [1, 2, *map(harness.slow, range(3, 20))])
+def test_calls_like_earlier_ones(seed: int) -> None:
+    print(f"seed {seed}")
+    for calls, taken in harness.pool(2).run(shortcuts.sequences, seed):
+        assert taken > 5 and taken < calls, (calls, taken)
+
+
+def test_a_function_is_lost() -> None:
+    harness.pool(2).run(shortcuts.without_function)
+
+
+def test_other_places_on_one_rank() -> None:
+    harness.pool(2).run(shortcuts.beside_others)

@@ -1,0 +1,153 @@
+"""Calls of a fused function that are like earlier ones, and calls that only look like them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import fusedpg
+from checks.compiled import compiles, done
+from checks.refused import refused
+from fusedpg import fusion
+from fusedpg.fusion import shortcut
+from harness import Context
+
+SCHEDULE = (fusion.Split(), fusion.AsShard(), fusion.Reorder(), fusion.FuseCollective())
+scale = 2.0  # what `step` reads from outside
+
+
+def step(
+    g: fusion.Partial,
+    w: fusion.Replicate,
+    m: fusion.Shard,
+    lr: float,
+    nesterov: bool,
+    seed: int = 5,
+) -> Any:
+    g = fusion.all_reduce(g, "mean")
+    m = 0.5 * m + g
+    d = 0.5 * m + g if nesterov else m
+    return w - fusion.dropout(scale * (1 - lr * lr) * d, 0.25, seed), m
+
+
+@contextlib.contextmanager
+def taken() -> Iterator[list[bool]]:
+    """Of each call that found one: whether it was taken."""
+    found: list[bool] = []
+    real = shortcut.Shortcut.take
+
+    def take(self: Any, *args: Any) -> bool:
+        found.append(real(self, *args))
+        return found[-1]
+
+    with mock.patch.object(shortcut.Shortcut, "take", take):
+        yield found
+
+
+class Calls:
+    """A sequence of calls on this rank, beside what operation by operation makes of it."""
+
+    def __init__(self, context: Context, numel: int, dtype: torch.dtype) -> None:
+        self.context, self.numel = context, numel
+        self.run = fusedpg.fuse(step).scheduled(*SCHEDULE)
+        self.plain = fusedpg.fuse(step).scheduled()
+        self.begin, self.length = fusedpg.shard_range(numel, context.world_size, context.rank)
+        self.fresh(dtype)
+
+    def fresh(self, dtype: torch.dtype) -> None:
+        """Tensors that may lie where others have lain."""
+        self.w, self.m = torch.ones(self.numel, dtype=dtype), torch.zeros(self.length, dtype=dtype)
+        self.g = torch.ones_like(self.w)
+
+    def call(self, drawn: random.Random, into: Any = None, **flags: Any) -> None:
+        """Against the same function by torch's operations: all but the last places."""
+        given = torch.Generator().manual_seed(drawn.randrange(1 << 30) + self.context.rank)
+        self.g.copy_(torch.randn(self.numel, generator=given))
+        numbers = {"lr": drawn.random(), "nesterov": False, "seed": drawn.randrange(1 << 40)}
+        numbers |= flags
+        w, m = into or (self.w, self.m)
+        with torch.no_grad():
+            want = self.plain(self.g.clone(), self.w.clone(), self.m.clone(), **numbers)
+            got = self.run.into((w, m), self.g, self.w, self.m, **numbers)
+        assert got[0] is w and got[1] is m
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def sequences(context: Context, seed: int) -> tuple[int, int]:
+    """How many calls there were, and how many of them took a shortcut."""
+    global scale
+    drawn = random.Random(seed)
+    with compiles(context), taken() as found:
+        scale = 2.0
+        calls = Calls(context, drawn.choice([7, 300, 40_000]), torch.float32)
+        for count in range(40):
+            kind = drawn.choice(["same"] * 5 + ["flag", "scale", "fresh", "type", "whole", "grad"])
+            if kind == "flag":
+                calls.call(drawn, nesterov=True)
+            elif kind == "scale":
+                scale = drawn.choice([2.0, 3.0])
+            elif kind in ("fresh", "type"):
+                calls.fresh(drawn.choice([torch.float32, torch.float64]))
+            elif kind == "whole":
+                calls.call(drawn, (torch.empty_like(calls.w), calls.m))
+            elif kind == "grad":
+                calls.w.requires_grad_()
+                with refused("requires grad"):
+                    calls.run.into(
+                        (calls.w, calls.m), calls.g, calls.w, calls.m, lr=0.1, nesterov=False
+                    )
+                calls.call(drawn)
+                calls.w = calls.w.detach()
+            calls.call(drawn)
+            if count % 7 == 0:
+                calls.call(drawn, lr=1)  # an int
+    scale = 2.0
+    return len(found), sum(found)
+
+
+def without_function(context: Context) -> None:
+    """A rank loses its function while all take shortcuts: all go on operation by operation."""
+    drawn = random.Random(1)
+    with compiles(context), taken() as found:
+        calls = Calls(context, 100, torch.float32)
+        for _ in range(4):
+            calls.call(drawn)
+        assert found[-1]
+        before, count = done(), len(found)
+        if context.rank == context.world_size - 1:
+            for known in calls.run._shortcuts._found.values():
+                assert known is not None
+                known._kernel._address = 0
+        for _ in range(3):
+            calls.call(drawn)
+        assert found[count:] == [False]
+        assert done() <= before + 1
+
+
+def beside_others(context: Context) -> None:
+    """A rank whose tensors lie elsewhere each time, and others, which take shortcuts."""
+    drawn = random.Random(2)
+    with compiles(context), taken() as found:
+        calls = Calls(context, 3000, torch.float32)
+        kept = []
+        for _ in range(8):
+            calls.call(drawn)
+            if context.rank == 0:
+                kept.append((calls.w, calls.m))
+                calls.w, calls.m = calls.w.clone(), calls.m.clone()
+        assert any(found) == (context.rank != 0)
+        # Another group of the same ranks does not take what was found for this one.
+        other = dist.new_group(backend="fused")
+        w, count = calls.w.clone(), len(found)
+        with torch.no_grad():
+            calls.run.into(
+                (calls.w, calls.m), calls.g, calls.w, calls.m, lr=0.5, nesterov=False, group=other
+            )
+        assert not any(found[count:]) and not torch.equal(w, calls.w)
+        dist.destroy_process_group(other)
