@@ -44,7 +44,7 @@ BETWEEN_HOSTS = [
 @pytest.mark.parametrize(
     ("counts", "transport", "tests"),
     [
-        ("2+1", "ucx", "quick"),
+        harness.slow("2+1", "ucx", "quick"),
         ("2+2", "gloo", "quick"),
         *(harness.slow(*layout, "all") for layout in BETWEEN_HOSTS),
     ],
