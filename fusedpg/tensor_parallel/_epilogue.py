@@ -87,8 +87,14 @@ class Place:
 
     @functools.cached_property
     def spare(self) -> bool:
-        """Whether every rank has a core beside the one that it multiplies on; all ranks ask."""
-        cores = len(os.sched_getaffinity(0)) // max(_ranks_here(self), 1)
+        """Whether every rank has a core beside the one that it multiplies on; all ranks ask.
+
+        Between hosts none is needed: there a sum is mostly waiting for the link.
+        """
+        here = int(group_info(self.group)["local_world_size"])
+        if here < self.size:
+            return True
+        cores = len(os.sched_getaffinity(0)) // max(here, 1)
         # Ranks may have other numbers of threads, too.
         least = torch.tensor([float(cores - torch.get_num_threads())])
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
@@ -207,11 +213,6 @@ class Place:
         self._eager.update(key for key, _ in found.values())
         # Parts that are done are no products any more.
         return self.finish(F.linear(x, weight), bias, residual, p, seed)
-
-
-def _ranks_here(place: Place) -> int:
-    """Ranks of the group on this machine."""
-    return int(group_info(place.group)["local_world_size"])
 
 
 def dropped(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:

@@ -199,7 +199,7 @@ class RowParallelLinear(ParallelLinear):
         dropout: the probability, while training.
         norm: a module, like `nn.RMSNorm`, applied to the sum; then `forward` returns both.
         overlap: whether rows are summed while other rows are multiplied; None: where there are
-            enough of them, and each rank has a core to spare.
+            enough of them, and each rank has a core to spare or the group spans hosts.
         group: its ranks share the layer; default: all. Making the layer is a collective: weights
             are those of its first rank.
     """
