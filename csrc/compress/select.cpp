@@ -43,6 +43,30 @@ void write(const CompressTable& table, const Compensation& v, size_t count) {
 
 // The k-th largest (k >= 1).
 uint32_t kth(std::vector<uint32_t>& bits, size_t k) {
+  // Of many: among those of one of 4096 classes, as most of them are known to
+  // be smaller or larger after a look at each.
+  constexpr size_t kMany = 1 << 14;
+  constexpr int kClasses = 12;
+  if (bits.size() >= kMany) {
+    const auto [least, most] = std::minmax_element(bits.begin(), bits.end());
+    const uint32_t low = *least;
+    const int shift =
+        std::max(static_cast<int>(std::bit_width(*most - low)) - kClasses, 0);
+    std::vector<uint32_t> counts(size_t{1} << kClasses);
+    for (const uint32_t one : bits) {
+      ++counts[(one - low) >> shift];
+    }
+    uint32_t which = counts.size() - 1;
+    while (counts[which] < k) {
+      k -= counts[which--];
+    }
+    size_t inside = 0;
+    for (const uint32_t one : bits) {
+      bits[inside] = one;
+      inside += (one - low) >> shift == which ? 1 : 0;
+    }
+    bits.resize(inside);
+  }
   const auto at = bits.begin() + static_cast<ptrdiff_t>(k - 1);
   std::nth_element(bits.begin(), at, bits.end(), std::greater<>());
   return *at;
@@ -124,12 +148,67 @@ void at_least(
   }
 }
 
-// The k largest of candidates that have all of them.
-void reduce_to(Selected& found, size_t k) {
-  if (found.values.size() == k) {
+// What is above `bound`, as long as it is not more than `limit`: false where it
+// is more. The residual becomes v, without what was found: set to 0 part by
+// part, while it is in the cache.
+bool take_above(
+    const CompressTable& table,
+    const Compensation& v,
+    size_t count,
+    uint32_t bound,
+    size_t limit,
+    Selected& found) {
+  constexpr size_t kPart = 1 << 16;
+  size_t size = 0;
+  for (size_t begin = 0; begin < count; begin += kPart) {
+    const size_t n = std::min(kPart, count - begin);
+    const size_t room = size > limit ? 0 : n;
+    if (found.indices.size() < size + room) {
+      found.indices.resize(2 * (size + room));
+      found.values.resize(2 * (size + room));
+    }
+    Compensation part = v;
+    part.grad += v.grad == nullptr ? 0 : begin;
+    part.residual += v.residual == nullptr ? 0 : begin;
+    const size_t now = table.collect(
+        part,
+        n,
+        bound,
+        static_cast<uint32_t>(begin),
+        found.indices.data() + size,
+        found.values.data() + size,
+        room);
+    if (room == 0) {
+      continue;
+    }
+    if (v.residual != nullptr) {
+      for (size_t i = size; i < size + now; ++i) {
+        v.residual[found.indices[i]] = 0;
+      }
+    }
+    size += now;
+  }
+  found.indices.resize(size);
+  found.values.resize(size);
+  return size <= limit;
+}
+
+// Undoes that.
+void give_back(float* residual, const Selected& found) {
+  if (residual != nullptr) {
+    for (size_t i = 0; i < found.indices.size(); ++i) {
+      residual[found.indices[i]] = found.values[i];
+    }
+  }
+}
+
+// The k largest of candidates that have all of them; the residual gets others.
+void reduce_to(Selected& found, size_t k, float* residual) {
+  const size_t size = found.values.size();
+  if (size == k) {
     return;
   }
-  std::vector<uint32_t> bits(found.values.size());
+  std::vector<uint32_t> bits(size);
   std::transform(
       found.values.begin(), found.values.end(), bits.begin(), magnitude);
   const uint32_t threshold = kth(bits, k);
@@ -137,21 +216,35 @@ void reduce_to(Selected& found, size_t k) {
   for (const float x : found.values) {
     equal -= magnitude(x) > threshold ? 1 : 0;
   }
+  Selected others;
+  others.indices.resize(size - k + 1);
+  others.values.resize(size - k + 1);
+  // Without branches: which of the candidates stay cannot be foretold.
   size_t kept = 0;
-  for (size_t i = 0; kept < k; ++i) {
-    const uint32_t one = magnitude(found.values[i]);
-    if (one > threshold || (one == threshold && equal > 0)) {
-      equal -= one == threshold ? 1 : 0;
-      found.indices[kept] = found.indices[i];
-      found.values[kept] = found.values[i];
-      ++kept;
-    }
+  size_t left = 0;
+  for (size_t i = 0; i < size; ++i) {
+    const float x = found.values[i];
+    const uint32_t index = found.indices[i];
+    const uint32_t one = magnitude(x);
+    const bool same = one == threshold && equal > 0;
+    equal -= same ? 1 : 0;
+    const bool stays = one > threshold || same;
+    others.indices[left] = index;
+    others.values[left] = x;
+    left += stays ? 0 : 1;
+    found.indices[kept] = index;
+    found.values[kept] = x;
+    kept += stays ? 1 : 0;
   }
+  others.indices.resize(left);
+  others.values.resize(left);
+  give_back(residual, others);
   found.indices.resize(k);
   found.values.resize(k);
 }
 
-// By one pass with a bound that is probably right. False: it was not.
+// By one pass with a bound that is probably right. False: it was not, and the
+// residual is v.
 bool by_sample(
     const CompressTable& table,
     const Compensation& v,
@@ -168,17 +261,13 @@ bool by_sample(
   const uint32_t bound = sampled_bound(v, count, rank);
   const auto candidates =
       static_cast<size_t>(rank / kSample * static_cast<double>(count));
-  const size_t capacity = std::min(count, 2 * candidates + 1024);
-  found.indices.resize(capacity);
-  found.values.resize(capacity);
-  const size_t all = table.collect(
-      v, count, bound, 0, found.indices.data(), found.values.data(), capacity);
-  if (all < k || all > capacity) {
+  const size_t limit = std::min(count, 2 * candidates + 1024);
+  if (!take_above(table, v, count, bound, limit, found) ||
+      found.indices.size() < k) {
+    give_back(v.residual, found);
     return false;
   }
-  found.indices.resize(all);
-  found.values.resize(all);
-  reduce_to(found, k);
+  reduce_to(found, k, v.residual);
   return true;
 }
 
@@ -207,8 +296,8 @@ void top_k(
   if (!by_sample(table, v, count, k, found)) {
     const Compensation now = written(v);
     at_least(now, count, k, exact_kth(now, count, k), found);
+    clear(v.residual, found);
   }
-  clear(v.residual, found);
 }
 
 void above(
@@ -218,32 +307,10 @@ void above(
     float threshold,
     size_t at_least,
     Selected& found) {
-  constexpr size_t kPart = 1 << 16;
-  size_t size = 0;
-  for (size_t begin = 0; begin < count; begin += kPart) {
-    const size_t n = std::min(kPart, count - begin);
-    if (found.indices.size() < size + n) {
-      found.indices.resize(2 * (size + n));
-      found.values.resize(2 * (size + n));
-    }
-    Compensation part = v;
-    part.grad += v.grad == nullptr ? 0 : begin;
-    part.residual += v.residual == nullptr ? 0 : begin;
-    size += table.collect(
-        part,
-        n,
-        magnitude(threshold),
-        static_cast<uint32_t>(begin),
-        found.indices.data() + size,
-        found.values.data() + size,
-        n);
-  }
-  found.indices.resize(size);
-  found.values.resize(size);
-  if (size < at_least) {
+  take_above(table, v, count, magnitude(threshold), count, found);
+  if (found.indices.size() < at_least) {
+    give_back(v.residual, found);
     top_k(table, written(v), count, at_least, found);
-  } else {
-    clear(v.residual, found);
   }
 }
 

@@ -252,6 +252,25 @@ TEST(above_a_threshold_is_everything_above_it) {
       const size_t most = std::min(n, want.size() + n / 10);
       compress::above(table, {grad.data()}, n, threshold, most, found);
       CHECK_EQ(found.indices.size(), most);
+      // What is not sent stays, also where the first choice was too small.
+      for (const size_t at_least : {size_t{0}, most}) {
+        std::vector<float> residual(n, 0.5F);
+        compress::above(
+            table,
+            {grad.data(), residual.data(), 0.5F, 1},
+            n,
+            threshold,
+            at_least,
+            found);
+        CHECK(found.indices.size() >= at_least);
+        for (size_t i = 0; i < found.indices.size(); ++i) {
+          CHECK_EQ(residual[found.indices[i]], 0.0F);
+          residual[found.indices[i]] = found.values[i];
+        }
+        for (size_t i = 0; i < n; ++i) {
+          CHECK_EQ(residual[i], 0.5F * 0.5F + grad[i]);
+        }
+      }
     }
   }
 }
