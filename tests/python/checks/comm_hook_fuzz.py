@@ -1,7 +1,7 @@
 """Fused optimizers with a compressing communication hook, in random ways: what ranks check.
 
-The oracle is one process: gradients of all ranks in numpy, compressed by the formulas of the papers,
-and an optimizer of torch on their mean.
+The oracle is one process: gradients of all ranks in numpy, compressed by the formulas of the
+papers, and an optimizer of torch on their mean.
 
 No postponed annotations here: DDP inspects those of its hooks.
 """
