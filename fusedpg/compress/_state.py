@@ -423,6 +423,8 @@ class State:
         """
         self._wait()
         self._keeps = True
+        if self._failure is None:
+            self._lane = None  # the next backward asks again whether all ranks have the same
         self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
         self._loaded = {name: list(kept) for name, kept in state_dict["memory"].items()}
         self._kept = ByParameter()

@@ -6,6 +6,7 @@ goes in comes out or is kept. No part of the library says what that is.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import random
@@ -109,12 +110,13 @@ def check_nothing_lost(case: Case, answers: list[Any], scale: float, per_host: i
             assert lost <= TOLERANCE[case.dtype] * (step + 1) * largest, (step, n, lost)
 
 
-def run(where: str, case: Case, scale: float) -> None:
+def run(where: str, case: Case, scale: float) -> list[Any]:
     carrier = case.params["communicator"]
     # Ranks of a host add up first, where all hosts have as many.
     shared = where in ("two of two", "crossed") and carrier != "allreduce"
     answers = ranks_of(where).run(train, case)
     check_nothing_lost(case, answers, scale, 2 if shared else 1)
+    return answers
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -126,6 +128,36 @@ def test_nothing_is_lost(compressor: str, where: str) -> None:
         case, scale = drawn(seed, compressor)
         print(f"seed {seed}: {case}")
         run(where, case, scale)
+
+
+@pytest.mark.parametrize(
+    ("where", "seed"),
+    [
+        ("3", 1),
+        ("two of two", 2),
+        *(harness.slow(where, seed) for where in WHERE for seed in range(10, 20)),
+    ],
+)
+def test_search_by_drawn_times(where: str, seed: int) -> None:
+    """Whatever the ranks' clocks say, and while DDP's buckets change: nothing is lost, ranks go the
+    same way, and a step without compression leaves nothing behind."""
+    r = random.Random(seed)
+    case, scale = drawn(seed, r.choice(COMPRESSORS))
+    steps = r.choice([60, 90])
+    case = dataclasses.replace(
+        case, schedule="auto", schedule_after="auto", steps=steps, clock=True, accumulate=0,
+        rewrap_at=tuple(sorted(r.sample(range(1, steps), r.choice([0, 1, 3, 8])))),
+        restart_at=r.choice([-1, r.randrange(1, steps)]),
+    )  # fmt: skip
+    print(f"seed {seed}: {case}")
+    answers = run(where, case, scale)
+    for answer in answers:
+        assert answer["plain"] == answers[0]["plain"]
+        assert answer["units"] == answers[0]["units"]
+        for plain, kept in zip(answer["plain"], answer["kept"]):
+            for name, tensors in kept.items() if plain else ():
+                if name.startswith("residual"):
+                    assert not any(tensor.any() for tensor in tensors if tensor is not None)
 
 
 @pytest.mark.parametrize("communicator", ["allgather", "alltoall", "ps"])
@@ -239,6 +271,13 @@ def test_states_share_a_group_and_a_thread(backend: str) -> None:
 def test_ranks_that_differ(what: str) -> None:
     """Their payloads may have the same sizes, and mean something else."""
     for error in harness.pool(2).errors(foe.disagree, what):
+        assert f"has {what} " in error.text, error.text
+
+
+@pytest.mark.parametrize("what", ["seed", "step"])
+def test_ranks_that_load_what_differs(what: str) -> None:
+    """They would draw other elements, and take each other's for their own."""
+    for error in harness.pool(2).errors(foe.disagree_later, what):
         assert f"has {what} " in error.text, error.text
 
 

@@ -130,6 +130,19 @@ def disagree(context: Context, what: str) -> None:
     step(wrapped(100, params, **more), torch.ones(100))
 
 
+def disagree_later(context: Context, what: str) -> None:
+    """A checkpoint of another step, or of another seed, is loaded into a state that is at work."""
+    ddp = DistributedDataParallel(Given(100))
+    state = compress.from_params({"compressor": "randomk"})
+    ddp.register_comm_hook(state, compress.hook)
+    for _ in range(2):
+        step(ddp, torch.ones(100))
+    saved = state.state_dict()
+    saved[what] += context.rank
+    state.load_state_dict(saved)
+    step(ddp, torch.ones(100))
+
+
 def counts() -> dict[str, int]:
     gc.collect()
     return {

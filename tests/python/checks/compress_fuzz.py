@@ -6,6 +6,8 @@ No postponed annotations here: DDP inspects those of its hooks.
 import contextlib
 import dataclasses
 import pickle
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg.compress as compress
+from fusedpg.compress import _schedule, _state
 from harness import Context
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -36,6 +39,8 @@ class Case:
     bad_at: int = -1  # the step at which rank 0 has a NaN or an Inf
     bad: float = float("nan")
     unused: float = 0.0  # how many parameters a rank leaves out of a step
+    rewrap_at: tuple[int, ...] = ()  # steps before which the module gets a DDP of other buckets
+    clock: bool = False  # times of the search are drawn, by each rank for itself
     seed: int = 0
 
 
@@ -80,9 +85,9 @@ class Model(nn.Module):
 class Run:
     """A DDP module, its state and the order in which the hook has seen its parameters."""
 
-    def __init__(self, case: Case, model: Model, state: Any) -> None:
+    def __init__(self, case: Case, model: Model, state: Any, order: Sequence[int] = ()) -> None:
         self.state = state
-        self.order: list[int] = []
+        self.order = list(order)
         places = {id(p): n for n, p in enumerate(model.all)}
         self.units: list[list[int]] = []
 
@@ -133,12 +138,38 @@ def restarted(case: Case, run: Run, model: Model) -> Run:
     return Run(case, model, made)
 
 
+@contextlib.contextmanager
+def drawn_times(seed: Sequence[int]) -> Iterator[None]:
+    """Every look at the clock is a random time after the one before."""
+    drawn = np.random.default_rng(seed)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += float(10 ** drawn.uniform(-6, 0))
+        return now
+
+    # Both the backward's thread and the hook's look, which the GIL keeps apart well enough.
+    before = _state.time, _schedule.time
+    _state.time = _schedule.time = types.SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _state.time, _schedule.time = before
+
+
 def train(context: Context, case: Case) -> dict[str, Any]:
-    """Results of each step, units of each step and what was kept after it."""
+    """Results of each step, units of each step, what was kept after it, and whether it was sent as
+    it is."""
+    with drawn_times([case.seed, context.rank]) if case.clock else contextlib.nullcontext():
+        return _train(context, case)
+
+
+def _train(context: Context, case: Case) -> dict[str, Any]:
     model = Model(case)
     state = compress.from_params(case.params, schedule=case.schedule, seed=case.seed)
     run = Run(case, model, state)
-    results, units, kept = [], [], []
+    results, units, kept, plain = [], [], [], []
     dtype = DTYPES[case.dtype]
     for step in range(case.steps):
         if step == case.restart_at:
@@ -146,6 +177,9 @@ def train(context: Context, case: Case) -> dict[str, Any]:
             model = model if case.restart_by == "live" else Model(case)
             run = restarted(case, run, model)
             del before
+        if step in case.rewrap_at:
+            other = dataclasses.replace(case, bucket_bytes=100 + 77 * (step % 20))
+            run = Run(other, model, run.state, run.order)
         mine = used(case, context.rank, step)
         for micro in range(case.accumulate + 1):
             wanted = [torch.from_numpy(g).to(dtype)
@@ -158,6 +192,7 @@ def train(context: Context, case: Case) -> dict[str, Any]:
                         for p in model.all])  # fmt: skip
         units.append(run.units)
         kept.append(run.kept(case))
+        plain.append(run.state._plain)
         for p in model.all:
             p.grad = None
-    return {"results": results, "units": units, "kept": kept}
+    return {"results": results, "units": units, "kept": kept, "plain": plain}
