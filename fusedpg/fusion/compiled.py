@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
+from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.ir import Group, Node, Program
@@ -43,9 +43,6 @@ class Kernel:
         self._loaded: dict[int, Any] = {}  # by GPU: what the driver has, or 0
         # What _written found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        # Groups of which a rank has no function, and that are known to have one on all GPUs.
-        self._eager: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        self._able: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         try:
             self.source = generate(group, nodes, program)
         except Unsupported as unsupported:
@@ -80,7 +77,8 @@ class Kernel:
             return None
         if backend.on_gpu(contribution) and self.cuda_source is None:
             return None
-        return None if group in self._eager else backend
+        device = contribution.device.type
+        return None if agreed(group, (source.key, device)) is False else backend
 
     def run(
         self,
@@ -97,8 +95,8 @@ class Kernel:
 
         Without `async_op` this thread does it, which saves waking another one.
         """
+        assert self.source is not None
         source = self.source
-        assert source is not None
         contribution = values[source.scatter.operands[0]].contiguous()
         device = contribution.device
         on_gpu = backend.on_gpu(contribution)
@@ -122,9 +120,12 @@ class Kernel:
                 source.outputs, self._written(values, given, targets, device), strict=True
             )
         ]
-        first = on_gpu and group not in self._able
+        code = self.source.key, device.type  # known before there is a source for GPUs
+        first = False
         if on_gpu:
             function = self._on_gpu(source, backend, contribution)
+            # Who could not load it again says so, rather than to leave it out.
+            first = not function or agreed(group, code) is None
             # Whether a rank has none; known, it is not asked again: the host would wait.
             done = torch.full((int(first),), float(not function), device=device)
         else:
@@ -138,6 +139,7 @@ class Kernel:
             contribution,
             operands,
             [kind for _, kind in source.operands],
+            source.reads,
             results,
             [whole for _, whole in source.outputs],
             numbers,
@@ -148,9 +150,9 @@ class Kernel:
         if work is not None:
             yield work
         if first and not done.item():
-            self._able.add(group)
+            agree(group, code, True)
         elif first or not (on_gpu or done.item()):
-            self._eager.add(group)
+            agree(group, code, False)
             _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
             return False
         for (node, _), result in zip(source.outputs, results):

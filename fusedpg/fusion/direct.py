@@ -67,6 +67,7 @@ class Direct:
         self._contribution = source.scatter.operands[0].name
         self._operands = [node.name for node, _ in source.operands]
         self._kinds = [kind for _, kind in source.operands]
+        self._reads = source.reads
         self._numbers = [node.name for node in source.numbers]
         self._dropouts = [node.operands[1].name for node in source.dropouts]
         self._seeds = [node.name for node in source.seeds]
@@ -128,6 +129,7 @@ class Direct:
             values[self._contribution].contiguous(),
             [values[name].contiguous() for name in self._operands],
             self._kinds,
+            self._reads,
             [result],
             [True],
             numbers,

@@ -55,6 +55,7 @@ class Raw:
         given = {
             "operands": [w],
             "kinds": [kind for _, kind in self.source.operands],
+            "reads": self.source.reads,
             "outputs": [w],
             "gathered": [True],
             "numbers": [0.5],

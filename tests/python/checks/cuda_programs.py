@@ -313,7 +313,16 @@ def captured(context: Context) -> None:
 
     def call(known: torch.Tensor) -> None:
         key, kinds = source.key, [kind for _, kind in source.operands]
-        given = ([scene.param], kinds, [scene.param], [True], [0.5], list(source.periods), known)
+        given = (
+            [scene.param],
+            kinds,
+            source.reads,
+            [scene.param],
+            [True],
+            [0.5],
+            list(source.periods),
+            known,
+        )
         backend.fused_program_(function, key, "sum", scene.grad, *given)
 
     with scene.on(scene.a):
