@@ -128,6 +128,7 @@ class ProcessGroupFused(Backend):
         source: torch.Tensor,
         operands: Sequence[torch.Tensor],
         kinds: Sequence[int],
+        reads: Sequence[int],
         outputs: Sequence[torch.Tensor],
         gathered: Sequence[bool],
         numbers: Sequence[float],

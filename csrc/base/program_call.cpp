@@ -1,5 +1,6 @@
 #include "base/program_call.hpp"
 
+#include "base/error.hpp"
 #include "base/hash.hpp"
 
 namespace fusedpg {
@@ -22,6 +23,23 @@ OpDescriptor facts(const ProgramCall& call) {
   d.value_hash = values.value();
   d.options = call.missing != nullptr ? kFirstCall : 0;
   return d;
+}
+
+std::string misfit(const ProgramCall& call) {
+  for (size_t k = 0; k < call.inputs.size(); ++k) {
+    const ProgramCall::Input& input = call.inputs[k];
+    if (input.kind == ProgramCall::Operand::kAsIs &&
+        input.count != input.reads) {
+      return formatted(
+          "operand {} of {} has {} elements, expected {}: the function reads "
+          "it as it is",
+          k,
+          call.inputs.size(),
+          input.count,
+          input.reads);
+    }
+  }
+  return {};
 }
 
 size_t place(const ProgramCall::Input& input, size_t begin, size_t first) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "base/descriptor.hpp"
@@ -21,6 +22,8 @@ struct ProgramCall {
     const char* data;
     size_t element; // bytes
     Operand kind;
+    size_t count = 0; // elements there
+    size_t reads = 0; // of kAsIs: how many the function was made for
   };
   struct Output {
     char* data; // whole if it is gathered, else the owned slice
@@ -50,6 +53,10 @@ struct ProgramCall {
 
 // What all ranks must say of a call.
 OpDescriptor facts(const ProgramCall& call);
+
+// What is wrong with an operand that the function would read beyond its end, or
+// as something else; empty if nothing is.
+std::string misfit(const ProgramCall& call);
 
 // The bytes of an input or output up to an element; `first`: of the own slice.
 size_t place(const ProgramCall::Input& input, size_t begin, size_t first);

@@ -66,13 +66,21 @@ std::shared_ptr<cuda::LoadedProgram> CudaGroup::load_program(
   const int device = CudaStreams(tensor.device(), pretend_).index();
   Loaded& all = loaded();
   const Loaded::Key key{&api, device, image, entry, parameters};
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  if (auto known = all.programs[key].lock()) {
-    return known;
+  const auto find = [&]() -> std::shared_ptr<cuda::LoadedProgram> {
+    const auto at = all.programs.find(key);
+    return at == all.programs.end() ? nullptr : at->second.lock();
+  };
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    if (auto known = find()) {
+      return known;
+    }
   }
+  // Without the lock: the driver takes its time, and the deleter, which an
+  // exception here would run, locks.
   auto made = std::make_unique<cuda::LoadedProgram>(
       api, device, image, entry, parameters);
-  const std::shared_ptr<cuda::LoadedProgram> shared(
+  std::shared_ptr<cuda::LoadedProgram> shared(
       made.release(), [key](cuda::LoadedProgram* ending) {
         // The driver may wait for the GPU before it unloads; others go on.
         const ReleaseGil release;
@@ -84,6 +92,10 @@ std::shared_ptr<cuda::LoadedProgram> CudaGroup::load_program(
           all.programs.erase(at);
         }
       });
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  if (auto known = find()) { // by another thread meanwhile; ours ends unlocked
+    return known;
+  }
   all.programs[key] = shared;
   return shared;
 }

@@ -68,6 +68,7 @@ struct ProgramArguments {
   at::Tensor source;
   std::vector<at::Tensor> operands;
   std::vector<int64_t> kinds; // of the operands: ProgramCall::Operand
+  std::vector<int64_t> reads; // of the operands: elements that are read of them
   std::vector<at::Tensor> outputs;
   std::vector<bool> gathered; // of the outputs
   std::vector<double> numbers;

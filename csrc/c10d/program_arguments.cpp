@@ -43,6 +43,7 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   TORCH_CHECK_VALUE(
       a.source.is_floating_point() && a.done.numel() <= 1 &&
           a.kinds.size() == a.operands.size() &&
+          a.reads.size() == a.operands.size() &&
           a.gathered.size() == a.outputs.size(),
       "fused: fused_program: arguments do not fit each other");
   call.program = a.program;
@@ -52,6 +53,13 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   call.count = static_cast<size_t>(count);
   call.first = a.first;
   for (size_t k = 0; k < a.operands.size(); ++k) {
+    TORCH_CHECK_VALUE(
+        a.kinds[k] >= 0 && a.kinds[k] <= 2,
+        formatted(
+            "fused: fused_program: operand {} is of kind {}; expected 0 (all "
+            "elements), 1 (this rank's slice) or 2 (as it is)",
+            k,
+            a.kinds[k]));
     const auto kind = static_cast<ProgramCall::Operand>(a.kinds[k]);
     check_memory(
         "an operand",
@@ -63,7 +71,10 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
     call.inputs.push_back(
         {static_cast<const char*>(a.operands[k].const_data_ptr()),
          a.operands[k].element_size(),
-         kind});
+         kind,
+         static_cast<size_t>(a.operands[k].numel()),
+         kind == ProgramCall::Operand::kAsIs ? static_cast<size_t>(a.reads[k])
+                                             : 0});
   }
   for (size_t k = 0; k < a.outputs.size(); ++k) {
     check_memory(

@@ -29,6 +29,16 @@ class ProgramRun {
                                     .offset)) {}
 
   bool run() {
+    const std::string wrong = misfit(call_);
+    if (!wrong.empty()) {
+      fail(
+          ErrorKind::kInvalid,
+          "fused: {}, sequence number {}, on rank {}: {}",
+          describe(facts(call_)),
+          way_.op().sequence,
+          way_.rank(),
+          wrong);
+    }
     OpDescriptor d = facts(call_);
     d.flags = call_.function == nullptr ? kNoFunction : 0;
     check_nan(way_.op(), d, call_.source, call_.count);

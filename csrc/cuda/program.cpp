@@ -133,6 +133,15 @@ CudaEngine::OperationPtr CudaEngine::fused_program(
         call.seeds.size(),
         kOwnWords);
   }
+  const std::string wrong = misfit(call);
+  if (!wrong.empty()) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: {}, on rank {}: {}",
+        describe(facts(call)),
+        rank_,
+        wrong);
+  }
   Task task(call, size_);
   task.kernel = kernel.get();
   return submit(

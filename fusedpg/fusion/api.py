@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, overload
 import torch
 import torch.distributed as dist
 
-from fusedpg.fusion.autograd import Differentiable, attach
+from fusedpg.fusion.autograd import Differentiable, attach, wait
 from fusedpg.fusion.captured import captured
 from fusedpg.fusion.custom_op import described, number, register
 from fusedpg.fusion.derive import Derived, derive
@@ -66,7 +66,7 @@ class Pending:
                 raise self._error
             while not self._done:
                 try:
-                    self._work.wait()
+                    wait(self._work, self._run)
                 except BaseException as error:
                     self._error = error
                     raise

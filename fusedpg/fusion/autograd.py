@@ -34,10 +34,19 @@ def complete(run: Run) -> list[torch.Tensor]:
     with torch.no_grad():
         try:
             while True:
-                next(run).wait()
+                wait(next(run), run)
         except StopIteration as stop:
             results: list[torch.Tensor] = stop.value
             return results
+
+
+def wait(work: Any, run: Run) -> None:
+    """For what a run has stopped at. The run hears of an error, and tells whom it concerns."""
+    try:
+        work.wait()
+    except Exception as error:
+        run.throw(error)
+        raise
 
 
 def kept_values(

@@ -96,6 +96,11 @@ class Source:
         return [whole for _, whole in self.outputs]
 
     @functools.cached_property
+    def reads(self) -> list[int]:
+        """Of each operand, how many elements the function is made for, in all ranks' slices."""
+        return [node.numel for node, _ in self.operands]
+
+    @functools.cached_property
     def key(self) -> int:
         """What all ranks must have: what is computed, of which types and shapes."""
         text = f"{self.code}\n{self.shapes}"

@@ -40,7 +40,8 @@ _ISA = {
 }
 Make = Callable[[Path, Path, float], None]
 _lock = threading.Lock()
-_functions: dict[str, int] = {}  # by source; 0: it failed
+# By source; 0: it failed. It is not tried again, as all ranks would have to agree when.
+_functions: dict[str, int] = {}
 _libraries: list[ctypes.CDLL] = []  # stay loaded
 
 
@@ -55,9 +56,9 @@ def _compiler(given: str) -> tuple[str, str]:
         path = shutil.which(name)
         if path is None:
             continue
-        found = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        found = subprocess.run([path, "--version"], capture_output=True, timeout=60)
         if found.returncode == 0:
-            return path, found.stdout
+            return path, found.stdout.decode(errors="replace")
     raise CompileError(f"there is no C++ compiler ({given or 'c++, g++, clang++'}); CXX names one")
 
 
@@ -88,7 +89,12 @@ def _whole(path: Path) -> bool:
 def _run(command: list[str], deadline: float) -> None:
     """The compiler, which is ended with all its processes when the time is over."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",  # compilers speak the user's language
+        start_new_session=True,
     )
     try:
         said, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
+from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.ir import Group, Node, Program
@@ -43,9 +43,6 @@ class Kernel:
         self._loaded: dict[int, Any] = {}  # by GPU: what the driver has, or 0
         # What `written` found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        # Groups of which a rank has no function, and that are known to have one on all GPUs.
-        self._eager: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        self._able: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         try:
             self.source = generate(group, nodes, program)
         except Unsupported as unsupported:
@@ -80,15 +77,19 @@ class Kernel:
             return None
         if backend.on_gpu(contribution) and self.cuda_source is None:
             return None
-        return None if group in self._eager else backend
+        device = contribution.device.type
+        return None if agreed(group, (source.key, device)) is False else backend
 
     def usable(self, group: dist.ProcessGroup) -> bool:
         """Whether a call on a CPU, like one that has been carried out, can be."""
-        return group not in self._eager and bool(load_extension()._fusion_settings()[0])
+        assert self.source is not None
+        able = agreed(group, (self.source.key, "cpu")) is not False
+        return able and bool(load_extension()._fusion_settings()[0])
 
-    def leave(self, group: dist.ProcessGroup) -> None:
+    def leave(self, group: dist.ProcessGroup, device: str = "cpu") -> None:
         """A rank of the group has no function: so no rank uses its own again."""
-        self._eager.add(group)
+        assert self.source is not None
+        agree(group, (self.source.key, device), False)
         _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
 
     @property
@@ -111,8 +112,8 @@ class Kernel:
 
         Without `async_op` this thread does it, which saves waking another one.
         """
+        assert self.source is not None
         source = self.source
-        assert source is not None
         contribution = values[source.scatter.operands[0]].contiguous()
         device = contribution.device
         on_gpu = backend.on_gpu(contribution)
@@ -136,9 +137,12 @@ class Kernel:
                 source.outputs, self.written(values, given, targets, device), strict=True
             )
         ]
-        first = on_gpu and group not in self._able
+        code = self.source.key, device.type  # known before there is a source for GPUs
+        first = False
         if on_gpu:
             function = self._on_gpu(source, backend, contribution)
+            # Who could not load it again says so, rather than to leave it out.
+            first = not function or agreed(group, code) is None
             # Whether a rank has none; known, it is not asked again: the host would wait.
             done = torch.full((int(first),), float(not function), device=device)
         else:
@@ -153,9 +157,9 @@ class Kernel:
         if work is not None:
             yield work
         if first and not done.item():
-            self._able.add(group)
+            agree(group, code, True)
         elif first or not (on_gpu or done.item()):
-            self.leave(group)
+            self.leave(group, device.type)
             return False
         for (node, _), result in zip(source.outputs, results):
             values[node] = result
@@ -272,6 +276,7 @@ def begin(
         contribution,
         operands,
         source.kinds,
+        source.reads,
         results,
         source.gathered,
         numbers,

@@ -19,7 +19,7 @@ from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
 from fusedpg.fusion.local import local_kernel
-from fusedpg.fusion.messages import Receiving, Sending, Transfer, numbered
+from fusedpg.fusion.messages import Messages, Transfer
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
 
@@ -76,9 +76,7 @@ class Executor:
         self._world_size = program.world_size
         self._rank = rank
         self._values: dict[Node, Any] = {}
-        self._receiving: dict[Node, Receiving] = {}
-        self._sending: list[Sending] = []
-        self._numbers: dict[Node, int] = {}
+        self._messages: Messages | None = None
 
     def run(self, arguments: Mapping[str, Any]) -> Run:
         """The results, in the layouts of the program's outputs."""
@@ -93,16 +91,21 @@ class Executor:
 
     def _with_messages(self, run: Run) -> Run:
         """Stops at messages alone: what takes longest, and goes on while others compute."""
-        while True:
-            try:
-                work = next(run)
-            except StopIteration as stop:
-                results: list[torch.Tensor] = stop.value
-                return results
-            if isinstance(work, Transfer):
-                yield work
-            else:
-                work.wait()
+        try:
+            while True:
+                try:
+                    work = next(run)
+                except StopIteration as stop:
+                    results: list[torch.Tensor] = stop.value
+                    return results
+                if isinstance(work, Transfer):
+                    yield work
+                else:
+                    work.wait()
+        except Exception as error:
+            if self._messages is not None:
+                self._messages.give_up(error)
+            raise
 
     def _run(self, arguments: Mapping[str, Any]) -> Run:
         values = self._values
@@ -111,10 +114,9 @@ class Executor:
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         device = self._device or (given[0].device if given else torch.device("cpu"))
         if self._stages is not None and self._program.messages:
-            self._numbers = numbered(self._program, self._stages)
-        for node in self._program.messages:
-            if node.op == "recv":
-                self._receiving[node] = Receiving(*self._message(node), device)
+            active = smooth(self._program, self._wrt) if self._wrt else ()
+            place = self._stages, self._rank
+            self._messages = Messages(self._program, *place, device, active)
         for (group, nodes), released in zip(self._program.units, self._program.released):
             if group is not None and group.kind == "overlap":
                 yield from self._overlap(group, nodes)
@@ -124,8 +126,8 @@ class Executor:
                         values[node] = yield from self._evaluate(node)
             for node in released:
                 values.pop(node, None)  # a compiled group keeps some to itself
-        for sending in self._sending:
-            yield from sending.finish()
+        if self._messages is not None:
+            yield from self._messages.finish()
         return [self._own(node, given) for node in self._program.outputs]
 
     def _own(self, node: Node, given: list[torch.Tensor]) -> torch.Tensor:
@@ -176,9 +178,11 @@ class Executor:
         if node.op == "broadcast":
             return (yield from self._broadcast(node, values[0]))
         if node.op == "recv":
-            return (yield from self._receiving.pop(node).finish())
+            assert self._messages is not None
+            return (yield from self._messages.receive(node))
         if node.op == "send":
-            self._sending.append(Sending(*self._message(node), values[0]))
+            assert self._messages is not None
+            self._messages.send(node, values[0])
             return torch.zeros((), device=values[0].device)
         return self._compute(node, values)
 
@@ -256,12 +260,6 @@ class Executor:
         return result.reshape(node.shape)
 
     # --- with the group ----------------------------------------------------------------------
-
-    def _message(self, node: Node) -> tuple[Program, Node, dist.ProcessGroup, int, bool, int]:
-        assert self._stages is not None
-        differentiable = bool(self._wrt) and node in smooth(self._program, self._wrt)
-        facts = self._program, node, self._stages, self._rank, differentiable
-        return *facts, self._numbers[node]
 
     def _reduce(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
         if node.op == "all_reduce":

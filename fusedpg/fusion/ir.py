@@ -216,12 +216,17 @@ class Program:
         result: list[Unit] = []
         done: set[Group | Node] = set()
         waiting = list(members)
+        awaited = [node for node in members if isinstance(node, Node) and node.op == "recv"]
         while waiting:
-            ready = next((unit for unit in waiting if needs[unit] <= done), None)
+            # Another stage may send only when it has received: all else comes before a recv.
+            order = (*(u for u in waiting if u not in awaited), *awaited) if awaited else waiting
+            ready = next((unit for unit in order if needs[unit] <= done), None)
             if ready is None:
                 raise FusionError(f"{self.name}: groups need each other's results")
             waiting.remove(ready)
             done.add(ready)
+            if ready in awaited:
+                awaited.remove(ready)
             group = ready if isinstance(ready, Group) else None
             result.append((group, tuple(members[ready])))
         return tuple(result)
@@ -292,6 +297,26 @@ class Names:
             name = f"{base}_{number}"
         self._taken.add(name)
         return name
+
+
+def delayed(program: Program) -> Node | None:
+    """A `send` that waits, for the sake of a group, for a `recv` that its value does not need."""
+    if {"send", "recv"} > {node.op for node in program.messages}:
+        return None
+    needed: dict[Node, frozenset[Node]] = {}
+    awaited: dict[Node, frozenset[Node]] = {}
+
+    def add(found: dict[Node, frozenset[Node]], nodes: Iterable[Node]) -> None:
+        inside = set(nodes)
+        before = (found[x] for node in inside for x in node.operands if x not in inside)
+        own = (node for node in inside if node.op == "recv")
+        found.update(dict.fromkeys(inside, frozenset(own).union(*before)))
+
+    for node in program.nodes:
+        add(needed, [node])
+    for _, nodes in program.units:
+        add(awaited, nodes)
+    return next((x for x in program.messages if x.op == "send" and needed[x] != awaited[x]), None)
 
 
 def carried(message: Node) -> Node:

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +18,8 @@ import torch.distributed as dist
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
 from fusedpg.fusion import compile, compiled
-from fusedpg.fusion.codegen import Unsupported
+from fusedpg.fusion.agreed import agree, agreed
+from fusedpg.fusion.codegen import Unsupported, code
 from fusedpg.fusion.codegen_rows import BROADCAST, CHUNK, SLICE, RowSource, generate_rows
 from fusedpg.fusion.direct import Args, Output, array
 from fusedpg.fusion.ir import Node, Program
@@ -60,13 +60,10 @@ class LocalKernel:
         self.reason = ""
         self.source: RowSource | None = None
         self._call: Any = None  # the compiled function
-        # Groups whose ranks have asked each other, and whether all have a function. By whether
-        # code is wanted: who does not want it has to be asked, too.
-        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, bool]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._code = ""
         try:
             self.source = generate_rows(nodes, program)
+            self._code = code(self.source.text)
         except Unsupported as unsupported:
             self.reason = f"{unsupported} is not generated"
             _log.info("%s computes operation by operation: %s", program.name, self.reason)
@@ -90,15 +87,16 @@ class LocalKernel:
         if not all(_on_cpu(values, node) for node, _, _ in source.operands):
             return False
         if self._world_size > 1:
-            key = group if group is not None else dist.distributed_c10d._get_default_group()
-            agreed = self._agreed.setdefault(key, {})
-            if wanted not in agreed:
+            there = group if group is not None else dist.distributed_c10d._get_default_group()
+            # By whether code is wanted: who does not want it has to be asked, too.
+            key = "rows", wanted, self._code
+            if agreed(there, key) is None:
                 flag = torch.tensor([float(wanted and self._found(source))])
                 yield dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True)
-                agreed[wanted] = bool(flag.item())
+                agree(there, key, bool(flag.item()))
                 if not flag.item():
                     _log.info("%s: a rank has no compiled function", self._name)
-            if not agreed[wanted]:
+            if not agreed(there, key) or not self._found(source):
                 return False
         elif not wanted or not self._found(source):
             return False

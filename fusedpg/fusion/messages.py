@@ -2,7 +2,9 @@
 
 A value travels behind a header that says what it is. The receiving side compares that with what its
 own program expects and answers with it: where they differ both sides raise, and both have seen the
-message, so that the next one is matched right.
+message, so that the next one is matched right. A side that raises in the middle of a call, for this
+or another reason, says so in the headers that it has not sent and in the answers that it has not
+given, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ _FIRST_TAG = 1 << 28
 _IN_FLIGHT = 1 << 10
 _HEADER, _VALUE, _ANSWER = range(3)
 _HEADER_BYTES = 512
+_NUMBER_BYTES = 48  # of a header, for the number
+_GIVEN_UP = "given up: "
 _lock = threading.Lock()
 # How many messages have been begun, by direction, peer and tag.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = weakref.WeakKeyDictionary()
@@ -65,10 +69,60 @@ def numbered(program: Program, stages: dist.ProcessGroup) -> dict[Node, int]:
     return numbers
 
 
-class _Message:
-    """What both ends of a message have in common.
+class Messages:
+    """Those of one run: begun in the order of the program, and ended or given up."""
 
-    `gradient`: whether a gradient of the value is to come back. `number`: from `numbered`.
+    def __init__(
+        self,
+        program: Program,
+        stages: dist.ProcessGroup,
+        rank: int,
+        device: torch.device,
+        with_gradients: Collection[Node],
+    ) -> None:
+        self._open: dict[Node, Sending | Receiving] = {}
+        for node in program.messages:
+            kind = Sending if node.op == "send" else Receiving
+            gradient = node in with_gradients
+            self._open[node] = kind(program, node, stages, rank, gradient, device)
+        for node, number in numbered(program, stages).items():
+            self._open[node].start(number)
+
+    def send(self, node: Node, value: torch.Tensor) -> None:
+        sending = self._open[node]
+        assert isinstance(sending, Sending)
+        sending.begin(value)
+
+    def receive(self, node: Node) -> Steps:
+        receiving = self._open[node]
+        assert isinstance(receiving, Receiving)
+        value = yield from receiving.finish()
+        del self._open[node]  # the value is held no longer than its users need it
+        return value
+
+    def finish(self) -> Steps:
+        """Until all that has been sent has been received."""
+        for message in self._open.values():
+            if isinstance(message, Sending):
+                yield from message.finish()
+
+    def give_up(self, error: Exception) -> None:
+        """Tells the other sides, which may wait, of what will not be sent or received.
+
+        It waits for nobody: who has not come yet is told then.
+        """
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        for message in self._open.values():
+            with contextlib.suppress(Exception):  # the group may have failed
+                message.give_up(reason)
+
+
+class _Message:
+    """What both ends of a message have in common: a header, an answer and the value.
+
+    Each is sent and received whatever happens, or the next message with the same tags would be
+    taken for this one. Only where a size that was not expected does harm is a value left out, or
+    dropped later.
     """
 
     def __init__(
@@ -78,14 +132,14 @@ class _Message:
         stages: dist.ProcessGroup,
         rank: int,
         gradient: bool,
-        number: int,
         device: torch.device,
     ) -> None:
+        """`gradient`: whether a gradient of the value is to come back."""
         self._node, self._stages, self._device = node, stages, device
-        self._sends = node.op == "send"
-        self._peer = _peer(node, stages, "dst" if self._sends else "src")
-        # Each has tags of its own, as calls may end in another order than they began.
-        self._tag = (node.attribute("tag") * _IN_FLIGHT + number % _IN_FLIGHT) * 4 + _FIRST_TAG
+        self._peer = _peer(node, stages, "dst" if node.op == "send" else "src")
+        # Gloo ends the process where a message is larger than its receive: there first the header.
+        self._early = _sizes_may_differ(stages)
+        self._told = False  # the other side knows how it ends
         value = carried(node)
         slices = value.layout == SHARD and program.world_size > 1
         self._length = value.numel
@@ -99,11 +153,21 @@ class _Message:
             "sent as": "slices" if slices else "a whole",
             "ranks of a stage": str(program.world_size),
             "rank in its stage": str(rank),
-            "message of its tag": str(number),
         }
         self._facts = "\n".join(f"{key}: {fact}" for key, fact in facts.items())
-        if len(self._facts) > _HEADER_BYTES:
+        if len(self._facts) > _HEADER_BYTES - _NUMBER_BYTES:
             raise ValueError(f"too many dimensions for a message; {node.described()}")
+
+    def start(self, number: int) -> None:
+        """`number`: from `numbered`."""
+        self._facts += f"\nmessage of its tag: {number}"
+        # Each has tags of its own, as calls may end in another order than they began.
+        self._tag = (self._node.attribute("tag") * _IN_FLIGHT + number % _IN_FLIGHT) * 4
+        self._tag += _FIRST_TAG
+        self._key = self._node.op, self._peer, self._tag
+        with _lock:
+            # What was given up with the same tags stays until this message has ended.
+            self._before = _left.get(self._stages, {}).pop(self._key, None)
 
     def _send(self, part: int, data: torch.Tensor) -> Any:
         return dist.isend(data, group=self._stages, group_dst=self._peer, tag=self._tag + part)
@@ -111,16 +175,30 @@ class _Message:
     def _receive(self, part: int, data: torch.Tensor) -> Any:
         return dist.irecv(data, group=self._stages, group_src=self._peer, tag=self._tag + part)
 
-    def _text(self) -> torch.Tensor:
-        data = bytearray(self._facts.encode().ljust(_HEADER_BYTES))
+    def _text(self, text: str) -> torch.Tensor:
+        data = bytearray(text.encode()[:_HEADER_BYTES].ljust(_HEADER_BYTES))
         return torch.frombuffer(data, dtype=torch.uint8).to(self._device)
 
     def _room(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=torch.uint8, device=self._device)
 
+    def _leave(self, *held: Any, unseen: tuple[Any, torch.Tensor] | None = None) -> None:
+        """Keeps what is under way and will not be waited for."""
+        left = _Left(held, unseen, None if self._early else self._before)
+        with _lock:
+            _left.setdefault(self._stages, {})[self._key] = left
+
+    def _raise_given_up(self, header: torch.Tensor) -> None:
+        reason = _given_up(header)
+        if reason is not None:
+            raise dist.DistBackendError(
+                f"{reason} (raised in stage {self._peer} of `stages`, which is the other side of "
+                f"{self._node.described()})"
+            )
+
     def _difference(self, header: torch.Tensor) -> str:
         """How the other side's program differs from this one; empty where it does not."""
-        theirs = bytes(header.cpu().numpy()).decode(errors="replace").rstrip()
+        theirs = _decoded(header)
         if theirs == self._facts:
             return ""
         mine, others = (
@@ -142,31 +220,36 @@ class _Message:
 
 
 class Sending(_Message):
-    """A value that is on its way from now on; it must not change until `finish` is done."""
+    """A value that is on its way from `begin` on; it must not change until `finish` is done."""
 
-    def __init__(
-        self,
-        program: Program,
-        node: Node,
-        stages: dist.ProcessGroup,
-        rank: int,
-        gradient: bool,
-        number: int,
-        value: torch.Tensor,
-    ) -> None:
-        super().__init__(program, node, stages, rank, gradient, number, value.device)
-        self._data = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._header, self._answer = self._text(), self._room(_HEADER_BYTES)
-        self._works = [self._send(_HEADER, self._header), self._send(_VALUE, self._data)]
+    def start(self, number: int) -> None:
+        super().start(number)
+        self._works: list[Any] = []
+        self._answer = self._room(_HEADER_BYTES)
+
+    def begin(self, value: torch.Tensor) -> None:
+        data = value.detach().contiguous().reshape(-1)
+        # One element or none is contiguous whatever its stride, which is 0 in what was expanded.
+        self._begin(self._facts, data.as_strided(data.shape, (1,)).view(torch.uint8))
+
+    def _begin(self, header: str, data: torch.Tensor | None) -> None:
+        self._header, self._data = self._text(header), data
+        self._works = [self._send(_HEADER, self._header)]
+        if data is not None:
+            self._works.append(self._send(_VALUE, data))
         self._answered = self._receive(_ANSWER, self._answer)
 
     def finish(self) -> Steps:
         """Until it has been received.
 
         Raises:
-            DistBackendError: where the other side expects something else.
+            DistBackendError: where the other side expects something else, or has given up.
         """
         yield Transfer(self._answered)
+        self._told = True
+        if _given_up(self._answer) is not None:
+            self._leave(*self._works, self._header, self._data)
+            self._raise_given_up(self._answer)
         difference = self._difference(self._answer)
         if difference:
             for work in self._works:
@@ -176,59 +259,110 @@ class Sending(_Message):
         for work in self._works:
             yield Transfer(work)
 
+    def give_up(self, reason: str) -> None:
+        if self._told:
+            return
+        if not self._works:
+            # Where the other side waits for a value already, it gets one of another size.
+            self._begin(_GIVEN_UP + reason, self._room(0) if self._early else None)
+        self._leave(*self._works, self._header, self._data, self._answered, self._answer)
+
 
 class Receiving(_Message):
-    """A value that may arrive from now on."""
+    """A value that may arrive from `start` on."""
 
-    def __init__(
-        self,
-        program: Program,
-        node: Node,
-        stages: dist.ProcessGroup,
-        rank: int,
-        gradient: bool,
-        number: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(program, node, stages, rank, gradient, number, device)
-        dtype = self._node.dtype
-        self._value = torch.empty(self._length, dtype=dtype, device=self._device)
+    def start(self, number: int) -> None:
+        super().start(number)
+        self._value = torch.empty(self._length, dtype=self._node.dtype, device=self._device)
         self._data = self._value.view(torch.uint8)
         self._header = self._room(_HEADER_BYTES)
         self._announced = self._receive(_HEADER, self._header)
-        # Gloo ends the process where a message is larger than its receive: there first the header.
-        early = _sizes_may_differ(self._stages)
-        self._arriving = self._receive(_VALUE, self._data) if early else None
+        self._arriving = self._receive(_VALUE, self._data) if self._early else None
 
     def finish(self) -> Steps:
         """The value, when it is here; raises as the other side does."""
         yield Transfer(self._announced)
-        difference = self._difference(self._header)
-        answer = self._text()
+        self._told = True
+        answer = self._text(self._facts)
         answered = self._send(_ANSWER, answer)
+        if self._before is not None:
+            self._before.drop(self._drop)
+        difference = self._difference(self._header)
         if difference:
             with contextlib.suppress(Exception):  # that sizes differ
-                self._discard()
+                if self._arriving is not None:
+                    self._arriving.wait()
+                else:
+                    self._drop(self._header)
             answered.wait()
+            self._raise_given_up(self._header)
             raise self._mismatch(difference)
         yield Transfer(self._arriving or self._receive(_VALUE, self._data))
         yield Transfer(answered)
         return self._value if self._node.layout == SHARD else self._value.reshape(self._node.shape)
 
-    def _discard(self) -> None:
-        if self._arriving is not None:
-            self._arriving.wait()
+    def give_up(self, reason: str) -> None:
+        if self._told:
             return
-        facts = dict(
-            line.partition(": ")[::2]
-            for line in bytes(self._header.cpu().numpy()).decode().rstrip().split("\n")
-        )
-        count = functools.reduce(lambda n, d: n * int(d), _numbers(facts["shape"]), 1)
-        if facts["sent as"] == "slices":
-            ranks, rank = int(facts["ranks of a stage"]), int(facts["rank in its stage"])
-            count = shard_range(count, ranks, rank)[1]
-        size = count * getattr(torch, facts["type"]).itemsize
-        self._receive(_VALUE, self._room(size)).wait()
+        answer = self._text(_GIVEN_UP + reason)
+        held = self._send(_ANSWER, answer), answer, self._arriving, self._data
+        self._leave(*held, unseen=None if self._early else (self._announced, self._header))
+
+    def _drop(self, header: torch.Tensor) -> None:
+        """Receives the value behind a header that is not this program's."""
+        size = _bytes_behind(header)
+        if size is not None:
+            self._receive(_VALUE, self._room(size)).wait()
+
+
+class _Left:
+    """What is under way of a message that this side has given up: the other may still take it.
+
+    unseen: of a value that nobody has received, its header and the receive of that.
+    """
+
+    def __init__(
+        self,
+        held: Any,
+        unseen: tuple[Any, torch.Tensor] | None,
+        before: _Left | None,
+    ) -> None:
+        self._held, self._unseen, self._before = held, unseen, before
+
+    def drop(self, take: Callable[[torch.Tensor], None]) -> None:
+        """Takes values out of the way of the next one, whose header is here: so theirs are."""
+        if self._before is not None:
+            self._before.drop(take)
+        if self._unseen is not None:
+            announced, header = self._unseen
+            announced.wait()
+            take(header)
+
+
+# By group, and by operation, peer and tag. Messages do not hold their group.
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Left]] = weakref.WeakKeyDictionary()
+
+
+def _decoded(header: torch.Tensor) -> str:
+    return bytes(header.cpu().numpy()).decode(errors="replace").rstrip()
+
+
+def _given_up(header: torch.Tensor) -> str | None:
+    """Why the other side has, if it has."""
+    text = _decoded(header)
+    return text.removeprefix(_GIVEN_UP) if text.startswith(_GIVEN_UP) else None
+
+
+def _bytes_behind(header: torch.Tensor) -> int | None:
+    """The size of the value that follows a header; None where none does."""
+    if _given_up(header) is not None:
+        return None
+    facts = dict(line.partition(": ")[::2] for line in _decoded(header).split("\n"))
+    count = functools.reduce(lambda n, d: n * int(d), _numbers(facts["shape"]), 1)
+    if facts["sent as"] == "slices":
+        ranks, rank = int(facts["ranks of a stage"]), int(facts["rank in its stage"])
+        count = shard_range(count, ranks, rank)[1]
+    return int(count * getattr(torch, facts["type"]).itemsize)
 
 
 def _numbers(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from typing import NoReturn
 
-from fusedpg.fusion.errors import IllegalTransformation
+from fusedpg.fusion.errors import FusionError, IllegalTransformation
 from fusedpg.fusion.ir import (
     PARTIAL,
     REDUCTIONS,
@@ -21,6 +21,7 @@ from fusedpg.fusion.ir import (
     Node,
     Program,
     carried,
+    delayed,
     escape,
     rewrite,
 )
@@ -390,6 +391,7 @@ class FuseCompute(Transformation):
                 alike.setdefault((level[node], node.layout, node.shape), set()).add(node)
         sets = [frozenset(nodes) for nodes in alike.values() if len(nodes) > 1]
         groups += [nodes for nodes in sets if not escape(nodes, program)]
+        groups = [nodes for nodes in groups if not _delays(program, nodes)]
         if not groups:
             self.refuse("the program has no elementwise operations that could be fused")
         return _with_groups(self, program, [Group("compute", nodes) for nodes in groups])
@@ -416,6 +418,15 @@ class FuseCompute(Transformation):
         return Group("compute", frozenset(found))
 
 
+def _delays(program: Program, nodes: frozenset[Node]) -> bool:
+    """Whether one more group makes a `send` wait for a `recv`."""
+    group = Group("compute", nodes)
+    try:
+        return delayed(dataclasses.replace(program, groups=(*program.groups, group))) is not None
+    except FusionError:  # a cycle, which is found where all groups are
+        return False
+
+
 def _with_groups(how: Transformation, program: Program, groups: list[Group]) -> Program:
     kept = list(program.groups)
     for group in groups:
@@ -430,6 +441,9 @@ def _with_groups(how: Transformation, program: Program, groups: list[Group]) -> 
         _ = result.units
     except ValueError as error:
         how.refuse(f"a cycle: {error}", next(iter(groups[0].nodes)))
+    late = delayed(result)
+    if late is not None:
+        how.refuse("it would wait for what another stage may send only after receiving it", late)
     return result
 
 

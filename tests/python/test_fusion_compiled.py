@@ -66,6 +66,20 @@ def test_without_a_compiler_on_one_rank() -> None:
     harness.pool(2).run(compiled.without_compiler)
 
 
+def test_operands_that_do_not_fit() -> None:
+    harness.pool(2).run(compiled.operands_that_do_not_fit)
+
+
+@pytest.mark.parametrize("how", ["killed", "latin", *map(harness.slow, ["missing", "full"])])
+def test_compiler_that_returns(how: str) -> None:
+    harness.pool(2).run(compiled.compiler_returns, how)
+
+
+@pytest.mark.parametrize(("rows", "missing"), [(True, False), (False, True)])
+def test_forgotten_on_one_rank(rows: bool, missing: bool) -> None:
+    harness.pool(2).run(compiled.forgotten, rows, missing)
+
+
 @pytest.mark.parametrize(("names", "transport"), [("three", "ucx"), ("two and one", "gloo")])
 def test_between_hosts(names: str, transport: str) -> None:
     workers = harness.pool_of_hosts(names, transport)

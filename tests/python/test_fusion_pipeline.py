@@ -7,7 +7,7 @@ import torch
 
 import fusedpg
 import harness
-from checks import pipeline
+from checks import pipeline, pipeline_told
 from fusedpg import fusion
 from fusedpg.fusion import IllegalProgram, recv, send
 
@@ -48,6 +48,33 @@ def test_sequences(seed: int) -> None:
 
 def test_mismatches() -> None:
     harness.pool(4).run(pipeline.mismatches)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("sends_first", "answers"),
+        ("answers", "receives_first"),
+        harness.slow("receives_first", "receives_first"),
+        harness.slow("sends_first", "receives_first"),
+        harness.slow("sends_first", "sends_first"),
+    ],
+)
+def test_mismatches_both_ways(first: str, second: str) -> None:
+    harness.pool(4).run(pipeline_told.differ, first, second)
+
+
+def test_others_hear() -> None:
+    harness.pool(3).run(pipeline_told.others_hear)
+
+
+def test_numbers_again() -> None:
+    harness.pool(4).run(pipeline_told.numbers_again)
+
+
+@pytest.mark.parametrize("schedules", [False, harness.slow(True)])
+def test_both_ways(schedules: bool) -> None:
+    harness.pool(4).run(pipeline_told.both_ways, schedules)
 
 
 def test_arguments() -> None:

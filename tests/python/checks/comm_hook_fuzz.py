@@ -257,7 +257,7 @@ class Ours:
         self._groups: dict[tuple[int, ...], Any] = {}
         self.split = case.split
         torch.manual_seed(case.seed)
-        module = checks.Given(DTYPES[case.dtype])
+        module = checks.Given(dtype=DTYPES[case.dtype])
         for p in module.parts:
             torch.nn.init.normal_(p)
         self.wrap(module, self.new_state())
@@ -335,7 +335,7 @@ class Ours:
             dcp.save({"optimizer": whole}, checkpoint_id=path)
         else:
             whole = self.whole(before, way)
-        module = checks.Given(DTYPES[self.case.dtype])
+        module = checks.Given(dtype=DTYPES[self.case.dtype])
         module.load_state_dict(weights)
         state = self.new_state()
         state.load_state_dict(kept)

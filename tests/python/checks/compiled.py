@@ -9,6 +9,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,3 +266,133 @@ def collected(context: Context) -> None:
     del run, fused, step, program, unit, kernel, other
     gc.collect()
     assert [one() for one in dropped] == [None] * len(dropped)
+
+
+_ONE = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
+
+
+def _scaled(g: fusion.Partial, w: fusion.Replicate) -> Any:
+    return w - 0.25 * fusion.all_reduce(g, "mean")
+
+
+def _normed(g: fusion.Partial, w: fusion.Replicate) -> Any:
+    x = fusion.all_reduce(g, "mean") + w
+    return x / (1 + x.sum(-1, keepdim=True))
+
+
+def forgotten(context: Context, rows: bool, missing: bool) -> None:
+    """A rank that has forgotten a program does not ask again what all have agreed on."""
+    fused = fusedpg.fuse(_normed if rows else _scaled)
+    steps = (fusion.FuseCompute(),) if rows else _ONE
+    run = fused.scheduled(*steps)
+    x = torch.ones(4, 8)
+    want = _normed_here(x) if rows else x - 0.25 * x
+    last = context.rank == context.world_size - 1
+    alone = dist.new_group([context.world_size - 1])
+    absent = {"CXX": "/nowhere/c++"} if missing and last else {}
+    with tempfile.TemporaryDirectory() as empty, compiles(context):
+        if missing:
+            compiling._functions.clear()
+            absent["FUSEDPG_CACHE_DIR"] = empty
+        with environment(**absent):
+            torch.testing.assert_close(run(x, x), want)
+            if last:
+                for n in range(140):  # more than are kept
+                    run(torch.ones(2, n + 1), torch.ones(2, n + 1), group=alone)
+            torch.testing.assert_close(run(x, x), want)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == context.world_size
+    compiling._functions.clear()
+
+
+def _normed_here(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x / (1 + (2 * x).sum(-1, keepdim=True))
+
+
+def compiler_returns(context: Context, how: str) -> None:
+    """A rank that could not compile does not try again: ranks agree, and in a later group, too."""
+    run = fusedpg.fuse(_scaled).scheduled(*_ONE)
+    x, first = torch.arange(50.0), context.rank == 0
+    before = done()
+    with tempfile.TemporaryDirectory() as empty, compiles(context):
+        script = Path(empty) / "c++"
+        script.write_text(_COMPILERS[how])
+        script.chmod(0o755)
+        compiling._functions.clear()
+        absent = {"CXX": str(script)} if first else {}
+        with environment(FUSEDPG_CACHE_DIR=empty, **absent):
+            assert torch.equal(run(x, x), x - 0.25 * x)
+        with environment(FUSEDPG_CACHE_DIR=empty):  # it works now
+            for _ in range(2):
+                assert torch.equal(run(x, x), x - 0.25 * x)
+            group = dist.new_group(list(range(context.world_size)))
+            assert torch.equal(run(x, x, group=group), x - 0.25 * x)
+            dist.destroy_process_group(group)
+            assert done() == before
+            # Another process, or code that has not failed here, is compiled.
+            other = fusedpg.fuse(_halved).scheduled(*_ONE)
+            assert torch.equal(other(x, x), x - 0.5 * x)
+            assert done() == before + 1
+            assert not list(Path(empty).glob("**/*.tmp")), list(Path(empty).glob("**/*"))
+    compiling._functions.clear()
+
+
+def operands_that_do_not_fit(context: Context) -> None:
+    """An operand that a function would read beyond its end is found before, and all ranks hear."""
+
+    def step(g: fusion.Partial, row: Any, scale: Any) -> Any:
+        return (fusion.all_reduce(g) + row) * scale
+
+    run = fusedpg.fuse(step).scheduled(*_ONE)
+    g, row, scale = torch.ones(40, 7), torch.ones(7), torch.tensor(2.0)
+    program = run.schedule(g, row, scale).program
+    group, nodes = next((group, nodes) for group, nodes in program.units if group is not None)
+    source = compiled.kernel(group, nodes, program).source
+    assert source is not None and set(source.reads) == {7, 1}
+    backend = fusedpg.functional._backend(dist.distributed_c10d._get_default_group())
+    last = context.rank == context.world_size - 1
+    with compiles(context):
+        function = compiling.function(source.text, "step")
+        assert function
+
+    def call(operands: list[torch.Tensor], kind: int = compiled.AS_IS) -> None:
+        result, done = torch.empty(40, 7), torch.zeros(1, dtype=torch.uint8)
+        given = (operands, [kind] * 2, source.reads, [result], [True], [], list(source.periods))
+        backend.fused_program_(function, source.key, "sum", g, *given, done)
+        torch.testing.assert_close(result, torch.full((40, 7), 2.0 * (context.world_size + 1)))
+
+    right = [row if n == 7 else scale for n in source.reads]
+    call(right)
+    for wrong in (torch.ones(3), torch.ones(8), torch.ones(0)):
+        short = [wrong if last and n == 7 else t for n, t in zip(source.reads, right)]
+        found = f"{wrong.numel()} elements, expected 7"
+        try:
+            call(short)
+        except (ValueError, dist.DistBackendError) as error:
+            assert isinstance(error, ValueError) == last, error
+            for word in ("fused_program(", "sequence number", f"rank {context.rank}", found):
+                assert word in str(error), error
+        else:
+            raise AssertionError("nothing raised")
+        call(right)
+    try:
+        call(right, 3)
+    except ValueError as error:
+        assert "kind 3" in str(error), error
+    else:
+        raise AssertionError("nothing raised")
+
+
+def _halved(g: fusion.Partial, w: fusion.Replicate) -> Any:
+    return w - fusion.all_reduce(g, "mean") * 0.5
+
+
+_COMPILERS = {
+    "missing": "#!/bin/sh\nexit 127\n",
+    "killed": '#!/bin/sh\n[ "$1" = --version ] && echo c++ 1 && exit 0\nkill -9 $$\n',
+    "full": '#!/bin/sh\n[ "$1" = --version ] && echo c++ 1 && exit 0\n'
+    'while [ "$1" != -o ]; do shift; done\nprintf half > "$2"\nexit 0\n',
+    "latin": '#!/bin/sh\n[ "$1" = --version ] && printf "c++ \\351" && exit 0\n'
+    'printf "\\351"\nexit 1\n',
+}

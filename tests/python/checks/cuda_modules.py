@@ -56,6 +56,7 @@ class Raw:
         given = {
             "operands": [w],
             "kinds": [kind for _, kind in self.source.operands],
+            "reads": self.source.reads,
             "outputs": [w],
             "gathered": [True],
             "numbers": [0.5],
@@ -89,7 +90,12 @@ def misused(context: Context) -> None:
             ("with 999 elements; found 1000", good, {"source": short}),
             ("arguments do not fit", good, {"kinds": []}),
             ("arguments do not fit", good, {"gathered": []}),
-            ("7 parameters, but the call gives 6: 0 operands", good, {"operands": [], "kinds": []}),
+            (
+                "7 parameters, but the call gives 6: 0 operands",
+                good,
+                {"operands": [], "kinds": [], "reads": []},
+            ),
+            ("has 1000 elements, expected 7", good, {"kinds": [2], "reads": [7]}),
             ("pass what the kernel's own source lists", good, {"numbers": [0.5, 0.5]}),
             ("1 numbers, 1 seeds and periods", good, {"seeds": [3]}),
             ("pass what load_program() gave", 12345, {}),

@@ -20,7 +20,7 @@ from checks import fusion as checks
 from checks.compiled import compiles, done, environment
 from checks.cuda_order import Scene
 from fusedpg import fusion
-from fusedpg.fusion import codegen_cuda, nvrtc
+from fusedpg.fusion import agreed, codegen_cuda, nvrtc
 from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import Program
 from harness import Context
@@ -289,7 +289,8 @@ def disagree(context: Context, kind: str) -> None:
         elif kind == "programs":
             runs[rank](x, x)
         elif rank:  # has forgotten what it knew
-            fusedpg.fuse(step).scheduled(*FUSED)(x, x, lr=0.5)
+            agreed._known.clear()
+            numbers(x, x, lr=0.5)
         dist.barrier()
 
 
@@ -313,7 +314,16 @@ def captured(context: Context) -> None:
 
     def call(known: torch.Tensor) -> None:
         key, kinds = source.key, [kind for _, kind in source.operands]
-        given = ([scene.param], kinds, [scene.param], [True], [0.5], list(source.periods), known)
+        given = (
+            [scene.param],
+            kinds,
+            source.reads,
+            [scene.param],
+            [True],
+            [0.5],
+            list(source.periods),
+            known,
+        )
         backend.fused_program_(function, key, "sum", scene.grad, *given)
 
     with scene.on(scene.a):
