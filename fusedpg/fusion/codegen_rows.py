@@ -292,6 +292,8 @@ class _RowWriter(_Writer):
         for node, text in self._loads.items():
             if loop in uses.get(node, ()):
                 body.append(f"const {_computed(node.dtype)} {self._names[node]} = {text};")
+                if node in written and loop == self._ready[node]:  # a slice that others use
+                    body.append(f"store({self._names[node]}out + at + i, {self._names[node]});")
         for node in along:
             name, kind, ready = self._names[node], _computed(node.dtype), self._ready[node]
             read = loop in uses.get(node, ())

@@ -41,6 +41,11 @@ def test_without_a_compiler_on_one_rank() -> None:
     harness.pool(2).run(rows.without_compiler)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_slices(world_size: int) -> None:
+    harness.pool(world_size).run(rows.slices)
+
+
 def run_random(world_size: int, examples: int, check: Any, **drawn: bool) -> int:
     """How many groups of rows have run. The same programs each time: there are some among them."""
     seen = 0

@@ -80,7 +80,26 @@ def random_gradients(context: Context, case: Case) -> int:
     run = fused.scheduled(*forward, backward=transformations)
     with generated.compiles(context), counted() as done:
         gradients.compare(context, case, run, derived, mine, expected, None, "compiled")
+        # By the schedules of calls that say nothing: their groups have slices.
+        gradients.compare(context, case, fused, derived, mine, expected, None, "by default")
     return len(done)
+
+
+def slices(context: Context) -> None:
+    """A slice of what was computed is a result, and goes through the same function."""
+    body = (
+        "r0 = all_reduce(g, 'mean')",
+        "m0 = 0.9 * m + r0",
+        "v0 = m0 * r0 / (1 + r0 * r0)",
+        "v1 = v0 + b",
+        "return v1, r0, v0,",
+    )
+    head = (
+        "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
+        "seed: int) -> (None, Replicate, Replicate,):"
+    )
+    text = "\n    ".join([head, *body])
+    assert random_gradients(context, Case(text, (1001,), torch.float64, True, 1)) > 0
 
 
 def block(x: fusion.Partial, b: Any, r: Any, w: Any, v: Any, seed: int) -> Any:
