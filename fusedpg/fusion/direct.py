@@ -67,6 +67,7 @@ class Direct:
         self._contribution = source.scatter.operands[0].name
         self._operands = [node.name for node, _ in source.operands]
         self._kinds = [kind for _, kind in source.operands]
+        self._gathered = [whole for _, whole in source.outputs]
 
     @staticmethod
     def of(program: Program) -> Direct | None:
@@ -79,11 +80,11 @@ class Direct:
         source = kernel(group, nodes, program).source if group.kind == "collective" else None
         if source is None or not source.scatter.numel or source.materialised:
             return None
-        outputs = tuple(node for node, whole in source.outputs if whole)
+        outputs = tuple(node for node, _ in source.outputs)
         given = [source.scatter.operands[0], *(node for node, _ in source.operands)]
         given += [*source.numbers, *source.seeds]
         given += [node.operands[1] for node in source.dropouts]
-        if outputs != program.outputs or len(outputs) != len(source.outputs) or len(outputs) != 1:
+        if outputs != program.outputs or len(outputs) != 1:
             return None
         if any(node.op != "input" for node in given):
             return None
@@ -105,12 +106,18 @@ class Direct:
         result: torch.Tensor,
         *,
         first: int = 0,
+        runs: int = 0,
+        spacing: int = 0,
         async_op: bool = False,
     ) -> Begun:
         """Writes the result, as an operation of the group.
 
         Args:
             first: the index, to dropout, of the first element: for rows of a larger tensor.
+            runs: where each rank gets its part: the contribution is so many runs of equal blocks,
+                one block for each rank in every run, and the part is this rank's blocks. 0: it is
+                shard_range.
+            spacing: of the first elements of neighbouring blocks, their distance in that tensor.
         """
         numbers, seeds = self._given(values)
         done = torch.zeros(1, dtype=torch.uint8)
@@ -122,19 +129,22 @@ class Direct:
             [values[name].contiguous() for name in self._operands],
             self._kinds,
             [result],
-            [True],
+            self._gathered,
             numbers,
             seeds,
             done,
             async_op,
             first,
+            runs,
+            spacing,
         )
         return Begun(work, done)
 
-    def here(self, values: Mapping[str, Any], result: torch.Tensor) -> None:
+    def here(self, values: Mapping[str, Any], result: torch.Tensor, *, first: int = 0) -> None:
         """The computation alone, on whole tensors: the contribution is taken for the sum.
 
-        It is given in the type that sums have, which is float for 16-bit types.
+        It is given in the type that sums have, which is float for 16-bit types. `first` is as in
+        `begin`.
         """
         numbers, seeds = self._given(values)
         total = values[self._contribution].contiguous()
@@ -149,7 +159,7 @@ class Direct:
             array(ctypes.c_uint64, seeds),
         )
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-        kind(self._function)(ctypes.addressof(args), 0, result.numel())
+        kind(self._function)(ctypes.addressof(args), first, result.numel())
 
 
 def array(kind: Any, values: Sequence[Any]) -> Any:
