@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import harness
 from checks import sequence as checks
 
-SIZES = [1, 2, harness.slow(3)]
+SIZES = [2, harness.slow(1), harness.slow(3)]
 
 
-@pytest.mark.parametrize("world_size", [*SIZES, harness.slow(4)])
-@pytest.mark.parametrize("first", [0, *(harness.slow(n) for n in range(40, 400, 40))])
-def test_random_cases(world_size: int, first: int) -> None:
-    for seed in range(first, first + (10 if world_size == 1 else 40)):
+def seeds() -> list[object]:
+    """Some, then many slow ones; `SEED=` runs one, alone."""
+    if "SEED" in os.environ:
+        return [range(int(os.environ["SEED"]), int(os.environ["SEED"]) + 1)]
+    return [range(6), *(harness.slow(range(at, at + 12)) for at in range(6, 300, 12))]
+
+
+@pytest.mark.parametrize("world_size", [2, *(harness.slow(size) for size in (1, 3, 4))])
+@pytest.mark.parametrize("some", seeds(), ids=str)
+def test_random_cases(world_size: int, some: range) -> None:
+    for seed in some:
         harness.pool(world_size).run(checks.drawn, seed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_one_rank() -> None:
+    harness.pool(1).run(checks.drawn, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, harness.slow(torch.float64)], ids=str)
 @pytest.mark.parametrize("world_size", SIZES)
 def test_masks(world_size: int, dtype: torch.dtype) -> None:
     harness.pool(world_size).run(checks.masks, dtype)
@@ -29,10 +42,10 @@ def test_norms(world_size: int) -> None:
     harness.pool(world_size).run(checks.norms)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, harness.slow(torch.float64)], ids=str)
 @pytest.mark.parametrize("world_size", SIZES)
-def test_styles(world_size: int) -> None:
-    for dtype in (torch.float32, torch.float64):
-        harness.pool(world_size).run(checks.styles, dtype)
+def test_styles(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(checks.styles, dtype)
 
 
 def test_what_does_not_fit() -> None:
@@ -53,7 +66,7 @@ def test_under_compile() -> None:
 
 
 @pytest.mark.fused_only
-@pytest.mark.parametrize("names", ["two", "two and one"])
+@pytest.mark.parametrize("names", ["two and one", harness.slow("two")])
 def test_between_hosts(names: str) -> None:
     workers = harness.pool_of_hosts(names, "gloo")
     workers.run(checks.masks, torch.float32)
