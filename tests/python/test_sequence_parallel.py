@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from checks import sequence as checks
 SIZES = [2, harness.slow(1), harness.slow(3)]
 
 
-def seeds() -> list[object]:
+def seeds() -> list[Any]:
     """Some, then many slow ones; `SEED=` runs one, alone."""
     if "SEED" in os.environ:
         return [range(int(os.environ["SEED"]), int(os.environ["SEED"]) + 1)]
@@ -48,6 +49,12 @@ def test_styles(world_size: int, dtype: torch.dtype) -> None:
     harness.pool(world_size).run(checks.styles, dtype)
 
 
+@pytest.mark.fused_only
+@pytest.mark.parametrize("world_size", [3, harness.slow(9)])
+def test_small_and_large(world_size: int) -> None:
+    harness.pool(world_size).run(checks.ways)
+
+
 def test_what_does_not_fit() -> None:
     harness.pool(2).run(checks.wrong)
 
@@ -71,3 +78,11 @@ def test_between_hosts(names: str) -> None:
     workers = harness.pool_of_hosts(names, "gloo")
     workers.run(checks.masks, torch.float32)
     workers.run(checks.norms)
+
+
+@pytest.mark.slow
+@pytest.mark.fused_only
+@pytest.mark.parametrize("some", seeds()[:8], ids=str)
+def test_random_cases_between_hosts(some: range) -> None:
+    for seed in some:
+        harness.pool_of_hosts("two and one", "gloo").run(checks.drawn, seed)

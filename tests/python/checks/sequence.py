@@ -24,6 +24,8 @@ from checks.refused import refused
 from checks.tensor_parallel import Block, draw
 from checks.tensor_parallel_foe import agree, whole_of, without_compiler
 from fusedpg import tensor_parallel
+from fusedpg.tensor_parallel._blocks import Blocks
+from fusedpg.tensor_parallel._epilogue import Place, finish_part
 from harness import Context
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -188,6 +190,28 @@ def masks(context: Context, dtype: torch.dtype) -> None:
                         assert torch.equal(got, want), (lead, dim, width)
 
 
+def ways(context: Context) -> None:
+    """Each way through the engine gives a part the bits that the whole has."""
+    size, rank, place = context.world_size, context.rank, Place(None)
+    bias = draw(40, seed=7)
+    for lead, paths in ((1, {"one_shot"}), (1500, {"staged", "direct"})):
+        for dim, arena in ((0, False), (0, True), (1, False), (1, True)):
+            shape = (size * lead, 3) if dim == 0 else (3, size * lead)
+            x = context.empty(3 * size * lead, 40, arena=arena)
+            x.copy_(draw(*x.shape, seed=rank))
+            residual = draw(*x.shape, seed=9)
+            blocks = Blocks.of(shape, dim, size)
+            part = blocks.by_rank(residual).chunk(size)[rank]
+            with compiles(context):
+                want = place.finish(x.clone(), bias, residual, 0.3, 5)
+                fusedpg.stats(reset=True)
+                got = finish_part(place, x, bias, part, 0.3, 5, blocks)
+                found = set(fusedpg.stats()["fused_program"]["paths"])
+            assert torch.equal(got, blocks.by_rank(want).chunk(size)[rank]), (lead, dim, arena)
+            assert torch.equal(blocks.in_order(blocks.by_rank(want)), want)
+            assert found and found <= paths, found
+
+
 def wrong(context: Context) -> None:
     """What does not fit raises, and says what to do."""
     size = context.world_size
@@ -317,6 +341,9 @@ def on_their_way(context: Context) -> None:
             else:
                 given = functional.reduce_scatter_tensor(x / size, "sum", 0, group)
             assert isinstance(given, functional.AsyncCollectiveTensor)
+            torch.testing.assert_close(row(x[:, rank : rank + 1], given), want)
+            mesh = DeviceMesh.from_group(group, "cpu")
+            given = DTensor.from_local(x, mesh, [Replicate()])
             torch.testing.assert_close(row(x[:, rank : rank + 1], given), want)
 
 
