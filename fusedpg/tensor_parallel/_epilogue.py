@@ -276,8 +276,9 @@ def finish_part(
             if begun.wait():
                 return part
             place._eager.add(key)
-    # The same operation by operation: 16-bit types are summed in float32 there, too.
-    wide = product.float() if product.dtype.itemsize == 2 else product
+    # The same operation by operation: 16-bit types are summed in float32, as our engine does it.
+    ours = place.backend is not None and product.device.type == "cpu"
+    wide = product if ours or product.dtype.itemsize > 2 else product.float()
     total = scatter_sum(blocks.by_rank(wide), place.group).to(product.dtype)
     if bias is not None:
         total = total + bias

@@ -354,7 +354,7 @@ class RowParallelLinear(ParallelLinear):
             return y
         if blocks is None:
             return self.norm(y), y
-        return normed(self.norm, y, place, self._mesh, dim), y
+        return normed(self.norm, y, place, dim), y
 
     def _part(self, whole: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
         """The shape of this rank's part."""

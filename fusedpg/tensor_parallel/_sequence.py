@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
@@ -178,14 +177,21 @@ class _OfAllRows(torch.autograd.Function):
         return None, *sums
 
 
-def normed(norm: nn.Module, y: torch.Tensor, place: Place, mesh: DeviceMesh, dim: int) -> Any:
+def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
     """The norm of this rank's rows; its parameters' gradients are summed over the ranks.
 
     Parameters that are DTensors, as torch's SequenceParallel makes them, get theirs by DTensor.
     """
     named = dict(norm.named_parameters())
-    if any(isinstance(parameter, DTensor) for parameter in named.values()):
-        z = norm(DTensor.from_local(y, mesh, [Shard(dim)], run_check=False))
+    meshes = [p.device_mesh for p in named.values() if isinstance(p, DTensor)]
+    if meshes:
+        ranks = dist.get_process_group_ranks(place.group)
+        if any(mesh.mesh.tolist() != ranks for mesh in meshes):
+            raise ValueError(
+                f"the norm's parameters lie on {meshes}, and the layer's ranks are {ranks}: their "
+                "gradients are summed over the layer's ranks, so give a norm of plain tensors"
+            )
+        z = norm(DTensor.from_local(y, meshes[0], [Shard(dim)], run_check=False))
         return z.redistribute(placements=[Shard(dim)]).to_local() if isinstance(z, DTensor) else z
     wanting = [name for name, parameter in named.items() if parameter.requires_grad]
     if place.size == 1 or not wanting or not torch.is_grad_enabled():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -237,7 +237,8 @@ def norms(context: Context) -> None:
     size, rank = context.world_size, context.rank
     x = draw(3 * size, 4 * size, 4 * size, seed=1).double()
     plain = nn.Linear(4 * size, 6).double()
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    meshes = init_device_mesh("cpu", (1, size), mesh_dim_names=("other", "tp"))
+    mesh = meshes["tp"]
     for kind, frozen in (("layer", None), ("layer", "bias"), ("rms", None), ("layer", "sequence")):
         want, mine = (norm_of(kind, 6, torch.float64) for _ in range(2))
         if frozen == "sequence":
@@ -260,6 +261,12 @@ def norms(context: Context) -> None:
                 assert got is None
             else:
                 close(got, parameter.grad, f"{kind}, {frozen}: {name}", torch.float64)
+    elsewhere = norm_of("layer", 6, torch.float64)
+    torch_styles.parallelize_module(elsewhere, meshes["other"], torch_styles.SequenceParallel())
+    row = tensor_parallel.RowParallelLinear.from_linear(plain, norm=elsewhere, sequence_dim=0)
+    if size > 1:
+        with refused("a norm of plain tensors", ValueError):
+            row(x.chunk(size, -1)[rank])
 
 
 class Transformer(nn.Module):
