@@ -16,7 +16,7 @@ SIZES = [2, harness.slow(1), harness.slow(3)]
 
 
 def seeds() -> list[Any]:
-    """On Gloo, compiled and operation by operation, then many slow ones; `SEED=` runs one, alone."""
+    """One of Gloo, of generated code and without, then many slow ones; `SEED=` runs one."""
     if "SEED" in os.environ:
         return [(int(os.environ["SEED"]),)]
     return [(7, 19, 54), *(harness.slow(range(at, at + 12)) for at in range(0, 300, 12))]
