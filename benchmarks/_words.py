@@ -82,6 +82,8 @@ ARMS = {
     "gloo DTensor": "torch's styles, Gloo",
     "fused DTensor": "torch's styles, fused",
     "fused styles": "fusedpg.tensor_parallel",
+    "gloo DTensor, sequence": "torch's styles with SequenceParallel, Gloo",
+    "fused styles, sequence": "fusedpg.tensor_parallel with SequenceParallel",
     "one rank": "the whole model on one rank",
     "all_reduce alone": "the all_reduce alone",
     # pipeline_parallel
@@ -111,6 +113,7 @@ CASES = {
     "overlap": "16 MB all_reduce beside a matmul",
     "decode": "decoding one token",
     "prefill": "prefill of 256 tokens",
+    "sequence": "the same in parts of the sequence",
     "rows": "512 rows times a weight, summed",
     "epilogue": "all_reduce + bias, dropout, + residual",
     "segment": "to the next stage",

@@ -16,6 +16,8 @@ Parts:
     transformer  8 layers of width 1024: decoding one token, and a prefill of 256: DTensor's styles
                  on Gloo and on fused, `fusedpg.tensor_parallel`'s styles, and the whole model on
                  one rank while the others wait ("one rank")
+    sequence     that prefill, where each rank has a part of the rows between the layers: torch's
+                 plan with SequenceParallel on Gloo, the same with ours, and ours with whole rows
     hosts        "overlap" between two hosts of one rank each, which are network namespaces whose
                  links have a rate (needs root, `ip` and `tc`; exits with 2 where that cannot be),
                  and a core. By itself, not among the default parts
@@ -37,6 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as torch_styles
 
 import _harness as harness
@@ -57,7 +60,8 @@ GLOO, OURS, COMPILED, FUSED = (
 )
 APART, OVERLAP, AUTO = "fused, apart", "fused, overlap", "fused, auto"
 DTENSOR_GLOO, DTENSOR, STYLES, ALONE = "gloo DTensor", "fused DTensor", "fused styles", "one rank"
-PARTS = ("epilogue", "overlap", "transformer")
+SEQUENCE_GLOO, SEQUENCE = "gloo DTensor, sequence", "fused styles, sequence"
+PARTS = ("epilogue", "overlap", "transformer", "sequence")
 HOSTS = "hosts"
 SIZES = ",".join(str(4 << n) for n in range(10, 25, 2))
 TOKEN = 4 * WIDTH
@@ -120,6 +124,8 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
                 rows += overlap(context, args, inner)
         if "transformer" in args.parts:
             rows += transformer(context, args)
+        if "sequence" in args.parts:
+            rows += sequence(context, args)
     return rows
 
 
@@ -228,10 +234,11 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, position: int) -> Tensor:
         y = self.norm1(x)
         query, key, value = (
-            part(y).view(len(x), -1, WIDTH // HEADS).transpose(0, 1)
+            part(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(0, 1)
             for part in (self.q, self.k, self.v)
         )
-        if len(x) == 1:
+        count = query.shape[1]  # of x, or where that is a part of the rows, of all
+        if count == 1:
             if not hasattr(self, "keys"):
                 self.keys = key.new_zeros(key.shape[0], KEPT, key.shape[2])
                 self.values = torch.zeros_like(self.keys)
@@ -241,7 +248,7 @@ class Layer(nn.Module):
             z = F.scaled_dot_product_attention(query[None], self.keys[None], self.values[None])
         else:
             z = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True)
-        z = z[0].transpose(0, 1).reshape(len(x), -1)
+        z = z[0].transpose(0, 1).reshape(count, -1)
         if self.adds:
             x = self.o(z, x)
             result: Tensor = self.down(F.gelu(self.up(self.norm2(x))), x)
@@ -265,11 +272,19 @@ class Model(nn.Module):
         return x
 
 
-def spread(layers: int, group: dist.ProcessGroup, styles: Any, adds: bool) -> Model:
+def spread(
+    layers: int, group: dist.ProcessGroup, styles: Any, adds: bool, part: Shard | None = None
+) -> Model:
+    """`part`: how ranks divide what is between the layers."""
     model = Model(layers)
     mesh = DeviceMesh.from_group(group, "cpu")
-    plan = {f"layers.*.{name}": styles.ColwiseParallel() for name in ("q", "k", "v", "up")}
-    plan |= {f"layers.*.{name}": styles.RowwiseParallel() for name in ("o", "down")}
+    columns = styles.ColwiseParallel(input_layouts=part)
+    plan = {f"layers.*.{name}": columns for name in ("q", "k", "v", "up")}
+    rows = styles.RowwiseParallel(output_layouts=part)
+    plan |= {f"layers.*.{name}": rows for name in ("o", "down")}
+    if part is not None:
+        norms = torch_styles.SequenceParallel(sequence_dim=part.dim)
+        plan |= {f"layers.*.{name}": norms for name in ("norm1", "norm2")}
     torch_styles.parallelize_module(model, mesh, plan, src_data_rank=None)
     for layer in model.layers:
         layer.adds = adds
@@ -306,6 +321,30 @@ def transformer(context: Context, args: argparse.Namespace) -> list[Row]:
         rounds = args.rounds if count == 1 else max(args.rounds // 3, 5)
         rows += harness.measure(context, arms, case=case, size=TOKEN * count, rounds=rounds)
     return rows
+
+
+def sequence(context: Context, args: argparse.Namespace) -> list[Row]:
+    from fusedpg import tensor_parallel
+
+    groups, layers, part = context.groups, args.layers, Shard(0)
+    models = {
+        SEQUENCE_GLOO: spread(layers, groups["gloo"], torch_styles, False, part),
+        SEQUENCE: spread(layers, groups["fused"], tensor_parallel, True, part),
+        STYLES: spread(layers, groups["fused"], tensor_parallel, True),
+    }
+    x = torch.randn(PREFILL, WIDTH, generator=torch.Generator().manual_seed(1))
+    want = Model(layers)(x)
+    given = dict.fromkeys(models, x.chunk(context.world_size)[context.rank]) | {STYLES: x}
+    wanted = dict.fromkeys(models, want.chunk(context.world_size)[context.rank]) | {STYLES: want}
+    for name, model in models.items():
+        close = torch.allclose(model(given[name]), wanted[name], atol=1e-3)
+        harness.require(close, f"{name}: differs from one process")
+    arms: dict[str, Callable[[], object]] = {
+        name: lambda model=model, x=given[name]: model(x)  # type: ignore[misc]
+        for name, model in models.items()
+    }
+    rounds = max(args.rounds // 3, 5)
+    return harness.measure(context, arms, case="sequence", size=TOKEN * PREFILL, rounds=rounds)
 
 
 if __name__ == "__main__":

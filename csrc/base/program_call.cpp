@@ -20,6 +20,8 @@ OpDescriptor facts(const ProgramCall& call) {
     values.add(seed);
   }
   values.add(call.first);
+  values.add(uint64_t{call.runs});
+  values.add(call.spacing);
   d.value_hash = values.value();
   d.options = call.missing != nullptr ? kFirstCall : 0;
   return d;

@@ -42,6 +42,12 @@ struct ProgramCall {
   // What the function takes for the index of the first element: these may be
   // some rows of a larger tensor.
   uint64_t first = 0;
+  // Whose elements are whose. 0: a rank's are its shard_range. Else the tensor
+  // is so many runs of equal blocks, one block for each rank in every run. A
+  // block may be the first elements of a longer one in the larger tensor:
+  // `spacing` is from one's first element to the next one's there.
+  size_t runs = 0;
+  uint64_t spacing = 0;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   std::vector<double> numbers; // alike on all ranks

@@ -77,7 +77,10 @@ struct ProgramArguments {
   // rank has no function; out, 1 if any rank has none, and nothing is written.
   // Empty there: all ranks are known to have one.
   at::Tensor done;
-  uint64_t first = 0; // ProgramCall
+  // As in ProgramCall.
+  uint64_t first = 0;
+  size_t runs = 0;
+  uint64_t spacing = 0;
 };
 
 // One call of sparse_all_reduce; see collectives/collectives.hpp.

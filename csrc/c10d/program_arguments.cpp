@@ -37,7 +37,15 @@ void check_memory(
 ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   ProgramCall call;
   const int64_t count = a.source.numel();
-  const int64_t part = shard_range(count, size, rank).length;
+  const auto blocks = static_cast<int64_t>(a.runs) * size;
+  TORCH_CHECK_VALUE(
+      blocks == 0 || count % blocks == 0,
+      formatted(
+          "fused: fused_program: {} elements are not {} equal blocks",
+          count,
+          blocks));
+  const int64_t part =
+      blocks == 0 ? shard_range(count, size, rank).length : count / size;
   const at::Device device = a.source.device();
   check_memory("the contribution", a.source, count, device);
   TORCH_CHECK_VALUE(
@@ -52,6 +60,8 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   call.source = a.source.const_data_ptr();
   call.count = static_cast<size_t>(count);
   call.first = a.first;
+  call.runs = a.runs;
+  call.spacing = a.spacing;
   for (size_t k = 0; k < a.operands.size(); ++k) {
     TORCH_CHECK_VALUE(
         a.kinds[k] >= 0 && a.kinds[k] <= 2,
@@ -77,6 +87,9 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
                                              : 0});
   }
   for (size_t k = 0; k < a.outputs.size(); ++k) {
+    TORCH_CHECK_VALUE(
+        blocks == 0 || !a.gathered[k],
+        "fused: fused_program: results in blocks are not gathered");
     check_memory(
         "a result", a.outputs[k], a.gathered[k] ? count : part, device);
     char* data = static_cast<char*>(a.outputs[k].data_ptr());

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "base/ownership.hpp"
 #include "collectives/reduction.hpp"
 
 namespace fusedpg {
@@ -21,12 +20,10 @@ class ProgramRun {
   ProgramRun(Way& way, const ProgramCall& call)
       : way_(way),
         call_(call),
-        first_(
-            static_cast<size_t>(shard_range(
-                                    static_cast<int64_t>(call.count),
-                                    way.size(),
-                                    way.rank())
-                                    .offset)) {}
+        lanes_(
+            call.runs == 0 ? Plan::shards({call.count}, way.size())
+                           : Plan::blocks(call.count, call.runs, way.size())),
+        own_(lanes_[way.rank()]) {}
 
   bool run() {
     const std::string wrong = misfit(call_);
@@ -44,9 +41,12 @@ class ProgramRun {
     check_nan(way_.op(), d, call_.source, call_.count);
     const size_t direct = next_gathered(0);
     bool able = true;
-    const Way::AtOnce small = direct != kNone && whole_everywhere()
-        ? at_once(d, direct, able)
-        : Way::AtOnce::kNo;
+    auto small = Way::AtOnce::kNo;
+    if (direct == kNone) {
+      small = at_once(d, direct, own_, able);
+    } else if (whole_everywhere()) {
+      small = at_once(d, direct, {{0, 0, call_.count}}, able);
+    }
     if (small == Way::AtOnce::kDone) {
       return able;
     }
@@ -84,21 +84,64 @@ class ProgramRun {
         std::all_of(call_.outputs.begin(), call_.outputs.end(), gathered);
   }
 
+  // This rank computes `pieces` from all ranks' whole contributions.
   // `able`: whether all ranks have the function; nothing is written if not.
-  Way::AtOnce at_once(OpDescriptor& d, size_t direct, bool& able) {
+  Way::AtOnce at_once(
+      OpDescriptor& d,
+      size_t direct,
+      const std::vector<LanePiece>& pieces,
+      bool& able) {
     kernels::ReduceArgs args;
     args.dtype = call_.dtype;
     args.op = call_.op;
-    void* dst = call_.outputs[direct].data;
     const Span source{
         const_cast<void*>(call_.source), call_.count * dtype_size(call_.dtype)};
+    const size_t begin = pieces.empty() ? 0 : pieces.front().begin;
+    const size_t end =
+        pieces.empty() ? 0 : pieces.back().begin + pieces.back().count;
     const auto compute = [&](const Sources& srcs) {
       able = !any_rank(way_, kNoFunction);
-      if (able) {
-        apply(direct, 0, call_.count, &dst, 1, srcs, /*stream=*/false);
+      if (!able) {
+        return;
+      }
+      void* dst = direct == kNone ? nullptr : call_.outputs[direct].data;
+      const size_t size = dtype_size(
+          srcs.folded ? wide_type(call_.dtype, call_.op) : call_.dtype);
+      std::vector<const void*> shifted(srcs.num);
+      for (const LanePiece& piece : pieces) {
+        for (size_t k = 0; k < srcs.num; ++k) {
+          shifted[k] = static_cast<const char*>(srcs.data[k]) +
+              (piece.begin - begin) * size;
+        }
+        apply(
+            direct,
+            piece.begin,
+            piece.count,
+            &dst,
+            direct == kNone ? 0 : 1,
+            {shifted.data(), srcs.num, srcs.folded},
+            /*stream=*/false);
       }
     };
-    return way_.at_once(d, {args, source, 0, call_.count, compute});
+    return way_.at_once(d, {args, source, begin, end - begin, compute});
+  }
+
+  // Of an owned element: how many elements before it are not owned.
+  size_t others_before(size_t begin) const {
+    if (call_.runs == 0) {
+      return own_.empty() ? 0 : own_.front().begin;
+    }
+    const size_t block = call_.count / (call_.runs * lanes_.size());
+    const size_t run = begin / (block * lanes_.size());
+    return begin - run * block - begin % block;
+  }
+  // Its index in the larger tensor.
+  uint64_t index(size_t begin) const {
+    if (call_.runs == 0) {
+      return call_.first + begin;
+    }
+    const size_t block = call_.count / (call_.runs * lanes_.size());
+    return call_.first + begin / block * call_.spacing + begin % block;
   }
 
   size_t next_gathered(size_t from) const {
@@ -125,7 +168,7 @@ class ProgramRun {
       dst = call_.outputs[direct].data;
     }
     plan.tensors.push_back({static_cast<const char*>(call_.source), dst});
-    plan.lanes = Plan::shards({call_.count}, way_.size());
+    plan.lanes = lanes_;
     plan.epilogue = [this, direct](
                         size_t /* tensor */,
                         size_t begin,
@@ -145,7 +188,7 @@ class ProgramRun {
     plan.src_size = plan.dst_size = output.element;
     plan.reads = false;
     plan.tensors.push_back({nullptr, output.data});
-    plan.lanes = Plan::shards({call_.count}, way_.size());
+    plan.lanes = lanes_;
     plan.epilogue = [this, &output](
                         size_t /* tensor */,
                         size_t begin,
@@ -201,13 +244,14 @@ class ProgramRun {
     thread_local std::vector<const void*> inputs;
     thread_local std::vector<void*> places;
     thread_local std::vector<ProgramOutput> outputs;
+    const size_t first = others_before(begin);
     inputs.clear();
     for (const ProgramCall::Input& input : call_.inputs) {
-      inputs.push_back(input.data + place(input, begin, first_));
+      inputs.push_back(input.data + place(input, begin, first));
     }
     places.clear();
     for (const ProgramCall::Output& output : call_.outputs) {
-      places.push_back(output.data + place(output, begin, first_));
+      places.push_back(output.data + place(output, begin, first));
     }
     for (size_t k = 0; k < num_dsts; ++k) {
       places.push_back(
@@ -231,7 +275,7 @@ class ProgramRun {
         outputs.data(),
         call_.numbers.data(),
         call_.seeds.data()};
-    call_.function(&args, call_.first + begin, count);
+    call_.function(&args, index(begin), count);
   }
 
   void reduce(void* sums, size_t count, size_t offset, const Sources& srcs)
@@ -253,7 +297,8 @@ class ProgramRun {
 
   Way& way_;
   const ProgramCall& call_;
-  const size_t first_; // of the own slice
+  const Lanes lanes_;
+  const std::vector<LanePiece>& own_;
 };
 
 } // namespace

@@ -19,6 +19,18 @@ Lanes Plan::shards(const std::vector<size_t>& counts, int world_size) {
   return lanes;
 }
 
+Lanes Plan::blocks(size_t count, size_t runs, int world_size) {
+  const auto ranks = static_cast<size_t>(world_size);
+  const size_t block = count / (runs * ranks);
+  Lanes lanes(ranks);
+  for (size_t p = 0; p < ranks && block != 0; ++p) {
+    for (size_t run = 0; run < runs; ++run) {
+      lanes[p].push_back({0, (run * ranks + p) * block, block});
+    }
+  }
+  return lanes;
+}
+
 std::vector<size_t> Plan::counts() const {
   std::vector<size_t> all(tensors.size());
   for (const auto& lane : lanes) {

@@ -75,6 +75,8 @@ struct Plan {
 
   // Lanes by the ownership map: owner p has shard_range(count, P, p) of each.
   static Lanes shards(const std::vector<size_t>& counts, int world_size);
+  // Owners of one tensor that is runs of equal blocks, one each in every run.
+  static Lanes blocks(size_t count, size_t runs, int world_size);
   // Elements of each tensor that the lanes cover.
   std::vector<size_t> counts() const;
   // Takes a tensor out of the operation; the same on all ranks.

@@ -267,6 +267,8 @@ def begin(
     done: torch.Tensor,
     async_op: bool,
     first: int = 0,
+    runs: int = 0,
+    spacing: int = 0,
 ) -> Any:
     """The group's operation: its Work, or None where it has been done. `done`: if by all ranks."""
     return backend.fused_program_(
@@ -284,6 +286,8 @@ def begin(
         done,
         async_op,
         first,
+        runs,
+        spacing,
     )
 
 

@@ -76,11 +76,11 @@ class Direct:
         source = kernel(group, nodes, program).source if group.kind == "collective" else None
         if source is None or not source.scatter.numel or source.materialised:
             return None
-        outputs = tuple(node for node, whole in source.outputs if whole)
+        outputs = tuple(node for node, _ in source.outputs)
         given = [source.scatter.operands[0], *(node for node, _ in source.operands)]
         given += [*source.numbers, *source.seeds]
         given += [node.operands[1] for node in source.dropouts]
-        if outputs != program.outputs or len(outputs) != len(source.outputs) or len(outputs) != 1:
+        if outputs != program.outputs or len(outputs) != 1:
             return None
         if any(node.op != "input" for node in given):
             return None
@@ -101,12 +101,18 @@ class Direct:
         result: torch.Tensor,
         *,
         first: int = 0,
+        runs: int = 0,
+        spacing: int = 0,
         async_op: bool = False,
     ) -> Begun:
         """Writes the result, as an operation of the group.
 
         Args:
             first: the index, to dropout, of the first element: for rows of a larger tensor.
+            runs: where each rank gets its part: the contribution is so many runs of equal blocks,
+                one block for each rank in every run, and the part is this rank's blocks. 0: it is
+                shard_range.
+            spacing: of the first elements of neighbouring blocks, their distance in that tensor.
         """
         numbers, seeds = self._given(values)
         done = torch.zeros(1, dtype=torch.uint8)
@@ -122,13 +128,16 @@ class Direct:
             done,
             async_op,
             first,
+            runs,
+            spacing,
         )
         return Begun(work, done)
 
-    def here(self, values: Mapping[str, Any], result: torch.Tensor) -> None:
+    def here(self, values: Mapping[str, Any], result: torch.Tensor, *, first: int = 0) -> None:
         """The computation alone, on whole tensors: the contribution is taken for the sum.
 
-        It is given in the type that sums have, which is float for 16-bit types.
+        It is given in the type that sums have, which is float for 16-bit types. `first` is as in
+        `begin`.
         """
         numbers, seeds = self._given(values)
         total = values[self._contribution].contiguous()
@@ -143,7 +152,7 @@ class Direct:
             array(ctypes.c_uint64, [*seeds, *self._source.periods]),
         )
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-        kind(self._function)(ctypes.addressof(args), 0, result.numel())
+        kind(self._function)(ctypes.addressof(args), first, result.numel())
 
 
 def array(kind: Any, values: Sequence[Any]) -> Any:

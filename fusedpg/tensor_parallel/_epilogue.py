@@ -1,10 +1,15 @@
-"""What follows a row-parallel product: all_reduce, + bias, dropout, + residual as one operation."""
+"""What follows a row-parallel product: a sum, + bias, dropout, + residual as one operation.
+
+The sum is an all_reduce, or with `Blocks` a reduce_scatter.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +18,11 @@ import torch.nn.functional as F
 
 import fusedpg.fusion as fusion
 from fusedpg._registration import load_extension
-from fusedpg.functional import _backend, group_info
+from fusedpg.functional import _backend, group_info, shard_range
 from fusedpg.fusion.api import FusedFunction, fuse
 from fusedpg.fusion.direct import Direct
 from fusedpg.fusion.philox import kept
+from fusedpg.tensor_parallel._blocks import Blocks, reduce_scatter, scatter_sum
 
 # Programs that are kept; all go together.
 _KEPT = 512
@@ -33,7 +39,27 @@ def _epilogue(
     seed: int,
     drops: bool,
 ) -> torch.Tensor:
-    y = fusion.all_reduce(x)
+    return _rest(fusion.all_reduce(x), bias, residual, p, seed, drops)
+
+
+@fuse
+def _part(x: Any, bias: Any, p: float, seed: int, drops: bool) -> torch.Tensor:
+    return _rest(fusion.reduce_scatter(x), bias, None, p, seed, drops)
+
+
+@fuse
+def _part_and_residual(
+    x: Any,
+    bias: Any,
+    residual: fusion.Shard,
+    p: float,
+    seed: int,
+    drops: bool,
+) -> torch.Tensor:
+    return _rest(fusion.reduce_scatter(x), bias, residual, p, seed, drops)
+
+
+def _rest(y: Any, bias: Any, residual: Any, p: float, seed: int, drops: bool) -> Any:
     if bias is not None:
         y = y + bias
     if drops:
@@ -51,6 +77,8 @@ def _dropped(x: Any, p: float, seed: int) -> torch.Tensor:
 # What a fused collective needs; the cheapest schedule of a small program may be another.
 _ONE = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
 _epilogue_at_once = _epilogue.scheduled(*_ONE)
+_part_at_once = _part.scheduled(fusion.FuseCollective())
+_part_and_residual_at_once = _part_and_residual.scheduled(fusion.FuseCollective())
 _dropped_at_once = _dropped.scheduled(*_ONE)
 _lock = threading.Lock()
 _plans: dict[Any, Direct | None] = {}  # replaced, never emptied: it is read without the lock
@@ -100,6 +128,12 @@ class Place:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return bool(least.item() > 0)
 
+    def beside(self, x: torch.Tensor, overlap: bool | None) -> bool:
+        """Whether own rows are multiplied while those of others arrive; all ranks ask alike."""
+        if overlap is not None or self.size == 1:
+            return bool(overlap) and self.size > 1
+        return x.device.type != "cpu" or self.backend is None or self.spare
+
     def chunks(self, rows: int, weight: torch.Tensor, overlap: bool | None) -> int:
         """In how many parts of the rows a product is summed: alike on all ranks."""
         if overlap is False or self.size == 1 or rows < 2 or self.backend is None:
@@ -122,6 +156,7 @@ class Place:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
         drops: bool,
+        scatters: bool = False,
     ) -> tuple[Any, Direct | None]:
         key = (
             self.size,
@@ -130,6 +165,7 @@ class Place:
             None if bias is None else bias.dtype,
             None if residual is None else residual.dtype,
             drops,
+            scatters,
         )
         if key in self._eager:
             return key, None
@@ -138,11 +174,15 @@ class Place:
             return key, plans[key]
         values: dict[str, Any] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
         values["bias"] = None if bias is None else bias.to("meta")
-        values["residual"] = (
-            None if residual is None else torch.empty(shape, dtype=residual.dtype, device="meta")
-        )
         values |= {"p": 0.5, "seed": 0, "drops": drops}
-        return key, _plan(key, _epilogue_at_once, self.size, **values)
+        function = _part_at_once if scatters else _epilogue_at_once
+        if residual is not None:
+            given = shard_range(math.prod(shape), self.size, 0)[1:] if scatters else shape
+            values["residual"] = torch.empty(given, dtype=residual.dtype, device="meta")
+            function = _part_and_residual_at_once if scatters else _epilogue_at_once
+        elif not scatters:
+            values["residual"] = None
+        return key, _plan(key, function, self.size, **values)
 
     def finish(
         self,
@@ -215,20 +255,108 @@ class Place:
         return self.finish(F.linear(x, weight), bias, residual, p, seed)
 
 
-def dropped(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
-    """Dropout of a whole tensor on this rank: the mask that `finish` has for the same seed."""
-    if not p:
+def finish_part(
+    place: Place,
+    product: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    seed: int,
+    blocks: Blocks,
+) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' products, and what follows, on these alone."""
+    plain = bias is None and residual is None and not p
+    if not plain and product.numel() and place._compiles(product):
+        key, direct = place._direct(product.shape, product.dtype, bias, residual, p > 0, True)
+        if direct is not None:
+            values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
+            values |= {"p": p, "seed": seed}
+            part = blocks.part(product)
+            spacing = blocks.rows * product.shape[1]
+            begun = direct.begin(place.backend, values, part, runs=blocks.runs, spacing=spacing)
+            if begun.wait():
+                return part
+            place._eager.add(key)
+    # The same operation by operation: 16-bit types are summed in float32, as our engine does it.
+    ours = place.backend is not None and product.device.type == "cpu"
+    wide = product if ours or product.dtype.itemsize > 2 else product.float()
+    total = scatter_sum(blocks.by_rank(wide), place.group).to(product.dtype)
+    if bias is not None:
+        total = total + bias
+    total = dropped(total, p, seed, blocks.firsts(place.rank, product.shape[1]))
+    return total if residual is None else residual + total
+
+
+def overlapped_part(
+    place: Place,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    seed: int,
+    blocks: Blocks,
+    chunks: int,
+) -> torch.Tensor:
+    """finish_part(F.linear(x, weight), ...): rows are summed while the next are multiplied."""
+    features, rest = weight.shape[0], (bias, residual, p, seed)
+    plain = bias is None and residual is None and not p
+    pieces = list(blocks.pieces(chunks))
+    shapes = {(piece.blocks.whole_rows, features) for piece in pieces}
+    found = {
+        shape: place._direct(shape, x.dtype, bias, residual, p > 0, True)
+        for shape in shapes
+        if not plain
+    }
+    direct = not plain and place._compiles(x)
+    if not plain and not (direct and all(one is not None for _, one in found.values())):
+        return finish_part(place, F.linear(x, weight), *rest, blocks)
+    part = x.new_empty(blocks.part_rows, features)
+    begun: list[Any] = []
+    products = []  # which are read until the end
+    for piece in pieces:
+        product = torch.mm(blocks.cut(x, piece), weight.t())
+        mine = part[piece.part]
+        if plain:
+            products.append(piece.blocks.by_rank(product))
+            begun.append(reduce_scatter(mine, products[-1], group=place.group, async_op=True))
+            continue
+        products.append(product)
+        values = {"x": product, "bias": bias, "p": p, "seed": seed}
+        values["residual"] = None if residual is None else residual[piece.part]
+        one = found[(product.shape[0], features)][1]
+        assert one is not None
+        sizes = {"runs": piece.blocks.runs, "spacing": blocks.rows * features}
+        first = piece.first * features
+        begun.append(one.begin(place.backend, values, mine, first=first, async_op=True, **sizes))
+    done = [one.wait() for one in begun]
+    if plain or all(done):
+        return part
+    place._eager.update(key for key, _ in found.values())
+    return finish_part(place, F.linear(x, weight), *rest, blocks)
+
+
+def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) -> torch.Tensor:
+    """Dropout on this rank: the mask that the sums have for the same seed.
+
+    Args:
+        firsts: of equal runs of elements, the index of each one's first in the whole output.
+    """
+    if not p or not x.numel():
         return x
-    if x.device.type == "cpu" and x.numel():
-        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        direct = _plan((tuple(x.shape), x.dtype), _dropped_at_once, 1, x=like, p=0.5, seed=0)
+    count = x.numel() // len(firsts)
+    if x.device.type == "cpu":
+        like = torch.empty(count, dtype=x.dtype, device="meta")
+        direct = _plan((count, x.dtype), _dropped_at_once, 1, x=like, p=0.5, seed=0)
         if direct is not None and direct.compiled:
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
             wide = x.float() if x.dtype.itemsize == 2 else x
-            direct.here({"x": wide, "p": p, "seed": seed}, result)
+            runs = wide.reshape(len(firsts), count), result.view(len(firsts), count)
+            for first, given, run in zip(firsts, *runs, strict=True):
+                direct.here({"x": given, "p": p, "seed": seed}, run, first=first)
             return result
-    keep = kept(p, seed, 0, x.numel(), x.device).reshape(x.shape)
+    keep = torch.cat([kept(p, seed, first, count, x.device) for first in firsts]).reshape(x.shape)
     return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
 
 
-__all__ = ["Place", "dropped"]
+__all__ = ["Place", "dropped", "finish_part", "overlapped_part"]

@@ -17,7 +17,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension, landed
 from fusedpg.tensor_parallel._epilogue import Place, dropped
+from fusedpg.tensor_parallel._sequence import (
+    GatheredColumns,
+    ScatteredRows,
+    gathered_linear,
+    normed,
+    scattered_linear,
+)
 
 _Linear = TypeVar("_Linear", bound="ParallelLinear")
 
@@ -30,6 +38,7 @@ class ParallelLinear(nn.Linear):
     _bias: Placement
     _input: Placement
     _split = ""  # the argument that the ranks divide
+    sequence_dim: int | None = None
 
     def __init__(
         self,
@@ -118,10 +127,17 @@ class ParallelLinear(nn.Linear):
 
         return uncompiled(self.forward, *args, **kwargs)
 
-    def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _dim(self, input: torch.Tensor) -> int:
+        """The dimension of which each rank has a part."""
+        assert self.sequence_dim is not None
+        return dimension(self._title, self.sequence_dim, input.shape)
+
+    def _local(
+        self, input: torch.Tensor, placement: Placement
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """This rank's input, weight and bias, in the types that they are multiplied in."""
         if isinstance(input, DTensor):
-            input = input.redistribute(placements=[self._input]).to_local()
+            input = input.redistribute(placements=[placement]).to_local()
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
         # FSDP hands out plain tensors where the mesh has one rank.
@@ -146,11 +162,15 @@ class ColumnParallelLinear(ParallelLinear):
 
     The input is alike on all ranks; the output is this rank's `out_features / world_size` features.
     In backward the gradient of the input is summed over the ranks while that of the weight is
-    computed.
+    computed. With `sequence_dim` the input is this rank's part of that dimension: parts are
+    gathered while the own one is multiplied, and the gradient is that of this rank's part.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`: of the whole layer.
         activation: what is applied to the output, like `F.gelu`.
+        sequence_dim: the dimension of which the input is this rank's part; None: it is whole.
+        overlap: whether the own part is multiplied while the others arrive; None: where each rank
+            has a core to spare.
         group: its ranks share the layer; default: all. Making the layer is a collective: weights
             are those of its first rank.
     """
@@ -167,24 +187,54 @@ class ColumnParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
         *,
         activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sequence_dim: int | None = None,
+        overlap: bool | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype, group=group)
-        self._set(activation=activation)
+        self._set(activation=activation, sequence_dim=sequence_dim, overlap=overlap)
 
-    def _set(self, activation: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def _set(
+        self,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sequence_dim: int | None = None,
+        overlap: bool | None = None,
+    ) -> None:
         self.activation = activation
+        self.sequence_dim = checked(sequence_dim)
+        self.overlap = overlap
 
     def forward(self, input: torch.Tensor) -> Any:
         """This rank's features of the output."""
         if torch.compiler.is_compiling():
             return self._uncompiled(input)
-        x, weight, bias = self._local(input)
+        if self.sequence_dim is not None:
+            y = self._gathered(input, self._dim(input))
+            return y if self.activation is None else self.activation(y)
+        x, weight, bias = self._local(input, self._input)
         if torch.is_grad_enabled() and x.requires_grad:
-            y: torch.Tensor = _Columns.apply(x, weight, bias, self._place)
+            y = _Columns.apply(x, weight, bias, self._place)
         else:
             y = F.linear(x, weight, bias)
         return y if self.activation is None else self.activation(y)
+
+    def _gathered(self, input: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's features of all ranks' rows."""
+        x, weight, bias = self._local(input, Shard(dim))
+        place = self._place
+        whole = [*x.shape[:-1], weight.shape[0]]
+        whole[dim] *= place.size
+        blocks = Blocks.of(whole[:-1], dim, place.size)
+        tensors = (x.reshape(-1, x.shape[-1]), weight, bias)
+        call = (place, blocks, self.overlap)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            y: torch.Tensor = GatheredColumns.apply(*tensors, *call)
+        else:
+            y = gathered_linear(*tensors, *call)
+        return y.view(whole)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _described(self)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -192,14 +242,17 @@ class RowParallelLinear(ParallelLinear):
 
     The ranks' products are summed, and bias, dropout and residual follow, in one operation of the
     group: `residual + dropout(all_reduce(input @ weight.T) + bias)`, alike on all ranks. On a CPU
-    group of the backend "fused" that is generated code.
+    group of the backend "fused" that is generated code. With `sequence_dim` that, the residual and
+    the norm are of this rank's part of that dimension, and it is a reduce_scatter.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`: of the whole layer.
         dropout: the probability, while training.
-        norm: a module, like `nn.RMSNorm`, applied to the sum; then `forward` returns both.
+        norm: a module, like `nn.RMSNorm`, applied to the sum; then `forward` returns both. With
+            `sequence_dim` the gradients of its parameters are summed over the ranks in backward.
         overlap: whether rows are summed while other rows are multiplied; None: where there are
             enough of them, and each rank has a core to spare or the group spans hosts.
+        sequence_dim: the dimension of which the output is this rank's part; None: it is whole.
         group: its ranks share the layer; default: all. Making the layer is a collective: weights
             are those of its first rank.
     """
@@ -218,19 +271,25 @@ class RowParallelLinear(ParallelLinear):
         dropout: float = 0.0,
         norm: nn.Module | None = None,
         overlap: bool | None = None,
+        sequence_dim: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype, group=group)
-        self._set(dropout=dropout, norm=norm, overlap=overlap)
+        self._set(dropout=dropout, norm=norm, overlap=overlap, sequence_dim=sequence_dim)
 
     def _set(
-        self, dropout: float = 0.0, norm: nn.Module | None = None, overlap: bool | None = None
+        self,
+        dropout: float = 0.0,
+        norm: nn.Module | None = None,
+        overlap: bool | None = None,
+        sequence_dim: int | None = None,
     ) -> None:
         if not 0 <= dropout <= 1:
             raise ValueError(f"{self._title}: dropout is a probability, got {dropout}")
         self.dropout = dropout
         self.norm = norm
         self.overlap = overlap
+        self.sequence_dim = checked(sequence_dim)
 
     def _unfit(self, input: torch.Tensor, weight: torch.Tensor) -> str:
         return (
@@ -246,24 +305,31 @@ class RowParallelLinear(ParallelLinear):
         *,
         seed: int | None = None,
     ) -> Any:
-        """The output, alike on all ranks; with a norm: (norm(output), output).
+        """The output, alike on all ranks or this rank's part; with a norm: (norm(output), output).
 
         Args:
             input: this rank's features.
-            residual: is added; of the output's shape, alike on all ranks.
+            residual: is added; of the output's shape, and alike on all ranks where that is.
             seed: of the dropout, alike on all ranks; None: drawn from torch's default generator,
                 so seed that alike on all ranks.
         """
         if torch.compiler.is_compiling():
             return self._uncompiled(input, residual, seed=seed)
-        x, weight, bias = self._local(input)
+        x, weight, bias = self._local(input, self._input)
+        place = self._place
         shape = (*x.shape[:-1], weight.shape[0])
+        blocks, dim = None, 0
+        placement: Placement = Replicate()
+        if self.sequence_dim is not None:
+            dim = self._dim(x)
+            shape = self._part(shape, dim, place.size)
+            blocks, placement = Blocks.of(x.shape[:-1], dim, place.size), Shard(dim)
         if isinstance(residual, DTensor):
-            residual = residual.redistribute(placements=[Replicate()]).to_local()
+            residual = residual.redistribute(placements=[placement]).to_local()
         if residual is not None and residual.shape != shape:
             raise ValueError(
                 f"{self._title}: the residual has the shape {tuple(residual.shape)}, the output "
-                f"{shape}"
+                f"{shape}" + ("" if blocks is None else f", this rank's part of dimension {dim}")
             )
         p = self.dropout if self.training else 0.0
         if not p:
@@ -275,16 +341,36 @@ class RowParallelLinear(ParallelLinear):
         rows = x.reshape(-1, x.shape[-1])
         given = None if residual is None else residual.reshape(-1, shape[-1])
         tensors = (rows, weight, bias, given)
-        call = (self._place, p, seed, self.overlap)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            y = _Rows.apply(*tensors, *call)
+        call = (place, p, seed, self.overlap)
+        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if blocks is None:
+            y = _Rows.apply(*tensors, *call) if grad else _rows(*tensors, *call)
+        elif grad:
+            y = ScatteredRows.apply(*tensors, *call, blocks)
         else:
-            y = _rows(*tensors, *call)
+            y = scattered_linear(*tensors, *call, blocks)
         y = y.view(shape)
-        return y if self.norm is None else (self.norm(y), y)
+        if self.norm is None:
+            return y
+        if blocks is None:
+            return self.norm(y), y
+        return normed(self.norm, y, place, dim), y
+
+    def _part(self, whole: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        if whole[dim] % ranks:
+            raise ValueError(
+                f"{self._title}: dimension {dim} of the input has size {whole[dim]}, which does "
+                f"not divide by {ranks} ranks: pad it to {-(-whole[dim] // ranks) * ranks}"
+            )
+        return (*whole[:dim], whole[dim] // ranks, *whole[dim + 1 :])
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dropout={self.dropout}"
+        return f"{super().extra_repr()}, dropout={self.dropout}{_described(self)}"
+
+
+def _described(layer: ParallelLinear) -> str:
+    return "" if layer.sequence_dim is None else f", sequence_dim={layer.sequence_dim}"
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
@@ -308,6 +394,7 @@ def _rows(
     seed: int,
     overlap: bool | None,
 ) -> torch.Tensor:
+    residual = landed(residual)
     chunks = place.chunks(x.shape[0], weight, overlap)
     if chunks > 1:
         return place.overlapped(x, weight, bias, residual, p, seed, chunks)
@@ -342,6 +429,7 @@ class _Rows(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_bias, of_residual = ctx.types
+        gradient = landed(gradient)
         given = gradient.to(of_residual) if needs[3] else None
         if any(needs[:3]):
             gradient = dropped(gradient.to(ctx.dtype), *ctx.dropout)

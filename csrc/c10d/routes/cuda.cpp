@@ -139,6 +139,9 @@ WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
       "fused: fused_program: an address is a CPU's function; on a GPU pass "
       "what load_program() gave");
   TORCH_CHECK_VALUE(
+      arguments.runs == 0,
+      "fused: fused_program: on a GPU a rank's elements are its shard_range");
+  TORCH_CHECK_VALUE(
       known ? arguments.kernel != nullptr
             : arguments.done.scalar_type() == at::kFloat &&
               arguments.done.device() == arguments.source.device(),

@@ -1,0 +1,203 @@
+"""Forward and backward of the layers where each rank has a part of the rows of what lies between.
+
+Rows are gathered before a column-parallel product and again, rather than kept, for the gradient of
+its weight; those of a row-parallel product are summed for their owner alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+
+from fusedpg.tensor_parallel._blocks import (
+    Blocks,
+    Gathering,
+    begin_scatter_sum,
+    landed,
+    multiplied,
+)
+from fusedpg.tensor_parallel._epilogue import Place, dropped, finish_part, overlapped_part
+
+
+def _own(place: Place, part: torch.Tensor, overlap: bool | None) -> slice | None:
+    """This rank's rows among all, where they are multiplied first."""
+    if not place.beside(part, overlap):
+        return None
+    return slice(place.rank * len(part), (place.rank + 1) * len(part))
+
+
+def gathered_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    place: Place,
+    blocks: Blocks,
+    overlap: bool | None,
+) -> torch.Tensor:
+    """F.linear of all ranks' rows, in their order."""
+    x = landed(x)
+    gathering = Gathering(x, place.group, place.size)
+    rows = multiplied(gathering, x, weight.t(), bias, _own(place, x, overlap))
+    return blocks.in_order(rows)
+
+
+class GatheredColumns(torch.autograd.Function):
+    """Each rank has a contribution to the gradient of all rows of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        place: Place,
+        blocks: Blocks,
+        overlap: bool | None,
+    ) -> torch.Tensor:
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
+        ctx.place, ctx.blocks = place, blocks
+        return gathered_linear(x, weight, bias, place, blocks, overlap)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs, place = ctx.needs_input_grad, ctx.place
+        grad_x = grad_weight = work = None
+        rows = ctx.blocks.by_rank(landed(gradient))
+        # The rows arrive while the gradient of the input is computed, and are multiplied while
+        # that is summed.
+        gathering = Gathering(landed(x), place.group, place.size) if needs[1] else None
+        if needs[0]:
+            whole = torch.mm(rows, weight)
+            grad_x, work = begin_scatter_sum(whole, place.group)
+        if gathering is not None:
+            grad_weight = torch.mm(rows.t(), gathering.wait())
+        grad_bias = rows.sum(0) if needs[2] else None
+        if work is not None:
+            work.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def scattered_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    place: Place,
+    p: float,
+    seed: int,
+    overlap: bool | None,
+    blocks: Blocks,
+) -> torch.Tensor:
+    """This rank's rows of the sum of the ranks' products, and what follows."""
+    chunks = place.chunks(x.shape[0], weight, overlap)
+    rest = (bias, landed(residual), p, seed, blocks)
+    if chunks > 1:
+        return overlapped_part(place, x, weight, *rest, chunks)
+    return finish_part(place, F.linear(x, weight), *rest)
+
+
+class ScatteredRows(torch.autograd.Function):
+    """Each rank has the gradient of its rows, and every product needs that of all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        place: Place,
+        p: float,
+        seed: int,
+        overlap: bool | None,
+        blocks: Blocks,
+    ) -> torch.Tensor:
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
+        ctx.types = tuple(None if t is None else t.dtype for t in (bias, residual))
+        ctx.place, ctx.blocks, ctx.overlap = place, blocks, overlap
+        ctx.dropout = p, seed, blocks.firsts(place.rank, weight.shape[0])
+        ctx.dtype = x.dtype
+        return scattered_linear(x, weight, bias, residual, place, p, seed, overlap, blocks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs, place, blocks = ctx.needs_input_grad, ctx.place, ctx.blocks
+        of_bias, of_residual = ctx.types
+        gradient = landed(gradient)
+        given = gradient.to(of_residual) if needs[3] else None
+        grad_x = grad_weight = grad_bias = None
+        if any(needs[:3]):
+            # The mask before the gradient is sent: each rank's on its own rows.
+            part = dropped(gradient.to(ctx.dtype), *ctx.dropout)
+            gathering = Gathering(part, place.group, place.size)
+            if needs[0]:
+                own = _own(place, part, ctx.overlap)
+                grad_x = blocks.in_order(multiplied(gathering, part, weight, None, own))
+            rows = gathering.wait()
+            if needs[1]:
+                grad_weight = torch.mm(rows.t(), blocks.by_rank(x))
+            if needs[2]:
+                grad_bias = rows.sum(0).to(of_bias)
+        return grad_x, grad_weight, grad_bias, given, None, None, None, None, None
+
+
+class _OfAllRows(torch.autograd.Function):
+    """Parameters that every rank applies to rows of its own: their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        sums: list[torch.Tensor] = [gradient.contiguous() for gradient in gradients]
+        for kind in dict.fromkeys(gradient.dtype for gradient in sums):
+            places = [n for n, gradient in enumerate(sums) if gradient.dtype == kind]
+            flat = torch.cat([sums[n].reshape(-1) for n in places])
+            dist.all_reduce(flat, group=ctx.group)
+            parts = flat.split([sums[n].numel() for n in places])
+            for n, part in zip(places, parts, strict=True):
+                sums[n] = part.view(sums[n].shape)
+        return None, *sums
+
+
+def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
+    """The norm of this rank's rows; its parameters' gradients are summed over the ranks.
+
+    Parameters that are DTensors, as torch's SequenceParallel makes them, get theirs by DTensor.
+    """
+    named = dict(norm.named_parameters())
+    meshes = [p.device_mesh for p in named.values() if isinstance(p, DTensor)]
+    if meshes:
+        ranks = dist.get_process_group_ranks(place.group)
+        if any(mesh.mesh.tolist() != ranks for mesh in meshes):
+            raise ValueError(
+                f"the norm's parameters lie on {meshes}, and the layer's ranks are {ranks}: their "
+                "gradients are summed over the layer's ranks, so give a norm of plain tensors"
+            )
+        z = norm(DTensor.from_local(y, meshes[0], [Shard(dim)], run_check=False))
+        return z.redistribute(placements=[Shard(dim)]).to_local() if isinstance(z, DTensor) else z
+    wanting = [name for name, parameter in named.items() if parameter.requires_grad]
+    if place.size == 1 or not wanting or not torch.is_grad_enabled():
+        return norm(y)
+    summed: Sequence[torch.Tensor] = _OfAllRows.apply(place.group, *(named[n] for n in wanting))
+    return functional_call(norm, dict(zip(wanting, summed, strict=True)), (y,))
+
+
+__all__ = ["GatheredColumns", "ScatteredRows", "gathered_linear", "normed", "scattered_linear"]

@@ -1,0 +1,91 @@
+"""fusedpg.tensor_parallel with sequence_dim: layers and styles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import harness
+from checks import sequence as checks
+
+SIZES = [2, harness.slow(1), harness.slow(3)]
+
+
+def seeds() -> list[Any]:
+    """One of Gloo, of generated code and without, then many slow ones; `SEED=` runs one."""
+    if "SEED" in os.environ:
+        return [(int(os.environ["SEED"]),)]
+    return [(7, 19, 54), *(harness.slow(range(at, at + 12)) for at in range(0, 300, 12))]
+
+
+@pytest.mark.parametrize("world_size", [2, *(harness.slow(size) for size in (1, 3, 4))])
+@pytest.mark.parametrize("some", seeds(), ids=str)
+def test_random_cases(world_size: int, some: Iterable[int]) -> None:
+    for seed in some:
+        harness.pool(world_size).run(checks.drawn, seed)
+
+
+def test_one_rank() -> None:
+    harness.pool(1).run(checks.drawn, 54)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *map(harness.slow, (torch.float64, torch.bfloat16))], ids=str
+)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_masks(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(checks.masks, dtype)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_norms(world_size: int) -> None:
+    harness.pool(world_size).run(checks.norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, harness.slow(torch.float64)], ids=str)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_styles(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(checks.styles, dtype)
+
+
+@pytest.mark.fused_only
+@pytest.mark.parametrize("world_size", [2, *map(harness.slow, (3, 9))])
+def test_small_and_large(world_size: int) -> None:
+    harness.pool(world_size).run(checks.ways)
+
+
+def test_what_does_not_fit() -> None:
+    harness.pool(2).run(checks.wrong)
+
+
+def test_residuals_on_their_way() -> None:
+    harness.pool(2).run(checks.on_their_way)
+
+
+def test_autocast() -> None:
+    harness.pool(2).run(checks.autocast)
+
+
+@pytest.mark.slow
+def test_under_compile() -> None:
+    harness.pool(2).run(checks.under_compile, timeout=120)
+
+
+@pytest.mark.fused_only
+@pytest.mark.parametrize("names", ["two and one", harness.slow("two")])
+def test_between_hosts(names: str) -> None:
+    workers = harness.pool_of_hosts(names, "gloo")
+    workers.run(checks.masks, torch.float32)
+    workers.run(checks.norms)
+
+
+@pytest.mark.slow
+@pytest.mark.fused_only
+@pytest.mark.parametrize("some", seeds()[:8], ids=str)
+def test_random_cases_between_hosts(some: Iterable[int]) -> None:
+    for seed in some:
+        harness.pool_of_hosts("two and one", "gloo").run(checks.drawn, seed)
