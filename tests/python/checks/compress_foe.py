@@ -132,7 +132,7 @@ def disagree(context: Context, what: str) -> None:
 
 def disagree_later(context: Context, what: str) -> None:
     """A checkpoint of another step, or of another seed, is loaded into a state that is at work."""
-    ddp = DistributedDataParallel(Given(100))
+    ddp = DistributedDataParallel(Given([100]))
     state = compress.from_params({"compressor": "randomk"})
     ddp.register_comm_hook(state, compress.hook)
     for _ in range(2):
