@@ -55,7 +55,7 @@ GLOO, BF16 = "gloo", "gloo bf16"
 ALONE = "no_sync"
 BATCH, LR, MOMENTUM = 4, 1e-3, 0.9
 ROUNDS = {"100mbit": 2, "1gbit": 5, "10gbit": 7, UNLIMITED: 7, ONE_HOST: 9}
-LOSS_SECONDS = {"100mbit": 90.0, "1gbit": 30.0}
+LOSS_SECONDS = {"100mbit": 60.0, "1gbit": 30.0}
 LOSS_BATCH, LOSS_LR, SPREAD, POINT = 16, 5e-3, 0.2, 5  # steps a point
 
 TOPK = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.01}

@@ -1,5 +1,14 @@
 // Part of kernels_impl.hpp: compression of gradients, but for what is random.
 
+// Fetches what a loop reads in the next tile: loops that compute much for each
+// element do not look ahead far enough themselves. It may lie behind the end.
+FUSEDPG_INLINE void fetch_after(const float* from, size_t n) {
+  const auto* next = reinterpret_cast<const char*>(from) + n * sizeof(float);
+  for (size_t at = 0; at < n * sizeof(float); at += kLine) {
+    __builtin_prefetch(next + at);
+  }
+}
+
 // Where v of elements [begin, begin + n) can be read: made in `tile`, if it
 // does not lie anywhere already.
 FUSEDPG_INLINE const float* compensated(
@@ -12,10 +21,12 @@ FUSEDPG_INLINE const float* compensated(
   const float beta = c.beta;
   const float gamma = c.gamma;
   if (c.grad == nullptr) {
+    fetch_after(residual, n);
     return residual;
   }
   if (c.residual == nullptr) {
     if (gamma == 1) {
+      fetch_after(grad, n);
       return grad;
     }
     for (size_t i = 0; i < n; ++i) {

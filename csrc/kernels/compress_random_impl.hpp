@@ -282,21 +282,24 @@ FUSEDPG_INLINE void unternary_as(
     size_t count,
     float value) {
   const float values[4] = {0.0F, value, -value, 0.0F};
-  float fours[256][4];
-  for (unsigned byte = 0; byte < 256; ++byte) {
-    for (unsigned k = 0; k < 4; ++k) {
-      fours[byte][k] = values[byte >> (2 * k) & 3];
-    }
-  }
   size_t i = 0;
-  for (; i + 4 <= count; i += 4) {
-    const float* four = fours[packed[i / 4]];
-    for (size_t k = 0; k < 4; ++k) {
-      put<kAdd>(out + i + k, four[k]);
+#if defined(__AVX2__)
+  const __m256 each = _mm256_setr_ps(0, value, -value, 0, 0, value, -value, 0);
+  const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+  for (; i + 8 <= count; i += 8) {
+    uint16_t codes = 0;
+    __builtin_memcpy(&codes, packed + i / 4, sizeof(codes));
+    // Of each code two bits count.
+    __m256 x = _mm256_permutevar_ps(
+        each, _mm256_srlv_epi32(_mm256_set1_epi32(codes), shifts));
+    if constexpr (kAdd) {
+      x = _mm256_add_ps(_mm256_loadu_ps(out + i), x);
     }
+    _mm256_storeu_ps(out + i, x);
   }
+#endif
   for (; i < count; ++i) {
-    put<kAdd>(out + i, fours[packed[i / 4]][i % 4]);
+    put<kAdd>(out + i, values[packed[i / 4] >> (2 * (i % 4)) & 3]);
   }
 }
 

@@ -98,6 +98,15 @@ class State:
         self._keeps = False  # whether anything but zeros may be kept of earlier steps
         self._clear()
 
+    def check_module(self, group: dist.ProcessGroup) -> None:
+        """Raises ValueError where a module's gradients would be averaged over other ranks."""
+        mine, its = (dist.get_process_group_ranks(g) for g in (self._parent, group))
+        if mine != its:
+            raise ValueError(
+                f"the state combines gradients of ranks {mine}, and the module is one of ranks "
+                f"{its}: give the state its group, from_params(..., group=process_group)"
+            )
+
     def _clear(self) -> None:
         """What begins anew in another process."""
         self._group: Any = None

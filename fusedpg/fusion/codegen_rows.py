@@ -184,6 +184,9 @@ class _RowWriter(_Writer):
         if not outputs:
             raise Unsupported("nobody uses it")
         body = self._passes(order, outputs)
+        for node in outputs:  # rather none than one that leaves memory as it finds it
+            if not any(f"store({self._names[node]}out" in line for line in body):
+                raise Unsupported(f"`{node.name}` as a result")
         math_needed = any(node.op in _MATH for node in order)
         return RowSource(
             self._file(body, math_needed, len(outputs)),

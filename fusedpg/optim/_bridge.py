@@ -24,7 +24,7 @@ from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
 from fusedpg.optim._gradients import ShardedGrad, SpentGrad
-from fusedpg.optim._hooked import Combined, CommHook, Exchange, any_rank
+from fusedpg.optim._hooked import Combined, CommHook, Exchange, any_rank, check_state
 from fusedpg.optim._parameters import add_hook, laid_out
 
 _ATTRIBUTE = "_fusedpg_bridge"
@@ -104,6 +104,7 @@ class Bridge:
             bridge.add(optimizer, params)
             return bridge
         _torch.check(ddp)
+        check_state(comm_hook, ddp.process_group)
         bridge = Bridge(ddp, comm_hook)
         bridge._check(optimizer, params)
         try:

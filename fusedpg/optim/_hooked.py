@@ -29,6 +29,13 @@ def check(comm_hook: Any, overlap: bool, reduce: str) -> None:
         raise ValueError(f'a comm_hook gives the mean: use reduce="mean", not {reduce!r}')
 
 
+def check_state(comm_hook: CommHook | None, modules: dist.ProcessGroup) -> None:
+    """Asks the state, if it knows its ranks (fusedpg.compress.State), whether they are these."""
+    known = None if comm_hook is None else getattr(comm_hook[0], "check_module", None)
+    if known is not None:
+        known(modules)
+
+
 def check_group(group: dist.ProcessGroup, modules: dist.ProcessGroup, device: Any) -> None:
     """A hook's mean is the same on all of the module's ranks, so each may share its optimizer's
     state with some of them. Norms are the same bits everywhere if all groups are of one size.

@@ -122,6 +122,12 @@ def says_what_it_cannot(context: Context) -> None:
     group = dist.new_group(uneven, use_local_synchronization=True)
     with refused("equally many", ValueError):
         make(parts, ddp=ddp, comm_hook=hook, process_group=group)
+    ranks = [context.rank]
+    alone = dist.new_group(ranks, backend="fused", use_local_synchronization=True)
+    elsewhere = DistributedDataParallel(checks.Given(), process_group=alone)
+    with refused("give the state its group", ValueError):
+        make(elsewhere.parameters(), ddp=elsewhere, comm_hook=hook)
+    assert not elsewhere._comm_hooks
     one = make(parts[:2], ddp=ddp, comm_hook=hook)
     with refused("the same (state, hook)", ValueError):
         make(parts[2:], ddp=ddp)

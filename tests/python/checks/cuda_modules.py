@@ -141,7 +141,12 @@ def misused(context: Context) -> None:
 
 def modules_now(fake: Any) -> Callable[[int], None]:
     """A check of how many modules there are more than now; soon, as threads may unload."""
-    before = fake.modules()
+    # Programs of earlier tests may still wait for Python to collect them, and for threads.
+    gc.collect()
+    before = -1
+    while before != (now := fake.modules()):
+        before = now
+        time.sleep(EARLY)
 
     def check(more: int) -> None:
         gc.collect()
