@@ -113,7 +113,8 @@ class State:
         self._hosts: _hosts.Hosts | None = None
         self._lane: Lane | None = None
         self._finishing: concurrent.futures.Future[None] | None = None
-        self._plain = False
+        self._plain = self._direct = False
+        self._sent: list[Any] = []  # futures of this step's buckets that took DDP's own way
         self._failure: BaseException | None = None
         self._open: _Unit | None = None
         self._waiting: list[_Bucket] = []  # for the unit that is open
@@ -155,14 +156,28 @@ class State:
             self._lane = self._connect()
         if bucket.index() == 0:
             self._begin()
+        parameters = bucket.parameters()
+        self._know(parameters)
+        splits = self._follow(parameters, buffer)
+        as_known = self._splits is not None and self._failure is None
+        if self._direct and as_known and buffer.device.type == "cpu":
+            self._position += len(parameters)
+            answer = self._as_without_hook(buffer)
+        else:
+            answer = self._compressed(parameters, buffer, splits)
+        if bucket.is_last():
+            self._end()
+        return answer
+
+    def _compressed(
+        self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, splits: frozenset[int]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Hands the units that end in a bucket to the thread."""
         devices: Any = [buffer.device] if buffer.is_cuda else None
         result: Any = torch.futures.Future(devices=devices)
         mine = _Bucket(buffer, result)
         # Only an exception out of a callback is one to DDP, too.
-        answer = result.then(self._answer)
-        parameters = bucket.parameters()
-        self._know(parameters)
-        splits = self._follow(parameters, buffer)
+        answer: Any = result.then(self._answer)
         begin = 0
         for parameter in parameters:
             end = begin + parameter.numel()
@@ -174,8 +189,26 @@ class State:
         self._waiting.append(mine)
         if self._open is None:
             self._close()
-        if bucket.is_last():
-            self._end()
+        return answer
+
+    def _as_without_hook(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Nothing is compressed and nothing was kept: the mean, by the module's own group.
+
+        In that group's arena the bucket can be read where it lies, and no thread is woken for it.
+        DDP calls hooks in the order in which it would call that group itself.
+        """
+        timing = self._schedule.timing(self._position)
+        self._scale(buffer)
+        begin = time.perf_counter()
+        work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=self._parent, async_op=True)
+
+        def done(sent: torch.futures.Future[Any]) -> torch.Tensor:
+            sent.value()  # raises what the operation has raised
+            timing(begin, time.perf_counter(), buffer.numel())
+            return buffer
+
+        answer: Any = work.get_future().then(done)
+        self._sent.append(answer)
         return answer
 
     def _begin(self) -> None:
@@ -188,6 +221,7 @@ class State:
             self._finishing.result()
         self._splits = self._schedule.begin(self._layout)
         self._plain = self._schedule.plain
+        self._direct = self._plain and not self._keeps and dist.get_backend(self._parent) == BACKEND
 
     def _follow(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> frozenset[int]:
         """Where units end in this bucket, by positions after parameters.
@@ -237,7 +271,8 @@ class State:
             self._layout = self._seen
             self._schedule.restart()
         assert self._lane is not None
-        self._finishing = self._lane.submit(self._finish, self._plain)
+        sent, self._sent = self._sent, []
+        self._finishing = self._lane.submit(self._finish, self._plain, sent)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -267,11 +302,13 @@ class State:
             ) from self._failure
         return done.value()
 
-    def _finish(self, plain: bool) -> None:
+    def _finish(self, plain: bool, sent: Sequence[Any]) -> None:
         # Where no unit of the step was compressed, all that had been kept was sent.
         self._keeps &= not plain
         if self._failure is None:
             try:
+                for one in sent:
+                    one.wait()
                 self._schedule.finish(self._agree)
             except BaseException as error:
                 self._fail(error)
@@ -333,10 +370,8 @@ class State:
 
     def _uncompressed(self, grad: torch.Tensor, piece: Piece) -> None:
         """The mean of what a memory makes of gradients, with what was kept of earlier steps."""
+        self._scale(grad)
         scale = self.memory.scale
-        # Of EFSignSGD's memory this is 1 but for rounding.
-        if self.memory.gamma != 1 and not math.isclose(scale * self.memory.gamma, 1):
-            grad.mul_(scale * self.memory.gamma)
         for name in self._kept.names() if self._keeps else ():
             if not name.startswith("residual"):
                 continue
@@ -355,6 +390,13 @@ class State:
         else:
             dist.all_reduce(grad, group=self._group)
             grad.div_(piece.world_size)
+
+    def _scale(self, grad: torch.Tensor) -> None:
+        """What a memory makes of gradients that are sent as they are."""
+        factor = self.memory.scale * self.memory.gamma
+        # Of EFSignSGD's memory this is 1 but for rounding.
+        if self.memory.gamma != 1 and not math.isclose(factor, 1):
+            grad.mul_(factor)
 
     def _state_of(self, unit: _Unit, grad: torch.Tensor) -> Any:
         def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:

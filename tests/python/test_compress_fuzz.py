@@ -218,15 +218,19 @@ def test_steps_without_compression_are_of_the_same_training() -> None:
     for found in harness.pool(2).run(foe.plain_steps_equal_mean, params):
         residual = np.zeros(8)
         was_plain = []
-        for step, (plain, result) in enumerate(found):
+        own = [calls for plain, calls, _ in found if plain]
+        for step, (plain, calls, result) in enumerate(found):
             # Both ranks have the same residual but for the mean of their gradients.
             v = 0.5 * residual + 2 * (np.arange(8) + 0.5 + step)
             wanted = v if plain else np.where(np.arange(8) >= 6, v, 0)
             np.testing.assert_allclose(result, wanted)
             residual = v - wanted
             was_plain.append(plain)
+            assert plain or not calls
         assert True in was_plain
         assert False in was_plain
+        # What was kept goes by the hook's group; then DDP's own has nothing else to do.
+        assert own == [0, *[1] * (len(own) - 1)]
 
 
 @pytest.mark.parametrize("numel", [1, 5, 6])
