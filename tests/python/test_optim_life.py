@@ -54,7 +54,10 @@ def test_sharded_elsewhere(pair: harness.Workers) -> None:
     pair.run(life.sharded_elsewhere)
 
 
-@pytest.mark.parametrize("options", DDP)
+@pytest.mark.parametrize(
+    "options",
+    [harness.slow(name) if name in ("view", "find_unused") else name for name in DDP],
+)
 def test_coming_and_going(pair: harness.Workers, options: str) -> None:
     program: life.Program = [("train", 2, False, (), True)]
     for kind in ("ddp", "overlap", "late", "shared"):
