@@ -22,6 +22,7 @@ OpDescriptor facts(const ProgramCall& call) {
   values.add(call.first);
   values.add(uint64_t{call.runs});
   values.add(call.spacing);
+  values.add(uint64_t{call.row});
   d.value_hash = values.value();
   d.options = call.missing != nullptr ? kFirstCall : 0;
   return d;
@@ -44,19 +45,30 @@ std::string misfit(const ProgramCall& call) {
   return {};
 }
 
-size_t place(const ProgramCall::Input& input, size_t begin, size_t first) {
+size_t place(
+    const ProgramCall::Input& input,
+    size_t begin,
+    size_t first,
+    size_t row) {
   switch (input.kind) {
     case ProgramCall::Operand::kFull:
       return begin * input.element;
     case ProgramCall::Operand::kPart:
       return (begin - first) * input.element;
+    case ProgramCall::Operand::kPartOfRows:
+      return (begin - first) / row * input.element;
     default:
       return 0;
   }
 }
 
-size_t place(const ProgramCall::Output& output, size_t begin, size_t first) {
-  return (output.gathered ? begin : begin - first) * output.element;
+size_t place(
+    const ProgramCall::Output& output,
+    size_t begin,
+    size_t first,
+    size_t row) {
+  const size_t at = output.gathered ? begin : begin - first;
+  return (output.of_rows ? at / row : at) * output.element;
 }
 
 } // namespace fusedpg

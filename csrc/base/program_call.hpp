@@ -17,7 +17,9 @@ using ProgramFunction =
 
 // Pointers are to the memory of the device that executes it.
 struct ProgramCall {
-  enum class Operand { kFull, kPart, kAsIs };
+  // Elements of all ranks, of this one, what is passed as it is; and of this
+  // rank's rows one number each.
+  enum class Operand { kFull, kPart, kAsIs, kPartOfRows };
   struct Input {
     const char* data;
     size_t element; // bytes
@@ -32,6 +34,7 @@ struct ProgramCall {
     // Whether an input is the same memory, which is then in the cache when it
     // is written.
     bool in_place;
+    bool of_rows = false; // one number a row
   };
   ProgramFunction function = nullptr; // null: this rank has none
   uint64_t program = 0; // a hash, which all ranks must have
@@ -48,6 +51,11 @@ struct ProgramCall {
   // `spacing` is from one's first element to the next one's there.
   size_t runs = 0;
   uint64_t spacing = 0;
+  // The function gets whole rows of so many elements, and memory of so many
+  // bytes behind its outputs: as if that were one more. Every rank's elements
+  // are whole rows, too.
+  size_t row = 1;
+  size_t scratch = 0;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   std::vector<double> numbers; // alike on all ranks
@@ -65,7 +73,15 @@ OpDescriptor facts(const ProgramCall& call);
 std::string misfit(const ProgramCall& call);
 
 // The bytes of an input or output up to an element; `first`: of the own slice.
-size_t place(const ProgramCall::Input& input, size_t begin, size_t first);
-size_t place(const ProgramCall::Output& output, size_t begin, size_t first);
+size_t place(
+    const ProgramCall::Input& input,
+    size_t begin,
+    size_t first,
+    size_t row = 1);
+size_t place(
+    const ProgramCall::Output& output,
+    size_t begin,
+    size_t first,
+    size_t row = 1);
 
 } // namespace fusedpg

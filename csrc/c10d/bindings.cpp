@@ -453,9 +453,7 @@ void bind_group(py::module_& m) {
              std::vector<uint64_t> seeds,
              at::Tensor done,
              bool async_op,
-             uint64_t first,
-             size_t runs,
-             uint64_t spacing) {
+             const std::array<uint64_t, 5>& layout) {
             const auto* address = std::get_if<uint64_t>(&function);
             return group.fused_program_(
                 {address ? reinterpret_cast<ProgramFunction>(*address)
@@ -472,9 +470,7 @@ void bind_group(py::module_& m) {
                  std::move(numbers),
                  std::move(seeds),
                  std::move(done),
-                 first,
-                 runs,
-                 spacing},
+                 layout},
                 async_op);
           },
           "A reduce-scatter, a generated function on the owned slice, and "
@@ -492,9 +488,7 @@ void bind_group(py::module_& m) {
           py::arg("seeds"),
           py::arg("done"),
           py::arg("async_op") = false,
-          py::arg("first") = 0,
-          py::arg("runs") = 0,
-          py::arg("spacing") = 0,
+          py::arg("layout") = std::array<uint64_t, 5>{0, 0, 0, 1, 0},
           py::call_guard<py::gil_scoped_release>())
       .def(
           "reduce_shards_",

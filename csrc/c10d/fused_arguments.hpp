@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -77,10 +78,21 @@ struct ProgramArguments {
   // rank has no function; out, 1 if any rank has none, and nothing is written.
   // Empty there: all ranks are known to have one.
   at::Tensor done;
-  // As in ProgramCall.
-  uint64_t first = 0;
-  size_t runs = 0;
-  uint64_t spacing = 0;
+  // As in ProgramCall. Results of as many elements as rows have one number a
+  // row.
+  struct Layout {
+    Layout(const std::array<uint64_t, 5>& of)
+        : first(of[0]),
+          runs(of[1]),
+          spacing(of[2]),
+          row(of[3]),
+          scratch(of[4]) {}
+    uint64_t first;
+    size_t runs;
+    uint64_t spacing;
+    size_t row;
+    size_t scratch;
+  } layout;
 };
 
 // One call of sparse_all_reduce; see collectives/collectives.hpp.

@@ -32,12 +32,37 @@ void check_memory(
           t.device().str()));
 }
 
+// All ranks' parts, and where dropout begins to count, have to be whole rows.
+void check_rows(
+    const ProgramArguments& a,
+    int64_t count,
+    int64_t part,
+    int size) {
+  const auto row = static_cast<int64_t>(a.layout.row);
+  bool whole = row > 0 && count % row == 0 && part % row == 0;
+  if (whole && a.layout.runs == 0) {
+    const int64_t shard = shard_size(count, size);
+    whole = shard >= count || shard % row == 0;
+  } else if (whole) {
+    const auto blocks = static_cast<int64_t>(a.layout.runs) * size;
+    whole = count / blocks % row == 0 && a.layout.spacing % a.layout.row == 0;
+  }
+  TORCH_CHECK_VALUE(
+      whole && a.layout.first % a.layout.row == 0,
+      formatted(
+          "fused: fused_program: {} elements on {} ranks are not whole rows "
+          "of {} on each",
+          count,
+          size,
+          a.layout.row));
+}
+
 } // namespace
 
 ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   ProgramCall call;
   const int64_t count = a.source.numel();
-  const auto blocks = static_cast<int64_t>(a.runs) * size;
+  const auto blocks = static_cast<int64_t>(a.layout.runs) * size;
   TORCH_CHECK_VALUE(
       blocks == 0 || count % blocks == 0,
       formatted(
@@ -46,6 +71,8 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
           blocks));
   const int64_t part =
       blocks == 0 ? shard_range(count, size, rank).length : count / size;
+  const auto row = static_cast<int64_t>(a.layout.row);
+  check_rows(a, count, part, size);
   const at::Device device = a.source.device();
   check_memory("the contribution", a.source, count, device);
   TORCH_CHECK_VALUE(
@@ -59,24 +86,28 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   call.op = reduction_of(a.op);
   call.source = a.source.const_data_ptr();
   call.count = static_cast<size_t>(count);
-  call.first = a.first;
-  call.runs = a.runs;
-  call.spacing = a.spacing;
+  call.first = a.layout.first;
+  call.runs = a.layout.runs;
+  call.spacing = a.layout.spacing;
+  call.row = a.layout.row;
+  call.scratch = a.layout.scratch;
   for (size_t k = 0; k < a.operands.size(); ++k) {
     TORCH_CHECK_VALUE(
-        a.kinds[k] >= 0 && a.kinds[k] <= 2,
+        a.kinds[k] >= 0 && a.kinds[k] <= 3,
         formatted(
             "fused: fused_program: operand {} is of kind {}; expected 0 (all "
-            "elements), 1 (this rank's slice) or 2 (as it is)",
+            "elements), 1 (this rank's slice), 2 (as it is) or 3 (a number of "
+            "each of its rows)",
             k,
             a.kinds[k]));
     const auto kind = static_cast<ProgramCall::Operand>(a.kinds[k]);
     check_memory(
         "an operand",
         a.operands[k],
-        kind == ProgramCall::Operand::kFull       ? count
-            : kind == ProgramCall::Operand::kPart ? part
-                                                  : -1,
+        kind == ProgramCall::Operand::kFull             ? count
+            : kind == ProgramCall::Operand::kPart       ? part
+            : kind == ProgramCall::Operand::kPartOfRows ? part / row
+                                                        : -1,
         device);
     call.inputs.push_back(
         {static_cast<const char*>(a.operands[k].const_data_ptr()),
@@ -90,15 +121,17 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
     TORCH_CHECK_VALUE(
         blocks == 0 || !a.gathered[k],
         "fused: fused_program: results in blocks are not gathered");
+    const int64_t whole = a.gathered[k] ? count : part;
+    const bool of_rows = row > 1 && a.outputs[k].numel() == whole / row;
     check_memory(
-        "a result", a.outputs[k], a.gathered[k] ? count : part, device);
+        "a result", a.outputs[k], of_rows ? whole / row : whole, device);
     char* data = static_cast<char*>(a.outputs[k].data_ptr());
     bool in_place = data == call.source;
     for (const ProgramCall::Input& input : call.inputs) {
       in_place = in_place || input.data == data;
     }
     call.outputs.push_back(
-        {data, a.outputs[k].element_size(), a.gathered[k], in_place});
+        {data, a.outputs[k].element_size(), a.gathered[k], in_place, of_rows});
   }
   call.numbers = a.numbers;
   call.seeds = a.seeds;

@@ -1,6 +1,8 @@
 #include "collectives/fused_program.hpp"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 
 #include "collectives/reduction.hpp"
@@ -11,6 +13,7 @@ namespace {
 // What is reduced before it is computed with: fits the nearer caches.
 constexpr size_t kTile = 2048;
 constexpr size_t kWidest = 8; // bytes of an element
+constexpr size_t kLine = 64; // of a cache
 
 constexpr size_t kNone = std::numeric_limits<size_t>::max();
 
@@ -39,10 +42,10 @@ class ProgramRun {
     OpDescriptor d = facts(call_);
     d.flags = call_.function == nullptr ? kNoFunction : 0;
     check_nan(way_.op(), d, call_.source, call_.count);
-    const size_t direct = next_gathered(0);
+    const size_t direct = first_gathered();
     bool able = true;
     auto small = Way::AtOnce::kNo;
-    if (direct == kNone) {
+    if (none_gathered()) {
       small = at_once(d, direct, own_, able);
     } else if (whole_everywhere()) {
       small = at_once(d, direct, {{0, 0, call_.count}}, able);
@@ -59,8 +62,10 @@ class ProgramRun {
     }
     way_.run(plan, d);
     // A plan has one result: more of them travel after it.
-    for (size_t k = direct;
-         k != kNone && (k = next_gathered(k + 1)) != kNone;) {
+    for (size_t k = 0; k < call_.outputs.size(); ++k) {
+      if (k == direct || !call_.outputs[k].gathered) {
+        continue;
+      }
       const Plan rest = gather_plan(call_.outputs[k]);
       d.flags = 0;
       way_.enter(&rest, d, {});
@@ -75,7 +80,8 @@ class ProgramRun {
   // The program's hash says it, so ranks that agree on that agree on this.
   bool whole_everywhere() const {
     const auto part = [](const ProgramCall::Input& input) {
-      return input.kind == ProgramCall::Operand::kPart;
+      return input.kind == ProgramCall::Operand::kPart ||
+          input.kind == ProgramCall::Operand::kPartOfRows;
     };
     const auto gathered = [](const ProgramCall::Output& output) {
       return output.gathered;
@@ -144,9 +150,16 @@ class ProgramRun {
     return call_.first + begin / block * call_.spacing + begin % block;
   }
 
-  size_t next_gathered(size_t from) const {
-    for (size_t k = from; k < call_.outputs.size(); ++k) {
-      if (call_.outputs[k].gathered) {
+  bool none_gathered() const {
+    return std::none_of(
+        call_.outputs.begin(),
+        call_.outputs.end(),
+        [](const ProgramCall::Output& output) { return output.gathered; });
+  }
+  // Which result travels with the reduction: it has as many elements as that.
+  size_t first_gathered() const {
+    for (size_t k = 0; k < call_.outputs.size(); ++k) {
+      if (call_.outputs[k].gathered && !call_.outputs[k].of_rows) {
         return k;
       }
     }
@@ -169,6 +182,7 @@ class ProgramRun {
     }
     plan.tensors.push_back({static_cast<const char*>(call_.source), dst});
     plan.lanes = lanes_;
+    plan.granule = call_.row;
     plan.epilogue = [this, direct](
                         size_t /* tensor */,
                         size_t begin,
@@ -189,6 +203,12 @@ class ProgramRun {
     plan.reads = false;
     plan.tensors.push_back({nullptr, output.data});
     plan.lanes = lanes_;
+    for (std::vector<LanePiece>& lane : plan.lanes) {
+      for (LanePiece& piece : lane) {
+        piece.begin /= output.of_rows ? call_.row : 1;
+        piece.count /= output.of_rows ? call_.row : 1;
+      }
+    }
     plan.epilogue = [this, &output](
                         size_t /* tensor */,
                         size_t begin,
@@ -221,10 +241,18 @@ class ProgramRun {
       compute(direct, begin, count, 0, dsts, num_dsts, srcs, stream);
       return;
     }
-    alignas(64) char sums[kTile * kWidest];
+    // Whole rows, of which one may be longer.
+    const size_t tile = std::max<size_t>(kTile / call_.row, 1) * call_.row;
+    alignas(64) char few[kTile * kWidest];
+    thread_local std::vector<std::max_align_t> many;
+    char* sums = few;
+    if (tile > kTile) {
+      many.resize(tile * kWidest / sizeof(std::max_align_t) + 1);
+      sums = reinterpret_cast<char*>(many.data());
+    }
     const void* const sum = sums;
-    for (size_t at = 0; at < count; at += kTile) {
-      const size_t n = std::min(kTile, count - at);
+    for (size_t at = 0; at < count; at += tile) {
+      const size_t n = std::min(tile, count - at);
       reduce(sums, n, at, srcs);
       const Sources reduced{&sum, 0};
       compute(direct, begin + at, n, at, dsts, num_dsts, reduced, stream);
@@ -247,16 +275,21 @@ class ProgramRun {
     const size_t first = others_before(begin);
     inputs.clear();
     for (const ProgramCall::Input& input : call_.inputs) {
-      inputs.push_back(input.data + place(input, begin, first));
+      inputs.push_back(input.data + place(input, begin, first, call_.row));
     }
     places.clear();
     for (const ProgramCall::Output& output : call_.outputs) {
-      places.push_back(output.data + place(output, begin, first));
+      places.push_back(output.data + place(output, begin, first, call_.row));
     }
     for (size_t k = 0; k < num_dsts; ++k) {
       places.push_back(
           static_cast<char*>(dsts[k]) + offset * call_.outputs[direct].element);
     }
+    thread_local std::vector<char> scratch;
+    scratch.resize(std::max(scratch.size(), call_.scratch + kLine));
+    char* const memory = scratch.data();
+    void* const own =
+        memory + (-reinterpret_cast<uintptr_t>(memory) & (kLine - 1));
     outputs.clear();
     for (size_t k = 0; k < call_.outputs.size(); ++k) {
       // What has just been read is in the cache.
@@ -267,6 +300,9 @@ class ProgramRun {
         output.num = num_dsts;
       }
       outputs.push_back(output);
+    }
+    if (call_.scratch != 0) {
+      outputs.push_back({&own, 1, 1, 0});
     }
     const ProgramArgs args{
         srcs.data,

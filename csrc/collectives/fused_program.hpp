@@ -9,7 +9,8 @@ namespace fusedpg {
 
 // What a generated function gets (fusedpg/fusion/codegen_text.py has the same
 // text). All pointers are to the first of `count` elements, but for operands
-// that are passed as they are.
+// that are passed as they are, and to the number of its row for what has one of
+// each.
 
 // Where a result goes: to all places. It may be computed in the first of them,
 // or is in tiles that are then written to all, around the cache if `stream`.

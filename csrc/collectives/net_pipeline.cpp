@@ -33,9 +33,12 @@ class Pipeline {
         gives_(all_ || plan.receiver >= 0),
         buffers_(ctx.buffers != nullptr ? *ctx.buffers : own_buffers_) {
     const size_t element = std::max(plan.src_size, plan.dst_size);
-    const size_t granule = std::lcm(plan.granule, kCut);
     const bool ucx = ctx.transport.ends_at_once();
     segment_bytes_ = select_net_segment(size_, hosts_.shared(), ucx);
+    size_t granule = std::lcm(plan.granule, kCut);
+    if (granule * element > segment_bytes_) {
+      granule = plan.granule;
+    }
     const size_t most =
         std::max<size_t>(segment_bytes_ / element / granule, 1) * granule;
     if (shares_ &&

@@ -121,7 +121,7 @@ class Pipeline {
         : std::max<size_t>(longest, 1);
     // A chunk holds at least one granule, and stays on line boundaries.
     chunk_ =
-        std::max(round_up(chunk_, kPieceAlignment), plan.granule * element);
+        round_up(std::max(chunk_, plan.granule * element), kPieceAlignment);
     for (const LaneCursor& lane : in_) {
       steps_ = std::max(steps_, lane_steps(lane, chunk_));
     }
@@ -275,7 +275,7 @@ class Pipeline {
       });
       return;
     }
-    const size_t align = std::max<size_t>(plan_.granule, 1024);
+    const size_t align = round_up(1024, plan_.granule);
     for (size_t i = 0; i < parts_.size(); ++i) {
       const Part& part = parts_[i];
       if (threads == 1) {

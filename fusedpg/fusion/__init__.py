@@ -18,6 +18,7 @@ from fusedpg.fusion.functions import recv as recv
 from fusedpg.fusion.functions import reduce_scatter as reduce_scatter
 from fusedpg.fusion.functions import send as send
 from fusedpg.fusion.ir import Program as Program
+from fusedpg.fusion.own_rows import OwnRows as OwnRows
 from fusedpg.fusion.schedule import Schedule as Schedule
 from fusedpg.fusion.schedule import schedules as schedules
 from fusedpg.fusion.transformations import AsShard as AsShard

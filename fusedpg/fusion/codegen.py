@@ -18,7 +18,7 @@ import torch
 from fusedpg.fusion.codegen_text import HEAD, MATH
 from fusedpg.fusion.ir import Group, Node, Program
 
-FULL, PART, AS_IS = 0, 1, 2  # ProgramCall::Operand
+FULL, PART, AS_IS, PART_OF_ROWS = 0, 1, 2, 3  # ProgramCall::Operand
 _MOST_SOURCES = 8  # kMostProgramSources
 
 _STORED = {
@@ -73,6 +73,8 @@ class Source:
     dropouts: tuple[Node, ...]  # for each two more numbers: threshold, scale
     periods: tuple[int, ...]  # behind the seeds: how operands repeat
     shapes: str
+    row: int = 1  # elements of which the function takes whole rows
+    scratch: int = 0  # bytes of memory that it needs
 
     @functools.cached_property
     def code(self) -> str:
@@ -500,26 +502,32 @@ class _Writer:
             self._before.insert(0, f"const double* more = a->numbers + {len(self._numbers)};")
         if self._periods:
             self._before.insert(0, f"const uint64_t* periods = a->seeds + {len(self._seeds)};")
+        lines = [
+            *self._before,
+            "for (uint64_t at = 0; at < count; at += kTile) {",
+            "  const uint64_t n = count - at < kTile ? count - at : kTile;",
+            *("  " + line for line in body),
+            "}",
+            "fence();",
+        ]
+        head = HEAD + (MATH if math_needed else "")
+        return "\n".join([*self._comment(), "", head, *self._function_text(lines), ""])
+
+    def _function_text(self, lines: list[str]) -> list[str]:
+        """The function, for contributions and for their sum."""
         direct = "compute<false>(a, begin, count)"
         if self._program.world_size > _MOST_SOURCES:
             direct = "void()"
-        function = [
+        return [
             "template <bool kFolded>",
             "void compute(const Args* a, uint64_t begin, uint64_t count) {",
-            *("  " + line for line in self._before),
-            "  for (uint64_t at = 0; at < count; at += kTile) {",
-            "    const uint64_t n = count - at < kTile ? count - at : kTile;",
-            *("    " + line for line in body),
-            "  }",
-            "  fence();",
+            *("  " + line for line in lines),
             "}",
             "",
             'extern "C" void fusedpg_epilogue_2(const Args* a, uint64_t begin, uint64_t count) {',
             f"  a->num_sources == 0 ? compute<true>(a, begin, count) : {direct};",
             "}",
         ]
-        head = HEAD + (MATH if math_needed else "")
-        return "\n".join([*self._comment(), "", head, *function, ""])
 
     def _comment(self) -> list[str]:
         comment = [f"// {self._program.name}, on {self._program.world_size} ranks"]

@@ -51,6 +51,8 @@ class RowSource:
 
 
 class _RowWriter(_Writer):
+    _at = "at + i"  # where a result goes
+
     def __init__(self, nodes: tuple[Node, ...], program: Program) -> None:
         self._begin(nodes, program)
         kinds = {rows for rows in map(Rows.of, self._nodes) if rows is not None}
@@ -66,11 +68,15 @@ class _RowWriter(_Writer):
         self._sliced = self._nodes[-1].layout == SHARD
         if 0 in self._domain:
             raise Unsupported("an empty tensor")
+        self._begin_rows()
+
+    def _begin_rows(self) -> None:
         self._buffers: list[str] = []
         self._takes: dict[tuple[Node, int], int] = {}
         self._shapes: list[tuple[Node, int, tuple[int, ...]]] = []
         self._single: dict[Node, bool] = {}  # one number a row, of the group or what it reads
         self._every: list[str] = []  # once a row
+        self._targets: dict[Node, list[str]] = {}  # names of what a value is the result of
 
     def _alone(self, node: Node) -> bool:
         """Whether a node of the group has one number a row."""
@@ -181,12 +187,7 @@ class _RowWriter(_Writer):
     def row_source(self) -> RowSource:
         order = self._ordered()
         outputs = tuple(node for node in self._nodes if self._needed(node))
-        if not outputs:
-            raise Unsupported("nobody uses it")
         body = self._passes(order, outputs)
-        for node in outputs:  # rather none than one that leaves memory as it finds it
-            if not any(f"store({self._names[node]}out" in line for line in body):
-                raise Unsupported(f"`{node.name}` as a result")
         math_needed = any(node.op in _MATH for node in order)
         return RowSource(
             self._file(body, math_needed, len(outputs)),
@@ -202,6 +203,16 @@ class _RowWriter(_Writer):
             self._sliced,
         )
 
+    def _declare(self, outputs: tuple[Node, ...]) -> None:
+        """Where results go."""
+        for number, node in enumerate(outputs):
+            self._targets[node] = [self._names[node]]
+            kind = _stored(node)
+            self._before.append(
+                f"{kind}* {self._names[node]}out = "
+                f"static_cast<{kind}*>(a->outputs[{number}].to[0]);"
+            )
+
     def _needed(self, node: Node) -> bool:
         users = self._program.users[node]
         return node in self._program.outputs or any(x not in self._inside for x in users)
@@ -212,18 +223,21 @@ class _RowWriter(_Writer):
         for node in self._nodes:
             if node.layout.dim is not None:
                 raise Unsupported("blocks of a dimension")
+            if node.op == "all_gather":
+                continue
             self._name(node)
             single = self._alone(node)
             if node.op == "slice":
                 self._read(node, single)
                 continue
-            for operand in node.operands:
+            given = () if node.op == "reduce_scatter" else node.operands
+            for operand in given:
                 self._name(operand)
                 if operand not in self._inside and not operand.scalar:
                     self._read(operand, single and node.op not in REDUCTIONS)
             order.append(node)
             self._single[node] = single
-            latest = max((self._ready[x] for x in node.operands if not x.scalar), default=0)
+            latest = max((self._ready[x] for x in given if not x.scalar), default=0)
             later = node.op in REDUCTIONS or (node.op in _MATH and not single)
             self._ready[node] = latest + later
         return order
@@ -240,32 +254,46 @@ class _RowWriter(_Writer):
             loop = self._ready[node] - (node.op in _MATH or node.op in REDUCTIONS)
             for operand in node.operands:
                 uses.setdefault(operand, set()).add(loop)
-        for number, node in enumerate(outputs):
+        for node in outputs:
             uses.setdefault(node, set()).add(self._ready[node])
-            kind = _stored(node)
-            self._before.append(
-                f"{kind}* {self._names[node]}out = "
-                f"static_cast<{kind}*>(a->outputs[{number}].to[0]);"
-            )
+        if not outputs:
+            raise Unsupported("nobody uses it")
+        self._declare(outputs)
         lines: list[str] = []
         written = frozenset(outputs)
         for loop in range(max(self._ready.values()) + 1):
             for node in order:
                 if self._single[node] and self._ready[node] == loop:
-                    lines += self._once(node, node in written)
+                    lines += self._once(node, written)
             body, after = self._pass(loop, order, along, uses, written)
             if body:
                 lines += ["VECTORISE", "for (uint64_t i = 0; i < n; ++i) {"]
                 lines += ["  " + line for line in body]
                 lines += ["}", *after]
+        for node in outputs:  # rather none than one that leaves memory as it finds it
+            for name in self._targets[node]:
+                if not any(f"store({name}out" in line for line in lines):
+                    raise Unsupported(f"`{node.name}` as a result")
         return lines
+
+    def _stores(self, node: Node, written: frozenset[Node]) -> list[str]:
+        """An element's result, or a row's."""
+        if node not in written:
+            return []
+        at = "row" if self._single[node] else self._at
+        names = self._targets[node]
+        return [f"store({name}out + {at}, {self._names[node]});" for name in names]
+
+    def _delivers(self, node: Node) -> list[str]:
+        """What is done behind the pass that has stored a result along the row."""
+        return []
 
     def _tiled(self, node: Node) -> bool:
         """Whether a value along the row can be in a buffer as it is."""
         inside = node in self._inside and node.op != "slice" and not self._single[node]
         return inside and not (node.op in _MATH and node.dtype in _HALVES)
 
-    def _once(self, node: Node, written: bool) -> list[str]:
+    def _once(self, node: Node, written: frozenset[Node]) -> list[str]:
         """One number of the row, before the pass in which it is ready."""
         name, kind = self._names[node], _computed(node.dtype)
         if node.op in REDUCTIONS:
@@ -279,7 +307,7 @@ class _RowWriter(_Writer):
         else:
             text = self._expression(node)
         lines = [f"const {kind} {name} = {text};{_where(node)}"]
-        return lines + [f"store({name}out + row, {name});"] * written
+        return lines + self._stores(node, written)
 
     def _pass(
         self,
@@ -296,7 +324,8 @@ class _RowWriter(_Writer):
             if loop in uses.get(node, ()):
                 body.append(f"const {_computed(node.dtype)} {self._names[node]} = {text};")
                 if node in written and loop == self._ready[node]:  # a slice that others use
-                    body.append(f"store({self._names[node]}out + at + i, {self._names[node]});")
+                    body += self._stores(node, written)
+                    after += self._delivers(node)
         for node in along:
             name, kind, ready = self._names[node], _computed(node.dtype), self._ready[node]
             read = loop in uses.get(node, ())
@@ -314,7 +343,8 @@ class _RowWriter(_Writer):
                 text = self._rounded(text, node.dtype) if node.op in _MATH else text
                 body.append(f"const {kind} {name} = {text};")
             if ready == loop and node in written:
-                body.append(f"store({name}out + at + i, {name});")
+                body += self._stores(node, written)
+                after += self._delivers(node)
         for node in order:  # what is given to the next pass
             name, kind = self._names[node], _computed(node.operands[0].dtype)
             if self._ready[node] != loop + 1:

@@ -17,6 +17,7 @@ from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
+from fusedpg.fusion.codegen_own_rows import generate_own_rows, of_rows
 from fusedpg.fusion.ir import Group, Node, Program
 from fusedpg.fusion.scalars import scalars
 
@@ -24,7 +25,7 @@ _log = logging.getLogger("fusedpg")
 _lock = threading.Lock()
 _KEPT = 256  # places of tensors that a kernel remembers
 
-Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+Slicer = Callable[..., torch.Tensor]  # of a tensor, a shape, and elements of a row
 
 
 class Kernel:
@@ -44,7 +45,8 @@ class Kernel:
         # What `written` found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
         try:
-            self.source = generate(group, nodes, program)
+            found = generate_own_rows if of_rows(nodes) else generate
+            self.source = found(group, nodes, program)
         except Unsupported as unsupported:
             self.reason = self.cuda_reason = f"{unsupported} is not generated"
             _log.info("%s runs operation by operation: %s", program.name, self.reason)
@@ -123,7 +125,7 @@ class Kernel:
         operands = []
         for node, _ in source.operands:
             if node in source.materialised:
-                value = slicer(values[node.operands[0]], node.shape)
+                value = slicer(values[node.operands[0]], node.shape, node.layout.row)
             else:
                 value = values[node]
             operands.append(value.contiguous())
@@ -132,7 +134,11 @@ class Kernel:
         results = [
             targets[place]
             if place >= 0
-            else torch.empty(node.shape if whole else (length,), dtype=node.dtype, device=device)
+            else torch.empty(
+                node.shape if whole else (length // node.layout.row,),
+                dtype=node.dtype,
+                device=device,
+            )
             for (node, whole), place in zip(
                 source.outputs, self.written(values, given, targets, device), strict=True
             )
@@ -225,7 +231,9 @@ class Kernel:
         if any(other is not target and spans.overlap(other, target) for other in targets):
             return None
         kinds = dict(source.operands)
-        first = next((x for x, whole in source.outputs if whole), None)
+        # What travels with the reduction.
+        whole_ones = (x for x, whole in source.outputs if whole)
+        first = next((x for x in whole_ones if x.numel == source.scatter.numel), None)
         whole = dict(source.outputs)[node]
         for argument in program.inputs:
             value = None if argument.scalar else values.get(argument)
@@ -247,6 +255,9 @@ class Kernel:
             if is_source and (node is not first or kind is not None):
                 return None
             if not is_source and kind != (FULL if whole else PART):
+                return None
+            # Of a row one pass has written results, and the next one still reads operands.
+            if not is_source and source.row > 1:
                 return None
         # Arguments that are no longer needed have left `values`.
         for value in given:
@@ -285,9 +296,7 @@ def begin(
         [*seeds, *source.periods],
         done,
         async_op,
-        first,
-        runs,
-        spacing,
+        (first, runs, spacing, source.row, source.scratch),
     )
 
 

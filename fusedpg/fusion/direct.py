@@ -11,7 +11,7 @@ import torch
 from fusedpg.fusion import compile
 from fusedpg.fusion.codegen import Source
 from fusedpg.fusion.compiled import begin, kernel
-from fusedpg.fusion.ir import Program
+from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.scalars import scalars
 
 
@@ -54,7 +54,7 @@ class Begun:
 
 
 class Direct:
-    """The one fused collective of a program, which takes its inputs and gives its result.
+    """The one fused collective of a program, which takes its inputs and gives its results.
 
     What does not change from call to call is looked up once. Values are given by their names.
     """
@@ -63,24 +63,25 @@ class Direct:
         self._function = compile.function(source.text, name)
         self._source = source
         self._contribution = source.scatter.operands[0].name
-        self._operands = [node.name for node, _ in source.operands]
+        # Weights of a norm are taken in a wider type.
+        self._operands = [(_input(node).name, node.dtype) for node, _ in source.operands]
 
     @staticmethod
     def of(program: Program) -> Direct | None:
         """None where the program is more than that, or is not generated: alike on all ranks."""
         groups = [(group, nodes) for group, nodes in program.units if group is not None]
         others = [node for group, nodes in program.units if group is None for node in nodes]
-        if len(groups) != 1 or any(node.op not in ("input", "constant") for node in others):
+        if len(groups) != 1 or any(node.op not in ("input", "constant", "cast") for node in others):
             return None
         group, nodes = groups[0]
         source = kernel(group, nodes, program).source if group.kind == "collective" else None
         if source is None or not source.scatter.numel or source.materialised:
             return None
         outputs = tuple(node for node, _ in source.outputs)
-        given = [source.scatter.operands[0], *(node for node, _ in source.operands)]
+        given = [source.scatter.operands[0], *(_input(node) for node, _ in source.operands)]
         given += [*source.numbers, *source.seeds]
         given += [node.operands[1] for node in source.dropouts]
-        if outputs != program.outputs or len(outputs) != 1:
+        if outputs != program.outputs:
             return None
         if any(node.op != "input" for node in given):
             return None
@@ -94,18 +95,21 @@ class Direct:
     def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
         return scalars(self._source, lambda node: values[node.name])
 
+    def _read(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [values[name].to(dtype).contiguous() for name, dtype in self._operands]
+
     def begin(
         self,
         backend: Any,
         values: Mapping[str, Any],
-        result: torch.Tensor,
+        results: Sequence[torch.Tensor],
         *,
         first: int = 0,
         runs: int = 0,
         spacing: int = 0,
         async_op: bool = False,
     ) -> Begun:
-        """Writes the result, as an operation of the group.
+        """Writes the results, as an operation of the group.
 
         Args:
             first: the index, to dropout, of the first element: for rows of a larger tensor.
@@ -121,8 +125,8 @@ class Direct:
             self._function,
             self._source,
             values[self._contribution].contiguous(),
-            [values[name].contiguous() for name in self._operands],
-            [result],
+            self._read(values),
+            results,
             numbers,
             seeds,
             done,
@@ -141,7 +145,7 @@ class Direct:
         """
         numbers, seeds = self._given(values)
         total = values[self._contribution].contiguous()
-        operands = [values[name].contiguous() for name in self._operands]
+        operands = self._read(values)
         place = array(ctypes.c_void_p, [result.data_ptr()])
         args = Args(
             array(ctypes.c_void_p, [total.data_ptr()]),
@@ -153,6 +157,11 @@ class Direct:
         )
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
         kind(self._function)(ctypes.addressof(args), first, result.numel())
+
+
+def _input(node: Node) -> Node:
+    """What a value is, or is cast from."""
+    return node.operands[0] if node.op == "cast" else node
 
 
 def array(kind: Any, values: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ program, on every rank.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -190,7 +191,7 @@ class Executor:
 
     def _compute(self, node: Node, values: list[Any]) -> torch.Tensor:
         if node.op == "slice":
-            return self._slice(values[0], node.shape)
+            return self._slice(values[0], node.shape, node.layout.row)
         if node.op == "dropout":
             return self._dropout(node, *values)
         if node.op == "matmul":
@@ -198,11 +199,16 @@ class Executor:
         if node.op == "outer":
             rows, others = (value.reshape(-1, value.shape[-1]) for value in values)
             return rows.t() @ others
+        if node.op == "expand" and node.layout == SHARD:
+            each: torch.Tensor = values[0].unsqueeze(1)
+            return each.expand(-1, node.operands[0].layout.row).reshape(-1)
         if node.op == "expand":
             return cast("torch.Tensor", values[0]).expand(node.shape)
         if node.op == "view":  # a slice is of the flat tensor
             same: torch.Tensor = values[0]
-            return same if node.layout == SHARD else same.reshape(node.shape)
+            return same if node.layout.parted else same.reshape(node.shape)
+        if node.op in REDUCTIONS and node.layout.row > 1:
+            return reduce_locally(node.op, values[0].reshape(-1, node.layout.row), (1,), False)
         if node.op in REDUCTIONS:
             return reduce_locally(
                 node.op, values[0], node.attribute("dims"), node.attribute("keepdim")
@@ -213,15 +219,16 @@ class Executor:
         assert result.dtype == node.dtype, node.described()
         return result
 
-    def _range(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        count = 1
-        for size in shape:
-            count *= size
-        return shard_range(count, self._world_size, self._rank)
+    def _range(self, shape: tuple[int, ...], row: int = 1) -> tuple[int, int]:
+        begin, length = shard_range(math.prod(shape) * row, self._world_size, self._rank)
+        return begin // row, length // row
 
-    def _slice(self, value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """This rank's elements of a tensor that is broadcast to a shape."""
-        begin, length = self._range(shape)
+    def _slice(self, value: torch.Tensor, shape: tuple[int, ...], row: int = 1) -> torch.Tensor:
+        """This rank's elements of a tensor that is broadcast to a shape.
+
+        Or, of one number for each `row` elements, those of its rows.
+        """
+        begin, length = self._range(shape, row)
         if tuple(value.shape) == shape:
             return value.reshape(-1)[begin : begin + length]
         if not length:
@@ -299,7 +306,8 @@ class Executor:
     def _gather(self, node: Node, part: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
         if self._world_size == 1 or not node.numel:
             return part.clone().reshape(node.shape)
-        chunk = shard_range(node.numel, self._world_size, 0)[1]
+        row = node.operands[0].layout.row
+        chunk = shard_range(node.numel * row, self._world_size, 0)[1] // row
         whole = part.new_empty(chunk * self._world_size)
         yield _all_gather(
             whole, _padded(part, chunk).contiguous(), group=self._group, async_op=True

@@ -6,6 +6,8 @@ A value is logically one full tensor, of the node's shape. Its layout says what 
 - Replicate: all of it;
 - Shard: the elements that `fusedpg.shard_range` gives the rank, as a 1-d tensor;
 - Shard(d): the rank's block along dimension d, for operands of matmul; the shape is that block's;
+- Rows(n): of a value with one number for each n elements of another one, those of its Shard, which
+  is of whole such rows; as a 1-d tensor;
 - Scalar: a Python number, the same on all ranks.
 """
 
@@ -28,9 +30,17 @@ class Layout:
 
     kind: str
     dim: int | None = None
+    row: int = 1  # of Rows: elements
 
     def __str__(self) -> str:
+        if self.row > 1:
+            return f"{self.kind}({self.row})"
         return self.kind if self.dim is None else f"{self.kind}({self.dim})"
+
+    @property
+    def parted(self) -> bool:
+        """Whether each rank has a part of the elements, as a 1-d tensor."""
+        return self.kind in ("Shard", "Rows") and self.dim is None
 
 
 PARTIAL = Layout("Partial")
@@ -244,7 +254,7 @@ class Program:
         total = 0
         for value in map(carried, self.messages):
             if value.dtype is not None:
-                parts = self.world_size if value.layout == SHARD else 1
+                parts = self.world_size if value.layout.parted else 1
                 total += -(-value.numel // parts) * value.dtype.itemsize
         return total
 

@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from fusedpg.fusion.ir import REDUCTIONS, REPLICATE, Node, Program
+from fusedpg.functional import shard_range
+from fusedpg.fusion.ir import REDUCTIONS, REPLICATE, Layout, Node, Program
 
 _LONGEST = 1 << 16  # elements
 
@@ -28,12 +29,32 @@ class Rows:
         """
         if node.op not in REDUCTIONS or node.layout != REPLICATE:
             return None
-        domain, dims = node.operands[0].shape, node.attribute("dims")
+        return Rows.over(node.operands[0].shape, node.attribute("dims"))
+
+    @staticmethod
+    def over(domain: tuple[int, ...], dims: tuple[int, ...]) -> Rows | None:
+        """The rows that these dimensions are; None as for `of`."""
         first = len(domain) - len(dims)
         if not dims or dims != tuple(range(first, len(domain))):
             return None
         rows = Rows(domain, len(dims))
         return rows if 1 < rows.length <= _LONGEST and rows.number else None
+
+    @staticmethod
+    def cut(domain: tuple[int, ...], length: int) -> Rows | None:
+        """Rows of so many elements."""
+        found = (Rows(domain, count) for count in range(1, len(domain) + 1))
+        return next((rows for rows in found if rows.length == length), None)
+
+    def whole(self, world_size: int) -> bool:
+        """Whether each rank's slice of the domain is of whole rows."""
+        chunk = shard_range(self.length * self.number, world_size, 0)[1]
+        return chunk % self.length == 0  # where it is all, too
+
+    @property
+    def layout(self) -> Layout:
+        """Of one number for each row of a slice."""
+        return Layout("Rows", row=self.length)
 
     @property
     def length(self) -> int:

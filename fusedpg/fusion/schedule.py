@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from fusedpg.fusion.errors import IllegalTransformation
 from fusedpg.fusion.ir import COLLECTIVES, SHARD, Program, carried
+from fusedpg.fusion.own_rows import OwnRows
 from fusedpg.fusion.transformations import (
     AsShard,
     FuseCollective,
@@ -93,7 +94,7 @@ def ordered(program: Program) -> list[Schedule]:
 def _cost(schedule: Schedule) -> tuple[int, ...]:
     program = schedule.program
     work = sum(
-        node.numel // (program.world_size if node.layout == SHARD else 1)
+        node.numel // (program.world_size if node.layout.parted else 1)
         for node in program.nodes
         if node.pointwise
     )
@@ -119,7 +120,9 @@ def _shapes(start: Schedule) -> Iterator[Schedule]:
                 for sliced in _maybe(sent, AsShard()):
                     for moved in _maybe(sliced, Reorder()):
                         # What Reorder slices may be computed on slices in turn.
-                        yield from _maybe(moved, AsShard())
+                        for again in _maybe(moved, AsShard()):
+                            # With rows of its own a rank sends less, and computes the same.
+                            yield list(_maybe(again, OwnRows()))[-1]
 
 
 def _splits(program: Program) -> Iterator[Sequence[Transformation]]:

@@ -17,6 +17,7 @@ from fusedpg.fusion.ir import (
     REPLICATE,
     SHARD,
     Group,
+    Layout,
     Names,
     Node,
     Program,
@@ -125,7 +126,7 @@ class Reorder(Transformation):
             obstacle = self._obstacle(program, node)
             if obstacle is not None:
                 self.refuse(*obstacle)
-        return _Moved(program, frozenset(found)).result()
+        return Moved(program, frozenset(found)).result()
 
     @staticmethod
     def _obstacle(program: Program, gather: Node) -> tuple[str, Node] | None:
@@ -140,7 +141,7 @@ class Reorder(Transformation):
         return None
 
 
-class _Moved:
+class Moved:
     """A program in which what depends on gathered values is computed on slices."""
 
     def __init__(self, program: Program, gathers: frozenset[Node]) -> None:
@@ -149,7 +150,7 @@ class _Moved:
         self._gathers = gathers
         self._new: dict[Node, Node] = {}  # a node's value, in the node's own layout
         self._slices: dict[Node, Node] = {}  # this rank's slice of a node's value
-        self._sliced: dict[tuple[Node, tuple[int, ...]], Node] = {}
+        self._sliced: dict[tuple[Node, tuple[int, ...], Layout], Node] = {}
 
     def result(self) -> Program:
         for node in self._program.nodes:
@@ -183,15 +184,15 @@ class _Moved:
             operand.shape == node.shape for operand in node.operands if operand in self._slices
         )
 
-    def _operand(self, operand: Node, shape: tuple[int, ...]) -> Node:
+    def _operand(self, operand: Node, shape: tuple[int, ...], layout: Layout = SHARD) -> Node:
         if operand in self._slices:
             return self._slices[operand]
         value = self._new[operand]
         if value.scalar or not value.shape:
             return value
-        key = (value, shape)
+        key = (value, shape, layout)
         if key not in self._sliced:
-            self._sliced[key] = _slice(value, shape, self._names)
+            self._sliced[key] = _slice(value, shape, self._names, layout)
         return self._sliced[key]
 
     def _reduced(self, node: Node) -> Node:
@@ -220,9 +221,9 @@ class _Moved:
         return self._new[node]
 
 
-def _slice(value: Node, shape: tuple[int, ...], names: Names) -> Node:
+def _slice(value: Node, shape: tuple[int, ...], names: Names, layout: Layout = SHARD) -> Node:
     name = names.new(f"{value.name}_slice")
-    return Node("slice", (value,), SHARD, shape, value.dtype, name, (), value.source)
+    return Node("slice", (value,), layout, shape, value.dtype, name, (), value.source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +388,7 @@ class FuseCompute(Transformation):
         level = levels(program)
         alike: dict[object, set[Node]] = {}
         for node in program.nodes:
-            if node.pointwise and node not in taken:
+            if node.pointwise and node.layout.row == 1 and node not in taken:
                 alike.setdefault((level[node], node.layout, node.shape), set()).add(node)
         sets = [frozenset(nodes) for nodes in alike.values() if len(nodes) > 1]
         groups += [nodes for nodes in sets if not escape(nodes, program)]
@@ -451,7 +452,8 @@ def _with_groups(how: Transformation, program: Program, groups: list[Group]) -> 
 class FuseCollective(Transformation):
     """A reduce_scatter, the computation on its slices, and their all_gathers become one operation.
 
-    The node is the reduce_scatter; without one there must be exactly one in the program.
+    Reductions are part of that where they are of the rank's own rows, see `OwnRows`. The node is
+    the reduce_scatter; without one there must be exactly one in the program.
     """
 
     def apply(self, program: Program) -> Program:
@@ -469,7 +471,7 @@ class FuseCollective(Transformation):
                 continue
             if node.op == "send":
                 continue  # it goes when the group is done
-            if not node.pointwise and node.op != "all_gather":
+            if not _of_a_rank(node) and node.op != "all_gather":
                 self.refuse("several collectives: this has a sum over the ranks of its own", node)
             inside.add(node)
         if not any(node.pointwise for node in inside):
@@ -477,13 +479,29 @@ class FuseCollective(Transformation):
         # What the computation reads besides: slices of whole operands, and what is made of them.
         for node in reversed(program.nodes):
             users = program.users[node]
-            alike = node.pointwise and node.layout == SHARD and node.shape == scatter.shape
-            if alike and users and inside.issuperset(users) and node not in program.outputs:
+            alike = node.numel * node.layout.row == scatter.numel and node.layout.parted
+            alike &= node.layout.row > 1 or node.shape == scatter.shape
+            if (
+                alike
+                and _of_a_rank(node)
+                and users
+                and inside.issuperset(users)
+                and node not in program.outputs
+            ):
                 inside.add(node)
         between = escape(frozenset(inside), program)
         if between is not None:
             self.refuse("a cycle: this lies between operations of the group", between)
+        kinds = {node.layout.row: node for node in inside if node.layout.row > 1}
+        if len(kinds) > 1:
+            self.refuse("it is of other rows than others in the group", max(kinds.items())[1])
         return _with_groups(self, program, [Group("collective", frozenset(inside))])
+
+
+def _of_a_rank(node: Node) -> bool:
+    """Whether it is computed from the rank's own slices, whole rows of them if rows at all."""
+    rows = node.op in REDUCTIONS or node.op in ("expand", "view")
+    return node.pointwise or (rows and node.layout.parted)
 
 
 @dataclasses.dataclass(frozen=True)

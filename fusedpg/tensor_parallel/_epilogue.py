@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import fusedpg.fusion as fusion
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, group_info, shard_range
-from fusedpg.fusion.api import FusedFunction, fuse
+from fusedpg.fusion.api import FusedFunction
 from fusedpg.fusion.direct import Direct
+from fusedpg.fusion.errors import IllegalTransformation
 from fusedpg.fusion.philox import kept
+from fusedpg.tensor_parallel import _programs as programs
 from fusedpg.tensor_parallel._blocks import Blocks, reduce_scatter, scatter_sum
+from fusedpg.tensor_parallel._normed import Norm
 
 # Programs that are kept; all go together.
 _KEPT = 512
@@ -30,56 +32,6 @@ _CHUNKS = 4
 _LEAST = 1 << 20  # bytes of a product that is summed in chunks
 
 
-@fuse
-def _epilogue(
-    x: Any,
-    bias: Any,
-    residual: Any,
-    p: float,
-    seed: int,
-    drops: bool,
-) -> torch.Tensor:
-    return _rest(fusion.all_reduce(x), bias, residual, p, seed, drops)
-
-
-@fuse
-def _part(x: Any, bias: Any, p: float, seed: int, drops: bool) -> torch.Tensor:
-    return _rest(fusion.reduce_scatter(x), bias, None, p, seed, drops)
-
-
-@fuse
-def _part_and_residual(
-    x: Any,
-    bias: Any,
-    residual: fusion.Shard,
-    p: float,
-    seed: int,
-    drops: bool,
-) -> torch.Tensor:
-    return _rest(fusion.reduce_scatter(x), bias, residual, p, seed, drops)
-
-
-def _rest(y: Any, bias: Any, residual: Any, p: float, seed: int, drops: bool) -> Any:
-    if bias is not None:
-        y = y + bias
-    if drops:
-        y = fusion.dropout(y, p, seed)
-    if residual is not None:
-        y = residual + y
-    return y
-
-
-@fuse
-def _dropped(x: Any, p: float, seed: int) -> torch.Tensor:
-    return fusion.dropout(fusion.all_reduce(x), p, seed)
-
-
-# What a fused collective needs; the cheapest schedule of a small program may be another.
-_ONE = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
-_epilogue_at_once = _epilogue.scheduled(*_ONE)
-_part_at_once = _part.scheduled(fusion.FuseCollective())
-_part_and_residual_at_once = _part_and_residual.scheduled(fusion.FuseCollective())
-_dropped_at_once = _dropped.scheduled(*_ONE)
 _lock = threading.Lock()
 _plans: dict[Any, Direct | None] = {}  # replaced, never emptied: it is read without the lock
 
@@ -89,9 +41,12 @@ def _plan(key: Any, function: FusedFunction, world_size: int, **values: Any) -> 
     global _plans
     with _lock:
         if key not in _plans:
-            program = function.schedule(**values, world_size=world_size).program
             _plans = {} if len(_plans) >= _KEPT else _plans
-            _plans[key] = Direct.of(program)
+            try:
+                schedule = function.schedule(**values, world_size=world_size)
+                _plans[key] = Direct.of(schedule.program)
+            except IllegalTransformation:  # slices that are not of whole rows
+                _plans[key] = None
         return _plans[key]
 
 
@@ -157,6 +112,7 @@ class Place:
         residual: torch.Tensor | None,
         drops: bool,
         scatters: bool = False,
+        norm: Norm | None = None,
     ) -> tuple[Any, Direct | None]:
         key = (
             self.size,
@@ -166,6 +122,7 @@ class Place:
             None if residual is None else residual.dtype,
             drops,
             scatters,
+            None if norm is None else norm.weight is not None,
         )
         if key in self._eager:
             return key, None
@@ -175,11 +132,16 @@ class Place:
         values: dict[str, Any] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
         values["bias"] = None if bias is None else bias.to("meta")
         values |= {"p": 0.5, "seed": 0, "drops": drops}
-        function = _part_at_once if scatters else _epilogue_at_once
+        function = programs.part_at_once if scatters else programs.whole_at_once
+        both = programs.part_and_residual_at_once
+        if norm is not None:
+            function, both = programs.part_and_norm, programs.part_residual_and_norm
+            weight = None if norm.weight is None else norm.weight.to("meta")
+            values |= {"weight": weight, "eps": norm.eps}
         if residual is not None:
             given = shard_range(math.prod(shape), self.size, 0)[1:] if scatters else shape
             values["residual"] = torch.empty(given, dtype=residual.dtype, device="meta")
-            function = _part_and_residual_at_once if scatters else _epilogue_at_once
+            function = both if scatters else function
         elif not scatters:
             values["residual"] = None
         return key, _plan(key, function, self.size, **values)
@@ -202,11 +164,35 @@ class Place:
             key, direct = self._direct(product.shape, product.dtype, bias, residual, p > 0)
             if direct is not None:
                 # In its place: other memory of this size would be mapped anew in each call.
-                if direct.begin(self.backend, values, product).wait():
+                if direct.begin(self.backend, values, [product]).wait():
                     return product
                 self._eager.add(key)
-        eager: torch.Tensor = _epilogue(**values, drops=p > 0, group=self.group)
+        eager: torch.Tensor = programs.whole(**values, drops=p > 0, group=self.group)
         return eager
+
+    def with_norm(
+        self,
+        norm: Norm,
+        values: dict[str, Any],
+        results: list[torch.Tensor],
+        blocks: Blocks,
+    ) -> bool:
+        """Whether one operation has computed the output and the norm, into these results."""
+        product, residual, p = values["x"], values["residual"], values["p"]
+        if not self._compiles(product):
+            return False
+        call = (product.shape, product.dtype, values["bias"], residual, p > 0)
+        key, direct = self._direct(*call, True, norm)
+        if direct is None:
+            return False
+        values |= {"weight": norm.weight, "eps": norm.eps}
+        spacing = blocks.rows * product.shape[1]
+        begun = direct.begin(self.backend, values, results, runs=blocks.runs, spacing=spacing)
+        if not begun.wait():
+            self._eager.add(key)
+            return False
+        norm.result = results[1]
+        return True
 
     def overlapped(
         self,
@@ -245,7 +231,9 @@ class Place:
             direct = found[(place.stop - place.start, features)][1]
             assert direct is not None
             begun.append(
-                direct.begin(self.backend, values, out, first=place.start * features, async_op=True)
+                direct.begin(
+                    self.backend, values, [out], first=place.start * features, async_op=True
+                )
             )
         done = [one.wait() for one in begun]
         if plain or all(done):
@@ -263,8 +251,17 @@ def finish_part(
     p: float,
     seed: int,
     blocks: Blocks,
+    norm: Norm | None = None,
 ) -> torch.Tensor:
-    """This rank's rows of the sum of all ranks' products, and what follows, on these alone."""
+    """This rank's rows of the sum of all ranks' products, and what follows, on these alone.
+
+    Where the operation can compute the norm as well it leaves that there.
+    """
+    if norm is not None:
+        results = [blocks.part(product), blocks.part(product)]
+        given = {"x": product, "bias": bias, "residual": residual, "p": p, "seed": seed}
+        if place.with_norm(norm, given, results, blocks):
+            return results[0]
     plain = bias is None and residual is None and not p
     if not plain and product.numel() and place._compiles(product):
         key, direct = place._direct(product.shape, product.dtype, bias, residual, p > 0, True)
@@ -273,7 +270,7 @@ def finish_part(
             values |= {"p": p, "seed": seed}
             part = blocks.part(product)
             spacing = blocks.rows * product.shape[1]
-            begun = direct.begin(place.backend, values, part, runs=blocks.runs, spacing=spacing)
+            begun = direct.begin(place.backend, values, [part], runs=blocks.runs, spacing=spacing)
             if begun.wait():
                 return part
             place._eager.add(key)
@@ -328,7 +325,7 @@ def overlapped_part(
         assert one is not None
         sizes = {"runs": piece.blocks.runs, "spacing": blocks.rows * features}
         first = piece.first * features
-        begun.append(one.begin(place.backend, values, mine, first=first, async_op=True, **sizes))
+        begun.append(one.begin(place.backend, values, [mine], first=first, async_op=True, **sizes))
     done = [one.wait() for one in begun]
     if plain or all(done):
         return part
@@ -347,7 +344,7 @@ def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) 
     count = x.numel() // len(firsts)
     if x.device.type == "cpu":
         like = torch.empty(count, dtype=x.dtype, device="meta")
-        direct = _plan((count, x.dtype), _dropped_at_once, 1, x=like, p=0.5, seed=0)
+        direct = _plan((count, x.dtype), programs.dropped_at_once, 1, x=like, p=0.5, seed=0)
         if direct is not None and direct.compiled:
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
             wide = x.float() if x.dtype.itemsize == 2 else x

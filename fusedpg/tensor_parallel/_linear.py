@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension, landed
 from fusedpg.tensor_parallel._epilogue import Place, dropped
+from fusedpg.tensor_parallel._normed import Norm
 from fusedpg.tensor_parallel._sequence import (
     GatheredColumns,
     ScatteredRows,
@@ -342,19 +343,25 @@ class RowParallelLinear(ParallelLinear):
         given = None if residual is None else residual.reshape(-1, shape[-1])
         tensors = (rows, weight, bias, given)
         call = (place, p, seed, self.overlap)
+        norm = None
+        if blocks is not None and not torch.is_autocast_enabled(x.device.type):
+            alike = given is None or given.dtype == x.dtype
+            norm = Norm.of(self.norm, x.dtype, shape[-1]) if alike else None
         grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if blocks is None:
             y = _Rows.apply(*tensors, *call) if grad else _rows(*tensors, *call)
         elif grad:
-            y = ScatteredRows.apply(*tensors, *call, blocks)
+            y = ScatteredRows.apply(*tensors, *call, blocks, norm)
         else:
-            y = scattered_linear(*tensors, *call, blocks)
+            y = scattered_linear(*tensors, *call, blocks, norm)
         y = y.view(shape)
         if self.norm is None:
             return y
-        if blocks is None:
-            return self.norm(y), y
-        return normed(self.norm, y, place, dim), y
+        if blocks is not None:
+            return normed(self.norm, y, place, dim, norm), y
+        # An operation with the norm in it would gather two results, which is not faster than
+        # computing all rows here.
+        return self.norm(y), y
 
     def _part(self, whole: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
         """The shape of this rank's part."""

@@ -25,6 +25,7 @@ from fusedpg.tensor_parallel._blocks import (
     multiplied,
 )
 from fusedpg.tensor_parallel._epilogue import Place, dropped, finish_part, overlapped_part
+from fusedpg.tensor_parallel._normed import Norm, called
 
 
 def _own(place: Place, part: torch.Tensor, overlap: bool | None) -> slice | None:
@@ -98,13 +99,14 @@ def scattered_linear(
     seed: int,
     overlap: bool | None,
     blocks: Blocks,
+    norm: Norm | None,
 ) -> torch.Tensor:
     """This rank's rows of the sum of the ranks' products, and what follows."""
     chunks = place.chunks(x.shape[0], weight, overlap)
     rest = (bias, landed(residual), p, seed, blocks)
     if chunks > 1:
         return overlapped_part(place, x, weight, *rest, chunks)
-    return finish_part(place, F.linear(x, weight), *rest)
+    return finish_part(place, F.linear(x, weight), *rest, norm)
 
 
 class ScatteredRows(torch.autograd.Function):
@@ -122,6 +124,7 @@ class ScatteredRows(torch.autograd.Function):
         seed: int,
         overlap: bool | None,
         blocks: Blocks,
+        norm: Norm | None,
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
@@ -129,7 +132,7 @@ class ScatteredRows(torch.autograd.Function):
         ctx.place, ctx.blocks, ctx.overlap = place, blocks, overlap
         ctx.dropout = p, seed, blocks.firsts(place.rank, weight.shape[0])
         ctx.dtype = x.dtype
-        return scattered_linear(x, weight, bias, residual, place, p, seed, overlap, blocks)
+        return scattered_linear(x, weight, bias, residual, place, p, seed, overlap, blocks, norm)
 
     @staticmethod
     @once_differentiable
@@ -152,7 +155,7 @@ class ScatteredRows(torch.autograd.Function):
                 grad_weight = torch.mm(rows.t(), blocks.by_rank(x))
             if needs[2]:
                 grad_bias = rows.sum(0).to(of_bias)
-        return grad_x, grad_weight, grad_bias, given, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, given, *(None,) * 6
 
 
 class _OfAllRows(torch.autograd.Function):
@@ -177,9 +180,10 @@ class _OfAllRows(torch.autograd.Function):
         return None, *sums
 
 
-def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
+def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int, known: Norm | None) -> Any:
     """The norm of this rank's rows; its parameters' gradients are summed over the ranks.
 
+    `known` may have its result already.
     Parameters that are DTensors, as torch's SequenceParallel makes them, get theirs by DTensor.
     """
     named = dict(norm.named_parameters())
@@ -194,10 +198,14 @@ def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
         z = norm(DTensor.from_local(y, meshes[0], [Shard(dim)], run_check=False))
         return z.redistribute(placements=[Shard(dim)]).to_local() if isinstance(z, DTensor) else z
     wanting = [name for name, parameter in named.items() if parameter.requires_grad]
-    if place.size == 1 or not wanting or not torch.is_grad_enabled():
-        return norm(y)
-    summed: Sequence[torch.Tensor] = _OfAllRows.apply(place.group, *(named[n] for n in wanting))
-    return functional_call(norm, dict(zip(wanting, summed, strict=True)), (y,))
+    alone = place.size == 1 or not wanting or not torch.is_grad_enabled()
+    summed: Sequence[torch.Tensor] = ()
+    if not alone:
+        summed = _OfAllRows.apply(place.group, *(named[n] for n in wanting))
+    seen = dict(zip(wanting, summed))
+    if known is not None and known.result is not None:
+        return called(norm, y, known.applied(y, seen.get("weight")), seen)
+    return norm(y) if alone else functional_call(norm, seen, (y,))
 
 
 __all__ = ["GatheredColumns", "ScatteredRows", "gathered_linear", "normed", "scattered_linear"]

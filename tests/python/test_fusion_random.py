@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -88,19 +90,24 @@ PARTIAL = ["0.5 * {p}", "{p} + {q}", "{p} - lr * {q}", "-{p}", "{p} / 3", "{p} *
 
 
 @st.composite
-def programs(draw: st.DrawFn, smooth: bool = False) -> Case:
-    """With `smooth`, those that have a backward."""
-    shape = draw(st.sampled_from(SHAPES))
+def programs(
+    draw: st.DrawFn,
+    smooth: bool = False,
+    reduces: bool = False,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> Case:
+    """With `smooth`, those that have a backward; with `reduces`, of reductions above all."""
+    shape = draw(st.sampled_from(shapes))
     dtypes = [torch.float32, torch.float32, torch.float64, torch.bfloat16]
     dtype = draw(st.sampled_from([torch.float64] if smooth else dtypes))
-    reducing = draw(st.booleans()) and 0 not in shape
+    reducing = reduces or (draw(st.booleans()) and 0 not in shape)
     partial = ["g", "h"]
     whole = ["w", "r0", "m0"]
     lines = ["r0 = all_reduce(g, 'mean')", "m0 = 0.9 * m + r0"]
     exact = True
     for number in range(draw(st.integers(1, 9))):
         name = f"v{number}"
-        kinds = ["unary", "binary", "partial", "collective"] + ["reducing"] * reducing
+        kinds = ["unary", "binary", "partial", "collective"] + ["reducing"] * (reducing + reduces)
         kind = draw(st.sampled_from(kinds))
         x, y = draw(st.sampled_from(whole)), draw(st.sampled_from(whole))
         p, q = draw(st.sampled_from(partial)), draw(st.sampled_from(partial))

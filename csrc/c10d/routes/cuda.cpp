@@ -139,8 +139,11 @@ WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
       "fused: fused_program: an address is a CPU's function; on a GPU pass "
       "what load_program() gave");
   TORCH_CHECK_VALUE(
-      arguments.runs == 0,
+      arguments.layout.runs == 0,
       "fused: fused_program: on a GPU a rank's elements are its shard_range");
+  TORCH_CHECK_VALUE(
+      arguments.layout.row == 1,
+      "fused: fused_program: no kernel takes whole rows");
   TORCH_CHECK_VALUE(
       known ? arguments.kernel != nullptr
             : arguments.done.scalar_type() == at::kFloat &&

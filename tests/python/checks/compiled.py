@@ -377,9 +377,9 @@ def operands_that_do_not_fit(context: Context) -> None:
             raise AssertionError("nothing raised")
         call(right)
     try:
-        call(right, 3)
+        call(right, 4)
     except ValueError as error:
-        assert "kind 3" in str(error), error
+        assert "kind 4" in str(error), error
     else:
         raise AssertionError("nothing raised")
 

@@ -1,0 +1,212 @@
+"""Row-parallel layers whose norm is part of the operation, against one process in float64."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from checks.compiled import compiles, done
+from checks.fusion import reference_dropout
+from checks.sequence import close, norm_of
+from checks.tensor_parallel import draw
+from checks.tensor_parallel_foe import without_compiler
+from fusedpg import tensor_parallel
+from fusedpg.tensor_parallel._normed import _Given
+from harness import Context
+
+make = tensor_parallel.RowParallelLinear.from_linear
+
+
+class Case:
+    """Drawn by a seed."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        chosen = random.Random(seed)
+        self.dtype = chosen.choice([torch.float64, torch.float32, torch.bfloat16])
+        self.lead = [chosen.choice([1, 2, 3]), chosen.choice([1, 4, 40])]
+        self.dim = chosen.choice([0, 1])
+        self.lead[self.dim] *= size
+        self.out = chosen.choice([32, 64, 96, 2048])
+        self.bias = chosen.random() < 0.6
+        self.residual = chosen.random() < 0.6
+        self.p = chosen.choice([0.0, 0.3])
+        self.affine = chosen.random() < 0.8
+        self.frozen = chosen.choice([(), (), ("norm.weight",), ("bias", "weight"), ("x", "r")])
+        self.again = chosen.random() < 0.2
+        self.text = f"seed {seed} on {size} ranks: {self.__dict__}"
+
+    def module(self) -> Any:
+        if self.affine:
+            return norm_of("rms", self.out, self.dtype)
+        return nn.RMSNorm(self.out, eps=1e-5, dtype=self.dtype, elementwise_affine=False)
+
+
+def reference(case: Case, model: nn.ModuleDict, x: torch.Tensor, r: torch.Tensor) -> dict[str, Any]:
+    x, r = (t.clone().requires_grad_(n not in case.frozen) for n, t in (("x", x), ("r", r)))
+    y = model["linear"](x)
+    y = reference_dropout(y, case.p, 5) if case.p else y
+    y = r + y if case.residual else y
+    z = model["norm"](y)
+    loss = (z.double() * draw(*z.shape, seed=5)).sum() + (y.double() * draw(*y.shape, seed=6)).sum()
+    if loss.requires_grad:
+        loss.backward()
+    found = {"norm": z, "sum": y, "gradient of x": x.grad, "gradient of r": r.grad}
+    return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+
+
+def drawn(context: Context, seed: int) -> None:
+    case = Case(seed, context.world_size)
+    with compiles(context):
+        try:
+            compare(context, case)
+        except Exception as error:
+            raise AssertionError(f"{case.text}: {error}") from error
+
+
+def compare(context: Context, case: Case) -> None:
+    size, rank, dim = context.world_size, context.rank, case.dim
+    torch.manual_seed(3)
+    linear = nn.Linear(4 * size, case.out, case.bias, dtype=case.dtype)
+    whole = nn.ModuleDict({"linear": linear, "norm": case.module()})
+    for name, parameter in whole.named_parameters():
+        plain = name.removeprefix("linear.")
+        parameter.requires_grad_(plain not in case.frozen)
+    x = draw(*case.lead, 4 * size, seed=1).to(case.dtype)
+    r = draw(*case.lead, case.out, seed=2).to(case.dtype)
+    usual = reference(case, copy.deepcopy(whole), x, r)
+    row = make(
+        copy.deepcopy(linear),
+        dropout=case.p,
+        norm=copy.deepcopy(whole["norm"]),
+        sequence_dim=dim,
+        overlap=False,
+    )
+    want = reference(case, whole.double(), x.double(), r.double())
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(size, dim)[rank]
+
+    mine = x.chunk(size, -1)[rank].clone().requires_grad_("x" not in case.frozen)
+    residual = cut(r).clone().requires_grad_("r" not in case.frozen)
+
+    def ours(x: torch.Tensor) -> Any:
+        return row(x, residual if case.residual else None, seed=5)
+
+    before = done()
+    with mock.patch.object(_Given, "forward", side_effect=_Given.forward) as given:
+        z, y = recomputed(ours, mine, use_reentrant=False) if case.again else ours(mine)
+    assert done() == before + 1, "not one operation"
+    assert given.call_count == 1, "the norm was computed behind it"
+    weights = (cut(draw(*want["sum"].shape, seed=n)) for n in (5, 6))
+    loss = sum((t.double() * w).sum() for t, w in zip((z, y), weights))
+    if loss.requires_grad:
+        loss.backward()
+    got = {"norm": z, "sum": y, "gradient of x": mine.grad, "gradient of r": residual.grad}
+    for title, layer in (("linear", row), ("norm", row.norm)):
+        for name, parameter in layer.named_parameters():
+            if not name.startswith("norm."):
+                got[f"gradient of {title}.{name}"] = parameter.grad
+    assert got.keys() == want.keys()
+    for what, tensor in got.items():
+        expected, plain = want[what], usual[what]
+        assert (tensor is None) == (expected is None), what
+        if expected is None:
+            continue
+        if what == "gradient of x":
+            expected, plain = (t.chunk(size, -1)[rank] for t in (expected, plain))
+        elif "." not in what:
+            expected, plain = cut(expected), cut(plain)
+        close(tensor, expected, what, case.dtype, plain)
+    with torch.no_grad():
+        for a, b in zip(ours(mine), (z, y)):
+            assert torch.equal(a, b), "another without gradients"
+
+
+def hooks(context: Context) -> None:
+    """Hooks see the norm's input and output, on one rank as on all; and may change them."""
+    size, rank = context.world_size, context.rank
+    x, seen = draw(4 * size, 4 * size, seed=1).chunk(size, -1)[rank], []
+    norm = nn.RMSNorm(64)
+    row = make(nn.Linear(4 * size, 64), norm=norm, sequence_dim=0)
+    with compiles(context):
+        z, y = row(x)
+        if rank == 0:
+            norm.register_forward_hook(lambda module, given, got: seen.append((given[0], got)))
+        before = done()
+        again = row(x)[0]
+        assert done() == before + (size > 1) and torch.equal(again, z)
+        assert len(seen) == (rank == 0)
+        for given, got in seen:
+            assert torch.equal(given, y) and torch.equal(got, z)
+        norm.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+        torch.testing.assert_close(row(x)[0], norm.forward(y + 1))
+        assert "forward" not in norm.__dict__
+
+
+def behind(context: Context) -> None:
+    """What is no such norm, or does not fit, is computed by the module."""
+    size, rank = context.world_size, context.rank
+
+    class Own(nn.RMSNorm):
+        pass
+
+    def check(norm: nn.Module, features: int = 64, dtype: Any = torch.float32, **more: Any) -> None:
+        linear = nn.Linear(4 * size, features, dtype=dtype)
+        x = draw(3 * size, 4 * size, seed=1).to(dtype).chunk(size, -1)[rank]
+        residual = draw(3 * size, features, seed=2).to(dtype)
+        for dim in (None, 0):
+            row = make(linear, norm=norm, sequence_dim=dim, **more)
+            part = residual if dim is None else residual.chunk(size)[rank]
+            with mock.patch.object(_Given, "forward", side_effect=_Given.forward) as given:
+                z, y = row(x, part)
+            assert given.call_count == 0
+            assert torch.equal(z, norm(y))
+
+    with compiles(context):
+        check(Own(64))
+        check(nn.RMSNorm(64, dtype=torch.bfloat16), dtype=torch.bfloat16)  # no eps
+        check(nn.RMSNorm((1, 64)[1:]), overlap=True)
+        check(nn.Identity())
+        check(nn.LayerNorm(64))
+        check(nn.RMSNorm(33), features=33)  # slices cut rows
+        check(nn.RMSNorm(1 << 15), features=1 << 15)  # too long
+        patched = nn.RMSNorm(64)
+        patched.forward = lambda x: x * 2  # type: ignore[method-assign]
+        check(patched)
+        row = make(nn.Linear(4 * size, 64), norm=nn.RMSNorm(64))  # it would gather both
+        z, y = row(draw(4, 4, seed=1))
+        assert torch.equal(z, row.norm(y))
+        with without_compiler(rank == size - 1):
+            check(nn.RMSNorm(96), features=96)
+        options: dict[str, Any] = {"norm": nn.RMSNorm(64), "sequence_dim": 0}
+        row = make(nn.Linear(4 * size, 64), group=context.oracle, **options)
+        z, y = row(draw(4 * size, 4, seed=1))
+        assert torch.equal(z, row.norm(y))
+        with torch.autocast("cpu", torch.bfloat16):
+            row = make(nn.Linear(4 * size, 64), **options)
+            z, y = row(draw(4 * size, 4, seed=1))
+            assert y.dtype == torch.bfloat16 and torch.equal(z, row.norm(y))
+    dist.barrier(group=context.oracle)
+
+
+def between_hosts(context: Context) -> None:
+    """A part's rows are those of the whole, whose norm is computed behind."""
+    size, rank = context.world_size, context.rank
+    x = draw(8 * size, 4 * size, seed=1).chunk(size, -1)[rank]
+    linear = nn.Linear(4 * size, 96)
+    results = []
+    with compiles(context):
+        for dim in (None, 0):
+            row = make(linear, norm=nn.RMSNorm(96, eps=1e-5), sequence_dim=dim, overlap=False)
+            with mock.patch.object(_Given, "forward", side_effect=_Given.forward) as given:
+                results.append(row(x))
+            assert given.call_count == (0 if dim is None else 1)
+    for whole, part in zip(*results):
+        torch.testing.assert_close(part, whole.chunk(size)[rank])

@@ -1,0 +1,40 @@
+"""Row-parallel layers whose norm is part of the operation that sums."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+import harness
+from checks import normed
+
+pytestmark = pytest.mark.fused_only
+
+
+def seeds() -> list[Any]:
+    """Some, then many slow ones; `SEED=` runs one."""
+    if "SEED" in os.environ:
+        return [(int(os.environ["SEED"]),)]
+    return [range(3), *(harness.slow(range(at, at + 20)) for at in range(3, 163, 20))]
+
+
+@pytest.mark.parametrize("world_size", [2, *(harness.slow(size) for size in (1, 3))])
+@pytest.mark.parametrize("some", seeds(), ids=str)
+def test_random_cases(world_size: int, some: Iterable[int]) -> None:
+    for seed in some:
+        harness.pool(world_size).run(normed.drawn, seed)
+
+
+def test_hooks() -> None:
+    harness.pool(2).run(normed.hooks)
+
+
+def test_norms_behind_the_operation() -> None:
+    harness.pool(2).run(normed.behind)
+
+
+def test_between_hosts() -> None:
+    harness.pool_of_hosts("two and one", "gloo").run(normed.between_hosts)
