@@ -5,7 +5,6 @@ Of a call of a few megabytes Python is a tenth, since the data have driven it ou
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
-from fusedpg.fusion.captured import captured
+from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.compiled import Kernel, begin, kernel
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.ops import SCALAR_OPS
@@ -37,7 +36,7 @@ class Shortcut:
         backend: Any,
         program: Program,
         group: dist.ProcessGroup,
-        function: types.FunctionType,
+        captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
         places: Sequence[int],
@@ -45,8 +44,8 @@ class Shortcut:
         source = found.source
         assert source is not None
         self._kernel = found
-        self._function = function
-        self._captured = captured(function)
+        self._captured = captured
+        self._reads = captured()
         self._backend = backend
         self._source = source
         self._group = weakref.ref(group)
@@ -78,7 +77,7 @@ class Shortcut:
     def of(
         program: Program,
         group: dist.ProcessGroup,
-        function: types.FunctionType,
+        captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> Shortcut | None:
@@ -107,7 +106,7 @@ class Shortcut:
         # Each target is a result that is computed there.
         if backend is None or sorted(places) != list(range(len(targets))):
             return None
-        return Shortcut(found, backend, program, group, function, values, targets, places)
+        return Shortcut(found, backend, program, group, captured, values, targets, places)
 
     def take(
         self,
@@ -127,7 +126,7 @@ class Shortcut:
             return False
         if not self._same.are([*map(values.__getitem__, self._tensors), *targets]):
             return False
-        if self._captured and captured(self._function) != self._captured:
+        if self._captured() != self._reads:
             return False
         if not self._kernel.usable(mine):
             return False
@@ -170,7 +169,7 @@ class Shortcuts:
         self,
         program: Program,
         group: dist.ProcessGroup | None,
-        function: types.FunctionType,
+        captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> None:
@@ -183,7 +182,7 @@ class Shortcuts:
                 self._found = {}
             self._found[place] = None
         else:
-            self._found[place] = Shortcut.of(program, group, function, values, targets)
+            self._found[place] = Shortcut.of(program, group, captured, values, targets)
 
 
 __all__ = ["Shortcuts"]
