@@ -22,6 +22,7 @@ from fusedpg.fusion.local import local_kernel
 from fusedpg.fusion.messages import Messages, Transfer
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
+from fusedpg.fusion.places import with_memory
 
 _log = logging.getLogger("fusedpg")
 _REDUCE_OPS = {
@@ -109,6 +110,7 @@ class Executor:
 
     def _run(self, arguments: Mapping[str, Any]) -> Run:
         values = self._values
+        arguments = with_memory(arguments)
         for node in self._program.inputs:
             values[node] = arguments[node.name]
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]

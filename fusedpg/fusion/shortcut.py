@@ -163,7 +163,9 @@ class Shortcuts:
         self._found: dict[int, Shortcut | None] = {}
 
     def get(self, target: torch.Tensor) -> Shortcut | None:
-        return self._found.get(target.data_ptr()) if type(target) in _PLAIN else None
+        if type(target) not in _PLAIN or target.layout is not torch.strided:
+            return None
+        return self._found.get(target.data_ptr())
 
     def add(
         self,
