@@ -260,6 +260,29 @@ def shapes(context: Context) -> None:
                 torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
 
 
+def numbers(context: Context) -> None:
+    """Numbers that a type does not hold take it, or do not, as in torch's own functions."""
+
+    def step(x: Any, a: float, n: int) -> Any:
+        return (
+            *(x + 257, x - 257, 257 - x, 1 / 3 + x, x - 1 / 3, x + a, x - a, a - x, x + n, n - x),
+            *(x * a, x / a, a / x, n * x, x / n, torch.where(x > a, x, a), x.clamp(-a, a)),
+            torch.where(x <= n, n, x),
+        )
+
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(3000, generator=generator) * torch.randn(3000, generator=generator).exp2()
+    run = fusedpg.fuse(step).scheduled(fusion.FuseCompute())
+    for dtype in (torch.bfloat16, torch.float16):
+        x = wide.to(dtype)
+        for a, n in ((0.1, 2049), (100.03, 3), (1 + 2**-12, 17)):
+            with generated.compiles(context), counted() as done:
+                got = run(x, a, n)
+            assert len(done) == 1
+            for number, (mine, want) in enumerate(zip(got, step(x, a, n))):
+                assert torch.equal(mine, want), (dtype, a, n, number)
+
+
 def without_compiler(context: Context) -> None:
     """Where one rank has no compiler all compute operation by operation."""
 
