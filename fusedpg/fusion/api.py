@@ -483,8 +483,8 @@ class FusedFunction:
     ) -> Any:
         values = self._signature.bind(args, kwargs)
         if targets and not async_op:
-            known = self._shortcuts.get(targets[0])
-            if known is not None and known.take(group, values, targets):
+            known = self._shortcuts.take(group, values, targets)
+            if known is not None:
                 return targets[0] if known.single else tuple(targets)
         ranks = Ranks.of(group)
         tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
