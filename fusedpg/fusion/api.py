@@ -223,7 +223,7 @@ class FusedFunction:
             else (value if isinstance(value, _STATIC) else type(value))
             for value in values.values()
         )
-        return ranks.size, ranks.name, arguments, self._captured()
+        return ranks.size, ranks.rank, ranks.name, arguments, self._captured()
 
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         found = self._cache.get(key)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.trace import is_users, line_of
@@ -165,6 +166,8 @@ class _Reader:
         elif isinstance(value, dist.ProcessGroup):
             self.items.append((title, value.group_name))
             self.kept = False
+        elif isinstance(value, DeviceMesh):  # which stays as it is
+            self.items.append((title, value))
         elif isinstance(value, (types.FunctionType, *_SAFE)) or (
             callable(value) and _of_torch(value)
         ):

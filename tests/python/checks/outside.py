@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
 
 import fusedpg
 from checks.refused import refused
@@ -170,3 +173,9 @@ def refuses(context: Context) -> None:
         return x * 2 if Mode.DOUBLE is Mode(2.0) else x
 
     assert fusedpg.fuse(constant)(x).tolist() == [2.0] * 3
+    lib.mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # type: ignore[attr-defined]
+
+    def by_mesh(x: Any) -> Any:
+        return functional.all_reduce(x, "sum", lib.mesh.get_group())
+
+    assert fusedpg.fuse(by_mesh)(x).tolist() == [context.world_size] * 3
