@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg.fusion.autograd import Differentiable, attach, wait
-from fusedpg.fusion.captured import captured
+from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.custom_op import described, number, register
 from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
@@ -96,6 +96,7 @@ class FusedFunction:
         functools.update_wrapper(self, function)
         self._signature = Signature(function)
         self._function = cast("FunctionType", function)
+        self._captured = Captured(self._function)
         self._transformations = transformations
         self._backward = backward
         self._auto = auto
@@ -108,8 +109,7 @@ class FusedFunction:
         self._shortcuts = Shortcuts()
         self._lock = threading.RLock()
         self._handle = register(self)
-        parameters = self._signature.signature.parameters
-        self._parameters = tuple(parameters)
+        self._parameters = tuple(parameters := self._signature.signature.parameters)
         self._defaults = {
             name: parameter.default
             for name, parameter in parameters.items()
@@ -206,7 +206,7 @@ class FusedFunction:
                 static[name] = value
             else:
                 parameters[name] = Parameter(SCALAR, kind=type(value))
-        captured(self._function)  # refuses
+        self._captured()  # refuses
         graph = trace(self._function, list(parameters), static)
         name = self._function.__name__.replace("<lambda>", "function")
         results = self._signature.results
@@ -223,7 +223,7 @@ class FusedFunction:
             else (value if isinstance(value, _STATIC) else type(value))
             for value in values.values()
         )
-        return ranks.size, ranks.name, arguments, captured(self._function)
+        return ranks.size, ranks.rank, ranks.name, arguments, self._captured()
 
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         found = self._cache.get(key)
@@ -483,8 +483,8 @@ class FusedFunction:
     ) -> Any:
         values = self._signature.bind(args, kwargs)
         if targets and not async_op:
-            known = self._shortcuts.get(targets[0])
-            if known is not None and known.take(group, values, targets):
+            known = self._shortcuts.take(group, values, targets)
+            if known is not None:
                 return targets[0] if known.single else tuple(targets)
         ranks = Ranks.of(group)
         tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
@@ -536,7 +536,7 @@ class FusedFunction:
             return pending
         result = pending.wait()
         if targets:
-            self._shortcuts.add(program, ranks.group, self._function, values, targets)
+            self._shortcuts.add(program, ranks.group, self._captured, values, targets)
         return result
 
 

@@ -317,8 +317,8 @@ class _Writer:
             if given[0].scalar and op == "div":  # as torch does it
                 inverse = self._rounded(f"1 / {narrow(given[1])}", inner)
                 return f"{inverse} * {plain(given[0])}"
-            if given[0].scalar and op == "sub":
-                return f"{narrow(given[0])} - {narrow(given[1])}"
+            if op in ("add", "sub"):
+                return f"{narrow(given[0])} {_INFIX[op]} {narrow(given[1])}"
             return f"{plain(given[0])} {_INFIX[op]} {plain(given[1])}"
         if op in _COMPARED:
             return f"{narrow(given[0])} {_COMPARED[op]} {narrow(given[1])}"

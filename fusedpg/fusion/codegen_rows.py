@@ -75,6 +75,7 @@ class _RowWriter(_Writer):
         self._takes: dict[tuple[Node, int], int] = {}
         self._shapes: list[tuple[Node, int, tuple[int, ...]]] = []
         self._single: dict[Node, bool] = {}  # one number a row, of the group or what it reads
+        self._broadcast: dict[Node, tuple[int, ...] | None] = {}  # to which shape what it reads
         self._every: list[str] = []  # once a row
         self._targets: dict[Node, list[str]] = {}  # names of what a value is the result of
 
@@ -99,14 +100,19 @@ class _RowWriter(_Writer):
             )
         return f"{self._names[node]}in"
 
-    def _read(self, node: Node, single: bool) -> None:
-        """A value from outside of the group, along the rows or one number of each."""
+    def _read(self, node: Node, shape: tuple[int, ...] | None) -> None:
+        """A value from outside of the group, along the rows.
+
+        With a shape it has one number of each row, broadcast to that: with the rows' dimensions or
+        without them, where it means another row.
+        """
+        single = shape is not None
         if node in self._single:
             constant = node.numel == 1 and node.layout != SHARD
-            if self._single[node] != single and not constant:
+            if (self._single[node] != single or self._broadcast[node] != shape) and not constant:
                 raise Unsupported(f"`{node.name}` in rows and of rows")
             return
-        self._single[node] = single
+        self._single[node], self._broadcast[node] = single, shape
         self._ready[node] = 0
         kind, name = _computed(node.dtype), self._names[node]
         if self._sliced:
@@ -125,10 +131,10 @@ class _RowWriter(_Writer):
         if node.numel == 1:
             place = self._place(node, AS_IS, node.shape)
             self._before.append(f"const {kind} {name} = load({place});")
-        elif single:
+        elif shape is not None:
             assert self._rows is not None
             whole = node.numel == self._rows.number
-            place = self._place(node, AS_IS if whole else BROADCAST, self._rows.kept)
+            place = self._place(node, AS_IS if whole else BROADCAST, shape)
             self._every.append(f"const {kind} {name} = load({place} + row);")
         else:
             self._read_along(node)
@@ -228,13 +234,14 @@ class _RowWriter(_Writer):
             self._name(node)
             single = self._alone(node)
             if node.op == "slice":
-                self._read(node, single)
+                self._read(node, node.shape if single else None)
                 continue
             given = () if node.op == "reduce_scatter" else node.operands
             for operand in given:
                 self._name(operand)
                 if operand not in self._inside and not operand.scalar:
-                    self._read(operand, single and node.op not in REDUCTIONS)
+                    of_rows = single and node.op not in REDUCTIONS
+                    self._read(operand, node.shape if of_rows else None)
             order.append(node)
             self._single[node] = single
             latest = max((self._ready[x] for x in given if not x.scalar), default=0)

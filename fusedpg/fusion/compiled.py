@@ -226,7 +226,7 @@ class Kernel:
         if not targets or program.outputs.count(node) != 1:
             return None
         target = targets[program.outputs.index(node)]
-        if not target.is_contiguous() or target.device != device:
+        if not target.is_contiguous() or target.is_neg() or target.device != device:
             return None
         if any(other is not target and spans.overlap(other, target) for other in targets):
             return None

@@ -23,6 +23,7 @@ from fusedpg.fusion.local import local_kernel
 from fusedpg.fusion.messages import Messages, Transfer
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
+from fusedpg.fusion.places import with_memory
 
 _log = logging.getLogger("fusedpg")
 _REDUCE_OPS = {
@@ -110,14 +111,16 @@ class Executor:
 
     def _run(self, arguments: Mapping[str, Any]) -> Run:
         values = self._values
-        for node in self._program.inputs:
-            values[node] = arguments[node.name]
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         device = self._device or (given[0].device if given else torch.device("cpu"))
         if self._stages is not None and self._program.messages:
             active = smooth(self._program, self._wrt) if self._wrt else ()
             place = self._stages, self._rank
             self._messages = Messages(self._program, *place, device, active)
+        arguments = with_memory(arguments)  # who waits for a message is told of what it raises
+        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        for node in self._program.inputs:
+            values[node] = arguments[node.name]
         for (group, nodes), released in zip(self._program.units, self._program.released):
             if group is not None and group.kind == "overlap":
                 yield from self._overlap(group, nodes)

@@ -54,6 +54,17 @@ KNOWN = (
 )
 
 
+# A size of a Shard argument, in the pass that finds out its shape: any that is no special case.
+_SOME = 5
+
+
+class _SomeShape(tuple[int, ...]):
+    """The shape of such an argument, of which any dimension may be asked for."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self if isinstance(key, slice) else _SOME
+
+
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """What the program knows of an argument."""
@@ -178,11 +189,14 @@ class Lowering:
         if isinstance(value, (tuple, torch.Size)):
             return value[key]
         if isinstance(value, Node) and not value.scalar:
-            known = {"shape": value.shape, "dtype": value.dtype, "ndim": len(value.shape)}
+            known = {"shape": self._shape(value), "dtype": value.dtype, "ndim": len(value.shape)}
             if isinstance(key, str) and key in known:
                 return known[key]
             self._unknown(key if isinstance(key, str) else "getitem")
         self.build.fail(f"`{key}` of a number")
+
+    def _shape(self, x: Node) -> tuple[int, ...]:
+        return _SomeShape(x.shape) if self.build.open(x) else x.shape
 
     # --- handlers: each takes what torch's function takes ------------------------------------
 
@@ -370,10 +384,10 @@ class Lowering:
         return self._cast(x, dtype)
 
     def _size(self, x: Node, dim: int | None = None) -> Any:
-        return x.shape if dim is None else x.shape[dim]
+        return self._shape(x) if dim is None else self._shape(x)[dim]
 
     def _numel(self, x: Node) -> int:
-        return x.numel
+        return _SOME if self.build.open(x) else x.numel
 
     def _dim(self, x: Node) -> int:
         return len(x.shape)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fusedpg.functional import shard_range
 from fusedpg.fusion.errors import IllegalProgram
@@ -69,10 +71,49 @@ def check_part(node: Node, name: str, tensor: torch.Tensor, ranks: Ranks) -> Non
         )
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements are where it points: not of DTensors, sparse ones and others' wrappers."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    return tensor.layout is torch.strided
+
+
+def with_memory(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tensors as generated code can read them; what is one tensor stays one.
+
+    Raises:
+        TypeError: for those that hold their elements in another way.
+    """
+    changed: dict[int, torch.Tensor] = {}
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor) or id(value) in changed:
+            continue
+        if isinstance(value, AsyncCollectiveTensor):  # on its way
+            changed[id(value)] = value.wait()
+        elif not has_memory(value):
+            raise TypeError(
+                f"`{name}` is a {_described(value)}: a fused function takes ordinary tensors, of a "
+                "DTensor its to_local() in the layout that the function annotates"
+            )
+        elif value.is_neg():  # which is an attribute, and not in its memory
+            changed[id(value)] = value.resolve_neg()
+    if not changed:
+        return arguments
+    return {name: changed.get(id(value), value) for name, value in arguments.items()}
+
+
+def _described(tensor: torch.Tensor) -> str:
+    kind = type(tensor).__name__
+    return kind if tensor.layout is torch.strided else f"{kind} of layout {tensor.layout}"
+
+
 def check_targets(program: Program, targets: list[torch.Tensor], ranks: Ranks) -> None:
     if len(targets) != len(program.outputs):
         raise ValueError(f"{len(program.outputs)} results, {len(targets)} targets")
     for number, (node, target) in enumerate(zip(program.outputs, targets)):
+        if not has_memory(target):
+            raise TypeError(f"target {number} is a {_described(target)}, not an ordinary tensor")
         expected = held(node.layout, node, ranks.size, ranks.rank)
         if tuple(target.shape) != expected or target.dtype != node.dtype:
             raise ValueError(

@@ -5,7 +5,6 @@ Of a call of a few megabytes Python is a tenth, since the data have driven it ou
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
-from fusedpg.fusion.captured import captured
+from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.compiled import Kernel, begin, kernel
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.ops import SCALAR_OPS
@@ -36,8 +35,7 @@ class Shortcut:
         found: Kernel,
         backend: Any,
         program: Program,
-        group: dist.ProcessGroup,
-        function: types.FunctionType,
+        captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
         places: Sequence[int],
@@ -45,11 +43,10 @@ class Shortcut:
         source = found.source
         assert source is not None
         self._kernel = found
-        self._function = function
-        self._captured = captured(function)
+        self._captured = captured
+        self._reads = captured()
         self._backend = backend
         self._source = source
-        self._group = weakref.ref(group)
         inputs = {node.name: node for node in program.inputs}
         self._inputs = [inputs.get(name) for name in values]
         self._read = source.scatter.operands[0], [node for node, _ in source.operands]
@@ -78,7 +75,7 @@ class Shortcut:
     def of(
         program: Program,
         group: dist.ProcessGroup,
-        function: types.FunctionType,
+        captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> Shortcut | None:
@@ -107,18 +104,15 @@ class Shortcut:
         # Each target is a result that is computed there.
         if backend is None or sorted(places) != list(range(len(targets))):
             return None
-        return Shortcut(found, backend, program, group, function, values, targets, places)
+        return Shortcut(found, backend, program, captured, values, targets, places)
 
     def take(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> bool:
-        """Whether the call is one like it, and has been carried out."""
-        mine = self._group()
-        if mine is None or (dist.GroupMember.WORLD if group is None else group) is not mine:
-            return False
+        """Whether the call, on the same group, is one like it, and has been carried out."""
         if [*map(type, values.values())] != self._types:
             return False
         if self._flags and any(values[name] != flag for name, flag in self._flags):
@@ -127,9 +121,9 @@ class Shortcut:
             return False
         if not self._same.are([*map(values.__getitem__, self._tensors), *targets]):
             return False
-        if self._captured and captured(self._function) != self._captured:
+        if self._captured() != self._reads:
             return False
-        if not self._kernel.usable(mine):
+        if not self._kernel.usable(group):
             return False
         by_node: dict[Any, Any] = dict(zip(self._inputs, values.values()))
         for node in self._scalars:
@@ -153,37 +147,53 @@ class Shortcut:
         if done.item():
             return True
         # All ranks go on operation by operation, also those that did not come this way.
-        self._kernel.leave(mine)
+        self._kernel.leave(group)
         return False
 
 
 class Shortcuts:
-    """Those of a function, by where the first target lies."""
+    """Those of a function, by where the first target lies.
+
+    A shortcut has the group's backend, with its shared memory: so it goes with the group.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, Shortcut | None] = {}
+        self._found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Shortcut | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def get(self, target: torch.Tensor) -> Shortcut | None:
-        return self._found.get(target.data_ptr()) if type(target) in _PLAIN else None
+    def take(
+        self,
+        group: dist.ProcessGroup | None,
+        values: Mapping[str, Any],
+        targets: Sequence[torch.Tensor],
+    ) -> Shortcut | None:
+        """The one by which the call has been carried out."""
+        target = targets[0]
+        group = dist.GroupMember.WORLD if group is None else group
+        if group is None or type(target) not in _PLAIN or target.layout is not torch.strided:
+            return None
+        found = self._found.get(group, {}).get(target.data_ptr())
+        return found if found is not None and found.take(group, values, targets) else None
 
     def add(
         self,
         program: Program,
         group: dist.ProcessGroup | None,
-        function: types.FunctionType,
+        captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> None:
         """After a call that came by no shortcut; the first one at a place may be the only one."""
         if group is None or type(targets[0]) not in _PLAIN:
             return
-        place = targets[0].data_ptr()
-        if place not in self._found:
-            if len(self._found) >= _KEPT:
-                self._found = {}
-            self._found[place] = None
+        place, found = targets[0].data_ptr(), self._found.setdefault(group, {})
+        if place in found:
+            found[place] = Shortcut.of(program, group, captured, values, targets)
         else:
-            self._found[place] = Shortcut.of(program, group, function, values, targets)
+            if len(found) >= _KEPT:
+                found.clear()
+            found[place] = None
 
 
 __all__ = ["Shortcuts"]

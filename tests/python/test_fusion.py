@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fusedpg
 import harness
 from checks import fusion as checks
+from checks import outside
 from fusedpg.fusion import (
     AsShard,
     FuseCollective,
@@ -41,6 +42,13 @@ def test_optimizers(world_size: int, name: str) -> None:
 @pytest.mark.parametrize("check", ["calls", "comparisons", "products", "spellings", "threads"])
 def test_on_ranks(world_size: int, check: str) -> None:
     harness.pool(world_size).run(getattr(checks, check))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_read_from_outside_changes(world_size: int) -> None:
+    with harness.Workers(world_size) as workers:  # it changes what its module holds
+        workers.run(outside.changes)
+        workers.run(outside.refuses)
 
 
 @pytest.mark.parametrize("world_size", SIZES)

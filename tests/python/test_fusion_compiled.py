@@ -109,3 +109,7 @@ def test_a_function_is_lost() -> None:
 
 def test_other_places_on_one_rank() -> None:
     harness.pool(2).run(shortcuts.beside_others)
+
+
+def test_shortcuts_go_with_their_group() -> None:
+    harness.pool(2).run(shortcuts.groups_that_go)

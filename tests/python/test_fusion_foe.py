@@ -11,7 +11,7 @@ import os
 import pytest
 
 import harness
-from checks import mesh_foe, pipeline_foe, tensor_parallel_foe, tuner_foe
+from checks import mesh_foe, pipeline_foe, places_foe, tensor_parallel_foe, tuner_foe
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(600)]
 MORE = 30
@@ -73,3 +73,14 @@ def test_one_of_several_messages_differs() -> None:
 
 def test_waits_in_another_order() -> None:
     harness.pool(3).run(pipeline_foe.reversed_waits)
+
+
+@pytest.mark.parametrize("world_size", [2, *map(harness.slow, (1, 3))])
+@pytest.mark.parametrize("seed", seeds(3000))
+def test_places_of_tensors(world_size: int, seed: int) -> None:
+    harness.pool(world_size).run(places_foe.run, seed, timeout=300)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_kinds_of_tensors(world_size: int) -> None:
+    harness.pool(world_size).run(places_foe.kinds)

@@ -37,6 +37,10 @@ def test_shapes() -> None:
     harness.pool(1).run(rows.shapes)
 
 
+def test_numbers() -> None:
+    harness.pool(1).run(rows.numbers)
+
+
 def test_without_a_compiler_on_one_rank() -> None:
     harness.pool(2).run(rows.without_compiler)
 

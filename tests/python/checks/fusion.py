@@ -383,7 +383,7 @@ def products(context: Context) -> None:
 
 
 def spellings(context: Context) -> None:
-    """torch's functional all_reduce, a group, AsShard of an argument."""
+    """torch's functional all_reduce, a group, a Shard as result, and its full sizes."""
     size, rank = context.world_size, context.rank
     world = dist.group.WORLD
     fused = fusedpg.fuse(lambda x: 2 * funcol.all_reduce(x, "avg", world))
@@ -403,6 +403,14 @@ def spellings(context: Context) -> None:
     part = shard(whole, size, rank)
     fused = fusedpg.fuse(step)
     assert torch.equal(fused(torch.ones(n), whole), part + size)
+
+    def sizes(g: fusion.Partial, m: fusion.Shard) -> fusion.Shard:  # of the full tensor
+        m = m * m.shape[1] + m.size(0) / (m.shape[0] - 1) / (m.numel() - 1)
+        return m + fusion.all_reduce(g)
+
+    run = fusedpg.fuse(sizes)
+    expected = part * 25 + 4 / 3 / 99 + size
+    torch.testing.assert_close(run(torch.ones(4, 25), part), expected)
 
 
 def comparisons(context: Context) -> None:

@@ -112,7 +112,7 @@ def others_hear(context: Context) -> None:
             given = ((x, like), (like, p), (like,))[place.stage]
             return mine(*given, **place.groups)
 
-        for turn in range(3):
+        for turn in range(4):
             right = call(torch.empty(SHAPE), 0.0)
             if place.stage != 1:
                 want = (10.0, None, 3.0)[place.stage]
@@ -120,11 +120,13 @@ def others_hear(context: Context) -> None:
             middle = place.stage == 1
             like = torch.empty((1, 7) if middle and turn == 0 else SHAPE)
             p = 1.5 if middle and turn == 1 else 0.0
-            if turn == 2:
+            like = like.to_sparse() if middle and turn == 2 else like
+            if turn == 3:
                 break
-            kind = ValueError if middle and turn == 1 else dist.DistBackendError
-            what = f"{backend}, {('mismatch', 'probability')[turn]}, stage {place.stage}"
-            text = ("shape", "p is a probability")[turn]
+            own = (dist.DistBackendError, ValueError, TypeError)[turn]
+            kind = own if middle else dist.DistBackendError
+            what = f"{backend}, {('mismatch', 'probability', 'sparse')[turn]}, stage {place.stage}"
+            text = ("shape", "p is a probability", "ordinary tensors")[turn]
             raises(lambda k=like, q=p: call(k, q), what, kind, text)
         place.close()
 

@@ -232,6 +232,13 @@ def shapes(context: Context) -> None:
         y = w * a
         return (y * y.mean(-1, True)).sum(0), y.sum(), y / y.norm(), y.amax(-1, True) + y.amin(0)
 
+    def bare(w: Any, a: Any, b: Any, c: Any) -> Any:  # other operands of one number a row
+        s = w.sum(-1)
+        return s * a, s - b, torch.maximum(s, c), w.mean(-1, True) * w
+
+    def both(w: Any, a: Any) -> Any:  # the same operand is of other rows with and without the last
+        return w.sum(-1) * a, w.sum(-1, True) * a
+
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
@@ -240,15 +247,40 @@ def shapes(context: Context) -> None:
         (step, [draw(1, 5, 7), draw(7), draw(5, 7), draw(1, 1, 1), draw(5, 1), draw(1)]),
         (square, [draw(5, 5), draw(5)]),
         (sums, [draw(5, 9), draw(9)]),
+        (bare, [draw(5, 5, 7), draw(5), draw(5, 1), draw(1, 5)]),
+        (both, [draw(5, 5, 7), draw(5, 1)]),
     ]
     for function, arguments in cases:
         for schedule in fusedpg.fuse(function).schedules(*arguments):
             run = fusedpg.fuse(function).scheduled(*schedule.transformations)
             with generated.compiles(context), counted() as done:
                 got = run(*arguments)
-            assert bool(done) == bool(schedule.program.groups), schedule
+            assert function is both or bool(done) == bool(schedule.program.groups), schedule
             for mine, want in zip(got, function(*arguments)):
                 torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
+
+
+def numbers(context: Context) -> None:
+    """Numbers that a type does not hold take it, or do not, as in torch's own functions."""
+
+    def step(x: Any, a: float, n: int) -> Any:
+        return (
+            *(x + 257, x - 257, 257 - x, 1 / 3 + x, x - 1 / 3, x + a, x - a, a - x, x + n, n - x),
+            *(x * a, x / a, a / x, n * x, x / n, torch.where(x > a, x, a), x.clamp(-a, a)),
+            torch.where(x <= n, n, x),
+        )
+
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(3000, generator=generator) * torch.randn(3000, generator=generator).exp2()
+    run = fusedpg.fuse(step).scheduled(fusion.FuseCompute())
+    for dtype in (torch.bfloat16, torch.float16):
+        x = wide.to(dtype)
+        for a, n in ((0.1, 2049), (100.03, 3), (1 + 2**-12, 17)):
+            with generated.compiles(context), counted() as done:
+                got = run(x, a, n)
+            assert len(done) == 1
+            for number, (mine, want) in enumerate(zip(got, step(x, a, n))):
+                assert torch.equal(mine, want), (dtype, a, n, number)
 
 
 def without_compiler(context: Context) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -121,7 +123,7 @@ def without_function(context: Context) -> None:
         assert found[-1]
         before, count = done(), len(found)
         if context.rank == context.world_size - 1:
-            for known in calls.run._shortcuts._found.values():
+            for known in calls.run._shortcuts._found[dist.group.WORLD].values():
                 assert known is not None
                 known._kernel._address = 0
         for _ in range(3):
@@ -151,3 +153,23 @@ def beside_others(context: Context) -> None:
             )
         assert not any(found[count:]) and not torch.equal(w, calls.w)
         dist.destroy_process_group(other)
+
+
+def groups_that_go(context: Context) -> None:
+    """What is remembered for a group, with its shared memory, goes with it."""
+    counts = []
+    with compiles(context), taken() as found:
+        step = fusedpg.fuse(lambda g, w: w - fusion.all_reduce(g)).scheduled(
+            *SCHEDULE[:1], *SCHEDULE[2:]
+        )
+        for _ in range(6):
+            group = dist.new_group(backend="fused")
+            tensors = [torch.ones(500) for _ in range(4)]
+            for w in tensors * 3:
+                step.into(w, torch.ones(500), w, group=group)
+            dist.barrier(group=context.oracle)
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert any(found) and counts[1] == counts[-1], counts
