@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedpg._by_parameter import ByParameter
+from fusedpg._by_parameter import ByParameter, Order, order_in_bucket, shape_in_memory
 from fusedpg._registration import BACKEND
 from fusedpg.compress import _agree, _hosts, _lane, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
@@ -43,6 +43,7 @@ class _Unit:
     step: int
     plain: bool  # sent as they are
     parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    orders: list[Order] = dataclasses.field(default_factory=list)
     slices: list[torch.Tensor] = dataclasses.field(default_factory=list)
     ends: list[_Bucket] = dataclasses.field(default_factory=list)  # complete with this unit
     timing: Any = None
@@ -166,7 +167,7 @@ class State:
         begin = 0
         for parameter in parameters:
             end = begin + parameter.numel()
-            self._add(parameter, buffer[begin:end])
+            self._add(parameter, order_in_bucket(parameter, buffer), buffer[begin:end])
             begin = end
             self._position += 1
             if self._position in splits:
@@ -205,12 +206,13 @@ class State:
             return frozenset({self._position + len(parameters)})
         return self._splits
 
-    def _add(self, parameter: torch.Tensor, part: torch.Tensor) -> None:
+    def _add(self, parameter: torch.Tensor, order: Order, part: torch.Tensor) -> None:
         unit = self._open
         if unit is None:
             unit = self._open = _Unit(self._units, self._step, self._plain)
             self._units += 1
         unit.parameters.append(parameter)
+        unit.orders.append(order)
         last = unit.slices[-1] if unit.slices else None
         if last is not None and _follows(last, part):
             joined = last.numel() + part.numel()
@@ -298,7 +300,7 @@ class State:
         piece = Piece(
             str(unit.index),
             grad.numel(),
-            tuple(parameter.shape for parameter in unit.parameters),
+            tuple(map(shape_in_memory, unit.parameters, unit.orders)),
             dist.get_rank(self._group),
             dist.get_world_size(self._group),
             mixed(self.seed, unit.step, unit.index),
@@ -368,7 +370,9 @@ class State:
                     tensor[:first].zero_()
                     tensor[last:].zero_()
 
-            whole = self._kept.flat(name, unit.parameters, grad.dtype, grad.device, moved)
+            whole = self._kept.flat(
+                name, unit.parameters, unit.orders, grad.dtype, grad.device, moved
+            )
             return whole[begin:end]
 
         return state
@@ -416,7 +420,7 @@ class State:
                 None
                 if (parameter := known()) is None
                 or (kept := self._kept.get(name, parameter)) is None
-                else kept.detach().to("cpu", copy=True)
+                else kept.detach().reshape(-1).to("cpu", copy=True)
                 for known in self._order
             ]
             for name in self._kept.names()

@@ -251,6 +251,24 @@ def test_trial(trial: Any) -> None:
     harness.pool(2).run(trial)
 
 
+@pytest.mark.parametrize(
+    ("how", "views"),
+    [
+        ("new module", False),
+        ("new module", True),
+        ("checkpoint", True),
+        # Without views of buckets DDP itself gives elements to others then.
+        ("same module", True),
+    ],
+)
+def test_memory_order_changes(how: str, views: bool) -> None:
+    harness.pool(2).run(foe.other_memory_order, how, views)
+
+
+def test_low_rank_of_a_transpose() -> None:
+    harness.pool(2).run(foe.low_rank_in_any_order)
+
+
 def test_sparse_gradients_are_refused() -> None:
     for text in harness.pool(2).run(foe.sparse_gradients):
         assert text.startswith("ValueError: fusedpg.compress: compresses dense gradients")

@@ -113,7 +113,7 @@ def neighbours_in_memory(context: Context) -> None:
              torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16, offset=64)]  # fmt: skip
     state._splits = frozenset({2})
     for part in apart:
-        state._add(nn.Parameter(torch.zeros(16)), part)
+        state._add(nn.Parameter(torch.zeros(16)), None, part)
     assert state._open is not None
     assert [s.numel() for s in state._open.slices] == [16, 16]
 
@@ -278,3 +278,54 @@ def after_states(context: Context) -> list[dict[str, int]]:
         found.append(counts())
         dist.barrier()
     return found
+
+
+def other_memory_order(context: Context, how: str, views: bool) -> None:
+    """A module becomes channels_last, or not any more: what is kept stays with its element."""
+    shape = (4, 3, 2, 2)
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
+    state = compress.from_params(params)
+
+    def module(order: torch.memory_format) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(
+            Given([shape]).to(memory_format=order), gradient_as_bucket_view=views
+        )
+        ddp.register_comm_hook(state, compress.hook)
+        return ddp
+
+    ddp = module(torch.contiguous_format)
+    went_in, came_out = torch.zeros(shape), torch.zeros(shape)
+    for now in range(6):
+        weight = ddp.module.parts[0]
+        if now == 3 and how == "checkpoint":
+            saved = state.state_dict()
+            state = compress.from_params(params)
+            state.load_state_dict(saved)
+            ddp = module(torch.channels_last)
+        elif now == 3:
+            # With DDP's buckets as they were, or with new ones.
+            weight.data = weight.data.to(memory_format=torch.channels_last)
+            weight.grad = None
+            if how == "new module":
+                kept = ddp.module
+                ddp = DistributedDataParallel(kept, gradient_as_bucket_view=views)
+                ddp.register_comm_hook(state, compress.hook)
+        if now == 5:
+            state.compressor.compress_ratio = 1.0
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(now))
+        came_out += step(ddp, gradient)
+        went_in += gradient
+    torch.testing.assert_close(came_out, went_in)
+
+
+def low_rank_in_any_order(context: Context) -> None:
+    """A weight that is another's transpose: its gradient has the rank that it has."""
+    model = Given([(9, 31)])
+    model.parts[0].data = torch.zeros(31, 9).t()
+    ddp = DistributedDataParallel(model)
+    params = {"compressor": "powersgd", "communicator": "allreduce"}
+    ddp.register_comm_hook(compress.from_params(params), compress.hook)
+    gradient = torch.outer(torch.arange(9.0) - 2, torch.linspace(-1, 1, 31))
+    for _ in range(3):
+        found = step(ddp, gradient)
+    torch.testing.assert_close(found, gradient)
