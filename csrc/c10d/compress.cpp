@@ -336,9 +336,9 @@ Two terngrad(
   const CompressSums sums = table().sums(in.v, in.count);
   float bound = std::numeric_limits<float>::infinity();
   if (clip_sigma > 0 && in.count > 0) {
-    const auto n = static_cast<double>(in.count);
-    const double mean = (sums.high_sum + sums.low_sum) / n;
-    const double variance = std::max(0.0, sums.square_sum / n - mean * mean);
+    // The deviation from 0, which v is clipped about: from the mean it is 0 for a
+    // single element, of which nothing would ever be sent.
+    const double variance = sums.square_sum / static_cast<double>(in.count);
     bound = static_cast<float>(clip_sigma * std::sqrt(variance));
   }
   // With a NaN or an infinity anywhere this is not finite either.

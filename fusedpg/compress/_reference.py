@@ -221,7 +221,7 @@ def terngrad(
     v = _compensated(grad, residual, beta, gamma)
     clipped = v
     if clip_sigma > 0 and v.numel():
-        bound = clip_sigma * v.double().std(unbiased=False).to(v.dtype)
+        bound = clip_sigma * v.double().square().mean().sqrt().to(v.dtype)
         clipped = v.clamp(-bound, bound)
     scale = clipped.abs().max().view(1) if v.numel() else v.new_zeros(1)
     scale = torch.where(v.isfinite().all(), scale, torch.nan)
