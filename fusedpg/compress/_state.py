@@ -180,6 +180,9 @@ class State:
         return answer
 
     def _begin(self) -> None:
+        for bucket in self._waiting:
+            # Of a backward that has been cut short, or goes on: who waits would do so forever.
+            bucket.future.set_result(None)
         self._position = self._units = 0
         self._open, self._waiting = None, []
         self._seen = Layout()
@@ -263,11 +266,17 @@ class State:
     def _answer(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         if self._failure is not None:
             raise RuntimeError(
-                f"fusedpg.compress: a step has failed on this rank: {self._failure}. Gradients "
-                "and memories of this step are undefined; make a new state, or load a checkpoint "
-                "in a new process"
+                "fusedpg.compress: a step has failed on this rank: "
+                f"{type(self._failure).__name__}: {self._failure}. Gradients and memories of this "
+                "step are undefined; make a new state, or load a checkpoint in a new process"
             ) from self._failure
-        return done.value()
+        result: torch.Tensor | None = done.value()
+        if result is None:
+            raise RuntimeError(
+                "fusedpg.compress: another backward has begun with this state before all buckets "
+                "of this one were there: a state is for one DDP module, make one for each"
+            )
+        return result
 
     def _finish(self, plain: bool) -> None:
         # Where no unit of the step was compressed, all that had been kept was sent.

@@ -329,3 +329,32 @@ def low_rank_in_any_order(context: Context) -> None:
     for _ in range(3):
         found = step(ddp, gradient)
     torch.testing.assert_close(found, gradient)
+
+
+def backward_within_another(context: Context) -> str:
+    """One module's between another one's buckets, all of which one state is to take at once."""
+    state = compress.from_params({"compressor": "topk"}, schedule="one")
+    inner = DistributedDataParallel(Given([10]))
+    begun = False
+
+    class Begins(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if begun:
+                with torch.enable_grad():
+                    inner([torch.ones(10)]).backward()
+            return g
+
+    outer = DistributedDataParallel(Chain(Begins), bucket_cap_mb=1)
+    for ddp in (inner, outer):
+        ddp.register_comm_hook(state, compress.hook)
+    for _ in range(3):
+        outer(torch.ones(600_000)).backward()
+    begun = True
+    with pytest.raises(RuntimeError) as raised:
+        outer(torch.ones(600_000)).backward()
+    return str(raised.value)
