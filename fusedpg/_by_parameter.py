@@ -69,10 +69,12 @@ class ByParameter:
         dtype: torch.dtype,
         device: torch.device,
         moved: Callable[[torch.Tensor], None] | None = None,
+        always: bool = False,
     ) -> torch.Tensor:
         """What is kept of these parameters, one after the other, in the order of their buckets.
 
-        ``moved`` is called with a tensor that has been laid out anew and had contents before.
+        ``moved`` is called with a tensor that has been laid out anew and had contents before, or
+        ``always``, as others may have some.
         """
         flats = self._flats.setdefault(name, [])
         for flat in flats:
@@ -101,7 +103,7 @@ class ByParameter:
             if all((known := member()) is not None and id(known) not in mine
                    for member in other.members)
         ]  # fmt: skip
-        if found and moved is not None:
+        if moved is not None and (found or always):
             moved(tensor)
         flats.append(_Flat(tuple(map(weakref.ref, parameters)), tuple(orders), tensor))
         return tensor

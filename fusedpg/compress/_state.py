@@ -97,6 +97,7 @@ class State:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._loaded: dict[str, list[Any]] = {}
         self._keeps = False  # whether anything but zeros may be kept of earlier steps
+        self._has_loaded = False  # any rank, a checkpoint's memory
         self._clear()
 
     def check_module(self, group: dist.ProcessGroup) -> None:
@@ -138,6 +139,8 @@ class State:
         }
         lane.submit(_agree.check, facts, lane.group).result()
         self._group = lane.group
+        loaded = [float(any(self._loaded.values()))]
+        self._has_loaded = lane.submit(self._agree, loaded).result() != [0.0]
         # The engine's all_reduce adds up inside of hosts itself.
         self._hosts = None if isinstance(self.communicator, Allreduce) else lane.hosts
         return lane
@@ -380,8 +383,9 @@ class State:
                     tensor[last:].zero_()
 
             whole = self._kept.flat(
-                name, unit.parameters, unit.orders, grad.dtype, grad.device, moved
-            )
+                name, unit.parameters, unit.orders, grad.dtype, grad.device, moved,
+                self._has_loaded,
+            )  # fmt: skip
             return whole[begin:end]
 
         return state

@@ -275,6 +275,16 @@ def test_state_of_two_modules_in_one_backward() -> None:
         assert "a state is for one DDP module" in text
 
 
+@pytest.mark.parametrize("communicator", ["allgather", "ps"])
+@pytest.mark.parametrize("where", ["2", "two of two"])
+def test_rank_without_a_checkpoint(where: str, communicator: str) -> None:
+    """What ranks share out is moved by all of them, whoever has anything."""
+    first, *others = ranks_of(where).run(foe.newcomer, communicator)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_sparse_gradients_are_refused() -> None:
     for text in harness.pool(2).run(foe.sparse_gradients):
         assert text.startswith("ValueError: fusedpg.compress: compresses dense gradients")

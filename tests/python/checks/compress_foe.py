@@ -358,3 +358,22 @@ def backward_within_another(context: Context) -> str:
     with pytest.raises(RuntimeError) as raised:
         outer(torch.ones(600_000)).backward()
     return str(raised.value)
+
+
+def newcomer(context: Context, communicator: str) -> Any:
+    """A rank that has no checkpoint of its own begins with nothing kept, the others with theirs."""
+    params = {"compressor": "topk", "memory": "residual", "communicator": communicator}
+    state = compress.from_params(params)
+    ddp = DistributedDataParallel(Given([41, 7]), bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(state, compress.hook)
+    gradient = [torch.linspace(-1, 2, 41) * (context.rank + 1), torch.ones(7)]
+    for _ in range(3):
+        ddp(gradient).backward()
+    saved = state.state_dict()
+    if context.rank == 1:
+        saved["memory"] = {}
+    state.load_state_dict(saved)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(gradient).backward()
+    return [p.grad.numpy() for p in ddp.module.parts]
