@@ -91,11 +91,14 @@ class State:
             self._schedule.with_plain = _may_be_plain(compressor, memory)
         self._kept = ByParameter()
         self._step = 0
-        # Parameters in the order of their first appearance, which is the same whenever a model is
-        # wrapped anew: by it checkpoints know them.
+        # Parameters in the order of their first appearance: by it, and by their types, checkpoints
+        # know them.
         self._order: list[weakref.ref[torch.Tensor]] = []
+        self._types: list[str] = []
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._loaded: dict[str, list[Any]] = {}
+        self._loaded_types: list[str] = []
+        self._places: dict[str, list[int]] = {}  # of what is loaded: numbers that are left
         self._keeps = False  # whether anything but zeros may be kept of earlier steps
         self._has_loaded = False  # any rank, a checkpoint's memory
         self._clear()
@@ -165,7 +168,9 @@ class State:
         # Only an exception out of a callback is one to DDP, too.
         answer = result.then(self._answer)
         parameters = bucket.parameters()
-        self._know(parameters)
+        # DDP's first buckets are the model's parameters from the last to the first, but for the
+        # order in a bucket.
+        self._know(parameters[::-1])
         splits = self._follow(parameters, buffer)
         begin = 0
         for parameter in parameters:
@@ -357,7 +362,10 @@ class State:
             residual = piece.state(name)
             # A server's is of the mean, a host's of the mean of its ranks, and what a memory keeps
             # may have another unit.
-            share = piece.world_size if name.endswith("@server") else scale * self.memory.beta
+            share = scale * self.memory.beta
+            if name.endswith("@server"):
+                sums = self.memory.for_sums()
+                share = piece.world_size * sums.scale * sums.beta
             if self._hosts is not None and not name.endswith("@server"):
                 share *= self._hosts.count
             grad.add_(residual, alpha=share)
@@ -410,11 +418,12 @@ class State:
         for parameter in parameters:
             if parameter in self._known:
                 continue
-            number = len(self._order)
-            self._known[parameter] = number
+            self._known[parameter] = len(self._order)
             self._order.append(weakref.ref(parameter))
+            self._types.append(str(parameter.dtype))
+            number = self._place(self._types[-1])
             for name, saved in self._loaded.items():
-                value = saved[number] if number < len(saved) else None
+                value = saved[number] if number is not None and number < len(saved) else None
                 if value is None:
                     continue
                 if value.numel() != parameter.numel():
@@ -424,6 +433,20 @@ class State:
                         f"{parameter.numel()}: it is of another model"
                     )
                 self._kept.set(name, parameter, value.to(parameter.device))
+
+    def _place(self, kind: str) -> int | None:
+        """The number that a checkpoint has of the next new parameter of a type."""
+        # How buckets of several types alternate depends on their sizes. A single one may change.
+        left = list(self._places.values())
+        mine = left[0] if len(left) == 1 else self._places.get(kind, [])
+        if mine:
+            return mine.pop()
+        if any(left):
+            raise ValueError(
+                f"the checkpoint has parameters of {', '.join(self._places)}, and fewer of {kind} "
+                "than there are: it is of another model"
+            )
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps of gradients, and the number of steps. Each rank saves its own."""
@@ -438,8 +461,11 @@ class State:
             ]
             for name in self._kept.names()
         }
-        # What was loaded and has not been asked for yet.
-        return {"step": self._step, "seed": self.seed, "memory": {**self._loaded, **memory}}
+        types = self._types
+        if not self._order:
+            # What was loaded and has not been asked for yet.
+            memory, types = self._loaded, self._loaded_types
+        return {"step": self._step, "seed": self.seed, "types": list(types), "memory": dict(memory)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Of a model whose parameters are the same, in the same order.
@@ -453,9 +479,15 @@ class State:
             self._lane = None  # the next backward asks again whether all ranks have the same
         self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
         self._loaded = {name: list(kept) for name, kept in state_dict["memory"].items()}
+        counts = [len(kept) for kept in self._loaded.values()]
+        self._loaded_types = list(state_dict.get("types", [""] * max(counts, default=0)))
+        self._places = {kind: [] for kind in self._loaded_types}
+        for number in reversed(range(len(self._loaded_types))):
+            self._places[self._loaded_types[number]].append(number)
         self._kept = ByParameter()
         known = [parameter for ref in self._order if (parameter := ref()) is not None]
         self._order.clear()
+        self._types.clear()
         self._known.clear()
         self._know(known)
 

@@ -76,9 +76,11 @@ def drawn(seed: int, compressor: str) -> tuple[Case, float]:
         restart_at=r.choice([-1, 1, 2, 3]),
         restart_by=r.choice(["dict", "pickle", "live"]),
         schedule_after=r.choice([None, schedule()]),
+        unused=r.choice([0.0, 0.0, 0.1, 0.3, 0.6]),
         seed=seed,
     )
-    return case, scale
+    rewraps = r.sample(range(1, case.steps), r.choice([0, 1]))
+    return dataclasses.replace(case, rewrap_at=tuple(rewraps)), scale
 
 
 def went_in(case: Case, rank: int, step: int) -> list[Any]:
@@ -88,13 +90,18 @@ def went_in(case: Case, rank: int, step: int) -> list[Any]:
 
 
 def check_nothing_lost(case: Case, answers: list[Any], scale: float, per_host: int) -> None:
-    """After each step: gradients = world size * results + what the ranks keep."""
+    """After each step: gradients = world size * results + what the ranks keep, of each parameter
+    that has been used by some rank in every step."""
     size = len(answers)
+    always = [True] * len(case.numels)
     inside = [np.zeros(n) for n in case.numels]
     largest = 64.0 * size
     for step in range(case.steps):
         given = [went_in(case, rank, step) for rank in range(size)]
-        for n in range(len(case.numels)):
+        for n, uses in enumerate(zip(*(used(case, rank, step) for rank in range(size)))):
+            always[n] &= any(uses)
+            if not always[n]:
+                continue
             results = [answer["results"][step][n] for answer in answers]
             for other in results[1:]:
                 np.testing.assert_array_equal(other, results[0])
@@ -104,8 +111,8 @@ def check_nothing_lost(case: Case, answers: list[Any], scale: float, per_host: i
             for answer in answers:
                 for name, tensors in answer["kept"][step].items():
                     if name.startswith("residual") and tensors[n] is not None:
-                        each = size if name.endswith("@server") else per_host * scale
-                        kept += each * tensors[n]
+                        each = size if name.endswith("@server") else per_host
+                        kept += each * scale * tensors[n]
             lost = np.abs(inside[n] - kept).max()
             assert lost <= TOLERANCE[case.dtype] * (step + 1) * largest, (step, n, lost)
 
@@ -283,6 +290,16 @@ def test_rank_without_a_checkpoint(where: str, communicator: str) -> None:
     for other in others:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one type", "two types"])
+def test_checkpoint_under_other_buckets(mixed: bool) -> None:
+    harness.pool(2).run(foe.other_buckets, mixed)
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "ps"])
+def test_rates_that_change(communicator: str) -> None:
+    harness.pool(2).run(foe.rates_that_change, communicator)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -377,3 +377,71 @@ def newcomer(context: Context, communicator: str) -> Any:
         ddp.zero_grad()
         ddp(gradient).backward()
     return [p.grad.numpy() for p in ddp.module.parts]
+
+
+def other_buckets(context: Context, mixed: bool) -> None:
+    """A checkpoint is loaded where DDP's buckets are of another size: parameters, which are all of
+    one shape, get what was their own."""
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
+
+    def made(cap: float, saved: Any) -> tuple[DistributedDataParallel, compress.State]:
+        model = Given([(40,)] * 7)
+        for n in (1, 2, 5) if mixed else ():
+            model.parts[n].data = model.parts[n].data.double()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap, find_unused_parameters=cap < 1)
+        state = compress.from_params(params)
+        if saved is not None:
+            state.load_state_dict(saved)
+        ddp.register_comm_hook(state, compress.hook)
+        return ddp, state
+
+    gradients = [torch.randn(40) * (n + 1) for n in range(7)]
+    came_out = [torch.zeros(40) for _ in range(7)]
+    saved = None
+    for cap in (1e-5, 400 / 2**20, 25.0, 1e-5):
+        ddp, state = made(cap, saved)
+        for now in range(2):
+            if cap == 1e-5 and saved is not None and now == 1:
+                state.compressor.compress_ratio = 1.0
+            ddp.zero_grad()
+            ddp(gradients).backward()
+            for out, p in zip(came_out, ddp.module.parts):
+                out += p.grad
+        saved = state.state_dict()
+    mean = torch.stack(gradients)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(torch.stack(came_out), 8 * mean, rtol=1e-4, atol=1e-4)
+
+
+class InQuarters(compress.Memory):
+    """Compresses in another unit."""
+
+    scale = 4.0
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor / 4
+
+
+def rates_that_change(context: Context, communicator: str) -> None:
+    """Error feedback of updates: what was not sent is sent with the rate of its time, by whom
+    ever it was kept."""
+    params = {"compressor": "topk", "compress_ratio": 0.1, "communicator": communicator}
+    memory = compress.memories.EFSignSGDMemory(0.1)
+    state = compress.from_params({**params, "memory": memory})
+    ddp = DistributedDataParallel(Given([60]))
+    ddp.register_comm_hook(state, compress.hook)
+    went_in, came_out = torch.zeros(60), torch.zeros(60)
+    for now, rate in enumerate([0.1, 0.1, 2.0, 0.01, 0.5]):
+        memory.lr = rate
+        if now == 4:
+            state.compressor.compress_ratio = 1.0
+        gradient = torch.randn(60, generator=torch.Generator().manual_seed(10 * now + context.rank))
+        came_out += rate * step(ddp, gradient)
+        went_in += rate * gradient
+    dist.all_reduce(went_in, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(came_out, went_in, rtol=1e-4, atol=1e-5)
+
+    own = wrapped(60, {**params, "compressor": "none", "memory": InQuarters()})
+    mean = gradient.clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(step(own, gradient), mean)
