@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from fusedpg._by_parameter import ByParameter
+from fusedpg._by_parameter import ByParameter, order_in_bucket
 from fusedpg.functional import sparse_all_reduce
 
 
@@ -37,7 +37,9 @@ class BlockSparseState:
     def residual(self, bucket: GradBucket) -> torch.Tensor:
         """The residual of a bucket, laid out as its buffer; it follows DDP's rebuilt buckets."""
         buffer = bucket.buffer()
-        return self._residuals.flat("residual", bucket.parameters(), buffer.dtype, buffer.device)
+        parameters = bucket.parameters()
+        orders = [order_in_bucket(parameter, buffer) for parameter in parameters]
+        return self._residuals.flat("residual", parameters, orders, buffer.dtype, buffer.device)
 
 
 def block_sparse_hook(

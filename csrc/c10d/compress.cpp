@@ -134,8 +134,7 @@ Two threshold(
           static_cast<size_t>(at_least) <= in.count,
       formatted(
           "fused: compress.threshold: threshold is at least 0 and at_least 0 "
-          "to "
-          "{}, got {} and {}",
+          "to {}, got {} and {}",
           in.count,
           threshold,
           at_least));
@@ -339,7 +338,9 @@ Two terngrad(
     const auto n = static_cast<double>(in.count);
     const double mean = (sums.high_sum + sums.low_sum) / n;
     const double variance = std::max(0.0, sums.square_sum / n - mean * mean);
-    bound = static_cast<float>(clip_sigma * std::sqrt(variance));
+    // About 0: of a constant, without deviation, nothing would ever be sent.
+    const double sigma = std::max(std::sqrt(variance), std::abs(mean));
+    bound = static_cast<float>(clip_sigma * sigma);
   }
   // With a NaN or an infinity anywhere this is not finite either.
   const float scale = std::isfinite(sums.max_abs)

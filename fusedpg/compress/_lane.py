@@ -8,12 +8,14 @@ need no more than that their buckets come in the same order on all ranks, as DDP
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from fusedpg._registration import BACKEND
 from fusedpg.compress import _hosts
 
 
@@ -34,6 +36,15 @@ class Lane:
         self.hosts = _hosts.of(self.group, make)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "fusedpg-compress")
 
+    def abort(self) -> None:
+        """Ranks that wait for this one hear of it now, not when their time is up."""
+        parts = [] if self.hosts is None else [self.hosts.inside, self.hosts.across]
+        for group in (self.group, *parts):
+            # One that has been destroyed meanwhile is in nobody's way.
+            with contextlib.suppress(RuntimeError, ValueError):
+                if dist.get_backend(group) == BACKEND:
+                    group.abort()
+
     def submit(self, call: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
         return self._thread.submit(call, *arguments)
 
@@ -52,7 +63,8 @@ def of(parent: Any) -> Lane:
 
 
 def drop(lane: Lane) -> None:
-    """After a failure: who comes later gets another one."""
+    """After a failure on this rank: who comes later gets another one."""
+    lane.abort()
     for parent, known in list(_lanes.items()):
         if known is lane:
             del _lanes[parent]

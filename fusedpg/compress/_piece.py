@@ -31,8 +31,8 @@ class Piece:
     Attributes:
         name: the same on all ranks.
         numel: elements.
-        shapes: of the parameters, one after the other; empty where the piece is not made of whole
-            parameters.
+        shapes: of the parameters, one after the other, dimensions in the order of memory; empty
+            where the piece is not made of whole parameters.
         rank, world_size: of those who exchange it.
         dtype, device: of the gradients.
         seed: of this piece in this step, the same on all ranks.

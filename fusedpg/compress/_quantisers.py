@@ -38,7 +38,8 @@ class TernGrad(Ours):
     """-1, 0 or 1 times the largest magnitude, 2 bits an element (Wen et al. 2017).
 
     v is clipped at 2.5 standard deviations first, as in the paper's section 4.2, which is biased
-    where that clips; ``clip_sigma=0`` does not.
+    where that clips; ``clip_sigma=0`` does not. Where the mean is further from 0
+    than that deviation, it counts in its place: of a constant nothing would ever be sent.
     """
 
     def __init__(self, clip_sigma: float = 2.5) -> None:

@@ -221,7 +221,9 @@ def terngrad(
     v = _compensated(grad, residual, beta, gamma)
     clipped = v
     if clip_sigma > 0 and v.numel():
-        bound = clip_sigma * v.double().std(unbiased=False).to(v.dtype)
+        wide = v.double()
+        sigma = torch.maximum(wide.std(unbiased=False), wide.mean().abs())
+        bound = clip_sigma * sigma.to(v.dtype)
         clipped = v.clamp(-bound, bound)
     scale = clipped.abs().max().view(1) if v.numel() else v.new_zeros(1)
     scale = torch.where(v.isfinite().all(), scale, torch.nan)

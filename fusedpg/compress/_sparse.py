@@ -59,8 +59,9 @@ class DGC(TopK):
 class RandomK(_Sparse):
     """The same ``compress_ratio`` of elements on all ranks, others in every step.
 
-    One element of every run of 1 / compress_ratio is drawn, so each is sent with the same
-    probability and indices need not travel. torch's generators are left alone.
+    One element of every run of about 1 / compress_ratio is drawn, where the first run begins is
+    drawn, too, so each is sent with the same probability; and indices need not travel. torch's
+    generators are left alone.
     """
 
     linear = True
@@ -83,11 +84,17 @@ class RandomK(_Sparse):
         count = min(piece.numel, max(1, int(piece.numel * self.compress_ratio)))
         generator = torch.Generator().manual_seed(piece.seed)
         drawn = torch.rand(count, generator=generator, dtype=torch.float64)
+        # Runs are not all of one length: those of every place have to be.
+        shift = int(torch.randint(max(piece.numel, 1), (), generator=generator))
         edges = torch.arange(count + 1, dtype=torch.float64).mul_(piece.numel / max(count, 1))
         begins = edges.floor_()[:-1]
         ends = torch.cat([begins[1:], begins.new_tensor([piece.numel])])
         picked = begins + (drawn * (ends - begins)).floor_()
-        return torch.minimum(picked, ends - 1).to(torch.int32).to(device)
+        picked = torch.minimum(picked, ends - 1).add_(shift)
+        # Those behind the end are the first ones.
+        inside = int(torch.searchsorted(picked, float(piece.numel)))
+        turned = torch.cat([picked[inside:] - piece.numel, picked[:inside]])
+        return turned.to(torch.int32).to(device)
 
     def indices(self, payload: Payload, piece: Piece) -> Tensor:
         return self._draw(piece, payload[0].device)

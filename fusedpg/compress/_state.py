@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedpg._by_parameter import ByParameter
+from fusedpg._by_parameter import ByParameter, Order, order_in_bucket, shape_in_memory
 from fusedpg._registration import BACKEND
 from fusedpg.compress import _agree, _hosts, _lane, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
@@ -43,6 +43,7 @@ class _Unit:
     step: int
     plain: bool  # sent as they are
     parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    orders: list[Order] = dataclasses.field(default_factory=list)
     slices: list[torch.Tensor] = dataclasses.field(default_factory=list)
     ends: list[_Bucket] = dataclasses.field(default_factory=list)  # complete with this unit
     timing: Any = None
@@ -90,12 +91,16 @@ class State:
             self._schedule.with_plain = _may_be_plain(compressor, memory)
         self._kept = ByParameter()
         self._step = 0
-        # Parameters in the order of their first appearance, which is the same whenever a model is
-        # wrapped anew: by it checkpoints know them.
+        # Parameters in the order of their first appearance: by it, and by their types, checkpoints
+        # know them.
         self._order: list[weakref.ref[torch.Tensor]] = []
+        self._types: list[str] = []
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._loaded: dict[str, list[Any]] = {}
+        self._loaded_types: list[str] = []
+        self._places: dict[str, list[int]] = {}  # of what is loaded: numbers that are left
         self._keeps = False  # whether anything but zeros may be kept of earlier steps
+        self._has_loaded = False  # any rank, a checkpoint's memory
         self._clear()
 
     def check_module(self, group: dist.ProcessGroup) -> None:
@@ -138,6 +143,9 @@ class State:
         }
         lane.submit(_agree.check, facts, lane.group).result()
         self._group = lane.group
+        loaded = [float(any(self._loaded.values()))]
+        self._has_loaded = lane.submit(self._agree, loaded).result() != [0.0]
+        self._keeps |= self._has_loaded
         # The engine's all_reduce adds up inside of hosts itself.
         self._hosts = None if isinstance(self.communicator, Allreduce) else lane.hosts
         return lane
@@ -157,7 +165,9 @@ class State:
         if bucket.index() == 0:
             self._begin()
         parameters = bucket.parameters()
-        self._know(parameters)
+        # DDP's first buckets are the model's parameters from the last to the first, but for the
+        # order in a bucket.
+        self._know(parameters[::-1])
         splits = self._follow(parameters, buffer)
         as_known = self._splits is not None and self._failure is None
         if self._direct and as_known and buffer.device.type == "cpu":
@@ -181,7 +191,7 @@ class State:
         begin = 0
         for parameter in parameters:
             end = begin + parameter.numel()
-            self._add(parameter, buffer[begin:end])
+            self._add(parameter, order_in_bucket(parameter, buffer), buffer[begin:end])
             begin = end
             self._position += 1
             if self._position in splits:
@@ -212,8 +222,11 @@ class State:
         return answer
 
     def _begin(self) -> None:
+        for bucket in self._waiting:
+            # Of a backward that has been cut short, or goes on: who waits would do so forever.
+            bucket.future.set_result(None)
         self._position = self._units = 0
-        self._open, self._waiting = None, []
+        self._open, self._waiting, self._sent = None, [], []
         self._seen = Layout()
         self._step += 1
         if self._finishing is not None:
@@ -239,12 +252,13 @@ class State:
             return frozenset({self._position + len(parameters)})
         return self._splits
 
-    def _add(self, parameter: torch.Tensor, part: torch.Tensor) -> None:
+    def _add(self, parameter: torch.Tensor, order: Order, part: torch.Tensor) -> None:
         unit = self._open
         if unit is None:
             unit = self._open = _Unit(self._units, self._step, self._plain)
             self._units += 1
         unit.parameters.append(parameter)
+        unit.orders.append(order)
         last = unit.slices[-1] if unit.slices else None
         if last is not None and _follows(last, part):
             joined = last.numel() + part.numel()
@@ -296,11 +310,17 @@ class State:
     def _answer(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         if self._failure is not None:
             raise RuntimeError(
-                f"fusedpg.compress: a step has failed on this rank: {self._failure}. Gradients "
-                "and memories of this step are undefined; make a new state, or load a checkpoint "
-                "in a new process"
+                "fusedpg.compress: a step has failed on this rank: "
+                f"{type(self._failure).__name__}: {self._failure}. Gradients and memories of this "
+                "step are undefined; make a new state, or load a checkpoint in a new process"
             ) from self._failure
-        return done.value()
+        result: torch.Tensor | None = done.value()
+        if result is None:
+            raise RuntimeError(
+                "fusedpg.compress: another backward has begun with this state before all buckets "
+                "of this one were there: a state is for one DDP module, make one for each"
+            )
+        return result
 
     def _finish(self, plain: bool, sent: Sequence[Any]) -> None:
         # Where no unit of the step was compressed, all that had been kept was sent.
@@ -335,7 +355,7 @@ class State:
         piece = Piece(
             str(unit.index),
             grad.numel(),
-            tuple(parameter.shape for parameter in unit.parameters),
+            tuple(map(shape_in_memory, unit.parameters, unit.orders)),
             dist.get_rank(self._group),
             dist.get_world_size(self._group),
             mixed(self.seed, unit.step, unit.index),
@@ -378,7 +398,10 @@ class State:
             residual = piece.state(name)
             # A server's is of the mean, a host's of the mean of its ranks, and what a memory keeps
             # may have another unit.
-            share = piece.world_size if name.endswith("@server") else scale * self.memory.beta
+            share = scale * self.memory.beta
+            if name.endswith("@server"):
+                sums = self.memory.for_sums()
+                share = piece.world_size * sums.scale * sums.beta
             if self._hosts is not None and not name.endswith("@server"):
                 share *= self._hosts.count
             grad.add_(residual, alpha=share)
@@ -410,7 +433,10 @@ class State:
                     tensor[:first].zero_()
                     tensor[last:].zero_()
 
-            whole = self._kept.flat(name, unit.parameters, grad.dtype, grad.device, moved)
+            whole = self._kept.flat(
+                name, unit.parameters, unit.orders, grad.dtype, grad.device, moved,
+                self._has_loaded,
+            )  # fmt: skip
             return whole[begin:end]
 
         return state
@@ -435,11 +461,12 @@ class State:
         for parameter in parameters:
             if parameter in self._known:
                 continue
-            number = len(self._order)
-            self._known[parameter] = number
+            self._known[parameter] = len(self._order)
             self._order.append(weakref.ref(parameter))
+            self._types.append(str(parameter.dtype))
+            number = self._place(self._types[-1])
             for name, saved in self._loaded.items():
-                value = saved[number] if number < len(saved) else None
+                value = saved[number] if number is not None and number < len(saved) else None
                 if value is None:
                     continue
                 if value.numel() != parameter.numel():
@@ -450,6 +477,20 @@ class State:
                     )
                 self._kept.set(name, parameter, value.to(parameter.device))
 
+    def _place(self, kind: str) -> int | None:
+        """The number that a checkpoint has of the next new parameter of a type."""
+        # How buckets of several types alternate depends on their sizes. A single one may change.
+        left = list(self._places.values())
+        mine = left[0] if len(left) == 1 else self._places.get(kind, [])
+        if mine:
+            return mine.pop()
+        if any(left):
+            raise ValueError(
+                f"the checkpoint has parameters of {', '.join(self._places)}, and fewer of {kind} "
+                "than there are: it is of another model"
+            )
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps of gradients, and the number of steps. Each rank saves its own."""
         self._wait()
@@ -458,13 +499,16 @@ class State:
                 None
                 if (parameter := known()) is None
                 or (kept := self._kept.get(name, parameter)) is None
-                else kept.detach().to("cpu", copy=True)
+                else kept.detach().reshape(-1).to("cpu", copy=True)
                 for known in self._order
             ]
             for name in self._kept.names()
         }
-        # What was loaded and has not been asked for yet.
-        return {"step": self._step, "seed": self.seed, "memory": {**self._loaded, **memory}}
+        types = self._types
+        if not self._order:
+            # What was loaded and has not been asked for yet.
+            memory, types = self._loaded, self._loaded_types
+        return {"step": self._step, "seed": self.seed, "types": list(types), "memory": dict(memory)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Of a model whose parameters are the same, in the same order.
@@ -474,13 +518,23 @@ class State:
         """
         self._wait()
         self._keeps = True
+        # Not every rank may have something of each kind until a step has been compressed, which
+        # the first one of a layout is.
+        self._layout = Layout()
+        self._schedule.restart()
         if self._failure is None:
             self._lane = None  # the next backward asks again whether all ranks have the same
         self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
         self._loaded = {name: list(kept) for name, kept in state_dict["memory"].items()}
+        counts = [len(kept) for kept in self._loaded.values()]
+        self._loaded_types = list(state_dict.get("types", [""] * max(counts, default=0)))
+        self._places = {kind: [] for kind in self._loaded_types}
+        for number in reversed(range(len(self._loaded_types))):
+            self._places[self._loaded_types[number]].append(number)
         self._kept = ByParameter()
         known = [parameter for ref in self._order if (parameter := ref()) is not None]
         self._order.clear()
+        self._types.clear()
         self._known.clear()
         self._know(known)
 

@@ -116,7 +116,8 @@ class ParameterServer(AllToAll):
         begin, end = shards[piece.rank]
         # One rank's answer, drawn by other numbers than its own gradients were.
         part = piece.part(begin, end, piece.rank, piece.world_size, "@server", group)
-        payload, at = memory.for_sums().encode(compressor, grad[begin:end], part)
+        sums = memory.for_sums()
+        payload, at = sums.encode(compressor, grad[begin:end], part)
         for rank, answer in enumerate(wire.all_gather(payload, False, group)):
             begin, end = shards[rank]
             if end > begin:
@@ -126,7 +127,7 @@ class ParameterServer(AllToAll):
                     # What one's own compressor says of its context is about this rank's shard.
                     nothing = torch.zeros_like(grad[begin:end])
                     _, context = compressor.encode(Compensated(nothing), theirs)
-                compressor.combine(grad[begin:end], [answer], 1.0, context)
+                compressor.combine(grad[begin:end], [answer], sums.scale, context)
 
 
 BY_NAME: dict[str, type[Communicator]] = {

@@ -103,6 +103,9 @@ class EFSignSGDMemory(ResidualMemory):
         self.lr = lr
         super().__init__(1.0, lr)
 
+    def for_sums(self) -> Memory:
+        return self
+
     @property
     def lr(self) -> float:
         return self._lr

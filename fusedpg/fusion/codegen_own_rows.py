@@ -50,8 +50,8 @@ class _OwnRowWriter(_RowWriter):
 
     # --- what the function gets ----------------------------------------------------------------
 
-    def _read(self, node: Node, single: bool) -> None:
-        """A value from outside of the group, or a slice of one."""
+    def _read(self, node: Node, shape: tuple[int, ...] | None) -> None:
+        """A value from outside of the group, or a slice of one, which has been broadcast."""
         if node in self._single:
             return
         self._single[node] = self._alone(node)

@@ -18,18 +18,6 @@ from fusedpg.functional import _backend
 _log = logging.getLogger("fusedpg")
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory, in whatever order of dimensions."""
-    stride = 1
-    for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
-        if size == 1:
-            continue
-        if step != stride:
-            return tensor.numel() == 0
-        stride *= size
-    return True
-
-
 def refuse_sharded(param: torch.Tensor, name: str) -> None:
     """Raises TypeError for parameters that FSDP or tensor parallelism has sharded."""
     # Whoever has a DTensor has imported it; it is slow to import.

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from fusedpg._layout import is_dense
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
 from fusedpg.optim import _checkpoint, _torch
 from fusedpg.optim._gradients import GradContext
 from fusedpg.optim._modes import Mode
-from fusedpg.optim._parameters import Parameters, bytes_of, is_dense, refuse_sharded, same_order
+from fusedpg.optim._parameters import Parameters, bytes_of, refuse_sharded, same_order
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)

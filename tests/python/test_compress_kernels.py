@@ -13,7 +13,8 @@ import torch
 from hypothesis.extra import numpy as arrays
 
 from fusedpg._registration import load_extension
-from fusedpg.compress import _reference
+from fusedpg.compress import _kernels, _reference, compressors
+from fusedpg.compress._piece import Piece
 
 C = load_extension().compress
 
@@ -236,15 +237,17 @@ def test_random_words_are_those_of_the_paper() -> None:
     same(codes, np.where(up, 65, 64))
 
 
-def test_terngrad_by_hand() -> None:
-    """Wen et al. 2017, equations 2 and 3, and clipping (section 4.2)."""
+@pytest.mark.parametrize("mean", [0.0, 0.5, -40.0])
+def test_terngrad_by_hand(mean: float) -> None:
+    """Wen et al. 2017, equations 2 and 3, and clipping (section 4.2), by the mean where
+    that is larger than the deviation."""
     numel = 2003
-    grad = values("normal", numel, 4)
+    grad = values("normal", numel, 4) + mean
     wide = grad.numpy().astype(np.float64)
     for sigma in (0.0, 2.5, 1.0):
         residual = torch.zeros(numel)
         packed, scale = C.terngrad(grad, residual, sigma, 9, 1)
-        bound = sigma * wide.std() if sigma else np.inf
+        bound = sigma * max(wide.std(), abs(wide.mean())) if sigma else np.inf
         clipped = np.clip(wide, -bound, bound)
         assert float(scale) == pytest.approx(np.abs(clipped).max(), rel=1e-6)
         u = (philox(9, 1, numel) >> np.uint64(8)).astype(np.float64) / 2**24
@@ -254,7 +257,38 @@ def test_terngrad_by_hand() -> None:
         C.unterngrad_(out, packed, float(scale))
         want = np.where(u < chance, np.sign(wide), 0) * float(scale)
         same(out.numpy()[clear], want[clear].astype(np.float32))
-        torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-6)
+        torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-6 * (1 + abs(mean)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("grad", [[-3.0], [2.0] * 5, [1.0, 1.25]], ids=str)
+def test_terngrad_sends_what_is_about_constant(grad: list[float], dtype: torch.dtype) -> None:
+    """Its deviation from the mean is nothing, of which a bias of one element would never get on."""
+    given = torch.tensor(grad, dtype=dtype)
+    residual = torch.zeros_like(given)
+    sent = torch.zeros_like(given)
+    out = torch.empty_like(given)
+    for seed in range(50):
+        packed, scale = _kernels.terngrad(given, residual, 2.5, seed)
+        _kernels.unterngrad_(out, packed, float(scale))
+        sent += out
+    torch.testing.assert_close(sent + residual, 50 * given, rtol=1e-4, atol=1e-4)
+    assert (residual.abs() < 6 * given.abs()).all()
+
+
+@pytest.mark.parametrize(("numel", "ratio"), [(10, 0.7), (10, 0.3), (7, 1.0), (1, 0.1), (41, 0.6)])
+def test_random_k_draws_all_alike(numel: int, ratio: float) -> None:
+    drawn, times = np.zeros(numel), 4000
+    randomk = compressors.RandomK(ratio)
+    cpu = torch.device("cpu")
+    for seed in range(times):
+        piece = Piece("0", numel, (), 0, 1, seed, torch.float32, cpu, lambda *_: torch.empty(0))
+        indices = randomk._draw(piece, cpu).numpy()
+        assert len(indices) == max(1, int(numel * ratio))
+        assert (np.diff(indices) > 0).all()
+        drawn[indices] += 1
+    chance = max(1, int(numel * ratio)) / numel
+    assert np.abs(drawn - times * chance).max() <= 5 * np.sqrt(times * chance * (1 - chance))
 
 
 def test_natural_rounds_to_neighbouring_powers() -> None:

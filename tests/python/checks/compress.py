@@ -179,7 +179,7 @@ class Account:
             for name in state._kept.names():
                 kept = state._kept.get(name, parameter)
                 if kept is not None and name.startswith("residual"):
-                    factor = 1.0 if name.endswith("@server") else share
+                    factor = state.memory.scale if name.endswith("@server") else share
                     left += factor * kept.double().view(parameter.shape)
             whole = torch.stack([self._put[n], left])
             dist.all_reduce(whole)

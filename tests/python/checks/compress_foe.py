@@ -120,7 +120,7 @@ def neighbours_in_memory(context: Context) -> None:
              torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16, offset=64)]  # fmt: skip
     state._splits = frozenset({2})
     for part in apart:
-        state._add(nn.Parameter(torch.zeros(16)), part)
+        state._add(nn.Parameter(torch.zeros(16)), None, part)
     assert state._open is not None
     assert [s.numel() for s in state._open.slices] == [16, 16]
 
@@ -285,3 +285,170 @@ def after_states(context: Context) -> list[dict[str, int]]:
         found.append(counts())
         dist.barrier()
     return found
+
+
+def other_memory_order(context: Context, how: str, views: bool) -> None:
+    """A module becomes channels_last, or not any more: what is kept stays with its element."""
+    shape = (4, 3, 2, 2)
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
+    state = compress.from_params(params)
+
+    def module(order: torch.memory_format) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(
+            Given([shape]).to(memory_format=order), gradient_as_bucket_view=views
+        )
+        ddp.register_comm_hook(state, compress.hook)
+        return ddp
+
+    ddp = module(torch.contiguous_format)
+    went_in, came_out = torch.zeros(shape), torch.zeros(shape)
+    for now in range(6):
+        weight = ddp.module.parts[0]
+        if now == 3 and how == "checkpoint":
+            saved = state.state_dict()
+            state = compress.from_params(params)
+            state.load_state_dict(saved)
+            ddp = module(torch.channels_last)
+        elif now == 3:
+            # With DDP's buckets as they were, or with new ones.
+            weight.data = weight.data.to(memory_format=torch.channels_last)
+            weight.grad = None
+            if how == "new module":
+                kept = ddp.module
+                ddp = DistributedDataParallel(kept, gradient_as_bucket_view=views)
+                ddp.register_comm_hook(state, compress.hook)
+        if now == 5:
+            state.compressor.compress_ratio = 1.0
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(now))
+        came_out += step(ddp, gradient)
+        went_in += gradient
+    torch.testing.assert_close(came_out, went_in)
+
+
+def low_rank_in_any_order(context: Context) -> None:
+    """A weight that is another's transpose: its gradient has the rank that it has."""
+    model = Given([(9, 31)])
+    model.parts[0].data = torch.zeros(31, 9).t()
+    ddp = DistributedDataParallel(model)
+    params = {"compressor": "powersgd", "communicator": "allreduce"}
+    ddp.register_comm_hook(compress.from_params(params), compress.hook)
+    gradient = torch.outer(torch.arange(9.0) - 2, torch.linspace(-1, 1, 31))
+    for _ in range(3):
+        found = step(ddp, gradient)
+    torch.testing.assert_close(found, gradient)
+
+
+def backward_within_another(context: Context) -> str:
+    """One module's between another one's buckets, all of which one state is to take at once."""
+    state = compress.from_params({"compressor": "topk"}, schedule="one")
+    inner = DistributedDataParallel(Given([10]))
+    begun = False
+
+    class Begins(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if begun:
+                with torch.enable_grad():
+                    inner([torch.ones(10)]).backward()
+            return g
+
+    outer = DistributedDataParallel(Chain(Begins), bucket_cap_mb=1)
+    for ddp in (inner, outer):
+        ddp.register_comm_hook(state, compress.hook)
+    for _ in range(3):
+        outer(torch.ones(600_000)).backward()
+    begun = True
+    with pytest.raises(RuntimeError) as raised:
+        outer(torch.ones(600_000)).backward()
+    return str(raised.value)
+
+
+def newcomer(context: Context, communicator: str) -> Any:
+    """A rank that has no checkpoint of its own begins with nothing kept, the others with theirs."""
+    params = {"compressor": "topk", "memory": "residual", "communicator": communicator}
+    state = compress.from_params(params)
+    ddp = DistributedDataParallel(Given([41, 7]), bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(state, compress.hook)
+    gradient = [torch.linspace(-1, 2, 41) * (context.rank + 1), torch.ones(7)]
+    for _ in range(3):
+        ddp(gradient).backward()
+    saved = state.state_dict()
+    if context.rank == 1:
+        saved["memory"] = {}
+    state.load_state_dict(saved)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(gradient).backward()
+    return [p.grad.numpy() for p in ddp.module.parts]
+
+
+def other_buckets(context: Context, mixed: bool) -> None:
+    """A checkpoint is loaded where DDP's buckets are of another size: parameters, which are all of
+    one shape, get what was their own."""
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
+
+    def made(cap: float, saved: Any) -> tuple[DistributedDataParallel, compress.State]:
+        model = Given([(40,)] * 7)
+        for n in (1, 2, 5) if mixed else ():
+            model.parts[n].data = model.parts[n].data.double()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap, find_unused_parameters=cap < 1)
+        state = compress.from_params(params)
+        if saved is not None:
+            state.load_state_dict(saved)
+        ddp.register_comm_hook(state, compress.hook)
+        return ddp, state
+
+    gradients = [torch.randn(40) * (n + 1) for n in range(7)]
+    came_out = [torch.zeros(40) for _ in range(7)]
+    saved = None
+    for cap in (1e-5, 400 / 2**20, 25.0, 1e-5):
+        ddp, state = made(cap, saved)
+        for now in range(2):
+            if cap == 1e-5 and saved is not None and now == 1:
+                state.compressor.compress_ratio = 1.0
+            ddp.zero_grad()
+            ddp(gradients).backward()
+            for out, p in zip(came_out, ddp.module.parts):
+                out += p.grad
+        saved = state.state_dict()
+    mean = torch.stack(gradients)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(torch.stack(came_out), 8 * mean, rtol=1e-4, atol=1e-4)
+
+
+class InQuarters(compress.Memory):
+    """Compresses in another unit."""
+
+    scale = 4.0
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor / 4
+
+
+def rates_that_change(context: Context, communicator: str) -> None:
+    """Error feedback of updates: what was not sent is sent with the rate of its time, by whom
+    ever it was kept."""
+    params = {"compressor": "topk", "compress_ratio": 0.1, "communicator": communicator}
+    memory = compress.memories.EFSignSGDMemory(0.1)
+    state = compress.from_params({**params, "memory": memory})
+    ddp = DistributedDataParallel(Given([60]))
+    ddp.register_comm_hook(state, compress.hook)
+    went_in, came_out = torch.zeros(60), torch.zeros(60)
+    for now, rate in enumerate([0.1, 0.1, 2.0, 0.01, 0.5]):
+        memory.lr = rate
+        if now == 4:
+            state.compressor.compress_ratio = 1.0
+        gradient = torch.randn(60, generator=torch.Generator().manual_seed(10 * now + context.rank))
+        came_out += rate * step(ddp, gradient)
+        went_in += rate * gradient
+    dist.all_reduce(went_in, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(came_out, went_in, rtol=1e-4, atol=1e-5)
+
+    own = wrapped(60, {**params, "compressor": "none", "memory": InQuarters()})
+    mean = gradient.clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(step(own, gradient), mean)

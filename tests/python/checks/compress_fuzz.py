@@ -97,7 +97,8 @@ class Run:
             if bucket.index() == 0:
                 self.units = []
             self.units.append([places[id(p)] for p in bucket.parameters()])
-            self.order += [n for n in self.units[-1] if n not in self.order]
+            # As checkpoints have them.
+            self.order += [n for n in self.units[-1][::-1] if n not in self.order]
             return compress.hook(state, bucket)
 
         self.ddp = DistributedDataParallel(
