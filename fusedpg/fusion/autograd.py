@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class Differentiable:
     derived: Derived
     forward: Schedule  # gives the results, and then what the backward needs
     backward: Schedule
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)  # its own
 
     @property
     def results(self) -> int:

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 _functions: weakref.WeakValueDictionary[str, FusedFunction] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+# Plans of forwards whose backward may come; of each function the oldest goes first.
+_plans: weakref.WeakKeyDictionary[FusedFunction, dict[int, Differentiable]] = (
+    weakref.WeakKeyDictionary()
+)
+_KEPT = 128
 
 
 def register(function: FusedFunction) -> str:
@@ -121,14 +126,15 @@ def fused_function(
     group: str,
     wrt: str,
 ) -> list[Tensor]:
-    """A marker, the results, and what the backward needs of them."""
+    """A marker, the results, what the backward needs of them, and by which plan they were made."""
     function = _functions[handle]
     values = _values(function, kinds, tensors, _read(floats), ints)
     plan, program, place = function.planned(values, _group(group), _names(wrt))
     results = complete(Executor(program, *place).run(values))
     count = plan.results if plan else len(results)
     single = plan.derived.single if plan else program.single
-    return [_marker(count, single), *_distinct(results, tensors)]
+    number = [torch.tensor(_keep(function, plan))] if plan else []
+    return [_marker(count, single), *_distinct(results, tensors), *number]
 
 
 @fused_function.register_fake
@@ -147,7 +153,18 @@ def _(
     single = derived.single if derived else program.single
     device = tensors[0].device if tensors else torch.device("cpu")
     place = _functions[handle].place(_group(group))
-    return [_marker(count, single), *(_like(node, place, device) for node in outputs)]
+    number = [torch.empty((), dtype=torch.int64)] if derived else []
+    return [_marker(count, single), *(_like(node, place, device) for node in outputs), *number]
+
+
+def _keep(function: FusedFunction, plan: Differentiable) -> int:
+    """A number by which the backward finds the forward's plan, whatever has changed meanwhile."""
+    plans = _plans.setdefault(function, {})
+    plans.pop(plan.number, None)
+    while len(plans) >= _KEPT:
+        del plans[next(iter(plans))]
+    plans[plan.number] = plan
+    return plan.number
 
 
 def _names(wrt: str) -> tuple[str, ...]:
@@ -176,6 +193,7 @@ def fused_function_backward(
     kept: Sequence[Tensor],
     gradients: Sequence[Tensor],
     like: Sequence[Tensor],
+    number: Tensor,
     floats: Sequence[Tensor],
     ints: Sequence[int],
     handle: str,
@@ -186,8 +204,11 @@ def fused_function_backward(
     """The gradients of `wrt`; `like` has the shapes and types of the function's tensors."""
     function = _functions[handle]
     values = _values(function, kinds, like, _read(floats), ints)
-    plan, _, place = function.planned(values, _group(group), _names(wrt))
-    assert plan is not None
+    plan = _plans.get(function, {}).get(int(number))
+    if plan is None:
+        raise RuntimeError(f"more than {_KEPT} kinds of calls since the forward of this backward")
+    pg = _group(group)
+    place = dist.distributed_c10d._get_default_group() if pg is None else pg, function.place(pg)[1]
     found = run_backward(plan, place, kept, numbers_of(plan, values), gradients)
     return _distinct([found[name] for name in _names(wrt)], [*kept, *gradients])
 
@@ -197,6 +218,7 @@ def _(
     kept: Sequence[Tensor],
     gradients: Sequence[Tensor],
     like: Sequence[Tensor],
+    number: Tensor,
     floats: Sequence[Tensor],
     ints: Sequence[int],
     handle: str,
@@ -226,7 +248,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.kept = len(kept)
     # Shapes and types of the arguments, in no memory.
     like = [x.new_empty(1).expand(x.shape) if math.prod(x.shape) else x for x in tensors]
-    ctx.save_for_backward(*floats, *kept, *like)
+    ctx.save_for_backward(output[-1], *floats, *kept, *like)
 
 
 def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
@@ -235,7 +257,7 @@ def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
     none: tuple[Any, ...] = ([None] * ctx.floats, None if ints else [], None, None, None, None)
     if not wrt:
         return [None] * ctx.count, *none
-    saved = ctx.saved_tensors
+    number, *saved = ctx.saved_tensors
     floats, saved = saved[: ctx.floats], saved[ctx.floats :]
     kept, like = saved[: ctx.kept], saved[ctx.kept :]
     gradients = [x.contiguous() for x in outputs[1 : 1 + ctx.results] if x is not None]
@@ -244,7 +266,7 @@ def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
     found = torch.ops.fusedpg.fused_function_backward(
         list(kept),
         gradients,
-        list(like), list(floats), ints, handle, kinds, group, wrt,
+        list(like), number, list(floats), ints, handle, kinds, group, wrt,
     )  # fmt: skip
     names = _functions[handle].tensor_names(kinds)
     by_name = dict(zip(_names(wrt), found))

@@ -35,3 +35,7 @@ def test_functions_that_the_same_lines_call() -> None:
 
 def test_numbers_that_change() -> None:
     harness.pool(1).run(fusion_compile_foe.many_numbers)
+
+
+def test_numbers_that_change_before_backward() -> None:
+    harness.pool(1).run(fusion_compile_foe.changes_before_backward)

@@ -11,7 +11,7 @@ import os
 import pytest
 
 import harness
-from checks import mesh_foe, pipeline_foe, places_foe, tensor_parallel_foe, tuner_foe
+from checks import mesh_foe, pipeline_foe, places_foe, rows_foe, tensor_parallel_foe, tuner_foe
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(600)]
 MORE = 30
@@ -84,3 +84,8 @@ def test_places_of_tensors(world_size: int, seed: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_kinds_of_tensors(world_size: int) -> None:
     harness.pool(world_size).run(places_foe.kinds)
+
+
+@pytest.mark.parametrize("seed", seeds(119))
+def test_functions_of_rows(seed: int) -> None:
+    harness.pool(1).run(rows_foe.run, seed, timeout=300)

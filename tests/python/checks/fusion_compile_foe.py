@@ -64,3 +64,30 @@ def many_numbers(context: Context) -> None:
                 grads.append(mine.grad)
             torch.testing.assert_close(*grads)
         assert counter.frame_count <= 2, counter.frame_count
+
+
+FACTOR = 2.0
+
+
+@fusedpg.fuse
+def scaled(x: Partial, b: Replicate):
+    return all_reduce(x) * b * FACTOR
+
+
+def changes_before_backward(context: Context) -> None:
+    """A number from outside that changes meanwhile: the backward is that of the forward."""
+    global FACTOR
+    torch._dynamo.reset()
+    x, b, _ = arguments(context)
+    compiled = torch.compile(lambda x, b: scaled(x, b).sum(), backend="aot_eager", fullgraph=True)
+    grads = []
+    for function in (lambda x, b: scaled(x, b).sum(), compiled, compiled):
+        FACTOR = 2.0
+        mine = b.clone().requires_grad_()
+        y = function(x, mine)
+        FACTOR = 3.0
+        function(x, b.clone().requires_grad_())
+        y.backward()
+        grads.append(mine.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+    torch.testing.assert_close(grads[2], grads[0])
