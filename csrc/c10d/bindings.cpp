@@ -9,6 +9,7 @@
 
 #include "base/ownership.hpp"
 #include "c10d/compress.hpp"
+#include "c10d/default_kernels.hpp"
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gradients.hpp"
@@ -559,7 +560,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             "fused: find_blocks: needs a contiguous tensor and a block size");
         const int64_t blocks = (t.numel() + block_size - 1) / block_size;
         at::Tensor bits = at::zeros({(blocks + 63) / 64}, at::kLong);
-        kernels::table()->find_blocks(
+        default_kernels().find_blocks(
             t.const_data_ptr(),
             t.nbytes(),
             static_cast<size_t>(block_size) * t.element_size(),
@@ -567,14 +568,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return bits;
       },
       "One bit for each block of a contiguous tensor, in int64 words: whether "
-      "any "
-      "of its bits is set.",
+      "any of its bits is set.",
       py::arg("tensor"),
       py::arg("block_size"),
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "isa",
-      [] { return std::string(kernels::table()->name); },
+      [] { return std::string(default_kernels().name); },
       "The instruction set of the kernels that run by default.");
   m.def("_set_delegate_factory", &set_python_factory);
   m.def("_set_ucx_library", &ucx::set_default_path);

@@ -8,6 +8,7 @@
 #include <torch/extension.h>
 
 #include "base/error.hpp"
+#include "c10d/default_kernels.hpp"
 #include "compress/select.hpp"
 #include "kernels/kernels.hpp"
 
@@ -19,7 +20,7 @@ using namespace kernels;
 using MaybeTensor = std::optional<at::Tensor>;
 
 const CompressTable& table() {
-  return kernels::table()->compress;
+  return default_kernels().compress;
 }
 
 void check(
@@ -487,7 +488,7 @@ void dgc_accumulate_(
 
 double square_sum(const at::Tensor& v) {
   check("square_sum", "v", v, at::kFloat);
-  return kernels::table()->sum_squares(
+  return default_kernels().sum_squares(
       DType::kFloat32, v.data_ptr(), static_cast<size_t>(v.numel()));
 }
 

@@ -12,6 +12,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
+#include "c10d/default_kernels.hpp"
 #include "c10d/gradients.hpp"
 #include "c10d/tensors.hpp"
 
@@ -355,7 +356,7 @@ double sum_squares(const at::Tensor& t) {
           "fused: sum_squares: needs a contiguous tensor of float32, float64, "
           "bfloat16 or float16, got {}",
           t.scalar_type()));
-  return kernels::table()->sum_squares(
+  return default_kernels().sum_squares(
       to_dtype(t.scalar_type()),
       t.const_data_ptr(),
       static_cast<size_t>(t.numel()));

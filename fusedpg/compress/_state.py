@@ -494,18 +494,23 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps of gradients, and the number of steps. Each rank saves its own."""
         self._wait()
+        # Without those of modules that have gone: who loads it has never seen them.
+        known = [
+            (parameter, kind)
+            for ref, kind in zip(self._order, self._types)
+            if (parameter := ref()) is not None
+        ]
         memory = {
             name: [
                 None
-                if (parameter := known()) is None
-                or (kept := self._kept.get(name, parameter)) is None
+                if (kept := self._kept.get(name, parameter)) is None
                 else kept.detach().reshape(-1).to("cpu", copy=True)
-                for known in self._order
+                for parameter, _ in known
             ]
             for name in self._kept.names()
         }
-        types = self._types
-        if not self._order:
+        types = [kind for _, kind in known]
+        if not known:
             # What was loaded and has not been asked for yet.
             memory, types = self._loaded, self._loaded_types
         return {"step": self._step, "seed": self.seed, "types": list(types), "memory": dict(memory)}

@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis.extra import numpy as arrays
 
+import harness
 from fusedpg._registration import load_extension
 from fusedpg.compress import _kernels, _reference, compressors
 from fusedpg.compress._piece import Piece
+from fuzz import compress_kernels
 
 C = load_extension().compress
 
@@ -387,3 +389,9 @@ def test_torch_operations_do_the_same(kind: str) -> None:
                 near = mine == other
             # A number that rounding moves over a bound is another code.
             assert near.double().mean() > 0.9995, name
+
+
+@pytest.mark.parametrize(("seed", "rounds"), [(1, 120), harness.slow(1000, 3000)])
+def test_random_calls(seed: int, rounds: int) -> None:
+    """test_instruction_sets compares their bits."""
+    compress_kernels.run(seed, rounds, 131_073 if rounds < 1000 else max(compress_kernels.SIZES))

@@ -183,13 +183,24 @@ def half_wrapper(context: Context) -> None:
 def new_memory_after_old_parameters(context: Context) -> None:
     """A state that outlives its module knows the parameters of the next one, wherever they lie."""
     state = compress.from_params({"compressor": "topk", "memory": "residual"})
-    for _ in range(20):
+    for trial in range(20):
         ddp = DistributedDataParallel(Given([30]))
         ddp.register_comm_hook(state, compress.hook)
         step(ddp, torch.arange(30.0))
         last = state.state_dict()["memory"]["residual"][-1]
         assert last is not None
         assert last.abs().sum() > 0
+        if trial == 19:
+            # Who loads it has never seen the others.
+            loaded = compress.from_params({"compressor": "topk", "memory": "residual"})
+            loaded.load_state_dict(state.state_dict())
+            ddp = DistributedDataParallel(ddp.module)
+            ddp.register_comm_hook(loaded, compress.hook)
+            step(ddp, torch.zeros(30))
+            assert (
+                loaded.state_dict()["memory"]["residual"][0].count_nonzero()
+                == last.count_nonzero() - 9
+            )
         del ddp
         gc.collect()
 

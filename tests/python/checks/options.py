@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from checks import fused_ops, numerics
 from checks.cases import REDUCIBLE, Case, digest, logical, reduce_op, supported
+from fusedpg._registration import load_extension
+from fuzz import compress_kernels
 from harness import Context
 
 
@@ -53,6 +55,7 @@ def kernels(context: Context, isa: str | None) -> str:
 
     if isa is not None:
         assert fusedpg.group_info()["isa"] == isa
+        assert load_extension().isa() == isa
     results = []
     for dtype in REDUCIBLE:
         for redop in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BXOR", "PREMUL_SUM"):
@@ -65,7 +68,8 @@ def kernels(context: Context, isa: str | None) -> str:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         numerics.special(context, dtype, "SUM", 4099)
     run = fused_ops.Run(hyper=(("amsgrad", True),), steps=10)
-    return digest(results) + fused_ops.parity(context, run)
+    compressed = compress_kernels.run(5000, 150, 70_000)
+    return digest(results) + fused_ops.parity(context, run) + compressed
 
 
 def other_devices(context: Context) -> str:
