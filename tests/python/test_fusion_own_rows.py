@@ -244,7 +244,7 @@ def test_random_programs() -> None:
 
 
 def test_random_gradients() -> None:
-    assert run_random(2, 2, own_rows.random_gradients, smooth=True) > 0
+    assert run_random(2, 5, own_rows.random_gradients, smooth=True) > 0
 
 
 @pytest.mark.slow
