@@ -55,6 +55,8 @@ class _RowWriter(_Writer):
 
     def __init__(self, nodes: tuple[Node, ...], program: Program) -> None:
         self._begin(nodes, program)
+        if any(x.layout.row > 1 for node in nodes for x in (node, *node.operands)):
+            raise Unsupported("one number for each row of a slice")
         kinds = {rows for rows in map(Rows.of, self._nodes) if rows is not None}
         if len(kinds) > 1:
             raise Unsupported("reductions of several kinds of rows")

@@ -77,7 +77,7 @@ class _OnRows(Moved):
             return
         given = [operand for operand in node.operands if operand in self._slices]
         kept = self._of_rows(node, given[0]) if given else None
-        if kept is not None and node.layout == SHARD:
+        if kept is not None and node.layout.parted:
             self._new[node] = kept
             return
         operands = tuple(self._new[operand] for operand in node.operands)
@@ -98,9 +98,11 @@ class _OnRows(Moved):
     def _of_rows(self, node: Node, first: Node) -> Node | None:
         """The node for this rank's rows alone; `first`: of its operands, one that there is so."""
         part = self._slices[first]
+        if node.op == "slice" and node.layout == part.layout and node.shape == first.shape:
+            return part
         if node.op in ("slice", "expand"):
-            if part.layout == SHARD:  # of what has been expanded
-                return part if node.op == "slice" and node.shape == part.shape else None
+            if part.layout == SHARD or node.layout.row > 1:
+                return None
             rows = Rows.cut(node.shape, part.layout.row)
             if rows is None or not rows.spread(first.shape):
                 return None

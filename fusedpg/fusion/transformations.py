@@ -133,9 +133,11 @@ class Reorder(Transformation):
         users = program.users[gather]
         if not users:
             return "no operation uses it", gather
+        if gather.operands[0].layout != SHARD:
+            return "it gathers one number for each row", gather
         for user in users:
             reads_slices = user.pointwise and user.shape == gather.shape
-            reads_slices &= user.op == "slice" or user.layout == REPLICATE
+            reads_slices &= user.layout == (SHARD if user.op == "slice" else REPLICATE)
             if not reads_slices and user.op not in REDUCTIONS:
                 return f"{user.name} needs the whole tensor `{gather.name}`", user
         return None
@@ -168,7 +170,7 @@ class Moved:
             operands = tuple(self._new[operand] for operand in node.operands)
             same = operands == node.operands
             self._new[node] = node if same else dataclasses.replace(node, operands=operands)
-        elif node.op == "slice" and node.shape == node.operands[0].shape:
+        elif node.operands and _slices(node, node.operands[0]):
             self._new[node] = self._slices[node.operands[0]]
         elif node.op in REDUCTIONS and node.operands[0] in self._slices:
             self._new[node] = self._reduced(node)
@@ -221,6 +223,11 @@ class Moved:
         return self._new[node]
 
 
+def _slices(node: Node, value: Node) -> bool:
+    """Whether a node is the ranks' slices of a value, and of nothing that it is broadcast to."""
+    return node.op == "slice" and node.shape == value.shape and node.layout == SHARD
+
+
 def _slice(value: Node, shape: tuple[int, ...], names: Names, layout: Layout = SHARD) -> Node:
     name = names.new(f"{value.name}_slice")
     return Node("slice", (value,), layout, shape, value.dtype, name, (), value.source)
@@ -265,16 +272,19 @@ class AsShard(Transformation):
         if node in program.outputs:
             return "it is returned as a whole", node
         for user in program.users[node]:
-            if user.op != "slice" or user.shape != node.shape:
+            if not _slices(user, node):
                 return f"{user.name} uses the whole of `{node.name}`", user
         if not program.users[node]:
             return "no slice of it is used", node
+        if node.op == "all_gather" and node.operands[0].layout != SHARD:
+            return "it gathers one number for each row", node
         if not (node.op in ("input", "all_reduce", "all_gather") or node.pointwise):
             return f"{node.op} does not work on slices", node
         return None
 
     def _one(self, program: Program, node: Node) -> Program:
-        if node.op == "all_gather" and node in program.outputs and not program.users[node]:
+        gathered = node.op == "all_gather" and node.operands[0].layout == SHARD
+        if gathered and node in program.outputs and not program.users[node]:
             outputs = tuple(out.operands[0] if out is node else out for out in program.outputs)
             return dataclasses.replace(program, outputs=outputs)
         obstacle = self._obstacle(program, node)
@@ -337,7 +347,8 @@ class FuseSend(Transformation):
                 part = dataclasses.replace(node, operands=operands, layout=SHARD, name=name)
                 return dataclasses.replace(node, op="all_gather", operands=(part,), attributes=())
             (x,) = operands
-            part = x.operands[0] if x.op == "all_gather" else _slice(x, x.shape, names)
+            gathers = x.op == "all_gather" and x.operands[0].layout == SHARD
+            part = x.operands[0] if gathers else _slice(x, x.shape, names)
             return dataclasses.replace(node, operands=(part,))
 
         return rewrite(program, change)
@@ -407,6 +418,8 @@ class FuseCompute(Transformation):
                 continue
             if not node.pointwise:
                 self.refuse("only elementwise operations are fused", node)
+            if node.layout.row > 1:
+                self.refuse("it has one number for each row of a slice", node)
             if rows is not None:
                 self.refuse("it does not go with the rows of the reduction", node)
             if node.layout != first.layout or node.shape != first.shape:
