@@ -36,8 +36,7 @@ void check(
       fits,
       formatted(
           "fused: compress.{}: {} is a contiguous {} tensor on the CPU{}, "
-          "found "
-          "{} {} of {} elements{}",
+          "found {} {} of {} elements{}",
           op,
           argument,
           at::toString(type),
