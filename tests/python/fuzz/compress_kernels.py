@@ -193,7 +193,8 @@ def terngrad(c: Call) -> None:
     wide = np.abs(c.v.astype(np.float64))
     want = wide.max(initial=0.0)
     if sigmas and c.n:
-        want = min(want, sigmas * np.sqrt((wide**2).mean()))
+        v = c.v.astype(np.float64)
+        want = min(want, sigmas * max(v.std(), abs(v.mean())))
     scale = F(float(found))
     if not np.isfinite(wide).all():
         assert np.isnan(scale)
