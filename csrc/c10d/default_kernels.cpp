@@ -1,7 +1,5 @@
 #include "c10d/default_kernels.hpp"
 
-#include <cstdlib>
-
 #include "base/options.hpp"
 #include "c10d/errors.hpp"
 #include "collectives/engine.hpp"
@@ -10,10 +8,7 @@ namespace fusedpg {
 
 const kernels::Table& default_kernels() {
   static const kernels::Table& table = translate([]() -> const kernels::Table& {
-    Settings settings;
-    const char* isa = std::getenv("FUSEDPG_ISA");
-    settings.isa = isa == nullptr ? "" : isa;
-    return select_kernels(settings);
+    return select_kernels(resolve(Options{}));
   });
   return table;
 }

@@ -394,17 +394,23 @@ class _Writer:
             latest = max((self._ready[x] for x in node.operands if not x.scalar), default=0)
             self._ready[node] = latest + (node.op in _MATH)
         body = self._body(order, outputs)
+        return self._source(self._text_of_file(body, any(node.op in _MATH for node in order)))
+
+    def _source(self, text: str, row: int = 1, scratch: int = 0) -> Source:
+        """The text, and what has been taken in while it was written; of rows their length, too."""
         return Source(
-            self._text_of_file(body, any(node.op in _MATH for node in order)),
+            text,
             self._scatter,
             tuple((value, kind) for value, (_, kind) in self._operands.items()),
             frozenset(self._materialised),
-            outputs,
+            self._outputs(),
             tuple(self._numbers),
             tuple(self._seeds),
             tuple(self._dropouts),
-            tuple(self._periods),
+            (*((row,) if row > 1 else ()), *self._periods),
             "\n".join([*self._given(), *self._described()]),
+            row,
+            scratch,
         )
 
     def _name(self, node: Node) -> None:

@@ -155,20 +155,8 @@ class _OwnRowWriter(_RowWriter):
             raise Unsupported(f"a row of more than {LONGEST} bytes")
         body = self._passes(order, values)
         length = self._rows.length
-        return Source(
-            self._text_of_rows(body, order, len(outputs)),
-            self._scatter,
-            tuple((value, kind) for value, (_, kind) in self._operands.items()),
-            frozenset(self._materialised),
-            outputs,
-            tuple(self._numbers),
-            tuple(self._seeds),
-            tuple(self._dropouts),
-            (length, *self._periods),
-            "\n".join([*self._given(), *self._described()]),
-            length,
-            64 + len(self._buffers) * (8 * (length + 64) + 64),
-        )
+        text = self._text_of_rows(body, order, len(outputs))
+        return self._source(text, length, 64 + len(self._buffers) * (8 * (length + 64) + 64))
 
     def _text_of_rows(self, body: list[str], order: list[Node], scratch: int) -> str:
         seeds = len(self._seeds)

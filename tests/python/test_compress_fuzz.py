@@ -336,10 +336,12 @@ def test_ranks_that_load_what_differs(what: str) -> None:
         assert f"has {what} " in error.text, error.text
 
 
-@pytest.mark.parametrize("backend", ["fused", "gloo"])
-def test_rank_that_dies(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "schedule"), [("fused", "bucket"), ("fused", "auto"), ("gloo", "bucket")]
+)
+def test_rank_that_dies(backend: str, schedule: str) -> None:
     with harness.Workers(3, timeout=15, backend=backend) as workers:
-        workers.start(foe.dies, 1)
+        workers.start(foe.dies, 1, schedule)
         answers = workers.collect(40)
         assert isinstance(answers[1], harness.Died)
         assert all(isinstance(answers[rank], str) for rank in (0, 2)), answers

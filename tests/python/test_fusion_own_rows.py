@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fusedpg
 import harness
-import test_fusion_random as random_programs
+import test_fusion_rows as row_programs
 from checks import own_rows, rows
 from fusedpg import fusion
 from fusedpg.fusion import FuseCollective, IllegalTransformation, OwnRows, Partial, Reorder, Split
@@ -224,23 +223,13 @@ def test_bits_between_hosts(hosts: str, transport: str) -> None:
 
 def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
     """How many have had rows of a rank's own. The same programs each time."""
-    seen = 0
     shapes = [(2 * world_size, 32), (3 * world_size, 64), (world_size, 2, 96)]
-
-    @hypothesis.settings(max_examples=examples)
-    @hypothesis.given(random_programs.programs(shapes=shapes, reduces=True, **drawn))
-    def each(case: Any) -> None:
-        nonlocal seen
-        counts = harness.pool(world_size).run(check, case, timeout=300)
-        assert len(set(counts)) == 1
-        seen += counts[0]
-
-    each()
-    return seen
+    more = {"shapes": shapes, "reduces": True, **drawn}
+    return row_programs.run_random(world_size, examples, check, **more)
 
 
 def test_random_programs() -> None:
-    assert run_random(2, 4, own_rows.random_program) > 0
+    assert run_random(2, 8, own_rows.random_program) > 0
 
 
 def test_random_gradients() -> None:

@@ -50,7 +50,7 @@ def test_slices(world_size: int) -> None:
     harness.pool(world_size).run(rows.slices)
 
 
-def run_random(world_size: int, examples: int, check: Any, **drawn: bool) -> int:
+def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
     """How many groups of rows have run. The same programs each time: there are some among them."""
     seen = 0
 

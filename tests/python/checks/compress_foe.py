@@ -229,9 +229,14 @@ def raises_in_backward(context: Context, rank: int) -> str:
     return str(raised.value)
 
 
-def dies(context: Context, rank: int) -> str:
-    ddp = wrapped(100_000, {"compressor": "topk", "memory": "residual"})
-    step(ddp, torch.ones(100_000))
+def dies(context: Context, rank: int, schedule: str = "bucket") -> str:
+    state = compress.from_params({"compressor": "topk", "memory": "residual"}, schedule=schedule)
+    ddp = DistributedDataParallel(Given([100_000]))
+    ddp.register_comm_hook(state, compress.hook)
+    # With "auto" the second and the third step send gradients as they are.
+    for _ in range(1 if schedule == "bucket" else 3):
+        step(ddp, torch.ones(100_000))
+    assert state._direct == (schedule == "auto")
     dist.barrier()
     if context.rank == rank:
         os._exit(7)
