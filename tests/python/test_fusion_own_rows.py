@@ -210,15 +210,21 @@ def test_engine_refuses_parts_of_rows(world_size: int) -> None:
 @pytest.mark.parametrize("transport", ["ucx", harness.slow("gloo")])
 @pytest.mark.parametrize("hosts", ["two and one", harness.slow("three"), harness.slow("crossed")])
 def test_between_hosts(hosts: str, transport: str) -> None:
-    harness.pool_of_hosts(hosts, transport).run(own_rows.large, timeout=300)
+    # With one rank a host dense sums over Gloo are Gloo's, in its order, if ours need not be flat.
+    order = "flat" if (hosts, transport) == ("three", "gloo") else "hosts"
+    pool = harness.pool_of_hosts(hosts, transport, FUSEDPG_ORDER=order)
+    pool.run(own_rows.large, timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ucx", "gloo"])
 @pytest.mark.parametrize("hosts", ["two and one", "three", "crossed"])
 def test_bits_between_hosts(hosts: str, transport: str) -> None:
+    # The reference adds in rank order, which is that of "two and one" by hosts, too.
+    order = "hosts" if hosts == "two and one" else "flat"
     for dtype in (torch.bfloat16, torch.float64):
-        harness.pool_of_hosts(hosts, transport).run(own_rows.many, dtype, True, timeout=300)
+        pool = harness.pool_of_hosts(hosts, transport, FUSEDPG_ORDER=order)
+        pool.run(own_rows.many, dtype, True, timeout=300)
 
 
 def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
@@ -239,5 +245,5 @@ def test_random_gradients() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_many_random_programs(world_size: int) -> None:
-    assert run_random(world_size, 60, own_rows.random_program) > 20
-    assert run_random(world_size, 40, own_rows.random_gradients, smooth=True) > 20
+    assert run_random(world_size, 160, own_rows.random_program) > 20
+    assert run_random(world_size, 120, own_rows.random_gradients, smooth=True) > 20
