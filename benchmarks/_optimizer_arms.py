@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from _models import make_cnn, make_mlp
 
 LR, WEIGHT_DECAY = 1e-4, 1e-2
+MAX_NORM = 1e-3  # clips in every step
 NO_SYNC = "no_sync + step"
 
 # ---------------------------------------------------------------------------------------------
@@ -211,6 +212,10 @@ class OverlapArm(FusedArm):
     options: ClassVar[dict[str, Any]] = {"overlap": True}
 
 
+class ClippingArm(FusedArm):
+    options: ClassVar[dict[str, Any]] = {"max_grad_norm": MAX_NORM}
+
+
 class SharedArm(FusedArm):
     options: ClassVar[dict[str, Any]] = {"share_parameters": True}
 
@@ -271,3 +276,4 @@ ARMS = {  # in words: _words.py
     "m": Kind(ManualArm, "fused"),
     NO_SYNC: Kind(NoSyncArm, "fused"),
 }
+CLIPPING = {"f, max_grad_norm": Kind(ClippingArm, "fused")}  # whose step clips

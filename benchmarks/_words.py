@@ -47,6 +47,7 @@ ARMS = {
     "m": "fusedpg.optim.AdamW without DDP",
     "f, ours": "fusedpg.optim.AdamW, its own clipping",
     "m, ours": "fusedpg.optim.AdamW without DDP, its own clipping",
+    "f, max_grad_norm": "fusedpg.optim.AdamW(max_grad_norm=)",
     "best of f, g": "fusedpg.optim.AdamW in its faster mode",
     "no_sync + step": "no synchronisation, then the fused step",
     # async_op
@@ -103,6 +104,7 @@ CASES = {
     "cnn": "CNN, bound by its arithmetic",
     "small": "1,000 parameters of 64 elements",
     "small, clip": "the same, `clip_grad_norm_` alone",
+    "small, step with clipping": "the same, a step with clipping",
     "ddp": "DDP step, MLP, 25 M parameters",
     "fsdp2": "FSDP2 step, MLP, 25 M parameters",
     "adamw step": "AdamW step",

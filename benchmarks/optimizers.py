@@ -4,10 +4,10 @@
     python benchmarks/optimizers.py --parts step --world-size 4 --check-bars
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g --busy 2 --check-bars
-    python benchmarks/optimizers.py --parts training,clip --models small --check-bars
+    python benchmarks/optimizers.py --parts training,clip,clipped --models small --check-bars
     python benchmarks/optimizers.py --malloc default --rounds 7 --check-bars
 
-Five parts. **training**: steps of four models (an MLP of 25 million parameters at a small batch,
+Six parts. **training**: steps of four models (an MLP of 25 million parameters at a small batch,
 a transformer of 10 million, a CNN bound by its arithmetic, 1,000 parameters of 64 elements) in the
 arms
 
@@ -23,7 +23,7 @@ arms
     no_sync + step  the limit: backward without synchronisation, then the fused step alone
 
 **clip**: `clip_grad_norm_` alone, between backward and step, on the model of 1,000 parameters:
-torch's on arms a, f and m, and the optimizer's own.
+torch's on arms a, f and m, and the optimizer's own. **clipped**: whole steps with it.
 
 **step**: one optimizer step on 100 MB of parameters: fused ops, the same in three calls, and an
 all-reduce followed by torch's optimizer. **list**: the 397 tensors of BERT-large in one
@@ -65,8 +65,9 @@ from _competitors import competitors
 from _harness import Bar, Context, Row
 from _optimizer_arms import ARMS, MODELS, NO_SYNC
 
-PARTS = ("training", "clip", "step", "list", "memory")
+PARTS = ("training", "clip", "clipped", "step", "list", "memory")
 CLIPPED = "small, clip"
+STEP_CLIPPED = "small, step with clipping"
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
@@ -87,6 +88,10 @@ def bars(busy: int) -> list[Bar]:
         *(
             Bar(2, CLIPPED, arm, small, "a", at_most=1.5)
             for arm in ("f", "f, ours", "m", "m, ours")
+        ),
+        *(
+            Bar(2, STEP_CLIPPED, arm, small, "a", at_most=at_most)
+            for arm, at_most in (("f", 0.9), ("f, max_grad_norm", 0.9), ("m", 1.0))
         ),
     ]
     return result + steps.bars()
@@ -128,6 +133,8 @@ def main() -> int:
                 rows += harness.run(train, args)
         if "clip" in args.parts:
             rows += harness.run(clip, args)
+        if "clipped" in args.parts:
+            rows += harness.run(step_clipped, args)
         if "step" in args.parts:
             rows += harness.run(steps.worker, args)
         if "list" in args.parts:
@@ -185,7 +192,7 @@ def train(context: Context, args: argparse.Namespace) -> list[Row]:
 def clip(context: Context, args: argparse.Namespace) -> list[Row]:
     """The time of clipping alone: backward before it, and the step after it, are not in it."""
     fusedpg.keep_freed_memory()
-    max_norm = 1e-3
+    max_norm = arms.MAX_NORM
     timed: dict[str, Callable[[], object]] = {}
     prepare: dict[str, Callable[[], object]] = {}
     norms: dict[str, float] = {}
@@ -206,6 +213,35 @@ def clip(context: Context, args: argparse.Namespace) -> list[Row]:
     return harness.measure(
         context, timed, case=CLIPPED, size=size, rounds=args.rounds, prepare=prepare
     )
+
+
+def step_clipped(context: Context, args: argparse.Namespace) -> list[Row]:
+    """Whole steps: zero_grad, forward, backward, clip_grad_norm_ by torch, step."""
+    fusedpg.keep_freed_memory()
+    timed: dict[str, Callable[[], object]] = {}
+    expected: Tensor | None = None
+    kinds = {arm: ARMS[arm] for arm in ("a", "d", "f", "g", "m")} | arms.CLIPPING
+    for title, kind in kinds.items():
+        made = kind.make("small", context.groups[kind.backend])
+        # overlap=True cannot clip: what the others pay for it.
+        clips = title != "g" and title not in arms.CLIPPING
+
+        def step(made: arms.Arm = made, clips: bool = clips) -> None:
+            made.backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(made.module.parameters(), arms.MAX_NORM)
+            made.optimizer.step()
+
+        for _ in range(CHECKED_STEPS):
+            step()
+        after = made.parameters()
+        expected = after if expected is None else expected
+        apart = float((after - expected).norm() / expected.norm())
+        if title != "g":
+            harness.require(apart < TOLERANCE, f"{title}: parameters differ by {apart:.1e}")
+        timed[title] = step
+    size = arms.parameter_bytes("small")
+    return harness.measure(context, timed, case=STEP_CLIPPED, size=size, rounds=args.rounds)
 
 
 def flat(module: torch.nn.Module) -> Tensor:

@@ -257,22 +257,38 @@ std::optional<py::list> unreduced_gradients(
   return found;
 }
 
+// What Python sets and the hooks below read.
+struct Flag {
+  bool set = false;
+};
+
 // Manual mode: what sees each gradient of a parameter. Of small ones it uses
 // the ShardedGrad of the pass before again, if nobody has kept it; what that
 // refers to until then is not worth giving back.
 class LocalWatch {
  public:
-  // `wrap` makes the ShardedGrad that stands in p.grad from now on. `again` is
-  // told that one gets another value instead, and says whether it may.
-  LocalWatch(py::object type, py::object wrap, py::object again)
+  // `owner` is a weak reference to the optimizer. `wrap` makes the ShardedGrad
+  // that stands in p.grad from now on. When one gets another value instead,
+  // `changed` is called if norms are known.
+  LocalWatch(
+      py::object type,
+      py::object owner,
+      py::object wrap,
+      std::shared_ptr<Flag> norms_known,
+      py::object changed)
       : type_(std::move(type)),
+        owner_(std::move(owner)),
         wrap_(std::move(wrap)),
-        again_(std::move(again)) {}
+        norms_known_(std::move(norms_known)),
+        changed_(std::move(changed)) {}
 
   void operator()(const py::object& object) {
     TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), "fused: a parameter");
     const at::Tensor& param = THPVariable_Unpack(object.ptr());
-    if (!is_usable(param) || !again_().cast<bool>() || !is_free()) {
+    if (norms_known_->set) {
+      changed_();
+    }
+    if (!is_usable(param) || owner_().is_none() || !is_free()) {
       wrap_(object);
       const py::object now = grad_of(param);
       const bool ours =
@@ -300,15 +316,17 @@ class LocalWatch {
     return is_alike(THPVariable_Unpack(last_.ptr()), param);
   }
 
-  // Whether nobody else has it; known norms, of which again_ gets rid, have.
+  // Whether nobody else has it; known norms, which changed_ drops, have.
   bool is_free() const {
     return Py_REFCNT(last_.ptr()) == 1 &&
         THPVariable_Unpack(last_.ptr()).use_count() == 1;
   }
 
   py::object type_;
+  py::object owner_;
   py::object wrap_;
-  py::object again_;
+  std::shared_ptr<Flag> norms_known_;
+  py::object changed_;
   py::object last_ = py::none();
 };
 
@@ -376,8 +394,16 @@ at::Tensor sums_of_squares(const Items& tensors) {
 } // namespace
 
 void bind_step_lists(py::module_& m) {
+  py::class_<Flag, std::shared_ptr<Flag>>(m, "Flag")
+      .def(py::init<>())
+      .def_readwrite("set", &Flag::set);
   py::class_<LocalWatch>(m, "LocalWatch")
-      .def(py::init<py::object, py::object, py::object>())
+      .def(py::init<
+           py::object,
+           py::object,
+           py::object,
+           std::shared_ptr<Flag>,
+           py::object>())
       .def("__call__", &LocalWatch::operator());
   m.def("step_lists", &step_lists);
   m.def("gradients_of", &gradients_of);

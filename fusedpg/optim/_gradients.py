@@ -37,6 +37,8 @@ class GradContext:
         # By order: all norms, and by the id of a gradient, once somebody asks for one.
         self._known: dict[float, tuple[list[ShardedGrad], list[int], torch.Tensor]] = {}
         self._each: dict[float, dict[int, tuple[int, torch.Tensor]]] = {}
+        # Whether any norms are known: hooks of single gradients look at it without Python.
+        self.norms_known = load_extension().Flag()
 
     def optimizer(self) -> Any:
         found = self._reference()
@@ -71,6 +73,7 @@ class GradContext:
 
     def changed(self) -> None:
         """Gradients have other values now."""
+        self.norms_known.set = False
         self._known.clear()
         self._each.clear()
 
@@ -103,6 +106,7 @@ class GradContext:
             slices = _slices(gradients) or [gradient.local() for gradient in gradients]
         each = norms(slices, order, self.group)
         self._known[order] = gradients, extension.versions_of(slices), each
+        self.norms_known.set = True
         return gradients, each
 
     def norms_of(self, gradients: Sequence[ShardedGrad], order: float) -> torch.Tensor | None:

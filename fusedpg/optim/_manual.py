@@ -35,7 +35,8 @@ class Manual(Mode):
     def watch(self, optimizer: FusedOptimizer, params: list[torch.Tensor]) -> None:
         """Has ``p.grad`` know that it is one rank's part of a gradient."""
         for param in params:
-            hook = watch_gradient(param, optimizer, _accumulated, _accumulated_again, ShardedGrad)
+            context = optimizer._context
+            hook = watch_gradient(param, optimizer, _accumulated, context, ShardedGrad)
             self._watches.append(hook)
 
     def leave(self, optimizer: FusedOptimizer) -> None:
@@ -93,12 +94,6 @@ def _accumulated(optimizer: FusedOptimizer, param: torch.Tensor) -> None:
         context = optimizer._context
         param.grad = ShardedGrad(param, context, unreduced=laid_out(grad, param))
         context.changed()
-
-
-def _accumulated_again(optimizer: FusedOptimizer) -> bool:
-    """A gradient of ours gets another value."""
-    optimizer._context.changed()
-    return optimizer._mode.manual
 
 
 def reduce_gradients(optimizer: FusedOptimizer) -> None:

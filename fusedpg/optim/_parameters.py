@@ -53,11 +53,12 @@ def watch_gradient(
     param: torch.Tensor,
     owner: Any,
     accumulated: Callable[[Any, torch.Tensor], None],
-    reused: Callable[[Any], bool],
+    context: Any,
     kind: type,
 ) -> Any:
-    """Calls ``accumulated(owner, param)`` when autograd has accumulated a gradient; or, if
-    ``reused(owner)``, gives it to the gradient of this ``kind`` that stood there before.
+    """Calls ``accumulated(owner, param)`` when autograd has accumulated a gradient; or gives it to
+    the gradient of this ``kind`` that stood there before, if nobody has kept that one, and tells
+    the ``context`` that norms it knows are out of date.
 
     The owner is not kept alive. Frozen parameters are watched, too: they may be unfrozen.
 
@@ -71,11 +72,8 @@ def watch_gradient(
         if owner is not None:
             accumulated(owner, param)
 
-    def again() -> bool:
-        owner = this()
-        return owner is not None and bool(reused(owner))
-
-    return add_hook(param, load_extension().LocalWatch(kind, hook, again))
+    watch = load_extension().LocalWatch(kind, this, hook, context.norms_known, context.changed)
+    return add_hook(param, watch)
 
 
 def add_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:

@@ -107,12 +107,13 @@ class ShardedState(Optimizer):
     def _wait(self) -> None:
         """For work under way that changes gradients, parameters or state."""
         in_flight, self._in_flight = self._in_flight, []
+        if in_flight:
+            # Before they end: known norms hold gradients, which could not be reused.
+            self._context.changed()
         for finish in in_flight:
             finish()
         if self._mode.bridge is not None:
             self._mode.bridge.restore()
-        if in_flight:
-            self._context.changed()
 
     # --- what subclasses say ------------------------------------------------------
 

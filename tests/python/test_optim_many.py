@@ -13,7 +13,12 @@ from checks import optim_many
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "check",
-    [optim_many.clipped_at_once, optim_many.clipped_with_others, optim_many.gradients_again],
+    [
+        optim_many.clipped_at_once,
+        optim_many.clipped_with_others,
+        optim_many.gradients_again,
+        optim_many.gradients_again_clipped,
+    ],
 )
 def test_many(check: Callable[[harness.Context], None], world_size: int) -> None:
     harness.pool(world_size).run(check)

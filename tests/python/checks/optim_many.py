@@ -74,6 +74,27 @@ def clipped_with_others(context: Context) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+def gradients_again_clipped(context: Context) -> None:
+    """With a DDP, too, also where ``step()`` clips and so asks for the norms of all gradients."""
+    for clips_itself in (False, True):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(5, 3))
+        options = {"max_grad_norm": 0.5} if clips_itself else {}
+        optimizer = fusedpg.optim.SGD(ddp.parameters(), lr=0.0, ddp=ddp, **options)
+        for step in range(6):
+            optimizer.zero_grad()
+            ddp(torch.full((2, 5), 1.0 + step + context.rank)).sum().backward()
+            # The buckets are made anew in the second pass.
+            if step > 2:
+                assert all(hasattr(p.grad, "seen") for p in ddp.parameters()), clips_itself
+            for p in ddp.parameters():
+                p.grad.seen = True  # type: ignore[union-attr]
+            if not clips_itself:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            optimizer.step()
+    dist.barrier()
+
+
 def gradients_again(context: Context) -> None:
     """Manual mode: the object in ``p.grad`` serves again, unless somebody has kept it."""
     param = nn.Parameter(torch.ones(70, dtype=torch.float64))
