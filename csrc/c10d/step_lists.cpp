@@ -398,12 +398,13 @@ void bind_step_lists(py::module_& m) {
       .def(py::init<>())
       .def_readwrite("set", &Flag::set);
   py::class_<LocalWatch>(m, "LocalWatch")
-      .def(py::init<
-           py::object,
-           py::object,
-           py::object,
-           std::shared_ptr<Flag>,
-           py::object>())
+      .def(
+          py::init<
+              py::object,
+              py::object,
+              py::object,
+              std::shared_ptr<Flag>,
+              py::object>())
       .def("__call__", &LocalWatch::operator());
   m.def("step_lists", &step_lists);
   m.def("gradients_of", &gradients_of);
