@@ -222,11 +222,11 @@ def _ucx() -> str: ...
 def _shutdown_all_groups() -> None: ...
 
 class _SameTensors:
-    """What tensors are and where they lie, without keeping them."""
+    """What tensors are and, if `places`, where they lie, without keeping them."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None: ...
+    def __init__(self, tensors: Sequence[torch.Tensor], places: bool) -> None: ...
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are of the same kind, at the same places."""
+        """Whether these are of the same kind and, if `places`, at the same places."""
 
 class _Compress:
     """See fusedpg/compress/_reference.py, which has the same functions."""

@@ -11,22 +11,23 @@ namespace {
 
 namespace py = pybind11;
 
-// What tensors are and where they lie. It keeps none of them, so others that
-// have come to the same places equal them.
+// What tensors are and, if `places`, where they lie. It keeps none of them, so
+// others that have come to the same places equal them.
 class SameTensors {
  public:
-  explicit SameTensors(const std::vector<at::Tensor>& tensors) {
+  SameTensors(const std::vector<at::Tensor>& tensors, bool places)
+      : places_(places) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const at::Tensor& t = tensors[i];
       all_.push_back(
-          {t.const_data_ptr(),
+          {places ? t.const_data_ptr() : nullptr,
            t.sizes().vec(),
            t.strides().vec(),
            t.scalar_type(),
            t.device(),
            t.key_set(),
            t.requires_grad(),
-           first(tensors, i)});
+           places ? first(tensors, i) : i});
     }
   }
 
@@ -38,12 +39,15 @@ class SameTensors {
       const at::Tensor& t = tensors[i];
       const One& one = all_[i];
       // The keys first: a subclass may have no data to ask for.
-      if (!(t.key_set() == one.keys) || t.const_data_ptr() != one.data ||
+      if (!(t.key_set() == one.keys) ||
           t.sizes() != at::IntArrayRef(one.sizes) ||
           t.strides() != at::IntArrayRef(one.strides) ||
           t.scalar_type() != one.type || t.device() != one.device ||
-          t.requires_grad() != one.requires_grad ||
-          first(tensors, i) != one.first) {
+          t.requires_grad() != one.requires_grad) {
+        return false;
+      }
+      if (places_ &&
+          (t.const_data_ptr() != one.data || first(tensors, i) != one.first)) {
         return false;
       }
     }
@@ -70,6 +74,7 @@ class SameTensors {
     return found;
   }
 
+  bool places_;
   std::vector<One> all_;
 };
 
@@ -77,7 +82,10 @@ class SameTensors {
 
 void bind_same_tensors(py::module_& m) {
   py::class_<SameTensors>(m, "_SameTensors")
-      .def(py::init<std::vector<at::Tensor>>(), py::arg("tensors"))
+      .def(
+          py::init<std::vector<at::Tensor>, bool>(),
+          py::arg("tensors"),
+          py::arg("places"))
       .def("are", &SameTensors::are, py::arg("tensors"));
 }
 

@@ -482,10 +482,10 @@ class FusedFunction:
         stages: dist.ProcessGroup | None = None,
     ) -> Any:
         values = self._signature.bind(args, kwargs)
-        if targets and not async_op:
-            known = self._shortcuts.take(group, values, targets)
+        if not async_op and stages is None:
+            known = self._shortcuts.take(group, values, targets or ())
             if known is not None:
-                return targets[0] if known.single else tuple(targets)
+                return known
         ranks = Ranks.of(group)
         tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
         wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
@@ -535,8 +535,10 @@ class FusedFunction:
         if async_op:
             return pending
         result = pending.wait()
-        if targets:
-            self._shortcuts.add(program, ranks.group, self._captured, values, targets)
+        if plan is None and not program.messages:
+            results = [result] if single else result
+            shortcut = values, targets or (), results
+            self._shortcuts.add(program, ranks.group, self._captured, *shortcut)
         return result
 
 

@@ -2,7 +2,8 @@
 
 Libraries are kept under the user's cache directory by a hash of all that they depend on. Processes
 that need the same one at a time wait for a lock, which the system releases when its holder dies. A
-file ends with the digest of what is before it, and appears under its name when it is whole.
+file ends with the digest of what is before it, and appears under its name when it is whole. All
+of it, the compiler's temporary files too, is in directories that `private` has checked.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from fusedpg._registration import load_extension
 from fusedpg.fusion.codegen import code
 from fusedpg.fusion.errors import FusionError
-from fusedpg.fusion.private import directory
+from fusedpg.fusion.private import content, directory
 
 _log = logging.getLogger("fusedpg")
 # For compiling, and for waiting for who compiles.
@@ -38,7 +40,11 @@ _ISA = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mprefer-vector-width=512",
     "AVX2": "",
 }
+# The function that each source defines; a library exports it under its digest, so that no library
+# is ever taken for that of another source.
+_ENTRY = "fusedpg_epilogue_2"
 Make = Callable[[Path, Path, float], None]
+Made = TypeVar("Made")
 _lock = threading.Lock()
 # By source; 0: it failed. It is not tried again, as all ranks would have to agree when.
 _functions: dict[str, int] = {}
@@ -56,6 +62,7 @@ def _compiler(given: str) -> tuple[str, str]:
         path = shutil.which(name)
         if path is None:
             continue
+        path = os.path.abspath(path)  # it works in another directory
         found = subprocess.run([path, "--version"], capture_output=True, timeout=60)
         if found.returncode == 0:
             return path, found.stdout.decode(errors="replace")
@@ -76,20 +83,22 @@ def _flags(text: str) -> list[str]:
     return flags
 
 
-def _whole(path: Path) -> bool:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return (
-        len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
-    )
+def _whole(path: Path) -> bytes | None:
+    """What was made, without the digest behind it; None where it is not whole."""
+    found = content(path) or b""
+    made = found[:-_DIGEST]
+    return made if made and hashlib.sha256(made).digest() == found[-_DIGEST:] else None
 
 
-def _run(command: list[str], deadline: float) -> None:
-    """The compiler, which is ended with all its processes when the time is over."""
+def _run(command: list[str], place: Path, deadline: float) -> None:
+    """The compiler, in a directory where it leaves its temporary files, too.
+
+    It is ended with all its processes when the time is over.
+    """
     process = subprocess.Popen(
         command,
+        cwd=place,
+        env={**os.environ, "TMPDIR": "."},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -115,13 +124,14 @@ def _build(path: Path, text: str, suffix: str, make: Make, name: str, deadline: 
     place = Path(tempfile.mkdtemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent))
     try:
         begun = time.monotonic()
-        _log.info("compiling %s, once: %s", name, path)
+        _log.info("compiling %s, once: %s", name, path.resolve())
         source, result = place / f"program{suffix}", place / f"program{path.suffix}"
         source.write_text(text)
         make(source, result, deadline)
-        content = result.read_bytes()
+        made = result.read_bytes()
         with result.open("ab") as file:
-            file.write(hashlib.sha256(content).digest())
+            os.fchmod(file.fileno(), 0o700)  # whatever the umask left to others
+            file.write(hashlib.sha256(made).digest())
             file.flush()
             os.fsync(file.fileno())
         source.replace(path.with_suffix(suffix))
@@ -131,19 +141,33 @@ def _build(path: Path, text: str, suffix: str, make: Make, name: str, deadline: 
         shutil.rmtree(place, ignore_errors=True)
 
 
-def compiled(facts: list[str], text: str, suffixes: tuple[str, str], make: Make, name: str) -> Path:
-    """The file that `make` makes of a source: one process of all makes it, once.
+def compiled(
+    facts: list[str],
+    text: str,
+    suffixes: tuple[str, str],
+    make: Make,
+    name: str,
+    use: Callable[[Path, bytes], Made],
+) -> Made:
+    """What `use` gives of the file that `make` makes of a source: one process of all makes it, once.
 
     Args:
         facts: what else the file depends on.
         suffixes: of source and file.
         make: is given the paths of both, and when it must be ready.
+        use: is given the path, which is good until it returns, and what was made.
     """
     _, cache, *_ = load_extension()._fusion_settings()
     digest = hashlib.sha256("\n".join([code(text), *facts]).encode()).hexdigest()[:40]
-    path = directory(cache, "fusion") / f"{digest}{suffixes[1]}"
-    if _whole(path):
-        return path
+    with directory(cache, "fusion") as place:
+        path = place / f"{digest}{suffixes[1]}"
+        made = _whole(path)
+        if made is None:
+            made = _made(path, text, suffixes[0], make, name)
+        return use(path, made)
+
+
+def _made(path: Path, text: str, suffix: str, make: Make, name: str) -> bytes:
     deadline = time.monotonic() + _DEADLINE
     with path.with_suffix(".lock").open("w") as lock:
         while True:
@@ -151,33 +175,42 @@ def compiled(facts: list[str], text: str, suffixes: tuple[str, str], make: Make,
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if _whole(path):
-                    return path
+                made = _whole(path)
+                if made is not None:
+                    return made
                 if time.monotonic() > deadline:
                     raise CompileError(
-                        f"another process compiles {path} for {_DEADLINE:.0f} s"
+                        f"another process compiles {path.resolve()} for {_DEADLINE:.0f} s"
                     ) from None
                 time.sleep(0.02)
-        if not _whole(path):
-            _build(path, text, suffixes[0], make, name, deadline)
-    return path
+        made = _whole(path)
+        if made is None:
+            _build(path, text, suffix, make, name, deadline)
+            made = _whole(path)
+    if made is None:
+        raise CompileError(f"{path.resolve()} was changed while it was made")
+    return made
 
 
-def content(path: Path) -> bytes:
-    """What was made, without the digest behind it."""
-    return path.read_bytes()[:-_DIGEST]
-
-
-def _library(text: str, name: str) -> Path:
+def _library(text: str, name: str) -> int:
+    """The address of the function of a source, in a library that stays loaded."""
     _, _, given, _ = load_extension()._fusion_settings()
     compiler, version = _compiler(given)
     flags = _flags(text)
+    exported = f"fusedpg_{hashlib.sha256(code(text).encode()).hexdigest()[:40]}"
 
     def make(source: Path, library: Path, deadline: float) -> None:
-        _run([compiler, str(source), "-o", str(library), *flags], deadline)
+        names = [source.name, "-o", library.name, f"-D{_ENTRY}={exported}"]
+        _run([compiler, *names, *flags], source.parent, deadline)
 
-    facts = [*flags, torch.__version__, compiler, version]
-    return compiled(facts, text, (".cpp", ".so"), make, name)
+    def load(path: Path, _: bytes) -> int:
+        # By a path that no other library has: dlopen gives what it has loaded under the same one.
+        library = ctypes.CDLL(str(path))
+        _libraries.append(library)
+        return ctypes.cast(getattr(library, exported), ctypes.c_void_p).value or 0
+
+    facts = [*flags, torch.__version__, compiler, version, exported]
+    return compiled(facts, text, (".cpp", ".so"), make, name, load)
 
 
 def function(text: str, name: str) -> int:
@@ -186,10 +219,7 @@ def function(text: str, name: str) -> int:
     with _lock:
         if key not in _functions:
             try:
-                library = ctypes.CDLL(str(_library(text, name)))
-                _libraries.append(library)
-                address = ctypes.cast(library.fusedpg_epilogue_2, ctypes.c_void_p).value
-                _functions[key] = address or 0
+                _functions[key] = _library(text, name)
             except (FusionError, OSError, subprocess.SubprocessError, AttributeError) as error:
                 _functions[key] = 0
                 _log.warning("%s is not compiled, and runs operation by operation: %s", name, error)

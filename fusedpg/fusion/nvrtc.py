@@ -142,7 +142,7 @@ def ptx(text: str, name: str, device: int) -> bytes:
         result.write_bytes(nvrtc.ptx(source.read_text(), architecture))
 
     facts = [nvrtc.path, str(nvrtc.version), str(architecture), *OPTIONS]
-    return compile.content(compile.compiled(facts, text, (".cu", ".ptx"), make, name))
+    return compile.compiled(facts, text, (".cu", ".ptx"), make, name, lambda _, made: made)
 
 
 def kernel(source: Source, name: str, backend: Any, tensor: torch.Tensor) -> Any:

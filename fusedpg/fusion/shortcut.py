@@ -6,7 +6,7 @@ Of a call of a few megabytes Python is a tenth, since the data have driven it ou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from fusedpg.fusion.scalars import scalars
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KEPT = 256
+_SHORTCUT = object()  # by it a program has the kernel that its shortcuts call, or None
 
 
 class Shortcut:
     """A program that is one fused collective on a CPU, and what a call of it was given.
 
-    It is taken where tensors of the same kind lie at the same places as in that call: then results
-    can be computed at the same places, too.
+    It is taken where tensors are of the same kind as in that call. Targets of `into` are written
+    where they lie at the same places, too: then results can be computed at the same places.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Shortcut:
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
         places: Sequence[int],
+        made: Sequence[torch.Tensor],
     ) -> None:
         source = found.source
         assert source is not None
@@ -58,7 +60,11 @@ class Shortcut:
             if node.op != "input"
         ]
         self._places = places
-        self.single = program.single
+        self._single = program.single
+        # Of a call without targets: its new tensors, and which of them it returns.
+        computed = [node for node, _ in source.outputs]
+        self._made = [(result.shape, result.dtype) for result in made]
+        self._order = [computed.index(node) for node in program.outputs] if made else []
         self._types = [*map(type, values.values())]
         self._tensors = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
         # Of each of these values there is a program.
@@ -69,7 +75,7 @@ class Shortcut:
         ]
         tensors = [*(values[name] for name in self._tensors), *targets]
         self._requires_grad = any(tensor.requires_grad for tensor in tensors)
-        self._same = load_extension()._SameTensors(tensors)
+        self._same = load_extension()._SameTensors(tensors, bool(targets))
 
     @staticmethod
     def of(
@@ -78,53 +84,57 @@ class Shortcut:
         captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
     ) -> Shortcut | None:
-        """After a call into targets; None where calls like it do more than the one operation."""
-        units = [(unit, nodes) for unit, nodes in program.units if unit is not None]
-        others = [node for unit, nodes in program.units if unit is None for node in nodes]
-        if len(units) != 1 or units[0][0].kind != "collective":
+        """After a call; None where calls like it do more than the one operation."""
+        if _SHORTCUT not in program.made:
+            program.made[_SHORTCUT] = _only_kernel(program)
+        found: Kernel | None = program.made[_SHORTCUT]
+        if found is None or not found.compiled:
             return None
-        if any(not node.scalar and node.op != "input" for node in others):
-            return None
-        found = kernel(*units[0], program)
         source = found.source
-        if source is None or source.materialised or not found.compiled:
-            return None
-        read = [source.scatter.operands[0], *(node for node, _ in source.operands)]
-        if any(node.op != "input" for node in read):
-            return None
+        assert source is not None
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-        if any(type(t) not in _PLAIN or t.device.type != "cpu" for t in (*tensors, *targets)):
+        if not all(map(_ordinary, (*tensors, *targets))):
             return None
         by_node: dict[Node, Any] = {node: values[node.name] for node in program.inputs}
+        read = [source.scatter.operands[0], *(node for node, _ in source.operands)]
         if any(not by_node[node].is_contiguous() for node in read):
             return None
         backend = found.backend(group, by_node)
+        if backend is None:
+            return None
+        by_output = dict(zip(program.outputs, results))
+        if not targets:
+            if by_output.keys() != dict(source.outputs).keys():
+                return None
+            made = [by_output[node] for node, _ in source.outputs]
+            return Shortcut(found, backend, program, captured, values, (), (), made)
         places = found.written(by_node, tensors, targets, torch.device("cpu"))
         # Each target is a result that is computed there.
-        if backend is None or sorted(places) != list(range(len(targets))):
+        if sorted(places) != list(range(len(targets))):
             return None
-        return Shortcut(found, backend, program, captured, values, targets, places)
+        return Shortcut(found, backend, program, captured, values, targets, places, ())
 
     def take(
         self,
         group: dist.ProcessGroup,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
-    ) -> bool:
-        """Whether the call, on the same group, is one like it, and has been carried out."""
+    ) -> Any:
+        """What a call returns that is like that one, and on the same group; None for another."""
         if [*map(type, values.values())] != self._types:
-            return False
+            return None
         if self._flags and any(values[name] != flag for name, flag in self._flags):
-            return False
+            return None
         if self._requires_grad and torch.is_grad_enabled():
-            return False
+            return None
         if not self._same.are([*map(values.__getitem__, self._tensors), *targets]):
-            return False
+            return None
         if self._captured() != self._reads:
-            return False
+            return None
         if not self._kernel.usable(group):
-            return False
+            return None
         by_node: dict[Any, Any] = dict(zip(self._inputs, values.values()))
         for node in self._scalars:
             if node.op == "constant":
@@ -132,49 +142,76 @@ class Shortcut:
             else:
                 by_node[node] = SCALAR_OPS[node.op](*(by_node[x] for x in node.operands))
         source, (contribution, operands) = self._source, self._read
-        done = torch.zeros(1, dtype=torch.uint8)
+        results = (
+            [*map(targets.__getitem__, self._places)]
+            if targets
+            else [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._made]
+        )
+        done = torch.zeros(1, dtype=torch.uint8, device="cpu")
         begin(
             self._backend,
             self._kernel.compiled,
             source,
             by_node[contribution],
             [*map(by_node.__getitem__, operands)],
-            [*map(targets.__getitem__, self._places)],
+            results,
             *scalars(source, by_node.__getitem__),
             done,
             False,
         )
-        if done.item():
-            return True
-        # All ranks go on operation by operation, also those that did not come this way.
-        self._kernel.leave(group)
-        return False
+        if not done.item():
+            # All ranks go on operation by operation, also those that did not come this way.
+            self._kernel.leave(group)
+            return None
+        returned = targets or [*map(results.__getitem__, self._order)]
+        return returned[0] if self._single else tuple(returned)
+
+
+def _only_kernel(program: Program) -> Kernel | None:
+    """The one fused collective that a program is, if its arguments are all that it reads."""
+    units = [(unit, nodes) for unit, nodes in program.units if unit is not None]
+    others = [node for unit, nodes in program.units if unit is None for node in nodes]
+    if len(units) != 1 or units[0][0].kind != "collective":
+        return None
+    if any(not node.scalar and node.op != "input" for node in others):
+        return None
+    found = kernel(*units[0], program)
+    source = found.source
+    if source is None or source.materialised:
+        return None
+    read = [source.scatter.operands[0], *(node for node, _ in source.operands)]
+    return found if all(node.op == "input" for node in read) else None
+
+
+def _ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a CPU's memory has the elements as they are, and not to be negated."""
+    return type(tensor) in _PLAIN and tensor.device.type == "cpu" and not tensor.is_neg()
 
 
 class Shortcuts:
-    """Those of a function, by where the first target lies.
+    """Those of a function: by where the first target lies, or what the first argument is.
 
     A shortcut has the group's backend, with its shared memory: so it goes with the group.
     """
 
     def __init__(self) -> None:
-        self._found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Shortcut | None]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._found: weakref.WeakKeyDictionary[
+            dist.ProcessGroup, dict[Hashable, Shortcut | None]
+        ] = weakref.WeakKeyDictionary()
 
     def take(
         self,
         group: dist.ProcessGroup | None,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
-    ) -> Shortcut | None:
-        """The one by which the call has been carried out."""
-        target = targets[0]
+    ) -> Any:
+        """What the call returns, where a shortcut has carried it out; else None."""
         group = dist.GroupMember.WORLD if group is None else group
-        if group is None or type(target) not in _PLAIN or target.layout is not torch.strided:
+        known = None if group is None else self._found.get(group)
+        if not known:
             return None
-        found = self._found.get(group, {}).get(target.data_ptr())
-        return found if found is not None and found.take(group, values, targets) else None
+        found = known.get(_place(values, targets))
+        return None if found is None else found.take(group, values, targets)
 
     def add(
         self,
@@ -183,17 +220,29 @@ class Shortcuts:
         captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
     ) -> None:
         """After a call that came by no shortcut; the first one at a place may be the only one."""
-        if group is None or type(targets[0]) not in _PLAIN:
+        place = _place(values, targets)
+        if group is None or place is None:
             return
-        place, found = targets[0].data_ptr(), self._found.setdefault(group, {})
+        found = self._found.setdefault(group, {})
         if place in found:
-            found[place] = Shortcut.of(program, group, captured, values, targets)
+            found[place] = Shortcut.of(program, group, captured, values, targets, results)
         else:
             if len(found) >= _KEPT:
                 found.clear()
             found[place] = None
+
+
+def _place(values: Mapping[str, Any], targets: Sequence[torch.Tensor]) -> Hashable:
+    """What a shortcut is found by; None where there can be none."""
+    tensors = targets or [value for value in values.values() if isinstance(value, torch.Tensor)]
+    if not tensors or type(first := tensors[0]) not in _PLAIN:
+        return None
+    if not targets:
+        return first.shape, first.dtype
+    return first.data_ptr() if first.layout is torch.strided else None
 
 
 __all__ = ["Shortcuts"]

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from fusedpg._registration import load_extension
 from fusedpg.functional import group_info
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import Program
-from fusedpg.fusion.private import directory
+from fusedpg.fusion.private import content, directory
 
 _log = logging.getLogger("fusedpg")
 _memory: dict[str, str] = {}
@@ -56,7 +57,8 @@ def known(
     if key in _memory:
         return _memory[key], "memory"
     try:
-        lines = (_directory() / key).read_text().splitlines()
+        with _directory() as place:
+            lines = (content(place / key) or b"").decode().splitlines()
     except (OSError, FusionError, UnicodeDecodeError):
         return None, ""
     return (lines[0], "disk") if lines else (None, "")
@@ -70,13 +72,13 @@ def remember(
         del _memory[next(iter(_memory))]
     _memory[key] = title
     try:
-        place = _directory()
-        with tempfile.NamedTemporaryFile("w", dir=place, prefix=f"{key}.", delete=False) as file:
-            file.write(f"{title}\n{program.name}, {_place(group)}\n")
-        Path(file.name).replace(place / key)
+        with _directory() as place:
+            with tempfile.NamedTemporaryFile("w", dir=place, prefix=f"{key}.", delete=False) as new:
+                new.write(f"{title}\n{program.name}, {_place(group)}\n")
+            Path(new.name).replace(place / key)
     except (OSError, FusionError) as error:
         _log.info("what the tuner chose is not kept on disk: %s", error)
 
 
-def _directory() -> Path:
+def _directory() -> AbstractContextManager[Path]:
     return directory(load_extension()._fusion_settings()[1], "tuned")

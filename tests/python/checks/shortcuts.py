@@ -44,9 +44,10 @@ def taken() -> Iterator[list[bool]]:
     found: list[bool] = []
     real = shortcut.Shortcut.take
 
-    def take(self: Any, *args: Any) -> bool:
-        found.append(real(self, *args))
-        return found[-1]
+    def take(self: Any, *args: Any) -> Any:
+        result = real(self, *args)
+        found.append(result is not None)
+        return result
 
     with mock.patch.object(shortcut.Shortcut, "take", take):
         yield found
@@ -59,6 +60,7 @@ class Calls:
         self.context, self.numel = context, numel
         self.run = fusedpg.fuse(step).scheduled(*SCHEDULE)
         self.plain = fusedpg.fuse(step).scheduled()
+        self.results: list[tuple[Any, Any]] = []
         self.begin, self.length = fusedpg.shard_range(numel, context.world_size, context.rank)
         self.fresh(dtype)
 
@@ -80,6 +82,42 @@ class Calls:
         assert got[0] is w and got[1] is m
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
+    def new(self, drawn: random.Random, negated: bool = False, **flags: Any) -> None:
+        """A call that gives new tensors, which stay as they are; arguments lie anywhere."""
+        given = [tensor.clone() for tensor in (self.g, self.w, self.m)]
+        given[0].copy_(torch.randn(self.numel, generator=torch.Generator().manual_seed(3)))
+        if negated:  # which says an attribute, and not the memory
+            given = [torch._neg_view(tensor) for tensor in given]
+        numbers = {"lr": drawn.random(), "nesterov": False, "seed": drawn.randrange(1 << 40)}
+        numbers |= flags
+        before = [tensor.clone() for tensor in given]
+        with torch.no_grad():
+            want = self.plain(*before, **numbers)
+            got = self.run(*given, **numbers)
+        torch.testing.assert_close(given, before, rtol=0, atol=0)
+        self.results.append((got, want))
+        for result, expected in self.results[-5:]:
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+    def gradient(self) -> None:
+        """A call with a backward, among those that have none."""
+        w = torch.ones_like(self.w).requires_grad_()
+        numbers = {"lr": 0.0, "nesterov": False, "seed": 1}
+        new, m = self.run(self.g, w, self.m, **numbers)
+        new.sum().backward()
+        assert w.grad is not None and torch.equal(w.grad, torch.ones_like(w))
+        again, _ = self.run(self.g, w.detach(), self.m, **numbers)
+        assert not m.requires_grad and not again.requires_grad
+
+    def negated(self, drawn: random.Random) -> None:
+        """Into the same targets from tensors that are to be negated."""
+        kept = self.g
+        self.g = torch._neg_view(self.g)
+        for _ in range(3):
+            self.call(drawn)
+            self.new(drawn, negated=True)
+        self.g = kept
+
 
 def sequences(context: Context, seed: int) -> tuple[int, int]:
     """How many calls there were, and how many of them took a shortcut."""
@@ -89,7 +127,8 @@ def sequences(context: Context, seed: int) -> tuple[int, int]:
         scale = 2.0
         calls = Calls(context, drawn.choice([7, 300, 40_000]), torch.float32)
         for count in range(40):
-            kind = drawn.choice(["same"] * 5 + ["flag", "scale", "fresh", "type", "whole", "grad"])
+            kinds = ["flag", "scale", "fresh", "type", "whole", "grad"]
+            kind = drawn.choice(["same"] * 5 + kinds + ["new"] * 3)
             if kind == "flag":
                 calls.call(drawn, nesterov=True)
             elif kind == "scale":
@@ -98,6 +137,10 @@ def sequences(context: Context, seed: int) -> tuple[int, int]:
                 calls.fresh(drawn.choice([torch.float32, torch.float64]))
             elif kind == "whole":
                 calls.call(drawn, (torch.empty_like(calls.w), calls.m))
+            elif kind == "new":
+                calls.new(drawn)
+                calls.new(drawn, nesterov=drawn.random() < 0.3)
+                calls.gradient()
             elif kind == "grad":
                 calls.w.requires_grad_()
                 with refused("requires grad"):
@@ -109,6 +152,8 @@ def sequences(context: Context, seed: int) -> tuple[int, int]:
             calls.call(drawn)
             if count % 7 == 0:
                 calls.call(drawn, lr=1)  # an int
+            if count % 15 == 3:
+                calls.negated(drawn)
     scale = 2.0
     return len(found), sum(found)
 
