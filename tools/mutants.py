@@ -62,9 +62,11 @@ static long fusedpg_read_mutant() {{
 [[maybe_unused]] static const long fusedpg_mutant_chosen = fusedpg_read_mutant();
 #endif
 """
-# A mutant under which a test takes this many times as long as without it hangs.
-SLOWER = 5
+# A test hangs that takes so many times as long as it has taken at most, but not before so many
+# seconds; of one that has never passed here nothing is known yet.
+SLOWER = 4
 LEAST_LIMIT = 40.0
+FIRST_LIMIT = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,7 +463,7 @@ def run_test(
 
 
 class Results:
-    """What is known so far: a file for each mutant and for each test without a mutant."""
+    """What is known so far: a file for each mutant, and for each item how long it takes."""
 
     def __init__(self, work: Path) -> None:
         self.folder = work / "results"
@@ -493,6 +495,11 @@ class Results:
             yield True
 
 
+def usual(test: str) -> str:
+    """Where it is kept how long a test takes."""
+    return "usual-" + hashlib.sha256(test.encode()).hexdigest()[:16]
+
+
 class Runner:
     """One job: its own copy of the tree."""
 
@@ -510,20 +517,15 @@ class Runner:
         named = [name for name in only if not name.startswith("(")]
         return run_test(self.project, test, self.tree, None, limit, only=named).passed
 
-    def baseline(self, test: str) -> float | None:
-        """Seconds that a test takes without a mutant; None: it fails, so that it shows nothing."""
-        name = "baseline-" + hashlib.sha256(test.encode()).hexdigest()[:16]
-        known = self.results.get(name)
-        if known is None:
-            ended = self.test(test, None, 600)
-            if not ended.passed:  # a busy machine, perhaps
-                ended = self.test(test, None, 600)
-            known = {"test": test, "passes": ended.passed, "seconds": round(ended.seconds, 1)}
-            self.results.put(name, known)
-            if not ended.passed:
-                print(f"  without a mutant {test} fails: {ended.failed or 'a hang'}", flush=True)
-                (self.results.folder / f"{name}.txt").write_text(ended.output)
-        return known["seconds"] if known["passes"] else None
+    def limit(self, test: str) -> float:
+        """Seconds after which an item hangs, by how long it has taken at most so far."""
+        known = self.results.get(usual(test))
+        return max(LEAST_LIMIT, SLOWER * known["seconds"]) if known else FIRST_LIMIT
+
+    def passed_in(self, test: str, seconds: float) -> None:
+        known = self.results.get(usual(test))
+        if known is None or seconds > known["seconds"]:
+            self.results.put(usual(test), {"test": test, "seconds": round(seconds, 1)})
 
     def mutant(self, mutant: Mutant) -> dict[str, Any]:
         """The tests most likely to notice it, then those of its room, until one does."""
@@ -538,17 +540,14 @@ class Runner:
         }
         begun = time.monotonic()
         for test in dict.fromkeys((*mutant.tests, *mutant.room_tests)):
-            usual = self.baseline(test)
-            if usual is None:
-                continue
-            limit = max(LEAST_LIMIT, SLOWER * usual)
+            limit = self.limit(test)
             ended = self.test(test, mutant, limit)
             result["ran"].append(test)
             if ended.passed:
+                self.passed_in(test, ended.seconds)
                 continue
-            # A hang, or a failure, of the machine's own would be no catch.
             if not self.passes(test, ended.failed, limit):
-                print(f"  {test} also fails without {mutant.id}, now", flush=True)
+                print(f"  {test} fails also without {mutant.id}", flush=True)
                 continue
             result["caught"] = True
             result["hang"] = result["hang"] or ended.hangs
