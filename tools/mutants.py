@@ -136,7 +136,7 @@ class Project:
 def form_of(file: str, old: str) -> str:
     if file.endswith(".py"):
         return "text"
-    return "statement" if old.rstrip().endswith((";", "}")) else "expression"
+    return "statement" if old.endswith(";") or (old.endswith("}") and ";" in old) else "expression"
 
 
 def load(root: Path, work: Path | None = None) -> Project:
