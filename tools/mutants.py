@@ -503,11 +503,14 @@ def usual(test: str) -> str:
 class Runner:
     """One job: its own copy of the tree."""
 
-    def __init__(self, project: Project, results: Results, tree: Path, matrix: bool) -> None:
+    def __init__(
+        self, project: Project, results: Results, tree: Path, matrix: bool, cpp_only: bool
+    ) -> None:
         self.project = project
         self.results = results
         self.tree = tree
         self.matrix = matrix
+        self.cpp_only = cpp_only
 
     def test(self, test: str, mutant: Mutant | None, limit: float) -> Ended:
         return run_test(self.project, test, self.tree, mutant, limit, all_of_them=self.matrix)
@@ -540,6 +543,8 @@ class Runner:
         }
         begun = time.monotonic()
         for test in dict.fromkeys((*mutant.tests, *mutant.room_tests)):
+            if self.cpp_only and not test.startswith("cpp:"):
+                continue
             limit = self.limit(test)
             ended = self.test(test, mutant, limit)
             result["ran"].append(test)
@@ -574,6 +579,7 @@ def run(
     again: bool = False,
     survivors: bool = False,
     matrix: bool = False,
+    cpp_only: bool = False,
     minutes: float = 1e9,
 ) -> bool:
     """Runs mutants that have no result yet."""
@@ -590,7 +596,7 @@ def run(
     def job() -> None:
         try:
             with own_tree(project) as tree:
-                runner = Runner(project, results, tree, matrix)
+                runner = Runner(project, results, tree, matrix, cpp_only)
                 while time.monotonic() < end and not failures:
                     with turn:
                         mutant = next(waiting, None)
@@ -609,6 +615,9 @@ def run(
             if not mine:
                 return
             result = runner.mutant(mutant)
+            if cpp_only and not result["caught"]:
+                print(f"{mutant.id}: not by the C++ tests ({result['seconds']:.0f} s)", flush=True)
+                return
             results.put(mutant.id, result)
         how = "hang in" if result["hang"] else "caught by"
         said = f"{how} {result['by'][0]}" if result["caught"] else "SURVIVED"
@@ -722,6 +731,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs.add_argument("--again", action="store_true", help="also what has a result")
     runs.add_argument("--survivors", action="store_true", help="also what has survived")
     runs.add_argument("--matrix", action="store_true", help="go on after the first catch")
+    runs.add_argument("--cpp-only", action="store_true", help="no Python test")
     runs.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after these")
     writes = commands.add_parser("report")
     writes.add_argument("--to", type=Path, help="without a suffix (benchmarks/results/mutants)")
@@ -737,7 +747,10 @@ def main(arguments: list[str] | None = None) -> int:
         build(project)
         return 0
     if args.command == "run":
-        options = {k: getattr(args, k) for k in ("jobs", "again", "survivors", "matrix", "minutes")}
+        options = {
+            k: getattr(args, k)
+            for k in ("jobs", "again", "survivors", "matrix", "cpp_only", "minutes")
+        }
         return 0 if run(project, args.names, **options) else 1
     text, data = report(project)
     to = args.to or args.root / "benchmarks/results/mutants"
