@@ -196,6 +196,15 @@ test-aarch64: $(DEPS)
 	$(call cpp_tests,build/aarch64,\
 	  -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake)
 
+# Deliberate faults, one at a time: which do the tests notice? An hour or more; it resumes.
+.PHONY: mutants
+MUTANTS_ARGS ?= -j 2
+mutants: $(DEPS)
+	$(BIN)/python tools/mutants.py check
+	$(BIN)/python tools/mutants.py build
+	$(BIN)/python tools/mutants.py run $(MUTANTS_ARGS) || true
+	$(BIN)/python tools/mutants.py report
+
 test-docs: $(BUILT)
 	$(BIN)/python -m pytest tests/python/test_docs.py $(PYTEST_ARGS)
 

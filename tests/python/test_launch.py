@@ -188,7 +188,13 @@ def test_given_port_is_kept() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"OMPI_COMM_WORLD_RANK": "2"}, {"OMPI_COMM_WORLD_RANK": "-1"}, {"OMPI_COMM_WORLD_SIZE": "0"}],
+    [
+        {"OMPI_COMM_WORLD_RANK": "2"},
+        {"OMPI_COMM_WORLD_RANK": "-1"},
+        {"OMPI_COMM_WORLD_SIZE": "0"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "2"},
+        {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+    ],
 )
 def test_impossible_places(change: dict[str, str]) -> None:
     with pytest.raises(RuntimeError, match="impossible place"):

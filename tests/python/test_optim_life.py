@@ -38,6 +38,11 @@ def test_detach_leaves_plain_ddp(pair: harness.Workers, view: bool, static: bool
     pair.run(life.is_plain_again, view, static)
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_detach_with_what_came_after_the_step(pair: harness.Workers, attached: bool) -> None:
+    pair.run(life.pending_after_step, attached)
+
+
 def test_forgotten_ddp(pair: harness.Workers) -> None:
     for view in (False, True):
         for hook in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -191,6 +192,24 @@ def is_plain_again(context: Context, view: bool, static: bool) -> None:
         assert type(param.grad) is torch.Tensor and torch.equal(whole, param.grad)
     # Whoever wants to may register a hook now.
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def pending_after_step(context: Context, attached: bool) -> None:
+    """detach() would lose what backward has added to a gradient that step() has applied."""
+    torch.manual_seed(0)
+    module = nn.Linear(5, 7)
+    ddp = DistributedDataParallel(module) if attached else None
+    optimizer = fusedpg.optim.SGD(module.parameters(), lr=0.1, ddp=ddp)
+    x = torch.randn(2, 5)
+    (ddp or module)(x).sum().backward()
+    if ddp is None:
+        optimizer.reduce_gradients()
+    optimizer.step()
+    with ddp.no_sync() if ddp else contextlib.nullcontext():
+        (ddp or module)(x).sum().backward()
+    refuses(optimizer.detach, RuntimeError, "was not applied")
+    optimizer.zero_grad()
+    optimizer.detach()
 
 
 def forgotten(context: Context, view: bool, hook: bool, first: bool) -> None:

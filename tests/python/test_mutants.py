@@ -1,0 +1,168 @@
+"""tools/mutants.py on a project of two files; and its list fits the sources."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROJECT = """
+[build]
+commands = [["c++", "-O1", "-o", "{build}/tests", "{tree}/csrc/add.cpp"]]
+cpp_tests = ["{build}/tests"]
+
+[[room]]
+name = "C++"
+paths = ["csrc/"]
+tests = ["cpp:add"]
+
+[[room]]
+name = "Python"
+paths = ["package/"]
+tests = ["tests/test_calc.py", "tests/test_broken.py"]
+"""
+SOURCE = """
+#include <cstdio>
+int add(int a, int b) {
+  int sum = a;
+  while (a < 0) { ++a; }
+  sum += b;
+  return sum;
+}
+int main() {
+  const bool ok = add(2, 2) == 4;
+  std::printf("%s add (0 ms)\\n", ok ? "ok    " : "FAILED");
+  return ok ? 0 : 1;
+}
+"""
+MUTANTS = """
+[[mutant]]
+id = "caught"
+file = "csrc/add.cpp"
+old = "sum += b;"
+new = "sum -= b;"
+
+[[mutant]]
+id = "hangs"
+file = "csrc/add.cpp"
+old = "a < 0"
+new = "a < 9 || (a = 0) == 0"
+
+[[mutant]]
+id = "survives"
+file = "csrc/add.cpp"
+old = "sum += b;"
+new = "sum *= b;"
+
+[[mutant]]
+id = "python"
+file = "package/calc.py"
+at = "return a * b"
+old = "a * b"
+new = "a + b"
+tests = ["tests/test_calc.py -k product"]
+
+[[mutant]]
+id = "same"
+file = "package/calc.py"
+old = "a * b"
+new = "b * a"
+equivalent = "products commute"
+"""
+TEST = """
+from package.calc import product
+
+def test_product():
+    assert product(2, 3) == 6
+"""
+
+
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools/mutants.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_list_fits() -> None:
+    mutants = tool()
+    project = mutants.load(ROOT)
+    assert mutants.check(project) == []
+    missing = [
+        test
+        for mutant in project.mutants
+        for item in (*mutant.tests, *mutant.room_tests)
+        if not item.startswith("cpp:")
+        for test in item.split(" -k ")[0].split()
+        if not (ROOT / test.split("::")[0]).exists()
+    ]
+    assert missing == []
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    files = {
+        "tools/mutants/project.toml": PROJECT,
+        "tools/mutants/all.toml": MUTANTS,
+        "csrc/add.cpp": SOURCE,
+        "package/__init__.py": "",
+        "package/calc.py": "def product(a, b):\n    return a * b\n",
+        "tests/test_calc.py": TEST,
+        "tests/test_broken.py": "def test_broken():\n    assert False\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "project" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "project"
+
+
+def test_catches(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutants = tool()
+    monkeypatch.setattr(mutants, "FIRST_LIMIT", 10.0)
+    project = mutants.load(root, tmp_path / "work")
+    mutants.build(project)
+    assert not mutants.run(project, [], jobs=2)  # one survives
+    found = {m.id: mutants.Results(project.work).get(m.id) for m in project.mutants}
+    assert found.pop("same") is None
+    assert {name: one["caught"] for name, one in found.items()} == {
+        "caught": True,
+        "hangs": True,
+        "survives": False,
+        "python": True,
+    }
+    assert [name for name, one in found.items() if one["hang"]] == ["hangs"]
+    assert found["caught"]["by"] == ["add"]
+    assert found["python"]["by"] == ["tests/test_calc.py::test_product"]
+    # Nothing runs again, and a test that fails anyway catches nothing.
+    before = dict(found)
+    mutants.run(project, [])
+    assert {name: mutants.Results(project.work).get(name) for name in before} == before
+    text, data = mutants.report(project)
+    assert "3 of 4 mutants that are not equivalent are caught (75 %); 1 are equivalent." in text
+    assert [one["result"] for one in data["mutants"] if one["id"] == "survives"] == ["survived"]
+
+
+def test_text_that_has_gone(root: Path, tmp_path: Path) -> None:
+    mutants = tool()
+    (root / "csrc/add.cpp").write_text(SOURCE.replace("sum += b", "sum += 1 * b"))
+    problems = mutants.check(mutants.load(root, tmp_path / "work"))
+    assert [problem.split(":")[0] for problem in problems] == ["caught", "survives"]
+    assert "has gone from csrc/add.cpp" in problems[0]
+
+
+def test_build_that_is_out_of_date(root: Path, tmp_path: Path) -> None:
+    mutants = tool()
+    project = mutants.load(root, tmp_path / "work")
+    mutants.build(project)
+    (root / "tools/mutants/all.toml").write_text(MUTANTS.replace("sum -= b", "sum -= 2 * b"))
+    with pytest.raises(mutants.ListError, match=r"mutants\.py build"):
+        mutants.run(mutants.load(root, tmp_path / "work"), [])
