@@ -413,7 +413,10 @@ class Bridge:
         elif shadow or not self._reduce_taken(bucket, buffer, params, ddp):
             self._reduce_each(bucket, buffer, params, shadow, ddp)
         if bucket.is_last() and shadow:
-            end_all([optimizer._wait for optimizer in self._optimizers])
+            end_all(
+                functools.partial(optimizer._mode.shadow_done, optimizer)
+                for optimizer in self._optimizers
+            )
         elif bucket.is_last():
             self._finalising = True
             _torch.after_finalisation(self._done)

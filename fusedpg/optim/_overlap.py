@@ -84,6 +84,10 @@ class Overlap(Attached):
     def nested_done(self, optimizer: FusedOptimizer) -> None:
         optimizer._end_operations()
 
+    def shadow_done(self, optimizer: FusedOptimizer) -> None:
+        super().shadow_done(optimizer)
+        self._end_update()  # with ``ddp.join()`` alone nobody calls step()
+
     def backward_done(self, optimizer: FusedOptimizer) -> None:
         optimizer._wait()
         self._half_updated = False

@@ -214,6 +214,32 @@ def test_backward_that_raises(context: Context, mode: str, reentrant: bool) -> N
     healthy(context)
 
 
+@harness.on_ranks(3)
+def test_join_of_the_module_alone(context: Context) -> None:
+    """Ranks that have run out of data see the others' last update, as on Gloo."""
+    import fusedpg
+
+    nets = []
+    for group in (None, context.oracle):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(64, 65), nn.Tanh(), nn.Linear(65, 64)).double()
+        ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.01)
+        opt: Any = (
+            torch.optim.AdamW(net.parameters(), lr=0.1)
+            if group is not None
+            else fusedpg.optim.AdamW(net.parameters(), lr=0.1, ddp=ddp, overlap=True)
+        )
+        with ddp.join():
+            for step in range(2 + 2 * context.rank):
+                x = torch.linspace(-1, 1 + context.rank + step, 128).double().reshape(2, 64)
+                ddp(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        nets.append(net)
+    for mine, want in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), want.detach())
+
+
 # --- gradients that are put in behind our back ------------------------------------------------
 
 
