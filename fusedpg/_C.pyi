@@ -111,6 +111,7 @@ class ProcessGroupFused(Backend):
         reduced: bool = False,
         shared_params: bool = False,
         block_skip: bool = False,
+        loaded: int = 0,
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
         async_op: bool = False,

@@ -127,7 +127,8 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
     return "sizes or memory layouts of the tensors differ";
   }
   if (here.value_hash != there.value_hash) {
-    return "scalar arguments (learning rate, step, factor, ...) differ";
+    return "scalar arguments (learning rate, step, factor, ..., or a state "
+           "dict that was loaded) differ";
   }
   if (here.path != there.path) {
     return differ(

@@ -210,6 +210,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
     bool reduced,
     bool shared_params,
     bool block_skip,
+    uint64_t loaded,
     std::optional<at::Tensor> grad_scale,
     std::optional<at::Tensor> found_inf,
     bool async_op) {
@@ -227,6 +228,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
   a.reduced = reduced;
   a.shared_params = shared_params;
   a.block_skip = block_skip;
+  a.loaded = loaded;
   a.grad_scale = std::move(grad_scale);
   a.found_inf = std::move(found_inf);
   return group.fused_step_(std::move(a), async_op);
@@ -403,6 +405,7 @@ void bind_group(py::module_& m) {
           py::arg("reduced") = false,
           py::arg("shared_params") = false,
           py::arg("block_skip") = false,
+          py::arg("loaded") = 0,
           py::arg("grad_scale") = py::none(),
           py::arg("found_inf") = py::none(),
           py::arg("async_op") = false,

@@ -433,6 +433,7 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments, size_t block)
   const bool on_cpu = a.params[0].device().is_cpu();
   std::map<Types, size_t> open; // calls that still take tensors
   Hash whole;
+  whole.add(a.loaded);
   StepCall shared;
   shared.op = a.op;
   shared.reduction = to_engine(a.reduction);
@@ -480,7 +481,8 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments, size_t block)
   }
   for (size_t c = 0; c < calls_.size(); ++c) {
     // A disagreement anywhere must stop all of it.
-    calls_[c].call_hash = calls_.size() > 1 ? whole.value() : 0;
+    calls_[c].call_hash =
+        calls_.size() > 1 || a.loaded != 0 ? whole.value() : 0;
     if (a.reduction.used) {
       const at::Tensor& used = *a.reduction.used;
       used_.push_back(calls_.size() == 1 ? used : at::cat(flags_of(c)));

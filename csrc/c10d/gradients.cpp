@@ -67,7 +67,8 @@ void accumulated(const Hook& hook, PyObject* object) {
   if (!s.armed || !s.takes || !w.owned || !w.view.defined() ||
       !is_plain(place) || place.layout() != at::kStrided ||
       place.requires_grad() || place.strides() != param.strides() ||
-      place.scalar_type() != param.scalar_type() || !is_alone(param)) {
+      place.scalar_type() != param.scalar_type() ||
+      w.view.scalar_type() != param.scalar_type() || !is_alone(param)) {
     return;
   }
   if (s.as_view) {

@@ -209,6 +209,13 @@ bool ProcessGroupFused::supportsTensorAlloc(c10::DeviceIndex device) {
 at::Tensor ProcessGroupFused::allocateTensor(
     long size,
     at::TensorOptions options) {
+  // Its caller, DDP, takes complex buckets as real ones, but views them so only
+  // where it allocates them itself.
+  const at::ScalarType type = c10::typeMetaToScalarType(options.dtype());
+  if (c10::isComplexType(type)) {
+    size *= 2;
+    options = options.dtype(c10::toRealValueType(type));
+  }
   return route(options.device()).allocateTensor(size, options);
 }
 

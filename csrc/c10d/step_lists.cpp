@@ -348,21 +348,24 @@ py::list place_spent(const py::list& params, const py::dict& spent) {
   return without;
 }
 
-// overlap=True, in step(): whether every gradient that is there is a
-// placeholder, and every parameter that backward has updated has one.
+// overlap=True, in step(): whether the parameters that backward has updated,
+// and no others, have a gradient, and each of these is a placeholder.
 bool all_spent(
     const py::list& params,
     const py::set& updated,
     const py::object& type) {
+  size_t spent = 0;
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& param = tensor_at(params, i);
-    if (param.grad().defined()
-            ? !py::type::handle_of(grad_of(param)).is(type)
-            : updated.contains(py::handle(item_of(params, i)))) {
+    const bool defined = param.grad().defined();
+    if (defined ? !py::type::handle_of(grad_of(param)).is(type)
+                : updated.contains(py::handle(item_of(params, i)))) {
       return false;
     }
+    spent += defined;
   }
-  return true;
+  // None of the updated is without one.
+  return spent == updated.size();
 }
 
 double sum_squares(const at::Tensor& t) {

@@ -91,6 +91,7 @@ class FusedOptimizer(WholeState, Joinable):
         self._shadow = False  # a joined rank, which has no data left
         self._parameters = Parameters(process_group, share=share_parameters)
         self._layouts, self._blank = {}, {}
+        self._load_digest = 0
         self._group_of, self._numbered = Numbers(), []
         self._check_options(defaults)
         Joinable.__init__(self)
@@ -287,6 +288,7 @@ class FusedOptimizer(WholeState, Joinable):
             masters_follow=True,
             used=used,
             shared_params=self._parameters.shared,
+            loaded=self._load_digest,
             async_op=True,
             **options,
         )

@@ -10,7 +10,9 @@ follows the same states.
 """
 
 import collections
+import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -23,11 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
+from fusedpg.optim._ending import end_all
 from fusedpg.optim._gradients import ShardedGrad, SpentGrad
 from fusedpg.optim._hooked import Combined, CommHook, Exchange, any_rank, check_state
 from fusedpg.optim._parameters import add_hook, laid_out
 
+_log = logging.getLogger("fusedpg")
+
 _ATTRIBUTE = "_fusedpg_bridge"
+_GETSTATE = "__getstate__"
 
 
 class Gradient(NamedTuple):
@@ -59,6 +65,29 @@ class Bucket:
         self.grads: list[ShardedGrad] = []  # what stood in p.grad after the pass before
 
 
+class _Guard:
+    """A callback of a graph task. Autograd calls none of them when the task raises, but drops them,
+    before its caller sees the exception."""
+
+    def __init__(self, bridge: "Bridge") -> None:
+        self._bridge = weakref.ref(bridge)
+        self._ended = False
+
+    def __call__(self) -> None:
+        bridge = self._bridge()
+        if bridge is not None and not bridge._finalising:
+            # A nested backward, of re-entrant checkpointing. If one of those around it raises
+            # later, there is no guard.
+            self._ended = True
+            for optimizer in bridge._optimizers:
+                optimizer._mode.nested_done(optimizer)
+
+    def __del__(self) -> None:
+        bridge = self._bridge()
+        if bridge is not None and not self._ended:
+            bridge._end_raised()
+
+
 class Bridge:
     """The one communication hook of a DDP; serves any number of optimizers."""
 
@@ -84,6 +113,8 @@ class Bridge:
             comm_hook is not None or _backend(ddp.process_group).info()["cuda_arena"] != 0
         )
         self._others: list[Callable[[], None]] = []  # what is left to do for DDP's parameters
+        self._guarded = -1  # the graph task that has a guard
+        self._finalising = False  # DDP will finalise the last bucket
         self._may_take = False
         self._as_view = bool(ddp.gradient_as_bucket_view)
         self._watch.as_view = self._as_view
@@ -120,8 +151,26 @@ class Bridge:
             ddp.register_forward_hook(bridge._after_forward),
         ]
         setattr(ddp, _ATTRIBUTE, bridge)
+        # What copy and pickle ask for. Of a class they would ask, too, but it is torch's.
+        setattr(ddp, _GETSTATE, bridge._state_of_module)
         bridge.add(optimizer, params)
         return bridge
+
+    def _state_of_module(self) -> dict[str, Any]:
+        """The module's state for a copy of it, which has a reducer of its own: without us."""
+        ddp = self._ddp()
+        assert ddp is not None
+        state: dict[str, Any] = type(ddp).__getstate__(ddp)
+        for name in (_ATTRIBUTE, _GETSTATE):
+            del state[name]
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            state[name] = type(state[name])(
+                (number, hook)
+                for number, hook in state[name].items()
+                if getattr(hook, "__self__", None) is not self
+            )
+        state["_comm_hooks"] = [entry for entry in ddp._comm_hooks if entry[1] is not self]
+        return state
 
     def _check(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         ddp = self._ddp()
@@ -224,11 +273,27 @@ class Bridge:
         waiting = {self._params[number] for number in self._watch.unfinished()}
         for name, param in params if waiting else ():
             if param in waiting:
+                self.check_types()
                 raise RuntimeError(
                     f"the gradient of parameter {name} was never reduced over ranks: DDP still "
                     "waits for those of other parameters. Unused parameters need "
                     "find_unused_parameters=True"
                 )
+
+    def check_types(self) -> None:
+        """Raises if the module was converted: autograd has dropped DDP's hooks then."""
+        ddp = self._ddp()
+        for bucket in () if ddp is None else _torch.buckets(ddp):
+            for param in bucket.parameters():
+                self._check_type(param, bucket.buffer())
+
+    def _check_type(self, param: torch.Tensor, memory: torch.Tensor) -> None:
+        if self._owner(param) is not None and param.dtype != memory.dtype:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has type {param.dtype} and had "
+                f"{memory.dtype} when its DistributedDataParallel was made, which does not reduce "
+                "its gradients any more: convert the model (double(), half(), to()) before"
+            )
 
     # --- DDP's states -------------------------------------------------------------------
 
@@ -242,7 +307,8 @@ class Bridge:
             self._unwatch()
             for handle in self._forward_hooks:
                 handle.remove()
-            delattr(ddp, _ATTRIBUTE)
+            for name in (_ATTRIBUTE, _GETSTATE):
+                delattr(ddp, name)
 
     def _after_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
         """Forward has ended: DDP has armed its reducer, or not.
@@ -267,13 +333,23 @@ class Bridge:
 
     def _done(self) -> None:
         """DDP has finalised the last bucket and disarmed its reducer."""
-        self._watch.armed = False
+        self._watch.armed = self._finalising = False
         self._watch.finish()
         others, self._others = self._others, []
-        for finish in others:
-            finish()
-        for optimizer in list(self._optimizers):
-            optimizer._mode.backward_done(optimizer)
+        done = [
+            functools.partial(optimizer._mode.backward_done, optimizer)
+            for optimizer in self._optimizers
+        ]
+        end_all([*others, *done])
+
+    def _end_raised(self) -> None:
+        """A backward has raised: what it has started ends before its caller can look."""
+        self._finalising = False
+        others, self._others = self._others, []
+        try:
+            end_all([*others, *(optimizer._wait for optimizer in self._optimizers)])
+        except Exception as error:
+            _log.warning("fused: an operation of a backward that has raised failed: %s", error)
 
     # --- gradients in whose place DDP has put memory of a bucket ----------------------------
 
@@ -322,23 +398,59 @@ class Bridge:
 
     def reduce(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
         buffer = bucket.buffer()
-        if buffer.layout != torch.strided:
-            raise RuntimeError("fused optimizers do not take sparse gradients; use sparse=False")
         ddp = self._ddp()
         assert ddp is not None
-        shadow = not _torch.in_backward()  # a joined rank, which has no backward
+        task = _torch.graph_task()
+        shadow = task is None  # a joined rank, which has no backward
+        if task is not None and task != self._guarded:
+            self._guarded = task
+            _torch.at_the_end(_Guard(self))
         params = bucket.parameters()
         self._follow()
-        if shadow or not self._reduce_taken(bucket, buffer, params, ddp):
+        result: torch.futures.Future[torch.Tensor] | None = None
+        if buffer.layout != torch.strided:
+            result = self._reduce_sparse(bucket, buffer, params, ddp)
+        elif shadow or not self._reduce_taken(bucket, buffer, params, ddp):
             self._reduce_each(bucket, buffer, params, shadow, ddp)
-        if not shadow and bucket.is_last():
+        if bucket.is_last() and shadow:
+            end_all(
+                functools.partial(optimizer._mode.shadow_done, optimizer)
+                for optimizer in self._optimizers
+            )
+        elif bucket.is_last():
+            self._finalising = True
             _torch.after_finalisation(self._done)
+        if result is not None:
+            return result
         on_gpu = buffer.device.type != "cpu"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if on_gpu else None
         )
         future.set_result(buffer)
         return future
+
+    def _reduce_sparse(
+        self,
+        bucket: GradBucket,
+        buffer: torch.Tensor,
+        params: list[torch.Tensor],
+        ddp: DistributedDataParallel,
+    ) -> "torch.futures.Future[torch.Tensor] | None":
+        """What DDP does, with a sparse gradient that is no optimizer's of ours."""
+        if any(self._owner(param) is not None for param in params):
+            raise RuntimeError("fused optimizers do not take sparse gradients; use sparse=False")
+        if self._comm_hook is not None:
+            state, hook = self._comm_hook
+            return hook(state, bucket)
+        group = ddp.process_group
+        dist.all_reduce(buffer, group=group)
+        ranks = dist.get_world_size(group)
+        if self.weighted_by_joining():
+            active = torch.tensor(float(_torch.in_backward()), device=buffer.device)
+            dist.all_reduce(active, group=group)
+            ranks = int(active)
+        buffer.div_(ranks)
+        return None
 
     def _reduce_taken(
         self,
@@ -379,17 +491,19 @@ class Bridge:
         others = []
         offset = 0
         views, numbers = [], []
+        flat = buffer
+        if params[0].is_complex() and not buffer.is_complex():
+            flat = torch.view_as_complex(buffer.view(-1, 2))
         for param in params:
             # Only memory: DDP may have laid out its views when the parameter had other strides.
-            memory = buffer.as_strided(
-                param.shape, param.stride(), buffer.storage_offset() + offset
-            )
+            memory = flat.as_strided(param.shape, param.stride(), flat.storage_offset() + offset)
             offset += param.numel()
             owner = self._owner(param)
             if owner is None:
                 self._return_taken(param)
                 others.append((param, memory))
             else:
+                self._check_type(param, memory)
                 if shadow:
                     owner._joined()
                 else:
@@ -398,7 +512,7 @@ class Bridge:
                     views.append(memory)
                     numbers.append(number)
                 mine[owner].append(self._gradient(param, memory, shadow))
-        assert offset == buffer.numel(), "DDP has changed the layout of its buckets"
+        assert offset == flat.numel(), "DDP has changed the layout of its buckets"
         if self._comm_hook is not None:
             self._combine(bucket, mine, others, shadow, ddp)
         else:

@@ -56,12 +56,46 @@ def loaded_groups(optimizer: ShardedState, state_dict: dict[str, Any]) -> list[d
                 "loaded state dict contains a parameter group that doesn't match the size of "
                 "optimizer's group"
             )
+        _check_kind(optimizer, group)
         if group.get("differentiable"):
             raise ValueError("differentiable=True is not supported by fused optimizers")
         group["params"] = mine["params"]
         if "param_names" in mine:
             group.setdefault("param_names", mine["param_names"])
     return groups
+
+
+# The option by which one tells groups of Adam and AdamW, LAMB, and SGD from each other.
+_MARKS = ("amsgrad", "trust_clip", "momentum")
+
+
+def _check_kind(optimizer: ShardedState, group: dict[str, Any]) -> None:
+    """Raises for a group of another kind of optimizer, whose state would be misread."""
+    mark = next(mark for mark in _MARKS if mark in optimizer.defaults)
+    missing = optimizer.defaults.keys() - optimizer._group_defaults.keys() - group.keys()
+    foreign = [] if mark in group else [other for other in _MARKS if other in group]
+    if missing or foreign:
+        has = f"has {foreign[0]}" if foreign else f"has no {' and no '.join(sorted(missing))}"
+        raise ValueError(
+            f"loaded state dict is not {type(optimizer).__name__}'s: a parameter group {has}"
+        )
+
+
+def digest(optimizer: ShardedState, state_dict: dict[str, Any]) -> int:
+    """Of the whole tensors in a state dict, of which every rank takes its slices: ranks must load
+    the same. 0: there are none, or there is nobody to differ from."""
+    found = 0
+    if optimizer._world_size == 1:
+        return found
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    for place, (number, (_, group)) in enumerate(zip(numbers, _params(optimizer), strict=True)):
+        for key, value in sorted(state_dict["state"].get(number, {}).items()):
+            whole = isinstance(value, torch.Tensor) and not isinstance(value, SliceTensor)
+            if whole and optimizer._is_slice(key, group):
+                found = zlib.crc32(f"{place} {key} {value.dtype} {value.shape}".encode(), found)
+                plain = value.detach().cpu().contiguous().reshape(-1)
+                found = zlib.crc32(plain.view(torch.uint8).numpy(), found)
+    return found
 
 
 def loaded_state(

@@ -201,6 +201,20 @@ class _Gradient(torch.Tensor):
 
     # What would go past __torch_dispatch__.
 
+    @property
+    def data(self) -> Any:
+        return self
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        # nn.Module.to() puts back what it has found to be right as it is.
+        if value is not self:
+            raise RuntimeError(
+                "p.grad.data = ... would go unnoticed: this gradient of a fused optimizer has its "
+                "values elsewhere. Without a DDP, p.grad = tensor gives this rank's gradient; with "
+                "one, change gradients before backward has reduced them, by a hook of the tensor"
+            )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("copy and pickle")
 

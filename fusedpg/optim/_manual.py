@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from fusedpg._registration import load_extension
-from fusedpg.optim import _reduced
+from fusedpg.optim import _reduced, _torch
 from fusedpg.optim._bridge import Gradient
+from fusedpg.optim._ending import end_all
 from fusedpg.optim._gradients import ShardedGrad
 from fusedpg.optim._modes import Mode
 from fusedpg.optim._parameters import laid_out, watch_gradient
@@ -52,15 +53,14 @@ class Manual(Mode):
         else:
             Join.notify_join_context(optimizer)
         optimizer._check_shared()
+        if found_inf is not None:
+            found_inf = _found_anywhere(optimizer, found_inf)
         if optimizer._max_grad_norm is None and _all_local(optimizer):
             _step_on_local(optimizer, scale, found_inf)
             return
         reduce_gradients(optimizer)
         optimizer._wait()
         params, slices = _reduced.all_slices(optimizer)
-        if params and scale is None and found_inf is not None:
-            # unscale_() looked at this rank's gradients, before they were reduced.
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=optimizer._group)
         _reduced.step(optimizer, params, slices, scale, found_inf)
 
     def prepare_clipping(self, optimizer: FusedOptimizer) -> None:
@@ -83,6 +83,24 @@ class Detached(Mode):
 
     def check(self) -> None:
         raise RuntimeError("the optimizer was detached: attach(ddp) it again, or make a new one")
+
+
+def _found_anywhere(optimizer: FusedOptimizer, found_inf: torch.Tensor) -> torch.Tensor:
+    """Whether GradScaler has found infinities on any rank. It has looked at this rank's gradients
+    alone where they were put in by hand; then the scalers of all ranks have to back off, too."""
+    found = found_inf.detach().reshape(())
+    most = torch.stack([found, -found])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=optimizer._group)
+    flags = _torch.flags_of_scaler()
+    for flag in flags:
+        flag.copy_(torch.maximum(flag, most[0].to(flag.device)))
+    if not flags and bool(most[0] != -most[1]):
+        raise RuntimeError(
+            "optimizer.found_inf is set on some ranks and not on others: their gradients were put "
+            "in by hand, and looked at before they were reduced. Call "
+            "optimizer.reduce_gradients() first, or set it on all ranks"
+        )
+    return most[0]
 
 
 def _accumulated(optimizer: FusedOptimizer, param: torch.Tensor) -> None:
@@ -186,15 +204,15 @@ def _step_on_local(optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> Non
         params = [gradient.param for gradient in gradients]
         grads = [gradient.local for gradient in gradients]
     if params:
-        for work in optimizer._fused_step(
+        works = optimizer._fused_step(
             params,
             grads,
             used=_flags(optimizer, used),
             grad_scale=_reduced.scalar(scale),
             found_inf=_reduced.scalar(found_inf),
             **optimizer._reduction(optimizer._shadow),
-        ):
-            work.wait()
+        )
+        end_all(work.wait for work in works)
 
 
 def _local_gradients(

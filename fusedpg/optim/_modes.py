@@ -64,7 +64,7 @@ class Mode:
 
 class Attached(Mode):
     """With a DDP, whether backward updates or not. Its bridge calls ``bucket_ready``,
-    ``gradients_ready`` and ``backward_done``."""
+    ``gradients_ready``, ``nested_done``, and ``backward_done`` or ``shadow_done``."""
 
     bridge: Bridge
 
@@ -76,6 +76,13 @@ class Attached(Mode):
 
     def leave(self, optimizer: Any) -> None:
         self.bridge.remove(optimizer)
+
+    def shadow_done(self, optimizer: Any) -> None:
+        """A joined rank has taken part in a backward of the others."""
+        optimizer._wait()
+
+    def nested_done(self, optimizer: Any) -> None:
+        """A backward inside of another one has ended, and there are further buckets."""
 
     def reduce_asked(self, optimizer: Any) -> None:
         raise RuntimeError(unsynchronised("asked for"))

@@ -1,7 +1,6 @@
 """``overlap=True``: the step is made during backward.
 
-Parameters have changed when backward returns, and ``step()`` waits for what is under way, and finds
-what cannot have worked.
+Parameters have changed when backward returns, and ``step()`` finds what cannot have worked.
 """
 
 from __future__ import annotations
@@ -79,14 +78,18 @@ class Overlap(Attached):
             self.applied[number] = _hyperparameters(optimizer, number)
         works = optimizer._fused_step(params, grads, used=used, **optimizer._reduction(shadow))
 
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        optimizer._in_flight.append(finish)
+        optimizer._in_flight += [work.wait for work in works]
         load_extension().set_gradients(params, None)
 
+    def nested_done(self, optimizer: FusedOptimizer) -> None:
+        optimizer._end_operations()
+
+    def shadow_done(self, optimizer: FusedOptimizer) -> None:
+        super().shadow_done(optimizer)
+        self._end_update()  # with ``ddp.join()`` alone nobody calls step()
+
     def backward_done(self, optimizer: FusedOptimizer) -> None:
+        optimizer._wait()
         self._half_updated = False
         self._recompute.stop()
         for param in load_extension().place_spent(list(self.updated), self._spent):
@@ -109,6 +112,12 @@ class Overlap(Attached):
             if param.grad is not None and not isinstance(param.grad, SpentGrad):
                 optimizer._check_known(param)
                 raise RuntimeError(unsynchronised(name))
+            if param.grad is not None and param not in updated and not shadow:
+                raise RuntimeError(
+                    f"overlap=True: the gradient of parameter {name} was applied by an earlier "
+                    "backward and is gone, so step() cannot apply it again: call step() once and "
+                    "zero_grad() after every synchronised backward, or use overlap=False"
+                )
             if param in updated and param.grad is None and not shadow:
                 raise RuntimeError(
                     f"overlap=True: the gradient of parameter {name} was dropped between backward, "

@@ -9,6 +9,7 @@ import torch
 from fusedpg._registration import load_extension
 from fusedpg.optim._bridge import Gradient
 from fusedpg.optim._ddp import unsynchronised
+from fusedpg.optim._ending import end_all
 from fusedpg.optim._gradients import ShardedGrad
 
 if TYPE_CHECKING:
@@ -103,15 +104,15 @@ def step(
     double = [factor is not None and param.dtype == torch.float64 for param in params]
     for wide in sorted(set(double)):
         mine = [i for i, one in enumerate(double) if one == wide]
-        for work in optimizer._fused_step(
+        works = optimizer._fused_step(
             [params[i] for i in mine],
             # The operation's scale is float32, which is too coarse for float64.
             [slices[i] / factor if wide else slices[i] for i in mine],
             reduced=True,
             grad_scale=None if wide else scalar(factor),
             found_inf=scalar(found_inf),
-        ):
-            work.wait()
+        )
+        end_all(work.wait for work in works)
 
 
 def scalar(value: Any) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NoReturn, cast
@@ -14,6 +15,7 @@ from fusedpg._layout import is_dense
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
 from fusedpg.optim import _checkpoint, _torch
+from fusedpg.optim._ending import end_all
 from fusedpg.optim._gradients import GradContext
 from fusedpg.optim._modes import Mode
 from fusedpg.optim._parameters import Parameters, bytes_of, refuse_sharded, same_order
@@ -70,11 +72,14 @@ class Started:
         self._optimizer, self._work = optimizer, work
         self._made = [(i, p, made[p]) for i, p in enumerate(params) if p in made] if made else []
         self._used, self._found_inf = used, found_inf
+        self._load_digest = optimizer._load_digest
 
     def wait(self) -> None:
         stepped: list[int] | None = []
         try:
             self._work.wait()
+            if self._optimizer._load_digest == self._load_digest:
+                self._optimizer._load_digest = 0  # ranks have loaded the same
             stepped = self._stepped() if self._made else None
         finally:
             for i, param, keys in self._made:
@@ -103,17 +108,22 @@ class ShardedState(Optimizer):
     _numbered: list[list[torch.Tensor]]  # the parameters by group that this was made of
     _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
     _blank: dict[torch.Tensor, int]  # state that was made before a step; versions of it
+    _load_digest: int  # digest of the state dict that was loaded since the last step, or 0
 
     def _wait(self) -> None:
         """For work under way that changes gradients, parameters or state."""
+        try:
+            self._end_operations()
+        finally:
+            if self._mode.bridge is not None:
+                self._mode.bridge.restore()
+
+    def _end_operations(self) -> None:
         in_flight, self._in_flight = self._in_flight, []
         if in_flight:
             # Before they end: known norms hold gradients, which could not be reused.
             self._context.changed()
-        for finish in in_flight:
-            finish()
-        if self._mode.bridge is not None:
-            self._mode.bridge.restore()
+        end_all(in_flight)
 
     # --- what subclasses say ------------------------------------------------------
 
@@ -186,6 +196,7 @@ class ShardedState(Optimizer):
         same = load_extension().same_objects
         if len(now) == len(self._numbered) and all(map(same, now, self._numbered)):
             return self._group_of
+        self._check_listed_once(now)
         known = {*self._layouts, *added}
         self._group_of = Numbers(
             (param, number)
@@ -195,6 +206,16 @@ class ShardedState(Optimizer):
         )
         self._numbered = now
         return self._group_of
+
+    def _check_listed_once(self, groups: list[list[torch.Tensor]]) -> None:
+        """torch.optim steps a parameter once for every place that it stands at, and warns."""
+        params = [param for group in groups for param in group]
+        if len(set(params)) != len(params):
+            twice = next(p for p, count in collections.Counter(params).items() if count > 1)
+            raise ValueError(
+                f"a parameter of shape {tuple(twice.shape)} is listed more than once in "
+                "param_groups: list it once (torch.optim would step it once for each)"
+            )
 
     def _check_param(self, param: torch.Tensor) -> None:
         name = f"a parameter of shape {tuple(param.shape)} and type {param.dtype}"
@@ -358,11 +379,15 @@ class ShardedState(Optimizer):
                 self._adapt_layout(param)
 
     def _check_known(self, param: torch.Tensor) -> None:
+        """What may be wrong with a parameter whose gradient was not reduced."""
         if param not in self._layouts:
             self._group_of.__missing__(param)
+        if self._mode.bridge is not None:
+            self._mode.bridge.check_types()
 
     def _adapt_layout(self, param: torch.Tensor) -> None:
-        self._check_known(param)
+        if param not in self._layouts:
+            self._group_of.__missing__(param)
         if same_order(param.shape, param.stride(), self._layouts[param]):
             self._layouts[param] = param.stride()
             return
@@ -425,6 +450,7 @@ class ShardedState(Optimizer):
             state_dict = state_dict if changed is None else changed
         groups = _checkpoint.loaded_groups(self, state_dict)
         state = _checkpoint.loaded_state(self, state_dict)
+        self._load_digest = _checkpoint.digest(self, state_dict)
         # The same dicts: fuse() shares them with an optimizer of torch and its schedulers.
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.clear()

@@ -66,11 +66,19 @@ def can_remove_hook(ddp: DistributedDataParallel) -> bool:
         "_ddp_init_helper",
         "_comm_hooks",
     )
+    reducer: Any = ddp.reducer
     return (
         KNOWN[0] <= _version() <= KNOWN[1]
+        and hasattr(reducer, "_get_zeros_like_grad_buckets")
         and all(hasattr(ddp, name) for name in names)
         and getattr(ddp, "mixed_precision", None) is None
     )
+
+
+def buckets(ddp: DistributedDataParallel) -> list[Any]:
+    """Of its reducer, as GradBuckets of zeros."""
+    found: list[Any] = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)()
+    return found
 
 
 def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
@@ -82,7 +90,7 @@ def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
     """
     old: Any = ddp.reducer
     # The parameters that it reduces: those that were not frozen when DDP was made.
-    reduced = {p for bucket in old._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    reduced = {p for bucket in buckets(ddp) for p in bucket.parameters()}
     required = {p: p.requires_grad for p in ddp.module.parameters()}
     try:
         _require_gradients({p: p in reduced for p in required})
@@ -106,17 +114,28 @@ def _require_gradients(required: dict[Any, bool]) -> None:
             param.requires_grad_(does)
 
 
+def graph_task() -> int | None:
+    """The (maybe nested) backward that this thread runs, as a number of its own."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
 def in_backward() -> bool:
     """Whether autograd runs on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() is not None
+
+
+def at_the_end(callback: Callable[[], None]) -> None:
+    """Calls at the end of this (maybe nested) backward, unless that raises."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
 
 
 def after_finalisation(done: Callable[[], None]) -> None:
     """Calls at the end of this (maybe nested) backward, after DDP, which sets gradients there."""
-    engine: Any = torch.autograd.Variable._execution_engine
     # DDP queues its callback when the hook of the last bucket has returned. One that is queued by
     # a callback runs behind those that are queued already.
-    engine.queue_callback(lambda: engine.queue_callback(done))
+    at_the_end(lambda: at_the_end(done))
 
 
 def divides_by_active(ddp: DistributedDataParallel) -> bool:
@@ -170,6 +189,20 @@ def initialises_state() -> bool:
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
     return frame is not None and frame.f_globals["__name__"].startswith("torch.distributed.")
+
+
+def flags_of_scaler() -> list[torch.Tensor]:
+    """Where the GradScaler that calls ``step()`` keeps whether it has found infinities: it hands
+    over a copy. Empty if something else calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            state = frame.f_locals.get("optimizer_state")
+            flags = state.get("found_inf_per_device") if isinstance(state, dict) else None
+            if flags:
+                return list(flags.values())
+        frame = frame.f_back
+    return []
 
 
 def takes_foreach(kind: type) -> None:

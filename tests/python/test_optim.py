@@ -265,6 +265,16 @@ def test_grad_scaler_with_types_of_their_own(pair: harness.Workers) -> None:
         identical(pair.run(optim_guards.scaler, run, True, "method"))
 
 
+@pytest.mark.parametrize("types", [1, 2])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
+def test_grad_scaler_by_hand(trio: harness.Workers, unscale: bool, types: int) -> None:
+    identical(trio.run(optim_guards.scaler_by_hand, unscale, types))
+
+
+def test_found_inf_on_one_rank(trio: harness.Workers) -> None:
+    trio.run(optim_guards.found_inf_without_scaler)
+
+
 @pytest.mark.parametrize("view", [False, True], ids=["", "view"])
 @pytest.mark.parametrize("mode", ["ddp", "overlap"])
 def test_accumulation(workers: harness.Workers, mode: str, view: bool) -> None:

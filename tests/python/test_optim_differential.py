@@ -127,6 +127,8 @@ BETWEEN = st.one_of(
     st.tuples(st.just("load")),
     st.tuples(st.just("take out"), st.integers(0, 5)),
 )
+# And between backward and step.
+WRITE = st.tuples(st.just("write"), st.integers(0, 5))
 OFTEN = st.sampled_from([True, True, True, False])
 RARELY = OFTEN.map(lambda yes: not yes)
 
@@ -164,7 +166,12 @@ def wild(draw: st.DrawFn) -> Program:
             program.append(draw(wild_pass()))
         if draw(st.integers(0, 9)) == 9:
             program.append(("load",))
+        if draw(st.integers(0, 9)) == 9:
+            program.append(("set data", draw(st.integers(0, 5))))
+        program += draw(st.lists(WRITE, max_size=1))
         program.append(("step", draw(OFTEN)))
+        if draw(st.integers(0, 9)) == 9:
+            program.append(("step", draw(OFTEN)))
         program += draw(st.lists(between, max_size=1))
     return program
 
@@ -190,6 +197,9 @@ def sound(draw: st.DrawFn, setup: Setup) -> Program:
         if draw(RARELY):
             program.append(("evaluate",))
         program.append(("pass", True, True, "ddp", draw(forward), False))
+        program += draw(st.lists(WRITE, max_size=2))
+        if not overlap and draw(RARELY):
+            program.append(("step", False))
         program.append(("step", overlap or draw(OFTEN)))
         actions = draw(st.lists(between, max_size=2))
         if any(action[0] in ("take out", "detach") for action in actions):

@@ -168,3 +168,17 @@ def test_writing_shared_parameters(workers: harness.Workers) -> None:
 def test_parameters_outlive_their_group(share: bool) -> None:
     with harness.Workers(3, oracle=False) as workers:
         workers.run(optim_state.outlives, share)
+
+
+@pytest.mark.parametrize(("saved", "loads"), sorted(optim_state.OTHER_KINDS))
+def test_state_of_another_kind(pair: harness.Workers, saved: str, loads: str) -> None:
+    pair.run(optim_state.other_kind, saved, loads)
+
+
+@pytest.mark.parametrize("how", ["value", "one rank", "all", "layout"])
+@pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_values_that_differ_between_ranks(
+    pair: harness.Workers, kind: str, mode: str, how: str
+) -> None:
+    pair.run(optim_state.other_values, kind, mode, how)

@@ -323,3 +323,51 @@ def shared(context: Context, mode: str, early: bool) -> str:
     trainer.both(1)
     trainer.agree()
     return digest(trainer.params)
+
+
+def scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
+    """Manual mode, gradients put in by hand, infinite ones on one rank: all scalers back off."""
+    import fusedpg
+
+    dtypes = (torch.float32, torch.float64)[:types]
+    params = [nn.Parameter(torch.ones(300, dtype=dtype)) for dtype in dtypes]
+    optimizer = fusedpg.optim.SGD(params, lr=0.1)
+    amp = torch.amp.GradScaler("cpu", init_scale=4.0)
+    expected, scale = 1.0, 4.0
+    for step in range(6):
+        overflow = step in (1, 3, 4)
+        amp.scale(torch.ones(()))  # as a loss would
+        for i, param in enumerate(params):
+            param.grad = torch.full_like(param, scale)
+            if overflow and context.rank == step % context.world_size and i == step % types:
+                param.grad[7] = torch.inf
+        if unscale:
+            amp.unscale_(optimizer)
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+        scale *= 0.5 if overflow else 1.0
+        expected -= 0.0 if overflow else 0.1
+        assert amp.get_scale() == scale, step
+        for param in params:
+            torch.testing.assert_close(param.detach(), torch.full_like(param, expected))
+    # Backward's gradients are reduced before they are unscaled.
+    (amp.scale(sum(param.sum() for param in params))).backward()
+    amp.step(optimizer)
+    amp.update()
+    torch.testing.assert_close(params[0].detach(), torch.full((300,), expected - 0.1))
+    return digest(params)
+
+
+def found_inf_without_scaler(context: Context) -> None:
+    """A script that sets ``found_inf`` on one rank alone is told so, on all ranks."""
+    import fusedpg
+
+    param = nn.Parameter(torch.ones(10))
+    optimizer = fusedpg.optim.SGD([param], lr=0.1)
+    param.grad = torch.ones(10)
+    optimizer.found_inf = torch.tensor(float(context.rank == 0))
+    with refused("found_inf"):
+        optimizer.step()
+    assert bool((param == 1).all())
+    del optimizer.found_inf

@@ -460,7 +460,7 @@ NAMES = {pattern.__name__: pattern for pattern in PATTERNS}
 Program = list[tuple[Any, ...]]
 ANY = (
     "never reduced|overlap=True|was taken out|was not applied|modified by an inplace operation"
-    "|two DistributedDataParallel"
+    "|p.grad.data|two DistributedDataParallel"
     # What DDP says of it.
     "|marked as ready twice|finished reduction in the prior iteration|undefined, but still"
     "|Your training graph has changed|does not require grad"
@@ -532,6 +532,10 @@ def execute(program: Program) -> Callable[[Script], None]:
                 s.module.layers[layer].requires_grad_(not frozen)
             elif operation == "step":
                 s.step(zero=arguments[0])
+            elif operation == "write":
+                s.write(arguments[0])
+            elif operation == "set data" and not s.setup.finish:
+                s.set_data(arguments[0])
             elif operation == "zero":
                 s.opt.zero_grad()
             elif operation == "detach":

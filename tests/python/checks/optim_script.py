@@ -136,6 +136,7 @@ class Script:
         self.diverged: int | None = None  # the step after which ranks differ
         self.saved: dict[str, Any] | None = None  # state of the optimizer
         self.history: list[list[torch.Tensor]] = []
+        self.late: list[int] = []  # layers that are to be written behind the next update
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.build()
 
@@ -185,10 +186,39 @@ class Script:
         last = self.context.rank == self.context.world_size - 1
         if self.setup.finish in ("overflow", "scaler alone") and last and self.batches % 3 == 2:
             loss = loss * torch.inf
+        before = self.values()
         loss.backward(**options)
+        if self.fused and self.setup.mode != "overlap":
+            self.check_still(before, "backward has changed parameters")
+
+    def values(self) -> list[torch.Tensor]:
+        return [param.detach().clone() for param in self.params]
+
+    def check_still(self, before: list[torch.Tensor], wrong: str) -> None:
+        for now, old in zip(self.params, before, strict=True):
+            assert torch.equal(now.detach().nan_to_num(), old.nan_to_num()), wrong
+
+    def write(self, layer: int) -> None:
+        """A decay by hand before step(), which with overlap=True comes behind the update."""
+        if not self.fused and self.setup.mode == "overlap":
+            self.late.append(layer)
+        else:
+            self._decay(layer)
+
+    @torch.no_grad()
+    def _decay(self, layer: int) -> None:
+        for param in self.module.layers[layer].parameters():
+            param.mul_(0.75)
+
+    def set_data(self, layer: int) -> None:
+        """What stands in p.grad, behind its back."""
+        for param in self.module.layers[layer].parameters():
+            if param.grad is not None:
+                param.grad.data = torch.full_like(param, 0.25)
 
     def step(self, zero: bool = True) -> None:
         finish, opt = self.setup.finish, self.opt
+        looked = self.values()
         if finish in ("scaler", "overflow"):
             self.scaler.unscale_(opt)
         if finish == "its own clip" and self.fused:
@@ -207,7 +237,11 @@ class Script:
                         param.grad *= scale
         else:
             opt.step()
-        now = [param.detach().clone() for param in self.params]
+        if self.fused and self.setup.mode == "overlap":
+            self.check_still(looked, "step() has changed parameters")
+        while self.late:
+            self._decay(self.late.pop())
+        now = self.values()
         self.history.append(now)
         if not self.fused and self.diverged is None:
             first = torch.cat([one.flatten() for one in now])

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checks.cases import digest, distance, randn, same
 from checks.faults import rejoin
 from checks.fused_ops import Lamb
+from checks.refused import refused
 from harness import Context
 
 BF16 = torch.bfloat16
@@ -570,3 +571,85 @@ def gather(value: Any) -> list[Any]:
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
+
+
+# --- what must not be loaded ------------------------------------------------------------------
+
+
+OTHER_KINDS = {
+    ("adamw", "lamb"),
+    ("lamb", "adamw"),
+    ("lamb", "adam"),
+    ("adamw", "momentum"),
+    ("momentum", "adamw"),
+    ("lamb", "sgd"),
+    ("sgd", "lamb"),
+}
+
+
+def other_kind(context: Context, saved: str, loads: str) -> None:
+    """A state dict of another kind of optimizer is refused at once, and nothing has changed."""
+    module = Net()
+    theirs, ours = fused(module, saved), fused(module, loads)
+    steps(context, module, theirs, 0)
+    steps(context, module, ours, 0)
+    state = theirs.full_state_dict(rank0_only=False)
+    before = ours.full_state_dict(rank0_only=False)
+    with refused(f"not {type(ours).__name__}'s", ValueError):
+        ours.load_state_dict(state)
+    after = ours.full_state_dict(rank0_only=False)
+    assert before["param_groups"] == after["param_groups"]
+    for number, values in before["state"].items():
+        assert all(same(after["state"][number][key], value) for key, value in values.items())
+
+
+def other_values(context: Context, kind: str, mode: str, how: str) -> None:
+    """Ranks load state dicts whose values differ: the next step raises, and has moved nothing."""
+    module = Net()
+    net: Any = module if mode == "manual" else DistributedDataParallel(module, bucket_cap_mb=0.01)
+    ddp = None if mode == "manual" else net
+    optimizer = fused(module, kind, ddp=ddp, overlap=mode == "overlap")
+
+    def step() -> None:
+        loss = torch.zeros(())
+        for i, param in enumerate(module.parameters()):
+            loss = loss + (param * randn(3, i, numel=param.numel()).view_as(param)).sum()
+        # DDP wants a forward of its own.
+        module.forward = lambda: loss  # type: ignore[method-assign]
+        net().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = optimizer.full_state_dict(rank0_only=False)
+    other = copy.deepcopy(state)
+    last = context.rank == context.world_size - 1
+    key = "momentum_buffer" if kind == "momentum" else "exp_avg"
+    if how == "value":
+        # The last element belongs to the last rank alone.
+        other["state"][1][key].view(-1)[0 if last else -1] += 1e-3
+    optimizer.load_state_dict(other if last and how != "all" else state)
+    if how == "one rank" and not last:
+        optimizer.load_state_dict(optimizer.local_state_dict())
+    before = [param.detach().clone() for param in module.parameters()]
+    if how in ("all", "layout"):
+        if how == "layout":
+            for values in other["state"].values():
+                if values[key].dim() == 4:
+                    values[key] = values[key].contiguous(memory_format=torch.channels_last)
+            optimizer.load_state_dict(other if last else state)
+        step()
+        step()
+        return
+    with refused("a state dict that was loaded", dist.DistBackendError):
+        step()
+    assert all(same(p.detach(), old) for p, old in zip(module.parameters(), before, strict=True))
+    for param in module.parameters():
+        param.grad = None
+    if mode != "overlap":
+        with refused("a state dict that was loaded", dist.DistBackendError):
+            step()  # it does not go away by itself
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    step()
+    step()

@@ -1,0 +1,445 @@
+"""Between backward and step(): looks at parameters, writes to them and to gradients, further steps,
+and backwards that raise or run elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import harness
+from checks.optim import healthy
+from checks.refused import refused
+from harness import Context
+
+pytestmark = pytest.mark.fused_only
+
+WIDTH = 700  # a step of some milliseconds, which is still under way where nobody waits for it
+LAYERS = 3
+LR = 0.1
+BUCKET_MB = 1.0  # less than a layer's weight
+
+
+def _apply(layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, reentrant: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            run: Any = functools.partial(checkpoint, use_reentrant=True) if reentrant else _apply
+            x = run(layer, x.requires_grad_())
+        return x
+
+
+class Script:
+    """A model in a mode, and the same with torch.optim in one process."""
+
+    def __init__(self, context: Context, mode: str, **options: Any) -> None:
+        import fusedpg
+
+        torch.manual_seed(7)
+        self.context = context
+        self.net, self.twin = Net(), Net()
+        self.twin.load_state_dict(self.net.state_dict())
+        self.params = list(self.net.parameters())
+        self.ddp: Any = DistributedDataParallel(self.net, bucket_cap_mb=BUCKET_MB)
+        self.opt = fusedpg.optim.SGD(
+            self.params, lr=LR, momentum=0.9, ddp=self.ddp, overlap=mode == "overlap", **options
+        )
+        self.torch = torch.optim.SGD(self.twin.parameters(), lr=LR, momentum=0.9, foreach=False)
+
+    def x(self, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(4, WIDTH, generator=generator)
+
+    def loss(self, net: Any, step: int, rank: int, **forward: Any) -> torch.Tensor:
+        return net(self.x(step, rank), **forward).square().mean() * 10
+
+    def mine(self, step: int, **forward: Any) -> torch.Tensor:
+        return self.loss(self.ddp, step, self.context.rank, **forward)
+
+    def oracle(self, step: int) -> None:
+        """The same step in one process."""
+        self.torch.zero_grad()
+        for rank in range(self.context.world_size):
+            (self.loss(self.twin, step, rank) / self.context.world_size).backward()
+        self.torch.step()
+
+    def values(self) -> list[torch.Tensor]:
+        return [param.detach().clone() for param in self.params]
+
+    def slices(self) -> list[torch.Tensor]:
+        """This rank's, of gradients that step() will apply."""
+        grads: list[Any] = [] if self.opt.overlap else [param.grad for param in self.params]
+        return [grad.local() for grad in grads]
+
+    def agree(self) -> None:
+        for mine, want in zip(self.params, self.twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), want.detach(), rtol=1e-4, atol=1e-6)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def plainly(s: Script, step: int) -> None:
+    s.mine(step).backward()
+
+
+def in_a_thread(s: Script, step: int) -> None:
+    thread = threading.Thread(target=s.mine(step).backward)
+    thread.start()
+    thread.join()
+
+
+def of_inputs(s: Script, step: int) -> None:
+    torch.autograd.backward([s.mine(step)], inputs=s.params)
+
+
+def nested(s: Script, step: int) -> None:
+    s.mine(step, reentrant=True).backward()
+
+
+BACKWARDS = {f.__name__: f for f in (plainly, in_a_thread, of_inputs, nested)}
+
+
+@pytest.mark.parametrize("how", BACKWARDS)
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@harness.on_ranks(2)
+def test_nothing_is_in_flight_after_backward(context: Context, mode: str, how: str) -> None:
+    """Parameters are written in backward (overlap) or in step(), never between."""
+    s = Script(context, mode)
+    for step in range(3):
+        before = s.values()
+        BACKWARDS[how](s, step)
+        looked = s.values()
+        gradients = [grad.clone() for grad in s.slices()]
+        threading.Event().wait(0.005)
+        assert same(looked, s.values()), "somebody still writes"
+        if mode == "ddp":
+            assert same(before, looked)
+            assert same(gradients, s.slices())
+        s.opt.step()
+        assert same(looked, s.values()) == (mode == "overlap")
+        s.opt.zero_grad()
+        s.oracle(step)
+        s.agree()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@harness.on_ranks(2)
+def test_writes_after_backward(context: Context, mode: str) -> None:
+    """A decay by hand: before the update, or with overlap=True behind it."""
+    s = Script(context, mode)
+    for step in range(3):
+        s.mine(step).backward()
+        with torch.no_grad():
+            for param in s.params:
+                param.mul_(0.9)
+        s.opt.step()
+        s.opt.zero_grad()
+        with torch.no_grad():
+            # The oracle's gradients are those of the parameters before the decay.
+            s.torch.zero_grad()
+            with torch.enable_grad():
+                for rank in range(context.world_size):
+                    (s.loss(s.twin, step, rank) / context.world_size).backward()
+            if mode == "overlap":
+                s.torch.step()
+            for param in s.twin.parameters():
+                param.mul_(0.9)
+            if mode != "overlap":
+                s.torch.step()
+        s.agree()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@harness.on_ranks(2)
+def test_two_modules_in_one_backward(context: Context, mode: str) -> None:
+    one, other = Script(context, mode), Script(context, mode)
+    for step in range(4):
+        (one.mine(step) + other.mine(step)).backward()
+        looked = one.values() + other.values()
+        threading.Event().wait(0.005)
+        assert same(looked, one.values() + other.values())
+        for s in (one, other):
+            s.opt.step()
+            s.opt.zero_grad()
+            s.oracle(step)
+            s.agree()
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@harness.on_ranks(2)
+def test_backward_that_raises(context: Context, mode: str, reentrant: bool) -> None:
+    """What it has started ends before the exception is seen."""
+    s = Script(context, mode)
+    s.mine(0).backward()
+    s.opt.step()
+    s.opt.zero_grad()
+    before = s.values()
+    loss = s.mine(1, reentrant=reentrant)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("a hook of the user")
+
+    # The layers behind the first have been begun by then.
+    s.params[0].register_hook(fail)
+    with refused("a hook of the user", ValueError):
+        loss.backward()
+    looked = s.values()
+    threading.Event().wait(0.01)
+    assert same(looked, s.values()), "somebody still writes"
+    assert torch.equal(before[0], looked[0])
+    if mode == "overlap":
+        assert not same(before, looked), "no bucket was begun: the test shows nothing"
+    else:
+        assert same(before, looked)
+    healthy(context)
+
+
+@harness.on_ranks(3)
+def test_join_of_the_module_alone(context: Context) -> None:
+    """Ranks that have run out of data see the others' last update, as on Gloo."""
+    import fusedpg
+
+    nets = []
+    for group in (None, context.oracle):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(64, 65), nn.Tanh(), nn.Linear(65, 64)).double()
+        ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.01)
+        opt: Any = (
+            torch.optim.AdamW(net.parameters(), lr=0.1)
+            if group is not None
+            else fusedpg.optim.AdamW(net.parameters(), lr=0.1, ddp=ddp, overlap=True)
+        )
+        with ddp.join():
+            for step in range(2 + 2 * context.rank):
+                x = torch.linspace(-1, 1 + context.rank + step, 128).double().reshape(2, 64)
+                ddp(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        nets.append(net)
+    for mine, want in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), want.detach())
+
+
+# --- gradients that are put in behind our back ------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
+@harness.on_ranks(2)
+def test_data_of_a_gradient(context: Context, mode: str) -> None:
+    import fusedpg
+
+    net = nn.Linear(5, 3)
+    ddp = None if mode == "manual" else DistributedDataParallel(net)
+    opt = fusedpg.optim.SGD(net.parameters(), lr=1.0, ddp=ddp, overlap=mode == "overlap")
+    (ddp or net)(torch.ones(2, 5)).sum().backward()
+    for param in net.parameters():
+        with refused("p.grad.data"):
+            param.grad.data = torch.full_like(param, 0.25)  # type: ignore[union-attr]
+        param.grad.data = param.grad.data  # type: ignore[union-attr]
+    net.to("cpu")  # puts back what it has found
+    before = net.weight.detach().clone()
+    opt.step()
+    if mode != "overlap":
+        # The gradient is the mean of two.
+        torch.testing.assert_close(net.weight.detach(), before - 2.0)
+    healthy(context)
+
+
+# --- further steps ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@harness.on_ranks(2)
+def test_two_steps_after_one_backward(context: Context, mode: str) -> None:
+    """Twice the update, as in torch; with overlap=True the gradient is gone, and step() raises."""
+    s = Script(context, mode)
+    for step in range(3):
+        s.mine(step).backward()
+        s.opt.step()
+        s.oracle(step)
+        if mode == "ddp":
+            s.opt.step()
+            s.torch.step()
+        else:
+            kept = s.values()
+            with refused("applied by an earlier backward"):
+                s.opt.step()
+            assert same(kept, s.values())
+        s.opt.zero_grad()
+        s.opt.step()  # without gradients: nothing, as in torch
+        s.agree()
+
+
+@harness.on_ranks(2)
+def test_a_stale_gradient_beside_new_ones(context: Context) -> None:
+    """torch applies a gradient that nobody has dropped again; overlap=True has it no more."""
+    import fusedpg
+
+    net = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+            return torch.stack([self.net[i](x) for i in which]).sum()
+
+    ddp = DistributedDataParallel(Chosen(), find_unused_parameters=True)
+    opt = fusedpg.optim.SGD(ddp.parameters(), lr=0.1, ddp=ddp, overlap=True)
+    ddp(torch.ones(1, 4), [0, 1]).backward()
+    opt.step()
+    for param in net[0].parameters():
+        param.grad = None
+    with refused("overlap=True"):
+        ddp(torch.ones(1, 4), [0]).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
+@harness.on_ranks(2)
+def test_a_parameter_listed_twice(context: Context, mode: str) -> None:
+    import fusedpg
+
+    net = nn.Linear(5, 3)
+    ddp = None if mode == "manual" else DistributedDataParallel(net)
+    options: dict[str, Any] = {"lr": 1.0, "ddp": ddp, "overlap": mode == "overlap"}
+    makers: list[Callable[[], Any]] = [
+        lambda: fusedpg.optim.SGD([*net.parameters(), net.weight], **options),
+        lambda: fusedpg.optim.SGD(
+            [{"params": [net.weight]}, {"params": [net.bias, net.weight]}], **options
+        ),
+    ]
+    for make in makers:
+        with refused("more than on", ValueError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the first, and raises at the second
+            make()
+    opt = fusedpg.optim.SGD(net.parameters(), **options)
+    opt.param_groups[0]["params"].append(net.weight)
+    with refused("more than once", ValueError):
+        (ddp or net)(torch.ones(2, 5)).sum().backward()
+        opt.step()
+    healthy(context)
+
+
+# --- copies of the module -----------------------------------------------------------------------
+
+
+def deep(ddp: Any) -> Any:
+    return copy.deepcopy(ddp)
+
+
+def saved(ddp: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    assert b"fusedpg" not in file.getvalue(), "the file needs fusedpg"
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [deep, saved], ids=["deepcopy", "save"])
+@pytest.mark.parametrize("when", ["at once", "before step", "after a step"])
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@harness.on_ranks(2)
+def test_copies_of_a_module(
+    context: Context, mode: str, when: str, copied: Callable[[Any], Any]
+) -> None:
+    """The copy is a plain DistributedDataParallel; the original goes on."""
+    import fusedpg
+
+    def batch(step: int) -> torch.Tensor:
+        return torch.full((2, 5), float(step + context.rank))
+
+    torch.manual_seed(3)
+    ddp = DistributedDataParallel(nn.Linear(5, 3).double())
+    opt = fusedpg.optim.SGD(ddp.parameters(), lr=0.1, ddp=ddp, overlap=mode == "overlap")
+
+    def train(net: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            net(batch(step).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if when == "after a step":
+        train(ddp, opt, range(2))
+    if when == "before step":
+        ddp(batch(0).double()).square().mean().backward()
+    twin = copied(ddp)
+    assert not any("fused" in str(key) for key in vars(twin))
+    assert all(p.grad is None for p in twin.parameters())
+    if when == "before step":
+        opt.step()
+        opt.zero_grad()
+        twin = copied(ddp)
+    train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), range(3))
+    train(ddp, opt, range(3))
+    again = copied(ddp)
+    for one, other, third in zip(
+        ddp.parameters(), twin.parameters(), again.parameters(), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, third, rtol=0, atol=0)
+    # Without an optimizer of ours it is as it was before.
+    opt.detach()
+    train(copied(ddp), torch.optim.SGD(twin.parameters(), lr=0.1), range(1))
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(1))
+    copied(ddp)
+
+
+# --- a module that is converted -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["", "find_unused"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+@harness.on_ranks(2)
+def test_another_type_after_ddp(
+    context: Context, mode: str, steps: int, options: dict[str, bool]
+) -> None:
+    """Autograd drops DDP's hooks then; plain DDP lets ranks drift apart without a word."""
+    import fusedpg
+
+    class Converting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(3, 2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x.to(layer.weight.dtype))
+            return x
+
+    net = Converting()
+    ddp = DistributedDataParallel(net, **options)
+    opt = fusedpg.optim.AdamW(net.parameters(), lr=0.1, ddp=ddp, overlap=mode == "overlap")
+    for _ in range(steps):
+        ddp(torch.ones(2, 5)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    net.layers[0].double()
+    before = net.layers[0].weight.detach().clone()  # type: ignore[operator,union-attr]
+    with refused("convert the model"):
+        ddp(torch.ones(2, 5)).sum().backward()
+        opt.step()
+    assert torch.equal(before, net.layers[0].weight.detach())  # type: ignore[operator,union-attr]
+    healthy(context)
