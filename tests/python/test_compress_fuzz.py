@@ -59,8 +59,9 @@ def drawn(seed: int, compressor: str) -> tuple[Case, float]:
         "bucket_size": r.choice([0, 5, 128]),
         "compress_rank": r.choice([1, 2, 9]),
         "clip_sigma": r.choice([0.0, 2.5]),
-        "lr": 0.1,
     }
+    if memory == "efsignsgd":
+        params["lr"] = 0.1
     first = schedule()
     case = Case(
         params,
@@ -255,6 +256,8 @@ def test_ones_own_with_uneven_shards(communicator: str, memory: str, numel: int)
         foe.two_modules,
         foe.half_wrapper,
         foe.new_memory_after_old_parameters,
+        foe.wrong_checkpoint_changes_nothing,
+        foe.named_checkpoint,
     ],
     ids=lambda trial: trial.__name__,
 )
@@ -334,6 +337,44 @@ def test_ranks_that_load_what_differs(what: str) -> None:
     """They would draw other elements, and take each other's for their own."""
     for error in harness.pool(2).errors(foe.disagree_later, what):
         assert f"has {what} " in error.text, error.text
+
+
+@pytest.mark.parametrize("backend", ["fused", "gloo"])
+@pytest.mark.parametrize(
+    ("params", "part", "what"),
+    [
+        ({"compressor": "efsignsgd", "memory": "efsignsgd"}, "memory", "lr"),
+        ({"compressor": "topk", "memory": "residual"}, "compressor", "compress_ratio"),
+        ({"compressor": "randomk"}, "compressor", "compress_ratio"),
+        ({"compressor": "qsgd"}, "compressor", "quantum_num"),
+        ({"compressor": "threshold", "communicator": "ps"}, "compressor", "threshold"),
+        ({"compressor": "topk", "memory": foe.InQuarters()}, "memory", "scale"),
+    ],
+)
+def test_ranks_that_differ_later(params: Any, part: str, what: str, backend: str) -> None:
+    """One rank's learning rate or share changes, or is forgotten to be changed."""
+    workers = harness.pool(3, backend=backend)
+    for error in workers.errors(foe.differ_later, params, part, what):
+        assert f"has {part} " in error.text, error.text
+        assert f"{what}=" in error.text, error.text
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one rank"])
+@pytest.mark.parametrize(
+    "how", ["fewer", "more", "transposed", "flat", "renamed", "type", "reordered"]
+)
+def test_checkpoint_of_another_model(how: str, ranks: tuple[int, ...]) -> None:
+    """Residuals would go to parameters that they are not of."""
+    answers = harness.pool(2).run(foe.other_model, how, ranks)
+    for rank, text in enumerate(answers):
+        if rank in ranks:
+            assert text.startswith("ValueError: the checkpoint is of another model"), answers
+        else:
+            assert "a step has failed" in text, answers
+
+
+def test_checkpoint_of_the_same_model() -> None:
+    assert harness.pool(2).run(foe.other_model, "same", (0, 1)) == ["nothing"] * 2
 
 
 @pytest.mark.parametrize(
