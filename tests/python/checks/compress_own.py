@@ -31,7 +31,7 @@ class Loud(Compressor):
 
     def decompress(self, tensors: Any, ctx: Any) -> Tensor:
         values, places = tensors
-        return torch.zeros(ctx[0]).scatter_(0, places, values).view(ctx[1])
+        return torch.zeros(ctx[0], dtype=values.dtype).scatter_(0, places, values).view(ctx[1])
 
 
 class Vote(Compressor):
