@@ -12,7 +12,7 @@ Names and parameters are those of GRACE (Xu et al. 2021). See docs/compression.m
 No postponed annotations here: DDP inspects those of its hooks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,22 +49,26 @@ def from_params(
     params: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
-    schedule: str | int = "bucket",
+    schedule: str | int | None = None,
     seed: int = 0,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
 ) -> State:
     """A state for :func:`hook` from GRACE's parameters.
 
     Args:
-        params: ``compressor``, ``memory`` and ``communicator``, by name ("none", "none" and
-            "allgather" if not given) or as instances, and what their constructors take, such as
-            ``compress_ratio``, ``quantum_num``, ``momentum``, ``lr``; what the chosen ones do not
-            take is ignored, as long as one of the others does.
-        group, schedule, seed: see :class:`State`.
+        params: ``compressor``, ``memory`` and ``communicator``, by name or as instances, and what
+            their constructors take, such as ``compress_ratio``, ``quantum_num``, ``momentum``,
+            ``lr``; what the chosen ones do not take is ignored, as long as one of the others does.
+            By default "none" and "none", with "allreduce" where payloads can be added, else
+            "allgather". MergeComp's ``ratio``, ``quantum``, ``fusion_num`` and ``params`` work.
+        group, schedule, seed, named_parameters: see :class:`State`.
 
     Raises:
         ValueError: for a name that is not known, and for parts that do not fit each other.
     """
-    return State(*_params.parts(params), group=group, schedule=schedule, seed=seed)
+    given = {"schedule": schedule, "named_parameters": named_parameters}
+    more = _params.for_state(params, {k: v for k, v in given.items() if v is not None})
+    return State(*_params.parts(params), group=group, seed=seed, **more)
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

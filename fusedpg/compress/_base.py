@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._piece import Piece
+from fusedpg.compress import _wire as wire
+from fusedpg.compress._piece import Piece, Run
 
 Payload = list[Tensor]
 """Flat tensors: all that the other ranks need besides what they know themselves."""
@@ -58,13 +58,23 @@ class Compressor(abc.ABC):
             def decompress(self, tensors, ctx):
                 return tensors[0].float()
 
-    ``compress`` gets a flat tensor, which it leaves alone, and the piece's name; it returns tensors
-    of any shapes and types and a context. ``decompress`` gets a rank's tensors and the context of
-    *this* rank's call, as in GRACE; it returns a tensor of as many elements.
+    A class that was written for GRACE works as it is. ``compress`` gets the gradient of a parameter
+    and the parameter's name (see ``named_parameters`` of :class:`State`), and leaves the gradient
+    alone; between hosts, and with the communicators "alltoall" and "ps", it gets a flat part of it.
+    It returns a list of tensors of any shapes and types, and a context. ``decompress`` gets a
+    rank's tensors and the context of *this* rank's call; it returns a tensor of as many elements.
+    ``aggregate`` makes one tensor of the ranks' decompressed ones, of which the mean is taken if
+    ``average`` says so.
+
+    All ranks must have the same in attributes that are numbers, strings or None, unless the
+    attribute's name begins with an underscore.
+
+    Args:
+        average: the result is what ``aggregate`` gives divided by the number of ranks.
+        tensors_size_are_same: all ranks send tensors of the same sizes. Then ``decompress`` gets
+            them in the shapes that ``compress`` gave them, else flat.
 
     Attributes:
-        average: the result is the mean of what the ranks sent, else the sum.
-        tensors_size_are_same: all ranks send tensors of the same sizes.
         linear: the sum of the ranks' tensors decompresses to the sum of their gradients.
     """
 
@@ -75,6 +85,17 @@ class Compressor(abc.ABC):
     # decompressed values have the gradients' magnitude.
     sparse: ClassVar[bool] = False
     keeps_magnitude: ClassVar[bool] = True
+    # Whether each parameter has to be compressed by itself. It need not where that makes no
+    # difference to the result.
+    each_parameter: ClassVar[bool] = True
+
+    def __init__(
+        self, average: bool | None = None, tensors_size_are_same: bool | None = None
+    ) -> None:
+        if average is not None:
+            self.average = average
+        if tensors_size_are_same is not None:
+            self.tensors_size_are_same = tensors_size_are_same
 
     @abc.abstractmethod
     def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]: ...
@@ -82,54 +103,86 @@ class Compressor(abc.ABC):
     @abc.abstractmethod
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor: ...
 
+    def aggregate(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One tensor of the ranks' decompressed ones, which are in the order of ranks."""
+        return sum(tensors[1:], tensors[0])
+
     # --- what communicators and memories call -------------------------------------------
+
+    @property
+    def alike(self) -> bool:
+        """Whether a rank knows the types and sizes of the others' payloads by its own."""
+        return False  # one's own may say so and be wrong
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         """The payload, and the context of ``decode``. What is lost is left in v's residual."""
         now = v.now()
-        # A rank's shard of few elements may be empty, of which not everybody can make something.
-        tensors, ctx = self.compress(now if now.numel() else now.new_zeros(1), piece.name)
-        shapes = [tensor.shape for tensor in tensors]
-        if v.residual is not None:
-            # What is sent may be a view of what is about to change.
-            home = now.untyped_storage().data_ptr()
-            tensors = [t.clone() if t.untyped_storage().data_ptr() == home else t for t in tensors]
+        # A copy, as it may keep what it is given. A rank's shard of few elements may be empty, of
+        # which not everybody can make something.
+        given = in_shape(now.clone(), piece) if now.numel() else now.new_zeros(1)
+        tensors, ctx = self._checked(self.compress(given, piece.name), piece)
+        at = Context(piece, ([(tensor.dtype, tensor.shape) for tensor in tensors], ctx))
         if v.residual is not None and now.numel():
-            v.residual.sub_(self.decompress(tensors, ctx).reshape(-1))
-        return [tensor.reshape(-1) for tensor in tensors], Context(piece, (shapes, ctx))
+            v.residual.sub_(self._decompressed(tensors, at).reshape(-1))
+        return [tensor.reshape(-1) for tensor in tensors], at
 
     def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
         """out = alpha * decompressed, or with ``add`` out += it."""
-        shapes, own = at.own
         if not out.numel():
             return
-        if self.tensors_size_are_same:
-            payload = [tensor.view(shape) for tensor, shape in zip(payload, shapes)]
-        values = self.decompress(payload, own).reshape(-1)
+        values = self._decompressed(self._shaped(payload, at), at).reshape(-1).to(out.dtype)
+        # Two operations: one that does both rounds once or twice, as the processor has it.
+        values = values if alpha == 1 else values * alpha
         if add:
-            out.add_(values, alpha=alpha)
+            out.add_(values)
         else:
-            out.copy_(values.to(out.dtype) * alpha)
+            out.copy_(values)
 
     def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
         """out = scale * what the ranks' payloads give together, added in the order of ranks."""
-        alpha = scale / len(payloads) if self.average else scale
+        if not out.numel():
+            return
+        name = type(self).__name__
+        values = []
         for rank, payload in enumerate(payloads):
-            self.decode(out, payload, alpha, rank > 0, at)
+            self._check_kinds(payload, rank, at)
+            decompressed = self._decompressed(self._shaped(payload, at), at)
+            values.append(decompressed.to(out.dtype))
+        total = self.aggregate(values)
+        if not isinstance(total, Tensor) or total.numel() != out.numel():
+            found = f"{total.numel()} elements" if isinstance(total, Tensor) else repr(total)
+            raise TypeError(
+                f"{name}.aggregate() returns a tensor of {out.numel()} elements for "
+                f"{at.piece.name!r}, found {found}"
+            )
+        if self.average:
+            total = total / len(payloads)
+        out.copy_((total if scale == 1 else total * scale).reshape(-1))
 
     def all_reduce(
         self, grad: Tensor, payload: Payload, scale: float, at: Context, group: Any
     ) -> None:
         """The same for linear ones, whose payloads are added on the way."""
-        for tensor in payload:
-            dist.all_reduce(tensor, group=group)
+        if not self.alike:
+            wire.check_alike(payload, type(self).__name__, group)
+        self.decode_sum(grad, wire.all_reduce(payload, group), scale, at)
+
+    def decode_sum(self, out: Tensor, payload: Payload, scale: float, at: Context) -> None:
+        """out = scale * what the sum of all ranks' payloads gives."""
         alpha = scale / at.piece.world_size if self.average else scale
-        self.decode(grad, payload, alpha, False, at)
+        self.decode(out, payload, alpha, False, at)
+
+    def context_of(self, piece: Piece, at: Context) -> Context:
+        """The context of another rank's piece; ``at`` is that of one's own."""
+        if piece.numel == at.piece.numel:
+            return at._replace(piece=piece)
+        # What one's own compressor says of its context is about this rank's piece.
+        nothing = torch.zeros(piece.numel, dtype=piece.dtype, device=piece.device)
+        return self.encode(Compensated(nothing), piece)[1]
 
     def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], Any]:
         """What ``compress`` returned, for ``decompress``."""
-        shapes, ctx = at.own
-        return [tensor.view(shape) for tensor, shape in zip(payload, shapes)], ctx
+        return self._shaped(payload, at), at.own[1]
 
     def finite(self, payload: Payload) -> bool:
         """Whether v was, as far as the payload tells. If not, the residual is cleared of it."""
@@ -143,20 +196,95 @@ class Compressor(abc.ABC):
             f"{type(self).__name__} sends every element: the memory dgc is for sparse compressors"
         )
 
+    # --- what one's own is given and returns ---------------------------------------------
+
+    def _checked(self, returned: Any, piece: Piece) -> tuple[list[Tensor], Any]:
+        name = f"{type(self).__name__}.compress()"
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TypeError(
+                f"{name} returns a list of tensors and a context; for {piece.name!r} it returned "
+                f"{type(returned).__name__}"
+            )
+        tensors, ctx = returned
+        if not isinstance(tensors, (list, tuple)) or not all(
+            isinstance(tensor, Tensor) for tensor in tensors
+        ):
+            raise TypeError(
+                f"{name} returns a list of tensors, such as [tensor], and a context; for "
+                f"{piece.name!r} its list is {type(tensors).__name__}"
+            )
+        for tensor in tensors:
+            if tensor.layout != torch.strided or tensor.device != piece.device:
+                raise TypeError(
+                    f"{name} returns dense tensors on {piece.device}; for {piece.name!r} it "
+                    f"returned {tensor.layout} on {tensor.device}"
+                )
+        return [tensor.detach() for tensor in tensors], ctx
+
+    def _check_kinds(self, payload: Payload, rank: int, at: Context) -> None:
+        kinds = at.own[0]
+        differs = [tensor.dtype for tensor in payload] != [dtype for dtype, _ in kinds]
+        if self.tensors_size_are_same:
+            sizes = [shape.numel() for _, shape in kinds]
+            differs |= [tensor.numel() for tensor in payload] != sizes
+        if differs:
+            found = [(tensor.dtype, tensor.numel()) for tensor in payload]
+            own = [(dtype, shape.numel()) for dtype, shape in kinds]
+            raise TypeError(
+                f"{type(self).__name__}.compress() gave tensors of {found} for {at.piece.name!r} "
+                f"on rank {rank}, and of {own} here: all ranks send the same types and, but with "
+                "tensors_size_are_same=False, sizes"
+            )
+
+    def _shaped(self, payload: Payload, at: Context) -> list[Tensor]:
+        if not self.tensors_size_are_same:
+            return payload
+        return [tensor.view(shape) for tensor, (_, shape) in zip(payload, at.own[0], strict=True)]
+
+    def _decompressed(self, tensors: Sequence[Tensor], at: Context) -> Tensor:
+        values: Any = self.decompress(tensors, at.own[1])
+        if not isinstance(values, Tensor) or values.numel() != at.piece.numel:
+            found = f"{values.numel()} elements" if isinstance(values, Tensor) else repr(values)
+            raise TypeError(
+                f"{type(self).__name__}.decompress() returns a tensor of {at.piece.numel} elements "
+                f"for {at.piece.name!r}, found {found}"
+            )
+        return values
+
+
+def in_shape(flat: Tensor, piece: Piece) -> Tensor:
+    """A whole parameter's gradient in its shape, anything else flat."""
+    return flat.view(piece.shapes[0]) if len(piece.shapes) == 1 else flat
+
 
 class Ours(Compressor):
     """GRACE's two functions, by those that the library calls."""
 
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def alike(self) -> bool:
+        return self.tensors_size_are_same
+
+    def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
+        alpha = scale / len(payloads) if self.average else scale
+        for rank, payload in enumerate(payloads):
+            self.decode(out, payload, alpha, rank > 0, at)
+
+    def context_of(self, piece: Piece, at: Context) -> Context:
+        return at._replace(piece=piece)
+
     def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
-        of = (tensor.shape,)
-        piece = Piece(name, tensor.numel(), of, 0, 1, 0, tensor.dtype, tensor.device, _no_state)
+        runs = (Run(name, 0, 0, tensor.numel(), tensor.shape),)
+        piece = Piece(name, tensor.numel(), runs, 0, 1, 0, tensor.dtype, tensor.device, _no_state)
         return self.encode(Compensated(tensor.reshape(-1)), piece)
 
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
         piece = ctx.piece
         out = torch.empty(piece.numel, dtype=piece.dtype, device=piece.device)
         self.decode(out, list(tensors), 1.0, False, ctx)
-        return out.view(piece.shapes[0]) if len(piece.shapes) == 1 else out
+        return in_shape(out, piece)
 
     def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], Any]:
         return payload, at

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedpg.compress import _kernels as kernels
 from fusedpg.compress._base import Compensated, Context, Ours, Payload
 from fusedpg.compress._piece import Piece
 
@@ -12,6 +13,7 @@ from fusedpg.compress._piece import Piece
 class NoneCompressor(Ours):
     """Sends v as it is."""
 
+    each_parameter = False
     linear = True
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
@@ -24,7 +26,7 @@ class NoneCompressor(Ours):
 
     def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
         if add:
-            out.add_(payload[0], alpha=alpha)
+            kernels.accumulate_(out, payload[0], 1.0, alpha)
         elif out.data_ptr() == payload[0].data_ptr():
             out.mul_(alpha)
         else:
@@ -34,6 +36,7 @@ class NoneCompressor(Ours):
 class FP16(Ours):
     """Sends float16 of v / world size, so that sums do not overflow before single gradients do."""
 
+    each_parameter = False
     linear = True
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
@@ -46,6 +49,6 @@ class FP16(Ours):
     def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
         wide = payload[0].to(out.dtype)
         if add:
-            out.add_(wide, alpha=alpha * at.piece.world_size)
+            kernels.accumulate_(out, wide, 1.0, alpha * at.piece.world_size)
         else:
             torch.mul(wide, alpha * at.piece.world_size, out=out)

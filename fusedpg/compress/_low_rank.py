@@ -20,6 +20,7 @@ class PowerSGD(Ours):
     smaller, are sent as they are. Needs whole parameters, so only the communicator "allreduce".
     """
 
+    each_parameter = False
     linear = True
 
     def __init__(self, compress_rank: int = 1) -> None:
@@ -45,7 +46,7 @@ class PowerSGD(Ours):
         matrices, whole = self._split(v, piece)
         kept = piece.state("powersgd_q")
         firsts = self._warm(matrices, kept, piece)
-        lefts = [matrix @ q for (_, matrix), q in zip(matrices, firsts)]
+        lefts = [_aligned(matrix) @ _aligned(q) for (_, matrix), q in zip(matrices, firsts)]
         flat = torch.cat([x.reshape(-1) for x in (*lefts, *(part for _, part in whole))])
         dist.all_reduce(flat, group=group)
         flat.div_(piece.world_size)
@@ -53,8 +54,8 @@ class PowerSGD(Ours):
         for n, left in enumerate(lefts):
             mean = flat[begin : begin + left.numel()].view_as(left)
             begin += left.numel()
-            lefts[n] = torch.linalg.qr(mean)[0]
-        rights = [matrix.T @ left for (_, matrix), left in zip(matrices, lefts)]
+            lefts[n] = torch.linalg.qr(_aligned(mean))[0]
+        rights = [_aligned(matrix).T @ left for (_, matrix), left in zip(matrices, lefts)]
         means = torch.cat([x.reshape(-1) for x in rights]) if rights else flat.new_empty(0)
         dist.all_reduce(means, group=group)
         means.div_(piece.world_size)
@@ -63,7 +64,7 @@ class PowerSGD(Ours):
             right = means[begin : begin + matrix.shape[1] * left.shape[1]]
             begin += right.numel()
             kept[place : place + right.numel()] = right
-            product = left @ right.view(matrix.shape[1], left.shape[1]).T
+            product = left @ _aligned(right.view(matrix.shape[1], left.shape[1])).T
             if residual is not None:
                 matrix.sub_(product)
             out = grad[place : place + matrix.numel()].view_as(matrix)
@@ -104,12 +105,19 @@ class PowerSGD(Ours):
     def _warm(self, matrices: list[tuple[int, Tensor]], kept: Tensor, piece: Piece) -> list[Tensor]:
         """What Q was, or the same random numbers on all ranks."""
         found = []
+        seeds = {begin: one.seed for begin, one in piece.each()}
         for at, matrix in matrices:
             rows, columns = matrix.shape
             rank = self._rank(rows, columns)
             q = kept[at : at + columns * rank].view(columns, rank)
             if not bool(q.any()):
-                generator = torch.Generator().manual_seed(piece.seed ^ at)
+                generator = torch.Generator().manual_seed(seeds[at])
                 q = torch.randn(columns, rank, generator=generator, dtype=matrix.dtype)
             found.append(q.to(matrix.device))
         return found
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """In memory of its own if it does not begin where torch's tensors do: the bits of a product
+    depend on that, and where a matrix lies among others must not."""
+    return matrix if matrix.data_ptr() % 64 == 0 else matrix.clone()

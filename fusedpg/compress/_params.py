@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from fusedpg.compress import communicators, compressors, memories
 from fusedpg.compress.communicators import Allreduce, Communicator
-from fusedpg.compress.compressors import Compressor, PowerSGD
+from fusedpg.compress.compressors import Compressor, EFSignSGD, PowerSGD
 from fusedpg.compress.memories import (
     DGCMemory,
     EFSignSGDMemory,
@@ -19,10 +19,16 @@ from fusedpg.compress.memories import (
 
 _T = TypeVar("_T", Compressor, Memory, Communicator)
 
-# GRACE's other names of the same things.
-_OTHER_NAMES = {"all-to-all": "alltoall", "parameter_server": "ps", "topK": "topk"}
-# Of GRACE, and without a meaning here: the group knows.
-_IGNORED = {"world_size"}
+# Other names of the same things in GRACE and MergeComp.
+_OTHER_NAMES = {
+    "all-to-all": "alltoall", "parameter_server": "ps", "topK": "topk",
+    "natural_cuda": "natural", "qsgd_cuda": "qsgd",
+}  # fmt: skip
+_OTHER_KEYS = {"ratio": "compress_ratio", "quantum": "quantum_num"}
+# Without a meaning here: the group knows its size, and there is one exact top-k.
+_IGNORED = {"world_size", "kernel"}
+# Of MergeComp's helper, and of the state here.
+_FOR_STATE = {"fusion_num": "schedule", "params": "named_parameters"}
 
 
 def _made(kind: str, known: Mapping[str, type[_T]], base: Any, given: Any, rest: Any) -> _T:
@@ -44,24 +50,67 @@ def _accepted(kind: Mapping[str, type[Any]]) -> set[str]:
     return {key for made in kind.values() for key in inspect.signature(made).parameters}
 
 
+def for_state(params: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the state, of which MergeComp has some among the parameters."""
+    found = dict(given)
+    for key, argument in _FOR_STATE.items():
+        if key not in params:
+            continue
+        if argument in found:
+            raise ValueError(f"parameter {key!r} and argument {argument}= are the same: give one")
+        found[argument] = params[key]
+    number = params.get("fusion_num")
+    if number is not None:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"fusion_num is 0 (layers) or a number of groups, got {number!r}")
+        found["schedule"] = number or "layer"
+    return found
+
+
+def _renamed(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by GRACE's names."""
+    found = {key: value for key, value in params.items() if key not in _FOR_STATE}
+    for key, name in _OTHER_KEYS.items():
+        if key not in found:
+            continue
+        if key == "ratio" and params.get("compressor") == "threshold":
+            name = "threshold"  # as MergeComp has it
+        if name in found:
+            raise ValueError(f"parameters {key!r} and {name!r} are the same: give one of them")
+        found[name] = found.pop(key)
+    return found
+
+
 def parts(params: Mapping[str, Any]) -> tuple[Compressor, Memory, Communicator]:
     """The three that the parameters name, which fit each other."""
-    rest = dict(params)
+    rest = _renamed(params)
     chosen = [rest.pop(k, "none") for k in ("compressor", "memory")]
-    carrier = rest.pop("communicator", "allgather")
+    carrier = rest.pop("communicator", None)
     tables: tuple[Mapping[str, type[Any]], ...] = (
         compressors.BY_NAME, memories.BY_NAME, communicators.BY_NAME,
     )  # fmt: skip
     known = set().union(*map(_accepted, tables)) | _IGNORED
     for key in rest:
         if key not in known:
-            raise ValueError(
-                f"parameter {key!r} is not known: there are {', '.join(sorted(known))}"
-            )
+            names = sorted(known | set(_OTHER_KEYS) | set(_FOR_STATE))
+            raise ValueError(f"parameter {key!r} is not known: there are {', '.join(names)}")
     compressor = _made("compressor", compressors.BY_NAME, Compressor, chosen[0], rest)
     memory = _made("memory", memories.BY_NAME, Memory, chosen[1], rest)
+    if carrier is None:
+        # GRACE's default, where its sums mean something.
+        carrier = "allreduce" if compressor.linear else "allgather"
     communicator = _made("communicator", communicators.BY_NAME, Communicator, carrier, rest)
     check(compressor, memory, communicator)
+    if (
+        isinstance(compressor, EFSignSGD)
+        and "lr" in rest
+        and not isinstance(memory, EFSignSGDMemory)
+    ):
+        raise ValueError(
+            'compressor "efsignsgd" with lr, which is of the memory "efsignsgd": here the result '
+            "is the mean of what the ranks send, not the sum divided by lr as in GRACE. Use the "
+            'memory "efsignsgd", or leave lr out and scale the learning rate'
+        )
     return compressor, memory, communicator
 
 
@@ -79,6 +128,7 @@ def check(compressor: Compressor, memory: Memory, communicator: Communicator) ->
             f'compressor "{what}" with communicator "allreduce": the sum of its payloads is no '
             'payload of the sum. Use "allgather", "alltoall" or "ps"; "allreduce" is for '
             + ", ".join(f'"{n}"' for n, t in compressors.BY_NAME.items() if t.linear)
+            + ", and for classes that say linear = True"
         )
     if isinstance(compressor, PowerSGD):
         if not isinstance(communicator, Allreduce):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,22 +25,48 @@ def mixed(*numbers: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """Consecutive elements of one parameter, in the order of memory.
+
+    Attributes:
+        name: of the parameter, or what stands for it.
+        key: a number of the parameter that outlives checkpoints and buckets.
+        begin, numel: which of its elements.
+        shape: of the parameter, dimensions in the order of memory.
+    """
+
+    name: str
+    key: int
+    begin: int
+    numel: int
+    shape: torch.Size
+
+    @property
+    def whole(self) -> bool:
+        return self.numel == self.shape.numel()
+
+    def __str__(self) -> str:
+        return self.name if self.whole else f"{self.name}[{self.begin}:{self.begin + self.numel}]"
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
-    """A flat run of gradients that is compressed at once, as one rank sees it.
+    """A flat run of gradients that is exchanged at once, as one rank sees it.
 
     Attributes:
         name: the same on all ranks.
         numel: elements.
-        shapes: of the parameters, one after the other, dimensions in the order of memory; empty
-            where the piece is not made of whole parameters.
+        runs: the parameters that it is made of, one after the other.
         rank, world_size: of those who exchange it.
+        seed: of this piece in this step, the same on all ranks. It depends on the parameters and
+            the step, not on what else is exchanged at once.
         dtype, device: of the gradients.
-        seed: of this piece in this step, the same on all ranks.
+        cache: for what a compressor works out of this piece more than once.
     """
 
     name: str
     numel: int
-    shapes: tuple[torch.Size, ...]
+    runs: tuple[Run, ...]
     rank: int
     world_size: int
     seed: int
@@ -49,6 +75,12 @@ class Piece:
     _state: State = dataclasses.field(repr=False)
     # A rank's second compression of the same slice: of the sum, for the way back.
     _again: bool = dataclasses.field(default=False, repr=False)
+    cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Of the parameters; empty where the piece is not made of whole ones."""
+        return tuple(run.shape for run in self.runs) if all(r.whole for r in self.runs) else ()
 
     @property
     def own_seed(self) -> int:
@@ -61,10 +93,34 @@ class Piece:
         follows its parameters when they are grouped anew."""
         return self._state(name, 0, self.numel, ())
 
+    def each(self) -> list[tuple[int, Piece]]:
+        """The parameters' pieces, and where they begin; one that is empty if there is nothing."""
+        if not self.runs:
+            return [(0, self)]
+        found, begin = [], 0
+        for run in self.runs:
+            found.append((begin, self._of(begin, run)))
+            begin += run.numel
+        return found
+
+    def _of(self, begin: int, run: Run) -> Piece:
+        def state(key: str, first: int, last: int, inner: tuple[Any, ...]) -> torch.Tensor:
+            return self._state(key, begin + first, begin + last, inner)
+
+        return dataclasses.replace(
+            self,
+            name=f"{run}{'@server' * self._again}",
+            numel=run.numel,
+            runs=(run,),
+            seed=mixed(self.seed, run.key, run.begin),
+            _state=state,
+            cache={},
+        )
+
     def part(
         self, begin: int, end: int, rank: int, world_size: int, name: str = "", group: Any = None
     ) -> Piece:
-        """A slice, exchanged by others; without shapes.
+        """A slice, exchanged by others.
 
         Its state has names that end with ``name``, which makes it one of answers, too. With a
         group it is this rank's alone among the group's ranks, each of which has another slice.
@@ -80,10 +136,20 @@ class Piece:
             self,
             name=f"{self.name}[{begin}:{end}]{name}",
             numel=end - begin,
-            shapes=(),
+            runs=tuple(_cut(self.runs, begin, end)),
             rank=rank,
             world_size=world_size,
-            seed=mixed(self.seed, begin),
             _state=state,
             _again=bool(name),
+            cache={},
         )
+
+
+def _cut(runs: tuple[Run, ...], begin: int, end: int) -> Iterator[Run]:
+    """What is left of runs between two positions."""
+    at = 0
+    for run in runs:
+        first, last = max(begin, at), min(end, at + run.numel)
+        if first < last:
+            yield dataclasses.replace(run, begin=run.begin + first - at, numel=last - first)
+        at += run.numel

@@ -23,8 +23,14 @@ def _compensated(grad: Tensor | None, residual: Tensor | None, beta: float, gamm
     if grad is not None:
         if beta != 1:
             residual.mul_(beta)
-        residual.add_(grad, alpha=gamma)
+        residual.add_(_times(grad, gamma))
     return residual
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """For sums: torch's ``alpha=`` rounds once or twice, as the processor has it, and ranks would
+    drift apart."""
+    return x if factor == 1 else x * factor
 
 
 def _uniform(seed: int, offset: int, count: int, like: Tensor) -> Tensor:
@@ -40,7 +46,7 @@ def accumulate_(residual: Tensor, grad: Tensor, beta: float = 1.0, gamma: float 
 def dgc_accumulate_(
     momentum_buffer: Tensor, velocity: Tensor, grad: Tensor, momentum: float, gamma: float = 1.0
 ) -> None:
-    momentum_buffer.mul_(momentum).add_(grad, alpha=gamma)
+    momentum_buffer.mul_(momentum).add_(_times(grad, gamma))
     velocity.add_(momentum_buffer)
 
 
@@ -89,7 +95,7 @@ def zero_at_(v: Tensor, indices: Tensor) -> None:
 
 
 def scatter_add_(out: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
-    out.index_add_(0, indices.long(), values, alpha=alpha)
+    out.index_add_(0, indices.long(), _times(values, alpha))
 
 
 def _pack(bits: Tensor, each: int) -> Tensor:
@@ -144,7 +150,7 @@ def onebit(
 
 def _put(out: Tensor, values: Tensor, alpha: float, add: bool) -> None:
     if add:
-        out.add_(values, alpha=alpha)
+        out.add_(_times(values, alpha))
     else:
         out.copy_(values * alpha)
 

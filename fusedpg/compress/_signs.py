@@ -18,6 +18,7 @@ class SignSGD(Ours):
     Zero counts as positive, and so does a draw. With a NaN or an Inf on any rank the result is NaN.
     """
 
+    each_parameter = False
     average = False
     keeps_magnitude = False
 

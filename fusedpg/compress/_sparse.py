@@ -81,6 +81,12 @@ class RandomK(_Sparse):
         return [values], Context(piece)
 
     def _draw(self, piece: Piece, device: torch.device) -> Tensor:
+        known: Tensor | None = piece.cache.get("drawn")
+        if known is None:
+            known = piece.cache["drawn"] = self._drawn(piece, device)
+        return known
+
+    def _drawn(self, piece: Piece, device: torch.device) -> Tensor:
         count = min(piece.numel, max(1, int(piece.numel * self.compress_ratio)))
         generator = torch.Generator().manual_seed(piece.seed)
         drawn = torch.rand(count, generator=generator, dtype=torch.float64)
@@ -103,6 +109,7 @@ class RandomK(_Sparse):
 class Threshold(_Sparse):
     """Elements whose magnitude is above ``threshold``."""
 
+    each_parameter = False
     tensors_size_are_same = False
 
     def __init__(self, threshold: float = 0.01) -> None:
@@ -121,6 +128,8 @@ class Threshold(_Sparse):
 
 class GuardedThreshold(Threshold):
     """Elements above ``threshold``, but at least ``compress_ratio`` of them: the largest."""
+
+    each_parameter = True
 
     def __init__(self, threshold: float = 0.01, compress_ratio: float = 0.3) -> None:
         super().__init__(threshold)

@@ -8,8 +8,8 @@ import dataclasses
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from fusedpg._by_parameter import ByParameter, Order, order_in_bucket, shape_in_
 from fusedpg._registration import BACKEND
 from fusedpg.compress import _agree, _hosts, _lane, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
+from fusedpg.compress._each import EachParameter, EachParametersMemory
 from fusedpg.compress._lane import Lane
-from fusedpg.compress._piece import Piece, mixed
+from fusedpg.compress._low_rank import PowerSGD
+from fusedpg.compress._piece import Piece, Run, mixed
 from fusedpg.compress._schedule import Layout
 from fusedpg.compress.communicators import Allreduce, Communicator
 from fusedpg.compress.memories import Memory
@@ -50,6 +52,66 @@ class _Unit:
     after: Any = None  # on a GPU: what has been queued before
 
 
+class _Known(NamedTuple):
+    """A parameter, as checkpoints have it."""
+
+    name: str | None
+    key: int  # of what is drawn for it
+    dtype: str
+    shape: tuple[int, ...] | None  # None: of a checkpoint that does not say
+
+    @property
+    def label(self) -> str:
+        return f"parameter.{self.key}" if self.name is None else self.name
+
+
+class _Loaded:
+    """What a checkpoint has that has not been given to a parameter yet."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self.memory = {name: list(kept) for name, kept in state_dict["memory"].items()}
+        self.known = [_Known(*one) for one in state_dict["parameters"]]
+        wrong = [name for name, kept in self.memory.items() if len(kept) != len(self.known)]
+        if wrong:
+            raise ValueError(
+                f"the checkpoint has {len(self.known)} parameters, and another number of "
+                f"{', '.join(wrong)}"
+            )
+        self.left = list(range(len(self.known)))
+
+    def place(self, parameter: torch.Tensor, name: str | None) -> int:
+        """Which of the checkpoint's parameters the next one of the model is.
+
+        Raises:
+            ValueError: if it is none of them.
+        """
+        what = "the next parameter" if name is None else repr(name)
+        named = name is not None and all(one.name is not None for one in self.known)
+        if named:
+            fits = [n for n in self.left if self.known[n].name == name]
+        else:
+            # How buckets of several types alternate depends on their sizes. A single type may
+            # change.
+            kinds = {one.dtype for one in self.known}
+            fits = [n for n in self.left if kinds == {self.known[n].dtype}
+                    or self.known[n].dtype == str(parameter.dtype)]  # fmt: skip
+        if not fits:
+            raise ValueError(
+                f"the checkpoint is of another model: it has no {what}, of {parameter.dtype} and "
+                f"shape {tuple(parameter.shape)}, among {len(self.known)} parameters, "
+                f"{len(self.left)} of which are left"
+            )
+        place = fits[0]
+        one = self.known[place]
+        if one.shape not in (None, tuple(parameter.shape)):
+            raise ValueError(
+                f"the checkpoint is of another model: {what} has shape {tuple(parameter.shape)}, "
+                f"expected {one.shape} as {one.label!r} has there"
+            )
+        self.left.remove(place)
+        return place
+
+
 class State:
     """What :func:`hook` works with, one for each DDP module; :func:`from_params` makes it.
 
@@ -66,6 +128,9 @@ class State:
             "one" (all), a number of groups of about equal size, or "auto": 1 to 4 groups, or no
             compression, whichever takes the least time (see ``report()``).
         seed: of what is drawn at random; the same on all ranks. torch's generators are not used.
+        named_parameters: of the model, ``model.named_parameters()``: by these names checkpoints,
+            errors and one's own compressors know parameters. Without it they are known by the
+            order of the first backward.
 
     Raises:
         ValueError: for parts that do not fit each other, and a schedule that is none.
@@ -80,9 +145,13 @@ class State:
         group: dist.ProcessGroup | None = None,
         schedule: str | int = "bucket",
         seed: int = 0,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
         _params.check(compressor, memory, communicator)
         self.compressor, self.memory, self.communicator = compressor, memory, communicator
+        self._each: tuple[Compressor, Memory] = (compressor, memory)
+        if compressor.each_parameter:
+            self._each = (EachParameter(compressor), EachParametersMemory(memory))
         self.seed = int(seed)
         self._parent = group
         self.schedule = schedule
@@ -91,14 +160,15 @@ class State:
             self._schedule.with_plain = _may_be_plain(compressor, memory)
         self._kept = ByParameter()
         self._step = 0
-        # Parameters in the order of their first appearance: by it, and by their types, checkpoints
-        # know them.
-        self._order: list[weakref.ref[torch.Tensor]] = []
-        self._types: list[str] = []
+        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        for name, parameter in named_parameters or ():
+            # DDP's own names are those of its module.
+            self._names[parameter] = name.removeprefix("module.")
+        # Parameters in the order of their first appearance, and those of a checkpoint.
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._loaded: dict[str, list[Any]] = {}
-        self._loaded_types: list[str] = []
-        self._places: dict[str, list[int]] = {}  # of what is loaded: numbers that are left
+        self._order: list[tuple[weakref.ref[torch.Tensor], _Known]] = []
+        self._next_key = 0
+        self._loaded: _Loaded | None = None
         self._keeps = False  # whether anything but zeros may be kept of earlier steps
         self._has_loaded = False  # any rank, a checkpoint's memory
         self._clear()
@@ -133,22 +203,26 @@ class State:
 
     def _connect(self) -> Lane:
         lane = _lane.of(self._parent)
-        facts = {
-            "seed": self.seed,
-            "step": self._step,
-            "schedule": self.schedule,
-            "compressor": _agree.described(self.compressor),
-            "memory": _agree.described(self.memory),
-            "communicator": _agree.described(self.communicator),
-        }
-        lane.submit(_agree.check, facts, lane.group).result()
+        facts = {"seed": self.seed, "step": self._step, "schedule": self.schedule}
+        if isinstance(self.compressor, PowerSGD):
+            # Every rank multiplies and orthogonalises for itself, with what BLAS has for it.
+            facts["processor"] = torch.backends.cpu.get_cpu_capability()
+        lane.submit(_agree.check, facts | self._parts(), lane.group).result()
         self._group = lane.group
-        loaded = [float(any(self._loaded.values()))]
+        loaded = [float(self._loaded is not None and any(self._loaded.memory.values()))]
         self._has_loaded = lane.submit(self._agree, loaded).result() != [0.0]
         self._keeps |= self._has_loaded
         # The engine's all_reduce adds up inside of hosts itself.
         self._hosts = None if isinstance(self.communicator, Allreduce) else lane.hosts
         return lane
+
+    def _parts(self) -> dict[str, Any]:
+        """What ranks compress with, which may change from step to step."""
+        return {
+            "compressor": _agree.described(self.compressor),
+            "memory": _agree.described(self.memory),
+            "communicator": _agree.described(self.communicator),
+        }
 
     # --- a pass of DDP's, bucket by bucket ------------------------------------------------------
 
@@ -167,7 +241,13 @@ class State:
         parameters = bucket.parameters()
         # DDP's first buckets are the model's parameters from the last to the first, but for the
         # order in a bucket.
-        self._know(parameters[::-1])
+        try:
+            self._know(parameters[::-1])
+            if bucket.is_last():
+                self._loaded_all()
+        except ValueError as error:
+            self._fail(error)  # the others wait for this rank
+            raise
         splits = self._follow(parameters, buffer)
         as_known = self._splits is not None and self._failure is None
         if self._direct and as_known and buffer.device.type == "cpu":
@@ -355,26 +435,33 @@ class State:
         piece = Piece(
             str(unit.index),
             grad.numel(),
-            tuple(map(shape_in_memory, unit.parameters, unit.orders)),
+            tuple(map(self._run_of, unit.parameters, unit.orders)),
             dist.get_rank(self._group),
             dist.get_world_size(self._group),
-            mixed(self.seed, unit.step, unit.index),
+            mixed(self.seed, unit.step),
             grad.dtype,
             grad.device,
             self._state_of(unit, grad),
         )
         self._keeps |= not unit.plain
+        if unit.index == 0 and not unit.plain:
+            # Before anything is sent whose size or meaning depends on it.
+            _agree.check_quickly(self._parts(), self._group)
         if unit.plain:
             self._uncompressed(grad, piece)
         elif self._hosts is not None:
-            self._hosts.exchange(self.communicator, self.compressor, self.memory, grad, piece)
+            self._hosts.exchange(self.communicator, *self._each, grad, piece)
         else:
-            self.communicator.exchange(self.compressor, self.memory, grad, piece, self._group)
+            self.communicator.exchange(*self._each, grad, piece, self._group)
         if copied:
             begin = 0
             for part in slices:
                 part.copy_(grad[begin : begin + part.numel()])
                 begin += part.numel()
+
+    def _run_of(self, parameter: torch.Tensor, order: Order) -> Run:
+        known: _Known = self._known[parameter]
+        return Run(known.label, known.key, 0, parameter.numel(), shape_in_memory(parameter, order))
 
     def _gathered(self, unit: _Unit, dtype: torch.dtype) -> torch.Tensor:
         total = sum(part.numel() for part in unit.slices)
@@ -422,6 +509,8 @@ class State:
             grad.mul_(factor)
 
     def _state_of(self, unit: _Unit, grad: torch.Tensor) -> Any:
+        wholes: dict[str, torch.Tensor] = {}
+
         def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:
             def moved(tensor: torch.Tensor) -> None:
                 """Slices that ranks share out are others than before."""
@@ -433,11 +522,12 @@ class State:
                     tensor[:first].zero_()
                     tensor[last:].zero_()
 
-            whole = self._kept.flat(
-                name, unit.parameters, unit.orders, grad.dtype, grad.device, moved,
-                self._has_loaded,
-            )  # fmt: skip
-            return whole[begin:end]
+            if name not in wholes:
+                wholes[name] = self._kept.flat(
+                    name, unit.parameters, unit.orders, grad.dtype, grad.device, moved,
+                    self._has_loaded,
+                )  # fmt: skip
+            return wholes[name][begin:end]
 
         return state
 
@@ -461,45 +551,35 @@ class State:
         for parameter in parameters:
             if parameter in self._known:
                 continue
-            self._known[parameter] = len(self._order)
-            self._order.append(weakref.ref(parameter))
-            self._types.append(str(parameter.dtype))
-            number = self._place(self._types[-1])
-            for name, saved in self._loaded.items():
-                value = saved[number] if number is not None and number < len(saved) else None
-                if value is None:
-                    continue
-                if value.numel() != parameter.numel():
-                    raise ValueError(
-                        f"the checkpoint has {value.numel()} elements of {name!r} for parameter "
-                        f"{number} (in the order of the first backward), which has "
-                        f"{parameter.numel()}: it is of another model"
-                    )
-                self._kept.set(name, parameter, value.to(parameter.device))
+            name, key = self._names.get(parameter), self._next_key
+            if self._loaded is not None and self._loaded.known:
+                place = self._loaded.place(parameter, name)
+                key = self._loaded.known[place].key
+                name = name or self._loaded.known[place].name
+                for kept, saved in self._loaded.memory.items():
+                    if saved[place] is not None:
+                        self._kept.set(kept, parameter, saved[place].to(parameter.device))
+            known = _Known(name, key, str(parameter.dtype), tuple(parameter.shape))
+            self._next_key = max(self._next_key, key + 1)
+            self._known[parameter] = known
+            self._order.append((weakref.ref(parameter), known))
 
-    def _place(self, kind: str) -> int | None:
-        """The number that a checkpoint has of the next new parameter of a type."""
-        # How buckets of several types alternate depends on their sizes. A single one may change.
-        left = list(self._places.values())
-        mine = left[0] if len(left) == 1 else self._places.get(kind, [])
-        if mine:
-            return mine.pop()
-        if any(left):
+    def _loaded_all(self) -> None:
+        """After the first backward with a checkpoint: another model may have fewer parameters."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.left:
+            first = loaded.known[loaded.left[0]]
             raise ValueError(
-                f"the checkpoint has parameters of {', '.join(self._places)}, and fewer of {kind} "
-                "than there are: it is of another model"
+                f"the checkpoint is of another model: of its {len(loaded.known)} parameters "
+                f"{len(loaded.left)} are not in this one, the first of which is {first.label!r} of "
+                f"shape {first.shape}"
             )
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps of gradients, and the number of steps. Each rank saves its own."""
         self._wait()
         # Without those of modules that have gone: who loads it has never seen them.
-        known = [
-            (parameter, kind)
-            for ref, kind in zip(self._order, self._types)
-            if (parameter := ref()) is not None
-        ]
+        known = [(p, one) for ref, one in self._order if (p := ref()) is not None]
         memory = {
             name: [
                 None
@@ -509,19 +589,28 @@ class State:
             ]
             for name in self._kept.names()
         }
-        types = [kind for _, kind in known]
-        if not known:
+        parameters = [tuple(one) for _, one in known]
+        if not known and self._loaded is not None:
             # What was loaded and has not been asked for yet.
-            memory, types = self._loaded, self._loaded_types
-        return {"step": self._step, "seed": self.seed, "types": list(types), "memory": dict(memory)}
+            memory = dict(self._loaded.memory)
+            parameters = [tuple(one) for one in self._loaded.known]
+        return {"step": self._step, "seed": self.seed, "parameters": parameters, "memory": memory}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Of a model whose parameters are the same, in the same order.
+        """Of a model whose parameters are the same: their names, if both have some, else their
+        order, types and shapes.
 
         Raises:
             ValueError: here or in the first backward, if they are not.
         """
         self._wait()
+        loaded = _Loaded(state_dict)
+        known = [parameter for ref, _ in self._order if (parameter := ref()) is not None]
+        if known and loaded.known:
+            # Nothing is changed unless all of it fits.
+            trial = _Loaded(state_dict)
+            for parameter in known:
+                trial.place(parameter, self._names.get(parameter))
         self._keeps = True
         # Not every rank may have something of each kind until a step has been compressed, which
         # the first one of a layout is.
@@ -530,16 +619,9 @@ class State:
         if self._failure is None:
             self._lane = None  # the next backward asks again whether all ranks have the same
         self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
-        self._loaded = {name: list(kept) for name, kept in state_dict["memory"].items()}
-        counts = [len(kept) for kept in self._loaded.values()]
-        self._loaded_types = list(state_dict.get("types", [""] * max(counts, default=0)))
-        self._places = {kind: [] for kind in self._loaded_types}
-        for number in reversed(range(len(self._loaded_types))):
-            self._places[self._loaded_types[number]].append(number)
+        self._loaded = loaded
         self._kept = ByParameter()
-        known = [parameter for ref in self._order if (parameter := ref()) is not None]
         self._order.clear()
-        self._types.clear()
         self._known.clear()
         self._know(known)
 
@@ -572,4 +654,5 @@ def _may_be_plain(compressor: Compressor, memory: Memory) -> bool:
     magnitude, and DGC's memory is the momentum."""
     known = (memories.NoneMemory, memories.ResidualMemory, memories.EFSignSGDMemory,
              memories.PowerSGDMemory)  # fmt: skip
-    return compressor.keeps_magnitude and compressor.average and type(memory) in known
+    mean = compressor.average and type(compressor).aggregate is Compressor.aggregate
+    return compressor.keeps_magnitude and mean and type(memory) in known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,6 @@ gathered_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 _ALIGNED = 16
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _room(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
@@ -30,61 +27,109 @@ def pack(payload: Sequence[Tensor]) -> Tensor:
     """One tensor of bytes."""
     if len(payload) == 1:
         return payload[0].contiguous().view(torch.uint8)
-    packed = torch.empty(
-        sum(_room(_bytes(t)) for t in payload), dtype=torch.uint8, device=payload[0].device
-    )
-    begin = 0
+    padding = torch.zeros(_ALIGNED, dtype=torch.uint8, device=payload[0].device)
+    parts = []
     for tensor in payload:
-        count = _bytes(tensor)
-        packed[begin : begin + count] = tensor.contiguous().view(torch.uint8)
-        packed[begin + count : begin + _room(count)] = 0
-        begin += _room(count)
-    return packed
+        parts.append(tensor.contiguous().view(torch.uint8))
+        rest = -parts[-1].numel() % _ALIGNED
+        if rest:
+            parts.append(padding[:rest])
+    return torch.cat(parts)
 
 
-def unpack(packed: Tensor, like: Sequence[Tensor], numels: Sequence[int]) -> Payload:
-    """The tensors that were packed, of the types of others: views, where that can be."""
+def unpack(packed: Tensor, kinds: Sequence[tuple[torch.dtype, int]]) -> Payload:
+    """The tensors that were packed, of these types and sizes: views, where that can be."""
     payload = []
     begin = 0
-    for tensor, numel in zip(like, numels):
-        count = numel * tensor.element_size()
+    for dtype, numel in kinds:
+        count = numel * dtype.itemsize
         part = packed[begin : begin + count]
-        if part.storage_offset() % tensor.element_size() or part.data_ptr() % _ALIGNED:
+        if part.storage_offset() % dtype.itemsize or part.data_ptr() % _ALIGNED:
             part = part.clone()
-        payload.append(part.view(tensor.dtype))
+        payload.append(part.view(dtype))
         begin += _room(count)
     return payload
 
 
-def _packed_bytes(like: Sequence[Tensor], numels: Sequence[int]) -> int:
-    counts = [numel * tensor.element_size() for tensor, numel in zip(like, numels)]
-    return counts[0] if len(counts) == 1 else sum(map(_room, counts))
+def _kinds(payload: Sequence[Tensor]) -> list[tuple[torch.dtype, int]]:
+    return [(tensor.dtype, tensor.numel()) for tensor in payload]
 
 
-def _sizes(payload: Payload, group: Any) -> list[list[int]]:
-    """How many elements the ranks' tensors have."""
-    own = torch.tensor([tensor.numel() for tensor in payload], device=payload[0].device)
-    found = own.new_empty(dist.get_world_size(group) * own.numel())
+# Types by a number that does not depend on torch's version.
+_DTYPES = {
+    zlib.crc32(str(dtype).encode()): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def pack_described(payload: Sequence[Tensor]) -> Tensor:
+    """The same with types and sizes in front, for ranks that do not know them."""
+    numbers = [len(payload)]
+    for dtype, numel in _kinds(payload):
+        numbers += [zlib.crc32(str(dtype).encode()), numel]
+    device = payload[0].device if payload else torch.device("cpu")
+    return pack([torch.tensor(numbers, dtype=torch.int64, device=device), *payload])
+
+
+def unpack_described(packed: Tensor) -> Payload:
+    whole = packed[: packed.numel() // 8 * 8].view(torch.int64)
+    count = int(whole[0])
+    numbers = whole[1 : 1 + 2 * count].tolist()
+    kinds = [(_DTYPES[code], numel) for code, numel in zip(numbers[::2], numbers[1::2])]
+    return unpack(packed, [(torch.int64, 1 + 2 * count), *kinds])[1:]
+
+
+def _counts(packed: Tensor, group: Any) -> list[int]:
+    """How many bytes each rank has."""
+    own = torch.tensor([packed.numel()], device=packed.device)
+    found = own.new_empty(dist.get_world_size(group))
     gathered_into(found, own, group=group)
-    return found.view(-1, own.numel()).tolist()
+    return found.tolist()
 
 
-def _numels(payload: Payload, alike: bool, group: Any) -> list[list[int]]:
-    if alike:
-        own = [tensor.numel() for tensor in payload]
-        return [own] * dist.get_world_size(group)
-    return _sizes(payload, group)
+def check_alike(payload: Payload, name: str, group: Any) -> None:
+    """Raises, on all ranks, if their payloads have other types or sizes.
+
+    Raises:
+        TypeError: with this rank's.
+    """
+    kinds = _kinds(payload)
+    own = zlib.crc32(repr(kinds).encode())
+    most = torch.tensor([own, -own], device=payload[0].device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    if most.tolist() != [own, -own]:
+        raise TypeError(
+            f"{name}.compress() gave tensors of other types or sizes on other ranks than on rank "
+            f"{dist.get_rank(group)}, where they are {kinds}: their sums would mean nothing"
+        )
+
+
+def all_reduce(payload: Payload, group: Any) -> Payload:
+    """The sums of all ranks' payloads, in one operation for each type."""
+    if len(payload) == 1:
+        dist.all_reduce(payload[0], group=group)
+        return payload
+    sums: Payload = list(payload)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
+        places = [n for n, tensor in enumerate(payload) if tensor.dtype == dtype]
+        flat = torch.cat([payload[n].reshape(-1) for n in places])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([payload[n].numel() for n in places])
+        for n, part in zip(places, parts):
+            sums[n] = part.view(payload[n].shape)
+    return sums
 
 
 def all_gather(payload: Payload, alike: bool, group: Any) -> list[Payload]:
-    """The payloads of all ranks; ``alike``: all have these sizes."""
-    numels = _numels(payload, alike, group)
-    packed = pack(payload)
-    counts = [_packed_bytes(payload, sizes) for sizes in numels]
+    """The payloads of all ranks; ``alike``: all have these types and sizes."""
+    size = dist.get_world_size(group)
+    packed = pack(payload) if alike else pack_described(payload)
+    counts = [packed.numel()] * size if alike else _counts(packed, group)
     if len(set(counts)) == 1:
-        whole = packed.new_empty(len(counts) * counts[0])
+        whole = packed.new_empty(size * counts[0])
         gathered_into(whole, packed, group=group)
-        parts = list(whole.split(counts[0])) if counts[0] else [whole] * len(counts)
+        parts = list(whole.split(counts[0])) if counts[0] else [whole] * size
     elif dist.get_backend(group) == BACKEND:
         parts = [packed.new_empty(count) for count in counts]
         dist.all_gather(parts, packed, group=group)
@@ -92,42 +137,42 @@ def all_gather(payload: Payload, alike: bool, group: Any) -> list[Payload]:
         most = max(counts)
         padded = packed.new_zeros(most)
         padded[: packed.numel()] = packed
-        whole = packed.new_empty(len(counts) * most)
+        whole = packed.new_empty(size * most)
         gathered_into(whole, padded, group=group)
         parts = list(whole.split(most))
-    return [unpack(part, payload, sizes) for part, sizes in zip(parts, numels)]
+    return _unpacked(parts, payload if alike else None)
+
+
+def _unpacked(parts: Sequence[Tensor], like: Payload | None) -> list[Payload]:
+    if like is None:
+        return [unpack_described(part) for part in parts]
+    kinds = _kinds(like)
+    return [unpack(part, kinds) for part in parts]
 
 
 def broadcasts(payload: Payload, alike: bool, group: Any) -> list[Payload]:
-    numels = _numels(payload, alike, group)
-    rank = dist.get_rank(group)
-    found = []
-    for source, sizes in enumerate(numels):
-        # A copy: the result may be written where a payload lies.
-        part = pack(payload).clone() if source == rank else None
-        if part is None:
-            count = _packed_bytes(payload, sizes)
-            part = torch.empty(count, dtype=torch.uint8, device=payload[0].device)
+    # A copy: the result may be written where a payload lies.
+    packed = pack(payload).clone() if alike else pack_described(payload)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    counts = [packed.numel()] * size if alike else _counts(packed, group)
+    parts = [packed if n == rank else packed.new_empty(count) for n, count in enumerate(counts)]
+    for source, part in enumerate(parts):
         dist.broadcast(part, group=group, group_src=source)
-        found.append(unpack(part, payload, sizes))
-    return found
+    return _unpacked(parts, payload if alike else None)
 
 
 def all_to_all(payloads: Sequence[Payload], alike: bool, group: Any) -> list[Payload]:
-    """Payload r goes to rank r; ``alike``: all send a rank as much."""
-    device = payloads[0][0].device
-    counted = [[tensor.numel() for tensor in payload] for payload in payloads]
+    """Payload r goes to rank r; ``alike``: all send a rank the same types and sizes."""
+    packed = [pack(payload) if alike else pack_described(payload) for payload in payloads]
+    mine = payloads[dist.get_rank(group)]
+    sent = [part.numel() for part in packed]
     if alike:
-        numels = [counted[dist.get_rank(group)]] * len(payloads)
+        counts = [sent[dist.get_rank(group)]] * len(payloads)
     else:
-        own = torch.tensor(counted, device=device)
+        own = torch.tensor(sent, device=packed[0].device)
         theirs = torch.empty_like(own)
         dist.all_to_all_single(theirs, own, group=group)
-        numels = theirs.tolist()
-    packed = [pack(payload) for payload in payloads]
-    like = payloads[0]
-    counts = [_packed_bytes(like, sizes) for sizes in numels]
-    whole = torch.empty(sum(counts), dtype=torch.uint8, device=device)
-    sent = [part.numel() for part in packed]
+        counts = theirs.tolist()
+    whole = packed[0].new_empty(sum(counts))
     dist.all_to_all_single(whole, torch.cat(packed), counts, sent, group=group)
-    return [unpack(part, like, sizes) for part, sizes in zip(whole.split(counts), numels)]
+    return _unpacked(whole.split(counts), mine if alike else None)

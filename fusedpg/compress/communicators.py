@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedpg.compress import _wire as wire
-from fusedpg.compress._base import Compensated, Compressor, Payload
+from fusedpg.compress._base import Compressor, Payload
 from fusedpg.compress._piece import Piece
 from fusedpg.compress.memories import Memory
 
@@ -49,7 +49,7 @@ class Allgather(Communicator):
         self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
     ) -> None:
         payload, at = memory.encode(compressor, grad, piece)
-        payloads = self._gathered(payload, compressor.tensors_size_are_same, group)
+        payloads = self._gathered(payload, compressor.alike, group)
         compressor.combine(grad, payloads, memory.scale, at)
 
 
@@ -96,7 +96,7 @@ class AllToAll(Communicator):
             if rank == piece.rank:
                 mine, context = part, at
         begin, end = shards[piece.rank]
-        got = wire.all_to_all(payloads, compressor.tensors_size_are_same, group)
+        got = wire.all_to_all(payloads, compressor.alike, group)
         compressor.combine(grad[begin:end], got, memory.scale, context)
         return mine
 
@@ -122,11 +122,7 @@ class ParameterServer(AllToAll):
             begin, end = shards[rank]
             if end > begin:
                 theirs = piece.part(begin, end, rank, piece.world_size, "@server")
-                context = at._replace(piece=theirs)
-                if at.own is not None and theirs.numel != part.numel:
-                    # What one's own compressor says of its context is about this rank's shard.
-                    nothing = torch.zeros_like(grad[begin:end])
-                    _, context = compressor.encode(Compensated(nothing), theirs)
+                context = compressor.context_of(theirs, at)
                 compressor.combine(grad[begin:end], [answer], sums.scale, context)
 
 

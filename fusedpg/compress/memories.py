@@ -8,15 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Compressor, Context, Payload
+from fusedpg.compress._base import Compensated, Compressor, Context, Payload, in_shape
 from fusedpg.compress._piece import Piece
 
 
 class Memory:
     """One's own: subclass, write ``compensate`` and ``update`` as in GRACE, and pass an instance.
 
-    Both get flat tensors. ``self.state(name)`` is a tensor of as many elements, zeros at first,
-    which stays from step to step, follows the parameters and is part of checkpoints.
+    Both get a parameter's gradient and its name, as ``compress`` of :class:`Compressor` does.
+    ``self.state(name)`` is a tensor of its shape, zeros at first, which stays from step to step,
+    follows the parameter and is part of checkpoints.
 
     Attributes:
         scale: what decompressed gradients are multiplied by.
@@ -45,18 +46,26 @@ class Memory:
     def state(self, name: str) -> Tensor:
         if self._piece is None:
             raise RuntimeError("state() is for compensate() and update()")
-        return self._piece.state(name)
+        return in_shape(self._piece.state(name), self._piece)
 
     def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
         """Compensates, compresses and updates. What communicators call."""
         self._piece = piece
         try:
-            v = self.compensate(grad, piece.name)
-            payload, at = compressor.encode(Compensated(v), piece)
+            # A copy, as it may keep what it is given, and what it gives must not change, either.
+            v = self.compensate(in_shape(grad.clone(), piece), piece.name)
+            if not isinstance(v, Tensor) or v.numel() != piece.numel:
+                found = f"{v.numel()} elements" if isinstance(v, Tensor) else repr(v)
+                raise TypeError(
+                    f"{type(self).__name__}.compensate() returns a tensor of {piece.numel} "
+                    f"elements for {piece.name!r}, found {found}"
+                )
+            payload, at = compressor.encode(Compensated(v.reshape(-1)), piece)
             self.update(v, piece.name, compressor, *compressor.as_compressed(payload, at))
         finally:
             self._piece = None
-        return payload, at
+        home = v.untyped_storage().data_ptr()
+        return [t.clone() if t.untyped_storage().data_ptr() == home else t for t in payload], at
 
     def for_sums(self) -> Memory:
         """The memory of a rank that compresses sums for the others (communicator "ps")."""
@@ -122,13 +131,19 @@ class DGCMemory(Memory):
     """Momentum correction and factor masking (Lin et al. 2018, algorithm 4, without Nesterov).
 
     u = momentum * u + gradient; v += u; both become 0 where v is sent. The optimizer behind it
-    should have no momentum of its own. ``gradient_clipping`` bounds a piece's gradient to that norm
-    over the square root of the world size first (0: no clipping).
+    should have no momentum of its own. ``gradient_clipping`` bounds a parameter's gradient to that
+    norm over the square root of the world size first (0: no clipping).
     """
 
     def __init__(self, momentum: float = 0.9, gradient_clipping: float = 0.0) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
+        if gradient_clipping is True:
+            raise ValueError(
+                "gradient_clipping is a norm here, got True, with which GRACE bounds elements by "
+                "the root of the mean of the ranks' sums of squares, which hardly any element "
+                "exceeds: give a number, or 0 for no clipping"
+            )
         if not gradient_clipping >= 0:
             raise ValueError(f"gradient_clipping is at least 0, got {gradient_clipping}")
         self.momentum, self.gradient_clipping = float(momentum), float(gradient_clipping)

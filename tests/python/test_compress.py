@@ -77,15 +77,33 @@ def test_nothing_is_lost_between_hosts(names: str, communicator: str) -> None:
                 ranks.run(checks.nothing_is_lost, params, schedule, 8)
 
 
+ALL = [
+    ("topk", "residual"), ("randomk", "residual"), ("signum", "none"), ("qsgd", "residual"),
+    ("terngrad", "residual"), ("natural", "none"), ("efsignsgd", "efsignsgd"), ("topk", "dgc"),
+    ("onebit", "residual"), ("guarded_threshold", "residual"), ("powersgd", "powersgd"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("how", ["pickle", "state_dict"])
-def test_checkpoints(how: str) -> None:
-    for compressor, memory in (("topk", "residual"), ("signum", "none"), ("qsgd", "residual"),
-                               ("topk", "dgc"), ("powersgd", "powersgd")):  # fmt: skip
-        params = {
-            "compressor": compressor, "memory": memory,
-            "communicator": "allreduce" if compressor == "powersgd" else "ps", **PARAMS,
-        }  # fmt: skip
-        harness.pool(3).run(checks.survives, params, how)
+@pytest.mark.parametrize(("compressor", "memory"), ALL)
+def test_checkpoints(compressor: str, memory: str, how: str) -> None:
+    for communicator, schedule in (("allgather", "bucket"), ("allgather", "one"),
+                                   ("allreduce", "bucket"), ("ps", "layer")):  # fmt: skip
+        if legal(compressor, memory, communicator):
+            params = {
+                "compressor": compressor, "memory": memory, "communicator": communicator, **PARAMS
+            }  # fmt: skip
+            harness.pool(3).run(checks.survives, params, how, schedule)
+
+
+@pytest.mark.parametrize(("compressor", "memory"), [*ALL, ("fp16", "residual"), ("none", "none")])
+def test_same_by_any_schedule(compressor: str, memory: str) -> None:
+    for communicator in ("allgather", "allreduce"):
+        if legal(compressor, memory, communicator):
+            params = {
+                "compressor": compressor, "memory": memory, "communicator": communicator, **PARAMS
+            }  # fmt: skip
+            harness.pool(3).run(checks.same_by_any_schedule, params)
 
 
 def test_follows_ddp() -> None:
@@ -235,7 +253,7 @@ def test_illegal_pairs_say_what_to_use() -> None:
         {"compressor": "top"},
         {"memory": "some"},
         {"communicator": "wire"},
-        {"compressor": "topk", "ratio": 0.1},
+        {"compressor": "topk", "rate": 0.1},
         {"compressor": "topk", "compress_ratio": 0.0},
         {"compressor": "qsgd", "quantum_num": 0},
     ):

@@ -18,14 +18,16 @@ import pytest
 
 import harness
 from checks import compress_foe as foe
+from checks import compress_own
 from checks.compress_fuzz import Case, gradients, train, used
 
 pytestmark = pytest.mark.fused_only
 
 COMPRESSORS = (
     "none", "fp16", "topk", "randomk", "threshold", "guarded_threshold", "qsgd", "terngrad",
-    "efsignsgd", "onebit", "natural", "powersgd",
+    "efsignsgd", "onebit", "natural", "powersgd", "loud", "factors",
 )  # fmt: skip
+OF_THE_USER = {"loud": compress_own.Loud(1.0), "factors": compress_own.Factors()}
 WHERE = ("2", "3", "gloo", "two of two", "crossed", "two and one")
 TOLERANCE = {"fp32": 2e-5, "fp64": 1e-10, "bf16": 2e-2}
 
@@ -50,7 +52,7 @@ def drawn(seed: int, compressor: str) -> tuple[Case, float]:
         return r.choice(["bucket", "layer", "one", 1, 2, 3, 7, "auto"])
 
     params = {
-        "compressor": compressor,
+        "compressor": OF_THE_USER.get(compressor, compressor),
         "memory": memory,
         "communicator": carrier,
         "threshold": r.choice([0.5, 1e9, 0.0]),
@@ -59,8 +61,9 @@ def drawn(seed: int, compressor: str) -> tuple[Case, float]:
         "bucket_size": r.choice([0, 5, 128]),
         "compress_rank": r.choice([1, 2, 9]),
         "clip_sigma": r.choice([0.0, 2.5]),
-        "lr": 0.1,
     }
+    if memory == "efsignsgd":
+        params["lr"] = 0.1
     first = schedule()
     case = Case(
         params,
@@ -77,6 +80,7 @@ def drawn(seed: int, compressor: str) -> tuple[Case, float]:
         restart_by=r.choice(["dict", "pickle", "live"]),
         schedule_after=r.choice([None, schedule()]),
         unused=r.choice([0.0, 0.0, 0.1, 0.3, 0.6]),
+        named=r.choice([False, True]),
         seed=seed,
     )
     rewraps = r.sample(range(1, case.steps), r.choice([0, 1]))
@@ -200,7 +204,7 @@ def test_mean_is_right(params: dict[str, Any], communicator: str) -> None:
 @pytest.mark.parametrize(
     ("compressor", "memory", "communicator"),
     [
-        *((c, "residual", "allgather") for c in COMPRESSORS if c != "powersgd"),
+        *((c, "residual", "allgather") for c in COMPRESSORS[:-2] if c != "powersgd"),
         *((c, "residual", "ps") for c in ("topk", "randomk", "qsgd", "efsignsgd")),
         ("powersgd", "powersgd", "allreduce"),
         ("powersgd", "none", "allreduce"),
@@ -255,6 +259,8 @@ def test_ones_own_with_uneven_shards(communicator: str, memory: str, numel: int)
         foe.two_modules,
         foe.half_wrapper,
         foe.new_memory_after_old_parameters,
+        foe.wrong_checkpoint_changes_nothing,
+        foe.named_checkpoint,
     ],
     ids=lambda trial: trial.__name__,
 )
@@ -334,6 +340,44 @@ def test_ranks_that_load_what_differs(what: str) -> None:
     """They would draw other elements, and take each other's for their own."""
     for error in harness.pool(2).errors(foe.disagree_later, what):
         assert f"has {what} " in error.text, error.text
+
+
+@pytest.mark.parametrize("backend", ["fused", "gloo"])
+@pytest.mark.parametrize(
+    ("params", "part", "what"),
+    [
+        ({"compressor": "efsignsgd", "memory": "efsignsgd"}, "memory", "lr"),
+        ({"compressor": "topk", "memory": "residual"}, "compressor", "compress_ratio"),
+        ({"compressor": "randomk"}, "compressor", "compress_ratio"),
+        ({"compressor": "qsgd"}, "compressor", "quantum_num"),
+        ({"compressor": "threshold", "communicator": "ps"}, "compressor", "threshold"),
+        ({"compressor": "topk", "memory": foe.InQuarters()}, "memory", "scale"),
+    ],
+)
+def test_ranks_that_differ_later(params: Any, part: str, what: str, backend: str) -> None:
+    """One rank's learning rate or share changes, or is forgotten to be changed."""
+    workers = harness.pool(3, backend=backend)
+    for error in workers.errors(foe.differ_later, params, part, what):
+        assert f"has {part} " in error.text, error.text
+        assert f"{what}=" in error.text, error.text
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one rank"])
+@pytest.mark.parametrize(
+    "how", ["fewer", "more", "transposed", "flat", "renamed", "type", "reordered"]
+)
+def test_checkpoint_of_another_model(how: str, ranks: tuple[int, ...]) -> None:
+    """Residuals would go to parameters that they are not of."""
+    answers = harness.pool(2).run(foe.other_model, how, ranks)
+    for rank, text in enumerate(answers):
+        if rank in ranks:
+            assert text.startswith("ValueError: the checkpoint is of another model"), answers
+        else:
+            assert "a step has failed" in text, answers
+
+
+def test_checkpoint_of_the_same_model() -> None:
+    assert harness.pool(2).run(foe.other_model, "same", (0, 1)) == ["nothing"] * 2
 
 
 @pytest.mark.parametrize(

@@ -193,12 +193,13 @@ def test_nan_is_not_hidden() -> None:
     assert not C.signs(grad, None, False)[1].isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 255, 256, 300])
-def test_votes(ranks: int) -> None:
+def test_votes(ranks: int, dtype: torch.dtype) -> None:
     bits = np.random.default_rng(ranks).random((ranks, 1003)) < 0.5
     packed = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little"))
-    out = torch.empty(1003)
-    C.vote_signs_(out, packed, 0.5)
+    out = torch.empty(1003, dtype=dtype)
+    _kernels.vote_signs_(out, packed, 0.5)
     same(out, np.where(2 * bits.sum(0) >= ranks, np.float32(0.5), np.float32(-0.5)))
 
 

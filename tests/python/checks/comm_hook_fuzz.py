@@ -266,7 +266,7 @@ class Ours:
 
     def new_state(self) -> compress.State:
         return compress.from_params(
-            self.case.params, schedule=self.case.schedule, seed=self.case.seed
+            checks.fitting(self.case.params), schedule=self.case.schedule, seed=self.case.seed
         )
 
     def wrap(self, module: Any, state: compress.State) -> None:

@@ -38,11 +38,18 @@ def given(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[torc
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
+def fitting(params: dict[str, Any]) -> dict[str, Any]:
+    """Without a learning rate that nothing uses."""
+    if params.get("memory") == "efsignsgd":
+        return params
+    return {key: value for key, value in params.items() if key != "lr"}
+
+
 def wrapped(
     context: Context, params: dict[str, Any], schedule: Any = "layer", bucket_cap_mb: float = 0.001
 ) -> tuple[DistributedDataParallel, State]:
     ddp = DistributedDataParallel(Given(), bucket_cap_mb=bucket_cap_mb)
-    state = compress.from_params(params, schedule=schedule)
+    state = compress.from_params(fitting(params), schedule=schedule)
     ddp.register_comm_hook(state, compress.hook)
     return ddp, state
 
@@ -205,15 +212,16 @@ def alike(tensors: list[torch.Tensor]) -> None:
     assert torch.equal(low, high)
 
 
-def survives(context: Context, params: dict[str, Any], how: str) -> None:
-    """A state that is saved and loaded in the middle goes on as the one that was not, bit by bit:
-    both get a new DDP there, whose buckets are those of a first backward again."""
+def survives(context: Context, params: dict[str, Any], how: str, schedule: Any) -> None:
+    """A state that is saved and loaded in the middle goes on as the one that was not, bit by bit,
+    though its DDP has the buckets of a first backward again. With "ps", whose shards are of what is
+    sent at once, both get a new DDP."""
 
     def results(saved: bool) -> list[torch.Tensor]:
-        ddp, state = wrapped(context, params, "layer")
+        ddp, state = wrapped(context, params, schedule)
         found = []
         for step in range(9):
-            if step == 4:
+            if step == 4 and (saved or params["communicator"] == "ps"):
                 # The model's order is that of the first backward, which a new DDP repeats.
                 kept: Any = pickle.dumps(state) if how == "pickle" else state.state_dict()
                 module = ddp.module
@@ -223,7 +231,7 @@ def survives(context: Context, params: dict[str, Any], how: str) -> None:
                     if how == "pickle":
                         state = pickle.loads(kept)
                     else:
-                        state = compress.from_params(params, schedule="layer")
+                        state = compress.from_params(fitting(params), schedule=schedule)
                         state.load_state_dict(kept)
                 ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
                 ddp.register_comm_hook(state, compress.hook)
@@ -232,6 +240,19 @@ def survives(context: Context, params: dict[str, Any], how: str) -> None:
 
     for one, other in zip(results(False), results(True), strict=True):
         assert torch.equal(one, other)
+
+
+def same_by_any_schedule(context: Context, params: dict[str, Any]) -> None:
+    """What is sent at once makes no difference to any bit."""
+
+    def results(schedule: Any) -> list[torch.Tensor]:
+        ddp, _ = wrapped(context, params, schedule)
+        return [g for n in range(4) for g in step_of(ddp, list(given(n, context.rank)))]
+
+    wanted = results("layer")
+    for schedule in ("bucket", "one", 3):
+        for one, other in zip(wanted, results(schedule), strict=True):
+            assert torch.equal(one, other), schedule
 
 
 def follows_ddp(context: Context) -> None:

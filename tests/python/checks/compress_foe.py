@@ -150,6 +150,107 @@ def disagree_later(context: Context, what: str) -> None:
     step(ddp, torch.ones(100))
 
 
+def differ_later(context: Context, params: dict[str, Any], part: str, what: str) -> None:
+    """One rank changes what it compresses with, in the middle of training."""
+    ddp = DistributedDataParallel(Given([40, 70]))
+    state = compress.from_params(params)
+    ddp.register_comm_hook(state, compress.hook)
+    for now in range(3):
+        if now == 2 and context.rank == context.world_size - 1:
+            object_ = getattr(state, part)
+            setattr(object_, what, getattr(object_, what) / 2)
+        ddp.zero_grad()
+        ddp([torch.ones(40), torch.ones(70)]).backward()
+
+
+def other_model(context: Context, how: str, ranks: Sequence[int]) -> str:
+    """Some ranks load a checkpoint of another model than all have."""
+    shapes = {
+        "fewer": [(6, 4)] * 2, "more": [(6, 4)] * 4, "transposed": [(4, 6)] * 3,
+        "flat": [(24,)] * 3, "renamed": [(6, 4)] * 3, "type": [(6, 4)] * 3, "same": [(6, 4)] * 3,
+        "reordered": [(3,), (6, 4), (6, 4)],
+    }  # fmt: skip
+    first = [(6, 4), (6, 4), (3,)] if how == "reordered" else [(6, 4)] * 3
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}
+
+    def made(shapes: Any, doubles: Sequence[int], prefix: str) -> Any:
+        model = Given(shapes)
+        for n in doubles if how == "type" else ():
+            model.parts[n].data = model.parts[n].data.double()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        names = [(prefix + name, p) for name, p in model.named_parameters()]
+        state = compress.from_params(params, named_parameters=names if how == "renamed" else None)
+        ddp.register_comm_hook(state, compress.hook)
+        return ddp, state
+
+    def backward(ddp: DistributedDataParallel) -> None:
+        ddp([torch.full(p.shape, 1.0 + n) for n, p in enumerate(ddp.module.parts)]).backward()
+
+    saved = []
+    for model in ((first, [1], "a."), (shapes[how], [0, 1], "b.")):
+        ddp, state = made(*model)
+        backward(ddp)
+        saved.append(state.state_dict())
+    ddp, state = made(*model)
+    state.load_state_dict(saved[0 if context.rank in ranks else 1])
+    try:
+        backward(ddp)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def wrong_checkpoint_changes_nothing(context: Context) -> None:
+    """Loaded into a state that is at work, it is refused at once, and training goes on."""
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}
+    other = compress.from_params(params)
+    ddp = DistributedDataParallel(Given([30]))
+    ddp.register_comm_hook(other, compress.hook)
+    step(ddp, torch.ones(30))
+
+    def results(load: bool) -> list[Tensor]:
+        state = compress.from_params(params)
+        ddp = DistributedDataParallel(Given([40]))
+        ddp.register_comm_hook(state, compress.hook)
+        found = [step(ddp, torch.arange(40.0))]
+        if load:
+            with pytest.raises(ValueError, match=r"shape \(40,\), expected \(30,\)"):
+                state.load_state_dict(other.state_dict())
+        return [*found, step(ddp, torch.arange(40.0))]
+
+    for one, other_ in zip(results(True), results(False), strict=True):
+        assert torch.equal(one, other_)
+
+
+def named_checkpoint(context: Context) -> None:
+    """By names, whatever the order of the parameters."""
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
+    came_out = torch.zeros(3, 40)
+    gradients = [torch.linspace(-1, 3, 40) * (n + 1) + context.rank for n in range(3)]
+    saved = None
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        model = Given([(40,)] * 3)
+        state = compress.from_params(
+            params,
+            named_parameters=[(f"of {n}", p) for n, p in zip(order, model.parts)],
+        )
+        if saved is not None:
+            state.load_state_dict(saved)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        ddp.register_comm_hook(state, compress.hook)
+        for now in range(2):
+            if order == [1, 2, 0] and now == 1:
+                state.compressor.compress_ratio = 1.0
+            ddp.zero_grad()
+            ddp([gradients[n] for n in order]).backward()
+            for n, p in zip(order, model.parts):
+                came_out[n] += p.grad
+        saved = state.state_dict()
+    mean = torch.stack(gradients)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(came_out, 6 * mean, rtol=1e-4, atol=1e-4)
+
+
 def counts() -> dict[str, int]:
     gc.collect()
     return {

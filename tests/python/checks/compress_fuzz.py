@@ -40,6 +40,7 @@ class Case:
     bad: float = float("nan")
     unused: float = 0.0  # how many parameters a rank leaves out of a step
     rewrap_at: tuple[int, ...] = ()  # steps before which the module gets a DDP of other buckets
+    named: bool = False  # whether the state is told the parameters' names
     clock: bool = False  # times of the search are drawn, by each rank for itself
     seed: int = 0
 
@@ -120,6 +121,13 @@ class Run:
         return found
 
 
+def state_of(case: Case, model: Model, schedule: str | int) -> compress.State:
+    names = model.named_parameters() if case.named else None
+    return compress.from_params(
+        case.params, schedule=schedule, seed=case.seed, named_parameters=names
+    )
+
+
 def restarted(case: Case, run: Run, model: Model) -> Run:
     state = run.state
     if case.restart_by == "pickle":
@@ -134,7 +142,7 @@ def restarted(case: Case, run: Run, model: Model) -> Run:
         state.load_state_dict(saved)
         return run
     schedule = case.schedule if case.schedule_after is None else case.schedule_after
-    made = compress.from_params(case.params, schedule=schedule, seed=case.seed)
+    made = state_of(case, model, schedule)
     made.load_state_dict(state.state_dict())
     return Run(case, model, made)
 
@@ -168,7 +176,7 @@ def train(context: Context, case: Case) -> dict[str, Any]:
 
 def _train(context: Context, case: Case) -> dict[str, Any]:
     model = Model(case)
-    state = compress.from_params(case.params, schedule=case.schedule, seed=case.seed)
+    state = state_of(case, model, case.schedule)
     run = Run(case, model, state)
     results, units, kept, plain = [], [], [], []
     dtype = DTYPES[case.dtype]

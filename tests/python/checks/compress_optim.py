@@ -23,7 +23,7 @@ from harness import Context
 
 def hook_of(name: str, params: dict[str, Any], schedule: Any) -> tuple[Any, Any]:
     if name == "compress":
-        return compress.from_params(params, schedule=schedule), compress.hook
+        return compress.from_params(checks.fitting(params), schedule=schedule), compress.hook
     if name == "powersgd":
         # Buckets are one: its callbacks' collectives have no order of their own.
         state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2, random_seed=3)

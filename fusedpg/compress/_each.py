@@ -1,0 +1,119 @@
+"""Each parameter is compressed by itself, whatever is sent at once.
+
+So a scale, a norm or a share of the elements is a parameter's, as in GRACE, and no result depends
+on how gradients are grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedpg.compress import _wire as wire
+from fusedpg.compress._base import Compensated, Compressor, Context, Ours, Payload
+from fusedpg.compress._piece import Piece
+from fusedpg.compress.memories import Memory
+
+
+class EachParameter(Compressor):
+    """A compressor that gets one parameter after the other. Its context has those of the
+    parameters, and how many tensors each of them sends."""
+
+    def __init__(self, inner: Compressor) -> None:
+        self.inner = inner
+        self.average, self.linear = inner.average, inner.linear
+        self.tensors_size_are_same = inner.tensors_size_are_same
+
+    @property
+    def alike(self) -> bool:
+        return self.inner.alike
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
+        return self.inner.compress(tensor, name)
+
+    def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
+        return self.inner.decompress(tensors, ctx)
+
+    def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
+        if not self.alike:
+            self._check_counts(payloads, at)
+            payloads = [payload[1:] for payload in payloads]
+        for begin, end, first, last, inner in _parts(at):
+            theirs = [payload[first:last] for payload in payloads]
+            self.inner.combine(out[begin:end], theirs, scale, inner)
+
+    def _check_counts(self, payloads: Sequence[Payload], at: Context) -> None:
+        own = [count for count, _ in at.own]
+        for rank, payload in enumerate(payloads):
+            theirs = payload[0].tolist()
+            if theirs != own:
+                n = next(n for n, pair in enumerate(zip(theirs, own)) if pair[0] != pair[1])
+                raise TypeError(
+                    f"{type(self.inner).__name__}.compress() gave {theirs[n]} tensors for "
+                    f"{at.own[n][1].piece.name!r} on rank {rank}, and {own[n]} here: all ranks "
+                    "send as many"
+                )
+
+    def all_reduce(
+        self, grad: Tensor, payload: Payload, scale: float, at: Context, group: Any
+    ) -> None:
+        if not self.alike:
+            wire.check_alike(payload, type(self.inner).__name__, group)
+            payload = payload[1:]
+        sums = wire.all_reduce(payload, group)
+        for begin, end, first, last, inner in _parts(at):
+            self.inner.decode_sum(grad[begin:end], sums[first:last], scale, inner)
+
+    def context_of(self, piece: Piece, at: Context) -> Context:
+        each = [one for _, one in piece.each()]
+        if isinstance(self.inner, Ours):
+            count, own = at.own[0]
+            return Context(piece, [(count, self.inner.context_of(one, own)) for one in each])
+        parts = []
+        for one in each:
+            nothing = torch.zeros(one.numel, dtype=one.dtype, device=one.device)
+            payload, inner = self.inner.encode(Compensated(nothing), one)
+            parts.append((len(payload), inner))
+        return Context(piece, parts)
+
+
+class EachParametersMemory(Memory):
+    """The same of a memory."""
+
+    def __init__(self, inner: Memory) -> None:
+        self.inner = inner
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        return self.inner.scale
+
+    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
+        assert isinstance(compressor, EachParameter)
+        payload: Payload = []
+        parts = []
+        for begin, one in piece.each():
+            of = grad[begin : begin + one.numel]
+            sent, at = self.inner.encode(compressor.inner, of, one)
+            payload += sent
+            parts.append((len(sent), at))
+        if not compressor.alike:
+            # In front, how many tensors are whose: the user's may be others than the ranks expect.
+            counts = [count for count, _ in parts]
+            payload.insert(0, torch.tensor(counts, device=piece.device))
+        return payload, Context(piece, parts)
+
+    def for_sums(self) -> Memory:
+        return EachParametersMemory(self.inner.for_sums())
+
+
+def _parts(at: Context) -> list[tuple[int, int, int, int, Context]]:
+    """Of each parameter: its elements, its tensors in a payload, and its context."""
+    found, begin, first = [], 0, 0
+    for count, inner in at.own:
+        numel = inner.piece.numel
+        found.append((begin, begin + numel, first, first + count, inner))
+        begin, first = begin + numel, first + count
+    return found
