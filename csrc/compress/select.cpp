@@ -72,8 +72,8 @@ uint32_t kth(std::vector<uint32_t>& bits, size_t k) {
   return *at;
 }
 
-// A bound that the k largest are probably above, and not many more: an order
-// statistic of elements at random places, as regular ones can be fooled.
+// A magnitude that the k largest probably reach, and not many more exceed: an
+// order statistic of elements at random places, as regular ones can be fooled.
 uint32_t sampled_bound(const Compensation& v, size_t count, double rank) {
   std::vector<uint32_t> bits(kSample);
   uint64_t state = count;
@@ -86,8 +86,7 @@ uint32_t sampled_bound(const Compensation& v, size_t count, double rank) {
     // count < 2^31, so the product of 32 bits with it does not overflow.
     one = magnitude(value(v, (x >> 32) * count >> 32));
   }
-  const uint32_t found = kth(bits, static_cast<size_t>(rank));
-  return found == 0 ? 0 : found - 1;
+  return kth(bits, static_cast<size_t>(rank));
 }
 
 // The magnitude of the k-th largest, of long spans by two histograms.
@@ -243,6 +242,85 @@ void reduce_to(Selected& found, size_t k, float* residual) {
   found.values.resize(k);
 }
 
+// The first `wanted` elements whose magnitude is exactly `bound`, of what
+// take_above has left. Fewer if there are not as many. `taken` is what it has
+// found, which may be zeros by now.
+Selected first_equal(
+    const CompressTable& table,
+    const Compensation& left,
+    size_t count,
+    uint32_t bound,
+    size_t wanted,
+    const Selected& taken) {
+  constexpr size_t kPart = 1 << 14;
+  size_t behind = 0; // the next of `taken`
+  Selected equal;
+  Selected part;
+  part.indices.resize(kPart);
+  part.values.resize(kPart);
+  for (size_t begin = 0; begin < count && equal.indices.size() < wanted;
+       begin += kPart) {
+    const size_t n = std::min(kPart, count - begin);
+    size_t now = n;
+    if (bound > 0) {
+      Compensation v = left;
+      v.grad += left.grad == nullptr ? 0 : begin;
+      v.residual += left.residual == nullptr ? 0 : begin;
+      now = table.collect(
+          v,
+          n,
+          bound - 1,
+          static_cast<uint32_t>(begin),
+          part.indices.data(),
+          part.values.data(),
+          n);
+    } else { // no bound below 0: all of them
+      for (size_t i = 0; i < n; ++i) {
+        part.indices[i] = static_cast<uint32_t>(begin + i);
+        part.values[i] = value(left, begin + i);
+      }
+    }
+    for (size_t i = 0; i < now && equal.indices.size() < wanted; ++i) {
+      const uint32_t index = part.indices[i];
+      while (behind < taken.indices.size() && taken.indices[behind] < index) {
+        ++behind;
+      }
+      const bool free =
+          behind == taken.indices.size() || taken.indices[behind] != index;
+      if (free && magnitude(part.values[i]) == bound) {
+        equal.indices.push_back(index);
+        equal.values.push_back(part.values[i]);
+      }
+    }
+  }
+  return equal;
+}
+
+// Both, in the order of indices; they have none in common.
+void merge(Selected& found, const Selected& others) {
+  const size_t size = found.indices.size() + others.indices.size();
+  Selected both;
+  both.indices.resize(size);
+  both.values.resize(size);
+  size_t a = 0;
+  size_t b = 0;
+  for (size_t i = 0; i < size; ++i) {
+    const bool first = b == others.indices.size() ||
+        (a < found.indices.size() && found.indices[a] < others.indices[b]);
+    both.indices[i] = first ? found.indices[a] : others.indices[b];
+    both.values[i] = first ? found.values[a++] : others.values[b++];
+  }
+  found = std::move(both);
+}
+
+void clear(float* residual, const Selected& found) {
+  if (residual != nullptr) {
+    for (const uint32_t i : found.indices) {
+      residual[i] = 0;
+    }
+  }
+}
+
 // By one pass with a bound that is probably right. False: it was not, and the
 // residual is v.
 bool by_sample(
@@ -262,21 +340,25 @@ bool by_sample(
   const auto candidates =
       static_cast<size_t>(rank / kSample * static_cast<double>(count));
   const size_t limit = std::min(count, 2 * candidates + 1024);
-  if (!take_above(table, v, count, bound, limit, found) ||
-      found.indices.size() < k) {
+  if (!take_above(table, v, count, bound, limit, found)) {
     give_back(v.residual, found);
     return false;
   }
-  reduce_to(found, k, v.residual);
-  return true;
-}
-
-void clear(float* residual, const Selected& found) {
-  if (residual != nullptr) {
-    for (const uint32_t i : found.indices) {
-      residual[i] = 0;
-    }
+  if (found.indices.size() >= k) {
+    reduce_to(found, k, v.residual);
+    return true;
   }
+  // Many elements are alike (zeros, rounded values), and the bound is theirs.
+  const size_t missing = k - found.indices.size();
+  const Selected equal =
+      first_equal(table, written(v), count, bound, missing, found);
+  if (equal.indices.size() < missing) {
+    give_back(v.residual, found);
+    return false;
+  }
+  clear(v.residual, equal);
+  merge(found, equal);
+  return true;
 }
 
 } // namespace

@@ -38,6 +38,8 @@ std::vector<float> numbers(size_t count, uint32_t seed, int kind) {
       v[i] = static_cast<float>(i);
     } else if (kind == 6) { // nearly nothing
       v[i] = draw() % 5000 == 0 ? v[i] : 0.0F;
+    } else if (kind == 7) { // the same between zeros of both signs
+      v[i] = draw() % 300 == 0 ? v[i] : draw() % 2 == 0 ? 0.0F : -0.0F;
     }
   }
   return v;
@@ -200,7 +202,7 @@ TEST(large_results_are_those_of_their_parts) {
 TEST(top_k_is_that_of_a_sort) {
   const kernels::CompressTable& table = kernels::table()->compress;
   for (const size_t n : {1, 100, 32768, 32769, 150001}) {
-    for (int kind = 0; kind < 7; ++kind) {
+    for (int kind = 0; kind < 8; ++kind) {
       const auto grad = numbers(n, static_cast<uint32_t>(n), kind);
       const auto bits = [&](uint32_t i) {
         return std::bit_cast<uint32_t>(grad[i]) & 0x7fffffffU;
@@ -219,6 +221,14 @@ TEST(top_k_is_that_of_a_sort) {
         std::sort(want.begin(), want.end());
         CHECK(found.indices == want);
         CHECK_EQ(found.values.size(), k);
+        compress::Selected alone;
+        compress::top_k(table, {grad.data()}, n, k, alone);
+        CHECK(alone.indices == want);
+        for (size_t i = 0; i < k; ++i) {
+          CHECK_EQ(
+              std::bit_cast<uint32_t>(alone.values[i]),
+              std::bit_cast<uint32_t>(grad[want[i]]));
+        }
         for (const uint32_t i : want) {
           CHECK_EQ(std::bit_cast<uint32_t>(residual[i]), 0U);
           residual[i] = grad[i];
