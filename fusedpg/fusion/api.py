@@ -276,7 +276,9 @@ class FusedFunction:
         if found is None and self._auto and not self._cached_program(key, values, ranks).messages:
             found = self._tune(values, ranks, (), targets, SECONDS).chosen
         if found is None:
-            found = self._cached(key, lambda: self._chosen(self._traced(values, ranks), ranks.one_host))
+            found = self._cached(
+                key, lambda: self._chosen(self._traced(values, ranks), ranks.one_host)
+            )
         return found
 
     def _differentiable(

@@ -208,7 +208,7 @@ class Shortcuts:
         """What the call returns, where a shortcut has carried it out; else None."""
         group = dist.GroupMember.WORLD if group is None else group
         known = None if group is None else self._found.get(group)
-        if not known:
+        if group is None or not known:
             return None
         found = known.get(_place(values, targets))
         return None if found is None else found.take(group, values, targets)
