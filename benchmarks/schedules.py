@@ -249,9 +249,7 @@ def timed(
         arms[schedule.title] = lambda call=scheduled: call(**sliced)  # type: ignore[misc]
     if args.compile:
         return []
-    return harness.measure(
-        context, arms, case=program.case, size=program.size, rounds=args.rounds
-    )
+    return harness.measure(context, arms, case=program.case, size=program.size, rounds=args.rounds)
 
 
 def check(
@@ -301,8 +299,8 @@ def table(rows: Sequence[Row], args: argparse.Namespace) -> None:
     near = sum(to_best <= NEAR for to_best, _ in found) / len(found)
     slower = sum(to_plain > OF_PLAIN for _, to_plain in found)
     print(
-        f"{len(found)} programs: the default within {NEAR}x of the best schedule in {near:.1%} (bar "
-        f"{NINE_OF_TEN:.0%}); slower than plain torch by more than 5% in {slower} (bar 0); "
+        f"{len(found)} programs: the default within {NEAR}x of the best schedule in {near:.1%} "
+        f"(bar {NINE_OF_TEN:.0%}); slower than plain torch by more than 5% in {slower} (bar 0); "
         f"median {statistics.median(b for b, _ in found):.2f}x the best, "
         f"{statistics.median(p for _, p in found):.2f}x plain torch"
     )

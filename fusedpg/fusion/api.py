@@ -18,7 +18,7 @@ from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.custom_op import described, number, register
 from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
-from fusedpg.fusion.ir import SCALAR, SHARD, Program
+from fusedpg.fusion.ir import REPLICATE, SCALAR, SHARD, Program
 from fusedpg.fusion.local import generated
 from fusedpg.fusion.lower import Parameter, lower
 from fusedpg.fusion.places import Ranks, check_part, check_targets
@@ -125,17 +125,26 @@ class FusedFunction:
     ) -> FusedFunction:
         """The function with these transformations, in this order; none: as written.
 
+        `AsShard` of an argument is what annotating it as Shard is: calls pass the rank's slice.
+
         Args:
             backward: those of the backward; None: its cheapest schedule.
         """
-        for transformation in transformations:
-            name = transformation.node
-            if isinstance(transformation, AsShard) and name in self._signature.layouts:
-                transformation.refuse(
-                    f"a schedule does not change what is passed: annotate `{name}` as Shard"
-                )
+        layouts = self._signature.layouts
+        arguments = [t for t in transformations if isinstance(t, AsShard) and t.node in layouts]
         given = None if backward is None else tuple(backward)
-        return FusedFunction(self._function, transformations, given)
+        rest = tuple(t for t in transformations if t not in arguments)
+        function = FusedFunction(self._function, rest, given)
+        function._signature.layouts |= self._signature.layouts  # with what is a Shard already
+        for transformation in arguments:
+            assert transformation.node is not None
+            if layouts[transformation.node] not in (None, REPLICATE, SHARD):
+                transformation.refuse(
+                    f"the argument is {layouts[transformation.node]}, and only what all ranks have "
+                    "alike can be kept as a slice"
+                )
+            function._signature.layouts[transformation.node] = SHARD
+        return function
 
     def program(
         self, *args: Any, group: dist.ProcessGroup | None = None, world_size: int = 0, **kwargs: Any
@@ -156,7 +165,9 @@ class FusedFunction:
             found = self._choice(self._key(self._signature.bind(args, rest), ranks), ranks)
             if found is not None:
                 return cast("Schedule", found)
-        return self._chosen(self.program(*args, **kwargs))
+        program = self.program(*args, **kwargs)
+        one_host = bool(kwargs.get("world_size")) or Ranks.of(kwargs.get("group")).one_host
+        return self._chosen(program, one_host)
 
     def schedules(self, *args: Any, **kwargs: Any) -> list[Schedule]:
         """The legal schedules for these arguments, the program as written first."""
@@ -192,8 +203,8 @@ class FusedFunction:
             wrt = _requiring_grad(values) or tuple(node.name for node in program.inputs)
         return derive(program, wrt)
 
-    def _chosen(self, program: Program) -> Schedule:
-        return _schedule(program, self._transformations)
+    def _chosen(self, program: Program, one_host: bool) -> Schedule:
+        return _schedule(program, self._transformations, one_host)
 
     def _traced(self, values: Mapping[str, Any], ranks: Ranks) -> Program:
         parameters: dict[str, Parameter] = {}
@@ -265,7 +276,9 @@ class FusedFunction:
         if found is None and self._auto and not self._cached_program(key, values, ranks).messages:
             found = self._tune(values, ranks, (), targets, SECONDS).chosen
         if found is None:
-            found = self._cached(key, lambda: self._chosen(self._traced(values, ranks)))
+            found = self._cached(
+                key, lambda: self._chosen(self._traced(values, ranks), ranks.one_host)
+            )
         return found
 
     def _differentiable(
@@ -275,8 +288,8 @@ class FusedFunction:
             derived = derive(self._traced(values, ranks), wrt)
             return Differentiable(
                 derived,
-                self._chosen(derived.forward),
-                _schedule(derived.program, self._backward),
+                self._chosen(derived.forward, ranks.one_host),
+                _schedule(derived.program, self._backward, ranks.one_host),
             )
 
         key = (*self._key(values, ranks), wrt)
@@ -550,9 +563,11 @@ def _requiring_grad(values: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _schedule(program: Program, transformations: tuple[Transformation, ...] | None) -> Schedule:
+def _schedule(
+    program: Program, transformations: tuple[Transformation, ...] | None, one_host: bool
+) -> Schedule:
     if transformations is None:
-        return cheapest(program)
+        return cheapest(program, one_host)
     return Schedule(program).then(*transformations)
 
 

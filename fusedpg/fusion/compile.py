@@ -149,7 +149,7 @@ def compiled(
     name: str,
     use: Callable[[Path, bytes], Made],
 ) -> Made:
-    """What `use` gives of the file that `make` makes of a source: one process of all makes it, once.
+    """What `use` gives of the file that `make` makes of a source; one process makes it, once.
 
     Args:
         facts: what else the file depends on.

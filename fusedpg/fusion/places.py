@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from fusedpg.functional import shard_range
+from fusedpg.functional import group_info, shard_range
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import SHARD, Layout, Node, Program
 
-# Of groups that this rank is in: size, rank and name.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, str]] = (
+# Of groups that this rank is in: size, rank, name, and whether all ranks are on one host.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, str, bool]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -29,6 +29,7 @@ class Ranks:
     size: int
     rank: int
     name: str
+    one_host: bool = True
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Ranks:
@@ -40,7 +41,8 @@ class Ranks:
             rank = dist.get_rank(pg)
             if rank < 0:
                 raise ValueError("this rank is not in the group")
-            found = _known[pg] = dist.get_world_size(pg), rank, pg.group_name
+            found = dist.get_world_size(pg), rank, pg.group_name, _on_one_host(pg)
+            _known[pg] = found
         return Ranks(pg, *found)
 
     def matches(self, other: Any) -> bool:
@@ -52,6 +54,15 @@ class Ranks:
         if isinstance(other, list):
             return other == dist.get_process_group_ranks(self.group)
         return bool(other == self.name)
+
+
+def _on_one_host(group: dist.ProcessGroup) -> bool:
+    """Whether the group's own memory is between its ranks; of other backends we do not know."""
+    try:
+        info = group_info(group)
+    except ValueError:
+        return False
+    return info["local_world_size"] == info["world_size"]
 
 
 def held(layout: Layout, node: Node, size: int, rank: int) -> tuple[int, ...]:

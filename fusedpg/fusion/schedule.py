@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from fusedpg.fusion.errors import IllegalTransformation
-from fusedpg.fusion.ir import COLLECTIVES, SHARD, Program, carried
+from fusedpg.fusion.estimate import seconds
+from fusedpg.fusion.ir import SHARD, Program, carried
 from fusedpg.fusion.own_rows import OwnRows
 from fusedpg.fusion.transformations import (
     AsShard,
@@ -78,31 +79,26 @@ def schedules(program: Program) -> list[Schedule]:
     return list(found.values())
 
 
-def cheapest(program: Program) -> Schedule:
-    """The schedule that sends slices between stages, if there are any, and the least in its group;
-    of these the one that computes the least on a rank, has the fewest collectives, and has the
-    most fused. A model, not a measurement.
+def cheapest(program: Program, one_host: bool = True) -> Schedule:
+    """The schedule that sends slices between stages, if there are any; of these on one host the one
+    that takes the least time, between hosts the one that sends the least in its group, and then
+    takes the least time. The time is that of a model, not a measurement.
     """
-    return min(schedules(program), key=_cost)
+    return ordered(program, one_host)[0]
 
 
-def ordered(program: Program) -> list[Schedule]:
+def ordered(program: Program, one_host: bool = True) -> list[Schedule]:
     """The legal schedules, the cheapest by that model first."""
-    return sorted(schedules(program), key=_cost)
 
+    def cost(schedule: Schedule) -> tuple[float, ...]:
+        changed = schedule.program
+        # Before all, by nothing that another stage does not know: both have to choose alike.
+        whole = sum(value.layout != SHARD for value in map(carried, changed.messages))
+        sent, time = changed.bytes(), seconds(changed)
+        rest = (time, sent) if one_host else (sent, time)
+        return whole, *rest, len(schedule.transformations)
 
-def _cost(schedule: Schedule) -> tuple[int, ...]:
-    program = schedule.program
-    work = sum(
-        node.numel // (program.world_size if node.layout.parted else 1)
-        for node in program.nodes
-        if node.pointwise
-    )
-    collectives = sum(node.op in COLLECTIVES for node in program.nodes)
-    fused = sum(len(group.nodes) for group in program.groups)
-    # Before all, by nothing that another stage does not know: both have to choose alike.
-    whole = sum(value.layout != SHARD for value in map(carried, program.messages))
-    return whole, program.bytes(), work, collectives, -fused, len(schedule.transformations)
+    return sorted(schedules(program), key=cost)
 
 
 def _maybe(schedule: Schedule, transformation: Transformation) -> Iterator[Schedule]:

@@ -88,7 +88,7 @@ class Shortcut:
     ) -> Shortcut | None:
         """After a call; None where calls like it do more than the one operation."""
         if _SHORTCUT not in program.made:
-            program.made[_SHORTCUT] = _only_kernel(program)
+            program.made[_SHORTCUT] = only_kernel(program)
         found: Kernel | None = program.made[_SHORTCUT]
         if found is None or not found.compiled:
             return None
@@ -167,7 +167,7 @@ class Shortcut:
         return returned[0] if self._single else tuple(returned)
 
 
-def _only_kernel(program: Program) -> Kernel | None:
+def only_kernel(program: Program) -> Kernel | None:
     """The one fused collective that a program is, if its arguments are all that it reads."""
     units = [(unit, nodes) for unit, nodes in program.units if unit is not None]
     others = [node for unit, nodes in program.units if unit is None for node in nodes]
@@ -208,7 +208,7 @@ class Shortcuts:
         """What the call returns, where a shortcut has carried it out; else None."""
         group = dist.GroupMember.WORLD if group is None else group
         known = None if group is None else self._found.get(group)
-        if not known:
+        if group is None or not known:
             return None
         found = known.get(_place(values, targets))
         return None if found is None else found.take(group, values, targets)
@@ -245,4 +245,4 @@ def _place(values: Mapping[str, Any], targets: Sequence[torch.Tensor]) -> Hashab
     return first.data_ptr() if first.layout is torch.strided else None
 
 
-__all__ = ["Shortcuts"]
+__all__ = ["Shortcuts", "only_kernel"]

@@ -20,7 +20,7 @@ from fusedpg.fusion.autograd import complete
 from fusedpg.fusion.eager import Executor
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import Node, Program
-from fusedpg.fusion.places import held
+from fusedpg.fusion.places import Ranks, held
 from fusedpg.fusion.schedule import Schedule, ordered
 from fusedpg.fusion.tune_cache import known, remember
 
@@ -124,7 +124,7 @@ def tune(
     tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     ranks = _Group(group, rank, device)
-    candidates = ordered(program)
+    candidates = ordered(program, Ranks.of(group).one_host)
     found, source = known(program, group, device.type, bool(targets)) if rank == 0 else (None, "")
     titles = [schedule.title for schedule in candidates]
     index = titles.index(found) if found in titles and not again else -1

@@ -109,15 +109,26 @@ def test_programs_of_the_readme(tmp_path: Path) -> None:
     begin = "import torch, torch.distributed as dist, fusedpg\n\n"
     again = call.replace('dist.init_process_group("fused")\n', "")
     assert call.startswith(begin) and again != call
-    program = tmp_path / "readme.py"
-    program.write_text("\n".join([ddp, after, again, "dist.destroy_process_group()"]))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run_program("\n".join([ddp, after, again, "dist.destroy_process_group()"]), tmp_path, 2)
+
+
+@pytest.mark.parametrize(("document", "ranks"), [("docs/coconet.md", 4)])
+def test_programs_of_a_page(document: str, ranks: int, tmp_path: Path) -> None:
+    """All that stands there, one after the other, with its own comparisons."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+    run_program("\n".join(blocks), tmp_path, ranks)
+
+
+def run_program(text: str, folder: Path, ranks: int) -> None:
+    program = folder / "program.py"
+    program.write_text(text)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *launcher, str(program)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

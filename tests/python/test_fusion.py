@@ -15,6 +15,7 @@ from checks import outside
 from fusedpg.fusion import (
     AsShard,
     FuseCollective,
+    IllegalProgram,
     IllegalTransformation,
     Partial,
     Reorder,
@@ -24,6 +25,9 @@ from fusedpg.fusion import (
     all_reduce,
     philox,
 )
+from fusedpg.fusion.estimate import seconds
+from fusedpg.fusion.ir import SHARD
+from fusedpg.fusion.schedule import cheapest, ordered
 
 SIZES = [1, 2, 3]
 
@@ -149,6 +153,21 @@ def test_printed() -> None:
     assert "FuseCollective()" in str(chosen)
 
 
+def test_choice_of_a_schedule() -> None:
+    """One pass over memory, where it sends no more than what is written."""
+
+    def behind(x: Partial, b: Replicate, r: Replicate):
+        return r + (all_reduce(x) + b)
+
+    given = torch.ones(4096, 1024), torch.ones(1024), torch.ones(4096, 1024)
+    for world_size in (1, 2, 8):
+        program = fusedpg.fuse(behind).program(*given, world_size=world_size)
+        for one_host in (True, False):
+            assert cheapest(program, one_host).title == "Split(), Reorder(), FuseCollective()"
+        times = [seconds(schedule.program) for schedule in ordered(program)]
+        assert times == sorted(times) and times[0] < times[-1] / 2
+
+
 def test_as_shard_of_an_argument() -> None:
     def kept(g: Partial, m: Replicate) -> Shard:
         return m + fusedpg.fusion.reduce_scatter(g)
@@ -158,8 +177,21 @@ def test_as_shard_of_an_argument() -> None:
     )
     assert [str(node.layout) for node in program.inputs] == ["Partial", "Shard"]
     assert "slice" not in str(program)
-    with pytest.raises(IllegalTransformation, match="annotate `m` as Shard"):
-        fusedpg.fuse(kept).scheduled(AsShard("m"))
+    # In a schedule it is the annotation: calls pass slices.
+    step = fusedpg.fuse(kept).scheduled(AsShard("m"), FuseCollective())
+    program = step.schedule(torch.ones(4, 3), torch.ones(12), world_size=1).program
+    assert [node.type for node in program.inputs] == ["Partial f32[4, 3]", "Shard f32[4, 3]"]
+    again = step.scheduled(Split()).scheduled()  # which keeps what calls pass
+    assert again.program(torch.ones(4, 3), torch.ones(12), world_size=1).inputs[1].layout == SHARD
+    with pytest.raises(IllegalTransformation, match=r"AsShard\(g\).*the argument is Partial"):
+        fusedpg.fuse(kept).scheduled(AsShard("g"))
+
+    def used_whole(m, x: Partial):
+        return torch.matmul(m, x), m * all_reduce(x)
+
+    with pytest.raises(IllegalProgram, match="Shard"):
+        run = fusedpg.fuse(used_whole).scheduled(AsShard("m"))
+        run.program(torch.ones(16), torch.ones(4, 4), world_size=1)
 
 
 def test_shapes_of_shards_are_found() -> None:
