@@ -65,8 +65,8 @@ static long fusedpg_read_mutant() {{
 # A test hangs that takes so many times as long as it has taken at most, but not before so many
 # seconds; of one that has never passed here nothing is known yet.
 SLOWER = 4
-LEAST_LIMIT = 40.0
-FIRST_LIMIT = 120.0
+LEAST_LIMIT = 20.0
+FIRST_LIMIT = {"C++": 40.0, "Python": 120.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -523,7 +523,8 @@ class Runner:
     def limit(self, test: str) -> float:
         """Seconds after which an item hangs, by how long it has taken at most so far."""
         known = self.results.get(usual(test))
-        return max(LEAST_LIMIT, SLOWER * known["seconds"]) if known else FIRST_LIMIT
+        kind = "C++" if test.startswith("cpp:") else "Python"
+        return max(LEAST_LIMIT, SLOWER * known["seconds"]) if known else FIRST_LIMIT[kind]
 
     def passed_in(self, test: str, seconds: float) -> None:
         known = self.results.get(usual(test))
