@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -65,8 +66,8 @@ static long fusedpg_read_mutant() {{
 # A test hangs that takes so many times as long as it has taken at most, but not before so many
 # seconds; of one that has never passed here nothing is known yet.
 SLOWER = 4
-LEAST_LIMIT = 40.0
-FIRST_LIMIT = 120.0
+LEAST_LIMIT = 20.0
+FIRST_LIMIT = {"C++": 40.0, "Python": 120.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,12 +379,16 @@ class Ended:
         return not self.failed and not self.hangs
 
 
-def failed_cpp(output: str, code: int) -> list[str]:
+def failed_cpp(project: Project, test: str, output: str, code: int) -> list[str]:
     failed = re.findall(r"^FAILED (\S+) \(", output, re.MULTILINE)
     if failed or code == 0:
         return failed
-    before = re.findall(r"^ok +(\S+) \(", output, re.MULTILINE)
-    return [f"(ended with {code} after {before[-1] if before else 'no test'})"]
+    # The process has ended in the middle of a test, which nobody has named.
+    command = [*project.words(project.cpp_tests), "--list"]
+    names = subprocess.run(command, check=False, capture_output=True, text=True).stdout.split()
+    wanted = [n for n in names if any(w in n for w in test.removeprefix("cpp:").split())]
+    done = len(re.findall(r"^ok +\S+ \(", output, re.MULTILINE))
+    return wanted[done : done + 1] or [f"(ended with {code})"]
 
 
 def failed_pytest(output: str, code: int) -> list[str]:
@@ -406,12 +411,8 @@ def command_of(project: Project, test: str, only: list[str], all_of_them: bool) 
     """
     if test.startswith("cpp:"):
         return [*project.words(project.cpp_tests), *(only or test.removeprefix("cpp:").split())]
-    files, _, chosen = test.partition(" -k ")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=0"]
-    command += [] if all_of_them else ["-x"]
-    if only:
-        return [*command, *only]
-    return [*command, *files.split(), *(["-k", chosen.strip("'")] if chosen else [])]
+    return [*command, *([] if all_of_them else ["-x"]), *(only or shlex.split(test))]
 
 
 def run_test(
@@ -457,8 +458,13 @@ def run_test(
         finally:
             end_group(process)  # what it has left behind
     took = time.monotonic() - begun
-    parse = failed_cpp if test.startswith("cpp:") else failed_pytest
-    failed = [] if hangs else parse(output, process.returncode)
+    code = process.returncode
+    if hangs:
+        failed = []
+    elif test.startswith("cpp:"):
+        failed = failed_cpp(project, test, output, code)
+    else:
+        failed = failed_pytest(output, code)
     return Ended(failed, hangs, took, output)
 
 
@@ -504,13 +510,13 @@ class Runner:
     """One job: its own copy of the tree."""
 
     def __init__(
-        self, project: Project, results: Results, tree: Path, matrix: bool, cpp_only: bool
+        self, project: Project, results: Results, tree: Path, matrix: bool, only: str | None
     ) -> None:
         self.project = project
         self.results = results
         self.tree = tree
         self.matrix = matrix
-        self.cpp_only = cpp_only
+        self.only = only
 
     def test(self, test: str, mutant: Mutant | None, limit: float) -> Ended:
         return run_test(self.project, test, self.tree, mutant, limit, all_of_them=self.matrix)
@@ -523,7 +529,8 @@ class Runner:
     def limit(self, test: str) -> float:
         """Seconds after which an item hangs, by how long it has taken at most so far."""
         known = self.results.get(usual(test))
-        return max(LEAST_LIMIT, SLOWER * known["seconds"]) if known else FIRST_LIMIT
+        kind = "C++" if test.startswith("cpp:") else "Python"
+        return max(LEAST_LIMIT, SLOWER * known["seconds"]) if known else FIRST_LIMIT[kind]
 
     def passed_in(self, test: str, seconds: float) -> None:
         known = self.results.get(usual(test))
@@ -542,8 +549,9 @@ class Runner:
             "ran": [],
         }
         begun = time.monotonic()
-        for test in dict.fromkeys((*mutant.tests, *mutant.room_tests)):
-            if self.cpp_only and not test.startswith("cpp:"):
+        wider = () if self.only == "named" else mutant.room_tests
+        for test in dict.fromkeys((*mutant.tests, *wider)):
+            if self.only == "cpp" and not test.startswith("cpp:"):
                 continue
             limit = self.limit(test)
             ended = self.test(test, mutant, limit)
@@ -579,7 +587,7 @@ def run(
     again: bool = False,
     survivors: bool = False,
     matrix: bool = False,
-    cpp_only: bool = False,
+    only: str | None = None,
     minutes: float = 1e9,
 ) -> bool:
     """Runs mutants that have no result yet."""
@@ -596,7 +604,7 @@ def run(
     def job() -> None:
         try:
             with own_tree(project) as tree:
-                runner = Runner(project, results, tree, matrix, cpp_only)
+                runner = Runner(project, results, tree, matrix, only)
                 while time.monotonic() < end and not failures:
                     with turn:
                         mutant = next(waiting, None)
@@ -615,7 +623,7 @@ def run(
             if not mine:
                 return
             result = runner.mutant(mutant)
-            if cpp_only and not result["caught"]:
+            if only == "cpp" and not result["caught"]:
                 print(f"{mutant.id}: not by the C++ tests ({result['seconds']:.0f} s)", flush=True)
                 return
             results.put(mutant.id, result)
@@ -731,7 +739,11 @@ def main(arguments: list[str] | None = None) -> int:
     runs.add_argument("--again", action="store_true", help="also what has a result")
     runs.add_argument("--survivors", action="store_true", help="also what has survived")
     runs.add_argument("--matrix", action="store_true", help="go on after the first catch")
-    runs.add_argument("--cpp-only", action="store_true", help="no Python test")
+    runs.add_argument(
+        "--only",
+        choices=("cpp", "named"),
+        help="C++ tests, after which nothing counts as survived; or those that mutants name",
+    )
     runs.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after these")
     writes = commands.add_parser("report")
     writes.add_argument("--to", type=Path, help="without a suffix (benchmarks/results/mutants)")
@@ -748,8 +760,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if args.command == "run":
         options = {
-            k: getattr(args, k)
-            for k in ("jobs", "again", "survivors", "matrix", "cpp_only", "minutes")
+            k: getattr(args, k) for k in ("jobs", "again", "survivors", "matrix", "only", "minutes")
         }
         return 0 if run(project, args.names, **options) else 1
     text, data = report(project)

@@ -161,6 +161,23 @@ TEST(options_precedence) {
   }
 }
 
+TEST(options_leave_what_the_user_says_to_ucx) {
+  const auto names = [] {
+    std::vector<std::string> all;
+    for (const auto& [name, value] : resolve({}).ucx_config) {
+      all.push_back(name);
+    }
+    return all;
+  };
+  const auto sets = [&](const char* name) {
+    const auto all = names();
+    return std::find(all.begin(), all.end(), name) != all.end();
+  };
+  CHECK(sets("TLS") && sets("RNDV_THRESH"));
+  const Env own("UCX_TLS", "tcp");
+  CHECK(!sets("TLS") && sets("RNDV_THRESH"));
+}
+
 TEST(options_errors_name_the_variable) {
   for (const char* name :
        {"FUSEDPG_ARENA_BYTES",
@@ -184,12 +201,30 @@ TEST(options_errors_name_the_variable) {
   expect_error(ErrorKind::kInvalid, {"threads must be", "-2"}, [&] {
     resolve(options);
   });
+  const Env bytes("FUSEDPG_ARENA_BYTES", "-1");
+  expect_error(
+      ErrorKind::kInvalid, {"FUSEDPG_ARENA_BYTES", "-1"}, [] { resolve({}); });
+  check_block_size(kMinBlockSize);
+  check_block_size(kMaxBlockSize);
+  for (const int64_t size : {kMinBlockSize - 1, kMaxBlockSize + 1}) {
+    expect_error(
+        ErrorKind::kInvalid, {"block_size", std::to_string(size)}, [&] {
+          check_block_size(size);
+        });
+  }
 }
 
 TEST(topology_tells_hosts_apart) {
   CHECK_EQ(host_identity("mine"), std::string("mine"));
   CHECK(!host_identity("").empty());
   CHECK_EQ(host_identity(""), host_identity(""));
+  // Ranks of one machine in other namespaces cannot share memory.
+  for (const char* kind : {"net", "pid", "user"}) {
+    char name[64] = {};
+    const std::string path = std::string("/proc/self/ns/") + kind;
+    CHECK(readlink(path.c_str(), name, sizeof name - 1) > 0);
+    CHECK(host_identity("").find(name) != std::string::npos);
+  }
   CHECK(available_cpus() >= 1);
 }
 

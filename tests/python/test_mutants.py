@@ -127,7 +127,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_catches(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutants = tool()
-    monkeypatch.setattr(mutants, "FIRST_LIMIT", 10.0)
+    monkeypatch.setattr(mutants, "FIRST_LIMIT", {"C++": 5.0, "Python": 60.0})
     project = mutants.load(root, tmp_path / "work")
     mutants.build(project)
     assert not mutants.run(project, [], jobs=2)  # one survives
