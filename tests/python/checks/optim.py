@@ -201,7 +201,11 @@ class Trainer:
         """A step here and in the oracle."""
         self.optimizer.zero_grad()
         self.backward(step)
+        looked = [param.detach().clone() for param in self.params]
         self.optimizer.step()
+        if self.run.mode == "overlap":
+            # Backward has updated them, whatever stream it was on.
+            unchanged([param.detach() for param in self.params], looked)
         self.prepare(step)
         self.oracle.step()
 

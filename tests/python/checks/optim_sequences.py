@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import distance, randn
+from checks.refused import refused
 from harness import Context
 
 SHAPES = ((67,), (5, 13), (), (3, 0), (2, 3, 7), (33,), (1,))
@@ -148,7 +149,12 @@ class Run:
             raise Refused
         if self.mode != "overlap" and self.draw.random() < 0.3:
             self.clip()
+        looked = self.values()
         self.stepping()
+        if self.mode == "overlap":
+            assert all(map(torch.equal, looked, self.values())), "step() has changed parameters"
+        if self.draw.random() < 0.15:
+            self.again()
         # Gradients of zero make a step of parameters that the next backward does not use.
         after = "none" if self.mode == "overlap" else self.draw.choice(["none", "zeros", "keep"])
         self.log.append(after)
@@ -158,6 +164,28 @@ class Run:
         for model in (self.mine, self.twin):
             for param in list(model.weights)[self.added :]:
                 param.grad = None
+
+    def values(self) -> list[torch.Tensor]:
+        return [weight.detach().clone() for weight in self.mine.weights]
+
+    def again(self) -> None:
+        """A second step with the same gradients, which overlap=True has no more."""
+        self.log.append("again")
+        if self.mode != "overlap":
+            self.stepping()
+        elif any(weight.grad is not None for weight in self.mine.weights[: self.added]):
+            with refused("applied by an earlier backward"):
+                self.fused.step()
+
+    def copy(self) -> None:
+        """Of the module, whose copy knows nothing of the optimizer."""
+        if self.ddp is None:
+            return
+        self.log.append("copy")
+        copied = copy.deepcopy(self.ddp)
+        assert not any("fused" in name for name in vars(copied)), vars(copied).keys()
+        for mine, other in zip(self.mine.weights, copied.module.weights, strict=True):
+            assert other.grad is None and torch.equal(mine, other)
 
     def clip(self) -> None:
         self.log.append("clip")
@@ -299,6 +327,7 @@ class Run:
             (self.load, 2),
             (self.own, 1),
             (self.write, 1),
+            (self.copy, 1),
         ]
         often = [action for action, weight in actions for _ in range(weight)]
         while self.draw.left > 0:
