@@ -444,7 +444,7 @@ class State:
             self._state_of(unit, grad),
         )
         self._keeps |= not unit.plain
-        if unit.index == 0 and not unit.plain:
+        if unit.index == 0:
             # Before anything is sent whose size or meaning depends on it.
             _agree.check_quickly(self._parts(), self._group)
         if unit.plain:

@@ -283,7 +283,9 @@ def empty_parameters(context: Context) -> None:
                 continue
             for schedule in ("layer", "one"):
                 ddp = DistributedDataParallel(Given([(0,), (4, 6), (5, 0), ()]))
-                ddp.register_comm_hook(compress.from_params(params, schedule=schedule), compress.hook)
+                ddp.register_comm_hook(
+                    compress.from_params(params, schedule=schedule), compress.hook
+                )
                 for _ in range(2):
                     ddp([torch.ones(p.shape) for p in ddp.module.parts]).backward()
                 for p in ddp.module.parts:
