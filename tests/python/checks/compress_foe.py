@@ -272,6 +272,21 @@ def two_modules(context: Context) -> None:
     torch.testing.assert_close(grad, torch.full((70,), 3 * 5.0 * (size - 1) / 2))
 
 
+def replaced_parts(context: Context) -> None:
+    """Another compressor and memory, on all ranks, from the next step on."""
+    state = compress.from_params({"compressor": "topk", "compress_ratio": 0.1})
+    ddp = DistributedDataParallel(Given([40]))
+    ddp.register_comm_hook(state, compress.hook)
+    gradient = torch.arange(40.0)
+    assert step(ddp, gradient).count_nonzero() == 4
+    state.compressor = compress.compressors.TopK(0.5)
+    assert step(ddp, gradient).count_nonzero() == 20
+    state.memory = compress.memories.EFSignSGDMemory(0.5)
+    step(ddp, gradient)  # sends the last 20
+    v = torch.cat([gradient[:20], 0.5 * gradient[20:]])
+    torch.testing.assert_close(step(ddp, gradient).sum(), v.topk(20).values.sum() / 0.5)
+
+
 def empty_parameters(context: Context) -> None:
     """Which may be alone in what is compressed, and share a place with the next one."""
     for name in compress.compressors.BY_NAME:
