@@ -149,9 +149,6 @@ class State:
     ) -> None:
         _params.check(compressor, memory, communicator)
         self.compressor, self.memory, self.communicator = compressor, memory, communicator
-        self._each: tuple[Compressor, Memory] = (compressor, memory)
-        if compressor.each_parameter:
-            self._each = (EachParameter(compressor), EachParametersMemory(memory))
         self.seed = int(seed)
         self._parent = group
         self.schedule = schedule
@@ -444,20 +441,26 @@ class State:
             self._state_of(unit, grad),
         )
         self._keeps |= not unit.plain
-        if unit.index == 0 and not unit.plain:
+        if unit.index == 0:
             # Before anything is sent whose size or meaning depends on it.
             _agree.check_quickly(self._parts(), self._group)
         if unit.plain:
             self._uncompressed(grad, piece)
         elif self._hosts is not None:
-            self._hosts.exchange(self.communicator, *self._each, grad, piece)
+            self._hosts.exchange(self.communicator, *self._each(), grad, piece)
         else:
-            self.communicator.exchange(*self._each, grad, piece, self._group)
+            self.communicator.exchange(*self._each(), grad, piece, self._group)
         if copied:
             begin = 0
             for part in slices:
                 part.copy_(grad[begin : begin + part.numel()])
                 begin += part.numel()
+
+    def _each(self) -> tuple[Compressor, Memory]:
+        """What communicators work with; both parts may be replaced between steps."""
+        if not self.compressor.each_parameter:
+            return self.compressor, self.memory
+        return EachParameter(self.compressor), EachParametersMemory(self.memory)
 
     def _run_of(self, parameter: torch.Tensor, order: Order) -> Run:
         known: _Known = self._known[parameter]

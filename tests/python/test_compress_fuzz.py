@@ -258,6 +258,8 @@ def test_ones_own_with_uneven_shards(communicator: str, memory: str, numel: int)
         foe.neighbours_in_memory,
         foe.two_modules,
         foe.half_wrapper,
+        foe.empty_parameters,
+        foe.replaced_parts,
         foe.new_memory_after_old_parameters,
         foe.wrong_checkpoint_changes_nothing,
         foe.named_checkpoint,

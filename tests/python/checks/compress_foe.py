@@ -272,6 +272,43 @@ def two_modules(context: Context) -> None:
     torch.testing.assert_close(grad, torch.full((70,), 3 * 5.0 * (size - 1) / 2))
 
 
+def replaced_parts(context: Context) -> None:
+    """Another compressor and memory, on all ranks, from the next step on."""
+    state = compress.from_params({"compressor": "topk", "compress_ratio": 0.1})
+    ddp = DistributedDataParallel(Given([40]))
+    ddp.register_comm_hook(state, compress.hook)
+    gradient = torch.arange(40.0)
+    assert step(ddp, gradient).count_nonzero() == 4
+    state.compressor = compress.compressors.TopK(0.5)
+    assert step(ddp, gradient).count_nonzero() == 20
+    state.memory = compress.memories.EFSignSGDMemory(0.5)
+    step(ddp, gradient)  # sends the last 20
+    v = torch.cat([gradient[:20], 0.5 * gradient[20:]])
+    torch.testing.assert_close(step(ddp, gradient).sum(), v.topk(20).values.sum() / 0.5)
+
+
+def empty_parameters(context: Context) -> None:
+    """Which may be alone in what is compressed, and share a place with the next one."""
+    for name in compress.compressors.BY_NAME:
+        for communicator in ("allgather", "ps", None):
+            params = {"compressor": name, "compress_ratio": 1.0}
+            if communicator is not None:
+                params["communicator"] = communicator
+            if name == "powersgd" and communicator is not None:
+                continue
+            for schedule in ("layer", "one"):
+                ddp = DistributedDataParallel(Given([(0,), (4, 6), (5, 0), ()]))
+                ddp.register_comm_hook(
+                    compress.from_params(params, schedule=schedule), compress.hook
+                )
+                for _ in range(2):
+                    ddp([torch.ones(p.shape) for p in ddp.module.parts]).backward()
+                for p in ddp.module.parts:
+                    assert p.grad is not None
+                    assert p.grad.shape == p.shape
+                    assert bool(p.grad.isfinite().all()), (params, schedule)
+
+
 def half_wrapper(context: Context) -> None:
     hook = default_hooks.fp16_compress_wrapper(compress.hook)
     ddp = wrapped(40, {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}, hook)
