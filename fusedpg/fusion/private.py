@@ -137,9 +137,9 @@ def _check_link(above: int, name: str, shown: str) -> None:
 
 def _refused(shown: str, why: str, status: os.stat_result) -> FusionError:
     return FusionError(
-        f"{shown} {why} (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, and this "
-        f"process is of {os.geteuid()}), so they could put code there: take their write permission away "
-        "(chmod go-w), or set FUSEDPG_CACHE_DIR to a directory that only this user can change"
+        f"{shown} {why} (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, this user "
+        f"is {os.geteuid()}), so they could put code there: take their write permission away (chmod "
+        "go-w), or set FUSEDPG_CACHE_DIR to a directory that only this user can change"
     )
 
 
