@@ -136,10 +136,11 @@ def _check_link(above: int, name: str, shown: str) -> None:
 
 
 def _refused(shown: str, why: str, status: os.stat_result) -> FusionError:
+    mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
     return FusionError(
-        f"{shown} {why} (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, and this "
-        f"process is of {os.geteuid()}), so they could put code there: take their write permission away "
-        "(chmod go-w), or set FUSEDPG_CACHE_DIR to a directory that only this user can change"
+        f"{shown} {why} (owner {status.st_uid}, mode {mode:o}, this user is {user}), so they could "
+        "put code there: take their write permission away (chmod go-w), or set FUSEDPG_CACHE_DIR "
+        "to a directory that only this user can change"
     )
 
 
