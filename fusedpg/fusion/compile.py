@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,15 +51,16 @@ class CompileError(FusionError):
 
 
 @functools.lru_cache
-def _compiler(given: str) -> tuple[str, str]:
-    """Path and version."""
-    for name in [given] if given else ["c++", "g++", "clang++"]:
+def _compiler(given: str) -> tuple[list[str], str]:
+    """The command, as "ccache g++" is one of two words, and the version."""
+    for name, *rest in [shlex.split(given)] if given.strip() else [["c++"], ["g++"], ["clang++"]]:
         path = shutil.which(name)
         if path is None:
             continue
-        found = subprocess.run([path, "--version"], capture_output=True, timeout=60)
+        command = [path, *rest]
+        found = subprocess.run([*command, "--version"], capture_output=True, timeout=60)
         if found.returncode == 0:
-            return path, found.stdout.decode(errors="replace")
+            return command, found.stdout.decode(errors="replace")
     raise CompileError(f"there is no C++ compiler ({given or 'c++, g++, clang++'}); CXX names one")
 
 
@@ -174,9 +176,9 @@ def _library(text: str, name: str) -> Path:
     flags = _flags(text)
 
     def make(source: Path, library: Path, deadline: float) -> None:
-        _run([compiler, str(source), "-o", str(library), *flags], deadline)
+        _run([*compiler, str(source), "-o", str(library), *flags], deadline)
 
-    facts = [*flags, torch.__version__, compiler, version]
+    facts = [*flags, torch.__version__, *compiler, version]
     return compiled(facts, text, (".cpp", ".so"), make, name)
 
 

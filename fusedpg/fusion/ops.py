@@ -67,10 +67,10 @@ SCALAR_OPS: dict[str, Callable[..., Any]] = {
 
 # How a user spells them. Methods of tensors go by the same names.
 _SPELLINGS: dict[str, tuple[Any, ...]] = {
-    "add": (operator.add, operator.iadd, torch.add),
-    "sub": (operator.sub, operator.isub, torch.sub, torch.subtract),
-    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply),
-    "div": (operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide),
+    "add": (operator.add, torch.add),
+    "sub": (operator.sub, torch.sub, torch.subtract),
+    "mul": (operator.mul, torch.mul, torch.multiply),
+    "div": (operator.truediv, torch.div, torch.divide, torch.true_divide),
     "pow": (operator.pow, torch.pow),
     "neg": (operator.neg, torch.neg, torch.negative),
     "abs": (operator.abs, torch.abs, torch.absolute),

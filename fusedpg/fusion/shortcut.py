@@ -18,6 +18,7 @@ from fusedpg.fusion.compiled import Kernel, begin, kernel
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.ops import SCALAR_OPS
 from fusedpg.fusion.scalars import scalars
+from fusedpg.fusion.trace import ambient
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KEPT = 256
@@ -44,7 +45,7 @@ class Shortcut:
         assert source is not None
         self._kernel = found
         self._captured = captured
-        self._reads = captured()
+        self._reads = captured(), ambient("cpu")
         self._backend = backend
         self._source = source
         inputs = {node.name: node for node in program.inputs}
@@ -121,7 +122,7 @@ class Shortcut:
             return False
         if not self._same.are([*map(values.__getitem__, self._tensors), *targets]):
             return False
-        if self._captured() != self._reads:
+        if (self._captured(), ambient("cpu")) != self._reads:
             return False
         if not self._kernel.usable(group):
             return False
@@ -132,7 +133,7 @@ class Shortcut:
             else:
                 by_node[node] = SCALAR_OPS[node.op](*(by_node[x] for x in node.operands))
         source, (contribution, operands) = self._source, self._read
-        done = torch.zeros(1, dtype=torch.uint8)
+        done = torch.zeros(1, dtype=torch.uint8, device="cpu")
         begin(
             self._backend,
             self._kernel.compiled,

@@ -252,7 +252,7 @@ def kinks(context: Context) -> None:
             run(*given).backward(torch.linspace(1, 2, x.numel(), dtype=torch.float64))
             found.append([t.grad for t in given])
         for got, want in zip(found[1], found[0], strict=True):
-            torch.testing.assert_close(got, want, equal_nan=True, msg=lambda m: f"{number}: {m}")
+            torch.testing.assert_close(got, want, equal_nan=True, msg=f"function {number}")
 
 
 def results_of_their_own(context: Context) -> None:
