@@ -32,7 +32,7 @@ from fusedpg.fusion.ir import (
     Node,
     Source,
 )
-from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
+from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, exact
 
 REDUCE_OPS = ("sum", "mean", "max", "min")
 _LOGICAL = ("logical_and", "logical_or", "logical_not")
@@ -170,6 +170,10 @@ class Builder:
         if not tensors:
             return self.scalar_op(op, operands)
         self._unite(tensors)
+        for node in operands:
+            value = node.attribute("value") if node.op == "constant" and op != "dropout" else None
+            if not exact(value):
+                self.fail(f"{value} is no float64: write float({value})")
         shape, dtype = self._infer(op, operands, attributes)
         for node in tensors:
             if node.layout.dim is not None and op == "cast":  # of a block, a block

@@ -25,6 +25,7 @@ from fusedpg.fusion.messages import Messages, Transfer
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
 from fusedpg.fusion.places import with_memory
+from fusedpg.fusion.scalars import checked
 
 _log = logging.getLogger("fusedpg")
 _REDUCE_OPS = {
@@ -231,6 +232,8 @@ class Executor:
             )
         if node.op in LOCAL_REDUCTIONS:
             return self._local_reduction(node, values[0])
+        for operand, value in zip(node.operands, values):
+            checked(value, operand)
         result: torch.Tensor = POINTWISE[node.op](*values, **dict(node.attributes))
         return result
 

@@ -47,6 +47,14 @@ POINTWISE: dict[str, Callable[..., Any]] = {
     "cast": lambda x, dtype: x.to(dtype),
 }
 
+
+def exact(value: Any) -> bool:
+    """Whether a number is a float64, or an int that is one."""
+    if not isinstance(value, int) or abs(value) <= 1 << 53:
+        return True
+    return abs(value) < 1 << 1000 and int(float(value)) == value
+
+
 _BINARY = (
     "add sub mul div pow maximum minimum lt le gt ge eq ne logical_and logical_or where clamp cast"
 )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import fusedpg
-from checks.compiled import compiles
+from checks.compiled import compiles, environment
 from checks.refused import refused
 from fusedpg import fusion
 from fusedpg.fusion import Partial, Replicate, Shard, all_reduce
@@ -270,6 +270,17 @@ def mistakes(context: Context) -> None:
     ):
         with refused("torch.func", TypeError):
             transformed()
+
+    large = (1 << 60) + (1 << 36) + 1  # float64 rounds it to the middle of two numbers of float32
+    whole = fusedpg.fuse(lambda x, n: all_reduce(x) * n + n)
+    for mode in ("compiled", "eager"):
+        with compiles(context), environment(FUSEDPG_FUSION=mode):
+            with refused(f"{large} is no float64", ValueError):
+                whole(x, large)
+            got = whole(x, 1 << 60)
+            assert torch.equal(got, torch.full((4,), float((size + 1) << 60))), got
+    with refused("is no float64", fusion.IllegalProgram):
+        fusedpg.fuse(lambda x: all_reduce(x) * (1 << 60 | 1))(x)
 
     pair = fusedpg.fuse(lambda x: (all_reduce(x), 2 * x))
     memory = torch.zeros(2, 6)
