@@ -15,17 +15,17 @@ import torch.distributed as dist
 
 from fusedpg.fusion.autograd import Differentiable, attach, wait
 from fusedpg.fusion.captured import Captured
-from fusedpg.fusion.custom_op import described, number, register
+from fusedpg.fusion.custom_op import autocast_of, described, number, register
 from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
 from fusedpg.fusion.ir import REPLICATE, SCALAR, SHARD, Program
 from fusedpg.fusion.local import generated
 from fusedpg.fusion.lower import Parameter, lower
-from fusedpg.fusion.places import Ranks, check_part, check_targets
+from fusedpg.fusion.places import Ranks, check_part, check_targets, refuse, transformed
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
 from fusedpg.fusion.shortcut import Shortcuts
 from fusedpg.fusion.signature import Signature
-from fusedpg.fusion.trace import trace
+from fusedpg.fusion.trace import ambient, trace
 from fusedpg.fusion.transformations import AsShard, Transformation
 from fusedpg.fusion.tune import SECONDS, Report, stand_ins
 from fusedpg.fusion.tune import tune as tuned
@@ -50,7 +50,8 @@ class Pending:
 
     def _advance(self) -> None:
         try:
-            with torch.no_grad():
+            # A program has its own types and backward, which torch's modes must not change.
+            with torch.no_grad(), torch._C._DisableAutocast():
                 self._work = next(self._run)
         except StopIteration as stop:
             self._result = self._finish(stop.value)
@@ -147,7 +148,12 @@ class FusedFunction:
         return function
 
     def program(
-        self, *args: Any, group: dist.ProcessGroup | None = None, world_size: int = 0, **kwargs: Any
+        self,
+        /,
+        *args: Any,
+        group: dist.ProcessGroup | None = None,
+        world_size: int = 0,
+        **kwargs: Any,
     ) -> Program:
         """The program for these arguments, before any transformation.
 
@@ -157,7 +163,7 @@ class FusedFunction:
         ranks = Ranks(None, world_size, 0, "") if world_size else Ranks.of(group)
         return self._traced(self._signature.bind(args, kwargs), ranks)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Schedule:
+    def schedule(self, /, *args: Any, **kwargs: Any) -> Schedule:
         """How a call with these arguments is carried out; arguments as for `program`."""
         if not kwargs.get("world_size"):
             rest = {name: value for name, value in kwargs.items() if name != "world_size"}
@@ -169,11 +175,11 @@ class FusedFunction:
         one_host = bool(kwargs.get("world_size")) or Ranks.of(kwargs.get("group")).one_host
         return self._chosen(program, one_host)
 
-    def schedules(self, *args: Any, **kwargs: Any) -> list[Schedule]:
+    def schedules(self, /, *args: Any, **kwargs: Any) -> list[Schedule]:
         """The legal schedules for these arguments, the program as written first."""
         return schedules(self.program(*args, **kwargs))
 
-    def generated(self, *args: Any, device: str = "", **kwargs: Any) -> str:
+    def generated(self, /, *args: Any, device: str = "", **kwargs: Any) -> str:
         """The C++ or CUDA source that a call runs, or why there is none; else as for `program`.
 
         Args:
@@ -185,7 +191,7 @@ class FusedFunction:
         return generated(self.schedule(*args, **kwargs).program, device)
 
     def derivative(
-        self, *args: Any, wrt: Sequence[str] | None = None, world_size: int = 0, **kwargs: Any
+        self, /, *args: Any, wrt: Sequence[str] | None = None, world_size: int = 0, **kwargs: Any
     ) -> Derived:
         """The backward as a program, and what the forward keeps for it; arguments as for `program`.
 
@@ -206,7 +212,7 @@ class FusedFunction:
     def _chosen(self, program: Program, one_host: bool) -> Schedule:
         return _schedule(program, self._transformations, one_host)
 
-    def _traced(self, values: Mapping[str, Any], ranks: Ranks) -> Program:
+    def _traced(self, values: Mapping[str, Any], ranks: Ranks, device: str = "") -> Program:
         parameters: dict[str, Parameter] = {}
         static: dict[str, Any] = {}
         for name, value in values.items():
@@ -221,20 +227,23 @@ class FusedFunction:
         graph = trace(self._function, list(parameters), static)
         name = self._function.__name__.replace("<lambda>", "function")
         results = self._signature.results
-        program = lower(name, graph, parameters, results, ranks.size, ranks.matches)
+        device = device or device_of(values)
+        program = lower(name, graph, parameters, results, ranks.size, ranks.matches, device)
         for node in program.inputs:
             if node.layout == SHARD and program.users[node]:
                 check_part(node, node.name, values[node.name], ranks)
         return program
 
-    def _key(self, values: Mapping[str, Any], ranks: Ranks) -> Any:
+    def _key(self, values: Mapping[str, Any], ranks: Ranks, device: str = "") -> Any:
+        """What a program is found by. `device`: its type; else that of the tensors."""
         arguments = tuple(
             (value.shape, value.dtype)
             if isinstance(value, torch.Tensor)
             else (value if isinstance(value, _STATIC) else type(value))
             for value in values.values()
         )
-        return ranks.size, ranks.rank, ranks.name, arguments, self._captured()
+        state = ambient(device or device_of(values))
+        return ranks.size, ranks.rank, ranks.name, arguments, state, self._captured()
 
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         found = self._cache.get(key)
@@ -305,6 +314,7 @@ class FusedFunction:
 
     def tune(
         self,
+        /,
         *args: Any,
         group: dist.ProcessGroup | None = None,
         into: torch.Tensor | Sequence[torch.Tensor] | None = None,
@@ -377,6 +387,7 @@ class FusedFunction:
 
     def __call__(
         self,
+        /,
         *args: Any,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
@@ -402,6 +413,7 @@ class FusedFunction:
     def into(
         self,
         targets: torch.Tensor | Sequence[torch.Tensor],
+        /,
         *args: Any,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
@@ -428,6 +440,7 @@ class FusedFunction:
         if len(args) + len(kwargs) > len(self._parameters) or len(given) > len(self._parameters):
             raise TypeError("too many arguments, or one of another name")
         kinds = described(given)
+        state = autocast_of(given)
         tensors, floats, ints, wrt = [], [], [], []
         for name, value in zip(self._parameters, given):
             if isinstance(value, torch.Tensor):
@@ -440,7 +453,7 @@ class FusedFunction:
                 ints.append(value)
         name = "" if group is None else group.group_name
         marker, *outputs = torch.ops.fusedpg.fused_function(
-            tensors, floats, ints, self._handle, kinds, name, ",".join(wrt)
+            tensors, floats, ints, self._handle, kinds, name, ",".join(wrt), state
         )
         count, single, _ = marker.shape
         return outputs[0] if single else tuple(outputs[:count])
@@ -459,17 +472,25 @@ class FusedFunction:
         return ranks.size, ranks.rank
 
     def derived(
-        self, values: Mapping[str, Any], group: dist.ProcessGroup | None, wrt: tuple[str, ...]
+        self,
+        values: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+        wrt: tuple[str, ...],
+        device: str,
     ) -> tuple[Derived | None, Program]:
-        """The program for arguments of which only shapes and types matter, and its derivative."""
+        """The program for arguments of which only shapes and types matter, and its derivative.
+
+        Args:
+            device: the type of device that it will run on.
+        """
         ranks = Ranks.of(group)
 
         def make() -> tuple[Derived | None, Program]:
-            program = self._traced(values, ranks)
+            program = self._traced(values, ranks, device)
             return (derive(program, wrt) if wrt else None), program
 
         found: tuple[Derived | None, Program] = self._cached(
-            (*self._key(values, ranks), wrt, "derived"), make
+            (*self._key(values, ranks, device), wrt, "derived"), make
         )
         return found
 
@@ -501,6 +522,9 @@ class FusedFunction:
                 return known
         ranks = Ranks.of(group)
         tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
+        for name, tensor in tensors.items():
+            if transformed(tensor):
+                refuse(name, tensor)
         wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
         if wrt and targets is not None:
             raise RuntimeError(
@@ -553,6 +577,11 @@ class FusedFunction:
             shortcut = values, targets or (), results
             self._shortcuts.add(program, ranks.group, self._captured, *shortcut)
         return result
+
+
+def device_of(values: Mapping[str, Any]) -> str:
+    """The type of device that the tensors are on."""
+    return next((v.device.type for v in values.values() if isinstance(v, torch.Tensor)), "cpu")
 
 
 def _requiring_grad(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class Differentiable:
 
 def complete(run: Run) -> list[torch.Tensor]:
     """The results of a run, waiting for each of its collectives."""
-    with torch.no_grad():
+    with torch.no_grad(), torch._C._DisableAutocast():
         try:
             while True:
                 wait(next(run), run)

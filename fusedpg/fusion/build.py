@@ -32,7 +32,7 @@ from fusedpg.fusion.ir import (
     Node,
     Source,
 )
-from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
+from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, exact
 
 REDUCE_OPS = ("sum", "mean", "max", "min")
 _LOGICAL = ("logical_and", "logical_or", "logical_not")
@@ -170,8 +170,14 @@ class Builder:
         if not tensors:
             return self.scalar_op(op, operands)
         self._unite(tensors)
+        for node in operands:
+            value = node.attribute("value") if node.op == "constant" and op != "dropout" else None
+            if not exact(value):
+                self.fail(f"{value} is no float64: write float({value})")
         shape, dtype = self._infer(op, operands, attributes)
         for node in tensors:
+            if node.layout.dim is not None and op == "cast":  # of a block, a block
+                return self.make(op, operands, node.layout, shape, dtype, **attributes)
             if node.layout.dim is not None:
                 self.fail("only matmul and linear take a block of a dimension", node)
         if any(node.layout == PARTIAL for node in tensors):
@@ -197,7 +203,7 @@ class Builder:
             return x.shape, x.dtype
         if op in _LOGICAL and any(node.dtype != torch.bool for node in operands):
             self.fail("`&`, `|` and `~` are for the results of comparisons")
-        metas = [self._example(node) for node in operands]
+        metas = [self.example(node) for node in operands]
         try:
             result = POINTWISE[op](*metas, **attributes)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -208,7 +214,8 @@ class Builder:
         return tuple(result.shape), result.dtype
 
     @staticmethod
-    def _example(node: Node) -> Any:
+    def example(node: Node) -> Any:
+        """What torch is asked with about a node: a number, or a tensor without contents."""
         if node.op == "constant":
             return node.attribute("value")
         if node.scalar:

@@ -103,6 +103,12 @@ class Source:
         return [node.numel for node, _ in self.operands]
 
     @functools.cached_property
+    def made_for(self) -> list[Node]:
+        """The contribution, the operands and the results: in these types, the code reads memory."""
+        given = [node for node, _ in self.operands]
+        return [self.scatter.operands[0], *given, *(node for node, _ in self.outputs)]
+
+    @functools.cached_property
     def key(self) -> int:
         """What all ranks must have: what is computed, of which types and shapes."""
         text = f"{self.code}\n{self.shapes}"

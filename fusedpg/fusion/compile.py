@@ -14,6 +14,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,16 +57,16 @@ class CompileError(FusionError):
 
 
 @functools.lru_cache
-def _compiler(given: str) -> tuple[str, str]:
-    """Path and version."""
-    for name in [given] if given else ["c++", "g++", "clang++"]:
+def _compiler(given: str) -> tuple[list[str], str]:
+    """The command, as "ccache g++" is one of two words, and the version."""
+    for name, *rest in [shlex.split(given)] if given.strip() else [["c++"], ["g++"], ["clang++"]]:
         path = shutil.which(name)
         if path is None:
             continue
-        path = os.path.abspath(path)  # it works in another directory
-        found = subprocess.run([path, "--version"], capture_output=True, timeout=60)
+        command = [os.path.abspath(path), *rest]  # it works in another directory
+        found = subprocess.run([*command, "--version"], capture_output=True, timeout=60)
         if found.returncode == 0:
-            return path, found.stdout.decode(errors="replace")
+            return command, found.stdout.decode(errors="replace")
     raise CompileError(f"there is no C++ compiler ({given or 'c++, g++, clang++'}); CXX names one")
 
 
@@ -201,7 +202,7 @@ def _library(text: str, name: str) -> int:
 
     def make(source: Path, library: Path, deadline: float) -> None:
         names = [source.name, "-o", library.name, f"-D{_ENTRY}={exported}"]
-        _run([compiler, *names, *flags], source.parent, deadline)
+        _run([*compiler, *names, *flags], source.parent, deadline)
 
     def load(path: Path, _: bytes) -> int:
         # By a path that no other library has: dlopen gives what it has loaded under the same one.
@@ -209,7 +210,7 @@ def _library(text: str, name: str) -> int:
         _libraries.append(library)
         return ctypes.cast(getattr(library, exported), ctypes.c_void_p).value or 0
 
-    facts = [*flags, torch.__version__, compiler, version, exported]
+    facts = [*flags, torch.__version__, *compiler, version, exported]
     return compiled(facts, text, (".cpp", ".so"), make, name, load)
 
 

@@ -18,7 +18,9 @@ from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.codegen_own_rows import generate_own_rows, of_rows
+from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import Group, Node, Program
+from fusedpg.fusion.places import span
 from fusedpg.fusion.scalars import scalars
 
 _log = logging.getLogger("fusedpg")
@@ -109,10 +111,13 @@ class Kernel:
         given: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         async_op: bool,
+        mark: int | None,
     ) -> Generator[Any, None, bool]:
         """Whether it has been done; then the values that others use are there.
 
-        Without `async_op` this thread does it, which saves waking another one.
+        Args:
+            async_op: else this thread does it, which saves waking another one.
+            mark: what ranks have to have alike besides, if anything.
         """
         assert self.source is not None
         source = self.source
@@ -153,13 +158,12 @@ class Kernel:
             done = torch.full((int(first),), float(not function), device=device)
         else:
             function = self._address or self._compiled(source)
-            done = torch.zeros(1, dtype=torch.uint8)
+            done = torch.zeros(1, dtype=torch.uint8, device="cpu")
         # Who waits when must not decide what ranks know.
         later = async_op and not first
         scalar = numbers, seeds
-        work = begin(
-            backend, function, source, contribution, operands, results, *scalar, done, later
-        )
+        given_to = contribution, operands, results, *scalar, done, later
+        work = begin(backend, function, source, *given_to, mark=mark or 0)
         if work is not None:
             yield work
         if first and not done.item():
@@ -280,11 +284,20 @@ def begin(
     first: int = 0,
     runs: int = 0,
     spacing: int = 0,
+    mark: int = 0,
 ) -> Any:
-    """The group's operation: its Work, or None where it has been done. `done`: if by all ranks."""
+    """The group's operation: its Work, or None where it has been done. `done`: if by all ranks.
+
+    The operation checks sizes and devices.
+    """
+    for node, tensor in zip(source.made_for, (contribution, *operands, *results), strict=True):
+        if tensor.dtype is not node.dtype:
+            raise unfit(node, tensor)
+    if contribution.numel() != source.scatter.numel:
+        raise unfit(source.scatter.operands[0], contribution)
     return backend.fused_program_(
         function,
-        source.key,
+        source.key ^ mark,
         source.op,
         contribution,
         operands,
@@ -300,6 +313,14 @@ def begin(
     )
 
 
+def unfit(node: Node, tensor: torch.Tensor) -> FusionError:
+    """What is raised where code would read or write memory that it was not made for."""
+    return FusionError(
+        f"a program is made for {node.described()}, and found {tensor.dtype} of shape "
+        f"{list(tensor.shape)} on {tensor.device}: a fault of fusedpg, please report it"
+    )
+
+
 class _Spans:
     """Where tensors lie, looked up once a call."""
 
@@ -309,13 +330,7 @@ class _Spans:
     def _of(self, t: torch.Tensor) -> tuple[int, int]:
         found = self._found.get(id(t))
         if found is None:
-            first, size = t.data_ptr(), t.element_size()
-            if t.is_contiguous():
-                found = first, first + t.numel() * size
-            else:
-                last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
-                found = first, first + (last + 1) * size if t.numel() else first
-            self._found[id(t)] = found
+            found = self._found[id(t)] = span(t)
         return found
 
     def overlap(self, a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -348,4 +363,4 @@ def generated(program: Program, device: str = "cpu") -> str:
     return "\n".join(parts) or "// no fused collective: nothing is generated\n"
 
 
-__all__ = ["AS_IS", "Kernel", "begin", "generated", "kernel"]
+__all__ = ["AS_IS", "Kernel", "begin", "generated", "kernel", "unfit"]

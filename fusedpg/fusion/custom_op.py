@@ -102,7 +102,7 @@ def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _marker(count: int, single: bool) -> Tensor:
     """An empty tensor whose shape tells how many of the outputs are results."""
-    return torch.empty(count, int(single), 0)
+    return torch.empty(count, int(single), 0, device="cpu")
 
 
 def _distinct(results: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -125,15 +125,17 @@ def fused_function(
     kinds: str,
     group: str,
     wrt: str,
+    state: str,
 ) -> list[Tensor]:
     """A marker, the results, what the backward needs of them, and by which plan they were made."""
     function = _functions[handle]
     values = _values(function, kinds, tensors, _read(floats), ints)
-    plan, program, place = function.planned(values, _group(group), _names(wrt))
+    with _autocast(state):
+        plan, program, place = function.planned(values, _group(group), _names(wrt))
     results = complete(Executor(program, *place).run(values))
     count = plan.results if plan else len(results)
     single = plan.derived.single if plan else program.single
-    number = [torch.tensor(_keep(function, plan))] if plan else []
+    number = [torch.tensor(_keep(function, plan), device="cpu")] if plan else []
     return [_marker(count, single), *_distinct(results, tensors), *number]
 
 
@@ -146,14 +148,15 @@ def _(
     kinds: str,
     group: str,
     wrt: str,
+    state: str,
 ) -> list[Tensor]:
-    derived, program = _seen(tensors, handle, kinds, group, wrt)
+    derived, program = _seen(tensors, handle, kinds, group, wrt, state)
     count = len(derived.differentiable) if derived else len(program.outputs)
     outputs = derived.forward.outputs if derived else program.outputs
     single = derived.single if derived else program.single
     device = tensors[0].device if tensors else torch.device("cpu")
     place = _functions[handle].place(_group(group))
-    number = [torch.empty((), dtype=torch.int64)] if derived else []
+    number = [torch.empty((), dtype=torch.int64, device="cpu")] if derived else []
     return [_marker(count, single), *(_like(node, place, device) for node in outputs), *number]
 
 
@@ -171,14 +174,35 @@ def _names(wrt: str) -> tuple[str, ...]:
     return tuple(wrt.split(",")) if wrt else ()
 
 
+def autocast_of(values: Sequence[Any]) -> str:
+    """The device of the tensors, and what autocast casts to there, as text; torch.compile traces
+    this.
+    """
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            device = value.device.type
+            if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+                return f"{device} {torch.get_autocast_dtype(device)}"
+            return f"{device} "
+    return "cpu "
+
+
+def _autocast(state: str) -> torch.autocast:
+    """The state of such a text: when an operation runs, torch may have another one."""
+    device, _, name = state.partition(" ")
+    dtype = getattr(torch, name.removeprefix("torch.")) if name else None
+    return torch.autocast(device if name else "cpu", dtype=dtype, enabled=bool(name))
+
+
 def _seen(
-    tensors: Sequence[Tensor], handle: str, kinds: str, group: str, wrt: str
+    tensors: Sequence[Tensor], handle: str, kinds: str, group: str, wrt: str, state: str
 ) -> tuple[Derived | None, Program]:
     """The program of a call, and its derivative; of numbers only the kinds matter."""
     function = _functions[handle]
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), _autocast(state):
         values = _without_numbers(function, kinds, _stand_ins(tensors))
-        return function.derived(values, _group(group), _names(wrt))
+        device = state.partition(" ")[0]
+        return function.derived(values, _group(group), _names(wrt), device)
 
 
 def _like(node: Node, place: tuple[int, int], device: torch.device) -> Tensor:
@@ -200,6 +224,7 @@ def fused_function_backward(
     kinds: str,
     group: str,
     wrt: str,
+    state: str,
 ) -> list[Tensor]:
     """The gradients of `wrt`; `like` has the shapes and types of the function's tensors."""
     function = _functions[handle]
@@ -225,8 +250,9 @@ def _(
     kinds: str,
     group: str,
     wrt: str,
+    state: str,
 ) -> list[Tensor]:
-    derived, _ = _seen(like, handle, kinds, group, wrt)
+    derived, _ = _seen(like, handle, kinds, group, wrt, state)
     assert derived is not None
     nodes: Mapping[str, Node] = dict(zip(derived.gradients, derived.program.outputs))
     place = _functions[handle].place(_group(group))
@@ -234,12 +260,12 @@ def _(
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, floats, ints, handle, kinds, group, wrt = inputs
-    ctx.rest = (ints, handle, kinds, group, wrt)
+    tensors, floats, ints, handle, kinds, group, wrt, state = inputs
+    ctx.rest = (ints, handle, kinds, group, wrt, state)
     ctx.count, ctx.floats = len(tensors), len(floats)
     if not wrt:
         return
-    derived, _ = _seen(tensors, handle, kinds, group, wrt)
+    derived, _ = _seen(tensors, handle, kinds, group, wrt, state)
     assert derived is not None
     values = _without_numbers(_functions[handle], kinds, tensors)
     plan = Differentiable(derived, None, None)  # type: ignore[arg-type]  # its kept values alone
@@ -252,9 +278,9 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
-    ints, handle, kinds, group, wrt = ctx.rest
+    ints, handle, kinds, group, wrt, state = ctx.rest
     # A list of numbers has no gradient; an empty one counts as a list of tensors.
-    none: tuple[Any, ...] = ([None] * ctx.floats, None if ints else [], None, None, None, None)
+    none: tuple[Any, ...] = ([None] * ctx.floats, None if ints else [], *[None] * 5)
     if not wrt:
         return [None] * ctx.count, *none
     number, *saved = ctx.saved_tensors
@@ -266,7 +292,7 @@ def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
     found = torch.ops.fusedpg.fused_function_backward(
         list(kept),
         gradients,
-        list(like), number, list(floats), ints, handle, kinds, group, wrt,
+        list(like), number, list(floats), ints, handle, kinds, group, wrt, state,
     )  # fmt: skip
     names = _functions[handle].tensor_names(kinds)
     by_name = dict(zip(_names(wrt), found))

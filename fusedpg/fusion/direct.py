@@ -10,7 +10,7 @@ import torch
 
 from fusedpg.fusion import compile
 from fusedpg.fusion.codegen import Source
-from fusedpg.fusion.compiled import begin, kernel
+from fusedpg.fusion.compiled import begin, kernel, unfit
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.scalars import scalars
 
@@ -119,7 +119,7 @@ class Direct:
             spacing: of the first elements of neighbouring blocks, their distance in that tensor.
         """
         numbers, seeds = self._given(values)
-        done = torch.zeros(1, dtype=torch.uint8)
+        done = torch.zeros(1, dtype=torch.uint8, device="cpu")
         work = begin(
             backend,
             self._function,
@@ -146,6 +146,15 @@ class Direct:
         numbers, seeds = self._given(values)
         total = values[self._contribution].contiguous()
         operands = self._read(values)
+        scatter, (of_result, _) = self._source.scatter, self._source.outputs[0]
+        assert scatter.dtype is not None
+        wide = torch.float32 if scatter.dtype.itemsize == 2 else scatter.dtype
+        pairs = [(scatter, total, wide), (of_result, result, of_result.dtype)]
+        pairs += [(n, x, n.dtype) for (n, _), x in zip(self._source.operands, operands)]
+        for node, tensor, dtype in pairs:
+            fits = tensor.dtype is dtype and tensor.numel() == node.numel
+            if not fits or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise unfit(node, tensor)
         place = array(ctypes.c_void_p, [result.data_ptr()])
         args = Args(
             array(ctypes.c_void_p, [total.data_ptr()]),

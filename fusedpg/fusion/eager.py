@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fusedpg.functional import shard_range
-from fusedpg.fusion.compiled import kernel
+from fusedpg.fusion import alike
+from fusedpg.fusion.compiled import kernel, unfit
 from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
 from fusedpg.fusion.local import local_kernel
@@ -24,6 +25,7 @@ from fusedpg.fusion.messages import Messages, Transfer
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
 from fusedpg.fusion.philox import kept
 from fusedpg.fusion.places import with_memory
+from fusedpg.fusion.scalars import checked
 
 _log = logging.getLogger("fusedpg")
 _REDUCE_OPS = {
@@ -79,6 +81,8 @@ class Executor:
         self._rank = rank
         self._values: dict[Node, Any] = {}
         self._messages: Messages | None = None
+        self._arguments: Mapping[str, Any] = {}
+        self._mark: int | None = None  # of this call, until ranks have compared theirs
 
     def run(self, arguments: Mapping[str, Any]) -> Run:
         """The results, in the layouts of the program's outputs."""
@@ -121,15 +125,24 @@ class Executor:
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         for node in self._program.inputs:
             values[node] = arguments[node.name]
+        if self._world_size > 1 and not _capturing(device):
+            self._arguments, self._mark = arguments, alike.mark(self._program, arguments)
         for (group, nodes), released in zip(self._program.units, self._program.released):
             if group is not None and group.kind == "overlap":
                 yield from self._overlap(group, nodes)
             elif group is None or not (yield from self._compiled(group, nodes, given)):
                 for node in nodes:
                     if node.op != "input":
-                        values[node] = yield from self._evaluate(node)
+                        values[node] = value = yield from self._evaluate(node)
+                        if node.dtype is not None and value.dtype is not node.dtype:
+                            raise unfit(node, value)
             for node in released:
                 values.pop(node, None)  # a compiled group keeps some to itself
+        if self._mark is not None and len(given) < len(arguments):
+            # There was no reduction, and there are numbers or flags.
+            work, total = self._begin_sum("max", torch.zeros(0, dtype=torch.float32, device=device))
+            yield work
+            self._end_sum("max", total, (0,))
         if self._messages is not None:
             yield from self._messages.finish()
         return [self._own(node, given) for node in self._program.outputs]
@@ -166,6 +179,7 @@ class Executor:
                 given,
                 self._targets,
                 self._async_op,
+                self._take_mark(program=True),
             )
         )
 
@@ -218,8 +232,9 @@ class Executor:
             )
         if node.op in LOCAL_REDUCTIONS:
             return self._local_reduction(node, values[0])
+        for operand, value in zip(node.operands, values):
+            checked(value, operand)
         result: torch.Tensor = POINTWISE[node.op](*values, **dict(node.attributes))
-        assert result.dtype == node.dtype, node.described()
         return result
 
     def _range(self, shape: tuple[int, ...], row: int = 1) -> tuple[int, int]:
@@ -272,39 +287,75 @@ class Executor:
     # --- with the group ----------------------------------------------------------------------
 
     def _reduce(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
+        op = node.attribute("op")
         if node.op == "all_reduce":
-            work, total = self._begin_sum(node, value)
+            work, total = self._begin_sum(op, value)
             if work is not None:
                 yield work
-            return self._end_sum(node, total)
+            return self._end_sum(op, total, node.shape).to(node.dtype)
         length = self._range(node.shape)[1]
+        wide = self._widened(value).reshape(-1)
         if self._world_size == 1 or not node.numel:
-            return self._end_sum(node, self._widened(value).reshape(-1).clone())
+            return self._end_sum(op, wide.clone(), (length,)).to(node.dtype)
         chunk = shard_range(node.numel, self._world_size, 0)[1]
-        whole = _padded(self._widened(value).reshape(-1), chunk * self._world_size)
-        part = whole.new_empty(chunk)
-        op = _REDUCE_OPS[node.attribute("op")]
-        yield _reduce_scatter(part, whole, op=op, group=self._group, async_op=True)
-        return self._end_sum(node, part[:length])
+        whole = _padded(wide, chunk * self._world_size).view(self._world_size, chunk)
+        words = self._words(op, whole)
+        if len(words):
+            whole = torch.cat([whole, words.expand(self._world_size, -1)], 1)
+        part = whole.new_empty(whole.shape[1])
+        yield _reduce_scatter(
+            part, whole.view(-1), op=_REDUCE_OPS[op], group=self._group, async_op=True
+        )
+        self._compare(op, part[chunk:])
+        return self._end_sum(op, part[:length], (length,)).to(node.dtype)
+
+    # --- whether all ranks call alike ---------------------------------------------------------
+
+    def _take_mark(self, *, program: bool = False) -> int | None:
+        """This call's mark, where ranks have not compared theirs; who takes it has it compared.
+
+        Args:
+            program: whether it goes with a generated program. One that is all of the call has its
+                numbers compared anyway, and calls of it may take a shortcut.
+        """
+        if program and self._program.one_group:
+            self._mark = None
+        found, self._mark = self._mark, None
+        return found
+
+    def _words(self, op: str, like: torch.Tensor) -> torch.Tensor:
+        """The mark as elements that travel behind those of a reduction; none where it is known."""
+        mark = self._take_mark()
+        found = [] if mark is None else alike.words(mark, self._world_size, op)
+        return torch.tensor(found, dtype=like.dtype, device=like.device)
+
+    def _compare(self, op: str, words: torch.Tensor) -> None:
+        if len(words) and not alike.equal(words.tolist(), self._world_size, op):
+            assert self._group is not None
+            raise alike.difference(self._program, self._arguments, self._group)
 
     @staticmethod
     def _widened(value: torch.Tensor) -> torch.Tensor:
         """16-bit types are summed in float32, whatever the backend does."""
         return value.float() if value.dtype.itemsize == 2 else value
 
-    def _begin_sum(self, node: Node, value: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _begin_sum(self, op: str, value: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """A sum over the ranks that has begun, flat, with the mark's words behind it."""
         wide = self._widened(value)
-        total = wide.clone(memory_format=torch.contiguous_format) if wide is value else wide
-        total = total.contiguous()
+        words = self._words(op, wide)
+        total = torch.empty(wide.numel() + len(words), dtype=wide.dtype, device=wide.device)
+        total[: wide.numel()].view(wide.shape).copy_(wide)
+        total[wide.numel() :] = words
         if self._world_size == 1 or not total.numel():
             return None, total
-        op = _REDUCE_OPS[node.attribute("op")]
-        return dist.all_reduce(total, op=op, group=self._group, async_op=True), total
+        work = dist.all_reduce(total, op=_REDUCE_OPS[op], group=self._group, async_op=True)
+        return work, total
 
-    def _end_sum(self, node: Node, total: torch.Tensor) -> torch.Tensor:
-        if node.attribute("op") == "mean":
-            total = total / self._world_size
-        return total if total.dtype == node.dtype else total.to(node.dtype)
+    def _end_sum(self, op: str, total: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        count = math.prod(shape)
+        self._compare(op, total[count:])
+        total = total[:count].view(shape)
+        return total / self._world_size if op == "mean" else total
 
     def _gather(self, node: Node, part: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
         if self._world_size == 1 or not node.numel:
@@ -331,18 +382,25 @@ class Executor:
         a, b = (self._values[operand] for operand in product.operands)
         transposed = product.attribute("transposed")
         begun = []
+        op = collective.attribute("op")
         for rows in a.reshape(-1, a.shape[-1]).tensor_split(group.chunks):
-            begun.append(self._begin_sum(collective, _matmul(rows, b, transposed)))
+            part = _matmul(rows, b, transposed)
+            begun.append((*self._begin_sum(op, part), part.shape))
         totals = []
-        for work, total in begun:
+        for work, total, shape in begun:
             if work is not None:
                 yield work
-            totals.append(self._end_sum(collective, total))
+            totals.append(self._end_sum(op, total, shape).to(collective.dtype))
         self._values[product] = None
         self._values[collective] = torch.cat(totals).reshape(collective.shape)
         for node in nodes:
             if node.op == "constant":
                 self._values[node] = node.attribute("value")
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a graph of the GPU is being made, for which the host cannot wait."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:

@@ -241,6 +241,13 @@ class Program:
             result.append((group, tuple(members[ready])))
         return tuple(result)
 
+    @functools.cached_property
+    def one_group(self) -> bool:
+        """Whether all tensors that are computed are those of one group."""
+        alone = [nodes[0] for group, nodes in self.units if group is None]
+        groups = len(self.units) - len(alone)
+        return groups == 1 and all(node.scalar or node.op == "input" for node in alone)
+
     def find(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
 

@@ -22,7 +22,7 @@ from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.codegen import Unsupported, code
 from fusedpg.fusion.codegen_rows import BROADCAST, CHUNK, SLICE, RowSource, generate_rows
 from fusedpg.fusion.direct import Args, Output, array
-from fusedpg.fusion.ir import Node, Program
+from fusedpg.fusion.ir import SHARD, Node, Program
 from fusedpg.fusion.scalars import scalars
 
 _log = logging.getLogger("fusedpg")
@@ -91,7 +91,8 @@ class LocalKernel:
             # By whether code is wanted: who does not want it has to be asked, too.
             key = "rows", wanted, self._code
             if agreed(there, key) is None:
-                flag = torch.tensor([float(wanted and self._found(source))])
+                able = float(wanted and self._found(source))
+                flag = torch.tensor([able], dtype=torch.float32, device="cpu")
                 yield dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True)
                 agree(there, key, bool(flag.item()))
                 if not flag.item():
@@ -119,13 +120,18 @@ class LocalKernel:
             else:
                 value = values[node]
                 value = value.expand(shape) if how == BROADCAST else value
+            count = math.prod(shape)
+            if how == SLICE or node.layout == SHARD:
+                count = shard_range(count, self._world_size, rank)[1]
+            if value.dtype is not node.dtype or value.numel() != count:
+                raise compiled.unfit(node, value)
             operands.append(value.contiguous())
         first, total = 0, math.prod(source.shape)
         if source.sliced:
             first, total = shard_range(total, self._world_size, rank)
         length = source.rows.length if source.rows is not None else CHUNK
         results = [
-            torch.empty((total,) if source.sliced else node.shape, dtype=node.dtype)
+            torch.empty((total,) if source.sliced else node.shape, dtype=node.dtype, device="cpu")
             for node in source.outputs
         ]
         numbers, seeds = scalars(source, values.__getitem__)
@@ -136,7 +142,7 @@ class LocalKernel:
         buffers = 64 + source.buffers * (8 * (length + 64) + 64)
 
         def part(begin: int, count: int) -> None:
-            scratch = torch.empty(buffers, dtype=torch.uint8)
+            scratch = torch.empty(buffers, dtype=torch.uint8, device="cpu")
             own = array(ctypes.c_void_p, [scratch.data_ptr() + -scratch.data_ptr() % 64])
             outputs = array(Output, [Output(place, 1, 1, 0) for place in (*places, own)])
             args = Args(None, 0, given, outputs, doubles, others)

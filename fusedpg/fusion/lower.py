@@ -13,14 +13,29 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedpg.fusion import functions
+from fusedpg.fusion import autocast, functions
 from fusedpg.fusion.build import Builder
-from fusedpg.fusion.errors import IllegalProgram
+from fusedpg.fusion.errors import FusionError, IllegalProgram
 from fusedpg.fusion.ir import FLOATS, PARTIAL, REPLICATE, SHARD, Layout, Node, Program
 from fusedpg.fusion.ops import FUNCTIONS, METHODS, UNARY
+from fusedpg.fusion.trace import IN_PLACE
 
 _COLLECTIVES = (functions.all_reduce, functions.reduce_scatter, funcol.all_reduce)
+# What torch's functions are not: autocast leaves these alone.
+_OURS = frozenset(
+    {
+        funcol.all_reduce,
+        functions.all_reduce,
+        functions.reduce_scatter,
+        functions.all_gather,
+        functions.broadcast,
+        functions.send,
+        functions.recv,
+        functions.dropout,
+    }
+)
 _DTYPE_METHODS = {
     "float": torch.float32,
     "double": torch.float64,
@@ -85,13 +100,16 @@ class Lowering:
         domains: Mapping[str, tuple[int, ...] | None],
         world_size: int,
         group_matches: Callable[[Any], bool],
+        device: str,
     ) -> None:
         self.build = Builder(world_size)
+        self._device = device
         self._graph = graph
         self._parameters = parameters
         self._domains = domains
         self._group_matches = group_matches
         self._values: dict[fx.Node, Any] = {}
+        self._casts: dict[tuple[Node, torch.dtype], Node] = {}
         self.inputs: dict[str, Node] = {}
         self.used: set[Node] = set()
         self.messages: list[Node] = []
@@ -107,6 +125,12 @@ class Lowering:
                 elif node.op == "output":
                     self.result = self._value(node.args[0])
                 elif node.op in ("call_function", "call_method"):
+                    if node.meta["changed"]:
+                        self.build.fail(
+                            f"{node.meta['changed']} in a part of the function: of context "
+                            "managers inside of a program torch.autocast alone has an effect. "
+                            "Compute what shall have no gradient outside, and pass it"
+                        )
                     self._values[node] = self._call(node)
                 elif isinstance(node.meta["value"], dist.ProcessGroup):
                     self._values[node] = node.meta["value"]
@@ -153,9 +177,20 @@ class Lowering:
     def _call(self, node: fx.Node) -> Any:
         args = tuple(self._value(arg) for arg in node.args)
         kwargs = {key: self._value(value) for key, value in node.kwargs.items()}
-        target = node.target
+        target: Any = node.target
         if target is getattr or target is operator.getitem:
             return self._inspect(args)
+        if target in IN_PLACE and isinstance(args[0], Node):
+            sign = IN_PLACE[target]
+            if not args[0].scalar:
+                self.build.fail(
+                    f"`x {sign}= y` writes into the tensor x, and programs do not write into "
+                    f"tensors: x = x {sign} y, and return x"
+                )
+            target = getattr(operator, target.__name__[1:], target)  # a number is another one then
+        dtype = node.meta["autocast"].get(self._device)
+        if dtype is not None and target not in _OURS:
+            args, kwargs = self._autocast(node, args, kwargs, dtype)
         if node.op == "call_method":
             name = str(target)
             handler = _METHOD_HANDLERS.get(name)
@@ -174,6 +209,45 @@ class Lowering:
                 raise
             self.build.fail(f"arguments that are not known here: {error}")
         self._unknown(name)
+
+    def _autocast(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, cast as autocast casts them for this call."""
+
+        def tensor(x: Any) -> bool:
+            return isinstance(x, Node) and not x.scalar
+
+        tensors = [x for x in tree_leaves((args, kwargs)) if tensor(x)]
+        if any(self.build.open(x) for x in tensors):
+            return args, kwargs  # this pass finds out shapes
+
+        def example(x: Any) -> Any:
+            if not isinstance(x, Node):
+                return x
+            return autocast.Example(x.shape, x.dtype) if tensor(x) else self.build.example(x)
+
+        target: Any = node.target
+        function = getattr(torch.Tensor, target, None) if node.op == "call_method" else target
+        if function is None:
+            return args, kwargs  # which is no operation
+        given, named = tree_map(example, (args, kwargs))
+        try:
+            types = iter(autocast.casts(function, given, named, self._device, dtype))
+        except FusionError as error:
+            self.build.fail(str(error))
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return args, kwargs  # torch refuses it: so do we, with a reason of our own
+
+        def cast(x: Any) -> Any:
+            to = next(types) if tensor(x) else None
+            if to is None or x.dtype == to:
+                return x
+            if (x, to) not in self._casts:
+                self._casts[x, to] = self._cast(x, to)
+            return self._casts[x, to]
+
+        return tree_map(cast, (args, kwargs))
 
     def _unknown(self, name: str) -> Any:
         if name.endswith("_") and not name.endswith("__"):
@@ -450,11 +524,17 @@ def lower(
     results: tuple[Layout | None, ...] | None,
     world_size: int,
     group_matches: Callable[[Any], bool],
+    device: str,
 ) -> Program:
-    """The program of a graph. `results`: the annotated layouts of what it returns, if any."""
+    """The program of a graph.
+
+    Args:
+        results: the annotated layouts of what it returns, if any.
+        device: the type of device that it is for; autocast is for one.
+    """
 
     def run(domains: Mapping[str, tuple[int, ...] | None]) -> Lowering:
-        lowering = Lowering(graph, parameters, domains, world_size, group_matches)
+        lowering = Lowering(graph, parameters, domains, world_size, group_matches, device)
         lowering.run()
         return lowering
 

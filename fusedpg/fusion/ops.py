@@ -47,6 +47,14 @@ POINTWISE: dict[str, Callable[..., Any]] = {
     "cast": lambda x, dtype: x.to(dtype),
 }
 
+
+def exact(value: Any) -> bool:
+    """Whether a number is a float64, or an int that is one."""
+    if not isinstance(value, int) or abs(value) <= 1 << 53:
+        return True
+    return abs(value) < 1 << 1000 and int(float(value)) == value
+
+
 _BINARY = (
     "add sub mul div pow maximum minimum lt le gt ge eq ne logical_and logical_or where clamp cast"
 )
@@ -67,10 +75,10 @@ SCALAR_OPS: dict[str, Callable[..., Any]] = {
 
 # How a user spells them. Methods of tensors go by the same names.
 _SPELLINGS: dict[str, tuple[Any, ...]] = {
-    "add": (operator.add, operator.iadd, torch.add),
-    "sub": (operator.sub, operator.isub, torch.sub, torch.subtract),
-    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply),
-    "div": (operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide),
+    "add": (operator.add, torch.add),
+    "sub": (operator.sub, torch.sub, torch.subtract),
+    "mul": (operator.mul, torch.mul, torch.multiply),
+    "div": (operator.truediv, torch.div, torch.divide, torch.true_divide),
     "pow": (operator.pow, torch.pow),
     "neg": (operator.neg, torch.neg, torch.negative),
     "abs": (operator.abs, torch.abs, torch.absolute),

@@ -46,7 +46,7 @@ def kept(p: float, seed: int, begin: int, count: int, device: torch.device) -> t
     if device.type != "cpu" or count <= _AT_ONCE:
         return (words(seed, begin, count, device) >> 8) >= least
     # A dozen passes over int64: part by part, in the cache, they take a third of the time.
-    found = torch.empty(count, dtype=torch.bool)
+    found = torch.empty(count, dtype=torch.bool, device=device)
     for first in range(0, count, _AT_ONCE):
         part = found[first : first + _AT_ONCE]
         torch.ge(words(seed, begin + first, part.numel()) >> 8, least, out=part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,13 @@ class Ranks:
         if not dist.is_initialized():
             raise RuntimeError("a fused function runs on a group: call init_process_group first")
         pg = dist.distributed_c10d._get_default_group() if group is None else group
+        given: Any = pg
+        if not isinstance(given, dist.ProcessGroup):  # what new_group gives to other ranks
+            if given is dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(
+                    f"rank {dist.get_rank()} is not in the group of this call: only its ranks call"
+                )
+            raise TypeError(f"group is a ProcessGroup, got {type(given).__name__}")
         found = _known.get(pg)
         if found is None:
             rank = dist.get_rank(pg)
@@ -82,8 +89,45 @@ def check_part(node: Node, name: str, tensor: torch.Tensor, ranks: Ranks) -> Non
         )
 
 
+def span(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first element to behind its last one."""
+    first, size = t.data_ptr(), t.element_size()
+    if not t.numel():
+        return first, first
+    if t.is_contiguous():
+        return first, first + t.numel() * size
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    return first, first + (last + 1) * size
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether elements of both are the same."""
+    (a0, a1), (b0, b1) = span(a), span(b)
+    if a.device != b.device or a1 <= b0 or b1 <= a0:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    return bool(torch.isin(_bytes(a), _bytes(b)).any())  # as columns of one matrix are not
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """The address of each byte of its elements."""
+    found = torch.arange(t.data_ptr(), t.data_ptr() + t.element_size(), device="cpu")
+    for size, stride in zip(t.shape, t.stride()):
+        found = found + torch.arange(size, device="cpu").reshape(-1, 1) * stride * t.element_size()
+        found = found.reshape(-1)
+    return found
+
+
+def transformed(tensor: torch.Tensor) -> bool:
+    """Whether vmap or torch.func.grad has put it in place of another one."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether elements are where it points: not of DTensors, sparse ones and others' wrappers."""
+    if transformed(tensor):
+        return False
     kind = type(tensor)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
@@ -103,10 +147,7 @@ def with_memory(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(value, AsyncCollectiveTensor):  # on its way
             changed[id(value)] = value.wait()
         elif not has_memory(value):
-            raise TypeError(
-                f"`{name}` is a {_described(value)}: a fused function takes ordinary tensors, of a "
-                "DTensor its to_local() in the layout that the function annotates"
-            )
+            refuse(name, value)
         elif value.is_neg():  # which is an attribute, and not in its memory
             changed[id(value)] = value.resolve_neg()
     if not changed:
@@ -114,8 +155,18 @@ def with_memory(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: changed.get(id(value), value) for name, value in arguments.items()}
 
 
+def refuse(name: str, value: torch.Tensor) -> NoReturn:
+    raise TypeError(
+        f"`{name}` is a {_described(value)}: a fused function takes ordinary tensors, of a DTensor "
+        "its to_local() in the layout that the function annotates, and outside of torch.func's "
+        "transformations (vmap, grad)"
+    )
+
+
 def _described(tensor: torch.Tensor) -> str:
     kind = type(tensor).__name__
+    if transformed(tensor):
+        return f"{kind} of torch.func"
     return kind if tensor.layout is torch.strided else f"{kind} of layout {tensor.layout}"
 
 
@@ -133,5 +184,11 @@ def check_targets(program: Program, targets: list[torch.Tensor], ranks: Ranks) -
             )
         if any(target is other for other in targets[:number]):
             raise ValueError(f"target {number} is given twice")
+        for before, other in enumerate(targets[:number]):
+            if overlap(other, target):
+                raise ValueError(
+                    f"targets {before} and {number} lie in the same memory: one result would write "
+                    "over the other"
+                )
         if target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"target {number} requires grad: call it under torch.no_grad()")

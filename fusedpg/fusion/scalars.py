@@ -9,6 +9,22 @@ from typing import Any
 from fusedpg.fusion.codegen import Source
 from fusedpg.fusion.codegen_rows import RowSource
 from fusedpg.fusion.ir import Node
+from fusedpg.fusion.ops import exact
+
+
+def checked(value: Any, node: Node) -> Any:
+    """A number as an operand of tensors.
+
+    Raises:
+        ValueError: for an int that no float64 holds: what is computed with it would depend on who
+            rounds it to the tensors' type.
+    """
+    if not exact(value):
+        raise ValueError(
+            f"{value} is no float64: as an operand of tensors pass float({value}); "
+            f"{node.described()}"
+        )
+    return value
 
 
 def scalars(
@@ -17,9 +33,9 @@ def scalars(
     """Numbers, behind them threshold and scale of each dropout; and seeds.
 
     Raises:
-        ValueError: for a probability or a seed that is none.
+        ValueError: for a probability or a seed that is none, or as `checked`.
     """
-    numbers = [float(value(node)) for node in source.numbers]
+    numbers = [float(checked(value(node), node)) for node in source.numbers]
     for node in source.dropouts:
         p = value(node.operands[1])
         if not 0 <= p <= 1:

@@ -18,6 +18,7 @@ from fusedpg.fusion.compiled import Kernel, begin, kernel
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.ops import SCALAR_OPS
 from fusedpg.fusion.scalars import scalars
+from fusedpg.fusion.trace import ambient
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KEPT = 256
@@ -46,7 +47,7 @@ class Shortcut:
         assert source is not None
         self._kernel = found
         self._captured = captured
-        self._reads = captured()
+        self._reads = captured(), ambient("cpu")
         self._backend = backend
         self._source = source
         inputs = {node.name: node for node in program.inputs}
@@ -131,7 +132,7 @@ class Shortcut:
             return None
         if not self._same.are([*map(values.__getitem__, self._tensors), *targets]):
             return None
-        if self._captured() != self._reads:
+        if (self._captured(), ambient("cpu")) != self._reads:
             return None
         if not self._kernel.usable(group):
             return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,21 +21,89 @@ from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import Source
 
 _HERE = str(Path(__file__).parent)
+# Devices that programs run on, and that autocast may be on for.
+_DEVICES = ("cpu", "cuda")
 _NOT_THE_USERS = (_HERE, str(Path(torch.__file__).parent))
+# Python's in-place operators.
+IN_PLACE: dict[Any, str] = {
+    operator.iadd: "+",
+    operator.isub: "-",
+    operator.imul: "*",
+    operator.itruediv: "/",
+    operator.ifloordiv: "//",
+    operator.imod: "%",
+    operator.ipow: "**",
+    operator.imatmul: "@",
+    operator.iand: "&",
+    operator.ior: "|",
+    operator.ixor: "^",
+    operator.ilshift: "<<",
+    operator.irshift: ">>",
+}
 # fx patches modules while it traces, for all threads.
 _TRACING = threading.RLock()
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast casts to on a device in this thread; None where it is off."""
+    if device in _DEVICES and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def ambient(device: str) -> tuple[torch.dtype | None, torch.dtype]:
+    """This thread's state that decides which types torch's functions give."""
+    return autocast_dtype(device), torch.get_default_dtype()
+
+
+class _Stand(fx.Proxy):
+    """Stands for a tensor: assignments to its attributes would be lost."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise IllegalProgram(
+                f"{_users_line()}: `{name}` of a tensor is assigned to; programs do not write into "
+                "tensors: compute a new one, and return it"
+            )
+        object.__setattr__(self, name, value)
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
+    def method(x: fx.Proxy, y: Any) -> fx.Proxy:
+        return x.tracer.create_proxy("call_function", function, (x, y), {})
+
+    return method
+
+
+# Python takes `x = x ** y` for an in-place operator that a class does not have.
+for _function in IN_PLACE:
+    setattr(_Stand, f"__{_function.__name__}__", _recorded(_function))
+
+
 class _Tracer(fx.Tracer):
-    """Notes the line of the user's file with each node."""
+    """Notes with each node the line of the user's file and the state of torch in that line."""
 
     def __init__(self) -> None:
         super().__init__(autowrap_modules=(math, funcol))  # type: ignore[arg-type]
+        self._default = torch.get_default_dtype()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Stand(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         node.meta["source"] = _users_line()
+        node.meta["autocast"] = {device: autocast_dtype(device) for device in _DEVICES}
+        node.meta["changed"] = self._changed()
         return node
+
+    def _changed(self) -> str:
+        """What a context manager inside of the function has changed, of what cannot be kept."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return "gradients are off"
+        if torch.get_default_dtype() != self._default:
+            return "the default dtype has changed"
+        return ""
 
 
 def is_users(file: str) -> bool:
@@ -70,6 +140,15 @@ def _wrapped_names(names: dict[str, Any]) -> Iterator[None]:
         names.update(dict.fromkeys(found, function))
 
 
+def _random_state() -> tuple[Any, ...]:
+    """That of the generators of Python, torch and, where it is used, NumPy, to be compared."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ("", b"", 0)
+    with torch._C._DisableFuncTorch():
+        of_torch = torch.get_rng_state().tolist()
+    return random.getstate(), of_torch, bytes(state[1]), state[2]
+
+
 def line_of(function: Callable[..., Any]) -> Source:
     code = function.__code__
     return Source(code.co_filename, code.co_firstlineno)
@@ -81,17 +160,26 @@ def trace(
     """The graph of a function of these parameters, the others having these values."""
     names = ", ".join(dynamic)
     passed = ", ".join(f"{name}={name}" for name in dynamic)
-    code = f"def program({names}):\n    return function({passed}{', ' * bool(dynamic)}**static)\n"
-    scope: dict[str, Any] = {"function": function, "static": dict(static)}
+    given = f"{passed}{', ' * bool(dynamic)}**fusedpg_static"  # no parameter is called so
+    code = f"def program({names}):\n    return fusedpg_function({given})\n"
+    scope: dict[str, Any] = {"fusedpg_function": function, "fusedpg_static": dict(static)}
     exec(compile(code, "<fusedpg program>", "exec"), scope)
     tracer = _Tracer()
-    with _TRACING, _wrapped_names(function.__globals__):
+    random_before = _random_state()
+    names_of_fx = _wrapped_names(function.__globals__)
+    # Whether a call wants gradients does not belong to the trace.
+    with _TRACING, names_of_fx, torch.inference_mode(False), torch.enable_grad():
         try:
             graph = tracer.trace(scope["program"])
         except IllegalProgram:
             raise
         except Exception as error:
             raise IllegalProgram(_explain(error, function, tracer)) from error
+    if _random_state() != random_before:
+        raise IllegalProgram(
+            f"{line_of(function)}: `{function.__name__}` draws random numbers, which would be "
+            "drawn once, when it is traced: use fusedpg.fusion.dropout, or pass them as arguments"
+        )
     for node in graph.nodes:
         if node.op == "output":
             node.meta["source"] = line_of(function)

@@ -111,6 +111,19 @@ def test_philox(seed: int, begin: int, count: int) -> None:
     assert philox.words(seed, begin, count).tolist() == expected
 
 
+def test_who_is_kept() -> None:
+    """Also of many elements, part by part; and at the bound itself."""
+    cpu, seed, begin = torch.device("cpu"), 77, 5
+    bits = philox.words(seed, begin, 200_000) >> 8
+    assert torch.equal(philox.kept(0.3, seed, begin, 200_000, cpu), bits >= 5033165)
+    for count in (1 << 16, (1 << 16) + 1):
+        assert torch.equal(philox.kept(0.3, seed, begin, count, cpu), bits[:count] >= 5033165)
+    first = int(bits[0])
+    assert bool(philox.kept(first / (1 << 24), seed, begin, 1, cpu))
+    assert not bool(philox.kept((first + 0.5) / (1 << 24), seed, begin, 1, cpu))
+    assert bool(philox.kept((first - 0.5) / (1 << 24), seed, begin, 1, cpu))
+
+
 def test_philox_refuses_other_seeds() -> None:
     for seed in (-1, 2**64):
         with pytest.raises(ValueError, match="a seed is"):

@@ -50,6 +50,12 @@ def test_calls(world_size: int) -> None:
     harness.pool(world_size).run(checks.calls)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("check", ["kinks", "results_of_their_own"])
+def test_on_ranks(world_size: int, check: str) -> None:
+    harness.pool(world_size).run(getattr(checks, check))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_products(world_size: int, dtype: torch.dtype) -> None:

@@ -210,6 +210,10 @@ def test_engine_refuses_parts_of_rows(world_size: int) -> None:
     harness.pool(world_size).run(own_rows.cut_rows)
 
 
+def test_dropout_of_one_number_a_row() -> None:
+    harness.pool(2).run(own_rows.dropped_rows)
+
+
 @pytest.mark.parametrize("transport", ["ucx", harness.slow("gloo")])
 @pytest.mark.parametrize("hosts", ["two and one", harness.slow("three"), harness.slow("crossed")])
 def test_between_hosts(hosts: str, transport: str) -> None:

@@ -86,6 +86,22 @@ REDUCING = [
     "F.rms_norm({x}, ({x}.shape[-1],), b, 1e-3)",
     "{x} + b.mean() * {x}.max()",
 ]
+# Of a matrix w: what autocast changes, and blocks in which it is another one.
+PRODUCTS = [
+    "{v} = {x} * torch.tanh(F.linear(w, w).mean())",
+    "with torch.autocast('cpu', dtype=torch.bfloat16): {v} = {x} + F.linear(w, w).float().amax()",
+    "with torch.autocast('cpu', enabled=False): {v} = {x} - F.linear(w, w).amin()",
+]
+# What programs refuse, wherever it stands: `v` writes to {x}, or changes torch's state.
+REFUSED = [
+    "{x} += 1.0",
+    "{x} *= lr",
+    "{x}.add_(1.0)",
+    "{x}.data = w",
+    "with torch.no_grad(): v = {x} * 2; r0 = v",
+    "with torch.inference_mode(): v = {x} * 2; r0 = v",
+    "torch.set_grad_enabled(False); r0 = {x} * 2",
+]
 PARTIAL = ["0.5 * {p}", "{p} + {q}", "{p} - lr * {q}", "-{p}", "{p} / 3", "{p} * w"]
 
 
@@ -95,6 +111,7 @@ def programs(
     smooth: bool = False,
     reduces: bool = False,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
+    products: bool = False,
 ) -> Case:
     """With `smooth`, those that have a backward; with `reduces`, of one collective."""
     shape = draw(st.sampled_from(shapes))
@@ -109,12 +126,18 @@ def programs(
         name = f"v{number}"
         kinds = ["unary", "binary"] + ["partial", "collective"] * (not reduces)
         kinds += ["reducing"] * (reducing + reduces)
+        kinds += ["product"] * (products and len(shape) == 2 and 0 not in shape)
         kind = draw(st.sampled_from(kinds))
         x, y = draw(st.sampled_from(whole)), draw(st.sampled_from(whole))
         p, q = draw(st.sampled_from(partial)), draw(st.sampled_from(partial))
         if kind == "partial":
             lines.append(f"{name} = " + draw(st.sampled_from(PARTIAL)).format(p=p, q=q))
             partial.append(name)
+            continue
+        if kind == "product":
+            lines.append(draw(st.sampled_from(PRODUCTS)).format(v=name, x=x))
+            whole.append(name)
+            exact = False
             continue
         if kind == "collective":
             op = draw(st.sampled_from(["sum", "mean"] if smooth else ["sum", "mean", "max", "min"]))
@@ -146,10 +169,10 @@ def _all_schedules(workers: harness.Workers, examples: int) -> int:
     seen = 0
 
     @hypothesis.settings(max_examples=examples)
-    @hypothesis.given(programs())
-    def run(case: Case) -> None:
+    @hypothesis.given(programs(products=True), st.sampled_from(REFUSED))
+    def run(case: Case, refused: str) -> None:
         nonlocal seen
-        counts = workers.run(fusion.random_program, case)
+        counts = workers.run(fusion.random_program, case, refused)
         assert len(set(counts)) == 1
         seen += counts[0]
 

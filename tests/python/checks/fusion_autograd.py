@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from checks.fusion import (
     tensors,
 )
 from fusedpg import fusion
+from fusedpg.fusion import Replicate, Shard
 from harness import Context
 
 NUMBERS = {"lr": 0.25, "seed": 7}
@@ -225,3 +227,44 @@ def calls(context: Context) -> None:
     else:
         raise AssertionError("an argument that has changed")
     dist.barrier(group=context.oracle)
+
+
+def kinks(context: Context) -> None:
+    """Ties, zeros and bounds have torch's gradients, NaNs and infinities where it has them."""
+    values = torch.tensor([-2.0, -1.0, -0.0, 0.0, 0.5, 1.0, 2.0], dtype=torch.float64)
+    x, y = (part.flatten() for part in torch.meshgrid(values, values, indexing="ij"))
+    functions: list[Callable[[Any, Any], Any]] = [
+        lambda x, y: torch.maximum(x, y) * 3,
+        lambda x, y: torch.minimum(x, y) * 3,
+        lambda x, y: x**y,
+        lambda x, y: 2.0**y * x,
+        lambda x, y: x**0.0 + x**1.0 + x**2.0 + x**3.0 + y,
+        lambda x, y: torch.abs(x) + torch.relu(y),
+        lambda x, y: torch.clamp(x, -1.0, 1.0) * torch.clamp(y, min=0.0),
+        lambda x, y: torch.where(x > y, x, y) * torch.sign(x),
+        lambda x, y: torch.amax(x) * y + torch.amin(y) * x,
+    ]
+    for number, function in enumerate(functions):
+        fused = fusedpg.fuse(function)
+        found = []
+        for run in (function, fused):
+            given = leaf(x), leaf(y)
+            run(*given).backward(torch.linspace(1, 2, x.numel(), dtype=torch.float64))
+            found.append([t.grad for t in given])
+        for got, want in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True, msg=f"function {number}")
+
+
+def results_of_their_own(context: Context) -> None:
+    """A result is an argument, or shares no memory with one."""
+
+    def slices(w: Replicate, v: Replicate) -> tuple[Shard, Replicate]:
+        return w, v * 1.0
+
+    fused = fusedpg.fuse(slices)
+    w, v = torch.arange(64.0), torch.ones(64)
+    part, _ = fused(w, v)
+    begin, length = fusedpg.shard_range(64, context.world_size, context.rank)
+    assert torch.equal(part, w[begin : begin + length])
+    part.zero_()
+    assert torch.equal(w, torch.arange(64.0))

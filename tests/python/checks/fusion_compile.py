@@ -95,7 +95,7 @@ def checked(context: Context) -> None:
     handle = one._handle
     torch.library.opcheck(
         torch.ops.fusedpg.fused_function.default,
-        ([x, b], [], [], handle, kinds, "", ""),
+        ([x, b], [], [], handle, kinds, "", "", "cpu "),
         test_utils=("test_schema", "test_faketensor"),
     )
     torch._dynamo.reset()

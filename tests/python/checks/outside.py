@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import enum
+import os
+import random
+import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -27,6 +31,22 @@ class Config:
     @staticmethod
     def times(x: Any) -> Any:
         return x * Config.factor
+
+    @classmethod
+    def scale(cls) -> float:
+        return cls.factor
+
+
+class Held:
+    def __init__(self) -> None:
+        self.factor = FACTOR
+
+
+def scaled(x: Any) -> Any:
+    return x * scaled.factor  # type: ignore[attr-defined]
+
+
+scaled.factor = 2.0  # type: ignore[attr-defined]
 
 
 class Mode(enum.Enum):
@@ -53,6 +73,7 @@ def library() -> types.ModuleType:
 
 lib = library()
 act: Any = torch.square
+gelu = torch.nn.GELU()
 
 
 def again(name: str, factor: float) -> Callable[[], None]:
@@ -127,6 +148,24 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Any], float]
     yield "a function's code", lambda x: times(fusion.all_reduce(x)), other_code, 4
     yield "a function", lambda x: times(fusion.all_reduce(x)), again("times", 9.0), 9
     yield (
+        "a class of a class method",
+        lambda x: fusion.all_reduce(x) * Config.scale(),
+        (lambda: setattr(Config, "factor", 9.0)),
+        9,
+    )
+    yield (
+        "an attribute of a function",
+        lambda x: scaled(fusion.all_reduce(x)),
+        (lambda: setattr(scaled, "factor", 3.0)),
+        3,
+    )
+    yield (
+        "a global that a constructor reads",
+        lambda x: fusion.all_reduce(x) * Held().factor,
+        (lambda: globals().update(FACTOR=7.0)),
+        7,
+    )
+    yield (
         "torch's functions",
         lambda x: act(2 * fusion.all_reduce(x)),
         (lambda: globals().update(act=torch.neg)),
@@ -167,6 +206,36 @@ def refuses(context: Context) -> None:
         (lambda x: x * Config.factors[0], "Config.factors"),
     ):
         with refused(f"`{name}` is a list from outside of", fusion.IllegalProgram):
+            fusedpg.fuse(function)(x)
+
+    def assigns(x: Any) -> Any:
+        global FACTOR
+        FACTOR += 1
+        return x * FACTOR
+
+    def counts(x: Any) -> Any:
+        nonlocal count
+        count += 1
+        return x * count
+
+    count, name = 0, "factor"
+    unwatched: list[tuple[Callable[..., Any], str]] = [
+        (lambda x: x * float(os.environ["HOME"] == ""), "`os.environ` is a"),
+        (lambda x: x * len(os.getenv("HOME", "")), "`os.getenv` of os would be called once"),
+        (lambda x: x * globals()["FACTOR"], "`globals` reads what could change"),
+        (lambda x: x * getattr(Config, name), "`getattr` reads what could change"),
+        (lambda x: x * vars(Config)["factor"], "`vars` reads what could change"),
+        (lambda x: x * eval("FACTOR"), "`eval` reads what could change"),
+        (lambda x: x * sys.modules[__name__].FACTOR, "`sys.modules` is a dict"),
+        (lambda x: x * time.time(), "`time.time` of time would be called once"),
+        (lambda x: x * random.random(), "draws random numbers"),
+        (lambda x: x * torch.rand(()).item(), "draws random numbers"),
+        (lambda x: gelu(x), "`gelu` is a module of torch.nn, GELU"),
+        (assigns, "`FACTOR` is assigned to"),
+        (counts, "`count` is assigned to"),
+    ]
+    for function, text in unwatched:
+        with refused(text, fusion.IllegalProgram):
             fusedpg.fuse(function)(x)
 
     def constant(x: Any) -> Any:

@@ -17,7 +17,7 @@ from checks import rows
 from checks.fusion import Case
 from checks.refused import refused
 from fusedpg import fusion
-from fusedpg.fusion import FuseCollective, FuseCompute, OwnRows, Reorder, Split, compiled
+from fusedpg.fusion import FuseCollective, FuseCompute, OwnRows, Reorder, Split, compiled, philox
 from harness import Context
 
 FUSED = (Split(), Reorder(), OwnRows(), FuseCollective())
@@ -232,3 +232,21 @@ def cut_rows(context: Context) -> None:
         given = found.compiled, key, "sum", x, [], [], [], [x.clone()], [not runs], [], [row], done
         with refused("whole rows", ValueError):
             backend.fused_program_(*given, False, (first, runs, 0, row, scratch))
+
+
+def dropped_rows(context: Context) -> None:
+    """Which rows are kept depends on their index in the full tensor, under all schedules."""
+    x = torch.rand(32 * context.world_size, 64, generator=torch.Generator().manual_seed(2)) + 1
+    masked = fusedpg.fuse(
+        lambda x, seed: (
+            (y := fusion.all_reduce(x, "mean")) * fusion.dropout(torch.amax(y, -1, True), 0.5, seed)
+        )
+    )
+    keep = philox.kept(0.5, 9, 0, len(x), x.device).reshape(-1, 1)
+    want = x * torch.where(keep, x.amax(-1, True) * 2, 0.0)
+    seen = 0
+    for schedule in masked.schedules(x, 9):
+        seen += "OwnRows" in schedule.title
+        got = masked.scheduled(*schedule.transformations)(x, 9)
+        torch.testing.assert_close(got, want)
+    assert seen

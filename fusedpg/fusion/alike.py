@@ -1,0 +1,101 @@
+"""Whether all ranks call alike: the same program with the same numbers.
+
+A rank's call has a mark, a hash of both. It travels with the call's first reduction, as a few
+elements behind the tensor's: by sums of small whole numbers and of their squares, which are exact,
+every rank finds out alike whether all are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from fusedpg.fusion.ir import Program
+
+_BITS = 64
+_EXACT = 24  # bits of a whole number that float32 holds
+
+
+def _described(program: Program) -> str:
+    """What is computed, as far as it is the same on all ranks."""
+    numbers = {node: number for number, node in enumerate(program.nodes)}
+    lines = []
+    for node in program.nodes:
+        # Of a block, ranks may have other sizes; whether a number is an int is its value's matter.
+        shape = () if node.layout.dim is not None else node.shape
+        attributes = () if node.op == "input" else node.attributes
+        operands = [numbers[operand] for operand in node.operands]
+        lines.append(f"{node.op} {operands} {node.layout} {shape} {node.dtype} {attributes}")
+    return "\n".join(lines)
+
+
+def _program(program: Program) -> bytes:
+    found: bytes | None = program.made.get("alike")
+    if found is None:
+        found = hashlib.blake2b(_described(program).encode(), digest_size=8).digest()
+        program.made["alike"] = found
+    return found
+
+
+def _numbers(program: Program, arguments: Mapping[str, Any]) -> list[str]:
+    """Those that are used; 1 is 1.0."""
+    found = []
+    for node in program.inputs:
+        if node.scalar and program.users[node]:
+            value = arguments[node.name]
+            exact = isinstance(value, int) and abs(value) < 1 << 53
+            found.append(f"{node.name}={float(value) if exact else value!r}")
+    return found
+
+
+def mark(program: Program, arguments: Mapping[str, Any]) -> int:
+    """Of 64 bits."""
+    text = "\n".join(_numbers(program, arguments)).encode()
+    digest = hashlib.blake2b(_program(program) + text, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def words(value: int, world_size: int, op: str) -> list[float]:
+    """A mark as elements of a reduction."""
+    bits = max((_EXACT - math.ceil(math.log2(world_size))) // 2, 1)
+    parts = [float(value >> at & ((1 << bits) - 1)) for at in range(0, _BITS, bits)]
+    return parts + [(-x if op in ("max", "min") else x * x) for x in parts]
+
+
+def equal(reduced: list[float], world_size: int, op: str) -> bool:
+    """Whether the marks were, from the reduction of their words."""
+    half = len(reduced) // 2
+    pairs = zip(reduced[:half], reduced[half:], strict=True)
+    if op in ("max", "min"):
+        return all(x == -y for x, y in pairs)
+    return all(x * x == world_size * y for x, y in pairs)
+
+
+def difference(
+    program: Program, arguments: Mapping[str, Any], group: dist.ProcessGroup
+) -> dist.DistBackendError:
+    """What is raised on all ranks, which ask each other how they differ."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    facts: list[Any] = [None] * size
+    mine = (_program(program).hex(), _numbers(program, arguments))
+    dist.all_gather_object(facts, mine, group=group)
+    text = "their programs differ (flags, shapes, types, or what they read from outside)"
+    if all(one[0] == facts[0][0] for one in facts):
+        names = {name for one in facts for name in set(one[1]) ^ set(facts[0][1])}
+        shown = [
+            f"rank {r} has {', '.join(x for x in one[1] if x in names)}"
+            for r, one in enumerate(facts)
+            if r in (0, rank) or one[1] != facts[0][1]
+        ]
+        text = "; ".join(shown[:8])
+    return dist.DistBackendError(
+        f"fused: the ranks of a group called `{program.name}` otherwise than each other: {text}. "
+        f"This is rank {rank} of {size}; pass the same numbers and flags on all ranks"
+    )
+
+
+__all__ = ["difference", "equal", "mark", "words"]

@@ -1,0 +1,157 @@
+"""Ranks that pass other numbers or flags: all of them raise, and go on."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fusedpg
+from checks.compiled import compiles, environment
+from fusedpg import fusion
+from fusedpg.fusion import Partial, Replicate, alike, all_gather, all_reduce, reduce_scatter
+from harness import Context
+
+
+def adam(g: Partial, w: Replicate, m: Replicate, v: Replicate, s: float):
+    g = all_reduce(g)
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return w - s * m / (torch.sqrt(v) + 1e-8), m, v
+
+
+def norm(g: Partial, w: Replicate, s: float):
+    y = all_reduce(g, "mean") * s + w
+    return y, F.rms_norm(y, (64,), eps=1e-5)
+
+
+def local(g: Replicate, w: Replicate, s: float):
+    return torch.relu(g @ w) * s
+
+
+def scattered(g: Partial, w: Replicate, s: float):
+    return all_gather(s * reduce_scatter(g)) + w
+
+
+def extremes(g: Partial, w: Replicate, s: float):
+    return all_reduce(g, "max") * s, all_reduce(g * w, "min")
+
+
+def overlapped(g: Replicate, w: Partial, s: float):
+    return s * all_reduce(g @ w)
+
+
+def half(g: Partial, w: Replicate, s: float):
+    return all_reduce(g.to(torch.bfloat16)).float() * s + w
+
+
+def received(g: Partial, w: Replicate, s: float):
+    return fusion.broadcast(g, 0) * s + w
+
+
+def flagged(g: Partial, w: Replicate, s: bool):
+    return all_reduce(g) + w if s else all_reduce(g) - w
+
+
+def flagged_alone(g: Replicate, w: Replicate, s: bool):
+    return g + w if s else g - w
+
+
+def dropped(g: Partial, w: Replicate, s: int):
+    return fusion.dropout(all_reduce(g), 0.5, s) @ w
+
+
+FUNCTIONS: list[Callable[..., Any]] = [
+    adam, norm, local, scattered, extremes, overlapped, half, received, flagged, flagged_alone,
+    dropped,
+]  # fmt: skip
+
+
+def call(context: Context, run: Callable[[], Any], differs: bool, what: Any) -> None:
+    """All ranks raise alike, or none does; then the group is as it was."""
+    message = ""
+    try:
+        run()
+    except dist.DistBackendError as error:
+        message = str(error)
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, bool(message), group=context.oracle)
+    assert everyone == [differs] * context.world_size, (what, everyone, message)
+    if differs:
+        assert "rank" in message, message
+    one = torch.ones(3)
+    dist.all_reduce(one)
+    assert one.tolist() == [context.world_size] * 3
+
+
+def differ(context: Context) -> None:
+    """Every function on every path: all its schedules, two backends, code or none, gradients."""
+    rank, size = context.rank, context.world_size
+    last = rank == size - 1
+    drawn = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(64, 64, generator=drawn) for _ in range(4)]
+    for function in FUNCTIONS:
+        given = tensors if function is adam else tensors[:2]
+        one, other = (True, False) if "flag" in function.__name__ else (2, 3)
+        fused = fusedpg.fuse(function)
+        for group, mode in ((None, "compiled"), (None, "eager"), (context.oracle, "compiled")):
+            with compiles(context), environment(FUSEDPG_FUSION=mode):
+                for schedule in fused.schedules(*given, one, group=group):
+                    run = fused.scheduled(*schedule.transformations)
+                    for differs in (False, size > 1, False):
+                        value = other if differs and last else one
+                        what = function.__name__, schedule.title, mode, group is None
+                        call(context, partial(run, *given, value, group=group), differs, what)
+        value = other if last else one
+        into = [torch.empty_like(x) for x in results_of(fused(*given, one))]
+        ways: list[Callable[[], Any]] = [
+            lambda f=fused, g=given, v=value: f(*g, v, async_op=True).wait(),
+            lambda f=fused, g=given, v=value, t=into: f.into(t, *g, v),
+            lambda f=fused, g=given, v=value: f(*[x.clone().requires_grad_() for x in g], v),
+        ]
+        for number, way in enumerate(ways):
+            if number < 2 or function not in (extremes, received):  # without a derivative
+                call(context, way, size > 1, (function.__name__, number))
+
+
+def results_of(results: Any) -> tuple[torch.Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def unlike_only_in_kind(context: Context) -> None:
+    """1 is 1.0, and what no result depends on may differ."""
+    x = torch.ones(5)
+    scaled = fusedpg.fuse(lambda x, s: all_reduce(x) * s)
+    got = scaled(x, 1 if context.rank else 1.0, group=context.oracle)
+    assert got.tolist() == [context.world_size] * 5
+    unused = fusedpg.fuse(lambda x, s: all_reduce(x) * 2)
+    got = unused(x, float(context.rank), group=context.oracle)
+    assert got.tolist() == [2 * context.world_size] * 5
+
+
+def arithmetic() -> None:
+    """The sums of words tell whether marks are equal, whatever they are and however many."""
+    drawn = random.Random(4)
+    for size in (2, 3, 5, 8, 64, 100, 1024):
+        for op in ("sum", "mean", "max", "min"):
+            for _ in range(30):
+                marks = [drawn.getrandbits(64)] * size
+                if drawn.random() < 0.7:
+                    # One bit on one rank; or others whose mean is the rest's mark.
+                    where, bit = drawn.randrange(size), 1 << drawn.randrange(64)
+                    marks[where] ^= bit
+                    if drawn.random() < 0.5:
+                        marks[where - 1] ^= bit
+                rows = torch.tensor([alike.words(m, size, op) for m in marks], dtype=torch.float32)
+                total = rows[0].clone()
+                for row in rows[1:]:
+                    pair = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+                    total = pair(total, row)
+                assert math.isfinite(float(total.abs().max()))
+                same = len(set(marks)) == 1
+                assert alike.equal(total.tolist(), size, op) == same, (size, op, marks)

@@ -1,0 +1,30 @@
+"""Fused functions under torch's modes: autocast, no_grad, default types and devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import harness
+from checks import ambient
+
+pytestmark = pytest.mark.fused_only
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_autocast(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(ambient.functions, dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, harness.slow(3)])
+def test_autocast_of_blocks(world_size: int) -> None:
+    harness.pool(world_size).run(ambient.blocks)
+
+
+@pytest.mark.parametrize(
+    "check",
+    ["threads_and_devices", "under_compile", "managers", "in_place", "mistakes", "magnitudes"],
+)
+def test_on_ranks(check: str) -> None:
+    harness.pool(2).run(getattr(ambient, check))
