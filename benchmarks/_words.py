@@ -34,6 +34,7 @@ ARMS = {
     "on slices": "the same on slices",
     "one operation": "the same as one operation",
     "gloo all_reduce + SGD": "Gloo all_reduce + SGD of torch operations",
+    "gloo all_reduce + SGD(fused=True)": "Gloo all_reduce + SGD(fused=True)",
     "gloo all_reduce + eager AdamW": "Gloo all_reduce + AdamW of torch operations",
     # training
     "a": "Gloo: DDP + AdamW(fused=True)",
@@ -86,6 +87,7 @@ ARMS = {
     "gloo DTensor, sequence": "torch's styles with SequenceParallel, Gloo",
     "fused styles, sequence": "fusedpg.tensor_parallel with SequenceParallel",
     "one rank": "the whole model on one rank",
+    "one rank, all threads": "the whole model in one process with all ranks' threads",
     "all_reduce alone": "the all_reduce alone",
     # pipeline_parallel
     "gloo all_reduce + send": "Gloo: all_reduce, operations, send",

@@ -11,7 +11,8 @@ in the arena. The arms, in turn:
     on slices             reduce-scatter, the same operations on the owned slice, all-gather
     one operation         the same as one operation of the group, with generated C++
     fused_sgd_, ...       the operation that is written by hand
-    gloo all_reduce, ...  Gloo's all_reduce, then torch's operations in place, on every rank all
+    gloo all_reduce, ...  Gloo's all_reduce, then on every rank all of torch's operations, in place,
+                          or torch.optim's optimizer with fused=True
 
 Before anything is timed each arm makes five steps on known gradients, against one process on the
 averaged gradients; of SGD the generated step must have the bits of the schedules that run operation
@@ -41,6 +42,8 @@ SGD, ADAMW = "sgd step", "adamw step"
 WRITTEN, SLICES, ONE = "as written", "on slices", "one operation"
 BY_HAND = {SGD: "fused_sgd_", ADAMW: "fused_adamw_"}
 GLOO = {SGD: "gloo all_reduce + SGD", ADAMW: "gloo all_reduce + eager AdamW"}
+# With torch.optim's kernels.
+GLOO_FUSED = {SGD: "gloo all_reduce + SGD(fused=True)", ADAMW: "gloo all_reduce + AdamW"}
 LR, MOMENTUM, BETAS, EPS, WEIGHT_DECAY = 1e-2, 0.9, (0.9, 0.999), 0.1, 1e-2
 M = 1 << 20
 BARS = [
@@ -105,6 +108,15 @@ class Step:
             state.zero_()
         self.steps.zero_()
         self.count = 0
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.w.grad = self.g
+        if self.case == SGD:
+            return torch.optim.SGD([self.w], lr=LR, momentum=MOMENTUM, fused=True)
+        return torch.optim.AdamW(
+            [self.w], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
 
     def program(self, *schedule: fusion.Transformation) -> Callable[[], object]:
         if self.case == SGD:
@@ -153,6 +165,16 @@ class Step:
         def call() -> None:
             dist.all_reduce(self.g, group=group)
             self.update(self.g.div_(world_size))
+
+        return call
+
+    def with_gloo_fused(self, group: dist.ProcessGroup) -> Callable[[], object]:
+        world_size = dist.get_world_size(group)
+
+        def call() -> None:
+            dist.all_reduce(self.g, group=group)
+            self.g.div_(world_size)
+            self.optimizer.step()
 
         return call
 
@@ -221,6 +243,8 @@ def made(context: Context, case: str, numel: int) -> dict[str, Callable[[], obje
     if "gloo" in context.groups:
         whole = Step(case, torch.empty(numel), torch.empty(numel), numel)
         check(GLOO[case], whole, whole.with_gloo(context.groups["gloo"]))
+        other = Step(case, torch.empty(numel), torch.empty(numel), 0)
+        check(GLOO_FUSED[case], other, other.with_gloo_fused(context.groups["gloo"]))
     return arms
 
 

@@ -9,13 +9,15 @@ Parts:
 
     epilogue     residual + dropout(all_reduce(x) + bias), rows of 1024 features, fp32. The arms:
                  Gloo's all_reduce and torch's operations; ours and torch's operations; ours and the
-                 same operations under torch.compile; all as one fused operation
+                 same operations under torch.compile; all as one fused operation. Once more with
+                 p = 0: torch draws dropout's numbers on one thread and takes long for them
     overlap      a product of 512 rows, then its all_reduce + residual: one after the other, and
                  rows summed while the next are multiplied. "auto" is what `overlap=None` chooses
                  here. The inner widths are chosen around where both take alike
     transformer  8 layers of width 1024: decoding one token, and a prefill of 256: DTensor's styles
                  on Gloo and on fused, `fusedpg.tensor_parallel`'s styles, and the whole model on
-                 one rank while the others wait ("one rank")
+                 one rank while the others wait, with its own thread ("one rank"), and with those of
+                 all ranks
     sequence     that prefill, where each rank has a part of the rows between the layers: torch's
                  plan with SequenceParallel on Gloo, the same with ours, and ours with whole rows
     hosts        "overlap" between two hosts of one rank each, which are network namespaces whose
@@ -32,6 +34,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +63,7 @@ GLOO, OURS, COMPILED, FUSED = (
 )
 APART, OVERLAP, AUTO = "fused, apart", "fused, overlap", "fused, auto"
 DTENSOR_GLOO, DTENSOR, STYLES, ALONE = "gloo DTensor", "fused DTensor", "fused styles", "one rank"
+ALONE_THREADS = "one rank, all threads"
 SEQUENCE_GLOO, SEQUENCE = "gloo DTensor, sequence", "fused styles, sequence"
 PARTS = ("epilogue", "overlap", "transformer", "sequence")
 HOSTS = "hosts"
@@ -172,13 +176,18 @@ def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]
     for tensor in (contribution, bias, residual):
         tensor.zero_()
     seeds = iter(range(1, 1 << 30))
-    arms: dict[str, Callable[[], object]] = {
-        GLOO: lambda: summed("gloo", after, P),
-        OURS: lambda: summed("fused", after, P),
-        COMPILED: lambda: summed("fused", compiled, P),
-        FUSED: lambda: place.finish(contribution, bias, residual, P, next(seeds)),
-    }
-    return harness.measure(context, arms, case="epilogue", size=size, rounds=args.rounds)
+    found: list[Row] = []
+    for case, p in (("epilogue", P), ("epilogue, p = 0", 0.0)):
+        arms: dict[str, Callable[[], object]] = {
+            GLOO: partial(summed, "gloo", after, p),
+            OURS: partial(summed, "fused", after, p),
+            COMPILED: partial(summed, "fused", compiled, p),
+            FUSED: lambda p=p: place.finish(  # type: ignore[misc]
+                contribution, bias, residual, p, next(seeds)
+            ),
+        }
+        found += harness.measure(context, arms, case=case, size=size, rounds=args.rounds)
+    return found
 
 
 # --- overlap -------------------------------------------------------------------------------
@@ -309,15 +318,18 @@ def transformer(context: Context, args: argparse.Namespace) -> list[Row]:
             close = torch.allclose(model(x), want, atol=1e-3)
             harness.require(close, f"{name}: {case} differs from one process")
 
-        def alone(x: Tensor = x) -> None:
+        def alone(threads: int, x: Tensor = x) -> None:
             if context.rank == 0:
+                torch.set_num_threads(threads)
                 whole(x)
+                torch.set_num_threads(1)
 
         arms: dict[str, Callable[[], object]] = {
             name: lambda model=model, x=x: model(x)  # type: ignore[misc]
             for name, model in models.items()
         }
-        arms[ALONE] = alone
+        arms[ALONE] = partial(alone, 1)
+        arms[ALONE_THREADS] = partial(alone, context.world_size)
         rounds = args.rounds if count == 1 else max(args.rounds // 3, 5)
         rows += harness.measure(context, arms, case=case, size=TOKEN * count, rounds=rounds)
     return rows

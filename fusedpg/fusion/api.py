@@ -421,7 +421,9 @@ class FusedFunction:
     ) -> Any:
         """As a call, and the results are written into `targets`, which may be arguments.
 
-        They are written when all is computed: an error before leaves them as they were.
+        An operation that is checked and found wrong leaves them as they were. An error on the way
+        (a rank that dies) may leave them half written, and ends the group: compiled code writes
+        them as it computes them where no result needs their old values.
         """
         listed = [targets] if isinstance(targets, torch.Tensor) else list(targets)
         return self._start(args, kwargs, group, async_op, listed)

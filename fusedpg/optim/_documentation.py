@@ -21,7 +21,7 @@ _COMMON = """
                 from rank 0 when they are added. ``attach(ddp)`` does the same later.
             process_group: of the fused backend; default: the module's, or the default group.
             overlap: update parameters during backward as soon as their gradients are there. Then
-                there is no clipping, no GradScaler, no closure, and one backward for each step.
+                there is no clipping, no GradScaler, and one backward for each step.
             max_grad_norm: clip the norm of all gradients in ``step()``.
             master_dtype: torch.float32 keeps float32 copies (this rank's slices) of bfloat16 and
                 float16 parameters, which the updates go to.

@@ -213,11 +213,7 @@ class Workers:
         self._scratch = tempfile.TemporaryDirectory(prefix="fusedpg-test-")
         self.scratch = Path(self._scratch.name)
         address = "127.0.0.1" if hosts is None else hosts.address(0)
-
-        def make_store() -> dist.TCPStore:
-            return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, use_libuv=True)
-
-        self.store = make_store() if hosts is None else hosts.call(0, make_store)
+        self.store = serve() if hosts is None else hosts.call(0, functools.partial(serve, address))
         self.processes: list[Any] = [None] * world_size
         self._connections: list[Any] = [None] * world_size
         self._starts: list[_Start] = []
@@ -486,3 +482,21 @@ def slow(*values: Any) -> Any:
 def python(*args: str) -> list[str]:
     """The command line of a fresh interpreter."""
     return [sys.executable, *args]
+
+
+def serve(address: str = "127.0.0.1") -> dist.TCPStore:
+    """A store of this process, on whichever port is free."""
+    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, use_libuv=True)
+
+
+def environment_of(store: dist.TCPStore) -> dict[str, str]:
+    """With it env:// meets in a store that is there, as workers do in that of torchrun's agent.
+
+    A port that was free a moment ago may not be when the ranks start.
+    """
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -44,9 +43,7 @@ def test_exit(mode: str) -> None:
 
 def test_interpreters_of_their_own() -> None:
     """Without forking: two plain python processes that just end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = harness.serve()
     program = (
         "import torch, torch.distributed as dist\n"
         f"dist.init_process_group({harness.BACKEND!r})\n"
@@ -60,8 +57,7 @@ def test_interpreters_of_their_own() -> None:
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                **harness.environment_of(store),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,12 +34,6 @@ def need(module: str) -> None:
         pytest.fail(message) if REQUIRED else pytest.skip(message)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 class Ranks:
     """The processes of a recipe, as torchrun starts them, but without its own start."""
 
@@ -48,10 +41,10 @@ class Ranks:
         self, recipe: str, size: int, folder: Path, *arguments: str, **environment: str
     ) -> None:
         self.losses = folder / f"losses{len(list(folder.iterdir()))}"
+        self._store = harness.serve()
         common = {
             "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            **harness.environment_of(self._store),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "GROUP_RANK": "0",
