@@ -58,23 +58,32 @@ def kernels(numel: int) -> dict[str, tuple[Callable[[], object], float]]:
         "signs": (fresh("signs", True), twice + numel / 8),
         "signs, no residual": (partial(c.signs, grad, None, False), 2 * full + numel / 8),
         "onebit": (fresh("onebit"), twice + numel / 8),
-        "unpack_signs_": (partial(c.unpack_signs_, out, packed, -1.0, 1.0), full + numel / 8),
+        "unpack_signs_": (
+            partial(c.unpack_signs_, out, [packed], [-1.0], [1.0]), full + numel / 8
+        ),
+        "unpack_signs_ of 8": (
+            partial(c.unpack_signs_, out, [packed] * 8, [-1.0] * 8, [1.0] * 8), full + numel
+        ),
         "vote_signs_ of 4": (partial(c.vote_signs_, out, rows), full + numel / 2),
         "qsgd": (
             partial(c.qsgd, grad, keep, 127, 5, 0, 0.5, 1.0, 128), once + numel
         ),
         "qsgd, one norm": (partial(c.qsgd, grad, keep, 127, 5, 0, 0.5, 1.0, 0), twice + numel),
         "unqsgd_": (
-            partial(c.unqsgd_, out, codes, norms, 127, 1.0, False, 128), full + numel
+            partial(c.unqsgd_, out, [codes], [norms], 127, 1.0, 128), full + numel
+        ),
+        "unqsgd_ of 8": (
+            partial(c.unqsgd_, out, [codes] * 8, [norms] * 8, 127, 1.0, 128), full + 8 * numel
         ),
         "terngrad": (partial(c.terngrad, grad, keep, 2.5, 5, 0, 0.5), twice + numel / 4),
-        "unterngrad_": (partial(c.unterngrad_, out, ternary, 1.0), full + numel / 4),
+        "unterngrad_": (partial(c.unterngrad_, out, [ternary], [1.0]), full + numel / 4),
         "natural": (partial(c.natural, grad, keep, 5, 0, 0.5), once + numel),
-        "unnatural_": (partial(c.unnatural_, out, powers), full + numel),
+        "unnatural_": (partial(c.unnatural_, out, [powers]), full + numel),
         "dgc_accumulate_": (
             partial(c.dgc_accumulate_, out, torch.zeros(numel), grad, 0.9), 5 * full
         ),
-        "scatter_add_": (partial(c.scatter_add_, out, indices, values), 16.0 * k),
+        "scatter_": (partial(c.scatter_, out, [indices], [values]), full + 8.0 * k),
+        "scatter_ of 8": (partial(c.scatter_, out, [indices] * 8, [values] * 8), full + 64.0 * k),
     }  # fmt: skip
 
 

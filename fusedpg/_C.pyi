@@ -267,11 +267,10 @@ class _Compress:
     @staticmethod
     def unpack_signs_(
         out: torch.Tensor,
-        packed: torch.Tensor,
-        low: float,
-        high: float,
+        packed: Sequence[torch.Tensor],
+        low: Sequence[float],
+        high: Sequence[float],
         alpha: float = 1.0,
-        add: bool = False,
     ) -> None: ...
     @staticmethod
     def vote_signs_(out: torch.Tensor, packed: torch.Tensor, alpha: float = 1.0) -> None: ...
@@ -289,11 +288,10 @@ class _Compress:
     @staticmethod
     def unqsgd_(
         out: torch.Tensor,
-        codes: torch.Tensor,
-        norms: torch.Tensor,
+        codes: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor],
         levels: int,
         alpha: float = 1.0,
-        add: bool = False,
         bucket_size: int = 0,
     ) -> None: ...
     @staticmethod
@@ -309,10 +307,9 @@ class _Compress:
     @staticmethod
     def unterngrad_(
         out: torch.Tensor,
-        packed: torch.Tensor,
-        scale: float,
+        packed: Sequence[torch.Tensor],
+        scale: Sequence[float],
         alpha: float = 1.0,
-        add: bool = False,
     ) -> None: ...
     @staticmethod
     def natural(
@@ -325,11 +322,14 @@ class _Compress:
     ) -> torch.Tensor: ...
     @staticmethod
     def unnatural_(
-        out: torch.Tensor, codes: torch.Tensor, alpha: float = 1.0, add: bool = False
+        out: torch.Tensor, codes: Sequence[torch.Tensor], alpha: float = 1.0
     ) -> None: ...
     @staticmethod
-    def scatter_add_(
-        out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, alpha: float = 1.0
+    def scatter_(
+        out: torch.Tensor,
+        indices: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        alpha: float = 1.0,
     ) -> None: ...
     @staticmethod
     def gather(v: torch.Tensor, indices: torch.Tensor) -> torch.Tensor: ...

@@ -1,6 +1,7 @@
 // The kernels of compression for Python: fusedpg._C.compress.
 #include "c10d/compress.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -194,23 +195,59 @@ Two onebit(
   return {packed, means};
 }
 
+using Tensors = std::vector<at::Tensor>;
+
+void check_ranks(const char* op, const char* argument, size_t found, size_t n) {
+  TORCH_CHECK_VALUE(
+      n > 0 && found == n,
+      formatted(
+          "fused: compress.{}: {} is of at least one rank, as many as the "
+          "other arguments ({}), found {}",
+          op,
+          argument,
+          n,
+          found));
+}
+
+// Calls with the beginning and the length of parts of a result. Each part stays
+// in the cache while the messages of all ranks are decoded into it; of a single
+// rank there is one part, as a kernel writes a large result past the cache. All
+// parts begin at a whole byte of packed bits.
+template <typename Function>
+void each_part(size_t count, size_t ranks, Function&& function) {
+  constexpr size_t kPart = 1 << 15;
+  const size_t part = ranks == 1 ? std::max<size_t>(count, 1) : kPart;
+  for (size_t begin = 0; begin < count; begin += part) {
+    function(begin, std::min(part, count - begin));
+  }
+}
+
 void unpack_signs_(
     const at::Tensor& out,
-    const at::Tensor& packed,
-    double low,
-    double high,
-    double alpha,
-    bool add) {
-  check("unpack_signs_", "out", out, at::kFloat);
-  check("unpack_signs_", "packed", packed, at::kByte, (out.numel() + 7) / 8);
+    const Tensors& packed,
+    const std::vector<double>& low,
+    const std::vector<double>& high,
+    double alpha) {
+  const char* op = "unpack_signs_";
+  check(op, "out", out, at::kFloat);
+  check_ranks(op, "low", low.size(), packed.size());
+  check_ranks(op, "high", high.size(), packed.size());
+  for (const at::Tensor& one : packed) {
+    check(op, "packed", one, at::kByte, (out.numel() + 7) / 8);
+  }
   const auto factor = static_cast<float>(alpha);
-  table().unpack_signs(
-      floats(out),
-      packed.data_ptr<uint8_t>(),
-      static_cast<size_t>(out.numel()),
-      factor * static_cast<float>(low),
-      factor * static_cast<float>(high),
-      add);
+  const auto count = static_cast<size_t>(out.numel());
+  each_part(count, packed.size(), [&](size_t begin, size_t n) {
+    for (size_t r = 0; r < packed.size(); ++r) {
+      table().unpack_signs(
+          floats(out) + begin,
+          packed[r].const_data_ptr<uint8_t>() + begin / 8,
+          n,
+          factor * static_cast<float>(low[r]),
+          factor * static_cast<float>(high[r]),
+          r > 0);
+    }
+  });
 }
 
 void vote_signs_(
@@ -292,34 +329,38 @@ Two qsgd(
 
 void unqsgd_(
     const at::Tensor& out,
-    const at::Tensor& codes,
-    const at::Tensor& norms,
+    const Tensors& codes,
+    const Tensors& norms,
     int64_t levels,
     double alpha,
-    bool add,
     int64_t bucket_size) {
   check("unqsgd_", "out", out, at::kFloat);
+  check_ranks("unqsgd_", "norms", norms.size(), codes.size());
   Levels with = levels_of("unqsgd_", levels);
   const auto count = static_cast<size_t>(out.numel());
   const size_t bucket = bucket_of("unqsgd_", bucket_size, count);
-  check(
-      "unqsgd_",
-      "codes",
-      codes,
-      with.wide ? at::kShort : at::kChar,
-      out.numel());
+  const auto type = with.wide ? at::kShort : at::kChar;
   const auto buckets = static_cast<int64_t>((count + bucket - 1) / bucket);
-  check("unqsgd_", "norms", norms, at::kFloat, buckets);
-  const auto* from = static_cast<const char*>(codes.data_ptr());
-  for (size_t begin = 0; begin < count; begin += bucket) {
-    with.norm = floats(norms)[begin / bucket];
-    table().dequantise(
-        floats(out) + begin,
-        from + begin * (with.wide ? 2 : 1),
-        std::min(bucket, count - begin),
-        with,
-        static_cast<float>(alpha),
-        add);
+  for (size_t r = 0; r < codes.size(); ++r) {
+    check("unqsgd_", "codes", codes[r], type, out.numel());
+    check("unqsgd_", "norms", norms[r], at::kFloat, buckets);
+  }
+  for (size_t first = 0; first < count; first += bucket) {
+    const size_t length = std::min(bucket, count - first);
+    each_part(length, codes.size(), [&](size_t begin, size_t n) {
+      const size_t at = first + begin;
+      for (size_t r = 0; r < codes.size(); ++r) {
+        with.norm = floats(norms[r])[first / bucket];
+        table().dequantise(
+            floats(out) + at,
+            static_cast<const char*>(codes[r].const_data_ptr()) +
+                at * (with.wide ? 2 : 1),
+            n,
+            with,
+            static_cast<float>(alpha),
+            r > 0);
+      }
+    });
   }
 }
 
@@ -359,23 +400,30 @@ Two terngrad(
 
 void unterngrad_(
     const at::Tensor& out,
-    const at::Tensor& packed,
-    double scale,
-    double alpha,
-    bool add) {
+    const Tensors& packed,
+    const std::vector<double>& scale,
+    double alpha) {
   check("unterngrad_", "out", out, at::kFloat);
-  check("unterngrad_", "packed", packed, at::kByte, (out.numel() + 3) / 4);
-  const auto count = static_cast<size_t>(out.numel());
-  if (std::isnan(scale)) {
-    out.fill_(scale);
+  check_ranks("unterngrad_", "scale", scale.size(), packed.size());
+  for (const at::Tensor& one : packed) {
+    check("unterngrad_", "packed", one, at::kByte, (out.numel() + 3) / 4);
+  }
+  if (std::any_of(
+          scale.begin(), scale.end(), [](double s) { return std::isnan(s); })) {
+    out.fill_(std::numeric_limits<float>::quiet_NaN());
     return;
   }
-  table().unternary(
-      floats(out),
-      packed.data_ptr<uint8_t>(),
-      count,
-      static_cast<float>(alpha) * static_cast<float>(scale),
-      add);
+  const auto count = static_cast<size_t>(out.numel());
+  each_part(count, packed.size(), [&](size_t begin, size_t n) {
+    for (size_t r = 0; r < packed.size(); ++r) {
+      table().unternary(
+          floats(out) + begin,
+          packed[r].const_data_ptr<uint8_t>() + begin / 4,
+          n,
+          static_cast<float>(alpha) * static_cast<float>(scale[r]),
+          r > 0);
+    }
+  });
 }
 
 at::Tensor natural(
@@ -391,22 +439,33 @@ at::Tensor natural(
   return codes;
 }
 
-void unnatural_(
-    const at::Tensor& out,
-    const at::Tensor& codes,
-    double alpha,
-    bool add) {
+void unnatural_(const at::Tensor& out, const Tensors& codes, double alpha) {
   check("unnatural_", "out", out, at::kFloat);
-  check("unnatural_", "codes", codes, at::kByte, out.numel());
-  table().unnatural(
-      floats(out),
-      codes.data_ptr<uint8_t>(),
-      static_cast<size_t>(out.numel()),
-      static_cast<float>(alpha),
-      add);
+  check_ranks("unnatural_", "codes", codes.size(), codes.size());
+  for (const at::Tensor& one : codes) {
+    check("unnatural_", "codes", one, at::kByte, out.numel());
+  }
+  const auto count = static_cast<size_t>(out.numel());
+  each_part(count, codes.size(), [&](size_t begin, size_t n) {
+    for (size_t r = 0; r < codes.size(); ++r) {
+      table().unnatural(
+          floats(out) + begin,
+          codes[r].const_data_ptr<uint8_t>() + begin,
+          n,
+          static_cast<float>(alpha),
+          r > 0);
+    }
+  });
 }
 
-// Calls with each index, which other ranks have sent.
+void check_index(const char* op, int64_t index, int64_t numel) {
+  TORCH_CHECK_VALUE(
+      index >= 0 && index < numel,
+      formatted(
+          "fused: compress.{}: index {} of {} elements", op, index, numel));
+}
+
+// Calls with each index.
 template <typename Function>
 void each_index(
     const char* op,
@@ -417,26 +476,49 @@ void each_index(
   const auto* index = indices.data_ptr<int32_t>();
   for (int64_t n = 0; n < indices.numel(); ++n) {
     const int64_t i = index[n];
-    TORCH_CHECK_VALUE(
-        i >= 0 && i < numel,
-        formatted("fused: compress.{}: index {} of {} elements", op, i, numel));
+    check_index(op, i, numel);
     function(n, i);
   }
 }
 
-void scatter_add_(
+// Part by part, for which the indices are best in order; in any other one the
+// sums are the same but for the order of ranks.
+void scatter_(
     const at::Tensor& out,
-    const at::Tensor& indices,
-    const at::Tensor& values,
+    const Tensors& indices,
+    const Tensors& values,
     double alpha) {
-  check("scatter_add_", "out", out, at::kFloat);
-  check("scatter_add_", "values", values, at::kFloat, indices.numel());
+  const char* op = "scatter_";
+  constexpr int64_t kPart = 1 << 15;
+  check(op, "out", out, at::kFloat);
+  check_ranks(op, "values", values.size(), indices.size());
+  for (size_t r = 0; r < indices.size(); ++r) {
+    check(op, "indices", indices[r], at::kInt);
+    check(op, "values", values[r], at::kFloat, indices[r].numel());
+  }
   float* to = floats(out);
-  const float* from = floats(values);
   const auto factor = static_cast<float>(alpha);
-  each_index("scatter_add_", indices, out.numel(), [&](int64_t n, int64_t i) {
-    to[i] += factor * from[n];
-  });
+  std::vector<int64_t> next(indices.size(), 0);
+  for (int64_t begin = 0; begin < out.numel(); begin += kPart) {
+    const int64_t end = std::min(begin + kPart, out.numel());
+    std::fill(to + begin, to + end, 0.0F);
+    for (size_t r = 0; r < indices.size(); ++r) {
+      const auto* index = indices[r].const_data_ptr<int32_t>();
+      const auto* value = values[r].const_data_ptr<float>();
+      int64_t n = next[r];
+      for (; n < indices[r].numel() && index[n] < end; ++n) {
+        check_index(op, index[n], out.numel());
+        to[index[n]] += factor * value[n];
+      }
+      next[r] = n;
+    }
+  }
+  for (size_t r = 0; r < indices.size(); ++r) {
+    if (next[r] < indices[r].numel()) {
+      check_index(
+          op, indices[r].const_data_ptr<int32_t>()[next[r]], out.numel());
+    }
+  }
 }
 
 at::Tensor gather(const at::Tensor& v, const at::Tensor& indices) {
@@ -499,7 +581,6 @@ void bind_compress(py::module_& m) {
   const auto beta = arg("beta") = 1.0;
   const auto gamma = arg("gamma") = 1.0;
   const auto alpha = arg("alpha") = 1.0;
-  const auto add = arg("add") = false;
   const auto offset = arg("offset") = 0;
   const auto bucket = arg("bucket_size") = 0;
   const auto g = arg("grad");
@@ -526,7 +607,6 @@ void bind_compress(py::module_& m) {
       arg("low"),
       arg("high"),
       alpha,
-      add,
       free);
   c.def("vote_signs_", &vote_signs_, arg("out"), arg("packed"), alpha, free);
   c.def(
@@ -549,7 +629,6 @@ void bind_compress(py::module_& m) {
       arg("norms"),
       arg("levels"),
       alpha,
-      add,
       bucket,
       free);
   c.def(
@@ -570,13 +649,12 @@ void bind_compress(py::module_& m) {
       arg("packed"),
       arg("scale"),
       alpha,
-      add,
       free);
   c.def("natural", &natural, g, r, arg("seed"), offset, beta, gamma, free);
-  c.def("unnatural_", &unnatural_, arg("out"), arg("codes"), alpha, add, free);
+  c.def("unnatural_", &unnatural_, arg("out"), arg("codes"), alpha, free);
   c.def(
-      "scatter_add_",
-      &scatter_add_,
+      "scatter_",
+      &scatter_,
       arg("out"),
       arg("indices"),
       arg("values"),

@@ -115,7 +115,7 @@ class Compressor(abc.ABC):
         return False  # one's own may say so and be wrong
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        """The payload, and the context of ``decode``. What is lost is left in v's residual."""
+        """The payload, and the context of decoding. What is lost is left in v's residual."""
         now = v.now()
         # A copy, as it may keep what it is given. A rank's shard of few elements may be empty, of
         # which not everybody can make something.
@@ -125,18 +125,6 @@ class Compressor(abc.ABC):
         if v.residual is not None and now.numel():
             v.residual.sub_(self._decompressed(tensors, at).reshape(-1))
         return [tensor.reshape(-1) for tensor in tensors], at
-
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        """out = alpha * decompressed, or with ``add`` out += it."""
-        if not out.numel():
-            return
-        values = self._decompressed(self._shaped(payload, at), at).reshape(-1).to(out.dtype)
-        # Two operations: one that does both rounds once or twice, as the processor has it.
-        values = values if alpha == 1 else values * alpha
-        if add:
-            out.add_(values)
-        else:
-            out.copy_(values)
 
     def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
         """out = scale * what the ranks' payloads give together, added in the order of ranks."""
@@ -169,8 +157,10 @@ class Compressor(abc.ABC):
 
     def decode_sum(self, out: Tensor, payload: Payload, scale: float, at: Context) -> None:
         """out = scale * what the sum of all ranks' payloads gives."""
-        alpha = scale / at.piece.world_size if self.average else scale
-        self.decode(out, payload, alpha, False, at)
+        if out.numel():
+            values = self._decompressed(self._shaped(payload, at), at).reshape(-1).to(out.dtype)
+            factor = scale / at.piece.world_size if self.average else scale
+            out.copy_(values if factor == 1 else values * factor)
 
     def context_of(self, piece: Piece, at: Context) -> Context:
         """The context of another rank's piece; ``at`` is that of one's own."""
@@ -268,9 +258,15 @@ class Ours(Compressor):
         return self.tensors_size_are_same
 
     def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
-        alpha = scale / len(payloads) if self.average else scale
-        for rank, payload in enumerate(payloads):
-            self.decode(out, payload, alpha, rank > 0, at)
+        self.decode(out, payloads, scale / len(payloads) if self.average else scale, at)
+
+    def decode_sum(self, out: Tensor, payload: Payload, scale: float, at: Context) -> None:
+        alpha = scale / at.piece.world_size if self.average else scale
+        self.decode(out, [payload], alpha, at)
+
+    @abc.abstractmethod
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        """out = alpha * what the payloads of all ranks give, added in the order of ranks."""
 
     def context_of(self, piece: Piece, at: Context) -> Context:
         return at._replace(piece=piece)
@@ -283,7 +279,7 @@ class Ours(Compressor):
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
         piece = ctx.piece
         out = torch.empty(piece.numel, dtype=piece.dtype, device=piece.device)
-        self.decode(out, list(tensors), 1.0, False, ctx)
+        self.decode(out, [list(tensors)], 1.0, ctx)
         return in_shape(out, piece)
 
     def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], Any]:

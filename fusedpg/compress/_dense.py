@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,13 +26,14 @@ class NoneCompressor(Ours):
         v.residual.zero_()
         return payload, Context(piece)
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        if add:
-            kernels.accumulate_(out, payload[0], 1.0, alpha)
-        elif out.data_ptr() == payload[0].data_ptr():
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        first, *others = (payload[0] for payload in payloads)
+        if out.data_ptr() == first.data_ptr():
             out.mul_(alpha)
         else:
-            torch.mul(payload[0], alpha, out=out)
+            torch.mul(first, alpha, out=out)
+        for one in others:
+            kernels.accumulate_(out, one, 1.0, alpha)
 
 
 class FP16(Ours):
@@ -46,9 +49,9 @@ class FP16(Ours):
             v.residual.sub_(half.to(now.dtype), alpha=piece.world_size)
         return [half], Context(piece)
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        wide = payload[0].to(out.dtype)
-        if add:
-            kernels.accumulate_(out, wide, 1.0, alpha * at.piece.world_size)
-        else:
-            torch.mul(wide, alpha * at.piece.world_size, out=out)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        alpha *= at.piece.world_size
+        first, *others = (payload[0].to(out.dtype) for payload in payloads)
+        torch.mul(first, alpha, out=out)
+        for one in others:
+            kernels.accumulate_(out, one, 1.0, alpha)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ class PowerSGD(Ours):
     def finite(self, payload: Payload) -> bool:
         """``all_reduce`` looks: the payload is the residual, and is still to be sent."""
         return True
+
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        raise TypeError(
+            "PowerSGD compresses in two exchanges, the second of which depends on the first: it "
+            "has no payload to decompress. Use it as the compressor of a State"
+        )
 
     def all_reduce(
         self, grad: Tensor, payload: Payload, scale: float, at: Context, group: Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
@@ -29,9 +31,9 @@ class QSGD(Ours):
         )  # fmt: skip
         return list(sent), Context(piece)
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        codes, norms = payload
-        kernels.unqsgd_(out, codes, norms, self.quantum_num, alpha, add, self.bucket_size)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        codes, norms = zip(*payloads)
+        kernels.unqsgd_(out, codes, norms, self.quantum_num, alpha, self.bucket_size)
 
 
 class TernGrad(Ours):
@@ -53,8 +55,9 @@ class TernGrad(Ours):
         )
         return list(sent), Context(piece)
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        kernels.unterngrad_(out, payload[0], float(payload[1]), alpha, add)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        packed, scales = zip(*payloads)
+        kernels.unterngrad_(out, packed, [float(scale) for scale in scales], alpha)
 
 
 class Natural(Ours):
@@ -67,5 +70,5 @@ class Natural(Ours):
     def finite(self, payload: Payload) -> bool:
         return not bool(((payload[0] & 127) == 127).any())
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        kernels.unnatural_(out, payload[0], alpha, add)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        kernels.unnatural_(out, [payload[0] for payload in payloads], alpha)

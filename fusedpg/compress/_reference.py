@@ -8,6 +8,7 @@ functions compress v = beta * residual + gamma * grad and leave v minus what the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -94,8 +95,13 @@ def zero_at_(v: Tensor, indices: Tensor) -> None:
     v[indices.long()] = 0
 
 
-def scatter_add_(out: Tensor, indices: Tensor, values: Tensor, alpha: float = 1.0) -> None:
-    out.index_add_(0, indices.long(), _times(values, alpha))
+def scatter_(
+    out: Tensor, indices: Sequence[Tensor], values: Sequence[Tensor], alpha: float = 1.0
+) -> None:
+    """out = alpha * the values of all ranks at their indices, 0 where there are none."""
+    out.zero_()
+    for places, given in zip(indices, values, strict=True):
+        out.index_add_(0, places.long(), _times(given, alpha))
 
 
 def _pack(bits: Tensor, each: int) -> Tensor:
@@ -148,18 +154,27 @@ def onebit(
     return packed, means
 
 
-def _put(out: Tensor, values: Tensor, alpha: float, add: bool) -> None:
-    if add:
-        out.add_(_times(values, alpha))
-    else:
-        out.copy_(values * alpha)
+def _put(out: Tensor, values: Iterable[Tensor], alpha: float) -> None:
+    """out = alpha * the values of all ranks, added in the order of ranks."""
+    for rank, one in enumerate(values):
+        if rank:
+            out.add_(_times(one, alpha))
+        else:
+            out.copy_(one * alpha)
 
 
 def unpack_signs_(
-    out: Tensor, packed: Tensor, low: float, high: float, alpha: float = 1.0, add: bool = False
+    out: Tensor,
+    packed: Sequence[Tensor],
+    low: Sequence[float],
+    high: Sequence[float],
+    alpha: float = 1.0,
 ) -> None:
-    bits = _unpack(packed, 1, out.numel()).bool()
-    _put(out, torch.where(bits, out.new_tensor(high), out.new_tensor(low)), alpha, add)
+    def values(bits: Tensor, one: float, other: float) -> Tensor:
+        set_ = _unpack(bits, 1, out.numel()).bool()
+        return torch.where(set_, out.new_tensor(other), out.new_tensor(one))
+
+    _put(out, map(values, packed, low, high), alpha)
 
 
 def vote_signs_(out: Tensor, packed: Tensor, alpha: float = 1.0) -> None:
@@ -204,15 +219,16 @@ def _spread(norms: Tensor, count: int, bucket_size: int) -> Tensor:
 
 def unqsgd_(
     out: Tensor,
-    codes: Tensor,
-    norms: Tensor,
+    codes: Sequence[Tensor],
+    norms: Sequence[Tensor],
     levels: int,
     alpha: float = 1.0,
-    add: bool = False,
     bucket_size: int = 0,
 ) -> None:
-    norm = _spread(norms, out.numel(), bucket_size)
-    _put(out, codes.to(out.dtype) * (norm / levels), alpha, add)
+    def values(code: Tensor, norm: Tensor) -> Tensor:
+        return code.to(out.dtype) * (_spread(norm, out.numel(), bucket_size) / levels)
+
+    _put(out, map(values, codes, norms), alpha)
 
 
 def terngrad(
@@ -242,11 +258,13 @@ def terngrad(
 
 
 def unterngrad_(
-    out: Tensor, packed: Tensor, scale: float, alpha: float = 1.0, add: bool = False
+    out: Tensor, packed: Sequence[Tensor], scale: Sequence[float], alpha: float = 1.0
 ) -> None:
-    codes = _unpack(packed, 2, out.numel())
-    values = (codes == 1).to(out.dtype) - (codes == 2).to(out.dtype)
-    _put(out, values * scale, alpha, add)
+    def values(bits: Tensor, factor: float) -> Tensor:
+        codes = _unpack(bits, 2, out.numel())
+        return ((codes == 1).to(out.dtype) - (codes == 2).to(out.dtype)) * factor
+
+    _put(out, map(values, packed, scale), alpha)
 
 
 # Exponents of natural compression: code c stands for 2^(c - _BIAS).
@@ -282,5 +300,5 @@ def _powers(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(codes > 127, -values, values)
 
 
-def unnatural_(out: Tensor, codes: Tensor, alpha: float = 1.0, add: bool = False) -> None:
-    _put(out, _powers(codes, out.dtype), alpha, add)
+def unnatural_(out: Tensor, codes: Sequence[Tensor], alpha: float = 1.0) -> None:
+    _put(out, (_powers(one, out.dtype) for one in codes), alpha)

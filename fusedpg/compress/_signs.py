@@ -25,9 +25,10 @@ class SignSGD(Ours):
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         return list(kernels.signs(v.grad, v.residual, False, v.beta, v.gamma)), Context(piece)
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        scale = float(payload[1])
-        kernels.unpack_signs_(out, payload[0], -scale, scale, alpha, add)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        packed, scales = zip(*payloads)
+        high = [float(scale) for scale in scales]
+        kernels.unpack_signs_(out, packed, [-scale for scale in high], high, alpha)
 
     def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
         packed = torch.stack([payload[0] for payload in payloads])
@@ -61,9 +62,10 @@ class EFSignSGD(Ours):
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         return list(kernels.signs(v.grad, v.residual, True, v.beta, v.gamma)), Context(piece)
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        scale = float(payload[1])
-        kernels.unpack_signs_(out, payload[0], -scale, scale, alpha, add)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        packed, scales = zip(*payloads)
+        high = [float(scale) for scale in scales]
+        kernels.unpack_signs_(out, packed, [-scale for scale in high], high, alpha)
 
 
 class OneBit(Ours):
@@ -72,6 +74,7 @@ class OneBit(Ours):
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         return list(kernels.onebit(v.grad, v.residual, v.beta, v.gamma)), Context(piece)
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        low, high = payload[1].tolist()
-        kernels.unpack_signs_(out, payload[0], low, high, alpha, add)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        packed, means = zip(*payloads)
+        low, high = zip(*(pair.tolist() for pair in means))
+        kernels.unpack_signs_(out, packed, low, high, alpha)

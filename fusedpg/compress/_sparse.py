@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +18,9 @@ class _Sparse(Ours):
 
     sparse = True
 
-    def decode(self, out: Tensor, payload: Payload, alpha: float, add: bool, at: Context) -> None:
-        if not add:
-            out.zero_()
-        kernels.scatter_add_(out, self.indices(payload, at.piece), payload[0], alpha)
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        indices = [self.indices(payload, at.piece) for payload in payloads]
+        kernels.scatter_(out, indices, [payload[0] for payload in payloads], alpha)
 
     def indices(self, payload: Payload, piece: Piece) -> Tensor:
         return payload[1]

@@ -157,12 +157,12 @@ def test_signs_and_their_residuals(grad: np.ndarray[Any, Any], scaled: bool, mea
     same(np.unpackbits(packed.numpy(), bitorder="little")[: len(v)].astype(bool), high)
     assert packed.numel() == -(-len(v) // 8)
     out = torch.full((len(v),), 3.0)
-    C.unpack_signs_(out, packed, low_value, high_value)
+    C.unpack_signs_(out, [packed], [low_value], [high_value])
     sent = np.where(high, np.float32(high_value), np.float32(low_value))
     same(out, sent)
     same(residual, v - sent)
-    C.unpack_signs_(out, packed, low_value, high_value, 0.5, True)
-    same(out, sent + np.float32(0.5) * sent)
+    C.unpack_signs_(out, [packed] * 2, [low_value, 1.0], [high_value, 2.0], 0.5)
+    same(out, np.float32(0.5) * sent + np.where(high, np.float32(1), np.float32(0.5)))
 
 
 def test_nan_is_not_hidden() -> None:
@@ -179,12 +179,12 @@ def test_nan_is_not_hidden() -> None:
             C.qsgd(grad, None, 127, 1),
             C.qsgd(grad, None, 127, 1, bucket_size=64),
         ):
-            C.unqsgd_(out, codes, norms, 127, bucket_size=5000 if norms.numel() == 1 else 64)
+            C.unqsgd_(out, [codes], [norms], 127, bucket_size=5000 if norms.numel() == 1 else 64)
             assert not out[4321].isfinite()
         packed, scale = C.terngrad(grad, None, 2.5, 1)
-        C.unterngrad_(out, packed, float(scale))
+        C.unterngrad_(out, [packed], [float(scale)])
         assert not out[4321].isfinite()
-        C.unnatural_(out, C.natural(grad, None, 1))
+        C.unnatural_(out, [C.natural(grad, None, 1)])
         assert not out[4321].isfinite()
         assert out[:4321].isfinite().all()
         assert not C.signs(grad, None, True)[1].isfinite()
@@ -226,7 +226,7 @@ def test_qsgd_by_hand(levels: int, bucket: int) -> None:
         same(codes[part].numpy()[clear], want[clear])
         assert clear.mean() > 0.5
     out = torch.zeros(numel)
-    C.unqsgd_(out, codes, norms, levels, bucket_size=bucket)
+    C.unqsgd_(out, [codes], [norms], levels, bucket_size=bucket)
     torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-5)
 
 
@@ -257,7 +257,7 @@ def test_terngrad_by_hand(mean: float) -> None:
         chance = np.abs(clipped) / np.abs(clipped).max()
         clear = np.abs(chance - u) > 1e-5
         out = torch.zeros(numel)
-        C.unterngrad_(out, packed, float(scale))
+        C.unterngrad_(out, [packed], [float(scale)])
         want = np.where(u < chance, np.sign(wide), 0) * float(scale)
         same(out.numpy()[clear], want[clear].astype(np.float32))
         torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-6 * (1 + abs(mean)))
@@ -273,7 +273,7 @@ def test_terngrad_sends_what_is_about_constant(grad: list[float], dtype: torch.d
     out = torch.empty_like(given)
     for seed in range(50):
         packed, scale = _kernels.terngrad(given, residual, 2.5, seed)
-        _kernels.unterngrad_(out, packed, float(scale))
+        _kernels.unterngrad_(out, [packed], [float(scale)])
         sent += out
     torch.testing.assert_close(sent + residual, 50 * given, rtol=1e-4, atol=1e-4)
     assert (residual.abs() < 6 * given.abs()).all()
@@ -298,7 +298,7 @@ def test_natural_rounds_to_neighbouring_powers() -> None:
     grad = values("wide", 3000, 5)
     residual = torch.zeros(3000)
     out = torch.zeros(3000)
-    C.unnatural_(out, C.natural(grad, residual, 2))
+    C.unnatural_(out, [C.natural(grad, residual, 2)])
     wide = grad.numpy().astype(np.float64)
     low = 2.0 ** np.floor(np.log2(np.abs(wide)))
     got = out.numpy().astype(np.float64)
@@ -309,7 +309,7 @@ def test_natural_rounds_to_neighbouring_powers() -> None:
     torch.testing.assert_close(out + residual, grad, rtol=1e-6, atol=1e-18)
     ends = torch.tensor([1e-30, -1e-30, 0.0, 1e30, -1e30])
     out = torch.empty(5)
-    C.unnatural_(out, C.natural(ends, None, 0))
+    C.unnatural_(out, [C.natural(ends, None, 0)])
     assert out.tolist() == [0.0, 0.0, 0.0, 2.0**62, -(2.0**62)]
 
 
@@ -322,12 +322,13 @@ def test_mean_is_right(name: str) -> None:
     for seed in range(draws):
         if name == "terngrad":
             packed, scale = C.terngrad(grad, None, 0.0, seed)
-            C.unterngrad_(out, packed, float(scale))
+            C.unterngrad_(out, [packed], [float(scale)])
         elif name == "natural":
-            C.unnatural_(out, C.natural(grad, None, seed))
+            C.unnatural_(out, [C.natural(grad, None, seed)])
         else:
             bucket = 64 if name == "qsgd" else 0
-            C.unqsgd_(out, *C.qsgd(grad, None, 3, seed, bucket_size=bucket), 3, bucket_size=bucket)
+            codes, norms = C.qsgd(grad, None, 3, seed, bucket_size=bucket)
+            C.unqsgd_(out, [codes], [norms], 3, bucket_size=bucket)
         total += out
         squares += out.double().square()
     mean = total / draws
@@ -342,11 +343,32 @@ def test_indices_of_others_are_checked() -> None:
     for index in (-1, 5):
         indices = torch.tensor([index], dtype=torch.int32)
         with pytest.raises(ValueError, match=f"index {index} of 5 elements"):
-            C.scatter_add_(out, indices, torch.ones(1))
+            C.scatter_(out, [indices], [torch.ones(1)])
         with pytest.raises(ValueError, match="index"):
             C.zero_at_(out, indices)
         with pytest.raises(ValueError, match="index"):
             C.gather(out, indices)
+
+
+def test_values_of_all_ranks_are_added_in_their_order() -> None:
+    """Parts of the result, ranks without values, and indices that are in no order."""
+    draw = np.random.default_rng(7)
+    for numel in (1, 5, 32768, 100_000):
+        for ranks in (1, 2, 5):
+            sent = []
+            for rank in range(ranks):
+                count = int(draw.integers(0, numel + 1)) if rank != 1 else 0
+                index = draw.choice(numel, count, replace=False).astype(np.int32)
+                sent.append((np.sort(index), draw.standard_normal(count).astype(np.float32)))
+            want = np.zeros(numel, np.float32)
+            for index, given in sent:
+                want[index] += np.float32(0.3) * given
+            out = torch.full((numel,), math.nan)
+            C.scatter_(out, *([torch.from_numpy(x) for x in each] for each in zip(*sent)), 0.3)
+            same(out, want)
+            turned = [(i[::-1].copy(), g[::-1].copy()) for i, g in sent]
+            C.scatter_(out, *([torch.from_numpy(x) for x in each] for each in zip(*turned)), 0.3)
+            np.testing.assert_allclose(out.numpy(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_arguments_are_checked() -> None:
@@ -360,8 +382,10 @@ def test_arguments_are_checked() -> None:
         lambda: C.threshold(v, None, -1.0),
         lambda: C.qsgd(v, None, 0, 1),
         lambda: C.qsgd(v, None, 1, 1, bucket_size=-1),
-        lambda: C.unpack_signs_(v, torch.zeros(2, dtype=torch.uint8), 0.0, 1.0),
-        lambda: C.unqsgd_(v, torch.zeros(8, dtype=torch.int8), torch.zeros(2), 1),
+        lambda: C.unpack_signs_(v, [torch.zeros(2, dtype=torch.uint8)], [0.0], [1.0]),
+        lambda: C.unqsgd_(v, [torch.zeros(8, dtype=torch.int8)], [torch.zeros(2)], 1),
+        lambda: C.unpack_signs_(v, [torch.zeros(1, dtype=torch.uint8)], [0.0] * 2, [1.0]),
+        lambda: C.unterngrad_(v, [], []),
         lambda: C.vote_signs_(v, torch.zeros(1, dtype=torch.uint8)),
     ):
         with pytest.raises(ValueError, match=r"fused: compress\."):

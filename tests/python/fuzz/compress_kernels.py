@@ -231,33 +231,42 @@ def powers(code: Array) -> Array:
 def decode(c: Call) -> None:
     """What others have sent is any bytes."""
     n, r = c.n, c.r
-    add, alpha = bool(r.integers(2)), F(r.choice([1, 1 / 3, 0, -2]))
-    before = values(r, n)
-    out = placed(r, before)
+    ranks, alpha = int(r.choice([1, 2, 5])), F(r.choice([1, 1 / 3, 0, -2]))
+    out = placed(r, values(r, n))
     which = int(r.integers(4))
-    one, other = F(r.standard_normal()), F(r.choice([0.3, np.inf, 3e38]))
-    sent = r.integers(0, 256, (-(-n // 8), -(-n // 4), n, n)[which], dtype=np.uint8)
-    packed = torch.from_numpy(sent)
+    found: list[Array] = []  # of each rank
+    ones = [F(x) for x in r.standard_normal(ranks)]
+    others = [F(x) for x in r.choice([0.3, np.inf, 3e38], ranks)]
+    size = (-(-n // 8), -(-n // 4), n, n)[which]
+    sent = [r.integers(0, 256, size, dtype=np.uint8) for _ in range(ranks)]
+    packed = [*map(torch.from_numpy, sent)]
     if which == 0:
-        C.unpack_signs_(out, packed, float(one), float(other), float(alpha), add)
-        high = np.unpackbits(sent, bitorder="little")[:n].astype(bool)
-        found = np.where(high, alpha * other, alpha * one)
+        C.unpack_signs_(out, packed, [*map(float, ones)], [*map(float, others)], float(alpha))
+        for bits, one, other in zip(sent, ones, others):
+            high = np.unpackbits(bits, bitorder="little")[:n].astype(bool)
+            found.append(np.where(high, alpha * other, alpha * one))
     elif which == 1:
-        C.unterngrad_(out, packed, float(other), float(alpha), add)
-        code = ((sent[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3).ravel()[:n]
-        found = np.choose(code, [F(0), alpha * other, -(alpha * other), F(0)])
+        C.unterngrad_(out, packed, [*map(float, others)], float(alpha))
+        for bits, other in zip(sent, others):
+            code = ((bits[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3).ravel()[:n]
+            found.append(np.choose(code, [F(0), alpha * other, -(alpha * other), F(0)]))
     elif which == 2:
-        C.unnatural_(out, packed, float(alpha), add)
-        found = alpha * powers(sent.astype(np.int64))
+        C.unnatural_(out, packed, float(alpha))
+        found += [alpha * powers(code.astype(np.int64)) for code in sent]
     else:
         levels, bucket = int(r.choice([127, 32767])), int(r.choice([0, 128, 1000]))
-        codes = r.integers(-levels, levels + 1, n).astype(np.int8 if levels == 127 else np.int16)
+        kind = np.int8 if levels == 127 else np.int16
+        codes = [r.integers(-levels, levels + 1, n).astype(kind) for _ in range(ranks)]
         size = bucket or max(n, 1)
-        norms = np.abs(r.standard_normal(-(-n // size))).astype(F)
-        tensors = torch.from_numpy(codes), torch.from_numpy(norms)
-        C.unqsgd_(out, *tensors, levels, float(alpha), add, bucket)
-        found = alpha * (codes.astype(F) * (np.repeat(norms, size)[:n] / F(levels)))
-    same(out.numpy(), (before + found if add else found).astype(F), f"decoded {which}")
+        norms = [np.abs(r.standard_normal(-(-n // size))).astype(F) for _ in range(ranks)]
+        tensors = ([*map(torch.from_numpy, each)] for each in (codes, norms))
+        C.unqsgd_(out, *tensors, levels, float(alpha), bucket)
+        for code, norm in zip(codes, norms):
+            found.append(alpha * (code.astype(F) * (np.repeat(norm, size)[:n] / F(levels))))
+    total = found[0].astype(F)
+    for one in found[1:]:
+        total = total + one.astype(F)
+    same(out.numpy(), total, f"decoded {which} of {ranks} ranks")
     c.results.append(out)
 
 
