@@ -23,6 +23,7 @@ import _plots as plots
 import _words as words
 import between_hosts
 import compress
+import compress_accuracy
 import compress_kernels
 import data_parallel
 import fused_step as fused_steps
@@ -45,6 +46,7 @@ ROWS: dict[str, Any] = {
     "density": SparseRow,
     "faults": ApartRow,
     "compression": compress.CompressRow,
+    "accuracy": compress_accuracy.AccuracyRow,
     "received": pipeline_parallel.CrossingRow,
     "sent": between_hosts.HostsRow,
     "predicted": scaling.ScalingRow,
@@ -262,6 +264,27 @@ def compression_kernels() -> str:
     return markdown(["100 MB", "ms", "read and write", "of its rate"], lines)
 
 
+def compression_accuracy() -> str:
+    """What training by each compressor comes to."""
+    fast, slow, lm = (
+        {row.arm: row for row in rows_of(f"compress_accuracy_{task}_p2")}
+        for task in compress_accuracy.TASKS
+    )
+
+    def figures(row: Any, scale: float, digits: int) -> str:
+        return "" if row is None else ", ".join(f"{scale * x:.{digits}f}" for x in row.accuracy)
+
+    head = ["by seed", "CNN, % right", "CNN, smaller steps", "language model, bits a character"]
+    return markdown(
+        head,
+        (
+            [name, figures(row, 100, 0), figures(slow.get(name), 100, 0),
+             figures(lm.get(name), 1, 2)]
+            for name, row in fast.items()
+        ),
+    )  # fmt: skip
+
+
 def missed() -> str:
     """Targets that the saved results do not meet."""
     steps = importlib.import_module("_step_arms").bars()
@@ -347,6 +370,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "missed": missed,
     "compressed": compressed,
     "compression_kernels": compression_kernels,
+    "compression_accuracy": compression_accuracy,
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
     "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
