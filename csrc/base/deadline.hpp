@@ -27,6 +27,13 @@ class Deadline {
         at_ - Clock::now(), std::chrono::nanoseconds(0));
   }
 
+  // As others take it: at least 1 ms, because 0 is their default or for ever.
+  std::chrono::milliseconds left() const {
+    return std::max(
+        std::chrono::ceil<std::chrono::milliseconds>(remaining()),
+        std::chrono::milliseconds(1));
+  }
+
   std::chrono::milliseconds timeout() const {
     return timeout_;
   }

@@ -135,7 +135,7 @@ const char* block_skip_name(BlockSkip mode) {
 }
 
 const char* transport_choice_name(TransportChoice choice) {
-  constexpr const char* kNames[] = {"auto", "ucx", "gloo"};
+  constexpr const char* kNames[] = {"gloo", "ucx"};
   return kNames[static_cast<size_t>(choice)];
 }
 
@@ -187,9 +187,8 @@ Settings resolve(const Options& options) {
       options.transport,
       "transport",
       "FUSEDPG_TRANSPORT",
-      {{"auto", TransportChoice::kAuto},
-       {"gloo", TransportChoice::kGloo},
-       {"ucx", TransportChoice::kUcx}});
+      {{transport_choice_name(TransportChoice::kGloo), TransportChoice::kGloo},
+       {transport_choice_name(TransportChoice::kUcx), TransportChoice::kUcx}});
   s.flat_order = choice_of<bool>(
       options.order,
       "order",

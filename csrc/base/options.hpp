@@ -36,8 +36,9 @@ struct Options {
   // "auto": patched where there is one and the group spans machines.
   // FUSEDPG_NCCL.
   std::optional<std::string> nccl;
-  // What carries messages between hosts: "gloo", "ucx", or "auto": UCX where
-  // all ranks have it. The same on all ranks. FUSEDPG_TRANSPORT.
+  // What carries messages between hosts: "gloo", or "ucx", which is never taken
+  // unasked: whoever reaches its port can write to the process's memory. The
+  // same on all ranks. FUSEDPG_TRANSPORT.
   std::optional<std::string> transport;
   // In which order contributions are added between hosts: "hosts", or "flat":
   // as on one machine. The same on all ranks. FUSEDPG_ORDER.
@@ -47,7 +48,7 @@ struct Options {
 enum class BlockSkip { kOff, kAuto, kOn };
 const char* block_skip_name(BlockSkip mode);
 enum class NcclChoice { kAuto, kPatched, kStock };
-enum class TransportChoice { kAuto, kUcx, kGloo };
+enum class TransportChoice { kGloo, kUcx };
 const char* transport_choice_name(TransportChoice choice);
 
 struct Settings {

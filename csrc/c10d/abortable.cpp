@@ -27,6 +27,8 @@ constexpr std::chrono::milliseconds kLook{25};
 
 struct AbortableBackend::Flights {
   std::atomic<bool> aborted{false};
+  // Of waits for messages: Gloo's own is what it was connected with.
+  std::atomic<std::chrono::milliseconds> timeout;
   std::mutex mutex;
   std::set<c10d::Work*> messages;
   std::mutex watch_mutex;
@@ -98,7 +100,8 @@ class AbortableWork : public c10d::Work {
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (message_) {
-      if (inner_->wait(timeout)) {
+      if (inner_->wait(
+              timeout == kNoTimeout ? flights_->timeout.load() : timeout)) {
         return true;
       }
       if (flights_->aborted) {
@@ -140,12 +143,14 @@ class AbortableWork : public c10d::Work {
 
 AbortableBackend::AbortableBackend(
     c10::intrusive_ptr<c10d::Backend> inner,
+    std::chrono::milliseconds timeout,
     std::function<void()> watch)
     : Forwarding(inner->getRank(), inner->getSize()),
       name_(inner->getBackendName()),
       flights_(std::make_shared<Flights>()),
       inner_(std::move(inner)) {
   flights_->watch = std::move(watch);
+  AbortableBackend::setTimeout(timeout);
 }
 
 // Works may be waited for after it.
@@ -183,6 +188,14 @@ void AbortableBackend::shutdown() {
   }
   if (inner) {
     inner->shutdown();
+  }
+}
+
+void AbortableBackend::setTimeout(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(flights_->mutex);
+  flights_->timeout = timeout;
+  if (inner_) {
+    inner_->setTimeout(timeout);
   }
 }
 

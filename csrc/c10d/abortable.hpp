@@ -16,10 +16,12 @@ class AbortableBackend : public Forwarding<c10d::Backend> {
  public:
   struct Flights; // works that have begun
 
-  // `watch`, if any, is called now and then by who waits for a collective; what
+  // `timeout` is for operations that have none of their own, whatever `inner`
+  // was connected with. `watch`, if any, is called now and then by who waits for a collective; what
   // it throws ends the wait.
   explicit AbortableBackend(
       c10::intrusive_ptr<c10d::Backend> inner,
+      std::chrono::milliseconds timeout,
       std::function<void()> watch = nullptr);
   ~AbortableBackend() override;
 
@@ -28,6 +30,7 @@ class AbortableBackend : public Forwarding<c10d::Backend> {
   }
   void abort() override;
   void shutdown() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
   // COMM_ERROR after an abort.
   c10d::ErrorType getError() override;
 

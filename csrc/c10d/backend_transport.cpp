@@ -125,16 +125,11 @@ class BackendTransport::Request : public Transport::Request {
 
  private:
   bool wait_once(const Deadline& deadline) {
-    // 0 would mean the backend's own timeout.
-    const auto left = std::max(
-        std::chrono::duration_cast<std::chrono::milliseconds>(
-            deadline.remaining()),
-        std::chrono::milliseconds(1));
     try {
       if (transport_.interrupter_) {
-        return transport_.interrupter_->wait(*work_, left);
+        return transport_.interrupter_->wait(*work_, deadline.left());
       }
-      work_->wait(left);
+      work_->wait(deadline.left());
       return true;
     } catch (const std::exception& error) {
       const ErrorKind kind = transport_.aborted_ ? ErrorKind::kAborted

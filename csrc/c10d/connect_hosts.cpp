@@ -4,15 +4,14 @@
 
 #include "base/error.hpp"
 #include "c10d/backend_transport.hpp"
-#include "c10d/delegate.hpp"
 #include "c10d/store_rendezvous.hpp"
 #include "net/ucx_transport.hpp"
 
 namespace fusedpg {
 namespace {
 
-// What a rank can, as it tells the others: the version of UCX that it has, or
-// none, and why not. (What it was asked for was compared when the group met.)
+// What a rank tells the others before they connect: the version of its UCX, or
+// why it has none. Over Gloo only that it has come.
 struct Offer {
   std::string version;
   std::string why_not;
@@ -26,36 +25,35 @@ struct Offer {
   }
 };
 
-Offer my_offer(const Settings& settings, const ucx::Api*& api) {
-  Offer mine;
-  if (settings.transport == TransportChoice::kGloo) {
-    mine.why_not = "it was not asked for";
-    return mine;
-  }
+Offer ucx_offer(const Settings& settings, const ucx::Api*& api) {
   try {
     api = &ucx::load(settings.ucx_lib);
-    mine.version = api->version;
+    return {api->version, ""};
   } catch (const Error& error) {
-    mine.why_not = error.what();
+    return {"", error.what()};
   }
-  return mine;
 }
 
-// Why not all ranks can use UCX, which every rank finds alike; empty: they can.
-std::string why_not_ucx(const std::vector<Offer>& offers) {
+// Every rank finds the same.
+void check_versions(const std::vector<Offer>& offers) {
+  const auto refuse = [](const std::string& why) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: Options.transport (FUSEDPG_TRANSPORT) is \"ucx\", but {}",
+        why);
+  };
   for (size_t p = 0; p < offers.size(); ++p) {
     if (offers[p].version.empty()) {
-      return formatted("rank {}: {}", p, offers[p].why_not);
+      refuse(formatted("rank {}: {}", p, offers[p].why_not));
     }
     if (offers[p].version != offers[0].version) {
-      return formatted(
+      refuse(formatted(
           "UCX is {} on rank 0 and {} on rank {}",
           offers[0].version,
           offers[p].version,
-          p);
+          p));
     }
   }
-  return "";
 }
 
 } // namespace
@@ -75,11 +73,15 @@ Connection connect_hosts(
     const std::function<void()>& check,
     const std::function<c10::intrusive_ptr<c10d::Backend>()>& make_gloo) {
   const Settings& settings = group.settings;
-  StoreRendezvous rendezvous(
-      c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store));
+  const bool by_ucx = settings.transport == TransportChoice::kUcx;
+  BoundedRendezvous rendezvous(
+      c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store),
+      deadline,
+      check);
   const auto key = [](int p) { return formatted("offer/{}", p); };
   const ucx::Api* api = nullptr;
-  rendezvous.set(key(group.rank), my_offer(settings, api).text());
+  const Offer mine = by_ucx ? ucx_offer(settings, api) : Offer{};
+  rendezvous.set(key(group.rank), mine.text());
   std::vector<Offer> offers;
   for (int p = 0; p < group.size; ++p) {
     offers.push_back(
@@ -87,29 +89,20 @@ Connection connect_hosts(
             await_rank(rendezvous, key(p), group.rank, p, deadline, check)));
   }
   check();
-  const std::string why_not = why_not_ucx(offers);
-  if (why_not.empty()) {
-    return {
-        std::make_unique<UcxTransport>(
-            *api,
-            ucx_config(settings),
-            rendezvous,
-            group.rank,
-            group.size,
-            deadline,
-            check),
-        "ucx " + api->version};
+  if (!by_ucx) {
+    return {std::make_unique<BackendTransport>(make_gloo()), "gloo"};
   }
-  if (settings.transport == TransportChoice::kUcx) {
-    fail(
-        ErrorKind::kSystem,
-        "fused: Options.transport (FUSEDPG_TRANSPORT) is \"ucx\", but {}",
-        why_not);
-  }
-  if (settings.transport == TransportChoice::kAuto) {
-    log_once("messages between hosts go by Gloo instead of UCX: " + why_not);
-  }
-  return {std::make_unique<BackendTransport>(make_gloo()), "gloo"};
+  check_versions(offers);
+  return {
+      std::make_unique<UcxTransport>(
+          *api,
+          ucx_config(settings),
+          rendezvous,
+          group.rank,
+          group.size,
+          deadline,
+          check),
+      "ucx " + api->version};
 }
 
 } // namespace fusedpg

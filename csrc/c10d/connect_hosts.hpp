@@ -20,9 +20,9 @@ struct Connection {
 
 UcxConfig ucx_config(const Settings& settings);
 
-// Collective: connects the ranks of a group that spans hosts, by UCX where all
-// of them have the same version of it, and else, unless UCX was asked for, by a
-// backend that `make_gloo` makes. `check` throws when waiting is in vain.
+// Collective: connects the ranks of a group that spans hosts, by UCX if it was
+// asked for (all ranks must have the same version of it), else by a backend that
+// `make_gloo` makes. `check` throws when waiting is in vain.
 Connection connect_hosts(
     Group& group,
     const Deadline& deadline,

@@ -46,9 +46,11 @@ ProcessGroupFused::ProcessGroupFused(
     StoreRendezvous rendezvous(store_);
     Bootstrap bootstrap(rank, size, group_->settings);
     bootstrap.meet(rendezvous, deadline);
-    // What others keep in the store must not be an earlier group's either.
+    // What others keep in the store must not be an earlier group's either. Between
+    // hosts operations need it, while another thread may wait for a key.
     group_->store = c10::make_intrusive<c10d::PrefixStore>(
-        "fusedpg/" + bootstrap.id(), store_);
+        "fusedpg/" + bootstrap.id(),
+        bootstrap.single_host() ? store_ : own_client(store_));
     local_ranks_ = bootstrap.host_ranks();
     if (bootstrap.single_host()) {
       auto route = c10::make_intrusive<ShmRoute>(*group_, bootstrap, deadline);
@@ -286,6 +288,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::shrink(
 void ProcessGroupFused::setTimeout(std::chrono::milliseconds timeout) {
   group_->timeout = timeout;
   options_->timeout = timeout;
+  cpu_->setTimeout(timeout);
+  cuda_->setTimeout(timeout);
 }
 
 uint64_t ProcessGroupFused::getSequenceNumberForGroup() {

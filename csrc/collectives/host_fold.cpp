@@ -1,7 +1,5 @@
 #include "collectives/host_fold.hpp"
 
-#include "collectives/skip.hpp"
-
 namespace fusedpg {
 namespace {
 
@@ -69,18 +67,10 @@ void HostFold::fold(
 
 Sources HostFold::sources(const void* const* contributions, size_t count) {
   found_.clear();
-  bool zeros = false; // somebody has; they need be added but once
   for (int h = 0; h < hosts_.num_hosts(); ++h) {
     local_.clear();
-    bool here = false;
     for (const int rank : hosts_.ranks(h)) {
-      here = here || contributions[rank] != nullptr;
-      zeros = zeros || contributions[rank] == nullptr;
-      local_.push_back(
-          contributions[rank] != nullptr ? contributions[rank] : kZeros);
-    }
-    if (!here) {
-      continue;
+      local_.push_back(contributions[rank]);
     }
     if (plain_ || is_contribution(h)) {
       found_.push_back(local_[0]);
@@ -89,13 +79,6 @@ Sources HostFold::sources(const void* const* contributions, size_t count) {
     sums_[h].resize(count * element());
     fold(h, local_.data(), count, sums_[h].data());
     found_.push_back(sums_[h].data());
-  }
-  if (zeros && (plain_ || wide_ == type_)) {
-    found_.push_back(kZeros);
-  } else if (zeros) {
-    sums_.resize(static_cast<size_t>(hosts_.num_hosts()) + 1);
-    sums_.back().assign(count * element(), 0);
-    found_.push_back(sums_.back().data());
   }
   return {found_.data(), found_.size(), !plain_};
 }

@@ -47,9 +47,7 @@ class HostFold {
   // The contributions of a machine's ranks, in their order.
   void fold(int host, const void* const* srcs, size_t count, void* sum);
 
-  // What the epilogue gets, of all ranks' contributions; null for those that
-  // have zeros. `count` elements of zeros are at most kZeroBytes. Until the next
-  // call.
+  // What the epilogue gets, of all ranks' contributions. Until the next call.
   Sources sources(const void* const* contributions, size_t count);
 
  private:

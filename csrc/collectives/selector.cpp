@@ -79,15 +79,23 @@ size_t select_net_ahead(bool ucx) {
 }
 
 bool select_delegate(const DelegateConfig& c) {
-  // Gloo's own sums are as fast as ours over its messages; but where ranks
-  // share a link they cross it more often.
+  // Gloo's own sums of large tensors are faster than ours over its messages; but
+  // where ranks share a link they cross it more often.
   return c.choice == Choice::kDense && !c.ucx && !c.ranks_share_hosts &&
-      !c.flat;
+      !c.flat && !select_net_one_shot(c.bytes, c.world_size);
 }
 
 bool select_net_one_shot(size_t bytes, int world_size) {
   constexpr size_t kOnce = size_t(128) << 10;
   return bytes * static_cast<size_t>(world_size - 1) <= kOnce;
+}
+
+size_t select_net_room(int world_size, bool ucx) {
+  // Gloo's second message waits until the receiver has asked for it, which is
+  // another round trip. UCX sends messages of this size unasked.
+  constexpr size_t kRoom = size_t(4) << 10;
+  constexpr int kMostRanks = 8; // beyond them what all send adds up
+  return ucx || world_size > kMostRanks ? 0 : kRoom;
 }
 
 bool select_net_inline(size_t bytes, size_t longest) {

@@ -64,6 +64,8 @@ size_t select_net_ahead(bool ucx);
 // Whether an all-reduce between machines is the delegate's from the start. What
 // looked for zeros and found too few is the delegate's, too.
 struct DelegateConfig {
+  size_t bytes = 0;
+  int world_size = 1;
   DensityEstimates::Choice choice = DensityEstimates::Choice::kDense;
   bool ucx = false; // carries the messages
   bool ranks_share_hosts = false;
@@ -74,6 +76,10 @@ bool select_delegate(const DelegateConfig& config);
 // Whether every rank sends its whole input to all others at once: that takes
 // one journey instead of two, for P/2 times the bytes.
 bool select_net_one_shot(size_t bytes, int world_size);
+
+// Bytes of a small input that travel with what a rank says of it, in the first
+// message of an operation, which has the same length on all ranks.
+size_t select_net_room(int world_size, bool ucx);
 
 // Whether a rank's part of a move travels with what it says of it: to all
 // others so many bytes, to one of them at most `longest`.

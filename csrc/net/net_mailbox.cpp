@@ -30,13 +30,13 @@ NetMailbox::NetMailbox(
     int rank,
     int size,
     Connect connect,
-    std::unique_ptr<Rendezvous> rendezvous,
+    const Meet& meet,
     std::function<void()> check,
     std::function<bool(int)> gone,
     std::function<Error(const Error&)> failed)
     : me_(rank),
       connect_(std::move(connect)),
-      rendezvous_(std::move(rendezvous)),
+      rendezvous_(meet([this] { check_beside_store(); })),
       check_(std::move(check)),
       gone_(std::move(gone)),
       failed_(std::move(failed)),
@@ -518,6 +518,30 @@ void NetMailbox::check() {
   for (const Peer& peer : peers_) {
     for (const Send& s : peer.sends) {
       check(s.post, s.post.peer);
+    }
+  }
+}
+
+// While the store keeps the thread waiting.
+void NetMailbox::check_beside_store() {
+  if (stop_) {
+    fail(
+        ErrorKind::kAborted,
+        "fused: the group was shut down on rank {} while its store did not "
+        "answer",
+        me_);
+  }
+  check();
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Post& post : posts_) {
+    if (post.deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: {}, failed on rank {}: timeout after {} ms; the store does "
+          "not answer",
+          name(post),
+          me_,
+          post.deadline.timeout().count());
     }
   }
 }

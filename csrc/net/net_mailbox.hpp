@@ -33,6 +33,10 @@ class NetMailbox {
   // the other end.
   using Done = std::function<void(std::exception_ptr, int)>;
   using Connect = std::function<std::unique_ptr<UcxTransport>()>;
+  // Where ranks say how they can be reached. Requests call what it is given while
+  // they wait, and end with what that throws.
+  using Meet =
+      std::function<std::unique_ptr<Rendezvous>(std::function<void()> check)>;
 
   // `check` throws when waiting is in vain; `gone` tells of a rank that this one
   // is not connected to whether it has ended; `failed` hears why the mailbox, and
@@ -41,7 +45,7 @@ class NetMailbox {
       int rank,
       int size,
       Connect connect,
-      std::unique_ptr<Rendezvous> rendezvous,
+      const Meet& meet,
       std::function<void()> check,
       std::function<bool(int)> gone,
       std::function<Error(const Error&)> failed);
@@ -124,6 +128,7 @@ class NetMailbox {
   bool finish_notes();
   void check();
   void check(const Post& post, int peer);
+  void check_beside_store();
   bool pending() const;
   void give_up(Error error, bool stopping);
   std::string name(const Post& post) const;

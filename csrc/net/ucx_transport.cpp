@@ -22,11 +22,6 @@ uint64_t tag_of(int from, uint32_t tag) {
   return static_cast<uint64_t>(from) << 32 | tag;
 }
 
-// Rounded up.
-std::chrono::milliseconds left(const Deadline& deadline) {
-  return std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
-}
-
 } // namespace
 
 // Waits once; an operation that nobody waits for ends with the transport.
@@ -240,7 +235,7 @@ void UcxTransport::sleep(const Deadline& deadline) {
   pollfd fds[] = {
       {worker_->event_fd(), POLLIN, 0}, {abort_signal_->fd(), POLLIN, 0}};
   constexpr std::chrono::milliseconds kLongest{1000};
-  poll(fds, 2, static_cast<int>(std::min(left(deadline), kLongest).count()));
+  poll(fds, 2, static_cast<int>(std::min(deadline.left(), kLongest).count()));
 }
 
 UcxTransport::State UcxTransport::state(const Request& request) const {
@@ -267,7 +262,7 @@ void UcxTransport::wait(Operation& operation, const Deadline& deadline) {
   const auto done = [&] { return over(operation); };
   if (!failed_ && watch_) {
     constexpr std::chrono::milliseconds kLook{20};
-    while (!progress_until(Deadline(std::min(kLook, left(deadline))), done) &&
+    while (!progress_until(Deadline(std::min(kLook, deadline.left())), done) &&
            !aborted_ && !deadline.expired()) {
       try {
         watch_();

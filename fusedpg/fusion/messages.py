@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedpg.functional import _backend, group_info, shard_range
+from fusedpg.functional import group_info, shard_range
 from fusedpg.fusion.ir import SHARD, Node, Program, carried
 
 # A user's own messages on the group have other tags.
@@ -372,12 +371,9 @@ def _numbers(text: str) -> list[str]:
 def _sizes_may_differ(stages: dist.ProcessGroup) -> bool:
     """Whether a receive of another size than its message raises, and does no other harm."""
     try:
-        backend = _backend(stages)
+        return group_info(stages)["engine"] != "gloo"
     except ValueError:  # another backend
         return False
-    # Between hosts messages are Gloo's unless UCX has been asked for.
-    asked = backend.options.transport or os.environ.get("FUSEDPG_TRANSPORT")
-    return asked == "ucx" or group_info(stages)["engine"] == "shm"
 
 
 def _peer(node: Node, stages: dist.ProcessGroup, key: str) -> int:

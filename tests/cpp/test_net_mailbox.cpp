@@ -44,6 +44,7 @@ struct NetPost {
   const int size;
   Store& store;
   std::atomic<bool> aborted{false};
+  std::atomic<bool> stopped{false}; // its thread does nothing
   std::atomic<int> failures{0};
   NetMailbox box;
 
@@ -63,8 +64,13 @@ struct NetPost {
               return std::make_unique<UcxTransport>(
                   ucx::load(library()), c, rank, size);
             },
-            std::make_unique<Shared>(store),
+            [&store](const auto& /* check */) {
+              return std::make_unique<Shared>(store);
+            },
             [this] {
+              while (stopped) {
+                std::this_thread::sleep_for(milliseconds(1));
+              }
               if (aborted) {
                 fail(ErrorKind::kAborted, "fused: aborted");
               }
@@ -193,6 +199,39 @@ TEST(net_mailbox_sizes_that_differ_raise_on_both_sides) {
   });
 }
 
+// The caller may free what it has received into as soon as it hears of the error.
+TEST(net_mailbox_that_has_failed_writes_nothing) {
+  on_posts(2, [](NetPost& post) {
+    constexpr size_t kBytes = size_t(8) << 20;
+    const Bytes message = filled(kBytes, 3);
+    if (post.rank == 1) {
+      post.send(message, 0, 1).wait();
+      Pending late = post.send(message, 0, 2);
+      std::this_thread::sleep_for(milliseconds(100)); // it says so
+      post.stopped = true;
+      std::this_thread::sleep_for(milliseconds(100));
+      post.meet("stopped");
+      post.meet("failed");
+      post.stopped = false;
+      expect_error(ErrorKind::kPeerFailed, {"send"}, [&] { late.wait(); });
+      post.meet("over");
+      return;
+    }
+    Bytes into(kBytes);
+    post.receive(into, 1, 1).wait();
+    CHECK(into == message);
+    into.assign(kBytes, 0);
+    post.meet("stopped");
+    Pending pending = post.receive(into, 1, 2, milliseconds(300));
+    expect_error(ErrorKind::kTimeout, {"recv"}, [&] { pending.wait(); });
+    const Bytes then = into;
+    post.meet("failed");
+    post.meet("over");
+    CHECK(into == then);
+    CHECK(then != message);
+  });
+}
+
 TEST(net_mailbox_ends) {
   // Nobody comes.
   on_posts(2, [](NetPost& post) {
@@ -225,6 +264,20 @@ TEST(net_mailbox_ends) {
       expect_error(ErrorKind::kAborted, {"send"}, [&] { two.wait(); });
     });
   }
+  // The other side goes before anything was sent.
+  on_posts(2, [](NetPost& post) {
+    if (post.rank == 1) {
+      post.meet("waits");
+      std::this_thread::sleep_for(milliseconds(300)); // rank 0 has connected
+      post.box.stop();
+      return;
+    }
+    Bytes b(10);
+    Pending pending = post.receive(b, 1, 0, milliseconds(10000));
+    post.meet("waits");
+    expect_error(
+        ErrorKind::kPeerFailed, {"rank 1 has ended"}, [&] { pending.wait(); });
+  });
   // The other side goes, after what it sent has come.
   on_posts(2, [](NetPost& post) {
     Bytes b(200000);

@@ -113,6 +113,42 @@ TEST(net_skip_equals_dense) {
   }
 }
 
+// Zeros that stay at home still turn another host's -0 into 0.
+TEST(net_skip_signed_zeros) {
+  constexpr size_t kBlock = 64, kBlocks = 7;
+  constexpr size_t kCount = kBlock * kBlocks;
+  for (const Layout& layout : layouts()) {
+    const int size = size_of(layout);
+    for (const DType type : {DType::kFloat32, DType::kFloat16}) {
+      const size_t element = dtype_size(type);
+      // Block b is rank b's alone: a number, and -0 after it.
+      std::vector<Bytes> all;
+      std::vector<const void*> srcs;
+      for (int p = 0; p < size; ++p) {
+        all.emplace_back(kCount * element);
+        uint8_t* block = all.back().data() + p * kBlock * element;
+        block[element - 1] = 0x40;
+        for (size_t i = 1; i < kBlock; ++i) {
+          block[(i + 1) * element - 1] = 0x80;
+        }
+      }
+      for (const Bytes& one : all) {
+        srcs.push_back(one.data());
+      }
+      const ReduceArgs args = sum_of(type);
+      const Bytes wanted = hosts_reference(args, layout, srcs, kCount);
+      CHECK_EQ(wanted[2 * element - 1], 0); // 0 + -0
+      on_hosts(layout, [&](int rank, NetContext& ctx) {
+        Bytes mine = all[rank];
+        HostsWay way(ctx);
+        sparse_all_reduce(way, {{mine.data(), kCount}}, args, {kBlock});
+        CHECK(mine == wanted);
+        CHECK_EQ(ctx.moved.blocks_present, size_t{1});
+      });
+    }
+  }
+}
+
 // Owners get their shards' sums; other shards stay as they are.
 TEST(net_skip_reduce_scatter) {
   for (const int size : {1, 2, 3, 5}) {

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import cast
+
 import pytest
 
 import harness
@@ -86,10 +91,7 @@ def test_transport(spread: Spread) -> None:
     ("choices", "library", "expected"),
     [
         (("ucx", "ucx"), "", "ucx"),
-        (("auto", "auto"), "", "ucx"),
-        (("gloo", "gloo"), "", "gloo"),
-        (("", ""), "", "ucx"),
-        (("auto", "auto"), "/no/libucp.so", "gloo"),
+        (("", ""), "", "gloo"),  # never UCX unasked, though all have it
         (("ucx", "ucx"), "/no/libucp.so", "cannot load UCX"),
     ],
 )
@@ -104,6 +106,46 @@ def test_choice_of_transport(choices: tuple[str, str], library: str, expected: s
         workers.run(hosts.choice, expected)
 
 
+@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+def test_store_is_busy(transport: str) -> None:
+    harness.pool_of_hosts("two", transport).run(hosts.store_is_busy)
+
+
+@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+def test_timeout_of_messages(transport: str) -> None:
+    harness.pool_of_hosts("two", transport).run(hosts.timeout_of_messages)
+
+
+def _serve(connection: Connection) -> None:
+    store = harness.serve()
+    connection.send(store.port)
+    connection.recv()
+
+
+@pytest.mark.parametrize(
+    ("transport", "what"), [("gloo", "all_reduce"), ("ucx", "all_reduce"), ("ucx", "messages")]
+)
+def test_store_stopped_before_the_first_operation(transport: str, what: str) -> None:
+    """Its client would wait for an answer without a limit."""
+    timeout = 2.0
+    ours, theirs = harness.FORKED.Pipe()
+    server = harness.FORKED.Process(target=_serve, args=(theirs,))
+    server.start()
+    env = [{"FUSEDPG_HOST_ID": str(i), "FUSEDPG_TRANSPORT": transport} for i in range(2)]
+    try:
+        with harness.Workers(2, env=env, init=False, oracle=False, one_host=False) as workers:
+            workers.run(hosts.meet_at, ours.recv(), timeout)
+            os.kill(cast("int", server.pid), signal.SIGSTOP)
+            try:
+                took = workers.run(hosts.store_stopped, what)
+            finally:
+                os.kill(cast("int", server.pid), signal.SIGCONT)
+            assert max(took) < timeout + 4, took
+    finally:
+        ours.send(None)
+        server.join()
+
+
 def test_info_while_connecting() -> None:
     harness.pool_of_hosts("two").run(hosts.info_while_connecting)
 
@@ -112,11 +154,22 @@ def test_connects_once() -> None:
     harness.pool_of_hosts("two", "gloo").run(hosts.connects_once)
 
 
-@pytest.mark.parametrize("numel", [1, 1003, 70_001, 1_000_003])
-def test_sums_have_the_bits_of_one_host(numel: int) -> None:
+@pytest.mark.parametrize(
+    ("names", "transport", "sizes"),
+    [
+        ("three", "ucx", (1, 1003, 70_001, 1_000_003)),
+        # Over Gloo what travels at once, in one message or two.
+        ("three", "gloo", (1, 1003, 1024, 1025, 16_001)),
+        ("two", "gloo", (1024, 1025, 32_768)),
+    ],
+)
+def test_sums_have_the_bits_of_one_host(names: str, transport: str, sizes: tuple[int, ...]) -> None:
+    ranks = harness.pool_of_hosts(names, transport)
     for kind in ("float32", "float16", "int32"):
-        parts = harness.pool_of_hosts("three").run(hosts.sums, kind, numel)
-        assert set(parts) == set(harness.pool(3).run(hosts.sums, kind, numel)), kind
+        for numel in sizes:
+            parts = ranks.run(hosts.sums, kind, numel)
+            one_host = harness.pool(ranks.world_size).run(hosts.sums, kind, numel)
+            assert set(parts) == set(one_host), (kind, numel)
 
 
 SHARED = [

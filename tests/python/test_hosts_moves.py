@@ -77,8 +77,13 @@ def test_abort(ranks: harness.Workers, what: str) -> None:
     assert max(ranks.run(moves.aborted, what)) < 1.0
 
 
-@pytest.mark.parametrize("what", ["receive", "collective"])
-@pytest.mark.parametrize("names", ["two", "two of two"])
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        *(("two", what) for what in ("receive", "first receive", "collective")),
+        *(("two of two", what) for what in ("receive", "collective")),
+    ],
+)
 def test_killed_peer(names: str, what: str) -> None:
     ranks = harness.pool_of_hosts(names)
     ranks.start(moves.killed, what)

@@ -6,23 +6,12 @@
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/routes/hosts_turn.hpp"
+#include "c10d/store_rendezvous.hpp"
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
 
 namespace {
-
-// While Gloo's rendezvous waits for a peer nobody else in this process can use
-// the same client of a store. So two groups that connect at the same time would
-// wait for each other: here one holds the client, there the other.
-c10::intrusive_ptr<c10d::Store> own_client(
-    const c10::intrusive_ptr<c10d::Store>& store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store; // written in Python, without clone()
-  }
-}
 
 std::unique_ptr<Domain> make_domain(
     Group& group,
@@ -51,7 +40,7 @@ HostsRoute::HostsRoute(
           group.settings.flat_order ? std::optional(HostMap::apart(group.size))
                                     : std::nullopt),
       domain_(make_domain(group, bootstrap, deadline)),
-      delegate_(make_gloo("fusedpg-delegate")),
+      delegate_(make_gloo("fusedpg-delegate", deadline)),
       failures_(group.store, rank_, size_),
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
   log_once(
@@ -59,25 +48,24 @@ HostsRoute::HostsRoute(
       "are its own");
 }
 
-c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(const char* prefix) {
+c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(
+    const char* prefix,
+    const Deadline& deadline) {
+  // Its rendezvous waits for peers, and would keep this group's client.
+  auto gloo = make_delegate(
+      "cpu",
+      c10::make_intrusive<c10d::PrefixStore>(prefix, own_client(group_.store)),
+      rank_,
+      size_,
+      deadline.left());
   return c10::make_intrusive<AbortableBackend>(
-      make_delegate(
-          "cpu",
-          c10::make_intrusive<c10d::PrefixStore>(
-              prefix, own_client(group_.store)),
-          rank_,
-          size_,
-          group_.timeout.load()),
+      std::move(gloo),
+      group_.timeout.load(),
       domain_ ? [this] { check_neighbours("a collective of Gloo"); }
               : std::function<void()>());
 }
 
-bool HostsRoute::carried_by_ucx(std::chrono::milliseconds timeout) {
-  return group_.settings.transport != TransportChoice::kGloo &&
-      connected(timeout).ends_at_once();
-}
-
-Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
+Transport& HostsRoute::connected(const Deadline& deadline) {
   const auto check_aborted = [this] {
     if (failure()) {
       fail(
@@ -94,10 +82,9 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
   }
   if (!connection_.transport) {
     try {
-      connection_ =
-          connect_hosts(group_, Deadline(timeout), check_aborted, [&] {
-            return make_gloo("fusedpg-transport");
-          });
+      connection_ = connect_hosts(group_, deadline, check_aborted, [&] {
+        return make_gloo("fusedpg-transport", deadline);
+      });
       std::lock_guard<std::mutex> name_lock(name_mutex_);
       transport_name_ = connection_.name;
     } catch (...) {
@@ -115,15 +102,13 @@ Transport& HostsRoute::connected(std::chrono::milliseconds timeout) {
   return *connection_.transport;
 }
 
-NetContext HostsRoute::net_context(
-    uint64_t ticket,
-    std::chrono::milliseconds timeout) {
-  Transport& transport = connected(timeout);
+NetContext HostsRoute::net_context(uint64_t ticket, const Deadline& deadline) {
+  Transport& transport = connected(deadline);
   in_doubt_since_.reset();
   return {
       {group_.kernels,
        pool_,
-       Deadline(timeout),
+       deadline,
        ticket,
        group_.settings.nan_check,
        skip_,
@@ -165,12 +150,14 @@ void HostsRoute::execute(
     std::chrono::milliseconds timeout) {
   failures_.check();
   in_doubt_since_.reset();
-  HostsTurn turn(*this, ticket, timeout);
+  const Deadline deadline(timeout); // of all waits, connecting included
+  HostsTurn turn(*this, ticket, deadline);
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {
     constexpr std::chrono::milliseconds kPatience{5000};
     if (connection_.transport) {
-      connection_.transport->flush(Deadline(std::min(timeout, kPatience)));
+      connection_.transport->flush(
+          Deadline(std::min(deadline.left(), kPatience)));
     }
   };
   try {
@@ -224,7 +211,7 @@ at::Tensor HostsRoute::empty_shared(
 }
 
 void HostsRoute::describe(GroupInfo& info) {
-  info.engine = "gloo";
+  info.engine = transport_choice_name(group_.settings.transport);
   std::lock_guard<std::mutex> lock(name_mutex_);
   info.transport = transport_name_;
 }

@@ -49,6 +49,9 @@ class HostsRoute : public CpuRoute {
     return false;
   }
 
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    delegate_->setTimeout(timeout);
+  }
   void describe(GroupInfo& info) override;
   std::optional<ErrorKind> failure() override;
   void abort() override;
@@ -70,9 +73,13 @@ class HostsRoute : public CpuRoute {
  private:
   friend class HostsTurn;
 
-  c10::intrusive_ptr<c10d::Backend> make_gloo(const char* prefix);
-  // Whether sums and moves are ours. Connects the hosts to find out.
-  bool carried_by_ucx(std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<c10d::Backend> make_gloo(
+      const char* prefix,
+      const Deadline& deadline);
+  // Whether all sums and moves are ours.
+  bool by_ucx() const {
+    return group_.settings.transport == TransportChoice::kUcx;
+  }
   NetMailbox* mailbox(); // null: messages are the delegate's
   // Ends the group as an operation does that fails; with what all ranks know.
   Error message_failed(const Error& error);
@@ -82,9 +89,9 @@ class HostsRoute : public CpuRoute {
   void check_neighbours(const std::string& what);
   void end_waits();
   void wake_mailbox();
-  Transport& connected(std::chrono::milliseconds timeout);
+  Transport& connected(const Deadline& deadline);
   // For an operation that is not delegated.
-  NetContext net_context(uint64_t ticket, std::chrono::milliseconds timeout);
+  NetContext net_context(uint64_t ticket, const Deadline& deadline);
   const HostMap hosts_;
   // Every rank as a host of its own, if sums are to have the bits of one.
   const std::optional<HostMap> flat_;

@@ -14,7 +14,7 @@ DType dtype_of(const Flat& flat) {
 } // namespace
 
 bool HostsTurn::ours(const std::function<void(Way&)>& move) {
-  if (!route_.carried_by_ucx(timeout_)) {
+  if (!route_.by_ucx()) {
     return false;
   }
   NetContext ctx = context();
@@ -24,7 +24,7 @@ bool HostsTurn::ours(const std::function<void(Way&)>& move) {
 }
 
 void HostsTurn::refuse(const std::string& reason) {
-  if (entered_ || route_.group_.settings.transport != TransportChoice::kUcx) {
+  if (entered_ || !route_.by_ucx()) {
     return;
   }
   try {

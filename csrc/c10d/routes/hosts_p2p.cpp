@@ -1,5 +1,5 @@
-// Messages between the ranks of a group that spans machines: by UCX where that
-// is asked for, so that no rank has to find out what others can; else Gloo's.
+// Messages between the ranks of a group that spans machines: ours by UCX, if that
+// was asked for; else Gloo's.
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -10,7 +10,7 @@
 namespace fusedpg {
 
 NetMailbox* HostsRoute::mailbox() {
-  if (group_.settings.transport != TransportChoice::kUcx) {
+  if (!by_ucx()) {
     return nullptr;
   }
   translate([this] { check_messages(); });
@@ -32,9 +32,14 @@ NetMailbox* HostsRoute::mailbox() {
         rank_,
         size_,
         connect,
-        std::make_unique<StoreRendezvous>(
-            c10::make_intrusive<c10d::PrefixStore>(
-                "fusedpg-mail", group_.store)),
+        [this](std::function<void()> check) {
+          constexpr std::chrono::hours kNever{24 * 365};
+          return std::make_unique<BoundedRendezvous>(
+              c10::make_intrusive<c10d::PrefixStore>(
+                  "fusedpg-mail", group_.store),
+              Deadline(kNever), // messages have deadlines of their own
+              std::move(check));
+        },
         [this] { check_messages(); },
         gone,
         [this](const Error& error) { return message_failed(error); });

@@ -55,13 +55,15 @@ void HostsTurn::all_reduce(
     const std::vector<Flat>& tensors,
     const Reduction& reduction) {
   SkipState& skip = route_.skip_;
-  DelegateConfig delegated;
-  delegated.ranks_share_hosts = route_.hosts_.shared();
-  delegated.flat = route_.flat_.has_value();
-  delegated.ucx = route_.carried_by_ucx(timeout_);
-  const bool dense_is_delegated = select_delegate(delegated);
   for (const Flat& flat : tensors) {
     const ReduceTensor tensor = flat.reduce_tensor();
+    DelegateConfig delegated;
+    delegated.bytes = flat.span().bytes;
+    delegated.world_size = size_;
+    delegated.ranks_share_hosts = route_.hosts_.shared();
+    delegated.flat = route_.flat_.has_value();
+    delegated.ucx = route_.by_ucx();
+    const bool dense_is_delegated = select_delegate(delegated);
     if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
       agree(tensor, reduction);
       delegate_sum(flat, reduction);

@@ -10,17 +10,14 @@ class Way;
 // only moves in hosts_moves.cpp.
 class HostsTurn : public Turn {
  public:
-  HostsTurn(
-      HostsRoute& route,
-      uint64_t ticket,
-      std::chrono::milliseconds timeout)
+  HostsTurn(HostsRoute& route, uint64_t ticket, const Deadline& deadline)
       : route_(route),
         gloo_(*route.delegate_),
         stats_(route.group_.stats),
         rank_(route.getRank()),
         size_(route.getSize()),
         ticket_(ticket),
-        timeout_(timeout) {}
+        deadline_(deadline) {}
 
   void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
       override;
@@ -72,7 +69,7 @@ class HostsTurn : public Turn {
   template <typename Options>
   Options options() const {
     Options opts;
-    opts.timeout = timeout_;
+    opts.timeout = deadline_.left();
     return opts;
   }
 
@@ -81,7 +78,7 @@ class HostsTurn : public Turn {
 
   NetContext context() {
     entered_ = true;
-    NetContext ctx = route_.net_context(ticket_, timeout_);
+    NetContext ctx = route_.net_context(ticket_, deadline_);
     ctx.list_index = list_index_;
     ctx.list_length = list_length_;
     return ctx;
@@ -101,7 +98,7 @@ class HostsTurn : public Turn {
   const int rank_;
   const int size_;
   const uint64_t ticket_;
-  const std::chrono::milliseconds timeout_;
+  const Deadline deadline_;
   uint64_t list_index_ = 0;
   uint64_t list_length_ = 1;
   bool entered_ = false;

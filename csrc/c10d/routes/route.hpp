@@ -76,6 +76,9 @@ class Route : public c10d::Backend {
       const at::TensorOptions& options) = 0;
   virtual bool in_arena(const at::Tensor& t) = 0;
 
+  // The group's new default; that of `group_` has been set.
+  void setTimeout(std::chrono::milliseconds /* timeout */) override {}
+
   virtual void describe(GroupInfo& info) = 0;
   // Why the group has failed, if it has.
   virtual std::optional<ErrorKind> failure() = 0;

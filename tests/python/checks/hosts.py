@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import os
@@ -20,7 +21,7 @@ def engine(context: Context, local: list[int]) -> None:
     import fusedpg
 
     info = fusedpg.group_info()
-    assert info["engine"] == "gloo"
+    assert info["engine"] == os.environ["FUSEDPG_TRANSPORT"]
     assert info["world_size"] == context.world_size
     assert info["local_world_size"] == local[context.rank]
 
@@ -184,3 +185,72 @@ def connects_once(context: Context) -> None:
         module._set_delegate_factory(_registration._make_delegate)
     assert len(calls) == 1
     torch.distributed.destroy_process_group(group)
+
+
+def store_is_busy(context: Context) -> None:
+    """A thread that waits for a key keeps its client of the store, and nothing of the group's."""
+    dist = torch.distributed
+    group = dist.new_group()
+    assert context.store is not None
+    waits = threading.Thread(target=context.store.wait, args=(["store_is_busy"],))
+    if context.rank == 0:
+        waits.start()
+    x = torch.ones(10)
+    dist.all_reduce(x, group=group)
+    assert bool((x == context.world_size).all())
+    for rank in range(1, context.world_size):
+        if context.rank == 0:
+            dist.send(x, rank, group=group)
+        elif context.rank == rank:
+            dist.recv(x.zero_(), 0, group=group)
+    assert bool((x == context.world_size).all())
+    assert waits.is_alive() == (context.rank == 0)
+    dist.barrier(group=group)
+    if context.rank != 0:
+        context.store.set("store_is_busy", "")
+    else:
+        waits.join()
+        context.store.delete_key("store_is_busy")
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+
+
+def timeout_of_messages(context: Context) -> None:
+    """A group's new timeout is also that of messages, whoever carries them."""
+    dist = torch.distributed
+    group = dist.new_group(timeout=datetime.timedelta(seconds=90))
+    group.set_timeout(datetime.timedelta(seconds=1))
+    store = dist.PrefixStore("timeout_of_messages", context.store)
+    if context.rank == 0:
+        begin = time.monotonic()
+        with pytest.raises((dist.DistBackendError, RuntimeError), match=r"(?i)timed out|timeout"):
+            dist.recv(torch.empty(10), 1, group=group)
+        took = time.monotonic() - begin
+        store.set("raised", "")
+        assert took < 60, took
+    store.wait(["raised"])
+    dist.destroy_process_group(group)
+
+
+def meet_at(context: Context, port: int, seconds: float) -> None:
+    """A default group under another store than the test's."""
+    dist = torch.distributed
+    dist.init_process_group(
+        context.backend,
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+
+
+def store_stopped(context: Context, what: str) -> float:
+    """Seconds until the first operation has failed."""
+    dist = torch.distributed
+    begin = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="the store does not answer"):
+        if what == "messages":
+            dist.recv(torch.empty(10), 1 - context.rank)
+        else:
+            dist.all_reduce(torch.ones(10))
+    return time.monotonic() - begin

@@ -174,12 +174,17 @@ def killed(context: Context, what: str) -> float:
     if what == "receive":
         messages(context)
     if context.rank == last:
+        if what == "first receive":
+            # Where it can be reached is known; it has never said anything.
+            pending = dist.irecv(torch.empty(1))
+            time.sleep(0.5)
+            assert pending is not None and not pending.is_completed()
         time.sleep(0.3)
         context.store.set("killed", str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     tensor = torch.ones(LARGE)
     with pytest.raises(dist.DistBackendError):
-        if what == "receive":
+        if "receive" in what:
             dist.recv(tensor, last)
         else:
             while True:
