@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 import warnings
 from datetime import timedelta
 from types import ModuleType
@@ -61,9 +63,21 @@ def load_extension() -> ModuleType:
         module = importlib.import_module("fusedpg._C")
         module._set_delegate_factory(_make_delegate)
         module._set_ucx_library(_ucx_library())
-        atexit.register(module._shutdown_all_groups)
+        atexit.register(_end_at_exit)
         _extension = module
     return _extension
+
+
+def _end_at_exit() -> None:
+    """Shuts down the groups that are still alive and tells their other ranks how this one ended."""
+    text = "its interpreter exited without destroy_process_group"
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None:
+        with contextlib.suppress(Exception):
+            reason = str(error).partition("\n")[0][:250]
+            text += f", after {type(error).__name__}: {reason}"
+    if _extension is not None:
+        _extension._end_at_exit(text)
 
 
 def _ucx_library() -> str:

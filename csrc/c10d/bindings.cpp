@@ -589,8 +589,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return translate([] { return ucx::described(resolve({}).ucx_lib); });
   });
   m.def(
-      "_shutdown_all_groups",
-      &shutdown_all_groups,
+      "_end_at_exit",
+      &end_at_exit,
+      "Shuts down all groups when the interpreter exits; peers read `exit`.",
+      py::arg("exit"),
       py::call_guard<py::gil_scoped_release>());
 }
 

@@ -18,6 +18,11 @@ class Completer {
  public:
   void add(std::function<void()> fn) {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (finished_) {
+      lock.unlock();
+      fn();
+      return;
+    }
     queue_.push_back(std::move(fn));
     if (queue_.size() > idle_) {
       try {
@@ -38,6 +43,12 @@ class Completer {
     }
   }
 
+  void finish(std::chrono::milliseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait_for(lock, timeout, [&] { return queue_.empty() && busy_ == 0; });
+    finished_ = true;
+  }
+
  private:
   void work() {
     pthread_setname_np(pthread_self(), "fusedpg-future");
@@ -53,26 +64,40 @@ class Completer {
       }
       auto fn = std::move(queue_.front());
       queue_.pop_front();
+      ++busy_;
       lock.unlock();
       fn();
       fn = nullptr;
       lock.lock();
+      --busy_;
+      done_.notify_all();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_;
+  std::condition_variable done_; // for finish()
   std::deque<std::function<void()>> queue_;
   size_t idle_ = 0; // threads in wait_for
   size_t live_ = 0; // threads
+  size_t busy_ = 0; // threads that run one
+  bool finished_ = false;
 };
+
+// Never destroyed: a detached thread may look at it while the process ends.
+Completer& completer() {
+  static auto* one = new Completer();
+  return *one;
+}
 
 } // namespace
 
 void complete_elsewhere(std::function<void()> fn) {
-  // Never destroyed: a detached thread may look at it while the process ends.
-  static Completer* completer = new Completer();
-  completer->add(std::move(fn));
+  completer().add(std::move(fn));
+}
+
+void finish_completions(std::chrono::milliseconds timeout) {
+  completer().finish(timeout);
 }
 
 } // namespace fusedpg

@@ -37,7 +37,8 @@ WorkPtr Group::enqueue(
     const Call& call,
     const Tensors& inputs,
     const Tensors& outputs,
-    std::function<void(uint64_t)> operation) {
+    std::function<void(uint64_t)> operation,
+    const TensorLists& lists) {
   check_open(call.title);
   if (!call.async_op) {
     at::RecordFunction record(at::RecordScope::USER_SCOPE);
@@ -60,7 +61,12 @@ WorkPtr Group::enqueue(
     return nullptr;
   }
   auto work = c10::make_intrusive<WorkFused>(
-      rank, call.type, call.title, inputs, outputs);
+      rank,
+      call.type,
+      call.title,
+      inputs,
+      outputs,
+      lists.size() > 1 ? lists : TensorLists());
   const uint64_t ticket = translate([&] {
     return executor_->submit(
         [work, operation = std::move(operation)](uint64_t ticket) mutable {

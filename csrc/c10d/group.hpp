@@ -44,17 +44,19 @@ class Group {
   const kernels::Table& kernels;
   c10::intrusive_ptr<c10d::Store> store; // of this group alone, once it has met
   Stats stats;
+  std::string exit; // how the interpreter ended, if before the group was closed
   std::atomic<std::chrono::milliseconds> timeout;
 
   // The one way of an operation on CPU tensors: takes a ticket, records for the
   // profiler, and executes it here or, asynchronously, in its turn. `outputs`
-  // become the result of the Work; returns null for a synchronous call that has
-  // succeeded.
+  // become the result of the Work, and its future's value unless `lists` are
+  // given for that; returns null for a synchronous call that has succeeded.
   WorkPtr enqueue(
       const Call& call,
       const Tensors& inputs,
       const Tensors& outputs,
-      std::function<void(uint64_t)> operation);
+      std::function<void(uint64_t)> operation,
+      const TensorLists& lists = {});
   Executor& executor() {
     return *executor_;
   }

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "c10d/completer.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gil.hpp"
 #include "c10d/routes/hosts.hpp"
@@ -336,11 +337,12 @@ void ProcessGroupFused::shutdown() {
   cpu_->shutdown();
 }
 
-void ProcessGroupFused::shutdown_at_exit() {
+void ProcessGroupFused::shutdown_at_exit(const std::string& exit) {
   if (group_->forked()) {
     return;
   }
   const ReleaseGil release;
+  group_->exit = exit;
   if (!group_->executor().drain(std::chrono::milliseconds(1000))) {
     cpu_->interrupt();
   }
@@ -369,7 +371,8 @@ ProcessGroupFused* find_group(const std::string& name) {
   return nullptr;
 }
 
-void shutdown_all_groups() {
+void end_at_exit(const std::string& exit) {
+  park_threads_that_python_ends();
   Registry& r = registry();
   std::vector<ProcessGroupFused*> groups;
   {
@@ -377,8 +380,9 @@ void shutdown_all_groups() {
     groups.assign(r.groups.begin(), r.groups.end());
   }
   for (ProcessGroupFused* group : groups) {
-    group->shutdown_at_exit();
+    group->shutdown_at_exit(exit);
   }
+  finish_completions(std::chrono::milliseconds(1000));
 }
 
 } // namespace fusedpg

@@ -112,8 +112,9 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
-  // shutdown() with little patience, when the interpreter exits.
-  void shutdown_at_exit();
+  // shutdown() with little patience, when the interpreter exits. `exit` says how,
+  // for the peers.
+  void shutdown_at_exit(const std::string& exit);
   GroupInfo info();
 
  protected:
@@ -153,7 +154,9 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
 // object that torch registers may hide ours behind a debugging wrapper.
 ProcessGroupFused* find_group(const std::string& name);
 
-// Shuts down every group that is still alive.
-void shutdown_all_groups();
+// At the interpreter's exit: shuts down every group that is still alive, and
+// sees to it that no callback of a future runs any more. `exit`: see
+// shutdown_at_exit().
+void end_at_exit(const std::string& exit);
 
 } // namespace fusedpg

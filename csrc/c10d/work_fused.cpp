@@ -9,19 +9,29 @@
 namespace fusedpg {
 namespace {
 
-c10::intrusive_ptr<c10::ivalue::Future> tensors_future() {
-  return c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()));
+c10::TypePtr tensors_type() {
+  return c10::ListType::create(c10::TensorType::get());
 }
 
 void finish_future(
     c10::ivalue::Future& future,
     const std::exception_ptr& error,
-    std::vector<at::Tensor> outputs) {
+    c10::IValue value) {
   if (error) {
     future.setError(error);
   } else {
-    future.markCompleted(c10::IValue(std::move(outputs)));
+    future.markCompleted(std::move(value));
+  }
+}
+
+// Appends the tensors of a list of them, or of a list of lists.
+void flatten(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) {
+    tensors.push_back(value.toTensor());
+    return;
+  }
+  for (const c10::IValue& one : value.toListRef()) {
+    flatten(one, tensors);
   }
 }
 
@@ -32,9 +42,20 @@ WorkFused::WorkFused(
     c10d::OpType op_type,
     const char* title,
     const std::vector<at::Tensor>& inputs,
-    std::vector<at::Tensor> outputs)
+    std::vector<at::Tensor> outputs,
+    TensorLists lists)
     : Work(rank, op_type, title, inputs),
-      outputs_(std::move(outputs)) {}
+      outputs_(std::move(outputs)),
+      lists_(std::move(lists)) {}
+
+c10::IValue WorkFused::value() const {
+  return lists_.empty() ? c10::IValue(outputs_) : c10::IValue(lists_);
+}
+
+c10::TypePtr WorkFused::type() const {
+  return lists_.empty() ? tensors_type()
+                        : c10::ListType::create(tensors_type());
+}
 
 void WorkFused::complete(std::exception_ptr error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -44,8 +65,8 @@ void WorkFused::complete(std::exception_ptr error) {
     future = future_;
   }
   if (future) {
-    complete_elsewhere([future, error, outputs = outputs_] {
-      finish_future(*future, error, outputs);
+    complete_elsewhere([future, error, value = value()] {
+      finish_future(*future, error, value);
     });
   }
 }
@@ -88,10 +109,10 @@ std::vector<at::Tensor> WorkFused::result() {
 c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
   std::lock_guard<std::mutex> lock(future_mutex_);
   if (!future_) {
-    future_ = tensors_future();
+    future_ = c10::make_intrusive<c10::ivalue::Future>(type());
     if (isCompleted()) {
       // complete() will not look again.
-      finish_future(*future_, exception(), outputs_);
+      finish_future(*future_, exception(), value());
     } else if (executor_) {
       executor_->hurry(); // who waits for a future cannot help
     }
@@ -142,7 +163,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
     return future_;
   }
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
-      c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+      c10::FutureType::create(tensors_type()));
   for (const auto& work : works_) {
     auto future = work->getFuture();
     TORCH_CHECK(
@@ -155,13 +176,11 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkGroup::getFuture() {
       [](c10::ivalue::Future& all) {
         std::vector<at::Tensor> tensors;
         for (const c10::IValue& one : all.value().toListRef()) {
-          for (const at::Tensor& t : one.toFuture()->value().toTensorVector()) {
-            tensors.push_back(t);
-          }
+          flatten(one.toFuture()->value(), tensors);
         }
         return c10::IValue(tensors);
       },
-      c10::ListType::create(c10::TensorType::get()));
+      tensors_type());
   return future_;
 }
 

@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "c10d/forwarding.hpp"
 #include "host/executor.hpp"
 
 namespace fusedpg {
@@ -18,13 +19,15 @@ namespace fusedpg {
 // returns; its callbacks may still run then.
 class WorkFused : public c10d::Work {
  public:
-  // `title` and `inputs` go to the profiler; `outputs` to the future.
+  // `title` and `inputs` go to the profiler; `outputs` to the future, or
+  // `lists` if there are several, as with Gloo.
   WorkFused(
       int rank,
       c10d::OpType op_type,
       const char* title,
       const std::vector<at::Tensor>& inputs,
-      std::vector<at::Tensor> outputs);
+      std::vector<at::Tensor> outputs,
+      TensorLists lists = {});
 
   void complete(std::exception_ptr error);
   // What executes it, and as which ticket; not for point to point.
@@ -49,7 +52,12 @@ class WorkFused : public c10d::Work {
  private:
   void wait_for_future();
 
+  // Of the future.
+  c10::IValue value() const;
+  c10::TypePtr type() const;
+
   std::vector<at::Tensor> outputs_;
+  TensorLists lists_; // none, or at least two
   std::shared_ptr<Executor> executor_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -82,7 +82,7 @@ Domain::Layout Domain::layout(int size, size_t stage_bytes) {
   l.stage = round_up(sizeof(RankControl), kPage);
   l.inboxes = l.stage + 4 * l.stage_bytes;
   l.mail_reserve = l.inboxes + round_up(size * sizeof(Inbox), kPage);
-  l.total = l.mail_reserve + kMailReserve;
+  l.total = l.mail_reserve + kMailReserve + kMailSlots * kMailSlotBytes;
   return l;
 }
 
@@ -288,6 +288,20 @@ bool Domain::process_ended(int rank) const {
   return peers_[rank].process->ended();
 }
 
+void Domain::fail_ended(const std::string& op, int rank) {
+  const bool said = control(rank).state.load(std::memory_order_acquire) ==
+      static_cast<uint32_t>(RankState::kExited);
+  fail(
+      ErrorKind::kPeerDead,
+      "fused: {}, failed on rank {}: the process of rank {} (pid {}) ended{}{}",
+      op,
+      name(rank_),
+      name(rank),
+      peers_[rank].pid,
+      said ? ": " : "",
+      said ? control(rank).reason : "");
+}
+
 bool Domain::in_doubt(int rank) {
   return rank != rank_ &&
       (control(rank).state.load(std::memory_order_acquire) !=
@@ -304,13 +318,7 @@ void Domain::check_peers(
   for (int p = 0; p < size_; ++p) {
     // Asked once more after: its part may have come just before its end.
     if (p != rank_ && missing(p) && process_ended(p) && missing(p)) {
-      fail(
-          ErrorKind::kPeerDead,
-          "fused: {}, failed on rank {}: the process of rank {} (pid {}) ended",
-          op,
-          name(rank_),
-          name(p),
-          peers_[p].pid);
+      fail_ended(op, p);
     }
   }
   for (int p = 0; p < size_; ++p) {
@@ -319,6 +327,9 @@ void Domain::check_peers(
     }
     const auto state = static_cast<RankState>(
         control(p).state.load(std::memory_order_acquire));
+    if (state == RankState::kExited) {
+      fail_ended(op, p);
+    }
     if (state == RankState::kLeft) {
       fail(
           ErrorKind::kPeerFailed,
@@ -497,10 +508,14 @@ void Domain::request_abort() {
   control(rank_).mail_bell.ring();
 }
 
-void Domain::leave() {
-  uint32_t expected = static_cast<uint32_t>(RankState::kOk);
+void Domain::leave(const std::string& exit) {
+  auto expected = static_cast<uint32_t>(RankState::kOk);
+  if (!exit.empty() && !failed()) {
+    set_reason(exit);
+  }
+  const auto left = exit.empty() ? RankState::kLeft : RankState::kExited;
   if (control(rank_).state.compare_exchange_strong(
-          expected, static_cast<uint32_t>(RankState::kLeft))) {
+          expected, static_cast<uint32_t>(left))) {
     ring_all();
   }
 }

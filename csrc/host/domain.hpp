@@ -23,6 +23,9 @@ namespace fusedpg {
 constexpr size_t kStageBytes = size_t(512) << 10;
 // Bytes through which a message travels when the arena is full.
 constexpr size_t kMailReserve = size_t(64) << 10;
+// Slots for small messages that travel before their receives are posted.
+constexpr size_t kMailSlots = 16;
+constexpr size_t kMailSlotBytes = size_t(4) << 10;
 // 64-bit words of one operation's table; a rank has two tables.
 constexpr size_t kTableEntries = 8192;
 // Messages of point to point in flight from one rank to another.
@@ -61,7 +64,13 @@ struct Inbox {
   Message slots[kInboxSlots];
 };
 
-enum class RankState : uint32_t { kOk = 0, kFailed = 1, kLeft = 2 };
+// kExited: its interpreter has ended without leaving the group.
+enum class RankState : uint32_t {
+  kOk = 0,
+  kFailed = 1,
+  kLeft = 2,
+  kExited = 3
+};
 
 // The head of every rank's arena. Each line has one writer, but for the bells.
 struct RankControl {
@@ -73,8 +82,8 @@ struct RankControl {
   // This rank can write to no peer's heap any more; only after a failure or
   // at its end.
   std::atomic<uint32_t> released;
-  // Written before `state` becomes kFailed: barriers that this rank has passed,
-  // and what happened.
+  // Written before `state` becomes kFailed: barriers that this rank has passed.
+  // And what happened, also before it becomes kExited.
   std::atomic<uint64_t> failed_after;
   char reason[432];
   // See collectives/monitored_barrier.cpp; rank 0 writes the second.
@@ -188,6 +197,9 @@ class Domain {
   char* mail_reserve() {
     return bases_[rank_] + layout_.mail_reserve;
   }
+  char* mail_slot(size_t i) {
+    return mail_reserve() + kMailReserve + i * kMailSlotBytes;
+  }
   RankControl& control(int rank) {
     return *reinterpret_cast<RankControl*>(bases_[rank]);
   }
@@ -220,8 +232,15 @@ class Domain {
   }
   // The text that peers quote when this rank fails or refuses an operation.
   void set_reason(const std::string& reason);
-  // Tells peers that this rank takes part in nothing more.
-  void leave();
+  // Tells peers that this rank takes part in nothing more. `exit` says how its
+  // interpreter has ended if the group has not been destroyed before.
+  void leave(const std::string& exit = {});
+  // Whether a rank has said so.
+  bool has_left(int rank) {
+    const auto state = static_cast<RankState>(
+        control(rank).state.load(std::memory_order_acquire));
+    return state == RankState::kLeft || state == RankState::kExited;
+  }
 
  private:
   struct Layout {
@@ -237,6 +256,7 @@ class Domain {
   // worthless. What it does after it has passed does not matter here.
   void check_arrived(const OpDescriptor& op);
   bool process_ended(int rank) const;
+  [[noreturn]] void fail_ended(const std::string& op, int rank);
   void map_peers();
   void ring_all();
   // Parts of detach().

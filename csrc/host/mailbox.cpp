@@ -198,10 +198,14 @@ std::vector<std::list<Mailbox::Receive>::iterator> Mailbox::collect_posts(
 
 bool Mailbox::progress() {
   bool any = false;
-  for (int p = 0; p < domain_.size(); ++p) {
+  // In turn, or one peer would have the reserve for as long as there are
+  // messages for it.
+  turn_ = (turn_ + 1) % domain_.size();
+  for (int i = 0; i < domain_.size(); ++i) {
+    const int p = (turn_ + i) % domain_.size();
     if (p != me_) {
       any |= poll_inbox(p);
-      any |= flush_replies(p);
+      any |= flush_replies(p); // first: they free the other side's memory
       any |= push_sends(p);
     }
   }
@@ -216,8 +220,10 @@ bool Mailbox::poll_inbox(int peer) {
   while (read != written) {
     const Message message = inbox.slots[read % kInboxSlots];
     inbox.read.store(++read, std::memory_order_release);
-    if (message.kind == kPart) {
-      on_message(peer, message);
+    if (message.kind == kOffer) {
+      on_offer(peer, message);
+    } else if (message.kind == kPart) {
+      on_part(peer, message);
     } else {
       on_reply(peer, message);
     }
@@ -231,43 +237,20 @@ bool Mailbox::poll_inbox(int peer) {
 
 // --- receiving ---------------------------------------------------------------
 
-void Mailbox::on_message(int peer, const Message& message) {
+void Mailbox::on_offer(int peer, const Message& offer) {
   auto& incoming = peers_[peer].incoming;
-  auto it = std::find_if(incoming.begin(), incoming.end(), [&](const auto& i) {
-    return i.id == message.id;
-  });
-  if (it == incoming.end()) {
-    if (message.offset != 0) {
-      return; // the rest of a message that was refused
-    }
-    incoming.push_back(
-        Incoming{message.id, message.tag, message.total, {}, receives_.end()});
-    it = std::prev(incoming.end());
-    it->parts.push_back(message);
-    if (!match(peer, *it)) {
-      return;
-    }
-  } else {
-    it->parts.push_back(message);
-  }
-  if (it->matched) {
-    consume(peer, it);
-  }
-}
-
-bool Mailbox::match(int peer, Incoming& incoming) {
+  incoming.push_back({offer, receives_.end()});
   for (auto r = receives_.begin(); r != receives_.end(); ++r) {
     const bool from = r->post.peer == peer || r->post.peer == kAnySource;
-    if (from && !r->matched && r->post.tag == incoming.tag) {
-      incoming.matched = r->matched = true;
-      incoming.receive = r;
-      return true;
+    if (from && !r->matched && r->post.tag == offer.tag) {
+      incoming.back().receive = r;
+      accept(peer, std::prev(incoming.end()));
+      return;
     }
   }
-  return false;
 }
 
-bool Mailbox::match_receive(std::list<Receive>::iterator receive) {
+void Mailbox::match_receive(std::list<Receive>::iterator receive) {
   const int from = receive->post.peer;
   for (int p = 0; p < domain_.size(); ++p) {
     if (p == me_ || (from != kAnySource && from != p)) {
@@ -275,15 +258,82 @@ bool Mailbox::match_receive(std::list<Receive>::iterator receive) {
     }
     auto& incoming = peers_[p].incoming;
     for (auto it = incoming.begin(); it != incoming.end(); ++it) {
-      if (!it->matched && it->tag == receive->post.tag) {
-        it->matched = receive->matched = true;
+      if (!it->matched && it->offer.tag == receive->post.tag) {
         it->receive = receive;
-        consume(p, it);
-        return true;
+        accept(p, it);
+        return;
       }
     }
   }
-  return false;
+}
+
+// A receive has been found for a message.
+void Mailbox::accept(int peer, std::list<Incoming>::iterator incoming) {
+  incoming->matched = incoming->receive->matched = true;
+  const Message& offer = incoming->offer;
+  const Post& post = incoming->receive->post;
+  if (offer.total != post.bytes) {
+    peers_[peer].replies.push_back(
+        {offer.id, kNack, offer.tag, post.bytes, 0, 0, 0});
+    finish_receive(
+        peer,
+        incoming,
+        std::make_exception_ptr(Error(
+            ErrorKind::kMismatch,
+            formatted(
+                "fused: {} on rank {}: rank {} sent {} bytes, expected {}",
+                name(post),
+                me_,
+                peer,
+                offer.total,
+                post.bytes))));
+  } else if (offer.bytes == offer.total) {
+    copy(peer, incoming, offer);
+  } else {
+    peers_[peer].replies.push_back(
+        {offer.id, kTake, offer.tag, offer.total, 0, 0, 0});
+  }
+}
+
+void Mailbox::on_part(int peer, const Message& part) {
+  auto& incoming = peers_[peer].incoming;
+  const auto it =
+      std::find_if(incoming.begin(), incoming.end(), [&](const Incoming& i) {
+        return i.offer.id == part.id;
+      });
+  if (it != incoming.end()) { // else it has failed here meanwhile
+    copy(peer, it, part);
+  }
+}
+
+void Mailbox::copy(
+    int peer,
+    std::list<Incoming>::iterator incoming,
+    const Message& part) {
+  Receive& receive = *incoming->receive;
+  kernels_.copy(
+      receive.post.data + part.offset,
+      domain_.address(peer, part.location),
+      part.bytes,
+      false);
+  check_source(receive.post, peer);
+  receive.received += part.bytes;
+  peers_[peer].replies.push_back(
+      {part.id, kAck, part.tag, part.total, part.offset, part.bytes, 0});
+  if (receive.received == part.total) {
+    finish_receive(peer, incoming, nullptr);
+  }
+}
+
+void Mailbox::finish_receive(
+    int peer,
+    std::list<Incoming>::iterator incoming,
+    std::exception_ptr error) {
+  Done done = std::move(incoming->receive->post.done);
+  receives_.erase(incoming->receive);
+  peers_[peer].incoming.erase(incoming);
+  flush_replies(peer);
+  done(error, peer);
 }
 
 // A rank that failed or left has taken its memory away, so what was copied
@@ -297,45 +347,6 @@ void Mailbox::check_source(const Post& post, int peer) {
   if (domain_.control(peer).state.load(std::memory_order_acquire) !=
       static_cast<uint32_t>(RankState::kOk)) {
     domain_.check_peers(name(post), [&](int q) { return q == peer; });
-  }
-}
-
-void Mailbox::consume(int peer, std::list<Incoming>::iterator incoming) {
-  const auto receive = incoming->receive;
-  const Post& post = receive->post;
-  std::exception_ptr error;
-  if (incoming->total != post.bytes) {
-    Message nack{incoming->id, kNack, incoming->tag, post.bytes, 0, 0, 0};
-    peers_[peer].replies.push_back(nack);
-    error = std::make_exception_ptr(Error(
-        ErrorKind::kMismatch,
-        formatted(
-            "fused: {} on rank {}: rank {} sent {} bytes, expected {}",
-            name(post),
-            me_,
-            peer,
-            incoming->total,
-            post.bytes)));
-  }
-  while (!error && !incoming->parts.empty()) {
-    const Message part = incoming->parts.front();
-    incoming->parts.pop_front();
-    kernels_.copy(
-        post.data + part.offset,
-        domain_.address(peer, part.location),
-        part.bytes,
-        false);
-    check_source(post, peer);
-    receive->received += part.bytes;
-    peers_[peer].replies.push_back(
-        {part.id, kAck, part.tag, part.total, part.offset, part.bytes, 0});
-  }
-  if (error || receive->received == incoming->total) {
-    Done done = std::move(receive->post.done);
-    receives_.erase(receive);
-    peers_[peer].incoming.erase(incoming);
-    flush_replies(peer);
-    done(error, peer);
   }
 }
 
@@ -468,7 +479,7 @@ void Mailbox::fail_all(const std::exception_ptr& error) {
   receives_.clear();
   for (size_t p = 0; p < peers_.size(); ++p) {
     for (Send& s : peers_[p].sends) {
-      release_parts(s);
+      release_parts(static_cast<int>(p), s);
       s.post.done(with_name(error, s.post), s.post.peer);
     }
     peers_[p].sends.clear();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <bitset>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -19,15 +20,23 @@ namespace fusedpg {
 // does waits for one particular peer, so any order of posts that can make
 // progress does.
 //
-// A message travels in parts: in place when the sender's data lie in its arena,
-// else through blocks of the arena, at most kWindow of them at a time. The
-// receiver copies a part and acknowledges it.
+// The sender offers a message. The offer says where its data are if the receiver
+// can read them: in the sender's arena, or, for a small message, copied to a
+// slot of their own if one is free. Once a receive matches, the receiver copies
+// those data and asks for all others (kTake), which then travel in parts through
+// blocks of the sender's arena, or through the reserve if the arena is full. The
+// receiver copies and acknowledges a part as soon as it comes. So a message that
+// nobody receives holds nothing that another one needs, and one that somebody
+// receives gives back what it holds without waiting for anybody but the
+// receiver's thread.
 class Mailbox {
  public:
   Mailbox(Domain& domain, const kernels::Table& kernels);
   ~Mailbox();
 
   static constexpr int kAnySource = -1;
+
+  enum Kind : uint32_t { kOffer, kPart, kTake, kAck, kNack }; // of Message
 
   // Called once, from the mailbox's thread: the error or null, and the rank at
   // the other end.
@@ -52,8 +61,6 @@ class Mailbox {
   void stop();
 
  private:
-  enum Kind : uint32_t { kPart, kAck, kNack };
-
   struct Post {
     bool sends;
     char* data;
@@ -66,29 +73,28 @@ class Mailbox {
   struct Send {
     Post post;
     uint64_t id;
+    bool offered = false;
+    bool taken = false; // the receiver waits for parts
     size_t offset = 0; // of the next part
     size_t acknowledged = 0;
-    bool started = false;
-    std::deque<std::pair<void*, size_t>> parts{}; // in flight; null: in place
+    std::deque<std::pair<void*, size_t>> parts{}; // in flight: blocks, bytes
   };
   struct Receive {
     Post post;
     size_t received = 0;
     bool matched = false;
   };
-  // A message whose first part has arrived.
+  // A message that has been offered to this rank.
   struct Incoming {
-    uint64_t id;
-    int tag;
-    size_t total;
-    std::deque<Message> parts;
-    std::list<Receive>::iterator receive;
+    Message offer;
+    std::list<Receive>::iterator receive; // once matched
     bool matched = false;
   };
   struct Peer {
     std::list<Send> sends;
     std::list<Incoming> incoming;
     std::deque<Message> replies; // not yet written for want of room
+    size_t staged = 0; // bytes of all parts in flight
     uint64_t next_id = 0;
   };
 
@@ -99,16 +105,27 @@ class Mailbox {
   bool give_up(const Error& error, bool stopping);
   bool progress();
   bool poll_inbox(int peer);
-  void on_message(int peer, const Message& message);
-  void on_reply(int peer, const Message& message);
-  bool match(int peer, Incoming& incoming);
-  bool match_receive(std::list<Receive>::iterator receive);
-  void consume(int peer, std::list<Incoming>::iterator incoming);
+  void on_offer(int peer, const Message& offer);
+  void on_part(int peer, const Message& part);
+  void on_reply(int peer, const Message& reply);
+  void match_receive(std::list<Receive>::iterator receive);
+  void accept(int peer, std::list<Incoming>::iterator incoming);
+  void copy(
+      int peer,
+      std::list<Incoming>::iterator incoming,
+      const Message& part);
+  void finish_receive(
+      int peer,
+      std::list<Incoming>::iterator incoming,
+      std::exception_ptr error);
   void check_source(const Post& post, int peer);
   bool push_sends(int peer);
+  void push_offer(int peer, Send& send);
   bool push_part(int peer, Send& send);
   void* allocate(uint64_t& bytes);
-  void release(void* block);
+  void* take_slot();
+  uint64_t offset_of(const void* block) const;
+  void add_part(int peer, Send& send, void* block, size_t bytes);
   bool flush_replies(int peer);
   bool write(int peer, const Message& message);
   bool room(int peer);
@@ -116,7 +133,8 @@ class Mailbox {
       int peer,
       std::list<Send>::iterator send,
       std::exception_ptr error);
-  void release_parts(Send& send);
+  void release_part(int peer, Send& send);
+  void release_parts(int peer, Send& send);
   bool pending() const;
   bool unsent_replies() const;
   bool news();
@@ -144,7 +162,9 @@ class Mailbox {
   Clock::time_point checked_ = Clock::now();
   std::vector<Peer> peers_;
   std::list<Receive> receives_; // posted and not yet complete, in order
+  int turn_ = 0; // the peer that progress() begins with
   bool reserve_used_ = false;
+  std::bitset<kMailSlots> slots_used_;
   std::thread thread_;
 };
 

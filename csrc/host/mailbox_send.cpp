@@ -8,7 +8,8 @@ namespace fusedpg {
 namespace {
 
 constexpr size_t kPartBytes = size_t(1) << 20;
-constexpr size_t kWindow = 2;
+// Bytes in flight to one peer: one part is copied here while another is there.
+constexpr size_t kWindow = 2 * kPartBytes;
 
 } // namespace
 
@@ -43,47 +44,70 @@ bool Mailbox::flush_replies(int peer) {
 }
 
 bool Mailbox::push_sends(int peer) {
-  if (!peers_[peer].replies.empty()) {
-    return false; // replies free the other side's memory: they go first
-  }
+  Peer& to = peers_[peer];
   bool any = false;
-  for (Send& send : peers_[peer].sends) {
-    while (send.parts.size() < kWindow &&
-           (!send.started || send.offset < send.post.bytes)) {
-      if (!room(peer)) {
-        return any; // later sends must not overtake
-      }
-      if (!push_part(peer, send)) {
-        return any;
-      }
+  for (Send& send : to.sends) {
+    if (!room(peer)) {
+      return any; // later sends must not overtake
+    }
+    if (!send.offered) {
+      push_offer(peer, send);
+      any = true;
+    }
+    while (send.taken && send.offset < send.post.bytes && to.staged < kWindow &&
+           room(peer) && push_part(peer, send)) {
       any = true;
     }
   }
   return any;
 }
 
+void Mailbox::push_offer(int peer, Send& send) {
+  const Post& post = send.post;
+  Message offer{send.id, kOffer, post.tag, post.bytes, 0, 0, 0};
+  if (const auto at = domain_.arena()->locate(post.data, post.bytes)) {
+    offer.location = *at;
+    offer.bytes = post.bytes;
+  } else if (post.bytes != 0 && post.bytes <= kMailSlotBytes) {
+    if (void* slot = take_slot()) {
+      kernels_.copy(slot, post.data, post.bytes, false);
+      offer.location = offset_of(slot);
+      offer.bytes = post.bytes;
+      add_part(peer, send, slot, post.bytes);
+    }
+  }
+  send.offered = true;
+  write(peer, offer);
+}
+
 bool Mailbox::push_part(int peer, Send& send) {
   const Post& post = send.post;
-  const auto in_place = domain_.arena()->locate(post.data, post.bytes);
-  const size_t rest = post.bytes - send.offset;
-  const size_t bytes = in_place ? rest : std::min(rest, kPartBytes);
+  const size_t bytes = std::min(post.bytes - send.offset, kPartBytes);
   Message part{send.id, kPart, post.tag, post.bytes, send.offset, bytes, 0};
-  void* block = nullptr;
-  if (in_place) {
-    part.location = *in_place + send.offset;
-  } else if (bytes != 0) {
-    block = allocate(part.bytes);
-    if (block == nullptr) {
-      return false;
-    }
-    kernels_.copy(block, post.data + send.offset, part.bytes, false);
-    part.location = static_cast<uint64_t>(
-        static_cast<char*>(block) - domain_.arena()->base());
+  void* block = allocate(part.bytes);
+  if (block == nullptr) {
+    return false;
   }
-  send.started = true;
+  kernels_.copy(block, post.data + send.offset, part.bytes, false);
+  part.location = offset_of(block);
   send.offset += part.bytes;
-  send.parts.emplace_back(block, part.bytes);
+  add_part(peer, send, block, part.bytes);
   return write(peer, part);
+}
+
+uint64_t Mailbox::offset_of(const void* block) const {
+  return static_cast<uint64_t>(
+      static_cast<const char*>(block) - domain_.arena()->base());
+}
+
+void* Mailbox::take_slot() {
+  for (size_t i = 0; i < kMailSlots; ++i) {
+    if (!slots_used_[i]) {
+      slots_used_[i] = true;
+      return domain_.mail_slot(i);
+    }
+  }
+  return nullptr;
 }
 
 // A block of the arena for at most `bytes`; `bytes` becomes what fits. When the
@@ -104,24 +128,20 @@ void* Mailbox::allocate(uint64_t& bytes) {
   return domain_.mail_reserve();
 }
 
-void Mailbox::release(void* block) {
-  if (block == domain_.mail_reserve()) {
-    reserve_used_ = false;
-  } else if (block != nullptr) {
-    domain_.arena()->deallocate(block);
-  }
-}
-
-void Mailbox::on_reply(int peer, const Message& message) {
+void Mailbox::on_reply(int peer, const Message& reply) {
   auto& sends = peers_[peer].sends;
   const auto send =
       std::find_if(sends.begin(), sends.end(), [&](const Send& s) {
-        return s.id == message.id;
+        return s.id == reply.id;
       });
   if (send == sends.end()) {
     return;
   }
-  if (message.kind == kNack) {
+  if (reply.kind == kTake) {
+    send->taken = true;
+    return;
+  }
+  if (reply.kind == kNack) {
     finish_send(
         peer,
         send,
@@ -132,31 +152,49 @@ void Mailbox::on_reply(int peer, const Message& message) {
                 name(send->post),
                 me_,
                 peer,
-                message.total,
+                reply.total,
                 send->post.bytes))));
     return;
   }
-  const auto [block, bytes] = send->parts.front();
-  send->parts.pop_front();
-  release(block);
-  send->acknowledged += bytes;
+  if (!send->parts.empty()) { // else its data lie in the arena
+    release_part(peer, *send);
+  }
+  send->acknowledged += reply.bytes;
   if (send->acknowledged == send->post.bytes) {
     finish_send(peer, send, nullptr);
   }
 }
 
-void Mailbox::release_parts(Send& send) {
-  for (const auto& [block, bytes] : send.parts) {
-    release(block);
+void Mailbox::add_part(int peer, Send& send, void* block, size_t bytes) {
+  send.parts.emplace_back(block, bytes);
+  peers_[peer].staged += bytes;
+}
+
+void Mailbox::release_part(int peer, Send& send) {
+  const auto [block, bytes] = send.parts.front();
+  send.parts.pop_front();
+  peers_[peer].staged -= bytes;
+  const auto* at = static_cast<char*>(block);
+  if (at == domain_.mail_reserve()) {
+    reserve_used_ = false;
+  } else if (at >= domain_.mail_slot(0) && at < domain_.mail_slot(kMailSlots)) {
+    slots_used_[(at - domain_.mail_slot(0)) / kMailSlotBytes] = false;
+  } else {
+    domain_.arena()->deallocate(block);
   }
-  send.parts.clear();
+}
+
+void Mailbox::release_parts(int peer, Send& send) {
+  while (!send.parts.empty()) {
+    release_part(peer, send);
+  }
 }
 
 void Mailbox::finish_send(
     int peer,
     std::list<Send>::iterator send,
     std::exception_ptr error) {
-  release_parts(*send);
+  release_parts(peer, *send);
   Done done = std::move(send->post.done);
   peers_[peer].sends.erase(send);
   done(error, peer);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <random>
@@ -160,10 +161,24 @@ bool Mapping::replace(size_t offset, size_t end, int fd) {
   return true;
 }
 
+namespace {
+
+// What a seccomp profile, an old kernel or its emulation do not have.
+std::string advice() {
+  const bool missing = errno == ENOSYS || errno == EPERM || errno == EOPNOTSUPP;
+  return missing
+      ? " (this kernel, or a seccomp profile, does not allow it: allow it, or "
+        "give each rank a FUSEDPG_HOST_ID of its own, and ranks send messages "
+        "instead of sharing memory)"
+      : "";
+}
+
+} // namespace
+
 Fd create_memory_file(const std::string& name, size_t size) {
   Fd fd(memfd_create(name.c_str(), MFD_CLOEXEC));
   if (!fd) {
-    fail_errno("fused: memfd_create");
+    fail_errno("fused: memfd_create" + advice());
   }
   if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) {
     fail_errno(formatted(
@@ -339,8 +354,18 @@ void commit_range(
   const Room room(bytes, available);
   if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) !=
       0) {
+    if (errno == ENOSPC || errno == ENOMEM) {
+      fail(
+          ErrorKind::kOutOfMemory,
+          "fused: the system has not {} KiB more of shared memory: {}; free "
+          "memory, or use smaller tensors in the arena",
+          bytes >> 10,
+          std::strerror(errno));
+    }
     fail_errno(formatted(
-        "fused: cannot allocate {} MiB of shared memory", bytes >> 20));
+        "fused: cannot allocate {} KiB of shared memory by fallocate{}",
+        bytes >> 10,
+        advice()));
   }
 }
 

@@ -56,8 +56,8 @@ struct Post {
   Member member;
   Mailbox mailbox;
 
-  Post(int rank, int size, Store& store)
-      : member(rank, size, store),
+  Post(int rank, int size, Store& store, Settings settings = test_settings())
+      : member(rank, size, store, settings),
         mailbox(member.domain, *kernels::table()) {}
 
   Pending send(

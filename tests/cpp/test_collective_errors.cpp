@@ -3,6 +3,7 @@
 #include <string>
 
 #include "collective_cases.hpp"
+#include "collectives/fused_step.hpp"
 #include "host/mailbox.hpp"
 
 namespace {
@@ -230,7 +231,15 @@ TEST(collectives_nan_check) {
       for (auto& room : rooms) {
         outputs.push_back({room.data(), count * 4});
       }
+      ShardsCall shards;
+      shards.grads = {rooms[0].data(), data.data()};
+      shards.outputs = {rooms[0].data(), rooms[1].data()};
+      shards.counts = {count, count};
       const auto calls = {
+          Call([&](Group&, Context& ctx) {
+            ShmWay way(ctx);
+            reduce_shards(way, shards);
+          }),
           Call([&](Group&, Context& ctx) {
             all_reduce(ctx, {{data.data(), count}}, sum_of());
           }),

@@ -196,6 +196,98 @@ TEST(domain_peer_may_end_after_its_part) {
   ranks.check(0);
 }
 
+// What a rank needs may come between two looks at who has ended.
+TEST(domain_part_may_come_while_peers_are_checked) {
+  on_threads(2, [](int rank, Store& store) {
+    Member me(rank, 2, store);
+    if (rank == 1) {
+      me.domain.leave();
+    }
+    store.meet("left", 2);
+    if (rank == 0) {
+      bool asked = false;
+      const auto missing = [&](int) {
+        asked = true;
+        return true;
+      };
+      me.domain.wait(
+          me.domain.control(0).bell,
+          OpDescriptor{},
+          Deadline(kLong),
+          [&] { return asked; },
+          missing);
+      CHECK(asked);
+      expect_error(ErrorKind::kPeerFailed, {"rank 1 has left"}, [&] {
+        me.domain.check_peers("it", missing);
+      });
+    }
+    store.meet("over", 2);
+  });
+}
+
+TEST(domain_part_may_come_just_before_the_end) {
+  Processes ranks(2, [](int rank, Store& store) {
+    Member me(rank, 2, store);
+    store.meet("ready", 3);
+    if (rank == 1) {
+      pause();
+    }
+    store.get("dead", Deadline(kLong));
+    int looks = 0;
+    me.domain.check_peers("it", [&](int) { return ++looks == 1; });
+    CHECK_EQ(looks, 3); // before and after the look at the process; the state
+    expect_error(ErrorKind::kPeerDead, {"it, failed on rank 0", "rank 1"}, [&] {
+      me.domain.check_peers("it", [](int) { return true; });
+    });
+  });
+  ranks.store().meet("ready", 3);
+  ranks.signal(1, SIGKILL);
+  ranks.wait(1);
+  ranks.store().set("dead", "");
+  ranks.check(0);
+}
+
+// A rank that fails after a barrier does not make those fail that are still in it.
+TEST(domain_peer_may_fail_after_the_barrier) {
+  on_threads(2, [](int rank, Store& store) {
+    Member me(rank, 2, store);
+    if (rank == 0) {
+      me.domain.set_idle([&] {
+        store.set("waits", "");
+        store.get("failed", Deadline(kLong));
+      });
+      barrier(me.domain, 1);
+      me.domain.set_idle(nullptr);
+      expect_error(ErrorKind::kPeerFailed, {"rank 1 reported", "broken"}, [&] {
+        barrier(me.domain, 2);
+      });
+    } else {
+      store.get("waits", Deadline(kLong));
+      barrier(me.domain, 1);
+      me.domain.mark_failed(Error(ErrorKind::kSystem, "fused: broken"));
+      store.set("failed", "");
+    }
+    store.meet("over", 2);
+  });
+}
+
+TEST(domain_says_how_a_peer_ended) {
+  on_threads(2, [](int rank, Store& store) {
+    Member me(rank, 2, store);
+    if (rank == 1) {
+      me.domain.leave("its interpreter exited, after ValueError: x");
+    }
+    store.meet("left", 2);
+    if (rank == 0) {
+      expect_error(
+          ErrorKind::kPeerDead,
+          {"barrier", "the process of rank 1 (pid ", "after ValueError: x"},
+          [&] { barrier(me.domain, 1); });
+    }
+    store.meet("over", 2);
+  });
+}
+
 TEST(domain_abort_ends_a_wait) {
   on_threads(2, [](int rank, Store& store) {
     Member me(rank, 2, store);

@@ -338,35 +338,134 @@ TEST(mailbox_stop_fails_what_is_pending) {
 }
 
 TEST(mailbox_times_out) {
-  on_threads(2, [](int rank, Store& store) {
-    Post me(rank, 2, store);
-    const Buffer b = me.buffer(100);
-    if (rank == 0) {
-      const auto start = Clock::now();
-      Pending late = me.receive(b, 1, 4, milliseconds(200));
-      Pending other = me.send(b, 1, 4);
-      expect_error(
-          ErrorKind::kTimeout,
-          {"recv(100 bytes, tag 4, from rank 1)", "on rank 0", "200 ms"},
-          [&] { late.wait(); });
-      CHECK(seconds_since(start) < 2);
-      // It was the group's failure.
-      expect_error(
-          ErrorKind::kTimeout, {"recv(100 bytes"}, [&] { other.wait(); });
-      CHECK(me.member.domain.failed());
-      expect_error(ErrorKind::kTimeout, {"recv(100 bytes"}, [&] {
-        me.receive(b, 1).wait();
-      });
-      store.set("failed", "");
-    } else {
-      store.get("failed", Deadline(kLong));
-      expect_error(
-          ErrorKind::kPeerFailed, {"rank 0 reported: fused: recv("}, [&] {
-            me.receive(b, 0, 1).wait();
+  for (const bool sends : {false, true}) {
+    for (const size_t bytes : {size_t{100}, 4 * kMiB}) {
+      on_threads(2, [&](int rank, Store& store) {
+        Post me(rank, 2, store);
+        const Buffer b = me.buffer(bytes);
+        const std::string name = formatted(
+            "{}({} bytes, tag 4, {} rank 1)",
+            sends ? "send" : "recv",
+            bytes,
+            sends ? "to" : "from");
+        if (rank == 0) {
+          const auto start = Clock::now();
+          Pending late = sends ? me.send(b, 1, 4, milliseconds(200))
+                               : me.receive(b, 1, 4, milliseconds(200));
+          Pending other = sends ? me.receive(b, 1, 5) : me.send(b, 1, 5);
+          expect_error(ErrorKind::kTimeout, {name, "on rank 0", "200 ms"}, [&] {
+            late.wait();
           });
+          CHECK(seconds_since(start) < 2);
+          // It was the group's failure.
+          expect_error(ErrorKind::kTimeout, {name}, [&] { other.wait(); });
+          CHECK(me.member.domain.failed());
+          expect_error(
+              ErrorKind::kTimeout, {name}, [&] { me.receive(b, 1).wait(); });
+          store.set("failed", "");
+        } else {
+          store.get("failed", Deadline(kLong));
+          expect_error(
+              ErrorKind::kPeerFailed, {"rank 0 reported: fused: " + name}, [&] {
+                me.receive(b, 0, 1).wait();
+              });
+        }
+        store.meet("over", 2);
+      });
     }
-    store.meet("over", 2);
+  }
+}
+
+// A failure in the middle of a message gives back its parts, which the receiver
+// has asked for and not acknowledged.
+TEST(mailbox_failure_leaks_no_parts) {
+  on_threads(2, [](int rank, Store& store) {
+    if (rank == 0) {
+      Post me(rank, 2, store);
+      const auto& arena = me.member.domain.arena();
+      const Buffer b = me.buffer(5 * kMiB);
+      const Buffer small = me.buffer(100);
+      Pending sent = me.send(b, 1, 3);
+      Pending other = me.send(small, 1, 4);
+      store.get("taken", Deadline(kLong));
+      const Deadline deadline(kLong);
+      while (arena->used_bytes() < 2 * kMiB && !deadline.expired()) {
+        std::this_thread::yield();
+      }
+      CHECK_EQ(arena->used_bytes(), 2 * kMiB); // no more than two parts
+      me.mailbox.stop();
+      for (Pending* p : {&sent, &other}) {
+        expect_error(ErrorKind::kAborted, {"pending"}, [&] { p->wait(); });
+      }
+      CHECK_EQ(arena->used_bytes(), size_t{0});
+      store.meet("over", 2);
+    } else {
+      // A receiver that asks for the message and then does nothing more.
+      Member me(rank, 2, store);
+      Inbox& inbox = me.domain.inbox(1, 0);
+      const Deadline deadline(kLong);
+      while (inbox.written.load() < 2 && !deadline.expired()) {
+        std::this_thread::yield();
+      }
+      const Message offer = inbox.slots[0];
+      CHECK_EQ(offer.kind, uint32_t{Mailbox::kOffer});
+      CHECK_EQ(offer.bytes, uint64_t{0}); // nothing is held for it
+      CHECK_EQ(inbox.slots[1].bytes, uint64_t{100});
+      Inbox& back = me.domain.inbox(0, 1);
+      back.slots[0] = {
+          offer.id, Mailbox::kTake, offer.tag, offer.total, 0, 0, 0};
+      back.written.store(1);
+      me.domain.control(0).mail_bell.ring();
+      store.set("taken", "");
+      store.meet("over", 2);
+    }
   });
+}
+
+// Messages that nobody receives hold nothing that others need, with any arena.
+TEST(mailbox_unreceived_messages_hold_nothing) {
+  for (const size_t arena_bytes : {size_t{0}, size_t{2} << 20}) {
+    on_threads(3, [&](int rank, Store& store) {
+      Settings settings = test_settings();
+      settings.arena_bytes = arena_bytes;
+      Post me(rank, 3, store, settings);
+      std::vector<Buffer> buffers;
+      std::vector<Pending> pending;
+      // More than there are slots, and large ones.
+      const auto bytes = [](int i) {
+        return i < 2 * static_cast<int>(kMailSlots) ? size_t{1000} : 3 * kMiB;
+      };
+      constexpr int kMessages = 2 * static_cast<int>(kMailSlots) + 3;
+      for (int i = 0; i < kMessages; ++i) {
+        buffers.push_back(me.buffer(bytes(i)));
+      }
+      const Buffer last = me.buffer(3 * kMiB + 1);
+      if (rank == 0) {
+        for (int i = 0; i < kMessages; ++i) {
+          fill(buffers[i], i);
+          pending.push_back(me.send(buffers[i], 1, i));
+        }
+        fill(last, 100);
+        me.send(last, 2).wait(); // while rank 1 receives nothing
+        me.send(last, 1, 100).wait(); // nor anything else
+      } else if (rank == 1) {
+        me.receive(last, 0, 100).wait();
+        CHECK(filled(last, 100));
+        for (int i = kMessages - 1; i >= 0; --i) {
+          me.receive(buffers[i], 0, i).wait();
+          CHECK(filled(buffers[i], i));
+        }
+      } else {
+        me.receive(last, 0).wait();
+        CHECK(filled(last, 100));
+      }
+      for (Pending& p : pending) {
+        p.wait();
+      }
+      me.barrier();
+      CHECK_EQ(me.member.domain.arena()->used_bytes(), size_t{0});
+    });
+  }
 }
 
 TEST(mailbox_notices_a_killed_peer) {
@@ -375,10 +474,15 @@ TEST(mailbox_notices_a_killed_peer) {
     const Buffer b = me.buffer(100);
     const Buffer c = me.buffer(100);
     const Buffer d = me.buffer(100);
+    const Buffer in_arena = me.buffer(10000, true);
+    const Buffer large = me.buffer(10000);
     if (rank == 1) {
       fill(b, 1);
+      fill(in_arena, 2);
       me.send(b, 0, 1).wait();
       me.send(b, 0, 2); // its last
+      me.send(in_arena, 0, 4);
+      me.send(large, 0, 5);
     }
     if (rank == 0) {
       me.receive(b, 1, 1).wait();
@@ -390,13 +494,18 @@ TEST(mailbox_notices_a_killed_peer) {
     }
     if (rank == 0) {
       store.get("dead", Deadline(kLong));
-      // What it had sent still arrives, with as much as it had sent.
+      // What it had sent still arrives if it was small or lies in the arena.
       me.receive(b, 1, 2).wait();
       CHECK(filled(b, 1));
+      me.receive(in_arena, 1, 4).wait();
+      CHECK(filled(in_arena, 2));
       const auto start = Clock::now();
+      Pending rest = me.receive(large, 1, 5);
       expect_error(ErrorKind::kPeerDead, {"recv(", "of rank 1 (pid"}, [&] {
         me.receive(c, 1, 3).wait();
       });
+      expect_error(
+          ErrorKind::kPeerDead, {"recv(10000 bytes"}, [&] { rest.wait(); });
       CHECK(seconds_since(start) < 2);
     } else {
       // One that could come from others waits for them.

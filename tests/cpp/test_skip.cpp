@@ -389,6 +389,31 @@ TEST(sparse_by_option) {
   });
 }
 
+// A dense tensor is not searched. The bits behind its last block stay zero all
+// the same: two tensors' bits may share what is counted and sent.
+TEST(sparse_dense_tensor_has_no_bits_behind_its_end) {
+  Pool pool(1);
+  for (const size_t blocks : {size_t{16384}, size_t{16385}, size_t{16447}}) {
+    const size_t count = blocks * 16 - 3;
+    const std::vector<float> ones(count, 1.0F);
+    std::vector<uint64_t> bits(BlockMap::words_of(count, 16), 7);
+    find_blocks(
+        *kernels::table(),
+        pool,
+        {const_cast<float*>(ones.data()), count},
+        DType::kFloat32,
+        {16},
+        bits.data());
+    size_t set = 0;
+    for (const uint64_t word : bits) {
+      set += static_cast<size_t>(__builtin_popcountll(word));
+    }
+    CHECK_EQ(set, blocks);
+    const size_t last = blocks % 64;
+    CHECK(last == 0 || bits.back() >> last == 0);
+  }
+}
+
 // all_reduce may go back to all elements; sparse_all_reduce does not.
 TEST(sparse_and_all_reduce_do_not_mix) {
   on_threads(2, [](int rank, Store& store) {

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import harness
@@ -30,6 +31,27 @@ pytestmark = pytest.mark.timeout(120)
 def test_async(check: Callable[[harness.Context], None]) -> None:
     for size in (2, 3):
         harness.pool(size).run(check)
+
+
+@pytest.mark.parametrize("before_wait", [True, False])
+@pytest.mark.fused_only
+@harness.on_ranks(1, 2, 3)
+def test_values_of_futures_are_those_of_gloo(context: Context, before_wait: bool) -> None:
+    """Lists of tensors, or of lists; all_gather_into_tensor gives its output, as with NCCL."""
+    ours = dist.group.WORLD._get_backend(torch.device("cpu"))
+    gloo = context.oracle._get_backend(torch.device("cpu"))
+    for call in async_op.CALLS:
+        values = []
+        for backend in (ours, gloo):
+            work = call(backend, context.rank, context.world_size)
+            future = work.get_future() if before_wait else None
+            work.wait()
+            values.append((future or work.get_future()).value())
+        assert async_op.lists(values[0]) == async_op.lists(values[1]), call
+    output = torch.zeros(2 * context.world_size)
+    work = ours._allgather_base(output, torch.ones(2))
+    work.wait()
+    assert async_op.lists(work.get_future().value()) == [[1.0] * (2 * context.world_size)]
 
 
 @pytest.mark.fused_only

@@ -167,6 +167,12 @@ def test_sequence_numbers(context: Context) -> None:
     assert fusedpg.group_info()["sequence_number"] == before + 3
 
 
+@pytest.mark.parametrize("where", [2, 3, "two"])
+def test_more_tensors_in_a_call_than_a_table_holds(where: Any) -> None:
+    ranks = harness.pool_of_hosts(where) if isinstance(where, str) else harness.pool(where)
+    ranks.run(collectives.many_tensors, 9001)
+
+
 def test_object_collectives(workers: harness.Workers) -> None:
     workers.run(groups.objects)
 

@@ -330,17 +330,19 @@ def test_states_share_a_group_and_a_thread(backend: str) -> None:
                 assert found[-1]["threads"] <= found[2]["threads"] + 1, found
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("what", ["seed", "compressor", "schedule"])
-def test_ranks_that_differ(what: str) -> None:
+def test_ranks_that_differ(what: str, world_size: int) -> None:
     """Their payloads may have the same sizes, and mean something else."""
-    for error in harness.pool(2).errors(foe.disagree, what):
+    for error in harness.pool(world_size).errors(foe.disagree, what):
         assert f"has {what} " in error.text, error.text
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("what", ["seed", "step"])
-def test_ranks_that_load_what_differs(what: str) -> None:
+def test_ranks_that_load_what_differs(what: str, world_size: int) -> None:
     """They would draw other elements, and take each other's for their own."""
-    for error in harness.pool(2).errors(foe.disagree_later, what):
+    for error in harness.pool(world_size).errors(foe.disagree_later, what):
         assert f"has {what} " in error.text, error.text
 
 

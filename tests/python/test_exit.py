@@ -18,13 +18,14 @@ EXPECTED = {
     "destroy": (0, 0),
     "exit": (5, 5),
     "raise": (1, 1),
+    "compress": (0, 0),
     "fork": (0, 0),
 }
 
 
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_exit(mode: str) -> None:
-    times = 3 if mode in ("quiet", "work") else 2
+    times = 3 if mode in ("quiet", "work", "compress") else 2
     done = subprocess.run(
         harness.python(str(SCRIPT), mode, str(times), harness.BACKEND),
         capture_output=True,
@@ -39,6 +40,21 @@ def test_exit(mode: str) -> None:
             continue
         assert tuple(map(int, codes)) == EXPECTED[mode], done.stderr[-3000:]
         assert float(seconds) < 8
+
+
+@pytest.mark.fused_only
+@pytest.mark.parametrize(("first", "times"), [(0, 20), harness.slow(1000, 200)])
+def test_exit_whatever_is_under_way(first: int, times: int) -> None:
+    """Pending works, callbacks and threads in waits: a rank ends with its own exit code."""
+    done = subprocess.run(
+        harness.python(str(SCRIPT), "drawn", str(times), harness.BACKEND, str(first)),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert len(done.stdout.splitlines()) == times
+    assert "terminate called" not in done.stderr, done.stderr[-5000:]
 
 
 def test_interpreters_of_their_own() -> None:

@@ -268,3 +268,30 @@ def test_without_descriptors() -> None:
         for texts in workers.run(faults.short_of_descriptors):
             assert len(texts) == 3
             assert all("RLIMIT_NOFILE" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "fallocate"])
+def test_without_shared_memory(call: str) -> None:
+    """All ranks raise what the system refuses, and what to do instead."""
+    with harness.Workers(2, init=False, oracle=False) as workers:
+        for text in workers.run(faults.without_shared_memory, call):
+            assert call in text, text
+            assert "FUSEDPG_HOST_ID" in text, text
+
+
+@pytest.mark.parametrize(
+    ("how", "parts"),
+    [
+        ("raise ValueError('no more data')", ["ended", "ValueError: no more data"]),
+        ("sys.exit(3)", ["ended", "without destroy_process_group"]),
+        ("dist.destroy_process_group()", ["has left the group (destroy_process_group"]),
+        ("import os; os._exit(3)", ["ended"]),
+    ],
+    ids=["exception", "sys.exit", "destroy", "os._exit"],
+)
+def test_error_says_how_a_rank_ended(how: str, parts: list[str]) -> None:
+    with harness.Workers(2, init=False, oracle=False) as workers:
+        text = workers.run(faults.ends_by, how)[0]
+        for part in ["all_reduce", "rank 1", *parts]:
+            assert part in text, text
+        assert ("left the group" in text) == ("destroy" in how)

@@ -26,6 +26,11 @@ def test_seams(check: Callable[[harness.Context], None], world_size: int) -> Non
 
 
 @pytest.mark.parametrize("view", [False, True])
+def test_gradients_of_other_strides(view: bool) -> None:
+    harness.pool(2).run(optim_seams.gradients_of_other_strides, view)
+
+
+@pytest.mark.parametrize("view", [False, True])
 def test_hooks_of_users(view: bool) -> None:
     harness.pool(2).run(optim_seams.hooks_of_users, view)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import harness
 from checks import cases, p2p
 from checks.cases import Case
+from fuzz import posts
 from harness import Context
 
 SIZES = [1, 1000, 100_003]
@@ -40,6 +41,63 @@ def test_send_and_receive(world_size: int, case: Case) -> None:
 @pytest.mark.parametrize("numel", SIZES)
 def test_tags_out_of_order(ranks: harness.Workers, numel: int) -> None:
     ranks.run(p2p.tags_out_of_order, numel)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arena_bytes", "full", "seed"),
+    [
+        (2, 4 << 20, True, 0),
+        (3, 0, False, 1000),
+        (4, 64 << 10, False, 2000),
+        *(
+            harness.slow(world, arena, full, 10_000 * world)
+            for world in (2, 3, 4)
+            for arena, full in [(0, False), (64 << 10, False), (4 << 20, False), (4 << 20, True)]
+        ),
+    ],
+)
+def test_every_legal_program_ends(
+    world_size: int, arena_bytes: int, full: bool, seed: int, request: pytest.FixtureRequest
+) -> None:
+    """No message that nobody has received yet keeps another one back, whatever the arena has."""
+    slow = request.node.get_closest_marker("slow") is not None
+    programs = posts.legal_programs(seed, 150 if slow else 25, world_size)
+    options = {"arena_bytes": arena_bytes} if harness.IS_FUSED else {}
+    workers = harness.pool(world_size, options=options, timeout=15.0)
+    workers.run(posts.run_programs, programs, full and harness.IS_FUSED, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("steps", "legal"),
+    [
+        (["send 1 0, wait", "recv 0 0, wait"], True),
+        (["send 1 0, wait, recv 1 0, wait", "send 0 0, wait, recv 0 0, wait"], False),
+        (["send 1 0, send 1 1, wait, wait", "recv 0 1, wait, recv 0 0, wait"], True),
+        (["send 1 0, wait, send 1 1, wait", "recv 0 1, wait, recv 0 0, wait"], False),
+        (["send 1 0, barrier, wait", "barrier, recv 0 0, wait"], True),
+        (["send 1 0, wait, barrier", "barrier, recv 0 0, wait"], False),
+        # Whom the first receive of rank 0 takes is open.
+        (
+            [
+                "recv any 9, wait, send 1 0, wait, recv any 9, wait",
+                "send 0 9, recv 0 0, wait, wait",
+                "send 0 9, wait",
+            ],
+            True,
+        ),
+        (
+            [
+                "recv any 9, wait, send 1 0, wait, recv any 9, wait",
+                "send 0 9, wait, recv 0 0, wait",
+                "send 0 9, wait",
+            ],
+            False,
+        ),
+    ],
+)
+def test_model_of_legal_programs(steps: list[str], legal: bool) -> None:
+    program = tuple(posts.program_from(text) for text in steps)
+    assert posts.is_legal(program) == legal
 
 
 @pytest.mark.parametrize("numel", SIZES)

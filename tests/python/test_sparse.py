@@ -166,8 +166,22 @@ def test_coordinates(workers: harness.Workers, dtype: str) -> None:
     assert len(set(workers.run(sparse.coordinates, dtype))) == 1
 
 
-def test_mean_of_coordinates(pair: harness.Workers) -> None:
-    pair.run(sparse.coordinates, "fp64", "AVG")
+@pytest.mark.parametrize("dtype", ["fp64", "int64", "int32"])
+def test_mean_of_coordinates(pair: harness.Workers, dtype: str) -> None:
+    pair.run(sparse.coordinates, dtype, "AVG")
+
+
+@harness.on_ranks(2, 3)
+def test_mean_of_integer_coordinates(context: Context) -> None:
+    """It is truncated, and exact where no floating-point number is."""
+    world = context.world_size
+    mine = [-1, 1 - context.rank, 2**60 + context.rank, -(2**60) - 3 * context.rank]
+    tensor = torch.sparse_coo_tensor(torch.arange(4)[None], torch.tensor(mine), (5,))
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    ranks = world * (world - 1) // 2
+    sums = [-world, world - ranks, world * 2**60 + ranks, -world * 2**60 - 3 * ranks]
+    expected = [abs(total) // world * (1 if total > 0 else -1) for total in sums]
+    assert tensor.to_dense().tolist() == [*expected, 0]
 
 
 @pytest.mark.parametrize(("names", "op"), [("two", "SUM"), ("two", "AVG"), ("crossed", "SUM")])

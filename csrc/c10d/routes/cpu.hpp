@@ -149,7 +149,8 @@ class CpuRoute : public Route {
       const Call& call,
       const Tensors& inputs,
       const Tensors& outputs,
-      Operation operation);
+      Operation operation,
+      const TensorLists& lists = {});
 
   static constexpr int kAnySource = -1;
   virtual WorkPtr send_message(Tensors& tensors, int dst, int tag) = 0;
@@ -162,11 +163,13 @@ class CpuRoute : public Route {
       const c10d::AllreduceOptions& opts,
       bool together);
   // outputs[i][p] receives rank p's inputs[i]; then every list of `copies`
-  // receives what the outputs hold, rank after rank.
+  // receives what the outputs hold, rank after rank. `lists` are the outputs as
+  // the caller gave them.
   WorkPtr gather_lists(
       const TensorLists& outputs,
       const Tensors& inputs,
       const c10d::AllgatherOptions& opts,
+      const TensorLists& lists,
       const TensorLists& copies = {});
   Tensors list_of_root(
       const char* op,

@@ -96,7 +96,7 @@ WorkPtr CpuRoute::allgather(
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
   if (inputs.size() < 2) {
-    return gather_lists(outputs, inputs, opts);
+    return gather_lists(outputs, inputs, opts, outputs);
   }
   // Every list receives all inputs of all ranks, rank after rank.
   check_alike("all_gather", inputs);
@@ -124,7 +124,7 @@ WorkPtr CpuRoute::allgather(
     by_input[k % each].push_back(outputs[0][k]);
   }
   return gather_lists(
-      by_input, inputs, opts, {outputs.begin() + 1, outputs.end()});
+      by_input, inputs, opts, outputs, {outputs.begin() + 1, outputs.end()});
 }
 
 WorkPtr CpuRoute::allgather_coalesced(
@@ -148,13 +148,14 @@ WorkPtr CpuRoute::allgather_coalesced(
       by_input[i].push_back(list[i]);
     }
   }
-  return gather_lists(by_input, inputs, opts);
+  return gather_lists(by_input, inputs, opts, outputs);
 }
 
 WorkPtr CpuRoute::gather_lists(
     const TensorLists& outputs,
     const Tensors& inputs,
     const c10d::AllgatherOptions& opts,
+    const TensorLists& lists,
     const TensorLists& copies) {
   const Call call{
       c10d::OpType::ALLGATHER,
@@ -194,7 +195,7 @@ WorkPtr CpuRoute::gather_lists(
       }
     }
   };
-  return run(call, inputs, all, [begin, copy, inputs](Turn& turn) {
+  const auto operation = [begin, copy, inputs](Turn& turn) {
     for (size_t i = 0; i < inputs.size(); ++i) {
       turn.begin_item(i, inputs.size());
       const auto outs = begin(i);
@@ -203,7 +204,8 @@ WorkPtr CpuRoute::gather_lists(
       finish(outs);
     }
     copy();
-  });
+  };
+  return run(call, inputs, all, operation, lists);
 }
 
 WorkPtr CpuRoute::_allgather_base(

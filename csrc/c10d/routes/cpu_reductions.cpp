@@ -30,13 +30,27 @@ struct Joined {
   }
 };
 
+std::vector<std::vector<Flat>> cut(
+    const std::vector<Flat>& flats,
+    size_t most) {
+  std::vector<std::vector<Flat>> parts;
+  for (size_t i = 0; i < flats.size(); ++i) {
+    if (i % most == 0) {
+      parts.emplace_back();
+    }
+    parts.back().push_back(flats[i]);
+  }
+  return parts;
+}
+
 } // namespace
 
 WorkPtr CpuRoute::run(
     const Call& call,
     const Tensors& inputs,
     const Tensors& outputs,
-    Operation operation) {
+    Operation operation,
+    const TensorLists& lists) {
   return group_.enqueue(
       call,
       inputs,
@@ -51,7 +65,8 @@ WorkPtr CpuRoute::run(
           failed(title, ticket);
           throw;
         }
-      });
+      },
+      lists);
 }
 
 WorkPtr CpuRoute::allreduce(
@@ -98,7 +113,15 @@ WorkPtr CpuRoute::reduce_all(
       together};
   return run(call, tensors, tensors, [joined](Turn& turn) {
     const std::vector<Flat> flats = joined.begin();
-    turn.all_reduce(flats, joined.reduction);
+    if (flats.size() <= kMaxStepTensors) {
+      turn.all_reduce(flats, joined.reduction);
+    } else {
+      const auto parts = cut(flats, kMaxStepTensors);
+      for (size_t i = 0; i < parts.size(); ++i) {
+        turn.begin_item(i, parts.size());
+        turn.all_reduce(parts[i], joined.reduction);
+      }
+    }
     joined.end(flats);
   });
 }

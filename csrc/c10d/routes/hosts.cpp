@@ -125,9 +125,7 @@ void HostsRoute::check_neighbours(const std::string& what) {
   constexpr std::chrono::milliseconds kGrace{300};
   try {
     domain_->check_peers(what, [this](int p) {
-      return p != domain_->rank() &&
-          domain_->control(p).state.load(std::memory_order_acquire) !=
-          static_cast<uint32_t>(RankState::kLeft);
+      return p != domain_->rank() && !domain_->has_left(p);
     });
     in_doubt_since_.reset();
   } catch (const Error& error) {
@@ -268,7 +266,7 @@ void HostsRoute::shutdown() {
     }
   }
   if (domain_) {
-    domain_->leave();
+    domain_->leave(group_.exit);
   }
   std::lock_guard<std::mutex> lock(transport_mutex_);
   delegate_->shutdown();

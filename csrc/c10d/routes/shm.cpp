@@ -192,7 +192,7 @@ void ShmRoute::shutdown() {
       mailbox_->stop();
     }
   }
-  engine_.domain().leave();
+  engine_.domain().leave(group_.exit);
 }
 
 } // namespace fusedpg

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -15,6 +16,46 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness import Context
 
 TOTAL = [1.0, 3.0, 6.0]  # the sum of the ranks' own numbers, by world size - 1
+
+
+def _filled(*numbers: float) -> list[torch.Tensor]:
+    return [torch.full((2,), float(number)) for number in numbers]
+
+
+def _empty(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(2) for _ in range(count)]
+
+
+def _rooted(options: Any) -> Any:
+    options.rootRank = 0
+    return options
+
+
+CALLS: list[Callable[[Any, int, int], Any]] = [
+    lambda b, r, n: b.allreduce(_filled(r)),
+    lambda b, r, n: b.allreduce(_filled(r, r)),
+    lambda b, r, n: b.allreduce_coalesced(_filled(r, 3)),
+    lambda b, r, n: b.broadcast(_filled(r + 1), _rooted(dist.BroadcastOptions())),
+    # Gloo leaves parts of the sum on other ranks than the root.
+    lambda b, r, n: b.reduce(_filled(0), _rooted(dist.ReduceOptions())),
+    lambda b, r, n: b.allgather([_empty(n)], _filled(r)),
+    lambda b, r, n: b.allgather([_empty(2 * n), _empty(2 * n)], _filled(r, r + 10)),
+    lambda b, r, n: b.allgather_coalesced([_empty(1) for _ in range(n)], _filled(r)),
+    lambda b, r, n: b.allgather_coalesced([_empty(2) for _ in range(n)], _filled(r, 7)),
+    lambda b, r, n: b.gather([] if r else [_empty(n)], _filled(r), _rooted(dist.GatherOptions())),
+    lambda b, r, n: b.scatter(
+        _empty(1), [] if r else [_filled(*range(n))], _rooted(dist.ScatterOptions())
+    ),
+    lambda b, r, n: b.alltoall_base(torch.zeros(n), torch.arange(n) + 10.0 * r, [], []),
+    lambda b, r, n: b.alltoall(_empty(n), _filled(*range(r, r + n))),
+    lambda b, r, n: b.barrier(),
+]
+"""Calls of a backend on rank r of n, whose Works have a future in Gloo."""
+
+
+def lists(value: Any) -> Any:
+    """Tensors in lists as lists of numbers."""
+    return value.tolist() if isinstance(value, torch.Tensor) else [lists(one) for one in value]
 
 
 def mine(context: Context, numel: int = 1024) -> torch.Tensor:

@@ -511,3 +511,21 @@ def many_in_flight(context: Context, numel: int) -> None:
 
 
 __all__ = ["OPS", "Case", "check", "refused", "shape_of"]
+
+
+def many_tensors(context: Context, count: int) -> None:
+    """All of a long list are reduced, and a rank with a shorter list is told so."""
+    world = context.world_size
+    tensors = [torch.full((1 + i % 3,), float(context.rank + i)) for i in range(count)]
+    dist.all_reduce_coalesced(tensors)
+    for i, tensor in enumerate(tensors):
+        expected = world * (world - 1) / 2 + world * i
+        assert tensor.tolist() == [expected] * (1 + i % 3), i
+    if context.fused and context.one_host:
+        try:
+            dist.all_reduce_coalesced(tensors[: count - (context.rank == 1)])
+        except RuntimeError as error:
+            assert "rank" in str(error), error
+        else:
+            raise AssertionError("ranks reduced lists of different lengths")
+    dist.barrier()

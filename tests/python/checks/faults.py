@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -484,3 +485,80 @@ def short_of_descriptors(context: Context) -> list[str]:
     dist.all_reduce(tensor, group=dist.new_group())
     assert tensor[0] == context.world_size
     return texts
+
+
+def forbid(name: str) -> None:
+    """This process's system call of that name fails with EPERM from now on, as under a seccomp
+    profile."""
+    import ctypes
+    import platform
+
+    numbers = {
+        "x86_64": {"memfd_create": 319, "fallocate": 285},
+        "aarch64": {"memfd_create": 279, "fallocate": 47},
+    }
+    number = numbers[platform.machine()][name]
+
+    class Filter(ctypes.Structure):
+        _fields_ = (
+            ("code", ctypes.c_uint16),
+            ("jt", ctypes.c_uint8),
+            ("jf", ctypes.c_uint8),
+            ("k", ctypes.c_uint32),
+        )
+
+    class Program(ctypes.Structure):
+        _fields_ = (("len", ctypes.c_uint16), ("filter", ctypes.POINTER(Filter)))
+
+    load, equal, give = 0x20, 0x15, 0x06  # BPF_LD | W | ABS, BPF_JMP | JEQ | K, BPF_RET | K
+    allow, deny = 0x7FFF0000, 0x00050000 | 1  # SECCOMP_RET_ALLOW, _ERRNO | EPERM
+    lines = (Filter * 4)(
+        Filter(load, 0, 0, 0), Filter(equal, 0, 1, number), Filter(give, 0, 0, deny),
+        Filter(give, 0, 0, allow),
+    )  # fmt: skip
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    program = Program(4, lines)
+    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
+
+
+def without_shared_memory(context: Context, call: str) -> str:
+    """The error where the system refuses shared memory; what it advises helps."""
+    forbid(call)
+    try:
+        rejoin(context, "refused", list(range(context.world_size)))
+    except dist.DistBackendError as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"a group without {call}")
+    os.environ["FUSEDPG_HOST_ID"] = f"rank {context.rank}"
+    rejoin(context, "advised", list(range(context.world_size)))
+    works()
+    dist.send(torch.ones(3), 1) if context.rank == 0 else dist.recv(torch.ones(3), 0)
+    dist.destroy_process_group()
+    return text
+
+
+def ends_by(context: Context, how: str) -> str | None:
+    """Rank 1 ends its interpreter; the others say what they read."""
+    if context.rank == 1:
+        program = (
+            "import sys, torch, torch.distributed as dist\n"
+            "store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)\n"
+            "store = dist.PrefixStore('ends', store)\n"
+            "dist.init_process_group('fused', store=store, rank=1, world_size=2)\n"
+            "dist.all_reduce(torch.ones(3))\n"
+            f"{how}\n"
+        )
+        port = context.store.port
+        subprocess.run([sys.executable, "-c", program, str(port)], timeout=60, check=False)
+        return None
+    rejoin(context, "ends", [0, 1])
+    dist.all_reduce(torch.ones(3))
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.DistBackendError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    raise AssertionError("no error")

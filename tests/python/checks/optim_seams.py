@@ -85,6 +85,26 @@ def accumulated_in_a_bucket(context: Context) -> None:
         pair.compare()
 
 
+def gradients_of_other_strides(context: Context, view: bool) -> None:
+    """``p.grad`` that lies in memory in another order than its parameter."""
+    pair = Pair(context, "SGD", view=view, lr=0.01)
+    for step in range(STEPS):
+
+        def act(module: Any, ddp: Any, optimizer: Any, step: int = step) -> None:
+            optimizer.zero_grad()
+            for param in module.parameters():
+                param.grad = (
+                    torch.ones(param.shape[::-1], dtype=param.dtype).mT
+                    if (param.dim() == 2)
+                    else torch.ones_like(param)
+                )
+            pair.loss(ddp, step).backward()
+            optimizer.step()
+
+        pair.each(act)
+        pair.compare()
+
+
 def clamp(param: torch.Tensor) -> None:
     assert param.grad is not None
     param.grad.clamp_(-0.01, 0.01)
