@@ -25,6 +25,7 @@ FUSED = "fused_adamw_"
 RING = "fused_adamw_, patched ring"
 ALL_REDUCE = "nccl all_reduce + AdamW(fused=True)"
 THREE_CALLS = "reduce_scatter, our update, all_gather"
+TORCH_CALLS = "reduce_scatter, AdamW(fused=True), all_gather"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.999), 0.1, 1e-2
 CHECKED_STEPS = 3
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -38,7 +39,7 @@ def bars() -> list[Bar]:
         Bar(2, case, FUSED, size, peer, at_least=1.0)
         for case in TYPES
         for size in (16 * M, 64 * M, 256 * M)
-        for peer in (ALL_REDUCE, THREE_CALLS)
+        for peer in (ALL_REDUCE, THREE_CALLS, TORCH_CALLS)
     ]
 
 
@@ -157,6 +158,26 @@ class ThreeCalls(Sharded):
         dist.all_gather_into_tensor(self.params, self.own, group=group)
 
 
+class TorchSharded(ThreeCalls):
+    """The same with torch's fused AdamW in place of our kernel."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, context: Context) -> None:
+        super().__init__(numel, dtype, context)
+        self.master = self.masters[0] if self.half else self.own.view_as(self.own)
+        self.master.grad = torch.zeros_like(self.master)
+        self.optimizer = optimizer(self.master)
+
+    def step(self) -> None:
+        group = self.context.groups["nccl"]
+        dist.reduce_scatter_tensor(self.reduced, self.grads, dist.ReduceOp.AVG, group=group)
+        assert self.master.grad is not None
+        self.master.grad.copy_(self.reduced)
+        self.optimizer.step()
+        if self.half:
+            self.own.copy_(self.master)
+        dist.all_gather_into_tensor(self.params, self.own, group=group)
+
+
 class Fused(Sharded):
     group, path = "fused", "stock"
 
@@ -192,7 +213,12 @@ class Ring(Fused):
     group, path = "ring", "ring"
 
 
-ARMS = {ALL_REDUCE: AllReduce, THREE_CALLS: ThreeCalls, FUSED: Fused}
+ARMS = {
+    ALL_REDUCE: AllReduce,
+    THREE_CALLS: ThreeCalls,
+    TORCH_CALLS: TorchSharded,
+    FUSED: Fused,
+}
 
 
 def reference(numel: int, dtype: torch.dtype, world_size: int) -> Tensor:

@@ -7,9 +7,9 @@ Three parts. **kernels**: pack, unpack, AdamW and the search for zeros of libfus
 against a copy of as many bytes on the same device in the same run (bars: at least 90% of its
 bandwidth, 85% for the search) and against torch's fused AdamW (bar: faster). **step**:
 `fused_adamw_` at two ranks that share the device, against NCCL's all-reduce followed by torch's
-AdamW(fused=True), and against reduce-scatter, our update and all-gather as three calls; where
-FUSEDPG_NCCL_LIB names a patched NCCL (patches/nccl/README.md), also in its ring. **sparse**:
-all-reduces that skip blocks of zeros against NCCL's, by density, on the same wire.
+AdamW(fused=True), and against reduce-scatter, our update or torch's, and all-gather as three
+calls; where FUSEDPG_NCCL_LIB names a patched NCCL (patches/nccl/README.md), also in its ring.
+**sparse**: all-reduces that skip blocks of zeros against NCCL's, by density, on the same wire.
 
 Results are compared before anything is timed, and the program ends non-zero where they differ.
 Without a GPU it ends with 2.

@@ -2,6 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <future>
+#include <thread>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "base/lock_within.hpp"
@@ -33,6 +36,28 @@ void check_not_held_back() {
       "fused: a fused operation on a GPU was called between operations that "
       "this thread coalesces, in this or another group; call it before or "
       "after them");
+}
+
+// For the delegate's own end. NCCL waits for its kernels, and for graphs that
+// hold them as long as those live.
+constexpr std::chrono::milliseconds kDelegateEnd{10000};
+
+// Calls what may hang inside NCCL on a thread that nobody waits for any longer
+// than that.
+void end_within(
+    std::chrono::milliseconds patience,
+    const c10::intrusive_ptr<c10d::Backend>& delegate,
+    void (c10d::Backend::*end)()) {
+  std::packaged_task<void()> task([delegate, end] { ((*delegate).*end)(); });
+  std::future<void> ended = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (ended.wait_for(patience) == std::future_status::ready) {
+    ended.get();
+  } else {
+    log_once(
+        "an ordinary collective of CUDA tensors does not come to an end with "
+        "its group, or a graph holds it; left to a thread");
+  }
 }
 
 // The library beside this module.
@@ -140,24 +165,33 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
         !streams.capturing(),
         "fused: the first fused operation of a group makes its communicator "
         "and buffers, which a graph cannot hold; call one before the capture");
-    if (delegate()) {
-      // Nobody has noted the delegate's calls so far.
-      streams.synchronize();
-    }
   }
+  // Keys of its own for each attempt.
+  const auto store =
+      std::make_shared<StoreRendezvous>(c10::make_intrusive<c10d::PrefixStore>(
+          formatted("fusedpg-engine/{}", attempts_), store_));
   const auto made = translate([&] {
-    return std::make_shared<CudaEngine>(
-        cuda_api(),
-        cuda::load_nccl_api(settings_.nccl_lib),
-        rank_,
-        size_,
-        streams.index(),
-        settings_,
-        spans_hosts_,
-        std::make_shared<StoreRendezvous>(
-            c10::make_intrusive<c10d::PrefixStore>("fusedpg-engine", store_)),
-        check_peers_,
-        Deadline(timeout));
+    try {
+      return std::make_shared<CudaEngine>(
+          cuda_api(),
+          cuda::load_nccl_api(settings_.nccl_lib),
+          rank_,
+          size_,
+          streams.index(),
+          settings_,
+          spans_hosts_,
+          store,
+          check_peers_,
+          Deadline(timeout),
+          allocator(streams));
+    } catch (const std::exception& error) {
+      const auto* known = dynamic_cast<const Error*>(&error);
+      if (known == nullptr || known->kind() != ErrorKind::kInvalid) {
+        ++attempts_;
+        CudaEngine::tell_failure(store, rank_, one_line(error));
+      }
+      throw;
+    }
   });
   if (settings_.log_level > 0 && rank_ == 0) {
     const int version = made->nccl().version;
@@ -181,6 +215,25 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
   }
   std::lock_guard<std::mutex> lock(made_mutex_);
   return engine_ = made;
+}
+
+// torch's: it gives back what it has cached before there is no memory left.
+cuda::Allocate CudaGroup::allocator(const CudaStreams& streams) const {
+  if (pretend_) {
+    return nullptr;
+  }
+  return [streams, &cuda = cuda_api()](size_t bytes, cuda::Stream stream) {
+    const cuda::RelaxedCapture relaxed(cuda);
+    const CudaStreams::Scope scope(streams, streams.external(stream));
+    try {
+      const auto memory = std::make_shared<at::Tensor>(at::empty(
+          {static_cast<int64_t>(bytes)},
+          at::TensorOptions().dtype(at::kByte).device(streams.device())));
+      return cuda::DeviceMemory(memory, memory->data_ptr());
+    } catch (const c10::OutOfMemoryError& error) {
+      cuda::fail_allocation(bytes, one_line(error).c_str());
+    }
+  };
 }
 
 WorkPtr CudaGroup::delegated(
@@ -539,7 +592,7 @@ void CudaGroup::abort() {
     engine->abort(formatted("fused: the group was aborted on rank {}", rank_));
   }
   if (const auto delegate = this->delegate()) {
-    delegate->abort();
+    end_within(kDelegateEnd, delegate, &c10d::Backend::abort);
   }
 }
 
@@ -551,13 +604,18 @@ void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
     abort();
     return;
   }
-  order_ = {};
   if (const auto made = engine()) {
     made->shutdown(deadline);
   }
   if (const auto made = delegate()) {
-    made->shutdown();
+    // A shutdown of NCCL would wait for a peer that never comes.
+    const bool ended = order_.ended(deadline);
+    end_within(
+        kDelegateEnd,
+        made,
+        ended ? &c10d::Backend::shutdown : &c10d::Backend::abort);
   }
+  order_ = {};
 }
 
 } // namespace fusedpg

@@ -125,6 +125,7 @@ class CudaGroup {
   class Arena;
 
   const cuda::CudaApi& cuda_api() const;
+  cuda::Allocate allocator(const CudaStreams& streams) const;
   std::shared_ptr<cuda::CudaEngine> engine_for(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout);
@@ -172,6 +173,8 @@ class CudaGroup {
   std::mutex mutex_; // of the order of calls, and of what follows
   std::shared_ptr<Arena> arena_;
   CudaOrder order_;
+  // To make the engine. Where one rank fails all do, so they count alike.
+  int attempts_ = 0;
 
   struct Unreported {
     std::shared_ptr<cuda::CudaEngine> engine;

@@ -1,11 +1,14 @@
 #include "c10d/cuda_order.hpp"
 
 #include <algorithm>
+#include <thread>
 
 #include <ATen/core/ivalue.h>
 
 namespace fusedpg {
 namespace {
+
+constexpr std::chrono::milliseconds kLook{1};
 
 // Makes `to` wait for what is on `from` now. c10's events see to the device.
 void link(const c10::Stream& from, const c10::Stream& to) {
@@ -78,10 +81,11 @@ void CudaOrder::after_ordinary(
       link(place.stream, caller);
     }
   }
-  if (engine == nullptr) {
-    return; // making one waits for the GPU
+  if (engine == nullptr && streams.capturing()) {
+    return; // nor can one be made before the capture ends
   }
-  const uint64_t capture = engine->capture_of(streams.handle(place.stream));
+  const uint64_t capture =
+      engine == nullptr ? 0 : engine->capture_of(streams.handle(place.stream));
   if (capture != 0) {
     if (capture_ != capture) {
       captured_works_.clear();
@@ -145,6 +149,22 @@ cuda::Stream CudaOrder::before_fused(
   }
   link(current, done);
   return streams.handle(done);
+}
+
+bool CudaOrder::ended(const Deadline& deadline) const {
+  if (!own_) {
+    return true;
+  }
+  c10::Event event(own_->done.device_type());
+  event.record(own_->done);
+  while (!event.query() ||
+         (without_future_ && !without_future_->isCompleted())) {
+    if (deadline.expired()) {
+      return false;
+    }
+    std::this_thread::sleep_for(kLook);
+  }
+  return true;
 }
 
 void CudaOrder::after_fused() {

@@ -53,6 +53,8 @@ class CudaOrder {
   // It was called, and not refused: ordinary collectives wait for it, so later
   // fused operations need not wait for those before it.
   void after_fused();
+  // Whether the ordinary collectives so far have ended, or do by then.
+  bool ended(const Deadline& deadline) const;
 
  private:
   // Streams of our own, made together so that they differ.

@@ -36,12 +36,13 @@ class CudaStreams {
   bool capturing() const {
     return !pretend_ && impl().isStreamCapturing(current_stream());
   }
-  // The host waits for everything on the device.
-  void synchronize() const {
-    impl().synchronizeDevice(device_.index());
-  }
   cuda::Stream handle(const c10::Stream& stream) const {
     return impl().getStreamNativeHandle(stream);
+  }
+  // One that is not torch's: its number there is the handle.
+  c10::Stream external(cuda::Stream stream) const {
+    return c10::Stream(
+        c10::Stream::UNSAFE, device_, reinterpret_cast<int64_t>(stream));
   }
   c10::Stream from_pool() const {
     return impl().getStreamFromGlobalPool(device_, /*isHighPriority=*/true);

@@ -1,5 +1,6 @@
 #include "cuda/communicator.hpp"
 
+#include <algorithm>
 #include <future>
 #include <thread>
 #include <utility>
@@ -15,6 +16,8 @@ constexpr std::chrono::microseconds kPoll{50};
 // For a caller to come out of NCCL before an abort, which frees what it may be
 // using. One that hangs comes out only by the abort.
 constexpr std::chrono::milliseconds kComeOut{1000};
+// Between looks at the other ranks while a call does not return.
+constexpr std::chrono::milliseconds kWatch{100};
 
 } // namespace
 
@@ -59,8 +62,10 @@ Communicator::Communicator(
     const NcclUniqueId& id,
     int rank,
     int size,
-    const Deadline& deadline)
+    const Deadline& deadline,
+    Watch watch)
     : api_(api),
+      watch_(std::move(watch)),
       state_(std::make_shared<State>(cuda, api, device)) {
   try {
     call_within(
@@ -134,7 +139,20 @@ void Communicator::call_within(
       });
   std::future<NcclResult> result = task.get_future();
   std::thread(std::move(task)).detach();
-  if (result.wait_for(deadline.remaining()) != std::future_status::ready) {
+  const auto returned = [&] {
+    const auto left = std::min<Clock::duration>(deadline.remaining(), kWatch);
+    return result.wait_for(left) == std::future_status::ready;
+  };
+  while (!returned()) {
+    if (!deadline.expired()) {
+      try {
+        watch_();
+      } catch (...) {
+        abort();
+        throw;
+      }
+      continue;
+    }
     abort();
     fail(
         ErrorKind::kTimeout,

@@ -27,7 +27,11 @@ NcclDataType nccl_type(DType type);
 // of others throw.
 class Communicator {
  public:
-  // Collective. `id` comes from rank 0's make_id().
+  // What a call that waits does now and then; what it throws ends the wait.
+  using Watch = std::function<void()>;
+
+  // Collective. `id` comes from rank 0's make_id(). `watch` is used by
+  // call_within().
   Communicator(
       const CudaApi& cuda,
       const NcclApi& api,
@@ -35,7 +39,8 @@ class Communicator {
       const NcclUniqueId& id,
       int rank,
       int size,
-      const Deadline& deadline);
+      const Deadline& deadline,
+      Watch watch);
   ~Communicator(); // aborts unless finish() has been called
   Communicator(const Communicator&) = delete;
 
@@ -44,9 +49,9 @@ class Communicator {
   using Call = std::function<NcclResult(NcclComm)>;
   // Makes a call; blocks for as long as NCCL does, or until abort().
   void call(const char* what, const Call& call);
-  // The same on a thread of its own, for at most as long as the deadline says;
-  // a call that has not returned by then may do so later, and the communicator
-  // is aborted.
+  // The same on a thread of its own, for at most as long as the deadline and
+  // the watch say; a call that has not returned by then may do so later, and the
+  // communicator is aborted.
   void call_within(const char* what, const Deadline& deadline, Call call);
 
   // The communicator's own news of an error; empty: none.
@@ -72,6 +77,7 @@ class Communicator {
   std::string describe(NcclResult result);
 
   const NcclApi& api_;
+  const Watch watch_;
   const std::shared_ptr<State> state_; // which threads share
 };
 

@@ -11,9 +11,11 @@ namespace fusedpg::cuda {
 using Stream = void*; // cudaStream_t
 using Event = void*; // cudaEvent_t
 
-constexpr uint32_t kCudaApiVersion = 5;
+constexpr uint32_t kCudaApiVersion = 6;
 constexpr int kSuccess = 0;
+constexpr int kNoMemory = 2; // cudaErrorMemoryAllocation
 constexpr int kNotReady = 600; // cudaErrorNotReady
+constexpr int kRelaxedCapture = 2; // cudaStreamCaptureModeRelaxed
 
 // NCCL's functions that direct_create() needs, passed in because
 // libfusedpg_cuda.so links no NCCL.
@@ -54,6 +56,8 @@ struct CudaApi {
   int (*stream_wait_event)(Stream stream, Event event);
   // Which capture into a graph the stream is part of; 0: none.
   int (*stream_capture)(Stream stream, uint64_t* id);
+  // What captures forbid this thread: swaps that with *mode.
+  int (*exchange_capture_mode)(int* mode);
 
   int (*event_create)(Event* event); // without timing
   int (*event_destroy)(Event event);

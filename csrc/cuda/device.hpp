@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <utility>
 
 #include "base/error.hpp"
@@ -80,7 +82,7 @@ class Handle {
 
 using OwnedStream = Handle<&CudaApi::stream_destroy>;
 using OwnedEvent = Handle<&CudaApi::event_destroy>;
-using DeviceMemory = Handle<&CudaApi::release>;
+using DeviceMemory = std::shared_ptr<void>;
 using HostMemory = Handle<&CudaApi::host_release>;
 
 inline OwnedStream make_stream(const CudaApi& api) {
@@ -95,22 +97,55 @@ inline OwnedEvent make_event(const CudaApi& api) {
   return {api, event};
 }
 
+// Takes memory of the current device for work behind that of `stream`. Throws
+// Error(kOutOfMemory).
+using Allocate = std::function<DeviceMemory(size_t bytes, Stream stream)>;
+
+[[noreturn]] inline void fail_allocation(size_t bytes, const char* says) {
+  fail(
+      ErrorKind::kOutOfMemory,
+      "fused: the GPU has no {} bytes left for communication buffers; make "
+      "FUSEDPG_CUDA_CHUNK_BYTES smaller or free memory ({})",
+      bytes,
+      says);
+}
+
+// From CUDA itself.
 inline DeviceMemory allocate_device(const CudaApi& api, size_t bytes) {
   void* memory = nullptr;
-  if (api.allocate(&memory, bytes) != kSuccess) {
-    fail(
-        ErrorKind::kOutOfMemory,
-        "fused: the GPU has no {} bytes left for communication buffers; make "
-        "FUSEDPG_CUDA_CHUNK_BYTES smaller or free memory",
-        bytes);
+  if (const int error = api.allocate(&memory, bytes)) {
+    fail_allocation(bytes, api.error_string(error));
   }
-  return {api, memory};
+  return {memory, [&api](void* ending) { api.release(ending); }};
 }
 
 inline HostMemory allocate_host(const CudaApi& api, size_t bytes) {
   void* memory = nullptr;
-  check(api, "cudaHostAlloc", api.host_allocate(&memory, bytes));
+  const int error = api.host_allocate(&memory, bytes);
+  if (error == kNoMemory) {
+    fail(
+        ErrorKind::kOutOfMemory,
+        "fused: no {} bytes of pinned memory left for communication buffers",
+        bytes);
+  }
+  check(api, "cudaHostAlloc", error);
   return {api, memory};
 }
+
+// While it lives, captures of other streams forbid this thread nothing.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const CudaApi& api) : api_(api) {
+    api_.exchange_capture_mode(&mode_);
+  }
+  ~RelaxedCapture() {
+    api_.exchange_capture_mode(&mode_);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+
+ private:
+  const CudaApi& api_;
+  int mode_ = kRelaxedCapture;
+};
 
 } // namespace fusedpg::cuda

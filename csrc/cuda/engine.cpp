@@ -2,6 +2,7 @@
 
 #include "cuda/engine.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/error.hpp"
@@ -27,6 +28,11 @@ bool choose_ring(const NcclApi& nccl, const RingConfig& config) {
 
 const char* const kSettingsKey = "cuda/settings/";
 const char* const kIdKey = "cuda/id";
+const char* const kMadeKey = "cuda/made/";
+const char* const kFirst = "its first fused operation";
+// Between looks at the store.
+constexpr milliseconds kFirstPause{1};
+constexpr milliseconds kLongestPause{50};
 
 } // namespace
 
@@ -40,7 +46,8 @@ CudaEngine::CudaEngine(
     bool spans_hosts,
     std::shared_ptr<Rendezvous> store,
     CheckPeers check_peers,
-    const Deadline& deadline)
+    const Deadline& deadline,
+    Allocate allocate)
     : cuda_(cuda),
       nccl_(nccl),
       rank_(rank),
@@ -54,7 +61,11 @@ CudaEngine::CudaEngine(
               nccl,
               {size, nccl.has_ring(), settings.nccl, spans_hosts})),
       store_(std::move(store)),
-      check_peers_(std::move(check_peers)) {
+      check_peers_(std::move(check_peers)),
+      allocate_(allocate ? std::move(allocate) : [&cuda](size_t bytes, Stream) {
+        return allocate_device(cuda, bytes);
+      }) {
+  check_outside_groups("the first fused operation of a group");
   const DeviceScope scope(cuda_, device_);
   if (size_ > 1) {
     compare_settings(deadline);
@@ -63,17 +74,20 @@ CudaEngine::CudaEngine(
       id = Communicator::make_id(nccl_);
       store_->set(kIdKey, std::string(id.internal, sizeof id.internal));
     } else {
-      const std::string text = store_->get(kIdKey, deadline);
+      const std::string text = hear(kIdKey, 0, deadline, kFirst);
       if (text.size() != sizeof id.internal) {
         fail(ErrorKind::kSystem, "fused: the store holds no NCCL id");
       }
       std::memcpy(id.internal, text.data(), text.size());
     }
     comm_ = std::make_unique<Communicator>(
-        cuda_, nccl_, device_, id, rank_, size_, deadline);
+        cuda_, nccl_, device_, id, rank_, size_, deadline, [this] {
+          look_at_peers("the start of the CUDA engine");
+        });
   }
   compute_ = make_stream(cuda_);
   wire_stream_ = make_stream(cuda_);
+  memory_stream_ = make_stream(cuda_);
   for (OwnedEvent* event :
        {&events_.begin,
         &events_.proposed,
@@ -93,12 +107,13 @@ CudaEngine::CudaEngine(
   flags_memory_ = allocate_host(cuda_, sizeof(Flags));
   flags_ = new (flags_memory_.get()) Flags;
   try {
-    if (ring_) {
-      check_ring(deadline);
-    }
-    make_arena(deadline);
+    spare_ = size_ > 1 ? make_slot(kAgreeBytes) : nullptr;
+    const std::string wrong = ring_ ? check_ring(deadline) : "";
+    meet(make_arena(deadline), wrong, deadline);
   } catch (...) { // also what the store throws
-    comm_->abort(); // it may still be at work on the arena
+    if (comm_) {
+      comm_->abort(); // it may still be at work on the arena
+    }
     bury(true);
     throw;
   }
@@ -133,6 +148,30 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
   }
 }
 
+// The last step of the start: no rank returns before all ranks have an engine.
+void CudaEngine::meet(
+    bool direct,
+    const std::string& wrong,
+    const Deadline& deadline) {
+  if (size_ == 1) {
+    return;
+  }
+  const std::vector<std::string> all =
+      tell_all(kMadeKey, (direct ? "1" : "0") + wrong, deadline, kFirst);
+  std::optional<int> without;
+  for (int p = size_ - 1; p >= 0; --p) {
+    if (all[p].size() > 1) {
+      fail_ring(all[p].substr(1));
+    }
+    if (all[p] == "0") {
+      without = p;
+    }
+  }
+  if (arena_ != nullptr && without) {
+    give_up_arena(*without);
+  }
+}
+
 std::vector<std::string> CudaEngine::tell_all(
     const char* key,
     const std::string& mine,
@@ -141,22 +180,36 @@ std::vector<std::string> CudaEngine::tell_all(
   store_->set(formatted("{}{}", key, rank_), mine);
   std::vector<std::string> all;
   for (int p = 0; p < size_; ++p) {
-    try {
-      all.push_back(store_->get(formatted("{}{}", key, p), deadline));
-    } catch (const std::exception&) {
-      // Stores count in milliseconds, rounded down.
-      if (deadline.remaining() >= milliseconds(2)) {
-        throw;
-      }
+    all.push_back(hear(formatted("{}{}", key, p), p, deadline, waiting));
+  }
+  return all;
+}
+
+std::string CudaEngine::hear(
+    const std::string& key,
+    int rank,
+    const Deadline& deadline,
+    const char* waiting) {
+  for (milliseconds pause = kFirstPause;;
+       pause = std::min(2 * pause, kLongestPause)) {
+    const auto text = ask_within(kLongestPause, [key](Rendezvous& store) {
+      return store.has(key) ? '+' + store.get(key, Deadline(kLongestPause))
+                            : std::string();
+    });
+    if (text && !text->empty()) {
+      return text->substr(1);
+    }
+    look_at_peers(waiting);
+    if (deadline.expired()) {
       fail(
           ErrorKind::kTimeout,
           "fused: rank {} has not come to {} on a GPU within {} ms",
-          p,
+          rank,
           waiting,
           deadline.timeout().count());
     }
+    std::this_thread::sleep_for(pause);
   }
-  return all;
 }
 
 size_t CudaEngine::chunk_bytes(size_t bytes) const {
@@ -168,6 +221,18 @@ size_t CudaEngine::chunk_bytes(size_t bytes) const {
 uint64_t CudaEngine::capture_of(Stream stream) const {
   const DeviceScope scope(cuda_, device_);
   return cuda::capture_of(cuda_, stream);
+}
+
+// Kernels of ours would run before what they wait for.
+void CudaEngine::check_outside_groups(const std::string& what) const {
+  if (size_ > 1 && nccl_.in_group()) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: {} was called between ncclGroupStart() and ncclGroupEnd() on "
+        "this thread, where NCCL holds back what ranks exchange; call it "
+        "before or after the group",
+        what);
+  }
 }
 
 void CudaEngine::check_failed() {
@@ -189,6 +254,7 @@ CudaEngine::OperationPtr CudaEngine::submit(
     const std::function<void(Operation&)>& body) {
   std::lock_guard<std::mutex> lock(mutex_);
   check_failed();
+  check_outside_groups(describe(facts));
   const DeviceScope scope(cuda_, device_);
   const uint64_t capture = capture_of(submission.current);
   const uint64_t under_way = capture_of(compute_.get());
@@ -232,6 +298,9 @@ CudaEngine::OperationPtr CudaEngine::submit(
         cuda_,
         "cudaEventRecord",
         cuda_.event_record(operation->end_.get(), compute_.get()));
+  } catch (const Refusal& refusal) {
+    give_up(operation, submission.current, refusal);
+    throw;
   } catch (const std::exception& error) {
     // What was enqueued ends there, on both streams, but a graph gets no more
     // of it.
@@ -263,13 +332,31 @@ CudaEngine::OperationPtr CudaEngine::submit(
       std::erase(in_flight_, operation);
     }
     last_captured_ = operation;
-    captured_slots_.push_back(operation->slot_);
     operation->complete(nullptr);
     return operation;
   }
   last_ = operation;
   check_failed();
   return operation;
+}
+
+// An operation that no rank has begun.
+void CudaEngine::give_up(
+    const OperationPtr& operation,
+    Stream current,
+    const Refusal& refusal) {
+  cuda_.event_record(operation->end_.get(), compute_.get());
+  if (operation->captured_) {
+    // A capture can end only when what it has forked has come back.
+    cuda_.stream_wait_event(current, operation->end_.get());
+  }
+  operation->enqueued_.store(true, std::memory_order_release);
+  {
+    const std::lock_guard<std::mutex> watch_lock(watch_mutex_);
+    std::erase(in_flight_, operation);
+  }
+  operation->complete(std::make_exception_ptr(refusal));
+  operation->release_tensors();
 }
 
 void CudaEngine::wait(Operation& operation, Stream stream) {

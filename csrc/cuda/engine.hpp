@@ -42,7 +42,9 @@ class CudaEngine {
   // is what this one waits for. May be null.
   using CheckPeers = std::function<void(const std::string& what)>;
 
-  // Collective. `store` and `check_peers` are used until close().
+  // Collective. `store` and `check_peers` are used until close(). Where one
+  // rank throws and calls tell_failure(), all ranks throw; for another attempt
+  // the store must be empty.
   CudaEngine(
       const CudaApi& cuda,
       const NcclApi& nccl,
@@ -53,9 +55,17 @@ class CudaEngine {
       bool spans_hosts,
       std::shared_ptr<Rendezvous> store,
       CheckPeers check_peers,
-      const Deadline& deadline);
+      const Deadline& deadline,
+      Allocate allocate = nullptr); // for device memory; null: from CUDA
   ~CudaEngine();
   CudaEngine(const CudaEngine&) = delete;
+
+  // Tells the other ranks that this rank's engine has failed, or could not be
+  // made. Waits for the store for a second at most.
+  static void tell_failure(
+      const std::shared_ptr<Rendezvous>& store,
+      int rank,
+      const std::string& message);
 
   using OperationPtr = std::shared_ptr<Operation>;
   struct Submission {
@@ -194,7 +204,8 @@ class CudaEngine {
   // counts.
   struct DeviceLayout {
     Layout layout;
-    DeviceMemory memory;
+    DeviceMemory memory; // null until an operation needs it
+    bool everywhere = false; // all ranks have it in memory
     const ShardPiece* pieces = nullptr;
     const Tile* tiles = nullptr;
     const uint32_t* tile_list = nullptr;
@@ -203,18 +214,41 @@ class CudaEngine {
     const uint32_t* piece_begin = nullptr;
   };
 
+  // What an operation needs before it is enqueued.
+  struct Needs {
+    DeviceLayout* layout = nullptr;
+    size_t grads = 0; // bytes
+    size_t params = 0;
+    size_t slot = 0;
+  };
+  // As much as all ranks are known to have.
+  struct Everywhere {
+    size_t grads = 0;
+    size_t params = 0;
+    size_t slot = 0; // one of these
+  };
+
   // Blocks until the operation has ended; throws if the engine has failed. For
   // short waits.
   void await(const Operation& operation);
+  // The same of an event, of the operation of this number.
+  void await(Event event, uint64_t sequence);
 
   // --- step.cpp
   OperationPtr submit(const Task& task, const Submission& submission);
 
   // --- engine.cpp
-  // What all ranks say under a key, by rank. `waiting`: for what.
+  void meet(bool direct, const std::string& wrong, const Deadline& deadline);
+  // What all ranks say under a key, by rank. `waiting`: for what. Throws also
+  // if another rank fails.
   std::vector<std::string> tell_all(
       const char* key,
       const std::string& mine,
+      const Deadline& deadline,
+      const char* waiting);
+  std::string hear(
+      const std::string& key,
+      int rank,
       const Deadline& deadline,
       const char* waiting);
   void compare_settings(const Deadline& deadline);
@@ -224,7 +258,12 @@ class CudaEngine {
       const std::string& details,
       const Submission& submission,
       const std::function<void(Operation&)>& body);
+  void give_up(
+      const OperationPtr& operation,
+      Stream current,
+      const Refusal& refusal);
   void check_failed();
+  void check_outside_groups(const std::string& what) const;
 
   // --- teardown.cpp
   void fail_engine(ErrorKind kind, const std::string& message);
@@ -244,12 +283,17 @@ class CudaEngine {
   using Question = std::function<std::string(Rendezvous& store)>;
   // Of the store, by a thread of its own: its host may be stopped, and another
   // thread's wait may hold it. Nobody here may wait for that.
-  std::future<std::string> ask(Question question) const;
+  static std::future<std::string> ask(
+      const std::shared_ptr<Rendezvous>& store,
+      Question question);
   // The answer, or nothing if there is none yet, or to the question before.
-  // For the watchdog.
+  // For the watchdog, and before that has begun.
   std::optional<std::string> ask_within(
       std::chrono::milliseconds patience,
       Question question);
+  // Throws if another rank is known to be dead, or has failed; `waiting`: what
+  // this rank waits for.
+  void look_at_peers(const std::string& waiting);
   // Says what this rank is doing, and what the others say of the same
   // operation.
   struct Said {
@@ -265,7 +309,8 @@ class CudaEngine {
   size_t chunk_bytes(size_t bytes) const;
 
   // --- ring_check.cpp; at the start, collective
-  void check_ring(const Deadline& deadline);
+  std::string check_ring(const Deadline& deadline); // what is wrong, or empty
+  [[noreturn]] void fail_ring(const std::string& wrong) const;
   struct RingProbe;
   struct RingCase;
   bool ring_works(
@@ -274,17 +319,24 @@ class CudaEngine {
       const Deadline& deadline);
 
   // --- resources.cpp; at the start and the end
-  void make_arena(const Deadline& deadline);
+  bool make_arena(const Deadline& deadline); // for the direct path
+  void give_up_arena(int without);
   DirectSignals* signals() const;
   uint8_t* direct_flags() const;
   void clear_signals();
   // under the lock
+  DeviceMemory allocate(size_t bytes);
+  std::shared_ptr<Slot> make_slot(size_t bytes);
+  std::shared_ptr<Slot> free_slot(size_t bytes); // null: none
   std::shared_ptr<Slot> take_slot(size_t bytes);
-  const DeviceLayout& layout_of(
+  std::shared_ptr<Slot> await_slot(size_t bytes);
+  DeviceLayout& layout_of(
       const std::vector<size_t>& counts,
       size_t max_block,
       size_t whole_from);
+  void upload(DeviceLayout& layout);
   void reserve_wire(size_t grad_bytes, size_t param_bytes);
+  void drop_wire();
 
   const CudaApi& cuda_;
   const NcclApi& nccl_;
@@ -296,10 +348,12 @@ class CudaEngine {
   const bool ring_;
   const std::shared_ptr<Rendezvous> store_;
   const CheckPeers check_peers_;
+  const Allocate allocate_;
 
   std::unique_ptr<Communicator> comm_; // null for one rank
   OwnedStream compute_;
   OwnedStream wire_stream_;
+  OwnedStream memory_stream_; // never captured: of allocations
   Events events_;
   // What the host and running kernels tell each other.
   struct Flags {
@@ -324,6 +378,8 @@ class CudaEngine {
   std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts_;
   std::vector<std::shared_ptr<Slot>> slots_;
   std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
+  std::shared_ptr<Slot> spare_; // to agree on memory without any more of it
+  Everywhere everywhere_;
   // Whose kernels run, or are in graphs: a module must not go before them.
   std::set<std::shared_ptr<const LoadedProgram>> programs_;
   OperationPtr last_; // the latest operation that was not captured ...

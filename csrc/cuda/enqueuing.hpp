@@ -65,6 +65,12 @@ class Enqueuing {
         static_cast<char*>(operation_.slot_->host.get()) + offset);
   }
 
+  // Takes the memory that the operation needs, its slot too, with the facts of
+  // the operation known. Throws Refusal, on all ranks, if one of them lacks it.
+  void acquire(const CudaEngine::Needs& needs);
+  // Whether all ranks have it; waits for the GPU.
+  bool all_have(bool has);
+
   // What this rank proposes to the others, and then what all ranks have.
   void exchange(const ProposeArgs& proposal);
   // Tells the host if ranks disagree, as soon as the wire knows: they may hang

@@ -13,7 +13,7 @@
 namespace fusedpg::cuda {
 namespace {
 
-constexpr int kOldestNccl = 21800; // ncclCommFinalize, non-blocking calls
+constexpr int kOldestNccl = 22200; // ncclGroupSimulateEnd
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int kOwnFirst = 0; // which sanitizers refuse
@@ -106,20 +106,20 @@ NcclApi load_nccl(const std::string& path) {
   require(api.all_reduce, "ncclAllReduce");
   require(api.reduce_scatter, "ncclReduceScatter");
   require(api.all_gather, "ncclAllGather");
+  require(api.group_start, "ncclGroupStart");
+  require(api.group_simulate_end, "ncclGroupSimulateEnd");
+  require(api.mem_alloc, "ncclMemAlloc");
+  require(api.mem_free, "ncclMemFree");
   if (!complete || api.get_version(&api.version) != kNcclSuccess ||
       api.version < kOldestNccl) {
     fail(
         ErrorKind::kSystem,
-        "fused: NCCL 2.18 or newer is needed, found {}{}",
+        "fused: NCCL 2.22 or newer is needed, found {}{}",
         complete ? formatted("version code {}", api.version)
                  : "a library without it",
         path.empty() ? "" : " in " + path);
   }
   find(api.get_last_error, "ncclGetLastError");
-  if (api.version >= 21900) {
-    find(api.mem_alloc, "ncclMemAlloc");
-    find(api.mem_free, "ncclMemFree");
-  }
   if (api.version >= 22700) {
     find(api.comm_window_register, "ncclCommWindowRegister");
     find(api.comm_window_deregister, "ncclCommWindowDeregister");
@@ -139,6 +139,15 @@ NcclApi load_nccl(const std::string& path) {
 }
 
 } // namespace
+
+// NCCL has no function that tells. But only the outermost end of a group looks
+// at the argument of ncclGroupSimulateEnd, and refuses this one; an inner end
+// leaves the group as it was.
+bool NcclApi::in_group() const {
+  NcclSimInfo invalid;
+  return group_start() == kNcclSuccess &&
+      group_simulate_end(&invalid) == kNcclSuccess;
+}
 
 bool NcclApi::has_ring() const {
   return ring_abi && reduce_scatter_update && ring_abi() == kRingAbi;

@@ -6,7 +6,7 @@
 
 namespace fusedpg::cuda {
 
-// The part of NCCL's C ABI that we use (nccl.h of 2.18 and later), so that
+// The part of NCCL's C ABI that we use (nccl.h of 2.22 and later), so that
 // neither its header is needed to build nor its library to load the module.
 using NcclComm = void*;
 using NcclWindow = void*;
@@ -62,6 +62,14 @@ struct NcclConfig {
   static constexpr int kUndefined = INT32_MIN;
 };
 
+// ncclSimInfo_t.
+struct NcclSimInfo {
+  size_t size = sizeof(NcclSimInfo);
+  unsigned int magic = 0; // not NCCL's
+  unsigned int version = 0;
+  float estimated_time = 0;
+};
+
 // The symbols of one libnccl, and what it can do.
 struct NcclApi {
   std::string path;
@@ -106,7 +114,8 @@ struct NcclApi {
       NcclComm comm,
       NcclStream stream) = nullptr;
 
-  // Since 2.19.
+  NcclResult (*group_start)() = nullptr;
+  NcclResult (*group_simulate_end)(NcclSimInfo* info) = nullptr;
   NcclResult (*mem_alloc)(void** memory, size_t bytes) = nullptr;
   NcclResult (*mem_free)(void* memory) = nullptr;
   // Since 2.27: symmetric windows.
@@ -137,8 +146,11 @@ struct NcclApi {
       NcclStream stream) = nullptr;
 
   bool has_windows() const {
-    return mem_alloc && comm_window_register && comm_window_deregister;
+    return comm_window_register && comm_window_deregister;
   }
+  // Whether the calling thread is inside a group: NCCL then holds back every
+  // collective until the thread's outermost ncclGroupEnd().
+  bool in_group() const;
   // Whether it is patched, for this version of the backend.
   bool has_ring() const;
   bool has_device_api() const {

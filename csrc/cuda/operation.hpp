@@ -21,6 +21,13 @@ struct Slot {
   size_t bytes = 0;
 };
 
+// There was no memory for an operation, of which no rank has done anything: the
+// engine works on.
+struct Refusal : Error {
+  explicit Refusal(const std::string& message)
+      : Error(ErrorKind::kOutOfMemory, message) {}
+};
+
 // One operation that has been enqueued. Complete when the GPU is done with it,
 // or when the engine has failed.
 //

@@ -2,19 +2,21 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 #include "base/error.hpp"
-#include "cuda/engine.hpp"
+#include "cuda/enqueuing.hpp"
 
 namespace fusedpg::cuda {
 namespace {
 
 constexpr size_t kSlotAlignment = 1 << 16;
 constexpr size_t kMaxLayouts = 256;
+// For the watchdog to see that an operation has ended.
+constexpr std::chrono::milliseconds kGivesBack{500};
 constexpr size_t kArenaAlignment = 1 << 21;
 constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
 constexpr size_t kBehindTensors = kSignalBytes + kDirectFlags;
-const char* const kDirectKey = "cuda/direct/";
 
 size_t round_up(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -22,10 +24,10 @@ size_t round_up(size_t bytes, size_t multiple) {
 
 } // namespace
 
-void CudaEngine::make_arena(const Deadline& deadline) {
+bool CudaEngine::make_arena(const Deadline& deadline) {
   if (settings_.cuda_arena_bytes == 0 || !comm_ || !nccl_.has_device_api() ||
       cuda_.direct_create == nullptr) {
-    return;
+    return false;
   }
   const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
       kArenaAlignment * kArenaAlignment;
@@ -84,12 +86,10 @@ void CudaEngine::make_arena(const Deadline& deadline) {
         }
       });
   direct_ = made->direct;
-  const std::vector<std::string> all = tell_all(
-      kDirectKey, made->usable != 0 ? "1" : "0", deadline, "its direct path");
-  const auto missing = std::find(all.begin(), all.end(), "0");
-  if (missing == all.end()) {
-    return;
-  }
+  return made->usable != 0;
+}
+
+void CudaEngine::give_up_arena(int without) {
   comm_->call("ncclCommWindowDeregister", [&](NcclComm comm) {
     if (direct_ != nullptr) {
       cuda_.direct_destroy(direct_, comm);
@@ -110,7 +110,7 @@ void CudaEngine::make_arena(const Deadline& deadline) {
         "those of all ranks by windows of NCCL {} (one NVLink domain, peer "
         "access, NCCL_CUMEM_ENABLE, kernels built with that NCCL's headers); "
         "there is no direct path, all ranks take the stock one",
-        missing - all.begin(),
+        without,
         nccl_.version));
   }
 }
@@ -137,23 +137,65 @@ void CudaEngine::clear_signals() {
   check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
 }
 
-std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {
+DeviceMemory CudaEngine::allocate(size_t bytes) {
+  DeviceMemory memory = allocate_(bytes, memory_stream_.get());
+  // An allocator may hand it out in the order of that stream.
+  check(
+      cuda_,
+      "cudaStreamSynchronize",
+      cuda_.stream_synchronize(memory_stream_.get()));
+  return memory;
+}
+
+std::shared_ptr<Slot> CudaEngine::make_slot(size_t bytes) {
   bytes = round_up(bytes, kSlotAlignment);
+  auto slot = std::make_shared<Slot>();
+  slot->host = allocate_host(cuda_, bytes);
+  slot->device = allocate(bytes);
+  slot->bytes = bytes;
+  return slot;
+}
+
+std::shared_ptr<Slot> CudaEngine::free_slot(size_t bytes) {
   for (const auto& slot : slots_) {
     // Only the pool knows it: its operation has ended.
     if (slot.use_count() == 1 && slot->bytes >= bytes) {
       return slot;
     }
   }
-  auto slot = std::make_shared<Slot>();
-  slot->host = allocate_host(cuda_, bytes);
-  slot->device = allocate_device(cuda_, bytes);
-  slot->bytes = bytes;
-  slots_.push_back(slot);
+  return nullptr;
+}
+
+std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {
+  auto slot = free_slot(bytes);
+  if (!slot) {
+    slot = make_slot(bytes);
+    slots_.push_back(slot);
+  }
   return slot;
 }
 
-const CudaEngine::DeviceLayout& CudaEngine::layout_of(
+// One that an earlier operation gives back.
+std::shared_ptr<Slot> CudaEngine::await_slot(size_t bytes) {
+  for (Deadline last(kGivesBack);;) {
+    if (auto slot = free_slot(bytes)) {
+      return slot;
+    }
+    check_failed();
+    {
+      const std::lock_guard<std::mutex> lock(watch_mutex_);
+      if (in_flight_.size() > 1) { // beside the one that waits
+        last = Deadline(kGivesBack);
+      }
+    }
+    if (last.expired()) {
+      fail_allocation(bytes, "nor does an earlier operation give any back");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+CudaEngine::DeviceLayout& CudaEngine::layout_of(
     const std::vector<size_t>& counts,
     size_t max_block,
     size_t whole_from) {
@@ -170,11 +212,17 @@ const CudaEngine::DeviceLayout& CudaEngine::layout_of(
         "cudaStreamSynchronize",
         cuda_.stream_synchronize(compute_.get()));
     layouts_.clear();
-    return layout_of(counts, max_block, whole_from);
   }
   auto made = std::make_unique<DeviceLayout>();
   made->layout = make_layout(counts, size_, max_block, whole_from);
-  const Layout& l = made->layout;
+  return *(layouts_[key] = std::move(made));
+}
+
+void CudaEngine::upload(DeviceLayout& made) {
+  if (made.memory) {
+    return;
+  }
+  const Layout& l = made.layout;
   size_t bytes = 0;
   const auto each_array = [&](const auto& call) {
     bytes = 0;
@@ -182,18 +230,18 @@ const CudaEngine::DeviceLayout& CudaEngine::layout_of(
       call(from, to);
       bytes += round_up(from.size() * sizeof(from[0]), 16);
     };
-    one(l.pieces, made->pieces);
-    one(l.tiles, made->tiles);
-    one(l.tile_list, made->tile_list);
-    one(l.tile_begin, made->tile_begin);
-    one(l.piece_list, made->piece_list);
-    one(l.piece_begin, made->piece_begin);
+    one(l.pieces, made.pieces);
+    one(l.tiles, made.tiles);
+    one(l.tile_list, made.tile_list);
+    one(l.tile_begin, made.tile_begin);
+    one(l.piece_list, made.piece_list);
+    one(l.piece_begin, made.piece_begin);
   };
   each_array([](const auto&, auto&) {}); // counts the bytes
   const HostMemory host = allocate_host(cuda_, bytes);
   auto* h = static_cast<char*>(host.get());
-  made->memory = allocate_device(cuda_, bytes);
-  auto* d = static_cast<char*>(made->memory.get());
+  DeviceMemory memory = allocate(bytes);
+  auto* d = static_cast<char*>(memory.get());
   each_array([&](const auto& from, auto& to) {
     std::copy_n(
         reinterpret_cast<const char*>(from.data()),
@@ -201,12 +249,11 @@ const CudaEngine::DeviceLayout& CudaEngine::layout_of(
         h + bytes);
     to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(d + bytes);
   });
-  // On a stream of its own: the call may be inside a graph's capture, of which
-  // this is no part.
-  const OwnedStream stream = make_stream(cuda_);
-  check(cuda_, "cudaMemcpyAsync", cuda_.copy(d, h, bytes, stream.get()));
-  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream.get()));
-  return *(layouts_[key] = std::move(made));
+  // The call may be inside a graph's capture, of which this is no part.
+  const Stream stream = memory_stream_.get();
+  check(cuda_, "cudaMemcpyAsync", cuda_.copy(d, h, bytes, stream));
+  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
+  made.memory = std::move(memory);
 }
 
 void CudaEngine::reserve_wire(size_t grad_bytes, size_t param_bytes) {
@@ -222,18 +269,116 @@ void CudaEngine::reserve_wire(size_t grad_bytes, size_t param_bytes) {
           cuda_,
           "cudaStreamSynchronize",
           cuda_.stream_synchronize(compute_.get()));
+      has = 0;
+      memory[0] = memory[1] = nullptr;
     }
-    for (DeviceMemory& one : memory) {
-      if (ever_captured_) {
-        retired_.push_back(std::move(one));
+    DeviceMemory larger[2] = {allocate(bytes), allocate(bytes)};
+    for (size_t i = 0; i < 2; ++i) {
+      if (memory[i]) {
+        retired_.push_back(std::move(memory[i]));
       }
-      one = DeviceMemory();
-      one = allocate_device(cuda_, bytes);
+      memory[i] = std::move(larger[i]);
     }
     has = bytes;
   };
   grow(wire_.grads, wire_.grad_bytes, grad_bytes);
   grow(wire_.params, wire_.param_bytes, param_bytes);
+}
+
+// Where other ranks have too little memory.
+void CudaEngine::drop_wire() {
+  everywhere_.grads = everywhere_.params = 0;
+  if (!ever_captured_) {
+    check(
+        cuda_,
+        "cudaStreamSynchronize",
+        cuda_.stream_synchronize(compute_.get()));
+    wire_ = Wire();
+  }
+}
+
+// --- what an operation needs -------------------------------------------------
+
+// Sizes are the same on all ranks, so all find alike whether it is more than
+// they have had so far, and then tell each other, behind earlier operations,
+// whether they have it now. Nobody waits for the others otherwise.
+void Enqueuing::acquire(const CudaEngine::Needs& needs) {
+  CudaEngine::Everywhere& everywhere = e_.everywhere_;
+  const bool captured = operation_.captured_;
+  const bool grows = (needs.layout && !needs.layout->everywhere) ||
+      needs.grads > everywhere.grads || needs.params > everywhere.params ||
+      needs.slot > everywhere.slot;
+  const bool asks = grows && !alone() && !captured;
+  std::string refused;
+  try {
+    if (needs.layout != nullptr) {
+      e_.upload(*needs.layout);
+    }
+    e_.reserve_wire(needs.grads, needs.params);
+    if (needs.slot != 0 && captured) {
+      e_.captured_slots_.push_back(e_.make_slot(needs.slot));
+      operation_.slot_ = e_.captured_slots_.back();
+    } else if (needs.slot != 0) {
+      operation_.slot_ = e_.take_slot(needs.slot);
+    }
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kOutOfMemory) {
+      throw;
+    }
+    refused = error.what();
+  }
+  if (!refused.empty() && !grows && !alone() && !captured) {
+    operation_.slot_ = e_.await_slot(needs.slot);
+    return;
+  }
+  if (asks && !all_have(refused.empty())) {
+    if (refused.empty()) {
+      refused =
+          "fused: another rank's GPU has no memory left for communication "
+          "buffers; make FUSEDPG_CUDA_CHUNK_BYTES smaller or free memory there";
+    }
+    e_.drop_wire();
+  }
+  if (!refused.empty()) {
+    throw Refusal(formatted(
+        "{} [{}, sequence {}, rank {}]; nothing was changed, and the group "
+        "works on",
+        refused,
+        operation_.summary,
+        operation_.sequence,
+        e_.rank_));
+  }
+  if (asks) {
+    everywhere.grads = std::max(everywhere.grads, needs.grads);
+    everywhere.params = std::max(everywhere.params, needs.params);
+    everywhere.slot = std::max(everywhere.slot, needs.slot);
+    if (needs.layout != nullptr) {
+      needs.layout->everywhere = true;
+    }
+  }
+}
+
+// The same exchange as before every operation, so that ranks which are in
+// another one are found to disagree.
+bool Enqueuing::all_have(bool has) {
+  const Slot& spare = *e_.spare_;
+  auto* lacking = static_cast<float*>(spare.host.get());
+  *lacking = has ? 0 : 1;
+  ProposeArgs propose{};
+  propose.agree = static_cast<uint8_t*>(spare.device.get());
+  propose.found_inf = lacking;
+  propose.hash = ~hash_of(operation_.facts());
+  exchange(propose);
+  PrepareArgs result{};
+  result.agree = propose.agree;
+  result.found_inf = lacking;
+  result.mismatch = &e_.flags_->mismatch;
+  result.sequence = operation_.sequence;
+  check("prepare", cuda_.prepare(&result, wire_));
+  const Event done = e_.events_.agreed.get();
+  check("cudaEventRecord", cuda_.event_record(done, wire_));
+  e_.await(done, operation_.sequence);
+  return *lacking == 0;
 }
 
 } // namespace fusedpg::cuda

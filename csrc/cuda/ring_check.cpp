@@ -17,7 +17,6 @@ namespace {
 
 using kernels::Formula;
 
-const char* const kRingKey = "cuda/ring/";
 // NCCL has a function for each type and protocol. Each is asked for, and what
 // NCCL chooses by size, too: buffers grow by this.
 const char* const kProtocols[kRingProtocols] = {"LL", "LL128", "Simple"};
@@ -148,7 +147,7 @@ bool CudaEngine::ring_works(
     probe->host = HostMemory();
     probe->device = DeviceMemory();
     probe->host = allocate_host(cuda_, least);
-    probe->device = allocate_device(cuda_, least);
+    probe->device = allocate(least);
     probe->bytes = least;
   }
   auto* host = static_cast<char*>(probe->host.get());
@@ -269,15 +268,14 @@ bool CudaEngine::ring_works(
   return right && squares[0] == wanted && squares[1] == wanted;
 }
 
-void CudaEngine::check_ring(const Deadline& deadline) {
-  const std::string well = "well";
-  std::string wrong = well;
+std::string CudaEngine::check_ring(const Deadline& deadline) {
+  std::string wrong;
   const auto ranks = static_cast<size_t>(size_);
   constexpr auto kLeast = static_cast<size_t>(kShardAlignment);
   const auto probe = std::make_shared<RingProbe>();
   probe->end = make_event(cuda_);
   const auto try_one = [&](const RingCase& c) {
-    if (!ring_works(probe, c, deadline) && wrong == well) {
+    if (!ring_works(probe, c, deadline) && wrong.empty()) {
       wrong = formatted(
           "{} of {} in buffers of {} bytes by {}",
           c.rule.name,
@@ -309,18 +307,17 @@ void CudaEngine::check_ring(const Deadline& deadline) {
       }
     }
   }
-  for (const std::string& found :
-       tell_all(kRingKey, wrong, deadline, "the check of its ring")) {
-    if (found != well) {
-      fail(
-          ErrorKind::kSystem,
-          "fused: the ring of {} gives wrong results for {}, on a known input: "
-          "was it built without that function (patches/nccl/README.md)? Build "
-          "it again, or set FUSEDPG_NCCL=stock",
-          nccl_.path,
-          found);
-    }
-  }
+  return wrong;
+}
+
+void CudaEngine::fail_ring(const std::string& wrong) const {
+  fail(
+      ErrorKind::kSystem,
+      "fused: the ring of {} gives wrong results for {}, on a known input: was "
+      "it built without that function (patches/nccl/README.md)? Build it "
+      "again, or set FUSEDPG_NCCL=stock",
+      nccl_.path,
+      wrong);
 }
 
 } // namespace fusedpg::cuda

@@ -26,6 +26,7 @@ class Run : Enqueuing {
   enum class Middle { kUpdate, kMoments, kOutputs };
 
   StepConfig step_config() const;
+  size_t lay_out_slot(); // its bytes
   void fill_slot();
   void agree();
   void prepare();
@@ -58,6 +59,9 @@ class Run : Enqueuing {
         before * static_cast<size_t>(e_.size_);
   }
 
+  size_t num_rings() const {
+    return path_ == GpuPath::kRing ? chunks().size() : 0;
+  }
   size_t partial_sum_bytes() const {
     const Layout& l = layout_->layout;
     const size_t pairs = path_ == GpuPath::kRing
@@ -66,7 +70,7 @@ class Run : Enqueuing {
     return lamb_ ? 2 * pairs * sizeof(double) : 0;
   }
 
-  void reserve();
+  CudaEngine::Needs wire_needs() const;
   // A single rank's gradients are its slices.
   bool in_place() const {
     return alone() && task_.updates && !weighted_ && !task_.widens;
@@ -96,7 +100,7 @@ class Run : Enqueuing {
   const bool weighted_;
   const StepConfig config_;
   const GpuPath path_;
-  const CudaEngine::DeviceLayout* layout_ = nullptr;
+  CudaEngine::DeviceLayout* layout_ = nullptr;
   bool skips_ = false; // blocks of zeros
   bool has_lrs_ = false;
   bool prepared_ = false;
@@ -104,6 +108,7 @@ class Run : Enqueuing {
   size_t tensors_ = 0, hypers_ = 0, lrs_ = 0, lr_types_ = 0, weight_ = 0,
          offsets_ = 0, agree_ = 0, weights_ = 0, scalars_ = 0, all_offsets_ = 0,
          partial_sums_ = 0, sums_ = 0, all_sums_ = 0, rings_ = 0;
+  size_t uploaded_ = 0; // bytes, from the slot's beginning
 };
 
 } // namespace fusedpg::cuda

@@ -30,8 +30,9 @@ class SkipRun : Enqueuing {
         blocks_(call.blocks()) {}
 
   std::shared_ptr<Slot> find() {
+    set_facts(GpuPath::kStock);
     const std::shared_ptr<Slot> slot = take_slot(lay_out_find());
-    agree(false);
+    agree();
     FindBlocksArgs find{};
     find.tensor = tensor();
     find.num_blocks = blocks_;
@@ -64,7 +65,9 @@ class SkipRun : Enqueuing {
     const uint64_t items = std::max<uint64_t>(
         e_.chunk_bytes(call_.count * dtype_size(call_.dtype)) / item, 1);
     const uint64_t chunks = (found + items - 1) / items;
-    e_.reserve_wire(std::min<uint64_t>(items, blocks_) * item, 0);
+    CudaEngine::Needs needs;
+    needs.grads = std::min<uint64_t>(items, blocks_) * item;
+    acquire(needs);
     const CudaEngine::Events& ev = e_.events_;
     for (uint64_t t = 0; t < chunks + 1; ++t) {
       if (t < chunks) {
@@ -90,6 +93,7 @@ class SkipRun : Enqueuing {
     agree_ = arrays.add(kAgreeBytes);
     offset_ = arrays.add(sizeof(uint64_t));
     offsets_ = arrays.add(e_.size_ * sizeof(uint64_t));
+    set_facts(GpuPath::kDirect);
     const std::shared_ptr<Slot> slot = take_slot(arrays);
     *host<uint64_t>(offset_) = static_cast<uint64_t>(
         static_cast<const char*>(call_.data) -
@@ -101,7 +105,7 @@ class SkipRun : Enqueuing {
             host<char>(offset_),
             sizeof(uint64_t),
             compute_));
-    agree(true);
+    agree();
     gather(offset_, offsets_, 1, kNcclUint64);
     order(wire_, e_.events_.agreed, compute_);
     DirectSumArgs args{};
@@ -147,16 +151,22 @@ class SkipRun : Enqueuing {
 
   // The caller keeps it: the operation gives its own up when it has ended.
   std::shared_ptr<Slot> take_slot(const Arrays& arrays) {
-    return operation_.slot_ = e_.take_slot(arrays.bytes());
+    CudaEngine::Needs needs;
+    needs.slot = arrays.bytes();
+    acquire(needs);
+    return operation_.slot_;
   }
 
-  void agree(bool direct) {
+  void set_facts(GpuPath path) {
+    OpDescriptor facts = call_.facts();
+    facts.path = path;
+    operation_.set_facts(facts);
+  }
+
+  void agree() {
     ProposeArgs propose{};
     propose.agree = device<uint8_t>(agree_);
-    OpDescriptor facts = call_.facts();
-    facts.path = direct ? GpuPath::kDirect : GpuPath::kStock;
-    operation_.set_facts(facts);
-    propose.hash = hash_of(facts);
+    propose.hash = hash_of(operation_.facts());
     exchange(propose);
     if (!alone()) {
       report_mismatch(agree_);
@@ -259,10 +269,18 @@ DirectCounts CudaEngine::counts_of(const DirectSum& sum) {
 
 void CudaEngine::await(const Operation& operation) {
   const DeviceScope scope(cuda_, device_);
-  // The watchdog sees what goes wrong.
-  for (int looks = 0; !operation.is_completed(); ++looks) {
+  if (operation.is_completed()) {
     check_failed();
-    const int state = cuda_.event_query(operation.end_.get());
+  } else {
+    await(operation.end_.get(), operation.sequence);
+  }
+}
+
+void CudaEngine::await(Event event, uint64_t sequence) {
+  // The watchdog sees what goes wrong.
+  for (int looks = 0;; ++looks) {
+    check_failed();
+    const int state = cuda_.event_query(event);
     if (state == kSuccess) {
       break;
     }
@@ -274,8 +292,7 @@ void CudaEngine::await(const Operation& operation) {
     }
   }
   // Unless ranks disagree, which the operation has said before it ended.
-  while (__atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE) ==
-         operation.sequence) {
+  while (__atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE) == sequence) {
     check_failed();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

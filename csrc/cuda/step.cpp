@@ -74,9 +74,6 @@ void Run::run() {
       (task_.program != nullptr && task_.found_inf != nullptr);
   layout_ =
       &e_.layout_of(task_.counts, block, select_whole(config_, path_, packs));
-  if (path_ != GpuPath::kDirect) {
-    reserve();
-  }
   // The direct path alone: others read all gradients anyway.
   skips_ = path_ == GpuPath::kDirect &&
       select_step_skip(
@@ -85,6 +82,11 @@ void Run::run() {
   facts.path = skips_ ? GpuPath::kDirectSkip : path_;
   operation_.set_facts(facts);
   e_.last_path_ = gpu_path_name(facts.path);
+  CudaEngine::Needs needs =
+      path_ == GpuPath::kDirect ? CudaEngine::Needs() : wire_needs();
+  needs.layout = layout_;
+  needs.slot = lay_out_slot();
+  acquire(needs);
   fill_slot();
   agree();
   if (path_ == GpuPath::kDirect) {
@@ -106,7 +108,7 @@ void Run::run() {
   }
 }
 
-void Run::fill_slot() {
+size_t Run::lay_out_slot() {
   const bool direct = path_ == GpuPath::kDirect;
   const size_t groups = task_.step ? task_.step->hypers.size() : 1;
   const auto ranks = static_cast<size_t>(e_.size_);
@@ -117,9 +119,8 @@ void Run::fill_slot() {
   lr_types_ = arrays.add(groups * sizeof(DType));
   weight_ = arrays.add(sizeof(double));
   offsets_ = arrays.add(direct ? 2 * n_ * sizeof(uint64_t) : 0);
-  const size_t num_rings = path_ == GpuPath::kRing ? chunks().size() : 0;
-  rings_ = arrays.add(num_rings * sizeof(RingUpdate));
-  const size_t uploaded = arrays.bytes();
+  rings_ = arrays.add(num_rings() * sizeof(RingUpdate));
+  uploaded_ = arrays.bytes();
   agree_ = arrays.add(kAgreeBytes);
   weights_ = arrays.add(ranks * sizeof(double));
   scalars_ = arrays.add(n_ * sizeof(TensorScalars));
@@ -127,8 +128,11 @@ void Run::fill_slot() {
   partial_sums_ = arrays.add(partial_sum_bytes());
   sums_ = arrays.add(lamb_ ? 2 * n_ * sizeof(double) : 0);
   all_sums_ = arrays.add(lamb_ ? ranks * 2 * n_ * sizeof(double) : 0);
-  operation_.slot_ = e_.take_slot(arrays.bytes());
+  return arrays.bytes();
+}
 
+void Run::fill_slot() {
+  const size_t groups = task_.step ? task_.step->hypers.size() : 1;
   std::copy(
       task_.tensors.begin(), task_.tensors.end(), host<TensorInfo>(tensors_));
   has_lrs_ = false;
@@ -143,11 +147,11 @@ void Run::fill_slot() {
     host<DType>(lr_types_)[g] = lr.type;
     has_lrs_ = has_lrs_ || lr.data != nullptr;
   }
-  for (size_t t = 0; t < num_rings; ++t) {
+  for (size_t t = 0; t < num_rings(); ++t) {
     host<RingUpdate>(rings_)[t] = ring_update(t);
   }
   *host<double>(weight_) = task_.reduction.weight.value_or(1.0);
-  if (direct) {
+  if (path_ == GpuPath::kDirect) {
     const auto* arena = static_cast<const char*>(e_.arena_);
     for (size_t t = 0; t < n_; ++t) {
       const TensorInfo& info = task_.tensors[t];
@@ -160,7 +164,7 @@ void Run::fill_slot() {
   }
   check(
       "cudaMemcpyAsync",
-      cuda_.copy(device<char>(0), host<char>(0), uploaded, compute_));
+      cuda_.copy(device<char>(0), host<char>(0), uploaded_, compute_));
 }
 
 // Everything that all ranks must have the same, and the flags of each.
@@ -267,18 +271,20 @@ Chunk Run::chunk(size_t t) const {
       c.block};
 }
 
-void Run::reserve() {
+CudaEngine::Needs Run::wire_needs() const {
   const Layout& l = layout_->layout;
   const size_t all = l.max_block * static_cast<size_t>(e_.size_);
   size_t results = 0; // bytes of an element
   for (const DType type : task_.results) {
     results += dtype_size(type);
   }
-  e_.reserve_wire(
-      task_.reduces && !in_place()
-          ? std::max(all, l.max_whole_shard) * dtype_size(task_.grad_type)
-          : 0,
-      alone() ? 0 : all * results);
+  CudaEngine::Needs needs;
+  if (task_.reduces && !in_place()) {
+    needs.grads =
+        std::max(all, l.max_whole_shard) * dtype_size(task_.grad_type);
+  }
+  needs.params = alone() ? 0 : all * results;
+  return needs;
 }
 
 void Run::pass(bool reduces, Middle middle, bool gathers) {

@@ -47,12 +47,14 @@ struct Remains {
   const std::shared_ptr<std::atomic<bool>> released;
   void* direct = nullptr;
   void* arena = nullptr;
+  OwnedStream memory_stream; // outlives the memory
   CudaEngine::Wire wire;
   std::vector<DeviceMemory> retired;
   std::map<std::vector<size_t>, std::unique_ptr<CudaEngine::DeviceLayout>>
       layouts;
   std::vector<std::shared_ptr<Slot>> slots;
   std::vector<std::shared_ptr<Slot>> captured_slots;
+  std::shared_ptr<Slot> spare;
   std::set<std::shared_ptr<const LoadedProgram>> programs;
   std::deque<CudaEngine::OperationPtr> abandoned;
   HostMemory flags;
@@ -253,10 +255,12 @@ void CudaEngine::bury(bool quiet) {
   remains->layouts = std::move(layouts_);
   remains->slots = std::move(slots_);
   remains->captured_slots = std::move(captured_slots_);
+  remains->spare = std::move(spare_);
   remains->programs = std::move(programs_);
   remains->abandoned = std::move(abandoned_);
   remains->flags = std::move(flags_memory_);
   remains->events = std::move(events_);
+  remains->memory_stream = std::move(memory_stream_);
   remains->compute = std::move(compute_);
   remains->wire_stream = std::move(wire_stream_);
   static auto* mutex = new std::mutex;

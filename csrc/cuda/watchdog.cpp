@@ -20,6 +20,7 @@ constexpr milliseconds kStorePatience{1000};
 
 constexpr char kSaidEnd = '\n';
 const char* const kFailedKey = "cuda/failed";
+const char* const kFailures = "cuda/failures"; // how many
 
 } // namespace
 
@@ -27,20 +28,31 @@ void CudaEngine::publish(ErrorKind kind, const std::string& message) const {
   // Of one failure all ranks hear from the rank that had it.
   if (size_ > 1 && kind != ErrorKind::kAborted &&
       kind != ErrorKind::kPeerFailed) {
-    // The store may have gone with its host.
-    ask([key = kFailedKey,
-         text = formatted("rank {}: {}", rank_, message)](Rendezvous& store) {
-      store.set(key, text);
-      return std::string();
-    }).wait_for(kStorePatience);
+    tell_failure(store_, rank_, message);
   }
 }
 
-std::future<std::string> CudaEngine::ask(Question question) const {
+void CudaEngine::tell_failure(
+    const std::shared_ptr<Rendezvous>& store,
+    int rank,
+    const std::string& message) {
+  // The store may have gone with its host.
+  ask(store,
+      [text = formatted("rank {}: {}", rank, message)](Rendezvous& there) {
+        // The first cause is the one to hear of.
+        if (there.add(kFailures, 1) == 1) {
+          there.set(kFailedKey, text);
+        }
+        return std::string();
+      })
+      .wait_for(kStorePatience);
+}
+
+std::future<std::string> CudaEngine::ask(
+    const std::shared_ptr<Rendezvous>& store,
+    Question question) {
   std::packaged_task<std::string()> task(
-      [store = store_, question = std::move(question)] {
-        return question(*store);
-      });
+      [store, question = std::move(question)] { return question(*store); });
   std::future<std::string> answer = task.get_future();
   std::thread(std::move(task)).detach();
   return answer;
@@ -55,7 +67,7 @@ std::optional<std::string> CudaEngine::ask_within(
   if (asked_.valid() && !answered(milliseconds(0))) {
     return std::nullopt;
   }
-  asked_ = ask(std::move(question));
+  asked_ = ask(store_, std::move(question));
   return answered(patience) ? std::optional(asked_.get()) : std::nullopt;
 }
 
@@ -103,6 +115,26 @@ CudaEngine::Said CudaEngine::tell_ranks(
   }
   const size_t end = answer->find(kSaidEnd);
   return {answer->substr(end + 1), answer->substr(0, end)};
+}
+
+void CudaEngine::look_at_peers(const std::string& waiting) {
+  if (check_peers_) {
+    check_peers_(waiting);
+  }
+  if (size_ == 1) {
+    return;
+  }
+  const auto failed = ask_within(kLook * 50, [](Rendezvous& store) {
+    return store.has(kFailedKey) ? store.get(kFailedKey, Deadline(kAskRanks))
+                                 : std::string();
+  });
+  if (failed && !failed->empty()) {
+    fail(
+        ErrorKind::kPeerFailed,
+        "fused: {}: another rank has failed: {}",
+        waiting,
+        *failed);
+  }
 }
 
 milliseconds CudaEngine::look() {
@@ -197,23 +229,12 @@ milliseconds CudaEngine::look() {
     return kLook;
   }
   const auto waited = Clock::now() - first->begun_;
-  if (waited > kSuspicious && check_peers_) {
+  if (waited > kSuspicious) {
     try {
-      check_peers_(where);
+      look_at_peers(where);
     } catch (const Error& error) {
       fail_engine(error.kind(), error.what());
       return kLook;
-    }
-  }
-  if (size_ > 1 && waited > kSuspicious) {
-    const auto failed = ask_within(kLook * 50, [](Rendezvous& store) {
-      return store.has(kFailedKey) ? store.get(kFailedKey, Deadline(kAskRanks))
-                                   : std::string();
-    });
-    if (failed && !failed->empty()) {
-      fail_engine(
-          ErrorKind::kPeerFailed,
-          formatted("fused: {}: another rank has failed: {}", where, *failed));
     }
   }
   return waited > kSuspicious ? kLook * 50 : kLook;

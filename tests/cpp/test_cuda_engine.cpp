@@ -505,15 +505,15 @@ TEST(cuda_engine_without_direct_path) {
 
 // A link by which the library is another one.
 TEST(cuda_engine_libraries) {
-  const Clean clean("FUSEDPG_FAKE_NCCL_VERSION", "21706");
+  const Clean clean("FUSEDPG_FAKE_NCCL_VERSION", "22106");
   const std::string link = formatted("/tmp/fusedpg-fake-{}.so", getpid());
   unlink(link.c_str());
   CHECK_EQ(symlink(FUSEDPG_FAKE_GPU_LIB, link.c_str()), 0);
-  CHECK_THROWS(load_nccl_api(link), Error, "2.18 or newer is needed");
-  setenv("FUSEDPG_FAKE_NCCL_VERSION", "21805", 1);
+  CHECK_THROWS(load_nccl_api(link), Error, "2.22 or newer is needed");
+  setenv("FUSEDPG_FAKE_NCCL_VERSION", "22304", 1);
   const NcclApi& old = load_nccl_api(link);
-  CHECK_EQ(old.version, 21805);
-  CHECK(old.mem_alloc == nullptr && !old.has_windows());
+  CHECK_EQ(old.version, 22304);
+  CHECK(!old.has_windows());
   setenv("FUSEDPG_FAKE_NCCL_VERSION", "22700", 1);
   unlink(link.c_str());
   const std::string second = link + "2";
@@ -523,9 +523,9 @@ TEST(cuda_engine_libraries) {
   unlink(second.c_str());
 
   // Beside torch's, whose symbols are global.
-  CHECK(dlopen(FUSEDPG_SECOND_NCCL_21900, RTLD_NOW | RTLD_GLOBAL) != nullptr);
+  CHECK(dlopen(FUSEDPG_SECOND_NCCL_22300, RTLD_NOW | RTLD_GLOBAL) != nullptr);
   if (!kSanitized) {
-    CHECK_EQ(load_nccl_api(FUSEDPG_SECOND_NCCL_22000).version, 22000);
+    CHECK_EQ(load_nccl_api(FUSEDPG_SECOND_NCCL_22400).version, 22400);
   }
 
   CHECK_THROWS(load_nccl_api("/none.so"), Error, "FUSEDPG_NCCL_LIB");

@@ -259,8 +259,7 @@ TEST(cuda_engine_failing_calls) {
   const Fault faults[] = {
       {"ncclReduceScatter", 2, kNcclInternalError, "internal error"},
       {"update", 1, 719, "CUDA error in update"},
-      {"event_create", 1, 2, "cudaEventCreate"},
-      {"allocate", 1, 2, "FUSEDPG_CUDA_CHUNK_BYTES"}};
+      {"event_create", 1, 2, "cudaEventCreate"}};
   const Clean clean;
   for (size_t i = 0; i < (kSanitized ? 2 : std::size(faults)); ++i) {
     const Fault& fault = faults[i];
@@ -298,6 +297,37 @@ TEST(cuda_engine_failing_calls) {
       }
     });
     CHECK_EQ(threw.load(), 1);
+  }
+}
+
+// Before the first rank has begun an operation no rank has: the engines work on.
+TEST(cuda_engine_out_of_device_memory) {
+  const Clean clean;
+  for (int nth = 1; nth <= 6;
+       ++nth) { // the layout, the wire's buffers, the slot
+    on_threads(2, [&](int rank, Store& store) {
+      EngineWith with;
+      with.name = formatted("group{}/", nth);
+      GpuRank r(rank, 2, store, with);
+      GpuTraining refused(r, adam(), kSingles, {3000});
+      refused.load();
+      r.meet("begin");
+      if (rank == 0) {
+        hooks().fail("allocate", nth, kNoMemory);
+      }
+      r.meet("armed");
+      expect_error(
+          ErrorKind::kOutOfMemory,
+          {"the group works on", "fused_adamw", "sequence 1"},
+          [&] { refused.step(); });
+      CHECK(!r.engine.failed());
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      for (int step = 0; step < 2; ++step) {
+        training.step();
+      }
+      training.check();
+    });
   }
 }
 

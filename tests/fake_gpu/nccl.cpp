@@ -1,8 +1,11 @@
 // The exported functions of the fake NCCL.
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "calls.hpp"
 #include "comm.hpp"
@@ -17,9 +20,9 @@ namespace {
 // For two to be there at once.
 constexpr std::chrono::microseconds kAsking{100};
 constexpr unsigned kConfigMagic = 0xcafebeef;
+constexpr unsigned kSimInfoMagic = 0x74685283;
 
 // Since when it has what.
-constexpr int kMemAlloc = 21900;
 constexpr int kWindows = 22700;
 constexpr int kDeviceApi = 22800;
 
@@ -38,22 +41,53 @@ NcclResult with_comm(const char* function, NcclComm handle, Body&& body) {
   return comm == nullptr ? kNcclInvalidArgument : body(*comm);
 }
 
+// What this thread has called since its outermost ncclGroupStart.
+thread_local int group_depth = 0;
+thread_local std::vector<std::function<NcclResult()>> group_calls;
+
+// Launches now, or at the end of the thread's group.
+NcclResult launch(Comm& comm, std::function<NcclResult(Comm&)> call) {
+  const NcclResult ready = comm.ready();
+  if (ready != kNcclSuccess || group_depth == 0) {
+    return ready != kNcclSuccess ? ready : call(comm);
+  }
+  group_calls.push_back([of = comm.shared_from_this(), call = std::move(call)] {
+    return call(*of);
+  });
+  return kNcclSuccess;
+}
+
+NcclResult end_group(const NcclSimInfo* info) {
+  if (group_depth == 0) {
+    return kNcclInvalidUsage;
+  }
+  if (--group_depth > 0) {
+    return kNcclSuccess;
+  }
+  const auto held = std::exchange(group_calls, {});
+  if (info != nullptr) {
+    return info->magic == kSimInfoMagic ? kNcclSuccess : kNcclInvalidArgument;
+  }
+  NcclResult result = kNcclSuccess;
+  for (const auto& one : held) {
+    const NcclResult launched = one();
+    result = result == kNcclSuccess ? launched : result;
+  }
+  return result;
+}
+
 NcclResult collective(
     const char* function,
     NcclComm handle,
     Collective c,
     void* stream) {
   return with_comm(function, handle, [&](Comm& comm) {
-    const NcclResult ready = comm.ready();
-    return ready == kNcclSuccess ? comm.launch(c, stream) : ready;
+    return launch(comm, [=](Comm& of) { return of.launch(c, stream); });
   });
 }
 
-NcclResult faulty(const char* function, int since = 0) {
-  const int fault = calls().enter(function);
-  return fault != 0            ? static_cast<NcclResult>(fault)
-      : nccl_version() < since ? kNcclInvalidUsage
-                               : kNcclSuccess;
+NcclResult faulty(const char* function) {
+  return static_cast<NcclResult>(calls().enter(function));
 }
 
 } // namespace
@@ -61,6 +95,19 @@ NcclResult faulty(const char* function, int since = 0) {
 FUSEDPG_FAKE_EXPORT NcclResult ncclGetVersion(int* version) {
   *version = nccl_version();
   return kNcclSuccess;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclGroupStart() {
+  ++group_depth;
+  return kNcclSuccess;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclGroupEnd() {
+  return end_group(nullptr);
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult ncclGroupSimulateEnd(NcclSimInfo* info) {
+  return end_group(info);
 }
 
 FUSEDPG_FAKE_EXPORT const char* ncclGetErrorString(NcclResult result) {
@@ -243,10 +290,6 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
     NcclComm handle,
     NcclStream stream) {
   return with_comm("ncclFusedpgReduceScatterUpdate", handle, [&](Comm& comm) {
-    const NcclResult ready = comm.ready();
-    if (ready != kNcclSuccess) {
-      return ready;
-    }
     if (skip_bytes != 0) {
       return kNcclInvalidArgument; // the engine does not use it
     }
@@ -256,16 +299,18 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
     if (protocol >= 0 && (protocols >> protocol) % 2 == 0) {
       return kNcclInvalidUsage;
     }
-    return comm.launch_ring(
-        {kReduceScatter, src, dst, count, type, kNcclSum},
-        static_cast<const RingUpdate*>(update),
-        how,
-        stream);
+    return launch(comm, [=](Comm& of) {
+      return of.launch_ring(
+          {kReduceScatter, src, dst, count, type, kNcclSum},
+          static_cast<const RingUpdate*>(update),
+          how,
+          stream);
+    });
   });
 }
 
 FUSEDPG_FAKE_EXPORT NcclResult ncclMemAlloc(void** out, size_t bytes) {
-  const NcclResult fault = faulty("ncclMemAlloc", kMemAlloc);
+  const NcclResult fault = faulty("ncclMemAlloc");
   if (fault == kNcclSuccess && !memory().share(out, bytes)) {
     return kNcclUnhandledCudaError; // no memory
   }
@@ -273,7 +318,7 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclMemAlloc(void** out, size_t bytes) {
 }
 
 FUSEDPG_FAKE_EXPORT NcclResult ncclMemFree(void* shared) {
-  const NcclResult fault = faulty("ncclMemFree", kMemAlloc);
+  const NcclResult fault = faulty("ncclMemFree");
   if (fault == kNcclSuccess && shared != nullptr && !memory().unshare(shared)) {
     return kNcclInvalidArgument;
   }

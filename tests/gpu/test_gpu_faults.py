@@ -63,3 +63,8 @@ def test_abort(two: harness.Workers) -> None:
 
 def test_destroyed_with_work_under_way(two: harness.Workers) -> None:
     two.run(faults.torn_down_under_way, timeout=300)
+
+
+@pytest.mark.real_gpu
+def test_out_of_memory(two: harness.Workers) -> None:
+    two.run(faults.out_of_memory, timeout=300)

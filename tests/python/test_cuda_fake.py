@@ -89,7 +89,7 @@ def test_own_options(two: harness.Workers, variant: str) -> None:
 def test_took_the_stock_path(two: harness.Workers) -> None:
     for info in two.run(cuda_fake.info_after_a_step):
         assert info["cuda_path"] == "stock"
-        assert info["nccl_version"] >= 21800
+        assert info["nccl_version"] >= 22200
         assert info["state"] == "ok"
 
 
@@ -446,6 +446,10 @@ def test_eager_beside_a_capture(streams: harness.Workers) -> None:
     streams.run(cuda_order.eager_beside_a_capture)
 
 
+def test_out_of_memory_in_a_capture(streams: harness.Workers) -> None:
+    streams.run(cuda_order.out_of_memory_in_a_capture)
+
+
 def test_first_step_captured(streams: harness.Workers) -> None:
     streams.run(cuda_order.first_step_captured)
 
@@ -481,3 +485,45 @@ def test_fake_ungrouped_messages() -> None:
 def test_end_beside_a_caller(how: str) -> None:
     with harness.Workers(2, **harness.fake_gpu() | {"options": {}}) as workers:
         workers.run(cuda_ranks.ends_beside_a_caller, how)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+def test_inside_a_group_of_nccl(warm: bool) -> None:
+    ranks(2).run(cuda_ranks.inside_a_group_of_nccl, warm)
+
+
+@pytest.mark.parametrize(
+    "why", ["failed", *map(harness.slow, ("no engine", "sync", "async", "coalesced"))]
+)
+def test_end_with_an_ordinary_one_outstanding(why: str) -> None:
+    with harness.Workers(2, **harness.fake_gpu() | {"options": {}}) as workers:
+        workers.run(cuda_ranks.ends_with_an_ordinary_one_outstanding, why)
+
+
+STARTS = ("ncclGetUniqueId", "ncclCommInitRankConfig", "stream_create", "ncclMemAlloc", "library")
+
+
+@pytest.mark.parametrize("what", [STARTS[1], *map(harness.slow, (STARTS[0], *STARTS[2:]))])
+def test_one_rank_cannot_start(what: str) -> None:
+    options = harness.fake_gpu(FUSEDPG_CUDA_ARENA_BYTES=str(4 << 20)) | {"options": {}}
+    with harness.Workers(3, timeout=60, **options) as workers:
+        workers.run(cuda_ranks.one_rank_cannot_start, what)
+
+
+def test_peer_dies_before_its_start() -> None:
+    with harness.Workers(2, timeout=60, **harness.fake_gpu() | {"options": {}}) as workers:
+        workers.start(cuda_ranks.peer_dies_before_its_start)
+        wait_for(workers, "running", [0, 1])
+        time.sleep(0.5)
+        workers.signal(1, signal.SIGKILL)
+        since = time.monotonic()
+        [(text, when)] = workers.collect(25, ranks=[0])
+        assert "the process of rank 1" in text and "ended" in text, text
+        assert when - since < 12
+
+
+@pytest.mark.parametrize(("what", "least"), [("allocate", 4), ("host_allocate", 1)])
+def test_out_of_memory(what: str, least: int) -> None:
+    with harness.Workers(2, **harness.fake_gpu() | {"options": {}}) as workers:
+        found = workers.run(cuda_ranks.out_of_memory, what)
+        assert found[0] == found[1] >= least, found

@@ -67,6 +67,13 @@ int stream_capture(Stream stream, uint64_t* id) {
   return settled(error);
 }
 
+int exchange_capture_mode(int* mode) {
+  auto exchanged = static_cast<cudaStreamCaptureMode>(*mode);
+  const int error = settled(cudaThreadExchangeStreamCaptureMode(&exchanged));
+  *mode = exchanged;
+  return error;
+}
+
 int event_create(Event* event) {
   const CaptureAside aside;
   cudaEvent_t created = nullptr;
@@ -177,6 +184,7 @@ constexpr CudaApi make_api() {
   api.stream_synchronize = stream_synchronize;
   api.stream_wait_event = stream_wait_event;
   api.stream_capture = stream_capture;
+  api.exchange_capture_mode = exchange_capture_mode;
 
   api.event_create = event_create;
   api.event_destroy = event_destroy;

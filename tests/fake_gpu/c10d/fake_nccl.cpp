@@ -190,12 +190,19 @@ at::Tensor empty(
   const auto at = options.device().has_index() ? options.device()
                                                : c10::Device(c10::kCUDA, 0);
   void* memory = nullptr;
-  check(
-      gpu().allocate(
-          &memory,
-          static_cast<size_t>(c10::multiply_integers(sizes)) *
-                  options.dtype().itemsize() +
-              1));
+  // torch's cudaMalloc has no leave of its own while a graph is captured.
+  int error = loaded->unsafe();
+  if (error == 0) {
+    error = gpu().allocate(
+        &memory,
+        static_cast<size_t>(c10::multiply_integers(sizes)) *
+                options.dtype().itemsize() +
+            1);
+  }
+  if (error == cuda::kNoMemory) {
+    C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory");
+  }
+  check(error);
   return at::for_blob(memory, sizes)
       .deleter([](void* ending) { gpu().release(ending); })
       .options(options.device(at))
@@ -591,7 +598,13 @@ PYBIND11_MODULE(fusedpg_fake_nccl, m) {
     check(loaded->destroy_graph(reinterpret_cast<void*>(graph)));
   });
   m.def(
-      "fail", [](const char* what, int code) { loaded->fail(what, 1, code); });
+      "fail",
+      [](const char* what, int code, int nth) {
+        loaded->fail(what, nth, code);
+      },
+      py::arg("what"),
+      py::arg("code"),
+      py::arg("nth") = 1);
   m.def("mismatches", [] { return loaded->now().mismatches; });
   m.def("bad_handles", [] { return loaded->now().bad_handles; });
   m.def("modules", [] { return loaded->now().modules; });

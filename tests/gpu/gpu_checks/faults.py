@@ -185,3 +185,34 @@ def torn_down_under_way(context: Context) -> None:
             for work in works:
                 work.wait()
     synchronize()
+
+
+def out_of_memory(context: Context) -> None:
+    """torch's allocator refuses one rank's buffers; all ranks raise, and then go on."""
+    import fusedpg
+
+    begin(context, PATIENCE.total_seconds())
+    param = torch.zeros(8 << 20, device=DEVICE)
+    grad = torch.full_like(param, -1.0)
+
+    def update() -> None:
+        flags = {"nesterov": False, "is_first_step": True, "dampening": 0.0}
+        fusedpg.fused_sgd_([param], [grad], [], lr=1.0, momentum=0.0, weight_decay=0.0, **flags)
+        synchronize()
+
+    if context.rank == 1:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(DEVICE) / total)
+    try:
+        update()
+    except torch.OutOfMemoryError as error:
+        assert "the group works on" in str(error), error
+    else:
+        raise AssertionError("it had memory")
+    synchronize()
+    assert not param.any(), "it was updated"
+    if context.rank == 1:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    update()
+    assert param.eq(1).all()

@@ -395,6 +395,26 @@ def ordered_in_a_graph(context: Context, kind: str) -> None:
     scene.close()
 
 
+def out_of_memory_in_a_capture(context: Context) -> None:
+    """The capture goes on without the step, and so does the group."""
+    scene = Scene()
+    with scene.on(scene.a), captured(scene, scene.a) as graph:
+        scene.fake.fail("allocate", 2)
+        try:
+            scene.step()
+        except torch.OutOfMemoryError as error:
+            assert "the group works on" in str(error), error
+        else:
+            raise AssertionError("it had memory")
+        scene.step()
+    replay(scene, graph, 3)
+    assert scene.value(scene.param) == 4.0
+    scene.step()
+    scene.sync(0)
+    assert scene.value(scene.param) == 5.0
+    scene.close()
+
+
 def eager_beside_a_capture(context: Context) -> None:
     """The engine's streams belong to the capture until it ends; both go on."""
     scene = Scene()

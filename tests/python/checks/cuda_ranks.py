@@ -6,15 +6,22 @@ between: all order is the group's. Values are whole numbers, so sums are exact.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
+import itertools
+import os
 import random
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import fusedpg
 from checks.cuda_order import Scene, make_delegate
 from harness import Context
 
@@ -287,3 +294,153 @@ def ends_beside_a_caller(context: Context, how: str) -> None:
         assert not thread.is_alive(), how
     assert len(found) == 1, found
     assert "aborted" in found[0] or "destroyed" in found[0], found
+
+
+@contextlib.contextmanager
+def nccl_group(depth: int) -> Iterator[None]:
+    """What another library of this thread begins and ends, directly with NCCL."""
+    nccl = ctypes.CDLL(os.environ["FUSEDPG_NCCL_LIB"])
+    for _ in range(depth):
+        assert nccl.ncclGroupStart() == 0
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            assert nccl.ncclGroupEnd() == 0
+
+
+def inside_a_group_of_nccl(context: Context, warm: bool) -> None:
+    """NCCL would hold back what fused operations exchange, so all of them are refused."""
+    ranks = Ranks(context)
+    fused = Call("fused", 1)
+    if warm:
+        ranks.call(fused)
+        ranks.check("before")
+    param, other = ranks.tensors[PARAM], ranks.tensors[2]
+    backend = ranks.group._get_backend(param.device)
+    ranks.param, ranks.grad = param, ranks.tensors[1]
+    calls = {
+        "step": lambda: ranks.step(reduce="sum"),
+        "asynchronous step": lambda: ranks.step(True, reduce="sum"),
+        "reduce_shards": lambda: backend.reduce_shards_([other]),
+        "sparse_all_reduce": lambda: fusedpg.sparse_all_reduce(other, group=ranks.group),
+    }
+    for (name, call), depth in itertools.product(calls.items(), (1, 2)):
+        with nccl_group(depth):
+            try:
+                call()
+            except ValueError as error:
+                assert "ncclGroupStart" in str(error), (name, error)
+            else:
+                raise AssertionError(f"{name} was not refused")
+    # A group is one thread's alone.
+    with nccl_group(1):
+        thread = threading.Thread(target=ranks.call, args=(fused,))
+        thread.start()
+        thread.join()
+    ranks.call(fused)
+    ranks.check("afterwards")
+    ranks.close()
+
+
+def ends_with_an_ordinary_one_outstanding(context: Context, why: str) -> None:
+    """The peer never joins rank 0's collective; the end of the group is an end all the same."""
+    ranks = Ranks(context)
+    if why != "no engine":
+        ranks.call(Call("fused", 1))
+    ranks.call(Call("all_reduce", 2, 2))
+    ranks.check("before")
+    if context.rank == 0:
+        coalesced = why == "coalesced"
+        with ranks.on(ranks.a):
+            if coalesced:
+                ranks.call(Call("region", async_op=True, region=(Call("all_reduce", 3, 3),)))
+            else:
+                ranks.ordinary(Call("all_reduce", 3, 3), async_op=why == "async")
+    if why == "failed":
+        ranks.fake.fail("ncclReduceScatter", 1)
+        try:
+            with ranks.on(ranks.b):
+                ranks.call(Call("fused", 1))
+        except RuntimeError as error:
+            assert "ncclReduceScatter" in str(error), error
+        else:
+            raise AssertionError("the engine has not failed")
+    end = threading.Thread(target=ranks.group.shutdown, daemon=True)
+    end.start()
+    end.join(25)
+    assert not end.is_alive(), "the group does not come to an end"
+
+
+def one_rank_cannot_start(context: Context, what: str) -> None:
+    """All ranks hear of it at once, and may try again."""
+    failing = 0 if what == "ncclGetUniqueId" else 1
+    library = os.environ["FUSEDPG_NCCL_LIB"]
+    if what == "library" and context.rank == failing:
+        os.environ["FUSEDPG_NCCL_LIB"] = "/none.so"
+    ranks = Ranks(context)
+    os.environ["FUSEDPG_NCCL_LIB"] = library
+    ranks.param, ranks.grad = ranks.tensors[PARAM], ranks.tensors[1]
+    for turn in range(2):
+        if context.rank == failing and what != "library":
+            ranks.fake.fail(what, 2)
+        begin = time.monotonic()
+        try:
+            ranks.step(reduce="sum")
+        except RuntimeError as error:
+            if context.rank != failing:
+                assert f"another rank has failed: rank {failing}: " in str(error), error
+        else:
+            raise AssertionError(f"{what}: it has not failed")
+        assert time.monotonic() - begin < 12, (what, turn)
+        time.sleep(0.3 * context.rank)
+    if what != "library":
+        ranks.call(Call("fused", 1))
+        ranks.call(Call("all_reduce", 2, 2))
+        ranks.check("afterwards")
+    ranks.close()
+
+
+def peer_dies_before_its_start(context: Context) -> tuple[str, float]:
+    ranks = Ranks(context)
+    Path(context.scratch, f"running{context.rank}").touch()
+    if context.rank == 1:
+        time.sleep(600)
+    ranks.param, ranks.grad = ranks.tensors[PARAM], ranks.tensors[1]
+    try:
+        ranks.step(reduce="sum")
+    except RuntimeError as error:
+        return str(error), time.monotonic()
+    raise AssertionError("a step without its peer")
+
+
+def out_of_memory(context: Context, what: str, elements: int = 40_000) -> int:
+    """Each allocation of a step fails once, on one rank; returns how many there are."""
+    ranks = Ranks(context)
+    ranks.call(Call("fused", 1))
+    ranks.check("a smaller one")
+    param = ranks.fake.tensor(torch.zeros(elements, dtype=torch.float64), 0)
+    grad = ranks.fake.tensor(torch.full((elements,), -1.0, dtype=torch.float64), 0)
+    ranks.param, ranks.grad = param, grad
+    for nth in itertools.count(1):
+        ranks.fake.fail(what, 2 if context.rank == 1 else 0, nth)
+        try:
+            work = ranks.step(nth % 2 == 0, reduce="sum")
+        except torch.OutOfMemoryError as error:
+            assert "the group works on" in str(error), error
+            assert "fused_sgd_" in str(error) and "sequence" in str(error), error
+            assert context.rank == 1 or "another rank" in str(error), error
+            ranks.sync(0)
+            assert not ranks.fake.host(param).any(), "it was updated"
+            ranks.call(Call("all_reduce", 2, 2))
+        else:
+            if work is not None:
+                work.wait()
+            break
+        assert nth < 20
+    ranks.sync(0)
+    assert ranks.fake.host(param).eq(context.world_size).all()
+    ranks.call(Call("fused", 1))
+    ranks.check("afterwards")
+    ranks.close()
+    return nth - 1

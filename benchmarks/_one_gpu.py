@@ -1,0 +1,432 @@
+"""Runs a stage of _one_gpu_steps.py, step after step: see one_gpu.sh.
+
+Each step has a time limit, and the stage goes on after a failure. After each one all files are
+written, so a machine that is taken away takes only the step under way. Ends with 0 if nothing
+failed, 1 if something did, 2 where there is no GPU.
+
+Without a GPU the runner itself can be tried on the fake one (docs/gpu.md); what needs a real one is
+skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _one_gpu_steps import STEPS, Step
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build/one_gpu"
+TAIL = 40  # lines
+MINUTES = 8.8  # for a stage, and for reading what the machine is
+LEAST = 5  # seconds of the budget below which no step begins
+# What a build leaves, and what it is made of.
+BUILT = ("fusedpg/_C*.so", "fusedpg/_build_info.py", "fusedpg/libfusedpg_cuda.so")
+BUILT += ("build/cmake/fusedpg_gpu_table.so",)
+SOURCES = ("CMakeLists.txt", "cmake/*", "csrc/**/*.*", "benchmarks/gpu_table.cpp")
+PASS, FAIL, SKIP, TIMEOUT = "PASS", "FAIL", "SKIP", "TIMEOUT"
+GOES_ON = "GOES ON"  # a build, in the next step
+PATIENCE = 10  # seconds that a step has to end when told to
+FAKE = os.environ.get("FUSEDPG_TEST_DEVICE") == "cpu"
+
+# In a process of its own: importing torch may fail, and a context takes memory of the GPU.
+PROBE = """
+import json, sys
+found = {"python": sys.version.split()[0]}
+try:
+    import torch
+    found["torch"] = torch.__version__
+    found["torch cuda"] = torch.version.cuda
+    found["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found["gpus"]:
+        found["device"] = torch.cuda.get_device_name(0)
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+except Exception as error:
+    found["error"] = repr(error)
+print(json.dumps(found))
+"""
+
+
+@dataclasses.dataclass
+class Row:
+    """What came out of a step."""
+
+    stage: int
+    step: str
+    settles: str
+    status: str
+    seconds: float = 0.0
+    note: str = ""
+    command: str = ""
+    tail: list[str] = dataclasses.field(default_factory=list)
+    piece: int = 0  # of which run
+
+
+def output_of(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+    return (ended.stdout if ended.returncode == 0 else ended.stdout + ended.stderr).strip()
+
+
+def environment() -> dict[str, Any]:
+    """What a result is worth nothing without."""
+    said = output_of(sys.executable, "-c", PROBE)
+    try:
+        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    except (ValueError, IndexError):
+        found = {"error": said[-2000:]}
+    query = "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current"
+    return found | {
+        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "host": platform.platform(),
+        "nvidia-smi": output_of("nvidia-smi", query, "--format=csv,noheader"),
+        "topology": output_of("nvidia-smi", "topo", "-m"),
+        "nvcc": output_of("nvcc", "--version").splitlines()[-1:],
+        "compute-sanitizer": output_of("compute-sanitizer", "--version").splitlines()[-1:],
+        "mps": shutil.which("nvidia-cuda-mps-control") or "",
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("FUSEDPG_", "NCCL_", "TORCH_NCCL_", "CUDA_"))
+        },
+    }
+
+
+def lacks(step: Step, found: Mapping[str, Any]) -> str:
+    """Why a step cannot run here; empty if it can."""
+    for need in step.needs:
+        if need == "gpu":
+            if not found.get("gpus"):
+                return "needs a real GPU"
+        elif not found.get(need):
+            return f"{need} is not on PATH"
+    return ""
+
+
+def command_of(step: Step, found: Mapping[str, Any]) -> list[str]:
+    words = {
+        "python": sys.executable,
+        "root": str(ROOT),
+        "name": step.name,
+        "architecture": str(found.get("capability", "90")).replace(".", ""),
+    }
+    return [
+        re.sub(r"\{(\w+)\}", lambda match: words.get(match[1], match[0]), word)
+        for word in step.command
+    ]
+
+
+def judge(code: int, lines: Sequence[str]) -> tuple[str, str]:
+    """Status and note of a step that ended by itself."""
+    ends = (line for line in reversed(lines) if re.search(r"\d+ \w+.* in [\d.]+", line))
+    found = re.findall(r"(\d+) (passed|failed|skipped|error)", next(ends, ""))
+    counts = {word: int(n) for n, word in found}
+    note = ", ".join(f"{n} {word}" for word, n in counts.items())
+    if code != 0:
+        return FAIL, note or (f"signal {-code}" if code < 0 else f"exit status {code}")
+    if counts and not counts.get("passed"):
+        # "SKIPPED [3] tests/gpu/conftest.py:9: needs a real GPU", from -ra.
+        reasons = [line for line in lines if line.startswith("SKIPPED [")]
+        why = reasons[0].split(": ", 1)[-1] if reasons else "every test was skipped"
+        return SKIP, f"{note}: {why}"
+    return PASS, note
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """The step and what it has started: workers leave when the one that started them does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            continue
+    with contextlib.suppress(ProcessLookupError):  # those of the group that outlive it
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# Builds that go on, and their logs.
+_builds: dict[tuple[str, ...], tuple[subprocess.Popen[str], Path]] = {}
+
+
+def begin(step: Step, command: Sequence[str], log: Path) -> subprocess.Popen[str]:
+    with log.open("w") as out:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | step.env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def run(step: Step, seconds: float, logs: Path, found: Mapping[str, Any]) -> Row:
+    command = command_of(step, found)
+    row = Row(step.stage, step.name, step.settles, PASS, command=" ".join(command))
+    log = logs / f"{step.name}.log"
+    begun = time.monotonic()
+    if step.command in _builds:
+        process, log = _builds.pop(step.command)
+    else:
+        process = begin(step, command, log)
+    try:
+        code: int | None = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        code = None
+        if step.build:
+            _builds[step.command] = process, log
+        else:
+            end(process)
+    except BaseException:  # the runner is told to stop
+        end(process)
+        raise
+    row.seconds = round(time.monotonic() - begun, 1)
+    lines = log.read_text(errors="replace").splitlines()
+    row.tail = lines[-TAIL:]
+    if code is None:
+        by = "its limit" if seconds >= step.limit else "what was left of the budget"
+        row.status, row.note = TIMEOUT, f"ended after {seconds:.0f} s, {by}"
+        if step.build:
+            row.status, row.note = GOES_ON, "waited for by the next step"
+    else:
+        row.status, row.note = judge(code, lines)
+    return row
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def what_ran(found: Mapping[str, Any]) -> str:
+    if FAKE:
+        return "fake GPU"
+    names = ("device", "torch", "nccl", "commit")
+    return ", ".join(f"{name} {found[name]}" for name in names if found.get(name))
+
+
+def markdown(pieces: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
+    """The table, then what a reader of a failure needs."""
+    lines = ["| stage | step | what | status | s | note |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {row.stage} | {row.step} | {cell(row.settles)} | {row.status} | {row.seconds:.0f} "
+        f"| {cell(row.note)} |"
+        for row in rows
+    ]
+    lines += ["", *(f"Run {n}: {what_ran(one['environment'])}" for n, one in enumerate(pieces))]
+    known = {step.name: step for step in STEPS}
+    for row in rows:
+        if row.status in (FAIL, TIMEOUT):
+            lines += ["", f"## {row.step}: {row.status}", "", f"    {row.command}", ""]
+            if row.step in known:
+                lines += [f"Expected: {known[row.step].expect}.", ""]
+                lines += [f"It may mean: {known[row.step].failure}.", ""]
+            lines += ["```", *(line.replace("```", "'''") for line in row.tail), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def table(steps: Sequence[Step]) -> str:
+    """The table of docs/gpu.md."""
+    lines = [
+        "| stage | step | what | expected | a failure would mean | status |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {step.stage} | `{step.name}` | "
+        + " | ".join(map(cell, (step.settles, step.expect, step.failure)))
+        + " | NOT RUN |"
+        for step in steps
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def digest(found: Mapping[str, Any]) -> str:
+    """Of what a build is made of."""
+    text = hashlib.sha256()
+    for name in ("torch", "python", "capability"):
+        text.update(str(found.get(name)).encode())
+    for pattern in SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file():
+                text.update(str(path.relative_to(ROOT)).encode())
+                text.update(path.read_bytes())
+    return text.hexdigest()
+
+
+class Results:
+    """results.json, results.md, logs.tar.gz and state.tar.gz in a folder.
+
+    Rows of earlier stages come from the state and stay until they are run again.
+    """
+
+    def __init__(self, folder: Path, state: Path, found: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._order = [step.name for step in STEPS]
+        self._rows: dict[str, Row] = {}
+        self._pieces: list[Mapping[str, Any]] = []
+        self._digest = digest(found)
+        self.built = False
+        self.logs = WORK / "logs"
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if state.exists():
+            self._load(state)
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._pieces.append({"begun": when, "environment": found})
+
+    def _load(self, state: Path) -> None:
+        with tarfile.open(state) as archive:
+            member = archive.extractfile("results.json")
+            assert member is not None
+            kept = json.loads(member.read())
+            self._pieces = kept["pieces"]
+            self._rows = {row["step"]: Row(**row) for row in kept["steps"]}
+            if kept["build"] == self._digest:
+                for name in archive.getnames():
+                    if name != "results.json":
+                        archive.extract(name, ROOT, filter="data")
+                self.built = True
+
+    def add(self, row: Row) -> None:
+        before = self._rows.get(row.step)
+        # What has run says more than that it was not tried again.
+        if row.status != SKIP or row.command or before is None or not before.command:
+            row.piece = len(self._pieces) - 1
+            self._rows[row.step] = row
+        self.write()
+
+    def write(self) -> None:
+        known = [self._rows[name] for name in self._order if name in self._rows]
+        rows = known + [row for name, row in self._rows.items() if name not in self._order]
+        results = {
+            "build": self._digest if self.built else "",
+            "pieces": self._pieces,
+            "steps": [dataclasses.asdict(row) for row in rows],
+        }
+        for name, content in {
+            "results.json": json.dumps(results, indent=1) + "\n",
+            "results.md": markdown(self._pieces, rows),
+        }.items():
+            half = WORK / f"{name}.half"
+            half.write_text(content)
+            shutil.move(half, self._folder / name)
+        self._pack("logs.tar.gz", {path.name: path for path in sorted(self.logs.iterdir())})
+        state = {"results.json": self._folder / "results.json"}
+        if self.built:
+            for pattern in BUILT:
+                state |= {str(path.relative_to(ROOT)): path for path in ROOT.glob(pattern)}
+        self._pack("state.tar.gz", state)
+        # For the next stage on this machine.
+        if self._folder != WORK:
+            shutil.copy(self._folder / "state.tar.gz", WORK / "state.tar.gz")
+
+    def _pack(self, name: str, files: Mapping[str, Path]) -> None:
+        half = WORK / f"{name}.half"
+        with tarfile.open(half, "w:gz") as archive:
+            for inside, path in files.items():
+                archive.add(path, inside)
+        shutil.move(half, self._folder / name)
+
+
+def choose(steps: Sequence[Step], first: str | None, only: str | None) -> list[Step]:
+    names = [step.name for step in steps]
+    wanted = only.split(",") if only else names
+    for name in [*wanted, *([first] if first else [])]:
+        if name not in names:
+            raise SystemExit(f"no step {name!r}: {', '.join(names)}")
+    begin = names.index(first) if first else 0
+    return [step for step in steps[begin:] if step.name in wanted]
+
+
+def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks/one_gpu.sh", description=__doc__)
+    stages = sorted({step.stage for step in steps})
+    parser.add_argument("stage", type=int, choices=stages)
+    parser.add_argument("folder", type=Path, nargs="?", help="for the results, where $OUT is unset")
+    parser.add_argument("--state", type=Path, default=WORK / "state.tar.gz", help="of other stages")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it ({MINUTES})")
+    parser.add_argument("--from", dest="first", metavar="STEP", help="begin with this one")
+    parser.add_argument("--only", metavar="STEP,...", help="these alone")
+    parser.add_argument("--list", action="store_true", help="the stage's steps, in order")
+    args = parser.parse_args(arguments)
+    chosen = choose([step for step in steps if step.stage == args.stage], args.first, args.only)
+    if args.list:
+        for step in chosen:
+            needs = f"  [{', '.join(step.needs)}]" if step.needs else ""
+            print(f"{step.name:18} {step.limit:3} s  {step.settles}{needs}")
+        return 0
+    out = os.environ.get("OUT")
+    if not out and args.folder is None:
+        parser.error("name a folder for the results, or set OUT")
+    begun = time.monotonic()
+    deadline = begun + 60 * args.minutes
+    found = environment()
+    if not FAKE and not found.get("gpus"):
+        print(f"no GPU: {found.get('error') or 'torch finds no CUDA device'}", file=sys.stderr)
+        return 2
+    results = Results(Path(out) if out else args.folder, args.state, found)
+    # Later stages build if the state has no build.
+    if args.stage != 1 and not results.built and not FAKE:
+        chosen = [step for step in steps if step.build] + chosen
+    results.write()
+    print(f"stage {args.stage} on {what_ran(found)}", flush=True)
+    failed = False
+    for number, step in enumerate(chosen, 1):
+        left = deadline - time.monotonic()
+        why = lacks(step, found)
+        if not why and step.build and results.built:
+            why = "built already"
+        if not why and left < LEAST:
+            why = f"no time left: {args.stage} --from {step.name}"
+        if why:
+            row = Row(step.stage, step.name, step.settles, SKIP, note=why)
+        else:
+            print(f"[{number}/{len(chosen)}] {step.name}: {step.settles}", flush=True)
+            row = run(step, min(step.limit, left), results.logs, found)
+            results.built = results.built or (
+                row.status == PASS and step.build and all(any(ROOT.glob(one)) for one in BUILT)
+            )
+        failed = failed or row.status in (FAIL, TIMEOUT)
+        results.add(row)
+        print(f"  {row.status:7} {step.name:18} {row.seconds:5.1f} s  {row.note}", flush=True)
+        if row.status == FAIL and step.build:
+            print("\n".join(row.tail), flush=True)
+            break
+    for process, _ in _builds.values():
+        end(process)
+    print(f"{time.monotonic() - begun:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())
