@@ -196,7 +196,7 @@ test-aarch64: $(DEPS)
 	$(call cpp_tests,build/aarch64,\
 	  -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake)
 
-# Deliberate faults, one at a time: which do the tests notice? An hour or more; it resumes.
+# Deliberate faults, one at a time: which do the tests notice? It takes long, and resumes.
 .PHONY: mutants
 MUTANTS_ARGS ?= -j 2
 mutants: $(DEPS)

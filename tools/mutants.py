@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -103,7 +104,7 @@ class ListError(Exception):
     """A mutant that does not fit its file."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Project:
     """What tools/mutants/project.toml says."""
 
@@ -384,11 +385,22 @@ def failed_cpp(project: Project, test: str, output: str, code: int) -> list[str]
     if failed or code == 0:
         return failed
     # The process has ended in the middle of a test, which nobody has named.
-    command = [*project.words(project.cpp_tests), "--list"]
-    names = subprocess.run(command, check=False, capture_output=True, text=True).stdout.split()
-    wanted = [n for n in names if any(w in n for w in test.removeprefix("cpp:").split())]
     done = len(re.findall(r"^ok +\S+ \(", output, re.MULTILINE))
-    return wanted[done : done + 1] or [f"(ended with {code})"]
+    return names_of(project, test)[done : done + 1] or [f"(ended with {code})"]
+
+
+def names_of(project: Project, test: str) -> list[str]:
+    """The tests of an item; of pytest's the item itself."""
+    if not test.startswith("cpp:"):
+        return [test]
+    parts = test.removeprefix("cpp:").split()
+    return [name for name in cpp_names(project) if any(part in name for part in parts)]
+
+
+@functools.lru_cache
+def cpp_names(project: Project) -> list[str]:
+    command = [*project.words(project.cpp_tests), "--list"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
 def failed_pytest(output: str, code: int) -> list[str]:
@@ -634,8 +646,11 @@ def run(
     threads = [threading.Thread(target=job) for _ in range(jobs)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt as interrupt:
+        failures.append(interrupt)  # no job begins another mutant
     if failures:
         raise failures[0]
     done = [results.get(m.id) for m in mutants]
@@ -652,7 +667,7 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
     counts: dict[str, list[int]] = {}
     missing = []
     for mutant in project.mutants:
-        count = counts.setdefault(mutant.room, [0, 0, 0])  # all, equivalent, caught
+        count = counts.setdefault(mutant.room, [0, 0, 0, 0])  # all, equivalent, run, caught
         count[0] += 1
         if mutant.equivalent:
             count[1] += 1
@@ -663,7 +678,8 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
             missing.append(mutant.id)
             rows.append((mutant, "not run", "", ""))
             continue
-        count[2] += known["caught"]
+        count[2] += 1
+        count[3] += known["caught"]
         how = "survived" if not known["caught"] else "hang" if known["hang"] else "caught"
         rows.append(
             (mutant, how, ", ".join(f"`{t}`" for t in known["by"][:2]), f"{known['seconds']:.0f}")
@@ -676,26 +692,26 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
         if known is not None:
             ran.update(known["ran"])
     only = {test for test, caught in catches.items() if any(n == 1 for _, n in caught)}
-    quiet = sorted(t for t in ran if not any(same_test(t, by) for by in only))
-    total = [sum(c[i] for c in counts.values()) for i in range(3)]
-    relevant = total[0] - total[1] - len(missing)
-    share = 100 * total[2] / max(relevant, 1)
+    names = {name for test in ran for name in names_of(project, test)}
+    quiet = sorted(name for name in names if not any(is_one_of(by, name) for by in only))
+    total = [sum(c[i] for c in counts.values()) for i in range(4)]
+    share = 100 * total[3] / max(total[2], 1)
     lines = [
         "# What the tests notice",
         "",
         "`make mutants` wrote this. A mutant is one deliberate fault "
         "([CONTRIBUTING.md](../../CONTRIBUTING.md#mutants)).",
         "",
-        f"{datetime.date.today().isoformat()}: {total[2]} of {relevant} mutants that are not "
-        f"equivalent are caught ({share:.0f} %); {total[1]} are equivalent"
+        f"{datetime.date.today().isoformat()}: {total[3]} of {total[2]} mutants that were run are "
+        f"caught ({share:.0f} %); {total[1]} are equivalent"
         + (f", {len(missing)} have not been run." if missing else "."),
         "",
-        "| room | mutants | equivalent | caught | % |",
-        "|---|---:|---:|---:|---:|",
+        "| room | mutants | equivalent | run | caught | % |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    for room, (every, same, caught) in counts.items():
-        percent = f"{100 * caught / (every - same):.0f}" if every > same else ""
-        lines.append(f"| {room} | {every} | {same} | {caught} | {percent} |")
+    for room, (every, same, run, caught) in counts.items():
+        percent = f"{100 * caught / run:.0f}" if run else ""
+        lines.append(f"| {room} | {every} | {same} | {run} | {caught} | {percent} |")
     lines += ["", "| mutant | room | result | by | s |", "|---|---|---|---|---:|"]
     lines += [f"| {m.id} | {m.room} | {how} | {by} | {s} |" for m, how, by, s in rows]
     lines += [
@@ -717,11 +733,9 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
     return "\n".join(lines) + "\n", data
 
 
-def same_test(item: str, by: str) -> bool:
-    """Whether a test that failed is one of an item of the lists."""
-    if item.startswith("cpp:"):
-        return any(part in by for part in item.removeprefix("cpp:").split())
-    return any(by.startswith(part) for part in item.split(" -k ")[0].split())
+def is_one_of(by: str, name: str) -> bool:
+    """Whether a test that has failed is the C++ test of this name, or of this item of pytest's."""
+    return by == name or any(by.startswith(part) for part in name.split(" -k ")[0].split())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "base/ownership.hpp"
+#include "base/stats.hpp"
 #include "base/topology.hpp"
 #include "ranks.hpp"
 
@@ -212,6 +213,24 @@ TEST(options_errors_name_the_variable) {
           check_block_size(size);
         });
   }
+}
+
+TEST(stats_are_of_their_operation_until_they_are_cleared) {
+  Stats stats;
+  stats.add(OpCode::kAllReduce, DataPath::kDirect, {1, 2, 3, 4, 5, 6, {}});
+  stats.add(
+      OpCode::kAllReduce, DataPath::kStaged, {10, 20, 30, 40, 50, 60, {}});
+  const OpStats s = stats.of(OpCode::kAllReduce);
+  CHECK(
+      s.bytes_sent == 11 && s.bytes_received == 22 && s.messages_sent == 33 &&
+      s.blocks == 44 && s.blocks_present == 55 && s.blocks_union == 66);
+  CHECK_EQ(s.calls[size_t(DataPath::kDirect)], uint64_t{1});
+  CHECK_EQ(s.calls[size_t(DataPath::kStaged)], uint64_t{1});
+  CHECK_EQ(stats.of(OpCode::kReduce).bytes_sent, uint64_t{0});
+  stats.clear();
+  const OpStats none = stats.of(OpCode::kAllReduce);
+  CHECK(none.bytes_sent == 0 && none.blocks_union == 0);
+  CHECK(none.calls == OpStats().calls);
 }
 
 TEST(topology_tells_hosts_apart) {

@@ -380,6 +380,87 @@ TEST(engine_failure_beside_a_collective) {
   }
 }
 
+// What one rank throws before it has entered all hear of; it harms nobody.
+TEST(engine_refusal_of_one_rank) {
+  on_threads(3, [](int rank, Store& store) {
+    Group g(rank, 3, store);
+    const auto run = [&] {
+      g.run([&](Context& ctx) {
+        if (rank == 1) {
+          throw std::runtime_error("too large");
+        }
+        barrier(ctx);
+      });
+    };
+    if (rank == 1) {
+      CHECK_THROWS(run(), std::runtime_error, "too large");
+    } else {
+      expect_error(
+          ErrorKind::kMismatch,
+          {"rank 1 refused to take part: too large"},
+          run);
+    }
+    CHECK(!g.engine.domain().failed());
+    check_usable(g);
+  });
+}
+
+// In the middle of an operation it leaves the peers there, so it ends the group.
+TEST(engine_ends_by_what_nobody_has_foreseen) {
+  on_threads(2, [](int rank, Store& store) {
+    Group g(rank, 2, store);
+    if (rank == 0) {
+      CHECK_THROWS(
+          g.run([](Context& ctx) {
+            barrier(ctx);
+            throw std::runtime_error("no memory");
+          }),
+          std::runtime_error,
+          "no memory");
+      CHECK(g.engine.domain().failed());
+      store.set("thrown", "");
+    } else {
+      g.run([](Context& ctx) { barrier(ctx); });
+      store.get("thrown", Deadline(kLong));
+      expect_error(ErrorKind::kPeerFailed, {"rank 0 reported: no memory"}, [&] {
+        g.run([](Context& ctx) { barrier(ctx); });
+      });
+    }
+    store.meet("done", 2);
+  });
+}
+
+TEST(collectives_tables_have_an_end) {
+  on_threads(1, [](int rank, Store& store) {
+    Group g(rank, 1, store);
+    const std::vector<uint64_t> table(kTableEntries + 1);
+    const auto run = [&](size_t entries) {
+      g.run([&](Context& ctx) {
+        OpDescriptor d;
+        d.op = OpCode::kBarrier;
+        enter(ctx, d, table.data(), entries);
+      });
+    };
+    run(kTableEntries);
+    expect_error(
+        ErrorKind::kInvalid, {"split the list"}, [&] { run(table.size()); });
+  });
+}
+
+TEST(collectives_lists_must_be_of_one_length) {
+  on_threads(3, [](int rank, Store& store) {
+    Group g(rank, 3, store);
+    expect_error(
+        ErrorKind::kMismatch, {"number of tensors in the list", "2", "3"}, [&] {
+          g.run([&](Context& ctx) {
+            ctx.begin_item(0, rank == 1 ? 3 : 2);
+            barrier(ctx);
+          });
+        });
+    check_usable(g);
+  });
+}
+
 TEST(engine_refuses_unknown_instruction_sets) {
   on_threads(1, [](int rank, Store& store) {
     Settings s = test_settings();

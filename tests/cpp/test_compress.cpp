@@ -245,11 +245,31 @@ TEST(top_k_is_that_of_a_sort) {
   }
 }
 
+TEST(above_keeps_to_its_capacity) {
+  const std::vector<float> grad(100, 1);
+  for (const char* isa : {"avx512", "avx2", "x86-64-v2", "neon", "scalar"}) {
+    const kernels::Table* table = kernels::table(isa);
+    if (table == nullptr) {
+      continue; // not of this CPU or build
+    }
+    std::vector<uint32_t> indices(10, 77);
+    std::vector<float> values(10, 77);
+    const size_t found = table->compress.collect(
+        {grad.data()}, 100, 0, 0, indices.data(), values.data(), 9);
+    CHECK_EQ(found, size_t{100});
+    CHECK(indices[8] == 8 && values[8] == 1);
+    CHECK(indices[9] == 77 && values[9] == 77);
+  }
+}
+
 TEST(above_a_threshold_is_everything_above_it) {
   const kernels::CompressTable& table = kernels::table()->compress;
   for (const size_t n : {0, 5, 65536, 65537, 200001}) {
-    const auto grad = numbers(n, static_cast<uint32_t>(n), 2);
-    for (const float threshold : {0.0F, 0.5F, 1e30F, INFINITY}) {
+    auto grad = numbers(n, static_cast<uint32_t>(n), 2);
+    std::fill_n(grad.begin(), std::min<size_t>(n, 1), 1.5F);
+    // Among them the next smaller number to one that is there.
+    for (const float threshold :
+         {0.0F, 0.5F, std::nextafter(1.5F, 0.0F), 1.5F, 1e30F, INFINITY}) {
       std::vector<uint32_t> want;
       for (size_t i = 0; i < n; ++i) {
         if (!(std::abs(grad[i]) <= threshold)) {

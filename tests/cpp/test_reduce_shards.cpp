@@ -81,10 +81,14 @@ TEST(reduce_shards_weighted) {
               {5000, 1, 0, 65},
               place,
               place);
-          training.weights = some_weights(g);
-          training.load();
-          g.run([&](Context& ctx) { reduce_shards(ctx, training.shards()); });
-          training.check_reduced();
+          // No rank that counts: zeros, and no NaN.
+          for (const bool none : {false, true}) {
+            training.weights =
+                none ? std::vector<double>(g.size) : some_weights(g);
+            training.load();
+            g.run([&](Context& ctx) { reduce_shards(ctx, training.shards()); });
+            training.check_reduced();
+          }
         }
       }
     });
