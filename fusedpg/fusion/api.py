@@ -518,15 +518,15 @@ class FusedFunction:
         stages: dist.ProcessGroup | None = None,
     ) -> Any:
         values = self._signature.bind(args, kwargs)
+        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
+        for name, tensor in tensors.items():
+            if transformed(tensor):
+                refuse(name, tensor)
         if not async_op and stages is None:
             known = self._shortcuts.take(group, values, targets or ())
             if known is not None:
                 return known
         ranks = Ranks.of(group)
-        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
-        for name, tensor in tensors.items():
-            if transformed(tensor):
-                refuse(name, tensor)
         wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
         if wrt and targets is not None:
             raise RuntimeError(
