@@ -118,7 +118,7 @@ WorkPtr CpuRoute::reduce_all(
     } else {
       const auto parts = cut(flats, kMaxStepTensors);
       for (size_t i = 0; i < parts.size(); ++i) {
-        turn.begin_item(i, parts.size());
+        turn.begin_item(i * kMaxStepTensors, flats.size());
         turn.all_reduce(parts[i], joined.reduction);
       }
     }

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "c10d/coo.hpp"
 #include "c10d/routes/hosts_turn.hpp"
 #include "collectives/fused_step.hpp"
@@ -55,7 +57,12 @@ void HostsTurn::all_reduce(
     const std::vector<Flat>& tensors,
     const Reduction& reduction) {
   SkipState& skip = route_.skip_;
-  for (const Flat& flat : tensors) {
+  // Each tensor is an operation here, so ranks must know how many there are.
+  const uint64_t first = list_index_;
+  const uint64_t length = std::max<uint64_t>(list_length_, tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Flat& flat = tensors[i];
+    begin_item(first + i, length);
     const ReduceTensor tensor = flat.reduce_tensor();
     DelegateConfig delegated;
     delegated.bytes = flat.span().bytes;
