@@ -369,6 +369,7 @@ void CudaEngine::wait(Operation& operation, Stream stream) {
 }
 
 void CudaEngine::join(Stream stream) {
+  check_failed(); // also where no operation was enqueued before that
   OperationPtr last;
   {
     const DeviceScope scope(cuda_, device_);

@@ -124,6 +124,9 @@ TEST(cuda_engine_is_asynchronous) {
   const Clean clean;
   with_gpus(2, [](GpuRank& r) {
     GpuTraining training(r, adam(), kSingles, {5000, 64, 1});
+    training.load();
+    training.step(); // the first one waits until all ranks have the memory
+    training.check();
     GpuBuffer copied(training.param(0).bytes());
     const StreamOn other(r.rank);
     std::atomic<bool> go{false};

@@ -157,12 +157,16 @@ TEST(cuda_teardown_shutdown_beside_a_caller) {
     GpuRank r(rank, 2, store);
     GpuTraining training(r, adam(), kSingles, {3000});
     training.load();
+    training.step();
+    training.check();
+    training.load();
+    const uint64_t calls = hooks().calls("ncclReduceScatter");
     r.meet("begin");
     if (rank == 0) {
       hooks().fail_rank("ncclReduceScatter", 0, 1, fake::kHang);
       const auto begin = Clock::now();
       std::thread ender([&] {
-        wait_until([] { return hooks().calls("ncclReduceScatter") != 0; });
+        wait_until([=] { return hooks().calls("ncclReduceScatter") > calls; });
         r.engine.shutdown(Deadline(milliseconds(100)));
         CHECK(seconds_since(begin) < 8);
       });
