@@ -76,8 +76,7 @@ void HostsWay::enter(
     OpDescriptor& mine,
     const std::vector<uint64_t>& extra) {
   complete(mine, extra.size());
-  const NetBuffer message = first_message(mine, {});
-  const auto rows = net_gather_rows(ctx_, message.data(), message.bytes());
+  const auto rows = net_gather_rows(ctx_, &mine, sizeof mine);
   said_.resize(rows.size());
   for (int p = 0; p < size(); ++p) {
     std::memcpy(&said_[p], rows[p].data(), sizeof mine);
@@ -114,57 +113,25 @@ void HostsWay::count(OpCode named) {
       ctx_.moved);
 }
 
-NetBuffer HostsWay::first_message(const OpDescriptor& mine, const Span& input)
-    const {
-  const size_t room = select_net_room(ctx_.transport.size(), ucx());
-  NetBuffer message(sizeof mine + room);
-  std::memcpy(message.data(), &mine, sizeof mine);
-  const size_t with = std::min(room, input.bytes);
-  char* end = std::copy_n(
-      static_cast<const char*>(input.data), with, message.data() + sizeof mine);
-  std::fill(end, message.data() + message.bytes(), 0);
-  return message;
-}
-
-// What ranks say and what they have travel together; a rank that finds that they
-// disagree leaves what did not fit the first message where it is.
+// What ranks say and what they have travel together; who finds that they
+// disagree leaves the latter where it is.
 Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
   const Span& input = small.input;
   if (!takes_at_once(input.bytes)) {
     return AtOnce::kNo;
   }
   complete(mine, 0);
-  const NetBuffer fact = first_message(mine, input);
-  const size_t with = std::min(fact.bytes() - sizeof mine, input.bytes);
-  const size_t rest = input.bytes - with;
-  NetBuffers own_buffers;
-  NetBuffers& buffers = ctx_.buffers != nullptr ? *ctx_.buffers : own_buffers;
-  // All inputs, by rank: what is sent must outlive the call.
-  std::vector<NetBuffer> whole(size());
-  std::vector<const void*> srcs(size());
-  const auto take = [&](int p, const NetBuffer& first) {
-    srcs[p] = first.data() + sizeof mine;
-    if (rest != 0) {
-      whole[p] = buffers.take(input.bytes);
-      std::copy_n(first.data() + sizeof mine, with, whole[p].data());
-      srcs[p] = whole[p].data();
-    }
-  };
-  take(rank(), fact);
-  if (rest != 0) {
-    std::copy_n(
-        static_cast<const char*>(input.data) + with,
-        rest,
-        whole[rank()].data() + with);
-  }
+  const NetBuffer fact(sizeof mine);
+  std::memcpy(fact.data(), &mine, sizeof mine);
+  NetBuffer data(input.bytes);
+  std::copy_n(static_cast<const char*>(input.data), input.bytes, data.data());
   std::vector<NetPending> facts(size()), parts(size()), sends;
   for (int k = 1; k < size(); ++k) {
     const int p = (rank() + k) % size();
-    facts[p] = net_receive(ctx_, p, NetKind::kBlock, NetBuffer(fact.bytes()));
+    facts[p] = net_receive(ctx_, p, NetKind::kBlock, NetBuffer(sizeof mine));
     sends.push_back(net_send(ctx_, p, NetKind::kBlock, fact));
-    if (rest != 0) {
-      sends.push_back(net_send(
-          ctx_, p, NetKind::kContribution, whole[rank()].part(with, rest)));
+    if (input.bytes != 0) {
+      sends.push_back(net_send(ctx_, p, NetKind::kContribution, data));
     }
   }
   said_.assign(size(), mine);
@@ -175,17 +142,13 @@ Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
     }
   }
   check_said(mine);
-  for (int k = 1; k < size(); ++k) {
-    const int p = (rank() + k) % size();
-    take(p, facts[p].buffer);
-    if (rest != 0) {
-      parts[p] = net_receive(
-          ctx_, p, NetKind::kContribution, whole[p].part(with, rest));
-    }
-  }
-  for (NetPending& part : parts) {
-    if (part.request) {
-      part.request->wait(ctx_.deadline);
+  std::vector<const void*> srcs(size(), data.data());
+  for (int p = 0; p < size() && input.bytes != 0; ++p) {
+    if (p != rank()) {
+      parts[p] =
+          net_receive(ctx_, p, NetKind::kContribution, NetBuffer(input.bytes));
+      parts[p].request->wait(ctx_.deadline);
+      srcs[p] = parts[p].buffer.data();
     }
   }
   for (const void*& src : srcs) {
@@ -196,11 +159,6 @@ Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
   small.combine(fold.sources(srcs.data(), small.count));
   for (NetPending& one : sends) {
     one.request->wait(ctx_.deadline);
-  }
-  for (NetBuffer& one : whole) {
-    if (one.bytes() != 0) {
-      buffers.give(std::move(one));
-    }
   }
   return AtOnce::kDone;
 }

@@ -60,12 +60,6 @@ class HostsWay : public Way {
   uint64_t shared_place(const void* data, size_t bytes) override;
 
  private:
-  bool ucx() const {
-    return ctx_.transport.ends_at_once();
-  }
-  // The first message of an operation: what this rank says of it, and as much of
-  // its input as there is room for.
-  NetBuffer first_message(const OpDescriptor& mine, const Span& input) const;
   void complete(OpDescriptor& mine, size_t table_entries) const;
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
   void check_said(const OpDescriptor& mine);

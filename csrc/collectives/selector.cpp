@@ -90,14 +90,6 @@ bool select_net_one_shot(size_t bytes, int world_size) {
   return bytes * static_cast<size_t>(world_size - 1) <= kOnce;
 }
 
-size_t select_net_room(int world_size, bool ucx) {
-  // Gloo's second message waits until the receiver has asked for it, which is
-  // another round trip. UCX sends messages of this size unasked.
-  constexpr size_t kRoom = size_t(4) << 10;
-  constexpr int kMostRanks = 8; // beyond them what all send adds up
-  return ucx || world_size > kMostRanks ? 0 : kRoom;
-}
-
 bool select_net_inline(size_t bytes, size_t longest) {
   constexpr size_t kAll = size_t(128) << 10;
   return longest <= kOneShotBytes && bytes <= kAll;

@@ -77,10 +77,6 @@ bool select_delegate(const DelegateConfig& config);
 // one journey instead of two, for P/2 times the bytes.
 bool select_net_one_shot(size_t bytes, int world_size);
 
-// Bytes of a small input that travel with what a rank says of it, in the first
-// message of an operation, which has the same length on all ranks.
-size_t select_net_room(int world_size, bool ucx);
-
 // Whether a rank's part of a move travels with what it says of it: to all
 // others so many bytes, to one of them at most `longest`.
 bool select_net_inline(size_t bytes, size_t longest);

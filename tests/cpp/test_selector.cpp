@@ -119,8 +119,6 @@ TEST(selector_hosts) {
   CHECK_EQ(select_net_segment(16, true, true), 252 * kKiB);
   CHECK_EQ(select_net_segment(1000, true, true), 64 * kKiB);
   using Choice = DensityEstimates::Choice;
-  CHECK_EQ(select_net_room(8, false), 4 * kKiB);
-  CHECK(select_net_room(9, false) == 0 && select_net_room(2, true) == 0);
   DelegateConfig large;
   large.bytes = 2 * kMiB;
   large.world_size = 2;

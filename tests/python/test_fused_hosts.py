@@ -158,7 +158,7 @@ def test_connects_once() -> None:
     ("names", "transport", "sizes"),
     [
         ("three", "ucx", (1, 1003, 70_001, 1_000_003)),
-        # Over Gloo what travels at once, in one message or two.
+        # Over Gloo what is sent at once.
         ("three", "gloo", (1, 1003, 1024, 1025, 16_001)),
         ("two", "gloo", (1024, 1025, 32_768)),
     ],
