@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusedpg.fusion.ir import Program
+from fusedpg.fusion.ir import SHARD, Program
 
 _BITS = 64
 _EXACT = 24  # bits of a whole number that float32 holds
@@ -25,8 +25,10 @@ def _described(program: Program) -> str:
     numbers = {node: number for number, node in enumerate(program.nodes)}
     lines = []
     for node in program.nodes:
-        # Of a block, ranks may have other sizes; whether a number is an int is its value's matter.
-        shape = () if node.layout.dim is not None else node.shape
+        # Ranks may have other sizes of a block, and of a slice that is combined with nothing whole:
+        # its shape is then that of the rank's own. Whether a number is an int is its value's matter.
+        own = node.layout.dim is not None or (node.layout == SHARD and len(node.shape) == 1)
+        shape = () if own else node.shape
         attributes = () if node.op == "input" else node.attributes
         operands = [numbers[operand] for operand in node.operands]
         lines.append(f"{node.op} {operands} {node.layout} {shape} {node.dtype} {attributes}")

@@ -208,8 +208,11 @@ class Shortcuts:
     ) -> Any:
         """What the call returns, where a shortcut has carried it out; else None."""
         group = dist.GroupMember.WORLD if group is None else group
-        known = None if group is None else self._found.get(group)
-        if group is None or not known:
+        # There may be no default group, and a rank that is in none has a number in its place.
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        known = self._found.get(group)
+        if not known:
             return None
         found = known.get(_place(values, targets))
         return None if found is None else found.take(group, values, targets)

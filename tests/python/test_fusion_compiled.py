@@ -108,7 +108,7 @@ def test_same_tensors_differ_in_any_way() -> None:
     from fusedpg import _C
 
     a, b = torch.zeros(4, 4), torch.zeros(4, 4)
-    same = _C._SameTensors([a, b])
+    same = _C._SameTensors([a, b], True)
     assert same.are([a, b])
     others = [
         [b, a],
@@ -126,7 +126,7 @@ def test_same_tensors_differ_in_any_way() -> None:
     for i, tensors in enumerate(others):
         assert not same.are(tensors), i
     assert same.are([a.view(4, 4), b])
-    assert not _C._SameTensors([a, a]).are([a, a.view(4, 4)])
+    assert not _C._SameTensors([a, a], True).are([a, a.view(4, 4)])
 
 
 def test_a_function_is_lost() -> None:

@@ -211,8 +211,8 @@ def _call(
     note = f"seed {seed}, call {count} {how}: {function.__name__} {which} {places} -> {targets}"
     note += f" {numbers} of {memory.numel} {memory.dtype}"
     distinct = all(a is not b for n, a in enumerate(into) for b in into[:n])
-    if not distinct:
-        return
+    if not distinct or any(_overlap(memory, targets, r) for r in range(memory.size)):
+        return  # refused
     try:
         with env, torch.inference_mode() if how == "inference" else torch.no_grad():
             if how == "async":
@@ -226,6 +226,14 @@ def _call(
         f"{note}: {(got != expected).nonzero().reshape(-1)[:10]} {got[got != expected][:10]} "
         f"{expected[got != expected][:10]}"
     )
+
+
+def _overlap(memory: Memory, targets: list[Any], rank: int) -> bool:
+    """Whether two results of a rank would lie in the same memory."""
+    written = torch.zeros(memory.length)
+    for target in targets:
+        memory.view(written, target, rank).add_(1)
+    return bool((written > 1).any())
 
 
 def _partial(memory: Memory, places: list[Any]) -> torch.Tensor:
