@@ -259,14 +259,18 @@ TEST(cuda_teardown_nonblocking_by_environment) {
   CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
-// An abort while a kernel of the direct path waits for a rank, or before such a
-// kernel begins: NCCL unmaps windows under it, or before it.
+// An abort while a kernel of the direct path waits for a rank, before such a
+// kernel begins, or while what it waits for is still being exchanged: NCCL
+// unmaps windows under it, before it, or as it begins.
 TEST(cuda_teardown_abort_in_a_direct_step) {
-  for (const bool begun : {true, false}) {
+  struct Case {
+    int nth; // what rank 1 begins late: an all-reduce, an all-gather, the step
+    int milliseconds;
+    int aborts; // which rank
+  };
+  for (const Case c : {Case{3, 700, 0}, Case{3, 1500, 1}, Case{2, 1500, 1}}) {
     const Clean clean;
     hooks().set_delay(0);
-    // The third: an all-reduce and an all-gather come before it.
-    hooks().stall(1, 3, begun ? 700 : 1500);
     on_threads(2, [&](int rank, Store& store) {
       GpuRank r(rank, 2, store, with_arena());
       GpuTraining training(
@@ -277,10 +281,21 @@ TEST(cuda_teardown_abort_in_a_direct_step) {
           static_cast<char*>(r.engine.arena()));
       training.direct = true;
       training.load();
+      training.step(); // the first one asks all ranks for memory
+      training.check();
+      training.load();
+      r.meet("first step");
+      const uint64_t begun = hooks().now().collectives_begun;
+      if (rank == 1) {
+        hooks().stall(1, c.nth, c.milliseconds);
+      }
+      r.meet("begin");
       const auto begin = Clock::now();
       const OperationPtr op = training.step();
-      wait_until([] { return hooks().now().collectives_begun >= 6; });
-      if (rank == (begun ? 0 : 1)) {
+      wait_until([=] {
+        return hooks().now().collectives_begun >= begun + 2 * c.nth;
+      });
+      if (rank == c.aborts) {
         r.engine.abort("fused: enough");
         expect_error(ErrorKind::kAborted, {"enough"}, [&] { finish(op); });
       }

@@ -189,22 +189,27 @@ at::Tensor empty(
       at::TensorOptions().dtype(type).device(device.value_or(c10::kCUDA));
   const auto at = options.device().has_index() ? options.device()
                                                : c10::Device(c10::kCUDA, 0);
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
+      options.dtype().itemsize();
   void* memory = nullptr;
-  // torch's cudaMalloc has no leave of its own while a graph is captured.
-  int error = loaded->unsafe();
-  if (error == 0) {
-    error = gpu().allocate(
-        &memory,
-        static_cast<size_t>(c10::multiply_integers(sizes)) *
-                options.dtype().itemsize() +
-            1);
+  int error = 0;
+  if (bytes != 0) { // torch's allocator takes nothing for none
+    // torch's cudaMalloc has no leave of its own while a graph is captured.
+    error = loaded->unsafe();
+    if (error == 0) {
+      error = gpu().allocate(&memory, bytes + 1);
+    }
   }
   if (error == cuda::kNoMemory) {
     C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory");
   }
   check(error);
   return at::for_blob(memory, sizes)
-      .deleter([](void* ending) { gpu().release(ending); })
+      .deleter([](void* ending) {
+        if (ending != nullptr) {
+          gpu().release(ending);
+        }
+      })
       .options(options.device(at))
       .target_device(at)
       .make_tensor();
