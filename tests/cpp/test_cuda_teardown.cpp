@@ -292,9 +292,8 @@ TEST(cuda_teardown_abort_in_a_direct_step) {
       r.meet("begin");
       const auto begin = Clock::now();
       const OperationPtr op = training.step();
-      wait_until([=] {
-        return hooks().now().collectives_begun >= begun + 2 * c.nth;
-      });
+      wait_until(
+          [=] { return hooks().now().collectives_begun >= begun + 2 * c.nth; });
       if (rank == c.aborts) {
         r.engine.abort("fused: enough");
         expect_error(ErrorKind::kAborted, {"enough"}, [&] { finish(op); });
