@@ -25,8 +25,8 @@ def _described(program: Program) -> str:
     numbers = {node: number for number, node in enumerate(program.nodes)}
     lines = []
     for node in program.nodes:
-        # Ranks may have other sizes of a block, and of a slice that is combined with nothing whole:
-        # its shape is then that of the rank's own. Whether a number is an int is its value's matter.
+        # Sizes of a block may differ, and those of a slice that is combined with nothing whole: its
+        # shape is the rank's own. Whether a number is an int is its value's matter.
         own = node.layout.dim is not None or (node.layout == SHARD and len(node.shape) == 1)
         shape = () if own else node.shape
         attributes = () if node.op == "input" else node.attributes
