@@ -27,7 +27,7 @@ class Deadline {
         at_ - Clock::now(), std::chrono::nanoseconds(0));
   }
 
-  // As others take it: at least 1 ms, because 0 is their default or for ever.
+  // For other libraries: at least 1 ms, since 0 means their default or no limit.
   std::chrono::milliseconds left() const {
     return std::max(
         std::chrono::ceil<std::chrono::milliseconds>(remaining()),

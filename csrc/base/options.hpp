@@ -36,7 +36,7 @@ struct Options {
   // "auto": patched where there is one and the group spans machines.
   // FUSEDPG_NCCL.
   std::optional<std::string> nccl;
-  // What carries messages between hosts: "gloo", or "ucx", which is never taken
+  // The carrier of messages between hosts: "gloo", or "ucx", which is never taken
   // unasked: whoever reaches its port can write to the process's memory. The
   // same on all ranks. FUSEDPG_TRANSPORT.
   std::optional<std::string> transport;

@@ -27,7 +27,7 @@ constexpr std::chrono::milliseconds kLook{25};
 
 struct AbortableBackend::Flights {
   std::atomic<bool> aborted{false};
-  // Of waits for messages: Gloo's own is what it was connected with.
+  // The limit of waits for messages: Gloo keeps the one it was connected with.
   std::atomic<std::chrono::milliseconds> timeout;
   std::mutex mutex;
   std::set<c10d::Work*> messages;

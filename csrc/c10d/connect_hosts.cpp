@@ -10,8 +10,8 @@
 namespace fusedpg {
 namespace {
 
-// What a rank tells the others before they connect: the version of its UCX, or
-// why it has none. Over Gloo only that it has come.
+// A rank's word to the others before they connect: the version of its UCX, or
+// why it has none. Over Gloo it says only that it has come.
 struct Offer {
   std::string version;
   std::string why_not;

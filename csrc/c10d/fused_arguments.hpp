@@ -49,8 +49,8 @@ struct StepArguments {
   bool reduced = false;
   bool shared_params = false;
   bool block_skip = false; // by the group's block size; see StepCall
-  // Of a state dict that was loaded before the step, which must be the same on
-  // all ranks; 0: none was.
+  // A hash of the state dict that was loaded before the step. All ranks must have
+  // loaded the same one; 0: none was.
   uint64_t loaded = 0;
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;

@@ -47,8 +47,8 @@ ProcessGroupFused::ProcessGroupFused(
     StoreRendezvous rendezvous(store_);
     Bootstrap bootstrap(rank, size, group_->settings);
     bootstrap.meet(rendezvous, deadline);
-    // What others keep in the store must not be an earlier group's either. Between
-    // hosts operations need it, while another thread may wait for a key.
+    // The keys of the group must not be an earlier group's either. Operations
+    // between hosts need the store while another thread may wait for a key.
     group_->store = c10::make_intrusive<c10d::PrefixStore>(
         "fusedpg/" + bootstrap.id(),
         bootstrap.single_host() ? store_ : own_client(store_));

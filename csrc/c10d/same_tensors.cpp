@@ -11,8 +11,8 @@ namespace {
 
 namespace py = pybind11;
 
-// What tensors are and, if `places`, where they lie. It keeps none of them, so
-// others that have come to the same places equal them.
+// Remembers the kind of tensors and, if `places`, where they lie. It keeps none
+// of them, so others that have come to the same places equal them.
 class SameTensors {
  public:
   SameTensors(const std::vector<at::Tensor>& tensors, bool places)

@@ -316,7 +316,7 @@ class LocalWatch {
     return is_alike(THPVariable_Unpack(last_.ptr()), param);
   }
 
-  // Whether nobody else has it; known norms, which changed_ drops, have.
+  // Nobody else has it. Known norms do, until changed_ drops them.
   bool is_free() const {
     return Py_REFCNT(last_.ptr()) == 1 &&
         THPVariable_Unpack(last_.ptr()).use_count() == 1;

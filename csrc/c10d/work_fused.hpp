@@ -52,7 +52,7 @@ class WorkFused : public c10d::Work {
  private:
   void wait_for_future();
 
-  // Of the future.
+  // The value and the type of the future.
   c10::IValue value() const;
   c10::TypePtr type() const;
 
