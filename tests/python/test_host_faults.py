@@ -97,13 +97,13 @@ def crew_of(place: str, layout: str, transport: str) -> Crew:
 
 
 def crews() -> list[Any]:
-    """Quick: over links, both transports with two ranks a host; pretended with one."""
+    """Quick: over links, our sockets and UCX with two ranks a host; pretended with one."""
     found = []
     for place, layout, transport in itertools.product(
-        ("links", "pretended"), LAYOUTS, ("gloo", "ucx")
+        ("links", "pretended"), LAYOUTS, ("tcp", "ucx", "gloo")
     ):
         marks = [NO_LINKS] if place == "links" else []
-        if (place == "links") != (layout == "2x2"):
+        if (place == "links") != (layout == "2x2") or transport == "gloo":
             marks.append(pytest.mark.slow)
         values = place, layout, transport
         found.append(pytest.param(values, marks=marks, id="-".join(values)))
