@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._numbers import Whole
 from fusedpg.compress._piece import Piece
 
 
@@ -23,11 +24,10 @@ class PowerSGD(Ours):
 
     each_parameter = False
     linear = True
+    compress_rank = Whole(at_least=1, at_most=2**31 - 1)
 
     def __init__(self, compress_rank: int = 1) -> None:
-        if compress_rank < 1:
-            raise ValueError(f"compress_rank is at least 1, got {compress_rank}")
-        self.compress_rank = int(compress_rank)
+        self.compress_rank = compress_rank
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         """What is sent depends on what the others send: ``all_reduce`` does it."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
-from fusedpg.compress import communicators, compressors, memories
+from fusedpg.compress import _numbers, communicators, compressors, memories
 from fusedpg.compress.communicators import Allreduce, Communicator
 from fusedpg.compress.compressors import Compressor, EFSignSGD, PowerSGD
 from fusedpg.compress.memories import (
@@ -120,6 +120,8 @@ def _name(thing: object, known: Mapping[str, type[Any]]) -> str:
 
 def check(compressor: Compressor, memory: Memory, communicator: Communicator) -> None:
     """Refuses what cannot work together, and says what does."""
+    for factor in ("scale", "beta", "gamma"):  # the user's classes have them, too
+        _numbers.real(f"{type(memory).__name__}.{factor}", getattr(memory, factor))
     what = _name(compressor, compressors.BY_NAME)
     keeper = _name(memory, memories.BY_NAME)
     carrier = _name(communicator, communicators.BY_NAME)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
 from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._numbers import Real, Whole
 from fusedpg.compress._piece import Piece
 
 
@@ -17,12 +18,11 @@ class QSGD(Ours):
     ``bucket_size`` elements share a norm (0: all); up to 127 levels are a byte, more are two.
     """
 
+    quantum_num = Whole(at_least=1, at_most=32767)
+    bucket_size = Whole(at_least=0, at_most=2**31 - 1)
+
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128) -> None:
-        if not 1 <= quantum_num <= 32767:
-            raise ValueError(f"quantum_num is from 1 to 32767, got {quantum_num}")
-        if bucket_size < 0:
-            raise ValueError(f"bucket_size is at least 0, got {bucket_size}")
-        self.quantum_num, self.bucket_size = int(quantum_num), int(bucket_size)
+        self.quantum_num, self.bucket_size = quantum_num, bucket_size
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         sent = kernels.qsgd(
@@ -44,10 +44,10 @@ class TernGrad(Ours):
     than that deviation, it counts in its place: of a constant nothing would ever be sent.
     """
 
+    clip_sigma = Real(at_least=0)
+
     def __init__(self, clip_sigma: float = 2.5) -> None:
-        if not clip_sigma >= 0:
-            raise ValueError(f"clip_sigma is at least 0, got {clip_sigma}")
-        self.clip_sigma = float(clip_sigma)
+        self.clip_sigma = clip_sigma
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         sent = kernels.terngrad(

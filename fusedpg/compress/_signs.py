@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
 from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
 
@@ -40,10 +41,10 @@ class SignSGD(Ours):
 class Signum(SignSGD):
     """SignSGD of a running mean: m = momentum * m + (1 - momentum) * v."""
 
+    momentum = Real(at_least=0, below=1)
+
     def __init__(self, momentum: float = 0.9) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
-        self.momentum = float(momentum)
+        self.momentum = momentum
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         now = v.now()

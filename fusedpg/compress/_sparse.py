@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
 from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
 
@@ -26,20 +27,16 @@ class _Sparse(Ours):
         return payload[1]
 
 
-def _check_ratio(ratio: float) -> float:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"compress_ratio is above 0 and at most 1, got {ratio}")
-    return float(ratio)
-
-
 class TopK(_Sparse):
     """The ``compress_ratio`` of elements with the largest magnitudes (Aji and Heafield 2017).
 
     Of equal ones the first; NaN counts as the largest, so it is sent.
     """
 
+    compress_ratio = Real(above=0, at_most=1)
+
     def __init__(self, compress_ratio: float = 0.3) -> None:
-        self.compress_ratio = _check_ratio(compress_ratio)
+        self.compress_ratio = compress_ratio
 
     def count(self, numel: int) -> int:
         return min(numel, max(1, int(numel * self.compress_ratio)))
@@ -65,9 +62,10 @@ class RandomK(_Sparse):
     """
 
     linear = True
+    compress_ratio = Real(above=0, at_most=1)
 
     def __init__(self, compress_ratio: float = 0.3) -> None:
-        self.compress_ratio = _check_ratio(compress_ratio)
+        self.compress_ratio = compress_ratio
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         now = v.now()
@@ -111,11 +109,10 @@ class Threshold(_Sparse):
 
     each_parameter = False
     tensors_size_are_same = False
+    threshold = Real(at_least=0)
 
     def __init__(self, threshold: float = 0.01) -> None:
-        if not threshold >= 0:
-            raise ValueError(f"threshold is at least 0, got {threshold}")
-        self.threshold = float(threshold)
+        self.threshold = threshold
 
     def at_least(self, numel: int) -> int:
         return 0
@@ -130,10 +127,11 @@ class GuardedThreshold(Threshold):
     """Elements above ``threshold``, but at least ``compress_ratio`` of them: the largest."""
 
     each_parameter = True
+    compress_ratio = Real(above=0, at_most=1)
 
     def __init__(self, threshold: float = 0.01, compress_ratio: float = 0.3) -> None:
         super().__init__(threshold)
-        self.compress_ratio = _check_ratio(compress_ratio)
+        self.compress_ratio = compress_ratio
 
     def at_least(self, numel: int) -> int:
         return min(numel, max(1, int(numel * self.compress_ratio)))

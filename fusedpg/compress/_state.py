@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedpg._by_parameter import ByParameter, Order, order_in_bucket, shape_in_memory
 from fusedpg._registration import BACKEND
-from fusedpg.compress import _agree, _hosts, _lane, _params, _schedule, memories
+from fusedpg.compress import _agree, _hosts, _lane, _numbers, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._each import EachParameter, EachParametersMemory
 from fusedpg.compress._lane import Lane
@@ -149,7 +149,7 @@ class State:
     ) -> None:
         _params.check(compressor, memory, communicator)
         self.compressor, self.memory, self.communicator = compressor, memory, communicator
-        self.seed = int(seed)
+        self.seed = _numbers.whole("seed", seed)
         self._parent = group
         self.schedule = schedule
         self._schedule = _schedule.make(schedule)

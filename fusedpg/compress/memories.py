@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
 from fusedpg.compress._base import Compensated, Compressor, Context, Payload, in_shape
+from fusedpg.compress._numbers import Real, real
 from fusedpg.compress._piece import Piece
 
 
@@ -85,8 +86,11 @@ class ResidualMemory(Memory):
     (Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019, arXiv:1901.09847.)
     """
 
+    beta = Real(at_least=0)
+    gamma = Real(above=0)
+
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
-        self.beta, self.gamma = float(beta), float(gamma)
+        self.beta, self.gamma = beta, gamma
 
     def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
         residual = piece.state("residual")
@@ -110,7 +114,7 @@ class EFSignSGDMemory(ResidualMemory):
 
     def __init__(self, lr: float = 0.1) -> None:
         self.lr = lr
-        super().__init__(1.0, lr)
+        super().__init__(1.0, self.lr)
 
     def for_sums(self) -> Memory:
         return self
@@ -121,9 +125,7 @@ class EFSignSGDMemory(ResidualMemory):
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        if not lr > 0:
-            raise ValueError(f"lr is above 0, got {lr}")
-        self._lr = self.gamma = float(lr)
+        self._lr = self.gamma = real("lr", lr, above=0)
         self.scale = 1 / self._lr
 
 
@@ -135,18 +137,18 @@ class DGCMemory(Memory):
     norm over the square root of the world size first (0: no clipping).
     """
 
+    momentum = Real(at_least=0, below=1)
+    gradient_clipping = Real(at_least=0)
+
     def __init__(self, momentum: float = 0.9, gradient_clipping: float = 0.0) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
         if gradient_clipping is True:
             raise ValueError(
                 "gradient_clipping is a norm here, got True, with which GRACE bounds elements by "
                 "the root of the mean of the ranks' sums of squares, which hardly any element "
                 "exceeds: give a number, or 0 for no clipping"
             )
-        if not gradient_clipping >= 0:
-            raise ValueError(f"gradient_clipping is at least 0, got {gradient_clipping}")
-        self.momentum, self.gradient_clipping = float(momentum), float(gradient_clipping)
+        self.momentum = momentum
+        self.gradient_clipping = 0.0 if gradient_clipping is False else gradient_clipping
 
     def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
         momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")

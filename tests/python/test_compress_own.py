@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -109,3 +110,51 @@ def test_nothing_is_taken_for_something_else(params: dict[str, Any], says: str) 
     with pytest.raises(ValueError, match="schedule= are the same"):
         compress.from_params({"fusion_num": 2}, schedule="one")
     assert memories.EFSignSGDMemory(0.1).scale == 10.0
+
+
+NUMBERS = [
+    ({"compressor": "topk", "memory": "residual"}, "compressor", "compress_ratio", (0, -1, 1.1)),
+    ({"compressor": "randomk"}, "compressor", "compress_ratio", (0, 1.1)),
+    ({"compressor": "guarded_threshold"}, "compressor", "compress_ratio", (0, 1.1)),
+    ({"compressor": "threshold"}, "compressor", "threshold", (-1,)),
+    ({"compressor": "terngrad"}, "compressor", "clip_sigma", (-1,)),
+    ({"compressor": "signum"}, "compressor", "momentum", (1, -0.1)),
+    ({"compressor": "qsgd"}, "compressor", "quantum_num", (0, 32768, 1.5)),
+    ({"compressor": "qsgd"}, "compressor", "bucket_size", (-1, 1.5)),
+    ({"compressor": "powersgd"}, "compressor", "compress_rank", (0, 1.5)),
+    ({"compressor": "topk", "memory": "residual"}, "memory", "beta", (-0.5,)),
+    ({"compressor": "topk", "memory": "residual"}, "memory", "gamma", (0, -1)),
+    ({"compressor": "topk", "memory": "efsignsgd"}, "memory", "lr", (0, -1, 1e-46)),
+    ({"compressor": "topk", "memory": "dgc"}, "memory", "momentum", (1, -0.1)),
+    ({"compressor": "topk", "memory": "dgc"}, "memory", "gradient_clipping", (-1,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("params", "part", "key", "wrong"),
+    NUMBERS,
+    ids=["-".join([*one[0].values(), one[2]]) for one in NUMBERS],
+)
+def test_impossible_numbers(params: dict[str, Any], part: str, key: str, wrong: Any) -> None:
+    """When they are given, and when the attribute is set later."""
+    for value in (*wrong, math.inf, -math.inf, math.nan, 1e39, "0.5", None, [0.5], 1j):
+        with pytest.raises(ValueError, match=f"{key} is "):
+            compress.from_params({**params, key: value})
+        made = getattr(compress.from_params(params), part)
+        before = getattr(made, key)
+        with pytest.raises(ValueError, match=f"{key} is "):
+            setattr(made, key, value)
+        assert getattr(made, key) == before
+    for number in (np.asarray(before)[()], torch.tensor(before)):
+        setattr(made, key, number)
+        assert type(getattr(made, key)) is type(before)
+
+
+def test_impossible_seeds_and_factors() -> None:
+    for value in (math.inf, math.nan, 1.5, "1"):
+        with pytest.raises(ValueError, match="seed is an integer"):
+            compress.from_params({}, seed=value)  # type: ignore[arg-type]
+    for factor in ("scale", "beta", "gamma"):
+        own = type("Own", (compress.Memory,), {factor: math.nan})()
+        with pytest.raises(ValueError, match=rf"Own\.{factor} is "):
+            compress.from_params({"compressor": "topk", "memory": own})
