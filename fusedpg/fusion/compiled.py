@@ -16,6 +16,7 @@ from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.agreed import agree, agreed
+from fusedpg.fusion.alike import NO_MARK, Mark
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.codegen_own_rows import generate_own_rows, of_rows
@@ -112,7 +113,7 @@ class Kernel:
         given: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         async_op: bool,
-        mark: int | None,
+        mark: Mark | None,
     ) -> Generator[Any, None, bool]:
         """Whether it has been done; then the values that others use are there.
 
@@ -164,7 +165,7 @@ class Kernel:
         later = async_op and not first
         scalar = numbers, seeds
         given_to = contribution, operands, results, *scalar, done, later
-        work = begin(backend, function, source, *given_to, mark=mark or 0)
+        work = begin(backend, function, source, *given_to, mark=mark or NO_MARK)
         if work is not None:
             yield work
         if first and not done.item():
@@ -303,7 +304,7 @@ def begin(
     first: int = 0,
     runs: int = 0,
     spacing: int = 0,
-    mark: int = 0,
+    mark: Mark = NO_MARK,
 ) -> Any:
     """The group's operation: its Work, or None where it has been done. `done`: if by all ranks.
 
@@ -316,7 +317,7 @@ def begin(
         raise unfit(source.scatter.operands[0], contribution)
     return backend.fused_program_(
         function,
-        source.key ^ mark,
+        source.key ^ mark.program ^ (mark.numbers if contribution.is_cuda else 0),
         source.op,
         contribution,
         operands,
@@ -324,12 +325,17 @@ def begin(
         source.reads,
         results,
         source.gathered,
-        numbers,
+        numbers if contribution.is_cuda else with_mark(numbers, mark),  # a kernel takes so many
         [*seeds, *source.periods],
         done,
         async_op,
         (first, runs, spacing, source.row, source.scratch),
     )
+
+
+def with_mark(numbers: Sequence[float], mark: Mark) -> Sequence[float]:
+    """Ranks compare these numbers; the function does not read the last one."""
+    return [*numbers, float(mark.numbers >> 11)] if mark.numbers else numbers
 
 
 def _like(node: Node, size: int, rank: int) -> torch.Tensor:
@@ -430,4 +436,14 @@ def generated(program: Program, device: str = "cpu") -> str:
     return "\n".join(parts) or "// no fused collective: nothing is generated\n"
 
 
-__all__ = ["AS_IS", "Alone", "Kernel", "begin", "generated", "kernel", "unfit", "usable"]
+__all__ = [
+    "AS_IS",
+    "Alone",
+    "Kernel",
+    "begin",
+    "generated",
+    "kernel",
+    "unfit",
+    "usable",
+    "with_mark",
+]

@@ -81,7 +81,7 @@ class Executor:
         self._values: dict[Node, Any] = {}
         self._messages: Messages | None = None
         self._arguments: Mapping[str, Any] = {}
-        self._mark: int | None = None  # of this call, until ranks have compared theirs
+        self._mark: alike.Mark | None = None  # of this call, until ranks have compared theirs
 
     def run(self, arguments: Mapping[str, Any]) -> Run:
         """The results, in the layouts of the program's outputs."""
@@ -260,7 +260,7 @@ class Executor:
 
     # --- whether all ranks call alike ---------------------------------------------------------
 
-    def _take_mark(self, *, program: bool = False) -> int | None:
+    def _take_mark(self, *, program: bool = False) -> alike.Mark | None:
         """This call's mark, where ranks have not compared theirs; who takes it has it compared.
 
         Args:

@@ -17,7 +17,7 @@ from fusedpg._registration import load_extension
 from fusedpg.fusion import alike
 from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.codegen_rows import BROADCAST, SLICE
-from fusedpg.fusion.compiled import Alone, Kernel, kernel, usable
+from fusedpg.fusion.compiled import Alone, Kernel, kernel, usable, with_mark
 from fusedpg.fusion.eager import begin_broadcast, begin_gather
 from fusedpg.fusion.here import Here, own
 from fusedpg.fusion.ir import COLLECTIVES, Group, Node, Program
@@ -32,7 +32,7 @@ _KEPT = 256
 
 Slots = list[Any]  # the values of a call, by their nodes' numbers
 # With the call's mark and group, which steps do not keep; whether it has been done.
-Step = Callable[[Slots, int, dist.ProcessGroup], bool]
+Step = Callable[[Slots, alike.Mark, dist.ProcessGroup], bool]
 
 
 _UNFIT = object()  # by it a program that has no shortcut says why
@@ -122,14 +122,17 @@ class _Steps:
         self.marked |= marked
         behind = len(self.number)
 
-        def step(slots: Slots, mark: int, group: dist.ProcessGroup) -> bool:
+        def step(slots: Slots, mark: alike.Mark, group: dist.ProcessGroup) -> bool:
             given = [slots[place].contiguous() if place >= 0 else None for place in read]
             for place, whole, node in slices:
                 value = here.slice(slots[whole], node.shape, node.layout.row)
                 given[place] = value.contiguous()
-            scalar = ([], []) if bare else scalars(source, lambda node: slots[number[node]])
+            numbers, seeds = ([], []) if bare else scalars(source, lambda node: slots[number[node]])
+            said = mark if marked else alike.NO_MARK
             results = [slots[behind + place] for place in targets]
-            made = run(found.compiled, given, results, *scalar, mark if marked else 0)
+            made = run(
+                found.compiled, given, results, with_mark(numbers, said), seeds, said.program
+            )
             if made is None:
                 if not first:
                     raise RuntimeError(f"{name}: a rank has lost a compiled function that it had")
@@ -153,7 +156,7 @@ class _Steps:
         ]
         written = [number[node] for node in source.outputs]
 
-        def step(slots: Slots, _: int, __: dist.ProcessGroup) -> bool:
+        def step(slots: Slots, _: alike.Mark, __: dist.ProcessGroup) -> bool:
             given = []
             for at, how, shape in operands:
                 value = slots[at]
@@ -177,7 +180,7 @@ class _Steps:
         if node.scalar:
             function = SCALAR_OPS[node.op]
 
-            def number(slots: Slots, _: int, __: dist.ProcessGroup) -> bool:
+            def number(slots: Slots, _: alike.Mark, __: dist.ProcessGroup) -> bool:
                 slots[at] = function(*[slots[place] for place in read])
                 return True
 
@@ -196,7 +199,7 @@ class _Steps:
         begin = begin_gather if node.op == "all_gather" else begin_broadcast
         size = self._ranks.size
 
-        def step(slots: Slots, _: int, group: dist.ProcessGroup) -> bool:
+        def step(slots: Slots, _: alike.Mark, group: dist.ProcessGroup) -> bool:
             _, whole = begin(node, slots[read], size, group, False)
             if node.op == "all_gather":
                 whole = whole[: node.numel].reshape(node.shape)
@@ -212,7 +215,7 @@ class _Steps:
         quick = POINTWISE.get(node.op) if not any(x.scalar for x in node.operands) else None
         attributes, dtype = dict(node.attributes), node.dtype
 
-        def step(slots: Slots, _: int, __: dist.ProcessGroup) -> bool:
+        def step(slots: Slots, _: alike.Mark, __: dist.ProcessGroup) -> bool:
             given = [slots[place] for place in read]
             value = quick(*given, **attributes) if quick is not None else None
             slots[at] = (
@@ -258,7 +261,7 @@ class Shortcut:
         self._used = [n.name for n in program.inputs if n.scalar and program.users[n]]
         # Only the mark tells other ranks of a program of several parts what it was called with.
         self._marked = Ranks.of(group).size > 1 and steps.marked
-        self._mark: tuple[list[str], int] = [], 0
+        self._mark: tuple[list[str], alike.Mark] = [], alike.NO_MARK
         self._types = [*map(type, values.values())]
         # Of each of these values there is a program.
         self._flags = [
@@ -338,7 +341,7 @@ class Shortcut:
         return results[0] if self._program.single else tuple(results)
 
     def _run(self, slots: Slots, values: Mapping[str, Any], group: dist.ProcessGroup) -> bool:
-        mark = self._mark_of(values) if self._marked else 0
+        mark = self._mark_of(values) if self._marked else alike.NO_MARK
         for step, free in self._steps:
             if not step(slots, mark, group):
                 # All ranks go on operation by operation, also those that did not come this way.
@@ -347,10 +350,10 @@ class Shortcut:
                 slots[number] = None
         return True
 
-    def _mark_of(self, values: Mapping[str, Any]) -> int:
+    def _mark_of(self, values: Mapping[str, Any]) -> alike.Mark:
         numbers = [repr(values[name]) for name in self._used]  # as 0.0 is equal to -0.0
         known, mark = self._mark
-        if not mark or numbers != known:
+        if mark is alike.NO_MARK or numbers != known:
             mark = alike.mark(self._program, values)
             self._mark = numbers, mark
         return mark
@@ -423,6 +426,7 @@ class Shortcuts:
                 found[place] = Shortcut.of(program, group, captured, values, targets)
             except _Unfit as unfit:
                 program.made[_UNFIT] = str(unfit)  # it is of one group
+                del found[place]
         else:
             if len(found) >= _KEPT:
                 found.clear()

@@ -20,8 +20,8 @@ from checks import fusion as checks
 from checks.fusion import Case
 from checks.refused import refused
 from fusedpg import fusion
+from fusedpg.fusion import agreed, compiled
 from fusedpg.fusion import compile as compiling
-from fusedpg.fusion import compiled
 from fusedpg.fusion.ir import Program
 from harness import Context
 
@@ -53,6 +53,12 @@ def done() -> int:
 def _transposed(x: torch.Tensor) -> torch.Tensor:
     """The same elements in another order in memory, where there are several dimensions."""
     return x.clone() if x.dim() < 2 else x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def forget() -> None:
+    """What is known of functions: who has compiled them, on all ranks at once."""
+    compiling._functions.clear()
+    agreed._known.clear()
 
 
 def reductions(program: Program) -> int:
@@ -219,6 +225,7 @@ def without_compiler(context: Context) -> None:
 
     run = fusedpg.fuse(step).scheduled(fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
     x = torch.arange(50.0)
+    forget()
     before = done()
     missing = {"CXX": "/nowhere/c++"} if context.rank == context.world_size - 1 else {}
     with tempfile.TemporaryDirectory() as empty, compiles(context):
@@ -226,7 +233,7 @@ def without_compiler(context: Context) -> None:
             for _ in range(2):
                 assert torch.equal(run(x, x), x - 0.25 * x)
     assert done() == before
-    compiling._functions.clear()
+    forget()
 
 
 def broadcasts(context: Context) -> None:
@@ -327,7 +334,7 @@ def forgotten(context: Context, rows: bool, missing: bool) -> None:
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total.item() == context.world_size
-    compiling._functions.clear()
+    forget()
 
 
 def _normed_here(x: torch.Tensor) -> torch.Tensor:
@@ -343,7 +350,7 @@ def compiler_returns(context: Context, how: str) -> None:
         script = Path(empty) / "c++"
         script.write_text(_COMPILERS[how])
         script.chmod(0o755)
-        compiling._functions.clear()
+        forget()
         absent = {"CXX": str(script)} if first else {}
         with environment(FUSEDPG_CACHE_DIR=empty, **absent):
             assert torch.equal(run(x, x), x - 0.25 * x)
@@ -359,7 +366,7 @@ def compiler_returns(context: Context, how: str) -> None:
             assert torch.equal(other(x, x), x - 0.5 * x)
             assert done() == before + 1
             assert not list(Path(empty).glob("**/*.tmp")), list(Path(empty).glob("**/*"))
-    compiling._functions.clear()
+    forget()
 
 
 def operands_that_do_not_fit(context: Context) -> None:

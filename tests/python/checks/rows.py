@@ -306,7 +306,7 @@ def without_compiler(context: Context) -> None:
                 for _ in range(2):
                     assert torch.equal(run(w, group=group), step(w))
         assert not done
-        compiling._functions.clear()
+        generated.forget()
     dist.destroy_process_group(group)
 
 
