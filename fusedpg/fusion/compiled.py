@@ -315,9 +315,10 @@ def begin(
             raise unfit(node, tensor)
     if contribution.numel() != source.scatter.numel:
         raise unfit(source.scatter.operands[0], contribution)
+    here = not backend.on_gpu(contribution)
     return backend.fused_program_(
         function,
-        source.key ^ mark.program ^ (mark.numbers if contribution.is_cuda else 0),
+        source.key ^ mark.program ^ (0 if here else mark.numbers),
         source.op,
         contribution,
         operands,
@@ -325,7 +326,7 @@ def begin(
         source.reads,
         results,
         source.gathered,
-        numbers if contribution.is_cuda else with_mark(numbers, mark),  # a kernel takes so many
+        with_mark(numbers, mark) if here else numbers,  # a GPU's kernel takes no others
         [*seeds, *source.periods],
         done,
         async_op,

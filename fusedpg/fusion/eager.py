@@ -238,7 +238,7 @@ class Executor:
             return None
         inner: dict[Node, Any] = {alone.given: value}
         backend = alone.kernel.backend(self._group, inner)
-        if backend is None:
+        if backend is None or backend.on_gpu(value):
             return None
         mark = self._mark
         done = yield from alone.kernel.run(
