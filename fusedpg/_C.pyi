@@ -230,6 +230,45 @@ class _SameTensors:
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are of the same kind and, if `places`, at the same places."""
 
+class _PreparedProgram:
+    """A fused collective on CPU tensors of the kinds of `read` and `made`; keeps none of them."""
+
+    def __init__(
+        self,
+        group: ProcessGroupFused,
+        program: int,
+        op: str,
+        read: Sequence[torch.Tensor],
+        kinds: Sequence[int],
+        reads: Sequence[int],
+        made: Sequence[torch.Tensor],
+        gathered: Sequence[bool],
+        periods: Sequence[int],
+        layout: tuple[int, int, int, int, int],
+    ) -> None: ...
+    def run(
+        self,
+        function: int,
+        read: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        seeds: Sequence[int],
+        mark: int,
+    ) -> list[torch.Tensor] | None:
+        """The results, new ones where none are given; None where a rank has no function."""
+
+def _call_generated(
+    function: int,
+    sum: torch.Tensor | None,
+    operands: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    seeds: Sequence[int],
+    begin: int,
+    count: int,
+    scratch: int = 0,
+) -> None: ...
+
 class _Compress:
     """See fusedpg/compress/_reference.py, which has the same functions."""
 
