@@ -20,6 +20,8 @@ from fusedpg._registration import load_extension
         optim_many.clipped_with_others,
         optim_many.gradients_again,
         optim_many.gradients_again_clipped,
+        optim_many.gradients_that_are_kept,
+        optim_many.groups_of_several_kinds,
     ],
 )
 def test_many(check: Callable[[harness.Context], None], world_size: int) -> None:

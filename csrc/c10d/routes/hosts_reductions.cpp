@@ -71,11 +71,6 @@ void HostsTurn::all_reduce(
     delegated.flat = route_.flat_.has_value();
     delegated.all_ours = route_.all_ours();
     const bool dense_is_delegated = select_delegate(delegated);
-    if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
-      agree(tensor, reduction);
-      delegate_sum(flat, reduction);
-      continue;
-    }
     const OpDescriptor d =
         facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
     const SkipConfig config = skip_config(skip, size_, d, reduction.args);

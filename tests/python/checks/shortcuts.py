@@ -80,8 +80,10 @@ class Calls:
             want = self.plain(
                 self.g.clone(), self.w.clone(), self.m.clone(), group=self.context.oracle, **numbers
             )
+            versions = w._version, m._version
             got = self.run.into((w, m), self.g, self.w, self.m, **numbers)
         assert got[0] is w and got[1] is m
+        assert w._version > versions[0] and m._version > versions[1], "autograd was not told"
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
     def new(self, drawn: random.Random, negated: bool = False, **flags: Any) -> None:
