@@ -798,7 +798,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     runs.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after these")
     writes = commands.add_parser("report")
-    writes.add_argument("--to", type=Path, help="without a suffix (benchmarks/results/mutants)")
+    writes.add_argument("--to", type=Path, help="without a suffix (tools/mutants/results)")
     args = parser.parse_args(arguments)
     project = load(args.root, args.work and args.work.resolve())
     problems = check(project)
@@ -816,7 +816,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         return 0 if run(project, args.names, **options) else 1
     text, data = report(project)
-    to = args.to or args.root / "benchmarks/results/mutants"
+    to = args.to or args.root / "tools/mutants/results"
     to.with_suffix(".md").write_text(text)
     to.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     print(text[: text.index("| mutant |")])
