@@ -152,6 +152,9 @@ bool contains(const std::string& text, const std::string& part) {
 
 // A large message is half there when one of its ends is killed.
 TEST(transport_killed_peer_is_named) {
+  if (kOnlyThreads) {
+    return;
+  }
   for (const Kind& kind : kinds()) {
     for (const size_t bytes : {size_t(8), size_t(64) << 20}) {
       Processes processes(3, [&](int rank, Store& store) {
@@ -180,6 +183,9 @@ TEST(transport_killed_peer_is_named) {
 }
 
 TEST(transport_stopped_peer_is_a_timeout) {
+  if (kOnlyThreads) {
+    return;
+  }
   for (const Kind& kind : kinds()) {
     Processes processes(2, [&](int rank, Store& store) {
       const auto t = kind.make(store, rank, 2);
