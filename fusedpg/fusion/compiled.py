@@ -67,7 +67,9 @@ class Kernel:
             _log.info("%s runs operation by operation: %s", self._name, self.cuda_reason)
             return None
 
-    def backend(self, group: dist.ProcessGroup | None, values: Mapping[Node, Any]) -> Any:
+    def backend(
+        self, group: dist.ProcessGroup | None, values: Mapping[Node, Any], *, on_gpus: bool = True
+    ) -> Any:
         """The group's backend, if this can run there: the same on all ranks. Else None."""
         source = self.source
         if source is None or group is None or not source.scatter.numel:
@@ -81,7 +83,7 @@ class Kernel:
             backend = _backend(group)
         except ValueError:
             return None
-        if backend.on_gpu(contribution) and self.cuda_source is None:
+        if backend.on_gpu(contribution) and (not on_gpus or self.cuda_source is None):
             return None
         device = contribution.device.type
         return None if agreed(group, (source.key, device)) is False else backend

@@ -237,8 +237,8 @@ class Executor:
         if alone is None:
             return None
         inner: dict[Node, Any] = {alone.given: value}
-        backend = alone.kernel.backend(self._group, inner)
-        if backend is None or backend.on_gpu(value):
+        backend = alone.kernel.backend(self._group, inner, on_gpus=False)
+        if backend is None:
             return None
         mark = self._mark
         done = yield from alone.kernel.run(
