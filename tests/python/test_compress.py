@@ -45,7 +45,8 @@ def legal(compressor: str, memory: str, communicator: str) -> bool:
 def test_equals_oracle(compressor: str, memory: str, communicator: str) -> None:
     if communicator == "allreduce" and not COMPRESSORS[compressor].linear:
         pytest.skip("its payloads cannot be added")
-    harness.pool(3).run(checks.equals_oracle, compressor, memory, communicator)
+    for more in [{}, *[{"momentum_masking": False}] * (memory == "dgc")]:
+        harness.pool(3).run(checks.equals_oracle, compressor, memory, communicator, more)
 
 
 @pytest.mark.parametrize("communicator", list(COMMUNICATORS))

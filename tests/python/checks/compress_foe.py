@@ -160,7 +160,8 @@ def differ_later(context: Context, params: dict[str, Any], part: str, what: str)
     for now in range(3):
         if now == 2 and context.rank == context.world_size - 1:
             object_ = getattr(state, part)
-            setattr(object_, what, getattr(object_, what) / 2)
+            number = getattr(object_, what)
+            setattr(object_, what, type(number)(number / 2))
         ddp.zero_grad()
         ddp([torch.ones(40), torch.ones(70)]).backward()
 
