@@ -221,6 +221,12 @@ def test_uneven_inputs(ours: bool) -> None:
 
 
 @pytest.mark.fused_only
+def test_backward_that_is_cut_short() -> None:
+    for place in range(6):
+        harness.pool(2).run(compress_optim.cut_short, place)
+
+
+@pytest.mark.fused_only
 def test_fused_optimizers_say_what_they_cannot() -> None:
     harness.pool(3).run(compress_optim.says_what_it_cannot)
 

@@ -120,7 +120,7 @@ def neighbours_in_memory(context: Context) -> None:
              torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16, offset=64)]  # fmt: skip
     state._splits = frozenset({2})
     for part in apart:
-        state._add(nn.Parameter(torch.zeros(16)), None, part)
+        state._add(nn.Parameter(torch.zeros(16)), None, part, None)
     assert state._open is not None
     assert [s.numel() for s in state._open.slices] == [16, 16]
 
