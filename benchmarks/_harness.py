@@ -23,6 +23,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
+import random
 import shlex
 import statistics
 import sys
@@ -300,12 +301,13 @@ def measure(
         batch[name] = min(256, math.ceil(span / warm))
     samples: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)
+    shuffled = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
+        shuffled.shuffle(order)  # no arm always follows the same one
         for name in order:
             if name in prepare:
                 prepare[name]()
             samples[name].append(clock.sample(arms[name], batch[name]))
-        order.append(order.pop(0))  # no arm always follows the same one
     rows = []
     for name, values in samples.items():
         p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive")

@@ -2,6 +2,7 @@
 
     python benchmarks/schedules.py --compile             # first, so that only calls are timed
     python benchmarks/schedules.py --seconds 200         # as many programs as fit; again goes on
+    python benchmarks/schedules.py --only 40:60 --again  # some of them, also those that are saved
     python benchmarks/schedules.py --report              # the table of what is saved
 
 Each program is drawn from the printed seed and its number: a sum over the ranks, at times two,
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 import random
 import statistics
@@ -41,7 +43,9 @@ import fusedpg
 import report
 from _harness import Context, Row
 from fusedpg import fusion
-from fusedpg.fusion import FusionError, Partial, Replicate, Schedule, Shard
+from fusedpg.fusion import FusionError, Partial, Replicate, Schedule, Shard, compile
+from fusedpg.fusion.compiled import kernel
+from fusedpg.fusion.local import local_kernel
 
 PLAIN = "plain torch"
 NEAR, NINE_OF_TEN, OF_PLAIN = 1.1, 0.9, 1.05
@@ -198,6 +202,8 @@ def main() -> int:
     parser = harness.parser(__doc__, backends="fused", sizes=None, rounds=9)
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=numbers, default=(0, math.inf), help="FIRST:BEHIND")
+    parser.add_argument("--again", action="store_true", help="time also what is saved")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no program later")
     parser.add_argument("--compile", action="store_true", help="only compile what will be timed")
     parser.add_argument("--report", action="store_true", help="only the table of what is saved")
@@ -210,6 +216,12 @@ def main() -> int:
     return 0
 
 
+def numbers(text: str) -> tuple[float, float]:
+    """`40:60`, `40:` or `:60`."""
+    first, _, behind = text.partition(":")
+    return float(first or 0), float(behind or math.inf)
+
+
 def saved(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = report.load(args.path)["rows"] if args.path.exists() else []
     return rows
@@ -218,18 +230,39 @@ def saved(args: argparse.Namespace) -> list[Row]:
 def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     begun = time.monotonic()
     rows = [] if args.compile else saved(args)
-    done = {row.case for row in rows}
-    for program, found in programs(args.seed, args.programs, context.world_size):
+    done = set() if args.again else {row.case for row in rows}
+    chosen = itertools.islice(
+        enumerate(programs(args.seed, args.programs, context.world_size)),
+        *(None if math.isinf(end) else int(end) for end in args.only),
+    )
+    for number, (program, found) in chosen:
         if program.case in done:
+            continue
+        if args.compile:
+            if number % context.world_size == context.rank:
+                compile_all(found)
             continue
         over = torch.tensor([float(time.monotonic() - begun > args.seconds)])
         dist.all_reduce(over, dist.ReduceOp.MAX)
         if over.item():
             break
+        rows = [row for row in rows if row.case != program.case]
         rows += timed(context, program, found, args)
-        if context.rank == 0 and not args.compile and not args.no_save:
+        if context.rank == 0 and not args.no_save:
             harness.save_json(args.path, rows, context.world_size, unit="seconds of a call")
     return rows
+
+
+def compile_all(found: Sequence[Schedule]) -> None:
+    for schedule in found:
+        program = schedule.program
+        for group, nodes in program.units:
+            if group is None or group.kind not in ("collective", "compute"):
+                continue
+            make = kernel if group.kind == "collective" else local_kernel
+            source = make(group, nodes, program).source
+            if source is not None:
+                compile.function(source.text, program.name)
 
 
 def timed(
@@ -247,8 +280,6 @@ def timed(
         if "dropout" not in program.text:
             check(context, program, schedule, got, expected)
         arms[schedule.title] = lambda call=scheduled: call(**sliced)  # type: ignore[misc]
-    if args.compile:
-        return []
     return harness.measure(context, arms, case=program.case, size=program.size, rounds=args.rounds)
 
 

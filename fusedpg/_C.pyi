@@ -23,7 +23,7 @@ class Options(Backend.Options):
         cuda_chunk_bytes: int | None = None,
         cuda_arena_bytes: int | None = None,
         nccl: Literal["auto", "patched", "stock"] | None = None,
-        transport: Literal["gloo", "ucx"] | None = None,
+        transport: Literal["tcp", "gloo", "ucx"] | None = None,
         order: Literal["hosts", "flat"] | None = None,
         _cpu_as_cuda: bool = False,
     ) -> None: ...
@@ -214,6 +214,7 @@ def all_spent(params: list[torch.Tensor], updated: set[torch.Tensor], type: type
 def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]: ...
 def sum_squares(tensor: torch.Tensor) -> float: ...
 def sums_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor: ...
+def scale_slices(slices: list[torch.Tensor], factor: float) -> bool: ...
 def find_blocks(tensor: torch.Tensor, block_size: int) -> torch.Tensor: ...
 def isa() -> str: ...
 def _set_delegate_factory(factory: Any) -> None: ...
@@ -228,6 +229,45 @@ class _SameTensors:
     def __init__(self, tensors: Sequence[torch.Tensor], places: bool) -> None: ...
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are of the same kind and, if `places`, at the same places."""
+
+class _PreparedProgram:
+    """A fused collective on CPU tensors of the kinds of `read` and `made`; keeps none of them."""
+
+    def __init__(
+        self,
+        group: ProcessGroupFused,
+        program: int,
+        op: str,
+        read: Sequence[torch.Tensor],
+        kinds: Sequence[int],
+        reads: Sequence[int],
+        made: Sequence[torch.Tensor],
+        gathered: Sequence[bool],
+        periods: Sequence[int],
+        layout: tuple[int, int, int, int, int],
+    ) -> None: ...
+    def run(
+        self,
+        function: int,
+        read: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        seeds: Sequence[int],
+        mark: int,
+    ) -> list[torch.Tensor] | None:
+        """The results, new ones where none are given; None where a rank has no function."""
+
+def _call_generated(
+    function: int,
+    sum: torch.Tensor | None,
+    operands: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    seeds: Sequence[int],
+    begin: int,
+    count: int,
+    scratch: int = 0,
+) -> None: ...
 
 class _Compress:
     """See fusedpg/compress/_reference.py, which has the same functions."""

@@ -6,7 +6,7 @@ from typing import Literal, TypedDict
 
 
 class _GroupInfo(TypedDict):
-    engine: Literal["shm", "gloo", "ucx"]
+    engine: Literal["shm", "tcp", "gloo", "ucx"]
     world_size: int
     local_world_size: int
     local_ranks: list[int]

@@ -53,7 +53,6 @@ LONG = (
     "test_compress_fuzz.py",
     "test_compress.py",
     "test_chaos.py",
-    "test_simt_mutants.py",
     "test_examples.py",
 )
 

@@ -312,12 +312,15 @@ def build(project: Project) -> None:
     for command in project.build:
         print("+", *project.words(command), flush=True)
         subprocess.run(project.words(command), check=True)
-    (project.work / "built").write_text(built_of(project))
+    built = [mutant.digest for mutant in project.mutants if mutant.compiled]
+    (project.work / "built").write_text(json.dumps(built))
 
 
-def built_of(project: Project) -> str:
-    """What the build depends on: it is refused when this has changed."""
-    return json.dumps(sorted(m.digest for m in project.mutants if m.compiled))
+def is_built(project: Project) -> bool:
+    """Whether the build has all C++ mutants, as the list has them now."""
+    built = project.work / "built"
+    has = set(json.loads(built.read_text())) if built.exists() else set()
+    return has.issuperset(mutant.digest for mutant in project.mutants if mutant.compiled)
 
 
 @contextlib.contextmanager
@@ -533,10 +536,14 @@ class Runner:
     def test(self, test: str, mutant: Mutant | None, limit: float) -> Ended:
         return run_test(self.project, test, self.tree, mutant, limit, all_of_them=self.matrix)
 
-    def passes(self, test: str, only: list[str], limit: float) -> bool:
-        """Whether tests that have failed pass without a mutant, now."""
-        named = [name for name in only if not name.startswith("(")]
-        return run_test(self.project, test, self.tree, None, limit, only=named).passed
+    def confirmed(self, test: str, mutant: Mutant, ended: Ended, limit: float) -> bool:
+        """Whether tests that have failed pass without the mutant, and fail again with it."""
+        named = [name for name in ended.failed if not name.startswith("(")]
+        run = functools.partial(run_test, self.project, test, self.tree, limit=limit, only=named)
+        if not run(mutant=None).passed:
+            return False
+        # A busy machine fails a test once; a race is not seen each time.
+        return ended.hangs or any(not run(mutant=mutant).passed for _ in range(3))
 
     def limit(self, test: str) -> float:
         """Seconds after which an item hangs, by how long it has taken at most so far."""
@@ -549,8 +556,21 @@ class Runner:
         if known is None or seconds > known["seconds"]:
             self.results.put(usual(test), {"test": test, "seconds": round(seconds, 1)})
 
-    def mutant(self, mutant: Mutant) -> dict[str, Any]:
-        """The tests most likely to notice it, then those of its room, until one does."""
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Its own tests before those of its room, and C++ before Python, which takes longer."""
+        wider = () if self.only == "named" else mutant.room_tests
+        tests = dict.fromkeys((*mutant.tests, *wider))
+        compiled = [test for test in tests if test.startswith("cpp:")]
+        if self.only == "cpp":
+            return compiled
+        return [*compiled, *(test for test in tests if not test.startswith("cpp:"))]
+
+    def mutant(self, mutant: Mutant, passed: Iterable[str] = ()) -> dict[str, Any]:
+        """The tests most likely to notice it, then those of its room, until one does.
+
+        Args:
+            passed: that have passed with it already.
+        """
         result: dict[str, Any] = {
             "id": mutant.id,
             "digest": mutant.digest,
@@ -558,21 +578,24 @@ class Runner:
             "caught": False,
             "hang": False,
             "by": [],
-            "ran": [],
+            "ran": list(passed),
+            "whole": self.only is None,
         }
         begun = time.monotonic()
-        wider = () if self.only == "named" else mutant.room_tests
-        for test in dict.fromkeys((*mutant.tests, *wider)):
-            if self.only == "cpp" and not test.startswith("cpp:"):
+        for test in self.tests_of(mutant):
+            if test in result["ran"]:
                 continue
             limit = self.limit(test)
             ended = self.test(test, mutant, limit)
+            if ended.hangs:  # or the machine was busy
+                limit *= 2
+                ended = self.test(test, mutant, limit)
             result["ran"].append(test)
             if ended.passed:
                 self.passed_in(test, ended.seconds)
                 continue
-            if not self.passes(test, ended.failed, limit):
-                print(f"  {test} fails also without {mutant.id}", flush=True)
+            if not self.confirmed(test, mutant, ended, limit):
+                print(f"  {test} fails by itself, not by {mutant.id}", flush=True)
                 continue
             result["caught"] = True
             result["hang"] = result["hang"] or ended.hangs
@@ -582,6 +605,11 @@ class Runner:
                 break
         result["seconds"] = round(time.monotonic() - begun, 1)
         return result
+
+
+def decided(result: dict[str, Any]) -> bool:
+    """Whether all tests have run, or one has caught it; --only leaves tests out."""
+    return bool(result["caught"] or result["whole"])
 
 
 def wanted(project: Project, names: list[str]) -> list[Mutant]:
@@ -603,9 +631,9 @@ def run(
     minutes: float = 1e9,
 ) -> bool:
     """Runs mutants that have no result yet."""
-    built = project.work / "built"
-    if not built.exists() or built.read_text() != built_of(project):
+    if not is_built(project):
         raise ListError("the list of C++ mutants has changed: python tools/mutants.py build")
+    built = project.work / "built"
     results = Results(project.work)
     end = time.monotonic() + 60 * minutes
     mutants = wanted(project, names)
@@ -628,19 +656,27 @@ def run(
 
     def one(runner: Runner, mutant: Mutant) -> None:
         known = results.get(mutant.id)
-        fresh = known is not None and known["digest"] == mutant.digest
-        if fresh and not again and not (survivors and known and not known["caught"]):
-            return
+        if again or known is None or known["digest"] != mutant.digest:
+            known = None
+        elif decided(known):
+            if known["caught"] or not survivors:
+                return
+            known = None
+        elif results.path(mutant.id).stat().st_mtime < built.stat().st_mtime:
+            known = None  # there may be other tests now
         with results.claim(mutant.id) as mine:
             if not mine:
                 return
-            result = runner.mutant(mutant)
-            if only == "cpp" and not result["caught"]:
-                print(f"{mutant.id}: not by the C++ tests ({result['seconds']:.0f} s)", flush=True)
-                return
+            result = runner.mutant(mutant, known["ran"] if known else ())
             results.put(mutant.id, result)
         how = "hang in" if result["hang"] else "caught by"
-        said = f"{how} {result['by'][0]}" if result["caught"] else "SURVIVED"
+        said = (
+            f"{how} {result['by'][0]}"
+            if result["caught"]
+            else "SURVIVED"
+            if decided(result)
+            else "not caught yet"
+        )
         print(f"{mutant.id}: {said} ({result['seconds']:.0f} s)", flush=True)
 
     threads = [threading.Thread(target=job) for _ in range(jobs)]
@@ -680,7 +716,9 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
             continue
         count[2] += 1
         count[3] += known["caught"]
-        how = "survived" if not known["caught"] else "hang" if known["hang"] else "caught"
+        how = "not caught yet"
+        if decided(known):
+            how = "survived" if not known["caught"] else "hang" if known["hang"] else "caught"
         rows.append(
             (mutant, how, ", ".join(f"`{t}`" for t in known["by"][:2]), f"{known['seconds']:.0f}")
         )
@@ -756,11 +794,11 @@ def main(arguments: list[str] | None = None) -> int:
     runs.add_argument(
         "--only",
         choices=("cpp", "named"),
-        help="C++ tests, after which nothing counts as survived; or those that mutants name",
+        help="C++ tests, or those that mutants name; the others run with the next call",
     )
     runs.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after these")
     writes = commands.add_parser("report")
-    writes.add_argument("--to", type=Path, help="without a suffix (benchmarks/results/mutants)")
+    writes.add_argument("--to", type=Path, help="without a suffix (tools/mutants/results)")
     args = parser.parse_args(arguments)
     project = load(args.root, args.work and args.work.resolve())
     problems = check(project)
@@ -778,7 +816,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         return 0 if run(project, args.names, **options) else 1
     text, data = report(project)
-    to = args.to or args.root / "benchmarks/results/mutants"
+    to = args.to or args.root / "tools/mutants/results"
     to.with_suffix(".md").write_text(text)
     to.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     print(text[: text.index("| mutant |")])

@@ -135,7 +135,7 @@ const char* block_skip_name(BlockSkip mode) {
 }
 
 const char* transport_choice_name(TransportChoice choice) {
-  constexpr const char* kNames[] = {"gloo", "ucx"};
+  constexpr const char* kNames[] = {"tcp", "gloo", "ucx"};
   return kNames[static_cast<size_t>(choice)];
 }
 
@@ -187,13 +187,18 @@ Settings resolve(const Options& options) {
       options.transport,
       "transport",
       "FUSEDPG_TRANSPORT",
-      {{transport_choice_name(TransportChoice::kGloo), TransportChoice::kGloo},
+      {{transport_choice_name(TransportChoice::kTcp), TransportChoice::kTcp},
+       {transport_choice_name(TransportChoice::kGloo), TransportChoice::kGloo},
        {transport_choice_name(TransportChoice::kUcx), TransportChoice::kUcx}});
   s.flat_order = choice_of<bool>(
       options.order,
       "order",
       "FUSEDPG_ORDER",
       {{"hosts", false}, {"flat", true}});
+  const std::string interfaces =
+      env("FUSEDPG_SOCKET_IFNAME")
+          .value_or(env("GLOO_SOCKET_IFNAME").value_or(""));
+  s.socket_ifname = interfaces.substr(0, interfaces.find(','));
   s.ucx_lib = env("FUSEDPG_UCX_LIB").value_or("");
   s.ucx_config = ucx_config();
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");

@@ -36,9 +36,9 @@ struct Options {
   // "auto": patched where there is one and the group spans machines.
   // FUSEDPG_NCCL.
   std::optional<std::string> nccl;
-  // The carrier of messages between hosts: "gloo", or "ucx", which is never taken
-  // unasked: whoever reaches its port can write to the process's memory. The
-  // same on all ranks. FUSEDPG_TRANSPORT.
+  // The carrier of messages between hosts: "tcp", which is ours; torch's "gloo";
+  // or "ucx", where whoever reaches its port can write to the process's memory.
+  // The same on all ranks. FUSEDPG_TRANSPORT.
   std::optional<std::string> transport;
   // In which order contributions are added between hosts: "hosts", or "flat":
   // as on one machine. The same on all ranks. FUSEDPG_ORDER.
@@ -48,7 +48,7 @@ struct Options {
 enum class BlockSkip { kOff, kAuto, kOn };
 const char* block_skip_name(BlockSkip mode);
 enum class NcclChoice { kAuto, kPatched, kStock };
-enum class TransportChoice { kGloo, kUcx };
+enum class TransportChoice { kTcp, kGloo, kUcx };
 const char* transport_choice_name(TransportChoice choice);
 
 struct Settings {
@@ -80,6 +80,9 @@ struct Settings {
   std::string nccl_lib;
   TransportChoice transport;
   bool flat_order;
+  // The interface that other hosts reach this one by; empty: by the way to the
+  // store. FUSEDPG_SOCKET_IFNAME, else the first of GLOO_SOCKET_IFNAME.
+  std::string socket_ifname;
   // libucp; empty: the wheel's, else the system's. FUSEDPG_UCX_LIB.
   std::string ucx_lib;
   // What we set of UCX's variables, without UCX_: none that the user has set.

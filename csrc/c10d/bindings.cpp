@@ -13,6 +13,7 @@
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gradients.hpp"
+#include "c10d/prepared_program.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/same_tensors.hpp"
 #include "c10d/tensors.hpp"
@@ -545,6 +546,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_step_lists(m);
   bind_group(m);
   bind_compress(m);
+  bind_prepared_programs(m);
   bind_same_tensors(m);
   m.def(
       "shard_range",

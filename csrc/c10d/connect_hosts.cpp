@@ -1,23 +1,28 @@
 #include "c10d/connect_hosts.hpp"
 
+#include <algorithm>
+#include <thread>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/error.hpp"
 #include "c10d/backend_transport.hpp"
 #include "c10d/store_rendezvous.hpp"
+#include "net/tcp_transport.hpp"
 #include "net/ucx_transport.hpp"
 
 namespace fusedpg {
 namespace {
 
-// A rank's word to the others before they connect: the version of its UCX, or
-// why it has none. Over Gloo it says only that it has come.
+// A rank's word to the others before they connect: what they have to know of it,
+// or why it cannot.
 struct Offer {
-  std::string version;
+  std::string word;
   std::string why_not;
 
   std::string text() const {
-    return version + "\n" + why_not;
+    return word + "\n" + why_not;
   }
   static Offer of(const std::string& text) {
     const size_t first = text.find('\n');
@@ -25,35 +30,77 @@ struct Offer {
   }
 };
 
-Offer ucx_offer(const Settings& settings, const ucx::Api*& api) {
+Offer offer_of(const std::function<std::string()>& word) {
   try {
-    api = &ucx::load(settings.ucx_lib);
-    return {api->version, ""};
+    return {word(), ""};
   } catch (const Error& error) {
     return {"", error.what()};
   }
 }
 
 // Every rank finds the same.
-void check_versions(const std::vector<Offer>& offers) {
-  const auto refuse = [](const std::string& why) {
-    fail(
-        ErrorKind::kSystem,
-        "fused: Options.transport (FUSEDPG_TRANSPORT) is \"ucx\", but {}",
-        why);
-  };
-  for (size_t p = 0; p < offers.size(); ++p) {
-    if (offers[p].version.empty()) {
-      refuse(formatted("rank {}: {}", p, offers[p].why_not));
+[[noreturn]] void refuse(const Settings& settings, const std::string& why) {
+  fail(
+      ErrorKind::kSystem,
+      "fused: Options.transport (FUSEDPG_TRANSPORT) is \"{}\", but {}",
+      transport_choice_name(settings.transport),
+      why);
+}
+
+std::vector<std::string> exchange(
+    Group& group,
+    const Offer& mine,
+    Rendezvous& rendezvous,
+    const Deadline& deadline,
+    const std::function<void()>& check) {
+  const auto key = [](int p) { return formatted("offer/{}", p); };
+  rendezvous.set(key(group.rank), mine.text());
+  std::vector<Offer> offers;
+  for (int p = 0; p < group.size; ++p) {
+    offers.push_back(
+        Offer::of(
+            await_rank(rendezvous, key(p), group.rank, p, deadline, check)));
+  }
+  check();
+  std::vector<std::string> words;
+  for (int p = 0; p < group.size; ++p) {
+    if (!offers[p].why_not.empty()) {
+      refuse(group.settings, formatted("rank {}: {}", p, offers[p].why_not));
     }
-    if (offers[p].version != offers[0].version) {
-      refuse(formatted(
-          "UCX is {} on rank 0 and {} on rank {}",
-          offers[0].version,
-          offers[p].version,
-          p));
+    words.push_back(offers[p].word);
+  }
+  return words;
+}
+
+void check_versions(
+    const Settings& settings,
+    const std::vector<std::string>& versions) {
+  for (size_t p = 0; p < versions.size(); ++p) {
+    if (versions[p] != versions[0]) {
+      refuse(
+          settings,
+          formatted(
+              "UCX is {} on rank 0 and {} on rank {}",
+              versions[0],
+              versions[p],
+              p));
     }
   }
+}
+
+// Where this process listens: by the way to the store, if that has one.
+SocketAddress address_here(Group& group) {
+  auto store = group.store;
+  if (const auto* prefix =
+          dynamic_cast<const c10d::PrefixStore*>(store.get())) {
+    store =
+        const_cast<c10d::PrefixStore*>(prefix)->getUnderlyingNonPrefixStore();
+  }
+  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(store.get());
+  return tcp == nullptr
+      ? local_address(group.settings.socket_ifname, "", 0)
+      : local_address(
+            group.settings.socket_ifname, tcp->getHost(), tcp->getPort());
 }
 
 } // namespace
@@ -73,36 +120,54 @@ Connection connect_hosts(
     const std::function<void()>& check,
     const std::function<c10::intrusive_ptr<c10d::Backend>()>& make_gloo) {
   const Settings& settings = group.settings;
-  const bool by_ucx = settings.transport == TransportChoice::kUcx;
   BoundedRendezvous rendezvous(
       c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store),
       deadline,
       check);
-  const auto key = [](int p) { return formatted("offer/{}", p); };
-  const ucx::Api* api = nullptr;
-  const Offer mine = by_ucx ? ucx_offer(settings, api) : Offer{};
-  rendezvous.set(key(group.rank), mine.text());
-  std::vector<Offer> offers;
-  for (int p = 0; p < group.size; ++p) {
-    offers.push_back(
-        Offer::of(
-            await_rank(rendezvous, key(p), group.rank, p, deadline, check)));
+  const auto offers = [&](const std::function<std::string()>& word) {
+    return exchange(group, offer_of(word), rendezvous, deadline, check);
+  };
+  switch (settings.transport) {
+    case TransportChoice::kGloo:
+      offers([] { return ""; }); // that it has come
+      return {std::make_unique<BackendTransport>(make_gloo()), "gloo"};
+    case TransportChoice::kUcx: {
+      const ucx::Api* api = nullptr;
+      check_versions(settings, offers([&] {
+                       api = &ucx::load(settings.ucx_lib);
+                       return api->version;
+                     }));
+      return {
+          std::make_unique<UcxTransport>(
+              *api,
+              ucx_config(settings),
+              rendezvous,
+              group.rank,
+              group.size,
+              deadline,
+              check),
+          "ucx " + api->version};
+    }
+    case TransportChoice::kTcp:
+      break;
   }
-  check();
-  if (!by_ucx) {
-    return {std::make_unique<BackendTransport>(make_gloo()), "gloo"};
+  std::unique_ptr<TcpEndpoint> endpoint;
+  const auto addresses = offers([&] {
+    endpoint = std::make_unique<TcpEndpoint>(
+        TcpListener::at(address_here(group)), group.rank, group.size);
+    return endpoint->address();
+  });
+  TcpTransport::Config config;
+  if (settings.spin_us >= 0) {
+    config.spin = std::chrono::microseconds(settings.spin_us);
+  } else if (
+      std::thread::hardware_concurrency() <=
+      static_cast<unsigned>(std::max(settings.local_world_size, 1))) {
+    config.spin = {}; // a peer may need the core
   }
-  check_versions(offers);
   return {
-      std::make_unique<UcxTransport>(
-          *api,
-          ucx_config(settings),
-          rendezvous,
-          group.rank,
-          group.size,
-          deadline,
-          check),
-      "ucx " + api->version};
+      std::make_unique<TcpTransport>(config, std::move(endpoint), addresses),
+      "tcp"};
 }
 
 } // namespace fusedpg

@@ -15,14 +15,14 @@ namespace fusedpg {
 
 struct Connection {
   std::unique_ptr<Transport> transport;
-  std::string name; // "ucx 1.22.0" or "gloo"
+  std::string name; // "tcp", "ucx 1.22.0" or "gloo"
 };
 
 UcxConfig ucx_config(const Settings& settings);
 
-// Collective: connects the ranks of a group that spans hosts, by UCX if it was
-// asked for (all ranks must have the same version of it), else by a backend that
-// `make_gloo` makes. `check` throws when waiting is in vain.
+// Collective: connects the ranks of a group that spans hosts, by its settings'
+// transport: sockets of our own; UCX, of which all must have the same version;
+// or a backend that `make_gloo` makes. `check` throws when waiting is in vain.
 Connection connect_hosts(
     Group& group,
     const Deadline& deadline,

@@ -3,24 +3,6 @@
 #include <bit>
 
 namespace fusedpg {
-namespace {
-
-// Set bits among [begin, end).
-size_t ones(const uint64_t* words, size_t begin, size_t end) {
-  size_t sum = 0;
-  while (begin < end) {
-    const size_t n = std::min(end, (begin / 64 + 1) * 64) - begin;
-    uint64_t word = words[begin / 64] >> (begin % 64);
-    if (n < 64) {
-      word &= (uint64_t(1) << n) - 1;
-    }
-    sum += std::popcount(word);
-    begin += n;
-  }
-  return sum;
-}
-
-} // namespace
 
 BlockMap::BlockMap(const std::vector<size_t>& counts, size_t block, int size)
     : block_(block),
@@ -59,7 +41,11 @@ void BlockMap::load(int rank, const uint64_t* bits) {
 }
 
 size_t BlockMap::present_blocks(int rank) const {
-  return ones(bits(rank), 0, 64 * words());
+  size_t sum = 0;
+  for (size_t w = 0; w < words(); ++w) {
+    sum += std::popcount(bits(rank)[w]);
+  }
+  return sum;
 }
 
 size_t BlockMap::present_elements(int rank, const LanePiece& piece) const {

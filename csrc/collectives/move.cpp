@@ -88,28 +88,9 @@ class Mover {
         flags &= found ? ~uint64_t(0) : ~kReadsDirect;
       }
     }
-    if (overlaps()) {
-      flags &= ~kReadsDirect;
-    }
     flags |= stage_small(Row(table.data(), size_), (flags & kReadsDirect) != 0);
     d_.flags |= flags;
     enter(ctx_, d_, table.data(), table.size());
-  }
-
-  // Whether pulling from a peer would overwrite what another has yet to pull.
-  bool overlaps() const {
-    for (int p = 0; p < size_; ++p) {
-      const auto* to = static_cast<const char*>(move_.recvs[p].data);
-      for (int q = 0; q < size_ && p != me_; ++q) {
-        const Span send = move_.send_to(q);
-        const auto* from = static_cast<const char*>(send.data);
-        if (q != me_ && to < from + send.bytes &&
-            from < to + move_.recvs[p].bytes) {
-          return true;
-        }
-      }
-    }
-    return false;
   }
 
   uint64_t stage_small(const Row& mine, bool in_arena) {

@@ -14,7 +14,9 @@ struct Move {
   // the same sends[0].
   std::vector<Span> sends;
   bool shared = false;
-  // recvs[p]: where this rank puts what it pulls from rank p.
+  // recvs[p]: where this rank puts what it pulls from rank p. None shares memory
+  // with what a peer pulls from this rank (need_apart() in c10d/tensors.hpp sees
+  // to it).
   std::vector<Span> recvs;
 
   Span send_to(int rank) const {

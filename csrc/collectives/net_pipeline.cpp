@@ -84,9 +84,6 @@ class Pipeline {
       barrier();
       take_from_peers(last - 1);
     }
-    for (Stage& stage : stages_) {
-      wait(stage.sends);
-    }
   }
 
  private:

@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "collectives/fused_step.hpp"
 #include "collectives/reduction.hpp"
 
@@ -15,14 +17,15 @@ std::vector<uint64_t> to_bits(const uint8_t* used, size_t count) {
   return bits;
 }
 
-// Of a weighted mean. Zeros if their sum is not positive.
+// Makes the ranks' weights those of a mean; zeros if their sum is zero. They are
+// finite and not negative, but one may be -0, times which 0 would be -0.
 void divide_by_sum(std::vector<double>& weights) {
   double total = 0;
   for (const double weight : weights) {
     total += weight;
   }
   for (double& weight : weights) {
-    weight = total > 0 ? weight / total : 0;
+    weight = total > 0 ? std::abs(weight) / total : 0;
   }
 }
 

@@ -81,7 +81,7 @@ size_t select_net_ahead(bool ucx) {
 bool select_delegate(const DelegateConfig& c) {
   // Gloo's own sums of large tensors are faster than ours over its messages; but
   // where ranks share a link they cross it more often.
-  return c.choice == Choice::kDense && !c.ucx && !c.ranks_share_hosts &&
+  return c.choice == Choice::kDense && !c.all_ours && !c.ranks_share_hosts &&
       !c.flat && !select_net_one_shot(c.bytes, c.world_size);
 }
 

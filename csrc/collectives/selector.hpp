@@ -67,7 +67,7 @@ struct DelegateConfig {
   size_t bytes = 0;
   int world_size = 1;
   DensityEstimates::Choice choice = DensityEstimates::Choice::kDense;
-  bool ucx = false; // carries the messages
+  bool all_ours = false; // by the transport: Gloo takes no part
   bool ranks_share_hosts = false;
   bool flat = false; // sums have the bits of one machine
 };

@@ -138,11 +138,9 @@ class Pipeline {
   }
 
   void run() {
-    // Owners for whom there is no room wait until the others are done.
+    // Owners for whom there is no room come after the others. A barrier between
+    // them is not needed: what peers still read is in the other half.
     for (first_ = 0; first_ < size(); first_ += owners_) {
-      if (first_ != 0) {
-        ctx_.domain.barrier(descriptor_, ctx_.deadline);
-      }
       run_owners();
     }
     // Peers may still read inputs or write outputs in place. Without that, the

@@ -87,13 +87,6 @@ size_t cgroup_room(std::string path, bool unified) {
 
 } // namespace
 
-void Fd::reset() {
-  if (fd_ >= 0) {
-    ::close(fd_);
-    fd_ = -1;
-  }
-}
-
 Mapping::Mapping(int fd, size_t size) : size_(size), owner_(getpid()) {
   void* p = mmap(
       nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);

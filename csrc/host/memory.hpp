@@ -8,33 +8,9 @@
 #include <string>
 #include <utility>
 
+#include "base/fd.hpp"
+
 namespace fusedpg {
-
-// An owned file descriptor.
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Fd& operator=(Fd&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Fd() {
-    reset();
-  }
-
-  int get() const {
-    return fd_;
-  }
-  explicit operator bool() const {
-    return fd_ >= 0;
-  }
-  void reset();
-
- private:
-  int fd_ = -1;
-};
 
 // An owned shared mapping of a memfd. A forked child does not inherit it
 // (MADV_DONTFORK), and its destructor does nothing there.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -54,15 +54,25 @@ def _numbers(program: Program, arguments: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def mark(program: Program, arguments: Mapping[str, Any]) -> int:
-    """Of 64 bits."""
+class Mark(NamedTuple):
+    """Of a call: what is computed, and with which numbers; of 64 bits each."""
+
+    program: int
+    numbers: int
+
+
+NO_MARK = Mark(0, 0)  # of a call whose first operation says all of it
+
+
+def mark(program: Program, arguments: Mapping[str, Any]) -> Mark:
     text = "\n".join(_numbers(program, arguments)).encode()
-    digest = hashlib.blake2b(_program(program) + text, digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    digests = _program(program), hashlib.blake2b(text, digest_size=8).digest()
+    return Mark(*(int.from_bytes(digest, "little") for digest in digests))
 
 
-def words(value: int, world_size: int, op: str) -> list[float]:
+def words(marked: Mark, world_size: int, op: str) -> list[float]:
     """A mark as elements of a reduction."""
+    value = marked.program ^ marked.numbers
     bits = max((_EXACT - math.ceil(math.log2(world_size))) // 2, 1)
     parts = [float(value >> at & ((1 << bits) - 1)) for at in range(0, _BITS, bits)]
     return parts + [(-x if op in ("max", "min") else x * x) for x in parts]
@@ -100,4 +110,4 @@ def difference(
     )
 
 
-__all__ = ["difference", "equal", "mark", "words"]
+__all__ = ["NO_MARK", "Mark", "difference", "equal", "mark", "words"]

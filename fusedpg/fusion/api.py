@@ -518,14 +518,14 @@ class FusedFunction:
         stages: dist.ProcessGroup | None = None,
     ) -> Any:
         values = self._signature.bind(args, kwargs)
-        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
-        for name, tensor in tensors.items():
-            if transformed(tensor):
-                refuse(name, tensor)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and transformed(value):
+                refuse(name, value)
         if not async_op and stages is None:
             known = self._shortcuts.take(group, values, targets or ())
             if known is not None:
                 return known
+        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
         ranks = Ranks.of(group)
         wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
         if wrt and targets is not None:
@@ -575,9 +575,7 @@ class FusedFunction:
             return pending
         result = pending.wait()
         if plan is None and not program.messages:
-            results = [result] if single else result
-            shortcut = values, targets or (), results
-            self._shortcuts.add(program, ranks.group, self._captured, *shortcut)
+            self._shortcuts.add(program, ranks.group, self._captured, values, targets or ())
         return result
 
 

@@ -135,24 +135,29 @@ inline void fence() {
 #endif
 }
 
-// A NaN of either comes out.
+// A NaN of either comes out. Each condition chooses a value of its own: GCC makes branches of
+// conditions that are joined, and does not vectorise a loop that has some.
 template <typename T>
 inline T maximum(T a, T b) {
-  return a != a || a > b ? a : b;
+  const T most = a > b ? a : b;
+  return a != a ? a : most;
 }
 template <typename T>
 inline T minimum(T a, T b) {
-  return a != a || a < b ? a : b;
+  const T least = a < b ? a : b;
+  return a != a ? a : least;
 }
 
 // The same over the ranks: of -0 and +0 the earlier stays.
 template <typename T>
 inline T greater(T a, T b) {
-  return b != b || b > a ? b : a;
+  const T most = b > a ? b : a;
+  return b != b ? b : most;
 }
 template <typename T>
 inline T lesser(T a, T b) {
-  return b != b || b < a ? b : a;
+  const T least = b < a ? b : a;
+  return b != b ? b : least;
 }
 
 // Operands that repeat with a period, or stay for so many elements.

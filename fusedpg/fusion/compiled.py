@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.agreed import agree, agreed
+from fusedpg.fusion.alike import NO_MARK, Mark
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.codegen_own_rows import generate_own_rows, of_rows
 from fusedpg.fusion.errors import FusionError
-from fusedpg.fusion.ir import Group, Node, Program
+from fusedpg.fusion.ir import PARTIAL, REPLICATE, SHARD, Group, Node, Program
 from fusedpg.fusion.places import span
 from fusedpg.fusion.scalars import scalars
 
@@ -84,11 +86,11 @@ class Kernel:
         device = contribution.device.type
         return None if agreed(group, (source.key, device)) is False else backend
 
-    def usable(self, group: dist.ProcessGroup) -> bool:
-        """Whether a call on a CPU, like one that has been carried out, can be."""
+    @property
+    def code(self) -> Hashable:
+        """By what ranks tell each other whether they have the function for a CPU."""
         assert self.source is not None
-        able = agreed(group, (self.source.key, "cpu")) is not False
-        return able and bool(load_extension()._fusion_settings()[0])
+        return self.source.key, "cpu"
 
     def leave(self, group: dist.ProcessGroup, device: str = "cpu") -> None:
         """A rank of the group has no function: so no rank uses its own again."""
@@ -111,7 +113,7 @@ class Kernel:
         given: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         async_op: bool,
-        mark: int | None,
+        mark: Mark | None,
     ) -> Generator[Any, None, bool]:
         """Whether it has been done; then the values that others use are there.
 
@@ -163,7 +165,7 @@ class Kernel:
         later = async_op and not first
         scalar = numbers, seeds
         given_to = contribution, operands, results, *scalar, done, later
-        work = begin(backend, function, source, *given_to, mark=mark or 0)
+        work = begin(backend, function, source, *given_to, mark=mark or NO_MARK)
         if work is not None:
             yield work
         if first and not done.item():
@@ -174,6 +176,24 @@ class Kernel:
         for (node, _), result in zip(source.outputs, results):
             values[node] = result
         return True
+
+    def prepared(self, backend: Any, rank: int) -> Any:
+        """The operation on CPU tensors of what the program says, which this thread carries out."""
+        source, size = self.source, self._program.world_size
+        assert source is not None
+        read = [_like(node, size, rank) for node in source.made_for[: 1 + len(source.operands)]]
+        return load_extension()._PreparedProgram(
+            backend,
+            source.key,
+            source.op,
+            read,
+            source.kinds,
+            source.reads,
+            [_like(node, size, rank) for node, _ in source.outputs],
+            source.gathered,
+            source.periods,
+            (0, 0, 0, source.row, source.scratch),
+        )
 
     def _on_gpu(self, source: Source, backend: Any, tensor: torch.Tensor) -> Any:
         device = tensor.get_device()
@@ -284,7 +304,7 @@ def begin(
     first: int = 0,
     runs: int = 0,
     spacing: int = 0,
-    mark: int = 0,
+    mark: Mark = NO_MARK,
 ) -> Any:
     """The group's operation: its Work, or None where it has been done. `done`: if by all ranks.
 
@@ -295,9 +315,10 @@ def begin(
             raise unfit(node, tensor)
     if contribution.numel() != source.scatter.numel:
         raise unfit(source.scatter.operands[0], contribution)
+    here = not backend.on_gpu(contribution)
     return backend.fused_program_(
         function,
-        source.key ^ mark,
+        source.key ^ mark.program ^ (0 if here else mark.numbers),
         source.op,
         contribution,
         operands,
@@ -305,12 +326,26 @@ def begin(
         source.reads,
         results,
         source.gathered,
-        numbers,
+        with_mark(numbers, mark) if here else numbers,  # a GPU's kernel takes no others
         [*seeds, *source.periods],
         done,
         async_op,
         (first, runs, spacing, source.row, source.scratch),
     )
+
+
+def with_mark(numbers: Sequence[float], mark: Mark) -> Sequence[float]:
+    """Ranks compare these numbers; the function does not read the last one."""
+    return [*numbers, float(mark.numbers >> 11)] if mark.numbers else numbers
+
+
+def _like(node: Node, size: int, rank: int) -> torch.Tensor:
+    """A tensor of the type and shape that a rank holds of a value; nobody reads its elements."""
+    shape = node.shape
+    if node.layout.parted:
+        row = node.layout.row
+        shape = (shard_range(node.numel * row, size, rank)[1] // row,)
+    return torch.empty(shape, dtype=node.dtype, device="cpu")
 
 
 def unfit(node: Node, tensor: torch.Tensor) -> FusionError:
@@ -338,6 +373,12 @@ class _Spans:
         return a0 < b1 and b0 < a1
 
 
+def usable(group: dist.ProcessGroup, codes: Sequence[Hashable]) -> bool:
+    """Whether a call on a CPU, like one that has been carried out, can be."""
+    able = all(agreed(group, code) is not False for code in codes)
+    return able and bool(load_extension()._fusion_settings()[0])
+
+
 def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
     """Of a group of kind "collective"; generated once.
 
@@ -349,6 +390,39 @@ def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
         if found is None:
             found = program.made[group] = Kernel(group, nodes, program)
         return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Alone:
+    """A reduction over the ranks with nothing around it, as a program of one fused collective.
+
+    So it says, in the group's operation, what ranks have to have alike, gives a new tensor without
+    a copy before it, and adds as other fused collectives do.
+    """
+
+    given: Node
+    result: Node
+    kernel: Kernel
+
+    @staticmethod
+    def of(node: Node, program: Program) -> Alone | None:
+        """None where it is not generated; of one type and shape alike in all programs."""
+        key = "alone", node
+        if key not in program.made:
+            operand = node.operands[0]
+            given = Node("input", (), PARTIAL, node.shape, operand.dtype, "x")
+            kind = (SHARD, node.shape, node.dtype)
+            result = Node("reduce_scatter", (given,), *kind, "reduced", node.attributes)
+            nodes: tuple[Node, ...] = (result,)
+            if node.op == "all_reduce":
+                result = Node("all_gather", nodes, REPLICATE, *kind[1:], "gathered")
+                nodes = (*nodes, result)
+            group = Group("collective", frozenset(nodes))
+            whole = Program("sum", (given,), (result,), program.world_size, True, (group,))
+            found = Kernel(group, nodes, whole)
+            program.made[key] = Alone(given, result, found) if found.source is not None else None
+        alone: Alone | None = program.made[key]
+        return alone
 
 
 def generated(program: Program, device: str = "cpu") -> str:
@@ -363,4 +437,14 @@ def generated(program: Program, device: str = "cpu") -> str:
     return "\n".join(parts) or "// no fused collective: nothing is generated\n"
 
 
-__all__ = ["AS_IS", "Kernel", "begin", "generated", "kernel", "unfit"]
+__all__ = [
+    "AS_IS",
+    "Alone",
+    "Kernel",
+    "begin",
+    "generated",
+    "kernel",
+    "unfit",
+    "usable",
+    "with_mark",
+]

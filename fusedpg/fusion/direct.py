@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fusedpg._registration import load_extension
 from fusedpg.fusion import compile
 from fusedpg.fusion.codegen import Source
 from fusedpg.fusion.compiled import begin, kernel, unfit
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.scalars import scalars
-
-
-class Output(ctypes.Structure):
-    """`Output` of fusion/codegen_text.py."""
-
-    _fields_ = (
-        ("to", ctypes.POINTER(ctypes.c_void_p)),
-        ("num", ctypes.c_uint64),
-        ("direct", ctypes.c_uint32),
-        ("stream", ctypes.c_uint32),
-    )
-
-
-class Args(ctypes.Structure):
-    """`Args` of fusion/codegen_text.py."""
-
-    _fields_ = (
-        ("sources", ctypes.POINTER(ctypes.c_void_p)),
-        ("num_sources", ctypes.c_uint64),
-        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
-        ("outputs", ctypes.POINTER(Output)),
-        ("numbers", ctypes.POINTER(ctypes.c_double)),
-        ("seeds", ctypes.POINTER(ctypes.c_uint64)),
-    )
 
 
 class Begun:
@@ -155,26 +131,21 @@ class Direct:
             fits = tensor.dtype is dtype and tensor.numel() == node.numel
             if not fits or tensor.device.type != "cpu" or not tensor.is_contiguous():
                 raise unfit(node, tensor)
-        place = array(ctypes.c_void_p, [result.data_ptr()])
-        args = Args(
-            array(ctypes.c_void_p, [total.data_ptr()]),
-            0,  # pointers to contributions: there is their sum
-            array(ctypes.c_void_p, [operand.data_ptr() for operand in operands]),
-            array(Output, [Output(place, 1, 1, 0)]),
-            array(ctypes.c_double, numbers),
-            array(ctypes.c_uint64, [*seeds, *self._source.periods]),
+        load_extension()._call_generated(
+            self._function,
+            total,
+            operands,
+            [result],
+            numbers,
+            [*seeds, *self._source.periods],
+            first,
+            result.numel(),
         )
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-        kind(self._function)(ctypes.addressof(args), first, result.numel())
 
 
 def _input(node: Node) -> Node:
     """What a value is, or is cast from."""
     return node.operands[0] if node.op == "cast" else node
-
-
-def array(kind: Any, values: Sequence[Any]) -> Any:
-    return (kind * len(values))(*values)
 
 
 __all__ = ["Begun", "Direct"]

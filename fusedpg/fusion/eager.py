@@ -10,22 +10,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusedpg.functional import shard_range
 from fusedpg.fusion import alike
-from fusedpg.fusion.compiled import kernel, unfit
+from fusedpg.fusion.compiled import Alone, kernel
 from fusedpg.fusion.derivatives import smooth
-from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REDUCTIONS, SHARD, Group, Node, Program
+from fusedpg.fusion.here import Here, matmul, own
+from fusedpg.fusion.ir import Group, Node, Program
 from fusedpg.fusion.local import local_kernel
 from fusedpg.fusion.messages import Messages, Transfer
-from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, reduce_locally
-from fusedpg.fusion.philox import kept
-from fusedpg.fusion.places import with_memory
-from fusedpg.fusion.scalars import checked
+from fusedpg.fusion.ops import SCALAR_OPS
+from fusedpg.fusion.places import Ranks, with_memory
 
 _log = logging.getLogger("fusedpg")
 _REDUCE_OPS = {
@@ -34,7 +33,6 @@ _REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-_EMPTY = {"local_max": -torch.inf, "local_min": torch.inf}
 # Newer names of the same functions, where torch has them.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,10 +77,11 @@ class Executor:
         self._group = group
         self._world_size = program.world_size
         self._rank = rank
+        self._here = Here(self._world_size, rank)
         self._values: dict[Node, Any] = {}
         self._messages: Messages | None = None
         self._arguments: Mapping[str, Any] = {}
-        self._mark: int | None = None  # of this call, until ranks have compared theirs
+        self._mark: alike.Mark | None = None  # of this call, until ranks have compared theirs
 
     def run(self, arguments: Mapping[str, Any]) -> Run:
         """The results, in the layouts of the program's outputs."""
@@ -133,15 +132,13 @@ class Executor:
             elif group is None or not (yield from self._compiled(group, nodes, given)):
                 for node in nodes:
                     if node.op != "input":
-                        values[node] = value = yield from self._evaluate(node)
-                        if node.dtype is not None and value.dtype is not node.dtype:
-                            raise unfit(node, value)
+                        values[node] = yield from self._evaluate(node)
             for node in released:
                 values.pop(node, None)  # a compiled group keeps some to itself
         if self._mark is not None and len(given) < len(arguments):
             # There was no reduction, and there are numbers or flags.
             work, total = self._begin_sum("max", torch.zeros(0, dtype=torch.float32, device=device))
-            yield work
+            yield from _waited(work)
             self._end_sum("max", total, (0,))
         if self._messages is not None:
             yield from self._messages.finish()
@@ -152,9 +149,7 @@ class Executor:
         value: torch.Tensor = self._values[node]
         if node.op == "input" or any(value is target for target in self._targets):
             return value
-        storage = value.untyped_storage().data_ptr()
-        shared = any(storage == tensor.untyped_storage().data_ptr() for tensor in given)
-        return value.clone() if shared else value
+        return own(value, given)
 
     def _compiled(
         self, group: Group, nodes: tuple[Node, ...], given: list[torch.Tensor]
@@ -162,7 +157,7 @@ class Executor:
         """Whether a group has been carried out as generated code."""
         if group.kind == "compute":
             here = local_kernel(group, nodes, self._program)
-            return (yield from here.run(self._values, self._slice, self._group, self._rank))
+            return (yield from here.run(self._values, self._here.slice, self._group, self._rank))
         if group.kind != "collective":
             return False
         found = kernel(group, nodes, self._program)
@@ -174,7 +169,7 @@ class Executor:
                 self._group,
                 backend,
                 self._values,
-                self._slice,
+                self._here.slice,
                 self._rank,
                 given,
                 self._targets,
@@ -202,98 +197,20 @@ class Executor:
             assert self._messages is not None
             self._messages.send(node, values[0])
             return torch.zeros((), device=values[0].device)
-        return self._compute(node, values)
-
-    # --- on this rank alone ------------------------------------------------------------------
-
-    def _compute(self, node: Node, values: list[Any]) -> torch.Tensor:
-        if node.op == "slice":
-            return self._slice(values[0], node.shape, node.layout.row)
-        if node.op == "dropout":
-            return self._dropout(node, *values)
-        if node.op == "matmul":
-            return _matmul(values[0], values[1], node.attribute("transposed"))
-        if node.op == "outer":
-            rows, others = (value.reshape(-1, value.shape[-1]) for value in values)
-            return rows.t() @ others
-        if node.op == "expand" and node.layout == SHARD:
-            each: torch.Tensor = values[0].unsqueeze(1)
-            return each.expand(-1, node.operands[0].layout.row).reshape(-1)
-        if node.op == "expand":
-            return cast("torch.Tensor", values[0]).expand(node.shape)
-        if node.op == "view":  # a slice is of the flat tensor
-            same: torch.Tensor = values[0]
-            return same if node.layout.parted else same.reshape(node.shape)
-        if node.op in REDUCTIONS and node.layout.row > 1:
-            return reduce_locally(node.op, values[0].reshape(-1, node.layout.row), (1,), False)
-        if node.op in REDUCTIONS:
-            return reduce_locally(
-                node.op, values[0], node.attribute("dims"), node.attribute("keepdim")
-            )
-        if node.op in LOCAL_REDUCTIONS:
-            return self._local_reduction(node, values[0])
-        for operand, value in zip(node.operands, values):
-            checked(value, operand)
-        result: torch.Tensor = POINTWISE[node.op](*values, **dict(node.attributes))
-        return result
-
-    def _range(self, shape: tuple[int, ...], row: int = 1) -> tuple[int, int]:
-        begin, length = shard_range(math.prod(shape) * row, self._world_size, self._rank)
-        return begin // row, length // row
-
-    def _slice(self, value: torch.Tensor, shape: tuple[int, ...], row: int = 1) -> torch.Tensor:
-        """This rank's elements of a tensor that is broadcast to a shape.
-
-        Or, of one number for each `row` elements, those of its rows.
-        """
-        begin, length = self._range(shape, row)
-        if tuple(value.shape) == shape:
-            return value.reshape(-1)[begin : begin + length]
-        if not length:
-            return value.new_empty(0)
-        value = value.expand(shape)
-        row = value[0].numel()
-        first, last = begin // row, (begin + length - 1) // row
-        rows = value[first : last + 1].reshape(-1)  # only what is needed is written out
-        return rows[begin - first * row :][:length]
-
-    def _dropout(self, node: Node, x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
-        if not 0 <= p <= 1:
-            raise ValueError(f"dropout: p is a probability, got {p}; {node.described()}")
-        begin, length = self._range(node.shape) if node.layout == SHARD else (0, node.numel)
-        keep = kept(p, seed, begin, length, x.device).reshape(x.shape)
-        scaled = x * (1 / (1 - p)) if p < 1 else x
-        return torch.where(keep, scaled, torch.zeros_like(x))
-
-    def _local_reduction(self, node: Node, part: torch.Tensor) -> torch.Tensor:
-        """The reduction of this rank's elements, in the shape of the whole's."""
-        domain = node.operands[0].shape
-        dims = node.attribute("dims")
-        kind = LOCAL_REDUCTIONS[node.op]
-        if len(dims) == len(domain):
-            if not part.numel() and kind != "sum":
-                return part.new_full(node.shape, _EMPTY[node.op])
-            return reduce_locally(kind, part, (0,), False).reshape(node.shape)
-        kept_shape = [1 if d in dims else size for d, size in enumerate(domain)]
-        places = torch.arange(node.numel, device=part.device).reshape(kept_shape)
-        index = self._slice(places, domain)
-        if kind == "sum":
-            result = part.new_zeros(node.numel).index_add_(0, index, part)
-        else:
-            result = part.new_full((node.numel,), _EMPTY[node.op])
-            result.scatter_reduce_(0, index, part, f"a{kind}")
-        return result.reshape(node.shape)
+        return self._here.compute(node, values)
 
     # --- with the group ----------------------------------------------------------------------
 
     def _reduce(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
         op = node.attribute("op")
+        done = yield from self._reduce_as_program(node, value)
+        if done is not None:
+            return done
         if node.op == "all_reduce":
             work, total = self._begin_sum(op, value)
-            if work is not None:
-                yield work
+            yield from _waited(work)
             return self._end_sum(op, total, node.shape).to(node.dtype)
-        length = self._range(node.shape)[1]
+        length = self._here.range(node.shape)[1]
         wide = self._widened(value).reshape(-1)
         if self._world_size == 1 or not node.numel:
             return self._end_sum(op, wide.clone(), (length,)).to(node.dtype)
@@ -303,15 +220,47 @@ class Executor:
         if len(words):
             whole = torch.cat([whole, words.expand(self._world_size, -1)], 1)
         part = whole.new_empty(whole.shape[1])
-        yield _reduce_scatter(
-            part, whole.view(-1), op=_REDUCE_OPS[op], group=self._group, async_op=True
+        work = _reduce_scatter(
+            part, whole.view(-1), op=_REDUCE_OPS[op], group=self._group, async_op=self._async_op
         )
+        yield from _waited(work)
         self._compare(op, part[chunk:])
         return self._end_sum(op, part[:length], (length,)).to(node.dtype)
 
+    def _reduce_as_program(
+        self, node: Node, value: torch.Tensor
+    ) -> Generator[Any, None, torch.Tensor | None]:
+        """As a fused collective of its own, on CPUs of one host; None where that is none."""
+        if value.device.type != "cpu" or self._group is None:
+            return None
+        alone = Alone.of(node, self._program) if Ranks.of(self._group).one_host else None
+        if alone is None:
+            return None
+        inner: dict[Node, Any] = {alone.given: value}
+        backend = alone.kernel.backend(self._group, inner)
+        if backend is None or backend.on_gpu(value):
+            return None
+        mark = self._mark
+        done = yield from alone.kernel.run(
+            self._group,
+            backend,
+            inner,
+            self._here.slice,
+            self._rank,
+            (),
+            (),
+            self._async_op,
+            self._take_mark(),
+        )
+        if not done:
+            self._mark = mark  # operation by operation it is compared again
+            return None
+        result: torch.Tensor = inner[alone.result]
+        return result
+
     # --- whether all ranks call alike ---------------------------------------------------------
 
-    def _take_mark(self, *, program: bool = False) -> int | None:
+    def _take_mark(self, *, program: bool = False) -> alike.Mark | None:
         """This call's mark, where ranks have not compared theirs; who takes it has it compared.
 
         Args:
@@ -339,7 +288,9 @@ class Executor:
         """16-bit types are summed in float32, whatever the backend does."""
         return value.float() if value.dtype.itemsize == 2 else value
 
-    def _begin_sum(self, op: str, value: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _begin_sum(
+        self, op: str, value: torch.Tensor, *, async_op: bool = False
+    ) -> tuple[Any, torch.Tensor]:
         """A sum over the ranks that has begun, flat, with the mark's words behind it."""
         wide = self._widened(value)
         words = self._words(op, wide)
@@ -348,7 +299,9 @@ class Executor:
         total[wide.numel() :] = words
         if self._world_size == 1 or not total.numel():
             return None, total
-        work = dist.all_reduce(total, op=_REDUCE_OPS[op], group=self._group, async_op=True)
+        work = dist.all_reduce(
+            total, op=_REDUCE_OPS[op], group=self._group, async_op=async_op or self._async_op
+        )
         return work, total
 
     def _end_sum(self, op: str, total: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -358,21 +311,13 @@ class Executor:
         return total / self._world_size if op == "mean" else total
 
     def _gather(self, node: Node, part: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
-        if self._world_size == 1 or not node.numel:
-            return part.clone().reshape(node.shape)
-        row = node.operands[0].layout.row
-        chunk = shard_range(node.numel * row, self._world_size, 0)[1] // row
-        whole = part.new_empty(chunk * self._world_size)
-        yield _all_gather(
-            whole, _padded(part, chunk).contiguous(), group=self._group, async_op=True
-        )
+        work, whole = begin_gather(node, part, self._world_size, self._group, self._async_op)
+        yield from _waited(work)
         return whole[: node.numel].reshape(node.shape)
 
     def _broadcast(self, node: Node, value: torch.Tensor) -> Generator[Any, None, torch.Tensor]:
-        result = value.clone(memory_format=torch.contiguous_format)
-        if self._world_size > 1 and result.numel():
-            src = node.attribute("src")
-            yield dist.broadcast(result, group=self._group, group_src=src, async_op=True)
+        work, result = begin_broadcast(node, value, self._world_size, self._group, self._async_op)
+        yield from _waited(work)
         return result
 
     def _overlap(self, group: Group, nodes: tuple[Node, ...]) -> Generator[Any, None, None]:
@@ -384,18 +329,46 @@ class Executor:
         begun = []
         op = collective.attribute("op")
         for rows in a.reshape(-1, a.shape[-1]).tensor_split(group.chunks):
-            part = _matmul(rows, b, transposed)
-            begun.append((*self._begin_sum(op, part), part.shape))
+            part = matmul(rows, b, transposed)
+            begun.append((*self._begin_sum(op, part, async_op=True), part.shape))
         totals = []
         for work, total, shape in begun:
-            if work is not None:
-                yield work
+            yield from _waited(work)
             totals.append(self._end_sum(op, total, shape).to(collective.dtype))
         self._values[product] = None
         self._values[collective] = torch.cat(totals).reshape(collective.shape)
         for node in nodes:
             if node.op == "constant":
                 self._values[node] = node.attribute("value")
+
+
+def begin_gather(
+    node: Node, part: torch.Tensor, size: int, group: dist.ProcessGroup | None, async_op: bool
+) -> tuple[Any, torch.Tensor]:
+    """The Work, None where it is done; and all ranks' slices, behind which memory may be left."""
+    if size == 1 or not node.numel:
+        return None, part.clone()
+    row = node.operands[0].layout.row
+    chunk = shard_range(node.numel * row, size, 0)[1] // row
+    whole = part.new_empty(chunk * size)
+    given = _padded(part, chunk).contiguous()
+    return _all_gather(whole, given, group=group, async_op=async_op), whole
+
+
+def begin_broadcast(
+    node: Node, value: torch.Tensor, size: int, group: dist.ProcessGroup | None, async_op: bool
+) -> tuple[Any, torch.Tensor]:
+    result = value.clone(memory_format=torch.contiguous_format)
+    if size == 1 or not result.numel():
+        return None, result
+    src = node.attribute("src")
+    return dist.broadcast(result, group=group, group_src=src, async_op=async_op), result
+
+
+def _waited(work: Any) -> Generator[Any, None, None]:
+    """Stops at what has begun; None has been done by this thread."""
+    if work is not None:
+        yield work
 
 
 def _capturing(device: torch.device) -> bool:
@@ -409,7 +382,3 @@ def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
     result = flat.new_zeros(count)
     result[: flat.numel()] = flat
     return result
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor:
-    return torch.matmul(a, b.t() if transposed else b)

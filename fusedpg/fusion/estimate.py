@@ -9,14 +9,12 @@ from __future__ import annotations
 from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import COLLECTIVES, REDUCTIONS, Group, Node, Program
 from fusedpg.fusion.local import local_kernel
-from fusedpg.fusion.shortcut import only_kernel
 
 # Seconds that Python and torch take for a call of each.
-_OPERATION = 10e-6
-_COLLECTIVE = 80e-6
-_LOCAL = 50e-6  # a generated function of this rank's tensors
-_KERNEL = 100e-6  # a fused collective among other things,
-_ALONE = 40e-6  # and one that is all of a program
+_OPERATION = 7e-6
+_COLLECTIVE = 30e-6
+_KERNEL = 25e-6  # a fused collective, or a reduction that is one without computation
+_LOCAL = 10e-6  # a generated function of this rank's tensors
 # Seconds for a byte that is read or written, and for one of a new tensor, whose pages are empty.
 _BYTE = 0.1e-9
 _NEW_BYTE = 0.15e-9
@@ -37,8 +35,7 @@ def seconds(program: Program) -> float:
         if group is None:
             total += sum(_alone(node, program.world_size) for node in nodes)
         elif group.kind == "collective" and kernel(group, nodes, program).source is not None:
-            alone = only_kernel(program) is not None
-            total += (_ALONE if alone else _KERNEL) + _passed(group, nodes, program)
+            total += _KERNEL + _passed(group, nodes, program)
         elif group.kind == "compute" and local_kernel(group, nodes, program).source is not None:
             total += _LOCAL + _passed(group, nodes, program)
         else:
@@ -69,7 +66,8 @@ def _alone(node: Node, size: int) -> float:
         # Copies to and from other ranks' sight, beside the reading of what these have left there.
         whole = node.numel * (node.dtype.itemsize if node.dtype is not None else 0)
         passes = {"all_reduce": 3, "reduce_scatter": 2, "all_gather": 1, "broadcast": 1}
-        return _COLLECTIVE + time + passes[node.op] * whole * _BYTE
+        call = _KERNEL if node.op in ("all_reduce", "reduce_scatter") else _COLLECTIVE
+        return call + time + passes[node.op] * whole * _BYTE
     return _OPERATION + time + _held(node, size) * _element(node, _MASK)
 
 

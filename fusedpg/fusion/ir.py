@@ -248,6 +248,28 @@ class Program:
         groups = len(self.units) - len(alone)
         return groups == 1 and all(node.scalar or node.op == "input" for node in alone)
 
+    @functools.cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """What is computed and how it is grouped, whatever names and lines values have."""
+        numbers = {node: number for number, node in enumerate(self.nodes)}
+
+        def places(nodes: Iterable[Node]) -> tuple[int, ...]:
+            return tuple(numbers[node] for node in nodes)
+
+        return (
+            tuple(
+                (
+                    *(node.op, places(node.operands), node.layout, node.shape, node.dtype),
+                    repr(node.attributes),  # as 1 is equal to True and 1.0
+                )
+                for node in self.nodes
+            ),
+            places(self.outputs),
+            frozenset(
+                (group.kind, group.chunks, frozenset(places(group.nodes))) for group in self.groups
+            ),
+        )
+
     def find(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import itertools
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,6 @@ from fusedpg.fusion import compile, compiled
 from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.codegen import Unsupported, code
 from fusedpg.fusion.codegen_rows import BROADCAST, CHUNK, SLICE, RowSource, generate_rows
-from fusedpg.fusion.direct import Args, Output, array
 from fusedpg.fusion.ir import SHARD, Node, Program
 from fusedpg.fusion.scalars import scalars
 
@@ -31,7 +30,6 @@ _LEAST = 1 << 15  # elements that are worth a thread
 _pool: ThreadPoolExecutor | None = None
 
 Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -59,7 +57,8 @@ class LocalKernel:
         self._world_size = program.world_size
         self.reason = ""
         self.source: RowSource | None = None
-        self._call: Any = None  # the compiled function
+        self._address: int | None = None  # of the compiled function; 0: there is none
+        self._extents: dict[int, _Extent] = {}
         self._code = ""
         try:
             self.source = generate_rows(nodes, program)
@@ -104,11 +103,16 @@ class LocalKernel:
         self._compute(source, values, slicer, rank)
         return True
 
+    def usable(self, group: dist.ProcessGroup) -> bool:
+        """Whether a call like one that has been carried out can be."""
+        wanted = bool(load_extension()._fusion_settings()[0])
+        known = self._world_size == 1 or agreed(group, ("rows", wanted, self._code))
+        return wanted and bool(known) and bool(self._address)
+
     def _found(self, source: RowSource) -> bool:
-        if self._call is None:
-            address = compile.function(source.text, self._name)
-            self._call = _Function(address) if address else False
-        return bool(self._call)
+        if self._address is None:
+            self._address = compile.function(source.text, self._name)
+        return bool(self._address)
 
     def _compute(
         self, source: RowSource, values: dict[Node, Any], slicer: Slicer, rank: int
@@ -120,48 +124,71 @@ class LocalKernel:
             else:
                 value = values[node]
                 value = value.expand(shape) if how == BROADCAST else value
-            count = math.prod(shape)
-            if how == SLICE or node.layout == SHARD:
-                count = shard_range(count, self._world_size, rank)[1]
+            operands.append(value.contiguous())
+        results = self.compute(operands, *scalars(source, values.__getitem__), rank)
+        values.update(zip(source.outputs, results))
+
+    def compute(
+        self,
+        operands: Sequence[torch.Tensor],
+        numbers: list[float],
+        seeds: list[int],
+        rank: int,
+    ) -> list[torch.Tensor]:
+        """The results of the source's operands, which are contiguous."""
+        source = self.source
+        assert source is not None
+        extent = self._extents.get(rank)
+        if extent is None:
+            extent = self._extents[rank] = _Extent(source, self._world_size, rank)
+        for (node, _, _), value, count in zip(source.operands, operands, extent.counts):
             if value.dtype is not node.dtype or value.numel() != count:
                 raise compiled.unfit(node, value)
-            operands.append(value.contiguous())
-        first, total = 0, math.prod(source.shape)
-        if source.sliced:
-            first, total = shard_range(total, self._world_size, rank)
-        length = source.rows.length if source.rows is not None else CHUNK
+        total, rows = extent.total, extent.rows
         results = [
             torch.empty((total,) if source.sliced else node.shape, dtype=node.dtype, device="cpu")
             for node in source.outputs
         ]
-        numbers, seeds = scalars(source, values.__getitem__)
-        given = array(ctypes.c_void_p, [operand.data_ptr() for operand in operands])
-        doubles = array(ctypes.c_double, numbers)
-        others = array(ctypes.c_uint64, [*seeds, length, total, first, *source.periods])
-        places = [array(ctypes.c_void_p, [result.data_ptr()]) for result in results]
-        buffers = 64 + source.buffers * (8 * (length + 64) + 64)
-
-        def part(begin: int, count: int) -> None:
-            scratch = torch.empty(buffers, dtype=torch.uint8, device="cpu")
-            own = array(ctypes.c_void_p, [scratch.data_ptr() + -scratch.data_ptr() % 64])
-            outputs = array(Output, [Output(place, 1, 1, 0) for place in (*places, own)])
-            args = Args(None, 0, given, outputs, doubles, others)
-            self._call(ctypes.addressof(args), begin, count)
-
-        rows = -(-total // length)
+        call = functools.partial(
+            load_extension()._call_generated,
+            self._address,
+            None,
+            operands,
+            results,
+            numbers,
+            [*seeds, extent.length, total, extent.first, *source.periods],
+            scratch=extent.scratch,
+        )
         parts = min(torch.get_num_threads(), rows, max(total // _LEAST, 1))
         if parts > 1:
             cuts = [rows * k // parts for k in range(parts + 1)]
             waiting = [
-                _threads().submit(part, begin, end - begin)
+                _threads().submit(call, begin, end - begin)
                 for begin, end in itertools.pairwise(cuts[1:])
             ]
-            part(0, cuts[1])
+            call(0, cuts[1])
             for future in waiting:  # which raises what the part has raised
                 future.result()
         elif rows:
-            part(0, rows)
-        values.update(zip(source.outputs, results))
+            call(0, rows)
+        return results
+
+
+class _Extent:
+    """What a rank computes of a source, in numbers."""
+
+    def __init__(self, source: RowSource, world_size: int, rank: int) -> None:
+        self.first, self.total = 0, math.prod(source.shape)
+        if source.sliced:
+            self.first, self.total = shard_range(self.total, world_size, rank)
+        self.length = source.rows.length if source.rows is not None else CHUNK
+        self.rows = -(-self.total // self.length)
+        self.scratch = 64 + source.buffers * (8 * (self.length + 64) + 64)
+        self.counts = []
+        for node, how, shape in source.operands:
+            count = math.prod(shape)
+            sliced = how == SLICE or node.layout == SHARD
+            self.counts.append(shard_range(count, world_size, rank)[1] if sliced else count)
 
 
 def _on_cpu(values: Mapping[Node, Any], node: Node) -> bool:

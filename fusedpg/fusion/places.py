@@ -15,6 +15,7 @@ from fusedpg.functional import group_info, shard_range
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import SHARD, Layout, Node, Program
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 # Of groups that this rank is in: size, rank, name, and whether all ranks are on one host.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, str, bool]] = (
     weakref.WeakKeyDictionary()
@@ -121,7 +122,8 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 
 def transformed(tensor: torch.Tensor) -> bool:
     """Whether vmap or torch.func.grad has put it in place of another one."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    found: bool = _is_wrapped(tensor)
+    return found
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -65,10 +65,10 @@ class Schedule:
 
 def schedules(program: Program) -> list[Schedule]:
     """The legal schedules that differ, the program as written first. Calls stay what they are."""
-    found: dict[str, Schedule] = {}
+    found: dict[tuple[object, ...], Schedule] = {}
 
     def add(schedule: Schedule) -> Schedule:
-        return found.setdefault(str(schedule.program), schedule)
+        return found.setdefault(schedule.program.structure, schedule)
 
     for schedule in _shapes(Schedule(program)):
         add(schedule)

@@ -1,32 +1,233 @@
 """A call like an earlier one, without what a call looks up first.
 
-Of a call of a few megabytes Python is a tenth, since the data have driven it out of the caches.
+A small program takes as long as its collective, so that little of Python may stand around it. In a
+call of a few megabytes Python is a tenth, since the data have driven it out of the caches.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
+from fusedpg.fusion import alike
 from fusedpg.fusion.captured import Captured
-from fusedpg.fusion.compiled import Kernel, begin, kernel
-from fusedpg.fusion.ir import Node, Program
-from fusedpg.fusion.ops import SCALAR_OPS
+from fusedpg.fusion.codegen_rows import BROADCAST, SLICE
+from fusedpg.fusion.compiled import Alone, Kernel, kernel, usable, with_mark
+from fusedpg.fusion.eager import begin_broadcast, begin_gather
+from fusedpg.fusion.here import Here, own
+from fusedpg.fusion.ir import COLLECTIVES, Group, Node, Program
+from fusedpg.fusion.local import LocalKernel, local_kernel
+from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
+from fusedpg.fusion.places import Ranks
 from fusedpg.fusion.scalars import scalars
 from fusedpg.fusion.trace import ambient
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KEPT = 256
-_SHORTCUT = object()  # by it a program has the kernel that its shortcuts call, or None
+
+Slots = list[Any]  # the values of a call, by their nodes' numbers
+# With the call's mark and group, which steps do not keep; whether it has been done.
+Step = Callable[[Slots, alike.Mark, dist.ProcessGroup], bool]
+
+
+_UNFIT = object()  # by it a program that has no shortcut says why
+
+
+class _Unfit(Exception):
+    """Why a program has no shortcut."""
+
+
+class _Steps:
+    """A program on tensors of CPUs of one host, as functions one behind the other.
+
+    They do what `eager.Executor` does with it, which another rank may use in the same call: the
+    group's operations are the same, in the same order, and so are the results' bits.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        group: dist.ProcessGroup,
+        ranks: Ranks,
+        places: Sequence[int],
+    ) -> None:
+        self._program, self._group, self._ranks = program, group, ranks
+        self._here = Here(ranks.size, ranks.rank)
+        self.number = {node: number for number, node in enumerate(program.nodes)}
+        self._places = places  # of results in the targets, which stand behind the values
+        self.kernels: list[Kernel] = []
+        self.marked = False  # whether an operation of the group has the call's mark
+        self.plain: set[int] = set()  # values that torch's functions give
+        # Constants are there from the beginning.
+        self.template = [
+            node.attribute("value") if node.op == "constant" else None for node in program.nodes
+        ]
+        self.steps: list[tuple[Step, tuple[int, ...]]] = []
+        for (unit, nodes), released in zip(program.units, program.released):
+            before = len(self.steps)
+            self._unit(unit, nodes)
+            if len(self.steps) > before:
+                last, _ = self.steps.pop()
+                free = tuple(self.number[node] for node in released if node.op != "constant")
+                self.steps.append((last, free))
+
+    def _unit(self, unit: Group | None, nodes: tuple[Node, ...]) -> None:
+        if unit is not None and unit.kind == "overlap":
+            raise _Unfit("it has a thread of its own")
+        if unit is not None and unit.kind == "collective":
+            found = kernel(unit, nodes, self._program)
+            if found.source is not None:
+                self._collective(found, self.number, marked=not self._program.one_group)
+                return
+        if unit is not None and unit.kind == "compute":
+            here = local_kernel(unit, nodes, self._program)
+            if here.source is not None:
+                self._compute(here)
+                return
+        for node in nodes:
+            self._node(node)
+
+    def _add(self, step: Step) -> None:
+        self.steps.append((step, ()))
+
+    def _collective(self, found: Kernel, number: Mapping[Node, int], marked: bool) -> None:
+        """`number`: of what the kernel reads and gives. `marked`: if it is the first."""
+        source = found.source
+        assert source is not None
+        if not found.compiled:
+            raise _Unfit("it is not compiled")
+        backend = found.backend(self._group, {source.scatter.operands[0]: torch.empty(0)})
+        if backend is None:
+            raise _Unfit("it is not generated code that the group runs")
+        read: list[int] = []
+        slices: list[tuple[int, int, Node]] = []  # where in what is read, of which value
+        for node in (source.scatter.operands[0], *(node for node, _ in source.operands)):
+            if node in source.materialised:
+                slices.append((len(read), number[node.operands[0]], node))
+                read.append(-1)
+            else:
+                read.append(number[node])
+        written = [number[node] for node, _ in source.outputs]
+        run = found.prepared(backend, self._ranks.rank).run
+        marked = marked and not self.kernels
+        bare = not (source.numbers or source.seeds or source.dropouts)
+        here, targets, name = self._here, [*self._places], self._program.name
+        first = not self.kernels
+        self.kernels.append(found)
+        self.marked |= marked
+        behind = len(self.number)
+
+        def step(slots: Slots, mark: alike.Mark, group: dist.ProcessGroup) -> bool:
+            given = [slots[place].contiguous() if place >= 0 else None for place in read]
+            for place, whole, node in slices:
+                value = here.slice(slots[whole], node.shape, node.layout.row)
+                given[place] = value.contiguous()
+            numbers, seeds = ([], []) if bare else scalars(source, lambda node: slots[number[node]])
+            said = mark if marked else alike.NO_MARK
+            results = [slots[behind + place] for place in targets]
+            made = run(
+                found.compiled, given, results, with_mark(numbers, said), seeds, said.program
+            )
+            if made is None:
+                if not first:
+                    raise RuntimeError(f"{name}: a rank has lost a compiled function that it had")
+                found.leave(group)
+                return False
+            for place, value in zip(written, made):
+                slots[place] = value
+            return True
+
+        self._add(step)
+
+    def _compute(self, here: LocalKernel) -> None:
+        source = here.source
+        assert source is not None
+        if not here.usable(self._group):
+            raise _Unfit("it is not generated code on all ranks")
+        number, rank, place = self.number, self._ranks.rank, self._here
+        operands = [
+            (number[node.operands[0] if how == SLICE else node], how, shape)
+            for node, how, shape in source.operands
+        ]
+        written = [number[node] for node in source.outputs]
+
+        def step(slots: Slots, _: alike.Mark, __: dist.ProcessGroup) -> bool:
+            given = []
+            for at, how, shape in operands:
+                value = slots[at]
+                if how == SLICE:
+                    value = place.slice(value, shape)
+                elif how == BROADCAST:
+                    value = value.expand(shape)
+                given.append(value.contiguous())
+            results = here.compute(given, *scalars(source, lambda node: slots[number[node]]), rank)
+            for at, value in zip(written, results):
+                slots[at] = value
+            return True
+
+        self._add(step)
+
+    def _node(self, node: Node) -> None:
+        if node.op in ("input", "constant"):
+            return
+        at = self.number[node]
+        read = [self.number[operand] for operand in node.operands]
+        if node.scalar:
+            function = SCALAR_OPS[node.op]
+
+            def number(slots: Slots, _: alike.Mark, __: dist.ProcessGroup) -> bool:
+                slots[at] = function(*[slots[place] for place in read])
+                return True
+
+            self._add(number)
+        elif node.op in ("all_reduce", "reduce_scatter"):
+            alone = Alone.of(node, self._program)
+            if alone is None:
+                raise _Unfit("a reduction is not generated")
+            self._collective(alone.kernel, {alone.given: read[0], alone.result: at}, marked=True)
+        elif node.op in COLLECTIVES:
+            self._moved(node, at, read[0])
+        else:
+            self._torch(node, at, read)
+
+    def _moved(self, node: Node, at: int, read: int) -> None:
+        begin = begin_gather if node.op == "all_gather" else begin_broadcast
+        size = self._ranks.size
+
+        def step(slots: Slots, _: alike.Mark, group: dist.ProcessGroup) -> bool:
+            _, whole = begin(node, slots[read], size, group, False)
+            if node.op == "all_gather":
+                whole = whole[: node.numel].reshape(node.shape)
+            slots[at] = whole
+            return True
+
+        self._add(step)
+
+    def _torch(self, node: Node, at: int, read: list[int]) -> None:
+        self.plain.add(at)
+        compute = self._here.compute
+        # A number may be one that no float64 holds, and dropout has a mask to make.
+        quick = POINTWISE.get(node.op) if not any(x.scalar for x in node.operands) else None
+        attributes, dtype = dict(node.attributes), node.dtype
+
+        def step(slots: Slots, _: alike.Mark, __: dist.ProcessGroup) -> bool:
+            given = [slots[place] for place in read]
+            value = quick(*given, **attributes) if quick is not None else None
+            slots[at] = (
+                value if value is not None and value.dtype is dtype else compute(node, given)
+            )
+            return True
+
+        self._add(step)
 
 
 class Shortcut:
-    """A program that is one fused collective on a CPU, and what a call of it was given.
+    """A program on CPUs of one host, and what a call of it was given.
 
     It is taken where tensors are of the same kind as in that call. Targets of `into` are written
     where they lie at the same places, too: then results can be computed at the same places.
@@ -34,40 +235,34 @@ class Shortcut:
 
     def __init__(
         self,
-        found: Kernel,
-        backend: Any,
         program: Program,
+        group: dist.ProcessGroup,
         captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
         places: Sequence[int],
-        made: Sequence[torch.Tensor],
     ) -> None:
-        source = found.source
-        assert source is not None
-        self._kernel = found
+        steps = _Steps(program, group, Ranks.of(group), places)
+        self._tensors = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
+        if not steps.kernels and len(self._tensors) < len(values):
+            raise _Unfit("no reduction tells whether ranks have the same numbers")
+        self._program = program
         self._captured = captured
         self._reads = captured(), ambient("cpu")
-        self._backend = backend
-        self._source = source
-        inputs = {node.name: node for node in program.inputs}
-        self._inputs = [inputs.get(name) for name in values]
-        self._read = source.scatter.operands[0], [node for node, _ in source.operands]
-        self._scalars = [
-            node
-            for unit, nodes in program.units
-            if unit is None
-            for node in nodes
-            if node.op != "input"
-        ]
-        self._places = places
-        self._single = program.single
-        # Of a call without targets: its new tensors, and which of them it returns.
-        computed = [node for node, _ in source.outputs]
-        self._made = [(result.shape, result.dtype) for result in made]
-        self._order = [computed.index(node) for node in program.outputs] if made else []
+        self._kernels = steps.kernels
+        self._steps = steps.steps
+        self._template = steps.template[len(program.inputs) :]
+        self._names = [node.name for node in program.inputs]
+        self._outputs = [steps.number[node] for node in program.outputs]
+        # Results of torch's functions may be views of arguments.
+        self._views = steps.plain.intersection(self._outputs)
+        self._plain = bool(steps.plain)
+        self._codes = [found.code for found in steps.kernels]
+        self._used = [n.name for n in program.inputs if n.scalar and program.users[n]]
+        # Only the mark tells other ranks of a program of several parts what it was called with.
+        self._marked = Ranks.of(group).size > 1 and steps.marked
+        self._mark: tuple[list[str], alike.Mark] = [], alike.NO_MARK
         self._types = [*map(type, values.values())]
-        self._tensors = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
         # Of each of these values there is a program.
         self._flags = [
             (name, value)
@@ -85,37 +280,28 @@ class Shortcut:
         captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
     ) -> Shortcut | None:
-        """After a call; None where calls like it do more than the one operation."""
-        if _SHORTCUT not in program.made:
-            program.made[_SHORTCUT] = only_kernel(program)
-        found: Kernel | None = program.made[_SHORTCUT]
-        if found is None or not found.compiled:
-            return None
-        source = found.source
-        assert source is not None
+        """After a call; None where its tensors are of a kind that others may not be of.
+
+        Raises:
+            _Unfit: where no call of the program has one.
+        """
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+        if not Ranks.of(group).one_host:
+            raise _Unfit("between hosts, and on other backends, calls are no shorter")
         if not all(map(_ordinary, (*tensors, *targets))):
             return None
-        by_node: dict[Node, Any] = {node: values[node.name] for node in program.inputs}
-        read = [source.scatter.operands[0], *(node for node, _ in source.operands)]
-        if any(not by_node[node].is_contiguous() for node in read):
-            return None
-        backend = found.backend(group, by_node)
-        if backend is None:
-            return None
-        by_output = dict(zip(program.outputs, results))
-        if not targets:
-            if by_output.keys() != dict(source.outputs).keys():
+        places: Sequence[int] = ()
+        if targets:
+            found = only_kernel(program)
+            if found is None or found.source is None:
                 return None
-            made = [by_output[node] for node, _ in source.outputs]
-            return Shortcut(found, backend, program, captured, values, (), (), made)
-        places = found.written(by_node, tensors, targets, torch.device("cpu"))
-        # Each target is a result that is computed there.
-        if sorted(places) != list(range(len(targets))):
-            return None
-        return Shortcut(found, backend, program, captured, values, targets, places, ())
+            by_node = {node: values[node.name] for node in program.inputs}
+            places = found.written(by_node, tensors, targets, torch.device("cpu"))
+            # Each target is a result that is computed there.
+            if sorted(places) != list(range(len(targets))):
+                return None
+        return Shortcut(program, group, captured, values, targets, places)
 
     def take(
         self,
@@ -134,38 +320,43 @@ class Shortcut:
             return None
         if (self._captured(), ambient("cpu")) != self._reads:
             return None
-        if not self._kernel.usable(group):
+        if not usable(group, self._codes):
             return None
-        by_node: dict[Any, Any] = dict(zip(self._inputs, values.values()))
-        for node in self._scalars:
-            if node.op == "constant":
-                by_node[node] = node.attribute("value")
-            else:
-                by_node[node] = SCALAR_OPS[node.op](*(by_node[x] for x in node.operands))
-        source, (contribution, operands) = self._source, self._read
-        results = (
-            [*map(targets.__getitem__, self._places)]
-            if targets
-            else [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._made]
-        )
-        done = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        begin(
-            self._backend,
-            self._kernel.compiled,
-            source,
-            by_node[contribution],
-            [*map(by_node.__getitem__, operands)],
-            results,
-            *scalars(source, by_node.__getitem__),
-            done,
-            False,
-        )
-        if not done.item():
-            # All ranks go on operation by operation, also those that did not come this way.
-            self._kernel.leave(group)
+        slots = [*map(values.__getitem__, self._names), *self._template, *targets]
+        if not self._plain:
+            done = self._run(slots, values, group)
+        else:
+            # A program has its own types and backward, which torch's modes must not change.
+            with torch.no_grad(), torch._C._DisableAutocast():
+                done = self._run(slots, values, group)
+        if not done:
             return None
-        returned = targets or [*map(results.__getitem__, self._order)]
-        return returned[0] if self._single else tuple(returned)
+        results = [slots[number] for number in self._outputs]
+        if self._views:
+            given = [values[name] for name in self._tensors]
+            results = [
+                own(result, given) if number in self._views else result
+                for number, result in zip(self._outputs, results)
+            ]
+        return results[0] if self._program.single else tuple(results)
+
+    def _run(self, slots: Slots, values: Mapping[str, Any], group: dist.ProcessGroup) -> bool:
+        mark = self._mark_of(values) if self._marked else alike.NO_MARK
+        for step, free in self._steps:
+            if not step(slots, mark, group):
+                # All ranks go on operation by operation, also those that did not come this way.
+                return False
+            for number in free:
+                slots[number] = None
+        return True
+
+    def _mark_of(self, values: Mapping[str, Any]) -> alike.Mark:
+        numbers = [repr(values[name]) for name in self._used]  # as 0.0 is equal to -0.0
+        known, mark = self._mark
+        if mark is alike.NO_MARK or numbers != known:
+            mark = alike.mark(self._program, values)
+            self._mark = numbers, mark
+        return mark
 
 
 def only_kernel(program: Program) -> Kernel | None:
@@ -224,15 +415,18 @@ class Shortcuts:
         captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
     ) -> None:
         """After a call that came by no shortcut; the first one at a place may be the only one."""
         place = _place(values, targets)
-        if group is None or place is None:
+        if group is None or place is None or _UNFIT in program.made:
             return
         found = self._found.setdefault(group, {})
         if place in found:
-            found[place] = Shortcut.of(program, group, captured, values, targets, results)
+            try:
+                found[place] = Shortcut.of(program, group, captured, values, targets)
+            except _Unfit as unfit:
+                program.made[_UNFIT] = str(unfit)  # it is of one group
+                del found[place]
         else:
             if len(found) >= _KEPT:
                 found.clear()

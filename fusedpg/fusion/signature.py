@@ -46,6 +46,8 @@ class Signature:
         self._names = tuple(self.signature.parameters)
         self._positional = sum(p.kind != p.KEYWORD_ONLY for p in parameters)
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        # Of such a type an argument is as it should be, whatever its layout.
+        self._exact = {name: self.kinds.get(name, torch.Tensor) for name in self._names}
 
     def _fail(self, name: str, reason: str) -> typing.NoReturn:
         line = line_of(self._function)
@@ -118,7 +120,10 @@ class Signature:
             bound = self.signature.bind(*args, **kwargs)
             bound.apply_defaults()
             values = dict(bound.arguments)
+        exact = self._exact
         for name, value in values.items():
+            if type(value) is exact[name]:
+                continue
             layout = self.layouts[name]
             if layout == SCALAR:
                 kind = self.kinds[name]

@@ -119,7 +119,7 @@ class GradContext:
         gradients = self.gradients()
         slices = _slices(gradients) or [gradient.local() for gradient in gradients]
         if slices:
-            torch._foreach_mul_(slices, factor)
+            _scale(slices, factor)
         self.changed()
 
     def total_norm(self, order: float) -> torch.Tensor:
@@ -134,6 +134,18 @@ def _slices(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
     """If all of them are reduced."""
     found = load_extension().reduced_slices(list(gradients), ShardedGrad)
     return None if found is None else found[0]
+
+
+def _scale(parts: list[torch.Tensor], factor: Any) -> None:
+    """``torch._foreach_mul_`` by a number or a scalar tensor."""
+    number = factor
+    if isinstance(factor, torch.Tensor):
+        plain = factor.device.type == "cpu" and factor.is_floating_point()
+        plain = plain and not factor.requires_grad
+        number = factor.item() if plain else None
+    # Others' conversions (of integers, complex numbers) are torch's business.
+    if type(number) is not float or not load_extension().scale_slices(parts, number):
+        torch._foreach_mul_(parts, factor)
 
 
 def norms(
@@ -425,7 +437,7 @@ def _foreach_mul_(grads: Any, other: Any) -> None:
             parts += [part for part in (grad._slice, grad._unreduced) if part is not None]
         else:
             parts.append(grad)
-    torch._foreach_mul_(parts, other)
+    _scale(parts, other)
     for context in contexts:
         context.changed()
 

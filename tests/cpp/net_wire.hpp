@@ -4,7 +4,9 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -17,16 +19,33 @@
 // A transport that is a table in memory.
 namespace fusedpg::test {
 
+// A message that is read as late as a network may do it: when it is received,
+// or when its send is waited for.
+struct Letter {
+  NetBuffer from;
+  std::optional<Bytes> text;
+
+  void read() {
+    if (!text) {
+      const auto* begin = reinterpret_cast<const uint8_t*>(from.data());
+      text.emplace(begin, begin + from.bytes());
+    }
+  }
+};
+
 // Messages under way between all ranks.
 class Wire {
  public:
   using Key = std::tuple<int, int, uint32_t>; // from, to, tag
 
-  void put(const Key& key, Bytes message) {
+  void put(const Key& key, std::shared_ptr<Letter> letter) {
     std::lock_guard<std::mutex> lock(mutex_);
-    ++messages_;
-    waiting_[key].push_back(std::move(message));
+    waiting_[key].push_back(std::move(letter));
     changed_.notify_all();
+  }
+  void send(Letter& letter) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    letter.read();
   }
   // Empty: not within the deadline.
   Bytes take(const Key& key, const Deadline& deadline) {
@@ -36,9 +55,10 @@ class Wire {
     if (!there) {
       return {};
     }
-    Bytes message = std::move(waiting_[key].front());
+    const std::shared_ptr<Letter> letter = std::move(waiting_[key].front());
     waiting_[key].pop_front();
-    return message;
+    letter->read();
+    return *letter->text;
   }
   size_t left() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -52,8 +72,7 @@ class Wire {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<Key, std::deque<Bytes>> waiting_;
-  size_t messages_ = 0;
+  std::map<Key, std::deque<std::shared_ptr<Letter>>> waiting_;
 };
 
 class WireTransport : public Transport {
@@ -71,26 +90,44 @@ class WireTransport : public Transport {
   RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override {
     CHECK(message.bytes() != 0);
     CHECK(to != rank_);
-    // At the latest when it is waited for: until then nobody may write there.
-    return std::make_unique<Done>([this, to, tag, message](const Deadline&) {
-      const auto* begin = reinterpret_cast<const uint8_t*>(message.data());
-      wire_.put({rank_, to, tag}, Bytes(begin, begin + message.bytes()));
-    });
+    auto letter = std::make_shared<Letter>(Letter{message, {}});
+    wire_.put({rank_, to, tag}, letter);
+    return std::make_unique<Sent>(wire_, std::move(letter));
   }
   RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override {
     CHECK(into.bytes() != 0);
     return std::make_unique<Request>(*this, from, tag, into);
   }
-  void abort() override {}
+  void abort() override {
+    closed_ = true;
+  }
+  void end() noexcept override {
+    closed_ = true;
+  }
+  // Whether its peers hear that this rank has given up.
+  bool closed() const {
+    return closed_;
+  }
 
  private:
-  // Runs at once; sends never wait.
-  class Done : public Transport::Request {
+  class Sent : public Transport::Request {
    public:
-    explicit Done(const std::function<void(const Deadline&)>& call) {
-      call(Deadline(kLong));
+    Sent(Wire& wire, std::shared_ptr<Letter> letter)
+        : wire_(wire),
+          letter_(std::move(letter)) {}
+    ~Sent() override {
+      // An operation that has not failed must know that its buffers are free.
+      CHECK(waited_ || std::uncaught_exceptions() > 0);
     }
-    void wait(const Deadline&) override {}
+    void wait(const Deadline&) override {
+      wire_.send(*letter_);
+      waited_ = true;
+    }
+
+   private:
+    Wire& wire_;
+    const std::shared_ptr<Letter> letter_;
+    bool waited_ = false;
   };
   class Request : public Transport::Request {
    public:
@@ -117,7 +154,15 @@ class WireTransport : public Transport {
   Wire& wire_;
   const int rank_;
   const int size_;
+  bool closed_ = false;
 };
+
+// The transport of an operation that has failed, and what is left of its
+// rank's host.
+inline void check_told(const NetContext& ctx) {
+  CHECK(static_cast<const WireTransport&>(ctx.transport).closed());
+  CHECK(ctx.domain == nullptr || ctx.domain->failed());
+}
 
 inline NetContext net_context(
     Transport& transport,

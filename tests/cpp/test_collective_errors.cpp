@@ -244,6 +244,9 @@ TEST(collectives_nan_check) {
             all_reduce(ctx, {{data.data(), count}}, sum_of());
           }),
           Call([&](Group&, Context& ctx) {
+            sparse_all_reduce(ctx, {{data.data(), count}}, sum_of(), {16});
+          }),
+          Call([&](Group&, Context& ctx) {
             all_gather(ctx, outputs, {data.data(), count * 4}, kF32);
           }),
           Call([&](Group&, Context& ctx) {
@@ -378,6 +381,22 @@ TEST(engine_failure_beside_a_collective) {
       store.meet("end", 2);
     });
   }
+}
+
+// The same at the last moment: an operation that has gone to its end read memory
+// that peers may have taken away.
+TEST(engine_failure_during_the_last_phase) {
+  on_threads(2, [](int rank, Store& store) {
+    Group g(rank, 2, store);
+    const auto run = [&] {
+      g.run([&](Context& ctx) {
+        barrier(ctx);
+        ctx.domain.mark_failed(Error(ErrorKind::kTimeout, "recv: timeout"));
+      });
+    };
+    expect_error(ErrorKind::kTimeout, {"recv: timeout"}, run);
+    store.meet("end", 2);
+  });
 }
 
 // What one rank throws before it has entered all hear of; it harms nobody.

@@ -271,6 +271,26 @@ TEST(domain_peer_may_fail_after_the_barrier) {
   });
 }
 
+// It has arrived, but takes its memory away while others may pass and read it.
+TEST(domain_peer_may_fail_at_the_barrier) {
+  on_threads(2, [](int rank, Store& store) {
+    Member me(rank, 2, store);
+    if (rank == 1) {
+      expect_error(ErrorKind::kTimeout, {"rank 0"}, [&] {
+        barrier(me.domain, 1, milliseconds(50));
+      });
+      me.domain.mark_failed(Error(ErrorKind::kTimeout, "fused: gave up"));
+    }
+    store.meet("failed", 2);
+    if (rank == 0) {
+      expect_error(ErrorKind::kPeerFailed, {"rank 1", "gave up"}, [&] {
+        barrier(me.domain, 1);
+      });
+    }
+    store.meet("end", 2);
+  });
+}
+
 TEST(domain_says_how_a_peer_ended) {
   on_threads(2, [](int rank, Store& store) {
     Member me(rank, 2, store);

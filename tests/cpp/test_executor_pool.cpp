@@ -300,8 +300,54 @@ TEST(executor_stop_runs_the_queue) {
   opener.join();
 }
 
+TEST(executor_stop_waits_for_a_caller) {
+  Executor executor;
+  Gate gate;
+  std::thread caller([&] { executor.run([&](uint64_t) { gate(); }); });
+  gate.wait_until_entered();
+  std::atomic<bool> stopped{false};
+  std::thread stopping([&] {
+    executor.stop();
+    stopped = true;
+  });
+  std::this_thread::sleep_for(milliseconds(50));
+  CHECK(!stopped);
+  // Behind the caller nothing is queued any more, and nothing takes a ticket.
+  bool open = true;
+  while (open) {
+    try {
+      executor.submit([](uint64_t) {});
+    } catch (const Error&) {
+      open = false;
+    }
+  }
+  const uint64_t tickets = executor.tickets();
+  CHECK_THROWS(executor.run([](uint64_t) {}), Error, "shut down");
+  CHECK_EQ(executor.tickets(), tickets);
+  gate.open();
+  caller.join();
+  stopping.join();
+}
+
+TEST(executor_remembers_what_has_ended) {
+  Executor executor;
+  executor.run([](uint64_t) {});
+  executor.run_unnumbered([] {}); // has no ticket
+  executor.finish(1);
+  CHECK_EQ(executor.tickets(), uint64_t{1});
+}
+
 TEST(executor_releases_captures_in_turn) {
   Executor executor;
+  // What goes may ask the executor, which must not be locked then.
+  struct Asks {
+    Executor& executor;
+    ~Asks() {
+      CHECK(executor.tickets() > 0);
+    }
+  };
+  std::shared_ptr<Asks> asks(new Asks{executor});
+  executor.submit([asks = std::move(asks)](uint64_t) {});
   auto held = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = held;
   executor.submit([held = std::move(held)](uint64_t) {});

@@ -210,6 +210,10 @@ TEST(fused_step_on_shared_parameters_that_are_not) {
             training.check(false);
             check_usable(g);
           };
+      // In everybody's own arena, at first at the same place of each: not one copy.
+      Training own(g, r, kSingles, {100, 0}, Place::kArena, Place::kArena);
+      own.call.shared_params = true;
+      raises(own, ErrorKind::kMismatch, "layouts");
       const std::string outside = "does not lie in an arena of this group";
       Training ordinary(
           g, r, kSingles, {100, 0}, Place::kOrdinary, Place::kArena);
@@ -228,10 +232,6 @@ TEST(fused_step_on_shared_parameters_that_are_not) {
       some.call.tensors[0].param = place;
       some.step();
       some.check();
-      // In everybody's own arena: not one copy.
-      Training own(g, r, kSingles, {100, 0}, Place::kArena, Place::kArena);
-      own.call.shared_params = true;
-      raises(own, ErrorKind::kMismatch, "layouts");
       // On one rank a copy, on the others one.
       Training one(g, r, kSingles, {100, 0}, Place::kArena, Place::kArena);
       one.share();

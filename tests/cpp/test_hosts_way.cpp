@@ -2,6 +2,9 @@
 // disagree are told in what.
 
 #include "collectives/hosts_way.hpp"
+
+#include <cmath>
+
 #include "fused_cases.hpp"
 #include "net_wire.hpp"
 
@@ -148,7 +151,7 @@ TEST(hosts_way_trains) {
 }
 
 TEST(hosts_way_names_what_differs) {
-  with_hosts({{0}, {1}}, [](Group& g, HostsWay& way, NetContext&) {
+  with_hosts({{0}, {1}}, [](Group& g, HostsWay& way, NetContext& ctx) {
     float param[8] = {}, grad[8] = {}, step = 0;
     const auto message = [&](auto change) {
       StepCall call = small_step(param, grad, &step);
@@ -179,7 +182,21 @@ TEST(hosts_way_names_what_differs) {
     says("sizes or memory layouts", [](StepCall& c) {
       c.tensors[0].layout_hash = 3;
     });
+    ctx.list_length = g.rank == 1 ? 3 : 2;
+    says("number of tensors in the list", [](StepCall&) {});
     CHECK_EQ(param[0], 0.0F);
+  });
+}
+
+TEST(hosts_way_finds_nans) {
+  with_hosts({{0, 2}, {1}}, [](Group& g, HostsWay& way, NetContext& ctx) {
+    ctx.nan_check = true;
+    std::vector<float> data(300000, 1);
+    data.back() = g.rank == 1 ? NAN : 1.0F;
+    expect_error(ErrorKind::kInvalid, {"the input of rank 1 holds a NaN"}, [&] {
+      all_reduce(way, {{data.data(), data.size()}}, sum_of());
+    });
+    CHECK_EQ(data[0], 1.0F);
   });
 }
 

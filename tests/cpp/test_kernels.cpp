@@ -338,6 +338,25 @@ TEST(kernels_reduce_streams_large_spans) {
   }
 }
 
+// Rounding must not carry a NaN's low bits into its sign or exponent.
+TEST(kernels_half_of_nans) {
+  const uint32_t nans[] = {
+      0x7fffffff, 0xffffffff, 0x7f800001, 0xff800001, 0x7f80ffff, 0x7fffff00};
+  float values[std::size(nans)];
+  std::memcpy(values, nans, sizeof nans);
+  for (const Table* table : tables()) {
+    for (const auto& [type, infinity] :
+         {std::pair(DType::kFloat16, 0x7c00),
+          std::pair(DType::kBFloat16, 0x7f80)}) {
+      uint16_t halves[std::size(nans)];
+      table->cast(type, halves, DType::kFloat32, values, std::size(nans));
+      for (const uint16_t half : halves) {
+        CHECK((half & 0x7fff) > infinity);
+      }
+    }
+  }
+}
+
 TEST(kernels_half_values_round_trip) {
   for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
     Bytes all(65536 * 2);

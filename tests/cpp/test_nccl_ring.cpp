@@ -455,7 +455,9 @@ TEST(nccl_ring_skips_blocks) {
                         ring.chunk(),
                         earlier,
                         chunks(c)},
-                    [](size_t, int) {});
+                    [&](size_t offset, int /* count */) {
+                      CHECK(is_present[7 * rank + offset / skip]);
+                    });
               });
           const size_t bytes = dtype_size(wire);
           CHECK_EQ(sent.bytes, 2 * (ranks - 1) * elements * bytes);

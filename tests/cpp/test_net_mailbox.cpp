@@ -162,6 +162,29 @@ TEST(net_mailbox_matches_source_and_tag_in_order) {
   });
 }
 
+// Receives that come after their messages, in another order.
+TEST(net_mailbox_matches_what_has_come) {
+  on_posts(2, [](NetPost& post) {
+    if (post.rank == 0) {
+      std::deque<Bytes> kept;
+      std::deque<Pending> sends;
+      for (int tag = 0; tag < 4; ++tag) {
+        kept.push_back(filled(100, tag));
+        sends.push_back(post.send(kept.back(), 1, tag));
+      }
+      for (Pending& one : sends) {
+        one.wait();
+      }
+      return;
+    }
+    for (const int tag : {3, 2, 0, 1}) {
+      Bytes got(100);
+      post.receive(got, 0, tag).wait();
+      CHECK(got == filled(100, tag));
+    }
+  });
+}
+
 TEST(net_mailbox_any_source) {
   on_posts(4, [](NetPost& post) {
     if (post.rank != 0) {

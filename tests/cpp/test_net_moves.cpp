@@ -254,6 +254,24 @@ TEST(moves_between_hosts_cross_a_link_once) {
   CHECK(most >= 4 * kBytes && most <= 4 * kBytes + kWords);
 }
 
+// Its peers hear of a failure, and nothing comes into tensors any more.
+TEST(moves_between_hosts_absent_rank) {
+  on_hosts(
+      {{0}, {1}},
+      [](int rank, NetContext& ctx) {
+        Bytes mine(100000);
+        if (rank == 0) {
+          HostsWay way(ctx);
+          CHECK_THROWS(
+              broadcast(way, {mine.data(), mine.size()}, DType::kUInt8, 1),
+              Error,
+              "no message from rank 1");
+          check_told(ctx);
+        }
+      },
+      milliseconds(300));
+}
+
 TEST(moves_between_hosts_mismatch_on_all_ranks) {
   using Call = std::function<void(Way&, Bytes&)>;
   const auto gathers = [](size_t in, size_t out) -> Call {

@@ -256,6 +256,7 @@ TEST(net_pipeline_absent_rank) {
                 error.kind() == ErrorKind::kTimeout ||
                 error.kind() == ErrorKind::kPeerFailed);
           }
+          check_told(ctx);
         },
         milliseconds(300));
   }

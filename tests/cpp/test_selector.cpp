@@ -129,7 +129,7 @@ TEST(selector_hosts) {
     return select_delegate(other);
   };
   CHECK(!but([](auto& c) { c.choice = Choice::kSkip; }));
-  CHECK(!but([](auto& c) { c.ucx = true; }));
+  CHECK(!but([](auto& c) { c.all_ours = true; }));
   CHECK(!but([](auto& c) { c.ranks_share_hosts = true; }));
   CHECK(!but([](auto& c) { c.flat = true; }));
   CHECK(!but([](auto& c) { c.bytes = 128 * kKiB; }));

@@ -35,7 +35,7 @@ def test_suite(world_size: int) -> None:
 
 
 BETWEEN_HOSTS = [
-    (counts, transport) for counts in ("1+1", "2+1", "2+2") for transport in ("gloo", "ucx")
+    (counts, transport) for counts in ("1+1", "2+1", "2+2") for transport in ("tcp", "gloo", "ucx")
 ]
 
 
@@ -45,7 +45,7 @@ BETWEEN_HOSTS = [
     ("counts", "transport", "tests"),
     [
         harness.slow("2+1", "ucx", "quick"),
-        ("2+2", "gloo", "quick"),
+        ("2+2", "tcp", "quick"),
         *(harness.slow(*layout, "all") for layout in BETWEEN_HOSTS),
     ],
 )

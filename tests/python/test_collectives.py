@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import hypothesis
@@ -123,8 +124,6 @@ def test_barrier(context: Context) -> None:
     assert left >= came
     work = dist.barrier(async_op=True)
     work.wait()
-    from datetime import timedelta
-
     group = dist.distributed_c10d._get_default_group()
     group.monitored_barrier(timedelta(seconds=10), wait_all_ranks=True)
     group.monitored_barrier(timedelta(seconds=10), wait_all_ranks=False)
@@ -232,6 +231,24 @@ def test_split(context: Context) -> None:
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     assert bool((tensor == context.world_size).all())
+
+
+@pytest.mark.fused_only
+@harness.on_ranks(1, 2, 3)
+def test_split_without_devices(context: Context) -> None:
+    """What split_group calls, which asks for an accelerator first."""
+    import fusedpg
+
+    world = dist.distributed_c10d._get_default_group()
+    timeout, name = timedelta(seconds=77), f"alone-{context.rank}"
+    group = world.split_group([context.rank], timeout, fusedpg.Options(), name, "one")
+    backend = group._get_backend(torch.device("cpu"))
+    options = backend.options
+    assert (options._timeout, options.group_name, backend.size()) == (timeout, name, 1)
+    tensor = torch.ones(4)
+    backend.allreduce([tensor]).wait()
+    assert bool((tensor == 1).all())
+    backend.shutdown()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -164,6 +166,23 @@ def test_printed() -> None:
     chosen = sgd.schedule(*args, world_size=2)
     assert chosen.program.bytes() == 400
     assert "FuseCollective()" in str(chosen)
+
+
+def test_schedules_differ() -> None:
+    """In more than the names of values: `Split` and `AsShard` make one program in either order."""
+
+    def program(g: Partial, m: Shard, w: Replicate) -> tuple[Shard, None]:
+        v = all_reduce(g, "mean")
+        return 0.9 * m + v, w - v
+
+    x = torch.zeros(64)
+    seen = []
+    for schedule in fusedpg.fuse(program).schedules(x, x[:32], x, world_size=2):
+        text = str(schedule.program)
+        for number, node in enumerate(schedule.program.nodes):
+            text = re.sub(rf"\b{node.name}\b", f"v{number}", text)
+        seen.append([line.split("#")[0].split() for line in text.splitlines()])
+    assert len(seen) > 3 and all(text not in seen[:n] for n, text in enumerate(seen))
 
 
 def test_choice_of_a_schedule() -> None:

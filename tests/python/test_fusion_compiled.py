@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+import fusedpg
 import harness
 import test_fusion_random as random_programs
 from checks import compiled, shortcuts
+from fusedpg import fusion
+from fusedpg.fusion import compile
 
 pytestmark = pytest.mark.fused_only
 
@@ -89,6 +96,43 @@ def test_between_hosts(names: str, transport: str) -> None:
 
 def test_nothing_stays_behind() -> None:
     harness.pool(2).run(compiled.collected)
+
+
+def maxima(g: fusion.Partial, w: fusion.Replicate) -> fusion.Shard:
+    x = fusion.all_reduce(g, "mean")
+    y = torch.maximum(x / (x * x + 1), x)
+    return torch.minimum(torch.maximum(x, y), w)
+
+
+def conditions(g: fusion.Partial, w: fusion.Replicate) -> fusion.Shard:
+    x = torch.maximum(fusion.all_reduce(g) + w, w)
+    y = torch.where(x > 0, x, 0.5)
+    return torch.relu(y.clamp(-0.5, 1.0)) * torch.sign(x)
+
+
+def extremes(g: fusion.Partial, w: fusion.Replicate) -> fusion.Shard:
+    return torch.maximum(fusion.all_reduce(g, "max"), w).clamp(min=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [maxima, conditions, extremes])
+def test_loops_are_vectorised(
+    function: Callable[..., Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A loop with branches takes 20 times as long."""
+    command, version = compile._compiler(os.environ.get("CXX", ""))
+    if "Free Software Foundation" not in version:
+        pytest.skip("another compiler than GCC says otherwise what it has vectorised")
+    x = torch.zeros(4096, dtype=dtype)
+    text = fusedpg.fuse(function).generated(x, x, world_size=2)
+    (tmp_path / "program.cpp").write_text(text)
+    flags = [*compile._flags(text), "-fopt-info-vec-optimized", "-o", "/dev/null"]
+    ran = subprocess.run(
+        [*command, *flags, "program.cpp"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    loops = [n for n, line in enumerate(text.split("\n"), 1) if "; i < n; ++i) {" in line]
+    vectorised = set(map(int, re.findall(r":(\d+):\d+: optimized: loop vectorized", ran.stderr)))
+    assert loops and vectorised.issuperset(loops), ran.stderr
 
 
 def test_compiling_at_once(tmp_path: Path) -> None:

@@ -97,13 +97,13 @@ def crew_of(place: str, layout: str, transport: str) -> Crew:
 
 
 def crews() -> list[Any]:
-    """Quick: over links, both transports with two ranks a host; pretended with one."""
+    """Quick: over links, our sockets and UCX with two ranks a host; pretended with one."""
     found = []
     for place, layout, transport in itertools.product(
-        ("links", "pretended"), LAYOUTS, ("gloo", "ucx")
+        ("links", "pretended"), LAYOUTS, ("tcp", "ucx", "gloo")
     ):
         marks = [NO_LINKS] if place == "links" else []
-        if (place == "links") != (layout == "2x2"):
+        if (place == "links") != (layout == "2x2") or transport == "gloo":
             marks.append(pytest.mark.slow)
         values = place, layout, transport
         found.append(pytest.param(values, marks=marks, id="-".join(values)))
@@ -282,8 +282,14 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("numel", [100, harness.slow(1_000_000)])
-@pytest.mark.parametrize("what", MISMATCHES)
+@pytest.mark.parametrize(
+    ("what", "numel"),
+    [
+        *((what, 100) for what in MISMATCHES),
+        ("size", 40_000),  # Gloo's own, where it is allowed
+        *(harness.slow(what, 1_000_000) for what in MISMATCHES),
+    ],
+)
 def test_mismatch(crew: Crew, what: str, numel: int) -> None:
     crew.workers.run(host_faults.join, crew.all, 20)
     for rank, text in enumerate(crew.workers.run(host_faults.mismatch, what, numel)):

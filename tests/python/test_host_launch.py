@@ -94,7 +94,8 @@ def expected(ranks: tuple[int, ...]) -> str:
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [
-        ((2, 1), "ucx"),
+        ((2, 1), "tcp"),
+        harness.slow((2, 1), "ucx"),
         harness.slow((2, 1), "gloo"),
         harness.slow((1, 1), "ucx"),
         harness.slow((1, 1), "gloo"),
@@ -114,7 +115,7 @@ def test_torchrun_rendezvous(two: hosts.Hosts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+@pytest.mark.parametrize("transport", ["ucx", "tcp"])
 def test_killed_worker_is_started_again(two: hosts.Hosts, tmp_path: Path, transport: str) -> None:
     """All workers start anew, go on from the checkpoint, and end with the same weights."""
     found = torchrun(
@@ -129,7 +130,7 @@ def test_killed_worker_is_started_again(two: hosts.Hosts, tmp_path: Path, transp
     assert {one["digest"] for one in found} == {expected((1, 1))}
 
 
-@pytest.mark.parametrize("transport", ["ucx", harness.slow("gloo")])
+@pytest.mark.parametrize("transport", ["tcp", harness.slow("ucx"), harness.slow("gloo")])
 def test_survivor_ends_with_the_error(two: hosts.Hosts, transport: str) -> None:
     """A program that does not handle the failure ends at once, with it, and not by a signal."""
     processes = []

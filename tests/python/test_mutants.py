@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,9 @@ def test_catches(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(mutants, "FIRST_LIMIT", {"C++": 5.0, "Python": 60.0})
     project = mutants.load(root, tmp_path / "work")
     mutants.build(project)
+    assert not mutants.run(project, [], only="cpp")
+    begun = mutants.Results(project.work).get("survives")
+    assert begun["ran"] == ["cpp:add"] and not mutants.decided(begun)
     assert not mutants.run(project, [], jobs=2)  # one survives
     found = {m.id: mutants.Results(project.work).get(m.id) for m in project.mutants}
     assert found.pop("same") is None
@@ -154,6 +158,28 @@ def test_catches(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text, data = mutants.report(project)
     assert "3 of 4 mutants that were run are caught (75 %); 1 are equivalent." in text
     assert [one["result"] for one in data["mutants"] if one["id"] == "survives"] == ["survived"]
+
+
+@pytest.mark.parametrize("hangs", [1, 2])
+def test_hang_is_seen_twice(
+    hangs: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once may be a busy machine."""
+    mutants = tool()
+    limits: list[float] = []
+
+    def run_test(project: Any, test: str, tree: Path, mutant: Any, limit: float, **_: Any) -> Any:
+        if mutant is None:
+            return mutants.Ended([], False, 1.0, "")
+        limits.append(limit)
+        return mutants.Ended([], len(limits) <= hangs, 1.0, "")
+
+    monkeypatch.setattr(mutants, "run_test", run_test)
+    project = mutants.load(root, tmp_path / "work")
+    runner = mutants.Runner(project, mutants.Results(project.work), root, False, None)
+    found = runner.mutant(project.mutants[0])
+    assert (found["caught"], found["hang"]) == (hangs == 2, hangs == 2)
+    assert limits[1] == 2 * limits[0]
 
 
 def test_text_that_has_gone(root: Path, tmp_path: Path) -> None:

@@ -162,6 +162,18 @@ def test_batch(ranks: harness.Workers, numel: int) -> None:
     ranks.run(p2p.batch, numel)
 
 
+@pytest.mark.fused_only
+@harness.on_ranks(2, 3)
+def test_tensors_that_are_not_contiguous(context: Context) -> None:
+    sent = torch.arange(12.0).view(3, 4).t()
+    if context.rank == 0:
+        dist.send(sent, 1)
+    elif context.rank == 1:
+        memory = torch.zeros(8, 3)
+        dist.recv(memory[::2], 0)
+        assert torch.equal(memory[::2], sent) and not memory[1::2].any()
+
+
 @harness.on_ranks(2, 3, 4)
 def test_in_a_subgroup(context: Context) -> None:
     """Ranks of a group are translated."""

@@ -202,10 +202,18 @@ def test_coordinates_move_entries(context: Context) -> None:
         assert found["bytes_sent"] == entries * (8 + 16) * (context.world_size - 1)
 
 
+OTHERS = {
+    "sizes": torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (11, 2)),
+    "dtypes": torch.sparse_coo_tensor([[1]], torch.ones(1, 2, dtype=torch.int32), (10, 2)),
+    "sparse dimensions": torch.sparse_coo_tensor([[1], [0]], torch.ones(1), (10, 2)),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
 @harness.on_ranks(2)
-def test_coordinates_that_differ(context: Context) -> None:
-    size = 10 if context.rank == 0 else 11
-    tensor = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (size,))
+def test_coordinates_that_differ(context: Context, what: str) -> None:
+    tensor = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (10, 2))
+    tensor = (tensor if context.rank == 0 else OTHERS[what]).coalesce()
     try:
         dist.all_reduce(tensor)
     except dist.DistBackendError as error:

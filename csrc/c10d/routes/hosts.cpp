@@ -43,9 +43,10 @@ HostsRoute::HostsRoute(
       delegate_(make_gloo("fusedpg-delegate", deadline)),
       failures_(group.store, rank_, size_),
       skip_{group.settings.block_skip, group.settings.block_size, {}} {
-  log_once(
-      "a group spans several hosts: over Gloo, collectives that only move data "
-      "are its own");
+  log_once(formatted(
+      "a group spans several hosts: {}",
+      all_ours() ? "messages of users (send, recv) are Gloo's"
+                 : "collectives that only move data are Gloo's"));
 }
 
 c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(

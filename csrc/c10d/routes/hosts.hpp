@@ -16,8 +16,8 @@
 namespace fusedpg {
 
 // CPU tensors where ranks are on several machines. What reduces is ours, over
-// messages, and so is the rest over UCX; else the delegate, torch's Gloo, does
-// it.
+// messages, and so is what moves data, unless the transport is Gloo: then the
+// delegate, torch's Gloo, does it. Messages of users are ours over UCX alone.
 class HostsRoute : public CpuRoute {
  public:
   // Collective over the ranks that `bootstrap` met.
@@ -77,8 +77,8 @@ class HostsRoute : public CpuRoute {
       const char* prefix,
       const Deadline& deadline);
   // Whether all sums and moves are ours.
-  bool by_ucx() const {
-    return group_.settings.transport == TransportChoice::kUcx;
+  bool all_ours() const {
+    return group_.settings.transport != TransportChoice::kGloo;
   }
   NetMailbox* mailbox(); // null: messages are the delegate's
   // Ends the group as an operation does that fails; with what all ranks know.

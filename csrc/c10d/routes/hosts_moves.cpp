@@ -1,4 +1,4 @@
-// The collectives that only move data between hosts: ours over UCX, else Gloo's.
+// The collectives that only move data between hosts: ours, or Gloo's where that is the transport.
 
 #include "c10d/routes/hosts_turn.hpp"
 #include "collectives/collectives.hpp"
@@ -14,7 +14,7 @@ DType dtype_of(const Flat& flat) {
 } // namespace
 
 bool HostsTurn::ours(const std::function<void(Way&)>& move) {
-  if (!route_.by_ucx()) {
+  if (!route_.all_ours()) {
     return false;
   }
   NetContext ctx = context();
@@ -24,7 +24,7 @@ bool HostsTurn::ours(const std::function<void(Way&)>& move) {
 }
 
 void HostsTurn::refuse(const std::string& reason) {
-  if (entered_ || !route_.by_ucx()) {
+  if (entered_ || !route_.all_ours()) {
     return;
   }
   try {

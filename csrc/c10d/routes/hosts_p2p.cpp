@@ -10,7 +10,7 @@
 namespace fusedpg {
 
 NetMailbox* HostsRoute::mailbox() {
-  if (!by_ucx()) {
+  if (group_.settings.transport != TransportChoice::kUcx) {
     return nullptr;
   }
   translate([this] { check_messages(); });

@@ -69,13 +69,8 @@ void HostsTurn::all_reduce(
     delegated.world_size = size_;
     delegated.ranks_share_hosts = route_.hosts_.shared();
     delegated.flat = route_.flat_.has_value();
-    delegated.ucx = route_.by_ucx();
+    delegated.all_ours = route_.all_ours();
     const bool dense_is_delegated = select_delegate(delegated);
-    if (skip.mode == BlockSkip::kOff && dense_is_delegated) {
-      agree(tensor, reduction);
-      delegate_sum(flat, reduction);
-      continue;
-    }
     const OpDescriptor d =
         facts(sum_call(OpCode::kAllReduce, {tensor}, reduction.args));
     const SkipConfig config = skip_config(skip, size_, d, reduction.args);

@@ -101,6 +101,12 @@ def future_is_complete(context: Context) -> None:
         else:
             raise AssertionError("nobody else came")
         assert future.done()
+        try:
+            future.value()
+        except RuntimeError as error:
+            assert "timeout" in str(error), error
+        else:
+            raise AssertionError("the future of a failed operation has a value")
     dist.barrier()
     dist.destroy_process_group(group)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from checks import several
 from harness import Context
 
 Tensors = list[torch.Tensor]
@@ -188,6 +189,12 @@ def expanded(context: Context) -> None:
     gathered = [torch.zeros(4) for _ in range(context.world_size)]
     dist.all_gather(gathered, torch.full((1,), float(context.rank)).expand(4))
     assert [t.tolist() for t in gathered] == [[float(p)] * 4 for p in range(context.world_size)]
+    # Conjugates and negatives are views, too. torch's dispatcher makes copies of them, but a
+    # backend may be called without it.
+    for view in (torch.tensor([1 + 2j, 3j]).conj(), torch._neg_view(torch.ones(2))):
+        numbers = [torch.zeros_like(view) for _ in range(context.world_size)]
+        several.backend(None).allgather([numbers], [view]).wait()
+        assert all(torch.equal(t, view) for t in numbers)
     # Strides that interleave share nothing.
     memory = torch.zeros(8)
     dist.all_gather(

@@ -193,6 +193,13 @@ def overlap_refuses(context: Context, what: str) -> None:
             [param.grad.norm() for param in trainer.params]  # type: ignore[union-attr]
         elif what == "second backward":
             trainer.backward(1)
+        elif what == "second backward, gradients dropped":
+            for param in trainer.params:
+                param.grad = None
+            trainer.backward(1)
+        elif what == "rate changed":
+            trainer.optimizer.param_groups[0]["lr"] *= 2
+            trainer.optimizer.step()
         else:
             raise AssertionError(what)
     unchanged(trainer.state(), kept)
@@ -210,6 +217,8 @@ OVERLAP_REFUSES = (
     "isfinite",
     "norm",
     "second backward",
+    "second backward, gradients dropped",
+    "rate changed",
 )
 
 

@@ -95,6 +95,65 @@ def gradients_again_clipped(context: Context) -> None:
     dist.barrier()
 
 
+def groups_of_several_kinds(context: Context) -> None:
+    """Types, rates and momenta that differ, beside torch.optim; and what detach() leaves."""
+    types = [torch.float64, torch.float32, torch.float32, torch.float64]
+    numbers = [{"lr": 0.1}, {"lr": 0.2}, *({"lr": lr, "momentum": 0.9} for lr in (0.3, 0.4))]
+
+    def made(optimizer: Any) -> tuple[list[nn.Parameter], Any]:
+        params = [nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in types]
+        groups = [{"params": [p], **own} for p, own in zip(params, numbers, strict=True)]
+        return params, optimizer(groups, lr=1.0)
+
+    (params, optimizer), (twins, oracle) = made(fusedpg.optim.SGD), made(torch.optim.SGD)
+    for step in range(3):
+        for p, twin in zip(params, twins, strict=True):
+            p.grad = None
+            (p * (1.0 + step + context.rank)).sum().backward()
+            twin.grad = torch.full_like(twin, 0.5 + step + context.world_size / 2)
+        optimizer.step()
+        oracle.step()
+        for p, twin in zip(params, twins, strict=True):
+            torch.testing.assert_close(p, twin)
+    for p in params:
+        p.grad = None
+        (p * (1.0 + context.rank)).sum().backward()
+    optimizer.detach()
+    for p in params:
+        assert type(p.grad) is torch.Tensor and p.grad.tolist() == [1.0 + context.rank] * 5
+    dist.barrier()
+
+
+def gradients_that_are_kept(context: Context) -> None:
+    """With a DDP, by a list or as the gradient of another parameter: they say that they are old."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(5, 3))
+    params = list(ddp.parameters())
+    others = [nn.Parameter(torch.zeros_like(p)) for p in params]
+    optimizer = fusedpg.optim.SGD(params, lr=0.0, ddp=ddp)
+
+    def backward(factor: float) -> list[Any]:
+        optimizer.zero_grad()
+        ddp(torch.full((2, 5), factor + context.rank)).sum().backward()
+        return [p.grad for p in params]
+
+    for step in range(4):
+        backward(1.0 + step)
+    kept = backward(5.0)
+    assert all(now is not before for now, before in zip(backward(6.0), kept, strict=True))
+    for grad in kept:
+        with refused("no longer in the p.grad"):
+            grad.norm()
+    for other, p in zip(others, params, strict=True):
+        other.grad = p.grad
+    backward(7.0)
+    for p, other in zip(params, others, strict=True):
+        assert p.grad is not other.grad
+        with refused("no longer in the p.grad"):
+            other.grad.norm()
+    dist.barrier()
+
+
 def gradients_again(context: Context) -> None:
     """Manual mode: the object in ``p.grad`` serves again, unless somebody has kept it."""
     param = nn.Parameter(torch.ones(70, dtype=torch.float64))

@@ -63,7 +63,7 @@ def search(options: argparse.Namespace) -> int:
     arms = (
         [options.arm]
         if options.arm
-        else ["one host", "one host", "one host", "hosts", "hosts by ucx"]
+        else ["one host", "one host", "one host", "hosts by tcp", "hosts by ucx"]
     )
     with chaos.Crew() as crew, tqdm(total=round(60 * options.minutes), unit="s") as bar:
         for turn in itertools.count():

@@ -12,7 +12,8 @@ from fuzz.programs import Program, draw_program
 STEPS = 40
 ARMS: dict[str, Any] = {
     "one host": {},
-    "hosts": {"env": "two"},
+    "hosts by tcp": {"env": "two"},
+    "hosts by gloo": {"env": "two"},
     "hosts by ucx": {"env": "two"},
 }
 
@@ -39,7 +40,7 @@ def between_hosts(arm: str) -> bool:
 
 def workers_for(world: int, arm: str) -> harness.Workers:
     if between_hosts(arm):
-        transport = "ucx" if arm == "hosts by ucx" else "gloo"
+        transport = arm.removeprefix("hosts by ")
         env = [
             {"FUSEDPG_HOST_ID": str(rank % 2), "FUSEDPG_TRANSPORT": transport}
             for rank in range(world)

@@ -21,7 +21,12 @@ def test_random_programs(world: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "arm"),
-    [(2, "hosts"), (3, "hosts"), (2, "hosts by ucx"), harness.slow(4, "hosts by ucx")],
+    [
+        (2, "hosts by tcp"),
+        (3, "hosts by tcp"),
+        (2, "hosts by ucx"),
+        harness.slow(4, "hosts by gloo"),
+    ],
 )
 def test_random_programs_between_hosts(world: int, arm: str) -> None:
     tally = operations.Tally()

@@ -1,6 +1,7 @@
-// Messages by UCX, over TCP on this machine. Without UCX there is nothing to
-// test: the Python tests say so where it is missing.
+// Messages by TCP, and by UCX over TCP, on this machine. Without UCX there is
+// nothing to test of it: the Python tests say so where it is missing.
 
+#include "net/tcp_transport.hpp"
 #include "net/ucx_transport.hpp"
 
 #include <fcntl.h>
@@ -29,19 +30,48 @@ UcxConfig config() {
   return c;
 }
 
+// A way to carry messages.
+struct Kind {
+  std::function<std::unique_ptr<Transport>(Store&, int rank, int size)> make;
+  milliseconds farewell;
+};
+
+std::unique_ptr<Transport> make_tcp(Store& store, int rank, int size) {
+  auto endpoint = std::make_unique<TcpEndpoint>(
+      TcpListener::at(SocketAddress::of("127.0.0.1 0")), rank, size);
+  store.set(formatted("tcp/{}", rank), endpoint->address());
+  std::vector<std::string> addresses;
+  for (int p = 0; p < size; ++p) {
+    addresses.push_back(store.get(formatted("tcp/{}", p), Deadline(kLong)));
+  }
+  return std::make_unique<TcpTransport>(
+      TcpTransport::Config(), std::move(endpoint), addresses);
+}
+
+std::unique_ptr<Transport> make_ucx(Store& store, int rank, int size) {
+  return std::make_unique<UcxTransport>(
+      ucx::load(library()), config(), store, rank, size, Deadline(kLong), [] {
+      });
+}
+
+std::vector<Kind> kinds() {
+  std::vector<Kind> all{{make_tcp, TcpTransport::Config().farewell}};
+  if (library() != nullptr) {
+    all.push_back({make_ucx, UcxConfig().farewell});
+  }
+  return all;
+}
+
 // Ranks as threads, each with a transport of its own.
 void on_transports(
     int size,
-    const std::function<void(int rank, UcxTransport&, Store&)>& body) {
-  if (library() == nullptr) {
-    return;
+    const std::function<void(int rank, Transport&, Store&)>& body) {
+  for (const Kind& kind : kinds()) {
+    on_threads(size, [&](int rank, Store& store) {
+      const auto transport = kind.make(store, rank, size);
+      body(rank, *transport, store);
+    });
   }
-  on_threads(size, [&](int rank, Store& store) {
-    UcxTransport transport(
-        ucx::load(library()), config(), store, rank, size, Deadline(kLong), [] {
-        });
-    body(rank, transport, store);
-  });
 }
 
 NetBuffer filled(size_t bytes, uint64_t seed) {
@@ -57,9 +87,9 @@ bool same(const NetBuffer& a, const NetBuffer& b) {
       std::memcmp(a.data(), b.data(), a.bytes()) == 0;
 }
 
-TEST(ucx_messages_of_every_size_arrive_in_order) {
+TEST(transport_messages_of_every_size_arrive_in_order) {
   for (const int size : {2, 3}) {
-    on_transports(size, [&](int rank, UcxTransport& t, Store&) {
+    on_transports(size, [&](int rank, Transport& t, Store&) {
       const size_t sizes[] = {1, 8, 4096, 65536, 1 << 20, (5 << 20) + 3};
       std::vector<Transport::RequestPtr> requests;
       std::vector<std::pair<NetBuffer, NetBuffer>> got;
@@ -120,80 +150,68 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-void on_connected_processes(
-    Processes*& processes,
-    int size,
-    const std::function<void(int, UcxTransport&, Store&)>& body) {
-  processes = new Processes(size, [&](int rank, Store& store) {
-    UcxTransport t(
-        ucx::load(library()), config(), store, rank, size, Deadline(kLong), [] {
-        });
-    body(rank, t, store);
-  });
-}
-
-// A large message is a rendezvous: both ends are in it when one is killed.
-TEST(ucx_killed_peer_is_named) {
-  if (library() == nullptr) {
+// A large message is half there when one of its ends is killed.
+TEST(transport_killed_peer_is_named) {
+  if (kOnlyThreads) {
     return;
   }
-  for (const size_t bytes : {size_t(8), size_t(64) << 20}) {
-    Processes* processes = nullptr;
-    on_connected_processes(
-        processes, 3, [&](int rank, UcxTransport& t, Store& store) {
-          store.meet("connected", 4);
-          if (rank == 2) {
-            pause();
-          }
-          const Failure f = failure_of([&] {
-            const auto sent = t.send(2, 1, filled(bytes, 1));
-            t.receive(2, 1, NetBuffer(bytes))->wait(Deadline(kLong));
-          });
-          CHECK(f.kind == ErrorKind::kPeerFailed);
-          CHECK(contains(f.what, "rank 2"));
-          CHECK(f.after < milliseconds(10000));
-          CHECK(failure_of([&] {
-                  (void)t.send(1 - rank, 1, filled(8, 1));
-                }).kind == ErrorKind::kPeerFailed);
-        });
-    processes->store().meet("connected", 4);
-    processes->signal(2, SIGKILL);
-    processes->check(0);
-    processes->check(1);
-    delete processes;
-  }
-}
-
-TEST(ucx_stopped_peer_is_a_timeout) {
-  if (library() == nullptr) {
-    return;
-  }
-  Processes* processes = nullptr;
-  on_connected_processes(
-      processes, 2, [&](int rank, UcxTransport& t, Store& store) {
-        store.meet("connected", 3);
-        if (rank == 1) {
+  for (const Kind& kind : kinds()) {
+    for (const size_t bytes : {size_t(8), size_t(64) << 20}) {
+      Processes processes(3, [&](int rank, Store& store) {
+        const auto t = kind.make(store, rank, 3);
+        store.meet("connected", 4);
+        if (rank == 2) {
           pause();
         }
-        store.get("stopped", Deadline(kLong));
-        const NetBuffer large = filled(size_t(64) << 20, 1);
         const Failure f = failure_of([&] {
-          const auto sent = t.send(1, 1, large);
-          sent->wait(Deadline(milliseconds(300)));
+          const auto sent = t->send(2, 1, filled(bytes, 1));
+          t->receive(2, 1, NetBuffer(bytes))->wait(Deadline(kLong));
         });
-        CHECK(f.kind == ErrorKind::kTimeout);
-        CHECK(contains(f.what, "to rank 1: not done within 300 ms"));
+        CHECK(f.kind == ErrorKind::kPeerFailed);
+        CHECK(contains(f.what, "rank 2"));
+        CHECK(f.after < milliseconds(10000));
+        CHECK(failure_of([&] {
+                (void)t->send(1 - rank, 1, filled(8, 1));
+              }).kind == ErrorKind::kPeerFailed);
       });
-  processes->store().meet("connected", 3);
-  processes->signal(1, SIGSTOP);
-  processes->store().set("stopped", "");
-  processes->check(0);
-  delete processes;
+      processes.store().meet("connected", 4);
+      processes.signal(2, SIGKILL);
+      processes.check(0);
+      processes.check(1);
+    }
+  }
+}
+
+TEST(transport_stopped_peer_is_a_timeout) {
+  if (kOnlyThreads) {
+    return;
+  }
+  for (const Kind& kind : kinds()) {
+    Processes processes(2, [&](int rank, Store& store) {
+      const auto t = kind.make(store, rank, 2);
+      store.meet("connected", 3);
+      if (rank == 1) {
+        pause();
+      }
+      store.get("stopped", Deadline(kLong));
+      const NetBuffer large = filled(size_t(64) << 20, 1);
+      const Failure f = failure_of([&] {
+        const auto sent = t->send(1, 1, large);
+        sent->wait(Deadline(milliseconds(300)));
+      });
+      CHECK(f.kind == ErrorKind::kTimeout);
+      CHECK(contains(f.what, "to rank 1: not done within 300 ms"));
+    });
+    processes.store().meet("connected", 3);
+    processes.signal(1, SIGSTOP);
+    processes.store().set("stopped", "");
+    processes.check(0);
+  }
 }
 
 // UCX cannot cancel a receive of which a part is here, and its sender will not
 // send the rest.
-TEST(ucx_gives_up_a_message_that_has_come_in_part) {
+TEST(transport_ucx_gives_up_a_message_that_has_come_in_part) {
   if (library() == nullptr) {
     return;
   }
@@ -225,8 +243,8 @@ TEST(ucx_gives_up_a_message_that_has_come_in_part) {
   });
 }
 
-TEST(ucx_abort_ends_a_wait) {
-  on_transports(2, [](int rank, UcxTransport& t, Store& store) {
+TEST(transport_abort_ends_a_wait) {
+  on_transports(2, [](int rank, Transport& t, Store& store) {
     if (rank == 1) {
       // Its peer goes away.
       store.get("waits", Deadline(kLong));
@@ -252,8 +270,8 @@ TEST(ucx_abort_ends_a_wait) {
   });
 }
 
-TEST(ucx_lengths_that_differ_are_a_mismatch) {
-  on_transports(2, [](int rank, UcxTransport& t, Store& store) {
+TEST(transport_lengths_that_differ_are_a_mismatch) {
+  on_transports(2, [](int rank, Transport& t, Store& store) {
     if (rank == 0) {
       t.send(1, 1, filled(8, 1))->wait(Deadline(kLong));
       t.flush(Deadline(kLong));
@@ -268,8 +286,8 @@ TEST(ucx_lengths_that_differ_are_a_mismatch) {
 }
 
 // Of every size, though nobody has asked for it yet, and its sender has gone.
-TEST(ucx_receives_what_was_here_before) {
-  on_transports(2, [](int rank, UcxTransport& t, Store& store) {
+TEST(transport_receives_what_was_here_before) {
+  on_transports(2, [](int rank, Transport& t, Store& store) {
     const size_t sizes[] = {1, 8000, 9000, 20000, 32768, 60000};
     if (rank == 0) {
       for (const size_t bytes : sizes) {
@@ -290,9 +308,9 @@ TEST(ucx_receives_what_was_here_before) {
 }
 
 // A rank that has sent its last message and goes loses nothing of it.
-TEST(ucx_last_messages_arrive) {
+TEST(transport_last_messages_arrive) {
   for (int turn = 0; turn < 5; ++turn) {
-    on_transports(3, [](int rank, UcxTransport& t, Store&) {
+    on_transports(3, [](int rank, Transport& t, Store&) {
       const int next = (rank + 1) % 3;
       const int previous = (rank + 2) % 3;
       for (const size_t bytes : {size_t(100), size_t(300) << 10}) {
@@ -308,50 +326,39 @@ TEST(ucx_last_messages_arrive) {
 
 // It may be busy with another group, and come back to this one later; or have
 // left itself.
-TEST(ucx_leaving_does_not_wait_for_a_peer) {
-  if (library() == nullptr) {
-    return;
-  }
-  for (const bool gone : {false, true}) {
-    for (const size_t bytes : {size_t(0), size_t(100), size_t(60) << 10}) {
-      on_threads(2, [&](int rank, Store& store) {
-        auto t = std::make_unique<UcxTransport>(
-            ucx::load(library()),
-            config(),
-            store,
-            rank,
-            2,
-            Deadline(kLong),
-            [] {});
-        const NetBuffer into(bytes);
-        if (rank == 0) {
-          t->send(1, 1, filled(bytes, 1))->wait(Deadline(kLong));
-          if (gone) {
-            store.get("gone", Deadline(kLong));
+TEST(transport_leaving_does_not_wait_for_a_peer) {
+  for (const Kind& kind : kinds()) {
+    for (const bool gone : {false, true}) {
+      for (const size_t bytes : {size_t(0), size_t(100), size_t(60) << 10}) {
+        on_threads(2, [&](int rank, Store& store) {
+          auto t = kind.make(store, rank, 2);
+          const NetBuffer into(bytes);
+          if (rank == 0) {
+            t->send(1, 1, filled(bytes, 1))->wait(Deadline(kLong));
+            if (gone) {
+              store.get("gone", Deadline(kLong));
+            }
+            const auto begin = Clock::now();
+            t.reset();
+            CHECK(Clock::now() - begin < kind.farewell / 4);
+            store.set("left", "");
+          } else {
+            if (!gone) {
+              store.get("left", Deadline(kLong));
+            }
+            t->receive(0, 1, into)->wait(Deadline(kLong));
+            CHECK(same(into, filled(bytes, 1)));
+            t.reset();
+            store.set("gone", "");
           }
-          const auto begin = Clock::now();
-          t.reset();
-          CHECK(Clock::now() - begin < UcxConfig().farewell / 4);
-          store.set("left", "");
-        } else {
-          if (!gone) {
-            store.get("left", Deadline(kLong));
-          }
-          t->receive(0, 1, into)->wait(Deadline(kLong));
-          CHECK(same(into, filled(bytes, 1)));
-          t.reset();
-          store.set("gone", "");
-        }
-      });
+        });
+      }
     }
   }
 }
 
 // Also of those that fail half-way.
-TEST(ucx_leaves_no_descriptor) {
-  if (library() == nullptr) {
-    return;
-  }
+TEST(transport_leaves_no_descriptor) {
   const auto descriptors = [] {
     size_t n = 0;
     for (int fd = 0; fd < 1024; ++fd) {
@@ -366,7 +373,7 @@ TEST(ucx_leaves_no_descriptor) {
   const auto at_first = threads();
   size_t before = 0;
   for (int turn = 0; turn < 4; ++turn) {
-    on_transports(2, [](int rank, UcxTransport& t, Store&) {
+    on_transports(2, [](int rank, Transport& t, Store&) {
       const NetBuffer into(1 << 20);
       const auto received = t.receive(1 - rank, 1, into);
       if (rank == 0) {

@@ -1,0 +1,330 @@
+#include "net/tcp_listener.hpp"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <sstream>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+namespace tcp {
+namespace {
+
+// What a side proves that it has seen, and which side it is.
+struct Transcript {
+  Hello hello;
+  Key128 nonce;
+  uint64_t side;
+};
+
+Key128 proof(
+    const Key128& key,
+    const Hello& hello,
+    const Key128& nonce,
+    uint64_t side) {
+  const Transcript said{hello, nonce, side};
+  return siphash(key, &said, sizeof said);
+}
+
+} // namespace
+
+Key128 listener_proof(
+    const Key128& key,
+    const Hello& hello,
+    const Key128& nonce) {
+  return proof(key, hello, nonce, 1);
+}
+
+Key128 connector_proof(
+    const Key128& key,
+    const Hello& hello,
+    const Key128& nonce) {
+  return proof(key, hello, nonce, 2);
+}
+
+} // namespace tcp
+
+namespace {
+
+constexpr std::chrono::seconds kPatience{5}; // with who proves nothing
+constexpr size_t kMostVisitors = 256; // with strangers among them
+constexpr size_t kMostChallenged = 4096;
+
+std::string hex(const Key128& key) {
+  std::string text;
+  for (const uint8_t byte : key) {
+    text += formatted("{:02x}", byte);
+  }
+  return text;
+}
+
+Key128 key_of(const std::string& text) {
+  Key128 key{};
+  bool right = text.size() == 2 * key.size();
+  for (size_t i = 0; right && i < key.size(); ++i) {
+    const char* digits = text.data() + 2 * i;
+    right = std::from_chars(digits, digits + 2, key[i], 16).ptr == digits + 2;
+  }
+  if (!right) {
+    fail(ErrorKind::kSystem, "fused: no key of an endpoint in the store");
+  }
+  return key;
+}
+
+} // namespace
+
+// --- a signal ----------------------------------------------------------------
+
+WakeSignal::WakeSignal() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!fd_) {
+    fail_errno("fused: eventfd");
+  }
+}
+
+void WakeSignal::set() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = write(fd(), &one, sizeof one);
+}
+
+void WakeSignal::reset() const {
+  uint64_t set = 0;
+  [[maybe_unused]] const auto got = read(fd(), &set, sizeof set);
+}
+
+// --- an endpoint -------------------------------------------------------------
+
+TcpEndpoint::TcpEndpoint(
+    std::shared_ptr<TcpListener> listener,
+    int rank,
+    int size)
+    : listener_(std::move(listener)),
+      rank_(rank),
+      size_(size) {
+  listener_->add(*this);
+}
+
+TcpEndpoint::~TcpEndpoint() {
+  listener_->remove(*this);
+}
+
+std::string TcpEndpoint::address() const {
+  return formatted("{} {} {}", listener_->address().text(), id_, hex(key_));
+}
+
+TcpAddress TcpAddress::of(const std::string& text) {
+  std::istringstream words(text);
+  std::string host, port, key;
+  TcpAddress address;
+  if (!(words >> host >> port >> address.endpoint >> key)) {
+    fail(ErrorKind::kSystem, "fused: no address of an endpoint in the store");
+  }
+  address.socket = SocketAddress::of(host + " " + port);
+  address.key = key_of(key);
+  return address;
+}
+
+std::vector<std::pair<int, Fd>> TcpEndpoint::take() {
+  signal_.reset();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(arrived_, {});
+}
+
+// --- the listener ------------------------------------------------------------
+
+std::shared_ptr<TcpListener> TcpListener::at(const SocketAddress& address) {
+  static std::mutex mutex;
+  // By process: a child's threads do not run.
+  static std::map<std::pair<pid_t, std::string>, std::weak_ptr<TcpListener>>
+      listeners;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& known = listeners[{getpid(), address.host()}];
+  auto listener = known.lock();
+  if (!listener) {
+    listener = std::make_shared<TcpListener>(address);
+    known = listener;
+  }
+  return listener;
+}
+
+TcpListener::TcpListener(const SocketAddress& address)
+    : socket_(listen_at(address)),
+      address_(bound_address(socket_)),
+      poll_(epoll_create1(EPOLL_CLOEXEC)) {
+  if (!poll_) {
+    fail_errno("fused: epoll_create1");
+  }
+  for (const int fd : {socket_.get(), signal_.fd()}) {
+    epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
+    if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+      fail_errno("fused: epoll_ctl");
+    }
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+TcpListener::~TcpListener() {
+  signal_.set();
+  thread_.join();
+}
+
+void TcpListener::add(TcpEndpoint& endpoint) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // Random, as one that has gone must not be taken for another.
+  do {
+    std::memcpy(&endpoint.id_, random_key().data(), sizeof endpoint.id_);
+  } while (!endpoints_.emplace(endpoint.id_, &endpoint).second);
+}
+
+void TcpListener::remove(TcpEndpoint& endpoint) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  endpoints_.erase(endpoint.id_);
+}
+
+void TcpListener::run() {
+  pthread_setname_np(pthread_self(), "fusedpg-listen");
+  constexpr int kEvents = 64;
+  epoll_event events[kEvents];
+  while (true) {
+    constexpr int kLook = 1000; // ms; for those that are late
+    const int count = epoll_wait(
+        poll_.get(), events, kEvents, visitors_.empty() ? -1 : kLook);
+    bool knocked = false;
+    for (int i = 0; i < count; ++i) {
+      auto* visitor = static_cast<Visitor*>(events[i].data.ptr);
+      if (visitor == nullptr) {
+        knocked = true;
+      } else if (!hear(*visitor)) {
+        visitors_.remove_if([&](const Visitor& v) { return &v == visitor; });
+      }
+    }
+    if (knocked) {
+      uint64_t set = 0;
+      if (read(signal_.fd(), &set, sizeof set) > 0) {
+        return;
+      }
+      let_in(); // which may drop visitors, so after their events
+    }
+    drop_late();
+  }
+}
+
+void TcpListener::let_in() {
+  while (true) {
+    Fd socket = accept_from(socket_);
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
+          errno == ENOMEM) {
+        // Who waits stays in the queue until there is room again.
+        visitors_.clear();
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+      return;
+    }
+    make_room();
+    visitors_.push_back({std::move(socket), Deadline(kPatience)});
+    Visitor& visitor = visitors_.back();
+    epoll_event event{.events = EPOLLIN, .data = {.ptr = &visitor}};
+    if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, visitor.socket.get(), &event) !=
+        0) {
+      visitors_.pop_back();
+    }
+  }
+}
+
+// Who knows the name of an endpoint, which is random, is hardly a stranger.
+void TcpListener::make_room() {
+  if (visitors_.size() < kMostVisitors) {
+    return;
+  }
+  const auto stranger = std::find_if(
+      visitors_.begin(), visitors_.end(), [](const Visitor& visitor) {
+        return !visitor.challenged;
+      });
+  if (stranger != visitors_.end()) {
+    visitors_.erase(stranger);
+  } else if (visitors_.size() >= kMostChallenged) {
+    visitors_.pop_front();
+  }
+}
+
+// Never more than it has to say: what follows is the endpoint's.
+bool TcpListener::hear(Visitor& visitor) {
+  const bool second = visitor.challenged;
+  auto* into = second ? static_cast<void*>(&visitor.proof) : &visitor.hello;
+  const size_t all = second ? sizeof visitor.proof : sizeof visitor.hello;
+  const ssize_t got = recv(
+      visitor.socket.get(),
+      static_cast<char*>(into) + visitor.got,
+      all - visitor.got,
+      0);
+  if (got <= 0) {
+    return got < 0 && (errno == EAGAIN || errno == EINTR);
+  }
+  visitor.got += static_cast<size_t>(got);
+  if (visitor.got < all) {
+    return true;
+  }
+  visitor.got = 0;
+  return second ? hand_over(visitor) : challenge(visitor);
+}
+
+bool TcpListener::challenge(Visitor& visitor) {
+  if (visitor.hello.magic != tcp::kMagic) {
+    return false;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = endpoints_.find(visitor.hello.endpoint);
+    if (found == endpoints_.end()) {
+      return false;
+    }
+    const TcpEndpoint& endpoint = *found->second;
+    if (visitor.hello.to != endpoint.rank_ || visitor.hello.from < 0 ||
+        visitor.hello.from >= endpoint.size_) {
+      return false;
+    }
+    visitor.challenge.nonce = random_key();
+    visitor.challenge.proof = tcp::listener_proof(
+        endpoint.key_, visitor.hello, visitor.challenge.nonce);
+  }
+  visitor.challenged = true;
+  // A new connection has room for it.
+  return send(
+             visitor.socket.get(),
+             &visitor.challenge,
+             sizeof visitor.challenge,
+             MSG_NOSIGNAL) == sizeof visitor.challenge;
+}
+
+bool TcpListener::hand_over(Visitor& visitor) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = endpoints_.find(visitor.hello.endpoint);
+  if (found == endpoints_.end() ||
+      !same_secret(
+          visitor.proof,
+          tcp::connector_proof(
+              found->second->key_, visitor.hello, visitor.challenge.nonce))) {
+    return false;
+  }
+  epoll_ctl(poll_.get(), EPOLL_CTL_DEL, visitor.socket.get(), nullptr);
+  TcpEndpoint& endpoint = *found->second;
+  const std::lock_guard<std::mutex> inner(endpoint.mutex_);
+  endpoint.arrived_.emplace_back(visitor.hello.from, std::move(visitor.socket));
+  endpoint.signal_.set();
+  return false;
+}
+
+void TcpListener::drop_late() {
+  while (!visitors_.empty() && visitors_.front().deadline.expired()) {
+    visitors_.pop_front();
+  }
+}
+
+} // namespace fusedpg

@@ -1,0 +1,157 @@
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.hpp"
+#include "base/siphash.hpp"
+#include "net/tcp_socket.hpp"
+
+namespace fusedpg {
+
+// How a connection begins. Who connects says whom it wants; who listens proves
+// that it has the key of that endpoint, and asks for the same proof. The keys
+// are in the group's store, so whoever can read that is inside. Nothing is
+// encrypted, and what follows carries no proof of its own.
+namespace tcp {
+
+constexpr uint64_t kMagic = 0x3130706370736466; // "fdspcp01"
+
+struct Hello {
+  uint64_t magic = kMagic; // of this version, and this order of bytes
+  uint64_t endpoint = 0;
+  int32_t from = 0; // ranks
+  int32_t to = 0;
+  Key128 nonce{};
+};
+struct Challenge {
+  Key128 nonce{};
+  Key128 proof{};
+};
+static_assert(std::is_trivially_copyable_v<Hello> && sizeof(Hello) == 40);
+static_assert(sizeof(Challenge) == 32);
+
+// Of one side that it has the key.
+Key128 listener_proof(const Key128& key, const Hello&, const Key128& nonce);
+Key128 connector_proof(const Key128& key, const Hello&, const Key128& nonce);
+
+} // namespace tcp
+
+// Wakes a thread that polls, from any other.
+class WakeSignal {
+ public:
+  WakeSignal();
+  int fd() const {
+    return fd_.get();
+  }
+  void set() const;
+  void reset() const;
+
+ private:
+  Fd fd_;
+};
+
+class TcpListener;
+
+// Where the ranks of one group connect to this one.
+class TcpEndpoint {
+ public:
+  TcpEndpoint(std::shared_ptr<TcpListener> listener, int rank, int size);
+  TcpEndpoint(const TcpEndpoint&) = delete;
+  ~TcpEndpoint();
+
+  // What a peer has to know to connect; a secret.
+  std::string address() const;
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+  // Set when a connection has come.
+  const WakeSignal& signal() const {
+    return signal_;
+  }
+  // Those that have come, by the rank that they are from.
+  std::vector<std::pair<int, Fd>> take();
+
+ private:
+  friend class TcpListener;
+  const std::shared_ptr<TcpListener> listener_;
+  const int rank_;
+  const int size_;
+  const Key128 key_ = random_key();
+  uint64_t id_ = 0;
+  WakeSignal signal_;
+  std::mutex mutex_;
+  std::vector<std::pair<int, Fd>> arrived_;
+};
+
+// What TcpEndpoint::address() says.
+struct TcpAddress {
+  SocketAddress socket;
+  uint64_t endpoint = 0;
+  Key128 key{};
+
+  static TcpAddress of(const std::string& text);
+};
+
+// The port of this process, and the thread that lets connections in: it hands
+// to an endpoint what has proved to belong there. Strangers cost it a
+// descriptor for a few seconds, of which it holds a limited number.
+class TcpListener {
+ public:
+  // At a local address: one in a process, as long as anybody has it.
+  static std::shared_ptr<TcpListener> at(const SocketAddress& address);
+
+  explicit TcpListener(const SocketAddress& address);
+  TcpListener(const TcpListener&) = delete;
+  ~TcpListener();
+  const SocketAddress& address() const {
+    return address_;
+  }
+
+ private:
+  friend class TcpEndpoint;
+  // Who has connected and not yet proved anything.
+  struct Visitor {
+    Fd socket;
+    Deadline deadline;
+    tcp::Hello hello{};
+    tcp::Challenge challenge{};
+    Key128 proof{};
+    size_t got = 0; // of what it has to say now
+    bool challenged = false;
+  };
+  using Visitors = std::list<Visitor>;
+
+  void run();
+  void let_in();
+  void make_room();
+  // False: it is done with, whatever became of it.
+  bool hear(Visitor& visitor);
+  bool challenge(Visitor& visitor);
+  bool hand_over(Visitor& visitor);
+  void drop_late();
+  void add(TcpEndpoint& endpoint);
+  void remove(TcpEndpoint& endpoint);
+
+  Fd socket_;
+  const SocketAddress address_;
+  Fd poll_;
+  WakeSignal signal_; // that it ends
+  Visitors visitors_; // of the thread, the oldest first
+  std::mutex mutex_;
+  std::map<uint64_t, TcpEndpoint*> endpoints_;
+  std::thread thread_;
+};
+
+} // namespace fusedpg

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <string>
+
+#include "base/fd.hpp"
+
+// Sockets of TCP, which never block.
+namespace fusedpg {
+
+struct SocketAddress {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+
+  // "10.0.0.1 4711", "fe80::1%eth0 4711"; throws Error(kSystem) for anything
+  // else.
+  static SocketAddress of(const std::string& text);
+  std::string text() const;
+  // Without the port.
+  std::string host() const;
+  SocketAddress with_port(uint16_t port) const;
+  const sockaddr* get() const {
+    return reinterpret_cast<const sockaddr*>(&storage);
+  }
+};
+
+// Where other hosts reach this process: the first address of an interface if
+// one is named, else the one that the way to `peer` (a host's name) begins at,
+// if it leaves this machine; else that of this host's name; else of the first
+// interface that is up. The loopback address where the peer is "localhost" or
+// the like. An empty peer is not known.
+SocketAddress local_address(
+    const std::string& interface,
+    const std::string& peer,
+    uint16_t peer_port);
+
+// Bound to a free port of the address.
+Fd listen_at(const SocketAddress& address);
+SocketAddress bound_address(const Fd& socket);
+// Of the next one that waits, or none.
+Fd accept_from(const Fd& socket);
+// Under way, or refused: errno says which where there is none.
+Fd connect_to(const SocketAddress& address);
+// What became of it once it can be written: 0, or an errno.
+int connect_result(const Fd& socket);
+
+} // namespace fusedpg

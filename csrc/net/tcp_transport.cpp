@@ -1,0 +1,749 @@
+#include "net/tcp_transport.hpp"
+
+#include <sys/epoll.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.hpp"
+
+namespace fusedpg {
+namespace {
+
+constexpr uint32_t kHeaderMagic = 0x67736d66; // "fmsg"
+constexpr size_t kAhead = 16 << 10; // bytes that are read with a header
+constexpr int kSteps = 16; // of one connection; then others have theirs
+// A peer may be about to listen again, or its port be full of strangers.
+constexpr std::chrono::milliseconds kLetUsIn{1000};
+constexpr std::chrono::milliseconds kKnock{20};
+// Who has left may have sent a first message, which is just being let in.
+constexpr std::chrono::milliseconds kGrace{500};
+
+std::string text_of(int error) {
+  return std::strerror(error); // NOLINT(concurrency-mt-unsafe)
+}
+
+// What epoll says of: a peer's connection, in one direction; or a signal.
+uint64_t in_key(int peer) {
+  return static_cast<uint64_t>(peer) * 2 + 2;
+}
+uint64_t out_key(int peer) {
+  return in_key(peer) + 1;
+}
+
+bool would_block() {
+  return errno == EAGAIN || errno == EINTR;
+}
+
+} // namespace
+
+// Waits once; an operation that nobody waits for ends with the transport.
+class TcpTransport::TcpRequest : public Transport::Request {
+ public:
+  TcpRequest(TcpTransport& transport, OperationPtr operation)
+      : transport_(transport),
+        operation_(std::move(operation)) {}
+  void wait(const Deadline& deadline) override {
+    transport_.wait(*operation_, deadline);
+  }
+
+ private:
+  TcpTransport& transport_;
+  const OperationPtr operation_;
+};
+
+TcpTransport::TcpTransport(
+    const Config& config,
+    std::unique_ptr<TcpEndpoint> endpoint,
+    const std::vector<std::string>& addresses)
+    : config_(config),
+      endpoint_(std::move(endpoint)),
+      poll_(epoll_create1(EPOLL_CLOEXEC)),
+      outs_(addresses.size()),
+      ins_(addresses.size()) {
+  if (!poll_) {
+    fail_errno("fused: epoll_create1");
+  }
+  for (const int fd : {endpoint_->signal().fd(), abort_signal_.fd()}) {
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
+    if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+      fail_errno("fused: epoll_ctl");
+    }
+  }
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank()) {
+      outs_[p].address = TcpAddress::of(addresses[p]);
+    }
+  }
+}
+
+TcpTransport::~TcpTransport() {
+  flush(Deadline(config_.farewell));
+}
+
+// --- messages ----------------------------------------------------------------
+
+Transport::RequestPtr TcpTransport::send(
+    int to,
+    uint32_t tag,
+    const NetBuffer& message) {
+  const OperationPtr operation(
+      new Operation{to, true, {message.bytes(), tag, kHeaderMagic}, message});
+  check_usable(*operation);
+  Out& out = outs_[to];
+  out.queue.push_back(operation);
+  reach(to);
+  write_to(to);
+  return std::make_unique<TcpRequest>(*this, operation);
+}
+
+Transport::RequestPtr TcpTransport::receive(
+    int from,
+    uint32_t tag,
+    const NetBuffer& into) {
+  const OperationPtr operation(
+      new Operation{from, false, {into.bytes(), tag, kHeaderMagic}, into});
+  check_usable(*operation);
+  In& in = ins_[from];
+  const auto early = in.waiting.find(tag);
+  if (early != in.waiting.end()) {
+    const NetBuffer message = std::move(early->second.front());
+    early->second.pop_front();
+    if (early->second.empty()) {
+      in.waiting.erase(early);
+    }
+    if (message.bytes() == into.bytes()) {
+      std::copy_n(message.data(), message.bytes(), into.data());
+    }
+    complete(*operation, message.bytes());
+  } else if (
+      in.inside && in.header.tag == tag && !in.into &&
+      in.posted.find(tag) == in.posted.end() &&
+      in.header.bytes == into.bytes()) {
+    // It is half here: the rest may go where it belongs.
+    std::copy_n(in.early.data(), in.got, into.data());
+    in.into = operation;
+    in.early = {};
+    poll_in(from, true);
+  } else {
+    in.posted[tag].push_back(operation);
+    ++in.num_posted;
+    poll_in(from, true);
+    if (in.begin != in.end) {
+      read_from(from); // it may have been read already
+    }
+  }
+  return std::make_unique<TcpRequest>(*this, operation);
+}
+
+void TcpTransport::complete(Operation& receive, uint64_t came) {
+  receive.came = came;
+  receive.done = true;
+}
+
+// What a rank has sent before it left can still be received.
+void TcpTransport::check_usable(const Operation& operation) {
+  if (failed_ || aborted_ ||
+      (operation.sends && outs_[operation.peer].state == Out::State::kLost)) {
+    give_up(operation, Deadline(std::chrono::hours(1)));
+  }
+}
+
+// --- connecting --------------------------------------------------------------
+
+void TcpTransport::reach(int peer) {
+  Out& out = outs_[peer];
+  if (!out.patience) {
+    out.patience.emplace(kLetUsIn);
+    knock(peer);
+  }
+}
+
+void TcpTransport::knock(int peer) {
+  Out& out = outs_[peer];
+  out.heard = 0;
+  out.rest.clear();
+  out.polled_to_write = false;
+  out.socket = connect_to(out.address.socket);
+  if (!out.socket) {
+    not_let_in(peer, text_of(errno));
+    return;
+  }
+  out.state = Out::State::kConnecting;
+  epoll_event event{
+      .events = EPOLLIN | EPOLLOUT, .data = {.u64 = out_key(peer)}};
+  if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, out.socket.get(), &event) != 0) {
+    fail_errno("fused: epoll_ctl");
+  }
+  out.polled_to_write = true;
+}
+
+void TcpTransport::not_let_in(int peer, const std::string& why) {
+  Out& out = outs_[peer];
+  if (out.patience->expired()) {
+    lose(peer, why);
+    return;
+  }
+  out.socket.reset();
+  out.state = Out::State::kNone;
+  out.again = Clock::now() + kKnock;
+  ++knocking_;
+}
+
+bool TcpTransport::knock_again() {
+  if (knocking_ == 0) {
+    return false;
+  }
+  bool moved = false;
+  for (int p = 0; p < size(); ++p) {
+    Out& out = outs_[p];
+    if (out.state == Out::State::kNone && out.patience &&
+        Clock::now() >= out.again) {
+      --knocking_;
+      knock(p);
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+// The handshake of the side that connects.
+bool TcpTransport::greet(int peer) {
+  Out& out = outs_[peer];
+  bool moved = false;
+  if (out.state == Out::State::kConnecting) {
+    if (const int error = connect_result(out.socket)) {
+      not_let_in(peer, text_of(error));
+      return true;
+    }
+    out.hello = {tcp::kMagic, out.address.endpoint, rank(), peer, random_key()};
+    out.rest.assign(
+        reinterpret_cast<const char*>(&out.hello), sizeof out.hello);
+  }
+  if (!out.rest.empty()) {
+    const ssize_t sent = ::send(
+        out.socket.get(), out.rest.data(), out.rest.size(), MSG_NOSIGNAL);
+    if (sent < 0) {
+      // ENOTCONN: not yet.
+      if (would_block() || errno == ENOTCONN) {
+        poll_out(peer, true);
+      } else {
+        not_let_in(peer, text_of(errno));
+      }
+      return false;
+    }
+    out.state = Out::State::kGreeting;
+    out.rest.erase(0, static_cast<size_t>(sent));
+    moved = true;
+    if (!out.rest.empty()) {
+      return moved;
+    }
+  }
+  if (out.state == Out::State::kGreeting && out.heard < sizeof out.challenge) {
+    poll_out(peer, false);
+    const ssize_t got = recv(
+        out.socket.get(),
+        reinterpret_cast<char*>(&out.challenge) + out.heard,
+        sizeof out.challenge - out.heard,
+        0);
+    if (got <= 0) {
+      if (got == 0 || !would_block()) {
+        not_let_in(
+            peer, got == 0 ? "it closed a new connection" : text_of(errno));
+      }
+      return moved;
+    }
+    out.heard += static_cast<size_t>(got);
+    if (out.heard < sizeof out.challenge) {
+      return true;
+    }
+    const Key128& key = out.address.key;
+    if (!same_secret(
+            out.challenge.proof,
+            tcp::listener_proof(key, out.hello, out.challenge.nonce))) {
+      lose(peer, "who listens at its port is not of this group");
+      return true;
+    }
+    const Key128 proof =
+        tcp::connector_proof(key, out.hello, out.challenge.nonce);
+    out.rest.assign(reinterpret_cast<const char*>(proof.data()), proof.size());
+    moved = true;
+  }
+  if (out.heard == sizeof out.challenge && !out.rest.empty()) {
+    return greet(peer) || moved;
+  }
+  if (out.heard == sizeof out.challenge) {
+    out.state = Out::State::kOpen;
+    moved = true;
+  }
+  return moved;
+}
+
+bool TcpTransport::take_arrived() {
+  bool moved = false;
+  for (auto& [peer, socket] : endpoint_->take()) {
+    In& in = ins_[peer];
+    if (in.socket || in.ended) {
+      continue; // it has one
+    }
+    in.socket = std::move(socket);
+    in.ahead.resize(kAhead);
+    poll_in(peer, true);
+    moved = true;
+  }
+  return moved;
+}
+
+// --- moving bytes ------------------------------------------------------------
+
+void TcpTransport::poll_out(int peer, bool to_write) {
+  Out& out = outs_[peer];
+  if (out.polled_to_write == to_write || !out.socket) {
+    return;
+  }
+  out.polled_to_write = to_write;
+  epoll_event event{
+      .events = EPOLLIN | (to_write ? EPOLLOUT : 0U),
+      .data = {.u64 = out_key(peer)}};
+  epoll_ctl(poll_.get(), EPOLL_CTL_MOD, out.socket.get(), &event);
+}
+
+// A connection that nobody wants anything of is not looked at: it might always
+// be ready.
+void TcpTransport::poll_in(int peer, bool on) {
+  In& in = ins_[peer];
+  if (in.polled == on || !in.socket) {
+    return;
+  }
+  in.polled = on;
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = in_key(peer)}};
+  epoll_ctl(
+      poll_.get(), on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, in.socket.get(), &event);
+}
+
+bool TcpTransport::write_to(int peer) {
+  Out& out = outs_[peer];
+  switch (out.state) {
+    case Out::State::kConnecting:
+    case Out::State::kGreeting:
+      if (!greet(peer) || out.state != Out::State::kOpen) {
+        return false;
+      }
+      write_messages(peer);
+      return true;
+    case Out::State::kOpen:
+      return write_messages(peer);
+    default:
+      return false;
+  }
+}
+
+bool TcpTransport::write_messages(int peer) {
+  Out& out = outs_[peer];
+  bool moved = false;
+  while (!out.queue.empty()) {
+    // Headers and bytes of several messages in one call.
+    std::array<iovec, 16> parts;
+    size_t count = 0;
+    size_t skip = out.written;
+    const auto add = [&](const void* data, size_t bytes) {
+      const size_t gone = std::min(skip, bytes);
+      skip -= gone;
+      if (gone < bytes) {
+        parts[count++] = {
+            const_cast<char*>(static_cast<const char*>(data)) + gone,
+            bytes - gone};
+      }
+    };
+    for (const OperationPtr& one : out.queue) {
+      if (count + 2 > parts.size()) {
+        break;
+      }
+      add(&one->header, sizeof one->header);
+      add(one->buffer.data(), one->buffer.bytes());
+    }
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = count;
+    const ssize_t sent = sendmsg(out.socket.get(), &message, MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (would_block()) {
+        poll_out(peer, true);
+      } else {
+        lose(peer, text_of(errno));
+      }
+      return moved;
+    }
+    moved = true;
+    out.written += static_cast<size_t>(sent);
+    while (!out.queue.empty()) {
+      const size_t all = sizeof(Header) + out.queue.front()->buffer.bytes();
+      if (out.written < all) {
+        break;
+      }
+      out.written -= all;
+      out.queue.front()->done = true;
+      out.queue.pop_front();
+    }
+  }
+  poll_out(peer, false);
+  return moved;
+}
+
+bool TcpTransport::read_from(int peer) {
+  In& in = ins_[peer];
+  bool moved = false;
+  // What was read ahead is not what the poll looks at.
+  for (int step = 0; in.socket && (step < kSteps || in.begin != in.end);
+       ++step) {
+    if (!in.wanted()) {
+      poll_in(peer, false);
+      return moved;
+    }
+    if (!read_some(peer)) {
+      return moved;
+    }
+    moved = true;
+  }
+  return moved;
+}
+
+// One step: a header, or bytes of a message.
+bool TcpTransport::read_some(int peer) {
+  In& in = ins_[peer];
+  if (!in.inside) {
+    if (in.end - in.begin < sizeof(Header)) {
+      std::copy(
+          in.ahead.begin() + static_cast<ptrdiff_t>(in.begin),
+          in.ahead.begin() + static_cast<ptrdiff_t>(in.end),
+          in.ahead.begin());
+      in.end -= in.begin;
+      in.begin = 0;
+      const ssize_t got = recv(
+          in.socket.get(),
+          in.ahead.data() + in.end,
+          in.ahead.size() - in.end,
+          0);
+      if (got <= 0) {
+        if (got == 0 || !would_block()) {
+          in_ended(
+              peer, got == 0 ? "it closed its connection" : text_of(errno));
+        }
+        return false;
+      }
+      in.end += static_cast<size_t>(got);
+    }
+    return in.end - in.begin < sizeof(Header) || begin_message(peer);
+  }
+  char* into = in.into ? in.into->buffer.data() : in.early.data();
+  const size_t left = in.header.bytes - in.got;
+  if (in.begin != in.end) {
+    const size_t here = std::min(left, in.end - in.begin);
+    std::memcpy(into + in.got, in.ahead.data() + in.begin, here);
+    in.begin += here;
+    in.got += here;
+  } else {
+    const ssize_t got = recv(in.socket.get(), into + in.got, left, 0);
+    if (got <= 0) {
+      if (got == 0 || !would_block()) {
+        in_ended(peer, got == 0 ? "it closed its connection" : text_of(errno));
+      }
+      return false;
+    }
+    in.got += static_cast<size_t>(got);
+  }
+  if (in.got == in.header.bytes) {
+    end_message(peer);
+  }
+  return true;
+}
+
+bool TcpTransport::begin_message(int peer) {
+  In& in = ins_[peer];
+  std::memcpy(&in.header, in.ahead.data() + in.begin, sizeof(Header));
+  in.begin += sizeof(Header);
+  if (in.header.magic != kHeaderMagic) {
+    in_ended(peer, "what it sends is no message");
+    return false;
+  }
+  in.got = 0;
+  const auto posted = in.posted.find(in.header.tag);
+  if (posted != in.posted.end() &&
+      posted->second.front()->buffer.bytes() == in.header.bytes) {
+    in.into = std::move(posted->second.front());
+    posted->second.pop_front();
+    if (posted->second.empty()) {
+      in.posted.erase(posted);
+    }
+    --in.num_posted;
+  } else {
+    try {
+      in.early = NetBuffer(in.header.bytes);
+    } catch (const std::bad_alloc&) {
+      in_ended(
+          peer,
+          formatted("no memory for its message of {} bytes", in.header.bytes));
+      return false;
+    }
+  }
+  in.inside = true;
+  if (in.header.bytes == 0) {
+    end_message(peer);
+  }
+  return true;
+}
+
+void TcpTransport::end_message(int peer) {
+  In& in = ins_[peer];
+  in.inside = false;
+  if (in.into) {
+    complete(*std::exchange(in.into, nullptr), in.header.bytes);
+    return;
+  }
+  const NetBuffer message = std::exchange(in.early, {});
+  // Posted since; or another length than was expected.
+  const auto posted = in.posted.find(in.header.tag);
+  if (posted == in.posted.end()) {
+    in.waiting[in.header.tag].push_back(message);
+    return;
+  }
+  const OperationPtr receive = std::move(posted->second.front());
+  posted->second.pop_front();
+  if (posted->second.empty()) {
+    in.posted.erase(posted);
+  }
+  --in.num_posted;
+  if (receive->buffer.bytes() == message.bytes()) {
+    std::copy_n(message.data(), message.bytes(), receive->buffer.data());
+  }
+  complete(*receive, message.bytes());
+}
+
+// --- the end of connections --------------------------------------------------
+
+void TcpTransport::lose(int peer, const std::string& why) {
+  Out& out = outs_[peer];
+  out.state = Out::State::kLost;
+  out.socket.reset();
+  out.queue.clear();
+  out.why = why;
+  lost_.push_back(peer);
+}
+
+void TcpTransport::in_ended(int peer, const std::string& why) {
+  In& in = ins_[peer];
+  in.socket.reset();
+  in.polled = false;
+  in.ended = true;
+  in.why = why;
+}
+
+void TcpTransport::end() noexcept {
+  failed_ = true;
+  for (Out& out : outs_) {
+    out.socket.reset();
+    out.queue.clear();
+  }
+  for (In& in : ins_) {
+    in.socket.reset();
+    in.polled = false;
+    in.into.reset();
+    in.posted.clear();
+  }
+}
+
+// --- waiting -----------------------------------------------------------------
+
+bool TcpTransport::turn(int timeout_ms) {
+  bool moved = knock_again();
+  std::array<epoll_event, 32> events;
+  const int count = epoll_wait(
+      poll_.get(),
+      events.data(),
+      static_cast<int>(events.size()),
+      knocking_ == 0 ? timeout_ms : std::min<int>(timeout_ms, kKnock.count()));
+  for (int i = 0; i < count; ++i) {
+    const uint64_t key = events[i].data.u64;
+    if (key == 0) {
+      moved = take_arrived() || moved;
+      continue;
+    }
+    const int peer = static_cast<int>((key - 2) / 2);
+    if (key == in_key(peer)) {
+      moved = read_from(peer) || moved;
+      continue;
+    }
+    Out& out = outs_[peer];
+    if (out.state == Out::State::kOpen &&
+        (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
+      // Nobody sends anything here: it has gone.
+      char nothing = 0;
+      const ssize_t got = recv(out.socket.get(), &nothing, 1, 0);
+      if (got >= 0 || !would_block()) {
+        lose(peer, got < 0 ? text_of(errno) : "it closed its connection");
+        moved = true;
+        continue;
+      }
+    }
+    moved = write_to(peer) || moved;
+  }
+  return moved;
+}
+
+template <typename Done>
+bool TcpTransport::progress_until(const Deadline& deadline, const Done& done) {
+  constexpr std::chrono::milliseconds kLongest{1000};
+  auto spun = Clock::now();
+  while (!done()) {
+    const bool spins = Clock::now() - spun < config_.spin;
+    const auto longest = std::min(deadline.left(), kLongest);
+    const bool moved = turn(spins ? 0 : static_cast<int>(longest.count()));
+    // Also while others keep this rank busy.
+    if (aborted_ || deadline.expired()) {
+      return done();
+    }
+    if (moved) {
+      spun = Clock::now();
+    }
+  }
+  return true;
+}
+
+// A receive fails when nothing can come any more.
+bool TcpTransport::over(const Operation& operation) {
+  if (operation.done) {
+    return true;
+  }
+  if (operation.sends) {
+    return outs_[operation.peer].state == Out::State::kLost;
+  }
+  In& in = ins_[operation.peer];
+  if (in.ended) {
+    return true;
+  }
+  if (in.socket || outs_[operation.peer].state != Out::State::kLost) {
+    return false;
+  }
+  // It has never come, and does not listen any more.
+  if (!in.grace) {
+    in.grace.emplace(kGrace);
+  }
+  if (in.grace->expired()) {
+    in_ended(operation.peer, outs_[operation.peer].why);
+    return true;
+  }
+  return false;
+}
+
+void TcpTransport::wait(Operation& operation, const Deadline& deadline) {
+  const auto done = [&] { return over(operation); };
+  if (!failed_ && !operation.done && !aborted_) {
+    // What it is about first: often that is all there is to do.
+    operation.sends ? write_to(operation.peer) : read_from(operation.peer);
+    // A connection of our own ends when the peer does, whether or not it has
+    // sent anything.
+    if (!done()) {
+      reach(operation.peer);
+    }
+  }
+  constexpr std::chrono::milliseconds kLook{20};
+  while (!failed_ &&
+         !progress_until(Deadline(std::min(kLook, deadline.left())), done) &&
+         !aborted_ && !deadline.expired()) {
+    if (watch_) {
+      try {
+        watch_();
+      } catch (...) {
+        end();
+        throw;
+      }
+    }
+  }
+  if (!operation.done) {
+    give_up(operation, deadline);
+  }
+  if (!operation.sends && operation.came != operation.buffer.bytes()) {
+    end();
+    fail(
+        ErrorKind::kMismatch,
+        "fused: rank {} (here) expected {} bytes of rank {}, which sent {}",
+        rank(),
+        operation.buffer.bytes(),
+        operation.peer,
+        operation.came);
+  }
+}
+
+std::string TcpTransport::losses() const {
+  std::string text;
+  for (const int p : lost_) {
+    text += formatted(
+        "{}rank {} ({})",
+        text.empty() ? "connections that ended, in this order: " : ", ",
+        p,
+        outs_[p].why);
+  }
+  return text.empty() ? "no connection has ended" : text;
+}
+
+void TcpTransport::give_up(
+    const Operation& operation,
+    const Deadline& deadline) {
+  const int peer = operation.peer;
+  const std::string what = formatted(
+      "fused: a message from rank {} to rank {}",
+      operation.sends ? formatted("{} (here)", rank()) : formatted("{}", peer),
+      operation.sends ? formatted("{}", peer) : formatted("{} (here)", rank()));
+  const std::string losses = this->losses();
+  const bool lost = operation.sends ? outs_[peer].state == Out::State::kLost
+                                    : ins_[peer].ended;
+  const bool was_failed = failed_;
+  end();
+  if (aborted_) {
+    fail(ErrorKind::kAborted, "{}: the group was aborted", what);
+  }
+  if (!lost && !was_failed && deadline.expired()) {
+    fail(
+        ErrorKind::kTimeout,
+        "{}: not done within {} ms; {}",
+        what,
+        deadline.timeout().count(),
+        losses);
+  }
+  const std::string& why = operation.sends ? outs_[peer].why : ins_[peer].why;
+  fail(
+      ErrorKind::kPeerFailed,
+      "{}: {}; {}",
+      what,
+      why.empty() ? "the connections were closed after a failure" : why,
+      losses);
+}
+
+void TcpTransport::flush(const Deadline& deadline) {
+  if (failed_ || aborted_) {
+    return;
+  }
+  // What the system has is on its way.
+  progress_until(deadline, [&] {
+    return std::all_of(outs_.begin(), outs_.end(), [](const Out& out) {
+      return out.queue.empty();
+    });
+  });
+}
+
+void TcpTransport::progress() {
+  if (!failed_ && !aborted_) {
+    while (turn(0)) {
+    }
+  }
+}
+
+void TcpTransport::abort() {
+  aborted_ = true;
+  abort_signal_.set();
+}
+
+} // namespace fusedpg

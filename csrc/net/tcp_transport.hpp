@@ -1,0 +1,161 @@
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "net/tcp_listener.hpp"
+#include "net/transport.hpp"
+
+namespace fusedpg {
+
+// Messages over sockets of TCP.
+//
+// A rank connects to another one when it first sends to it; what comes back has
+// a connection of its own. A message is a header and its bytes, which are read
+// where the receive wants them. One that comes before its receive stays in the
+// connection, or in memory if what somebody waits for is behind it. Whoever
+// waits moves all messages; nobody else does. After a failure all connections
+// are closed before the error is thrown, so nothing writes to a buffer any
+// more, and peers hear of it.
+class TcpTransport : public Transport {
+ public:
+  struct Config {
+    // Before a wait sleeps: what a peer takes between two messages of a large
+    // operation, as waking up takes longer.
+    std::chrono::microseconds spin{200};
+    std::chrono::milliseconds farewell{
+        2000}; // for what is under way at the end
+  };
+
+  // `addresses` are those of all ranks' endpoints. Connects to nobody.
+  TcpTransport(
+      const Config& config,
+      std::unique_ptr<TcpEndpoint> endpoint,
+      const std::vector<std::string>& addresses);
+  TcpTransport(const TcpTransport&) = delete;
+  // What was sent still gets on its way.
+  ~TcpTransport() override;
+
+  int rank() const override {
+    return endpoint_->rank();
+  }
+  int size() const override {
+    return endpoint_->size();
+  }
+  RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override;
+  RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override;
+  bool ends_at_once() const override {
+    return true;
+  }
+  void flush(const Deadline& deadline) override;
+  void progress() override;
+  void set_watch(std::function<void()> watch) override {
+    watch_ = std::move(watch);
+  }
+  void abort() override;
+  void end() noexcept override;
+
+ private:
+  struct Header {
+    uint64_t bytes;
+    uint32_t tag;
+    uint32_t magic;
+  };
+  struct Operation {
+    const int peer;
+    const bool sends;
+    const Header header;
+    const NetBuffer buffer;
+    bool done = false;
+    uint64_t came = 0; // bytes of the message, where they differ
+  };
+  using OperationPtr = std::shared_ptr<Operation>;
+  class TcpRequest;
+
+  // Messages to a peer.
+  struct Out {
+    enum class State { kNone, kConnecting, kGreeting, kOpen, kLost };
+    State state = State::kNone;
+    TcpAddress address;
+    Fd socket;
+    tcp::Hello hello{};
+    tcp::Challenge challenge{};
+    size_t heard = 0; // of the challenge
+    std::string rest; // of the handshake, to be sent
+    std::deque<OperationPtr> queue;
+    size_t written = 0; // of the first one, with its header
+    bool polled_to_write = false;
+    std::optional<Deadline> patience{}; // with a peer that does not let us in
+    Clock::time_point again{}; // when to knock again
+    std::string why; // it is lost
+  };
+  // Messages from a peer.
+  struct In {
+    Fd socket;
+    bool ended = false; // nothing will come any more
+    bool polled = false;
+    std::string why; // it has ended
+    std::vector<char> ahead; // what was read together with a header
+    size_t begin = 0, end = 0; // of what is left of it
+    bool inside = false; // a message, whose header is the next member
+    Header header{};
+    size_t got = 0; // of its bytes
+    OperationPtr into; // null: nobody has asked for it yet
+    NetBuffer early; // where it goes then
+    std::map<uint32_t, std::deque<OperationPtr>> posted; // by tag
+    std::map<uint32_t, std::deque<NetBuffer>> waiting; // by tag
+    size_t num_posted = 0;
+    std::optional<Deadline> grace{}; // of one that has never come
+    bool wanted() const {
+      return inside || num_posted != 0;
+    }
+  };
+
+  // All return whether anything has moved.
+  bool turn(int timeout_ms);
+  bool take_arrived();
+  bool write_to(int peer);
+  bool greet(int peer);
+  bool write_messages(int peer);
+  bool read_from(int peer);
+  bool read_some(int peer);
+  bool begin_message(int peer);
+  void end_message(int peer);
+  bool knock_again();
+
+  void reach(int peer);
+  void knock(int peer);
+  void not_let_in(int peer, const std::string& why);
+  void lose(int peer, const std::string& why);
+  void in_ended(int peer, const std::string& why);
+  void complete(Operation& receive, uint64_t came);
+  void poll_out(int peer, bool to_write);
+  void poll_in(int peer, bool on);
+  bool over(const Operation& operation);
+  template <typename Done>
+  bool progress_until(const Deadline& deadline, const Done& done);
+  void wait(Operation& operation, const Deadline& deadline);
+  [[noreturn]] void give_up(const Operation& operation, const Deadline&);
+  std::string losses() const;
+  void check_usable(const Operation& operation);
+
+  const Config config_;
+  const std::unique_ptr<TcpEndpoint> endpoint_;
+  std::function<void()> watch_;
+  Fd poll_;
+  WakeSignal abort_signal_;
+  std::atomic<bool> aborted_{false};
+  bool failed_ = false;
+  std::vector<Out> outs_;
+  std::vector<In> ins_;
+  std::vector<int> lost_; // in this order
+  size_t knocking_ = 0; // connections that are tried again
+};
+
+} // namespace fusedpg
