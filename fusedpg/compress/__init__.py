@@ -74,3 +74,7 @@ def from_params(
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a gradient bucket, compressed: for ``ddp.register_comm_hook(state, hook)``."""
     return state.take(bucket)
+
+
+# Fused optimizers hand the state gradients where autograd has left them (state.take).
+hook.takes_gradients = True  # type: ignore[attr-defined]

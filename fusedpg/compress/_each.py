@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedpg.compress import _wire as wire
 from fusedpg.compress._base import Compensated, Compressor, Context, Ours, Payload
-from fusedpg.compress._piece import Piece
+from fusedpg.compress._piece import Parts, Piece
 from fusedpg.compress.memories import Memory
 
 
@@ -90,12 +90,15 @@ class EachParametersMemory(Memory):
     def scale(self) -> float:  # type: ignore[override]
         return self.inner.scale
 
-    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
+    def encode(
+        self, compressor: Compressor, grad: Tensor | Parts, piece: Piece
+    ) -> tuple[Payload, Context]:
         assert isinstance(compressor, EachParameter)
+        source = grad.source if isinstance(grad, Parts) else lambda a, b: grad[a:b]
         payload: Payload = []
         parts = []
         for begin, one in piece.each():
-            of = grad[begin : begin + one.numel]
+            of = source(begin, begin + one.numel)
             sent, at = self.inner.encode(compressor.inner, of, one)
             payload += sent
             parts.append((len(sent), at))

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+
+class Parts:
+    """A gradient in several tensors, for what reads and writes it parameter by parameter: where it
+    lies, and where the result goes. Neither is copied into one tensor for a piece."""
+
+    def __init__(self, sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        self._sources: dict[tuple[int, int], torch.Tensor] = {}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        begin = 0
+        for source, output in zip(sources, outputs, strict=True):
+            end = begin + output.numel()
+            self._sources[begin, end], self._outputs[begin, end] = source, output
+            begin = end
+
+    def source(self, begin: int, end: int) -> torch.Tensor:
+        return self._sources[begin, end]
+
+    def __getitem__(self, elements: slice) -> torch.Tensor:
+        return self._outputs[elements.start, elements.stop]
+
 
 State = Callable[[str, int, int, tuple[Any, ...]], torch.Tensor]
 

@@ -23,9 +23,9 @@ from fusedpg.compress._base import Compressor
 from fusedpg.compress._each import EachParameter, EachParametersMemory
 from fusedpg.compress._lane import Lane
 from fusedpg.compress._low_rank import PowerSGD
-from fusedpg.compress._piece import Piece, Run, mixed
+from fusedpg.compress._piece import Parts, Piece, Run, mixed
 from fusedpg.compress._schedule import Layout
-from fusedpg.compress.communicators import Allreduce, Communicator
+from fusedpg.compress.communicators import Allgather, Allreduce, Communicator
 from fusedpg.compress.memories import Memory
 
 
@@ -46,7 +46,9 @@ class _Unit:
     plain: bool  # sent as they are
     parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
     orders: list[Order] = dataclasses.field(default_factory=list)
-    slices: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    parts: list[torch.Tensor] = dataclasses.field(default_factory=list)  # of parameters
+    sources: list[torch.Tensor] = dataclasses.field(default_factory=list)  # where they lie
+    slices: list[torch.Tensor] = dataclasses.field(default_factory=list)  # of buckets
     ends: list[_Bucket] = dataclasses.field(default_factory=list)  # complete with this unit
     timing: Any = None
     after: Any = None  # on a GPU: what has been queued before
@@ -223,8 +225,17 @@ class State:
 
     # --- a pass of DDP's, bucket by bucket ------------------------------------------------------
 
-    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What the hook does."""
+    def take(
+        self,
+        bucket: GradBucket,
+        gradients: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """What the hook does.
+
+        Args:
+            gradients: those that are not in the bucket but here, by parameter, laid out alike and
+                contiguous. They must not change before the result is there.
+        """
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise ValueError(
@@ -247,17 +258,23 @@ class State:
             raise
         splits = self._follow(parameters, buffer)
         as_known = self._splits is not None and self._failure is None
+        found = [None if gradients is None else gradients.get(p) for p in parameters]
         if self._direct and as_known and buffer.device.type == "cpu":
             self._position += len(parameters)
+            _fill(buffer, parameters, found)
             answer = self._as_without_hook(buffer)
         else:
-            answer = self._compressed(parameters, buffer, splits)
+            answer = self._compressed(parameters, buffer, splits, found)
         if bucket.is_last():
             self._end()
         return answer
 
     def _compressed(
-        self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, splits: frozenset[int]
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        splits: frozenset[int],
+        gradients: Sequence[torch.Tensor | None],
     ) -> torch.futures.Future[torch.Tensor]:
         """Hands the units that end in a bucket to the thread."""
         devices: Any = [buffer.device] if buffer.is_cuda else None
@@ -266,9 +283,10 @@ class State:
         # Only an exception out of a callback is one to DDP, too.
         answer: Any = result.then(self._answer)
         begin = 0
-        for parameter in parameters:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             end = begin + parameter.numel()
-            self._add(parameter, order_in_bucket(parameter, buffer), buffer[begin:end])
+            source = None if gradient is None else gradient.view(-1)
+            self._add(parameter, order_in_bucket(parameter, buffer), buffer[begin:end], source)
             begin = end
             self._position += 1
             if self._position in splits:
@@ -298,12 +316,17 @@ class State:
         self._sent.append(answer)
         return answer
 
-    def _begin(self) -> None:
-        for bucket in self._waiting:
-            # Of a backward that has been cut short, or goes on: who waits would do so forever.
+    def abandon(self) -> None:
+        """After a backward that was cut short: the rest of an open unit never comes, and whoever
+        waits for its buckets would do so forever."""
+        waiting, self._waiting, self._open = self._waiting, [], None
+        for bucket in waiting:
             bucket.future.set_result(None)
+
+    def _begin(self) -> None:
+        self.abandon()  # of an earlier backward, which may go on
         self._position = self._units = 0
-        self._open, self._waiting, self._sent = None, [], []
+        self._sent = []
         self._seen = Layout()
         self._step += 1
         if self._finishing is not None:
@@ -329,13 +352,21 @@ class State:
             return frozenset({self._position + len(parameters)})
         return self._splits
 
-    def _add(self, parameter: torch.Tensor, order: Order, part: torch.Tensor) -> None:
+    def _add(
+        self,
+        parameter: torch.Tensor,
+        order: Order,
+        part: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> None:
         unit = self._open
         if unit is None:
             unit = self._open = _Unit(self._units, self._step, self._plain)
             self._units += 1
         unit.parameters.append(parameter)
         unit.orders.append(order)
+        unit.parts.append(part)
+        unit.sources.append(part if source is None else source)
         last = unit.slices[-1] if unit.slices else None
         if last is not None and _follows(last, part):
             joined = last.numel() + part.numel()
@@ -394,8 +425,9 @@ class State:
         result: torch.Tensor | None = done.value()
         if result is None:
             raise RuntimeError(
-                "fusedpg.compress: another backward has begun with this state before all buckets "
-                "of this one were there: a state is for one DDP module, make one for each"
+                "fusedpg.compress: a backward has raised, or another backward has begun with this "
+                "state, before all buckets of this one were there: a state is for one DDP module, "
+                "make one for each"
             )
         return result
 
@@ -425,20 +457,33 @@ class State:
     def _exchange(self, unit: _Unit) -> None:
         slices = unit.slices
         wide = torch.float64 if slices[0].dtype == torch.float64 else torch.float32
-        grad = slices[0]
-        copied = len(slices) > 1 or grad.dtype != wide
-        if copied:
-            grad = self._gathered(unit, wide)
+        grad: Any = slices[0]
+        in_parts = (
+            not unit.plain
+            and self._hosts is None
+            and type(self.communicator).exchange in (Allgather.exchange, Allreduce.exchange)
+            and self.compressor.each_parameter
+            and grad.dtype == wide
+        )
+        copied = not in_parts and (len(slices) > 1 or grad.dtype != wide)
+        if in_parts:
+            grad = Parts(unit.sources, unit.parts)
+        else:
+            for part, source in zip(unit.parts, unit.sources, strict=True):
+                if source is not part:
+                    part.copy_(source)
+            if copied:
+                grad = self._gathered(unit, wide)
         piece = Piece(
             str(unit.index),
-            grad.numel(),
+            sum(part.numel() for part in slices),
             tuple(map(self._run_of, unit.parameters, unit.orders)),
             dist.get_rank(self._group),
             dist.get_world_size(self._group),
             mixed(self.seed, unit.step),
-            grad.dtype,
-            grad.device,
-            self._state_of(unit, grad),
+            wide,
+            slices[0].device,
+            self._state_of(unit, wide),
         )
         self._keeps |= not unit.plain
         if unit.index == 0:
@@ -511,7 +556,7 @@ class State:
         if self.memory.gamma != 1 and not math.isclose(factor, 1):
             grad.mul_(factor)
 
-    def _state_of(self, unit: _Unit, grad: torch.Tensor) -> Any:
+    def _state_of(self, unit: _Unit, dtype: torch.dtype) -> Any:
         wholes: dict[str, torch.Tensor] = {}
 
         def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:
@@ -527,7 +572,7 @@ class State:
 
             if name not in wholes:
                 wholes[name] = self._kept.flat(
-                    name, unit.parameters, unit.orders, grad.dtype, grad.device, moved,
+                    name, unit.parameters, unit.orders, dtype, unit.slices[0].device, moved,
                     self._has_loaded,
                 )  # fmt: skip
             return wholes[name][begin:end]
@@ -641,6 +686,20 @@ class State:
             self, *state["parts"], schedule=state["schedule"], seed=state["state"]["seed"]
         )
         self.load_state_dict(state["state"])
+
+
+def _fill(
+    buffer: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """Copies those that are not in the bucket."""
+    begin = 0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        end = begin + parameter.numel()
+        if gradient is not None:
+            buffer[begin:end] = gradient.view(-1)
+        begin = end
 
 
 def _follows(last: torch.Tensor, part: torch.Tensor) -> bool:

@@ -132,15 +132,24 @@ class EFSignSGDMemory(ResidualMemory):
 class DGCMemory(Memory):
     """Momentum correction and factor masking (Lin et al. 2018, algorithm 4, without Nesterov).
 
-    u = momentum * u + gradient; v += u; both become 0 where v is sent. The optimizer behind it
-    should have no momentum of its own. ``gradient_clipping`` bounds a parameter's gradient to that
-    norm over the square root of the world size first (0: no clipping).
+    u = momentum * u + gradient; v += u; both become 0 where v is sent, or only v with
+    ``momentum_masking=False``. The optimizer behind it should have no momentum of its own.
+    ``gradient_clipping`` bounds a parameter's gradient to that norm over the square root of the
+    world size first (0: no clipping).
     """
 
     momentum = Real(at_least=0, below=1)
     gradient_clipping = Real(at_least=0)
 
-    def __init__(self, momentum: float = 0.9, gradient_clipping: float = 0.0) -> None:
+    def __init__(
+        self,
+        momentum: float = 0.9,
+        gradient_clipping: float = 0.0,
+        momentum_masking: bool = True,
+    ) -> None:
+        if not isinstance(momentum_masking, bool):
+            raise ValueError(f"momentum_masking is True or False, got {momentum_masking!r}")
+        self.momentum_masking = momentum_masking
         if gradient_clipping is True:
             raise ValueError(
                 "gradient_clipping is a norm here, got True, with which GRACE bounds elements by "
@@ -159,7 +168,8 @@ class DGCMemory(Memory):
             gamma = min(1.0, bound / norm) if norm > 0 else 1.0
         kernels.dgc_accumulate_(momentum, velocity, grad, self.momentum, gamma)
         payload, at = compressor.encode(Compensated(None, velocity), piece)
-        kernels.zero_at_(momentum, compressor.indices(payload, piece))
+        if self.momentum_masking:
+            kernels.zero_at_(momentum, compressor.indices(payload, piece))
         if not compressor.finite(payload):
             for tensor in (momentum, velocity):
                 tensor.nan_to_num_(0.0, 0.0, 0.0)

@@ -27,7 +27,15 @@ from fusedpg.functional import _backend
 from fusedpg.optim import _torch
 from fusedpg.optim._ending import end_all
 from fusedpg.optim._gradients import ShardedGrad, SpentGrad
-from fusedpg.optim._hooked import Combined, CommHook, Exchange, any_rank, check_state
+from fusedpg.optim._hooked import (
+    Combined,
+    CommHook,
+    Exchange,
+    abandon,
+    any_rank,
+    check_state,
+    takes_gradients,
+)
 from fusedpg.optim._parameters import add_hook, laid_out
 
 _log = logging.getLogger("fusedpg")
@@ -107,11 +115,13 @@ class Bridge:
         # DDP would copy every gradient into its bucket, which is most of what it costs. Where it
         # makes no difference we take gradients where autograd has left them. Where GPUs read
         # each other's buckets, that is where gradients have to be.
-        # Where a hook of the user's combines gradients, it is given buckets.
+        # Where a hook of the user's combines gradients, it is given buckets, unless it takes
+        # gradients as well.
         self._comm_hook = comm_hook
-        self._in_bucket = (
-            comm_hook is not None or _backend(ddp.process_group).info()["cuda_arena"] != 0
-        )
+        if comm_hook is None:
+            self._in_bucket = _backend(ddp.process_group).info()["cuda_arena"] != 0
+        else:
+            self._in_bucket = not takes_gradients(comm_hook) or ddp.device_type != "cpu"
         self._others: list[Callable[[], None]] = []  # what is left to do for DDP's parameters
         self._guarded = -1  # the graph task that has a guard
         self._finalising = False  # DDP will finalise the last bucket
@@ -345,6 +355,7 @@ class Bridge:
     def _end_raised(self) -> None:
         """A backward has raised: what it has started ends before its caller can look."""
         self._finalising = False
+        abandon(self._comm_hook)
         others, self._others = self._others, []
         try:
             end_all([*others, *(optimizer._wait for optimizer in self._optimizers)])
@@ -524,7 +535,8 @@ class Bridge:
         last = bucket.index() if bucket.is_last() else len(self._params)
         for index in [i for i in self._buckets if i == bucket.index() or i > last]:
             del self._buckets[index]
-        if len(mine) == 1 and len(views) == len(params):
+        # A hook has to be asked for each bucket, however its gradients have come.
+        if self._comm_hook is None and len(mine) == 1 and len(views) == len(params):
             known = Bucket(buffer.data_ptr(), params, numbers, views, next(iter(mine)))
             self._buckets[bucket.index()] = known
 
@@ -624,14 +636,21 @@ class Bridge:
                 "set_local_batch_size() and divide_by_initial_world_size=False, please"
             )
         buffer, group = bucket.buffer(), ddp.process_group
+        taken: dict[torch.Tensor, torch.Tensor] = {}
         for gradient in itertools.chain.from_iterable(mine.values()):
-            if gradient.local.data_ptr() != gradient.output.data_ptr():
-                gradient.output.copy_(gradient.local)
+            local, output = gradient.local, gradient.output
+            if local.data_ptr() == output.data_ptr():
+                continue
+            alike = local.dtype == output.dtype and local.is_contiguous()
+            if not self._in_bucket and alike and gradient.param.is_contiguous():
+                taken[gradient.param] = local
+            else:
+                output.copy_(local)
         # Before the hook, which may start collectives of this group when it likes.
         uses = self._facts(others, shadow, group)[1:] if others else []
         flags = {owner: _used(gradients, ddp, buffer.device) for owner, gradients in mine.items()}
         asked = {owner: any_rank(used, group) for owner, used in flags.items()}
-        exchange = Exchange(self._comm_hook, bucket, buffer)
+        exchange = Exchange(self._comm_hook, bucket, buffer, taken)
         for owner, gradients in mine.items():
             work = Combined(exchange, asked[owner])
             owner._mode.combined(owner, gradients, flags[owner], work)

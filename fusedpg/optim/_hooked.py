@@ -29,6 +29,19 @@ def check(comm_hook: Any, overlap: bool, reduce: str) -> None:
         raise ValueError(f'a comm_hook gives the mean: use reduce="mean", not {reduce!r}')
 
 
+def takes_gradients(comm_hook: CommHook | None) -> bool:
+    """Whether the state takes gradients where autograd has left them (fusedpg.compress.State)."""
+    return comm_hook is not None and getattr(comm_hook[1], "takes_gradients", False)
+
+
+def abandon(comm_hook: CommHook | None) -> None:
+    """Tells the state, if it wants to know (fusedpg.compress.State), that a backward was cut short:
+    buckets that it holds back for others would be waited for in vain."""
+    told = None if comm_hook is None else getattr(comm_hook[0], "abandon", None)
+    if told is not None:
+        told()
+
+
 def check_state(comm_hook: CommHook | None, modules: dist.ProcessGroup) -> None:
     """Asks the state, if it knows its ranks (fusedpg.compress.State), whether they are these."""
     known = None if comm_hook is None else getattr(comm_hook[0], "check_module", None)
@@ -58,10 +71,17 @@ def check_group(group: dist.ProcessGroup, modules: dist.ProcessGroup, device: An
 class Exchange:
     """A bucket that the hook was called with."""
 
-    def __init__(self, hook: CommHook, bucket: GradBucket, buffer: torch.Tensor) -> None:
+    def __init__(
+        self,
+        hook: CommHook,
+        bucket: GradBucket,
+        buffer: torch.Tensor,
+        gradients: dict[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """``gradients`` are those not in the bucket, for hooks that take them."""
         state, function = hook
         self._buffer = buffer
-        self._future: Any = function(state, bucket)
+        self._future: Any = state.take(bucket, gradients) if gradients else function(state, bucket)
 
     def wait(self) -> None:
         """Then the bucket has what the hook gives."""

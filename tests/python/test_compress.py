@@ -45,7 +45,8 @@ def legal(compressor: str, memory: str, communicator: str) -> bool:
 def test_equals_oracle(compressor: str, memory: str, communicator: str) -> None:
     if communicator == "allreduce" and not COMPRESSORS[compressor].linear:
         pytest.skip("its payloads cannot be added")
-    harness.pool(3).run(checks.equals_oracle, compressor, memory, communicator)
+    for more in [{}, *[{"momentum_masking": False}] * (memory == "dgc")]:
+        harness.pool(3).run(checks.equals_oracle, compressor, memory, communicator, more)
 
 
 @pytest.mark.parametrize("communicator", list(COMMUNICATORS))
@@ -217,6 +218,12 @@ def test_module_on_another_backend() -> None:
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "fused"])
 def test_uneven_inputs(ours: bool) -> None:
     harness.pool(3).run(compress_optim.joins, ours)
+
+
+@pytest.mark.fused_only
+def test_backward_that_is_cut_short() -> None:
+    for place in range(6):
+        harness.pool(2).run(compress_optim.cut_short, place)
 
 
 @pytest.mark.fused_only

@@ -101,6 +101,7 @@ def test_names_of_grace_and_mergecomp() -> None:
         ({"fusion_num": 2.0}, "fusion_num is 0"),
         ({"memory": "1bitadam"}, "memory '1bitadam' is not known"),
         ({"quantums": 3}, "quantum, quantum_num"),
+        ({"compressor": "dgc", "memory": "dgc", "momentum_masking": 0}, "True or False"),
         ({"compressor": compressors.TopK(), "communicator": "allreduce"}, "linear = True"),
     ],
 )

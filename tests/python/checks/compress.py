@@ -126,7 +126,8 @@ class Oracle:
                 out = sent(compressor, v, self.params)
                 if memory == "dgc":
                     gone = out != 0
-                    self.momentum[rank][n] = np.where(gone, 0, u)
+                    masked = self.params.get("momentum_masking", True)
+                    self.momentum[rank][n] = np.where(gone & masked, 0, u)
                     self.kept[rank][n] = np.where(gone, 0, v)
                 elif memory != "none":
                     self.kept[rank][n] = v - out
@@ -139,10 +140,12 @@ class Oracle:
         return results
 
 
-def equals_oracle(context: Context, compressor: str, memory: str, communicator: str) -> None:
+def equals_oracle(
+    context: Context, compressor: str, memory: str, communicator: str, more: dict[str, Any]
+) -> None:
     params: dict[str, Any] = {
         "compressor": compressor, "memory": memory, "communicator": communicator,
-        "compress_ratio": 0.07, "threshold": 1.0, "lr": 0.25, "momentum": 0.8,
+        "compress_ratio": 0.07, "threshold": 1.0, "lr": 0.25, "momentum": 0.8, **more,
     }  # fmt: skip
     ddp, _ = wrapped(context, params)
     oracle = Oracle(context.world_size, params)

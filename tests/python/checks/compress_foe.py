@@ -120,7 +120,7 @@ def neighbours_in_memory(context: Context) -> None:
              torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16, offset=64)]  # fmt: skip
     state._splits = frozenset({2})
     for part in apart:
-        state._add(nn.Parameter(torch.zeros(16)), None, part)
+        state._add(nn.Parameter(torch.zeros(16)), None, part, None)
     assert state._open is not None
     assert [s.numel() for s in state._open.slices] == [16, 16]
 
@@ -160,7 +160,8 @@ def differ_later(context: Context, params: dict[str, Any], part: str, what: str)
     for now in range(3):
         if now == 2 and context.rank == context.world_size - 1:
             object_ = getattr(state, part)
-            setattr(object_, what, getattr(object_, what) / 2)
+            number = getattr(object_, what)
+            setattr(object_, what, type(number)(number / 2))
         ddp.zero_grad()
         ddp([torch.ones(40), torch.ones(70)]).backward()
 

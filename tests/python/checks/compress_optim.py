@@ -104,6 +104,33 @@ def as_with_torchs_optimizer(
     checks.alike(rows[True])
 
 
+def cut_short(context: Context, place: int) -> None:
+    """A backward that raises when some buckets of a group of gradients are there, and the rest will
+    never be: its caller gets the exception at once. (DDP itself refuses the next forward.)"""
+    state = compress.from_params({"compressor": "efsignsgd", "memory": "residual"}, schedule="one")
+    module = checks.Given()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
+    parts: Any = list(module.parts)
+    one: Any = fusedpg.optim.SGD(parts, lr=0.1, ddp=ddp, comm_hook=(state, compress.hook))
+
+    def step(number: int) -> None:
+        ddp(checks.given(number, context.rank)).backward()
+        one.step()
+        one.zero_grad()
+
+    def fails(grad: Any) -> None:
+        raise ArithmeticError("of the user's")
+
+    for number in range(3):
+        step(number)
+    parts[place].register_hook(fails)
+    begin = time.monotonic()
+    with refused("of the user's", ArithmeticError):
+        step(3)
+    assert time.monotonic() - begin < 20
+    checks.alike([p.detach() for p in parts])
+
+
 def says_what_it_cannot(context: Context) -> None:
     state = compress.from_params({"compressor": "topk", "memory": "residual"})
     ddp = DistributedDataParallel(checks.Given(), bucket_cap_mb=0.001)
