@@ -29,9 +29,9 @@ def cuda(info: ModuleType) -> str:
 def hosts(module: ModuleType) -> str:
     """What carries messages between hosts."""
     try:
-        return f"{module._ucx()}; gloo for what is delegated"
+        return f"tcp; if asked for, {module._ucx()}"
     except RuntimeError as error:
-        return f"gloo: {error}"
+        return f"tcp; no UCX: {error}"
 
 
 def main() -> int:
