@@ -88,7 +88,8 @@ void check_versions(
   }
 }
 
-// Where this process listens: by the way to the store, if that has one.
+// The address that this process listens at: by the way to the store, if that
+// has one.
 SocketAddress address_here(Group& group) {
   auto store = group.store;
   if (const auto* prefix =

@@ -394,7 +394,7 @@ at::Tensor sums_of_squares(const Items& tensors) {
   return sums;
 }
 
-// Whether a kernel of ours may multiply it in place, as torch would.
+// A kernel of ours may multiply it in place, as torch would.
 bool is_scalable(const at::Tensor& t) {
   return t.device().is_cpu() && t.layout() == at::kStrided &&
       t.is_contiguous() && !t.is_neg() &&

@@ -30,7 +30,7 @@ void check_plan(const Plan& plan, const HostMap& hosts, int world_size) {
   }
 }
 
-// Whether zeros of a tensor stay at home. Times their weight they are zeros.
+// Zeros of a tensor stay at home if this holds: times their weight they are zeros.
 bool skips(const Plan& plan, size_t count) {
   return plan.reads && plan.skip && count != 0 &&
       select_net_skip(count * dtype_size(wide_type(plan.src_type)));

@@ -17,7 +17,7 @@ namespace fusedpg {
 namespace tcp {
 namespace {
 
-// What a side proves that it has seen, and which side it is.
+// A side proves that it has seen this, and which side it is.
 struct Transcript {
   Hello hello;
   Key128 nonce;
@@ -221,7 +221,7 @@ void TcpListener::let_in() {
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
           errno == ENOMEM) {
-        // Who waits stays in the queue until there is room again.
+        // Those that wait stay in the queue until there is room again.
         visitors_.clear();
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
       }
@@ -238,7 +238,8 @@ void TcpListener::let_in() {
   }
 }
 
-// Who knows the name of an endpoint, which is random, is hardly a stranger.
+// Strangers go first: one that knows the random name of an endpoint is hardly
+// one.
 void TcpListener::make_room() {
   if (visitors_.size() < kMostVisitors) {
     return;

@@ -39,7 +39,7 @@ struct Challenge {
 static_assert(std::is_trivially_copyable_v<Hello> && sizeof(Hello) == 40);
 static_assert(sizeof(Challenge) == 32);
 
-// Of one side that it has the key.
+// The proof of one side that it has the key.
 Key128 listener_proof(const Key128& key, const Hello&, const Key128& nonce);
 Key128 connector_proof(const Key128& key, const Hello&, const Key128& nonce);
 
@@ -61,14 +61,14 @@ class WakeSignal {
 
 class TcpListener;
 
-// Where the ranks of one group connect to this one.
+// The ranks of one group connect to this one here.
 class TcpEndpoint {
  public:
   TcpEndpoint(std::shared_ptr<TcpListener> listener, int rank, int size);
   TcpEndpoint(const TcpEndpoint&) = delete;
   ~TcpEndpoint();
 
-  // What a peer has to know to connect; a secret.
+  // A peer has to know this to connect; a secret.
   std::string address() const;
   int rank() const {
     return rank_;
@@ -121,7 +121,7 @@ class TcpListener {
 
  private:
   friend class TcpEndpoint;
-  // Who has connected and not yet proved anything.
+  // One that has connected and not yet proved anything.
   struct Visitor {
     Fd socket;
     Deadline deadline;

@@ -26,7 +26,7 @@ struct SocketAddress {
   }
 };
 
-// Where other hosts reach this process: the first address of an interface if
+// The address at which other hosts reach this process: the first address of an interface if
 // one is named, else the one that the way to `peer` (a host's name) begins at,
 // if it leaves this machine; else that of this host's name; else of the first
 // interface that is up. The loopback address where the peer is "localhost" or
@@ -39,7 +39,7 @@ SocketAddress local_address(
 // Bound to a free port of the address.
 Fd listen_at(const SocketAddress& address);
 SocketAddress bound_address(const Fd& socket);
-// Of the next one that waits, or none.
+// The next connection that waits, or none.
 Fd accept_from(const Fd& socket);
 // Under way, or refused: errno says which where there is none.
 Fd connect_to(const SocketAddress& address);

@@ -99,6 +99,15 @@ TEST(tcp_lets_in_who_has_the_key) {
   CHECK(endpoint.take().empty());
 }
 
+TEST(tcp_addresses) {
+  CHECK_THROWS(
+      local_address("no-such-if0", "", 0), Error, "FUSEDPG_SOCKET_IFNAME");
+  CHECK_EQ(local_address("lo", "", 0).host(), std::string("127.0.0.1"));
+  CHECK_EQ(local_address("", "localhost", 1).host(), std::string("127.0.0.1"));
+  CHECK_THROWS(SocketAddress::of("127.0.0.1"), Error, "no address");
+  CHECK_THROWS(TcpAddress::of("127.0.0.1 1 2 short"), Error, "no key");
+}
+
 TEST(tcp_drops_what_is_no_greeting) {
   TcpEndpoint endpoint(listener(), 1, 3);
   const TcpAddress address = TcpAddress::of(endpoint.address());
