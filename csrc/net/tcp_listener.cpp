@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -79,24 +78,6 @@ Key128 key_of(const std::string& text) {
 }
 
 } // namespace
-
-// --- a signal ----------------------------------------------------------------
-
-WakeSignal::WakeSignal() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!fd_) {
-    fail_errno("fused: eventfd");
-  }
-}
-
-void WakeSignal::set() const {
-  const uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(fd(), &one, sizeof one);
-}
-
-void WakeSignal::reset() const {
-  uint64_t set = 0;
-  [[maybe_unused]] const auto got = read(fd(), &set, sizeof set);
-}
 
 // --- an endpoint -------------------------------------------------------------
 

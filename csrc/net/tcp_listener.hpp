@@ -14,6 +14,7 @@
 #include "base/deadline.hpp"
 #include "base/siphash.hpp"
 #include "net/tcp_socket.hpp"
+#include "net/wake_signal.hpp"
 
 namespace fusedpg {
 
@@ -44,20 +45,6 @@ Key128 listener_proof(const Key128& key, const Hello&, const Key128& nonce);
 Key128 connector_proof(const Key128& key, const Hello&, const Key128& nonce);
 
 } // namespace tcp
-
-// Wakes a thread that polls, from any other.
-class WakeSignal {
- public:
-  WakeSignal();
-  int fd() const {
-    return fd_.get();
-  }
-  void set() const;
-  void reset() const;
-
- private:
-  Fd fd_;
-};
 
 class TcpListener;
 

@@ -1,8 +1,6 @@
 #include "net/ucx_transport.hpp"
 
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 
@@ -40,34 +38,6 @@ class UcxTransport::UcxRequest : public Transport::Request {
  private:
   UcxTransport& transport_;
   const OperationPtr operation_;
-};
-
-// Wakes a thread that sleeps for messages.
-class UcxTransport::AbortSignal {
- public:
-  AbortSignal() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (fd_ < 0) {
-      fail_errno("fused: eventfd");
-    }
-  }
-  AbortSignal(const AbortSignal&) = delete;
-  ~AbortSignal() {
-    close(fd_);
-  }
-  int fd() const {
-    return fd_;
-  }
-  void set() {
-    const uint64_t one = 1;
-    [[maybe_unused]] const auto written = write(fd_, &one, sizeof one);
-  }
-  void reset() {
-    uint64_t set = 0;
-    [[maybe_unused]] const auto got = read(fd_, &set, sizeof set);
-  }
-
- private:
-  const int fd_;
 };
 
 UcxTransport::UcxTransport(const Api& api, const UcxConfig& config, int rank)
@@ -112,7 +82,6 @@ UcxTransport::UcxTransport(
 
 void UcxTransport::start(const UcxConfig& config, int size) {
   worker_ = std::make_unique<UcxWorker>(api_, config, size);
-  abort_signal_ = std::make_unique<AbortSignal>();
 }
 
 void UcxTransport::connect_all(
@@ -233,7 +202,7 @@ void UcxTransport::sleep(const Deadline& deadline) {
     return;
   }
   pollfd fds[] = {
-      {worker_->event_fd(), POLLIN, 0}, {abort_signal_->fd(), POLLIN, 0}};
+      {worker_->event_fd(), POLLIN, 0}, {abort_signal_.fd(), POLLIN, 0}};
   constexpr std::chrono::milliseconds kLongest{1000};
   poll(fds, 2, static_cast<int>(std::min(deadline.left(), kLongest).count()));
 }
@@ -251,11 +220,11 @@ void UcxTransport::doze(std::chrono::milliseconds most) {
   if (!worker_->progress()) {
     sleep(Deadline(most));
   }
-  abort_signal_->reset();
+  abort_signal_.reset();
 }
 
 void UcxTransport::wake() {
-  abort_signal_->set();
+  abort_signal_.set();
 }
 
 void UcxTransport::wait(Operation& operation, const Deadline& deadline) {

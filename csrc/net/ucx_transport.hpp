@@ -9,6 +9,7 @@
 #include "net/transport.hpp"
 #include "net/ucx_api.hpp"
 #include "net/ucx_worker.hpp"
+#include "net/wake_signal.hpp"
 
 namespace fusedpg {
 
@@ -85,7 +86,6 @@ class UcxTransport : public Transport {
   using Operation = UcxWorker::Operation;
   using OperationPtr = UcxWorker::OperationPtr;
   class UcxRequest;
-  class AbortSignal;
 
   UcxTransport(const ucx::Api& api, const UcxConfig& config, int rank);
   void start(const UcxConfig& config, int size);
@@ -111,7 +111,7 @@ class UcxTransport : public Transport {
   const std::chrono::milliseconds farewell_;
   std::function<void()> watch_;
   std::unique_ptr<UcxWorker> worker_;
-  std::unique_ptr<AbortSignal> abort_signal_;
+  WakeSignal abort_signal_;
   std::atomic<bool> aborted_{false};
   bool failed_ = false;
 };
