@@ -3,8 +3,8 @@
     python benchmarks/report.py                                   # all of it (make figures)
     python benchmarks/report.py benchmarks/results/ddp_p2.json    # this plot only
 
-Nothing is measured. A table stands in README.md or docs/benchmarks.md between `<!-- table:NAME -->`
-and `<!-- /table -->`; NAME is one of the functions in TABLES below.
+Nothing is measured. A table stands in a document of DOCUMENTS between `<!-- table:NAME -->` and
+`<!-- /table -->`; NAME is one of the functions in TABLES below.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
 from _sparse_arms import SparseRow
 
 ROOT = RESULTS.parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/compression.md")
+DOCUMENTS = ("README.md", "docs/evidence/benchmarks.md", "docs/guides/compression.md")
 README_PLOT = RESULTS / "readme.png"
 K, M = 1 << 10, 1 << 20
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)

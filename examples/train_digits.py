@@ -39,7 +39,8 @@ from tqdm import tqdm
 import fusedpg
 
 REQUIRED_ACCURACY = 0.97
-# A folder that git ignores. `--plot docs/train_digits.png` makes the figure of docs/benchmarks.md.
+# A folder that git ignores. `--plot docs/evidence/train_digits.png` makes the figure of
+# docs/evidence/benchmarks.md.
 PLOT = Path(__file__).resolve().parent.parent / "runs" / "train_digits.png"
 
 

@@ -1,6 +1,6 @@
 """Checks the house rule that a compiler does not: who includes whom.
 
-The rooms of csrc/ are described in docs/architecture.md. Run: python tools/check_layers.py
+The rooms of csrc/ are described in docs/develop/architecture.md. Run: python tools/check_layers.py
 """
 
 from __future__ import annotations

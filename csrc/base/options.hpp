@@ -10,7 +10,7 @@
 namespace fusedpg {
 
 // What a user can set for one group. An unset field takes the environment's
-// value, and that failing the default. docs/env.md describes each.
+// value, and that failing the default. docs/reference/env.md describes each.
 struct Options {
   // Address space reserved for the group's arena on this rank, in bytes; memory
   // is committed as it is used. FUSEDPG_ARENA_BYTES.

@@ -11,7 +11,7 @@
 // leave the group usable, everything else means that it has failed.
 //
 // Reductions are left folds in rank order, so every rank gets the same bits
-// (docs/numerics.md); bytes and steps of each are in docs/algorithms.md. The
+// (docs/reference/numerics.md); bytes and steps of each are in docs/develop/algorithms.md. The
 // fused optimizer steps are in fused_step.hpp.
 namespace fusedpg {
 

@@ -8,7 +8,7 @@
 
 namespace fusedpg {
 
-// The order of sums between machines, which is a promise (docs/numerics.md): a
+// The order of sums between machines, which is a promise (docs/reference/numerics.md): a
 // machine's contributions are added in rank order, in the wide type, and what
 // they come to in the order of machines. Where every machine has one rank that
 // is the order of one machine, and the epilogue gets the contributions.

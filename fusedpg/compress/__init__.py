@@ -7,7 +7,7 @@
          "compress_ratio": 0.01})
     ddp.register_comm_hook(state, fusedpg.compress.hook)
 
-Names and parameters are those of GRACE (Xu et al. 2021). See docs/compression.md.
+Names and parameters are those of GRACE (Xu et al. 2021). See docs/guides/compression.md.
 
 No postponed annotations here: DDP inspects those of its hooks.
 """

@@ -1,4 +1,4 @@
-"""Elementwise programs around collectives: traced, checked, scheduled (docs/fusion.md)."""
+"""Elementwise programs around collectives: traced, checked, scheduled (docs/guides/fusion.md)."""
 
 from torch.distributed.tensor import Partial as Partial
 from torch.distributed.tensor import Replicate as Replicate

@@ -629,7 +629,7 @@ def fuse(
     tensor, as a 1-d tensor), `Shard(dim)` for operands of a matmul. A tensor without one is Partial
     if it goes straight into all_reduce or reduce_scatter, else Replicate. `float` and `int`
     parameters are numbers that may differ between calls; of a bool, str or None each value has a
-    program of its own. docs/fusion.md has the operations and the rules.
+    program of its own. docs/guides/fusion.md has the operations and the rules.
 
     Args:
         schedule: "auto": the first call with each shape and type times the legal schedules on the

@@ -48,7 +48,7 @@ def say_once() -> None:
         _log.info(
             'fused collectives run as generated code on tensors of the backend "fused", all '
             "else operation by operation: %s",
-            "docs/fusion.md",
+            "docs/guides/fusion.md",
         )
 
 

@@ -3,7 +3,7 @@
     optimizer = fusedpg.optim.AdamW(model.parameters(), lr=1e-3, ddp=ddp)
 
 in place of ``torch.optim.AdamW(model.parameters(), lr=1e-3)`` is all that changes in a script that
-trains with DistributedDataParallel on the backend "fused". See docs/optimizers.md.
+trains with DistributedDataParallel on the backend "fused". See docs/guides/optimizers.md.
 """
 
 from fusedpg.optim._base import FusedOptimizer

@@ -150,7 +150,9 @@ class Overlap(Attached):
         raise RuntimeError("clipping needs overlap=False")
 
     def check_scaling(self) -> None:
-        raise RuntimeError("GradScaler needs overlap=False: see fusedpg's docs/optimizers.md")
+        raise RuntimeError(
+            "GradScaler needs overlap=False: see fusedpg's docs/guides/optimizers.md"
+        )
 
     def end_before_loading(self) -> None:
         if self.updated and not self._half_updated:

@@ -142,7 +142,7 @@ class WholeState(ShardedState):
                 f"consolidate_state_dict(to={self._rank}) on all ranks after the last step and "
                 f"before this call on rank {self._rank}; or full_state_dict() on all ranks; or "
                 "save with torch.distributed.checkpoint (get_optimizer_state_dict). "
-                "local_state_dict() gives the slices. See docs/frameworks.md of fusedpg"
+                "local_state_dict() gives the slices. See docs/guides/frameworks.md of fusedpg"
             )
 
 

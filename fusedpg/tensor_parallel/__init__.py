@@ -1,6 +1,6 @@
 """Layers whose weights are spread over a group, with one collective for each two of them.
 
-See docs/tensor_parallel.md.
+See docs/guides/tensor_parallel.md.
 """
 
 from fusedpg.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear

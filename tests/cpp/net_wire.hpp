@@ -288,7 +288,7 @@ void on_hosts(
   }
 }
 
-// What all ranks' contributions come to, in the order that docs/numerics.md
+// What all ranks' contributions come to, in the order that docs/reference/numerics.md
 // promises: a host's in rank order, then the hosts'. Real types and sums are
 // folded by the definition in the wide type, for everything else the order of
 // one machine gives the same.

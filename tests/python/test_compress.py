@@ -272,7 +272,7 @@ def test_illegal_pairs_say_what_to_use() -> None:
 
 def test_every_legal_triple_is_made() -> None:
     made = sum(legal(*one) for one in itertools.product(COMPRESSORS, MEMORIES, COMMUNICATORS))
-    # By hand: 15 compressors with none; the rules of docs/compression.md for the others.
+    # By hand: 15 compressors with none; the rules of docs/guides/compression.md for the others.
     four, five = 4, 5
     linear_sparse, sparse = 1, 4  # randomk; topk, threshold, guarded_threshold, dgc
     dense_linear, lossy, votes = 2, 5, 2  # none, fp16; qsgd, terngrad, ...; signsgd, signum

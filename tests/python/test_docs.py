@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fused_only
 ROOT = harness.ROOT
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "examples/*.md", "patches/**/*.md", "tests/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "patches/**/*.md", "tests/**/*.md")
     for path in ROOT.glob(pattern)
 )
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -112,7 +112,7 @@ def test_programs_of_the_readme(tmp_path: Path) -> None:
     run_program("\n".join([ddp, after, again, "dist.destroy_process_group()"]), tmp_path, 2)
 
 
-@pytest.mark.parametrize(("document", "ranks"), [("docs/coconet.md", 4)])
+@pytest.mark.parametrize(("document", "ranks"), [("docs/guides/coconet.md", 4)])
 def test_programs_of_a_page(document: str, ranks: int, tmp_path: Path) -> None:
     """All that stands there, one after the other, with its own comparisons."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)

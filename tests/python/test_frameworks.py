@@ -1,5 +1,5 @@
 """Frameworks train, save, are killed and resume at another world size: the recipes of
-docs/frameworks.md, in processes of their own, against torch.optim on DDP with Gloo."""
+docs/guides/frameworks.md, in processes of their own, against torch.optim on DDP with Gloo."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_torchft(tmp_path: Path) -> None:
 
 
 def test_the_document_shows_the_recipes() -> None:
-    text = (ROOT / "docs" / "frameworks.md").read_text()
+    text = (ROOT / "docs/guides/frameworks.md").read_text()
     shown = re.findall(r"```python\n# examples/frameworks/(\w+\.py)\n(.*?)```", text, re.S)
     assert {name for name, _ in shown} == {path.name for path in RECIPES.glob("with_*.py")}
     for name, block in shown:

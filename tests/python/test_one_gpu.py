@@ -223,7 +223,7 @@ def test_docs_hold_every_step() -> None:
     def without_status(text: str) -> list[str]:
         return [line.rsplit(" | ", 1)[0] for line in text.splitlines()]
 
-    docs = (ROOT / "docs/gpu.md").read_text().splitlines()
+    docs = (ROOT / "docs/guides/gpu.md").read_text().splitlines()
     wanted = without_status(runner.table(STEPS))
     missing = [line for line in wanted if not any(has.startswith(line) for has in docs)]
     assert not missing, "\n".join(missing)

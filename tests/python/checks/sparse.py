@@ -106,7 +106,7 @@ def equals_dense(context: Context, *cases: Case) -> None:
 
 
 def moved_bytes(context: Context, density: float, arena: bool = False) -> dict[str, Any]:
-    """What one call moves, beside the formula of docs/sparse.md."""
+    """What one call moves, beside the formula of docs/guides/sparse.md."""
     case = Case(256 * 64 * 3 * context.world_size, density=density, seed=3, arena=arena)
     data = placed(case, values(case, context.rank, context.world_size))
     fusedpg.stats(reset=True)
