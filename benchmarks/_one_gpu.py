@@ -4,8 +4,8 @@ Each step has a time limit, and the stage goes on after a failure. After each on
 written, so a machine that is taken away takes only the step under way. Ends with 0 if nothing
 failed, 1 if something did, 2 where there is no GPU.
 
-Without a GPU the runner itself can be tried on the fake one (docs/guides/gpu.md); what needs a real one
-is skipped.
+Without a GPU the runner itself can be tried on the fake one (docs/guides/gpu.md); what needs a real
+one is skipped.
 """
 
 from __future__ import annotations
