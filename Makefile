@@ -31,6 +31,7 @@ KERNELS := $(VENV)/.kernels-$(TORCH_TAG)
 LINT := $(VENV)/.lint
 MPI := $(VENV)/.mpi
 FRAMEWORKS := $(VENV)/.frameworks$(if $(RAY),-ray)
+DOCS := $(VENV)/.docs
 BUILD := $(or $(FUSEDPG_BUILD_DIR),build/cmake)
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
 CXX_FILES = $(shell find csrc benchmarks tests/cpp tests/fake_gpu patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
@@ -80,6 +81,10 @@ $(LINT): requirements/lint.txt | $(DEPS)
 	$(PIP) install -r requirements/lint.txt
 	touch $@
 
+$(DOCS): requirements/docs.txt | $(DEPS)
+	$(PIP) install -r requirements/docs.txt
+	touch $@
+
 $(MPI): requirements/mpi.txt | $(DEPS)
 	$(PIP) install -r requirements/mpi.txt
 	touch $@
@@ -96,7 +101,7 @@ setup: $(DEPS)
 build: $(KERNELS)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train smoke bench bench-kernels bench-engine figures wheel wheels sdist
+.PHONY: train smoke bench bench-kernels bench-engine figures docs wheel wheels sdist
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
@@ -125,6 +130,11 @@ wheel: $(DEPS)
 
 sdist: $(DEPS)
 	$(BIN)/python -m build --sdist --no-isolation
+
+# The site, in build/site: open index.html. A broken link or docstring is an error. Nothing is built.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(DOCS)
+	$(BIN)/mkdocs build --strict
 
 # A wheel for each supported torch, each tried in a fresh environment. WHEELS="2.13 2.14": only these.
 wheels: | $(VENV)/bin/python
