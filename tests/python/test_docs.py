@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
+import runpy
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 import harness
 
@@ -22,7 +23,7 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "patches/**/*.md", "tests/**/*.md")
     for path in ROOT.glob(pattern)
 )
-FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^(?:```.*?^```|<!--.*?-->)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+?)\s*$", re.MULTILINE)
 
@@ -98,39 +99,79 @@ def test_arms_have_words_and_plots(report: Any, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_programs_of_the_readme(tmp_path: Path) -> None:
-    """DDP, the changed line and the fused call, as they stand there."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    ddp, line, call = blocks
-    assert "fusedpg" not in ddp
-    # The second block shows one line before and after, of a script like the first.
-    after = "import fusedpg\nddp = model\n" + line
-    after += "model(torch.randn(4, 10)).sum().backward()\noptimizer.step()\n"
-    begin = "import torch, torch.distributed as dist, fusedpg\n\n"
-    again = call.replace('dist.init_process_group("fused")\n', "")
-    assert call.startswith(begin) and again != call
-    run_program("\n".join([ddp, after, again, "dist.destroy_process_group()"]), tmp_path, 2)
+# What stands before a block of Python, to no reader's eyes:
+#   <!-- program: NAME -->            it goes on with the program NAME of its page
+#   <!-- program: NAME (4 ranks) -->  on so many ranks instead of 2
+#   <!-- program: NAME
+#   lines -->                         which run before it, or after all if no block follows
+#   <!-- not run: GPU -->             for a reason of NOT_RUN
+# A block without any is a program of its own.
+ITEM = re.compile(
+    r"^<!-- program: (?P<name>\w+)(?: \((?P<ranks>\d+) ranks\))?(?:\n(?P<hidden>.*?))? ?-->\n"
+    r"|^<!-- not run: (?P<reason>.+?) -->\n|^```python\n(?P<code>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
+NOT_RUN = {"GPU", "Ray"}
+NL = "\n"
 
 
-@pytest.mark.parametrize(("document", "ranks"), [("docs/guides/coconet.md", 4)])
-def test_programs_of_a_page(document: str, ranks: int, tmp_path: Path) -> None:
-    """All that stands there, one after the other, with its own comparisons."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
-    run_program("\n".join(blocks), tmp_path, ranks)
+class Text(NamedTuple):
+    ranks: int
+    text: str
 
 
-def run_program(text: str, folder: Path, ranks: int) -> None:
-    program = folder / "program.py"
-    program.write_text(text)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(program)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def programs_of(document: str) -> dict[str, Text]:
+    """The Python of a page, by the name of each program."""
+    found: dict[str, Text] = {}
+    text = (ROOT / document).read_text()
+    name, end = "", -1  # of the mark before
+    for item in ITEM.finditer(text):
+        if not (code := item["code"]):
+            name, end = item["name"] or "", item.end()
+            assert item["name"] or item["reason"] in NOT_RUN, item[0]
+            code, ranks = item["hidden"] or "", int(item["ranks"] or 2)
+        elif end != item.start():
+            # Parts of programs, which the tests of frameworks compare with them.
+            name = (
+                "" if code.startswith("# examples/") else f"line{text.count(NL, 0, item.start())}"
+            )
+            ranks = 2
+        if name:
+            old = found.get(name, Text(ranks, ""))
+            found[name] = Text(max(old.ranks, ranks), old.text + code.rstrip() + NL)
+    marks = text.count("<!-- program") + text.count("<!-- not run")
+    assert marks == sum(not item["code"] for item in ITEM.finditer(text)), "a mark that is none"
+    return found
+
+
+PROGRAMS = {
+    f"{document}:{name}": program
+    for document in DOCUMENTS
+    for name, program in programs_of(document).items()
+}
+
+
+def run_file(context: harness.Context, path: str) -> None:
+    os.chdir(context.scratch)
+    assert dist.distributed_c10d._world.pg_map == {}
+    runpy.run_path(path, run_name="__main__")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str, tmp_path: Path) -> None:
+    """Each of the documents, in processes of its own that have imported nothing of ours."""
+    program = PROGRAMS[name]
+    path = tmp_path / "program.py"
+    path.write_text(program.text)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    env = {"WORLD_SIZE": str(program.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(program.ranks)]
+    with harness.Workers(program.ranks, init=False, backend="gloo", env=ranks) as workers:
+        workers.run(run_file, str(path), timeout=120)
 
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
