@@ -1,5 +1,5 @@
 # make train   sets everything up, then trains a model on 2 ranks
-# make test    the same set-up if needed, then the tests
+# make test    the same set-up if needed, then a pass over everything that it can do
 # CONTRIBUTING.md lists the other targets and the variables.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -61,13 +61,13 @@ $(DEPS): requirements/torch.txt requirements/build.txt requirements/test.txt \
 	  $(PIP) install -r requirements/nccl.txt; fi
 	touch $@
 
+# Without the CUDA kernels, which take nvcc some minutes: they are `make build`'s.
 $(BUILT): $(DEPS) $(NATIVE)
 	rm -f $(VENV)/.built-*
-	$(PIP) install --no-build-isolation --no-deps -e .
+	CMAKE_ARGS="-DFUSEDPG_CUDA=OFF $(CMAKE_ARGS)" $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 
-# setup.py builds them for a torch that has CUDA. The tests want them for any, since they run them on
-# a fake device; who only wants to use a CPU torch need not wait for nvcc.
+# For any torch, as the C++ tests and `make test-rest` run them on a fake device.
 $(KERNELS): $(BUILT)
 ifeq ($(CUDA),ON)
 	cmake $(BUILD) -DFUSEDPG_CUDA=ON
@@ -153,9 +153,7 @@ endef
 # TSan cannot place its shadow memory under the widest address randomisation.
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
-.PHONY: test test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-docs test-mpi test-frameworks fake-gpu fuzz
-test: test-cpp test-python
-
+.PHONY: test test-rest test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-docs test-mpi test-frameworks fake-gpu fuzz
 # For the C++ tests of messages by UCX.
 export FUSEDPG_TEST_UCX_LIB = $(abspath $(firstword \
   $(wildcard $(VENV)/lib/python3*/site-packages/libucx/lib/libucp.so.0)))
@@ -174,12 +172,22 @@ fake-gpu: $(KERNELS)
 # Two at a time, as with ctest: PYTEST_ARGS="-n 0" for one. Whole files, for their fixtures' sake, in
 # the order of conftest.py: by their number of tests the longest, which have few, would come last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-test-python: fake-gpu
-	$(PYTEST) tests $(PYTEST_ARGS)
 
-# With more sizes, ranks and faults of the same kind.
+# Every capability once, in minutes: tests/python/parts.py says which tests are quick.
+test: $(BUILT)
+	$(PYTEST) tests --part quick $(PYTEST_ARGS)
+
+# What `make test` leaves out.
+test-rest: test-cpp fake-gpu
+	$(PYTEST) tests --part rest $(PYTEST_ARGS)
+
+# Both, and with more sizes, ranks and faults of the same kind.
 test-all: test-cpp fake-gpu
 	$(PYTEST) tests -m "" $(PYTEST_ARGS)
+
+# The Python tests of both.
+test-python: fake-gpu
+	$(PYTEST) tests $(PYTEST_ARGS)
 
 # Random programs and random faults for MINUTES, or one again: SEED=... as a failure says.
 MINUTES ?= 10

@@ -17,6 +17,10 @@ import hypothesis
 import pytest
 
 import harness
+import parts
+from parts import pytest_addoption, pytest_terminal_summary
+
+__all__ = ["pytest_addoption", "pytest_terminal_summary"]  # pytest calls them
 
 # Run by mpirun through test_mpi_launch.py.
 collect_ignore_glob = [] if "FUSEDPG_TEST_MPI" in os.environ else ["python/mpi/*"]
@@ -42,6 +46,7 @@ fused_only = pytest.mark.skipif(
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fused_only: needs the fused backend")
     config.addinivalue_line("markers", "slow: more of the same; make test-all")
+    config.addinivalue_line("markers", "long: no part of make test; make test-rest")
 
 
 # Minutes each: first, so that the last minutes have work for all workers of xdist.
@@ -57,7 +62,8 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts.select(config, items)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     for item in items:

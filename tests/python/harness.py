@@ -473,7 +473,7 @@ def close_pools() -> None:
 
 
 def slow(*values: Any) -> Any:
-    """A parameter of tests that `make test` leaves out: more of the same."""
+    """A parameter of tests that only `make test-all` runs: more of the same."""
     import pytest  # not in workers
 
     return pytest.param(*values, marks=pytest.mark.slow)

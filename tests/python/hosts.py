@@ -23,11 +23,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import IO, TypeVar
 
 Result = TypeVar("Result")
 MAX_HOSTS = 4
@@ -221,14 +222,18 @@ class Hosts:
         }
 
     def start(
-        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None
+        self,
+        host: int,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stderr: IO[str] | int = subprocess.STDOUT,
     ) -> subprocess.Popen[str]:
         """A process on a host, in a process group of its own."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace(host), *command],
             env=os.environ | self.environment(host) | dict(env or {}),
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )
@@ -243,23 +248,27 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
     ) -> list[str]:
-        """``torchrun`` with one rendezvous on all hosts; what each printed.
+        """``torchrun`` with one rendezvous on all hosts; what each wrote to stdout.
+
+        torchrun and libraries write to stderr whenever they like, so that is kept apart.
 
         Args:
             program: a script and its arguments.
             ranks: processes on each host, or on each of them.
 
         Raises:
-            RuntimeError: with the output, when one fails or does not end in time.
+            RuntimeError: with all output, when one fails; when one does not end in time.
         """
         processes = []
+        # Files, which unlike pipes are never full.
+        errors = [tempfile.TemporaryFile("w+") for _ in range(self.count)]  # noqa: SIM115
         for host in range(self.count):
             here = ranks if isinstance(ranks, int) else ranks[host]
             launcher = [sys.executable, "-m", "torch.distributed.run"]
             launcher += [f"--nnodes={self.count}", f"--nproc-per-node={here}"]
             launcher += [f"--node-rank={host}", f"--master-addr={self.address(0)}"]
             launcher += [f"--master-port={PORT}"]
-            processes.append(self.start(host, [*launcher, *program], env))
+            processes.append(self.start(host, [*launcher, *program], env, errors[host]))
         outputs = []
         try:
             for process in processes:
@@ -275,6 +284,9 @@ class Hosts:
                 process.wait()
                 self._running.remove(process)
         if any(ended):
+            for error in errors:
+                error.seek(0)
+                outputs.append(error.read())
             raise RuntimeError(f"{program[0]} failed with {ended}:\n" + "\n".join(outputs))
         return outputs
 

@@ -147,6 +147,7 @@ def test_killed_rank(check: Any) -> None:
             assert answers[rank] < 10
 
 
+@pytest.mark.long
 def test_error_feedback_keeps_the_accuracy() -> None:
     """Within 1 % of uncompressed training; without feedback it is not."""
     ranks = harness.pool(2)

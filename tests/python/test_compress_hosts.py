@@ -46,6 +46,7 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [harness.slow(1), 2])
 def test_bytes_on_the_wire(ranks: int) -> None:
     """The packed payload crosses each host's link once, however many ranks the host has."""

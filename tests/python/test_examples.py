@@ -54,18 +54,21 @@ def test_quickstart() -> None:
     assert "2 ranks hold the same 1474 parameters" in output
 
 
+@pytest.mark.long
 def test_own_optimizers() -> None:
     output = launched("own_optimizers.py")
     learns_in_print(output)
     assert "fused collective" in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["char_transformer.py", harness.slow("resnet9.py")])
 def test_learns(program: str, tmp_path: Path) -> None:
     losses = run(program, tmp_path)["losses"]
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
+@pytest.mark.long
 def test_skips_blocks_and_learns(tmp_path: Path) -> None:
     losses = run("bag_of_words.py", tmp_path, "--block-skip", "on")["losses"]
     assert sum(losses[-10:]) < 0.97 * sum(losses[:10])

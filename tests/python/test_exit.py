@@ -44,6 +44,7 @@ def test_exit(mode: str) -> None:
         assert "after ValueError: rank 1 gives up" in done.stderr, done.stderr[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.fused_only
 @pytest.mark.parametrize(("first", "times"), [(0, 20), harness.slow(1000, 200)])
 def test_exit_whatever_is_under_way(first: int, times: int) -> None:

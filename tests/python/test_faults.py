@@ -230,6 +230,7 @@ def flat(before: dict[str, int], after: dict[str, int]) -> None:
     assert not grown, (grown, before, after)
 
 
+@pytest.mark.long
 def test_two_hundred_groups() -> None:
     before = unowned()
     with harness.Workers(2, oracle=False) as workers:

@@ -355,6 +355,7 @@ def test_compiled(pair: harness.Workers, op: str, how: str) -> None:
     pair.run(fused_dispatch.compiled, options, how, "aot_eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["wrapper", "operator"])
 def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
     run = Run("adamw", shapes=((1021,), (64, 3)))

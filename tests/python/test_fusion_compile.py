@@ -21,6 +21,7 @@ def test_one_graph_of_inductor() -> None:
     harness.pool(2).run(fusion_compile.without_breaks, "inductor")
 
 
+@pytest.mark.long
 def test_groups_and_breaks() -> None:
     harness.pool(2).run(fusion_compile.groups)
 

@@ -39,6 +39,7 @@ def run_random(world_size: int, examples: int) -> int:
     return seen
 
 
+@pytest.mark.long
 def test_random_programs() -> None:
     assert run_random(2, 6) > 3
 
@@ -77,16 +78,19 @@ def test_operands_that_do_not_fit() -> None:
     harness.pool(2).run(compiled.operands_that_do_not_fit)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "latin", *map(harness.slow, ["missing", "full"])])
 def test_compiler_that_returns(how: str) -> None:
     harness.pool(2).run(compiled.compiler_returns, how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rows", "missing"), [(True, False), (False, True)])
 def test_forgotten_on_one_rank(rows: bool, missing: bool) -> None:
     harness.pool(2).run(compiled.forgotten, rows, missing)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("names", "transport"), [("three", "ucx"), ("two and one", "gloo")])
 def test_between_hosts(names: str, transport: str) -> None:
     workers = harness.pool_of_hosts(names, transport)
@@ -135,11 +139,13 @@ def test_loops_are_vectorised(
     assert loops and vectorised.issuperset(loops), ran.stderr
 
 
+@pytest.mark.long
 def test_compiling_at_once(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "compile_at_once.py"
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2, *map(harness.slow, range(3, 20))])
 def test_calls_like_earlier_ones(seed: int) -> None:
     print(f"seed {seed}")
@@ -181,5 +187,6 @@ def test_other_places_on_one_rank() -> None:
     harness.pool(2).run(shortcuts.beside_others)
 
 
+@pytest.mark.long
 def test_shortcuts_go_with_their_group() -> None:
     harness.pool(2).run(shortcuts.groups_that_go)

@@ -81,6 +81,7 @@ def test_arguments() -> None:
     harness.pool(4).run(pipeline.arguments)
 
 
+@pytest.mark.long
 @pytest.mark.fused_only
 @pytest.mark.parametrize("sends", [True, False])
 def test_killed(sends: bool) -> None:

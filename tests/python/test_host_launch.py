@@ -91,6 +91,7 @@ def expected(ranks: tuple[int, ...]) -> str:
         return str(torchrun(made, ranks, STATIC)[0]["digest"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [
@@ -130,6 +131,7 @@ def test_killed_worker_is_started_again(two: hosts.Hosts, tmp_path: Path, transp
     assert {one["digest"] for one in found} == {expected((1, 1))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["tcp", harness.slow("ucx"), harness.slow("gloo")])
 def test_survivor_ends_with_the_error(two: hosts.Hosts, transport: str) -> None:
     """A program that does not handle the failure ends at once, with it, and not by a signal."""

@@ -33,6 +33,7 @@ def moved(output: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "ranks"), [(2, 1), harness.slow(2, 2)])
 def test_bytes_on_the_wire(count: int, ranks: int) -> None:
     """What the interfaces count is what stats() says, and far from the dense bytes."""

@@ -100,6 +100,7 @@ def programs(draw: st.DrawFn) -> tuple[life.Program, str]:
     return program, options
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(programs(), st.integers(1, 3))
 def test_drawn_lives(drawn: tuple[life.Program, str], size: int) -> None:

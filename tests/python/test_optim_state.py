@@ -127,6 +127,7 @@ def test_state_is_split(workers: harness.Workers, kind: str) -> None:
         assert reported <= held <= reported * 1.01
 
 
+@pytest.mark.long
 def test_memory_of_processes() -> None:
     width, depth = 1009, 6
     mib = 4 * depth * (width * width + width) / 2**20
