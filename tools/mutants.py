@@ -10,6 +10,8 @@ copy of the tree. A mutant is caught when a test fails that passes without it, o
     python tools/mutants.py run [-j 2] [NAME...]  # resumes; NAME: part of a name, a room or a path
     python tools/mutants.py report                # writes the table of what is known so far
 
+What the last report has written (tools/mutants/results.json) is known in a fresh clone, too.
+
 Each needs an environment like that of `make test`: run it as .venv/bin/python.
 """
 
@@ -114,8 +116,13 @@ class Project:
     build: tuple[tuple[str, ...], ...]  # commands
     install: tuple[str, ...]  # of the build folder, copied into the tree
     cpp_tests: tuple[str, ...]  # the command that runs C++ tests
+    cpp_sources: tuple[str, ...]  # of them: patterns of files
     env: dict[str, str]
     preludes: dict[str, str]  # pattern of a file: the file that includes HEADER for it
+
+    @property
+    def saved(self) -> Path:
+        return self.root / "tools/mutants/results.json"
 
     @property
     def tree(self) -> Path:
@@ -182,6 +189,7 @@ def load(root: Path, work: Path | None = None) -> Project:
         build=tuple(tuple(command) for command in config["build"]["commands"]),
         install=tuple(config["build"].get("install", ())),
         cpp_tests=tuple(config["build"]["cpp_tests"]),
+        cpp_sources=tuple(config["build"]["cpp_sources"]),
         env=config.get("env", {}),
         preludes=config.get("preludes", {}),
     )
@@ -247,9 +255,36 @@ def rewritten(project: Project) -> dict[str, str]:
     return changed
 
 
+def missing_tests(project: Project) -> dict[str, list[str]]:
+    """By an item of the lists the names in it of which there is no test."""
+    sources = [path for pattern in project.cpp_sources for path in project.root.glob(pattern)]
+    cpp = [
+        name
+        for path in sources
+        for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.MULTILINE)
+    ]
+
+    @functools.lru_cache
+    def exists(test: str) -> bool:
+        file, _, rest = test.partition("::")
+        path = project.root / file
+        function = rest.partition("[")[0]
+        return path.exists() and (not function or f"def {function}(" in path.read_text())
+
+    missing = {}
+    for item in {test for m in project.mutants for test in (*m.tests, *m.room_tests)}:
+        if item.startswith("cpp:"):
+            parts = item.removeprefix("cpp:").split()
+            missing[item] = [part for part in parts if not any(part in name for name in cpp)]
+        else:
+            missing[item] = [test for test in item.split(" -k ")[0].split() if not exists(test)]
+    return missing
+
+
 def check(project: Project) -> list[str]:
     """What is wrong with the list."""
     problems = []
+    missing = missing_tests(project)
     for mutant in project.mutants:
         try:
             span(mutant, (project.root / mutant.file).read_text())
@@ -257,6 +292,9 @@ def check(project: Project) -> list[str]:
                 both(mutant, "")
             if mutant.old == mutant.new:
                 raise ListError(f"{mutant.id}: it changes nothing")
+            for test in (*mutant.tests, *mutant.room_tests):
+                if missing[test]:
+                    raise ListError(f"{mutant.id}: no test {' '.join(missing[test])}")
         except (ListError, OSError) as error:
             problems.append(str(error))
     if not problems:
@@ -484,11 +522,18 @@ def run_test(
 
 
 class Results:
-    """What is known so far: a file for each mutant, and for each item how long it takes."""
+    """What is known so far: a file for each mutant, and for each item how long it takes.
 
-    def __init__(self, work: Path) -> None:
+    Args:
+        saved: what an earlier report has written, perhaps elsewhere.
+    """
+
+    def __init__(self, work: Path, saved: Path | None = None) -> None:
         self.folder = work / "results"
         self.folder.mkdir(parents=True, exist_ok=True)
+        data = json.loads(saved.read_text()) if saved is not None and saved.exists() else {}
+        self.saved = {entry["id"]: entry for entry in data.get("mutants", [])}
+        self.ran: list[str] = data.get("ran", [])
 
     def path(self, name: str) -> Path:
         return self.folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}.json"
@@ -497,7 +542,11 @@ class Results:
         try:
             return json.loads(self.path(name).read_text())  # type: ignore[no-any-return]
         except (OSError, json.JSONDecodeError):
-            return None
+            return self.saved.get(name)
+
+    def is_newer(self, name: str, than: Path) -> bool:
+        path = self.path(name)
+        return path.exists() and path.stat().st_mtime >= than.stat().st_mtime
 
     def put(self, name: str, value: dict[str, Any]) -> None:
         part = self.path(name).with_suffix(f".{threading.get_ident()}.tmp")
@@ -634,7 +683,7 @@ def run(
     if not is_built(project):
         raise ListError("the list of C++ mutants has changed: python tools/mutants.py build")
     built = project.work / "built"
-    results = Results(project.work)
+    results = Results(project.work, project.saved)
     end = time.monotonic() + 60 * minutes
     mutants = wanted(project, names)
     waiting = iter(mutants)
@@ -662,7 +711,7 @@ def run(
             if known["caught"] or not survivors:
                 return
             known = None
-        elif results.path(mutant.id).stat().st_mtime < built.stat().st_mtime:
+        elif not results.is_newer(mutant.id, built):
             known = None  # there may be other tests now
         with results.claim(mutant.id) as mine:
             if not mine:
@@ -697,9 +746,10 @@ def run(
 
 
 def report(project: Project) -> tuple[str, dict[str, Any]]:
-    """Markdown, and the same as data."""
-    results = Results(project.work)
+    """Markdown, and the results as data."""
+    results = Results(project.work, project.saved)
     rows, catches = [], {}
+    kept = []
     counts: dict[str, list[int]] = {}
     missing = []
     for mutant in project.mutants:
@@ -716,6 +766,7 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
             continue
         count[2] += 1
         count[3] += known["caught"]
+        kept.append({"file": mutant.file, **known})
         how = "not caught yet"
         if decided(known):
             how = "survived" if not known["caught"] else "hang" if known["hang"] else "caught"
@@ -724,7 +775,7 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
         )
         for test in known["by"]:
             catches.setdefault(test, []).append((mutant.id, len(known["by"])))
-    ran: set[str] = set()
+    ran = set(results.ran)
     for mutant in project.mutants:
         known = results.get(mutant.id)
         if known is not None:
@@ -761,13 +812,7 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
         "",
         *[f"- `{test}`" for test in quiet],
     ]
-    data = {
-        "date": datetime.date.today().isoformat(),
-        "mutants": [
-            {"id": m.id, "file": m.file, "room": m.room, "result": how, "by": by, "seconds": s}
-            for m, how, by, s in rows
-        ],
-    }
+    data = {"date": datetime.date.today().isoformat(), "mutants": kept, "ran": sorted(ran)}
     return "\n".join(lines) + "\n", data
 
 

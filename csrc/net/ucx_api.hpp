@@ -20,6 +20,7 @@ using Address = void*;
 enum Status : int8_t {
   kOk = 0,
   kInProgress = 1,
+  kTruncated = -9, // a message longer than its receive
   kNoElement = -12,
   kBusy = -15,
 };

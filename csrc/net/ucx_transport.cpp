@@ -243,18 +243,23 @@ void UcxTransport::wait(Operation& operation, const Deadline& deadline) {
   } else if (!failed_) {
     progress_until(deadline, done);
   }
-  if (!operation.done || operation.status != kOk) {
+  if (!operation.done ||
+      (operation.status != kOk && operation.status != kTruncated)) {
     give_up(operation, deadline);
   }
-  if (!operation.sends && operation.length != operation.buffer.bytes()) {
+  const size_t expected = operation.buffer.bytes();
+  const bool truncated = operation.status == kTruncated;
+  if (!operation.sends && (truncated || operation.length != expected)) {
     end();
+    // UCX does not always say by how much.
+    const bool known = !truncated || operation.length > expected;
     fail(
         ErrorKind::kMismatch,
         "fused: rank {} (here) expected {} bytes of rank {}, which sent {}",
         rank_,
-        operation.buffer.bytes(),
+        expected,
         operation.peer,
-        operation.length);
+        known ? formatted("{}", operation.length) : "more");
   }
 }
 

@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <array>
 #include <random>
 
 #include "net/tcp_transport.hpp"
@@ -35,10 +36,24 @@ class Stranger {
         recv(socket_.get(), data, bytes, MSG_WAITALL) ==
         static_cast<ssize_t>(bytes);
   }
-  bool is_dropped() const {
+  bool is_dropped(int within_ms = 1000) const {
     char byte = 0;
     pollfd fd{socket_.get(), POLLIN, 0};
-    return poll(&fd, 1, 1000) == 1 && recv(socket_.get(), &byte, 1, 0) <= 0;
+    return poll(&fd, 1, within_ms) == 1 &&
+        recv(socket_.get(), &byte, 1, 0) <= 0;
+  }
+  // Does all that a member does: it has the key.
+  bool enters(int from, int to) const {
+    const tcp::Hello said = hello(from, to);
+    say(&said, sizeof said);
+    tcp::Challenge challenge;
+    if (!hears(&challenge, sizeof challenge)) {
+      return false;
+    }
+    const Key128 proof =
+        tcp::connector_proof(address_.key, said, challenge.nonce);
+    say(&proof, sizeof proof);
+    return true;
   }
   tcp::Hello hello(int from, int to) const {
     tcp::Hello hello;
@@ -56,6 +71,11 @@ class Stranger {
 
 std::shared_ptr<TcpListener> listener() {
   return TcpListener::at(SocketAddress::of("127.0.0.1 0"));
+}
+
+bool has_arrived(const TcpEndpoint& endpoint) {
+  pollfd fd{endpoint.signal().fd(), POLLIN, 0};
+  return poll(&fd, 1, 5000) == 1;
 }
 
 TEST(tcp_lets_in_who_has_the_key) {
@@ -79,8 +99,7 @@ TEST(tcp_lets_in_who_has_the_key) {
 
   const Stranger right(address);
   const auto [hello, proof] = try_to_enter(address.key, right);
-  pollfd fd{endpoint.signal().fd(), POLLIN, 0};
-  CHECK(poll(&fd, 1, 5000) == 1);
+  CHECK(has_arrived(endpoint));
   CHECK(endpoint.take().front().first == 2);
 
   // What somebody has heard does not help him.
@@ -97,6 +116,175 @@ TEST(tcp_lets_in_who_has_the_key) {
   mirror.say(&challenge.proof, sizeof challenge.proof);
   CHECK(mirror.is_dropped());
   CHECK(endpoint.take().empty());
+}
+
+TEST(tcp_greeting_in_pieces) {
+  TcpEndpoint endpoint(listener(), 1, 3);
+  const TcpAddress address = TcpAddress::of(endpoint.address());
+  const Stranger slow(address);
+  const auto say_in_pieces = [&](const void* data, size_t bytes) {
+    for (size_t begin = 0; begin < bytes; begin += 7) {
+      slow.say(
+          static_cast<const char*>(data) + begin,
+          std::min<size_t>(7, bytes - begin));
+      std::this_thread::sleep_for(milliseconds(5)); // or it is one piece
+    }
+  };
+  const tcp::Hello hello = slow.hello(2, 1);
+  say_in_pieces(&hello, sizeof hello);
+  tcp::Challenge challenge;
+  if (!CHECK(slow.hears(&challenge, sizeof challenge))) {
+    return;
+  }
+  const Key128 proof =
+      tcp::connector_proof(address.key, hello, challenge.nonce);
+  say_in_pieces(&proof, sizeof proof);
+  CHECK(has_arrived(endpoint));
+}
+
+// Who says nothing holds a descriptor for some seconds, and no longer.
+TEST(tcp_silent_visitors_go) {
+  const TcpEndpoint endpoint(listener(), 1, 3);
+  const Stranger silent(TcpAddress::of(endpoint.address()));
+  CHECK(silent.is_dropped(15000));
+}
+
+// The oldest strangers make room, and not a member that is just being let in.
+TEST(tcp_crowd_leaves_room) {
+  TcpEndpoint endpoint(listener(), 1, 3);
+  const TcpAddress address = TcpAddress::of(endpoint.address());
+  const Stranger member(address);
+  const tcp::Hello hello = member.hello(2, 1);
+  member.say(&hello, sizeof hello);
+  tcp::Challenge challenge;
+  if (!CHECK(member.hears(&challenge, sizeof challenge))) {
+    return;
+  }
+  std::vector<Stranger> crowd;
+  for (int i = 0; i < 300; ++i) {
+    crowd.emplace_back(address);
+  }
+  CHECK(crowd.front().is_dropped());
+  const Key128 proof =
+      tcp::connector_proof(address.key, hello, challenge.nonce);
+  member.say(&proof, sizeof proof);
+  CHECK(has_arrived(endpoint));
+}
+
+// One process listens at an address of each kind, and its ranks talk.
+TEST(tcp_addresses_of_both_kinds) {
+  const auto at = [](const char* address) {
+    return TcpListener::at(SocketAddress::of(address));
+  };
+  if (access("/proc/net/if_inet6", F_OK) != 0) {
+    return; // a kernel without IPv6
+  }
+  std::vector<std::unique_ptr<TcpEndpoint>> endpoints;
+  endpoints.push_back(std::make_unique<TcpEndpoint>(at("127.0.0.1 0"), 0, 2));
+  endpoints.push_back(std::make_unique<TcpEndpoint>(at("::1 0"), 1, 2));
+  std::vector<std::string> addresses;
+  for (const auto& endpoint : endpoints) {
+    addresses.push_back(endpoint->address());
+  }
+  CHECK_EQ(
+      TcpAddress::of(addresses[0]).socket.host(), std::string("127.0.0.1"));
+  CHECK_EQ(TcpAddress::of(addresses[1]).socket.host(), std::string("::1"));
+  on_threads(2, [&](int rank, Store&) {
+    TcpTransport t({}, std::move(endpoints[rank]), addresses);
+    const NetBuffer out(8), in(8);
+    std::fill_n(out.data(), 8, static_cast<char>(rank));
+    const auto sent = t.send(1 - rank, 1, out);
+    t.receive(1 - rank, 1, in)->wait(Deadline(kLong));
+    sent->wait(Deadline(kLong));
+    CHECK(in.data()[7] == static_cast<char>(1 - rank));
+  });
+}
+
+// A rank that is let in proves that it belongs there; so must who lets it in.
+TEST(tcp_who_listens_proves_that_it_has_the_key) {
+  auto mine = std::make_unique<TcpEndpoint>(listener(), 0, 2);
+  const TcpEndpoint theirs(listener(), 1, 2);
+  std::string with_another_key = theirs.address();
+  with_another_key.replace(with_another_key.size() - 32, 32, 32, '0');
+  const std::string own = mine->address();
+  TcpTransport t({}, std::move(mine), {own, with_another_key});
+  CHECK_THROWS(
+      t.send(1, 1, NetBuffer(8))->wait(Deadline(kLong)),
+      Error,
+      "is not of this group");
+}
+
+// Waits for a connection, and for bytes of it.
+Fd next_of(const Fd& listening) {
+  pollfd fd{listening.get(), POLLIN, 0};
+  CHECK(poll(&fd, 1, 10000) == 1);
+  return accept_from(listening);
+}
+
+template <typename T>
+T heard_from(const Fd& socket) {
+  T value{};
+  for (size_t got = 0; got < sizeof value;) {
+    pollfd fd{socket.get(), POLLIN, 0};
+    const bool ready = poll(&fd, 1, 10000) == 1;
+    const ssize_t more = !ready ? 0
+                                : recv(
+                                      socket.get(),
+                                      reinterpret_cast<char*>(&value) + got,
+                                      sizeof value - got,
+                                      0);
+    if (!CHECK(more > 0)) {
+      break;
+    }
+    got += static_cast<size_t>(more);
+  }
+  return value;
+}
+
+// A port may be full of strangers, or its process about to listen again.
+TEST(tcp_knocks_again_where_it_is_not_let_in) {
+  const Fd listening = listen_at(SocketAddress::of("127.0.0.1 0"));
+  const Key128 key{}; // as in its address
+  std::thread peer([&] {
+    next_of(listening).reset(); // closes the first connection
+    const Fd socket = next_of(listening);
+    const auto hello = heard_from<tcp::Hello>(socket);
+    CHECK(hello.from == 0 && hello.to == 1 && hello.endpoint == 7);
+    tcp::Challenge challenge{random_key(), {}};
+    challenge.proof = tcp::listener_proof(key, hello, challenge.nonce);
+    send(socket.get(), &challenge, sizeof challenge, MSG_NOSIGNAL);
+    CHECK(same_secret(
+        heard_from<Key128>(socket),
+        tcp::connector_proof(key, hello, challenge.nonce)));
+    heard_from<std::array<char, 16 + 8>>(socket); // a header and its bytes
+  });
+  auto mine = std::make_unique<TcpEndpoint>(listener(), 0, 2);
+  const std::string own = mine->address();
+  const std::string theirs = formatted(
+      "{} 7 {}", bound_address(listening).text(), std::string(32, '0'));
+  TcpTransport t({}, std::move(mine), {own, theirs});
+  t.send(1, 1, NetBuffer(8))->wait(Deadline(kLong));
+  peer.join();
+}
+
+TEST(tcp_what_is_no_message_ends_a_connection) {
+  auto mine = std::make_unique<TcpEndpoint>(listener(), 0, 2);
+  const TcpEndpoint theirs(listener(), 1, 2);
+  const std::string own = mine->address();
+  const Stranger member(TcpAddress::of(own));
+  TcpTransport t({}, std::move(mine), {own, theirs.address()});
+  CHECK(member.enters(1, 0));
+  const struct {
+    uint64_t bytes = 8;
+    uint32_t tag = 1;
+    uint32_t magic = 0;
+    uint64_t message = 0;
+  } said;
+  member.say(&said, sizeof said);
+  CHECK_THROWS(
+      t.receive(1, 1, NetBuffer(8))->wait(Deadline(kLong)),
+      Error,
+      "what it sends is no message");
 }
 
 TEST(tcp_addresses) {

@@ -270,18 +270,156 @@ TEST(transport_abort_ends_a_wait) {
   });
 }
 
+// Shorter or longer than expected; nothing goes on after it.
 TEST(transport_lengths_that_differ_are_a_mismatch) {
+  for (const size_t bytes : {size_t(8), size_t(24), size_t(1) << 20}) {
+    on_transports(2, [bytes](int rank, Transport& t, Store& store) {
+      if (rank == 0) {
+        const auto sent = t.send(1, 1, filled(bytes, 1));
+        t.flush(Deadline(milliseconds(1000)));
+      } else {
+        const Failure f = failure_of(
+            [&] { t.receive(0, 1, NetBuffer(16))->wait(Deadline(kLong)); });
+        CHECK(f.kind == ErrorKind::kMismatch);
+        CHECK(contains(
+            f.what,
+            formatted("expected 16 bytes of rank 0, which sent {}", bytes)));
+        CHECK(failure_of([&] {
+                (void)t.send(0, 1, filled(8, 1));
+              }).kind == ErrorKind::kPeerFailed);
+      }
+      store.meet("compared", 2);
+    });
+  }
+}
+
+// Opens the connection from rank 0 to rank 1.
+void greet(int rank, Transport& t) {
+  if (rank == 0) {
+    t.send(1, 5, filled(8, 5))->wait(Deadline(kLong));
+  } else {
+    t.receive(0, 5, NetBuffer(8))->wait(Deadline(kLong));
+  }
+}
+
+void progress_for_a_while(Transport& t) {
+  for (int turn = 0; turn < 100; ++turn) {
+    t.progress();
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+// Its first part has come while another message was waited for.
+TEST(transport_receive_of_what_is_half_here) {
   on_transports(2, [](int rank, Transport& t, Store& store) {
+    const NetBuffer large = filled(size_t(32) << 20, 3);
+    greet(rank, t);
     if (rank == 0) {
-      t.send(1, 1, filled(8, 1))->wait(Deadline(kLong));
+      const auto sent = t.send(1, 1, large);
+      store.get("half", Deadline(kLong)); // the rest stays here so long
+      sent->wait(Deadline(kLong));
+      t.send(1, 7, filled(8, 7))->wait(Deadline(kLong));
       t.flush(Deadline(kLong));
     } else {
-      const Failure f = failure_of(
-          [&] { t.receive(0, 1, NetBuffer(16))->wait(Deadline(kLong)); });
-      CHECK(f.kind == ErrorKind::kMismatch);
-      CHECK(contains(f.what, "expected 16 bytes of rank 0, which sent 8"));
+      const NetBuffer behind(8), into(large.bytes());
+      const auto second = t.receive(0, 7, behind);
+      progress_for_a_while(t);
+      store.set("half", "");
+      t.receive(0, 1, into)->wait(Deadline(kLong));
+      second->wait(Deadline(kLong));
+      CHECK(same(into, large));
+      CHECK(same(behind, filled(8, 7)));
+    }
+    store.meet("over", 2);
+  });
+}
+
+// A message is of the receive that was posted first, whatever their lengths.
+TEST(transport_half_a_message_is_of_the_first_receive) {
+  on_threads(2, [](int rank, Store& store) {
+    const auto t = make_tcp(store, rank, 2);
+    const NetBuffer large(size_t(32) << 20);
+    greet(rank, *t);
+    if (rank == 0) {
+      const auto sent = t->send(1, 1, large);
+      store.get("half", Deadline(kLong));
+      sent->wait(Deadline(kLong));
+    } else {
+      const auto first = t->receive(0, 1, NetBuffer(8));
+      progress_for_a_while(*t);
+      const auto second = t->receive(0, 1, large);
+      store.set("half", "");
+      CHECK(failure_of([&] {
+              first->wait(Deadline(kLong / 2));
+            }).kind == ErrorKind::kMismatch);
     }
     store.meet("compared", 2);
+  });
+}
+
+// Read at once, though only the last one is waited for.
+TEST(transport_many_small_messages) {
+  on_transports(2, [](int rank, Transport& t, Store& store) {
+    constexpr uint64_t kMessages = 400;
+    greet(rank, t);
+    if (rank == 0) {
+      std::vector<Transport::RequestPtr> sent;
+      for (uint64_t n = 0; n < kMessages; ++n) {
+        sent.push_back(t.send(1, 1, filled(8, n)));
+      }
+      sent.push_back(t.send(1, 2, filled(8, kMessages)));
+      for (const auto& request : sent) {
+        request->wait(Deadline(kLong));
+      }
+      t.flush(Deadline(kLong));
+      store.set("sent", "");
+    } else {
+      store.get("sent", Deadline(kLong));
+      const NetBuffer into(8);
+      t.receive(0, 2, into)->wait(Deadline(kLong));
+      CHECK(same(into, filled(8, kMessages)));
+      for (uint64_t n = 0; n < kMessages; ++n) {
+        t.receive(0, 1, into)->wait(Deadline(kLong));
+        CHECK(same(into, filled(8, n)));
+      }
+    }
+    store.meet("over", 2);
+  });
+}
+
+// It has left before its messages have: they are on their way all the same.
+TEST(transport_sends_what_nobody_waits_for) {
+  on_transports(2, [](int rank, Transport& t, Store&) {
+    const NetBuffer large = filled(size_t(16) << 20, 3);
+    if (rank == 0) {
+      (void)t.send(1, 1, large);
+      return;
+    }
+    const NetBuffer into(large.bytes());
+    t.receive(0, 1, into)->wait(Deadline(kLong));
+    CHECK(same(into, large));
+  });
+}
+
+// Who waits looks after its neighbours meanwhile.
+TEST(transport_watch_ends_a_wait) {
+  on_transports(2, [](int rank, Transport& t, Store& store) {
+    if (rank == 0) {
+      int looks = 0;
+      t.set_watch([&] {
+        if (++looks == 3) {
+          fail(ErrorKind::kPeerFailed, "the neighbour has gone");
+        }
+      });
+      const Failure f = failure_of(
+          [&] { t.receive(1, 1, NetBuffer(8))->wait(Deadline(kLong)); });
+      CHECK_EQ(f.what, std::string("the neighbour has gone"));
+      CHECK(f.after < kLong / 2);
+      CHECK(failure_of([&] {
+              (void)t.receive(1, 1, NetBuffer(8));
+            }).kind == ErrorKind::kPeerFailed);
+    }
+    store.meet("over", 2);
   });
 }
 
@@ -370,7 +508,16 @@ TEST(transport_leaves_no_descriptor) {
     const std::filesystem::directory_iterator tasks("/proc/self/task");
     return std::distance(begin(tasks), end(tasks));
   };
-  const auto at_first = threads();
+  // What still leaves, on a thread, may open more before it closes all; so may
+  // what the test before this one has left.
+  const auto settle = [&] {
+    const Deadline farewell(kLong); // peers may hold it up
+    while (threads() > 1 && !farewell.expired()) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    CHECK_EQ(threads(), 1);
+  };
+  settle();
   size_t before = 0;
   for (int turn = 0; turn < 4; ++turn) {
     on_transports(2, [](int rank, Transport& t, Store&) {
@@ -380,11 +527,7 @@ TEST(transport_leaves_no_descriptor) {
         t.abort();
       }
     });
-    // What still leaves, on a thread, may open more before it closes all.
-    const Deadline farewell(kLong); // peers may hold it up
-    while (threads() > at_first && !farewell.expired()) {
-      std::this_thread::sleep_for(milliseconds(1));
-    }
+    settle();
     const size_t after = descriptors();
     CHECK(turn == 0 || after <= before);
     before = after;

@@ -35,6 +35,8 @@ TEST(ucx_structures_are_the_headers) {
   CHECK(sizeof(ucx::RequestParam) >= sizeof(ucp_request_param_t));
   CHECK_EQ(sizeof(ucx::Status), sizeof(ucs_status_t));
   CHECK_EQ(ucx::kBusy, static_cast<ucx::Status>(UCS_ERR_BUSY));
+  CHECK_EQ(
+      ucx::kTruncated, static_cast<ucx::Status>(UCS_ERR_MESSAGE_TRUNCATED));
   CHECK_EQ(ucx::kNoElement, static_cast<ucx::Status>(UCS_ERR_NO_ELEM));
   CHECK_EQ(ucx::Params().features, UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP);
   CHECK_EQ(
