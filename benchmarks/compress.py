@@ -12,6 +12,8 @@ arms, in turn:
     fused, fused bf16     the same on our backend
     top-k 1 % ...         fusedpg.compress, with error feedback, by schedule: each parameter by
                           itself ("layer"), DDP's buckets, all at once ("one"), or "auto"
+    ..., our SGD          the same with fusedpg.optim.SGD(comm_hook=(state, hook)): gradients stay
+                          where they are
     other compressors     one piece a bucket
     no_sync               the step without communication, which nothing can beat
 
@@ -45,6 +47,7 @@ import _harness as harness
 import _hosts as hosts
 import _models as models
 import _plots as plots
+import fusedpg
 from _harness import Bar, Context, Row
 from fusedpg import compress
 
@@ -88,6 +91,9 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 AUTO = ("top-k 1 %", "EF sign")
+# Behind the name of a method: its arm with an optimizer of ours.
+OURS = ", our SGD"
+METHODS |= {f"{name}, auto{OURS}": METHODS[f"{name}, auto"] for name in AUTO}
 SOME = [name for name in METHODS if name.startswith(AUTO) and not name.endswith("ps")]
 
 
@@ -112,8 +118,9 @@ def size_of() -> int:
 def bars() -> list[Bar]:
     size = size_of()
     found = [
-        Bar(2, name_of("1gbit"), "top-k 1 %, auto", size, GLOO, at_least=8),
-        Bar(2, name_of("1gbit"), "EF sign, auto", size, GLOO, at_least=10),
+        Bar(2, name_of("1gbit"), f"{method}, auto{which}", size, GLOO, at_least=times)
+        for method, times in zip(AUTO, (8, 10))
+        for which in ("", OURS)
     ]
     for rate in ("100mbit", "1gbit", "10gbit"):
         for method in AUTO:
@@ -187,18 +194,29 @@ class Training:
         group: Any,
         hook: Any,
         state: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         batch: int = BATCH,
     ) -> None:
-        self.model = model
         self.state = state
+        if optimizer is None:
+            model = copy.deepcopy(model)  # ours moves parameters
+        self.model = model
         self._ddp: nn.Module = model
         if group is not None:
-            self._ddp = DistributedDataParallel(
+            self._ddp = ddp = DistributedDataParallel(
                 model, process_group=group, gradient_as_bucket_view=True
             )
-            if hook is not None:
+            if optimizer is None:
+                local = fusedpg.group_info(group)["local_ranks"]
+                optimizer = fusedpg.optim.SGD(
+                    model.parameters(), lr=LR, momentum=MOMENTUM, ddp=ddp, comm_hook=(state, hook),
+                    process_group=dist.new_group(
+                        local, backend="fused", use_local_synchronization=True
+                    ),
+                )  # fmt: skip
+            elif hook is not None:
                 self._ddp.register_comm_hook(state, hook)
+        assert optimizer is not None
         self._optimizer = optimizer
         self._draw = torch.Generator().manual_seed(1 + rank)
         width = next(iter(model.parameters())).shape[1]
@@ -246,7 +264,8 @@ def make_arm(
     if name in METHODS:
         params, schedule = METHODS[name]
         state = compress.from_params(params, group=fused, schedule=schedule)
-        return Training(model, context.rank, fused, compress.hook, state, optimizer, batch)
+        torchs = None if name.endswith(OURS) else optimizer
+        return Training(model, context.rank, fused, compress.hook, state, torchs, batch)
     group = {"fused": fused, "gloo": gloo}.get(name.split()[0])
     hook = in_bf16 if name.endswith("bf16") else None
     return Training(model, context.rank, group, hook, group if hook else None, optimizer, batch)
@@ -271,7 +290,7 @@ def steps(context: Context, args: argparse.Namespace) -> list[CompressRow]:
         arm = make_arm(name, model, context, optimizer)
         for _ in range(3):
             arm.step()
-        if name.endswith("auto"):
+        if METHODS.get(name, ({}, ""))[1] == "auto":
             settle(arm, context)
         if name != ALONE:
             harness.require(alike(arm.model, context), f"{name}: ranks have other weights")
@@ -280,7 +299,7 @@ def steps(context: Context, args: argparse.Namespace) -> list[CompressRow]:
             sent[name] = hosts.bytes_over_link(context, arm.step, 1)[0][context.rank]
         if name in METHODS:
             apart[name] = compression(name, context)
-            if name.endswith("auto"):
+            if METHODS[name][1] == "auto":
                 choices[name] = choice(arm.state.report())
                 if context.rank == 0:
                     print(f"{args.rate}, {name}:\n{arm.state.report()}", file=sys.stderr)
@@ -321,7 +340,7 @@ def alike(model: nn.Module, context: Context) -> bool:
 def compression(name: str, context: Context) -> float:
     """Compressing a gradient, and decompressing two, without a wire: the median of three."""
     from fusedpg.compress._base import Context as At
-    from fusedpg.compress._piece import Piece
+    from fusedpg.compress._piece import Piece, Runs
 
     params, _ = METHODS[name]
     compressor, memory = (compress.from_params(params).compressor,
@@ -331,7 +350,7 @@ def compression(name: str, context: Context) -> float:
     numel = size_of() // 4
     kept: dict[str, Tensor] = {}
     piece = Piece(
-        "0", numel, (), 0, 2, 1, torch.float32, torch.device("cpu"),
+        "0", numel, Runs(), 0, 2, 1, torch.float32, torch.device("cpu"),
         lambda key, begin, end, _: kept.setdefault(key, torch.zeros(numel))[begin:end],
     )  # fmt: skip
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(context.rank))
@@ -431,7 +450,7 @@ def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
         shares = [100 * alone / row.median for row in mine]
         colours = [
             "tab:gray" if row.arm not in METHODS
-            else "tab:green" if row.arm.endswith("auto") else "tab:blue"
+            else "tab:green" if METHODS[row.arm][1] == "auto" else "tab:blue"
             for row in mine
         ]  # fmt: skip
         axis.barh([row.arm for row in mine], shares, color=colours)

@@ -9,7 +9,9 @@
 #include <torch/extension.h>
 
 #include "base/error.hpp"
+#include "c10d/compress_checks.hpp"
 #include "c10d/default_kernels.hpp"
+#include "compress/messages.hpp"
 #include "compress/select.hpp"
 #include "kernels/kernels.hpp"
 
@@ -18,39 +20,8 @@ namespace fusedpg {
 namespace {
 
 using namespace kernels;
+using namespace compress_checks;
 using MaybeTensor = std::optional<at::Tensor>;
-
-const CompressTable& table() {
-  return default_kernels().compress;
-}
-
-void check(
-    const char* op,
-    const char* argument,
-    const at::Tensor& t,
-    at::ScalarType type,
-    int64_t numel = -1) {
-  const bool fits = t.device().is_cpu() && t.scalar_type() == type &&
-      t.is_contiguous() && t.layout() == at::kStrided &&
-      (numel < 0 || t.numel() == numel);
-  TORCH_CHECK_VALUE(
-      fits,
-      formatted(
-          "fused: compress.{}: {} is a contiguous {} tensor on the CPU{}, "
-          "found {} {} of {} elements{}",
-          op,
-          argument,
-          at::toString(type),
-          numel < 0 ? "" : formatted(" of {} elements", numel),
-          t.device().str(),
-          at::toString(t.scalar_type()),
-          t.numel(),
-          t.is_contiguous() ? "" : ", not contiguous"));
-}
-
-float* floats(const at::Tensor& t) {
-  return static_cast<float*>(t.data_ptr());
-}
 
 // v and how many elements it has.
 struct Input {
@@ -82,22 +53,11 @@ struct Input {
     v.gamma = static_cast<float>(gamma);
   }
 
-  // What v is once a kernel has written it.
-  Compensation written() const {
-    return v.residual == nullptr ? v : Compensation{nullptr, v.residual};
-  }
-
   Compensation v;
   size_t count = 0;
 };
 
 using Two = std::tuple<at::Tensor, at::Tensor>;
-
-// One for each thread, whose memory stays: as much as it has ever selected.
-compress::Selected& selected() {
-  thread_local compress::Selected found;
-  return found;
-}
 
 Two tensors(const compress::Selected& found) {
   const auto size = static_cast<int64_t>(found.indices.size());
@@ -118,7 +78,8 @@ Two topk(
   TORCH_CHECK_VALUE(
       k >= 0 && static_cast<size_t>(k) <= in.count,
       formatted("fused: compress.topk: k is 0 to {}, got {}", in.count, k));
-  compress::top_k(table(), in.v, in.count, static_cast<size_t>(k), selected());
+  compress::top_k(
+      compress_table(), in.v, in.count, static_cast<size_t>(k), selected());
   return tensors(selected());
 }
 
@@ -140,17 +101,13 @@ Two threshold(
           threshold,
           at_least));
   compress::above(
-      table(),
+      compress_table(),
       in.v,
       in.count,
       static_cast<float>(threshold),
       static_cast<size_t>(at_least),
       selected());
   return tensors(selected());
-}
-
-at::Tensor bytes(size_t count) {
-  return at::empty({static_cast<int64_t>(count)}, at::kByte);
 }
 
 Two signs(
@@ -160,17 +117,10 @@ Two signs(
     double beta,
     double gamma) {
   const Input in("signs", grad, residual, beta, gamma);
-  const CompressSums sums = table().sums(in.v, in.count);
-  const double mean = in.count == 0
-      ? 0
-      : (sums.high_sum - sums.low_sum) / static_cast<double>(in.count);
-  // The sign of a NaN or an Inf would hide it: the scale does not.
-  const double one = std::isfinite(mean) ? 1.0 : std::nan("");
-  const auto scale = static_cast<float>(scaled ? mean : one);
-  at::Tensor packed = bytes((in.count + 7) / 8);
-  table().pack_signs(
-      in.written(), in.count, -scale, scale, packed.data_ptr<uint8_t>());
-  return {packed, at::full({1}, scale, at::kFloat)};
+  at::Tensor packed = bytes(compress::bytes_of_signs(in.count));
+  const compress::SignValues values = compress::pack_signs(
+      compress_table(), in.v, in.count, scaled, packed.data_ptr<uint8_t>());
+  return {packed, at::full({1}, values.high, at::kFloat)};
 }
 
 Two onebit(
@@ -179,47 +129,13 @@ Two onebit(
     double beta,
     double gamma) {
   const Input in("onebit", grad, residual, beta, gamma);
-  const CompressSums sums = table().sums(in.v, in.count);
-  const auto mean = [](double sum, uint64_t count) {
-    return static_cast<float>(
-        count == 0 ? 0 : sum / static_cast<double>(count));
-  };
-  const float low = mean(sums.low_sum, sums.low_count);
-  const float high = mean(sums.high_sum, in.count - sums.low_count);
-  at::Tensor packed = bytes((in.count + 7) / 8);
-  table().pack_signs(
-      in.written(), in.count, low, high, packed.data_ptr<uint8_t>());
+  at::Tensor packed = bytes(compress::bytes_of_signs(in.count));
+  const compress::SignValues values = compress::pack_sides(
+      compress_table(), in.v, in.count, packed.data_ptr<uint8_t>());
   at::Tensor means = at::empty({2}, at::kFloat);
-  floats(means)[0] = low;
-  floats(means)[1] = high;
+  floats(means)[0] = values.low;
+  floats(means)[1] = values.high;
   return {packed, means};
-}
-
-using Tensors = std::vector<at::Tensor>;
-
-void check_ranks(const char* op, const char* argument, size_t found, size_t n) {
-  TORCH_CHECK_VALUE(
-      n > 0 && found == n,
-      formatted(
-          "fused: compress.{}: {} is of at least one rank, as many as the "
-          "other arguments ({}), found {}",
-          op,
-          argument,
-          n,
-          found));
-}
-
-// Calls with the beginning and the length of parts of a result. Each part stays
-// in the cache while the messages of all ranks are decoded into it; of a single
-// rank there is one part, as a kernel writes a large result past the cache. All
-// parts begin at a whole byte of packed bits.
-template <typename Function>
-void each_part(size_t count, size_t ranks, Function&& function) {
-  constexpr size_t kPart = 1 << 15;
-  const size_t part = ranks == 1 ? std::max<size_t>(count, 1) : kPart;
-  for (size_t begin = 0; begin < count; begin += part) {
-    function(begin, std::min(part, count - begin));
-  }
 }
 
 void unpack_signs_(
@@ -236,18 +152,17 @@ void unpack_signs_(
     check(op, "packed", one, at::kByte, (out.numel() + 7) / 8);
   }
   const auto factor = static_cast<float>(alpha);
-  const auto count = static_cast<size_t>(out.numel());
-  each_part(count, packed.size(), [&](size_t begin, size_t n) {
-    for (size_t r = 0; r < packed.size(); ++r) {
-      table().unpack_signs(
-          floats(out) + begin,
-          packed[r].const_data_ptr<uint8_t>() + begin / 8,
-          n,
-          factor * static_cast<float>(low[r]),
-          factor * static_cast<float>(high[r]),
-          r > 0);
-    }
-  });
+  compress::unpack_signs(
+      compress_table(),
+      floats(out),
+      static_cast<size_t>(out.numel()),
+      packed.size(),
+      [&](size_t r) { return packed[r].const_data_ptr<uint8_t>(); },
+      [&](size_t r) {
+        return compress::SignValues{
+            factor * static_cast<float>(low[r]),
+            factor * static_cast<float>(high[r])};
+      });
 }
 
 void vote_signs_(
@@ -260,38 +175,13 @@ void vote_signs_(
       packed.dim() == 2 && packed.size(0) > 0,
       "fused: compress.vote_signs_: packed has a row for each rank");
   check("vote_signs_", "packed", packed, at::kByte, stride * packed.size(0));
-  table().vote_signs(
+  compress_table().vote_signs(
       floats(out),
       packed.data_ptr<uint8_t>(),
       static_cast<size_t>(stride),
       static_cast<size_t>(packed.size(0)),
       static_cast<size_t>(out.numel()),
       static_cast<float>(alpha));
-}
-
-size_t bucket_of(const char* op, int64_t size, size_t count) {
-  TORCH_CHECK_VALUE(
-      size >= 0,
-      formatted(
-          "fused: compress.{}: bucket_size is at least 0, got {}", op, size));
-  return size == 0 ? std::max<size_t>(count, 1) : static_cast<size_t>(size);
-}
-
-Levels levels_of(const char* op, int64_t levels) {
-  TORCH_CHECK_VALUE(
-      levels >= 1 && levels <= 32767,
-      formatted(
-          "fused: compress.{}: levels is 1 to 32767, got {}", op, levels));
-  Levels result;
-  result.levels = static_cast<int>(levels);
-  result.wide = levels > 127;
-  return result;
-}
-
-Compensation part_of(Compensation v, size_t begin) {
-  v.grad += v.grad == nullptr ? 0 : begin;
-  v.residual += v.residual == nullptr ? 0 : begin;
-  return v;
 }
 
 Two qsgd(
@@ -304,26 +194,22 @@ Two qsgd(
     double gamma,
     int64_t bucket_size) {
   const Input in("qsgd", grad, residual, beta, gamma);
-  Levels with = levels_of("qsgd", levels);
-  const size_t bucket = bucket_of("qsgd", bucket_size, in.count);
+  const Levels with = levels_of("qsgd", levels);
+  const size_t bucket = bucket_size_of("qsgd", bucket_size);
   at::Tensor codes = at::empty(
       {static_cast<int64_t>(in.count)}, with.wide ? at::kShort : at::kChar);
   at::Tensor norms = at::empty(
-      {static_cast<int64_t>((in.count + bucket - 1) / bucket)}, at::kFloat);
-  auto* to = static_cast<char*>(codes.data_ptr());
-  for (size_t begin = 0; begin < in.count; begin += bucket) {
-    const size_t n = std::min(bucket, in.count - begin);
-    const Compensation v = part_of(in.v, begin);
-    const CompressSums sums = table().sums(v, n);
-    with.norm = static_cast<float>(std::sqrt(sums.square_sum));
-    floats(norms)[begin / bucket] = with.norm;
-    table().quantise(
-        part_of(in.written(), begin),
-        n,
-        with,
-        {seed, offset + begin},
-        to + begin * (with.wide ? 2 : 1));
-  }
+      {static_cast<int64_t>(compress::buckets_of(bucket, in.count))},
+      at::kFloat);
+  compress::quantise(
+      compress_table(),
+      in.v,
+      in.count,
+      with,
+      bucket,
+      {seed, offset},
+      codes.data_ptr(),
+      floats(norms));
   return {codes, norms};
 }
 
@@ -336,32 +222,28 @@ void unqsgd_(
     int64_t bucket_size) {
   check("unqsgd_", "out", out, at::kFloat);
   check_ranks("unqsgd_", "norms", norms.size(), codes.size());
-  Levels with = levels_of("unqsgd_", levels);
+  const Levels with = levels_of("unqsgd_", levels);
   const auto count = static_cast<size_t>(out.numel());
-  const size_t bucket = bucket_of("unqsgd_", bucket_size, count);
+  const size_t bucket = bucket_size_of("unqsgd_", bucket_size);
   const auto type = with.wide ? at::kShort : at::kChar;
-  const auto buckets = static_cast<int64_t>((count + bucket - 1) / bucket);
+  const auto buckets =
+      static_cast<int64_t>(compress::buckets_of(bucket, count));
   for (size_t r = 0; r < codes.size(); ++r) {
     check("unqsgd_", "codes", codes[r], type, out.numel());
     check("unqsgd_", "norms", norms[r], at::kFloat, buckets);
   }
-  for (size_t first = 0; first < count; first += bucket) {
-    const size_t length = std::min(bucket, count - first);
-    each_part(length, codes.size(), [&](size_t begin, size_t n) {
-      const size_t at = first + begin;
-      for (size_t r = 0; r < codes.size(); ++r) {
-        with.norm = floats(norms[r])[first / bucket];
-        table().dequantise(
-            floats(out) + at,
-            static_cast<const char*>(codes[r].const_data_ptr()) +
-                at * (with.wide ? 2 : 1),
-            n,
-            with,
-            static_cast<float>(alpha),
-            r > 0);
-      }
-    });
-  }
+  compress::dequantise(
+      compress_table(),
+      floats(out),
+      count,
+      codes.size(),
+      with,
+      bucket,
+      static_cast<float>(alpha),
+      [&](size_t r) {
+        return static_cast<const char*>(codes[r].const_data_ptr());
+      },
+      [&](size_t r) { return floats(norms[r]); });
 }
 
 Two terngrad(
@@ -373,26 +255,12 @@ Two terngrad(
     double beta,
     double gamma) {
   const Input in("terngrad", grad, residual, beta, gamma);
-  const CompressSums sums = table().sums(in.v, in.count);
-  float bound = std::numeric_limits<float>::infinity();
-  if (clip_sigma > 0 && in.count > 0) {
-    const auto n = static_cast<double>(in.count);
-    const double mean = (sums.high_sum + sums.low_sum) / n;
-    const double variance = std::max(0.0, sums.square_sum / n - mean * mean);
-    // About 0: of a constant, without deviation, nothing would ever be sent.
-    const double sigma = std::max(std::sqrt(variance), std::abs(mean));
-    bound = static_cast<float>(clip_sigma * sigma);
-  }
-  // With a NaN or an infinity anywhere this is not finite either.
-  const float scale = std::isfinite(sums.max_abs)
-      ? std::min(bound, sums.max_abs)
-      : std::numeric_limits<float>::quiet_NaN();
-  at::Tensor packed = bytes((in.count + 3) / 4);
-  table().ternary(
-      in.written(),
+  at::Tensor packed = bytes(compress::bytes_of_ternary(in.count));
+  const float scale = compress::pack_ternary(
+      compress_table(),
+      in.v,
       in.count,
-      bound,
-      scale,
+      clip_sigma,
       {seed, offset},
       packed.data_ptr<uint8_t>());
   return {packed, at::full({1}, scale, at::kFloat)};
@@ -408,22 +276,14 @@ void unterngrad_(
   for (const at::Tensor& one : packed) {
     check("unterngrad_", "packed", one, at::kByte, (out.numel() + 3) / 4);
   }
-  if (std::any_of(
-          scale.begin(), scale.end(), [](double s) { return std::isnan(s); })) {
-    out.fill_(std::numeric_limits<float>::quiet_NaN());
-    return;
-  }
-  const auto count = static_cast<size_t>(out.numel());
-  each_part(count, packed.size(), [&](size_t begin, size_t n) {
-    for (size_t r = 0; r < packed.size(); ++r) {
-      table().unternary(
-          floats(out) + begin,
-          packed[r].const_data_ptr<uint8_t>() + begin / 4,
-          n,
-          static_cast<float>(alpha) * static_cast<float>(scale[r]),
-          r > 0);
-    }
-  });
+  compress::unpack_ternary(
+      compress_table(),
+      floats(out),
+      static_cast<size_t>(out.numel()),
+      packed.size(),
+      static_cast<float>(alpha),
+      [&](size_t r) { return packed[r].const_data_ptr<uint8_t>(); },
+      [&](size_t r) { return static_cast<float>(scale[r]); });
 }
 
 at::Tensor natural(
@@ -435,7 +295,8 @@ at::Tensor natural(
     double gamma) {
   const Input in("natural", grad, residual, beta, gamma);
   at::Tensor codes = bytes(in.count);
-  table().natural(in.v, in.count, {seed, offset}, codes.data_ptr<uint8_t>());
+  compress_table().natural(
+      in.v, in.count, {seed, offset}, codes.data_ptr<uint8_t>());
   return codes;
 }
 
@@ -445,24 +306,13 @@ void unnatural_(const at::Tensor& out, const Tensors& codes, double alpha) {
   for (const at::Tensor& one : codes) {
     check("unnatural_", "codes", one, at::kByte, out.numel());
   }
-  const auto count = static_cast<size_t>(out.numel());
-  each_part(count, codes.size(), [&](size_t begin, size_t n) {
-    for (size_t r = 0; r < codes.size(); ++r) {
-      table().unnatural(
-          floats(out) + begin,
-          codes[r].const_data_ptr<uint8_t>() + begin,
-          n,
-          static_cast<float>(alpha),
-          r > 0);
-    }
-  });
-}
-
-void check_index(const char* op, int64_t index, int64_t numel) {
-  TORCH_CHECK_VALUE(
-      index >= 0 && index < numel,
-      formatted(
-          "fused: compress.{}: index {} of {} elements", op, index, numel));
+  compress::unpack_powers(
+      compress_table(),
+      floats(out),
+      static_cast<size_t>(out.numel()),
+      codes.size(),
+      static_cast<float>(alpha),
+      [&](size_t r) { return codes[r].const_data_ptr<uint8_t>(); });
 }
 
 // Calls with each index.
@@ -481,43 +331,33 @@ void each_index(
   }
 }
 
-// Part by part, for which the indices are best in order; in any other one the
-// sums are the same but for the order of ranks.
 void scatter_(
     const at::Tensor& out,
     const Tensors& indices,
     const Tensors& values,
     double alpha) {
   const char* op = "scatter_";
-  constexpr int64_t kPart = 1 << 15;
   check(op, "out", out, at::kFloat);
   check_ranks(op, "values", values.size(), indices.size());
   for (size_t r = 0; r < indices.size(); ++r) {
     check(op, "indices", indices[r], at::kInt);
     check(op, "values", values[r], at::kFloat, indices[r].numel());
   }
-  float* to = floats(out);
-  const auto factor = static_cast<float>(alpha);
-  std::vector<int64_t> next(indices.size(), 0);
-  for (int64_t begin = 0; begin < out.numel(); begin += kPart) {
-    const int64_t end = std::min(begin + kPart, out.numel());
-    std::fill(to + begin, to + end, 0.0F);
-    for (size_t r = 0; r < indices.size(); ++r) {
-      const auto* index = indices[r].const_data_ptr<int32_t>();
-      const auto* value = values[r].const_data_ptr<float>();
-      int64_t n = next[r];
-      for (; n < indices[r].numel() && index[n] < end; ++n) {
-        check_index(op, index[n], out.numel());
-        to[index[n]] += factor * value[n];
-      }
-      next[r] = n;
-    }
-  }
-  for (size_t r = 0; r < indices.size(); ++r) {
-    if (next[r] < indices[r].numel()) {
-      check_index(
-          op, indices[r].const_data_ptr<int32_t>()[next[r]], out.numel());
-    }
+  std::vector<compress::Picked> next(indices.size());
+  const auto wrong = compress::scatter(
+      floats(out),
+      static_cast<size_t>(out.numel()),
+      indices.size(),
+      static_cast<float>(alpha),
+      next.data(),
+      [&](size_t r) {
+        return compress::Picked{
+            indices[r].const_data_ptr<int32_t>(),
+            values[r].const_data_ptr<float>(),
+            static_cast<size_t>(indices[r].numel())};
+      });
+  if (wrong) {
+    check_index(op, *wrong, out.numel());
   }
 }
 
@@ -545,7 +385,7 @@ void accumulate_(
     double beta,
     double gamma) {
   const Input in("accumulate_", grad, residual, beta, gamma);
-  table().collect(in.v, in.count, 0x7fffffff, 0, nullptr, nullptr, 0);
+  compress_table().collect(in.v, in.count, 0x7fffffff, 0, nullptr, nullptr, 0);
 }
 
 void dgc_accumulate_(
@@ -558,7 +398,7 @@ void dgc_accumulate_(
   check(op, "grad", grad, at::kFloat);
   check(op, "momentum_buffer", momentum_buffer, at::kFloat, grad.numel());
   check(op, "velocity", velocity, at::kFloat, grad.numel());
-  table().dgc_accumulate(
+  compress_table().dgc_accumulate(
       floats(momentum_buffer),
       floats(velocity),
       floats(grad),
@@ -673,6 +513,7 @@ void bind_compress(py::module_& m) {
       gamma,
       free);
   c.def("square_sum", &square_sum, arg("v"), free);
+  bind_compress_unit(c);
 }
 
 } // namespace fusedpg

@@ -7,4 +7,7 @@ namespace fusedpg {
 // fusedpg._C.compress
 void bind_compress(py::module_& m);
 
+// fusedpg._C.compress.unit
+void bind_compress_unit(py::module_& compress);
+
 } // namespace fusedpg

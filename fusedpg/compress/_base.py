@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
 from fusedpg.compress import _wire as wire
-from fusedpg.compress._piece import Piece, Run
+from fusedpg.compress._piece import Piece, Run, Runs
 
 Payload = list[Tensor]
 """Flat tensors: all that the other ranks need besides what they know themselves."""
@@ -37,6 +37,16 @@ class Compensated(NamedTuple):
         if self.grad is not None:
             kernels.accumulate_(self.residual, self.grad, self.beta, self.gamma)
         return self.residual
+
+
+class CompensatedUnit(NamedTuple):
+    """The same of all parameters of a unit, float32 on a CPU. Each tensor of the gradients has one
+    or more whole parameters."""
+
+    grads: list[Tensor] | None
+    residual: Tensor | None = None
+    beta: float = 1.0
+    gamma: float = 1.0
 
 
 class Context(NamedTuple):
@@ -186,6 +196,23 @@ class Compressor(abc.ABC):
             f"{type(self).__name__} sends every element: the memory dgc is for sparse compressors"
         )
 
+    # --- of all parameters of a unit in one call, where a compressor can ---------------------
+
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        """``encode`` of each of a piece's parameters, in one payload."""
+        raise NotImplementedError
+
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        """``decode`` of those; ``outs`` have one or more whole parameters each."""
+        raise NotImplementedError
+
+    def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
+        """Of sparse ones: how many elements of each parameter a payload has, their indices, and
+        their values."""
+        raise NotImplementedError
+
     # --- what one's own is given and returns ---------------------------------------------
 
     def _checked(self, returned: Any, piece: Piece) -> tuple[list[Tensor], Any]:
@@ -272,7 +299,7 @@ class Ours(Compressor):
         return at._replace(piece=piece)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
-        runs = (Run(name, 0, 0, tensor.numel(), tensor.shape),)
+        runs = Runs((Run(name, 0, 0, tensor.numel(), tensor.shape),))
         piece = Piece(name, tensor.numel(), runs, 0, 1, 0, tensor.dtype, tensor.device, _no_state)
         return self.encode(Compensated(tensor.reshape(-1)), piece)
 

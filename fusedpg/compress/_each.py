@@ -15,12 +15,38 @@ from torch import Tensor
 from fusedpg.compress import _wire as wire
 from fusedpg.compress._base import Compensated, Compressor, Context, Ours, Payload
 from fusedpg.compress._piece import Parts, Piece
-from fusedpg.compress.memories import Memory
+from fusedpg.compress._quantisers import QSGD, Natural, TernGrad
+from fusedpg.compress._signs import EFSignSGD, OneBit
+from fusedpg.compress._sparse import DGC, GuardedThreshold, RandomK, TopK
+from fusedpg.compress.memories import (
+    DGCMemory,
+    EFSignSGDMemory,
+    Memory,
+    NoneMemory,
+    ResidualMemory,
+)
+
+# Those that do all parameters of a unit in one call, bit for bit as one after the other. A subclass
+# may do anything else.
+_UNIT_COMPRESSORS = frozenset(
+    {TopK, DGC, RandomK, GuardedThreshold, QSGD, TernGrad, Natural, EFSignSGD, OneBit}
+)
+_UNIT_MEMORIES = frozenset({NoneMemory, ResidualMemory, EFSignSGDMemory, DGCMemory})
+
+
+def _in_one_call(compressor: Compressor, memory: Memory, piece: Piece) -> bool:
+    return (
+        type(compressor) in _UNIT_COMPRESSORS
+        and type(memory) in _UNIT_MEMORIES
+        and piece.dtype == torch.float32
+        and piece.device.type == "cpu"
+    )
 
 
 class EachParameter(Compressor):
     """A compressor that gets one parameter after the other. Its context has those of the
-    parameters, and how many tensors each of them sends."""
+    parameters, and how many tensors each of them sends; or nothing, where they are done in one
+    call."""
 
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner
@@ -37,7 +63,13 @@ class EachParameter(Compressor):
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
         return self.inner.decompress(tensors, ctx)
 
-    def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
+    def combine(
+        self, out: Tensor | Parts, payloads: Sequence[Payload], scale: float, at: Context
+    ) -> None:
+        if at.own is None:
+            alpha = scale / len(payloads) if self.average else scale
+            self._decode_unit(out, payloads, alpha, at.piece)
+            return
         if not self.alike:
             self._check_counts(payloads, at)
             payloads = [payload[1:] for payload in payloads]
@@ -57,9 +89,19 @@ class EachParameter(Compressor):
                     "send as many"
                 )
 
-    def all_reduce(
-        self, grad: Tensor, payload: Payload, scale: float, at: Context, group: Any
+    def _decode_unit(
+        self, out: Tensor | Parts, payloads: Sequence[Payload], alpha: float, piece: Piece
     ) -> None:
+        outs = out.outputs if isinstance(out, Parts) else [out]
+        self.inner.decode_unit(outs, payloads, alpha, piece)
+
+    def all_reduce(
+        self, grad: Tensor | Parts, payload: Payload, scale: float, at: Context, group: Any
+    ) -> None:
+        if at.own is None:
+            alpha = scale / at.piece.world_size if self.average else scale
+            self._decode_unit(grad, [wire.all_reduce(payload, group)], alpha, at.piece)
+            return
         if not self.alike:
             wire.check_alike(payload, type(self.inner).__name__, group)
             payload = payload[1:]
@@ -68,6 +110,8 @@ class EachParameter(Compressor):
             self.inner.decode_sum(grad[begin:end], sums[first:last], scale, inner)
 
     def context_of(self, piece: Piece, at: Context) -> Context:
+        if at.own is None:
+            return Context(piece)
         each = [one for _, one in piece.each()]
         if isinstance(self.inner, Ours):
             count, own = at.own[0]
@@ -94,6 +138,9 @@ class EachParametersMemory(Memory):
         self, compressor: Compressor, grad: Tensor | Parts, piece: Piece
     ) -> tuple[Payload, Context]:
         assert isinstance(compressor, EachParameter)
+        if _in_one_call(compressor.inner, self.inner, piece):
+            sources = grad.sources if isinstance(grad, Parts) else [grad]
+            return self.inner.encode_unit(compressor.inner, sources, piece), Context(piece)
         source = grad.source if isinstance(grad, Parts) else lambda a, b: grad[a:b]
         payload: Payload = []
         parts = []

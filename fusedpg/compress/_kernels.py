@@ -28,6 +28,11 @@ def _chosen(reference: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
+def unit() -> Any:
+    """The extension's kernels over all parameters of a unit, for float32 on a CPU."""
+    return load_extension().compress.unit
+
+
 accumulate_ = _chosen(_reference.accumulate_)
 dgc_accumulate_ = _chosen(_reference.dgc_accumulate_)
 gather = _chosen(_reference.gather)

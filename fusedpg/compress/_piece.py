@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from fusedpg.compress import _kernels as kernels
 
 
 class Parts:
     """A gradient in several tensors, for what reads and writes it parameter by parameter: where it
     lies, and where the result goes. Neither is copied into one tensor for a piece."""
 
-    def __init__(self, sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        self._sources: dict[tuple[int, int], torch.Tensor] = {}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
-        begin = 0
-        for source, output in zip(sources, outputs, strict=True):
-            end = begin + output.numel()
-            self._sources[begin, end], self._outputs[begin, end] = source, output
-            begin = end
+    def __init__(self, sources: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self.sources, self.outputs = sources, outputs
+
+    @functools.cached_property
+    def _places(self) -> dict[tuple[int, int], int]:
+        places, begin = {}, 0
+        for n, output in enumerate(self.outputs):
+            places[begin, begin + output.numel()] = n
+            begin += output.numel()
+        return places
 
     def source(self, begin: int, end: int) -> torch.Tensor:
-        return self._sources[begin, end]
+        return self.sources[self._places[begin, end]]
 
     def __getitem__(self, elements: slice) -> torch.Tensor:
-        return self._outputs[elements.start, elements.stop]
+        return self.outputs[self._places[elements.start, elements.stop]]
 
 
 State = Callable[[str, int, int, tuple[Any, ...]], torch.Tensor]
@@ -70,6 +75,24 @@ class Run:
         return self.name if self.whole else f"{self.name}[{self.begin}:{self.begin + self.numel}]"
 
 
+class Runs(tuple[Run, ...]):
+    """Runs side by side, and what kernels want to know of them: by run, or of nothing if there is
+    none."""
+
+    @functools.cached_property
+    def numels(self) -> list[int]:
+        return [run.numel for run in self] or [0]
+
+    @functools.cached_property
+    def _identities(self) -> tuple[list[int], list[int]]:
+        return [run.key for run in self] or [0], [run.begin for run in self] or [0]
+
+    def seeds(self, seed: int, own: int | None = None) -> list[int]:
+        """What ``Piece.seed`` is of each run's piece, or with a number ``Piece.own_seed``."""
+        found: list[int] = kernels.unit().seeds(seed, *self._identities, own)
+        return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A flat run of gradients that is exchanged at once, as one rank sees it.
@@ -87,7 +110,7 @@ class Piece:
 
     name: str
     numel: int
-    runs: tuple[Run, ...]
+    runs: Runs
     rank: int
     world_size: int
     seed: int
@@ -107,7 +130,19 @@ class Piece:
     def own_seed(self) -> int:
         """A seed that no other rank has, and that of an answer is not that of a gradient:
         rounding what was rounded by the same numbers would not be unbiased."""
-        return mixed(self.seed, self.rank + 1 + self._again * self.world_size)
+        return mixed(self.seed, self._who)
+
+    @property
+    def _who(self) -> int:
+        return self.rank + 1 + self._again * self.world_size
+
+    def seeds(self) -> list[int]:
+        """The seed of each parameter's piece."""
+        return self.runs.seeds(self.seed)
+
+    def own_seeds(self) -> list[int]:
+        """A seed of each parameter's piece that no other rank has."""
+        return self.runs.seeds(self.seed, self._who)
 
     def state(self, name: str) -> torch.Tensor:
         """A flat tensor of ``numel`` elements, zeros at first, which stays from step to step and
@@ -132,7 +167,7 @@ class Piece:
             self,
             name=f"{run}{'@server' * self._again}",
             numel=run.numel,
-            runs=(run,),
+            runs=Runs((run,)),
             seed=mixed(self.seed, run.key, run.begin),
             _state=state,
             cache={},
@@ -157,7 +192,7 @@ class Piece:
             self,
             name=f"{self.name}[{begin}:{end}]{name}",
             numel=end - begin,
-            runs=tuple(_cut(self.runs, begin, end)),
+            runs=Runs(_cut(self.runs, begin, end)),
             rank=rank,
             world_size=world_size,
             _state=state,

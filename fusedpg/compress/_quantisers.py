@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, CompensatedUnit, Context, Ours, Payload
 from fusedpg.compress._numbers import Real, Whole
 from fusedpg.compress._piece import Piece
 
@@ -35,6 +35,21 @@ class QSGD(Ours):
         codes, norms = zip(*payloads)
         kernels.unqsgd_(out, codes, norms, self.quantum_num, alpha, self.bucket_size)
 
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        sent = kernels.unit().qsgd(
+            v.grads, v.residual, piece.runs.numels, self.quantum_num, piece.own_seeds(),
+            self.bucket_size, v.beta, v.gamma,
+        )  # fmt: skip
+        return list(sent)
+
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        codes, norms = zip(*payloads)
+        kernels.unit().unqsgd_(
+            outs, piece.runs.numels, codes, norms, self.quantum_num, alpha, self.bucket_size
+        )
+
 
 class TernGrad(Ours):
     """-1, 0 or 1 times the largest magnitude, 2 bits an element (Wen et al. 2017).
@@ -59,6 +74,19 @@ class TernGrad(Ours):
         packed, scales = zip(*payloads)
         kernels.unterngrad_(out, packed, [float(scale) for scale in scales], alpha)
 
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        sent = kernels.unit().terngrad(
+            v.grads, v.residual, piece.runs.numels, self.clip_sigma, piece.own_seeds(), v.beta,
+            v.gamma,
+        )  # fmt: skip
+        return list(sent)
+
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        packed, scales = zip(*payloads)
+        kernels.unit().unterngrad_(outs, piece.runs.numels, packed, scales, alpha)
+
 
 class Natural(Ours):
     """Powers of two, a byte an element (natural compression, Horvath et al. 2019)."""
@@ -72,3 +100,16 @@ class Natural(Ours):
 
     def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
         kernels.unnatural_(out, [payload[0] for payload in payloads], alpha)
+
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        return [
+            kernels.unit().natural(
+                v.grads, v.residual, piece.runs.numels, piece.own_seeds(), v.beta, v.gamma
+            )
+        ]
+
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        codes = [payload[0] for payload in payloads]
+        kernels.unit().unnatural_(outs, piece.runs.numels, codes, alpha)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, CompensatedUnit, Context, Ours, Payload
 from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
@@ -68,6 +68,16 @@ class EFSignSGD(Ours):
         high = [float(scale) for scale in scales]
         kernels.unpack_signs_(out, packed, [-scale for scale in high], high, alpha)
 
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        numels = piece.runs.numels
+        return list(kernels.unit().signs(v.grads, v.residual, numels, True, v.beta, v.gamma))
+
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        packed, scales = zip(*payloads)
+        kernels.unit().unpack_signs_(outs, piece.runs.numels, packed, scales, True, alpha)
+
 
 class OneBit(Ours):
     """Signs, and the means of what is negative and of what is not (Seide et al. 2014)."""
@@ -79,3 +89,12 @@ class OneBit(Ours):
         packed, means = zip(*payloads)
         low, high = zip(*(pair.tolist() for pair in means))
         kernels.unpack_signs_(out, packed, low, high, alpha)
+
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        return list(kernels.unit().onebit(v.grads, v.residual, piece.runs.numels, v.beta, v.gamma))
+
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        packed, means = zip(*payloads)
+        kernels.unit().unpack_signs_(outs, piece.runs.numels, packed, means, False, alpha)

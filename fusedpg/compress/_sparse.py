@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, CompensatedUnit, Context, Ours, Payload
 from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
+
+
+def _share(numel: int, ratio: float) -> int:
+    """At least one, if there are any."""
+    return min(numel, max(1, int(numel * ratio)))
 
 
 class _Sparse(Ours):
@@ -26,6 +31,13 @@ class _Sparse(Ours):
     def indices(self, payload: Payload, piece: Piece) -> Tensor:
         return payload[1]
 
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        sent = [self.sent_of_unit(payload, piece) for payload in payloads]
+        counts, indices, values = zip(*sent)
+        kernels.unit().scatter_(outs, piece.runs.numels, counts, indices, values, alpha)
+
 
 class TopK(_Sparse):
     """The ``compress_ratio`` of elements with the largest magnitudes (Aji and Heafield 2017).
@@ -39,11 +51,20 @@ class TopK(_Sparse):
         self.compress_ratio = compress_ratio
 
     def count(self, numel: int) -> int:
-        return min(numel, max(1, int(numel * self.compress_ratio)))
+        return _share(numel, self.compress_ratio)
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         k = self.count(piece.numel)
         return list(kernels.topk(v.grad, v.residual, k, v.beta, v.gamma)), Context(piece)
+
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        numels = piece.runs.numels
+        ks = [self.count(numel) for numel in numels]
+        return list(kernels.unit().topk(v.grads, v.residual, numels, ks, v.beta, v.gamma))
+
+    def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
+        values, indices = payload
+        return [self.count(numel) for numel in piece.runs.numels], indices, values
 
 
 class DGC(TopK):
@@ -81,24 +102,30 @@ class RandomK(_Sparse):
     def _draw(self, piece: Piece, device: torch.device) -> Tensor:
         known: Tensor | None = piece.cache.get("drawn")
         if known is None:
-            known = piece.cache["drawn"] = self._drawn(piece, device)
+            counts = [self.count(piece.numel)]
+            drawn = kernels.unit().drawn([piece.numel], counts, [piece.seed])
+            known = piece.cache["drawn"] = drawn.to(device)
         return known
 
-    def _drawn(self, piece: Piece, device: torch.device) -> Tensor:
-        count = min(piece.numel, max(1, int(piece.numel * self.compress_ratio)))
-        generator = torch.Generator().manual_seed(piece.seed)
-        drawn = torch.rand(count, generator=generator, dtype=torch.float64)
-        # Runs are not all of one length: those of every place have to be.
-        shift = int(torch.randint(max(piece.numel, 1), (), generator=generator))
-        edges = torch.arange(count + 1, dtype=torch.float64).mul_(piece.numel / max(count, 1))
-        begins = edges.floor_()[:-1]
-        ends = torch.cat([begins[1:], begins.new_tensor([piece.numel])])
-        picked = begins + (drawn * (ends - begins)).floor_()
-        picked = torch.minimum(picked, ends - 1).add_(shift)
-        # Those behind the end are the first ones.
-        inside = int(torch.searchsorted(picked, float(piece.numel)))
-        turned = torch.cat([picked[inside:] - piece.numel, picked[:inside]])
-        return turned.to(torch.int32).to(device)
+    def count(self, numel: int) -> int:
+        return _share(numel, self.compress_ratio)
+
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        numels = piece.runs.numels
+        counts, indices = self._draw_unit(piece)
+        return [kernels.unit().pick(v.grads, v.residual, numels, indices, counts, v.beta, v.gamma)]
+
+    def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
+        return *self._draw_unit(piece), payload[0]
+
+    def _draw_unit(self, piece: Piece) -> tuple[list[int], Tensor]:
+        known: tuple[list[int], Tensor] | None = piece.cache.get("drawn of unit")
+        if known is None:
+            numels = piece.runs.numels
+            counts = [self.count(numel) for numel in numels]
+            known = counts, kernels.unit().drawn(numels, counts, piece.seeds())
+            piece.cache["drawn of unit"] = known
+        return known
 
     def indices(self, payload: Payload, piece: Piece) -> Tensor:
         return self._draw(piece, payload[0].device)
@@ -122,6 +149,19 @@ class Threshold(_Sparse):
         sent = kernels.threshold(v.grad, v.residual, self.threshold, least, v.beta, v.gamma)
         return list(sent), Context(piece)
 
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        numels = piece.runs.numels
+        least = [self.at_least(numel) for numel in numels]
+        return list(
+            kernels.unit().threshold(
+                v.grads, v.residual, numels, self.threshold, least, v.beta, v.gamma
+            )
+        )
+
+    def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
+        counts, values, indices = payload
+        return counts.tolist(), indices, values
+
 
 class GuardedThreshold(Threshold):
     """Elements above ``threshold``, but at least ``compress_ratio`` of them: the largest."""
@@ -134,4 +174,4 @@ class GuardedThreshold(Threshold):
         self.compress_ratio = compress_ratio
 
     def at_least(self, numel: int) -> int:
-        return min(numel, max(1, int(numel * self.compress_ratio)))
+        return _share(numel, self.compress_ratio)

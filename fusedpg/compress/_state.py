@@ -23,7 +23,7 @@ from fusedpg.compress._base import Compressor
 from fusedpg.compress._each import EachParameter, EachParametersMemory
 from fusedpg.compress._lane import Lane
 from fusedpg.compress._low_rank import PowerSGD
-from fusedpg.compress._piece import Parts, Piece, Run, mixed
+from fusedpg.compress._piece import Parts, Piece, Run, Runs, mixed
 from fusedpg.compress._schedule import Layout
 from fusedpg.compress.communicators import Allgather, Allreduce, Communicator
 from fusedpg.compress.memories import Memory
@@ -197,6 +197,8 @@ class State:
         self._layout = Layout()
         self._seen = Layout()
         self._scratch: dict[int, torch.Tensor] = {}
+        # By unit: of which parameters, in which orders.
+        self._runs: dict[int, tuple[list[weakref.ref[torch.Tensor]], list[Order], Runs]] = {}
 
     # --- groups -----------------------------------------------------------------------------
 
@@ -477,7 +479,7 @@ class State:
         piece = Piece(
             str(unit.index),
             sum(part.numel() for part in slices),
-            tuple(map(self._run_of, unit.parameters, unit.orders)),
+            self._runs_of(unit),
             dist.get_rank(self._group),
             dist.get_world_size(self._group),
             mixed(self.seed, unit.step),
@@ -506,6 +508,19 @@ class State:
         if not self.compressor.each_parameter:
             return self.compressor, self.memory
         return EachParameter(self.compressor), EachParametersMemory(self.memory)
+
+    def _runs_of(self, unit: _Unit) -> Runs:
+        known = self._runs.get(unit.index)
+        if (
+            known is not None
+            and len(known[0]) == len(unit.parameters)
+            and all(ref() is parameter for ref, parameter in zip(known[0], unit.parameters))
+            and known[1] == unit.orders
+        ):
+            return known[2]
+        runs = Runs(map(self._run_of, unit.parameters, unit.orders))
+        self._runs[unit.index] = [*map(weakref.ref, unit.parameters)], unit.orders, runs
+        return runs
 
     def _run_of(self, parameter: torch.Tensor, order: Order) -> Run:
         known: _Known = self._known[parameter]
@@ -671,6 +686,7 @@ class State:
         self._kept = ByParameter()
         self._order.clear()
         self._known.clear()
+        self._runs.clear()
         self._know(known)
 
     def __getstate__(self) -> dict[str, Any]:

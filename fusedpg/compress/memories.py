@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Compressor, Context, Payload, in_shape
+from fusedpg.compress._base import (
+    Compensated,
+    CompensatedUnit,
+    Compressor,
+    Context,
+    Payload,
+    in_shape,
+)
 from fusedpg.compress._numbers import Real, real
 from fusedpg.compress._piece import Piece
 
@@ -68,6 +75,10 @@ class Memory:
         home = v.untyped_storage().data_ptr()
         return [t.clone() if t.untyped_storage().data_ptr() == home else t for t in payload], at
 
+    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
+        """``encode`` of each of a piece's parameters by one call of a compressor that can."""
+        raise NotImplementedError
+
     def for_sums(self) -> Memory:
         """The memory of a rank that compresses sums for the others (communicator "ps")."""
         return self
@@ -78,6 +89,9 @@ class NoneMemory(Memory):
 
     def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
         return compressor.encode(Compensated(grad), piece)
+
+    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
+        return compressor.encode_unit(CompensatedUnit(grads), piece)
 
 
 class ResidualMemory(Memory):
@@ -100,6 +114,15 @@ class ResidualMemory(Memory):
             # A NaN is sent and seen by all; it does not stay for the steps that follow.
             residual.nan_to_num_(0.0, 0.0, 0.0)
         return payload, at
+
+    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
+        residual = piece.state("residual")
+        v = CompensatedUnit(grads, residual, self.beta, self.gamma)
+        payload = compressor.encode_unit(v, piece)
+        if not compressor.finite(payload):
+            # Of parameters that are finite themselves this changes nothing.
+            residual.nan_to_num_(0.0, 0.0, 0.0)
+        return payload
 
     def for_sums(self) -> Memory:
         return ResidualMemory()
@@ -163,9 +186,7 @@ class DGCMemory(Memory):
         momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")
         gamma = 1.0
         if self.gradient_clipping > 0:
-            bound = self.gradient_clipping / piece.world_size**0.5
-            norm = float(kernels.square_sum(grad)) ** 0.5
-            gamma = min(1.0, bound / norm) if norm > 0 else 1.0
+            gamma = self._gamma(float(kernels.square_sum(grad)), piece)
         kernels.dgc_accumulate_(momentum, velocity, grad, self.momentum, gamma)
         payload, at = compressor.encode(Compensated(None, velocity), piece)
         if self.momentum_masking:
@@ -174,6 +195,27 @@ class DGCMemory(Memory):
             for tensor in (momentum, velocity):
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
         return payload, at
+
+    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
+        momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")
+        numels, unit = piece.runs.numels, kernels.unit()
+        gammas: Any = 1.0
+        if self.gradient_clipping > 0:
+            gammas = [self._gamma(s, piece) for s in unit.square_sums(grads, numels)]
+        unit.dgc_accumulate_(momentum, velocity, grads, numels, self.momentum, gammas)
+        payload = compressor.encode_unit(CompensatedUnit(None, velocity), piece)
+        if self.momentum_masking:
+            counts, indices, _ = compressor.sent_of_unit(payload, piece)
+            unit.zero_at_(momentum, numels, indices, counts)
+        if not compressor.finite(payload):
+            for tensor in (momentum, velocity):
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+        return payload
+
+    def _gamma(self, square_sum: float, piece: Piece) -> float:
+        bound = self.gradient_clipping / piece.world_size**0.5
+        norm = square_sum**0.5
+        return min(1.0, bound / norm) if norm > 0 else 1.0
 
     def for_sums(self) -> Memory:
         return ResidualMemory()

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 import harness
 from fusedpg._registration import load_extension
 from fusedpg.compress import _kernels, _reference, compressors
-from fusedpg.compress._piece import Piece
+from fusedpg.compress._piece import Piece, Runs
 from fuzz import compress_kernels
 
 C = load_extension().compress
@@ -285,7 +285,7 @@ def test_random_k_draws_all_alike(numel: int, ratio: float) -> None:
     randomk = compressors.RandomK(ratio)
     cpu = torch.device("cpu")
     for seed in range(times):
-        piece = Piece("0", numel, (), 0, 1, seed, torch.float32, cpu, lambda *_: torch.empty(0))
+        piece = Piece("0", numel, Runs(), 0, 1, seed, torch.float32, cpu, lambda *_: torch.empty(0))
         indices = randomk._draw(piece, cpu).numpy()
         assert len(indices) == max(1, int(numel * ratio))
         assert (np.diff(indices) > 0).all()

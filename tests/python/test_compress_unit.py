@@ -1,0 +1,143 @@
+"""All parameters of a unit in one call, against one parameter after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusedpg._registration import load_extension
+from fusedpg.compress import _each, compressors, memories
+from fusedpg.compress._each import EachParameter, EachParametersMemory
+from fusedpg.compress._piece import Parts, Piece, Run, Runs
+
+SIZES = (1, 7, 64, 129, 1000, 40_007, 3)
+RANKS = 3
+COMPRESSORS: dict[str, Callable[[], Any]] = {
+    "topk": lambda: compressors.TopK(0.1),
+    "dgc": lambda: compressors.DGC(0.01),
+    "randomk": lambda: compressors.RandomK(0.1),
+    "guarded_threshold": lambda: compressors.GuardedThreshold(0.5, 0.4),
+    "qsgd": compressors.QSGD,
+    "qsgd wide": lambda: compressors.QSGD(300, 0),
+    "terngrad": compressors.TernGrad,
+    "natural": compressors.Natural,
+    "efsignsgd": compressors.EFSignSGD,
+    "onebit": compressors.OneBit,
+}
+MEMORIES: dict[str, Callable[[], Any]] = {
+    "none": memories.NoneMemory,
+    "residual": lambda: memories.ResidualMemory(0.9, 0.5),
+    "efsignsgd": lambda: memories.EFSignSGDMemory(0.5),
+    "dgc": memories.DGCMemory,
+    "dgc, clipped": lambda: memories.DGCMemory(0.5, 2.0, False),
+}
+SPARSE = ("topk", "dgc", "randomk", "guarded_threshold")
+PAIRS = [(c, m) for c in COMPRESSORS for m in MEMORIES if not m.startswith("dgc") or c in SPARSE]
+
+
+def steps(compressor: str, memory: str, bad: bool, in_parts: bool) -> list[torch.Tensor]:
+    """Results and what is kept, of as many ranks as there are."""
+    total = sum(SIZES)
+    runs = Runs(Run(f"p{n}", 3 * n, 0, size, torch.Size([size])) for n, size in enumerate(SIZES))
+    method = EachParameter(COMPRESSORS[compressor]())
+    keepers = [EachParametersMemory(MEMORIES[memory]()) for _ in range(RANKS)]
+    kept: list[dict[str, torch.Tensor]] = [{} for _ in range(RANKS)]
+    found = []
+    for step in range(3):
+        payloads = []
+        for rank, keeper in enumerate(keepers):
+            mine = kept[rank]
+            piece = Piece(
+                "0", total, runs, rank, RANKS, 17 + step, torch.float32, torch.device("cpu"),
+                lambda key, begin, end, _, mine=mine: mine.setdefault(key, torch.zeros(total))[
+                    begin:end
+                ],
+            )  # fmt: skip
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            grad = torch.randn(total, generator=generator)
+            if bad and (step, rank) == (1, 1):
+                grad[900], grad[20_000] = math.inf, math.nan
+            parts: Any = list(grad.split(SIZES))
+            payload, at = keeper.encode(method, Parts(parts, parts) if in_parts else grad, piece)
+            payloads.append(payload)
+        out = torch.full((total,), 7.0)
+        parts = list(out.split(SIZES))
+        method.combine(Parts(parts, parts) if in_parts else out, payloads, keepers[0].scale, at)
+        found.append(out)
+    return [*found, *(mine[key] for mine in kept for key in sorted(mine))]
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
+@pytest.mark.parametrize(("compressor", "memory"), PAIRS)
+def test_same_bits_as_one_after_the_other(
+    compressor: str, memory: str, bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    original = type(COMPRESSORS[compressor]()).encode_unit
+    monkeypatch.setattr(
+        type(COMPRESSORS[compressor]()),
+        "encode_unit",
+        lambda *arguments: calls.append(1) or original(*arguments),
+    )
+    units = [steps(compressor, memory, bad, in_parts) for in_parts in (False, True)]
+    assert len(calls) == 2 * 3 * RANKS
+    monkeypatch.setattr(_each, "_UNIT_COMPRESSORS", frozenset())
+    wanted = steps(compressor, memory, bad, True)
+    assert len(calls) == 2 * 3 * RANKS
+    for got in units:
+        for mine, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_own_subclass_is_called_for_each_parameter() -> None:
+    class Mine(compressors.TopK):
+        pass
+
+    keeper, method = EachParametersMemory(memories.NoneMemory()), EachParameter(Mine(0.5))
+    runs = Runs(Run(f"p{n}", n, 0, 4, torch.Size([4])) for n in range(2))
+    piece = Piece(
+        "0", 8, runs, 0, 1, 1, torch.float32, torch.device("cpu"), lambda *_: torch.empty(0)
+    )
+    payload, at = keeper.encode(method, torch.arange(8.0), piece)
+    assert [tensor.tolist() for tensor in payload] == [[2, 3], [2, 3], [6, 7], [2, 3]]
+    assert len(at.own) == 2
+
+
+U = load_extension().compress.unit
+V = torch.zeros(8)
+ONE = torch.zeros(1)
+INDEX = torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: U.topk([V], None, [4, 4], [1], 1.0, 1.0),
+        lambda: U.topk([V], None, [4, 4], [1, 5], 1.0, 1.0),
+        lambda: U.topk([V], None, [4, 5], [1, 1], 1.0, 1.0),
+        lambda: U.topk([V[:3], V[3:]], None, [4, 4], [1, 1], 1.0, 1.0),
+        lambda: U.topk([V], V[1:], [4, 4], [1, 1], 1.0, 1.0),
+        lambda: U.topk(None, None, [4, 4], [1, 1], 1.0, 1.0),
+        lambda: U.topk([V], None, [-4, 12], [0, 0], 1.0, 1.0),
+        lambda: U.signs([V.double()], None, [8], True, 1.0, 1.0),
+        lambda: U.threshold([V], None, [8], math.nan, [0], 1.0, 1.0),
+        lambda: U.qsgd([V], None, [8], 127, [], 128, 1.0, 1.0),
+        lambda: U.pick([V], None, [4, 4], INDEX + 4, [1, 0], 1.0, 1.0),
+        lambda: U.drawn([4], [5], [1]),
+        lambda: U.zero_at_(V, [4, 4], INDEX - 1, [0, 1]),
+        lambda: U.dgc_accumulate_(V, V, [V], [4, 4], 0.9, [1.0]),
+        lambda: U.scatter_([V], [4, 4], [[1, 0]], [INDEX + 4], [ONE], 1.0),
+        lambda: U.scatter_([V], [4, 4], [[0, 1]], [INDEX - 1], [ONE], 1.0),
+        lambda: U.scatter_([V], [4, 4], [[1, 1]], [INDEX], [ONE], 1.0),
+        lambda: U.unpack_signs_([V], [4, 4], [torch.zeros(1, dtype=torch.uint8)], [ONE], True, 1.0),
+        lambda: U.unqsgd_([V], [8], [torch.zeros(8)], [ONE], 127, 1.0, 0),
+        lambda: U.unnatural_([V], [8], [], 1.0),
+    ],
+)
+def test_arguments_are_checked(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"fused: compress\."):
+        call()
