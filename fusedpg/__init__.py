@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
     from fusedpg._malloc import keep_freed_memory as keep_freed_memory
+    from fusedpg._serve_gloo import serve_gloo as serve_gloo
     from fusedpg.functional import empty as empty
     from fusedpg.functional import fused_adam_ as fused_adam_
     from fusedpg.functional import fused_adamw_ as fused_adamw_
@@ -60,6 +61,7 @@ __all__ = [
     "in_arena",
     "keep_freed_memory",
     "optim",
+    "serve_gloo",
     "shard_range",
     "sparse_all_reduce",
     "stats",
@@ -69,7 +71,7 @@ __all__ = [
 _MODULES = frozenset({"compress", "ddp", "fusion", "optim", "tensor_parallel"})
 _LAYERS = frozenset({"ColumnParallelLinear", "RowParallelLinear"})
 _FUNCTIONS = frozenset(__all__) - _MODULES - _LAYERS
-_FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse", "keep_freed_memory"}
+_FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse", "keep_freed_memory", "serve_gloo"}
 
 
 def __getattr__(name: str) -> Any:
@@ -85,6 +87,10 @@ def __getattr__(name: str) -> Any:
         from fusedpg._malloc import keep_freed_memory
 
         return keep_freed_memory
+    if name == "serve_gloo":
+        from fusedpg._serve_gloo import serve_gloo
+
+        return serve_gloo
     if name == "fuse":
         from fusedpg.fusion.api import fuse
 

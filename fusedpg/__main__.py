@@ -36,7 +36,7 @@ def hosts(module: ModuleType) -> str:
 
 def main() -> int:
     module = load_extension()
-    from fusedpg import _build_info
+    from fusedpg import _build_info, _serve_gloo
 
     rows = {
         "fusedpg": fusedpg.__version__,
@@ -47,6 +47,7 @@ def main() -> int:
         "cpu": "shared memory",
         "hosts": hosts(module),
         "cuda": cuda(_build_info),
+        "gloo": _serve_gloo.describe(),
     }
     for name, value in rows.items():
         print(f"{name:10} {value}")

@@ -68,6 +68,11 @@ def load_extension() -> ModuleType:
     return _extension
 
 
+def loaded_extension() -> ModuleType | None:
+    """The same, or None where nothing has needed it yet."""
+    return _extension
+
+
 def _end_at_exit() -> None:
     """Shuts down the groups that are still alive and tells their other ranks how this one ended."""
     text = "its interpreter exited without destroy_process_group"
@@ -94,9 +99,9 @@ def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timed
     """The backend that does what the native engines do not."""
     group: Any
     if device == "cpu":
-        from torch.distributed import ProcessGroupGloo
+        from fusedpg._serve_gloo import Gloo
 
-        group = ProcessGroupGloo(store, rank, size, timeout=timeout)
+        group = Gloo(store, rank, size, timeout=timeout)
     else:
         try:
             from torch.distributed import ProcessGroupNCCL
@@ -155,5 +160,9 @@ def register() -> None:
     try:
         if dist.is_available() and BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=DEVICES)
+        if dist.is_available() and dist.is_gloo_available():
+            from fusedpg._serve_gloo import serve_where_asked
+
+            serve_where_asked()
     except Exception as error:
         warnings.warn(f"fusedpg could not register its backend: {error}", stacklevel=2)

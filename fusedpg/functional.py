@@ -84,7 +84,8 @@ def in_arena(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bo
 def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
     """Facts about a group on this rank.
 
-    Keys: ``engine`` ("shm", or between hosts "tcp", "gloo" or "ucx"), ``world_size``,
+    Keys: ``backend`` ("fused", or "gloo" where that is served), ``engine``
+    ("shm", or between hosts "tcp", "gloo" or "ucx"), ``world_size``,
     ``local_world_size``, ``local_ranks`` (of the group on this host), ``threads``, ``isa``,
     ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
     ``state`` ("ok" or "failed"); between hosts, once an operation has connected them,

@@ -50,6 +50,7 @@ py::dict info_dict(ProcessGroupFused& group) {
     info = group.info();
   }
   py::dict d;
+  d["backend"] = group.getBackendName();
   d["engine"] = info.engine;
   d["world_size"] = group.getSize();
   d["local_world_size"] = info.local_ranks.size();
@@ -123,8 +124,11 @@ void bind_options(py::module_& m) {
                       std::optional<std::string> nccl,
                       std::optional<std::string> transport,
                       std::optional<std::string> order,
-                      bool cpu_as_cuda) {
-            auto options = c10::make_intrusive<Options>(timeout);
+                      bool cpu_as_cuda,
+                      const std::string& name,
+                      bool gloo_for_cuda) {
+            auto options = c10::make_intrusive<Options>(timeout, name);
+            options->gloo_for_cuda = gloo_for_cuda;
             const auto bytes = [](const char* name,
                                   const std::optional<int64_t>& from,
                                   std::optional<size_t>& to) {
@@ -163,7 +167,13 @@ void bind_options(py::module_& m) {
           py::arg("nccl") = py::none(),
           py::arg("transport") = py::none(),
           py::arg("order") = py::none(),
-          py::arg("_cpu_as_cuda") = false)
+          py::arg("_cpu_as_cuda") = false,
+          py::arg("_name") = "fused",
+          py::arg("_gloo_for_cuda") = false)
+      // As Gloo's options have them; neither has an effect.
+      .def_readwrite("_threads", &Options::threads)
+      .def_property_readonly(
+          "_devices", [](const Options&) { return py::list(); })
       .def_property_readonly(
           "cuda_chunk_bytes",
           [](const Options& o) { return o.engine.cuda_chunk_bytes; })
@@ -305,6 +315,13 @@ void bind_group(py::module_& m) {
           py::arg("options"),
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &ProcessGroupFused::getBackendOptions)
+      .def(
+          "_set_default_timeout",
+          &ProcessGroupFused::setTimeout,
+          "Gloo's and NCCL's name of setTimeout.",
+          py::arg("timeout"),
+          py::call_guard<py::gil_scoped_release>())
+      .def_static("_layout_is_gloos", &ProcessGroupFused::layout_is_gloos)
       .def(
           "empty",
           [](ProcessGroupFused& group,

@@ -9,33 +9,54 @@
 
 namespace fusedpg {
 
+// Whose exceptions a group raises: its own, or where it serves "gloo" Gloo's.
+enum class Dialect { kFused, kGloo };
+
 // The engine's error as torch's: ValueError for arguments, OutOfMemoryError,
-// DistBackendError for the rest.
-[[noreturn]] inline void throw_as_torch(const Error& error) {
+// DistBackendError for the rest. Gloo raises RuntimeError for arguments, and
+// programs look for its words in the texts of other errors.
+[[noreturn]] inline void throw_as_torch(
+    const Error& error,
+    Dialect dialect = Dialect::kFused) {
+  const bool gloo = dialect == Dialect::kGloo;
   switch (error.kind()) {
     case ErrorKind::kInvalid:
+      if (gloo) {
+        C10_THROW_ERROR(Error, error.what());
+      }
       C10_THROW_ERROR(ValueError, error.what());
     case ErrorKind::kOutOfMemory:
       C10_THROW_ERROR(OutOfMemoryError, error.what());
+    case ErrorKind::kTimeout:
+      C10_THROW_ERROR(
+          DistBackendError,
+          std::string(error.what()) +
+              (gloo ? " (timed out after the group's timeout)" : ""));
+    case ErrorKind::kPeerDead:
+    case ErrorKind::kPeerFailed:
+      C10_THROW_ERROR(
+          DistBackendError,
+          std::string(error.what()) +
+              (gloo ? " (Connection closed by peer)" : ""));
     default:
       C10_THROW_ERROR(DistBackendError, error.what());
   }
 }
 
 template <typename Fn>
-decltype(auto) translate(Fn&& fn) {
+decltype(auto) translate(Fn&& fn, Dialect dialect = Dialect::kFused) {
   try {
     return fn();
   } catch (const Error& error) {
-    throw_as_torch(error);
+    throw_as_torch(error, dialect);
   }
 }
 
 // What `fn` throws, in torch's types; null when it returns.
 template <typename Fn>
-std::exception_ptr capture(Fn&& fn) {
+std::exception_ptr capture(Fn&& fn, Dialect dialect = Dialect::kFused) {
   try {
-    translate(fn);
+    translate(fn, dialect);
     return nullptr;
   } catch (...) {
     return std::current_exception();

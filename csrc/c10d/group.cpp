@@ -22,13 +22,15 @@ Group::Group(
     int rank,
     int size,
     Settings settings,
-    std::chrono::milliseconds timeout)
+    std::chrono::milliseconds timeout,
+    Dialect dialect)
     : rank(rank),
       size(size),
       settings(std::move(settings)),
       kernels(translate([&]() -> const kernels::Table& {
         return select_kernels(this->settings);
       })),
+      dialect(dialect),
       timeout(timeout),
       owner_(getpid()),
       executor_(std::make_shared<Executor>()) {}
@@ -46,13 +48,13 @@ WorkPtr Group::enqueue(
       record._setAsync(); // as a Work records itself
       const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
       record.before(
-          call.title,
+          shown(call.title),
           c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
     }
     std::exception_ptr error;
     translate([&] {
       executor_->run([&](uint64_t ticket) {
-        error = capture([&] { operation(ticket); });
+        error = capture([&] { operation(ticket); }, dialect);
       });
     });
     if (error) {
@@ -63,19 +65,20 @@ WorkPtr Group::enqueue(
   auto work = c10::make_intrusive<WorkFused>(
       rank,
       call.type,
-      call.title,
+      shown(call.title),
       inputs,
       outputs,
       lists.size() > 1 ? lists : TensorLists());
   const uint64_t ticket = translate([&] {
-    return executor_->submit(
-        [work, operation = std::move(operation)](uint64_t ticket) mutable {
-          const FreshThreadState state;
-          const auto error = capture([&] { operation(ticket); });
-          // Whoever waits may end the process at once: tensors go first.
-          operation = nullptr;
-          work->complete(error);
-        });
+    return executor_->submit([work,
+                              operation = std::move(operation),
+                              dialect = dialect](uint64_t ticket) mutable {
+      const FreshThreadState state;
+      const auto error = capture([&] { operation(ticket); }, dialect);
+      // Whoever waits may end the process at once: tensors go first.
+      operation = nullptr;
+      work->complete(error);
+    });
   });
   work->set_executor(executor_, ticket);
   return remember(work);
@@ -102,6 +105,13 @@ WorkPtr Group::remember(WorkPtr work) {
     coalescing.works.push_back(work);
   }
   return work;
+}
+
+std::string Group::shown(const char* title) const {
+  const std::string own = "fused:";
+  return dialect == Dialect::kGloo && std::string(title).starts_with(own)
+      ? "gloo:" + std::string(title).substr(own.size())
+      : title;
 }
 
 void Group::check_open(const char* op) const {

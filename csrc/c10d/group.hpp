@@ -13,6 +13,7 @@
 
 #include "base/options.hpp"
 #include "base/stats.hpp"
+#include "c10d/errors.hpp"
 #include "c10d/forwarding.hpp"
 #include "host/executor.hpp"
 #include "kernels/kernels.hpp"
@@ -35,13 +36,15 @@ class Group {
       int rank,
       int size,
       Settings settings,
-      std::chrono::milliseconds timeout);
+      std::chrono::milliseconds timeout,
+      Dialect dialect);
   Group(const Group&) = delete;
 
   const int rank;
   const int size;
   const Settings settings;
   const kernels::Table& kernels;
+  const Dialect dialect;
   c10::intrusive_ptr<c10d::Store> store; // of this group alone, once it has met
   Stats stats;
   std::string exit; // how the interpreter ended, if before the group was closed
@@ -68,6 +71,9 @@ class Group {
   bool is_coalescing() const;
   // Returns `work`, after noting it if this thread is coalescing.
   WorkPtr remember(WorkPtr work);
+
+  // What profilers show: "gloo:all_reduce" where the group serves "gloo".
+  std::string shown(const char* title) const;
 
   // --- checks that raise in the caller ---------------------------------------
   void check_open(const char* op) const;

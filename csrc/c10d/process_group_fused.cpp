@@ -1,10 +1,13 @@
 #include "c10d/process_group_fused.hpp"
 
+#include <cstddef>
+#include <cstring>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/completer.hpp"
+#include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gil.hpp"
 #include "c10d/routes/hosts.hpp"
@@ -40,10 +43,11 @@ ProcessGroupFused::ProcessGroupFused(
               rank,
               size,
               translate([&] { return resolve(options_->engine); }),
-              options_->timeout)) {
+              options_->timeout,
+              options_->serves_gloo() ? Dialect::kGloo : Dialect::kFused)) {
   const Deadline deadline(options_->timeout);
   ShmRoute* shm = nullptr;
-  translate([&] {
+  const auto meet = [&] {
     StoreRendezvous rendezvous(store_);
     Bootstrap bootstrap(rank, size, group_->settings);
     bootstrap.meet(rendezvous, deadline);
@@ -60,7 +64,16 @@ ProcessGroupFused::ProcessGroupFused(
     } else {
       cpu_ = c10::make_intrusive<HostsRoute>(*group_, bootstrap, deadline);
     }
-  });
+  };
+  translate(meet, group_->dialect);
+  if (options_->gloo_for_cuda) {
+    gloo_for_cuda_ = make_delegate(
+        "cpu",
+        c10::make_intrusive<c10d::PrefixStore>("gloo-for-cuda", group_->store),
+        rank,
+        size,
+        deadline.left());
+  }
   cuda_ = c10::make_intrusive<CudaRoute>(
       *group_,
       /*spans_hosts=*/shm == nullptr,
@@ -99,6 +112,9 @@ WorkPtr ProcessGroupFused::forward(
     const at::Tensor* tensor,
     Operation operation) {
   return ending_coalescing([&] {
+    if (gloo_for_cuda_ && tensor != nullptr && tensor->is_cuda()) {
+      return operation(*gloo_for_cuda_);
+    }
     return operation(route(tensor != nullptr ? tensor->device() : at::kCPU));
   });
 }
@@ -291,6 +307,9 @@ void ProcessGroupFused::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   cpu_->setTimeout(timeout);
   cuda_->setTimeout(timeout);
+  if (gloo_for_cuda_) {
+    gloo_for_cuda_->setTimeout(timeout);
+  }
 }
 
 uint64_t ProcessGroupFused::getSequenceNumberForGroup() {
@@ -347,6 +366,30 @@ void ProcessGroupFused::shutdown_at_exit(const std::string& exit) {
     cpu_->interrupt();
   }
   shutdown();
+}
+
+bool ProcessGroupFused::layout_is_gloos(c10d::Backend& gloo, int threads) {
+  // Where the members lie; nothing is constructed here.
+  alignas(ProcessGroupFused) std::byte group[sizeof(ProcessGroupFused)];
+  alignas(Options) std::byte options[sizeof(Options)];
+  const auto* g = reinterpret_cast<const ProcessGroupFused*>(group);
+  const auto* o = reinterpret_cast<const Options*>(options);
+  const auto options_at =
+      reinterpret_cast<const std::byte*>(&g->options_) - group;
+  const auto threads_at =
+      reinterpret_cast<const std::byte*>(&o->threads) - options;
+  const c10d::Backend::Options* found = nullptr;
+  std::memcpy(
+      &found, reinterpret_cast<std::byte*>(&gloo) + options_at, sizeof(found));
+  if (found != gloo.getBackendOptions().get()) {
+    return false;
+  }
+  int count = 0;
+  std::memcpy(
+      &count,
+      reinterpret_cast<const std::byte*>(found) + threads_at,
+      sizeof(count));
+  return count == threads;
 }
 
 GroupInfo ProcessGroupFused::info() {

@@ -17,8 +17,19 @@ namespace fusedpg {
 class ProcessGroupFused : public Forwarding<c10d::Backend> {
  public:
   struct Options : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options("fused", timeout) {}
+    explicit Options(
+        std::chrono::milliseconds timeout = kBackendDefaultTimeout,
+        const std::string& name = "fused")
+        : c10d::Backend::Options(name, timeout) {}
+    // Whether the group serves "gloo" (fusedpg/_serve_gloo.py).
+    bool serves_gloo() const {
+      return backend == "gloo";
+    }
+    // The fields of Gloo's options, first and in its order: see layout_is_gloos().
+    std::vector<std::shared_ptr<void>> devices; // none
+    int threads = 2; // has no effect
+    // A group that serves "gloo" has a real one for tensors on GPUs.
+    bool gloo_for_cuda = false;
     fusedpg::Options engine;
     // CPU tensors are taken for a GPU's: tests, with a fake CUDA and NCCL.
     bool cpu_as_cuda = false;
@@ -33,8 +44,13 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   ~ProcessGroupFused() override;
 
   const std::string getBackendName() const override {
-    return "fused";
+    return options_->backend;
   }
+  // Whether this torch's ProcessGroupGloo, of which `gloo` is one with so many
+  // threads, has its options where this class has them. DDP's logger casts the
+  // backend of any group whose name is "gloo" to ProcessGroupGloo and reads
+  // options_->threads: only then may a group serve under that name.
+  static bool layout_is_gloos(c10d::Backend& gloo, int threads);
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
     return options_;
   }
@@ -126,12 +142,21 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
     return device.is_cuda() || options_->cpu_as_cuda ? *cuda_ : *cpu_;
   }
   std::optional<ErrorKind> failure();
+  // Gloo raises RuntimeError where we raise ValueError.
+  template <typename Operation>
+  WorkPtr in_gloos_types(const Operation& operation) {
+    try {
+      return operation();
+    } catch (const c10::ValueError& error) {
+      C10_THROW_ERROR(Error, error.what_without_backtrace());
+    }
+  }
   // An operation that throws ends what this thread coalesces: nobody calls
   // endCoalescing then (torch's context manager does not).
   template <typename Operation>
   WorkPtr ending_coalescing(const Operation& operation) {
     try {
-      return operation();
+      return options_->serves_gloo() ? in_gloos_types(operation) : operation();
     } catch (...) {
       if (group_->is_coalescing()) {
         cuda_->abandon_coalescing();
@@ -141,12 +166,16 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
     }
   }
 
+  // The first two members of ProcessGroupGloo are a shared_ptr and its options:
+  // see layout_is_gloos().
   const c10::intrusive_ptr<c10d::Store> store_;
+  void* const second_half_ = nullptr;
   const c10::intrusive_ptr<Options> options_;
   std::unique_ptr<Group> group_;
   std::vector<int> local_ranks_; // of this host
   c10::intrusive_ptr<Route> cpu_;
   c10::intrusive_ptr<CudaRoute> cuda_;
+  c10::intrusive_ptr<c10d::Backend> gloo_for_cuda_; // may be null
   std::atomic<int> children_{0}; // groups made by shrink()
 };
 

@@ -40,11 +40,11 @@ void flatten(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 WorkFused::WorkFused(
     int rank,
     c10d::OpType op_type,
-    const char* title,
+    const std::string& title,
     const std::vector<at::Tensor>& inputs,
     std::vector<at::Tensor> outputs,
     TensorLists lists)
-    : Work(rank, op_type, title, inputs),
+    : Work(rank, op_type, title.c_str(), inputs),
       outputs_(std::move(outputs)),
       lists_(std::move(lists)) {}
 

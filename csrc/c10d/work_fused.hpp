@@ -24,7 +24,7 @@ class WorkFused : public c10d::Work {
   WorkFused(
       int rank,
       c10d::OpType op_type,
-      const char* title,
+      const std::string& title,
       const std::vector<at::Tensor>& inputs,
       std::vector<at::Tensor> outputs,
       TensorLists lists = {});

@@ -152,6 +152,10 @@ class CpuRoute : public Route {
       Operation operation,
       const TensorLists& lists = {});
 
+  // How a call combines contributions. A group that serves "gloo" refuses means
+  // of integers, as Gloo does.
+  Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type) const;
+
   static constexpr int kAnySource = -1;
   virtual WorkPtr send_message(Tensors& tensors, int dst, int tag) = 0;
   virtual WorkPtr receive_message(Tensors& tensors, int src, int tag) = 0;

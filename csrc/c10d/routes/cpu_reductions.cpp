@@ -69,6 +69,18 @@ WorkPtr CpuRoute::run(
       lists);
 }
 
+Reduction CpuRoute::reduction_of(const c10d::ReduceOp& op, at::ScalarType type)
+    const {
+  TORCH_CHECK(
+      group_.dialect != Dialect::kGloo || op.op_ != c10d::ReduceOp::AVG ||
+          !c10::isIntegralType(type, /*includeBool=*/true),
+      formatted(
+          "fused: AVG of integers, served as gloo: result type Float can't be "
+          "cast to the desired output type {}",
+          type));
+  return to_reduction(op, type, size_);
+}
+
 WorkPtr CpuRoute::allreduce(
     Tensors& tensors,
     const c10d::AllreduceOptions& opts) {
@@ -109,7 +121,7 @@ WorkPtr CpuRoute::reduce_all(
   const Joined joined{
       group_.kernels,
       tensors,
-      to_reduction(opts.reduceOp, tensors[0].scalar_type(), size_),
+      reduction_of(opts.reduceOp, tensors[0].scalar_type()),
       together};
   return run(call, tensors, tensors, [joined](Turn& turn) {
     const std::vector<Flat> flats = joined.begin();
@@ -171,8 +183,7 @@ WorkPtr CpuRoute::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   check_count("reduce", "tensor", tensors.size(), 1);
   check_tensor("reduce", tensors[0]);
   group_.check_root("reduce", opts.rootRank);
-  const auto reduction =
-      to_reduction(opts.reduceOp, tensors[0].scalar_type(), size_);
+  const auto reduction = reduction_of(opts.reduceOp, tensors[0].scalar_type());
   return run(
       call,
       tensors,
@@ -213,8 +224,7 @@ WorkPtr CpuRoute::reduce_scatter(
             output.scalar_type(),
             t.scalar_type()));
   }
-  const auto reduction =
-      to_reduction(opts.reduceOp, output.scalar_type(), size_);
+  const auto reduction = reduction_of(opts.reduceOp, output.scalar_type());
   return run(
       call,
       inputs[0],
@@ -248,6 +258,7 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
       opts.asyncOp};
   TORCH_CHECK_VALUE(
       !outputs.empty(), "fused: reduce_scatter_tensor: no tensor given");
+  std::vector<Reduction> reductions;
   for (size_t i = 0; i < outputs.size(); ++i) {
     check_tensor("reduce_scatter_tensor", outputs[i]);
     check_tensor("reduce_scatter_tensor", inputs[i]);
@@ -265,22 +276,19 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
             size_,
             inputs[i].numel(),
             outputs[i].numel()));
+    reductions.push_back(reduction_of(opts.reduceOp, outputs[i].scalar_type()));
   }
   return run(
       call,
       inputs,
       outputs,
-      [outputs, inputs, op = opts.reduceOp, me = rank_, size = size_](
-          Turn& turn) {
+      [outputs, inputs, reductions, me = rank_, size = size_](Turn& turn) {
         for (size_t i = 0; i < outputs.size(); ++i) {
           turn.begin_item(i, outputs.size());
           const Flat out =
               Flat::output(outputs[i], need_apart(inputs[i], outputs[i], me));
           const Flat in = Flat::input(inputs[i]);
-          turn.reduce_scatter(
-              out,
-              Parts(in, size),
-              to_reduction(op, outputs[i].scalar_type(), size));
+          turn.reduce_scatter(out, Parts(in, size), reductions[i]);
           out.finish();
         }
       });

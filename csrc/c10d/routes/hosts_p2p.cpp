@@ -13,7 +13,7 @@ NetMailbox* HostsRoute::mailbox() {
   if (group_.settings.transport != TransportChoice::kUcx) {
     return nullptr;
   }
-  translate([this] { check_messages(); });
+  translate([this] { check_messages(); }, group_.dialect);
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
   if (!mailbox_) {
@@ -49,7 +49,7 @@ NetMailbox* HostsRoute::mailbox() {
 
 WorkPtr HostsRoute::send_message(Tensors& tensors, int dst, int tag) {
   if (NetMailbox* ours = mailbox()) {
-    return post_send(*ours, rank_, tensors, dst, tag, group_.timeout);
+    return post_send(*ours, group_, tensors, dst, tag);
   }
   return delegate_->send(tensors, dst, tag);
 }
@@ -57,7 +57,7 @@ WorkPtr HostsRoute::send_message(Tensors& tensors, int dst, int tag) {
 WorkPtr HostsRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == NetMailbox::kAnySource);
   if (NetMailbox* ours = mailbox()) {
-    return post_receive(*ours, rank_, tensors, src, tag, group_.timeout);
+    return post_receive(*ours, group_, tensors, src, tag);
   }
   return src == kAnySource ? delegate_->recvAnysource(tensors, tag)
                            : delegate_->recv(tensors, src, tag);

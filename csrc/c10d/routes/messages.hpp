@@ -16,11 +16,12 @@ namespace fusedpg {
 inline auto completion(
     const c10::intrusive_ptr<WorkFused>& work,
     const Flat& flat,
-    bool receives) {
-  return [work, flat = std::make_shared<Flat>(flat), receives](
+    bool receives,
+    Dialect dialect) {
+  return [work, flat = std::make_shared<Flat>(flat), receives, dialect](
              std::exception_ptr error, int peer) mutable {
     work->set_source_rank(peer);
-    work->complete(capture([&] {
+    const auto finish = [&] {
       const auto held = std::exchange(flat, nullptr);
       if (error) {
         std::rethrow_exception(error);
@@ -28,20 +29,24 @@ inline auto completion(
       if (receives) {
         held->finish();
       }
-    }));
+    };
+    work->complete(capture(finish, dialect));
   };
 }
 
 template <typename Box>
 WorkPtr post_send(
     Box& box,
-    int rank,
+    const Group& group,
     Tensors& tensors,
     int dst,
-    int tag,
-    std::chrono::milliseconds timeout) {
+    int tag) {
   auto work = c10::make_intrusive<WorkFused>(
-      rank, c10d::OpType::SEND, "fused:send", tensors, Tensors());
+      group.rank,
+      c10d::OpType::SEND,
+      group.shown("fused:send"),
+      tensors,
+      Tensors());
   const Flat flat = Flat::input(tensors[0]);
   translate([&] {
     box.send(
@@ -49,8 +54,8 @@ WorkPtr post_send(
         flat.span().bytes,
         dst,
         tag,
-        timeout,
-        completion(work, flat, false));
+        group.timeout,
+        completion(work, flat, false, group.dialect));
   });
   return work;
 }
@@ -58,16 +63,15 @@ WorkPtr post_send(
 template <typename Box>
 WorkPtr post_receive(
     Box& box,
-    int rank,
+    const Group& group,
     Tensors& tensors,
     int src,
-    int tag,
-    std::chrono::milliseconds timeout) {
+    int tag) {
   const bool any = src == Box::kAnySource;
   auto work = c10::make_intrusive<WorkFused>(
-      rank,
+      group.rank,
       any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
-      any ? "fused:recvAnySource" : "fused:recv",
+      group.shown(any ? "fused:recvAnySource" : "fused:recv"),
       tensors,
       tensors);
   const Flat flat = Flat::output(tensors[0]);
@@ -77,8 +81,8 @@ WorkPtr post_receive(
         flat.span().bytes,
         src,
         tag,
-        timeout,
-        completion(work, flat, true));
+        group.timeout,
+        completion(work, flat, true, group.dialect));
   });
   return work;
 }

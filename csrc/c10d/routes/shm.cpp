@@ -128,13 +128,15 @@ void ShmRoute::execute(
 void ShmRoute::monitoredBarrier(
     const c10d::BarrierOptions& opts,
     bool wait_all_ranks) {
-  translate([&] {
-    engine_.check_failed();
-    // Unlike elsewhere, a timeout of zero is one.
-    const auto timeout =
-        opts.timeout.count() >= 0 ? opts.timeout : group_.timeout.load();
-    monitored_barrier(engine_.domain(), timeout, wait_all_ranks);
-  });
+  translate(
+      [&] {
+        engine_.check_failed();
+        // Unlike elsewhere, a timeout of zero is one.
+        const auto timeout =
+            opts.timeout.count() >= 0 ? opts.timeout : group_.timeout.load();
+        monitored_barrier(engine_.domain(), timeout, wait_all_ranks);
+      },
+      group_.dialect);
 }
 
 // --- messages ----------------------------------------------------------------
@@ -149,14 +151,14 @@ Mailbox& ShmRoute::mailbox() {
 }
 
 WorkPtr ShmRoute::send_message(Tensors& tensors, int dst, int tag) {
-  translate([&] { engine_.check_failed(); });
-  return post_send(mailbox(), rank_, tensors, dst, tag, group_.timeout);
+  translate([&] { engine_.check_failed(); }, group_.dialect);
+  return post_send(mailbox(), group_, tensors, dst, tag);
 }
 
 WorkPtr ShmRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == Mailbox::kAnySource);
-  translate([&] { engine_.check_failed(); });
-  return post_receive(mailbox(), rank_, tensors, src, tag, group_.timeout);
+  translate([&] { engine_.check_failed(); }, group_.dialect);
+  return post_receive(mailbox(), group_, tensors, src, tag);
 }
 
 // --- state and end -----------------------------------------------------------

@@ -1,0 +1,592 @@
+"""Serving "gloo" under its own name: what torch and programs see, and who agrees on it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import harness
+from harness import Context, on_ranks
+
+pytestmark = pytest.mark.fused_only
+
+
+def serve() -> Any:
+    """The module, in workers, too."""
+    from fusedpg import _serve_gloo
+
+    return _serve_gloo
+
+
+@contextlib.contextmanager
+def serving(on: bool = True) -> Iterator[None]:
+    serve().serve_gloo(on)
+    try:
+        yield
+    finally:
+        serve().serve_gloo(False)
+
+
+@contextlib.contextmanager
+def served(**arguments: Any) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks that asks for "gloo"."""
+    with serving():
+        group = dist.new_group(backend="gloo", **arguments)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+
+
+def backend_of(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cpu"))
+
+
+def is_ours(group: dist.ProcessGroup) -> bool:
+    import fusedpg
+
+    return isinstance(backend_of(group), fusedpg.ProcessGroupFused)
+
+
+def check_sum(context: Context, group: dist.ProcessGroup) -> None:
+    t = torch.arange(5000.0) + context.rank
+    dist.all_reduce(t, group=group)
+    n = context.world_size
+    assert torch.equal(t, torch.arange(5000.0) * n + n * (n - 1) / 2)
+
+
+# --- what a group says it is --------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_group_is_ours_by_the_name_of_gloo(context: Context) -> None:
+    import fusedpg
+
+    with served() as group:
+        assert is_ours(group)
+        check_sum(context, group)
+        backend = backend_of(group)
+        assert dist.get_backend(group) == dist.Backend.GLOO
+        assert group.name() == backend.name() == backend.options.backend == "gloo"
+        info = fusedpg.group_info(group)
+        assert (info["backend"], info["engine"]) == ("gloo", "shm")
+        assert fusedpg.stats(group)["all_reduce"]["calls"] == 1
+        assert backend.options.group_name == group.group_name
+        assert list(backend.options.global_ranks_in_group) == list(range(context.world_size))
+    assert fusedpg.group_info()["backend"] == "fused"
+
+
+@on_ranks(2)
+def test_undo_gives_torch_its_class_back(context: Context) -> None:
+    import torch._C._distributed_c10d as bindings
+
+    before = [c10d._create_process_group_wrapper]
+    before += [module.ProcessGroupGloo for module in (c10d, dist, bindings)]
+    with serving():
+        proxy = dist.ProcessGroupGloo
+        assert proxy is c10d.ProcessGroupGloo is bindings.ProcessGroupGloo is not before[1]
+    after = [c10d._create_process_group_wrapper]
+    after += [module.ProcessGroupGloo for module in (c10d, dist, bindings)]
+    assert all(one is other for one, other in zip(before, after))
+    group = dist.new_group(backend="gloo")
+    assert type(backend_of(group)) is serve().Gloo
+    check_sum(context, group)
+    # A program may have kept the name.
+    store = dist.PrefixStore("kept", context.store)
+    assert type(proxy(store, context.rank, context.world_size)) is serve().Gloo
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_instances_by_every_name(context: Context) -> None:
+    import torch._C._distributed_c10d as bindings
+
+    with served() as group:
+        real = serve().Gloo(dist.HashStore(), 0, 1)
+        for module in (dist, c10d, bindings):
+            assert isinstance(backend_of(group), module.ProcessGroupGloo)
+            assert isinstance(real, module.ProcessGroupGloo)
+            assert not isinstance(backend_of(dist.group.WORLD), module.ProcessGroupGloo)
+            assert issubclass(serve().Gloo, module.ProcessGroupGloo)
+            assert not issubclass(type(backend_of(group)), module.ProcessGroupGloo)
+        assert dist.ProcessGroupGloo.__name__ == "ProcessGroupGloo"
+        assert dist.ProcessGroupGloo._Options is serve().Gloo._Options
+        assert dist.ProcessGroupGloo == serve().Gloo
+        assert hash(dist.ProcessGroupGloo) == hash(serve().Gloo)
+
+
+@on_ranks(2)
+def test_subclass_stays_real(context: Context) -> None:
+    with serving():
+
+        class Mine(dist.ProcessGroupGloo):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                self.made = True
+
+        assert Mine.__mro__[1] is serve().Gloo
+        mine = Mine(dist.PrefixStore("mine", context.store), context.rank, context.world_size)
+        assert mine.made and isinstance(mine, dist.ProcessGroupGloo)
+        t = torch.ones(3)
+        mine.allreduce([t]).wait()
+        assert t.sum() == 3 * context.world_size
+
+
+@on_ranks(2)
+def test_group_made_by_hand(context: Context) -> None:
+    """As torchft and rpc make them: the class itself, and a ProcessGroup around it."""
+    with serving():
+        store = dist.PrefixStore("hand", context.store)
+        timeout = datetime.timedelta(seconds=30)
+        backend = dist.ProcessGroupGloo(store, context.rank, context.world_size, timeout=timeout)
+        assert not isinstance(backend, serve().Gloo)
+        backend._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, context.rank, context.world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        assert backend.options._timeout == timeout
+        group.barrier().wait()
+        t = torch.ones(7)
+        group.allreduce([t]).wait()
+        assert t.sum() == 7 * context.world_size
+
+
+@on_ranks(2)
+def test_fused_optimizer(context: Context) -> None:
+    """fusedpg's own functions take the group as one of theirs."""
+    import fusedpg
+
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(4, 3), torch.randn(8, 4)
+    reference = torch.nn.Linear(4, 3)
+    reference.load_state_dict(model.state_dict())
+    with served() as group:
+        ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        ours = fusedpg.optim.AdamW(model.parameters(), lr=0.1, ddp=ddp)
+        theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+        for _ in range(3):
+            ddp(data[context.rank :: context.world_size]).pow(2).mean().backward()
+            reference(data).pow(2).mean().backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert any("adamw" in name for name in fusedpg.stats(group)), fusedpg.stats(group)
+        for mine, other in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(mine, other)
+
+
+def between_hosts(context: Context, transport: str) -> str:
+    import fusedpg
+
+    with served() as group:
+        check_sum(context, group)
+        t = torch.full((3,), float(context.rank))
+        peer = context.rank ^ 1
+        other = torch.empty(3)
+        for work in (
+            dist.isend(t, peer, group=group)
+            if context.rank < peer
+            else dist.irecv(other, peer, group=group),
+            dist.irecv(other, peer, group=group)
+            if context.rank < peer
+            else dist.isend(t, peer, group=group),
+        ):
+            work.wait()
+        assert torch.equal(other, torch.full((3,), float(peer)))
+        dist.monitored_barrier(group)
+        info = fusedpg.group_info(group)
+        assert info["backend"] == "gloo"
+        return info["engine"]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_between_hosts(transport: str) -> None:
+    """Also where our transport is a Gloo group, which is not served itself."""
+    workers = harness.pool_of_hosts("two", transport)
+    assert workers.run(between_hosts, transport) == [transport] * 2
+
+
+# --- timeouts, options, exceptions --------------------------------------------
+
+
+@on_ranks(2)
+def test_timeouts(context: Context) -> None:
+    with served(timeout=datetime.timedelta(seconds=41)) as group:
+        assert backend_of(group).options._timeout == datetime.timedelta(seconds=41)
+        short = datetime.timedelta(milliseconds=300)
+        c10d._set_pg_timeout(short, group)
+        assert backend_of(group).options._timeout == short
+        if context.rank == 0:
+            with pytest.raises(RuntimeError, match=r"timeout after 300 ms.*timed out after"):
+                dist.all_reduce(torch.ones(3), group=group)
+        time.sleep(0.5)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_options_have_gloos_fields(context: Context) -> None:
+    with served() as group:
+        options = backend_of(group).options
+        assert options._threads == 2 and options._devices == []
+        options._threads = 4
+        assert backend_of(group).options._threads == 4
+
+
+def with_options(context: Context, prefix: str, ranks: list[int]) -> Any:
+    store = dist.PrefixStore(prefix, context.store)
+    if context.rank in ranks:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = datetime.timedelta(seconds=20)
+        return dist.ProcessGroupGloo(store, context.rank, context.world_size, options)
+    timeout = datetime.timedelta(seconds=20)
+    return dist.ProcessGroupGloo(store, context.rank, context.world_size, timeout)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ranks", [[0, 1], [0], [1]])
+def test_options_with_devices_are_gloos(context: Context, ranks: list[int]) -> None:
+    with serving():
+        backend = with_options(context, f"devices{ranks}", ranks)
+        assert type(backend) is serve().Gloo
+        t = torch.ones(3)
+        backend.allreduce([t]).wait()
+        assert t.sum() == 3 * context.world_size
+
+
+@on_ranks(2)
+def test_exceptions_are_gloos(context: Context) -> None:
+    gloo = dist.new_group(backend="gloo")
+    with served() as ours:
+        assert is_ours(ours) and not is_ours(gloo)
+        mean, words = dist.ReduceOp.AVG, "result type Float can't be cast to the desired"
+        output = torch.ones(2, dtype=torch.int64)
+        for one in (gloo, ours):
+            with pytest.raises(RuntimeError, match=words):
+                dist.all_reduce(torch.ones(2, dtype=torch.int64), mean, group=one)
+            for call in (
+                lambda one=one: one.broadcast([torch.ones(2)], broadcast_to(7)).wait(),
+                lambda one=one: one.allreduce([]).wait(),
+                lambda one=one: one.allgather([[output]], [output]).wait(),
+                lambda one=one: one.send([torch.ones(2).to_sparse()], 1 - context.rank, 0),
+            ):
+                with pytest.raises(RuntimeError):
+                    call()
+        check_sum(context, ours)
+
+
+def broadcast_to(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+@on_ranks(2)
+def test_mean_of_floats(context: Context) -> None:
+    with served() as group:
+        t = torch.full((9,), float(context.rank))
+        dist.all_reduce(t, dist.ReduceOp.AVG, group=group)
+        assert torch.equal(t, torch.full((9,), (context.world_size - 1) / 2))
+
+
+@on_ranks(2)
+def test_disagreement_raises_at_once(context: Context) -> None:
+    """Gloo hangs, or adds what does not belong together."""
+    with served() as group:
+        with pytest.raises(RuntimeError, match="disagree"):
+            dist.all_reduce(torch.ones(3 + context.rank), group=group)
+
+
+def in_a_dead_group(context: Context) -> str:
+    with serving():
+        group = dist.new_group(backend="gloo")
+        dist.barrier(group)
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(torch.ones(3), group=group)
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_death_of_a_peer_in_gloos_words() -> None:
+    with harness.Workers(2, oracle=False) as workers:
+        workers.start(in_a_dead_group)
+        text, died = workers.collect(30)
+        assert isinstance(died, harness.Died)
+        assert re.search("the process of rank 1 .* ended.*Connection closed by peer", text), text
+
+
+@on_ranks(2)
+def test_creation_gives_up_in_gloos_words(context: Context) -> None:
+    if context.rank == 0:
+        with serving(), pytest.raises(RuntimeError, match=r"timeout after 10ms.*from rank 1"):
+            dist.ProcessGroupGloo(
+                dist.PrefixStore("alone", context.store),
+                0,
+                context.world_size,
+                timeout=datetime.timedelta(milliseconds=10),
+            )
+
+
+# --- what torch reads in C++, and debugging -----------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("threads", [2, 5])
+def test_ddp_logs_it_as_gloo(context: Context, threads: int) -> None:
+    """Its logger casts the backend to torch's class; a memory fault where the layout differs."""
+    with served() as group:
+        backend_of(group).options._threads = threads
+        module = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(3, 2), process_group=group
+        )
+        module(torch.ones(1, 3)).sum().backward()
+        data = module._get_ddp_logging_data()
+        assert (data["backend_name"], data["gloo_num_threads"]) == ("gloo", threads)
+
+
+@on_ranks(2)
+def test_layout_check_tells_other_numbers(context: Context) -> None:
+    options = serve().Gloo._Options()
+    options._devices = [serve().Gloo.create_device(hostname="127.0.0.1")]
+    options._threads = 3
+    gloo = serve().Gloo(dist.HashStore(), 0, 1, options)
+    import fusedpg
+
+    assert fusedpg.ProcessGroupFused._layout_is_gloos(gloo, 3)
+    assert not fusedpg.ProcessGroupFused._layout_is_gloos(gloo, 4)
+
+
+@on_ranks(2)
+def test_titles_of_the_profiler(context: Context) -> None:
+    with served() as group:
+        with torch.autograd.profiler.profile() as profile:
+            dist.all_reduce(torch.ones(3), group=group)
+            dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+            if context.rank == 0:
+                dist.send(torch.ones(3), 1, group=group)
+            elif context.rank == 1:
+                dist.recv(torch.ones(3), 0, group=group)
+        names = [event.name for event in profile.function_events]
+        assert names.count("gloo:all_reduce") == 2
+        assert ("gloo:send" if context.rank == 0 else "gloo:recv") in names
+        assert not [name for name in names if name.startswith("fused:")]
+
+
+@on_ranks(2)
+def test_debugging_wrapper(context: Context) -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with served() as group:
+            wrapper = backend_of(group)
+            assert isinstance(wrapper, c10d._ProcessGroupWrapper)
+            assert isinstance(wrapper.wrapped_pg, dist.ProcessGroupGloo)
+            import fusedpg
+
+            assert fusedpg.group_info(group)["backend"] == "gloo"
+            check_sum(context, group)
+            with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
+                if context.rank == 0:
+                    dist.all_reduce(torch.ones(3), group=group)
+                else:
+                    dist.broadcast(torch.ones(3), 0, group=group)
+    finally:
+        dist.set_debug_level(before)
+
+
+@on_ranks(3)
+def test_monitored_barrier(context: Context) -> None:
+    with served() as group:
+        dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=20))
+        if context.rank == 0:
+            with pytest.raises(RuntimeError, match="Ranks 1, 2 failed to pass monitoredBarrier"):
+                dist.monitored_barrier(
+                    group, timeout=datetime.timedelta(milliseconds=200), wait_all_ranks=True
+                )
+        dist.barrier()
+
+
+# --- the agreement ------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_one_rank_that_does_not_serve(context: Context, alone: int) -> None:
+    """All have Gloo's group, soon, and the others say why."""
+    begin = time.monotonic()
+    with serving(context.rank != alone):
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=50))
+    assert time.monotonic() - begin < 25  # half of the time limit
+    assert type(backend_of(group)) is serve().Gloo
+    check_sum(context, group)
+    said = [text for text in serve()._said if f"rank {alone} does not serve it" in text]
+    assert bool(said) == (context.rank != alone)
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_cannot_serve(context: Context, rank: int) -> None:
+    """Such as one whose extension does not load."""
+    module = serve()
+    before = module._refusals[:]
+    if context.rank == rank:
+        module._refusals[:] = ["ImportError: no extension"]
+    try:
+        with served() as group:
+            assert type(backend_of(group)) is module.Gloo
+            check_sum(context, group)
+            assert any(f"rank {rank}: ImportError: no extension" in text for text in module._said)
+    finally:
+        module._refusals[:] = before
+
+
+@on_ranks(2, 3)
+def test_groups_of_both_kinds_under_one_prefix(context: Context) -> None:
+    """What an earlier group has left in the store decides nothing."""
+    store = dist.PrefixStore("again", context.store)
+    for turn, ours in enumerate((False, True, True, False, True)):
+        with serving(ours):
+            if context.rank == turn % 2:
+                time.sleep(0.2)
+            backend = dist.ProcessGroupGloo(
+                store, context.rank, context.world_size, datetime.timedelta(seconds=20)
+            )
+            assert (type(backend) is not serve().Gloo) == ours, turn
+            t = torch.ones(3)
+            backend.allreduce([t]).wait()
+            assert t.sum() == 3 * context.world_size
+            dist.barrier()
+            del backend
+            dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_other_stores(kind: str, tmp_path: Path) -> None:
+    """One rank: the agreement's calls are there in every store."""
+    store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
+    with serving():
+        backend = dist.ProcessGroupGloo(dist.PrefixStore("x", store), 0, 1)
+        assert not isinstance(backend, serve().Gloo) and isinstance(backend, dist.ProcessGroupGloo)
+
+
+# --- the variable -------------------------------------------------------------
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group(*sys.argv[1:])
+t = torch.ones(3)
+dist.all_reduce(t)
+assert t.sum() == 3 * dist.get_world_size()
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+print(type(backend).__name__, dist.get_backend(), backend.name())
+dist.destroy_process_group()
+"""
+
+
+def run_ranks(
+    program: str, *arguments: str, size: int = 2, **environment: str
+) -> list[subprocess.CompletedProcess[str]]:
+    store = harness.serve()
+    processes = []
+    for rank in range(size):
+        own = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                env={**os.environ, **harness.environment_of(store), **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    done = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=100)
+            done.append(subprocess.CompletedProcess("", process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return done
+
+
+@pytest.mark.parametrize("arguments", [(), ("gloo",), ("cpu:gloo",)])
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_variable(arguments: tuple[str, ...], value: str) -> None:
+    """Alone: the program imports torch and asks for gloo, or for nothing."""
+    for done in run_ranks(PROGRAM, *arguments, FUSEDPG_SERVE_GLOO=value):
+        assert done.returncode == 0, done.stderr
+        kind, *_, name = done.stdout.split()
+        assert kind == ("ProcessGroupFused" if value == "1" else "ProcessGroupGloo"), done.stdout
+        assert name == "gloo"
+
+
+def test_variable_with_other_values() -> None:
+    done = run_ranks(PROGRAM, "gloo", size=1, FUSEDPG_SERVE_GLOO="yes")[0]
+    assert "FUSEDPG_SERVE_GLOO must be 0 or 1, got yes" in done.stderr
+    assert done.stdout.split()[0] == "ProcessGroupGloo"
+
+
+LATE = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+import fusedpg
+print(type(dist.new_group(backend="gloo")._get_backend(__import__("torch").device("cpu"))).__name__)
+"""
+
+
+def test_import_without_autoload() -> None:
+    """Then fusedpg is asked when it is imported, and says that there are groups already."""
+    environment = {"FUSEDPG_SERVE_GLOO": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run_ranks(PROGRAM, "gloo", size=1, **environment)[0]
+    assert done.stdout.split()[0] == "ProcessGroupGloo"
+    done = run_ranks(LATE, size=1, **environment)[0]
+    assert done.returncode == 0, done.stderr
+    assert "the groups of this process that exist stay Gloo's" in done.stderr
+    assert done.stdout.split() == ["ProcessGroupFused"]
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_doctor_says_who_serves(value: str) -> None:
+    done = subprocess.run(
+        harness.python("-m", "fusedpg"),
+        env={**os.environ, "FUSEDPG_SERVE_GLOO": value},
+        capture_output=True,
+        text=True,
+    )
+    line = next(line for line in done.stdout.splitlines() if line.startswith("gloo"))
+    assert ("served by fusedpg" in line) == (value == "1"), line
+
+
+RPC = """
+import torch.distributed.rpc as rpc, torch, os
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+if rank == 0:
+    print(rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)).tolist())
+rpc.shutdown()
+"""
+
+
+def test_rpc() -> None:
+    for rank, done in enumerate(run_ranks(RPC, FUSEDPG_SERVE_GLOO="1")):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == (["[2.0,", "2.0]"] if rank == 0 else [])
