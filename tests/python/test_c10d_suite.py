@@ -18,7 +18,7 @@ def run(*arguments: str, **env: str) -> None:
     if importlib.util.find_spec("expecttest") is None:
         pytest.skip("no expecttest: pip install expecttest")
     done = subprocess.run(
-        harness.python(str(RUN), "--backend", harness.BACKEND, *arguments),
+        harness.python(str(RUN), *arguments),
         env=os.environ | env,
         capture_output=True,
         text=True,
@@ -31,7 +31,15 @@ def run(*arguments: str, **env: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, harness.slow(4)])
 def test_suite(world_size: int) -> None:
-    run("--world-size", str(world_size))
+    run("--backend", harness.BACKEND, "--world-size", str(world_size))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.fused_only
+@pytest.mark.parametrize("world_size", [2, harness.slow(4)])
+def test_served_as_gloo(world_size: int) -> None:
+    """All of it by the name "gloo", of which torch's tests know more than of another one."""
+    run("--backend", "gloo", "--serve", "--world-size", str(world_size))
 
 
 BETWEEN_HOSTS = [
@@ -51,4 +59,11 @@ BETWEEN_HOSTS = [
 )
 def test_between_hosts(counts: str, transport: str, tests: str) -> None:
     """With ranks that take themselves to be on two hosts."""
-    run("--hosts", counts, *(["--quick"] * (tests == "quick")), FUSEDPG_TRANSPORT=transport)
+    run(
+        "--backend",
+        harness.BACKEND,
+        "--hosts",
+        counts,
+        *(["--quick"] * (tests == "quick")),
+        FUSEDPG_TRANSPORT=transport,
+    )

@@ -1,6 +1,8 @@
 """Runs PyTorch's DistributedTest on a backend and sums it up.
 
 python tests/python/c10d_suite/run.py                 everything Gloo passes, some minutes
+python tests/python/c10d_suite/run.py --backend gloo --serve
+                                                      on Gloo's name, served by fusedpg
 python tests/python/c10d_suite/run.py --hosts 2+1     the same with ranks that take themselves to be
                                                       on two hosts
 
@@ -137,11 +139,16 @@ def run(part: Part, backend: str, hosts: list[str], quick: bool, timeout: float)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="fused")
+    parser.add_argument(
+        "--serve", action="store_true", help="with --backend gloo: as fusedpg serves it"
+    )
     parser.add_argument("--world-size", type=int, choices=[2, 3, 4], help="2 and 4 unless given")
     parser.add_argument("--hosts", default="", help='ranks on each host, such as "2+1"')
     parser.add_argument("--quick", action="store_true", help="only those in spread.txt")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds per world size")
     arguments = parser.parse_args()
+    if arguments.serve:
+        os.environ["FUSEDPG_SERVE_GLOO"] = "1"
     if importlib.util.find_spec("expecttest") is None:
         raise SystemExit("torch's suite needs expecttest: pip install expecttest")
     counts = [int(count) for count in arguments.hosts.split("+") if count]

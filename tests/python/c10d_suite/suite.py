@@ -9,6 +9,7 @@ C10D_SUITE_BACKEND  name passed to init_process_group
 C10D_SUITE_GATE     "gloo" runs what Gloo runs; "mpi" the all_to_all tests too
 C10D_SUITE_SMALL    1: run also what is skipped below eight ranks
 C10D_SUITE_SELECT   file of the names of the tests to run
+FUSEDPG_SERVE_GLOO  1 with the backend "gloo": fusedpg serves it, and no group may be Gloo's
 C10D_SUITE_HOSTS    a name for each rank, such as "a,a,b": hosts that ranks take themselves to be on
 WORLD_SIZE, TEMP_DIR  read by the suite itself
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 BACKEND = os.environ["C10D_SUITE_BACKEND"]
 GATE = os.environ["C10D_SUITE_GATE"]
+SERVED = BACKEND == "gloo" and os.environ.get("FUSEDPG_SERVE_GLOO") == "1"
 HOSTS = [name for name in os.environ.get("C10D_SUITE_HOSTS", "").split(",") if name]
 # Read by the suite while it is imported.
 os.environ["BACKEND"] = GATE
@@ -104,12 +106,21 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["suite", "torch._dynamo"])
 
 
+def _refuse(text: str) -> None:
+    """Instead of a line in the log where a group is not served."""
+    raise AssertionError(text)
+
+
 def _in_environment(
     environment: dict[str, str], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     os.environ.update(environment)
     if HOSTS:
         os.environ["FUSEDPG_HOST_ID"] = HOSTS[args[0]]
+    if SERVED:
+        serve_gloo = importlib.import_module("fusedpg._serve_gloo")
+        assert serve_gloo.serving()
+        serve_gloo._log = _refuse
     target(*args, **kwargs)
 
 
