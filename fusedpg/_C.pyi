@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -180,6 +180,7 @@ class GradientWatch:
 def same_objects(a: list[Any], b: list[Any], /) -> bool: ...
 def set_gradients(params: list[torch.Tensor], grads: list[torch.Tensor] | None) -> None: ...
 def have_gradients(params: list[torch.Tensor], grads: list[torch.Tensor], /) -> bool: ...
+def without_gradient(params: list[torch.Tensor], /) -> list[int]: ...
 def only_here(tensors: list[torch.Tensor], /) -> bool: ...
 
 class Flag:
@@ -231,12 +232,36 @@ def _fusion_settings() -> tuple[bool, str, str, str]: ...
 def _ucx() -> str: ...
 def _end_at_exit(exit: str) -> None: ...
 
-class _SameTensors:
-    """What tensors are and, if `places`, where they lie, without keeping them."""
+class _Parameters:
+    """The parameters of a function: how arguments belong to them."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], places: bool) -> None: ...
-    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are of the same kind and, if `places`, at the same places."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        positional: int,
+        defaults: dict[str, Any],
+        kinds: Sequence[type | None],
+    ) -> None: ...
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The values by name, numbers as float or int; None where they do not fit."""
+
+class _EarlierCalls:
+    """What the calls of a function were given, without keeping it, each with a number."""
+
+    def __init__(self, parameters: _Parameters) -> None: ...
+    def find(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Sequence[torch.Tensor]
+    ) -> tuple[int, list[Any]] | None:
+        """The number of the call that this one is like, and its values by position."""
+
+    def seen(self, values: list[Any], targets: Sequence[torch.Tensor]) -> bool:
+        """Whether one came before that this one may be like; notes it."""
+
+    def add(self, values: list[Any], targets: Sequence[torch.Tensor], number: int) -> int | None:
+        """Remembers a call; the number of one that it is like, and which is forgotten."""
+
+    def __len__(self) -> int: ...
+    def clear(self) -> None: ...
 
 class _PreparedProgram:
     """A fused collective on CPU tensors of the kinds of `read` and `made`; keeps none of them."""

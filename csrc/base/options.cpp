@@ -214,15 +214,19 @@ void log_line(const std::string& text) {
   std::fprintf(stderr, "[fusedpg] %s\n", text.c_str());
 }
 
-FusionSettings fusion_settings() {
+bool fusion_compiles() {
   enum class Mode { kCompiled, kEager };
-  FusionSettings s;
-  s.compiles = choice_of<Mode>(
-                   std::nullopt,
-                   "fusion",
-                   "FUSEDPG_FUSION",
-                   {{"compiled", Mode::kCompiled}, {"eager", Mode::kEager}}) ==
+  return choice_of<Mode>(
+             std::nullopt,
+             "fusion",
+             "FUSEDPG_FUSION",
+             {{"compiled", Mode::kCompiled}, {"eager", Mode::kEager}}) ==
       Mode::kCompiled;
+}
+
+FusionSettings fusion_settings() {
+  FusionSettings s;
+  s.compiles = fusion_compiles();
   if (const auto own = env("FUSEDPG_CACHE_DIR")) {
     s.cache_dir = *own;
   } else if (const auto cache = env("XDG_CACHE_HOME")) {

@@ -109,6 +109,7 @@ struct FusionSettings {
   std::string nvrtc; // path of a libnvrtc; empty: of a wheel, or the system's
 };
 FusionSettings fusion_settings();
+bool fusion_compiles(); // that setting alone, which every call asks for
 
 // Writes one line to stderr, "[fusedpg] ...".
 void log_line(const std::string& text);

@@ -11,11 +11,11 @@
 #include "c10d/compress.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/delegate.hpp"
+#include "c10d/earlier_calls.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gradients.hpp"
 #include "c10d/prepared_program.hpp"
 #include "c10d/process_group_fused.hpp"
-#include "c10d/same_tensors.hpp"
 #include "c10d/tensors.hpp"
 #include "net/ucx_api.hpp"
 
@@ -564,7 +564,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_group(m);
   bind_compress(m);
   bind_prepared_programs(m);
-  bind_same_tensors(m);
+  bind_earlier_calls(m);
   m.def(
       "shard_range",
       &shard_range_tuple,

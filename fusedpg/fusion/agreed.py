@@ -14,6 +14,7 @@ import torch.distributed as dist
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, bool]] = (
     weakref.WeakKeyDictionary()
 )
+_refusals = 0
 
 
 def agreed(group: dist.ProcessGroup, code: Hashable) -> bool | None:
@@ -22,7 +23,14 @@ def agreed(group: dist.ProcessGroup, code: Hashable) -> bool | None:
 
 
 def agree(group: dist.ProcessGroup, code: Hashable, all_have_it: bool) -> None:
+    global _refusals
     _known.setdefault(group, {})[code] = all_have_it
+    _refusals += not all_have_it
 
 
-__all__ = ["agree", "agreed"]
+def refusals() -> int:
+    """Counts the answers "no": who has asked since the last one need not ask again."""
+    return _refusals
+
+
+__all__ = ["agree", "agreed", "refusals"]

@@ -107,7 +107,7 @@ class FusedFunction:
             weakref.WeakKeyDictionary()
         )
         self._reports: dict[Any, Report] = {}
-        self._shortcuts = Shortcuts()
+        self._shortcuts = Shortcuts(self._signature, self._captured)
         self._lock = threading.RLock()
         self._handle = register(self)
         self._parameters = tuple(parameters := self._signature.signature.parameters)
@@ -268,7 +268,8 @@ class FusedFunction:
 
     def _choose(self, key: Any, ranks: Ranks, choice: Any, report: Report) -> None:
         assert ranks.group is not None
-        self._shortcuts = Shortcuts()  # they are of what was chosen before
+        # They are of what was chosen before.
+        self._shortcuts = Shortcuts(self._signature, self._captured)
         for kept, value in (
             (self._tuned.setdefault(ranks.group, {}), choice),
             (self._reports, report),
@@ -517,14 +518,14 @@ class FusedFunction:
         targets: list[torch.Tensor] | None,
         stages: dist.ProcessGroup | None = None,
     ) -> Any:
+        if not async_op and stages is None:
+            known = self._shortcuts.take(group, args, kwargs, targets or ())
+            if known is not None:
+                return known
         values = self._signature.bind(args, kwargs)
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and transformed(value):
                 refuse(name, value)
-        if not async_op and stages is None:
-            known = self._shortcuts.take(group, values, targets or ())
-            if known is not None:
-                return known
         tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
         ranks = Ranks.of(group)
         wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
@@ -575,7 +576,7 @@ class FusedFunction:
             return pending
         result = pending.wait()
         if plan is None and not program.messages:
-            self._shortcuts.add(program, ranks.group, self._captured, values, targets or ())
+            self._shortcuts.add(program, ranks.group, values, targets or ())
         return result
 
 

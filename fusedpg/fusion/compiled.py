@@ -375,12 +375,6 @@ class _Spans:
         return a0 < b1 and b0 < a1
 
 
-def usable(group: dist.ProcessGroup, codes: Sequence[Hashable]) -> bool:
-    """Whether a call on a CPU, like one that has been carried out, can be."""
-    able = all(agreed(group, code) is not False for code in codes)
-    return able and bool(load_extension()._fusion_settings()[0])
-
-
 def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
     """Of a group of kind "collective"; generated once.
 
@@ -447,6 +441,5 @@ __all__ = [
     "generated",
     "kernel",
     "unfit",
-    "usable",
     "with_mark",
 ]

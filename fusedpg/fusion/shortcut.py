@@ -6,8 +6,9 @@ call of a few megabytes Python is a tenth, since the data have driven it out of 
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ import torch.distributed as dist
 
 from fusedpg._registration import load_extension
 from fusedpg.fusion import alike
+from fusedpg.fusion.agreed import agreed, refusals
 from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.codegen_rows import BROADCAST, SLICE
-from fusedpg.fusion.compiled import Alone, Kernel, kernel, usable, with_mark
+from fusedpg.fusion.compiled import Alone, Kernel, kernel, with_mark
 from fusedpg.fusion.eager import begin_broadcast, begin_gather
 from fusedpg.fusion.here import Here, own
 from fusedpg.fusion.ir import COLLECTIVES, Group, Node, Program
@@ -25,10 +27,9 @@ from fusedpg.fusion.local import LocalKernel, local_kernel
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
 from fusedpg.fusion.places import Ranks
 from fusedpg.fusion.scalars import scalars
-from fusedpg.fusion.trace import ambient
+from fusedpg.fusion.signature import Signature
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_KEPT = 256
+_KEPT = 256  # calls of a function on a group, and places of such
 
 Slots = list[Any]  # the values of a call, by their nodes' numbers
 # With the call's mark and group, which steps do not keep; whether it has been done.
@@ -227,10 +228,10 @@ class _Steps:
 
 
 class Shortcut:
-    """A program on CPUs of one host, and what a call of it was given.
+    """A program on CPUs of one host, as a call like an earlier one carries it out.
 
-    It is taken where tensors are of the same kind as in that call. Targets of `into` are written
-    where they lie at the same places, too: then results can be computed at the same places.
+    Values are in the order of the function's parameters. `_EarlierCalls` has compared them with
+    those of the earlier call.
     """
 
     def __init__(
@@ -239,39 +240,32 @@ class Shortcut:
         group: dist.ProcessGroup,
         captured: Captured,
         values: Mapping[str, Any],
-        targets: Sequence[torch.Tensor],
         places: Sequence[int],
     ) -> None:
+        self._refusals = refusals()  # before steps ask what ranks agree on
         steps = _Steps(program, group, Ranks.of(group), places)
-        self._tensors = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
-        if not steps.kernels and len(self._tensors) < len(values):
+        number = {name: number for number, name in enumerate(values)}
+        tensors = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
+        self._tensors = [number[name] for name in tensors]
+        if not steps.kernels and len(tensors) < len(values):
             raise _Unfit("no reduction tells whether ranks have the same numbers")
         self._program = program
         self._captured = captured
-        self._reads = captured(), ambient("cpu")
+        self._reads = captured()
         self._kernels = steps.kernels
         self._steps = steps.steps
         self._template = steps.template[len(program.inputs) :]
-        self._names = [node.name for node in program.inputs]
+        self._inputs = [number[node.name] for node in program.inputs]
         self._outputs = [steps.number[node] for node in program.outputs]
         # Results of torch's functions may be views of arguments.
         self._views = steps.plain.intersection(self._outputs)
         self._plain = bool(steps.plain)
         self._codes = [found.code for found in steps.kernels]
-        self._used = [n.name for n in program.inputs if n.scalar and program.users[n]]
+        used = [n.name for n in program.inputs if n.scalar and program.users[n]]
+        self._used = [(name, number[name]) for name in used]
         # Only the mark tells other ranks of a program of several parts what it was called with.
         self._marked = Ranks.of(group).size > 1 and steps.marked
         self._mark: tuple[list[str], alike.Mark] = [], alike.NO_MARK
-        self._types = [*map(type, values.values())]
-        # Of each of these values there is a program.
-        self._flags = [
-            (name, value)
-            for name, value in values.items()
-            if isinstance(value, (bool, str, type(None)))
-        ]
-        tensors = [*(values[name] for name in self._tensors), *targets]
-        self._requires_grad = any(tensor.requires_grad for tensor in tensors)
-        self._same = load_extension()._SameTensors(tensors, bool(targets))
 
     @staticmethod
     def of(
@@ -281,7 +275,7 @@ class Shortcut:
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> Shortcut | None:
-        """After a call; None where its tensors are of a kind that others may not be of.
+        """After a call; None where results are not computed in all of the targets.
 
         Raises:
             _Unfit: where no call of the program has one.
@@ -289,8 +283,6 @@ class Shortcut:
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
         if not Ranks.of(group).one_host:
             raise _Unfit("between hosts, and on other backends, calls are no shorter")
-        if not all(map(_ordinary, (*tensors, *targets))):
-            return None
         places: Sequence[int] = ()
         if targets:
             found = only_kernel(program)
@@ -301,28 +293,15 @@ class Shortcut:
             # Each target is a result that is computed there.
             if sorted(places) != list(range(len(targets))):
                 return None
-        return Shortcut(program, group, captured, values, targets, places)
+        return Shortcut(program, group, captured, values, places)
 
     def take(
-        self,
-        group: dist.ProcessGroup,
-        values: Mapping[str, Any],
-        targets: Sequence[torch.Tensor],
+        self, group: dist.ProcessGroup, values: list[Any], targets: Sequence[torch.Tensor]
     ) -> Any:
-        """What a call returns that is like that one, and on the same group; None for another."""
-        if [*map(type, values.values())] != self._types:
+        """What the call returns; None where it has to be carried out another way."""
+        if self._captured() != self._reads or not self._usable(group):
             return None
-        if self._flags and any(values[name] != flag for name, flag in self._flags):
-            return None
-        if self._requires_grad and torch.is_grad_enabled():
-            return None
-        if not self._same.are([*map(values.__getitem__, self._tensors), *targets]):
-            return None
-        if (self._captured(), ambient("cpu")) != self._reads:
-            return None
-        if not usable(group, self._codes):
-            return None
-        slots = [*map(values.__getitem__, self._names), *self._template, *targets]
+        slots = [*map(values.__getitem__, self._inputs), *self._template, *targets]
         if not self._plain:
             done = self._run(slots, values, group)
         else:
@@ -333,14 +312,23 @@ class Shortcut:
             return None
         results = [slots[number] for number in self._outputs]
         if self._views:
-            given = [values[name] for name in self._tensors]
+            given = [values[number] for number in self._tensors]
             results = [
                 own(result, given) if number in self._views else result
                 for number, result in zip(self._outputs, results)
             ]
         return results[0] if self._program.single else tuple(results)
 
-    def _run(self, slots: Slots, values: Mapping[str, Any], group: dist.ProcessGroup) -> bool:
+    def _usable(self, group: dist.ProcessGroup) -> bool:
+        """Whether all ranks still have the functions."""
+        count = refusals()
+        if count != self._refusals:
+            if any(agreed(group, code) is False for code in self._codes):
+                return False
+            self._refusals = count
+        return True
+
+    def _run(self, slots: Slots, values: list[Any], group: dist.ProcessGroup) -> bool:
         mark = self._mark_of(values) if self._marked else alike.NO_MARK
         for step, free in self._steps:
             if not step(slots, mark, group):
@@ -350,11 +338,11 @@ class Shortcut:
                 slots[number] = None
         return True
 
-    def _mark_of(self, values: Mapping[str, Any]) -> alike.Mark:
-        numbers = [repr(values[name]) for name in self._used]  # as 0.0 is equal to -0.0
+    def _mark_of(self, values: list[Any]) -> alike.Mark:
+        numbers = [repr(values[at]) for _, at in self._used]  # as 0.0 is equal to -0.0
         known, mark = self._mark
         if mark is alike.NO_MARK or numbers != known:
-            mark = alike.mark(self._program, values)
+            mark = alike.mark(self._program, {name: values[at] for name, at in self._used})
             self._mark = numbers, mark
         return mark
 
@@ -375,26 +363,34 @@ def only_kernel(program: Program) -> Kernel | None:
     return found if all(node.op == "input" for node in read) else None
 
 
-def _ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a CPU's memory has the elements as they are, and not to be negated."""
-    return type(tensor) in _PLAIN and tensor.device.type == "cpu" and not tensor.is_neg()
+class _OfGroup:
+    """The shortcuts of a function on a group."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.earlier = load_extension()._EarlierCalls(signature.parameters)
+        # By numbers that are never used again: another thread may hold one for a while.
+        self.shortcuts: dict[int, Shortcut] = {}
+        self.numbers = itertools.count()
 
 
 class Shortcuts:
-    """Those of a function: by where the first target lies, or what the first argument is.
+    """Those of a function: by what its calls were given.
 
     A shortcut has the group's backend, with its shared memory: so it goes with the group.
     """
 
-    def __init__(self) -> None:
-        self._found: weakref.WeakKeyDictionary[
-            dist.ProcessGroup, dict[Hashable, Shortcut | None]
-        ] = weakref.WeakKeyDictionary()
+    def __init__(self, signature: Signature, captured: Captured) -> None:
+        self._signature = signature
+        self._captured = captured
+        self._found: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfGroup] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def take(
         self,
         group: dist.ProcessGroup | None,
-        values: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> Any:
         """What the call returns, where a shortcut has carried it out; else None."""
@@ -403,44 +399,43 @@ class Shortcuts:
         if not isinstance(group, dist.ProcessGroup):
             return None
         known = self._found.get(group)
-        if not known:
+        if known is None:
             return None
-        found = known.get(_place(values, targets))
-        return None if found is None else found.take(group, values, targets)
+        found = known.earlier.find(args, kwargs, targets)
+        if found is None:
+            return None
+        number, values = found
+        shortcut = known.shortcuts.get(number)
+        return None if shortcut is None else shortcut.take(group, values, targets)
 
     def add(
         self,
         program: Program,
         group: dist.ProcessGroup | None,
-        captured: Captured,
         values: Mapping[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> None:
-        """After a call that came by no shortcut; the first one at a place may be the only one."""
-        place = _place(values, targets)
-        if group is None or place is None or _UNFIT in program.made:
+        """After a call that came by no shortcut; the first one of its kind may be the only one."""
+        if group is None or _UNFIT in program.made:
             return
-        found = self._found.setdefault(group, {})
-        if place in found:
-            try:
-                found[place] = Shortcut.of(program, group, captured, values, targets)
-            except _Unfit as unfit:
-                program.made[_UNFIT] = str(unfit)  # it is of one group
-                del found[place]
-        else:
-            if len(found) >= _KEPT:
-                found.clear()
-            found[place] = None
-
-
-def _place(values: Mapping[str, Any], targets: Sequence[torch.Tensor]) -> Hashable:
-    """What a shortcut is found by; None where there can be none."""
-    tensors = targets or [value for value in values.values() if isinstance(value, torch.Tensor)]
-    if not tensors or type(first := tensors[0]) not in _PLAIN:
-        return None
-    if not targets:
-        return first.shape, first.dtype
-    return first.data_ptr() if first.layout is torch.strided else None
+        known = self._found.get(group)
+        if known is None:
+            known = self._found[group] = _OfGroup(self._signature)
+        given = list(values.values())
+        if len(known.earlier) >= _KEPT:
+            known.earlier.clear()
+            known.shortcuts.clear()
+        if not known.earlier.seen(given, targets):
+            return
+        number = next(known.numbers)
+        known.shortcuts.pop(known.earlier.add(given, targets, number), None)
+        try:
+            found = Shortcut.of(program, group, self._captured, values, targets)
+        except _Unfit as unfit:
+            program.made[_UNFIT] = str(unfit)  # it is of one group
+            return
+        if found is not None:
+            known.shortcuts[number] = found
 
 
 __all__ = ["Shortcuts", "only_kernel"]

@@ -4,6 +4,6 @@
 
 namespace fusedpg {
 
-void bind_same_tensors(pybind11::module_& m);
+void bind_earlier_calls(pybind11::module_& m);
 
 } // namespace fusedpg
