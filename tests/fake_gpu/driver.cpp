@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -30,6 +31,7 @@ struct Function {
 };
 
 struct Module {
+  uint64_t number = 0; // of those that the process has loaded
   void* library = nullptr;
   int device = 0;
   std::vector<std::unique_ptr<Function>> functions;
@@ -40,6 +42,7 @@ struct Module {
 struct Modules {
   std::mutex mutex;
   std::map<const void*, std::shared_ptr<Module>> modules;
+  uint64_t next = 0;
   std::set<const void*> functions;
 };
 
@@ -112,6 +115,23 @@ size_t loaded_modules() {
   return all.modules.size();
 }
 
+/** How many modules the process has loaded. */
+FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_loaded() {
+  Modules& all = modules();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.next;
+}
+
+/** How many of them are there that were loaded after the first `before`. */
+FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_modules_since(uint64_t before) {
+  Modules& all = modules();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return static_cast<uint64_t>(std::count_if(
+      all.modules.begin(), all.modules.end(), [before](const auto& one) {
+        return one.second->number >= before;
+      }));
+}
+
 bool& has_context() {
   thread_local bool current = false;
   return current;
@@ -161,6 +181,7 @@ CUresult cuModuleLoadDataEx(
   *module = reinterpret_cast<CUmodule>(made.get());
   Modules& all = modules();
   const std::lock_guard<std::mutex> lock(all.mutex);
+  made->number = all.next++;
   all.modules.emplace(made.get(), made);
   return CUDA_SUCCESS;
 }

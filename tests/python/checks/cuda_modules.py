@@ -72,12 +72,12 @@ def misused(context: Context) -> None:
     """What does not fit raises in the caller and says what would; the group goes on."""
     scene = Scene(device=1)
     fake, param, grad = scene.fake, scene.param, scene.grad
-    check = modules_now(fake)
+    check = Modules()
     raw = Raw(context, fusedpg.functional._backend(scene.group), param)
     there = fake.tensor(torch.zeros(param.shape), 0)
     short = fake.tensor(torch.zeros(param.numel() - 1), 1)
     good, other = raw.load(param), raw.load(there)
-    loaded = fake.modules()
+    loaded = check.now()
     # Whichever device is the thread's.
     for current in (0, 1, 2):
         fake.set_device(current)
@@ -108,7 +108,7 @@ def misused(context: Context) -> None:
         )
         with refused(elsewhere, ValueError):
             raw.call(other, there, there)
-        assert fake.modules() == loaded
+        assert check.now() == loaded
     host, byte = torch.zeros(param.shape), torch.zeros(1, dtype=torch.uint8)
     with refused("cannot run on a CPU; pass the address", ValueError):
         raw.call(good, host, host, done=byte)
@@ -120,7 +120,7 @@ def misused(context: Context) -> None:
     ):
         with refused(word):
             raw.load(param, **wrong)
-        assert fake.modules() == loaded, "one that failed stays"
+        assert check.now() == loaded, "one that failed stays"
     # From a thread that has called nothing of CUDA: it has no context, and device 0.
     start = scene.value(param)
     thread = threading.Thread(target=partial(raw.call, raw.load(param), grad, param))
@@ -139,29 +139,38 @@ def misused(context: Context) -> None:
     assert fake.bad_handles() == 0
 
 
-def modules_now(fake: Any) -> Callable[[int], None]:
-    """A check of how many modules there are more than now; soon, as threads may unload."""
-    # Programs of earlier tests may still wait for Python to collect them, and for threads.
-    gc.collect()
-    before = -1
-    while before != (now := fake.modules()):
-        before = now
-        time.sleep(EARLY)
+def _fake(function: str, *given: Any) -> int:
+    called = getattr(ctypes.CDLL(os.environ["FUSEDPG_CUDA_LIB"]), f"fusedpg_fake_{function}")
+    called.restype = ctypes.c_uint64
+    return int(called(*given))
 
-    def check(more: int) -> None:
+
+class Modules:
+    """A check of how many modules there are that were loaded from now on.
+
+    Those of earlier tests do not count: they go when Python collects them, and when a thread of a
+    group that has ended comes to it.
+    """
+
+    def __init__(self) -> None:
+        self._before = ctypes.c_uint64(_fake("loaded"))
+
+    def now(self) -> int:
+        return _fake("modules_since", self._before)
+
+    def __call__(self, wanted: int) -> None:
+        """Soon, as threads may unload."""
         gc.collect()
-        end = time.monotonic() + 5
-        while fake.modules() != before + more and time.monotonic() < end:
+        end = time.monotonic() + 30
+        while self.now() != wanted and time.monotonic() < end:
             time.sleep(0.01)
-        assert fake.modules() == before + more, (fake.modules() - before, more)
-
-    return check
+        assert self.now() == wanted, (self.now(), wanted)
 
 
 def kept_while_it_runs(context: Context, kind: str) -> None:
     """No module goes under its kernel, whoever has dropped it; it goes with the group."""
     scene = Scene()
-    fake, check = scene.fake, modules_now(scene.fake)
+    fake, check = scene.fake, Modules()
     raw = Raw(context, fusedpg.functional._backend(scene.group), scene.param)
     function = raw.load(scene.param)
     start = scene.value(scene.param)
@@ -192,7 +201,7 @@ def kept_for_a_graph(context: Context) -> None:
     scene = Scene(warm=False)
     scene.step()
     scene.sync(0)
-    fake, check = scene.fake, modules_now(scene.fake)
+    fake, check = scene.fake, Modules()
     raw = Raw(context, fusedpg.functional._backend(scene.group), scene.param)
     start = scene.value(scene.param)
     with captured(scene, scene.a) as graph:
@@ -212,8 +221,7 @@ def kept_for_a_graph(context: Context) -> None:
 
 def _count(function: str) -> int:
     """Calls of the driver in this process."""
-    counted: int = ctypes.CDLL(os.environ["FUSEDPG_CUDA_LIB"]).fusedpg_fake_calls(function.encode())
-    return counted
+    return _fake("calls", function.encode())
 
 
 def unloaded(context: Context) -> None:
