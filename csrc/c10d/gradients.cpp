@@ -220,6 +220,17 @@ bool have_gradients(const py::list& params, const py::list& grads) {
   return true;
 }
 
+// The places of the parameters that have none.
+std::vector<size_t> without_gradient(const py::list& params) {
+  std::vector<size_t> found;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (!tensor_at(params, i).grad().defined()) {
+      found.push_back(i);
+    }
+  }
+  return found;
+}
+
 // Whether nobody has them but this list.
 bool only_here(const py::list& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -272,6 +283,7 @@ void bind_gradients(py::module_& m) {
   m.def("same_objects", &same_objects);
   m.def("set_gradients", &set_gradients, py::arg("params"), py::arg("grads"));
   m.def("have_gradients", &have_gradients);
+  m.def("without_gradient", &without_gradient);
   m.def("only_here", &only_here);
 }
 

@@ -67,10 +67,12 @@ class Manual(Mode):
         reduce_gradients(optimizer)
 
     def reduce_asked(self, optimizer: FusedOptimizer) -> None:
-        without = [(name, p) for name, p in optimizer._named_parameters() if p.grad is None]
+        params = optimizer._all_parameters()
+        without = load_extension().without_gradient(params)
         optimizer.reduce_gradients()
-        for name, param in without:
-            if param.grad is not None:
+        for number in without:
+            if params[number].grad is not None:
+                name = list(optimizer._named_parameters())[number][0]
                 # The caller has a list of gradients in which this one is missing.
                 raise RuntimeError(
                     f"parameter {name} was used on other ranks only; call "

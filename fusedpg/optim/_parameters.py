@@ -174,9 +174,8 @@ class Parameters:
 
     def accept(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the present contents as they are."""
-        for param in params:
-            if self._share:
-                self._versions[param] = param._version
+        if self._share:
+            self._versions.update((param, param._version) for param in params)
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
