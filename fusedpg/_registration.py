@@ -143,6 +143,26 @@ def create(dist_options: Any, pg_options: Any = None) -> Any:
     )
 
 
+def _explain_torchcomms() -> None:
+    """With TORCH_DISTRIBUTED_USE_TORCHCOMMS torch asks torchcomms for every backend by its name."""
+    from torch.distributed import distributed_c10d as c10d
+
+    original = getattr(c10d, "new_comm", None)
+    if original is None or hasattr(original, "fusedpg"):
+        return  # there is no torchcomms
+
+    def new_comm(*args: Any, **kwargs: Any) -> Any:
+        if args[:1] == (BACKEND,):
+            raise RuntimeError(
+                "fused: TORCH_DISTRIBUTED_USE_TORCHCOMMS sends every group to torchcomms, which "
+                'has no backend "fused": unset it (or dist_config.use_torchcomms) in this job'
+            )
+        return original(*args, **kwargs)
+
+    new_comm.fusedpg = True  # type: ignore[attr-defined]
+    c10d.new_comm = new_comm
+
+
 def register() -> None:
     """Registers the backend; never raises, because torch's autoload may be the caller.
 
@@ -160,6 +180,8 @@ def register() -> None:
     try:
         if dist.is_available() and BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=DEVICES)
+        if dist.is_available():
+            _explain_torchcomms()
         if dist.is_available() and dist.is_gloo_available():
             from fusedpg._serve_gloo import serve_where_asked
 

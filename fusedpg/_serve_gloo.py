@@ -157,11 +157,17 @@ def _is_served(backend: Any) -> bool:
     )
 
 
-def _wrap(*args: Any, **kwargs: Any) -> Any:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: the wrapper casts its helper to torch's class."""
+def _wrap(wrapped_pg: Any, *args: Any, **kwargs: Any) -> Any:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around a backend, which compares calls.
+
+    Our groups compare them anyway. And DDP's logger takes the wrapper, too, for torch's class: a
+    memory fault, on Gloo as well. The helper of another backend's wrapper is a real Gloo group.
+    """
+    if _is_served(wrapped_pg):
+        return wrapped_pg
     _here.real = True
     try:
-        return _original_wrapper(*args, **kwargs)
+        return _original_wrapper(wrapped_pg, *args, **kwargs)
     finally:
         _here.real = False
 

@@ -214,6 +214,95 @@ def test_torchft(tmp_path: Path) -> None:
         assert losses[0].get(step, loss) == loss, (step, losses)
 
 
+def of_torchft(context: harness.Context, address: str, kind: str) -> list[float]:
+    """Three quorums of torchft's group between replicas; in the last one reduce_scatter, too."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from fusedpg import _serve_gloo
+
+    _serve_gloo.serve_gloo(kind == "served")  # before torchft takes the class
+    from torchft.process_group import ProcessGroupGloo
+
+    from fusedpg.torchft import ProcessGroupFused
+
+    found = []
+    group: Any = (ProcessGroupFused if kind == "fused" else ProcessGroupGloo)(timedelta(seconds=30))
+    try:
+        for life in range(3):
+            place = f"{address}/{kind}{life}", str(context.rank), context.rank, context.world_size
+            group.configure(*place)
+            t = torch.full((5,), context.rank + 1.0)
+            group.allreduce([t], dist.AllreduceOptions()).wait()
+            found.append(t.sum().item())
+        kinds = {"fused": "ProcessGroupFused", "served": "ProcessGroupFused"}
+        backend = group._pg._get_backend(torch.device("cpu"))
+        assert type(backend).__name__ == kinds.get(kind, "ProcessGroupGloo")
+        if kind == "fused":
+            output, inputs = torch.empty(2), [torch.ones(2) * (i + 1) for i in range(2)]
+            group.reduce_scatter([output], [inputs], dist.ReduceScatterOptions()).wait()
+            found.append(output.sum().item())
+        group.abort(errored=False)
+    finally:
+        _serve_gloo.serve_gloo(False)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gloo", "served", "fused"])
+def test_torchft_group(kind: str) -> None:
+    need("torchft")
+    with harness.Workers(2, oracle=False) as workers:
+        answers = workers.run(of_torchft, f"127.0.0.1:{workers.store.port}", kind)
+    for rank, found in enumerate(answers):
+        assert found == [15.0] * 3 + ([4.0 * (rank + 1)] if kind == "fused" else [])
+
+
+RAY_COLLECTIVE = """
+import sys
+import numpy as np
+import ray
+from ray.util import collective
+import fusedpg.ray
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+@ray.remote(num_cpus=1)
+class Actor:
+    def go(self, rank):
+        import fusedpg.ray
+        import torch
+        from ray.util import collective
+        collective.init_collective_group(2, rank, "fused", "mine")
+        data = np.full(1000, rank + 1.0, np.float32)
+        collective.allreduce(data, "mine")
+        part = np.zeros(2, np.float32)
+        collective.reducescatter(part, [np.full(2, i + 1.0, np.float32) for i in range(2)], "mine")
+        group = collective.collective.get_group_handle("mine")
+        backend = group._pg._get_backend(torch.device("cpu"))
+        return float(data[0]), float(part[0]), type(backend).__name__, group.backend()
+
+actors = [Actor.remote() for _ in range(2)]
+found = ray.get([actor.go.remote(rank) for rank, actor in enumerate(actors)])
+assert found == [(3.0, 2.0 * (r + 1), "ProcessGroupFused", "FUSED") for r in range(2)], found
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_ray_collective() -> None:
+    need("ray")
+    done = subprocess.run(
+        harness.python("-c", RAY_COLLECTIVE),
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
 def test_the_document_shows_the_recipes() -> None:
     text = (ROOT / "docs/guides/frameworks.md").read_text()
     shown = re.findall(r"```python\n# examples/frameworks/(\w+\.py)\n(.*?)```", text, re.S)

@@ -390,25 +390,47 @@ def test_titles_of_the_profiler(context: Context) -> None:
 
 
 @on_ranks(2)
-def test_debugging_wrapper(context: Context) -> None:
+def test_debugging(context: Context) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP, a memory fault on Gloo, works; calls are compared."""
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with served() as group:
-            wrapper = backend_of(group)
-            assert isinstance(wrapper, c10d._ProcessGroupWrapper)
-            assert isinstance(wrapper.wrapped_pg, dist.ProcessGroupGloo)
-            import fusedpg
-
-            assert fusedpg.group_info(group)["backend"] == "gloo"
-            check_sum(context, group)
-            with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
+            assert is_ours(group)
+            ddp = torch.nn.parallel.DistributedDataParallel(
+                torch.nn.Linear(3, 2), process_group=group
+            )
+            ddp(torch.ones(1, 3)).sum().backward()
+            with pytest.raises(RuntimeError, match="disagree"):
                 if context.rank == 0:
                     dist.all_reduce(torch.ones(3), group=group)
                 else:
                     dist.broadcast(torch.ones(3), 0, group=group)
     finally:
         dist.set_debug_level(before)
+
+
+@on_ranks(2)
+def test_debugging_of_another_backend(context: Context) -> None:
+    """The helper of its wrapper is Gloo's."""
+    module = serve()
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before, module._arguments = module._arguments, None  # nobody may ask
+    try:
+        with serving():
+            wrapper = c10d._create_process_group_wrapper(
+                wrapped_pg=group,
+                store_prefix="helper",
+                store=context.store,
+                rank=context.rank,
+                world_size=context.world_size,
+            )
+    finally:
+        module._arguments = before
+    assert isinstance(wrapper, c10d._ProcessGroupWrapper)
+    t = torch.ones(3)
+    wrapper.allreduce([t]).wait()
+    assert t.sum() == 3 * context.world_size
 
 
 @on_ranks(3)
@@ -574,6 +596,35 @@ def test_doctor_says_who_serves(value: str) -> None:
     )
     line = next(line for line in done.stdout.splitlines() if line.startswith("gloo"))
     assert ("served by fusedpg" in line) == (value == "1"), line
+
+
+TORCHCOMMS = """
+def new_comm(backend, device, **more):
+    raise RuntimeError("torchcomms was asked for " + backend)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("fused", 'torchcomms, which has no backend "fused": unset it'),
+        ("gloo", "torchcomms was asked for gloo"),
+    ],
+)
+def test_torchcomms_gets_all_names(backend: str, words: str, tmp_path: Path) -> None:
+    """A stand-in for it, which torch finds by its name."""
+    package = tmp_path / "torchcomms"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCHCOMMS)
+    (package / "_comms.py").write_text("class _BackendWrapper: pass")
+    (package / "hooks.py").write_text("class FlightRecorderHook: pass")
+    environment = {
+        "PYTHONPATH": str(tmp_path),
+        "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1",
+        "FUSEDPG_SERVE_GLOO": "1",
+    }
+    done = run_ranks(PROGRAM, backend, size=1, **environment)[0]
+    assert words in done.stderr, done.stderr
 
 
 RPC = """

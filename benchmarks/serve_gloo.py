@@ -1,0 +1,225 @@
+"""What frameworks gain when fusedpg serves "gloo": FUSEDPG_SERVE_GLOO=1 and no other change.
+
+python benchmarks/serve_gloo.py [--only ddp,fsdp2] [--rounds 3] [--json results.json]
+
+Each program of _served_programs.py runs on two ranks, in turn on Gloo and served. "steps" are the
+seconds of its steps without the first two, "whole" those from its start, after `import torch`, to
+its end: groups are created and frameworks imported in it. Both are the least of all rounds, since
+another program on the machine only adds to them. The numbers that rank 0 notes, losses most of
+all, must be the same to within 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _harness import _cpu_model
+
+HERE = Path(__file__).resolve().parent
+PROGRAMS = HERE / "_served_programs.py"
+ARMS = ("gloo", "served")
+
+# The module a program needs, and how it is started where not by one process a rank.
+NEEDS = {
+    "accelerate": "accelerate",
+    "trainer": "transformers",
+    "tp_plan": "transformers",
+    "lightning": "pytorch_lightning",
+    "deepspeed0": "deepspeed",
+    "deepspeed1": "deepspeed",
+    "deepspeed2": "deepspeed",
+    "deepspeed3": "deepspeed",
+    "torchft": "torchft",
+    "ray_collective": "ray",
+}
+TITLES = {
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "tensor_parallel": "DTensor tensor parallel",
+    "pipeline": "pipeline, 1F1B",
+    "zero1": "ZeroRedundancyOptimizer",
+    "dcp_thread": "DCP async_save, thread",
+    "dcp_process": "DCP async_save, process",
+    "detail": "DDP, TORCH_DISTRIBUTED_DEBUG=DETAIL",
+    "elastic": "DDP, a rank dies, torchrun restarts",
+    "accelerate": "accelerate launch --cpu",
+    "trainer": "HF Trainer",
+    "tp_plan": 'HF tp_plan="auto"',
+    "lightning": "Lightning, ddp",
+    "deepspeed0": "DeepSpeed, ZeRO 0",
+    "deepspeed1": "DeepSpeed, ZeRO 1",
+    "deepspeed2": "DeepSpeed, ZeRO 2",
+    "deepspeed3": "DeepSpeed, ZeRO 3",
+    "torchft": "torchft ProcessGroupGloo, 3 quorums",
+    "ray_collective": "ray.util.collective, 4 MiB",
+}
+
+
+@dataclass
+class Row:
+    """One program."""
+
+    program: str
+    steps: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    whole: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    failed: dict[str, str] = field(default_factory=dict)
+    difference: float = 0.0
+
+    def least(self, what: dict[str, list[float]], arm: str) -> float:
+        return min(what[arm], default=math.nan)
+
+
+def start(program: str, arm: str, scratch: Path, ranks: int) -> tuple[list[list[str]], list[dict]]:
+    """The processes of one run: command lines and what their environment has more."""
+    line = [str(PROGRAMS), program, str(scratch)]
+    common = {
+        "OMP_NUM_THREADS": "1",
+        "FUSEDPG_SERVE_GLOO": "1" if arm == "served" else "0",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_EXTENSIONS_DIR": str(HERE.parent / "build" / "torch_extensions"),
+    }
+    if program == "detail":
+        common["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    if program == "ray_collective":
+        return [[sys.executable, *line]], [common]
+    if program == "elastic":
+        run = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [[sys.executable, "-m", *run, "--max-restarts=1", *line]], [common]
+    if program == "accelerate":
+        # On the CPU it starts one process, which is a rank where the environment says so.
+        options = ["--cpu", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+        line = ["-m", "accelerate.commands.launch", *options, *line]
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start.store = store  # type: ignore[attr-defined]  # it lives as long as the processes
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "benchmark",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+    }
+    own = [{**common, **world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    return [[sys.executable, *line]] * ranks, own
+
+
+def run(program: str, arm: str, ranks: int, limit: float) -> dict[str, Any] | str:
+    """What rank 0 has noted, or how it failed."""
+    with tempfile.TemporaryDirectory(prefix="fusedpg-serve-") as folder:
+        scratch = Path(folder)
+        log = scratch / "log"
+        with log.open("w") as file:
+            processes = [
+                subprocess.Popen(line, env={**os.environ, **env}, stdout=file, stderr=file)
+                for line, env in zip(*start(program, arm, scratch, ranks))
+            ]
+        try:
+            codes = [process.wait(limit) for process in processes]
+        except subprocess.TimeoutExpired:
+            return f"no end within {limit:.0f} s\n{log.read_text()[-2000:]}"
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if any(codes) or not (scratch / "note.json").exists():
+            return f"exit codes {codes}\n{log.read_text()[-3000:]}"
+        note = json.loads((scratch / "note.json").read_text())
+        kinds = {"served": "ProcessGroupFused", "gloo": "ProcessGroupGloo"}
+        # Their groups are not torch's default one.
+        known = {"torchft": "none", "ray_collective": "none"}
+        if note["kind"] != known.get(program, kinds[arm]):
+            return f"it ran on {note['kind']}"
+        if "is Gloo's on all its ranks" in log.read_text():
+            return "a group was not served"
+        return note
+
+
+def measure(program: str, rounds: int, ranks: int, limit: float) -> Row:
+    row = Row(program)
+    numbers: dict[str, list[float]] = {}
+    for i in range(rounds):
+        for arm in ARMS if i % 2 == 0 else ARMS[::-1]:
+            note = run(program, arm, ranks, limit)
+            if isinstance(note, str):
+                row.failed[arm] = note
+                print(f"{program} on {arm}: {note}", file=sys.stderr)
+                continue
+            row.steps[arm].append(note["seconds"])
+            row.whole[arm].append(note["whole"])
+            numbers[arm] = note["numbers"]
+    if len(numbers) == 2:
+        a, b = numbers.values()
+        if len(a) != len(b) or not a:
+            row.difference = math.inf
+        else:
+            row.difference = max(abs(x - y) / max(abs(x), 1e-12) for x, y in zip(a, b))
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| program | steps: Gloo | served | times | whole: Gloo | served | times | result |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [TITLES[row.program]]
+        for what, digits in ((row.steps, 3), (row.whole, 1)):
+            gloo, ours = (row.least(what, arm) for arm in ARMS)
+            cells += [f"{gloo:.{digits}f} s", f"{ours:.{digits}f} s", f"{gloo / ours:.2f}"]
+        same = f"same ({row.difference:.0e})" if row.difference <= 1e-5 else "differs"
+        failed = ", ".join(f"{arm} failed" for arm in ARMS if arm in row.failed)
+        lines.append("| " + " | ".join([*cells, failed or same]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(TITLES), help="programs, with commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
+    parser.add_argument("--json", type=Path, help="results are added to those that it holds")
+    arguments = parser.parse_args()
+    import importlib.util
+
+    import torch
+
+    rows = []
+    for program in arguments.only.split(","):
+        if program in NEEDS and importlib.util.find_spec(NEEDS[program]) is None:
+            print(f"{program}: {NEEDS[program]} is not installed", file=sys.stderr)
+            continue
+        row = measure(program, arguments.rounds, arguments.ranks, arguments.limit)
+        rows.append(row)
+        print(table([row]).splitlines()[-1], flush=True)
+        if arguments.json:
+            saved = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+            kept = [old for old in saved.get("rows", []) if old["program"] != program]
+            saved = {
+                "cpu": _cpu_model(),
+                "cores": len(os.sched_getaffinity(0)),
+                "torch": torch.__version__,
+                "ranks": arguments.ranks,
+                "rows": [*kept, asdict(row)],
+            }
+            arguments.json.write_text(json.dumps(saved, indent=1) + "\n")
+    print(table(rows))
+    return int(any("served" in row.failed or row.difference > 1e-5 for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
