@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,10 +36,23 @@ def shape_in_memory(parameter: torch.Tensor, order: Order) -> torch.Size:
     return torch.Size(size for _, size in sizes)
 
 
-class _Flat(NamedTuple):
+@dataclasses.dataclass
+class Kept:
+    """What is kept of some parameters, one after the other.
+
+    Attributes:
+        pending: what is still to be done to the tensor before anybody else may see it.
+    """
+
     members: tuple[weakref.ref[torch.Tensor], ...]
     orders: tuple[Order, ...]
     tensor: torch.Tensor
+    pending: Callable[[torch.Tensor], None] | None = None
+
+    def settle(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending(self.tensor)
 
     def of(self, parameters: Sequence[torch.Tensor], orders: Sequence[Order]) -> bool:
         return (
@@ -59,7 +72,7 @@ class ByParameter:
 
     def __init__(self) -> None:
         self._views: dict[str, WeakTensorKeyDictionary] = {}
-        self._flats: dict[str, list[_Flat]] = {}
+        self._flats: dict[str, list[Kept]] = {}
 
     def flat(
         self,
@@ -72,6 +85,22 @@ class ByParameter:
         always: bool = False,
     ) -> torch.Tensor:
         """What is kept of these parameters, one after the other, in the order of their buckets.
+        Arguments as of ``unsettled``."""
+        found = self.unsettled(name, parameters, orders, dtype, device, moved, always)
+        found.settle()
+        return found.tensor
+
+    def unsettled(
+        self,
+        name: str,
+        parameters: Sequence[torch.Tensor],
+        orders: Sequence[Order],
+        dtype: torch.dtype,
+        device: torch.device,
+        moved: Callable[[torch.Tensor], None] | None = None,
+        always: bool = False,
+    ) -> Kept:
+        """The same for whoever knows what may be pending, and may leave something pending.
 
         ``moved`` is called with a tensor that has been laid out anew and had contents before, or
         ``always``, as others may have some.
@@ -80,7 +109,8 @@ class ByParameter:
         for flat in flats:
             kept = flat.tensor
             if flat.of(parameters, orders) and (kept.dtype, kept.device) == (dtype, device):
-                return kept
+                return flat
+        self._settle(name)
         views = self._views.setdefault(name, WeakTensorKeyDictionary())
         total = sum(parameter.numel() for parameter in parameters)
         tensor = torch.zeros(total, dtype=dtype, device=device)
@@ -105,14 +135,20 @@ class ByParameter:
         ]  # fmt: skip
         if moved is not None and (found or always):
             moved(tensor)
-        flats.append(_Flat(tuple(map(weakref.ref, parameters)), tuple(orders), tensor))
-        return tensor
+        made = Kept(tuple(map(weakref.ref, parameters)), tuple(orders), tensor)
+        flats.append(made)
+        return made
+
+    def _settle(self, name: str) -> None:
+        for flat in self._flats.get(name, ()):
+            flat.settle()
 
     def names(self) -> list[str]:
         return sorted(self._views)
 
     def get(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
         """Of the parameter's shape."""
+        self._settle(name)
         views = self._views.get(name)
         return None if views is None else views.get(parameter)
 

@@ -53,6 +53,12 @@ struct Input {
     v.gamma = static_cast<float>(gamma);
   }
 
+  void subtract(const SignValues& sent) const {
+    if (v.residual != nullptr) {
+      compress_table().subtract_signs(v.residual, count, sent);
+    }
+  }
+
   Compensation v;
   size_t count = 0;
 };
@@ -118,8 +124,14 @@ Two signs(
     double gamma) {
   const Input in("signs", grad, residual, beta, gamma);
   at::Tensor packed = bytes(compress::bytes_of_signs(in.count));
-  const compress::SignValues values = compress::pack_signs(
-      compress_table(), in.v, in.count, scaled, packed.data_ptr<uint8_t>());
+  const SignValues values = compress::pack_signs(
+      compress_table(),
+      in.v,
+      nullptr,
+      in.count,
+      scaled,
+      packed.data_ptr<uint8_t>());
+  in.subtract(values);
   return {packed, at::full({1}, values.high, at::kFloat)};
 }
 
@@ -130,8 +142,9 @@ Two onebit(
     double gamma) {
   const Input in("onebit", grad, residual, beta, gamma);
   at::Tensor packed = bytes(compress::bytes_of_signs(in.count));
-  const compress::SignValues values = compress::pack_sides(
-      compress_table(), in.v, in.count, packed.data_ptr<uint8_t>());
+  const SignValues values = compress::pack_sides(
+      compress_table(), in.v, nullptr, in.count, packed.data_ptr<uint8_t>());
+  in.subtract(values);
   at::Tensor means = at::empty({2}, at::kFloat);
   floats(means)[0] = values.low;
   floats(means)[1] = values.high;
@@ -152,17 +165,20 @@ void unpack_signs_(
     check(op, "packed", one, at::kByte, (out.numel() + 7) / 8);
   }
   const auto factor = static_cast<float>(alpha);
-  compress::unpack_signs(
-      compress_table(),
+  std::vector<const uint8_t*> bits;
+  std::vector<SignValues> values;
+  for (size_t r = 0; r < packed.size(); ++r) {
+    bits.push_back(packed[r].const_data_ptr<uint8_t>());
+    values.push_back(
+        {factor * static_cast<float>(low[r]),
+         factor * static_cast<float>(high[r])});
+  }
+  compress_table().unpack_signs(
       floats(out),
-      static_cast<size_t>(out.numel()),
-      packed.size(),
-      [&](size_t r) { return packed[r].const_data_ptr<uint8_t>(); },
-      [&](size_t r) {
-        return compress::SignValues{
-            factor * static_cast<float>(low[r]),
-            factor * static_cast<float>(high[r])};
-      });
+      bits.data(),
+      values.data(),
+      bits.size(),
+      static_cast<size_t>(out.numel()));
 }
 
 void vote_signs_(

@@ -160,6 +160,10 @@ class Parts {
     return begins_[r];
   }
 
+  const T* const* data() const {
+    return begins_.data();
+  }
+
   void skip(size_t count) {
     for (const T*& begin : begins_) {
       begin += count;
@@ -300,14 +304,82 @@ Three threshold(
   return {counts, sent, places};
 }
 
-// Scales of each parameter.
+// What the residual of each parameter still has of the message before: a low
+// and a high value. Without such a tensor there is nothing, and nothing stays.
+class Owed {
+ public:
+  Owed(
+      const char* op,
+      const std::optional<at::Tensor>& tensor,
+      bool some,
+      const Numbers& numels)
+      : values_(tensor ? floats(*tensor) : nullptr),
+        some_(some) {
+    if (tensor) {
+      check(
+          op,
+          "owed",
+          *tensor,
+          at::kFloat,
+          2 * static_cast<int64_t>(numels.size()));
+    } else if (some) {
+      refuse(op, "owed is needed where something is");
+    }
+  }
+
+  // Calls with what parameter n owes, and keeps or subtracts what comes of it.
+  template <typename Pack>
+  SignValues settle(size_t n, const Compensation& v, size_t count, Pack&& pack)
+      const {
+    if (values_ == nullptr) {
+      const SignValues sent = pack(nullptr);
+      if (v.residual != nullptr) {
+        compress_table().subtract_signs(v.residual, count, sent);
+      }
+      return sent;
+    }
+    const SignValues before{values_[2 * n], values_[2 * n + 1]};
+    const SignValues sent = pack(some_ ? &before : nullptr);
+    values_[2 * n] = sent.low;
+    values_[2 * n + 1] = sent.high;
+    return sent;
+  }
+
+ private:
+  float* values_;
+  bool some_;
+};
+
+void subtract_signs_(
+    const at::Tensor& residual,
+    const Numbers& numels,
+    const at::Tensor& owed) {
+  const char* op = "subtract_signs_";
+  check(op, "residual", residual, at::kFloat, sum_of(op, "numels", numels));
+  check(op, "owed", owed, at::kFloat, 2 * static_cast<int64_t>(numels.size()));
+  float* to = floats(residual);
+  const float* values = floats(owed);
+  for (const int64_t numel : numels) {
+    compress_table().subtract_signs(
+        to, static_cast<size_t>(numel), {values[0], values[1]});
+    to += numel;
+    values += 2;
+  }
+}
+
+// Scales of each parameter. With `owed` the residual becomes v, of which
+// subtract_signs_ or the next call subtracts what is owed then; and what is owed
+// before, if anything is.
 Two signs(
     const std::optional<Tensors>& grads,
     const std::optional<at::Tensor>& residual,
     const Numbers& numels,
     bool scaled,
+    const std::optional<at::Tensor>& owed,
+    bool owes,
     double beta,
     double gamma) {
+  const Owed before("signs", owed, owes, numels);
   at::Tensor packed = bytes(total_of(numels, compress::bytes_of_signs));
   at::Tensor scales = made(static_cast<int64_t>(numels.size()), at::kFloat);
   auto* to = packed.data_ptr<uint8_t>();
@@ -319,20 +391,26 @@ Two signs(
       beta,
       gamma,
       [&](size_t n, const Compensation& v, size_t count) {
-        floats(scales)[n] =
-            compress::pack_signs(compress_table(), v, count, scaled, to).high;
+        const auto pack = [&](const SignValues* one) {
+          return compress::pack_signs(
+              compress_table(), v, one, count, scaled, to);
+        };
+        floats(scales)[n] = before.settle(n, v, count, pack).high;
         to += compress::bytes_of_signs(count);
       });
   return {packed, scales};
 }
 
-// Two means of each parameter.
+// Two means of each parameter. `owed` as there.
 Two onebit(
     const std::optional<Tensors>& grads,
     const std::optional<at::Tensor>& residual,
     const Numbers& numels,
+    const std::optional<at::Tensor>& owed,
+    bool owes,
     double beta,
     double gamma) {
+  const Owed before("onebit", owed, owes, numels);
   at::Tensor packed = bytes(total_of(numels, compress::bytes_of_signs));
   at::Tensor means = made(2 * static_cast<int64_t>(numels.size()), at::kFloat);
   auto* to = packed.data_ptr<uint8_t>();
@@ -344,8 +422,10 @@ Two onebit(
       beta,
       gamma,
       [&](size_t n, const Compensation& v, size_t count) {
-        const auto values =
-            compress::pack_sides(compress_table(), v, count, to);
+        const auto pack = [&](const SignValues* one) {
+          return compress::pack_sides(compress_table(), v, one, count, to);
+        };
+        const SignValues values = before.settle(n, v, count, pack);
         floats(means)[2 * n] = values.low;
         floats(means)[2 * n + 1] = values.high;
         to += compress::bytes_of_signs(count);
@@ -699,14 +779,15 @@ void unpack_signs_(
   Parts<float> means(
       op, "values", values, at::kFloat, (scaled ? 1 : 2) * parameters);
   const auto factor = static_cast<float>(alpha);
+  std::vector<SignValues> found(packed.size());
   each_out(op, outs, numels, [&](size_t, float* out, size_t count) {
-    compress::unpack_signs(
-        compress_table(), out, count, packed.size(), bits, [&](size_t r) {
-          const float* one = means(r);
-          return scaled
-              ? compress::SignValues{factor * -one[0], factor * one[0]}
-              : compress::SignValues{factor * one[0], factor * one[1]};
-        });
+    for (size_t r = 0; r < found.size(); ++r) {
+      const float* one = means(r);
+      found[r] = scaled ? SignValues{factor * -one[0], factor * one[0]}
+                        : SignValues{factor * one[0], factor * one[1]};
+    }
+    compress_table().unpack_signs(
+        out, bits.data(), found.data(), found.size(), count);
     bits.skip(compress::bytes_of_signs(count));
     means.skip(scaled ? 1 : 2);
   });
@@ -811,6 +892,7 @@ void bind_compress_unit(py::module_& compress) {
   m.def("threshold", &threshold, free);
   m.def("signs", &signs, free);
   m.def("onebit", &onebit, free);
+  m.def("subtract_signs_", &subtract_signs_, free);
   m.def("qsgd", &qsgd, free);
   m.def("terngrad", &terngrad, free);
   m.def("natural", &natural, free);

@@ -10,37 +10,38 @@ using kernels::CompressSums;
 using kernels::CompressTable;
 using kernels::Levels;
 using kernels::RandomBits;
+using kernels::SideSums;
+using kernels::SignValues;
 
 SignValues pack_signs(
     const CompressTable& table,
     const Compensation& v,
+    const SignValues* owed,
     size_t count,
     bool scaled,
     uint8_t* packed) {
-  const CompressSums sums = table.sums(v, count);
+  const SideSums sums = table.sum_signs(v, owed, count, packed);
   const double mean = count == 0
       ? 0
       : (sums.high_sum - sums.low_sum) / static_cast<double>(count);
   const double one = std::isfinite(mean) ? 1.0 : std::nan("");
   const auto scale = static_cast<float>(scaled ? mean : one);
-  table.pack_signs(written(v), count, -scale, scale, packed);
   return {-scale, scale};
 }
 
 SignValues pack_sides(
     const CompressTable& table,
     const Compensation& v,
+    const SignValues* owed,
     size_t count,
     uint8_t* packed) {
-  const CompressSums sums = table.sums(v, count);
+  const SideSums sums = table.sum_signs(v, owed, count, packed);
   const auto mean = [](double sum, uint64_t n) {
     return static_cast<float>(n == 0 ? 0 : sum / static_cast<double>(n));
   };
-  const SignValues values{
+  return {
       mean(sums.low_sum, sums.low_count),
       mean(sums.high_sum, count - sums.low_count)};
-  table.pack_signs(written(v), count, values.low, values.high, packed);
-  return values;
 }
 
 void quantise(

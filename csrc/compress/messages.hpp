@@ -41,25 +41,23 @@ inline size_t buckets_of(size_t size, size_t count) {
   return (count + bucket - 1) / bucket;
 }
 
-// What clear and set bits of a sign stand for.
-struct SignValues {
-  float low = 0;
-  float high = 0;
-};
-
 // The mean magnitude, or with `scaled` false 1; NaN if any v is not finite, as
-// the sign of one would hide it.
-SignValues pack_signs(
+// the sign of one would hide it. The residual becomes v: what the message says
+// is still to be subtracted from it, by CompressTable::subtract_signs or by the
+// next call, as `owed`.
+kernels::SignValues pack_signs(
     const kernels::CompressTable& table,
     const kernels::Compensation& v,
+    const kernels::SignValues* owed,
     size_t count,
     bool scaled,
     uint8_t* packed);
 
-// The means of what is negative and of what is not.
-SignValues pack_sides(
+// The means of what is negative and of what is not; the residual as there.
+kernels::SignValues pack_sides(
     const kernels::CompressTable& table,
     const kernels::Compensation& v,
+    const kernels::SignValues* owed,
     size_t count,
     uint8_t* packed);
 
@@ -98,23 +96,6 @@ void each_part(size_t count, size_t ranks, Function&& function) {
 
 // out = the sum of what `ranks` messages stand for. In all of these the
 // functions give rank r's part of a message.
-template <typename Packed, typename Values>
-void unpack_signs(
-    const kernels::CompressTable& table,
-    float* out,
-    size_t count,
-    size_t ranks,
-    const Packed& packed,
-    const Values& values) {
-  each_part(count, ranks, [&](size_t begin, size_t n) {
-    for (size_t r = 0; r < ranks; ++r) {
-      const SignValues of = values(r);
-      table.unpack_signs(
-          out + begin, packed(r) + begin / 8, n, of.low, of.high, r > 0);
-    }
-  });
-}
-
 template <typename Codes, typename Norms>
 void dequantise(
     const kernels::CompressTable& table,

@@ -16,6 +16,12 @@ struct Compensation {
   float gamma = 1;
 };
 
+// What clear and set bits of packed signs stand for.
+struct SignValues {
+  float low = 0;
+  float high = 0;
+};
+
 // Sums are taken over 16 fp64 partial sums a tile of kCompressTile elements,
 // element i in sum i % 16, added in order; tiles in order.
 constexpr size_t kCompressTile = 1024;
@@ -43,6 +49,13 @@ struct Levels {
   bool wide = false; // int16 codes instead of int8
 };
 
+// Of v >= 0, and of all other v, as CompressSums has them.
+struct SideSums {
+  double high_sum = 0;
+  double low_sum = 0;
+  uint64_t low_count = 0;
+};
+
 struct CompressTable {
   // Writes v to the residual, if there is one, and appends what is larger: the
   // index (from `base`) and value of every v whose magnitude's bits, as an
@@ -60,23 +73,25 @@ struct CompressTable {
   // Writes v to the residual, if there is one, and adds up.
   CompressSums (*sums)(const Compensation& v, size_t count);
 
-  // Bit i % 8 of packed[i / 8] is v[i] >= 0; then residual = v - (bit ? high :
-  // low), if there is one. Unused bits are 0.
-  void (*pack_signs)(
+  // Bit i % 8 of packed[i / 8] is v[i] >= 0, unused bits are 0. Adds up, and
+  // writes v to the residual, if there is one. With `owed` an element r of the
+  // residual counts as r - (r >= 0 ? high : low).
+  SideSums (*sum_signs)(
       const Compensation& v,
+      const SignValues* owed,
       size_t count,
-      float low,
-      float high,
       uint8_t* packed);
 
-  // out = bit ? high : low, or += it.
+  // residual = r - (r >= 0 ? high : low).
+  void (*subtract_signs)(float* residual, size_t count, const SignValues& owed);
+
+  // out = the sum over ranks of their bits' values, in the order of ranks.
   void (*unpack_signs)(
       float* out,
-      const uint8_t* packed,
-      size_t count,
-      float low,
-      float high,
-      bool add);
+      const uint8_t* const* packed,
+      const SignValues* values,
+      size_t ranks,
+      size_t count);
 
   // out = value where at least half of `ranks` rows of `stride` bytes have the
   // bit, else -value.

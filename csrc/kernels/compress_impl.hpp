@@ -251,49 +251,185 @@ static CompressSums sums(const Compensation& c, size_t count) {
   return total;
 }
 
-FUSEDPG_INLINE uint8_t eight_signs(const float* v) {
-#if defined(__AVX2__)
-  const __m256 at_least =
-      _mm256_cmp_ps(_mm256_loadu_ps(v), _mm256_setzero_ps(), _CMP_GE_OQ);
-  return static_cast<uint8_t>(_mm256_movemask_ps(at_least));
-#else
-  unsigned bits = 0;
-  for (unsigned k = 0; k < 8; ++k) {
-    bits |= (v[k] >= 0 ? 1U : 0U) << k;
+// The same where the residual lacks what the call before has sent.
+FUSEDPG_INLINE const float* compensated_owed(
+    const Compensation& c,
+    const SignValues& owed,
+    size_t begin,
+    size_t n,
+    float* tile) {
+  const float* grad = c.grad + begin;
+  const float* residual = c.residual + begin;
+  const float beta = c.beta;
+  const float gamma = c.gamma;
+  const auto now = [&](size_t i) {
+    return residual[i] - (residual[i] >= 0 ? owed.high : owed.low);
+  };
+  if (c.grad == nullptr) {
+    for (size_t i = 0; i < n; ++i) {
+      tile[i] = now(i);
+    }
+  } else if (beta == 1 && gamma == 1) {
+    for (size_t i = 0; i < n; ++i) {
+      tile[i] = now(i) + grad[i];
+    }
+  } else {
+    for (size_t i = 0; i < n; ++i) {
+      tile[i] = beta * now(i) + gamma * grad[i];
+    }
   }
-  return static_cast<uint8_t>(bits);
+  return tile;
+}
+
+// Partial sums of a tile, as in SumLanes.
+struct SideLanes {
+  alignas(kLine) double high[kSumLanes];
+  alignas(kLine) double low[kSumLanes];
+  uint32_t high_count;
+};
+
+// Adds up and packs the signs of a multiple of kSumLanes elements.
+FUSEDPG_INLINE void side_lanes(
+    const float* v,
+    size_t n,
+    uint8_t* packed,
+    SideLanes& to) {
+  static_assert(kSumLanes == 16);
+  to.high_count = 0;
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+  __m512d high[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+  __m512d low[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+  for (size_t i = 0; i < n; i += kSumLanes) {
+    const __m512 x = _mm512_loadu_ps(v + i);
+    const __mmask16 is_high =
+        _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ);
+    __builtin_memcpy(packed + i / 8, &is_high, sizeof(is_high));
+    to.high_count += static_cast<uint32_t>(__builtin_popcount(is_high));
+#pragma GCC unroll 2
+    for (unsigned h = 0; h < 2; ++h) {
+      const __m512d wide = _mm512_cvtps_pd(
+          h == 0 ? _mm512_castps512_ps256(x) : _mm512_extractf32x8_ps(x, 1));
+      const auto mask = static_cast<__mmask8>(is_high >> (8 * h));
+      const auto others = static_cast<__mmask8>(~mask);
+      high[h] = _mm512_mask_add_pd(high[h], mask, high[h], wide);
+      low[h] = _mm512_mask_add_pd(low[h], others, low[h], wide);
+    }
+  }
+  for (size_t h = 0; h < 2; ++h) {
+    _mm512_store_pd(to.high + 8 * h, high[h]);
+    _mm512_store_pd(to.low + 8 * h, low[h]);
+  }
+#elif defined(__AVX2__)
+  __m256d high[4];
+  __m256d low[4];
+  for (size_t q = 0; q < 4; ++q) {
+    high[q] = low[q] = _mm256_setzero_pd();
+  }
+  for (size_t i = 0; i < n; i += kSumLanes) {
+#pragma GCC unroll 2
+    for (size_t h = 0; h < 2; ++h) {
+      const __m256 x = _mm256_loadu_ps(v + i + 8 * h);
+      const __m256 is_high = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ);
+      const auto bits = static_cast<unsigned>(_mm256_movemask_ps(is_high));
+      packed[i / 8 + h] = static_cast<uint8_t>(bits);
+      to.high_count += static_cast<uint32_t>(__builtin_popcount(bits));
+      const __m256 highs = _mm256_and_ps(is_high, x);
+      const __m256 lows = _mm256_andnot_ps(is_high, x);
+      const auto wide = [](__m256 values, size_t q) {
+        return _mm256_cvtps_pd(
+            q == 0 ? _mm256_castps256_ps128(values)
+                   : _mm256_extractf128_ps(values, 1));
+      };
+#pragma GCC unroll 2
+      for (size_t q = 0; q < 2; ++q) {
+        const size_t k = 2 * h + q;
+        high[k] = _mm256_add_pd(high[k], wide(highs, q));
+        low[k] = _mm256_add_pd(low[k], wide(lows, q));
+      }
+    }
+  }
+  for (size_t q = 0; q < 4; ++q) {
+    _mm256_store_pd(to.high + 4 * q, high[q]);
+    _mm256_store_pd(to.low + 4 * q, low[q]);
+  }
+#else
+  to = {};
+  for (size_t i = 0; i < n; i += kSumLanes) {
+    unsigned bits = 0;
+    for (size_t k = 0; k < kSumLanes; ++k) {
+      const float x = v[i + k];
+      to.high[k] += x >= 0 ? x : 0.0F;
+      to.low[k] += x >= 0 ? 0.0F : x;
+    }
+    for (unsigned k = 0; k < kSumLanes; ++k) {
+      bits |= (v[i + k] >= 0 ? 1U : 0U) << k;
+    }
+    packed[i / 8] = static_cast<uint8_t>(bits);
+    packed[i / 8 + 1] = static_cast<uint8_t>(bits >> 8);
+    to.high_count += static_cast<uint32_t>(__builtin_popcount(bits));
+  }
 #endif
 }
 
-static void pack_signs(
+FUSEDPG_INLINE void side_tile(
+    const float* v,
+    size_t n,
+    uint8_t* packed,
+    SideSums& total) {
+  const size_t whole = n / kSumLanes * kSumLanes;
+  SideLanes lanes;
+  const auto add = [&](size_t count) {
+    total.high_sum += added(lanes.high);
+    total.low_sum += added(lanes.low);
+    total.low_count += count - lanes.high_count;
+  };
+  if (whole != 0) {
+    side_lanes(v, whole, packed, lanes);
+    add(whole);
+  }
+  if (whole < n) {
+    // What is left over, as sums of its own; +0 changes none.
+    const size_t rest = n - whole;
+    alignas(kLine) float padded[kSumLanes] = {};
+    __builtin_memcpy(padded, v + whole, rest * sizeof(float));
+    uint8_t bits[2];
+    side_lanes(padded, kSumLanes, bits, lanes);
+    add(kSumLanes);
+    const uint32_t used =
+        (bits[0] | uint32_t{bits[1]} << 8) & ((1U << rest) - 1);
+    packed[whole / 8] = static_cast<uint8_t>(used);
+    if (rest > 8) {
+      packed[whole / 8 + 1] = static_cast<uint8_t>(used >> 8);
+    }
+  }
+}
+
+static SideSums sum_signs(
     const Compensation& c,
+    const SignValues* owed,
     size_t count,
-    float low,
-    float high,
     uint8_t* packed) {
   alignas(kLine) float tile[kCompressTile];
+  SideSums total;
   for (size_t begin = 0; begin < count; begin += kCompressTile) {
     const size_t n = smaller(kCompressTile, count - begin);
-    const float* v = compensated(c, begin, n, tile);
-    uint8_t* to = packed + begin / 8;
-    const size_t whole = n / 8 * 8;
-    for (size_t i = 0; i < whole; i += 8) {
-      to[i / 8] = eight_signs(v + i);
-    }
-    if (whole < n) {
-      unsigned bits = 0;
-      for (size_t i = whole; i < n; ++i) {
-        bits |= (v[i] >= 0 ? 1U : 0U) << (i - whole);
-      }
-      to[whole / 8] = static_cast<uint8_t>(bits);
-    }
-    if (c.residual != nullptr) {
-      float* residual = c.residual + begin;
-#pragma GCC ivdep
-      for (size_t i = 0; i < n; ++i) {
-        residual[i] = v[i] - (v[i] >= 0 ? high : low);
-      }
-    }
+    const float* v = owed != nullptr
+        ? compensated_owed(c, *owed, begin, n, tile)
+        : compensated(c, begin, n, tile);
+    side_tile(v, n, packed + begin / 8, total);
+    keep(c, begin, v, n);
+  }
+  return total;
+}
+
+static void subtract_signs(
+    float* residual,
+    size_t count,
+    const SignValues& owed) {
+  const float low = owed.low;
+  const float high = owed.high;
+  for (size_t i = 0; i < count; ++i) {
+    residual[i] = residual[i] - (residual[i] >= 0 ? high : low);
   }
 }
 
@@ -334,6 +470,19 @@ FUSEDPG_INLINE void unpack_some(
     float low,
     float high) {
   size_t i = 0;
+#if defined(__AVX512F__)
+  const __m512 lows16 = _mm512_set1_ps(low);
+  const __m512 highs16 = _mm512_set1_ps(high);
+  for (; i + 16 <= count; i += 16) {
+    __mmask16 set = 0;
+    __builtin_memcpy(&set, packed + i / 8, sizeof(set));
+    __m512 value = _mm512_mask_blend_ps(set, lows16, highs16);
+    if constexpr (kAdd) {
+      value = _mm512_add_ps(_mm512_loadu_ps(out + i), value);
+    }
+    _mm512_storeu_ps(out + i, value);
+  }
+#endif
 #if defined(__AVX2__)
   const __m256i which = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const __m256 lows = _mm256_set1_ps(low);
@@ -354,19 +503,29 @@ FUSEDPG_INLINE void unpack_some(
   }
 }
 
+// Tile by tile, which stays in the cache while ranks are added.
 static void unpack_signs(
     float* out,
-    const uint8_t* packed,
-    size_t count,
-    float low,
-    float high,
-    bool add) {
-  if (add) {
-    unpack_some<true>(out, packed, count, low, high);
-  } else {
-    decode_into(out, count, [&](float* to, size_t begin, size_t n) {
-      unpack_some<false>(to, packed + begin / 8, n, low, high);
-    });
+    const uint8_t* const* packed,
+    const SignValues* values,
+    size_t ranks,
+    size_t count) {
+  const auto decode = [&](float* to, size_t begin, size_t n) {
+    for (size_t r = 0; r < ranks; ++r) {
+      const uint8_t* bits = packed[r] + begin / 8;
+      if (r == 0) {
+        unpack_some<false>(to, bits, n, values[r].low, values[r].high);
+      } else {
+        unpack_some<true>(to, bits, n, values[r].low, values[r].high);
+      }
+    }
+  };
+  if (count >= kStreamFrom) {
+    decode_into(out, count, decode);
+    return;
+  }
+  for (size_t begin = 0; begin < count; begin += kCompressTile) {
+    decode(out + begin, begin, smaller(kCompressTile, count - begin));
   }
 }
 

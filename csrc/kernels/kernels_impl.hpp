@@ -553,7 +553,8 @@ extern const Table FUSEDPG_KERNELS_TABLE = {
     {
         collect,
         sums,
-        pack_signs,
+        sum_signs,
+        subtract_signs,
         unpack_signs,
         vote_signs,
         quantise,

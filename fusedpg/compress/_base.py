@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedpg._by_parameter import Kept
 from fusedpg.compress import _kernels as kernels
 from fusedpg.compress import _wire as wire
 from fusedpg.compress._piece import Piece, Run, Runs
@@ -47,6 +48,8 @@ class CompensatedUnit(NamedTuple):
     residual: Tensor | None = None
     beta: float = 1.0
     gamma: float = 1.0
+    kept: Kept | None = None
+    """The residual, for compressors that may leave something of it pending."""
 
 
 class Context(NamedTuple):
@@ -98,6 +101,8 @@ class Compressor(abc.ABC):
     # Whether each parameter has to be compressed by itself. It need not where that makes no
     # difference to the result.
     each_parameter: ClassVar[bool] = True
+    # Whether the residual of a unit may be given unsettled.
+    leaves_pending: ClassVar[bool] = False
 
     def __init__(
         self, average: bool | None = None, tensors_size_are_same: bool | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusedpg._by_parameter import Kept
 from fusedpg.compress import _kernels as kernels
 
 
@@ -120,6 +121,8 @@ class Piece:
     # A rank's second compression of the same slice: of the sum, for the way back.
     _again: bool = dataclasses.field(default=False, repr=False)
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    # The same as state(), unsettled, where that is of this piece alone.
+    kept: Callable[[str], Kept] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
@@ -171,6 +174,7 @@ class Piece:
             seed=mixed(self.seed, run.key, run.begin),
             _state=state,
             cache={},
+            kept=None,
         )
 
     def part(
@@ -198,6 +202,7 @@ class Piece:
             _state=state,
             _again=bool(name),
             cache={},
+            kept=None,
         )
 
 

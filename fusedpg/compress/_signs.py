@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +59,37 @@ class Signum(SignSGD):
         return [packed, scale], Context(piece)
 
 
+@dataclasses.dataclass
+class _Owed:
+    """What the message before has sent of a residual, which still has it: the next call for the
+    same parameters subtracts it in its pass, and anybody else beforehand."""
+
+    numels: list[int]
+    values: Tensor  # of each parameter, of clear bits and of set ones
+
+    def __call__(self, residual: Tensor) -> None:
+        kernels.unit().subtract_signs_(residual, self.numels, self.values)
+
+
+def _owing(v: CompensatedUnit, piece: Piece, kernel: Callable[[Tensor | None, bool], Any]) -> Any:
+    """What the kernel gives that gets what is owed, and whether anything is."""
+    if v.kept is None:
+        return kernel(None, False)
+    before = v.kept.pending
+    if isinstance(before, _Owed):
+        return kernel(before.values, True)
+    v.kept.settle()
+    numels = piece.runs.numels
+    owed = _Owed(numels, torch.empty(2 * len(numels)))
+    sent = kernel(owed.values, False)
+    v.kept.pending = owed
+    return sent
+
+
 class EFSignSGD(Ours):
     """Signs times the mean magnitude (Karimireddy et al. 2019, algorithm 1)."""
+
+    leaves_pending = True
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         return list(kernels.signs(v.grad, v.residual, True, v.beta, v.gamma)), Context(piece)
@@ -69,8 +100,12 @@ class EFSignSGD(Ours):
         kernels.unpack_signs_(out, packed, [-scale for scale in high], high, alpha)
 
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        numels = piece.runs.numels
-        return list(kernels.unit().signs(v.grads, v.residual, numels, True, v.beta, v.gamma))
+        def kernel(owed: Tensor | None, owes: bool) -> Any:
+            return kernels.unit().signs(
+                v.grads, v.residual, piece.runs.numels, True, owed, owes, v.beta, v.gamma
+            )
+
+        return list(_owing(v, piece, kernel))
 
     def decode_unit(
         self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
@@ -82,6 +117,8 @@ class EFSignSGD(Ours):
 class OneBit(Ours):
     """Signs, and the means of what is negative and of what is not (Seide et al. 2014)."""
 
+    leaves_pending = True
+
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         return list(kernels.onebit(v.grad, v.residual, v.beta, v.gamma)), Context(piece)
 
@@ -91,7 +128,12 @@ class OneBit(Ours):
         kernels.unpack_signs_(out, packed, low, high, alpha)
 
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        return list(kernels.unit().onebit(v.grads, v.residual, piece.runs.numels, v.beta, v.gamma))
+        def kernel(owed: Tensor | None, owes: bool) -> Any:
+            return kernels.unit().onebit(
+                v.grads, v.residual, piece.runs.numels, owed, owes, v.beta, v.gamma
+            )
+
+        return list(_owing(v, piece, kernel))
 
     def decode_unit(
         self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece

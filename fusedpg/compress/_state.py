@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedpg._by_parameter import ByParameter, Order, order_in_bucket, shape_in_memory
+from fusedpg._by_parameter import ByParameter, Kept, Order, order_in_bucket, shape_in_memory
 from fusedpg._registration import BACKEND
 from fusedpg.compress import _agree, _hosts, _lane, _numbers, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
@@ -476,6 +476,7 @@ class State:
                     part.copy_(source)
             if copied:
                 grad = self._gathered(unit, wide)
+        state, kept = self._states_of(unit, wide)
         piece = Piece(
             str(unit.index),
             sum(part.numel() for part in slices),
@@ -485,7 +486,8 @@ class State:
             mixed(self.seed, unit.step),
             wide,
             slices[0].device,
-            self._state_of(unit, wide),
+            state,
+            kept=kept,
         )
         self._keeps |= not unit.plain
         if unit.index == 0:
@@ -571,10 +573,11 @@ class State:
         if self.memory.gamma != 1 and not math.isclose(factor, 1):
             grad.mul_(factor)
 
-    def _state_of(self, unit: _Unit, dtype: torch.dtype) -> Any:
+    def _states_of(self, unit: _Unit, dtype: torch.dtype) -> tuple[Any, Any]:
+        """``state`` and ``kept`` of a unit's piece."""
         wholes: dict[str, torch.Tensor] = {}
 
-        def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:
+        def unsettled(name: str, shared: Sequence[Any] = ()) -> Kept:
             def moved(tensor: torch.Tensor) -> None:
                 """Slices that ranks share out are others than before."""
                 for group, _, _ in shared:
@@ -585,14 +588,20 @@ class State:
                     tensor[:first].zero_()
                     tensor[last:].zero_()
 
+            wholes.pop(name, None)
+            return self._kept.unsettled(
+                name, unit.parameters, unit.orders, dtype, unit.slices[0].device, moved,
+                self._has_loaded,
+            )  # fmt: skip
+
+        def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:
             if name not in wholes:
-                wholes[name] = self._kept.flat(
-                    name, unit.parameters, unit.orders, dtype, unit.slices[0].device, moved,
-                    self._has_loaded,
-                )  # fmt: skip
+                found = unsettled(name, shared)
+                found.settle()
+                wholes[name] = found.tensor
             return wholes[name][begin:end]
 
-        return state
+        return state, unsettled
 
     # --- what was tried, and checkpoints ----------------------------------------------------------
 

@@ -116,12 +116,15 @@ class ResidualMemory(Memory):
         return payload, at
 
     def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
-        residual = piece.state("residual")
-        v = CompensatedUnit(grads, residual, self.beta, self.gamma)
+        kept = None
+        if compressor.leaves_pending and piece.kept is not None:
+            kept = piece.kept("residual")
+        residual = piece.state("residual") if kept is None else kept.tensor
+        v = CompensatedUnit(grads, residual, self.beta, self.gamma, kept)
         payload = compressor.encode_unit(v, piece)
         if not compressor.finite(payload):
             # Of parameters that are finite themselves this changes nothing.
-            residual.nan_to_num_(0.0, 0.0, 0.0)
+            piece.state("residual").nan_to_num_(0.0, 0.0, 0.0)
         return payload
 
     def for_sums(self) -> Memory:

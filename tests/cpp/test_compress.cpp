@@ -92,11 +92,30 @@ std::vector<unsigned char> everything(
     }
     note(out.data(), n * sizeof(float));
   };
-  t.pack_signs(v(), n, -0.25F, 0.75F, bytes.data());
-  note(bytes.data(), (n + 7) / 8);
-  note_residual();
-  for (const bool add : {false, true}) {
-    t.unpack_signs(out.data(), bytes.data(), n, -0.3F, 0.7F, add);
+  const kernels::SignValues owed{-0.25F, 0.75F};
+  for (const kernels::SignValues* before :
+       {static_cast<const kernels::SignValues*>(nullptr), &owed}) {
+    if (before != nullptr && kept.empty()) {
+      continue;
+    }
+    const kernels::SideSums sides = t.sum_signs(v(), before, n, bytes.data());
+    for (const double sum : {sides.high_sum, sides.low_sum}) {
+      const double one = std::isnan(sum) ? 7e33 : sum;
+      note(&one, sizeof(one));
+    }
+    note(&sides.low_count, sizeof(sides.low_count));
+    note(bytes.data(), (n + 7) / 8);
+    note_residual();
+  }
+  if (!kept.empty()) {
+    t.subtract_signs(residual.data(), n, owed);
+    note_residual();
+  }
+  const uint8_t* packed[] = {bytes.data(), bytes.data(), bytes.data()};
+  const kernels::SignValues sent[] = {
+      {-0.3F, 0.7F}, {0.1F, 0.2F}, {3e38F, -0.0F}};
+  for (const size_t ranks : {1, 2, 3}) {
+    t.unpack_signs(out.data(), packed, sent, ranks, n);
     note_out();
   }
   std::vector<uint8_t> rows(7 * ((n + 7) / 8));
@@ -184,7 +203,11 @@ TEST(large_results_are_those_of_their_parts) {
               whole.data(), parts.data(), whole.size() * sizeof(float)) == 0);
     };
     same([&](float* to, size_t begin, size_t n) {
-      t.unpack_signs(to, codes.data() + begin / 8, n, -0.3F, 0.7F, false);
+      const uint8_t* from[] = {codes.data() + begin / 8, codes.data()};
+      const kernels::SignValues values[] = {{-0.3F, 0.7F}, {0.1F, 0.2F}};
+      t.unpack_signs(to, from, values, 1, n);
+      from[1] = from[0] + kCount / 32;
+      t.unpack_signs(to, from, values, 2, n);
     });
     same([&](float* to, size_t begin, size_t n) {
       const uint8_t* from = codes.data() + begin / 8;

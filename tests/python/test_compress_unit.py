@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusedpg._by_parameter import ByParameter, Kept
 from fusedpg._registration import load_extension
 from fusedpg.compress import _each, compressors, memories
 from fusedpg.compress._each import EachParameter, EachParametersMemory
@@ -39,23 +40,48 @@ SPARSE = ("topk", "dgc", "randomk", "guarded_threshold")
 PAIRS = [(c, m) for c in COMPRESSORS for m in MEMORIES if not m.startswith("dgc") or c in SPARSE]
 
 
-def steps(compressor: str, memory: str, bad: bool, in_parts: bool) -> list[torch.Tensor]:
-    """Results and what is kept, of as many ranks as there are."""
+class Store:
+    """What a rank keeps of parameters of these sizes."""
+
+    def __init__(self) -> None:
+        self._by_parameter = ByParameter()
+        self._parameters = [torch.zeros(size) for size in SIZES]
+
+    def unsettled(self, name: str) -> Kept:
+        orders = [None] * len(SIZES)
+        cpu = torch.device("cpu")
+        return self._by_parameter.unsettled(name, self._parameters, orders, torch.float32, cpu)
+
+    def state(self, name: str, begin: int, end: int, shared: Any) -> torch.Tensor:
+        kept = self.unsettled(name)
+        kept.settle()
+        return kept.tensor[begin:end]
+
+    def saved(self) -> list[torch.Tensor]:
+        """As in a checkpoint."""
+        found = []
+        for name in self._by_parameter.names():
+            found += [self._by_parameter.get(name, p) for p in self._parameters]
+        return [tensor.clone() for tensor in found if tensor is not None]
+
+
+def steps(
+    compressor: str, memory: str, bad: bool, in_parts: bool, pending: bool, looks: bool
+) -> list[torch.Tensor]:
+    """Results and what is kept, of as many ranks as there are. ``pending``: what can be left of a
+    step is left to the next one, unless somebody ``looks``."""
     total = sum(SIZES)
     runs = Runs(Run(f"p{n}", 3 * n, 0, size, torch.Size([size])) for n, size in enumerate(SIZES))
     method = EachParameter(COMPRESSORS[compressor]())
     keepers = [EachParametersMemory(MEMORIES[memory]()) for _ in range(RANKS)]
-    kept: list[dict[str, torch.Tensor]] = [{} for _ in range(RANKS)]
+    stores = [Store() for _ in range(RANKS)]
     found = []
-    for step in range(3):
+    for step in range(4):
         payloads = []
-        for rank, keeper in enumerate(keepers):
-            mine = kept[rank]
+        for rank, (keeper, store) in enumerate(zip(keepers, stores)):
             piece = Piece(
                 "0", total, runs, rank, RANKS, 17 + step, torch.float32, torch.device("cpu"),
-                lambda key, begin, end, _, mine=mine: mine.setdefault(key, torch.zeros(total))[
-                    begin:end
-                ],
+                store.state, kept=store.unsettled if pending else None,
             )  # fmt: skip
             generator = torch.Generator().manual_seed(10 * step + rank)
             grad = torch.randn(total, generator=generator)
@@ -64,11 +90,19 @@ def steps(compressor: str, memory: str, bad: bool, in_parts: bool) -> list[torch
             parts: Any = list(grad.split(SIZES))
             payload, at = keeper.encode(method, Parts(parts, parts) if in_parts else grad, piece)
             payloads.append(payload)
+            if looks:
+                found += store.saved()
         out = torch.full((total,), 7.0)
         parts = list(out.split(SIZES))
         method.combine(Parts(parts, parts) if in_parts else out, payloads, keepers[0].scale, at)
         found.append(out)
-    return [*found, *(mine[key] for mine in kept for key in sorted(mine))]
+    signs = compressor in ("efsignsgd", "onebit") and memory != "none"
+    for store in stores:
+        if signs:
+            left = store.unsettled("residual").pending is not None
+            assert left == (pending and not looks)
+        found += store.saved()
+    return found
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
@@ -76,21 +110,48 @@ def steps(compressor: str, memory: str, bad: bool, in_parts: bool) -> list[torch
 def test_same_bits_as_one_after_the_other(
     compressor: str, memory: str, bad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = type(COMPRESSORS[compressor]())
     calls = []
-    original = type(COMPRESSORS[compressor]()).encode_unit
+    original = kind.encode_unit
     monkeypatch.setattr(
-        type(COMPRESSORS[compressor]()),
-        "encode_unit",
-        lambda *arguments: calls.append(1) or original(*arguments),
+        kind, "encode_unit", lambda *arguments: calls.append(1) or original(*arguments)
     )
-    units = [steps(compressor, memory, bad, in_parts) for in_parts in (False, True)]
-    assert len(calls) == 2 * 3 * RANKS
+    units = {
+        looks: [
+            steps(compressor, memory, bad, in_parts, pending, looks)
+            for in_parts in (False, True)
+            for pending in (False, True)
+        ]
+        for looks in (False, True)
+    }
+    assert len(calls) == 8 * 4 * RANKS
     monkeypatch.setattr(_each, "_UNIT_COMPRESSORS", frozenset())
-    wanted = steps(compressor, memory, bad, True)
-    assert len(calls) == 2 * 3 * RANKS
-    for got in units:
-        for mine, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    for looks, every in units.items():
+        wanted = steps(compressor, memory, bad, True, False, looks)
+        for got in every:
+            for mine, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    assert len(calls) == 8 * 4 * RANKS
+
+
+def test_pending_of_another_compressor() -> None:
+    """What is kept goes from compressor to compressor, whatever is pending."""
+
+    def run(pending: bool) -> list[torch.Tensor]:
+        store, keeper = Store(), EachParametersMemory(memories.ResidualMemory())
+        total, found = sum(SIZES), []
+        runs = Runs(Run(f"p{n}", n, 0, size, torch.Size([size])) for n, size in enumerate(SIZES))
+        for step, name in enumerate(("efsignsgd", "onebit", "topk", "onebit", "efsignsgd", "qsgd")):
+            piece = Piece(
+                "0", total, runs, 0, 1, step, torch.float32, torch.device("cpu"), store.state,
+                kept=store.unsettled if pending else None,
+            )  # fmt: skip
+            grad = torch.randn(total, generator=torch.Generator().manual_seed(step))
+            found += keeper.encode(EachParameter(COMPRESSORS[name]()), grad, piece)[0]
+        return [*found, *store.saved()]
+
+    for mine, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
 def test_own_subclass_is_called_for_each_parameter() -> None:
@@ -123,7 +184,10 @@ INDEX = torch.zeros(1, dtype=torch.int32)
         lambda: U.topk([V], V[1:], [4, 4], [1, 1], 1.0, 1.0),
         lambda: U.topk(None, None, [4, 4], [1, 1], 1.0, 1.0),
         lambda: U.topk([V], None, [-4, 12], [0, 0], 1.0, 1.0),
-        lambda: U.signs([V.double()], None, [8], True, 1.0, 1.0),
+        lambda: U.signs([V.double()], None, [8], True, None, False, 1.0, 1.0),
+        lambda: U.signs([V], V, [8], True, None, True, 1.0, 1.0),
+        lambda: U.onebit([V], V, [4, 4], ONE, False, 1.0, 1.0),
+        lambda: U.subtract_signs_(V, [4, 4], torch.zeros(2)),
         lambda: U.threshold([V], None, [8], math.nan, [0], 1.0, 1.0),
         lambda: U.qsgd([V], None, [8], 127, [], 128, 1.0, 1.0),
         lambda: U.pick([V], None, [4, 4], INDEX + 4, [1, 0], 1.0, 1.0),
