@@ -251,15 +251,14 @@ void UcxTransport::wait(Operation& operation, const Deadline& deadline) {
   const bool truncated = operation.status == kTruncated;
   if (!operation.sends && (truncated || operation.length != expected)) {
     end();
-    // UCX does not always say by how much.
-    const bool known = !truncated || operation.length > expected;
     fail(
         ErrorKind::kMismatch,
         "fused: rank {} (here) expected {} bytes of rank {}, which sent {}",
         rank_,
         expected,
         operation.peer,
-        known ? formatted("{}", operation.length) : "more");
+        // UCX does not say by how much.
+        truncated ? "more" : formatted("{}", operation.length));
   }
 }
 

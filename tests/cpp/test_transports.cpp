@@ -281,9 +281,10 @@ TEST(transport_lengths_that_differ_are_a_mismatch) {
         const Failure f = failure_of(
             [&] { t.receive(0, 1, NetBuffer(16))->wait(Deadline(kLong)); });
         CHECK(f.kind == ErrorKind::kMismatch);
-        CHECK(contains(
-            f.what,
-            formatted("expected 16 bytes of rank 0, which sent {}", bytes)));
+        const std::string what = "expected 16 bytes of rank 0, which sent ";
+        CHECK(
+            contains(f.what, what + std::to_string(bytes)) ||
+            (bytes > 16 && contains(f.what, what + "more")));
         CHECK(failure_of([&] {
                 (void)t.send(0, 1, filled(8, 1));
               }).kind == ErrorKind::kPeerFailed);
@@ -389,14 +390,15 @@ TEST(transport_many_small_messages) {
 
 // It has left before its messages have: they are on their way all the same.
 TEST(transport_sends_what_nobody_waits_for) {
-  on_transports(2, [](int rank, Transport& t, Store&) {
+  on_threads(2, [](int rank, Store& store) {
+    const auto t = make_tcp(store, rank, 2);
     const NetBuffer large = filled(size_t(16) << 20, 3);
     if (rank == 0) {
-      (void)t.send(1, 1, large);
+      (void)t->send(1, 1, large);
       return;
     }
     const NetBuffer into(large.bytes());
-    t.receive(0, 1, into)->wait(Deadline(kLong));
+    t->receive(0, 1, into)->wait(Deadline(kLong));
     CHECK(same(into, large));
   });
 }

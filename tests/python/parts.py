@@ -29,6 +29,8 @@ REST = [
     "test_simt_mutants.py",
     "test_fusion_alike.py",  # a compiler's run for each case
     "test_fusion_ambient.py",
+    "test_fusion_tune.py",
+    "test_fusion_rows.py",
 ]
 
 # What a row of the summary is called, and whose files are in it: the first that fits.

@@ -10,6 +10,7 @@ from checks import fusion_compile, fusion_compile_foe
 pytestmark = pytest.mark.fused_only
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [harness.slow(1), 2])
 def test_one_graph(world_size: int) -> None:
     # torch compiles, which takes a minute where others do, too.

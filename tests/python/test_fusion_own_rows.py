@@ -180,6 +180,7 @@ def test_no_kernel_for_gpus() -> None:
     assert "not generated for GPUs" in run.generated(*given, world_size=2, device="cuda")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "world_size, dtype", [(2, torch.float32), harness.slow(3, torch.bfloat16)], ids=str
 )
@@ -194,6 +195,7 @@ def test_bits_of_many_shapes(world_size: int, dtype: torch.dtype) -> None:
     harness.pool(world_size).run(own_rows.many, dtype, True, timeout=300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [3, harness.slow(1)])
 @pytest.mark.parametrize("world_size", [2, harness.slow(3)])
 def test_large(world_size: int, threads: int) -> None:
@@ -214,6 +216,7 @@ def test_dropout_of_one_number_a_row() -> None:
     harness.pool(2).run(own_rows.dropped_rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["ucx", harness.slow("gloo")])
 @pytest.mark.parametrize("hosts", ["two and one", harness.slow("three"), harness.slow("crossed")])
 def test_between_hosts(hosts: str, transport: str) -> None:
@@ -241,10 +244,12 @@ def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
     return row_programs.run_random(world_size, examples, check, **more)
 
 
+@pytest.mark.long
 def test_random_programs() -> None:
     assert run_random(2, 8, own_rows.random_program) > 0
 
 
+@pytest.mark.long
 def test_random_gradients() -> None:
     assert run_random(2, 5, own_rows.random_gradients, smooth=True) > 0
 

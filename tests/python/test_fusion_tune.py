@@ -10,7 +10,6 @@ from checks import tuner
 pytestmark = pytest.mark.fused_only
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "numel"), [(1, 1000), harness.slow(2, 1), (2, 100_003), harness.slow(3, 5000)]
 )
@@ -26,7 +25,6 @@ def test_limits() -> None:
     harness.pool(2).run(tuner.limits)
 
 
-@pytest.mark.long
 def test_gradients() -> None:
     harness.pool(2).run(tuner.gradients)
 

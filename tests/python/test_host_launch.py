@@ -188,6 +188,7 @@ def test_mpirun(two: hosts.Hosts, tmp_path: Path) -> None:
     assert {one["local_world_size"] for one in found} == {2}
 
 
+@pytest.mark.long
 def test_slurm_variables(two: hosts.Hosts) -> None:
     """What `srun -N 2 -n 3` sets; nobody knows the nodes' names here, so the address is given."""
     processes = []

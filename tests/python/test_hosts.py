@@ -75,6 +75,7 @@ def test_links_have_a_rate() -> None:
     assert float(seconds) > 0.6
 
 
+@pytest.mark.long
 def test_failures_leave_nothing(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("raise SystemExit('no luck')")

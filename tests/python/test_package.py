@@ -271,6 +271,7 @@ def test_other_devices_are_refused(pair: harness.Workers) -> None:
         assert "meta" in text, text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc, so no CUDA kernels")
 def test_cuda_library() -> None:
     """`make build` compiles the kernels where nvcc is; the table works without a GPU."""
