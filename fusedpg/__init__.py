@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fusedpg import compress as compress
     from fusedpg import ddp as ddp
     from fusedpg import fusion as fusion
+    from fusedpg import launch as launch
     from fusedpg import optim as optim
     from fusedpg import tensor_parallel as tensor_parallel
     from fusedpg._C import Options as Options
@@ -60,6 +61,7 @@ __all__ = [
     "group_info",
     "in_arena",
     "keep_freed_memory",
+    "launch",
     "optim",
     "serve_gloo",
     "shard_range",
@@ -68,7 +70,7 @@ __all__ = [
     "tensor_parallel",
 ]
 
-_MODULES = frozenset({"compress", "ddp", "fusion", "optim", "tensor_parallel"})
+_MODULES = frozenset({"compress", "ddp", "fusion", "launch", "optim", "tensor_parallel"})
 _LAYERS = frozenset({"ColumnParallelLinear", "RowParallelLinear"})
 _FUNCTIONS = frozenset(__all__) - _MODULES - _LAYERS
 _FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse", "keep_freed_memory", "serve_gloo"}

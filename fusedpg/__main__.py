@@ -1,7 +1,8 @@
-"""``python -m fusedpg`` prints what this installation is made of."""
+"""``python -m fusedpg [info | check | bench]``: what is installed, whether it works, how fast."""
 
 from __future__ import annotations
 
+import argparse
 import platform
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def hosts(module: ModuleType) -> str:
         return f"tcp; no UCX: {error}"
 
 
-def main() -> int:
+def info() -> int:
     module = load_extension()
     from fusedpg import _build_info, _serve_gloo
 
@@ -52,6 +53,25 @@ def main() -> int:
     for name, value in rows.items():
         print(f"{name:10} {value}")
     return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusedpg", description="fusedpg's doctor")
+    words = {
+        "info": "what this installation is made of (the default)",
+        "check": "two ranks run what can run here, against torch's numbers; the exit status says "
+        "whether all was right",
+        "bench": "a short table of times, beside Gloo's and a copy's",
+    }
+    commands = parser.add_subparsers(dest="command")
+    for name, text in words.items():
+        commands.add_parser(name, help=text, description=text)
+    command = parser.parse_args().command
+    if command in (None, "info"):
+        return info()
+    from fusedpg import _doctor
+
+    return _doctor.run_check() if command == "check" else _doctor.run_bench()
 
 
 if __name__ == "__main__":

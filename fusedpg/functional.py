@@ -97,7 +97,10 @@ def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
 
 
 def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dict[str, OpStats]:
-    """What this rank's reductions have cost since the group began, or since the last reset.
+    """What this rank's calls have cost since the group began, or since the last reset.
+
+    ``all_reduce``, ``sparse_all_reduce``, fused steps and fused functions are counted; ``reduce``,
+    ``reduce_scatter`` and what only moves data are not.
 
     Returns:
         A dict by operation ("all_reduce", "sparse_all_reduce", ...) of dicts: ``calls``; ``paths``,
