@@ -107,6 +107,7 @@ def launched(nproc: int) -> bool:
 
 def start(args: argparse.Namespace, pg_options: Any = None) -> None:
     """Joins the process group, with an equal share of the processors for each rank."""
+    fusedpg.keep_freed_memory()  # gradients are freed in every step
     dist.init_process_group(args.backend, pg_options=pg_options)
     world_size = dist.get_world_size()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))

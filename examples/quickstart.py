@@ -8,6 +8,7 @@ from torch import nn
 import fusedpg
 
 dist.init_process_group("fused")
+fusedpg.keep_freed_memory()  # gradients are freed in every step
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(0)

@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import runpy
-import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,10 +104,10 @@ def test_arms_have_words_and_plots(report: Any, tmp_path: Path) -> None:
 #   <!-- program: NAME
 #   lines -->                         which run before it, or after all if no block follows
 #   <!-- not run: GPU -->             for a reason of NOT_RUN
-# A block without any is a program of its own.
+# A block without any is a program of its own. A diff is two programs.
 ITEM = re.compile(
     r"^<!-- program: (?P<name>\w+)(?: \((?P<ranks>\d+) ranks\))?(?:\n(?P<hidden>.*?))? ?-->\n"
-    r"|^<!-- not run: (?P<reason>.+?) -->\n|^```python\n(?P<code>.*?)^```",
+    r"|^<!-- not run: (?P<reason>.+?) -->\n|^```(?P<kind>python|diff)\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
 NOT_RUN = {"GPU", "Ray"}
@@ -136,6 +135,10 @@ def programs_of(document: str) -> dict[str, Text]:
                 "" if code.startswith("# examples/") else f"line{text.count(NL, 0, item.start())}"
             )
             ranks = 2
+        if item["kind"] == "diff":
+            lines = code.splitlines(keepends=True)
+            before, code = ("".join(x[1:] or NL for x in lines if x[0] != no) for no in "+-")
+            found[f"{name}_before"] = Text(ranks, before)
         if name:
             old = found.get(name, Text(ranks, ""))
             found[name] = Text(max(old.ranks, ranks), old.text + code.rstrip() + NL)
@@ -165,13 +168,37 @@ def test_programs(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
     path = tmp_path / "program.py"
     path.write_text(program.text)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    env = {"WORLD_SIZE": str(program.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = harness.serve()
+    env = {"WORLD_SIZE": str(program.ranks), **harness.environment_of(store)}
     ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(program.ranks)]
     with harness.Workers(program.ranks, init=False, backend="gloo", env=ranks) as workers:
         workers.run(run_file, str(path), timeout=120)
+
+
+def test_parts_of_programs() -> None:
+    """A block that begins with the name of an example has parts of it, with ... between them."""
+    for document in DOCUMENTS:
+        blocks = re.findall(
+            r"^```python\n# (examples/\S+)\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S
+        )
+        for name, block in blocks:
+            whole = (ROOT / name).read_text()
+            for part in block.split("...\n"):
+                assert part.strip() in whole, f"{document}: {name} does not have\n{part}"
+
+
+def test_messages_are_in_the_sources() -> None:
+    """Who looks for an error finds the text that the code has."""
+    sources = [*ROOT.glob("csrc/**/*.?pp"), *ROOT.glob("fusedpg/**/*.py"), ROOT / "Makefile"]
+    text = "".join(path.read_text() for path in sources)
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # of adjacent literals
+    count = 0
+    for name in ("docs/operate/failures.md", "docs/start/install.md"):
+        for row in re.findall(r"^\| (`.+?) \|", (ROOT / name).read_text(), re.MULTILINE):
+            for message in re.findall(r"`([^`]+)`", row):
+                assert message in text, f"{name}: {message}"
+                count += 1
+    assert count > 25
 
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
