@@ -12,7 +12,7 @@ Names and parameters are those of GRACE (Xu et al. 2021). See docs/guides/compre
 No postponed annotations here: DDP inspects those of its hooks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ def from_params(
     schedule: str | int | None = None,
     seed: int = 0,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    uncompressed_steps: int = 0,
+    uncompressed_every: int = 0,
+    warmup_ratios: Sequence[float] = (),
 ) -> State:
     """A state for :func:`hook` from GRACE's parameters.
 
@@ -61,14 +64,23 @@ def from_params(
             ``lr``; what the chosen ones do not take is ignored, as long as one of the others does.
             By default "none" and "none", with "allreduce" where payloads can be added, else
             "allgather". MergeComp's ``ratio``, ``quantum``, ``fusion_num`` and ``params`` work.
-        group, schedule, seed, named_parameters: see :class:`State`.
+        group, schedule, seed, named_parameters, uncompressed_steps, uncompressed_every,
+            warmup_ratios: see :class:`State`.
 
     Raises:
         ValueError: for a name that is not known, and for parts that do not fit each other.
     """
     given = {"schedule": schedule, "named_parameters": named_parameters}
     more = _params.for_state(params, {k: v for k, v in given.items() if v is not None})
-    return State(*_params.parts(params), group=group, seed=seed, **more)
+    return State(
+        *_params.parts(params),
+        group=group,
+        seed=seed,
+        uncompressed_steps=uncompressed_steps,
+        uncompressed_every=uncompressed_every,
+        warmup_ratios=warmup_ratios,
+        **more,
+    )
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -25,6 +25,7 @@ from fusedpg.compress._lane import Lane
 from fusedpg.compress._low_rank import PowerSGD
 from fusedpg.compress._piece import Parts, Piece, Run, Runs, mixed
 from fusedpg.compress._schedule import Layout
+from fusedpg.compress._warm_up import WarmUp
 from fusedpg.compress.communicators import Allgather, Allreduce, Communicator
 from fusedpg.compress.memories import Memory
 
@@ -130,6 +131,12 @@ class State:
             "one" (all), a number of groups of about equal size, or "auto": 1 to 4 groups, or no
             compression, whichever takes the least time (see ``report()``).
         seed: of what is drawn at random; the same on all ranks. torch's generators are not used.
+        uncompressed_steps: so many first steps are not compressed.
+        uncompressed_every: nor is every step whose number is a multiple of this (0: all are). What
+            was kept is sent in such a step. For memories and compressors that allow it (see
+            "auto").
+        warmup_ratios: ``compress_ratio`` by epoch, as in DGC (0.25, 0.0625, 0.015625, 0.004); after
+            them the compressor's own. Tell the state of epochs by ``set_epoch()``.
         named_parameters: of the model, ``model.named_parameters()``: by these names checkpoints,
             errors and one's own compressors know parameters. Without it they are known by the
             order of the first backward.
@@ -148,6 +155,9 @@ class State:
         schedule: str | int = "bucket",
         seed: int = 0,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        uncompressed_steps: int = 0,
+        uncompressed_every: int = 0,
+        warmup_ratios: Sequence[float] = (),
     ) -> None:
         _params.check(compressor, memory, communicator)
         self.compressor, self.memory, self.communicator = compressor, memory, communicator
@@ -157,6 +167,13 @@ class State:
         self._schedule = _schedule.make(schedule)
         if isinstance(self._schedule, _schedule.Auto):
             self._schedule.with_plain = _may_be_plain(compressor, memory)
+        self._warm_up = WarmUp(compressor, uncompressed_steps, uncompressed_every, warmup_ratios)
+        if self._warm_up.any_plain and not _may_be_plain(compressor, memory):
+            raise ValueError(
+                f"uncompressed_steps and uncompressed_every with {type(compressor).__name__} and "
+                f"{type(memory).__name__}: a step that is not compressed would not be one of the "
+                "same training, as votes have another magnitude, and the memory dgc is a momentum"
+            )
         self._kept = ByParameter()
         self._step = 0
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -171,6 +188,11 @@ class State:
         self._keeps = False  # whether anything but zeros may be kept of earlier steps
         self._has_loaded = False  # any rank, a checkpoint's memory
         self._clear()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which of ``warmup_ratios`` holds in the steps that follow; the same on all ranks."""
+        self._wait()
+        self._warm_up.set_epoch(epoch)
 
     def check_module(self, group: dist.ProcessGroup) -> None:
         """Raises ValueError where a module's gradients would be averaged over other ranks."""
@@ -187,7 +209,7 @@ class State:
         self._hosts: _hosts.Hosts | None = None
         self._lane: Lane | None = None
         self._finishing: concurrent.futures.Future[None] | None = None
-        self._plain = self._direct = False
+        self._plain = self._direct = self._forced = False
         self._sent: list[Any] = []  # futures of this step's buckets that took DDP's own way
         self._failure: BaseException | None = None
         self._open: _Unit | None = None
@@ -205,6 +227,7 @@ class State:
     def _connect(self) -> Lane:
         lane = _lane.of(self._parent)
         facts = {"seed": self.seed, "step": self._step, "schedule": self.schedule}
+        facts |= self._warm_up.options()
         if isinstance(self.compressor, PowerSGD):
             # Every rank multiplies and orthogonalises for itself, with what BLAS has for it.
             facts["processor"] = torch.backends.cpu.get_cpu_capability()
@@ -259,7 +282,7 @@ class State:
             self._fail(error)  # the others wait for this rank
             raise
         splits = self._follow(parameters, buffer)
-        as_known = self._splits is not None and self._failure is None
+        as_known = (self._splits is not None or self._forced) and self._failure is None
         found = [None if gradients is None else gradients.get(p) for p in parameters]
         if self._direct and as_known and buffer.device.type == "cpu":
             self._position += len(parameters)
@@ -304,7 +327,7 @@ class State:
         In that group's arena the bucket can be read where it lies, and no thread is woken for it.
         DDP calls hooks in the order in which it would call that group itself.
         """
-        timing = self._schedule.timing(self._position)
+        timing = self._timing()
         self._scale(buffer)
         begin = time.perf_counter()
         work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=self._parent, async_op=True)
@@ -334,9 +357,16 @@ class State:
         if self._finishing is not None:
             # The ranks' next candidate is the same, once it has been agreed on.
             self._finishing.result()
-        self._splits = self._schedule.begin(self._layout)
-        self._plain = self._schedule.plain
+        # Of a search such a step is none: it goes on afterwards.
+        self._forced = self._warm_up.plain(self._step)
+        self._splits = None if self._forced else self._schedule.begin(self._layout)
+        self._plain = self._forced or self._schedule.plain
         self._direct = self._plain and not self._keeps and dist.get_backend(self._parent) == BACKEND
+
+    def _timing(self) -> _schedule.Timing:
+        if self._forced:
+            return lambda begin, end, numel: None
+        return self._schedule.timing(self._position)
 
     def _follow(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> frozenset[int]:
         """Where units end in this bucket, by positions after parameters.
@@ -349,7 +379,7 @@ class State:
             self._splits = None
             self._close()
         if self._splits is None:
-            if self._schedule.by_layer:
+            if self._schedule.by_layer and not self._forced:
                 return frozenset(range(self._position, self._position + len(parameters) + 1))
             return frozenset({self._position + len(parameters)})
         return self._splits
@@ -382,7 +412,7 @@ class State:
         if unit is None:
             unit = _Unit(-1, self._step, True)
         unit.ends, self._waiting = self._waiting, []
-        unit.timing = self._schedule.timing(self._position)
+        unit.timing = self._timing()
         if unit.slices and unit.slices[0].is_cuda:
             unit.after = torch.cuda.current_stream(unit.slices[0].device).record_event()
         assert self._lane is not None
@@ -396,7 +426,7 @@ class State:
             self._schedule.restart()
         assert self._lane is not None
         sent, self._sent = self._sent, []
-        self._finishing = self._lane.submit(self._finish, self._plain, sent)
+        self._finishing = self._lane.submit(self._finish, self._plain, self._forced, sent)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -433,14 +463,15 @@ class State:
             )
         return result
 
-    def _finish(self, plain: bool, sent: Sequence[Any]) -> None:
+    def _finish(self, plain: bool, forced: bool, sent: Sequence[Any]) -> None:
         # Where no unit of the step was compressed, all that had been kept was sent.
         self._keeps &= not plain
         if self._failure is None:
             try:
                 for one in sent:
                     one.wait()
-                self._schedule.finish(self._agree)
+                if not forced:
+                    self._schedule.finish(self._agree)
             except BaseException as error:
                 self._fail(error)
 
@@ -666,7 +697,13 @@ class State:
             # What was loaded and has not been asked for yet.
             memory = dict(self._loaded.memory)
             parameters = [tuple(one) for one in self._loaded.known]
-        return {"step": self._step, "seed": self.seed, "parameters": parameters, "memory": memory}
+        return {
+            "step": self._step,
+            "epoch": self._warm_up.epoch,
+            "seed": self.seed,
+            "parameters": parameters,
+            "memory": memory,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Of a model whose parameters are the same: their names, if both have some, else their
@@ -691,6 +728,7 @@ class State:
         if self._failure is None:
             self._lane = None  # the next backward asks again whether all ranks have the same
         self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
+        self._warm_up.set_epoch(state_dict.get("epoch", 0))  # older checkpoints have none
         self._loaded = loaded
         self._kept = ByParameter()
         self._order.clear()
@@ -703,13 +741,18 @@ class State:
         return {
             "parts": (self.compressor, self.memory, self.communicator),
             "schedule": self.schedule,
+            "warm_up": (self._warm_up.options(), self._warm_up.ratio),
             "state": self.state_dict(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        options, ratio = state["warm_up"]
         State.__init__(
-            self, *state["parts"], schedule=state["schedule"], seed=state["state"]["seed"]
-        )
+            self, *state["parts"], schedule=state["schedule"], seed=state["state"]["seed"],
+            **options,
+        )  # fmt: skip
+        if ratio is not None:
+            self._warm_up.begin(ratio, 0)  # the compressor has that of the epoch
         self.load_state_dict(state["state"])
 
 

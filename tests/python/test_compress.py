@@ -49,6 +49,46 @@ def test_equals_oracle(compressor: str, memory: str, communicator: str) -> None:
         harness.pool(3).run(checks.equals_oracle, compressor, memory, communicator, more)
 
 
+WARM = [
+    ("topk", "residual", [0.25, 0.2], "bucket"), ("topk", "residual", [0.3], 2),
+    ("topk", "none", [0.25], "layer"), ("threshold", "residual", [], "bucket"),
+    ("efsignsgd", "efsignsgd", [], "bucket"), ("efsignsgd", "residual", [], 2),
+    ("onebit", "residual", [], "layer"),
+    # A search goes on between steps that are not compressed; here nothing is ever lost.
+    ("topk", "residual", [1.0, 1.0, 1.0, 1.0], "auto"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["as it is", "pickle", "state_dict"])
+@pytest.mark.parametrize("case", WARM, ids=lambda case: "-".join(map(str, case)))
+def test_warm_up(case: tuple[str, str, list[float], Any], how: str) -> None:
+    compressor, memory, ratios, schedule = case
+    harness.pool(3).run(checks.warms_up, compressor, memory, schedule, ratios, how)
+
+
+def test_warm_up_is_the_same_on_all_ranks() -> None:
+    with harness.Workers(3) as ranks:  # a failure ends their groups
+        ranks.run(checks.epochs_differ)
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        ({"compressor": "signsgd"}, {"uncompressed_steps": 1}, "votes"),
+        ({"compressor": "dgc", "memory": "dgc"}, {"uncompressed_every": 2}, "momentum"),
+        ({"compressor": "efsignsgd"}, {"warmup_ratios": [0.5]}, "no compress_ratio"),
+        ({"compressor": "topk"}, {"warmup_ratios": [0.0]}, "warmup_ratios is"),
+        ({"compressor": "topk"}, {"uncompressed_steps": -1}, "uncompressed_steps is"),
+        ({"compressor": "topk"}, {"uncompressed_every": 1.5}, "uncompressed_every is"),
+    ],
+)
+def test_warm_up_that_cannot_be(
+    params: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        compress.from_params(params, **options)
+
+
 @pytest.mark.parametrize("communicator", list(COMMUNICATORS))
 @pytest.mark.parametrize("compressor", list(COMPRESSORS))
 def test_nothing_is_lost(compressor: str, communicator: str) -> None:

@@ -46,10 +46,11 @@ def fitting(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrapped(
-    context: Context, params: dict[str, Any], schedule: Any = "layer", bucket_cap_mb: float = 0.001
-) -> tuple[DistributedDataParallel, State]:
+    context: Context, params: dict[str, Any], schedule: Any = "layer",
+    bucket_cap_mb: float = 0.001, **options: Any,
+) -> tuple[DistributedDataParallel, State]:  # fmt: skip
     ddp = DistributedDataParallel(Given(), bucket_cap_mb=bucket_cap_mb)
-    state = compress.from_params(fitting(params), schedule=schedule)
+    state = compress.from_params(fitting(params), schedule=schedule, **options)
     ddp.register_comm_hook(state, compress.hook)
     return ddp, state
 
@@ -138,6 +139,71 @@ class Oracle:
             else:
                 results.append(total / len(grads))
         return results
+
+    def uncompressed(self, grads: list[Arrays]) -> Arrays:
+        """A step in which all that was kept is sent, too."""
+        lr = self.params["lr"] if self.params["memory"] == "efsignsgd" else 1.0
+        results = []
+        for n in range(len(SHAPES)):
+            everyone = []
+            for rank, mine in enumerate(grads):
+                g = mine[n].astype(np.float64).reshape(-1)
+                everyone.append(g + self.kept[rank][n] / lr)
+                self.kept[rank][n] = np.zeros_like(g)
+            results.append(np.mean(everyone, 0))
+        return results
+
+
+def warms_up(
+    context: Context, compressor: str, memory: str, schedule: Any, ratios: list[float], how: str
+) -> None:
+    """Steps that are not compressed and shares by epoch are those of the formulas, also where the
+    state is saved and loaded in between."""
+    params: dict[str, Any] = {
+        "compressor": compressor, "memory": memory, "communicator": "allgather",
+        "compress_ratio": 0.07, "threshold": 1.0, "lr": 0.25,
+    }  # fmt: skip
+    options: dict[str, Any] = {
+        "uncompressed_steps": 2, "uncompressed_every": 4, "warmup_ratios": ratios
+    }  # fmt: skip
+    ddp, state = wrapped(context, params, schedule, **options)
+    oracle = Oracle(context.world_size, params)
+    for step in range(12):
+        epoch = step // 3
+        if step % 3 == 0:
+            state.set_epoch(epoch)
+        if step == 7:
+            # In the middle of an epoch.
+            if how == "pickle":
+                state = pickle.loads(pickle.dumps(state))
+            elif how == "state_dict":
+                kept = state.state_dict()
+                state = compress.from_params(fitting(params), schedule=schedule, **options)
+                state.load_state_dict(kept)
+            module = ddp.module if how == "as it is" else Given()
+            del ddp
+            ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
+            ddp.register_comm_hook(state, compress.hook)
+        oracle.params["compress_ratio"] = [*ratios, 0.07, 0.07, 0.07, 0.07][epoch]
+        everyone = [given(step, rank) for rank in range(context.world_size)]
+        arrays = [[g.numpy() for g in mine] for mine in everyone]
+        got = step_of(ddp, everyone[context.rank])
+        plain = step in (0, 1, 3, 7, 11)
+        want = oracle.uncompressed(arrays) if plain else oracle.step(arrays)
+        for shape, mine, theirs in zip(SHAPES, got, want):
+            np.testing.assert_allclose(
+                mine.numpy().reshape(-1), theirs, rtol=1e-4, atol=2e-5,
+                err_msg=f"step {step}, {shape}",
+            )  # fmt: skip
+
+
+def epochs_differ(context: Context) -> None:
+    """Ranks in other epochs would send other numbers of elements."""
+    params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}
+    ddp, state = wrapped(context, params, warmup_ratios=[0.25])
+    state.set_epoch(context.rank)
+    with refused("compress_ratio"):
+        step_of(ddp, list(given(0, context.rank)))
 
 
 def equals_oracle(
