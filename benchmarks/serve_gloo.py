@@ -27,6 +27,7 @@ from _harness import _cpu_model
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "_served_programs.py"
 ARMS = ("gloo", "served")
+TOLERANCE = 1e-5
 
 # The module a program needs, and how it is started where not by one process a rank.
 NEEDS = {
@@ -148,8 +149,10 @@ def run(program: str, arm: str, ranks: int, limit: float) -> dict[str, Any] | st
         return note
 
 
-def measure(program: str, rounds: int, ranks: int, limit: float) -> Row:
-    row = Row(program)
+def measure(row: Row, rounds: int, ranks: int, limit: float) -> None:
+    """Adds rounds to a row."""
+    program = row.program
+    row.failed.clear()
     numbers: dict[str, list[float]] = {}
     for i in range(rounds):
         for arm in ARMS if i % 2 == 0 else ARMS[::-1]:
@@ -166,23 +169,29 @@ def measure(program: str, rounds: int, ranks: int, limit: float) -> Row:
         if len(a) != len(b) or not a:
             row.difference = math.inf
         else:
-            row.difference = max(abs(x - y) / max(abs(x), 1e-12) for x, y in zip(a, b))
-    return row
+            found = max(abs(x - y) / max(abs(x), 1e-12) for x, y in zip(a, b))
+            row.difference = max(row.difference, found)
+
+
+def load(path: Path) -> list[Row]:
+    rows = {row["program"]: Row(**row) for row in json.loads(path.read_text())["rows"]}
+    return [rows[program] for program in TITLES if program in rows]
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| program | steps: Gloo | served | times | whole: Gloo | served | times | result |",
+        "| program | steps: Gloo | served | times | whole: Gloo | served | times | numbers |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [TITLES[row.program]]
-        for what, digits in ((row.steps, 3), (row.whole, 1)):
+        for what, digits in ((row.steps, 2), (row.whole, 1)):
             gloo, ours = (row.least(what, arm) for arm in ARMS)
-            cells += [f"{gloo:.{digits}f} s", f"{ours:.{digits}f} s", f"{gloo / ours:.2f}"]
-        same = f"same ({row.difference:.0e})" if row.difference <= 1e-5 else "differs"
-        failed = ", ".join(f"{arm} failed" for arm in ARMS if arm in row.failed)
-        lines.append("| " + " | ".join([*cells, failed or same]) + " |")
+            cells += ["fails" if math.isnan(x) else f"{x:.{digits}f} s" for x in (gloo, ours)]
+            cells.append("" if math.isnan(gloo / ours) else f"{gloo / ours:.2f}")
+        numbers = "the same" if row.difference <= TOLERANCE else "differ"
+        same = "" if row.failed else numbers
+        lines.append("| " + " | ".join([*cells, same]) + " |")
     return "\n".join(lines)
 
 
@@ -191,8 +200,8 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(TITLES), help="programs, with commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
-    parser.add_argument("--json", type=Path, help="results are added to those that it holds")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one run")
+    parser.add_argument("--json", type=Path, help="rounds are added to those that it holds")
     arguments = parser.parse_args()
     import importlib.util
 
@@ -203,22 +212,26 @@ def main() -> int:
         if program in NEEDS and importlib.util.find_spec(NEEDS[program]) is None:
             print(f"{program}: {NEEDS[program]} is not installed", file=sys.stderr)
             continue
-        row = measure(program, arguments.rounds, arguments.ranks, arguments.limit)
+        saved = arguments.json and arguments.json.exists()
+        earlier = load(arguments.json) if saved else []
+        row = next((old for old in earlier if old.program == program), Row(program))
+        measure(row, arguments.rounds, arguments.ranks, arguments.limit)
         rows.append(row)
         print(table([row]).splitlines()[-1], flush=True)
         if arguments.json:
-            saved = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-            kept = [old for old in saved.get("rows", []) if old["program"] != program]
-            saved = {
+            # Another process may add other programs meanwhile.
+            earlier = load(arguments.json) if arguments.json.exists() else []
+            kept = [asdict(old) for old in earlier if old.program != program]
+            report = {
                 "cpu": _cpu_model(),
                 "cores": len(os.sched_getaffinity(0)),
                 "torch": torch.__version__,
                 "ranks": arguments.ranks,
                 "rows": [*kept, asdict(row)],
             }
-            arguments.json.write_text(json.dumps(saved, indent=1) + "\n")
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(rows))
-    return int(any("served" in row.failed or row.difference > 1e-5 for row in rows))
+    return int(any("served" in row.failed or row.difference > TOLERANCE for row in rows))
 
 
 if __name__ == "__main__":

@@ -180,6 +180,9 @@ def _make(*args: Any, **kwargs: Any) -> Any:
         store, rank, size, timeout = _arguments(*args, **kwargs)
     except TypeError:
         return Gloo(*args, **kwargs)  # which explains what is wrong
+    if not _can_agree(store):
+        _log('a group asked for as "gloo" is Gloo\'s: its store has only what Gloo asks of it')
+        return Gloo(*args, **kwargs)
     with _agreement(store, rank, size, timeout) as (decision, left):
         if timeout is not None and decision.startswith("serve"):
             return _serve(store, rank, size, timeout, left, cuda=decision == "serve cuda")
@@ -237,6 +240,12 @@ def _fits() -> bool:
 
 
 # --- the agreement ------------------------------------------------------------
+
+
+def _can_agree(store: Any) -> bool:
+    """Whether a store is one of torch's; one written in Python may do without what we ask of it."""
+    inner = getattr(store, "_underlying_non_prefix_store", store)
+    return isinstance(inner, (dist.TCPStore, dist.FileStore, dist.HashStore))
 
 
 @contextlib.contextmanager

@@ -509,6 +509,41 @@ def test_other_stores(kind: str, tmp_path: Path) -> None:
         assert not isinstance(backend, serve().Gloo) and isinstance(backend, dist.ProcessGroupGloo)
 
 
+class Small(dist.Store):
+    """What Gloo asks of a store, and no more."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: Any, value: Any) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: Any) -> Any:
+        return self._inner.get(key)
+
+    def add(self, key: Any, value: Any) -> int:
+        return self._inner.add(key, value)
+
+    def wait(self, keys: Any, *timeout: Any) -> None:
+        self._inner.wait(keys, *timeout)
+
+
+@on_ranks(2)
+def test_store_that_cannot_agree(context: Context) -> None:
+    """One written in Python: all ranks have Gloo's group, at once."""
+    store = Small(dist.PrefixStore("small", context.store))
+    with serving():
+        backend = dist.ProcessGroupGloo(
+            store, context.rank, context.world_size, datetime.timedelta(seconds=20)
+        )
+        assert type(backend) is serve().Gloo
+        assert any("its store has only" in text for text in serve()._said)
+        t = torch.ones(3)
+        backend.allreduce([t]).wait()
+        assert t.sum() == 3 * context.world_size
+
+
 # --- the variable -------------------------------------------------------------
 
 PROGRAM = """
