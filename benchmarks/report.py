@@ -30,13 +30,20 @@ import fused_step as fused_steps
 import model_parallel
 import pipeline_parallel
 import scaling
+import serve_gloo
+import serve_gloo_steps
 import sparse
 from _apart import ApartRow
 from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
 from _sparse_arms import SparseRow
 
 ROOT = RESULTS.parent.parent
-DOCUMENTS = ("README.md", "docs/evidence/benchmarks.md", "docs/guides/compression.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/evidence/benchmarks.md",
+    "docs/guides/compression.md",
+    "docs/guides/serve_gloo.md",
+)
 K, M = 1 << 10, 1 << 20
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
 Lines = Iterable[Sequence[str]]
@@ -384,6 +391,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "compression_accuracy": compression_accuracy,
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
+    "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),
+    "served_steps": lambda: serve_gloo_steps.table(
+        serve_gloo_steps.load(RESULTS / "served" / "steps.json")
+    ),
     "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
 }
 TABLE = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)

@@ -195,6 +195,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: list[Row]) -> str:
+    """Whether programs run, and with the same numbers; for the documents."""
+    lines = ["| program | on Gloo | served | numbers |", "|---|---|---|---|"]
+    for row in rows:
+        cells = [TITLES[row.program]]
+        cells += ["fails" if arm in row.failed else "runs" for arm in ARMS]
+        cells.append("" if row.failed else "the same" if row.difference <= TOLERANCE else "differ")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(TITLES), help="programs, with commas")
