@@ -268,6 +268,15 @@ TEST(net_mailbox_ends) {
           ErrorKind::kTimeout, {"timeout"}, [&] { post.receive(b, 1); });
     }
   });
+  // Nobody takes what is sent.
+  on_posts(2, [](NetPost& post) {
+    if (post.rank == 0) {
+      Bytes b(10);
+      Pending pending = post.send(b, 1, 0, milliseconds(200));
+      expect_error(
+          ErrorKind::kTimeout, {"send(10 bytes"}, [&] { pending.wait(); });
+    }
+  });
   // The group is aborted, or ends; the other rank stays.
   for (const bool aborts : {true, false}) {
     on_posts(2, [&](NetPost& post) {
