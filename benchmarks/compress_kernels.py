@@ -4,7 +4,8 @@
 
 One process and thread; 100 MB of float32 by default. Each kernel runs in turn with `y = c * x` over
 as many bytes as the kernel has to read and write: gradient, residual (read and written), payload,
-and a pass more over what has to be seen before anything can be sent (a mean, a norm, a maximum).
+and a pass more over what has to be seen before anything can be sent (a norm, a maximum) or before
+the residual is known (a mean).
 Top-k of 1 % also beside torch.topk. Results are compared with torch's operations first, of a
 shorter tensor.
 """
@@ -56,7 +57,7 @@ def kernels(numel: int) -> dict[str, tuple[Callable[[], object], float]]:
         "topk, no residual": (partial(c.topk, grad, None, k), full),
         "threshold": (fresh("threshold", 2.5), once),
         "signs": (fresh("signs", True), twice + numel / 8),
-        "signs, no residual": (partial(c.signs, grad, None, False), 2 * full + numel / 8),
+        "signs, no residual": (partial(c.signs, grad, None, False), full + numel / 8),
         "onebit": (fresh("onebit"), twice + numel / 8),
         "unpack_signs_": (
             partial(c.unpack_signs_, out, [packed], [-1.0], [1.0]), full + numel / 8
