@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
     from fusedpg._malloc import keep_freed_memory as keep_freed_memory
+    from fusedpg._metrics import openmetrics as openmetrics
     from fusedpg._serve_gloo import serve_gloo as serve_gloo
     from fusedpg.functional import empty as empty
     from fusedpg.functional import fused_adam_ as fused_adam_
@@ -62,6 +63,7 @@ __all__ = [
     "in_arena",
     "keep_freed_memory",
     "launch",
+    "openmetrics",
     "optim",
     "serve_gloo",
     "shard_range",
@@ -73,7 +75,8 @@ __all__ = [
 _MODULES = frozenset({"compress", "ddp", "fusion", "launch", "optim", "tensor_parallel"})
 _LAYERS = frozenset({"ColumnParallelLinear", "RowParallelLinear"})
 _FUNCTIONS = frozenset(__all__) - _MODULES - _LAYERS
-_FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse", "keep_freed_memory", "serve_gloo"}
+_FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse"}
+_FUNCTIONS -= {"keep_freed_memory", "openmetrics", "serve_gloo"}
 
 
 def __getattr__(name: str) -> Any:
@@ -89,6 +92,10 @@ def __getattr__(name: str) -> Any:
         from fusedpg._malloc import keep_freed_memory
 
         return keep_freed_memory
+    if name == "openmetrics":
+        from fusedpg._metrics import openmetrics
+
+        return openmetrics
     if name == "serve_gloo":
         from fusedpg._serve_gloo import serve_gloo
 
