@@ -194,28 +194,44 @@ py::object reduced_slices(const py::list& grads, const py::object& type) {
   return py::make_tuple(slices, contexts);
 }
 
-// What a rank owns of each tensor, in the order of its memory, as
-// `t.detach().as_strided(...)` gives it, but past autograd, which takes most
-// of the time: the same memory and count of versions.
+// A part of a tensor's memory as `t.detach().as_strided(...)` gives it, but
+// past autograd, which takes most of the time: the same memory and count of
+// versions.
+at::Tensor part_of(
+    const at::Tensor& t,
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides,
+    int64_t offset) {
+  const auto* whole = t.unsafeGetTensorImpl();
+  auto part = whole->shallow_copy_and_detach(
+      whole->version_counter(), /*allow_tensor_metadata_change=*/true);
+  // A mode of torch's may answer for it, with anything.
+  TORCH_CHECK(part.get() != whole, "fused: a dispatch mode detaches nothing");
+  part->set_sizes_and_strides(sizes, strides, t.storage_offset() + offset);
+  return at::Tensor(std::move(part));
+}
+
+// What a rank owns of each tensor, in the order of its memory.
 Items owned_slices(const Items& tensors, int world_size, int rank) {
   constexpr int64_t kUnit = 1;
   Items slices;
   slices.reserve(tensors.size());
   for (const at::Tensor& t : tensors) {
     const auto own = shard_range(t.numel(), world_size, rank);
-    const auto* whole = t.unsafeGetTensorImpl();
-    auto slice = whole->shallow_copy_and_detach(
-        whole->version_counter(), /*allow_tensor_metadata_change=*/true);
-    // A mode of torch's may answer for it, with anything.
-    TORCH_CHECK(
-        slice.get() != whole, "fused: a dispatch mode detaches nothing");
-    slice->set_sizes_and_strides(
-        at::IntArrayRef(own.length),
-        at::IntArrayRef(kUnit),
-        t.storage_offset() + own.offset);
-    slices.emplace_back(std::move(slice));
+    slices.push_back(part_of(t, own.length, kUnit, own.offset));
   }
   return slices;
+}
+
+// As `t.unbind()` of a tensor of one dimension.
+Items scalars_of(const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.dim() == 1, "fused: a tensor of one dimension");
+  Items scalars;
+  scalars.reserve(static_cast<size_t>(t.numel()));
+  for (int64_t i = 0; i < t.numel(); ++i) {
+    scalars.push_back(part_of(t, {}, {}, i * t.stride(0)));
+  }
+  return scalars;
 }
 
 // Manual mode: gradients of this rank alone have been reduced, to these slices.
@@ -450,6 +466,7 @@ void bind_step_lists(py::module_& m) {
   m.def("versions_of", &versions_of);
   m.def("reduced_slices", &reduced_slices);
   m.def("owned_slices", &owned_slices);
+  m.def("scalars_of", &scalars_of);
   m.def("set_reduced", &set_reduced);
   m.def("unreduced_gradients", &unreduced_gradients);
   m.def("place_spent", &place_spent);

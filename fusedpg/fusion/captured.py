@@ -81,7 +81,10 @@ class Captured:
         """
         if self._last is not None:
             lookups, reads = self._last
-            if all(get(name, _NOTHING) is value for get, name, value in lookups):
+            for get, name, value in lookups:
+                if get(name, _NOTHING) is not value:
+                    break
+            else:
                 return reads
         reader = _Reader(self._function)
         reads = Reads(tuple(reader.items))

@@ -299,7 +299,9 @@ class Shortcut:
         self, group: dist.ProcessGroup, values: list[Any], targets: Sequence[torch.Tensor]
     ) -> Any:
         """What the call returns; None where it has to be carried out another way."""
-        if self._captured() != self._reads or not self._usable(group):
+        reads = self._captured()
+        # Mostly it is the same object, which is quicker to see than that it is equal.
+        if (reads is not self._reads and reads != self._reads) or not self._usable(group):
             return None
         slots = [*map(values.__getitem__, self._inputs), *self._template, *targets]
         if not self._plain:

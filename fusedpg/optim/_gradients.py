@@ -381,11 +381,15 @@ def _norm(grad: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torc
 
 def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
     first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
-    alike = dtype is not None or len(load_extension().dtypes_of(grads)) == 1
+    extension = load_extension()
+    alike = dtype is not None or len(extension.dtypes_of(grads)) == 1
     if alike and set(map(type, grads)) == {ShardedGrad}:
         each = first._context.norms_of(grads, float(ord))
         if each is not None:
-            return list(each.to(dtype or first.dtype, copy=True).unbind())
+            apart: list[torch.Tensor] = extension.scalars_of(
+                each.to(dtype or first.dtype, copy=True)
+            )
+            return apart
     # torch's clipping asks for all gradients of a model together, of which some may be torch's own
     # optimizer's.
     norm = torch.linalg.vector_norm if clips_by_default() else _vector_norm

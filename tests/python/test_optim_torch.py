@@ -9,8 +9,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+import fusedpg
 import harness
 from checks import optim_assumptions, optim_reads, optim_sequences, optim_torch
+from checks.refused import refused
 
 pytestmark = [
     pytest.mark.fused_only,
@@ -151,3 +153,17 @@ def test_another_torch(pair: harness.Workers, what: str) -> None:
 @hypothesis.given(st.integers(1, 3), st.lists(st.integers(0, 99), min_size=20, max_size=250))
 def test_sequences(kind: str, mode: str, size: int, numbers: list[int]) -> None:
     harness.pool(size).run(optim_sequences.sequence, kind, mode, numbers)
+
+
+@harness.on_ranks(2)
+def test_a_gradient_of_other_ranks_is_named(context: harness.Context) -> None:
+    """A list of gradients that the caller has made lacks it: the first norm says so."""
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    optimizer = fusedpg.optim.SGD(params, lr=0.1)
+    sum(p.sum() for p in params[: 2 + context.rank]).backward()
+    if context.rank == 0:
+        with refused("parameter 2 of group 0 was used on other ranks only"):
+            optimizer._context.reduce()
+    else:
+        optimizer._context.reduce()
+    assert params[2].grad is not None
