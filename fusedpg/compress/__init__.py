@@ -64,8 +64,8 @@ def from_params(
             ``lr``; what the chosen ones do not take is ignored, as long as one of the others does.
             By default "none" and "none", with "allreduce" where payloads can be added, else
             "allgather". MergeComp's ``ratio``, ``quantum``, ``fusion_num`` and ``params`` work.
-        group, schedule, seed, named_parameters, uncompressed_steps, uncompressed_every,
-            warmup_ratios: see :class:`State`.
+        group, schedule, seed, named_parameters: see :class:`State`.
+        uncompressed_steps, uncompressed_every, warmup_ratios: see :class:`State`.
 
     Raises:
         ValueError: for a name that is not known, and for parts that do not fit each other.
