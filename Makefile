@@ -136,7 +136,7 @@ docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict
 
-# A wheel for each supported torch, each tried in a fresh environment. WHEELS="2.13 2.14": only these.
+# One wheel for every supported torch, tried beside each. WHEELS="2.13 2.14": only these.
 wheels: | $(VENV)/bin/python
 	$(BIN)/python tools/wheels.py $(if $(WHEELS),--torch $(WHEELS))
 
@@ -263,6 +263,6 @@ format: $(LINT)
 
 .PHONY: clean
 clean:
-	rm -rf build dist *.egg-info fusedpg/*.so fusedpg/_build_info.py
+	rm -rf build dist *.egg-info fusedpg/*.so fusedpg/pt*_* fusedpg/_build_info.py
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f $(VENV)/.built-* $(VENV)/.kernels-*

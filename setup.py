@@ -1,4 +1,4 @@
-"""Builds fusedpg._C with CMake and Ninja, and ties what was built to its torch.
+"""Builds the engine and fusedpg._C with CMake and Ninja, and says which torches they run with.
 
 Everything else is in pyproject.toml.
 """
@@ -6,6 +6,7 @@ Everything else is in pyproject.toml.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -54,33 +55,51 @@ def runs(code: str, *args: str) -> bool:
 
 
 NO_TORCH = (
-    "fusedpg is built against the torch of this environment and none can be imported.\n"
+    "fusedpg is built against the torch of this environment and none is installed.\n"
     "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
 )
 
 
-def check_torch() -> None:
-    if not runs("import torch"):
-        raise SystemExit(NO_TORCH)
+def torch_paths() -> list[str]:
+    """Folders with a torch each, of different minor releases; none: this environment's torch."""
+    return [path for path in os.environ.get("FUSEDPG_TORCH_PATHS", "").split(":") if path]
 
 
-def version_and_torch() -> tuple[str, str]:
-    """The version of the package, and which torch it needs.
+def torch_releases() -> list[tuple[int, int]]:
+    """The minor releases of torch that the package is built for, in order."""
+    found = []
+    for path in torch_paths() or [None]:
+        where = {} if path is None else {"path": [path]}
+        distribution = next(iter(importlib.metadata.distributions(name="torch", **where)), None)
+        if distribution is None:
+            raise SystemExit(
+                NO_TORCH if path is None else f"FUSEDPG_TORCH_PATHS: no torch in {path}"
+            )
+        major, minor = (int(part) for part in distribution.version.split(".")[:2])
+        if (major, minor) < MIN_TORCH:
+            raise SystemExit(
+                "fusedpg needs torch >= {}.{}, and this is {}".format(
+                    *MIN_TORCH, distribution.version
+                )
+            )
+        found.append((major, minor))
+    return sorted(found)
 
-    Sources do with any supported torch. What is built runs with one minor release, so its version
-    names that one and its metadata keep pip from installing it beside another.
+
+def wanted_torch() -> str:
+    """What the metadata ask of pip.
+
+    Sources do with any supported torch; what is built, with the releases it was built for.
     """
-    oldest = "torch>={}.{}".format(*MIN_TORCH)
     if not {"bdist_wheel", "dist_info", "editable_wheel"} & set(sys.argv):
-        return VERSION, oldest
-    try:
-        installed = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(NO_TORCH) from None
-    major, minor = (int(part) for part in installed.split(".")[:2])
-    if (major, minor) < MIN_TORCH:
-        raise SystemExit(f"fusedpg needs {oldest}, and torch {installed} is installed")
-    return f"{VERSION}+pt{major}{minor}", f"torch>={major}.{minor},<{major}.{minor + 1}"
+        return "torch>={}.{}".format(*MIN_TORCH)
+    releases = torch_releases()
+    (first_major, first), (major, last) = releases[0], releases[-1]
+    wanted = [f"torch>={first_major}.{first}", f"<{major}.{last + 1}"]
+    for before, after in itertools.pairwise(releases):
+        if before[0] == after[0]:
+            wanted += [f"!={before[0]}.{minor}.*" for minor in range(before[1] + 1, after[1])]
+    return ",".join(wanted)
 
 
 LOAD_MODULE = """
@@ -92,23 +111,23 @@ importlib.util.module_from_spec(importlib.util.spec_from_file_location("fusedpg.
 def check_module(path: Path) -> None:
     """A module linked with a symbol missing would break every `import torch` from now on."""
     if not runs(LOAD_MODULE, str(path)):
-        raise SystemExit(f"the module that was built cannot be loaded: {path.name}")
+        raise SystemExit(f"the module that was built cannot be loaded: {path}")
 
 
-def replace_library(source: Path, target: Path) -> None:
-    """A new file, never a rewrite: a process may have the old one mapped."""
-    target.unlink(missing_ok=True)
-    if source.exists():
-        shutil.copy2(source, target)
+def built_files(folder: Path) -> list[Path]:
+    """What a build leaves, relative to its folder: the engine, a module a torch, the kernels."""
+    found = [*folder.glob("*.so"), *folder.glob("pt*_*/_C*.so"), folder / "_build_info.py"]
+    return [path.relative_to(folder) for path in found if path.exists()]
 
 
 class CMakeBuild(build_ext):
-    """One CMake build for the one extension; the build folder is kept and reused."""
+    """One CMake build for everything native; the build folder is kept and reused."""
 
     def build_extension(self, ext: Extension) -> None:
-        check_torch()
+        releases = torch_releases()
         cmake = find_cmake()
         build_dir = Path(os.environ.get("FUSEDPG_BUILD_DIR", ROOT / "build" / "cmake"))
+        built = build_dir / "fusedpg"
         build_dir.mkdir(parents=True, exist_ok=True)
         editable = self.editable_mode or bool(os.environ.get("FUSEDPG_ABSOLUTE_RPATH"))
         build_type = os.environ.get("CMAKE_BUILD_TYPE", "Release")
@@ -121,40 +140,48 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={build_type}",
             f"-DFUSEDPG_VERSION={VERSION}",
             f"-DFUSEDPG_PYTHON={sys.executable}",
+            f"-DFUSEDPG_TORCH_PATHS={';'.join(torch_paths())}",
             f"-DFUSEDPG_ABSOLUTE_RPATH={'ON' if editable else 'OFF'}",
-            f"-DFUSEDPG_MODULE_DIR={build_dir / 'fusedpg'}",
+            f"-DFUSEDPG_MODULE_DIR={built}",
             "-DFUSEDPG_BUILD_PYTHON=ON",
             "-DFUSEDPG_BUILD_TESTS=OFF",
             *os.environ.get("CMAKE_ARGS", "").split(),
         ]
+        # A module of an earlier build, for a torch that is not asked for now, must not be shipped.
+        wanted = {"pt{}_{}".format(*release) for release in releases}
+        for folder in built.glob("pt*_*"):
+            if folder.name not in wanted:
+                shutil.rmtree(folder)
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(build_dir), "--parallel", jobs], check=True)
+        if not torch_paths():
+            check_module(next(built.glob(f"{next(iter(wanted))}/_C*.so")))
 
-        module = Path(self.get_ext_fullpath(ext.name)).resolve()
-        built = build_dir / "fusedpg" / module.name
-        check_module(built)
-        targets = [module.parent]
-        if self.editable_mode:
-            targets.append(ROOT / "fusedpg")
-        for target in targets:
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(build_dir / "fusedpg" / "_build_info.py", target)
-            # Where none was built, one of an earlier build goes.
-            replace_library(build_dir / "fusedpg" / CUDA_LIBRARY, target / CUDA_LIBRARY)
-        replace_library(built, module)
+        folder = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        for target in {folder, ROOT / "fusedpg"} if self.editable_mode else {folder}:
+            for old in built_files(target):
+                (target / old).unlink()
+            for file in built_files(built):
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                # A new file, never a rewrite: a process may have the old one mapped.
+                shutil.copy2(built / file, target / file)
 
+    # The files lie where they belong when build_extension() returns.
     def copy_extensions_to_source(self) -> None:
-        for ext in self.extensions:
-            name = Path(self.get_ext_filename(ext.name)).name
-            (ROOT / "fusedpg" / name).unlink(missing_ok=True)
-        super().copy_extensions_to_source()
+        pass
+
+    def get_outputs(self) -> list[str]:
+        folder = Path(self.build_lib) / "fusedpg"
+        return [str(folder / file) for file in built_files(folder)]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
 
 
-version, torch = version_and_torch()
 setup(
-    version=version,
-    install_requires=[torch, "numpy"],
+    version=VERSION,
+    install_requires=[wanted_torch(), "numpy"],
     ext_modules=[Extension("fusedpg._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

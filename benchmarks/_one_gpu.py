@@ -36,7 +36,12 @@ TAIL = 40  # lines
 MINUTES = 8.8  # for a stage, and for reading what the machine is
 LEAST = 5  # seconds of the budget below which no step begins
 # What a build leaves, and what it is made of.
-BUILT = ("fusedpg/_C*.so", "fusedpg/_build_info.py", "fusedpg/libfusedpg_cuda.so")
+BUILT = (
+    "fusedpg/pt*_*/_C*.so",
+    "fusedpg/libfusedpg.so",
+    "fusedpg/_build_info.py",
+    "fusedpg/libfusedpg_cuda.so",
+)
 BUILT += ("build/cmake/fusedpg_gpu_table.so",)
 SOURCES = ("CMakeLists.txt", "cmake/*", "csrc/**/*.*", "benchmarks/gpu_table.cpp")
 PASS, FAIL, SKIP, TIMEOUT = "PASS", "FAIL", "SKIP", "TIMEOUT"

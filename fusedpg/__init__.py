@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fusedpg.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
     from fusedpg.tensor_parallel import RowParallelLinear as RowParallelLinear
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ColumnParallelLinear",

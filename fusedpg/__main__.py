@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 import fusedpg
-from fusedpg._registration import load_extension
+from fusedpg._registration import built_for, load_extension
 
 
 def cuda(info: ModuleType) -> str:
@@ -41,7 +41,7 @@ def info() -> int:
 
     rows = {
         "fusedpg": fusedpg.__version__,
-        "torch": f"{torch.__version__} (built for {_build_info.torch_full_version})",
+        "torch": f"{torch.__version__} (built for {', '.join(built_for())})",
         "python": platform.python_version(),
         "compiler": _build_info.cxx_compiler,
         "kernels": module.isa(),

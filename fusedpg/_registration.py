@@ -11,6 +11,7 @@ import socket
 import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,30 +21,42 @@ DEVICES = ["cpu", "cuda"]
 _extension: ModuleType | None = None
 
 
-def _major_minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
+def _folder(version: str) -> str:
+    major, minor = version.split(".")[:2]
+    return f"pt{major}_{minor}"
 
 
-def check_torch_version(built: str, running: str) -> None:
-    """Raises ImportError when the extension was built for another torch.
+def built_for() -> list[str]:
+    """The minor releases of torch that the installed package has an extension for, in order."""
+    found = Path(__file__).parent.glob("pt*_*/_C*.so")
+    names = {path.parent.name.removeprefix("pt").replace("_", ".") for path in found}
+    return sorted(names, key=lambda name: tuple(map(int, name.split("."))))
+
+
+def check_torch_version(running: str) -> str:
+    """The folder of the extension for this torch.
 
     c10d's C++ classes change between minor releases, so an extension built for one release may
     load under another and crash later.
+
+    Raises:
+        ImportError: there is no extension, or none for this torch.
     """
-    if _major_minor(built) != _major_minor(running):
+    built = built_for()
+    if not built:
         raise ImportError(
-            f"fusedpg was built for torch {built}, but torch {running} is installed. "
-            "Build it again for this torch, in a checkout of fusedpg: "
+            "fusedpg's extension is not built. In a checkout run "
+            "`pip install --no-build-isolation -e .`."
+        )
+    folder = _folder(running)
+    if folder not in map(_folder, built):
+        raise ImportError(
+            f"fusedpg was built for torch {', '.join(built)}, but torch {running} is "
+            "installed. "
+            "Build it for this torch, in a checkout of fusedpg: "
             "pip install -r requirements/build.txt && pip install --no-build-isolation ."
         )
-
-
-def _built_for() -> str | None:
-    """The torch version of the installed extension, or None when there is none yet."""
-    try:
-        return str(importlib.import_module("fusedpg._build_info").torch_version)
-    except ModuleNotFoundError:
-        return None
+    return str(Path(__file__).parent / folder)
 
 
 def load_extension() -> ModuleType:
@@ -53,14 +66,10 @@ def load_extension() -> ModuleType:
         import torch
         import torch.distributed  # registers the classes that _C derives from
 
-        try:
-            info = importlib.import_module("fusedpg._build_info")
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                "fusedpg's extension is not built. In a checkout run "
-                "`pip install --no-build-isolation -e .`."
-            ) from error
-        check_torch_version(info.torch_version, str(torch.__version__))
+        folder = check_torch_version(str(torch.__version__))
+        package = sys.modules["fusedpg"].__path__
+        if folder not in package:
+            package.append(folder)
         module = importlib.import_module("fusedpg._C")
         module._set_delegate_factory(_make_delegate)
         module._set_ucx_library(_ucx_library())
@@ -184,9 +193,8 @@ def register() -> None:
         import torch
         import torch.distributed as dist
 
-        built = _built_for()
-        if built is not None:
-            check_torch_version(built, str(torch.__version__))
+        if built_for():
+            check_torch_version(str(torch.__version__))
     except Exception as error:
         warnings.warn(str(error), stacklevel=2)
     try:

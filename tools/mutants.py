@@ -375,7 +375,8 @@ def own_tree(project: Project) -> Iterator[Path]:
             copy_tree(project, tree)
             for name in project.install:
                 for built in project.build_folder.glob(name):
-                    copy = tree / "fusedpg" / built.name
+                    copy = tree / built.relative_to(project.build_folder)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
                     if not copy.exists() or copy.stat().st_mtime_ns != built.stat().st_mtime_ns:
                         copy.unlink(missing_ok=True)
                         shutil.copy2(built, copy)

@@ -1,12 +1,13 @@
-"""Builds a wheel for each supported torch, and tries each one in an environment of its own.
+"""Builds one wheel for every supported torch, and tries it beside each of them.
 
     python tools/wheels.py                   # from 2.11 to the newest that pip would install
     python tools/wheels.py --torch 2.13 2.14
 
-A wheel runs with one minor release of torch, which its version names (0.1.0+pt213) and its metadata
-asks for. It is built beside that torch in one fresh environment under build/wheels. In another one
-pip installs the wheel alone, choosing a torch by the metadata, and examples/quickstart.py trains on
-two ranks. A CUDA build of torch takes about 5 GB in each, so both go again (--keep keeps them).
+The wheel holds the engine once, and a small extension for each torch, which knows that torch's C++
+classes. The torches are unpacked without what they depend on under build/wheels; only their headers
+and libraries are needed. Then, for each torch, an environment of its own: pip installs it and the
+wheel, `python -m fusedpg` and examples/quickstart.py run. Beside the newest, pip also builds the
+sdist. A CUDA build of torch takes about 5 GB, so environments go again (--keep keeps them).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,28 +69,48 @@ def environment(folder: Path) -> Path:
     return folder / "bin/python"
 
 
-def build(torch: tuple[int, int], work: Path) -> Path:
+def unpacked(torch: tuple[int, int], work: Path) -> Path:
+    """A folder that holds this torch's package, for its headers and libraries."""
+    folder = work / "torch{}_{}".format(*torch)
+    if not (folder / "torch/version.py").exists():
+        wanted = "torch=={}.{}.*".format(*torch)
+        run(pip(sys.executable, "install", "--no-deps", "--target", str(folder), wanted))
+    return folder
+
+
+def build(torches: list[tuple[int, int]], work: Path) -> tuple[Path, Path]:
+    """The wheel and the sdist, in dist/."""
     python = environment(work / "build")
-    build_requirements = str(ROOT / "requirements/build.txt")
-    run(pip(python, "install", "torch=={}.{}.*".format(*torch), "-r", build_requirements))
+    run(pip(python, "install", "-r", str(ROOT / "requirements/build.txt")))
     made = work / "made"
     shutil.rmtree(made, ignore_errors=True)
     # setuptools would put files of an earlier wheel into this one.
     for left in [*(ROOT / "build").glob("lib*"), *(ROOT / "build").glob("bdist*")]:
         shutil.rmtree(left)
-    command = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), str(ROOT)]
-    run([str(python), *command], FUSEDPG_BUILD_DIR=str(work / "cmake"))
-    (wheel,) = made.glob("*.whl")
-    if "+pt{}{}-".format(*torch) not in wheel.name:
-        sys.exit(f"{wheel.name} does not name its torch")
+    paths = ":".join(str(unpacked(torch, work)) for torch in torches)
+    command = ["-m", "build", "--no-isolation", "--skip-dependency-check", "--outdir", str(made)]
+    for kind in ("--sdist", "--wheel"):
+        run(
+            [str(python), *command, kind, str(ROOT)],
+            FUSEDPG_BUILD_DIR=str(work / "cmake"),
+            FUSEDPG_TORCH_PATHS=paths,
+        )
+    (wheel,), (sdist,) = made.glob("*.whl"), made.glob("*.tar.gz")
+    inside = {Path(name).parent.name for name in zipfile.ZipFile(wheel).namelist() if "/_C" in name}
+    if not inside >= {"pt{}_{}".format(*torch) for torch in torches}:
+        sys.exit(f"{wheel.name} holds only {', '.join(sorted(inside))}")
     dist = ROOT / "dist"
     dist.mkdir(exist_ok=True)
-    return Path(shutil.copy2(wheel, dist))
+    return Path(shutil.copy2(wheel, dist)), Path(shutil.copy2(sdist, dist))
 
 
-def smoke_test(wheel: Path, work: Path) -> None:
+def try_it(package: Path, torch: tuple[int, int], work: Path, *options: str) -> None:
+    """In an environment that holds this torch, the package and what they depend on."""
     python = environment(work / "clean")
-    run(pip(python, "install", str(wheel)))
+    run(pip(python, "install", "torch=={}.{}.*".format(*torch)))
+    if options:
+        run(pip(python, "install", "-r", str(ROOT / "requirements/build.txt")))
+    run(pip(python, "install", *options, str(package)))
     run(pip(python, "check"))
     run([str(python), "-m", "fusedpg"])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -103,17 +125,17 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="the environments")
     args = parser.parse_args()
     (ROOT / "build").mkdir(exist_ok=True)
-    wheels = []
-    for torch in args.torch or supported():
-        work = ROOT / "build/wheels/pt{}{}".format(*torch)
-        wheel = build(torch, work)
-        if not args.keep:
-            shutil.rmtree(work / "build")
-        smoke_test(wheel, work)
-        if not args.keep:
-            shutil.rmtree(work / "clean")
-        wheels.append(wheel)
-    print("built and tried:", *(wheel.name for wheel in wheels), sep="\n  ")
+    torches = args.torch or supported()
+    work = ROOT / "build/wheels"
+    wheel, sdist = build(torches, work)
+    for torch in torches:
+        try_it(wheel, torch, work)
+    try_it(sdist, torches[-1], work, "--no-build-isolation")
+    if not args.keep:
+        for folder in ("build", "clean"):
+            shutil.rmtree(work / folder)
+    beside = ", ".join("{}.{}".format(*torch) for torch in torches)
+    print(f"built and tried beside torch {beside}:\n  {wheel.name}\n  {sdist.name}")
     return 0
 
 

@@ -3,7 +3,13 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/headeronly/version.h>
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+#include <dlfcn.h>
+#endif
+
+#include "base/error.hpp"
 #include "cuda/cuda_api.hpp"
 
 namespace fusedpg {
@@ -34,7 +40,7 @@ class CudaStreams {
   }
   // Whether a graph is made of what the current stream gets.
   bool capturing() const {
-    return !pretend_ && impl().isStreamCapturing(current_stream());
+    return !pretend_ && is_capturing(current_stream());
   }
   cuda::Stream handle(const c10::Stream& stream) const {
     return impl().getStreamNativeHandle(stream);
@@ -68,6 +74,26 @@ class CudaStreams {
   c10::impl::VirtualGuardImpl impl() const {
     return c10::impl::VirtualGuardImpl(device_.type());
   }
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+  // torch 2.11 cannot tell; CUDA's runtime, which it has loaded for everybody, can.
+  bool is_capturing(const c10::Stream& stream) const {
+    using Query = int (*)(cuda::Stream, int*);
+    static const auto query = reinterpret_cast<Query>(
+        dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing"));
+    int status = 0; // cudaStreamCaptureStatusNone
+    if (query == nullptr || query(handle(stream), &status) != 0) {
+      throw Error(
+          ErrorKind::kSystem,
+          "cudaStreamIsCapturing of CUDA's runtime cannot be called: fusedpg "
+          "needs it with torch 2.11");
+    }
+    return status != 0;
+  }
+#else
+  bool is_capturing(const c10::Stream& stream) const {
+    return impl().isStreamCapturing(stream);
+  }
+#endif
 
   c10::Device device_;
   bool pretend_;

@@ -12,10 +12,12 @@ import shutil
 import subprocess
 import tarfile
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 import fusedpg
 import harness
@@ -145,10 +147,13 @@ def why_no_kernels(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["-DFUSEDPG_TORCH_CUDA="], "this torch has no CUDA"),
-        (["-DFUSEDPG_TORCH_CUDA=13.0"], ""),
-        (["-DFUSEDPG_TORCH_CUDA=", "-DFUSEDPG_CUDA=ON"], ""),
-        (["-DFUSEDPG_TORCH_CUDA=13.0", "-DFUSEDPG_CUDA=OFF"], "switched off by FUSEDPG_CUDA=OFF"),
+        (["-DFUSEDPG_ANY_TORCH_CUDA="], "this torch has no CUDA"),
+        (["-DFUSEDPG_ANY_TORCH_CUDA=13.0"], ""),
+        (["-DFUSEDPG_ANY_TORCH_CUDA=", "-DFUSEDPG_CUDA=ON"], ""),
+        (
+            ["-DFUSEDPG_ANY_TORCH_CUDA=13.0", "-DFUSEDPG_CUDA=OFF"],
+            "switched off by FUSEDPG_CUDA=OFF",
+        ),
     ],
 )
 def test_when_kernels_are_built(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -345,14 +350,109 @@ def test_sdist_is_complete(tmp_path: Path) -> None:
     assert members - made - files - {"PKG-INFO", "setup.cfg"} == set()
 
 
-def test_wheel_names_its_torch(tmp_path: Path) -> None:
-    """A build runs with one minor release of torch: pip must not put it beside another."""
+def metadata(folder: Path) -> str:
+    """What pip would read of the wheel."""
+    build_hook(harness.ROOT, f"prepare_metadata_for_build_wheel({str(folder)!r})")
+    (found,) = folder.glob("*.dist-info/METADATA")
+    return found.read_text()
+
+
+def wanted_torch(text: str) -> SpecifierSet:
+    (wanted,) = re.findall(r"^Requires-Dist: torch([<>!].*)$", text, re.MULTILINE)
+    return SpecifierSet(wanted)
+
+
+def test_wheel_asks_for_its_torch(tmp_path: Path) -> None:
+    """pip must not put a build beside a torch that it was not made for."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    build_hook(harness.ROOT, f"prepare_metadata_for_build_wheel({str(tmp_path)!r})")
-    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
-    lines = metadata.read_text().splitlines()
-    assert any(
-        line.startswith("Version: ") and line.endswith(f"+pt{major}{minor}") for line in lines
-    )
-    (wanted,) = re.findall(r"^Requires-Dist: torch([<>].*)$", metadata.read_text(), re.MULTILINE)
-    assert set(wanted.split(",")) == {f">={major}.{minor}", f"<{major}.{minor + 1}"}
+    text = metadata(tmp_path)
+    assert f"\nVersion: {fusedpg.__version__}\n" in text
+    wanted = wanted_torch(text)
+    assert f"{major}.{minor}.7" in wanted
+    assert f"{major}.{minor - 1}.0" not in wanted
+    assert f"{major}.{minor + 1}.0" not in wanted
+
+
+def test_wheel_asks_for_its_torches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wheel for several: any of them, nothing before, after or in between."""
+    paths = []
+    for release in ("2.14.1", "2.11.0+cu130", "2.12.1"):
+        folder = tmp_path / release
+        (folder / f"torch-{release}.dist-info").mkdir(parents=True)
+        about = f"Metadata-Version: 2.1\nName: torch\nVersion: {release}\n"
+        (folder / f"torch-{release}.dist-info/METADATA").write_text(about)
+        paths.append(str(folder))
+    monkeypatch.setenv("FUSEDPG_TORCH_PATHS", ":".join(paths))
+    wanted = wanted_torch(metadata(tmp_path))
+    assert [f"2.{minor}.1" in wanted for minor in range(10, 16)] == [0, 1, 1, 0, 1, 0]
+
+
+def test_each_torch_gets_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedpg import _registration
+
+    for release in ("2_9", "2_11", "2_14"):
+        (tmp_path / f"pt{release}").mkdir()
+        (tmp_path / f"pt{release}/_C.cpython-311-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(_registration, "__file__", str(tmp_path / "_registration.py"))
+    assert _registration.built_for() == ["2.9", "2.11", "2.14"]
+    for running, folder in (("2.14.1+cu130", "pt2_14"), ("2.11.0", "pt2_11")):
+        assert _registration.check_torch_version(running) == str(tmp_path / folder)
+    for running in ("2.12.0", "2.1.1", "3.14.0", "2.15.0a0+gitabc"):
+        with pytest.raises(
+            ImportError, match=r"built for torch 2\.9, 2\.11, 2\.14, but torch " + running[:4]
+        ):
+            _registration.check_torch_version(running)
+
+
+def release(tag: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = harness.python("tools/release.py", tag, str(folder))
+    return subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_release_page(tmp_path: Path) -> None:
+    """pip finds the wheel by the page, and refuses one that is not the one that was listed."""
+    version = fusedpg.__version__
+    wheel = tmp_path / f"fusedpg-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        about = f"Metadata-Version: 2.1\nName: fusedpg\nVersion: {version}\n"
+        archive.writestr(f"fusedpg-{version}.dist-info/METADATA", about)
+        archive.writestr(
+            f"fusedpg-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"fusedpg-{version}.dist-info/RECORD", "")
+    done = release(f"v{version}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    changes = (harness.ROOT / "CHANGELOG.md").read_text()
+    notes = (tmp_path / "notes.md").read_text()
+    assert notes.startswith("### ")
+    assert notes in changes
+    assert "\n## " not in notes
+
+    def install() -> subprocess.CompletedProcess[str]:
+        page = ["--no-index", "--find-links", str(tmp_path / "index.html")]
+        command = [
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "-d",
+            str(tmp_path / "got"),
+            *page,
+            "fusedpg",
+        ]
+        return subprocess.run(harness.python(*command), capture_output=True, text=True, timeout=60)
+
+    assert install().returncode == 0
+    assert (tmp_path / "got" / wheel.name).exists()
+    shutil.rmtree(tmp_path / "got")
+    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    refused = install()
+    assert refused.returncode != 0
+    assert "HASH" in refused.stderr.upper()
+
+
+def test_release_of_another_version_is_refused(tmp_path: Path) -> None:
+    assert "__version__" in release("v0.0.1", tmp_path).stderr
+    assert "there is nothing" in release(f"v{fusedpg.__version__}", tmp_path).stderr
+    (tmp_path / "fusedpg-0.0.1.tar.gz").touch()
+    assert "fusedpg-0.0.1" in release(f"v{fusedpg.__version__}", tmp_path).stderr

@@ -83,11 +83,13 @@ def build(commands: list[dict[str, str]], mutant: Mutant, tmp: Path) -> Path:
     subprocess.run(line, cwd=own["directory"], check=True, capture_output=True)
     objects = [c["output"] for c in fake if c is not own]
     library = tmp / "libfusedpg_fake_gpu.so"
+    engine = BUILD / "fusedpg/libfusedpg.so"
     sanitizers = [word for word in words if word.startswith("-fsanitize")]
     subprocess.run(
         [
-            *(compiler[-1], "-shared", *sanitizers, *objects, made, BUILD / "libfusedpg_core.a"),
-            *("-Wl,-z,nodelete,-Bsymbolic,--gc-sections", "-lpthread", "-lrt", "-ldl"),
+            *(compiler[-1], "-shared", *sanitizers, *objects, made, engine),
+            *(f"-Wl,-z,nodelete,-Bsymbolic,--gc-sections,-rpath,{engine.parent}", "-lpthread"),
+            *("-lrt", "-ldl"),
             *("-o", library),
         ],
         cwd=own["directory"],
