@@ -6,11 +6,12 @@
 Hosts are network namespaces of this machine whose links have a rate (needs root, `ip` and `tc`;
 exits with 2 where that cannot be): see tests/python/hosts.py. A layout is hosts x ranks on each.
 fp32, ordinary tensors. The parts: `all_reduce` by size; `adamw`, which is `fused_adamw_` beside
-Gloo's all_reduce, a division and `AdamW(fused=True)`, on one flat buffer of parameters; `ddp` and
+Gloo's all_reduce, a division and `AdamW(fused=True)`, on one flat buffer of parameters; `send`, a
+tensor from the first rank to the last one and back by `dist.send` and `dist.recv`; `ddp` and
 `fsdp2`, training steps of an MLP with 25 M parameters, whose script is the same on both backends.
 Every result is checked before anything is timed. "link" is what the link needs for the
 2 (H-1)/H N bytes that cross it at least. The bytes that a host has sent, with all headers, come
-from its interface's counter. `--transport gloo` is what groups have that do not ask for UCX.
+from its interface's counter.
 How times are taken: see `_harness.py`.
 """
 
@@ -43,7 +44,7 @@ LINK = "link"
 ALONE = "no_sync"  # the same step without a collective: what nobody's communication can beat
 UNLIMITED = "unlimited"
 RATES = {UNLIMITED: None, "10gbit": 10e9, "1gbit": 1e9}  # bits a second
-PARTS = ("all_reduce", "adamw", "ddp", "fsdp2")
+PARTS = ("all_reduce", "adamw", "send", "ddp", "fsdp2")
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
 ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
 MORE = 5  # times these up to 1 MB, where calls are short and vary
@@ -118,7 +119,7 @@ def main() -> int:
     parser.add_argument("--layouts", default="2x1,2x2", help="hosts x ranks on each")
     parser.add_argument("--rates", default=",".join(RATES), help="of each host's link")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--transport", default="ucx", help="FUSEDPG_TRANSPORT")
+    parser.add_argument("--transport", default="tcp", help="FUSEDPG_TRANSPORT")
     hosts.add_worker_option(parser)
     parser.add_argument("--place", nargs=2, help=argparse.SUPPRESS)  # a worker's layout and rate
     args = parser.parse_args()
@@ -165,6 +166,8 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
             arms = all_reduce_arms(size, context, name)
         elif part == "adamw":
             arms = step_arms(size, context)
+        elif part == "send":
+            arms = send_arms(size, context)
         else:
             arms = training_arms(part, context)
         rounds = args.rounds or ROUNDS[rate] * (MORE if size <= M else 1)
@@ -172,7 +175,7 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
         sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
         found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
         bits = RATES[rate]
-        if bits is not None:
+        if bits is not None and part != "send":
             found.append(link_row(name, size, 2 * (count - 1) / count * size, 8 / bits))
         yield found
 
@@ -189,6 +192,28 @@ def all_reduce_arms(size: int, context: Context, name: str) -> dict[str, Callabl
         backend: collectives.make_arm(op, numel, group, False, context, f"{name}, {backend}")
         for backend, group in context.groups.items()
     }
+
+
+def send_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
+    """There and back, between the first rank and the last one; the others have nothing to do."""
+    last = context.world_size - 1
+    x = torch.full((size // 4,), float(context.rank + 1))
+
+    def there_and_back(group: dist.ProcessGroup) -> None:
+        if context.rank == 0:
+            dist.send(x, last, group=group)
+            dist.recv(x, last, group=group)
+        elif context.rank == last:
+            dist.recv(x, 0, group=group)
+            dist.send(x, 0, group=group)
+
+    arms = {name: partial(there_and_back, group) for name, group in context.groups.items()}
+    for name, arm in arms.items():
+        x.fill_(float(context.rank + 1))
+        arm()
+        ends = context.rank in (0, last)
+        harness.require(bool((x == (1 if ends else context.rank + 1)).all()), f"send, {name}")
+    return arms
 
 
 def step_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:

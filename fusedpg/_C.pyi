@@ -23,7 +23,7 @@ class Options(Backend.Options):
         cuda_chunk_bytes: int | None = None,
         cuda_arena_bytes: int | None = None,
         nccl: Literal["auto", "patched", "stock"] | None = None,
-        transport: Literal["tcp", "gloo", "ucx"] | None = None,
+        transport: Literal["tcp", "ucx"] | None = None,
         order: Literal["hosts", "flat"] | None = None,
         _cpu_as_cuda: bool = False,
         _name: str = "fused",

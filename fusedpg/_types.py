@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 class _GroupInfo(TypedDict):
     backend: Literal["fused", "gloo"]
-    engine: Literal["shm", "tcp", "gloo", "ucx"]
+    engine: Literal["shm", "tcp", "ucx"]
     world_size: int
     local_world_size: int
     local_ranks: list[int]

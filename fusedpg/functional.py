@@ -85,11 +85,11 @@ def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
     """Facts about a group on this rank.
 
     Keys: ``backend`` ("fused", or "gloo" where that is served), ``engine``
-    ("shm", or between hosts "tcp", "gloo" or "ucx"), ``world_size``,
+    ("shm", or between hosts "tcp" or "ucx"), ``world_size``,
     ``local_world_size``, ``local_ranks`` (of the group on this host), ``threads``, ``isa``,
     ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
     ``state`` ("ok" or "failed"); between hosts, once an operation has connected them,
-    ``transport`` ("tcp", "ucx 1.22.0" or "gloo"); once a fused operation has run on a GPU also
+    ``transport`` ("tcp" or "ucx 1.22.0"); once a fused operation has run on a GPU also
     ``nccl_version`` and ``cuda_path`` ("stock", "ring", "direct" or "direct_skip") of the
     latest one.
     """

@@ -135,7 +135,7 @@ const char* block_skip_name(BlockSkip mode) {
 }
 
 const char* transport_choice_name(TransportChoice choice) {
-  constexpr const char* kNames[] = {"tcp", "gloo", "ucx"};
+  constexpr const char* kNames[] = {"tcp", "ucx"};
   return kNames[static_cast<size_t>(choice)];
 }
 
@@ -188,7 +188,6 @@ Settings resolve(const Options& options) {
       "transport",
       "FUSEDPG_TRANSPORT",
       {{transport_choice_name(TransportChoice::kTcp), TransportChoice::kTcp},
-       {transport_choice_name(TransportChoice::kGloo), TransportChoice::kGloo},
        {transport_choice_name(TransportChoice::kUcx), TransportChoice::kUcx}});
   s.flat_order = choice_of<bool>(
       options.order,

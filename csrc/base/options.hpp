@@ -48,7 +48,7 @@ struct Options {
 enum class BlockSkip { kOff, kAuto, kOn };
 const char* block_skip_name(BlockSkip mode);
 enum class NcclChoice { kAuto, kPatched, kStock };
-enum class TransportChoice { kTcp, kGloo, kUcx };
+enum class TransportChoice { kTcp, kUcx };
 const char* transport_choice_name(TransportChoice choice);
 
 struct Settings {

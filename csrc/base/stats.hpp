@@ -15,7 +15,7 @@ enum class DataPath : uint8_t {
   kStaged, // in chunks, through shared memory
   kDirect, // read or written where they lie, in the arenas
   kSkipping, // only blocks that hold something
-  kDelegated, // by torch's own backend
+  kDelegated, // by torch's NCCL
   kCoordinates, // of a torch.sparse_coo tensor
   kMessages, // in messages between machines
 };

@@ -7,7 +7,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/error.hpp"
-#include "c10d/backend_transport.hpp"
 #include "c10d/store_rendezvous.hpp"
 #include "net/tcp_transport.hpp"
 #include "net/ucx_transport.hpp"
@@ -104,7 +103,22 @@ SocketAddress address_here(Group& group) {
             group.settings.socket_ifname, tcp->getHost(), tcp->getPort());
 }
 
-} // namespace
+std::unique_ptr<TcpEndpoint> open_endpoint(Group& group) {
+  return std::make_unique<TcpEndpoint>(
+      TcpListener::at(address_here(group)), group.rank, group.size);
+}
+
+TcpTransport::Config tcp_config(const Settings& settings) {
+  TcpTransport::Config config;
+  if (settings.spin_us >= 0) {
+    config.spin = std::chrono::microseconds(settings.spin_us);
+  } else if (
+      std::thread::hardware_concurrency() <=
+      static_cast<unsigned>(std::max(settings.local_world_size, 1))) {
+    config.spin = {}; // a peer may need the core
+  }
+  return config;
+}
 
 UcxConfig ucx_config(const Settings& settings) {
   UcxConfig config;
@@ -115,11 +129,12 @@ UcxConfig ucx_config(const Settings& settings) {
   return config;
 }
 
+} // namespace
+
 Connection connect_hosts(
     Group& group,
     const Deadline& deadline,
-    const std::function<void()>& check,
-    const std::function<c10::intrusive_ptr<c10d::Backend>()>& make_gloo) {
+    const std::function<void()>& check) {
   const Settings& settings = group.settings;
   BoundedRendezvous rendezvous(
       c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store),
@@ -128,47 +143,45 @@ Connection connect_hosts(
   const auto offers = [&](const std::function<std::string()>& word) {
     return exchange(group, offer_of(word), rendezvous, deadline, check);
   };
-  switch (settings.transport) {
-    case TransportChoice::kGloo:
-      offers([] { return ""; }); // that it has come
-      return {std::make_unique<BackendTransport>(make_gloo()), "gloo"};
-    case TransportChoice::kUcx: {
-      const ucx::Api* api = nullptr;
-      check_versions(settings, offers([&] {
-                       api = &ucx::load(settings.ucx_lib);
-                       return api->version;
-                     }));
-      return {
-          std::make_unique<UcxTransport>(
-              *api,
-              ucx_config(settings),
-              rendezvous,
-              group.rank,
-              group.size,
-              deadline,
-              check),
-          "ucx " + api->version};
-    }
-    case TransportChoice::kTcp:
-      break;
+  if (settings.transport == TransportChoice::kUcx) {
+    const ucx::Api* api = nullptr;
+    check_versions(settings, offers([&] {
+                     api = &ucx::load(settings.ucx_lib);
+                     return api->version;
+                   }));
+    return {
+        std::make_unique<UcxTransport>(
+            *api,
+            ucx_config(settings),
+            rendezvous,
+            group.rank,
+            group.size,
+            deadline,
+            check),
+        "ucx " + api->version};
   }
   std::unique_ptr<TcpEndpoint> endpoint;
   const auto addresses = offers([&] {
-    endpoint = std::make_unique<TcpEndpoint>(
-        TcpListener::at(address_here(group)), group.rank, group.size);
+    endpoint = open_endpoint(group);
     return endpoint->address();
   });
-  TcpTransport::Config config;
-  if (settings.spin_us >= 0) {
-    config.spin = std::chrono::microseconds(settings.spin_us);
-  } else if (
-      std::thread::hardware_concurrency() <=
-      static_cast<unsigned>(std::max(settings.local_world_size, 1))) {
-    config.spin = {}; // a peer may need the core
-  }
   return {
-      std::make_unique<TcpTransport>(config, std::move(endpoint), addresses),
+      std::make_unique<TcpTransport>(
+          tcp_config(settings), std::move(endpoint), addresses),
       "tcp"};
+}
+
+std::unique_ptr<PolledTransport> open_transport(Group& group) {
+  const Settings& settings = group.settings;
+  if (settings.transport == TransportChoice::kUcx) {
+    return std::make_unique<UcxTransport>(
+        ucx::load(settings.ucx_lib),
+        ucx_config(settings),
+        group.rank,
+        group.size);
+  }
+  return std::make_unique<TcpTransport>(
+      tcp_config(settings), open_endpoint(group));
 }
 
 } // namespace fusedpg

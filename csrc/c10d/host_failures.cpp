@@ -34,17 +34,6 @@ bool starts_with(const std::string& text, const std::string& part) {
   return text.compare(0, part.size(), part) == 0;
 }
 
-// Without Gloo's advice, which is in the way of ours.
-std::string without_advice(std::string text) {
-  const std::string last = "error. GLHF! \U0001F3D6\uFE0F";
-  const size_t begin = text.find(". This is typically");
-  const size_t end = text.find(last);
-  if (begin != std::string::npos && end != std::string::npos && begin < end) {
-    text.erase(begin, end + last.size() - begin);
-  }
-  return text;
-}
-
 // Of the exception that is being handled.
 Failure current_failure() {
   try {
@@ -56,29 +45,16 @@ Failure current_failure() {
     const bool consequence = kind == ErrorKind::kTimeout ||
         kind == ErrorKind::kPeerDead || kind == ErrorKind::kPeerFailed;
     return {kind, !alike, consequence, error.what()};
-  } catch (const c10::DistError& error) {
-    const std::string text = one_line(error);
-    // Our own, which a delegate has raised.
-    const bool aborted = starts_with(text, "fused: the group was aborted");
-    return {
-        aborted ? ErrorKind::kAborted : ErrorKind::kPeerFailed,
-        true,
-        !aborted,
-        text};
+  } catch (const c10::DistError& error) { // of the store
+    return {ErrorKind::kPeerFailed, true, true, one_line(error)};
   } catch (const c10::OutOfMemoryError& error) {
     return {ErrorKind::kOutOfMemory, true, false, one_line(error)};
   } catch (const c10::Error& error) { // arguments
     return {ErrorKind::kInvalid, false, false, one_line(error)};
   } catch (const std::bad_alloc& error) {
     return {ErrorKind::kOutOfMemory, true, false, error.what()};
-  } catch (const std::exception& error) { // what Gloo throws
-    const std::string text = one_line(error);
-    const bool timeout = text.find("imed out") != std::string::npos;
-    return {
-        timeout ? ErrorKind::kTimeout : ErrorKind::kPeerFailed,
-        true,
-        true,
-        text};
+  } catch (const std::exception& error) {
+    return {ErrorKind::kSystem, true, false, one_line(error)};
   } catch (...) {
     return {ErrorKind::kSystem, true, false, "an exception of no known type"};
   }
@@ -193,8 +169,7 @@ void HostFailures::handle(
     const char* title,
     uint64_t ticket,
     const std::function<void()>& close) {
-  Failure mine = current_failure();
-  mine.text = without_advice(mine.text);
+  const Failure mine = current_failure();
   check();
   if (!mine.breaks) {
     return;

@@ -99,9 +99,6 @@ void HostsWay::find_blocks(const Plan& plan, const OpDescriptor& d) {
 }
 
 void HostsWay::count(OpCode named) {
-  if (delegate_ && !blocks_) {
-    return;
-  }
   ctx_.stats.add(
       named,
       ctx_.moved.blocks != 0 ? DataPath::kSkipping : DataPath::kMessages,
@@ -165,10 +162,6 @@ uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
 }
 
 void HostsWay::run(const Plan& plan, const OpDescriptor& d) {
-  if (delegate_ && !plan.zeros_stay) {
-    delegate_();
-    return;
-  }
   check_plan(plan, *ctx_.hosts, size());
   if (plan.zeros_stay) {
     net_pipeline(ctx_, plan, d, &*blocks_);

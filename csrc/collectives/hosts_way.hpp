@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <optional>
 #include <vector>
 
@@ -16,12 +15,7 @@ namespace fusedpg {
 // those of HostFold.
 class HostsWay : public Way {
  public:
-  // `delegate` does the plain reduction of the operation's tensor, and counts
-  // what it moves.
-  using Delegate = std::function<void()>;
-  explicit HostsWay(NetContext& ctx, Delegate delegate = {})
-      : ctx_(ctx),
-        delegate_(std::move(delegate)) {}
+  explicit HostsWay(NetContext& ctx) : ctx_(ctx) {}
 
   int rank() const override {
     return ctx_.transport.rank();
@@ -55,7 +49,7 @@ class HostsWay : public Way {
   void count(OpCode named) override;
   AtOnce at_once(OpDescriptor& mine, const Small& small) override;
   bool takes_at_once(size_t bytes) override {
-    return !delegate_ && select_net_one_shot(bytes, size());
+    return select_net_one_shot(bytes, size());
   }
   uint64_t shared_place(const void* data, size_t bytes) override;
 
@@ -65,7 +59,6 @@ class HostsWay : public Way {
   void check_said(const OpDescriptor& mine);
   void find_blocks(const Plan& plan, const OpDescriptor& d);
   NetContext& ctx_;
-  const Delegate delegate_;
   std::optional<NetBlocks> blocks_; // of the plan that has been entered
   std::vector<OpDescriptor> said_;
   std::vector<NetBuffer> extra_;

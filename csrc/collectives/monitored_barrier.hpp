@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "host/domain.hpp"
+#include "net/net_mailbox.hpp"
 
 namespace fusedpg {
 
@@ -11,6 +12,16 @@ namespace fusedpg {
 // `wait_all_ranks`) and then lets them pass. Runs beside other collectives.
 void monitored_barrier(
     Domain& domain,
+    std::chrono::milliseconds timeout,
+    bool wait_all_ranks);
+
+// The same between machines. `number` counts the calls of a group, which meet
+// by it; messages of users have tags from 0 on.
+void monitored_barrier(
+    NetMailbox& messages,
+    int rank,
+    int size,
+    uint32_t number,
     std::chrono::milliseconds timeout,
     bool wait_all_ranks);
 

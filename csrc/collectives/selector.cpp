@@ -78,13 +78,6 @@ size_t select_net_ahead(bool ucx) {
   return ucx ? 8 : 4;
 }
 
-bool select_delegate(const DelegateConfig& c) {
-  // Gloo's own sums of large tensors are faster than ours over its messages; but
-  // where ranks share a link they cross it more often.
-  return c.choice == Choice::kDense && !c.all_ours && !c.ranks_share_hosts &&
-      !c.flat && !select_net_one_shot(c.bytes, c.world_size);
-}
-
 bool select_net_one_shot(size_t bytes, int world_size) {
   constexpr size_t kOnce = size_t(128) << 10;
   return bytes * static_cast<size_t>(world_size - 1) <= kOnce;

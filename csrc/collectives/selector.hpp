@@ -61,18 +61,6 @@ size_t select_net_segment(int world_size, bool ranks_share_hosts, bool ucx);
 // How many of them may be under way each way.
 size_t select_net_ahead(bool ucx);
 
-// Whether an all-reduce between machines is the delegate's from the start. What
-// looked for zeros and found too few is the delegate's, too.
-struct DelegateConfig {
-  size_t bytes = 0;
-  int world_size = 1;
-  DensityEstimates::Choice choice = DensityEstimates::Choice::kDense;
-  bool all_ours = false; // by the transport: Gloo takes no part
-  bool ranks_share_hosts = false;
-  bool flat = false; // sums have the bits of one machine
-};
-bool select_delegate(const DelegateConfig& config);
-
 // Whether every rank sends its whole input to all others at once: that takes
 // one journey instead of two, for P/2 times the bytes.
 bool select_net_one_shot(size_t bytes, int world_size);

@@ -8,11 +8,15 @@
 namespace fusedpg {
 namespace {
 
+constexpr std::chrono::hours kNever{24 * 365};
 constexpr std::chrono::milliseconds kLook{20};
 constexpr std::chrono::milliseconds kIdle{500};
 constexpr std::chrono::milliseconds kStopPatience{1000};
 constexpr std::chrono::microseconds kSpin{50};
 constexpr uint32_t kNotes = 0; // the tag; what follows are messages
+// A message that is sent at once, and all of one peer's that have not arrived.
+constexpr size_t kUnasked = size_t(64) << 10;
+constexpr size_t kAllUnasked = size_t(1) << 20;
 
 uint32_t tag_of(uint64_t id) {
   return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
@@ -22,7 +26,7 @@ std::string key(int rank) {
   return formatted("mail/{}", rank);
 }
 
-using State = UcxTransport::State;
+using State = PolledTransport::State;
 
 } // namespace
 
@@ -71,7 +75,7 @@ void NetMailbox::send(
     Done done) {
   char* from = static_cast<char*>(const_cast<void*>(data));
   post(
-      {true,
+      {What::kSend,
        from,
        bytes,
        destination,
@@ -88,7 +92,22 @@ void NetMailbox::receive(
     std::chrono::milliseconds timeout,
     Done done) {
   char* into = static_cast<char*>(data);
-  post({false, into, bytes, source, tag, Deadline(timeout), std::move(done)});
+  post(
+      {What::kReceive,
+       into,
+       bytes,
+       source,
+       tag,
+       Deadline(timeout),
+       std::move(done)});
+}
+
+void NetMailbox::notify(int destination, int tag) {
+  post({What::kNotify, nullptr, 0, destination, tag, Deadline(kNever), {}});
+}
+
+void NetMailbox::withdraw(int tag) {
+  post({What::kWithdraw, nullptr, 0, kAnySource, tag, Deadline(kNever), {}});
 }
 
 void NetMailbox::post(Post post) {
@@ -110,10 +129,10 @@ void NetMailbox::post(Post post) {
 std::string NetMailbox::name(const Post& post) const {
   return formatted(
       "{}({} bytes, tag {}, {} {})",
-      post.sends ? "send" : "recv",
+      post.sends() ? "send" : "recv",
       post.bytes,
       post.tag,
-      post.sends ? "to" : "from",
+      post.sends() ? "to" : "from",
       post.peer == kAnySource ? std::string("any rank")
                               : formatted("rank {}", post.peer));
 }
@@ -168,7 +187,7 @@ void NetMailbox::loop() {
 }
 
 void NetMailbox::begin() {
-  std::unique_ptr<UcxTransport> made;
+  std::unique_ptr<PolledTransport> made;
   try {
     made = connect_();
   } catch (...) {
@@ -205,23 +224,29 @@ void NetMailbox::give_up(Error error, bool stopping) {
     ended_ = error;
   }
   for (Receive& r : receives_) {
-    r.post.done(with_name(error, r.post), r.post.peer);
+    end(r.post, error);
   }
   receives_.clear();
   for (Peer& peer : peers_) {
     for (Send& s : peer.sends) {
-      s.post.done(with_name(error, s.post), s.post.peer);
+      end(s.post, error);
     }
     peer.sends.clear();
     peer.listening.reset();
   }
   for (Post& post : posts) {
-    post.done(with_name(error, post), post.peer);
+    end(post, error);
   }
   sent_notes_.clear();
-  std::unique_ptr<UcxTransport> gone;
+  std::unique_ptr<PolledTransport> gone;
   std::lock_guard<std::mutex> lock(mutex_);
   gone = std::move(transport_);
+}
+
+void NetMailbox::end(const Post& post, const Error& error) const {
+  if (post.done) {
+    post.done(with_name(error, post), post.peer);
+  }
 }
 
 std::exception_ptr NetMailbox::with_name(const Error& error, const Post& post)
@@ -248,7 +273,10 @@ bool NetMailbox::take_posts() {
   }
   std::vector<Receive*> receives; // matching may throw: all must be known then
   for (Post& post : posts) {
-    if (post.sends) {
+    if (post.what == What::kWithdraw) {
+      continue;
+    }
+    if (post.sends()) {
       Peer& peer = peers_[post.peer];
       peer.sends.push_back(Send{std::move(post), peer.next_id++});
     } else {
@@ -258,6 +286,11 @@ bool NetMailbox::take_posts() {
   }
   for (Receive* receive : receives) {
     match(*receive);
+  }
+  for (const Post& post : posts) {
+    if (post.what == What::kWithdraw) {
+      drop(post.tag);
+    }
   }
   return !posts.empty();
 }
@@ -287,7 +320,7 @@ bool NetMailbox::hear(int p) {
     Note note;
     std::memcpy(&note, peer.note.data(), sizeof note);
     peer.listening = transport_->receive(p, kNotes, peer.note);
-    if (note.kind == kMessage) {
+    if (note.kind == kMessage || note.kind == kOffer) {
       const auto takes = [&](const Receive& r) {
         return r.from == kAnySource && r.post.tag == note.tag &&
             (r.post.peer == p || r.post.peer == kAnySource);
@@ -303,8 +336,14 @@ bool NetMailbox::hear(int p) {
           peer.sends.begin(), peer.sends.end(), [&](const Send& s) {
             return s.id == note.id;
           });
-      if (send != peer.sends.end()) {
+      if (send == peer.sends.end()) {
+        continue;
+      }
+      if (note.kind != kWanted) {
         send->answer = note;
+      } else if (send->offered && !send->wanted) {
+        send->wanted = true;
+        send_data(p, *send);
       }
     }
   }
@@ -330,6 +369,23 @@ void NetMailbox::match(Receive& receive) {
   }
 }
 
+void NetMailbox::drop(int tag) {
+  for (auto r = receives_.begin(); r != receives_.end();) {
+    if (r->from == kAnySource && r->post.tag == tag) {
+      const Post post = std::move(r->post);
+      r = receives_.erase(r);
+      end(post, Error(ErrorKind::kAborted, "it was withdrawn"));
+    } else {
+      ++r;
+    }
+  }
+  for (Peer& peer : peers_) {
+    peer.sends.remove_if([&](const Send& s) {
+      return s.post.what == What::kNotify && s.post.tag == tag;
+    });
+  }
+}
+
 void NetMailbox::found(Receive& receive, int peer, const Note& message) {
   receive.from = peer;
   receive.message = message;
@@ -338,6 +394,9 @@ void NetMailbox::found(Receive& receive, int peer, const Note& message) {
   }
   const bool fits = message.bytes == receive.post.bytes;
   if (!fits) {
+    if (message.kind == kOffer) {
+      return; // it stays where it is
+    }
     receive.scratch = NetBuffer(message.bytes); // the sender gets rid of it
   }
   receive.data = transport_->receive(
@@ -345,6 +404,9 @@ void NetMailbox::found(Receive& receive, int peer, const Note& message) {
       tag_of(message.id),
       fits ? NetBuffer::borrowed(receive.post.data, receive.post.bytes)
            : receive.scratch);
+  if (message.kind == kOffer) {
+    peers_[peer].notes.push_back({kWanted, message.tag, message.id, 0});
+  }
 }
 
 bool NetMailbox::finish_receives() {
@@ -407,7 +469,7 @@ bool NetMailbox::reach(int p) {
   if (address.empty()) {
     fail(
         ErrorKind::kPeerFailed,
-        "fused: rank {} could not start UCX; its own error says why",
+        "fused: rank {} cannot be reached; its own error says why",
         p);
   }
   try {
@@ -429,10 +491,10 @@ bool NetMailbox::reach(int p) {
 
 bool NetMailbox::push(int p) {
   Peer& peer = peers_[p];
-  if (transport_->lost(p)) {
+  if (transport_->deaf(p)) {
     peer.notes.clear();
   }
-  if (!transport_->connected(p) || transport_->lost(p)) {
+  if (!transport_->connected(p) || transport_->deaf(p)) {
     return false;
   }
   bool any = false;
@@ -450,20 +512,32 @@ bool NetMailbox::push(int p) {
       continue;
     }
     send.told = true;
-    tell({kMessage, send.post.tag, send.id, send.post.bytes});
-    if (send.post.bytes != 0) {
-      send.data = transport_->send(
-          p,
-          tag_of(send.id),
-          NetBuffer::borrowed(send.post.data, send.post.bytes));
+    const size_t bytes = send.post.bytes;
+    send.offered = bytes > kUnasked || peer.unasked + bytes > kAllUnasked;
+    tell({send.offered ? kOffer : kMessage, send.post.tag, send.id, bytes});
+    if (!send.offered) {
+      peer.unasked += bytes;
+      send_data(p, send);
     }
   }
   return any;
 }
 
+void NetMailbox::send_data(int p, Send& send) {
+  if (send.post.bytes != 0) {
+    send.data = transport_->send(
+        p,
+        tag_of(send.id),
+        NetBuffer::borrowed(send.post.data, send.post.bytes));
+  }
+}
+
 bool NetMailbox::finish_sends(int p) {
   bool any = false;
   auto& sends = peers_[p].sends;
+  sends.remove_if([](const Send& s) {
+    return s.told && s.post.what == What::kNotify;
+  });
   for (auto s = sends.begin(); s != sends.end();) {
     if (s->data && transport_->state(*s->data) == State::kDone) {
       s->data.reset();
@@ -473,6 +547,9 @@ bool NetMailbox::finish_sends(int p) {
       continue;
     }
     any = true;
+    if (!s->offered) {
+      peers_[p].unasked -= s->post.bytes;
+    }
     std::exception_ptr error;
     if (s->answer->kind == kUnexpected) {
       error = std::make_exception_ptr(Error(
@@ -513,11 +590,11 @@ bool NetMailbox::pending() const {
 void NetMailbox::check() {
   check_(); // peers may wait for a rank that has failed otherwise
   for (const Receive& r : receives_) {
-    check(r.post, r.from);
+    check(r.post, r.from, false);
   }
   for (const Peer& peer : peers_) {
     for (const Send& s : peer.sends) {
-      check(s.post, s.post.peer);
+      check(s.post, s.post.peer, !s.told || (s.offered && !s.wanted) || s.data);
     }
   }
 }
@@ -547,13 +624,14 @@ void NetMailbox::check_beside_store() {
 }
 
 // Throws when nobody is left who could be at the other end, or time is over.
-void NetMailbox::check(const Post& post, int peer) {
+void NetMailbox::check(const Post& post, int peer, bool to_be_sent) {
   const int other = post.peer == kAnySource ? peer : post.peer;
   bool hope = false; // a message from any rank may come from whoever lives
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
     const bool could_be = p != me_ && (other == kAnySource || other == p);
     hope = hope ||
         (could_be && !transport_->lost(p) &&
+         !(to_be_sent && transport_->deaf(p)) &&
          (transport_->connected(p) || !gone_(p)));
   }
   if (!hope) {

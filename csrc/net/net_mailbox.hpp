@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/error.hpp"
-#include "net/ucx_transport.hpp"
+#include "net/transport.hpp"
 
 namespace fusedpg {
 
@@ -23,7 +23,9 @@ namespace fusedpg {
 // matches sends to receives by (source, tag) in the order they were posted.
 //
 // A rank tells the receiver of a message before it sends it, and hears when it
-// has arrived or is not as long as expected. Nobody connects to more ranks than
+// has arrived or is not as long as expected. A large message, or one more when
+// many have not been received, is sent when the receiver asks for it: what nobody
+// receives costs it little memory. Nobody connects to more ranks than
 // it has messages for: each says where it can be reached when it first sends or
 // receives, and others look for that.
 class NetMailbox {
@@ -32,7 +34,7 @@ class NetMailbox {
   // Called once, from the mailbox's thread: the error or null, and the rank at
   // the other end.
   using Done = std::function<void(std::exception_ptr, int)>;
-  using Connect = std::function<std::unique_ptr<UcxTransport>()>;
+  using Connect = std::function<std::unique_ptr<PolledTransport>()>;
   // Where ranks say how they can be reached. Requests call what it is given while
   // they wait, and end with what that throws.
   using Meet =
@@ -66,32 +68,52 @@ class NetMailbox {
       std::chrono::milliseconds timeout,
       Done done);
 
+  // An empty message whose arrival nobody waits for. It has no deadline.
+  void notify(int destination, int tag);
+  // Receives of this tag that have met no message end with kAborted, and what is
+  // still to be notified is not.
+  void withdraw(int tag);
+
   // Has the thread look whether waiting is in vain.
   void wake();
   // Fails what is pending and ends the thread.
   void stop();
 
  private:
-  enum Kind : uint32_t { kHello, kMessage, kArrived, kUnexpected };
+  // kMessage: its bytes follow. kOffer: they wait for kWanted.
+  enum Kind : uint32_t {
+    kHello,
+    kMessage,
+    kOffer,
+    kWanted,
+    kArrived,
+    kUnexpected
+  };
   struct Note {
     uint32_t kind;
     int32_t tag;
     uint64_t id; // counts the sender's messages to this receiver
     uint64_t bytes; // of the message; of kUnexpected, what was expected
   };
+  enum class What { kSend, kNotify, kReceive, kWithdraw };
   struct Post {
-    bool sends;
+    What what;
     char* data;
     size_t bytes;
     int peer; // or kAnySource
     int tag;
     Deadline deadline;
     Done done;
+    bool sends() const {
+      return what == What::kSend || what == What::kNotify;
+    }
   };
   struct Send {
     Post post;
     uint64_t id;
     bool told = false;
+    bool offered = false; // it is sent once it is wanted
+    bool wanted = false;
     std::optional<Note> answer{};
     Transport::RequestPtr data{}; // null: nothing, or sent
   };
@@ -109,6 +131,7 @@ class NetMailbox {
     NetBuffer note; // the next one
     Transport::RequestPtr listening;
     uint64_t next_id = 0;
+    size_t unasked = 0; // bytes sent that may not have been received yet
     Clock::time_point looked{};
   };
   using Receives = std::list<Receive>;
@@ -121,16 +144,19 @@ class NetMailbox {
   bool hear(int peer);
   bool reach(int peer);
   bool push(int peer);
+  void send_data(int peer, Send& send);
   void match(Receive& receive);
+  void drop(int tag);
   void found(Receive& receive, int peer, const Note& message);
   bool finish_receives();
   bool finish_sends(int peer);
   bool finish_notes();
   void check();
-  void check(const Post& post, int peer);
+  void check(const Post& post, int peer, bool to_be_sent);
   void check_beside_store();
   bool pending() const;
   void give_up(Error error, bool stopping);
+  void end(const Post& post, const Error& error) const;
   std::string name(const Post& post) const;
   std::exception_ptr with_name(const Error& error, const Post& post) const;
 
@@ -144,7 +170,7 @@ class NetMailbox {
   std::mutex mutex_; // of the next four
   std::deque<Post> posts_;
   std::optional<Error> ended_; // why there are no more posts
-  std::unique_ptr<UcxTransport> transport_; // the thread's but for wake()
+  std::unique_ptr<PolledTransport> transport_; // the thread's but for wake()
   std::atomic<bool> stop_{false};
 
   // Of the thread alone.

@@ -49,6 +49,9 @@ class TcpTransport::TcpRequest : public Transport::Request {
   void wait(const Deadline& deadline) override {
     transport_.wait(*operation_, deadline);
   }
+  const Operation& operation() const {
+    return *operation_;
+  }
 
  private:
   TcpTransport& transport_;
@@ -57,22 +60,28 @@ class TcpTransport::TcpRequest : public Transport::Request {
 
 TcpTransport::TcpTransport(
     const Config& config,
-    std::unique_ptr<TcpEndpoint> endpoint,
-    const std::vector<std::string>& addresses)
+    std::unique_ptr<TcpEndpoint> endpoint)
     : config_(config),
       endpoint_(std::move(endpoint)),
       poll_(epoll_create1(EPOLL_CLOEXEC)),
-      outs_(addresses.size()),
-      ins_(addresses.size()) {
+      outs_(endpoint_->size()),
+      ins_(endpoint_->size()) {
   if (!poll_) {
     fail_errno("fused: epoll_create1");
   }
-  for (const int fd : {endpoint_->signal().fd(), abort_signal_.fd()}) {
+  for (const int fd : {endpoint_->signal().fd(), wake_signal_.fd()}) {
     epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
     if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
       fail_errno("fused: epoll_ctl");
     }
   }
+}
+
+TcpTransport::TcpTransport(
+    const Config& config,
+    std::unique_ptr<TcpEndpoint> endpoint,
+    const std::vector<std::string>& addresses)
+    : TcpTransport(config, std::move(endpoint)) {
   for (int p = 0; p < size(); ++p) {
     if (p != rank()) {
       outs_[p].address = TcpAddress::of(addresses[p]);
@@ -154,6 +163,12 @@ void TcpTransport::check_usable(const Operation& operation) {
 
 // --- connecting --------------------------------------------------------------
 
+// Those who look at their requests know when they need a connection.
+void TcpTransport::connect(int peer, const std::string& address) {
+  outs_[peer].address = TcpAddress::of(address);
+  reach(peer);
+}
+
 void TcpTransport::reach(int peer) {
   Out& out = outs_[peer];
   if (!out.patience) {
@@ -167,7 +182,7 @@ void TcpTransport::knock(int peer) {
   out.heard = 0;
   out.rest.clear();
   out.polled_to_write = false;
-  out.socket = connect_to(out.address.socket);
+  out.socket = connect_to(out.address->socket);
   if (!out.socket) {
     not_let_in(peer, text_of(errno));
     return;
@@ -219,7 +234,7 @@ bool TcpTransport::greet(int peer) {
       not_let_in(peer, text_of(error));
       return true;
     }
-    out.hello = {tcp::kMagic, out.address.endpoint, rank(), peer, random_key()};
+    out.hello = {tcp::kMagic, out.address->endpoint, rank(), peer, random_key()};
     out.rest.assign(
         reinterpret_cast<const char*>(&out.hello), sizeof out.hello);
   }
@@ -260,7 +275,7 @@ bool TcpTransport::greet(int peer) {
     if (out.heard < sizeof out.challenge) {
       return true;
     }
-    const Key128& key = out.address.key;
+    const Key128& key = out.address->key;
     if (!same_secret(
             out.challenge.proof,
             tcp::listener_proof(key, out.hello, out.challenge.nonce))) {
@@ -618,13 +633,19 @@ bool TcpTransport::over(const Operation& operation) {
     return true;
   }
   if (operation.sends) {
-    return outs_[operation.peer].state == Out::State::kLost;
+    return deaf(operation.peer);
   }
-  In& in = ins_[operation.peer];
+  return lost(operation.peer);
+}
+
+// What a peer has sent before it left comes by a connection of its own, which
+// ends after it.
+bool TcpTransport::lost(int peer) {
+  In& in = ins_[peer];
   if (in.ended) {
     return true;
   }
-  if (in.socket || outs_[operation.peer].state != Out::State::kLost) {
+  if (in.socket || !deaf(peer)) {
     return false;
   }
   // It has never come, and does not listen any more.
@@ -632,10 +653,30 @@ bool TcpTransport::over(const Operation& operation) {
     in.grace.emplace(kGrace);
   }
   if (in.grace->expired()) {
-    in_ended(operation.peer, outs_[operation.peer].why);
+    in_ended(peer, outs_[peer].why);
     return true;
   }
   return false;
+}
+
+TcpTransport::State TcpTransport::state(const Request& request) {
+  const Operation& operation =
+      static_cast<const TcpRequest&>(request).operation();
+  if (operation.done) {
+    return operation.sends || operation.came == operation.buffer.bytes()
+        ? State::kDone
+        : State::kLost;
+  }
+  return failed_ || over(operation) ? State::kLost : State::kUnderWay;
+}
+
+void TcpTransport::doze(std::chrono::milliseconds most) {
+  turn(static_cast<int>(most.count()));
+  wake_signal_.reset();
+}
+
+void TcpTransport::wake() {
+  wake_signal_.set();
 }
 
 void TcpTransport::wait(Operation& operation, const Deadline& deadline) {
@@ -743,7 +784,7 @@ void TcpTransport::progress() {
 
 void TcpTransport::abort() {
   aborted_ = true;
-  abort_signal_.set();
+  wake();
 }
 
 } // namespace fusedpg

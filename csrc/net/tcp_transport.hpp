@@ -23,7 +23,7 @@ namespace fusedpg {
 // waits moves all messages; nobody else does. After a failure all connections
 // are closed before the error is thrown, so nothing writes to a buffer any
 // more, and peers hear of it.
-class TcpTransport : public Transport {
+class TcpTransport : public PolledTransport {
  public:
   struct Config {
     // Before a wait sleeps: what a peer takes between two messages of a large
@@ -38,6 +38,8 @@ class TcpTransport : public Transport {
       const Config& config,
       std::unique_ptr<TcpEndpoint> endpoint,
       const std::vector<std::string>& addresses);
+  // Knows nobody: see connect().
+  TcpTransport(const Config& config, std::unique_ptr<TcpEndpoint> endpoint);
   TcpTransport(const TcpTransport&) = delete;
   // What was sent still gets on its way.
   ~TcpTransport() override;
@@ -61,6 +63,21 @@ class TcpTransport : public Transport {
   void abort() override;
   void end() noexcept override;
 
+  std::string address() const override {
+    return endpoint_->address();
+  }
+  void connect(int peer, const std::string& address) override;
+  bool connected(int peer) const override {
+    return outs_[peer].address.has_value();
+  }
+  bool lost(int peer) override;
+  bool deaf(int peer) const override {
+    return outs_[peer].state == Out::State::kLost;
+  }
+  State state(const Request& request) override;
+  void doze(std::chrono::milliseconds most) override;
+  void wake() override;
+
  private:
   struct Header {
     uint64_t bytes;
@@ -82,7 +99,7 @@ class TcpTransport : public Transport {
   struct Out {
     enum class State { kNone, kConnecting, kGreeting, kOpen, kLost };
     State state = State::kNone;
-    TcpAddress address;
+    std::optional<TcpAddress> address; // once it is known
     Fd socket;
     tcp::Hello hello{};
     tcp::Challenge challenge{};
@@ -149,7 +166,7 @@ class TcpTransport : public Transport {
   const std::unique_ptr<TcpEndpoint> endpoint_;
   std::function<void()> watch_;
   Fd poll_;
-  WakeSignal abort_signal_;
+  WakeSignal wake_signal_;
   std::atomic<bool> aborted_{false};
   bool failed_ = false;
   std::vector<Out> outs_;

@@ -120,4 +120,23 @@ class Transport {
   virtual void end() noexcept {}
 };
 
+// One that connects to others as it needs them, and whose user looks at requests
+// instead of waiting for them.
+class PolledTransport : public Transport {
+ public:
+  // What a peer connects to. It may do so whether or not this rank does.
+  virtual std::string address() const = 0;
+  virtual void connect(int peer, const std::string& address) = 0;
+  virtual bool connected(int peer) const = 0;
+  // Nothing will come from this peer any more, or can be sent to it.
+  virtual bool lost(int peer) = 0;
+  virtual bool deaf(int peer) const = 0;
+  enum class State { kUnderWay, kDone, kLost };
+  virtual State state(const Request& request) = 0;
+  // Sleeps until there is something to do, or wake(), for at most so long.
+  virtual void doze(std::chrono::milliseconds most) = 0;
+  // From any thread.
+  virtual void wake() = 0;
+};
+
 } // namespace fusedpg

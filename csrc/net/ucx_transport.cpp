@@ -174,7 +174,7 @@ UcxTransport::OperationPtr UcxTransport::start_receive(
 }
 
 bool UcxTransport::over(const Operation& operation) const {
-  return operation.done || lost(operation.peer);
+  return operation.done || deaf(operation.peer);
 }
 
 // --- waiting -----------------------------------------------------------------
@@ -207,7 +207,7 @@ void UcxTransport::sleep(const Deadline& deadline) {
   poll(fds, 2, static_cast<int>(std::min(deadline.left(), kLongest).count()));
 }
 
-UcxTransport::State UcxTransport::state(const Request& request) const {
+UcxTransport::State UcxTransport::state(const Request& request) {
   const Operation& operation =
       static_cast<const UcxRequest&>(request).operation();
   if (operation.done) {

@@ -20,7 +20,7 @@ namespace fusedpg {
 // within milliseconds; that a link is down it may never say, which is what
 // deadlines are for. After a failure all connections are closed before the
 // error is thrown, so nothing writes to a buffer any more, and peers hear of it.
-class UcxTransport : public Transport {
+class UcxTransport : public PolledTransport {
  public:
   // Collective. `check` throws when waiting for the others is in vain.
   UcxTransport(
@@ -61,26 +61,24 @@ class UcxTransport : public Transport {
   // After it nobody reads from or writes to any buffer.
   void end() noexcept override;
 
-  // --- for one that connects to others as it needs them ----------------------
-  // What a peer connects to. It may do so whether or not this rank does.
-  const std::string& address() const {
+  std::string address() const override {
     return worker_->address();
   }
-  void connect(int peer, const std::string& address) {
+  void connect(int peer, const std::string& address) override {
     worker_->connect(peer, address);
   }
-  bool connected(int peer) const {
+  bool connected(int peer) const override {
     return worker_->connected(peer);
   }
-  bool lost(int peer) const {
+  bool lost(int peer) override {
+    return deaf(peer);
+  }
+  bool deaf(int peer) const override {
     return worker_->lost(peer) != ucx::kOk;
   }
-  enum class State { kUnderWay, kDone, kLost };
-  State state(const Request& request) const;
-  // Sleeps until there is something to do, or wake(), for at most so long.
-  void doze(std::chrono::milliseconds most);
-  // From any thread.
-  void wake();
+  State state(const Request& request) override;
+  void doze(std::chrono::milliseconds most) override;
+  void wake() override;
 
  private:
   using Operation = UcxWorker::Operation;

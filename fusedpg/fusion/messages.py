@@ -371,9 +371,10 @@ def _numbers(text: str) -> list[str]:
 def _sizes_may_differ(stages: dist.ProcessGroup) -> bool:
     """Whether a receive of another size than its message raises, and does no other harm."""
     try:
-        return group_info(stages)["engine"] != "gloo"
+        group_info(stages)
     except ValueError:  # another backend
         return False
+    return True
 
 
 def _peer(node: Node, stages: dist.ProcessGroup, key: str) -> int:

@@ -1,11 +1,15 @@
-// Point to point by UCX, over TCP on this machine; ranks are threads.
+// Point to point by sockets and by UCX, over TCP on this machine; ranks are threads.
 
 #include "net/net_mailbox.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 
+#include "collectives/monitored_barrier.hpp"
 #include "kernels_reference.hpp"
 #include "mailbox_cases.hpp"
+#include "net/tcp_transport.hpp"
+#include "net/ucx_transport.hpp"
 
 namespace {
 
@@ -39,6 +43,21 @@ class Shared : public Rendezvous {
   Store& store_;
 };
 
+using Open = std::unique_ptr<PolledTransport> (*)(int rank, int size);
+
+std::unique_ptr<PolledTransport> open_tcp(int rank, int size) {
+  return std::make_unique<TcpTransport>(
+      TcpTransport::Config(),
+      std::make_unique<TcpEndpoint>(
+          TcpListener::at(SocketAddress::of("127.0.0.1 0")), rank, size));
+}
+
+std::unique_ptr<PolledTransport> open_ucx(int rank, int size) {
+  UcxConfig c;
+  c.set = {{"TLS", "tcp,self"}, {"NET_DEVICES", "lo"}, {"RNDV_THRESH", "64K"}};
+  return std::make_unique<UcxTransport>(ucx::load(library()), c, rank, size);
+}
+
 struct NetPost {
   const int rank;
   const int size;
@@ -48,22 +67,14 @@ struct NetPost {
   std::atomic<int> failures{0};
   NetMailbox box;
 
-  NetPost(int rank, int size, Store& store)
+  NetPost(Open open, int rank, int size, Store& store)
       : rank(rank),
         size(size),
         store(store),
         box(
             rank,
             size,
-            [rank, size] {
-              UcxConfig c;
-              c.set = {
-                  {"TLS", "tcp,self"},
-                  {"NET_DEVICES", "lo"},
-                  {"RNDV_THRESH", "64K"}};
-              return std::make_unique<UcxTransport>(
-                  ucx::load(library()), c, rank, size);
-            },
+            [open, rank, size] { return open(rank, size); },
             [&store](const auto& /* check */) {
               return std::make_unique<Shared>(store);
             },
@@ -105,14 +116,16 @@ struct NetPost {
 };
 
 void on_posts(int size, const std::function<void(NetPost&)>& body) {
-  if (library() == nullptr) {
-    return;
+  for (const Open open : {open_tcp, open_ucx}) {
+    if (open == open_ucx && library() == nullptr) {
+      continue;
+    }
+    on_threads(size, [&](int rank, Store& store) {
+      NetPost post(open, rank, size, store);
+      body(post);
+      store.meet("end", size);
+    });
   }
-  on_threads(size, [&](int rank, Store& store) {
-    NetPost post(rank, size, store);
-    body(post);
-    store.meet("end", size);
-  });
 }
 
 Bytes filled(size_t bytes, int seed) {
@@ -322,6 +335,90 @@ TEST(net_mailbox_ends) {
     Pending pending = post.receive(b, 1);
     expect_error(
         ErrorKind::kPeerFailed, {"rank 1 has ended"}, [&] { pending.wait(); });
+  });
+}
+
+// What nobody receives stays with its sender and keeps nothing else from coming.
+TEST(net_mailbox_messages_that_nobody_receives) {
+  on_posts(2, [](NetPost& post) {
+    constexpr size_t kLarge = size_t(24) << 20;
+    constexpr size_t kSmall = 60000; // of which less than 1 MiB is sent unasked
+    constexpr int kMany = 40;
+    const auto all = [&](const auto& each) {
+      for (int tag = 0; tag < 4; ++tag) {
+        each(kLarge, tag);
+      }
+      for (int tag = 10; tag < 10 + kMany; ++tag) {
+        each(kSmall, tag);
+      }
+    };
+    if (post.rank == 0) {
+      std::deque<Bytes> kept;
+      std::deque<Pending> sends;
+      all([&](size_t bytes, int tag) {
+        kept.push_back(filled(bytes, tag));
+        sends.push_back(post.send(kept.back(), 1, tag));
+      });
+      const Bytes last = filled(100, 99);
+      post.send(last, 1, 99).wait(); // though 98 MB are before it
+      post.meet("last");
+      for (Pending& one : sends) {
+        one.wait();
+      }
+      return;
+    }
+    Bytes got(100);
+    post.receive(got, 0, 99).wait();
+    CHECK(got == filled(100, 99));
+    post.meet("last");
+    std::vector<std::pair<size_t, int>> backwards;
+    all([&](size_t bytes, int tag) { backwards.emplace_back(bytes, tag); });
+    std::reverse(backwards.begin(), backwards.end());
+    for (const auto& [bytes, tag] : backwards) {
+      Bytes one(bytes);
+      post.receive(one, 0, tag).wait();
+      CHECK(one == filled(bytes, tag));
+    }
+  });
+}
+
+TEST(net_mailbox_monitored_barrier) {
+  on_posts(3, [](NetPost& post) {
+    uint32_t number = 0;
+    const auto barrier = [&](milliseconds timeout, bool all) {
+      monitored_barrier(
+          post.box, post.rank, post.size, number++, timeout, all);
+    };
+    const auto works = [&] {
+      Bytes b = post.rank == 0 ? Bytes(70000) : filled(70000, post.rank);
+      if (post.rank != 0) {
+        post.send(b, 0, 3).wait();
+      }
+      for (int p = 1; p < 3 && post.rank == 0; ++p) {
+        post.receive(b, p, 3).wait();
+        CHECK(b == filled(70000, p));
+      }
+    };
+    for (int i = 0; i < 3; ++i) {
+      barrier(kLong, i == 1);
+    }
+    // Who does not come is named, and the group goes on.
+    for (const bool all : {false, true}) {
+      const bool comes = post.rank == 0 || (post.rank == 2 && !all);
+      if (comes) {
+        const std::string text = post.rank != 0 ? "Rank 2 successfully reached"
+            : all                               ? "Ranks 1, 2 failed to pass"
+                                                : "Rank 1 failed to pass";
+        expect_error(ErrorKind::kTimeout, {text}, [&] {
+          barrier(milliseconds(post.rank == 0 ? 300 : 1500), all);
+        });
+      }
+      number += comes ? 0 : 1; // the call that it has left out
+      post.meet(all ? "all" : "one");
+      works();
+      barrier(kLong, true);
+    }
+    CHECK_EQ(post.failures.load(), 0);
   });
 }
 

@@ -118,23 +118,6 @@ TEST(selector_hosts) {
   CHECK_EQ(select_net_segment(100, false, true), 252 * kKiB);
   CHECK_EQ(select_net_segment(16, true, true), 252 * kKiB);
   CHECK_EQ(select_net_segment(1000, true, true), 64 * kKiB);
-  using Choice = DensityEstimates::Choice;
-  DelegateConfig large;
-  large.bytes = 2 * kMiB;
-  large.world_size = 2;
-  CHECK(select_delegate(large));
-  const auto but = [&](const auto& change) {
-    DelegateConfig other = large;
-    change(other);
-    return select_delegate(other);
-  };
-  CHECK(!but([](auto& c) { c.choice = Choice::kSkip; }));
-  CHECK(!but([](auto& c) { c.all_ours = true; }));
-  CHECK(!but([](auto& c) { c.ranks_share_hosts = true; }));
-  CHECK(!but([](auto& c) { c.flat = true; }));
-  CHECK(!but([](auto& c) { c.bytes = 128 * kKiB; }));
-  CHECK(but([](auto& c) { c.bytes = 128 * kKiB, c.world_size = 3; }));
-  CHECK(!but([](auto& c) { c.bytes = 64 * kKiB, c.world_size = 3; }));
   CHECK(
       select_net_one_shot(64 * kKiB, 3) && !select_net_one_shot(64 * kKiB, 4));
   CHECK(!select_net_skip(256 * kKiB - 1) && select_net_skip(256 * kKiB));

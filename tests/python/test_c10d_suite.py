@@ -43,7 +43,7 @@ def test_served_as_gloo(world_size: int) -> None:
 
 
 BETWEEN_HOSTS = [
-    (counts, transport) for counts in ("1+1", "2+1", "2+2") for transport in ("tcp", "gloo", "ucx")
+    (counts, transport) for counts in ("1+1", "2+1", "2+2") for transport in ("tcp", "ucx")
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -24,16 +25,12 @@ Spread = tuple[harness.Workers, list[str]]
 LAYOUTS = [
     harness.slow(("two", "ucx")),
     harness.slow(("two", "tcp")),
-    harness.slow(("two", "gloo")),
     harness.slow(("three", "ucx")),
     ("three", "tcp"),
-    harness.slow(("three", "gloo")),
     harness.slow(("two and one", "ucx")),
-    harness.slow(("two and one", "tcp")),
-    ("two and one", "gloo"),
+    ("two and one", "tcp"),
     ("two of two", "ucx"),
     ("two of two", "tcp"),
-    harness.slow(("two of two", "gloo")),
     harness.slow(("crossed", "ucx")),
 ]
 
@@ -126,7 +123,7 @@ def test_store_is_busy(transport: str) -> None:
     harness.pool_of_hosts("two", transport).run(hosts.store_is_busy)
 
 
-@pytest.mark.parametrize("transport", ["ucx", "tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["ucx", "tcp"])
 def test_timeout_of_messages(transport: str) -> None:
     harness.pool_of_hosts("two", transport).run(hosts.timeout_of_messages)
 
@@ -138,7 +135,7 @@ def _serve(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "what"), [("tcp", "all_reduce"), ("ucx", "all_reduce"), ("ucx", "messages")]
+    ("transport", "what"), [*itertools.product(("tcp", "ucx"), ("all_reduce", "messages"))]
 )
 def test_store_stopped_before_the_first_operation(transport: str, what: str) -> None:
     """Its client would wait for an answer without a limit."""
@@ -166,17 +163,15 @@ def test_info_while_connecting() -> None:
 
 
 def test_connects_once() -> None:
-    harness.pool_of_hosts("two", "gloo").run(hosts.connects_once)
+    harness.pool_of_hosts("two", "tcp").run(hosts.connects_once)
 
 
 @pytest.mark.parametrize(
     ("names", "transport", "sizes"),
     [
         ("three", "ucx", (1, 1003, 70_001)),
-        ("three", "tcp", (1, 1003, 70_001, 1_000_003)),
-        # Over Gloo what is sent at once.
-        ("three", "gloo", (1, 1003, 1024, 1025, 16_001)),
-        ("two", "gloo", (1024, 1025, 32_768)),
+        ("three", "tcp", (1, 1003, 1024, 1025, 16_001, 70_001, 1_000_003)),
+        ("two", "tcp", (1024, 1025, 32_768)),
     ],
 )
 def test_sums_have_the_bits_of_one_host(names: str, transport: str, sizes: tuple[int, ...]) -> None:
@@ -193,9 +188,7 @@ SHARED = [
     ("two of two", "tcp"),
     ("crossed", "ucx"),
     harness.slow("two and one", "ucx"),
-    harness.slow("two of two", "gloo"),
     harness.slow("two of two", "ucx"),
-    harness.slow("two and one", "gloo"),
     harness.slow("three and one", "ucx"),
 ]
 
@@ -220,9 +213,8 @@ def test_flat_order_has_the_bits_of_one_host(transport: str) -> None:
     ("names", "transport", "order"),
     [
         ("three", "tcp", "hosts"),
-        harness.slow("three", "gloo", "hosts"),
         ("two of two", "ucx", "flat"),
-        harness.slow("two of two", "gloo", "flat"),
+        harness.slow("two of two", "tcp", "flat"),
     ],
 )
 def test_fused_steps_have_the_bits_of_one_host(names: str, transport: str, order: str) -> None:

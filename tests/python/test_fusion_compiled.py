@@ -91,7 +91,7 @@ def test_forgotten_on_one_rank(rows: bool, missing: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("names", "transport"), [("three", "ucx"), ("two and one", "gloo")])
+@pytest.mark.parametrize(("names", "transport"), [("three", "ucx"), ("two and one", "tcp")])
 def test_between_hosts(names: str, transport: str) -> None:
     workers = harness.pool_of_hosts(names, transport)
     for dtype in (torch.float32, torch.bfloat16):

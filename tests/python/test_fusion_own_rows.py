@@ -217,17 +217,15 @@ def test_dropout_of_one_number_a_row() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["ucx", harness.slow("gloo")])
+@pytest.mark.parametrize("transport", ["ucx", harness.slow("tcp")])
 @pytest.mark.parametrize("hosts", ["two and one", harness.slow("three"), harness.slow("crossed")])
 def test_between_hosts(hosts: str, transport: str) -> None:
-    # With one rank a host dense sums over Gloo are Gloo's, in its order, if ours need not be flat.
-    order = "flat" if (hosts, transport) == ("three", "gloo") else "hosts"
-    pool = harness.pool_of_hosts(hosts, transport, FUSEDPG_ORDER=order)
+    pool = harness.pool_of_hosts(hosts, transport)
     pool.run(own_rows.large, timeout=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+@pytest.mark.parametrize("transport", ["ucx", "tcp"])
 @pytest.mark.parametrize("hosts", ["two and one", "three", "crossed"])
 def test_bits_between_hosts(hosts: str, transport: str) -> None:
     # The reference adds in rank order, which is that of "two and one" by hosts, too.

@@ -96,7 +96,7 @@ def test_killed(sends: bool) -> None:
 
 
 @pytest.mark.fused_only
-@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+@pytest.mark.parametrize("transport", ["ucx", "tcp"])
 def test_between_hosts(transport: str) -> None:
     workers = harness.pool_of_hosts("two of two", transport)
     workers.run(pipeline.values, (6, 4000), torch.float32)

@@ -100,10 +100,10 @@ def crews() -> list[Any]:
     """Quick: over links, our sockets and UCX with two ranks a host; pretended with one."""
     found = []
     for place, layout, transport in itertools.product(
-        ("links", "pretended"), LAYOUTS, ("tcp", "ucx", "gloo")
+        ("links", "pretended"), LAYOUTS, ("tcp", "ucx")
     ):
         marks = [NO_LINKS] if place == "links" else []
-        if (place == "links") != (layout == "2x2") or transport == "gloo":
+        if (place == "links") != (layout == "2x2"):
             marks.append(pytest.mark.slow)
         values = place, layout, transport
         found.append(pytest.param(values, marks=marks, id="-".join(values)))

@@ -97,9 +97,7 @@ def expected(ranks: tuple[int, ...]) -> str:
     [
         ((2, 1), "tcp"),
         harness.slow((2, 1), "ucx"),
-        harness.slow((2, 1), "gloo"),
         harness.slow((1, 1), "ucx"),
-        harness.slow((1, 1), "gloo"),
     ],
 )
 def test_torchrun_static(two: hosts.Hosts, ranks: tuple[int, ...], transport: str) -> None:
@@ -132,7 +130,7 @@ def test_killed_worker_is_started_again(two: hosts.Hosts, tmp_path: Path, transp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["tcp", harness.slow("ucx"), harness.slow("gloo")])
+@pytest.mark.parametrize("transport", ["tcp", harness.slow("ucx")])
 def test_survivor_ends_with_the_error(two: hosts.Hosts, transport: str) -> None:
     """A program that does not handle the failure ends at once, with it, and not by a signal."""
     processes = []

@@ -78,7 +78,7 @@ def test_under_compile() -> None:
 @pytest.mark.fused_only
 @pytest.mark.parametrize("names", ["two and one", harness.slow("two")])
 def test_between_hosts(names: str) -> None:
-    workers = harness.pool_of_hosts(names, "gloo")
+    workers = harness.pool_of_hosts(names, "tcp")
     workers.run(checks.masks, torch.float32)
     workers.run(checks.norms)
 
@@ -88,4 +88,4 @@ def test_between_hosts(names: str) -> None:
 @pytest.mark.parametrize("some", seeds()[:8], ids=str)
 def test_random_cases_between_hosts(some: Iterable[int]) -> None:
     for seed in some:
-        harness.pool_of_hosts("two and one", "gloo").run(checks.drawn, seed)
+        harness.pool_of_hosts("two and one", "tcp").run(checks.drawn, seed)

@@ -213,9 +213,8 @@ def between_hosts(context: Context, transport: str) -> str:
         return info["engine"]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
 def test_between_hosts(transport: str) -> None:
-    """Also where our transport is a Gloo group, which is not served itself."""
     workers = harness.pool_of_hosts("two", transport)
     assert workers.run(between_hosts, transport) == [transport] * 2
 

@@ -70,6 +70,6 @@ def test_without_a_compiler_on_one_rank() -> None:
 @pytest.mark.fused_only
 @pytest.mark.parametrize("names", ["two", "two and one"])
 def test_between_hosts(names: str) -> None:
-    workers = harness.pool_of_hosts(names, "gloo")
+    workers = harness.pool_of_hosts(names, "tcp")
     for shape in ("token", "large"):
         workers.run(checks.layers, shape, torch.float32, True, True, False)

@@ -1,9 +1,5 @@
 #include "c10d/routes/hosts.hpp"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
-#include "c10d/abortable.hpp"
-#include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/routes/hosts_turn.hpp"
 #include "c10d/store_rendezvous.hpp"
@@ -40,31 +36,8 @@ HostsRoute::HostsRoute(
           group.settings.flat_order ? std::optional(HostMap::apart(group.size))
                                     : std::nullopt),
       domain_(make_domain(group, bootstrap, deadline)),
-      delegate_(make_gloo("fusedpg-delegate", deadline)),
       failures_(group.store, rank_, size_),
-      skip_{group.settings.block_skip, group.settings.block_size, {}} {
-  log_once(formatted(
-      "a group spans several hosts: {}",
-      all_ours() ? "messages of users (send, recv) are Gloo's"
-                 : "collectives that only move data are Gloo's"));
-}
-
-c10::intrusive_ptr<c10d::Backend> HostsRoute::make_gloo(
-    const char* prefix,
-    const Deadline& deadline) {
-  // Its rendezvous waits for peers, and would keep this group's client.
-  auto gloo = make_delegate(
-      "cpu",
-      c10::make_intrusive<c10d::PrefixStore>(prefix, own_client(group_.store)),
-      rank_,
-      size_,
-      deadline.left());
-  return c10::make_intrusive<AbortableBackend>(
-      std::move(gloo),
-      group_.timeout.load(),
-      domain_ ? [this] { check_neighbours("a collective of Gloo"); }
-              : std::function<void()>());
-}
+      skip_{group.settings.block_skip, group.settings.block_size, {}} {}
 
 Transport& HostsRoute::connected(const Deadline& deadline) {
   const auto check_aborted = [this] {
@@ -83,9 +56,7 @@ Transport& HostsRoute::connected(const Deadline& deadline) {
   }
   if (!connection_.transport) {
     try {
-      connection_ = connect_hosts(group_, deadline, check_aborted, [&] {
-        return make_gloo("fusedpg-transport", deadline);
-      });
+      connection_ = connect_hosts(group_, deadline, check_aborted);
       std::lock_guard<std::mutex> name_lock(name_mutex_);
       transport_name_ = connection_.name;
     } catch (...) {
@@ -95,9 +66,7 @@ Transport& HostsRoute::connected(const Deadline& deadline) {
     Transport* transport = connection_.transport.get();
     if (domain_) {
       transport->set_watch([this] { check_neighbours("a message"); });
-      if (transport->ends_at_once()) {
-        domain_->set_idle([transport] { transport->progress(); });
-      }
+      domain_->set_idle([transport] { transport->progress(); });
     }
   }
   return *connection_.transport;
@@ -183,7 +152,6 @@ void HostsRoute::failed(const char* title, uint64_t ticket) {
   try {
     failures_.handle(title, ticket, [this] {
       end_waits();
-      // What failed may be the delegate's, and peers wait for messages.
       std::lock_guard<std::mutex> lock(transport_mutex_);
       if (connection_.transport) {
         connection_.transport->end();
@@ -222,9 +190,7 @@ std::optional<ErrorKind> HostsRoute::failure() {
   if (domain_ && domain_->failed()) {
     return domain_->failure_kind();
   }
-  return delegate_->getError() == c10d::ErrorType::SUCCESS
-      ? std::nullopt
-      : std::optional(ErrorKind::kAborted);
+  return aborted_ ? std::optional(ErrorKind::kAborted) : std::nullopt;
 }
 
 void HostsRoute::abort() {
@@ -247,9 +213,9 @@ void HostsRoute::abort() {
   }
 }
 
-// What connects the hosts holds the mutex, and looks for the delegate's abort.
+// What connects the hosts holds the mutex, and looks for the abort.
 void HostsRoute::end_waits() {
-  delegate_->abort();
+  aborted_ = true;
   if (domain_) {
     domain_->request_abort();
   }
@@ -269,8 +235,6 @@ void HostsRoute::shutdown() {
   if (domain_) {
     domain_->leave(group_.exit);
   }
-  std::lock_guard<std::mutex> lock(transport_mutex_);
-  delegate_->shutdown();
 }
 
 } // namespace fusedpg

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,18 +16,14 @@
 
 namespace fusedpg {
 
-// CPU tensors where ranks are on several machines. What reduces is ours, over
-// messages, and so is what moves data, unless the transport is Gloo: then the
-// delegate, torch's Gloo, does it. Messages of users are ours over UCX alone.
+// CPU tensors where ranks are on several machines: everything by messages.
 class HostsRoute : public CpuRoute {
  public:
   // Collective over the ranks that `bootstrap` met.
   HostsRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline);
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
-      override {
-    delegate_->monitoredBarrier(opts, wait_all_ranks);
-  }
+      override;
 
   // There is no arena.
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
@@ -49,9 +46,6 @@ class HostsRoute : public CpuRoute {
     return false;
   }
 
-  void setTimeout(std::chrono::milliseconds timeout) override {
-    delegate_->setTimeout(timeout);
-  }
   void describe(GroupInfo& info) override;
   std::optional<ErrorKind> failure() override;
   void abort() override;
@@ -73,14 +67,7 @@ class HostsRoute : public CpuRoute {
  private:
   friend class HostsTurn;
 
-  c10::intrusive_ptr<c10d::Backend> make_gloo(
-      const char* prefix,
-      const Deadline& deadline);
-  // Whether all sums and moves are ours.
-  bool all_ours() const {
-    return group_.settings.transport != TransportChoice::kGloo;
-  }
-  NetMailbox* mailbox(); // null: messages are the delegate's
+  NetMailbox& mailbox();
   // Ends the group as an operation does that fails; with what all ranks know.
   Error message_failed(const Error& error);
   void check_messages();
@@ -90,14 +77,13 @@ class HostsRoute : public CpuRoute {
   void end_waits();
   void wake_mailbox();
   Transport& connected(const Deadline& deadline);
-  // For an operation that is not delegated.
   NetContext net_context(uint64_t ticket, const Deadline& deadline);
   const HostMap hosts_;
   // Every rank as a host of its own, if sums are to have the bits of one.
   const std::optional<HostMap> flat_;
   const std::unique_ptr<Domain> domain_; // of this host's ranks, if several
-  const c10::intrusive_ptr<c10d::Backend> delegate_;
   HostFailures failures_;
+  std::atomic<bool> aborted_{false};
   std::mutex transport_mutex_;
   // Made by the first operation that needs it; connections of its own.
   Connection connection_;
@@ -105,6 +91,7 @@ class HostsRoute : public CpuRoute {
   std::mutex name_mutex_; // which nobody holds for long
   std::string transport_name_;
   std::mutex mailbox_mutex_;
+  std::atomic<uint32_t> monitored_barriers_{0}; // that have begun
   // Of the executing thread.
   std::optional<Clock::time_point> in_doubt_since_;
   SkipState skip_;

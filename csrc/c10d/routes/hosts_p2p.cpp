@@ -1,29 +1,20 @@
-// Messages between the ranks of a group that spans machines: ours by UCX, if that
-// was asked for; else Gloo's.
+// Messages between the ranks of a group that spans machines, and the barrier that
+// names who is missing.
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/routes/hosts.hpp"
 #include "c10d/routes/messages.hpp"
 #include "c10d/store_rendezvous.hpp"
+#include "collectives/monitored_barrier.hpp"
 
 namespace fusedpg {
 
-NetMailbox* HostsRoute::mailbox() {
-  if (group_.settings.transport != TransportChoice::kUcx) {
-    return nullptr;
-  }
+NetMailbox& HostsRoute::mailbox() {
   translate([this] { check_messages(); }, group_.dialect);
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
   if (!mailbox_) {
-    const auto connect = [this] {
-      return std::make_unique<UcxTransport>(
-          ucx::load(group_.settings.ucx_lib),
-          ucx_config(group_.settings),
-          rank_,
-          size_);
-    };
     const auto gone = [this](int p) {
       return domain_ && hosts_.host(p) == hosts_.host(rank_) &&
           domain_->in_doubt(hosts_.local(p));
@@ -31,7 +22,7 @@ NetMailbox* HostsRoute::mailbox() {
     mailbox_ = std::make_unique<NetMailbox>(
         rank_,
         size_,
-        connect,
+        [this] { return open_transport(group_); },
         [this](std::function<void()> check) {
           constexpr std::chrono::hours kNever{24 * 365};
           return std::make_unique<BoundedRendezvous>(
@@ -44,23 +35,36 @@ NetMailbox* HostsRoute::mailbox() {
         gone,
         [this](const Error& error) { return message_failed(error); });
   }
-  return mailbox_.get();
+  return *mailbox_;
 }
 
 WorkPtr HostsRoute::send_message(Tensors& tensors, int dst, int tag) {
-  if (NetMailbox* ours = mailbox()) {
-    return post_send(*ours, group_, tensors, dst, tag);
-  }
-  return delegate_->send(tensors, dst, tag);
+  return post_send(mailbox(), group_, tensors, dst, tag);
 }
 
 WorkPtr HostsRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == NetMailbox::kAnySource);
-  if (NetMailbox* ours = mailbox()) {
-    return post_receive(*ours, group_, tensors, src, tag);
-  }
-  return src == kAnySource ? delegate_->recvAnysource(tensors, tag)
-                           : delegate_->recv(tensors, src, tag);
+  return post_receive(mailbox(), group_, tensors, src, tag);
+}
+
+void HostsRoute::monitoredBarrier(
+    const c10d::BarrierOptions& opts,
+    bool wait_all_ranks) {
+  NetMailbox& messages = mailbox();
+  translate(
+      [&] {
+        // Unlike elsewhere, a timeout of zero is one.
+        const auto timeout =
+            opts.timeout.count() >= 0 ? opts.timeout : group_.timeout.load();
+        monitored_barrier(
+            messages,
+            rank_,
+            size_,
+            monitored_barriers_++,
+            timeout,
+            wait_all_ranks);
+      },
+      group_.dialect);
 }
 
 void HostsRoute::wake_mailbox() {

@@ -12,10 +12,6 @@ class HostsTurn : public Turn {
  public:
   HostsTurn(HostsRoute& route, uint64_t ticket, const Deadline& deadline)
       : route_(route),
-        gloo_(*route.delegate_),
-        stats_(route.group_.stats),
-        rank_(route.getRank()),
-        size_(route.getSize()),
         ticket_(ticket),
         deadline_(deadline) {}
 
@@ -66,15 +62,8 @@ class HostsTurn : public Turn {
   at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override;
 
  private:
-  template <typename Options>
-  Options options() const {
-    Options opts;
-    opts.timeout = deadline_.left();
-    return opts;
-  }
-
-  // Whether the move is not left to Gloo; then it has been done.
-  bool ours(const std::function<void(Way&)>& move);
+  template <typename Move>
+  void run(const Move& move);
 
   NetContext context() {
     entered_ = true;
@@ -86,17 +75,8 @@ class HostsTurn : public Turn {
 
   // The context of what adds.
   NetContext sums();
-  void sum(at::Tensor t, const Reduction& reduction);
-
-  void agree(const ReduceTensor& tensor, const Reduction& reduction);
-
-  void delegate_sum(const Flat& flat, const Reduction& reduction);
 
   HostsRoute& route_;
-  c10d::Backend& gloo_;
-  Stats& stats_;
-  const int rank_;
-  const int size_;
   const uint64_t ticket_;
   const Deadline deadline_;
   uint64_t list_index_ = 0;

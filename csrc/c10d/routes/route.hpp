@@ -35,9 +35,8 @@ const char* step_title(OpCode op);
 // - HostsRoute, CPU tensors where they do not;
 // - CudaRoute, tensors on GPUs.
 //
-// ProcessGroupFused chooses by the tensors' device. What a route does not do
-// itself it gives to its *delegate*, a backend of torch: Gloo between hosts,
-// NCCL on GPUs.
+// ProcessGroupFused chooses by the tensors' device. What CudaRoute does not do
+// itself it gives to its *delegate*, torch's NCCL.
 class Route : public c10d::Backend {
  public:
   explicit Route(Group& group)

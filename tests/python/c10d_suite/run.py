@@ -48,11 +48,9 @@ PARTS = (
 )
 
 
-def known(between_hosts: bool) -> dict[str, str]:
-    """Tests that cannot pass on a backend of another name, or not by Gloo, and why."""
-    by_gloo = between_hosts and os.environ.get("FUSEDPG_TRANSPORT") != "ucx"
-    files = ["known.txt", *(["known-hosts.txt"] * by_gloo)]
-    lines = [line for name in files for line in (HERE / name).read_text().splitlines()]
+def known() -> dict[str, str]:
+    """Tests that cannot pass on a backend of another name, and why."""
+    lines = (HERE / "known.txt").read_text().splitlines()
     pairs = (line.split(None, 1) for line in lines if line and not line.startswith("#"))
     return dict(pairs)
 
@@ -115,7 +113,7 @@ def run(part: Part, backend: str, hosts: list[str], quick: bool, timeout: float)
             print(output[-5000:])
             raise SystemExit(f"world size {part.world_size}: no report")
         results = list(outcomes(report))
-    reasons = known(bool(hosts)) if backend != "gloo" else {}
+    reasons = known() if backend != "gloo" else {}
     failed = {name: text for name, outcome, text in results if outcome == "failed"}
     count = collections.Counter(outcome for _, outcome, _ in results)
     print(

@@ -13,7 +13,6 @@ STEPS = 40
 ARMS: dict[str, Any] = {
     "one host": {},
     "hosts by tcp": {"env": "two"},
-    "hosts by gloo": {"env": "two"},
     "hosts by ucx": {"env": "two"},
 }
 

@@ -213,17 +213,11 @@ def functional(draw: Draw) -> dict[str, Any]:
         "splits": draw.splits(),
         **draw.reduction(),
     }
-    return _gloo_can(draw, args) if what in ("all_to_all", "all_gather_coalesced") else args
+    return args
 
 
 def _move(draw: Draw) -> dict[str, Any]:
     return {"dtype": draw.dtype(MOVABLE), "data": "exact" if draw.hosts else "normal"}
-
-
-def _gloo_can(draw: Draw, args: dict[str, Any]) -> dict[str, Any]:
-    if draw.hosts and args["dtype"] in COMPLEX:
-        args["dtype"] = torch.float32
-    return args
 
 
 @kind(4)
@@ -248,7 +242,7 @@ def all_gather_into_tensor(draw: Draw) -> dict[str, Any]:
 
 @kind(2)
 def gather(draw: Draw) -> dict[str, Any]:
-    return _gloo_can(draw, {"shape": draw.shape(), "root": draw.root(), **_move(draw)})
+    return {"shape": draw.shape(), "root": draw.root(), **_move(draw)}
 
 
 @kind(2)
@@ -258,7 +252,7 @@ def scatter(draw: Draw) -> dict[str, Any]:
 
 @kind(2)
 def all_to_all(draw: Draw) -> dict[str, Any]:
-    return _gloo_can(draw, {"splits": draw.splits(), **_move(draw)})
+    return {"splits": draw.splits(), **_move(draw)}
 
 
 @kind(4)
@@ -266,7 +260,7 @@ def all_to_all_single(draw: Draw) -> dict[str, Any]:
     form = draw.rng.choice(["even", "even", "uneven", "uneven"])
     row = draw.rng.choice([(), (3,), (2, 5), (100,)])
     args = {"form": form, "rows": draw.rng.choice([0, 1, 2, 50]), "row": row}
-    return _gloo_can(draw, {**args, "splits": draw.splits(), **_move(draw)})
+    return {**args, "splits": draw.splits(), **_move(draw)}
 
 
 @kind(1)

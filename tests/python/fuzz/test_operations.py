@@ -25,7 +25,6 @@ def test_random_programs(world: int) -> None:
         (2, "hosts by tcp"),
         (3, "hosts by tcp"),
         (2, "hosts by ucx"),
-        harness.slow(4, "hosts by gloo"),
     ],
 )
 def test_random_programs_between_hosts(world: int, arm: str) -> None:
