@@ -358,7 +358,7 @@ def _scenario(title: str, checks: str, env: Callable[[int], dict[str, str]]) -> 
 
 
 def run_check() -> int:
-    transports = ["tcp", "gloo"]
+    transports = ["tcp"]
     with contextlib.suppress(RuntimeError):
         load_extension()._ucx()
         transports.append("ucx")

@@ -78,8 +78,8 @@ class CudaStreams {
   // torch 2.11 cannot tell; CUDA's runtime, which it has loaded for everybody, can.
   bool is_capturing(const c10::Stream& stream) const {
     using Query = int (*)(cuda::Stream, int*);
-    static const auto query = reinterpret_cast<Query>(
-        dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing"));
+    static const auto query =
+        reinterpret_cast<Query>(dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing"));
     int status = 0; // cudaStreamCaptureStatusNone
     if (query == nullptr || query(handle(stream), &status) != 0) {
       throw Error(

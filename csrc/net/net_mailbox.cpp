@@ -535,9 +535,8 @@ void NetMailbox::send_data(int p, Send& send) {
 bool NetMailbox::finish_sends(int p) {
   bool any = false;
   auto& sends = peers_[p].sends;
-  sends.remove_if([](const Send& s) {
-    return s.told && s.post.what == What::kNotify;
-  });
+  sends.remove_if(
+      [](const Send& s) { return s.told && s.post.what == What::kNotify; });
   for (auto s = sends.begin(); s != sends.end();) {
     if (s->data && transport_->state(*s->data) == State::kDone) {
       s->data.reset();

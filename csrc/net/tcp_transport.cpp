@@ -234,7 +234,8 @@ bool TcpTransport::greet(int peer) {
       not_let_in(peer, text_of(error));
       return true;
     }
-    out.hello = {tcp::kMagic, out.address->endpoint, rank(), peer, random_key()};
+    out.hello = {
+        tcp::kMagic, out.address->endpoint, rank(), peer, random_key()};
     out.rest.assign(
         reinterpret_cast<const char*>(&out.hello), sizeof out.hello);
   }

@@ -386,8 +386,7 @@ TEST(net_mailbox_monitored_barrier) {
   on_posts(3, [](NetPost& post) {
     uint32_t number = 0;
     const auto barrier = [&](milliseconds timeout, bool all) {
-      monitored_barrier(
-          post.box, post.rank, post.size, number++, timeout, all);
+      monitored_barrier(post.box, post.rank, post.size, number++, timeout, all);
     };
     const auto works = [&] {
       Bytes b = post.rank == 0 ? Bytes(70000) : filled(70000, post.rank);

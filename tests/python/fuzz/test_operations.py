@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import harness
 from fuzz import execute, operations
 from fuzz.programs import KINDS, draw_program
 
