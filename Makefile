@@ -101,7 +101,7 @@ setup: $(DEPS)
 build: $(KERNELS)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train smoke bench bench-kernels bench-engine figures docs wheel wheels sdist
+.PHONY: train smoke bench bench-kernels bench-engine figures docs wheel wheels sdist release
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
@@ -135,6 +135,10 @@ sdist: $(DEPS)
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict
+
+# The notes and the page of a release, beside its packages in dist/.
+release:
+	$(PYTHON) tools/release.py $(TAG) dist
 
 # One wheel for every supported torch, tried beside each. WHEELS="2.13 2.14": only these.
 wheels: | $(VENV)/bin/python

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import socket
 import sys
 import warnings
 from datetime import timedelta
@@ -111,18 +110,7 @@ def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timed
     if device == "cpu":
         from fusedpg._serve_gloo import Gloo
 
-        try:
-            group = Gloo(store, rank, size, timeout=timeout)
-        except RuntimeError as error:
-            # What Gloo says of a GLOO_SOCKET_IFNAME that this machine does not have.
-            _, found, name = str(error).partition("Unable to find address for: ")
-            if not found:
-                raise
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise RuntimeError(
-                f"fused: GLOO_SOCKET_IFNAME names {name.strip()}, which is no interface with an "
-                f"address on this machine; its interfaces are {names}"
-            ) from error
+        group = Gloo(store, rank, size, timeout=timeout)
     else:
         try:
             from torch.distributed import ProcessGroupNCCL

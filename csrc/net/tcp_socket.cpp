@@ -172,6 +172,21 @@ SocketAddress SocketAddress::with_port(uint16_t port) const {
   return other;
 }
 
+namespace {
+
+std::string interface_names() {
+  std::string names;
+  const std::unique_ptr<struct if_nameindex, decltype(&if_freenameindex)> all(
+      if_nameindex(), &if_freenameindex);
+  for (const auto* one = all.get(); one != nullptr && one->if_index != 0;
+       ++one) {
+    names += (names.empty() ? "" : ", ") + std::string(one->if_name);
+  }
+  return names.empty() ? "none" : names;
+}
+
+} // namespace
+
 SocketAddress local_address(
     const std::string& interface,
     const std::string& peer,
@@ -183,8 +198,9 @@ SocketAddress local_address(
     fail(
         ErrorKind::kSystem,
         "fused: no interface {} with an address (FUSEDPG_SOCKET_IFNAME or "
-        "GLOO_SOCKET_IFNAME)",
-        interface);
+        "GLOO_SOCKET_IFNAME); this machine has {}",
+        interface,
+        interface_names());
   }
   const bool here =
       peer == "localhost" || peer == "::1" || peer.starts_with("127.");

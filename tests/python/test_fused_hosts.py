@@ -110,14 +110,6 @@ def test_choice_of_transport(choices: tuple[str, str], library: str, expected: s
         workers.run(hosts.choice, expected)
 
 
-def test_an_interface_that_is_not_there() -> None:
-    """Gloo's own message is of a file in its sources."""
-    env = [{"FUSEDPG_HOST_ID": str(i), "GLOO_SOCKET_IFNAME": "eth9"} for i in range(2)]
-    wanted = "GLOO_SOCKET_IFNAME names eth9, which is no interface .* its interfaces are .*lo"
-    with pytest.raises(harness.WorkerFailure, match=wanted):
-        harness.Workers(2, env=env, one_host=False, oracle=False)
-
-
 @pytest.mark.parametrize("transport", ["ucx", "tcp"])
 def test_store_is_busy(transport: str) -> None:
     harness.pool_of_hosts("two", transport).run(hosts.store_is_busy)
