@@ -17,10 +17,12 @@ from torch import Tensor
 
 import harness
 from checks import earlier
-from fusedpg import _C
+from fusedpg._registration import load_extension
 from fusedpg.fusion.signature import Signature
 
 pytestmark = pytest.mark.fused_only
+
+_C = load_extension()
 
 
 @pytest.fixture(autouse=True, scope="module")
