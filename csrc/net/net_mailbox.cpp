@@ -12,7 +12,6 @@ constexpr std::chrono::hours kNever{24 * 365};
 constexpr std::chrono::milliseconds kLook{20};
 constexpr std::chrono::milliseconds kIdle{500};
 constexpr std::chrono::milliseconds kStopPatience{1000};
-constexpr std::chrono::microseconds kSpin{50};
 constexpr uint32_t kNotes = 0; // the tag; what follows are messages
 // A message that is sent at once, and all of one peer's that have not arrived.
 constexpr size_t kUnasked = size_t(64) << 10;
@@ -141,8 +140,7 @@ std::string NetMailbox::name(const Post& post) const {
 
 void NetMailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
-  auto moved = Clock::now();
-  auto checked = moved;
+  auto checked = Clock::now();
   std::optional<Deadline> patience; // at the end
   bool stopping = false;
   try {
@@ -160,8 +158,9 @@ void NetMailbox::loop() {
         check();
       }
       if (posted || any) {
-        moved = now;
-      } else if (stopping) {
+        continue;
+      }
+      if (stopping) {
         // A peer may wait to hear that its message has arrived.
         const bool owes = !sent_notes_.empty() ||
             std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
@@ -175,7 +174,8 @@ void NetMailbox::loop() {
               me_);
         }
         transport_->doze(std::chrono::milliseconds(1));
-      } else if (!pending() || now - moved >= kSpin) {
+      } else {
+        // At once: who waits for a message may need the core.
         transport_->doze(pending() ? kLook : kIdle);
       }
     }
