@@ -10,8 +10,8 @@
 #include "compress/select.hpp"
 #include "kernels/kernels.hpp"
 
-// What the kernels of compression check of what Python gives them, for single
-// gradients and for units.
+// Checks of the arguments that Python gives the kernels of compression, for
+// single gradients and for units.
 namespace fusedpg::compress_checks {
 
 using Tensors = std::vector<at::Tensor>;

@@ -304,8 +304,8 @@ Three threshold(
   return {counts, sent, places};
 }
 
-// What the residual of each parameter still has of the message before: a low
-// and a high value. Without such a tensor there is nothing, and nothing stays.
+// The part of the last message that is still in each parameter's residual: a low
+// and a high value. Without such a tensor there is none, and none stays.
 class Owed {
  public:
   Owed(

@@ -40,7 +40,7 @@ struct Ambient {
   bool operator==(const Ambient&) const = default;
 };
 
-// What a tensor is, without keeping it.
+// The properties of a tensor, without keeping it.
 struct Kind {
   explicit Kind(const at::Tensor& t)
       : sizes(t.sizes().vec()),
@@ -65,7 +65,7 @@ struct Kind {
   bool requires_grad;
 };
 
-// Where a tensor lies, if `places`, and which tensor of the call it is.
+// The place of a tensor, if `places`, and its number in the call.
 struct Place {
   const void* data;
   size_t first; // the place of the same tensor before it, or its own
@@ -232,8 +232,8 @@ class EarlierCalls {
     return py::make_tuple(*found, std::move(values));
   }
 
-  // Whether there was a call before that this one may be like: with a first
-  // tensor of the same shape and type, or a first target at the same place.
+  // True if an earlier call may be like this one: its first tensor has the same
+  // shape and type, or its first target lies at the same place.
   bool seen(const py::list& values, const py::object& targets) {
     const std::vector<PyObject*> borrowed = pointers(values);
     const std::optional<Call> call = make(borrowed, targets);
@@ -332,7 +332,7 @@ class EarlierCalls {
     std::vector<Place> where;
   };
 
-  // Of each value of these there is a program.
+  // Each value of these has a program of its own.
   static bool is_flag(PyObject* value) {
     return value == Py_None || PyBool_Check(value) || PyUnicode_Check(value);
   }

@@ -72,7 +72,7 @@ class Group {
   // Returns `work`, after noting it if this thread is coalescing.
   WorkPtr remember(WorkPtr work);
 
-  // What profilers show: "gloo:all_reduce" where the group serves "gloo".
+  // The title for profilers: "gloo:all_reduce" if the group serves "gloo".
   std::string shown(const char* title) const;
 
   // --- checks that raise in the caller ---------------------------------------

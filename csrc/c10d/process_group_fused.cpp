@@ -369,7 +369,7 @@ void ProcessGroupFused::shutdown_at_exit(const std::string& exit) {
 }
 
 bool ProcessGroupFused::layout_is_gloos(c10d::Backend& gloo, int threads) {
-  // Where the members lie; nothing is constructed here.
+  // For the places of the members; nothing is constructed here.
   alignas(ProcessGroupFused) std::byte group[sizeof(ProcessGroupFused)];
   alignas(Options) std::byte options[sizeof(Options)];
   const auto* g = reinterpret_cast<const ProcessGroupFused*>(group);

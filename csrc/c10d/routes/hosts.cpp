@@ -213,7 +213,7 @@ void HostsRoute::abort() {
   }
 }
 
-// What connects the hosts holds the mutex, and looks for the abort.
+// The thread that connects the hosts holds the mutex, and looks for the abort.
 void HostsRoute::end_waits() {
   aborted_ = true;
   if (domain_) {
