@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import threading
 import time
@@ -35,6 +36,9 @@ def _step(g: Partial, w: Replicate, lr: float) -> Any:
     return w - lr * fusion.all_reduce(g, "sum")
 
 
+_TEXTS = itertools.count()
+
+
 class Raw:
     """A kernel's source, and calls of the group's own method: right ones but for what is said."""
 
@@ -46,7 +50,10 @@ class Raw:
         self.parameters = codegen_cuda.parameters(self.source)
         with compiles(context):
             architecture = backend.program_architecture(like)
-            self.image = nvrtc.ptx(self.source.text, "step", architecture).decode()
+            # Its own text: a module of an earlier test, with the same, may not have ended yet, and
+            # would be shared.
+            text = f"{self.source.text}\n// {next(_TEXTS)}\n"
+            self.image = nvrtc.ptx(text, "step", architecture).decode()
 
     def load(self, tensor: torch.Tensor, **other: Any) -> Any:
         given = {"image": self.image, "entry": codegen_cuda.ENTRY, "parameters": self.parameters}
