@@ -50,6 +50,7 @@ CAPABILITIES = {
     "fused functions": ["test_fusion*.py", "test_private.py"],
     "tensor parallel": ["test_tensor_parallel*.py", "test_sequence_parallel.py"],
     "compression": ["test_compress*.py"],
+    "plans": ["test_plan*.py"],
     "zeros, sparse tensors": ["test_sparse.py"],
     "several hosts": ["test_hosts*.py", "test_host_*.py", "test_fused_hosts.py"],
     "failures and the end": ["test_faults.py", "test_exit.py", "test_chaos.py"],
