@@ -289,17 +289,16 @@ class Plan:
         if missing:
             raise PlanError(f"the plan lacks {', '.join(missing)}")
         try:
-            values = {name: data[name] for name in _REQUIRED[:4]}
+            values: dict[str, Any] = {name: data[name] for name in _REQUIRED[:4]}
             values |= {name: tuple(data[name]) for name in _EACH_STAGE}
             values |= {name: tuple(tuple(stage) for stage in data[name]) for name in _EACH_OP}
             values |= {name: data[name] for name in ("schedule", "virtual_stages") if name in data}
             if data.get("predicted") is not None:
-                values["predicted"] = Prediction(
-                    **{
-                        name: tuple(value) if isinstance(value, list) else value
-                        for name, value in data["predicted"].items()
-                    }
-                )
+                said: dict[str, Any] = {
+                    name: tuple(value) if isinstance(value, list) else value
+                    for name, value in data["predicted"].items()
+                }
+                values["predicted"] = Prediction(**said)
         except TypeError as error:
             raise PlanError(f"the plan has a value of the wrong kind: {error}") from error
         known = {*_REQUIRED, *_DERIVED, *_OURS}

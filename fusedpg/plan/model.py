@@ -1,0 +1,707 @@
+"""Cost models: the time and memory of a plan, by a database's measurements.
+
+`AcesoModel` computes what Aceso's program prints, with all that it leaves out. `FusedModel` is
+the one to plan with. Both price a stage from arrays over its operators, so that `price` and the
+search use the same code.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fusedpg.plan.config import Plan, PlanError, Prediction
+from fusedpg.plan.database import COLUMNS, Database, MissingRow
+from fusedpg.plan.operators import Layout, layout
+
+__all__ = ["COST_MODELS", "AcesoModel", "CostModel", "FusedModel", "Price", "StagePrice"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage is.
+
+    Args:
+        first_device: its first device.
+        width: how many it has.
+        nodes: how many machines they are on.
+        receives: whether the stage before is, in part, on other machines; None without one.
+        sends: the same of the stage behind.
+    """
+
+    first_device: int
+    width: int
+    nodes: int
+    receives: bool | None
+    sends: bool | None
+
+
+@dataclass(frozen=True)
+class StagePrice:
+    """What a stage costs. Times are milliseconds of one micro-batch, but for the last three."""
+
+    forward: float
+    backward: float
+    recompute: float
+    receive: float  # with the resharding of the forward pass
+    send: float  # with that of the backward pass
+    weights: float  # MB, with copies in higher precision
+    gradients: float
+    optimizer_state: float
+    activations: float  # of the micro-batches in flight, but for one
+    peak: float  # of that one, with what is recomputed at once
+    reserved: float
+    reduction: float = 0.0  # of gradients over data-parallel devices, once an iteration
+    exposed: float = 0.0  # the part of it that the backward pass does not hide
+    optimizer: float = 0.0  # the optimizer's step
+
+    @property
+    def time(self) -> float:
+        return self.forward + self.backward + self.recompute + self.receive + self.send
+
+    @property
+    def memory(self) -> float:
+        state = self.weights + self.gradients + self.optimizer_state
+        return state + self.activations + self.peak + self.reserved
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a plan costs.
+
+    Args:
+        time_ms: of an iteration.
+        stage_times_ms: of each stage; the largest is `time_ms`.
+        stages: what each is made of.
+        notes: what the database does not say, and was left out.
+        cost_model: the name of the model.
+    """
+
+    time_ms: float
+    stage_times_ms: tuple[float, ...]
+    stages: tuple[StagePrice, ...]
+    notes: tuple[str, ...]
+    cost_model: str
+
+    @property
+    def memory_mb(self) -> float:
+        """Of the device that needs most."""
+        return max(stage.memory for stage in self.stages)
+
+    def prediction(self) -> Prediction:
+        memory = tuple(stage.memory for stage in self.stages)
+        return Prediction(self.time_ms, self.stage_times_ms, memory, self.cost_model)
+
+
+class Tables:
+    """The measurements for one micro-batch size, as arrays over settings and kinds of operators.
+
+    A setting is a (tp, dp, algo). A kind is a name; an operator of the sequence has one.
+    """
+
+    def __init__(self, model: CostModel, micro_batch: int, nodes: int) -> None:
+        database = model.database
+        self.micro_batch = micro_batch
+        self.settings = model.settings(micro_batch)
+        self.index = {setting: i for i, setting in enumerate(self.settings)}
+        self.tp = np.array([tp for tp, _, _ in self.settings], dtype=np.int64)
+        self.dp = np.array([dp for _, dp, _ in self.settings], dtype=np.int64)
+        self.algo = np.array([algo for _, _, algo in self.settings], dtype=np.int64)
+        self.width = self.tp * self.dp
+        kinds = model.kinds
+        self.missing: dict[tuple[int, int], MissingRow] = {}
+        values = np.full((len(COLUMNS), len(self.settings), len(kinds)), math.inf)
+        for setting, (tp, dp, algo) in enumerate(self.settings):
+            for kind, name in enumerate(kinds):
+                try:
+                    values[:, setting, kind] = database.row(name, micro_batch // dp, tp, algo)
+                except MissingRow as error:
+                    self.missing[setting, kind] = error
+        (forward, backward, self.input, self.output) = values[:4]
+        self.forward, self.backward = forward / 1000, backward / 1000  # us to ms
+        self.weights, self.activations, self.reserved_forward, self.reserved_backward = values[4:8]
+        self.optimizer = values[8] / 1000
+        factors = database.operators.shared_activations
+        self.activations = self.activations * np.array([factors.get(name, 1) for name in kinds])
+        # What a device-millisecond would buy if all operators ran at their best.
+        with np.errstate(invalid="ignore"):
+            busy = (self.forward + self.backward) * self.width[:, None]
+        self.ideal = np.min(busy, axis=0) if len(self.settings) else np.zeros(len(kinds))
+        shape = (len(model.pairs), len(self.settings), len(self.settings))
+        self.reshard_forward = np.zeros(shape)
+        self.reshard_backward = np.zeros(shape)
+        self.missing_reshard: dict[tuple[int, int, int], MissingRow] = {}
+        self._fill_reshards(model, nodes)
+
+    def _fill_reshards(self, model: CostModel, nodes: int) -> None:
+        layouts = model.database.operators.layouts
+        by_width: dict[int, list[int]] = {}
+        for setting, width in enumerate(self.width.tolist()):
+            by_width.setdefault(width, []).append(setting)
+        for pair, (before, after) in enumerate(model.pairs):
+            names = model.kinds[before], model.kinds[after]
+            if names[0] not in layouts or names[1] not in layouts:
+                continue
+            for one in range(len(self.settings)):
+                for other in by_width[int(self.width[one])]:
+                    tp, dp, algo = self.settings[one]
+                    source = layout(layouts[names[0]][algo][1], tp, dp)
+                    tp, dp, algo = self.settings[other]
+                    target = layout(layouts[names[1]][algo][0], tp, dp)
+                    if source is None or target is None or source == target:
+                        continue
+                    size = self.input[other, after]
+                    if not math.isfinite(size):
+                        continue  # the operator itself is missing
+                    place = (pair, one, other)
+                    # With the same dp devices of one tensor-parallel group exchange parts, which
+                    # are on one machine.
+                    across = 1 if self.dp[one] == dp else nodes
+                    try:
+                        cost = model.reshard(source, target, size, across)
+                    except MissingRow as error:
+                        self.missing_reshard[place] = error
+                        cost = (math.inf, math.inf)
+                    self.reshard_forward[place], self.reshard_backward[place] = cost
+
+
+# A step of resharding: the collective forwards, that backwards, and the devices of each.
+# None means that nothing is sent, because each device cuts its part out of what it has.
+Step = tuple[str | None, str | None, int]
+
+
+def one_collective(source: Layout, target: Layout) -> Step | None:
+    """The collective that turns one layout into another; None if no single one does."""
+    grows = [one < other for one, other in zip(source.dims, target.dims)]
+    if source.replicas > target.replicas:
+        whole = source.replicas % target.replicas == 0
+        return (
+            (None, "all_gather", source.replicas // target.replicas)
+            if any(grows) and whole
+            else None
+        )
+    if source.partial > target.partial:
+        devices = source.partial // target.partial
+        if source.replicas < target.replicas:
+            return "all_reduce", None, devices
+        return ("reduce_scatter", "all_gather", devices) if any(grows) else None
+    for one, other in zip(source.dims, target.dims):
+        if one > other and one % other == 0:
+            if source.replicas < target.replicas:
+                return "all_gather", None, one // other
+            if any(grows):
+                return "all_to_all", "all_to_all", one // other
+    return None
+
+
+def resharding_steps(source: Layout, target: Layout) -> list[Step]:
+    """Collectives that turn one layout into another, whatever their degrees."""
+    if (source.partial, target.partial) != (1, 1):
+        step = one_collective(source, target)
+        if step is None:
+            raise PlanError(f"no collective turns {source} into {target}")
+        return [step]
+    gathers, splits = [], []
+    for one, other in zip(source.dims, target.dims):
+        common = one if other % one == 0 else other if one % other == 0 else 1
+        gathers += [one // common] if one > common else []
+        splits += [other // common] if other > common else []
+    if len(gathers) == 1 and gathers == splits and source.replicas == target.replicas:
+        return [("all_to_all", "all_to_all", gathers[0])]
+    return [("all_gather", None, n) for n in gathers] + [(None, "all_gather", n) for n in splits]
+
+
+class CostModel(abc.ABC):
+    """What both models share.
+
+    Args:
+        database: the measurements.
+        num_devices: how many devices there are.
+        devices_per_node: how many are on one machine; all by default.
+    """
+
+    name: str
+
+    def __init__(
+        self, database: Database, num_devices: int, devices_per_node: int | None = None
+    ) -> None:
+        self.database = database
+        self.num_devices = num_devices
+        self.devices_per_node = devices_per_node or num_devices
+        operators = database.operators
+        self.kinds = tuple(dict.fromkeys(operators.sequence))
+        number = {name: kind for kind, name in enumerate(self.kinds)}
+        self.kind = np.array([number[name] for name in operators.sequence], dtype=np.int64)
+        steps = list(zip(self.kind[:-1].tolist(), self.kind[1:].tolist()))
+        self.pairs = tuple(dict.fromkeys(steps))
+        place = {pair: i for i, pair in enumerate(self.pairs)}
+        # pair[i] is of the operators i and i + 1
+        self.pair = np.array([place[step] for step in steps], dtype=np.int64)
+        starts = operators.layer_starts
+        self.is_start = np.array([name in starts for name in operators.sequence])
+        shared = operators.shared_activations
+        self.is_shared = np.array([name in shared for name in operators.sequence])
+        never = operators.never_recomputed
+        self.may_recompute = np.array([name not in never for name in operators.sequence])
+        self.notes: dict[str, None] = {}  # an ordered set
+        self._tables: dict[tuple[int, int], Tables] = {}
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.kind)
+
+    def tables(self, micro_batch: int, nodes: int = 1) -> Tables:
+        """The measurements for a micro-batch size, for stages on so many machines."""
+        key = (micro_batch, nodes)
+        if key not in self._tables:
+            self._tables[key] = Tables(self, micro_batch, nodes)
+        return self._tables[key]
+
+    def settings(self, micro_batch: int) -> list[tuple[int, int, int]]:
+        """The (tp, dp, algo) that divide a micro-batch and have measurements."""
+        found = []
+        database = self.database
+        for tp in database.tensor_parallel:
+            for dp in range(1, self.num_devices // tp + 1):
+                if micro_batch % dp == 0 and self.measured(micro_batch // dp):
+                    found += [(tp, dp, algo) for algo in database.algos]
+        return found
+
+    def place(self, widths: Sequence[int], stage: int) -> Place:
+        """Where a stage is, if stages have these widths."""
+        first = sum(widths[:stage])
+        per_node = self.devices_per_node
+        last = first + widths[stage] - 1
+        nodes = last // per_node - first // per_node + 1
+        receives = self._crosses(widths, stage - 1) if stage else None
+        sends = self._crosses(widths, stage) if stage < len(widths) - 1 else None
+        return Place(first, widths[stage], nodes, receives, sends)
+
+    def _crosses(self, widths: Sequence[int], stage: int) -> bool:
+        """Whether any pair of devices that exchange messages of `stage` and the next crosses."""
+        first = sum(widths[:stage])
+        here, there = widths[stage], widths[stage + 1]
+        per_node = self.devices_per_node
+        for receiver in range(there):
+            node = (first + here + receiver) // per_node
+            low = receiver * here // there
+            high = max(((receiver + 1) * here - 1) // there, low)
+            if any((first + sender) // per_node != node for sender in (low, high)):
+                return True
+        return False
+
+    def stage(
+        self,
+        tables: Tables,
+        first: int,
+        settings: Array,
+        flags: Array | None,
+        in_flight: int,
+        place: Place,
+    ) -> StagePrice:
+        """The price of a stage.
+
+        Args:
+            tables: of the micro-batch size, and of `place.nodes`.
+            first: the index of the stage's first operator.
+            settings: the setting of each of its operators.
+            flags: which are recomputed; None means none.
+            in_flight: micro-batches whose activations are held at once.
+            place: where the stage is.
+
+        Raises:
+            MissingRow: if the database does not say what it costs.
+        """
+        ops = len(settings)
+        if place.nodes > 1:
+            self.check_place(tables, settings, place)
+        kind = self.kind[first : first + ops]
+        at = settings * len(self.kinds) + kind
+        forward = tables.forward.take(at)
+        fwd, bwd = float(forward.sum()), float(tables.backward.take(at).sum())
+        if not math.isfinite(fwd + bwd):
+            self._raise_missing(tables, settings, kind)
+        reshard_forward = reshard_backward = 0.0
+        if ops > 1:
+            edges = (self.pair[first : first + ops - 1], settings[:-1], settings[1:])
+            reshard_forward = float(tables.reshard_forward[edges].sum())
+            reshard_backward = float(tables.reshard_backward[edges].sum())
+            if not math.isfinite(reshard_forward + reshard_backward):
+                self._raise_missing_reshard(tables, edges)
+        activations = tables.activations.take(at)
+        inputs = float(tables.input[settings[0], kind[0]])
+        total = inputs + float(activations.sum())
+        recompute = peak = 0.0
+        if flags is not None and flags.any():
+            recompute = float(forward[flags].sum())
+            saved, peak = self.recomputed(first, activations, flags)
+            total -= saved
+        at_weights = tables.weights.take(at)
+        weights = float(at_weights.sum())
+        operators = self.database.operators
+        receive, send = self.messages(tables, first, settings, place)
+        price = StagePrice(
+            forward=fwd,
+            backward=bwd,
+            recompute=recompute,
+            receive=receive + reshard_forward,
+            send=send + reshard_backward,
+            weights=weights * (1 + operators.memory_main_params),
+            gradients=weights,
+            optimizer_state=weights * operators.memory_optimizer,
+            activations=total * (in_flight - 1),
+            peak=total + peak,
+            reserved=self.reserved(tables, at, weights),
+        )
+        return self.with_iteration(price, tables, settings, at, at_weights, place)
+
+    def recomputed(self, first: int, activations: Array, flags: Array) -> tuple[float, float]:
+        """The activations (MB) that recomputation does not keep, and the most of one segment."""
+        ops = len(flags)
+        if ops < 2:
+            return 0.0, 0.0
+        both = flags[:-1] & flags[1:]
+        start_follows = self.is_start[first + 1 : first + ops]
+        amounts = np.where(both, activations[:-1], 0.0)
+        saved = float(amounts[~start_follows].sum())
+        ends = ~both | self.segment_ends(first, ops, start_follows)
+        sums = np.cumsum(amounts)[ends]
+        return saved, float(np.max(np.diff(sums, prepend=0.0))) if len(sums) else 0.0
+
+    def check_place(self, tables: Tables, settings: Array, place: Place) -> None:
+        """Raises `MissingRow` if operators were not measured on devices of several machines."""
+        return
+
+    @abc.abstractmethod
+    def measured(self, samples: int) -> bool:
+        """Whether operators may be priced for this many samples of a device."""
+
+    @abc.abstractmethod
+    def reshard(
+        self, source: Layout, target: Layout, size: float, nodes: int
+    ) -> tuple[float, float]:
+        """Milliseconds to change a layout, forwards and backwards; `size` in MB."""
+
+    @abc.abstractmethod
+    def segment_ends(self, first: int, ops: int, start_follows: Array) -> Array:
+        """Behind which operators a segment of recomputed ones ends, whatever is recomputed."""
+
+    @abc.abstractmethod
+    def messages(
+        self, tables: Tables, first: int, settings: Array, place: Place
+    ) -> tuple[float, float]:
+        """Milliseconds of a stage's messages from the stage before and to the stage behind."""
+
+    @abc.abstractmethod
+    def reserved(self, tables: Tables, at: Array, weights: float) -> float:
+        """MB that the allocator or operators hold besides."""
+
+    @abc.abstractmethod
+    def with_iteration(
+        self,
+        price: StagePrice,
+        tables: Tables,
+        settings: Array,
+        at: Array,
+        weights: Array,
+        place: Place,
+    ) -> StagePrice:
+        """The price with what happens once an iteration."""
+
+    @abc.abstractmethod
+    def iteration(self, stages: Sequence[StagePrice], micro_batches: int) -> float:
+        """Milliseconds of an iteration."""
+
+    @abc.abstractmethod
+    def in_flight(self, stages_behind: int, micro_batches: int, schedule: str) -> int:
+        """Micro-batches whose activations a stage holds at once."""
+
+    def price(self, plan: Plan) -> Price:
+        """The time and memory of a plan.
+
+        Raises:
+            PlanError: if the plan is not for this model and these devices, or has a schedule
+                that the model does not price.
+            MissingRow: if the database lacks what the plan needs.
+        """
+        plan.check(operators=self.database.operators.sequence, devices=self.num_devices)
+        if plan.schedule not in ("1f1b", "gpipe"):
+            raise PlanError(f"the cost model prices schedules 1f1b and gpipe, not {plan.schedule}")
+        stages = []
+        for stage in range(plan.num_stages):
+            place = self.place(plan.num_gpus, stage)
+            tables = self.tables(plan.micro_batch_size, place.nodes)
+            settings = self._settings_of(plan, stage, tables)
+            flags = np.array(plan.recompute_ops[stage], dtype=bool)
+            behind = plan.num_stages - 1 - stage
+            in_flight = self.in_flight(behind, plan.num_micro_batches, plan.schedule)
+            first = plan.first_op(stage)
+            stages.append(self.stage(tables, first, settings, flags, in_flight, place))
+        return self.whole(stages, plan.num_micro_batches)
+
+    def whole(self, stages: Sequence[StagePrice], micro_batches: int) -> Price:
+        """The price of a plan, by those of its stages."""
+        time = self.iteration(stages, micro_batches)
+        slowest = max(stage.time for stage in stages)
+        times = tuple(time - (slowest - one.time) * (micro_batches - 1) for one in stages)
+        return Price(time, times, tuple(stages), tuple(self.notes), self.name)
+
+    def _settings_of(self, plan: Plan, stage: int, tables: Tables) -> Array:
+        found = []
+        columns = (
+            plan.model_parallel_size_of_each_op[stage],
+            plan.data_parallel_size_of_each_op[stage],
+            plan.algo_of_each_op[stage],
+        )
+        for op, (tp, dp, algo) in enumerate(zip(*columns)):
+            if (tp, dp, algo) not in tables.index:
+                name = self.database.operators.sequence[plan.first_op(stage) + op]
+                self.database.row(name, plan.micro_batch_size // dp, tp, algo)
+                raise MissingRow(
+                    f"{self.database.folder}: {self.name} has no price of tp {tp}, dp {dp}, "
+                    f"algo {algo} for a micro-batch of {plan.micro_batch_size}"
+                )
+            found.append(tables.index[tp, dp, algo])
+        return np.array(found, dtype=np.int64)
+
+    def _raise_missing(self, tables: Tables, settings: Array, kind: Array) -> None:
+        for key in zip(settings.tolist(), kind.tolist()):
+            if key in tables.missing:
+                raise tables.missing[key]
+
+    def _raise_missing_reshard(self, tables: Tables, edges: tuple[Array, Array, Array]) -> None:
+        for key in zip(*(edge.tolist() for edge in edges)):
+            if key in tables.missing_reshard:
+                raise tables.missing_reshard[key]
+
+
+class AcesoModel(CostModel):
+    """Aceso's formulas as they are, to compare with its program.
+
+    It has no reduction of gradients and no optimizer step, and its faults. A collective's size
+    that was not measured costs `UNKNOWN_SIZE_MS`, as there; `notes` says so.
+    """
+
+    name = "aceso"
+    UNKNOWN_SIZE_MS = 100000.0
+
+    def measured(self, samples: int) -> bool:
+        return samples in self.database.micro_batch_sizes
+
+    def reshard(
+        self, source: Layout, target: Layout, size: float, nodes: int
+    ) -> tuple[float, float]:
+        step = one_collective(source, target)
+        if step is None:
+            raise MissingRow(f"Aceso's program has no price for {source} to {target}")
+        forward, backward, devices = step
+        return self._collective(forward, devices, size), self._collective(backward, devices, size)
+
+    def _collective(self, collective: str | None, devices: int, size: float) -> float:
+        if collective is None:
+            return 0.0
+        rows = self.database.collective_rows(collective, devices)
+        for text in (f"{size:.0f}", f"{size - 1:.0f}"):
+            if text in rows:
+                return rows[text]
+        self.notes[
+            f"{collective} of {size:.0f} MB on {devices} devices was not measured: "
+            f"{self.UNKNOWN_SIZE_MS:.0f} ms, as in Aceso"
+        ] = None
+        return self.UNKNOWN_SIZE_MS
+
+    def segment_ends(self, first: int, ops: int, start_follows: Array) -> Array:
+        ends = start_follows.copy()
+        ends[-1] = True
+        return ends & ~self.is_shared[first : first + ops - 1]
+
+    def messages(
+        self, tables: Tables, first: int, settings: Array, place: Place
+    ) -> tuple[float, float]:
+        last = first + len(settings) - 1
+        before, behind = settings[0], settings[-1]
+        into = float(tables.input[before, self.kind[first]])
+        # The size of the output is looked up with the tp of the stage's first operator.
+        key = (int(tables.tp[before]), int(tables.dp[behind]), int(tables.algo[behind]))
+        kind = self.kind[last]
+        if key in tables.index:
+            out = float(tables.output[tables.index[key], kind])
+        else:
+            samples = tables.micro_batch // key[1]
+            row = self.database.row(self.kinds[kind], samples, key[0], key[2])
+            out = row[COLUMNS.index("output_size")]
+        start = place.first_device
+        end = start + place.width
+        per_node = self.devices_per_node
+        received = self._message(into, between_nodes=start > 0 and start % per_node == 0)
+        return received, self._message(out, between_nodes=end % per_node == 0)
+
+    def _message(self, size: float, between_nodes: bool) -> float:
+        if size <= 0:
+            return 0.0
+        try:
+            points = self.database.bandwidth(between_nodes)
+        except MissingRow:
+            points = self.database.bandwidth(False)
+        index = int(math.log(size, 2))
+        if index >= 1:
+            index -= 1
+        # A negative index is from the end of the list, as there.
+        return size / points[min(index, len(points) - 1)][1]
+
+    def reserved(self, tables: Tables, at: Array, weights: float) -> float:
+        if len(at) == 1:
+            return weights
+        forward = float(tables.reserved_forward.take(at[:-1]).max())
+        return max(forward + float(tables.reserved_backward.take(at[:-1]).max()), weights)
+
+    def with_iteration(
+        self,
+        price: StagePrice,
+        tables: Tables,
+        settings: Array,
+        at: Array,
+        weights: Array,
+        place: Place,
+    ) -> StagePrice:
+        return price
+
+    def iteration(self, stages: Sequence[StagePrice], micro_batches: int) -> float:
+        times = [stage.time for stage in stages]
+        return max(times) * (micro_batches - 1) + sum(times)
+
+    def in_flight(self, stages_behind: int, micro_batches: int, schedule: str) -> int:
+        if schedule != "1f1b":
+            raise PlanError("Aceso's model prices the schedule 1f1b only")
+        return stages_behind + 1
+
+
+class FusedModel(CostModel):
+    """The cost model to plan with.
+
+    It adds to Aceso's formulas the reduction of gradients over data-parallel devices with the
+    part that the backward pass hides, the optimizer's step, the right link for every pair of
+    stages, sizes between the database's rows, and memory of all operators of a stage.
+    """
+
+    name = "fusedpg"
+
+    def __init__(
+        self, database: Database, num_devices: int, devices_per_node: int | None = None
+    ) -> None:
+        super().__init__(database, num_devices, devices_per_node)
+        if not database.has_optimizer:
+            self.notes["the optimizer's step is left out: no column optimizer-step"] = None
+
+    def measured(self, samples: int) -> bool:
+        sizes = self.database.micro_batch_sizes
+        return sizes[0] <= samples <= sizes[-1]
+
+    def reshard(
+        self, source: Layout, target: Layout, size: float, nodes: int
+    ) -> tuple[float, float]:
+        def time(collective: str | None, devices: int) -> float:
+            if collective is None:
+                return 0.0
+            return self.database.collective(collective, devices, min(nodes, devices))(size)
+
+        steps = resharding_steps(source, target)
+        return (
+            sum(time(forward, devices) for forward, _, devices in steps),
+            sum(time(backward, devices) for _, backward, devices in steps),
+        )
+
+    def segment_ends(self, first: int, ops: int, start_follows: Array) -> Array:
+        ends = start_follows.copy()
+        ends[-1] = True
+        return ends
+
+    def messages(
+        self, tables: Tables, first: int, settings: Array, place: Place
+    ) -> tuple[float, float]:
+        receive = send = 0.0
+        if place.receives is not None:
+            size = float(tables.input[settings[0], self.kind[first]])
+            receive = self.database.message(place.receives)(size)
+        if place.sends is not None:
+            size = float(tables.output[settings[-1], self.kind[first + len(settings) - 1]])
+            send = self.database.message(place.sends)(size)
+        return receive, send
+
+    def reserved(self, tables: Tables, at: Array, weights: float) -> float:
+        forward = float(tables.reserved_forward.take(at).max())
+        return max(forward + float(tables.reserved_backward.take(at).max()), weights)
+
+    def with_iteration(
+        self,
+        price: StagePrice,
+        tables: Tables,
+        settings: Array,
+        at: Array,
+        weights: Array,
+        place: Place,
+    ) -> StagePrice:
+        reduction = 0.0
+        if place.width > 1:
+            # Gradients of operators with the same degrees are reduced by the same devices.
+            amounts = np.bincount(settings, weights=weights, minlength=len(tables.settings))
+            sizes: dict[tuple[int, int], float] = {}
+            for setting in np.flatnonzero(amounts).tolist():
+                tp, dp, _ = tables.settings[setting]
+                if dp > 1:
+                    sizes[tp, dp] = sizes.get((tp, dp), 0.0) + float(amounts[setting])
+            for (tp, dp), size in sizes.items():
+                nodes = self._nodes_of(place, tp, dp)
+                reduction += self.database.collective("all_reduce", dp, nodes)(size)
+        hidden = min(self.database.overlap * reduction, price.backward)
+        return dataclasses.replace(
+            price,
+            reduction=reduction,
+            exposed=reduction - hidden,
+            optimizer=float(tables.optimizer.take(at).sum()),
+        )
+
+    def _nodes_of(self, place: Place, tp: int, dp: int) -> int:
+        """The most machines that the data-parallel groups of an operator are on."""
+        if place.nodes == 1:
+            return 1
+        per_node = self.devices_per_node
+        return max(
+            len({(place.first_device + part + tp * d) // per_node for d in range(dp)})
+            for part in range(tp)
+        )
+
+    def check_place(self, tables: Tables, settings: Array, place: Place) -> None:
+        per_node = self.devices_per_node
+        for tp in np.unique(tables.tp[settings]).tolist():
+            for first in range(place.first_device, place.first_device + place.width, tp):
+                if first // per_node != (first + tp - 1) // per_node:
+                    raise MissingRow(
+                        f"{self.database.folder}: no measurements of tp {tp} between machines "
+                        f"(devices {first} to {first + tp - 1}, {per_node} a machine)"
+                    )
+
+    def iteration(self, stages: Sequence[StagePrice], micro_batches: int) -> float:
+        times = [stage.time for stage in stages]
+        # Gradients of a stage are whole when its last backward pass ends, which is earlier than
+        # the first stage's by the backward passes before it.
+        tail = later = 0.0
+        for stage in stages:
+            tail = max(tail, stage.exposed + stage.optimizer - later)
+            later += stage.backward
+        return max(times) * (micro_batches - 1) + sum(times) + tail
+
+    def in_flight(self, stages_behind: int, micro_batches: int, schedule: str) -> int:
+        return micro_batches if schedule == "gpipe" else min(stages_behind + 1, micro_batches)
+
+
+COST_MODELS: dict[str, type[CostModel]] = {"aceso": AcesoModel, "fusedpg": FusedModel}
