@@ -11,7 +11,7 @@ Files of a folder, for a model ``gpt`` of size ``1_3B``:
 - ``p2p_intra_node.csv`` and ``p2p_inter_node.csv``: a row of sizes in MB, a row of GB/s.
 - ``model_gpt_1_3B.json`` is ours and may be missing for Aceso's models: "operators" (the whole
   sequence of names), "layouts", "layer_starts", "never_recomputed", "shared_activations",
-  "memory_main_params", "memory_optimizer" and "model", as in `fusedpg.plan.operators.Operators`;
+  "memory_main_params", "memory_optimizer" and "model", as in `fusedpg.plan.catalogue.Operators`;
   "overlap", the share of the gradients' reduction that the backward pass hides, from 0 to 1.
 """
 
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedpg.plan.operators import MODELS, Operators, known_operators
+from fusedpg.plan.catalogue import MODELS, Operators, known_operators
 
 __all__ = ["COLUMNS", "Curve", "Database", "DatabaseError", "MissingRow"]
 

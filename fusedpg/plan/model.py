@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fusedpg.plan.catalogue import Layout, layout
 from fusedpg.plan.config import Plan, PlanError, Prediction
 from fusedpg.plan.database import COLUMNS, Database, MissingRow
-from fusedpg.plan.operators import Layout, layout
 
 __all__ = ["COST_MODELS", "AcesoModel", "CostModel", "FusedModel", "Price", "StagePrice"]
 

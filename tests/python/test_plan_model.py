@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fusedpg.plan import Plan, PlanError
+from fusedpg.plan.catalogue import Layout
 from fusedpg.plan.database import Database, DatabaseError, MissingRow
 from fusedpg.plan.model import AcesoModel, FusedModel, resharding_steps
-from fusedpg.plan.operators import Layout
 from plan_toys import ACESO, write_rows, write_toy
 
 JUDGED = json.loads((ACESO / "judged.json").read_text())
