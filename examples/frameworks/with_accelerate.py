@@ -21,14 +21,6 @@ data = torch.utils.data.DataLoader(Samples(), batch_size=BATCH // accelerator.nu
 model, wrapped, data = accelerator.prepare(model, optimizer, data)
 optimizer.attach(model)
 
-
-# save_state() asks all ranks for the optimizer's state_dict(), and writes that of rank 0.
-def consolidate(models: list, weights: list, path: str) -> None:
-    optimizer.consolidate_state_dict(to=None)
-
-
-accelerator.register_save_state_pre_hook(consolidate)
-
 # Accelerate keeps its own counter with the random states of each rank: a new rank has none.
 progress = collections.UserDict(step=0)
 progress.state_dict = lambda: dict(progress)  # type: ignore[attr-defined]

@@ -16,11 +16,6 @@ dist.init_process_group("fused")  # before TrainingArguments, which would take G
 
 
 class FusedTrainer(Trainer):
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # On all ranks; then rank 0 saves its optimizer's state_dict().
-        optimizer.consolidate_state_dict()
-        super()._save_optimizer_and_scheduler(output_dir)
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # Asked also without clipping; overlap=True has no gradients any more.
         return None if args.overlap else super()._get_grad_norm(model, grad_norm)

@@ -16,6 +16,7 @@ from fusedpg.functional import _backend
 from fusedpg.optim import _hooked
 from fusedpg.optim._bridge import Bridge
 from fusedpg.optim._ddp import check_ddp
+from fusedpg.optim._frameworks import consolidate_in_trainer
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
 from fusedpg.optim._hooked import CommHook
 from fusedpg.optim._join import StepOnJoin
@@ -140,6 +141,7 @@ class FusedOptimizer(WholeState, Joinable):
         before.leave(self)
         # DDP's constructor has broadcast them.
         self._parameters.accept(params)
+        consolidate_in_trainer(WholeState)
 
     def detach(self) -> None:
         """Takes the optimizer off its module, and its hooks off all parameters.

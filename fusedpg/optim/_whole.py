@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusedpg.optim import _checkpoint
+from fusedpg.optim._frameworks import asked_by_accelerate
 from fusedpg.optim._state import ShardedState
 from fusedpg.optim._torch import asked_by_checkpoint
 
@@ -42,12 +43,13 @@ class WholeState(ShardedState):
         A rank has it in a group of one, before the first step, and after
         :meth:`consolidate_state_dict` until the state changes. Everywhere else this raises.
         ``torch.distributed.checkpoint`` gets the slices (:meth:`local_state_dict`), or with
-        ``StateDictOptions(full_state_dict=True)`` whole tensors.
+        ``StateDictOptions(full_state_dict=True)`` whole tensors. ``Accelerator.save_state`` asks
+        all ranks, so for it this is a collective, and the rank that writes gets the whole state.
 
         Raises:
             RuntimeError: when this rank has only its part of the state.
         """
-        asked = asked_by_checkpoint()
+        asked = asked_by_checkpoint() or asked_by_accelerate()
         if asked == "slices":
             self._wait()
             return self._build(lambda made: _checkpoint.to_slices(self, made, blanks=True))

@@ -62,7 +62,7 @@ CAPABILITIES = {
         "test_package.py",
         "test_wheel*.py",
         "test_doctor*.py",
-        "test_stats*.py",
+        "test_observability.py",
         "test_examples.py",
     ],
     "CUDA engine on a fake GPU": ["test_cuda_fake.py", "test_one_gpu.py", "test_nccl_patch.py"],

@@ -18,6 +18,7 @@ import pytest
 
 import harness
 from checks import frameworks
+from harness import Context
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(240)]
 
@@ -157,6 +158,126 @@ def test_resumes_at_every_size(
     killed_and_resumed(recipe, sizes, tmp_path, *(["--overlap"] if mode == "overlap" else []))
 
 
+def trained(context: Context) -> tuple[Any, Any, Any]:
+    """Of the recipes: a DDP module, and a fused optimizer after two steps."""
+    sys.path.insert(0, str(RECIPES))
+    import _task  # type: ignore[import-not-found]
+    import torch
+
+    import fusedpg
+
+    data = _task.Samples()
+    ddp = torch.nn.parallel.DistributedDataParallel(_task.Model())
+    optimizer = fusedpg.optim.AdamW(_task.groups(ddp.module), lr=_task.LR)
+    optimizer.attach(ddp)
+    for step in range(2):
+        sample = data[2 * step + context.rank]
+        ddp(**{key: sample[key][None] for key in "xy"}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ddp, optimizer, _task
+
+
+def check_saved(path: Path, optimizer: Any) -> None:
+    import torch
+
+    found, want = torch.load(path), optimizer.full_state_dict(rank0_only=False)
+    assert found["param_groups"] == want["param_groups"]
+    assert found["state"].keys() == want["state"].keys() and len(want["state"]) == 3
+    for number, values in want["state"].items():
+        for key, value in values.items():
+            assert type(found["state"][number][key]) is torch.Tensor
+            assert torch.equal(found["state"][number][key], value), (number, key)
+
+
+def on_nodes(context: Context, apart: bool) -> None:
+    """What a launcher says: two nodes of one rank each, or one of two."""
+    size = str(context.world_size)
+    os.environ.update(
+        RANK=str(context.rank),
+        WORLD_SIZE=size,
+        LOCAL_RANK="0" if apart else str(context.rank),
+        LOCAL_WORLD_SIZE="1" if apart else size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # nobody asks there: the group exists
+    )
+
+
+def saves_by_accelerate(context: Context, folder: str, each_node: bool) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    on_nodes(context, each_node)
+    config = ProjectConfiguration(save_on_each_node=each_node)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    _, optimizer, _ = trained(context)
+    wrapped = accelerator.prepare_optimizer(optimizer, device_placement=False)
+    place = Path(folder) / str(context.rank)
+    accelerator._optimizers = [wrapped]
+    accelerator.save_state(str(place))
+    writes = each_node or context.rank == 0
+    assert (place / "optimizer.bin").exists() == writes
+    check_saved((place if writes else Path(folder) / "0") / "optimizer.bin", optimizer)
+
+
+@pytest.mark.parametrize("each_node", [False, True])
+def test_accelerate_saves_where_it_writes(each_node: bool, tmp_path: Path) -> None:
+    need("accelerate")
+    with harness.Workers(2, oracle=False) as workers:
+        workers.run(saves_by_accelerate, str(tmp_path), each_node)
+
+
+def saves_by_trainer(context: Context, folder: str, each_node: bool) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    sys.path.insert(0, str(RECIPES))
+    import _task
+
+    import fusedpg
+
+    on_nodes(context, each_node)
+    model = _task.Model()
+    optimizer = fusedpg.optim.AdamW(_task.groups(model), lr=_task.LR)
+    place = Path(folder) / str(context.rank)
+
+    class Attaching(Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            optimizer.attach(self.model_wrapped)
+            return super().training_step(*args, **kwargs)
+
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            return model(**inputs)
+
+    trainer = Attaching(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(place),
+            use_cpu=True,
+            max_steps=3,
+            save_steps=2,  # and at the end
+            per_device_train_batch_size=2,
+            save_on_each_node=each_node,
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=_task.Samples(),
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    writes = each_node or context.rank == 0
+    for step in (2, 3):
+        assert (place / f"checkpoint-{step}" / "optimizer.pt").exists() == writes
+    file = (place if writes else Path(folder) / "0") / "checkpoint-3" / "optimizer.pt"
+    check_saved(file, optimizer)
+
+
+@pytest.mark.parametrize("each_node", [False, True])
+def test_trainer_saves_where_it_writes(each_node: bool, tmp_path: Path) -> None:
+    need("transformers")
+    with harness.Workers(2, oracle=False) as workers:
+        workers.run(saves_by_trainer, str(tmp_path), each_node)
+
+
 @pytest.mark.parametrize("stage", [0, harness.slow(1)])
 def test_deepspeed(stage: int, tmp_path: Path) -> None:
     """Its own ZeRO resumes at the same world size only."""
@@ -214,7 +335,7 @@ def test_torchft(tmp_path: Path) -> None:
         assert losses[0].get(step, loss) == loss, (step, losses)
 
 
-def of_torchft(context: harness.Context, address: str, kind: str) -> list[float]:
+def of_torchft(context: Context, address: str, kind: str) -> list[float]:
     """Three quorums of torchft's group between replicas; in the last one reduce_scatter, too."""
     from datetime import timedelta
 
