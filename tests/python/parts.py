@@ -67,7 +67,12 @@ CAPABILITIES = {
     ],
     "CUDA engine on a fake GPU": ["test_cuda_fake.py", "test_one_gpu.py", "test_nccl_patch.py"],
     "GPU": ["test_gpu_*.py"],
-    "the project itself": ["test_docs.py", "test_parts.py", "test_*mutants.py"],
+    "the project itself": [
+        "test_docs.py",
+        "test_parts.py",
+        "test_workflows.py",
+        "test_*mutants.py",
+    ],
 }
 
 
