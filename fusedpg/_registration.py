@@ -20,16 +20,19 @@ DEVICES = ["cpu", "cuda"]
 _extension: ModuleType | None = None
 
 
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
 def _folder(version: str) -> str:
-    major, minor = version.split(".")[:2]
-    return f"pt{major}_{minor}"
+    return "pt{}_{}".format(*_version(version))
 
 
 def built_for() -> list[str]:
     """The minor releases of torch that the installed package has an extension for, in order."""
     found = Path(__file__).parent.glob("pt*_*/_C*.so")
     names = {path.parent.name.removeprefix("pt").replace("_", ".") for path in found}
-    return sorted(names, key=lambda name: tuple(map(int, name.split("."))))
+    return sorted(names, key=_version)
 
 
 def check_torch_version(running: str) -> str:
@@ -106,6 +109,8 @@ def _ucx_library() -> str:
 
 def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """The backend that does what the native engines do not."""
+    import torch
+
     group: Any
     if device == "cpu":
         from fusedpg._serve_gloo import Gloo
@@ -121,7 +126,8 @@ def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timed
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = ProcessGroupNCCL(store, rank, size, options)
-    group._set_sequence_number_for_group()
+    if _version(str(torch.__version__)) < (2, 14):  # later ones begin at 0, and warn of this call
+        group._set_sequence_number_for_group()
     return group
 
 

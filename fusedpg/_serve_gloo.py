@@ -191,10 +191,14 @@ def _make(*args: Any, **kwargs: Any) -> Any:
 
 
 def _arguments(
-    store: Any, rank: int, size: int, timeout: Any = c10d.default_pg_timeout
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: Any = c10d.default_pg_timeout,
+    enable_reconfigure: bool = False,  # since torch 2.14
 ) -> tuple[Any, int, int, timedelta | None]:
-    """As the class takes them; None for a time limit: options, with devices, were given."""
-    if isinstance(timeout, Gloo._Options):
+    """As the class takes them; None for a time limit: what was given is only Gloo's to do."""
+    if isinstance(timeout, Gloo._Options) or enable_reconfigure:
         return store, rank, size, None
     if not isinstance(timeout, timedelta):
         raise TypeError
@@ -259,7 +263,7 @@ def _agreement(
     removed when the group has been made, since a later one may have the same store.
     """
     ours = dist.PrefixStore("fusedpg-serve", store)
-    refusal = "options were given" if timeout is None else _refusal()
+    refusal = "options or enable_reconfigure were given" if timeout is None else _refusal()
     deadline = time.monotonic() + (timeout or c10d.default_pg_timeout).total_seconds()
     # An earlier group's address.
     with contextlib.suppress(Exception):
