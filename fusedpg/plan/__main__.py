@@ -1,0 +1,39 @@
+"""``python -m fusedpg.plan COMMAND``: each command is a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# A command's module has `add_arguments(parser)` and `main(arguments)`, which returns the exit
+# status. It is imported when the command is called, since some of them import torch.
+COMMANDS = {
+    "search": ("fusedpg.plan.command_search", "find the plans that take least time"),
+    "explain": ("fusedpg.plan.command_explain", "say what a plan costs, and how it was found"),
+    "baseline": ("fusedpg.plan.command_baseline", "find plans in ways that are not a search"),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusedpg.plan")
+    words = sys.argv[1:] if words is None else words
+    commands = parser.add_subparsers(dest="command", required=True)
+    named = next((word for word in words if not word.startswith("-")), None)
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == named:
+            importlib.import_module(module).add_arguments(command)
+    arguments = parser.parse_args(words)
+    try:
+        status: int = importlib.import_module(COMMANDS[arguments.command][0]).main(arguments)
+    except (ValueError, LookupError, FileNotFoundError) as error:
+        # What the user asked for is wrong: plans, databases, arguments.
+        print(f"python -m fusedpg.plan {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Plans found without a search, to compare it with: uniform grids, all plans, and equal borders."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from fusedpg.plan.config import Plan
+from fusedpg.plan.database import MissingRow
+from fusedpg.plan.model import StagePrice
+from fusedpg.plan.primitives import best_setting, uniform_state
+from fusedpg.plan.space import Candidate, Space, State, packed
+
+__all__ = ["TooMany", "brute_force", "dynamic_programming", "uniform_grid"]
+
+
+class TooMany(ValueError):
+    """More plans than may be priced."""
+
+
+def _layer_counts(space: Space, stages: int) -> list[int] | None:
+    """Operators of each stage, if every stage has the same number of layers."""
+    starts = np.flatnonzero(space.model.is_start).tolist()
+    if not starts:
+        return _equal_counts(space.model.num_ops, stages)
+    if len(starts) % stages:
+        return None
+    borders = [0, *starts[len(starts) // stages :: len(starts) // stages], space.model.num_ops]
+    return [end - first for first, end in itertools.pairwise(borders)]
+
+
+def _equal_counts(ops: int, stages: int) -> list[int]:
+    return [ops // stages + (stage < ops % stages) for stage in range(stages)]
+
+
+def uniform_grid(space: Space) -> list[Plan]:
+    """Megatron's plans: equal stages of whole layers, one tp and dp, all recomputed or nothing.
+
+    Returns:
+        The plans that fit, the fastest first.
+    """
+    model = space.model
+    found: list[Plan] = []
+    for stages in range(1, min(model.num_devices, model.num_ops) + 1):
+        counts = _layer_counts(space, stages) if model.num_devices % stages == 0 else None
+        if counts is None:
+            continue
+        width = model.num_devices // stages
+        for micro_batch in space.micro_batches:
+            settings = model.tables(micro_batch).settings
+            for number in space.settings(micro_batch, width).tolist():
+                if settings[number][2]:
+                    continue
+                state = uniform_state(micro_batch, [width] * stages, counts, [number] * stages)
+                found += _with_and_without_recomputation(space, state)
+    return sorted(found, key=_time)
+
+
+def _with_and_without_recomputation(space: Space, state: State) -> Iterator[Plan]:
+    """The plans of a state that fit."""
+    model = space.model
+    settings = model.tables(state.micro_batch).settings[int(state.numbers(0)[0])]
+    counts = state.counts
+    may = model.may_recompute.astype(int)
+    borders = list(itertools.pairwise([0, *itertools.accumulate(counts)]))
+    for recompute in (False, True):
+        plan = Plan(
+            model_name=model.database.model_name,
+            model_size=model.database.model_size,
+            global_batch_size=space.global_batch,
+            micro_batch_size=state.micro_batch,
+            num_gpus=state.widths,
+            num_ops_in_each_stage=tuple(counts),
+            model_parallel_size_of_each_op=tuple((settings[0],) * n for n in counts),
+            data_parallel_size_of_each_op=tuple((settings[1],) * n for n in counts),
+            recompute_ops=tuple(
+                tuple((may[first:end] * recompute).tolist()) for first, end in borders
+            ),
+            algo_of_each_op=tuple((settings[2],) * n for n in counts),
+            model=model.database.operators.model,
+        )
+        try:
+            price = model.price(plan)
+        except MissingRow as error:
+            space.left_out[str(error)] = space.left_out.get(str(error), 0) + 1
+            continue
+        space.priced += 1
+        if price.memory_mb <= space.memory_limit:
+            yield dataclasses.replace(plan, predicted=price.prediction())
+
+
+def _time(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.time_ms
+
+
+def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a sum of positive numbers, with their order."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
+
+
+def count_plans(space: Space) -> int:
+    """How many plans `brute_force` would price."""
+    model = space.model
+    total = 0
+    for micro_batch in space.micro_batches:
+        for stages in range(1, min(model.num_devices, model.num_ops) + 1):
+            for widths in _compositions(model.num_devices, stages):
+                options = [2 * len(space.settings(micro_batch, width)) for width in widths]
+                if all(options):
+                    # Each operator has a setting and is recomputed or not.
+                    for counts in _compositions(model.num_ops, stages):
+                        total += math.prod(n**count for n, count in zip(options, counts))
+    return total
+
+
+def brute_force(space: Space, most: int = 1_000_000) -> Plan | None:
+    """The fastest of all plans that fit; None if none does.
+
+    Every micro-batch size, number of stages, width and border of them, and for every operator
+    every setting, recomputed or not. Plans are priced by the cost model, not by what the search
+    uses of it.
+
+    Args:
+        space: the plans.
+        most: plans that may be priced.
+
+    Raises:
+        TooMany: if there are more.
+    """
+    plans = count_plans(space)
+    if plans > most:
+        raise TooMany(f"there are {plans:,} plans, more than {most:,}")
+    model = space.model
+    best: tuple[float, Plan] | None = None
+    for micro_batch in space.micro_batches:
+        micro_batches = space.global_batch // micro_batch
+        for stages in range(1, min(model.num_devices, model.num_ops) + 1):
+            for widths in _compositions(model.num_devices, stages):
+                for counts in _compositions(model.num_ops, stages):
+                    every = []
+                    first = 0
+                    for stage, count in enumerate(counts):
+                        every.append(
+                            _stage_options(space, micro_batch, widths, stage, first, count)
+                        )
+                        first += count
+                    for choice in itertools.product(*every):
+                        space.priced += 1
+                        time = model.iteration([one[0] for one in choice], micro_batches)
+                        if best is None or time < best[0]:
+                            candidate = Candidate(
+                                State(micro_batch, widths, tuple(one[1] for one in choice)),
+                                tuple(one[0] for one in choice),
+                                tuple(one[2] for one in choice),
+                                time,
+                                0.0,
+                                0.0,
+                            )
+                            best = time, space.plan(candidate)
+    return None if best is None else best[1]
+
+
+def _stage_options(
+    space: Space, micro_batch: int, widths: tuple[int, ...], stage: int, first: int, count: int
+) -> list[tuple[StagePrice, bytes, bytes]]:
+    """All ways to run a stage that fit: price, settings and flags."""
+    model = space.model
+    place = model.place(widths, stage)
+    tables = model.tables(micro_batch, place.nodes)
+    behind = len(widths) - 1 - stage
+    in_flight = model.in_flight(behind, space.global_batch // micro_batch, "1f1b")
+    found = []
+    for settings in itertools.product(space.settings(micro_batch, widths[stage]), repeat=count):
+        numbers = np.array(settings, dtype=np.int64)
+        for flags in itertools.product((0, 1), repeat=count):
+            try:
+                price = model.stage(
+                    tables, first, numbers, np.array(flags, dtype=bool), in_flight, place
+                )
+            except MissingRow:
+                break
+            if price.memory <= space.memory_limit:
+                found.append((price, packed(numbers), bytes(flags)))
+    return found
+
+
+# Borders that dynamic programming may choose; at more operators they are between layers.
+_MOST_BORDERS = 64
+
+
+def dynamic_programming(space: Space) -> Plan | None:
+    """The fastest plan of stages of equal width, with the best borders; None if none fits.
+
+    Operators of a stage have one setting, the best for it. Borders are between any two operators
+    of a small model, else between layers.
+    """
+    model = space.model
+    best: Candidate | None = None
+    for micro_batch in space.micro_batches:
+        for stages in range(1, min(model.num_devices, model.num_ops) + 1):
+            if model.num_devices % stages:
+                continue
+            state = _best_borders(space, micro_batch, stages)
+            candidate = None if state is None else space.candidate(state)
+            if candidate is None or candidate.overrun > 0:
+                continue
+            if best is None or candidate.time < best.time:
+                best = candidate
+    return None if best is None else space.plan(best)
+
+
+def _borders(space: Space) -> list[int]:
+    ops = space.model.num_ops
+    inner = list(range(1, ops))
+    if ops > _MOST_BORDERS:
+        inner = [one for one in np.flatnonzero(space.model.is_start).tolist() if one] or inner
+    if len(inner) > _MOST_BORDERS:
+        inner = [inner[int(i)] for i in np.linspace(0, len(inner) - 1, _MOST_BORDERS)]
+    return [0, *inner, ops]
+
+
+def _best_borders(space: Space, micro_batch: int, stages: int) -> State | None:
+    """The state of equal widths whose slowest stage is fastest."""
+    width = space.model.num_devices // stages
+    widths = (width,) * stages
+    options = space.settings(micro_batch, width).tolist()
+    borders = _borders(space)
+    steps = space.global_batch // micro_batch - 1
+    # For each end of the stages so far: slowest and sum of times, and settings of each stage.
+    reached: dict[int, tuple[float, float, tuple[bytes, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        extended: dict[int, tuple[float, float, tuple[bytes, ...]]] = {}
+        ends = [borders[-1]] if stage == stages - 1 else borders[1:-1]
+        for first, (slowest, total, chosen) in reached.items():
+            for end in ends:
+                if end <= first:
+                    continue
+                # Only the lengths before `stage` matter here.
+                settings = [*chosen, packed(np.zeros(end - first)), *[b""] * (stages - stage - 1)]
+                setting = best_setting(space, micro_batch, widths, settings, stage, options)
+                if setting is None:
+                    continue
+                settings[stage] = setting
+                price, _ = space.stage(State(micro_batch, widths, tuple(settings)), stage, first)
+                if price.memory > space.memory_limit:
+                    continue
+                label = (max(slowest, price.time), total + price.time, (*chosen, setting))
+                old = extended.get(end)
+                if old is None or label[0] * steps + label[1] < old[0] * steps + old[1]:
+                    extended[end] = label
+        reached = extended
+    if borders[-1] not in reached:
+        return None
+    return State(micro_batch, widths, reached[borders[-1]][2])

@@ -1,0 +1,163 @@
+"""``python -m fusedpg.plan search``, and the arguments that it shares with other commands."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from fusedpg.plan.database import Database
+from fusedpg.plan.model import COST_MODELS, CostModel
+from fusedpg.plan.search import Found, Limits, best_plans, search
+from fusedpg.plan.space import Space
+
+# Aceso's bound on the stages that it tries.
+_MOST_STAGES = 16
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where measurements are, and of what."""
+    parser.add_argument("--database", type=Path, required=True, help="folder of the profile")
+    parser.add_argument("--model-name", required=True, help="such as gpt")
+    parser.add_argument("--model-size", required=True, help="such as 1_3B")
+    parser.add_argument("--num-layers", type=int, help="if not those of the size")
+    parser.add_argument("--devices", type=int, required=True, help="of all machines")
+    parser.add_argument("--devices-per-node", type=int, help="all by default")
+    parser.add_argument(
+        "--cost-model",
+        choices=sorted(COST_MODELS),
+        default="fusedpg",
+        help="aceso: the original's formulas, to compare with it",
+    )
+
+
+def add_space_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which plans there are."""
+    add_model_arguments(parser)
+    parser.add_argument("--global-batch", type=int, required=True, help="samples of an iteration")
+    parser.add_argument("--micro-batches", type=int, nargs="+", help="those measured by default")
+    parser.add_argument("--memory-limit", type=float, required=True, help="MB of a device")
+
+
+def cost_model(arguments: argparse.Namespace) -> CostModel:
+    if arguments.devices < 1:
+        raise ValueError(f"--devices {arguments.devices} is no number of devices")
+    per_node = arguments.devices_per_node
+    if per_node is not None and (per_node < 1 or arguments.devices % per_node):
+        raise ValueError(
+            f"--devices {arguments.devices} is not a multiple of --devices-per-node {per_node}"
+        )
+    database = Database(
+        arguments.database, arguments.model_name, arguments.model_size, arguments.num_layers
+    )
+    return COST_MODELS[arguments.cost_model](database, arguments.devices, per_node)
+
+
+def plan_space(arguments: argparse.Namespace) -> Space:
+    """The plans that the arguments describe, nothing of which is priced."""
+    model = cost_model(arguments)
+    sizes = arguments.micro_batches or model.database.micro_batch_sizes
+    return Space(model, arguments.global_batch, sizes, arguments.memory_limit)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_space_arguments(parser)
+    parser.add_argument("--stages", type=int, nargs="+", help="1 to 16 of them by default")
+    parser.add_argument("--steps", type=int, default=100, help="trials for each number of stages")
+    parser.add_argument("--time-budget", type=float, help="seconds of wall-clock time for all")
+    parser.add_argument("--hops", type=int, default=7, help="primitives in a row")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--top", type=int, default=1, help="plans to save")
+    parser.add_argument("--output", type=Path, required=True, help="the plan's file (JSON)")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    space = plan_space(arguments)
+    model = space.model
+    stages = arguments.stages or range(1, min(arguments.devices, _MOST_STAGES, model.num_ops) + 1)
+    impossible = [one for one in stages if not 1 <= one <= min(arguments.devices, model.num_ops)]
+    if impossible:
+        raise ValueError(
+            f"{impossible[0]} stages are not possible with {arguments.devices} devices and "
+            f"{model.num_ops} operators"
+        )
+    limits = Limits(steps=arguments.steps, seconds=arguments.time_budget, hops=arguments.hops)
+    begun = time.monotonic()
+    with _progress(arguments.quiet, len(stages) * arguments.steps) as tell:
+        found = search(
+            functools.partial(plan_space, arguments),
+            list(stages),
+            seed=arguments.seed,
+            limits=limits,
+            top=arguments.top,
+            workers=arguments.workers,
+            progress=tell,
+        )
+    seconds = time.monotonic() - begun
+    plans = best_plans(found, arguments.top, arguments.memory_limit)
+    output: Path = arguments.output
+    for place, plan in enumerate(plans):
+        name = (
+            output if place == 0 else output.with_name(f"{output.stem}_{place + 1}{output.suffix}")
+        )
+        plan.save(name)
+        assert plan.predicted is not None
+        print(
+            f"{name}: {plan.predicted.time_ms:,.2f} ms an iteration, "
+            f"{max(plan.predicted.stage_memory_mb):,.2f} MB, {plan.num_stages} stages, "
+            f"micro-batch {plan.micro_batch_size}"
+        )
+    record = output.with_suffix(".search.json")
+    record.write_text(json.dumps({"seconds": seconds, "found": [one.to_json() for one in found]}))
+    _summary(found, seconds, record)
+    return 0
+
+
+def _summary(found: list[Found], seconds: float, record: Path) -> None:
+    priced = sum(one.priced for one in found)
+    print(f"{priced:,} plans priced in {seconds:.1f} s; {record} says how")
+    for reason, count in sorted(
+        {reason: n for one in found for reason, n in one.left_out.items()}.items()
+    ):
+        print(f"left out {count:,} plans: {reason}")
+
+
+class _Lines:
+    """Progress as a bar with the best time so far."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True))
+        self._task = self._bar.add_task("searching", total=total)
+        self._done: dict[int, int] = {}
+        self._best = float("inf")
+
+    def __enter__(self) -> Callable[[int, int, float], None]:
+        self._bar.start()
+        return self._tell
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def _tell(self, stages: int, trial: int, best: float) -> None:
+        self._done[stages] = trial
+        self._best = min(self._best, best)
+        said = f"best {self._best:,.1f} ms" if self._best < float("inf") else "none fits yet"
+        self._bar.update(self._task, completed=sum(self._done.values()), description=said)
+
+
+def _progress(quiet: bool, total: int) -> Any:
+    if quiet or not sys.stderr.isatty():
+        return nullcontext()
+    return _Lines(total)

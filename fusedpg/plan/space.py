@@ -1,0 +1,227 @@
+"""The plans that a search looks at, and their prices, each computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusedpg.plan.config import Plan
+from fusedpg.plan.database import MissingRow
+from fusedpg.plan.model import Array, CostModel, Place, Price, StagePrice
+from fusedpg.plan.recompute import Recomputation
+
+__all__ = ["Candidate", "Space", "State"]
+
+
+@dataclass(frozen=True)
+class State:
+    """A plan but for recomputation, which follows from the rest.
+
+    Args:
+        micro_batch: samples of a micro-batch.
+        widths: the devices of each stage.
+        settings: of each stage, the number of each operator's (tp, dp, algo) in the tables of the
+            micro-batch size; two bytes each.
+    """
+
+    micro_batch: int
+    widths: tuple[int, ...]
+    settings: tuple[bytes, ...]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many operators each stage has."""
+        return [len(setting) // 2 for setting in self.settings]
+
+    def numbers(self, stage: int) -> Array:
+        """The settings of a stage's operators."""
+        return np.frombuffer(self.settings[stage], dtype=np.uint16).astype(np.int64)
+
+
+def packed(numbers: Array) -> bytes:
+    return numbers.astype(np.uint16).tobytes()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A state with its price."""
+
+    state: State
+    stages: tuple[StagePrice, ...]
+    flags: tuple[bytes, ...]
+    time: float  # milliseconds of an iteration
+    memory: float  # MB of the device that needs most
+    overrun: float  # MB beyond the limit
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The smaller, the better: plans that fit by time, others by how far they do not."""
+        return (self.overrun, self.time)
+
+
+class Space:
+    """The plans for a model on some devices.
+
+    Args:
+        model: the cost model.
+        global_batch: samples of an iteration.
+        micro_batches: micro-batch sizes that may be used.
+        memory_limit: MB of a device.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        global_batch: int,
+        micro_batches: Sequence[int],
+        memory_limit: float,
+    ) -> None:
+        self.model = model
+        self.global_batch = global_batch
+        self.micro_batches = sorted(one for one in set(micro_batches) if global_batch % one == 0)
+        if not self.micro_batches:
+            raise ValueError(
+                f"no micro-batch size of {sorted(micro_batches)} divides a global batch of "
+                f"{global_batch}"
+            )
+        self.memory_limit = memory_limit
+        self.priced = 0  # plans
+        self.left_out: dict[str, int] = {}  # plans that could not be priced, by the reason
+        self._recomputation = Recomputation()
+        self._stages: dict[tuple[object, ...], tuple[StagePrice, bytes] | MissingRow] = {}
+        self._places: dict[tuple[tuple[int, ...], int], Place] = {}
+        self._widths: dict[tuple[int, int], Array] = {}
+        self._prefix: dict[tuple[int, int], Array] = {}
+
+    def settings(self, micro_batch: int, width: int) -> Array:
+        """The settings for a stage of so many devices."""
+        key = (micro_batch, width)
+        if key not in self._widths:
+            self._widths[key] = np.flatnonzero(self.model.tables(micro_batch).width == width)
+        return self._widths[key]
+
+    def prefix(self, micro_batch: int, setting: int) -> Array:
+        """Milliseconds of all operators before each, if all have one setting."""
+        key = (micro_batch, setting)
+        if key not in self._prefix:
+            tables = self.model.tables(micro_batch)
+            kind, pair = self.model.kind, self.model.pair
+            times = tables.forward[setting, kind] + tables.backward[setting, kind]
+            times[1:] += tables.reshard_forward[pair, setting, setting]
+            times[1:] += tables.reshard_backward[pair, setting, setting]
+            self._prefix[key] = np.concatenate([[0.0], np.cumsum(times)])
+        return self._prefix[key]
+
+    def place(self, widths: tuple[int, ...], stage: int) -> Place:
+        key = (widths, stage)
+        if key not in self._places:
+            self._places[key] = self.model.place(widths, stage)
+        return self._places[key]
+
+    def stage(self, state: State, stage: int, first: int) -> tuple[StagePrice, bytes]:
+        """The price of a stage, and which operators it recomputes.
+
+        Raises:
+            MissingRow: if the database does not say.
+        """
+        settings = state.settings[stage]
+        place = self.place(state.widths, stage)
+        behind = len(state.widths) - 1 - stage
+        in_flight = self.model.in_flight(behind, self.global_batch // state.micro_batch, "1f1b")
+        key = (state.micro_batch, first, settings, in_flight, place)
+        known = self._stages.get(key)
+        if known is None:
+            try:
+                known = self._price(state.micro_batch, first, settings, in_flight, place)
+            except MissingRow as error:
+                known = error
+            self._stages[key] = known
+        if isinstance(known, MissingRow):
+            raise known
+        return known
+
+    def _price(
+        self, micro_batch: int, first: int, packed_settings: bytes, in_flight: int, place: Place
+    ) -> tuple[StagePrice, bytes]:
+        model = self.model
+        tables = model.tables(micro_batch, place.nodes)
+        settings = np.frombuffer(packed_settings, dtype=np.uint16).astype(np.int64)
+        ops = len(settings)
+        plain = model.stage(tables, first, settings, None, in_flight, place)
+        excess = plain.memory - self.memory_limit
+        if excess <= 0 or ops < 2:
+            return plain, bytes(ops)
+        here = slice(first, first + ops)
+        kind = model.kind[here]
+        activations = tables.activations[settings, kind]
+        times = tables.forward[settings, kind]
+        price, flags = plain, np.zeros(ops, dtype=bool)
+        target = excess
+        for _ in range(4):
+            # What a choice saves is computed without the seams between layers: look again.
+            chosen = self._recomputation.choose(
+                activations,
+                times,
+                model.may_recompute[here],
+                model.is_start[here],
+                in_flight,
+                target,
+            )
+            again = model.stage(tables, first, settings, chosen, in_flight, place)
+            if again.memory < price.memory:
+                price, flags = again, chosen
+            over = again.memory - self.memory_limit
+            if over <= 0:
+                break
+            target += over
+        return price, flags.astype(np.uint8).tobytes()
+
+    def candidate(self, state: State) -> Candidate | None:
+        """A state with its price; None if the database does not say all of it."""
+        self.priced += 1
+        stages, flags = [], []
+        first = 0
+        try:
+            for stage, settings in enumerate(state.settings):
+                price, recomputed = self.stage(state, stage, first)
+                stages.append(price)
+                flags.append(recomputed)
+                first += len(settings) // 2
+        except MissingRow as error:
+            self.left_out[str(error)] = self.left_out.get(str(error), 0) + 1
+            return None
+        time = self.model.iteration(stages, self.global_batch // state.micro_batch)
+        memory = [stage.memory for stage in stages]
+        overrun = sum(max(0.0, one - self.memory_limit) for one in memory)
+        return Candidate(state, tuple(stages), tuple(flags), time, max(memory), overrun)
+
+    def price(self, candidate: Candidate) -> Price:
+        micro_batches = self.global_batch // candidate.state.micro_batch
+        return self.model.whole(candidate.stages, micro_batches)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate, with its prediction."""
+        state = candidate.state
+        settings = self.model.tables(state.micro_batch).settings
+        stages = [[settings[i] for i in state.numbers(s)] for s in range(len(state.widths))]
+
+        def each(part: int) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(one[part] for one in stage) for stage in stages)
+
+        database = self.model.database
+        return Plan(
+            model_name=database.model_name,
+            model_size=database.model_size,
+            global_batch_size=self.global_batch,
+            micro_batch_size=state.micro_batch,
+            num_gpus=state.widths,
+            num_ops_in_each_stage=tuple(state.counts),
+            model_parallel_size_of_each_op=each(0),
+            data_parallel_size_of_each_op=each(1),
+            recompute_ops=tuple(tuple(flags) for flags in candidate.flags),
+            algo_of_each_op=each(2),
+            model=database.operators.model,
+            predicted=self.price(candidate).prediction(),
+        ).check()
