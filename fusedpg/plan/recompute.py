@@ -126,7 +126,8 @@ class Recomputation:
     """Chooses operators to recompute; remembers the frontiers of layers."""
 
     def __init__(self) -> None:
-        self._frontiers: dict[tuple[bytes, bytes, float], tuple[list[Point], list[Step]]] = {}
+        self._frontiers: dict[tuple[bytes, float], tuple[list[Point], list[Step]]] = {}
+        self._masks: dict[tuple[int, int], Array] = {}
 
     def choose(
         self,
@@ -153,38 +154,34 @@ class Recomputation:
         """
         borders = [0, *(np.flatnonzero(starts[1:]) + 1).tolist(), len(times)]
         spans = list(itertools.pairwise(borders))
-        layers: dict[tuple[bytes, bytes], list[int]] = {}
+        # Layers with the same numbers are of one kind.
+        rows = np.stack([activations, times, allowed], axis=1)
+        text, size = rows.tobytes(), rows.itemsize * 3
+        layers: dict[bytes, list[int]] = {}
         for place, (first, end) in enumerate(spans):
-            key = (
-                activations[first:end].tobytes(),
-                times[first:end].tobytes() + allowed[first:end].tobytes(),
-            )
-            layers.setdefault(key, []).append(place)
-        amounts = [float(activations[first:end].sum()) for first, end in spans]
-        largest = max(amounts)
+            layers.setdefault(text[first * size : end * size], []).append(place)
+        largest = float(np.add.reduceat(activations, borders[:-1]).max())
         best: tuple[float, float, list[Point]] | None = None
         for share in _CAPS:
-            found = self._fill(
-                layers, spans, activations, times, allowed, in_flight, excess, largest * share
-            )
+            found = self._fill(layers, spans, rows, in_flight, excess, largest * share)
             if best is None or (max(found[0], 0.0), found[1]) < (max(best[0], 0.0), best[1]):
                 best = found
         assert best is not None
-        flags = np.zeros(len(times), dtype=bool)
-        for (first, _), point in zip(spans, best[2]):
-            bits = point.flags
-            while bits:
-                flags[first + (bits & -bits).bit_length() - 1] = True
-                bits &= bits - 1
-        return flags
+        return np.concatenate(
+            [self._mask(point.flags, end - first) for (first, end), point in zip(spans, best[2])]
+        )
+
+    def _mask(self, flags: int, ops: int) -> Array:
+        key = (flags, ops)
+        if key not in self._masks:
+            self._masks[key] = np.array([flags >> op & 1 for op in range(ops)], dtype=bool)
+        return self._masks[key]
 
     def _fill(
         self,
-        layers: dict[tuple[bytes, bytes], list[int]],
+        layers: dict[bytes, list[int]],
         spans: list[tuple[int, int]],
-        activations: Array,
-        times: Array,
-        allowed: Array,
+        rows: Array,
         in_flight: int,
         excess: float,
         cap: float,
@@ -194,39 +191,46 @@ class Recomputation:
         chosen = [Point(0.0, 0.0, 0.0, 0)] * len(spans)
         frontiers: list[list[Point]] = []
         steps: list[Step] = []
-        for layer, (key, places) in enumerate(layers.items()):
-            first, end = spans[places[0]]
-            if (known := (*key, cap)) not in self._frontiers:
+        for layer, (text, places) in enumerate(layers.items()):
+            key = (text, cap)
+            if key not in self._frontiers:
+                activations, times, allowed = rows[slice(*spans[places[0]])].T
                 points = frontier(
-                    activations[first:end].tolist(),
-                    times[first:end].tolist(),
-                    allowed[first:end].tolist(),
-                    cap,
+                    activations.tolist(), times.tolist(), allowed.astype(bool).tolist(), cap
                 )
-                self._frontiers[known] = points, steps_of(layer, points)
-            points, along = self._frontiers[known]
+                self._frontiers[key] = points, steps_of(layer, points)
+            points, along = self._frontiers[key]
             frontiers.append(points)
             steps += [step._replace(layer=layer) for step in along]
         steps.sort(key=lambda step: step.slope)
         saved = time = segment = 0.0
         for step in steps:
-            for place in kinds[step.layer]:
-                lacking = excess + max(segment, step.to.segment) - in_flight * saved
-                if excess + segment - in_flight * saved <= 0:
-                    return 0.0, time, chosen
-                before = chosen[place]
-                # The last step need not go all the way.
-                to = step.to
-                if in_flight * step.saved > lacking:
-                    enough = [
-                        point
-                        for point in frontiers[step.layer]
-                        if in_flight * (point.saved - before.saved)
-                        >= excess + max(segment, point.segment) - in_flight * saved
-                    ]
-                    to = min(enough, key=lambda point: point.time, default=to)
-                chosen[place] = to
+            places = kinds[step.layer]
+            if excess + segment - in_flight * saved <= 0:
+                break
+            before = chosen[places[0]]
+            lacking = excess + max(segment, step.to.segment) - in_flight * saved
+            whole = min(len(places), max(0, int(lacking // (in_flight * step.saved))))
+            if whole:
+                segment = max(segment, step.to.segment)
+                saved += whole * step.saved
+                time += whole * step.time
+                for place in places[:whole]:
+                    chosen[place] = step.to
+            lacking = excess + segment - in_flight * saved
+            if whole < len(places) and lacking > 0:
+                # The last layer need not go all the way.
+                enough = [
+                    point
+                    for point in frontiers[step.layer]
+                    if in_flight * (point.saved - before.saved)
+                    >= lacking + max(0.0, point.segment - segment)
+                ]
+                to = min(enough, key=lambda point: point.time, default=step.to)
+                chosen[places[whole]] = to
                 saved += to.saved - before.saved
                 time += to.time - before.time
                 segment = max(segment, to.segment)
+                if enough:
+                    break
         return excess + segment - in_flight * saved, time, chosen
