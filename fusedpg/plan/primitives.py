@@ -405,13 +405,16 @@ def _flips(space: Space, state: State, stage: int) -> Iterator[bytes]:
                 yield packed(changed)
 
 
-def finetune(space: Space, candidate: Candidate, rounds: int) -> Candidate:
+def finetune(
+    space: Space, candidate: Candidate, rounds: int, late: Callable[[], bool] = lambda: False
+) -> Candidate:
     """The best plan near a candidate: other settings of single operators, other borders.
 
     Args:
         space: the plans.
         candidate: where it starts.
         rounds: how often it may improve.
+        late: whether time is up.
     """
     best = candidate
     for _ in range(rounds):
@@ -419,6 +422,8 @@ def finetune(space: Space, candidate: Candidate, rounds: int) -> Candidate:
         for stage in range(len(best.state.widths)):
             near = itertools.chain(_paths(space, best, stage), _flips(space, best.state, stage))
             for path in near:
+                if late():
+                    return best
                 settings = (*best.state.settings[:stage], path, *best.state.settings[stage + 1 :])
                 best = _better(
                     space, best, State(best.state.micro_batch, best.state.widths, settings)
@@ -434,6 +439,8 @@ def finetune(space: Space, candidate: Candidate, rounds: int) -> Candidate:
                 ),
             )
             for moved in _shifted(here.state, slowest):
+                if late():
+                    return best
                 best = _better(space, best, moved)
             if best is here:
                 break

@@ -288,7 +288,7 @@ class Search:
             here, path = found
             why += path
             nearest = here
-        tuned = finetune(self.space, nearest, self.limits.finetune)
+        tuned = finetune(self.space, nearest, self.limits.finetune, self._late)
         self._consider(tuned)
         if tuned is not nearest:
             why.append("fine-tuning: degrees of single operators, and borders")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from fusedpg.plan.model import Array, CostModel, Place, Price, StagePrice
 from fusedpg.plan.recompute import Recomputation
 
 __all__ = ["Candidate", "Space", "State"]
+
+# Operators of a layer whose recomputation is decided as one; the frontier of more takes long.
+_LONGEST_LAYER = 32
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,30 @@ class State:
 
 def packed(numbers: Array) -> bytes:
     return numbers.astype(np.uint16).tobytes()
+
+
+def _layers(model: CostModel) -> tuple[Array, Array]:
+    """Where layers begin whose recomputation is decided alone, and what may be recomputed.
+
+    They are the model's layers. Longer runs are cut where their first operator that comes again
+    does; operators at such cuts are not recomputed, so that no segment goes across.
+    """
+    starts = model.is_start.copy()
+    starts[0] = True
+    may = model.may_recompute.copy()
+    borders = [*np.flatnonzero(starts).tolist(), model.num_ops]
+    for first, end in itertools.pairwise(borders):
+        if end - first <= _LONGEST_LAYER:
+            continue
+        kinds = model.kind[first:end].tolist()
+        again = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+        cuts = [first + i for i, kind in enumerate(kinds) if kind == again]
+        for before, behind in itertools.pairwise([first, *cuts, end]):
+            cuts += range(before + _LONGEST_LAYER, behind, _LONGEST_LAYER)
+        inner = [cut for cut in cuts if cut > first]
+        starts[inner] = True
+        may[inner] = False
+    return starts, may
 
 
 @dataclass(frozen=True)
@@ -90,6 +118,7 @@ class Space:
         self.priced = 0  # plans
         self.left_out: dict[str, int] = {}  # plans that could not be priced, by the reason
         self._recomputation = Recomputation()
+        self._starts, self._may_recompute = _layers(model)
         self._stages: dict[tuple[object, ...], tuple[StagePrice, bytes] | MissingRow] = {}
         self._places: dict[tuple[tuple[int, ...], int], Place] = {}
         self._widths: dict[tuple[int, int], Array] = {}
@@ -164,8 +193,8 @@ class Space:
             chosen = self._recomputation.choose(
                 activations,
                 times,
-                model.may_recompute[here],
-                model.is_start[here],
+                self._may_recompute[here],
+                self._starts[here],
                 in_flight,
                 target,
             )
