@@ -190,6 +190,7 @@ bool UcxTransport::progress_until(const Deadline& deadline, const Done& done) {
     }
     if (moved) {
       spun = Clock::now();
+      fruitless_ = 0;
     } else if (Clock::now() - spun > spin_) {
       sleep(deadline);
     }
@@ -198,13 +199,21 @@ bool UcxTransport::progress_until(const Deadline& deadline, const Done& done) {
 }
 
 void UcxTransport::sleep(const Deadline& deadline) {
-  if (!worker_->arm()) {
-    return;
-  }
-  pollfd fds[] = {
-      {worker_->event_fd(), POLLIN, 0}, {abort_signal_.fd(), POLLIN, 0}};
   constexpr std::chrono::milliseconds kLongest{1000};
-  poll(fds, 2, static_cast<int>(std::min(deadline.left(), kLongest).count()));
+  constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 100'000};
+  constexpr int kPatience = 8;
+  pollfd fds[] = {
+      {abort_signal_.fd(), POLLIN, 0}, {worker_->event_fd(), POLLIN, 0}};
+  // Over TCP UCX's descriptor stays readable while the peer has not
+  // acknowledged a connection: who went by it would use all of a core.
+  if (fruitless_ >= kPatience) {
+    ppoll(fds, 1, &kPause, nullptr);
+  } else if (worker_->arm()) {
+    poll(fds, 2, static_cast<int>(std::min(deadline.left(), kLongest).count()));
+    fruitless_ += fds[1].revents != 0 ? 1 : 0;
+  } else {
+    ++fruitless_;
+  }
 }
 
 UcxTransport::State UcxTransport::state(const Request& request) {
@@ -217,7 +226,9 @@ UcxTransport::State UcxTransport::state(const Request& request) {
 }
 
 void UcxTransport::doze(std::chrono::milliseconds most) {
-  if (!worker_->progress()) {
+  if (worker_->progress()) {
+    fruitless_ = 0;
+  } else {
     sleep(Deadline(most));
   }
   abort_signal_.reset();

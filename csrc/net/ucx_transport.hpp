@@ -106,6 +106,7 @@ class UcxTransport : public PolledTransport {
   const ucx::Api& api_;
   const int rank_;
   const std::chrono::microseconds spin_;
+  int fruitless_ = 0; // times in a row that it was woken for nothing
   const std::chrono::milliseconds farewell_;
   std::function<void()> watch_;
   std::unique_ptr<UcxWorker> worker_;
