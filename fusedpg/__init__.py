@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fusedpg import compress as compress
     from fusedpg import ddp as ddp
     from fusedpg import fusion as fusion
+    from fusedpg import hvd as hvd
     from fusedpg import launch as launch
     from fusedpg import optim as optim
     from fusedpg import tensor_parallel as tensor_parallel
@@ -60,6 +61,7 @@ __all__ = [
     "fused_sgd_",
     "fusion",
     "group_info",
+    "hvd",
     "in_arena",
     "keep_freed_memory",
     "launch",
@@ -72,7 +74,7 @@ __all__ = [
     "tensor_parallel",
 ]
 
-_MODULES = frozenset({"compress", "ddp", "fusion", "launch", "optim", "tensor_parallel"})
+_MODULES = frozenset({"compress", "ddp", "fusion", "hvd", "launch", "optim", "tensor_parallel"})
 _LAYERS = frozenset({"ColumnParallelLinear", "RowParallelLinear"})
 _FUNCTIONS = frozenset(__all__) - _MODULES - _LAYERS
 _FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse"}

@@ -53,6 +53,7 @@ CAPABILITIES = {
     "plans": ["test_plan*.py"],
     "zeros, sparse tensors": ["test_sparse.py"],
     "several hosts": ["test_hosts*.py", "test_host_*.py", "test_fused_hosts.py"],
+    "Horovod's API": ["test_hvd*.py"],
     "failures and the end": ["test_faults.py", "test_exit.py", "test_chaos.py"],
     "torch's other parallelism": ["test_parallel.py", "test_frameworks.py"],
     'serving "gloo"': ["test_serve*.py"],

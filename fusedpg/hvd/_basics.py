@@ -1,0 +1,394 @@
+"""Beginning and end, ranks, and process sets."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg.hvd import _controller as c
+from fusedpg.hvd import _settings
+from fusedpg.hvd._controller import Signature
+from fusedpg.hvd._engine import Engine, Operation
+from fusedpg.hvd._execute import Set
+from fusedpg.hvd._timeline import Timeline
+from fusedpg.hvd.exceptions import HorovodInternalError
+
+
+@dataclasses.dataclass
+class _State:
+    """What ``init`` has made."""
+
+    engine: Engine
+    owns_world: bool
+    elastic: bool
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    handles: dict[int, tuple[Operation, Any]] = dataclasses.field(default_factory=dict)
+    counter: int = 0
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+_state: _State | None = None
+# Stores outlive shutdown(): a port that was given back may be another's, and peers may still read.
+_stores: dict[tuple[str, int], Any] = {}
+_generation = 0
+_at_exit = False
+
+
+def state() -> _State:
+    """Raises ValueError before ``init`` and after ``shutdown``."""
+    if _state is None:
+        raise ValueError("hvd: call hvd.init() first")
+    return _state
+
+
+def engine() -> Engine:
+    """The engine of this process."""
+    return state().engine
+
+
+def _store(place: _settings.Place) -> Any:
+    if place.size == 1 and place.address is None:
+        return dist.HashStore()
+    if place.address is None or place.port is None:
+        raise ValueError("hvd: MASTER_ADDR and MASTER_PORT must be set for several ranks")
+    key = place.address, place.port
+    if key not in _stores:
+        _stores[key] = dist.TCPStore(
+            place.address,
+            place.port,
+            is_master=place.rank == 0 and not place.agent_store,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    return dist.PrefixStore(f"fusedpg.hvd/{place.restart}/{_generation}", _stores[key])
+
+
+def _local(group: Any, place: _settings.Place) -> tuple[int, int, int, int]:
+    """Local rank and size, cross rank and size: by host, where the launcher has not told."""
+    digest = hashlib.blake2b(place.host.encode(), digest_size=8).digest()
+    hosts = Set(group, range(group.size())).exchange(digest)
+    rank = group.rank()
+    local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    local_rank = local.index(rank) if place.local_rank is None else place.local_rank
+    # The other hosts' ranks of this local rank.
+    places = [hosts[:r].count(host) for r, host in enumerate(hosts)]
+    cross = [r for r, number in enumerate(places) if number == places[rank]]
+    return (
+        local_rank,
+        len(local) if place.local_size is None else place.local_size,
+        cross.index(rank) if place.cross_rank is None else place.cross_rank,
+        len(cross) if place.cross_size is None else place.cross_size,
+    )
+
+
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+) -> None:
+    """Begins: makes the default process group if there is none, and starts the engine.
+
+    Ranks come from torchrun's variables or horovodrun's. A second call does nothing.
+
+    Args:
+        comm: all ranks, or None. A part of them is not possible; use process sets.
+        process_sets: sets that are there from the start, alike on all ranks, or "dynamic", which
+            is allowed and means nothing: sets may always be added.
+    """
+    global _state, _generation, _at_exit
+    if _state is not None:
+        return
+    place, settings = _settings.place(), _settings.settings()
+    owns = not dist.is_initialized()
+    if owns:
+        _generation += 1
+        dist.init_process_group(
+            _settings.backend(), store=_store(place), rank=place.rank, world_size=place.size
+        )
+    try:
+        if comm is not None and list(comm) != list(range(dist.get_world_size())):
+            raise ValueError("hvd: init(comm=) must name all ranks in order; use process sets")
+        group = dist.new_group()
+        local = _local(group, place)
+        _state = _State(Engine(group, settings), owns, settings.elastic, *local)
+    except BaseException:
+        if owns:
+            dist.destroy_process_group()
+        raise
+    if not _at_exit:
+        _at_exit = True
+        # Before the backend's own, because it was registered later.
+        atexit.register(shutdown)
+    global_process_set.ranks = list(range(size()))
+    if settings.timeline:
+        _begin_timeline(settings.timeline, settings.mark_cycles)
+    if process_sets is not None and process_sets != "dynamic":
+        for one in process_sets:
+            assert isinstance(one, ProcessSet)
+            add_process_set(one)
+
+
+def shutdown() -> None:
+    """Ends what ``init`` began, on all ranks: pending operations of others raise there."""
+    global _state
+    if _state is None:
+        return
+    ending, _state = _state, None
+    global_process_set.ranks = []
+    ending.engine.shutdown()
+    if ending.owns_world:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    return _state is not None
+
+
+def rank() -> int:
+    return engine().rank
+
+
+def size() -> int:
+    return engine().size
+
+
+def local_rank() -> int:
+    """This rank's number among those of its host."""
+    return state().local_rank
+
+
+def local_size() -> int:
+    return state().local_size
+
+
+def cross_rank() -> int:
+    """The number of this rank's host among those that have a rank of its local rank."""
+    return state().cross_rank
+
+
+def cross_size() -> int:
+    return state().cross_size
+
+
+def is_elastic() -> bool:
+    """Whether the number of ranks may change, so that a single rank behaves as one of several."""
+    return state().elastic
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have as many ranks."""
+    return state().local_size * state().cross_size == size()
+
+
+def mpi_threads_supported() -> bool:
+    return False
+
+
+def mpi_enabled() -> bool:
+    return False
+
+
+def mpi_built() -> bool:
+    return False
+
+
+def gloo_enabled() -> bool:
+    return True
+
+
+def gloo_built() -> bool:
+    return True
+
+
+def nccl_built() -> int:
+    return 0
+
+
+def ddl_built() -> bool:
+    return False
+
+
+def ccl_built() -> bool:
+    return False
+
+
+def cuda_built() -> bool:
+    return False
+
+
+def rocm_built() -> bool:
+    return False
+
+
+def _begin_timeline(path: str, mark_cycles: bool) -> None:
+    if rank() == 0:
+        stop_timeline()
+        engine().timeline = Timeline(path, mark_cycles)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Traces operations into a file of rank 0, until ``stop_timeline``."""
+    _begin_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends the trace; the file is complete when this returns."""
+    timeline, engine().timeline = engine().timeline, None
+    if timeline is not None:
+        timeline.close()
+
+
+# --- process sets ---------------------------------------------------------------------------
+
+
+class ProcessSet:
+    """Some of the ranks, for operations among them.
+
+    Args:
+        ranks: global ranks.
+
+    Attributes:
+        process_set_id: None until the set was added, and after it was removed.
+    """
+
+    process_set_id: int | None
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks: list[int] = sorted(ranks)
+        if any(not isinstance(one, int) for one in self.ranks):
+            raise ValueError("hvd: a process set is made of a list of ranks")
+        self.process_set_id = None
+
+    def size(self) -> int | None:
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This process's number in the set; None if the set was not added.
+
+        Raises:
+            ValueError: it is not in the set.
+        """
+        if self.process_set_id is None:
+            return None
+        if not self.included():
+            raise ValueError(f"hvd: rank {rank()} is not in process set {self.ranks}")
+        return self.ranks.index(rank())
+
+    def included(self) -> bool:
+        return rank() in self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Adds a process set; called on all ranks.
+
+    Raises:
+        ValueError: there is a set of these ranks already, or a rank that is none.
+        HorovodInternalError: ranks add different sets.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    ranks = tuple(process_set.ranks)
+    if ranks in engine().sets().values():
+        raise ValueError(f"hvd: there is a process set of ranks {list(ranks)} already")
+    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size())):
+        raise ValueError(f"hvd: a process set needs ranks from 0 to {size() - 1}, got {ranks}")
+    signature = Signature(c.ADD_SET, numbers=ranks)
+    process_set.process_set_id = engine().call(Operation((0, c.ADD_SET), signature))
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Removes a process set; called on all ranks. Returns False if there is no such set.
+
+    What is pending in it raises HorovodInternalError.
+    """
+    set_id = process_set.process_set_id
+    if not set_id:  # never added, or the global one
+        return False
+    process_set.process_set_id = None
+    if engine().set_of(set_id) is None:
+        return False
+    engine().call(Operation((0, c.REMOVE_SET), Signature(c.REMOVE_SET, numbers=(set_id,))))
+    return True
+
+
+# --- handles --------------------------------------------------------------------------------
+
+
+def begin(operation: Operation, finish: Any) -> int:
+    """Submits an operation; returns its handle.
+
+    Args:
+        finish: makes what ``synchronize`` returns of the operation's result.
+    """
+    here = state()
+    here.engine.submit(operation)
+    with here.lock:
+        here.counter += 1
+        here.handles[here.counter] = operation, finish
+        return here.counter
+
+
+def next_name(kind: str) -> str:
+    """The name of an operation that has none: by the handle that it will get."""
+    return f"{kind}.noname.{state().counter + 1}"
+
+
+def poll(handle: int) -> bool:
+    """Whether an operation is done, so that ``synchronize`` returns at once."""
+    entry = state().handles.get(handle)
+    return entry is None or entry[0].done
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an operation and returns its result; None for a handle that was waited for.
+
+    Raises:
+        HorovodInternalError: it failed.
+    """
+    here = state()
+    entry = here.handles.pop(handle, None)
+    if entry is None:
+        return None
+    operation, finish = entry
+    return finish(here.engine.wait(operation))
+
+
+def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(f"hvd: tensors must be dense and on the CPU, got {tensor.device}")
+    return tensor.detach()
+
+
+def membership(process_set: ProcessSet) -> int:
+    """The id of a set that this process is in.
+
+    Raises:
+        ValueError: the set was not added.
+        HorovodInternalError: this process is not in it.
+    """
+    set_id = process_set.process_set_id
+    ranks = None if set_id is None else engine().set_of(set_id)
+    if set_id is None or ranks is None:
+        raise ValueError(f"hvd: {process_set} was not added")
+    if rank() not in ranks:
+        raise HorovodInternalError(f"hvd: rank {rank()} is not in {process_set}")
+    return set_id

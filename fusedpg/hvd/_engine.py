@@ -1,0 +1,479 @@
+"""The background thread of a process: it agrees with those of the other ranks on what to do next.
+
+A cycle is one small all-gather: a header and a bit for each remembered request. Only where a rank
+has something new is there a second one, of the requests themselves. All ranks carry out what
+follows in the same order, whatever their sets, so that no two wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedpg.hvd import _controller as c
+from fusedpg.hvd._controller import Controller, Key, Response, Signature
+from fusedpg.hvd._execute import Set, fused_calls, nbytes, splits_of
+from fusedpg.hvd._settings import Settings
+from fusedpg.hvd._timeline import Timeline
+from fusedpg.hvd.exceptions import HorovodInternalError
+
+_log = logging.getLogger("fusedpg")
+
+# Flags, bytes of the message, fusion threshold, cycle time.
+_HEADER = struct.Struct("<BxxxIqd")
+_SHUTDOWN, _STALLED, _PENDING = 1, 2, 4
+
+# With nothing to do anywhere, cycles become rarer until one takes this long. Only operations that
+# some ranks take no part in wait for it: whoever calls one wakes its own engine.
+_LONGEST_IDLE = 0.02
+_LONGEST_WAITING = 0.005
+# Other ranks' engines answer a shutdown within a cycle, unless their processes are stopped.
+_LONGEST_SHUTDOWN = 60.0
+_JOIN_KEY: Key = (0, c.JOIN)
+
+
+class Operation:
+    """One rank's part of an operation, pending until the engine has done it.
+
+    Args:
+        key: what it is matched by.
+        signature: what the other ranks must have alike.
+        tensors: what it reads.
+        outputs: where all-reduces and broadcasts leave their results; may be ``tensors``.
+    """
+
+    __slots__ = ("done", "error", "key", "outputs", "result", "signature", "tensors")
+
+    def __init__(
+        self,
+        key: Key,
+        signature: Signature,
+        tensors: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] = (),
+    ) -> None:
+        self.key, self.signature = key, signature
+        self.tensors, self.outputs = tensors, outputs
+        self.result: Any = None
+        self.error: HorovodInternalError | None = None
+        self.done = False
+
+
+class Engine:
+    """Negotiates and carries out this process's operations.
+
+    ``fusion_threshold`` (bytes) and ``cycle_time`` (seconds) may be set at any time, on rank 0: its
+    values are everybody's from the next cycle on.
+
+    Attributes:
+        tuner: on rank 0, told of the bytes of each cycle and the seconds since the last one.
+        timeline: where events go, if anywhere.
+    """
+
+    def __init__(self, world: Any, settings: Settings) -> None:
+        self.rank, self.size = world.rank(), world.size()
+        self.fusion_threshold, self.cycle_time = settings.fusion_threshold, settings.cycle_time
+        self.tuner: Any = None
+        self.timeline: Timeline | None = None
+        self._settings = settings
+        self._controller = Controller(self.rank, self.size, settings.cache_capacity)
+        self._world = Set(world, range(self.size))
+        self._sets: dict[int, Set] = {0: self._world}
+        self._next_set = 1
+        self._lock = threading.Lock()
+        self._wake, self._finished = (
+            threading.Condition(self._lock),
+            threading.Condition(self._lock),
+        )
+        self._pending: dict[Key, Operation] = {}
+        self._new: list[Operation] = []
+        self._announce: list[Operation] = []
+        self._urgent = False
+        self._shutdown = False
+        self._ended: HorovodInternalError | None = None
+        self._fruitless = 0
+        self._others_idle = True
+        self._seen: dict[Key, float] = {}  # since when operations wait for ranks
+        self._warned: set[Key] = set()
+        self._next_look = time.monotonic() + 1
+        self._stalled = False
+        self._reason = ""
+        self._measured = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="fusedpg.hvd", daemon=True)
+        self._thread.start()
+
+    # --- what callers do --------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> None:
+        """Has the engine do an operation when all ranks are ready.
+
+        Raises:
+            ValueError: one of this name is pending.
+            HorovodInternalError: the engine has ended.
+        """
+        with self._lock:
+            if self._ended is not None:
+                raise HorovodInternalError(str(self._ended))
+            if operation.key in self._pending:
+                raise ValueError(
+                    f"hvd: an operation of the same name, {operation.key[1]!r}, is pending: wait "
+                    "for it first, or give them different names"
+                )
+            self._pending[operation.key] = operation
+            self._new.append(operation)
+            if len(self._new) == 1:
+                self._wake.notify()
+
+    def wait(self, operation: Operation) -> Any:
+        """The result of an operation, when it is done.
+
+        Raises:
+            HorovodInternalError: it failed.
+        """
+        if not operation.done:
+            with self._lock:
+                while not operation.done:
+                    if self._new and not self._urgent:
+                        self._urgent = True
+                        self._wake.notify()
+                    # The engine ends operations after the deadline of stalls, or when it ends.
+                    self._finished.wait()
+        if operation.error is not None:
+            raise HorovodInternalError(str(operation.error))
+        return operation.result
+
+    def call(self, operation: Operation) -> Any:
+        self.submit(operation)
+        return self.wait(operation)
+
+    def set_of(self, set_id: int) -> tuple[int, ...] | None:
+        """The global ranks of a process set; None if there is none of this id."""
+        return self._controller.sets.get(set_id)
+
+    def sets(self) -> dict[int, tuple[int, ...]]:
+        return dict(self._controller.sets)
+
+    def shutdown(self) -> None:
+        """Ends the engines of all ranks; what is pending on any of them raises there."""
+        with self._lock:
+            self._shutdown = True
+            self._wake.notify()
+        self._thread.join(_LONGEST_SHUTDOWN)
+        if self._thread.is_alive():
+            self._abort()
+            self._thread.join(_LONGEST_SHUTDOWN)
+        groups = [one.group for set_id, one in self._sets.items() if set_id]
+        for group in [*groups, self._world.group]:
+            try:
+                dist.destroy_process_group(group)
+            except Exception as error:  # of a group that has failed before
+                _log.info("fused: hvd.shutdown: %s", error)
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = "hvd: the engine ended"
+        try:
+            with torch.no_grad():
+                while not self._cycle():
+                    self._sleep()
+            reason = self._reason
+        except BaseException as error:
+            reason = f"hvd: {error}"
+            self._abort()
+        finally:
+            if self.timeline is not None:
+                self.timeline.close()
+            with self._lock:
+                self._ended = HorovodInternalError(reason)
+                for operation in self._pending.values():
+                    operation.error, operation.done = self._ended, True
+                self._pending.clear()
+                self._new.clear()
+                self._finished.notify_all()
+
+    def _abort(self) -> None:
+        """Peers that are in an operation with this rank must not wait for it."""
+        for one in list(self._sets.values()):
+            try:
+                one.group.abort()
+            except Exception as failure:
+                _log.info("fused: hvd: %s", failure)
+
+    def _sleep(self) -> None:
+        """Until the next cycle is due: soon if there is something to say, later if there is not."""
+        began = time.monotonic()
+        pause = self.cycle_time * 2 ** min(self._fruitless, 16)
+        with self._lock:
+            if not self._pending:
+                pause = min(pause, max(_LONGEST_IDLE, self.cycle_time))
+            elif self._others_idle:
+                # Those that are idle set the pace: this rank waits for them in the cycle.
+                pause = self.cycle_time
+            else:
+                pause = min(pause, max(_LONGEST_WAITING, self.cycle_time))
+            while not self._urgent and not self._shutdown:
+                due = min(pause, self.cycle_time) if self._new else pause
+                left = began + due - time.monotonic()
+                if left <= 0 or not self._wake.wait(left):
+                    break
+
+    def _cycle(self) -> bool:
+        """One cycle; returns whether it was the last one."""
+        with self._lock:
+            new, self._new, self._urgent = self._new, [], False
+            flags = _SHUTDOWN * self._shutdown | _STALLED * self._stalled
+            flags |= _PENDING * bool(self._pending)
+        controller, announce = self._controller, self._announce
+        announce += [o for o in new if not controller.mark(o.key, o.signature)]
+        message = b""
+        announced = {o.key for o in announce}
+        if announce:
+            message = c.encode([(o.key, o.signature) for o in announce])
+            announce.clear()
+        header = _HEADER.pack(flags, len(message), self.fusion_threshold, self.cycle_time)
+        bits = controller.bits.to_bytes(-(-controller.slots // 8), "little")
+        if self.timeline is not None:
+            self.timeline.cycle()
+        told = self._world.exchange(header + bits)
+        headers = [_HEADER.unpack_from(one) for one in told]
+        flags_of = [one[0] for one in headers]
+        if any(flags & (_SHUTDOWN | _STALLED) for flags in flags_of):
+            self._reason = self._why(flags_of)
+            return True
+        _, _, self.fusion_threshold, self.cycle_time = headers[0]
+        lengths = [one[1] for one in headers]
+        messages: dict[int, bytes] = {}
+        if any(lengths):
+            padded = self._world.exchange(message.ljust(max(lengths)))
+            messages = {r: padded[r][:length] for r, length in enumerate(lengths) if length}
+        bits_of = [int.from_bytes(one[_HEADER.size :], "little") for one in told]
+        if self.timeline is not None:
+            self.timeline.told(controller, bits_of, messages)
+        responses, forgotten = controller.decide(bits_of, messages)
+        if forgotten:
+            with self._lock:
+                # Those that are new to the engine have not said that they are ready yet.
+                announced.update(o.key for o in self._new)
+                lost = set(forgotten) - announced - {r.key for r in responses}
+                announce += [o for key, o in self._pending.items() if key in lost]
+        self._fruitless = 0 if responses or messages else self._fruitless + 1
+        self._others_idle = not all(flags & _PENDING for flags in flags_of)
+        moved = self._carry_out(responses)
+        if self.tuner is not None and moved:
+            self._tune(moved)
+        if time.monotonic() >= self._next_look:
+            self._look_for_stalls(bits_of)
+        return False
+
+    def _why(self, flags_of: list[int]) -> str:
+        stalled = [rank for rank, flags in enumerate(flags_of) if flags & _STALLED]
+        if stalled:
+            limit = self._settings.stall_shutdown
+            return f"hvd: ranks waited for others for more than {limit:g} s; see rank 0's log"
+        ranks = [rank for rank, flags in enumerate(flags_of) if flags & _SHUTDOWN]
+        return f"hvd: ranks {ranks} called shutdown() or exited"
+
+    def _tune(self, moved: int) -> None:
+        now = time.monotonic()
+        chosen = self.tuner.record(moved, now - self._measured)
+        self._measured = now
+        if chosen is not None:
+            self.fusion_threshold, self.cycle_time = int(chosen[0]), float(chosen[1])
+
+    def _look_for_stalls(self, bits_of: list[int]) -> None:
+        """On rank 0, which decides for all: warns of what waits for ranks, and gives it up."""
+        now = time.monotonic()
+        self._next_look = now + 1
+        if self.rank != 0:
+            return
+        waiting = {
+            key: (told, missing)
+            for key, told, missing in self._controller.waiting(bits_of)
+            if missing and key != _JOIN_KEY
+        }
+        self._seen = {key: self._seen.get(key, now) for key in waiting}
+        self._warned &= set(waiting)
+        limit = self._settings.stall_warning
+        late = [k for k, since in self._seen.items() if limit and now - since >= limit]
+        late = [key for key in late if key not in self._warned]
+        if late:
+            self._warned.update(late)
+            lines = [f"{key[1]} (process set {key[0]}): {waiting[key][1]}" for key in late]
+            _log.warning(
+                "fused: hvd: operations that some ranks have called and others not for more than "
+                "%g s; the missing ranks: %s",
+                limit,
+                "; ".join(lines),
+            )
+        give_up = self._settings.stall_shutdown
+        self._stalled = any(now - since >= give_up for since in self._seen.values())
+
+    # --- carrying out -----------------------------------------------------------------------
+
+    def _carry_out(self, responses: list[Response]) -> int:
+        """Does what all ranks are ready for; returns the bytes of this rank."""
+        reductions = [r for r in responses if r.any.kind == c.ALLREDUCE and not r.error]
+        moved = 0
+        if reductions:
+            for call in fused_calls(reductions, self.fusion_threshold, _alike):
+                moved += self._allreduce(call)
+        for response in responses:
+            if response.error or response.any.kind != c.ALLREDUCE:
+                moved += self._one(response)
+        return moved
+
+    def _take(self, responses: Sequence[Response]) -> list[Operation | None]:
+        with self._lock:
+            return [self._pending.get(response.key) for response in responses]
+
+    def _end(self, operations: Sequence[Operation | None], error: str = "") -> None:
+        with self._lock:
+            for operation in operations:
+                if operation is not None:
+                    if error:
+                        operation.error = HorovodInternalError(error)
+                    operation.done = True
+                    del self._pending[operation.key]
+            self._finished.notify_all()
+
+    def _attempt(self, operations: Sequence[Operation | None], work: Callable[[], None]) -> None:
+        """Does a collective; if it raises, on all ranks then, so do the operations."""
+        try:
+            work()
+        except Exception as error:
+            self._end(operations, f"hvd: {error}")
+        else:
+            self._end(operations)
+
+    def _allreduce(self, call: list[Response]) -> int:
+        """One coalesced all-reduce of the tensors where they lie."""
+        here = self._sets.get(call[0].key[0])
+        if here is None:
+            return 0
+        operations = self._take(call)
+        by_type: dict[str, list[Tensor]] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        for response, operation in zip(call, operations):
+            signature = response.any
+            for number, dtype in enumerate(signature.dtypes):
+                buffers = by_type.setdefault(dtype, [])
+                if operation is None:  # this rank has joined
+                    shape = signature.shapes[number]
+                    buffers.append(torch.zeros(shape, dtype=getattr(torch, dtype)))
+                    continue
+                tensor, output = operation.tensors[number], operation.outputs[number]
+                buffer = output if output.is_contiguous() else output.contiguous()
+                if output is not tensor:
+                    buffer.copy_(tensor)
+                if buffer is not output:
+                    copies.append((output, buffer))
+                buffers.append(buffer)
+
+        def work() -> None:
+            for dtype in sorted(by_type):
+                here.allreduce(by_type[dtype], call[0].any)
+            for output, buffer in copies:
+                output.copy_(buffer)
+            for operation in operations:
+                if operation is not None:
+                    operation.result = operation.outputs
+
+        size = sum(nbytes(response.any) for response in call)
+        with self._activity(call, c.ALLREDUCE):
+            self._attempt(operations, work)
+        return size
+
+    def _one(self, response: Response) -> int:
+        signature = response.any
+        key = _JOIN_KEY if signature.kind == c.JOIN else response.key
+        (operation,) = self._take([Response(key, response.signatures)])
+        if response.error:
+            if self.timeline is not None:
+                self.timeline.negotiated(response)
+            self._end([operation], f"hvd: {response.key[1]}: {response.error}")
+            return 0
+        if signature.kind == c.JOIN:
+            assert operation is not None
+            operation.result = signature.root
+            self._end([operation])
+            return 0
+        here = self._sets.get(response.key[0])
+        if here is None:
+            return 0
+        if signature.kind in (c.ADD_SET, c.REMOVE_SET, c.BARRIER) and self.timeline is not None:
+            self.timeline.negotiated(response)
+        if signature.kind in (c.ADD_SET, c.REMOVE_SET):
+            self._attempt([operation], lambda: self._change_sets(signature, operation))
+            return 0
+        if signature.kind == c.BARRIER:
+            self._end([operation])
+            return 0
+        assert operation is not None
+        with self._activity([response], signature.kind):
+            self._attempt([operation], lambda: self._move(here, response, operation))
+        return nbytes(signature)
+
+    def _move(self, here: Set, response: Response, operation: Operation) -> None:
+        signature, tensors = operation.signature, operation.tensors
+        told = [response.signatures[rank] for rank in here.ranks]
+        if signature.kind == c.ALLGATHER:
+            operation.result = [
+                here.allgather(tensor, [one.shapes[number][0] for one in told])
+                for number, tensor in enumerate(tensors)
+            ]
+        elif signature.kind == c.REDUCESCATTER:
+            operation.result = [here.reducescatter(tensor, signature) for tensor in tensors]
+        elif signature.kind == c.ALLTOALL:
+            operation.result = here.alltoall(tensors[0], splits_of(response, here.ranks))
+        else:
+            assert signature.kind == c.BROADCAST
+            for tensor, output in zip(tensors, operation.outputs):
+                buffer = output if output.is_contiguous() else output.contiguous()
+                if output is not tensor:
+                    buffer.copy_(tensor)
+                here.broadcast(buffer, signature.root)
+                if buffer is not output:
+                    output.copy_(buffer)
+            operation.result = operation.outputs
+
+    def _change_sets(self, signature: Signature, operation: Operation | None) -> None:
+        assert operation is not None
+        if signature.kind == c.ADD_SET:
+            set_id = operation.result = self._next_set
+            self._next_set += 1
+            group = dist.new_group(list(signature.numbers))
+            if self.rank in signature.numbers:
+                self._sets[set_id] = Set(group, signature.numbers)
+            return
+        gone = self._sets.pop(signature.numbers[0], None)
+        if gone is not None:
+            dist.destroy_process_group(gone.group)
+
+    def _activity(self, call: list[Response], kind: str) -> Any:
+        return _NOTHING if self.timeline is None else self.timeline.activity(call, kind)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+def _alike(response: Response) -> Any:
+    signature = response.any
+    types = tuple(sorted(set(signature.dtypes)))
+    scale = signature.prescale, signature.postscale
+    return response.key[0], types, signature.op, *scale

@@ -1,0 +1,259 @@
+"""Carries out operations that all ranks are ready for, on the process groups of their sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedpg._registration import loaded_extension
+from fusedpg.hvd import _controller as c
+from fusedpg.hvd._controller import Response, Signature
+
+_OPS: dict[int, Any] = {
+    c.SUM: dist.ReduceOp.SUM,
+    c.AVERAGE: dist.ReduceOp.AVG,
+    c.MIN: dist.ReduceOp.MIN,
+    c.MAX: dist.ReduceOp.MAX,
+    c.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+# Adasum leaves an operand as it is whose squared norm is below the root of the smallest double.
+_TINY = math.sqrt(2.2250738585072014e-308)
+
+
+def _is_ours(group: Any) -> bool:
+    extension = loaded_extension()
+    backend = group._get_backend(torch.device("cpu"))
+    return extension is not None and isinstance(backend, extension.ProcessGroupFused)
+
+
+def wait(work: Any) -> None:
+    """Ends an operation; the backend returns nothing for one that has been done in the call."""
+    if work is not None:
+        work.wait()
+
+
+def nbytes(signature: Signature) -> int:
+    """The bytes of one rank's tensors."""
+    sizes = zip(signature.dtypes, signature.shapes)
+    return sum(DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in sizes)
+
+
+def rows_of(rows: int, size: int) -> list[int]:
+    """How many rows each rank gets of a reduce-scatter: the first ranks one more."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def scale_(tensors: Iterable[Tensor], factor: float) -> None:
+    """Multiplies in place; integers in double precision, and truncated."""
+    if factor == 1.0:
+        return
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.mul_(factor)
+        else:
+            tensor.copy_((tensor.double() * factor).to(tensor.dtype))
+
+
+class Set:
+    """A process set whose member this process is.
+
+    Args:
+        group: its process group, used by the engine's thread only.
+        ranks: global ranks of its members.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+        self.group, self.ranks = group, tuple(ranks)
+        self.size: int = group.size()
+        self.rank: int = group.rank()
+        self.is_fused = _is_ours(group)
+        self._control: tuple[Tensor, Tensor] | None = None
+
+    # --- bytes ------------------------------------------------------------------------------
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Everybody's message; all have the same length."""
+        if self.size == 1:
+            return [message]
+        length = len(message)
+        if self._control is None or self._control[0].numel() != length:
+            mine = torch.empty(length, dtype=torch.uint8)
+            self._control = mine, torch.empty(length * self.size, dtype=torch.uint8)
+        mine, all_of_them = self._control
+        mine.numpy()[:] = memoryview(message)
+        self._gather(all_of_them, mine)
+        told = all_of_them.numpy().tobytes()
+        return [told[rank * length : (rank + 1) * length] for rank in range(self.size)]
+
+    def _gather(self, output: Tensor, own: Tensor) -> None:
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        wait(self.group._allgather_base(output, own, options))
+
+    # --- reductions -------------------------------------------------------------------------
+
+    def allreduce(self, buffers: list[Tensor], signature: Signature) -> None:
+        """Reduces contiguous tensors of one type in place, as one operation."""
+        scale_(buffers, signature.prescale)
+        if signature.op == c.ADASUM:
+            for buffer in buffers:
+                self._adasum(buffer)
+        else:
+            self._reduce(buffers, signature.op)
+        scale_(buffers, signature.postscale)
+
+    def _reduce(self, buffers: list[Tensor], op: int) -> None:
+        if self.size == 1:
+            return
+        # Gloo has no mean.
+        own_mean = op == c.AVERAGE and not self.is_fused
+        options = c10d.AllreduceCoalescedOptions()
+        options.reduceOp = _OPS[c.SUM if own_mean else op]
+        options.asyncOp = False
+        wait(self.group.allreduce_coalesced(buffers, options))
+        if own_mean:
+            for buffer in buffers:
+                self._divide_(buffer)
+
+    def _divide_(self, buffer: Tensor) -> None:
+        exact = buffer.is_floating_point() or buffer.is_complex()
+        buffer.div_(self.size, rounding_mode=None if exact else "trunc")
+
+    def _adasum(self, buffer: Tensor) -> None:
+        """Combines all ranks' tensors two by two; every rank computes the same tree."""
+        if self.size == 1:
+            return
+        everything = buffer.new_empty((self.size, buffer.numel()))
+        self._gather(everything, buffer.reshape(-1))
+        terms = [row.double() for row in everything]
+        while len(terms) > 1:
+            terms = [_pair(a, b) for a, b in zip(terms[::2], terms[1::2])]
+            # Every level rounds to the tensor's type, as if its result had been sent.
+            terms = [term.to(buffer.dtype).double() for term in terms]
+        buffer.copy_(terms[0].view_as(buffer))
+
+    def reducescatter(self, tensor: Tensor, signature: Signature) -> Tensor:
+        """This rank's rows of the reduced tensor."""
+        whole = tensor.clone(memory_format=torch.contiguous_format)
+        scale_([whole], signature.prescale)
+        rows = rows_of(whole.shape[0], self.size)
+        begin = sum(rows[: self.rank])
+        if len(set(rows)) == 1 and self.size > 1 and self.is_fused and whole.numel():
+            own = whole.new_empty((rows[0], *whole.shape[1:]))
+            options = c10d.ReduceScatterOptions()
+            options.reduceOp = _OPS[signature.op]
+            options.asyncOp = False
+            wait(self.group._reduce_scatter_base(own, whole, options))
+        else:
+            self._reduce([whole], signature.op)
+            own = whole[begin : begin + rows[self.rank]].clone()
+        scale_([own], signature.postscale)
+        return own
+
+    # --- moves ------------------------------------------------------------------------------
+
+    def allgather(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        """All ranks' rows, one rank's after the other's."""
+        own = tensor.contiguous()
+        output = own.new_empty((sum(rows), *own.shape[1:]))
+        if self.size == 1:
+            return output.copy_(own)
+        if len(set(rows)) == 1:
+            if output.numel():
+                self._gather(output, own)
+            return output
+        # Rows that a rank has too few of are sent as padding; where one has many more than the
+        # others, everybody broadcasts.
+        most = max(rows)
+        if most * self.size <= 4 * sum(rows):
+            padded = own.new_zeros((most, *own.shape[1:]))
+            padded[: own.shape[0]] = own
+            everything = own.new_empty((self.size * most, *own.shape[1:]))
+            if everything.numel():
+                self._gather(everything, padded)
+            for part, target in zip(everything.split(most), output.split(list(rows))):
+                target.copy_(part[: target.shape[0]])
+            return output
+        for root, target in enumerate(output.split(list(rows))):
+            if root == self.rank:
+                target.copy_(own)
+            if target.numel():
+                self.broadcast(target, self.ranks[root])
+        return output
+
+    def broadcast(self, buffer: Tensor, root: int) -> None:
+        """Overwrites a contiguous tensor by that of a global rank."""
+        if self.size == 1 or not buffer.numel():
+            return
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ranks.index(root), 0
+        options.asyncOp = False
+        wait(self.group.broadcast([buffer], options))
+
+    def alltoall(self, tensor: Tensor, splits: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """Rows from everybody, and how many from each.
+
+        Args:
+            tensor: the rows to send.
+            splits: each rank's, by rank of the set.
+        """
+        own = tensor.contiguous()
+        received = [splits[rank][self.rank] for rank in range(self.size)]
+        output = own.new_empty((sum(received), *own.shape[1:]))
+        sent = list(splits[self.rank])
+        own = own[: sum(sent)]
+        if self.size == 1:
+            output.copy_(own)
+        elif any(map(sum, splits)) and own[:1].numel():
+            options = c10d.AllToAllOptions()
+            options.asyncOp = False
+            wait(self.group.alltoall_base(output, own, received, sent, options))
+        return output, received
+
+
+def _pair(a: Tensor, b: Tensor) -> Tensor:
+    dot, a_square, b_square = torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)
+    a_factor = 1 - dot / (2 * a_square) if a_square >= _TINY else 1.0
+    b_factor = 1 - dot / (2 * b_square) if b_square >= _TINY else 1.0
+    return a_factor * a + b_factor * b
+
+
+def splits_of(response: Response, ranks: Sequence[int]) -> list[list[int]]:
+    """Each rank's splits of the first tensor of an all-to-all; equal ones by default."""
+    told = []
+    for rank in ranks:
+        signature = response.signatures[rank]
+        rows = signature.shapes[0][0]
+        told.append(list(signature.numbers) or [rows // len(ranks)] * len(ranks))
+    return told
+
+
+def fused_calls(
+    responses: Iterable[Response], threshold: int, alike: Callable[[Response], Any]
+) -> list[list[Response]]:
+    """Which all-reduces are one call each: those of one set, type, operation and scale.
+
+    Every rank computes the same: it depends on what ranks have told each other alone.
+    """
+    open_calls: dict[Any, tuple[list[Response], int]] = {}
+    calls: list[list[Response]] = []
+    for response in responses:
+        key, size = alike(response), nbytes(response.any)
+        call, sofar = open_calls.get(key, ([], 0))
+        if not call or sofar + size > threshold:
+            call, sofar = [], 0
+            calls.append(call)
+        call.append(response)
+        open_calls[key] = call, sofar + size
+    return calls

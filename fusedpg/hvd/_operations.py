@@ -1,0 +1,602 @@
+"""The operations, at once and asynchronous, in place and not, with their gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedpg.hvd import _controller as c
+from fusedpg.hvd._basics import (
+    ProcessSet,
+    begin,
+    check_tensor,
+    engine,
+    global_process_set,
+    membership,
+    next_name,
+    rank,
+    size,
+    synchronize,
+)
+from fusedpg.hvd._controller import Signature
+from fusedpg.hvd._engine import Operation
+from fusedpg.hvd.compression import Compression
+from fusedpg.hvd.exceptions import HorovodInternalError
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+"""Reduction operations."""
+
+
+def _first(results: Any) -> Any:
+    return results[0]
+
+
+def _signature(kind: str, tensors: Sequence[Tensor], **more: Any) -> Signature:
+    dtypes = tuple(str(tensor.dtype)[6:] for tensor in tensors)
+    return Signature(kind, dtypes, tuple(tuple(tensor.shape) for tensor in tensors), **more)
+
+
+def _begin(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    finish: Callable[[Any], Any],
+    outputs: Sequence[Tensor] = (),
+    **more: Any,
+) -> int:
+    key = membership(process_set), next_name(kind) if name is None else f"{kind}.{name}"
+    if not tensors:
+        raise ValueError(f"hvd: {kind} needs a tensor")
+    operation = Operation(key, _signature(kind, tensors, **more), tensors, outputs)
+    return begin(operation, finish)
+
+
+# --- all-reduce -----------------------------------------------------------------------------
+
+
+def _op(op: int | None, average: bool | None) -> int:
+    if op is not None and average is not None:
+        raise ValueError("hvd: give op or average, not both")
+    if average is not None:
+        warnings.warn("hvd: average= is deprecated; use op=", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    op = Average if op is None else op
+    if op not in range(6):
+        raise ValueError(f"hvd: {op!r} is not a reduction operation")
+    return op
+
+
+def _allreduce(
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    finish: Callable[[Any], Any],
+) -> int:
+    if op == Adasum:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("hvd: Adasum works in the global process set only")
+        if size() & (size() - 1):
+            raise NotImplementedError("hvd: Adasum needs a power of two of ranks")
+        if any(not tensor.is_floating_point() for tensor in tensors):
+            raise ValueError("hvd: Adasum needs floating point tensors")
+    own = [check_tensor(tensor) for tensor in tensors]
+    results = own if outputs is tensors else [check_tensor(tensor) for tensor in outputs]
+    scale = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return _begin(c.ALLREDUCE, own, name, process_set, finish, results, op=op, **scale)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce_async_`, for tensors that are reduced together."""
+    tensors = list(tensors)
+    scale = prescale_factor, postscale_factor
+    return _allreduce(
+        tensors, tensors, name, _op(op, average), *scale, process_set, lambda _: tensors
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce_async`, for tensors that are reduced together."""
+    outputs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
+    scale = prescale_factor, postscale_factor
+    return _allreduce(
+        list(tensors), outputs, name, _op(op, average), *scale, process_set, lambda _: outputs
+    )
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Reduces a tensor in place, in the background; returns a handle for :func:`synchronize`.
+
+    Args:
+        tensor: not to be touched until then.
+        average: deprecated; use ``op``.
+        name: matches the operation with those of the other ranks.
+        op: Average (the default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: multiplies the tensor before.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: an operation of this name is pending.
+    """
+    tensors, scale = [tensor], (prescale_factor, postscale_factor)
+    return _allreduce(
+        tensors, tensors, name, _op(op, average), *scale, process_set, lambda _: tensor
+    )
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce_async_`, into a new tensor."""
+    output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    scale = prescale_factor, postscale_factor
+    return _allreduce(
+        [tensor], [output], name, _op(op, average), *scale, process_set, lambda _: output
+    )
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduces a tensor in place; see :func:`allreduce_async_`."""
+    scale = prescale_factor, postscale_factor
+    return synchronize(allreduce_async_(tensor, None, name, _op(op, average), *scale, process_set))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduces tensors in place, together."""
+    more = _op(op, average), prescale_factor, postscale_factor, process_set
+    return synchronize(grouped_allreduce_async_(tensors, None, name, *more))
+
+
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Any:
+        ctx.more = more
+        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, *more)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *_Allreduce.apply(None, ctx.more, *grads)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """The reduced tensors, with gradients."""
+    more = _op(op, average), prescale_factor, postscale_factor, process_set
+    sent = [compression.compress(tensor) for tensor in tensors]
+    results = _Allreduce.apply(name, more, *(tensor for tensor, _ in sent))
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The reduced tensor, with a gradient: that is reduced in the same way."""
+    more = _op(op, average), prescale_factor, postscale_factor, process_set
+    return grouped_allreduce([tensor], None, name, compression, *more)[0]
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Adds up, or averages, sparse tensors, by all-gathers of what they have.
+
+    Returns:
+        A function that waits and returns the result.
+    """
+    if op not in (Average, Sum):
+        raise ValueError("hvd: sparse tensors are averaged or summed")
+    own = tensor.detach()
+    own = own if own.is_coalesced() else own.coalesce()
+    parts = [own.indices().t().contiguous(), own.values()]
+    handle = grouped_allgather_async(parts, f"{name}.sparse", process_set)
+
+    def finish() -> Tensor:
+        indices, values = synchronize(handle)
+        if op == Average:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
+
+    return finish
+
+
+# --- all-gather -----------------------------------------------------------------------------
+
+
+def _gather(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    finish: Callable[[Any], Any],
+) -> int:
+    own = [check_tensor(tensor) for tensor in tensors]
+    if any(tensor.dim() == 0 for tensor in own):
+        raise ValueError("hvd: allgather needs tensors of at least one dimension")
+    return _begin(c.ALLGATHER, own, name, process_set, finish)
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Puts all ranks' tensors one after the other; their first dimensions may differ."""
+    return _gather([tensor], name, process_set, _first)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    return _gather(list(tensors), name, process_set, list)
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+        results = synchronize(grouped_allgather_async(tensors, name, process_set))
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        here = ctx.process_set
+        reduced = grouped_allreduce(grads, op=Average, process_set=here)
+        rows = synchronize(allgather_async(torch.tensor([ctx.rows]), None, here))
+        begins = rows[: here.rank()].sum(0).tolist()
+        parts = zip(reduced, begins, ctx.rows)
+        return None, None, *(grad.narrow(0, begin, own) for grad, begin, own in parts)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """All ranks' tensors, with gradients: averages of all ranks' gradients."""
+    return list(_Allgather.apply(name, process_set, *tensors))
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """All ranks' tensors one after the other, with a gradient."""
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+# --- broadcast ------------------------------------------------------------------------------
+
+
+def _broadcast(
+    tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> int:
+    ranks = engine().set_of(membership(process_set))
+    if ranks is None or root_rank not in ranks:
+        raise ValueError(f"hvd: root_rank {root_rank} is not in {process_set}")
+    own = check_tensor(tensor)
+    target = own if output is tensor else output
+    return _begin(
+        c.BROADCAST, [own], name, process_set, lambda _: output, [target], root=int(root_rank)
+    )
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins a broadcast into a new tensor; ``root_rank`` is a global rank."""
+    output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return _broadcast(tensor, output, root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins a broadcast in place."""
+    return _broadcast(tensor, tensor, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Overwrites a tensor by the root's."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Any:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        reduced = allreduce(grad, op=Average, process_set=ctx.process_set)
+        return reduced if rank() == ctx.root_rank else reduced * 0, None, None, None
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The root's tensor, with a gradient: the average on the root, zero elsewhere."""
+    return _Broadcast.apply(tensor, root_rank, name, process_set)
+
+
+# --- all-to-all -----------------------------------------------------------------------------
+
+
+def _splits(tensor: Tensor, splits: Any, process_set: ProcessSet) -> tuple[int, ...]:
+    """An all-to-all's splits as numbers; empty for equal ones."""
+    count = process_set.size()
+    assert count is not None
+    if tensor.dim() == 0:
+        raise ValueError("hvd: alltoall needs a tensor of at least one dimension")
+    if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
+        if tensor.shape[0] % count:
+            raise ValueError(
+                f"hvd: without splits, the rows ({tensor.shape[0]}) must be a multiple of {count}"
+            )
+        return ()
+    if isinstance(splits, Tensor) and splits.dtype != torch.int32:
+        raise ValueError(f"hvd: splits must be int32, got {splits.dtype}")
+    numbers = tuple(splits.tolist()) if isinstance(splits, Tensor) else tuple(map(int, splits))
+    if len(numbers) != count or min(numbers) < 0:
+        raise ValueError(f"hvd: splits must be {count} numbers of rows, got {numbers}")
+    if sum(numbers) > tensor.shape[0]:
+        raise ValueError(f"hvd: the splits {numbers} are more than the {tensor.shape[0]} rows")
+    return numbers
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Sends rows to every rank; the result is the received rows and how many are whose.
+
+    Args:
+        splits: rows for each rank of the set, int32; by default equal shares. Then the result of
+            ``synchronize`` is the rows alone.
+    """
+    own = check_tensor(tensor)
+    membership(process_set)
+    numbers = _splits(own, splits, process_set)
+
+    def finish(result: tuple[Tensor, list[int]]) -> Any:
+        rows, received = result
+        return rows if splits is None else (rows, torch.tensor(received, dtype=torch.int32))
+
+    return _begin(c.ALLTOALL, [own], name, process_set, finish, numbers=numbers)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
+    ) -> Any:
+        if splits is None:
+            numbers = _splits(tensor, None, process_set)
+            count = process_set.size() or 1
+            numbers = numbers or (tensor.shape[0] // count,) * count
+        else:
+            numbers = splits
+        rows, received = synchronize(alltoall_async(tensor, numbers, name, process_set))
+        ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
+        ctx.mark_non_differentiable(received)
+        return rows, received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        back, _ = _Alltoall.apply(grad, ctx.received, None, ctx.process_set)
+        if back.shape[0] < ctx.rows:  # rows that were sent to nobody
+            back = torch.cat([back, back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))])
+        return back, None, None, None
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The received rows and, where splits are given, how many are whose; with a gradient."""
+    membership(process_set)
+    rows, received = _Alltoall.apply(tensor, splits, name, process_set)
+    return rows if splits is None else (rows, received)
+
+
+# --- reduce-scatter -------------------------------------------------------------------------
+
+
+def _reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+    finish: Callable[[Any], Any],
+) -> int:
+    own = [check_tensor(tensor) for tensor in tensors]
+    if op == Adasum:
+        raise HorovodInternalError("hvd: reducescatter has no Adasum")
+    if any(tensor.dim() == 0 for tensor in own):
+        raise ValueError("hvd: reducescatter needs tensors of at least one dimension")
+    more = {"op": _op(op, None), "prescale": float(prescale_factor)}
+    more["postscale"] = float(postscale_factor)
+    return _begin(c.REDUCESCATTER, own, name, process_set, finish, (), **more)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Reduces, and gives each rank its rows; the first ranks one more where they do not divide."""
+    scale = prescale_factor, postscale_factor
+    return _reducescatter([tensor], name, op, process_set, *scale, _first)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    scale = prescale_factor, postscale_factor
+    return _reducescatter(list(tensors), name, op, process_set, *scale, list)
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Any:
+        ctx.more = more
+        return tuple(synchronize(grouped_reducescatter_async(tensors, name, *more)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        op, process_set, prescale, postscale = ctx.more
+        factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+        scaled = [grad if factor == 1 else grad * factor for grad in grads]
+        return None, None, *grouped_allgather(scaled, process_set=process_set)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """This rank's rows of the reduced tensors, with gradients."""
+    sent = [compression.compress(tensor) for tensor in tensors]
+    more = op, process_set, prescale_factor, postscale_factor
+    results = _Reducescatter.apply(name, more, *(tensor for tensor, _ in sent))
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's rows of the reduced tensor, with a gradient."""
+    more = compression, op, process_set, prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], name, *more)[0]
+
+
+# --- meeting --------------------------------------------------------------------------------
+
+
+def join(device: int = -1) -> int:
+    """Says that this rank has no more data, and waits until all ranks have said so.
+
+    Until then it takes part in all-reduces of the others, with zeros; their averages still divide
+    by the number of all ranks. Operations that need its data raise on the others.
+
+    Args:
+        device: ignored.
+
+    Returns:
+        The rank that joined last, on all ranks.
+    """
+    return synchronize(begin(Operation((0, c.JOIN), Signature(c.JOIN)), int))
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until all ranks of the set are here."""
+    key = membership(process_set), c.BARRIER
+    synchronize(begin(Operation(key, Signature(c.BARRIER)), lambda _: None))

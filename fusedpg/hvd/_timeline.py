@@ -1,0 +1,126 @@
+"""A trace of operations on rank 0, for chrome://tracing and Perfetto, with Horovod's events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fusedpg.hvd import _controller as c
+from fusedpg.hvd._controller import Controller, Key, Response
+
+
+class Timeline:
+    """Writes a JSON array of events; a tensor is a process of the trace.
+
+    Args:
+        path: the file, overwritten.
+        mark_cycles: whether every cycle is an event.
+    """
+
+    def __init__(self, path: str, mark_cycles: bool) -> None:
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        self._mark_cycles = mark_cycles
+        self._lock = threading.Lock()
+        self._began = time.perf_counter()
+        self._pids: dict[str, int] = {}
+        self._told: dict[Key, set[int]] = {}
+        self._first = True
+        epoch = {"start_time_since_epoch_in_micros": int(time.time() * 1e6)}
+        with self._lock:
+            self._write({"name": "process_name", "ph": "M", "pid": 0, "args": epoch})
+
+    def close(self) -> None:
+        """Ends the array; later events are dropped."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("\n]\n")
+                self._file.close()
+
+    def cycle(self) -> None:
+        if self._mark_cycles:
+            with self._lock:
+                self._write({"ph": "i", "name": "CYCLE_START", "s": "g", "pid": 0, **self._now()})
+
+    def told(self, controller: Controller, bits: Sequence[int], messages: dict[int, bytes]) -> None:
+        """Which ranks have become ready for which operations."""
+        with self._lock:
+            for rank, theirs in enumerate(bits):
+                for key, kind in controller.of_bits(theirs, rank):
+                    self._tick(key, kind, rank)
+            for rank, message in messages.items():
+                for key, signature in c.decode(message):
+                    if signature.kind != c.JOIN:
+                        self._tick(key, signature.kind, rank)
+
+    @contextlib.contextmanager
+    def activity(self, call: Sequence[Response], kind: str) -> Iterator[None]:
+        """One operation, or several that are one call."""
+        name = kind.upper()
+        inner = f"FUSED_{name}" if len(call) > 1 else f"COLLECTIVE_{name}"
+        with self._lock:
+            for response in call:
+                self._begin(response, name, inner)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for response in call:
+                    signature = response.any
+                    args = {
+                        "dtype": ", ".join(signature.dtypes),
+                        "shape": ", ".join(str(list(shape)) for shape in signature.shapes),
+                    }
+                    pid = self._pid(response.any.kind, response.key)
+                    self._write({"ph": "E", "pid": pid, **self._now()})
+                    self._write({"ph": "E", "pid": pid, "args": args, **self._now()})
+
+    def negotiated(self, response: Response) -> None:
+        """Ends the negotiation of an operation that moves nothing."""
+        with self._lock:
+            self._end_negotiation(response)
+
+    def _begin(self, response: Response, name: str, inner: str) -> None:
+        self._end_negotiation(response)
+        pid = self._pid(response.any.kind, response.key)
+        self._write({"ph": "B", "name": name, "pid": pid, **self._now()})
+        self._write({"ph": "B", "name": inner, "pid": pid, **self._now()})
+
+    def _end_negotiation(self, response: Response) -> None:
+        if self._told.pop(response.key, None) is not None:
+            pid = self._pid(response.any.kind, response.key)
+            self._write({"ph": "E", "pid": pid, **self._now()})
+
+    def _tick(self, key: Key, kind: str, rank: int) -> None:
+        pid = self._pid(kind, key)
+        if key not in self._told:
+            self._told[key] = set()
+            name = f"NEGOTIATE_{kind.upper()}"
+            self._write({"ph": "B", "name": name, "pid": pid, **self._now()})
+        if rank not in self._told[key]:
+            self._told[key].add(rank)
+            self._write({"ph": "X", "name": str(rank), "dur": 0, "pid": pid, **self._now()})
+
+    def _pid(self, kind: str, key: Key) -> int:
+        set_id, name = key
+        if not name.startswith(kind):
+            name = f"{kind}.{name}"
+        label = f"{name} (process set {set_id})" if set_id else name
+        pid = self._pids.get(label)
+        if pid is None:
+            pid = self._pids[label] = len(self._pids) + 1
+            self._write({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": label}})
+            order = {"sort_index": pid}
+            self._write({"name": "process_sort_index", "ph": "M", "pid": pid, "args": order})
+        return pid
+
+    def _now(self) -> dict[str, int]:
+        return {"ts": int((time.perf_counter() - self._began) * 1e6)}
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if not self._file.closed:
+            self._file.write(("[\n" if self._first else ",\n") + json.dumps(event))
+            self._first = False

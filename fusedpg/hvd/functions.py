@@ -1,0 +1,148 @@
+"""Objects and whole states from one rank to all."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedpg.hvd._basics import ProcessSet, global_process_set, rank, synchronize
+from fusedpg.hvd._operations import allgather, broadcast_, broadcast_async_
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrites tensors by the root's.
+
+    Args:
+        params: a dict, such as ``model.state_dict()``, or tensors, or pairs of names and tensors.
+    """
+    if isinstance(params, dict):
+        pairs = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, str | Tensor):
+        pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
+    else:
+        raise ValueError(f"hvd: broadcast_parameters takes a dict or a list, got {type(params)}")
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _dump(obj: Any) -> Tensor:
+    pickler: Any = pickle
+    if importlib.util.find_spec("cloudpickle"):  # also takes functions and classes of a script
+        pickler = importlib.import_module("cloudpickle")
+    buffer = io.BytesIO()
+    pickler.dump(obj, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _load(tensor: Tensor) -> Any:
+    # Ranks of a job trust each other, as in torch.distributed's object collectives.
+    return pickle.loads(tensor.numpy().tobytes())
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's object, on all ranks; pickled on the way.
+
+    Args:
+        name: for several at once; by default "object".
+    """
+    name = "object" if name is None else name
+    here = rank() == root_rank
+    data = _dump(obj) if here else torch.empty(0, dtype=torch.uint8)
+    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    if not here:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    broadcast_(data, root_rank, f"{name}.t", process_set)
+    return obj if here else _load(data)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's object, on all ranks; pickled on the way."""
+    name = "object" if name is None else name
+    data = _dump(obj)
+    lengths = allgather(torch.tensor([data.numel()]), f"{name}.sz", process_set)
+    everything = allgather(data, f"{name}.t", process_set)
+    return [_load(part) for part in everything.split(lengths.tolist())]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Overwrites an optimizer's state and options by the root's.
+
+    Other than Horovod's, it makes no step to create state that is not there: the root says which
+    tensors there are.
+
+    Args:
+        model: not needed.
+
+    Raises:
+        ValueError: for ``torch.optim.LBFGS``.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("hvd: the state of torch.optim.LBFGS cannot be broadcast")
+    own = optimizer.state_dict()
+    if not own["state"]:
+        # Horovod's step leaves gradients of zeros, which programs may read afterwards.
+        for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+    outline = broadcast_object(_outline(own), root_rank, "optimizer")
+    tensors: list[tuple[str, Tensor]] = []
+    state = _filled(outline, own, "optimizer", tensors, rank() == root_rank)
+    broadcast_parameters(tensors, root_rank)
+    if rank() != root_rank:
+        # Without the class's own: a wrapped optimizer's handles are not concerned.
+        torch.optim.Optimizer.load_state_dict(optimizer, state)
+
+
+class _Hole(tuple[Any, ...]):
+    """Where a tensor of some shape and type belongs."""
+
+
+def _outline(value: Any) -> Any:
+    """A state without its tensors."""
+    if isinstance(value, Tensor):
+        return _Hole((tuple(value.shape), value.dtype))
+    if isinstance(value, dict):
+        return {key: _outline(of) for key, of in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_outline, value))
+    return value
+
+
+def _filled(
+    outline: Any, own: Any, name: str, tensors: list[tuple[str, Tensor]], is_root: bool
+) -> Any:
+    """A state with tensors in an outline's holes: the root's own, new ones elsewhere."""
+    if isinstance(outline, _Hole):
+        shape, dtype = outline
+        tensor = own if is_root else torch.empty(shape, dtype=dtype)
+        tensors.append((name, tensor))
+        return tensor
+    if isinstance(outline, dict):
+        items = [(key, own[key] if is_root else None) for key in outline]
+        return {
+            key: _filled(outline[key], of, f"{name}.{key}", tensors, is_root) for key, of in items
+        }
+    if type(outline) in (list, tuple):
+        parts = [
+            _filled(of, own[i] if is_root else None, f"{name}.{i}", tensors, is_root)
+            for i, of in enumerate(outline)
+        ]
+        return type(outline)(parts)
+    return outline

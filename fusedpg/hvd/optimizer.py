@@ -1,0 +1,483 @@
+"""``DistributedOptimizer``: gradients are reduced while autograd makes the others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedpg.hvd import _operations as ops
+from fusedpg.hvd._basics import ProcessSet, global_process_set, is_elastic, size, synchronize
+from fusedpg.hvd._grace import Grace
+from fusedpg.hvd.compression import Compression
+from fusedpg.hvd.functions import broadcast_object
+
+Wait = Callable[[], Any]
+
+
+def _named(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """Each parameter's name, which matches its gradient with those of other ranks."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        groups = enumerate(optimizer.param_groups)
+        pairs = [(f"{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
+    else:
+        pairs = list(named_parameters)
+        if any(not isinstance(pair, tuple) for pair in pairs):
+            raise ValueError("hvd: named_parameters are pairs such as model.named_parameters()")
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1}) if _twice(names) else []
+    if twice:
+        raise ValueError(f"hvd: names of parameters must be unique, found twice: {twice}")
+    found = {p: name for name, p in pairs}
+    if any(p not in found for p in own):
+        raise ValueError("hvd: named_parameters lacks parameters of the optimizer")
+    return found
+
+
+def _twice(names: Sequence[str]) -> bool:
+    return len(set(names)) < len(names)
+
+
+class _Reducing(Optimizer):
+    """What optimizers that wait for reductions have in common, as a base of a class for each.
+
+    Its attributes begin with ``_hvd``: they share an object with those of torch's class; programs
+    read Horovod's ``_parameter_names``.
+    """
+
+    _parameter_names: dict[Tensor, str]
+    _hvd_waits: dict[Tensor, Wait | None]  # of gradients that are on their way, or will be
+    _hvd_left: dict[Tensor, int]  # backward passes until a gradient is sent
+    _hvd_passes: int
+    _hvd_hooked: list[Tensor]
+
+    def _hvd_begin(self, names: dict[Tensor, str], passes: int, process_set: ProcessSet) -> None:
+        self._parameter_names, self._hvd_passes, self._hvd_set = names, passes, process_set
+        self._hvd_waits, self._hvd_hooked, self._hvd_left = {}, [], {}
+        self._hvd_active = bool(process_set.included()) and (size() > 1 or is_elastic())
+        self._hvd_hook(p for group in self.param_groups for p in group["params"])
+
+    def _hvd_hook(self, params: Iterable[Tensor]) -> None:
+        me = weakref.ref(self)
+
+        def accumulated(param: Tensor) -> None:
+            optimizer = me()
+            if optimizer is not None:
+                optimizer._hvd_accumulated(param)
+
+        for param in params:
+            if param.requires_grad and self._hvd_active and param not in self._hvd_left:
+                self._hvd_hooked.append(param)
+                self._hvd_left[param] = self._hvd_passes
+                # An optimizer that had this parameter before does not reduce it any longer.
+                earlier = getattr(param, "_hvd_hook", None)
+                if earlier is not None:
+                    earlier.remove()
+                handle = param.register_post_accumulate_grad_hook(accumulated)
+                param._hvd_hook = handle  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "_parameter_names"):
+            number = len(self.param_groups) - 1
+            for j, param in enumerate(self.param_groups[-1]["params"]):
+                self._parameter_names.setdefault(param, f"{number}.{j}")
+            self._hvd_hook(self.param_groups[-1]["params"])
+
+    def _hvd_accumulated(self, param: Tensor) -> None:
+        if self._hvd_left[param] <= 0:
+            raise AssertionError(
+                "gradients were computed more than backward_passes_per_step times before step(): "
+                "increase backward_passes_per_step to accumulate gradients"
+            )
+        self._hvd_left[param] -= 1
+        if self._hvd_left[param] == 0:
+            self._hvd_send(param)
+        else:
+            self._hvd_waits[param] = None
+
+    def _hvd_send(self, param: Tensor) -> None:
+        raise NotImplementedError
+
+    def _hvd_finish(self) -> None:
+        """Sends what was not sent, and waits for everything."""
+        for param in self._hvd_hooked:
+            if self._hvd_waits.get(param) is None:
+                self._hvd_send(param)
+        waits = [wait for wait in self._hvd_waits.values() if wait is not None]
+        try:
+            for wait in waits:
+                wait()
+        finally:
+            # Also after an error, which elastic training goes on from.
+            self._hvd_reset()
+
+    def _hvd_reset(self) -> None:
+        self._hvd_waits.clear()
+        for param in self._hvd_hooked:
+            self._hvd_left[param] = self._hvd_passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many passes are accumulated before gradients are reduced, from now on."""
+        self._hvd_passes = passes
+        self._hvd_left = dict.fromkeys(self._hvd_left, passes)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._hvd_reset()
+        super().load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if self._hvd_waits:
+            raise AssertionError(
+                "zero_grad() was called after backward() and before step() or synchronize(): "
+                "gradients are being reduced"
+            )
+        super().zero_grad(*args, **kwargs)
+
+
+class _Gradients(_Reducing):
+    """Reduces gradients."""
+
+    def _hvd_set_up(
+        self,
+        compression: Any,
+        op: int,
+        predivide: float,
+        groups: int | list[list[Tensor]] | None,
+        sparse_as_dense: bool,
+        grace: Grace | None,
+    ) -> None:
+        self._hvd_compression, self._hvd_op = compression, op
+        self._hvd_scale = (1.0 / predivide, predivide) if op == ops.Average else (1.0, 1.0)
+        self._hvd_sparse_as_dense, self._hvd_grace = sparse_as_dense, grace
+        self._hvd_sparse: set[Tensor] = set()  # whose gradients have been sparse
+        self._hvd_synchronized, self._hvd_skip = False, False
+        self._hvd_group_of: dict[Tensor, list[Tensor]] = {}
+        if groups is not None and self._hvd_active:
+            for group in self._hvd_groups(groups):
+                self._hvd_group_of.update(dict.fromkeys(group, group))
+
+    def _hvd_groups(self, groups: int | list[list[Tensor]]) -> list[list[Tensor]]:
+        """Parameters that are sent together, in the order of the set's first rank."""
+        names, found = self._parameter_names, {name: p for p, name in self._parameter_names.items()}
+        if isinstance(groups, int):
+            order = [names[p] for p in self._hvd_hooked]
+            root = self._hvd_set.ranks[0]
+            order = broadcast_object(order, root, "parameters", self._hvd_set)
+            each, more = divmod(len(order), groups)
+            edges = [i * each + min(i, more) for i in range(groups + 1)]
+            parts = [order[a:b] for a, b in itertools.pairwise(edges)]
+            return [[found[name] for name in part] for part in parts if part]
+        mine = set(self._hvd_hooked)
+        return [[p for p in group if p in mine] for group in groups]
+
+    def _hvd_send(self, param: Tensor) -> None:
+        if self._hvd_grace is not None:
+            self._hvd_waits[param] = self._hvd_grace.send(self._hvd_grad(param), param)
+            return
+        group = self._hvd_group_of.get(param)
+        if group is None:
+            self._hvd_waits[param] = self._hvd_reduced(param)
+            return
+        self._hvd_waits[param] = None
+        ready = all(p in self._hvd_waits and self._hvd_left[p] == 0 for p in group)
+        if ready or self._hvd_finishing:
+            self._hvd_send_group(group)
+
+    _hvd_finishing = False
+
+    def _hvd_send_group(self, group: list[Tensor]) -> None:
+        """One operation for a group's dense gradients, and others for sparse ones."""
+        dense = [p for p in group if not self._hvd_is_sparse(p)]
+        for param in group:
+            self._hvd_waits[param] = _nothing
+            if self._hvd_is_sparse(param):
+                self._hvd_waits[param] = self._hvd_reduced(param)
+        if not dense:
+            return
+        sent = [self._hvd_compression.compress(self._hvd_dense(p)) for p in dense]
+        handle = ops.grouped_allreduce_async_(
+            [tensor for tensor, _ in sent],
+            None,
+            self._parameter_names[group[0]],
+            self._hvd_op,
+            *self._hvd_scale,
+            self._hvd_set,
+        )
+
+        def wait() -> None:
+            for param, result, (_, ctx) in zip(dense, synchronize(handle), sent):
+                self._hvd_store(param, self._hvd_compression.decompress(result, ctx))
+
+        self._hvd_waits[dense[0]] = wait
+
+    def _hvd_grad(self, param: Tensor) -> Tensor:
+        """The gradient; zeros where this rank has none, as others may."""
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+            if param in self._hvd_sparse:
+                param.grad = param.grad.to_sparse(param.grad.dim() - 1 or 1)
+        elif param.grad.is_sparse:
+            self._hvd_sparse.add(param)
+        return param.grad
+
+    def _hvd_is_sparse(self, param: Tensor) -> bool:
+        return self._hvd_grad(param).is_sparse and not self._hvd_sparse_as_dense
+
+    def _hvd_dense(self, param: Tensor) -> Tensor:
+        grad = self._hvd_grad(param)
+        return grad.to_dense() if grad.is_sparse else grad
+
+    def _hvd_reduced(self, param: Tensor) -> Wait:
+        name = self._parameter_names[param]
+        if self._hvd_is_sparse(param):
+            grad = self._hvd_grad(param)
+            finish = ops.sparse_allreduce_async(grad, name, self._hvd_op, self._hvd_set)
+            return lambda: self._hvd_store(param, finish())
+        tensor, ctx = self._hvd_compression.compress(self._hvd_dense(param))
+        handle = ops.allreduce_async_(
+            tensor, None, name, self._hvd_op, *self._hvd_scale, self._hvd_set
+        )
+        if tensor is param.grad:
+            return lambda: synchronize(handle)
+        decompress = self._hvd_compression.decompress
+        return lambda: self._hvd_store(param, decompress(synchronize(handle), ctx))
+
+    def _hvd_store(self, param: Tensor, result: Tensor) -> None:
+        grad = param.grad
+        assert grad is not None
+        with torch.no_grad():
+            if result.is_sparse or grad.is_sparse:
+                param.grad = result if result.is_sparse else result.to_sparse(result.dim() - 1 or 1)
+            elif result.data_ptr() != grad.data_ptr():
+                grad.copy_(result)
+
+    def synchronize(self) -> None:
+        """Waits for the reduced gradients, to clip them, for example.
+
+        ::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        self._hvd_finishing = True
+        try:
+            if self._hvd_active:
+                self._hvd_finish()
+        finally:
+            self._hvd_finishing = False
+        self._hvd_synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In it ``step()`` takes gradients as they are."""
+        self._hvd_skip = True
+        try:
+            yield
+        finally:
+            self._hvd_skip = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self._hvd_skip:
+            if self._hvd_synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(): gradients are reduced again",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._hvd_synchronized = False
+        return super().step(closure)
+
+
+class _Deltas(_Reducing):
+    """Combines by Adasum what one rank's own step makes of its parameters."""
+
+    def _hvd_set_up(self, compression: Any) -> None:
+        self._hvd_compression = compression
+        self._hvd_starts: dict[Tensor, Tensor] = {}
+
+    def _hvd_send(self, param: Tensor) -> None:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        start = self._hvd_starts.get(param)
+        with torch.no_grad():
+            if start is None:
+                start = self._hvd_starts[param] = param.detach().clone()
+            else:
+                start.copy_(param)
+            held = [group["params"] for group in self.param_groups]
+            try:
+                for group, params in zip(self.param_groups, held):
+                    group["params"] = [param] if any(p is param for p in params) else []
+                super().step()
+            finally:
+                for group, params in zip(self.param_groups, held):
+                    group["params"] = params
+            param.sub_(start)
+        delta, ctx = self._hvd_compression.compress(param.detach())
+        handle = ops.allreduce_async_(delta, name=self._parameter_names[param], op=ops.Adasum)
+
+        def wait() -> None:
+            result = self._hvd_compression.decompress(synchronize(handle), ctx)
+            with torch.no_grad():
+                param.copy_(start + result)
+
+        self._hvd_waits[param] = wait
+
+    def synchronize(self) -> None:
+        """Nothing: parameters are combined, not gradients."""
+
+    def skip_synchronize(self) -> Any:
+        raise AssertionError("hvd: Adasum combines parameters in step(), which cannot be skipped")
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._hvd_finish()
+        return loss
+
+
+def _nothing() -> None:
+    pass
+
+
+def _adopted(base: type[Optimizer], optimizer: Optimizer) -> Any:
+    """An optimizer of a new class, with another one's groups, state and hooks."""
+    bases: tuple[type, ...] = base, type(optimizer)
+    cls: Any = type(type(optimizer).__name__, bases, {"__module__": base.__module__})
+    made = cls.__new__(cls)
+    made.__dict__.update(optimizer.__dict__)
+    # A scheduler's wrapper around the old one's.
+    made.__dict__.pop("step", None)
+    return made
+
+
+class _Fused:
+    """What a fused optimizer has in addition, where it stands for Horovod's."""
+
+    def synchronize(self: Any) -> None:
+        """Reduces gradients, to clip them, for example."""
+        self.reduce_gradients()
+
+    def skip_synchronize(self) -> Any:
+        return contextlib.nullcontext()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing: gradients are accumulated until ``step()``."""
+
+
+def _fused(optimizer: Optimizer, op: int) -> Any:
+    from fusedpg.optim import FusedOptimizer, fuse
+
+    if op not in (ops.Average, ops.Sum):
+        raise ValueError("hvd: fused=True averages gradients, or adds them")
+    made: Any = optimizer
+    if not isinstance(optimizer, FusedOptimizer):
+        made = fuse(optimizer, reduce="mean" if op == ops.Average else "sum")
+    made.__class__ = type(type(made).__name__, (_Fused, type(made)), {"__module__": __name__})
+    return made
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    grace: Any = None,
+    fused: bool = False,
+) -> Any:
+    """An optimizer that applies gradients of all ranks.
+
+    It is of a class made from the given optimizer's, and takes over its groups, state and hooks.
+
+    Args:
+        optimizer: any of torch's; not to be used afterwards.
+        named_parameters: names that match gradients between ranks; by default positions.
+        compression: ``Compression.none`` or ``.fp16``, or a class like them.
+        backward_passes_per_step: passes whose gradients are added up before they are reduced.
+        op: Average, Sum, or Adasum, which combines what the ranks' steps make of the parameters.
+        gradient_predivide_factor: averages are divided by it before, and by the rest after.
+        num_groups: deprecated; use ``groups``.
+        groups: how many groups gradients are reduced in, or lists of parameters that are.
+        sparse_as_dense: reduces sparse gradients as dense ones.
+        process_set: the ranks whose gradients are reduced.
+        grace: compresses gradients: a ``fusedpg.compress.State``, what makes one
+            (``fusedpg.compress.from_params``), or an object of GRACE's.
+        fused: runs the step of ``fusedpg.optim`` in place of the optimizer's: reduce-scatter,
+            update and all-gather are one operation, and each rank has a part of the state.
+
+    Raises:
+        ValueError: for what does not go together.
+        TypeError: ``fused`` with an optimizer that has no fused one.
+    """
+    if gradient_predivide_factor != 1.0 and op != ops.Average:
+        raise ValueError("hvd: gradient_predivide_factor is for op=Average")
+    if num_groups:
+        warnings.warn("hvd: num_groups= is deprecated; use groups=", DeprecationWarning, 2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("hvd: backward_passes_per_step must be positive")
+    if isinstance(groups, list):
+        _check_groups(groups)
+    elif groups is not None and groups <= 0:
+        raise ValueError("hvd: groups must be a positive number, or lists of parameters")
+    others = {
+        "compression": compression is not Compression.none,
+        "gradient_predivide_factor": gradient_predivide_factor != 1.0,
+        "groups": groups is not None,
+        "sparse_as_dense": sparse_as_dense,
+    }
+    if fused:
+        others["process_set"], others["grace"] = process_set.process_set_id != 0, grace is not None
+    if fused or grace is not None:
+        given = [name for name, is_given in others.items() if is_given]
+        if given or (grace is not None and op != ops.Average):
+            what = "fused" if fused else "grace"
+            raise ValueError(f"hvd: {what}= does not go with {', '.join(given) or 'this op'}")
+    if fused:
+        return _fused(optimizer, op)
+    names = _named(optimizer, named_parameters)
+    if op == ops.Adasum and size() > 1:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("hvd: Adasum works in the global process set only")
+        if groups is not None or sparse_as_dense:
+            raise ValueError("hvd: Adasum does not go with groups or sparse_as_dense")
+        made = _adopted(_Deltas, optimizer)
+        made._hvd_set_up(compression)
+        made._hvd_begin(names, backward_passes_per_step, process_set)
+        return made
+    made = _adopted(_Gradients, optimizer)
+    made._hvd_begin(names, backward_passes_per_step, process_set)
+    combined = None if grace is None else Grace(grace, names, made._hvd_hooked, process_set)
+    made._hvd_set_up(compression, op, gradient_predivide_factor, groups, sparse_as_dense, combined)
+    return made
+
+
+def _check_groups(groups: list[list[Tensor]]) -> None:
+    params = [p for group in groups for p in group]
+    if any(not isinstance(p, Tensor) for p in params):
+        raise ValueError("hvd: groups are lists of parameters")
+    if len({id(p) for p in params}) < len(params):
+        raise ValueError("hvd: a parameter may be in one group only")

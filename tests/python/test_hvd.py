@@ -1,0 +1,503 @@
+"""fusedpg.hvd: operations by name, against formulas in numpy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fusedpg.hvd as hvd
+import harness
+from harness import Context, on_ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@contextlib.contextmanager
+def session(**settings: Any) -> Iterator[None]:
+    """hvd, on the worker's process group, with some of Horovod's variables."""
+    before = dict(os.environ)
+    os.environ.update({f"HOROVOD_{name.upper()}": str(value) for name, value in settings.items()})
+    try:
+        hvd.init()
+        yield
+        hvd.barrier()
+    finally:
+        hvd.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Small numbers, whose sums are exact in every type."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 5, shape, generator=generator).to(dtype)
+
+
+def everybody(
+    context: Context, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
+) -> np.ndarray:
+    """All ranks' tensors in double precision."""
+    ranks = range(context.world_size)
+    return np.stack([of_rank(rank, shape, dtype, seed).double().numpy() for rank in ranks])
+
+
+DTYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32]
+DTYPES += [torch.float64]
+
+
+def reduced(values: np.ndarray, op: int, dtype: torch.dtype) -> torch.Tensor:
+    """A reduction's result, by its formula."""
+    functions = {hvd.Sum: np.sum, hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod}
+    if op == hvd.Average:
+        mean = values.sum(0) / len(values)
+        return torch.from_numpy(mean if dtype.is_floating_point else np.trunc(mean)).to(dtype)
+    return torch.from_numpy(np.asarray(functions[op](values, axis=0))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(2, 3)
+def test_reductions(context: Context, dtype: torch.dtype) -> None:
+    """All-reduce and reduce-scatter, of one tensor and of several, in place and not."""
+    rows = context.world_size * 2 + 1
+    shapes = [(rows, 3), (rows,), (rows, 1, 2)]
+    own = [of_rank(context.rank, shape, dtype, i) for i, shape in enumerate(shapes)]
+    first, count = context.rank * 2 + min(context.rank, 1), 2 + (context.rank < 1)
+    with session():
+        for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
+            want = [
+                reduced(everybody(context, shape, dtype, i), op, dtype)
+                for i, shape in enumerate(shapes)
+            ]
+            tensors = [tensor.clone() for tensor in own]
+            torch.testing.assert_close(hvd.grouped_allreduce(tensors, op=op), want)
+            torch.testing.assert_close(tensors, own, rtol=0, atol=0)
+            torch.testing.assert_close(hvd.allreduce(tensors[0], op=op), want[0])
+            hvd.grouped_allreduce_(tensors[1:], op=op)
+            hvd.allreduce_(tensors[0], op=op)
+            torch.testing.assert_close(tensors, want)
+            parts = hvd.grouped_reducescatter(own, op=op)
+            torch.testing.assert_close(parts, [w[first : first + count] for w in want])
+
+
+@on_ranks(2, 3)
+def test_scales(context: Context) -> None:
+    """Factors before and after, in double precision for integers."""
+    for dtype in (torch.int32, torch.float64):
+        own = of_rank(context.rank, (7,), dtype)
+        each = everybody(context, (7,), dtype) * 2.5
+        total = (np.trunc(each) if dtype == torch.int32 else each).sum(0) * 0.5
+        want = torch.from_numpy(np.trunc(total) if dtype == torch.int32 else total).to(dtype)
+        with session():
+            scale = {"op": hvd.Sum, "prescale_factor": 2.5, "postscale_factor": 0.5}
+            torch.testing.assert_close(hvd.allreduce(own, **scale), want)
+            rows = [7 // context.world_size + (r < 7 % context.world_size) for r in range(3)]
+            part = torch.split(want, rows[: context.world_size])[context.rank]
+            torch.testing.assert_close(hvd.reducescatter(own, **scale), part)
+
+
+@on_ranks(2, 3)
+def test_memory_that_is_not_contiguous(context: Context) -> None:
+    own = of_rank(context.rank, (4, 6), torch.float32)
+    want = reduced(everybody(context, (4, 6), torch.float32), hvd.Sum, torch.float32)
+    with session():
+        view = own.clone().t()
+        assert hvd.allreduce_(view, op=hvd.Sum) is view
+        torch.testing.assert_close(view, want.t())
+        torch.testing.assert_close(hvd.allreduce(own.t(), op=hvd.Sum), want.t())
+        view = own.clone()[:, ::2]
+        hvd.broadcast_(view, root_rank=1)
+        torch.testing.assert_close(view, of_rank(1, (4, 6), torch.float32)[:, ::2])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.int16], ids=str)
+@on_ranks(2, 3)
+def test_moves(context: Context, dtype: torch.dtype) -> None:
+    """All-gather, broadcast and all-to-all, with other numbers of rows on each rank."""
+    rank, size = context.rank, context.world_size
+    rows = [[3, 0, 20], [2, 2, 2]]
+    with session():
+        for number, of in enumerate(rows):
+            parts = [of_rank(r, (of[r], 2), dtype, number) for r in range(size)]
+            torch.testing.assert_close(hvd.allgather(parts[rank]), torch.cat(parts))
+        root = size - 1
+        own = of_rank(rank, (2, 5), dtype)
+        torch.testing.assert_close(hvd.broadcast(own, root), of_rank(root, (2, 5), dtype))
+        table = [[(sender + receiver) % 3 for receiver in range(size)] for sender in range(size)]
+        sent = [of_rank(r, (sum(table[r]) + 1, 2), dtype) for r in range(size)]
+        got, received = hvd.alltoall(sent[rank], torch.tensor(table[rank], dtype=torch.int32))
+        begins = [sum(table[r][:rank]) for r in range(size)]
+        want = [sent[r][begins[r] : begins[r] + table[r][rank]] for r in range(size)]
+        torch.testing.assert_close(got, torch.cat(want))
+        assert received.tolist() == [table[r][rank] for r in range(size)]
+        own = of_rank(rank, (2 * size,), dtype)
+        want = [of_rank(r, (2 * size,), dtype)[2 * rank : 2 * rank + 2] for r in range(size)]
+        torch.testing.assert_close(hvd.alltoall(own), torch.cat(want))
+
+
+@on_ranks(2, 3)
+def test_gradients(context: Context) -> None:
+    """The operations' gradients, by formulas: averages where Horovod has them."""
+    rank, size = context.rank, context.world_size
+
+    def leaf(rows: int) -> torch.Tensor:
+        return of_rank(rank, (rows, 2), torch.float64).requires_grad_()
+
+    def weight(r: int, rows: int) -> torch.Tensor:
+        return of_rank(r, (rows, 2), torch.float64, seed=9)
+
+    with session():
+        x = leaf(3)
+        (hvd.allreduce(x, op=hvd.Sum) * weight(rank, 3)).sum().backward()
+        torch.testing.assert_close(x.grad, sum(weight(r, 3) for r in range(size)))
+        x, rows = leaf(rank + 1), size * (size + 1) // 2
+        (hvd.allgather(x) * weight(rank, rows)).sum().backward()
+        begin = rank * (rank + 1) // 2
+        mean = sum(weight(r, rows) for r in range(size)) / size
+        torch.testing.assert_close(x.grad, mean[begin : begin + rank + 1])
+        x = leaf(3)
+        (hvd.broadcast(x, root_rank=1) * weight(rank, 3)).sum().backward()
+        mean = sum(weight(r, 3) for r in range(size)) / size
+        torch.testing.assert_close(x.grad, mean if rank == 1 else torch.zeros(3, 2).double())
+        x = leaf(size + 1)
+        splits = torch.ones(size, dtype=torch.int32)
+        got, _ = hvd.alltoall(x, splits)
+        (got * (rank + 1)).sum().backward()
+        want = [float(r + 1) for r in range(size)] + [0.0]
+        assert x.grad is not None and x.grad[:, 0].tolist() == want
+        x = leaf(2 * size)
+        (hvd.reducescatter(x, op=hvd.Sum) * (rank + 1)).sum().backward()
+        want = [float(size * (r + 1)) for r in range(size) for _ in range(2)]
+        assert x.grad is not None and x.grad[:, 0].tolist() == want
+
+
+# --- the controller -------------------------------------------------------------------------
+
+
+MISMATCHES = {
+    "shape": lambda rank: hvd.allreduce(torch.zeros(3 + rank), name="x"),
+    "dimensions": lambda rank: hvd.allreduce(torch.zeros((4, 1) if rank else (4,)), name="x"),
+    "dtype": lambda rank: hvd.allreduce(torch.zeros(3, dtype=DTYPES[5 + rank % 2]), name="x"),
+    "op": lambda rank: hvd.allreduce(torch.zeros(3), name="x", op=hvd.Min if rank else hvd.Max),
+    "scale": lambda rank: hvd.allreduce(torch.zeros(3), name="x", prescale_factor=1.0 + rank),
+    "root": lambda rank: hvd.broadcast(torch.zeros(3), rank, name="x"),
+    "columns": lambda rank: hvd.allgather(torch.zeros(3, 1 + rank), name="x"),
+    "columns of alltoall": lambda rank: hvd.alltoall(torch.zeros(6, 1 + rank), name="x"),
+    "rows of reducescatter": lambda rank: hvd.reducescatter(torch.zeros(6 + rank), name="x"),
+    "sets": lambda rank: hvd.add_process_set([rank]),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+@on_ranks(2, 3)
+def test_mismatch_raises_everywhere_and_ends_nothing(context: Context, what: str) -> None:
+    """Also where an operation of the name has been done before, and is remembered."""
+    with session():
+        for _ in range(2):
+            with pytest.raises(hvd.HorovodInternalError, match="different"):
+                MISMATCHES[what](context.rank)
+            for _ in range(2):
+                total = hvd.allreduce(torch.ones(3), name="x", op=hvd.Sum)
+                assert total.tolist() == [context.world_size] * 3
+
+
+@on_ranks(2, 3)
+def test_one_name_at_a_time(context: Context) -> None:
+    """A second pending operation raises at once, where peers have not called the first one."""
+    with session():
+        if context.rank == 0:
+            handle = hvd.allreduce_async(torch.ones(2), name="x")
+            assert not hvd.poll(handle)
+            with pytest.raises(ValueError, match="same name"):
+                hvd.allreduce_async(torch.ones(2), name="x")
+        hvd.barrier()
+        if context.rank > 0:
+            handle = hvd.allreduce_async(torch.ones(2), name="x")
+        assert hvd.synchronize(handle).tolist() == [1, 1]
+        assert hvd.synchronize(handle) is None
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+@on_ranks(2, 3)
+def test_join(context: Context, remembered: bool) -> None:
+    """Joined ranks add zeros; what needs their data raises on the others; the last one is known."""
+    rank, size = context.rank, context.world_size
+    calls = {
+        "allgather": lambda: hvd.allgather(torch.ones(2), name="gathered"),
+        "broadcast": lambda: hvd.broadcast(torch.ones(2), size - 1, name="sent"),
+        "alltoall": lambda: hvd.alltoall(torch.ones(size), name="moved"),
+        "reducescatter": lambda: hvd.reducescatter(torch.ones(size), name="scattered"),
+        "sums and averages": lambda: hvd.allreduce(torch.ones(2), name="least", op=hvd.Min),
+    }
+    with session():
+        for joins_first in range(size):
+            if remembered:
+                hvd.allreduce(torch.ones(2), name="mean")
+                for call in calls.values():
+                    call()
+            if rank != joins_first:
+                mean = hvd.allreduce(torch.full((2,), 6.0), name="mean")
+                torch.testing.assert_close(mean, torch.full((2,), 6.0 * (size - 1) / size))
+                total = hvd.allreduce(torch.ones(3, dtype=torch.int64), op=hvd.Sum, name="sum")
+                assert total.tolist() == [size - 1] * 3
+                hvd.barrier()
+                for name, call in calls.items():
+                    with pytest.raises(hvd.HorovodInternalError, match=f"{name}.*joined"):
+                        call()
+            last = hvd.join()
+            assert last != joins_first
+            assert hvd.allgather_object(last) == [last] * size
+
+
+@on_ranks(3)
+def test_process_sets(context: Context) -> None:
+    rank = context.rank
+    with session():
+        with pytest.raises(ValueError, match="already"):
+            hvd.add_process_set([0, 1, 2])
+        pair, rest = hvd.add_process_set([2, 0]), hvd.add_process_set(hvd.ProcessSet([1]))
+        assert pair.size() == 2 and rest.size() == 1
+        here = rest if rank == 1 else pair
+        assert here.included() and here.rank() == (0, 0, 1)[rank]
+        # The same name in two sets, at once.
+        total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="x", process_set=here)
+        assert total.tolist() == [float(here.size() or 0)] * 2
+        if rank != 1:
+            assert hvd.broadcast(torch.tensor([rank]), 2, process_set=pair).item() == 2
+            with pytest.raises(ValueError, match="root_rank 1"):
+                hvd.broadcast(torch.tensor([rank]), 1, process_set=pair)
+        else:
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1 is not in"):
+                hvd.allreduce(torch.ones(2), process_set=pair)
+        waits = hvd.allreduce_async(torch.ones(1), name="y", process_set=pair) if rank == 2 else 0
+        hvd.barrier()
+        assert hvd.remove_process_set(pair) and not hvd.remove_process_set(pair)
+        if waits:
+            with pytest.raises(hvd.HorovodInternalError, match="removed"):
+                hvd.synchronize(waits)
+        with pytest.raises(ValueError, match="not added"):
+            hvd.allreduce(torch.ones(2), process_set=pair)
+        assert hvd.remove_process_set(rest)
+        again = hvd.add_process_set([0, 2])
+        if again.included():
+            hvd.barrier(again)
+        assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def _one_of_many(
+    number: int, context: Context, process_set: hvd.ProcessSet, ranks: list[int]
+) -> Any:
+    """Begins an operation that its number describes; returns its handle and what it must give."""
+    draw = random.Random(number)
+    name, rows = f"op{number % 40}.{len(ranks)}", draw.randrange(1, 40)
+    dtype = draw.choice([torch.float32, torch.int64])
+    parts = [of_rank(r, (rows, 2), dtype, number) for r in ranks]
+    mine = ranks.index(context.rank)
+    values = np.stack([part.double().numpy() for part in parts])
+    kind = draw.randrange(5)
+    if kind <= 1:
+        op = draw.choice([hvd.Sum, hvd.Max, hvd.Average])
+        begin = hvd.allreduce_async_ if kind else hvd.allreduce_async
+        handle = begin(parts[mine].clone(), name=name, op=op, process_set=process_set)
+        return handle, reduced(values, op, dtype)
+    if kind == 2:
+        cut = [part[: 1 + (number + r) % rows] for r, part in zip(ranks, parts)]
+        handle = hvd.allgather_async(cut[mine], name=name, process_set=process_set)
+        return handle, torch.cat(cut)
+    if kind == 3:
+        root = draw.randrange(len(ranks))
+        handle = hvd.broadcast_async(parts[mine], ranks[root], name=name, process_set=process_set)
+        return handle, parts[root]
+    handle = hvd.reducescatter_async(parts[mine], name=name, op=hvd.Sum, process_set=process_set)
+    sizes = [rows // len(ranks) + (r < rows % len(ranks)) for r in range(len(ranks))]
+    return handle, reduced(values, hvd.Sum, dtype).split(sizes)[mine]
+
+
+@pytest.mark.parametrize("capacity", [0, 7, 1024])
+@pytest.mark.parametrize("seed", [1, harness.slow(2), harness.slow(3), harness.slow(4)])
+@on_ranks(2, 3, timeout=150)
+def test_random_orders(context: Context, seed: int, capacity: int) -> None:
+    """Two threads a rank begin named operations of two sets, in orders of their own.
+
+    Names come back with other kinds, shapes and types; a cache of 7 requests forgets all the time.
+    """
+    sets = [list(range(context.world_size)), [0, context.world_size - 1]]
+    if context.world_size == 2:
+        sets[1] = [1]
+    failures: list[BaseException] = []
+
+    def one_thread(numbers: list[int], process_set: hvd.ProcessSet, ranks: list[int]) -> None:
+        order = random.Random(f"{seed}.{context.rank}.{numbers[0]}")
+        try:
+            for begin in range(0, len(numbers), 20):
+                some = numbers[begin : begin + 20]
+                order.shuffle(some)
+                begun = []
+                for number in some:
+                    begun.append(_one_of_many(number, context, process_set, ranks))
+                order.shuffle(begun)
+                for handle, want in begun:
+                    torch.testing.assert_close(hvd.synchronize(handle), want)
+        except BaseException as error:
+            failures.append(error)
+
+    with session(cache_capacity=capacity, cycle_time=0.3):
+        other = hvd.add_process_set(sets[1])
+        first = seed * 100000
+        jobs = [(list(range(first, first + 200)), hvd.global_process_set, sets[0])]
+        if context.rank in sets[1]:
+            jobs.append((list(range(first + 1000, first + 1200)), other, sets[1]))
+        threads = [threading.Thread(target=one_thread, args=job) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+# --- beginning and end ----------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_shutdown_of_one_rank_ends_the_others(context: Context) -> None:
+    hvd.init()
+    hvd.init()  # does nothing
+    assert hvd.is_initialized() and (hvd.rank(), hvd.size()) == (context.rank, context.world_size)
+    assert (hvd.local_rank(), hvd.local_size()) == (context.rank, context.world_size)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1) and hvd.is_homogeneous()
+    if context.rank == 0:
+        hvd.shutdown()
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match=r"ranks \[0\] called shutdown"):
+            hvd.allreduce(torch.ones(2), name="x")
+        with pytest.raises(hvd.HorovodInternalError, match="shutdown"):
+            hvd.allreduce(torch.ones(2), name="y")
+        hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match="init"):
+        hvd.rank()
+    with session():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == context.world_size
+
+
+def _own_group(context: Context, port: int) -> None:
+    rank, size = context.rank, context.world_size
+    os.environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), FUSEDPG_HVD_BACKEND=context.backend)
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+    for _ in range(3):
+        hvd.init()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+        hvd.shutdown()
+        assert not torch.distributed.is_initialized()
+
+
+def test_init_makes_the_group_that_is_not_there() -> None:
+    with harness.Workers(2, init=False) as workers:
+        workers.run(_own_group, workers.store.port)
+
+
+def _dies(context: Context) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(2), name="x")
+    if context.rank == 0:
+        os._exit(3)
+    with pytest.raises(hvd.HorovodInternalError):
+        for _ in range(2):
+            hvd.allreduce(torch.ones(2), name="x")
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_death_raises_on_the_others(size: int) -> None:
+    with harness.Workers(size, oracle=False) as workers:
+        workers.start(_dies)
+        answers = workers.collect(60)
+    assert isinstance(answers[0], harness.Died)
+    assert answers[1:] == [None] * (size - 1)
+
+
+@on_ranks(2, 3)
+def test_stalls(context: Context) -> None:
+    """Rank 0 warns with names and ranks, and the engine ends after the time that was set."""
+    before = dict(os.environ)
+    os.environ.update(
+        HOROVOD_STALL_CHECK_TIME_SECONDS="0.5", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3"
+    )
+    try:
+        hvd.init()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    try:
+        name = "lonely" if context.rank == 0 else "other"
+        with pytest.raises(hvd.HorovodInternalError, match="waited for others for more than 3 s"):
+            hvd.allreduce(torch.ones(2), name=name)
+    finally:
+        hvd.shutdown()
+    if context.rank == 0:
+        log = Path(context.scratch, "rank0.log").read_text()
+        missing = list(range(1, context.world_size))
+        assert f"allreduce.lonely (process set 0): {missing}" in log
+
+
+@on_ranks(2)
+def test_timeline(context: Context) -> None:
+    """Chrome's format, with Horovod's events: begins and ends match, on each tensor's line."""
+    path = Path(context.scratch, "timeline.json")
+    with session():
+        hvd.start_timeline(str(path), mark_cycles=True)
+        for _ in range(2):
+            hvd.allreduce(torch.ones(2, 3), name="x")
+        hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], name="y")
+        hvd.allgather(torch.ones(2), name="z")
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.allreduce(torch.ones(2 + context.rank), name="x")
+        hvd.barrier()
+        hvd.stop_timeline()
+    if context.rank:
+        return
+    events = json.loads(path.read_text())
+    assert "start_time_since_epoch_in_micros" in events[0]["args"]
+    assert any(event["name"] == "CYCLE_START" for event in events if "name" in event)
+    lines = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert {"allreduce.x", "allreduce.y", "allgather.z", "barrier"} <= set(lines)
+    for name, pid in lines.items():
+        depth, names = 0, []
+        for event in (e for e in events if e["pid"] == pid):
+            depth += {"B": 1, "E": -1}.get(event["ph"], 0)
+            names += [event["name"]] if event["ph"] in "BX" else []
+            assert depth >= 0
+        assert depth == 0, name
+        assert {"0", "1", f"NEGOTIATE_{name.split('.')[0].upper()}"} <= set(names)
+    x = [e["name"] for e in events if e["pid"] == lines["allreduce.x"] and e["ph"] == "B"]
+    negotiated, done = "NEGOTIATE_ALLREDUCE", ["ALLREDUCE", "COLLECTIVE_ALLREDUCE"]
+    assert x == [negotiated, *done, negotiated, *done, negotiated]
+
+
+def _installed(_: Context) -> None:
+    hvd.install()
+    import horovod.torch
+    import horovod.torch as named
+    from horovod.torch import allreduce
+
+    assert named is hvd and horovod.torch is hvd and allreduce is hvd.allreduce
+    sys.modules["horovod.torch"] = harness
+    with pytest.raises(RuntimeError, match="already"):
+        hvd.install()
+
+
+def test_install() -> None:
+    with harness.Workers(1, init=False) as workers:
+        workers.run(_installed)
