@@ -1,0 +1,119 @@
+"""Time training steps of fusedpg.hvd's DistributedOptimizer, and of DDP on "fused" and on Gloo.
+
+    python benchmarks/hvd.py --check-bars
+    python benchmarks/hvd.py --models small --rounds 51
+
+Three models: the MLP and the CNN of ddp.py, and one of 1,000 parameters of 1 KB each, where the
+work for each parameter is all that counts. Arms: `fused` and `gloo` are DDP, `hvd` is Horovod's
+optimizer on "fused", and `hvd fused=True` the same with the fused step. They run in turn, one step a
+sample, each with a model of its own; their losses are compared before. How times are taken: see
+`_harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import _harness as harness
+import fusedpg.hvd as hvd
+from _harness import Bar, Context, Row
+from _models import make_cnn, make_mlp
+
+
+class Small(nn.Module):
+    """A chain of products with 1,000 vectors of 256 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(256) for _ in range(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (make_mlp, (4, 2240)),
+    "cnn": (make_cnn, (32, 3, 32, 32)),
+    "small": (Small, (2, 256)),
+}
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=31)
+    parser.add_argument("--models", default=",".join(MODELS))
+    args = parser.parse_args()
+    args.models = args.models.split(",")
+    rows = harness.run(worker, args)
+    harness.finish("hvd", rows, args, limit="fused", bars=bars())
+    return 0
+
+
+def size_of(name: str) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() * p.element_size() for p in MODELS[name][0]().parameters())
+
+
+def bars() -> list[Bar]:
+    found = []
+    for name, most in {"mlp": 1.05, "cnn": 1.05, "small": 1.3}.items():
+        found.append(Bar(2, name, "hvd", size_of(name), "fused", at_most=most))
+    found.append(Bar(2, "mlp", "hvd", size_of("mlp"), "gloo", at_least=1.3))
+    return found
+
+
+def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    rows = []
+    for name in harness.progress(context, args.models, str):
+        hvd.init()
+        try:
+            arms = {backend: arm(name, group) for backend, group in context.groups.items()}
+            arms["hvd"] = arm(name)
+            arms["hvd fused=True"] = arm(name, fused=True)
+            losses = {a: [float(step()) for _ in range(3)] for a, step in arms.items()}
+            first = torch.tensor(losses["hvd"])
+            for of in losses.values():
+                same = torch.allclose(torch.tensor(of), first, rtol=1e-4)
+                harness.require(same, f"{name}: losses differ: {losses}")
+            more = {"case": name, "size": size_of(name), "rounds": args.rounds}
+            rows += harness.measure(context, arms, **more)
+        finally:
+            hvd.shutdown()
+    return rows
+
+
+def arm(name: str, group: Any = None, **options: Any) -> Callable[[], torch.Tensor]:
+    """A step of training: under DDP if there is a group, else with hvd's optimizer."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    net = make()
+    if group is not None:
+        net = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    if group is None:
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), **options)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    batch = torch.randn(shape, generator=generator)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+if __name__ == "__main__":
+    sys.exit(main())

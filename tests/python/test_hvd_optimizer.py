@@ -1,0 +1,354 @@
+"""fusedpg.hvd: optimizers against one process that has all ranks' data, objects and batch norm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedpg.hvd as hvd
+from harness import Context, on_ranks
+from test_hvd import session
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def loss(net: nn.Module, rank: int, number: int) -> Tensor:
+    return net(batch(rank, number)).square().mean()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.2, momentum=0.9)
+
+
+def trained_alone(size: int, passes: int = 1, divide: bool = True) -> nn.Module:
+    """The weights after steps on everybody's batches."""
+    net = model()
+    optimizer = sgd(net.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(passes):
+            total = sum(loss(net, rank, step * passes + number) for rank in range(size))
+            (total / size if divide else total).backward()
+        optimizer.step()
+    return net
+
+
+def same(net: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    for ours, theirs in zip(net.parameters(), other.parameters()):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"op": hvd.Sum},
+    "groups": {"groups": 2},
+    "predivide": {"gradient_predivide_factor": 4.0},
+    # Horovod forgets the factor there.
+    "predivide in groups": {"gradient_predivide_factor": 4.0, "groups": 3},
+    "passes": {"backward_passes_per_step": 2},
+    "passes in groups": {"backward_passes_per_step": 2, "groups": 2},
+    "fused": {"fused": True},
+    "fused sum": {"fused": True, "op": hvd.Sum},
+    "float16": {"compression": hvd.Compression.fp16},
+    "grace": {"grace": {"compressor": "none", "memory": "none", "communicator": "allreduce"}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, 3)
+def test_steps_are_those_of_one_process(context: Context, way: str) -> None:
+    given = WAYS[way]
+    if given.get("fused") and not context.fused:
+        pytest.skip("fused=True needs the backend fused")
+    passes = given.get("backward_passes_per_step", 1)
+    net = model()
+    with session():
+        optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters(), **given)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for number in range(passes):
+                loss(net, context.rank, step * passes + number).backward()
+            optimizer.step()
+    want = trained_alone(context.world_size, passes, given.get("op") != hvd.Sum)
+    same(net, want, **({"rtol": 1e-2, "atol": 1e-3} if way == "float16" else {}))
+
+
+@on_ranks(2)
+def test_groups_of_parameters(context: Context) -> None:
+    """Lists of them; the others go by themselves."""
+    net = model()
+    with session():
+        groups = [[net[0].weight, net[4].bias], [net[2].weight]]
+        optimizer = hvd.DistributedOptimizer(
+            sgd(net.parameters()), net.named_parameters(), groups=groups
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(net, context.rank, step).backward()
+            optimizer.step()
+    same(net, trained_alone(2))
+
+
+@pytest.mark.parametrize("groups", [None, 1])
+@on_ranks(2, 3)
+def test_unused_parameters(context: Context, groups: int | None) -> None:
+    """A rank without a gradient sends zeros; one that nobody uses changes nothing but momentum."""
+    net = model()
+    unused = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    with session():
+        named = [*net.named_parameters(), ("some", unused[0]), ("none", unused[1])]
+        optimizer = hvd.DistributedOptimizer(sgd(p for _, p in named), named, groups=groups)
+        for _ in range(2):
+            optimizer.zero_grad()
+            value = loss(net, context.rank, 0)
+            if context.rank == 0:
+                value = value + unused[0].sum()
+            value.backward()
+            optimizer.synchronize()
+            grad = torch.full((3,), 1 / context.world_size)
+            torch.testing.assert_close(unused[0].grad, grad)
+            assert unused[1].grad is not None and not unused[1].grad.any()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        with pytest.warns(UserWarning, match="skip_synchronize"):
+            optimizer.synchronize()
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_misuse(context: Context) -> None:
+    net = model()
+    with session():
+        make = hvd.DistributedOptimizer
+        own = sgd(net.parameters())
+        for words, given in {
+            "unique": {"named_parameters": [("x", p) for p in net.parameters()]},
+            "lacks": {"named_parameters": list(net.named_parameters())[1:]},
+            "pairs": {"named_parameters": net.parameters()},
+            "op=Average": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
+            "one group only": {"groups": [[net[0].weight], [net[0].weight]]},
+            "does not go with groups": {"fused": True, "groups": 1},
+            "backward_passes_per_step": {"backward_passes_per_step": 0},
+        }.items():
+            with pytest.raises(ValueError, match=words):
+                make(own, **given)
+        optimizer = make(own)
+        loss(net, context.rank, 0).backward()
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="more than backward_passes_per_step"):
+            loss(net, context.rank, 0).backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_it_takes_over(context: Context) -> None:
+    """State, schedulers, and parameters that are added later; an earlier one has no say."""
+    net, late = model(), nn.Parameter(torch.zeros(2))
+    with session():
+        first = sgd(net.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
+        hvd.DistributedOptimizer(first, net.named_parameters())
+        optimizer = hvd.DistributedOptimizer(first, net.named_parameters())
+        loss(net, context.rank, 0).backward()
+        optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": [late]})
+        (late * (context.rank + 1)).sum().backward()
+        optimizer.synchronize()
+        torch.testing.assert_close(late.grad, torch.full((2,), 1.5))
+        state = copy.deepcopy(optimizer.state_dict())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        assert torch.equal(
+            optimizer.state[net[0].weight]["momentum_buffer"], state["state"][0]["momentum_buffer"]
+        )
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+@on_ranks(2, 3)
+def test_sparse_gradients(context: Context, as_dense: bool) -> None:
+    """As dense ones, also in groups with dense ones, and where a rank has none."""
+    size = context.world_size
+
+    def make() -> tuple[nn.Embedding, nn.Linear]:
+        torch.manual_seed(0)
+        return nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)
+
+    def value(net: tuple[nn.Embedding, nn.Linear], rank: int, step: int) -> Tensor:
+        rows = torch.tensor([rank, step, step + rank])
+        return net[1](net[0](rows)).square().sum()
+
+    net, alone = make(), make()
+    with session():
+        named = [(f"{i}.{n}", p) for i, m in enumerate(net) for n, p in m.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([p for _, p in named], lr=0.1),
+            named,
+            groups=1,
+            sparse_as_dense=as_dense,
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if step < 2 or context.rank == 0:
+                value(net, context.rank, step).backward()
+            optimizer.step()
+    own = torch.optim.SGD([*alone[0].parameters(), *alone[1].parameters()], lr=0.1)
+    for step in range(STEPS):
+        own.zero_grad()
+        ranks = range(size if step < 2 else 1)
+        (sum(value(alone, rank, step) for rank in ranks) / size).backward()
+        own.step()
+    for ours, theirs in zip(net, alone):
+        same(ours, theirs)
+
+
+def adasum(terms: list[Tensor]) -> Tensor:
+    """The tree of Maleki et al. 2020, pair by pair."""
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2])
+        terms = [
+            (1 - (a @ b) / (2 * (a @ a))) * a + (1 - (a @ b) / (2 * (b @ b))) * b for a, b in pairs
+        ]
+    return terms[0]
+
+
+@on_ranks(2, 4)
+def test_adasum(context: Context) -> None:
+    rank, size = context.rank, context.world_size
+    draw = [torch.randn(20, generator=torch.Generator().manual_seed(r)).double() for r in range(4)]
+    with session():
+        torch.testing.assert_close(hvd.allreduce(draw[rank], op=hvd.Adasum), adasum(draw[:size]))
+        zeros = hvd.allreduce(torch.zeros(3) if rank else torch.ones(3), op=hvd.Adasum)
+        assert zeros.tolist() == [1, 1, 1]
+        param = nn.Parameter(torch.ones(20, dtype=torch.double))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.5), op=hvd.Adasum)
+        want = torch.ones(20, dtype=torch.double)
+        for step in range(2):
+            optimizer.zero_grad()
+            (param * draw[(rank + step) % size]).sum().backward()
+            optimizer.step()
+            want += adasum([-0.5 * draw[(r + step) % size] for r in range(size)])
+        torch.testing.assert_close(param.detach(), want)
+
+
+@on_ranks(3)
+def test_adasum_needs_a_power_of_two(context: Context) -> None:
+    with session():
+        with pytest.raises(NotImplementedError, match="power of two"):
+            hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        sgd,
+        torch.optim.Adam,
+        torch.optim.Adagrad,
+        lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1), amsgrad=True),
+    ],
+    ids=["sgd", "adam", "adagrad", "tensor lr"],
+)
+@on_ranks(2, 3)
+def test_broadcast_of_states(context: Context, make: Callable[..., Any]) -> None:
+    """Ranks without state, or with other numbers, have the root's afterwards."""
+    net = model()
+    with session():
+        optimizer = make(net.parameters())
+        if context.rank == 1:
+            loss(net, 5, 5).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["weight_decay"] = 0.25
+        hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        states = hvd.allgather_object(optimizer.state_dict())
+        for state in states:
+            assert str(state) == str(states[1])
+        assert optimizer.param_groups[0]["weight_decay"] == 0.25
+        assert optimizer.param_groups[0]["params"][0] is net[0].weight
+        values = hvd.allgather(torch.cat([p.detach().flatten() for p in net.parameters()])[None])
+        assert torch.equal(values, values[:1].expand_as(values))
+
+
+@on_ranks(2, 3)
+def test_objects(context: Context) -> None:
+    with session():
+        own = {"rank": context.rank, "text": "x" * 1000 * context.rank}
+        got = hvd.allgather_object(own)
+        assert got == [{"rank": r, "text": "x" * 1000 * r} for r in range(context.world_size)]
+        assert hvd.broadcast_object(own, root_rank=1) == got[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@on_ranks(2, 3)
+def test_sync_batch_norm(context: Context, momentum: float | None, dtype: torch.dtype) -> None:
+    """As BatchNorm on everybody's batch, whose parts have other sizes."""
+    rank, size = context.rank, context.world_size
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(size * (size + 1), 3, 4, generator=generator, dtype=dtype) * 2 + 1
+    sizes = [2 * (r + 1) for r in range(size)]
+    weights = torch.randn(whole.shape, generator=generator, dtype=dtype)
+    ours = hvd.SyncBatchNorm(3, momentum=momentum).to(dtype)
+    theirs = nn.BatchNorm1d(3, momentum=momentum).to(dtype)
+    with session():
+        for _ in range(2):
+            part = whole.split(sizes)[rank].clone().requires_grad_()
+            full = whole.clone().requires_grad_()
+            out, want = ours(part), theirs(full)
+            torch.testing.assert_close(out, want.split(sizes)[rank])
+            (out * weights.split(sizes)[rank]).sum().backward()
+            (want * weights).sum().backward()
+            torch.testing.assert_close(part.grad, full.grad.split(sizes)[rank])
+        for name, own in ours.named_parameters():
+            total = hvd.allreduce(own.grad, op=hvd.Sum, name=name)
+            torch.testing.assert_close(total, theirs.get_parameter(name).grad)
+        for name, buffer in ours.named_buffers():
+            torch.testing.assert_close(buffer, theirs.get_buffer(name))
+        ours.eval()
+        theirs.eval()
+        torch.testing.assert_close(ours(whole), theirs(whole))
+
+
+class _Grace:
+    """An object of GRACE's: its communicator's two steps, with a compressor that sends signs."""
+
+    def send_step(self, tensor: Tensor, name: str) -> tuple[Any, Any]:
+        return [hvd.allgather_async(tensor.sign().flatten().to(torch.int8), name)], tensor.shape
+
+    def receive_step(self, handles: Any, ctx: Any) -> Tensor:
+        votes = hvd.synchronize(handles[0]).view(hvd.size(), *ctx)
+        return votes.sum(0).sign().float()
+
+
+@on_ranks(2, 3)
+def test_objects_of_grace(context: Context) -> None:
+    param = nn.Parameter(torch.zeros(3))
+    with session():
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0), [("x", param)], grace=_Grace()
+        )
+        signs = torch.tensor([1.0, -1.0, 1.0 if context.rank else -1.0])
+        (param * signs * 7).sum().backward()
+        optimizer.step()
+    assert param.tolist() == [-1.0, 1.0, 0.0 if context.world_size == 2 else -1.0]
