@@ -5,8 +5,8 @@
 
 Three models: the MLP and the CNN of ddp.py, and one of 1,000 parameters of 1 KB each, where the
 work for each parameter is all that counts. Arms: `fused` and `gloo` are DDP, `hvd` is Horovod's
-optimizer on "fused", and `hvd fused=True` the same with the fused step. They run in turn, one step a
-sample, each with a model of its own; their losses are compared before. How times are taken: see
+optimizer on "fused", and `hvd fused=True` the same with the fused step. They run in turn, one step
+a sample, each with a model of its own; their losses are compared before. How times are taken: see
 `_harness.py`.
 """
 

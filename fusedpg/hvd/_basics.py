@@ -375,7 +375,7 @@ def synchronize(handle: int) -> Any:
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(f"hvd: tensors must be dense and on the CPU, got {tensor.device}")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def membership(process_set: ProcessSet) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import warnings
 import weakref
@@ -48,6 +49,30 @@ def _twice(names: Sequence[str]) -> bool:
     return len(set(names)) < len(names)
 
 
+@dataclasses.dataclass(eq=False)
+class _Record:
+    """A parameter whose gradient is reduced."""
+
+    param: Tensor
+    name: str
+    group: _Group
+    left: int  # backward passes until its gradient is sent
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Parameters whose gradients are sent together, when the last one is there."""
+
+    records: list[_Record] = dataclasses.field(default_factory=list)
+    missing: int = 0
+    wait: Wait | None = None  # once they were sent
+
+    @property
+    def name(self) -> str:
+        names = [record.name for record in self.records]
+        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
 class _Reducing(Optimizer):
     """What optimizers that wait for reductions have in common, as a base of a class for each.
 
@@ -56,88 +81,110 @@ class _Reducing(Optimizer):
     """
 
     _parameter_names: dict[Tensor, str]
-    _hvd_waits: dict[Tensor, Wait | None]  # of gradients that are on their way, or will be
-    _hvd_left: dict[Tensor, int]  # backward passes until a gradient is sent
     _hvd_passes: int
-    _hvd_hooked: list[Tensor]
+    _hvd_records: list[_Record]
+    _hvd_groups: list[_Group]
+    _hvd_begun = False  # whether gradients were made since they were last waited for
 
     def _hvd_begin(self, names: dict[Tensor, str], passes: int, process_set: ProcessSet) -> None:
         self._parameter_names, self._hvd_passes, self._hvd_set = names, passes, process_set
-        self._hvd_waits, self._hvd_hooked, self._hvd_left = {}, [], {}
+        self._hvd_records, self._hvd_groups = [], []
         self._hvd_active = bool(process_set.included()) and (size() > 1 or is_elastic())
-        self._hvd_hook(p for group in self.param_groups for p in group["params"])
+        if self._hvd_active:
+            self._hvd_hook(p for group in self.param_groups for p in group["params"])
+            self._hvd_group(self._hvd_divided(self._hvd_records))
 
-    def _hvd_hook(self, params: Iterable[Tensor]) -> None:
-        me = weakref.ref(self)
+    def _hvd_divided(self, records: list[_Record]) -> Iterable[list[_Record]]:
+        return [[record] for record in records]
 
-        def accumulated(param: Tensor) -> None:
-            optimizer = me()
-            if optimizer is not None:
-                optimizer._hvd_accumulated(param)
+    def _hvd_group(self, parts: Iterable[list[_Record]]) -> None:
+        for part in parts:
+            group = _Group(part, len(part))
+            self._hvd_groups.append(group)
+            for record in part:
+                record.group = group
 
+    def _hvd_hook(self, params: Iterable[Tensor]) -> list[_Record]:
+        me, found = weakref.ref(self), []
         for param in params:
-            if param.requires_grad and self._hvd_active and param not in self._hvd_left:
-                self._hvd_hooked.append(param)
-                self._hvd_left[param] = self._hvd_passes
-                # An optimizer that had this parameter before does not reduce it any longer.
-                earlier = getattr(param, "_hvd_hook", None)
-                if earlier is not None:
-                    earlier.remove()
-                handle = param.register_post_accumulate_grad_hook(accumulated)
-                param._hvd_hook = handle  # type: ignore[attr-defined]
+            if not param.requires_grad:
+                continue
+            record = _Record(param, self._parameter_names[param], _Group(), self._hvd_passes)
+
+            def accumulated(_: Tensor, record: _Record = record) -> None:
+                optimizer = me()
+                if optimizer is not None:
+                    optimizer._hvd_accumulated(record)
+
+            # An optimizer that had this parameter before does not reduce it any longer.
+            earlier = getattr(param, "_hvd_hook", None)
+            if earlier is not None:
+                earlier.remove()
+            handle = param.register_post_accumulate_grad_hook(accumulated)
+            param._hvd_hook = handle  # type: ignore[attr-defined]
+            found.append(record)
+        self._hvd_records += found
+        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if hasattr(self, "_parameter_names"):
+        if hasattr(self, "_hvd_records"):
             number = len(self.param_groups) - 1
             for j, param in enumerate(self.param_groups[-1]["params"]):
                 self._parameter_names.setdefault(param, f"{number}.{j}")
-            self._hvd_hook(self.param_groups[-1]["params"])
+            if self._hvd_active:
+                added = self._hvd_hook(self.param_groups[-1]["params"])
+                self._hvd_group([record] for record in added)
 
-    def _hvd_accumulated(self, param: Tensor) -> None:
-        if self._hvd_left[param] <= 0:
+    def _hvd_accumulated(self, record: _Record) -> None:
+        if record.left <= 0:
             raise AssertionError(
                 "gradients were computed more than backward_passes_per_step times before step(): "
                 "increase backward_passes_per_step to accumulate gradients"
             )
-        self._hvd_left[param] -= 1
-        if self._hvd_left[param] == 0:
-            self._hvd_send(param)
-        else:
-            self._hvd_waits[param] = None
+        self._hvd_begun = True
+        record.left -= 1
+        if record.left == 0:
+            group = record.group
+            group.missing -= 1
+            if group.missing == 0:
+                group.wait = self._hvd_send(group)
 
-    def _hvd_send(self, param: Tensor) -> None:
+    def _hvd_send(self, group: _Group) -> Wait:
+        """Begins to combine what a group has."""
         raise NotImplementedError
 
     def _hvd_finish(self) -> None:
         """Sends what was not sent, and waits for everything."""
-        for param in self._hvd_hooked:
-            if self._hvd_waits.get(param) is None:
-                self._hvd_send(param)
-        waits = [wait for wait in self._hvd_waits.values() if wait is not None]
         try:
-            for wait in waits:
-                wait()
+            for group in self._hvd_groups:
+                if group.wait is None:
+                    group.wait = self._hvd_send(group)
+            for group in self._hvd_groups:
+                assert group.wait is not None
+                group.wait()
         finally:
             # Also after an error, which elastic training goes on from.
             self._hvd_reset()
 
     def _hvd_reset(self) -> None:
-        self._hvd_waits.clear()
-        for param in self._hvd_hooked:
-            self._hvd_left[param] = self._hvd_passes
+        self._hvd_begun = False
+        for record in self._hvd_records:
+            record.left = self._hvd_passes
+        for group in self._hvd_groups:
+            group.wait, group.missing = None, len(group.records)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many passes are accumulated before gradients are reduced, from now on."""
         self._hvd_passes = passes
-        self._hvd_left = dict.fromkeys(self._hvd_left, passes)
+        self._hvd_reset()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._hvd_reset()
         super().load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        if self._hvd_waits:
+        if self._hvd_begun:
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(): "
                 "gradients are being reduced"
@@ -155,110 +202,95 @@ class _Gradients(_Reducing):
         predivide: float,
         groups: int | list[list[Tensor]] | None,
         sparse_as_dense: bool,
-        grace: Grace | None,
+        grace: Any,
     ) -> None:
+        """Before ``_hvd_begin``."""
         self._hvd_compression, self._hvd_op = compression, op
         self._hvd_scale = (1.0 / predivide, predivide) if op == ops.Average else (1.0, 1.0)
+        self._hvd_wanted = groups
         self._hvd_sparse_as_dense, self._hvd_grace = sparse_as_dense, grace
         self._hvd_sparse: set[Tensor] = set()  # whose gradients have been sparse
         self._hvd_synchronized, self._hvd_skip = False, False
-        self._hvd_group_of: dict[Tensor, list[Tensor]] = {}
-        if groups is not None and self._hvd_active:
-            for group in self._hvd_groups(groups):
-                self._hvd_group_of.update(dict.fromkeys(group, group))
 
-    def _hvd_groups(self, groups: int | list[list[Tensor]]) -> list[list[Tensor]]:
-        """Parameters that are sent together, in the order of the set's first rank."""
-        names, found = self._parameter_names, {name: p for p, name in self._parameter_names.items()}
-        if isinstance(groups, int):
-            order = [names[p] for p in self._hvd_hooked]
-            root = self._hvd_set.ranks[0]
-            order = broadcast_object(order, root, "parameters", self._hvd_set)
-            each, more = divmod(len(order), groups)
-            edges = [i * each + min(i, more) for i in range(groups + 1)]
+    def _hvd_divided(self, records: list[_Record]) -> Iterable[list[_Record]]:
+        """Groups that were asked for; without, small parameters that come about the same time."""
+        wanted = self._hvd_wanted
+        if isinstance(wanted, int):
+            # The order of the set's first rank.
+            found = {record.name: record for record in records}
+            order = broadcast_object(list(found), self._hvd_set.ranks[0], "names", self._hvd_set)
+            each, more = divmod(len(order), wanted)
+            edges = [i * each + min(i, more) for i in range(wanted + 1)]
             parts = [order[a:b] for a, b in itertools.pairwise(edges)]
             return [[found[name] for name in part] for part in parts if part]
-        mine = set(self._hvd_hooked)
-        return [[p for p in group if p in mine] for group in groups]
-
-    def _hvd_send(self, param: Tensor) -> None:
+        if wanted is not None:
+            by_param = {record.param: record for record in records}
+            chosen = [[by_param.pop(p) for p in group if p in by_param] for group in wanted]
+            return [part for part in [*chosen, *([r] for r in by_param.values())] if part]
         if self._hvd_grace is not None:
-            self._hvd_waits[param] = self._hvd_grace.send(self._hvd_grad(param), param)
-            return
-        group = self._hvd_group_of.get(param)
-        if group is None:
-            self._hvd_waits[param] = self._hvd_reduced(param)
-            return
-        self._hvd_waits[param] = None
-        ready = all(p in self._hvd_waits and self._hvd_left[p] == 0 for p in group)
-        if ready or self._hvd_finishing:
-            self._hvd_send_group(group)
+            return super()._hvd_divided(records)
+        return _small_together(records)
 
-    _hvd_finishing = False
+    def _hvd_send(self, group: _Group) -> Wait:
+        if self._hvd_grace is not None:
+            (record,) = group.records
+            return self._hvd_grace.send(self._hvd_grad(record.param), record.param)
+        waits, dense = [], []
+        for record in group.records:
+            param = record.param
+            grad = param.grad
+            if grad is None or grad.is_sparse:
+                grad = self._hvd_grad(param)
+                if grad.is_sparse and not self._hvd_sparse_as_dense:
+                    waits.append(self._hvd_send_sparse(record, grad))
+                    continue
+                grad = grad.to_dense() if grad.is_sparse else grad
+            dense.append((param, grad))
+        if dense:
+            waits.append(self._hvd_send_dense(group, dense))
+        return waits[0] if len(waits) == 1 else lambda: [wait() for wait in waits]
 
-    def _hvd_send_group(self, group: list[Tensor]) -> None:
-        """One operation for a group's dense gradients, and others for sparse ones."""
-        dense = [p for p in group if not self._hvd_is_sparse(p)]
-        for param in group:
-            self._hvd_waits[param] = _nothing
-            if self._hvd_is_sparse(param):
-                self._hvd_waits[param] = self._hvd_reduced(param)
-        if not dense:
-            return
-        sent = [self._hvd_compression.compress(self._hvd_dense(p)) for p in dense]
+    def _hvd_send_dense(self, group: _Group, dense: list[tuple[Tensor, Tensor]]) -> Wait:
+        compression, contexts = self._hvd_compression, None
+        tensors = [grad for _, grad in dense]
+        if compression is not Compression.none:
+            sent = [compression.compress(grad) for grad in tensors]
+            tensors, contexts = [tensor for tensor, _ in sent], [ctx for _, ctx in sent]
         handle = ops.grouped_allreduce_async_(
-            [tensor for tensor, _ in sent],
-            None,
-            self._parameter_names[group[0]],
-            self._hvd_op,
-            *self._hvd_scale,
-            self._hvd_set,
+            tensors, None, group.name, self._hvd_op, *self._hvd_scale, self._hvd_set
         )
+        if contexts is None and not self._hvd_sparse_as_dense:
+            return lambda: synchronize(handle)
 
         def wait() -> None:
-            for param, result, (_, ctx) in zip(dense, synchronize(handle), sent):
-                self._hvd_store(param, self._hvd_compression.decompress(result, ctx))
+            results = synchronize(handle)
+            if contexts is not None:
+                results = [compression.decompress(r, ctx) for r, ctx in zip(results, contexts)]
+            for (param, _), result in zip(dense, results):
+                self._hvd_store(param, result)
 
-        self._hvd_waits[dense[0]] = wait
+        return wait
+
+    def _hvd_send_sparse(self, record: _Record, grad: Tensor) -> Wait:
+        finish = ops.sparse_allreduce_async(grad, record.name, self._hvd_op, self._hvd_set)
+        return lambda: self._hvd_store(record.param, finish())
 
     def _hvd_grad(self, param: Tensor) -> Tensor:
         """The gradient; zeros where this rank has none, as others may."""
         if param.grad is None:
             param.grad = torch.zeros_like(param)
             if param in self._hvd_sparse:
-                param.grad = param.grad.to_sparse(param.grad.dim() - 1 or 1)
+                param.grad = param.grad.to_sparse(1)
         elif param.grad.is_sparse:
             self._hvd_sparse.add(param)
         return param.grad
-
-    def _hvd_is_sparse(self, param: Tensor) -> bool:
-        return self._hvd_grad(param).is_sparse and not self._hvd_sparse_as_dense
-
-    def _hvd_dense(self, param: Tensor) -> Tensor:
-        grad = self._hvd_grad(param)
-        return grad.to_dense() if grad.is_sparse else grad
-
-    def _hvd_reduced(self, param: Tensor) -> Wait:
-        name = self._parameter_names[param]
-        if self._hvd_is_sparse(param):
-            grad = self._hvd_grad(param)
-            finish = ops.sparse_allreduce_async(grad, name, self._hvd_op, self._hvd_set)
-            return lambda: self._hvd_store(param, finish())
-        tensor, ctx = self._hvd_compression.compress(self._hvd_dense(param))
-        handle = ops.allreduce_async_(
-            tensor, None, name, self._hvd_op, *self._hvd_scale, self._hvd_set
-        )
-        if tensor is param.grad:
-            return lambda: synchronize(handle)
-        decompress = self._hvd_compression.decompress
-        return lambda: self._hvd_store(param, decompress(synchronize(handle), ctx))
 
     def _hvd_store(self, param: Tensor, result: Tensor) -> None:
         grad = param.grad
         assert grad is not None
         with torch.no_grad():
             if result.is_sparse or grad.is_sparse:
-                param.grad = result if result.is_sparse else result.to_sparse(result.dim() - 1 or 1)
+                param.grad = result if result.is_sparse else result.to_sparse(grad.sparse_dim())
             elif result.data_ptr() != grad.data_ptr():
                 grad.copy_(result)
 
@@ -272,12 +304,8 @@ class _Gradients(_Reducing):
             with optimizer.skip_synchronize():
                 optimizer.step()
         """
-        self._hvd_finishing = True
-        try:
-            if self._hvd_active:
-                self._hvd_finish()
-        finally:
-            self._hvd_finishing = False
+        if self._hvd_active:
+            self._hvd_finish()
         self._hvd_synchronized = True
 
     @contextlib.contextmanager
@@ -309,7 +337,9 @@ class _Deltas(_Reducing):
         self._hvd_compression = compression
         self._hvd_starts: dict[Tensor, Tensor] = {}
 
-    def _hvd_send(self, param: Tensor) -> None:
+    def _hvd_send(self, group: _Group) -> Wait:
+        (record,) = group.records
+        param = record.param
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         start = self._hvd_starts.get(param)
@@ -318,24 +348,24 @@ class _Deltas(_Reducing):
                 start = self._hvd_starts[param] = param.detach().clone()
             else:
                 start.copy_(param)
-            held = [group["params"] for group in self.param_groups]
+            held = [options["params"] for options in self.param_groups]
             try:
-                for group, params in zip(self.param_groups, held):
-                    group["params"] = [param] if any(p is param for p in params) else []
+                for options, params in zip(self.param_groups, held):
+                    options["params"] = [param] if any(p is param for p in params) else []
                 super().step()
             finally:
-                for group, params in zip(self.param_groups, held):
-                    group["params"] = params
+                for options, params in zip(self.param_groups, held):
+                    options["params"] = params
             param.sub_(start)
         delta, ctx = self._hvd_compression.compress(param.detach())
-        handle = ops.allreduce_async_(delta, name=self._parameter_names[param], op=ops.Adasum)
+        handle = ops.allreduce_async_(delta, name=record.name, op=ops.Adasum)
 
         def wait() -> None:
             result = self._hvd_compression.decompress(synchronize(handle), ctx)
             with torch.no_grad():
                 param.copy_(start + result)
 
-        self._hvd_waits[param] = wait
+        return wait
 
     def synchronize(self) -> None:
         """Nothing: parameters are combined, not gradients."""
@@ -352,8 +382,23 @@ class _Deltas(_Reducing):
         return loss
 
 
-def _nothing() -> None:
-    pass
+# Bytes of parameters that are sent together: many small ones would cost more than they transfer.
+_TOGETHER = 1 << 20
+
+
+def _small_together(records: list[_Record]) -> Iterable[list[_Record]]:
+    """Neighbours among parameters, the last ones first, as backward has their gradients."""
+    part: list[_Record] = []
+    total = 0
+    for record in reversed(records):
+        size_of = record.param.numel() * record.param.element_size()
+        if part and total + size_of > _TOGETHER:
+            yield part
+            part, total = [], 0
+        part.append(record)
+        total += size_of
+    if part:
+        yield part
 
 
 def _adopted(base: type[Optimizer], optimizer: Optimizer) -> Any:
@@ -468,10 +513,12 @@ def DistributedOptimizer(
         made._hvd_set_up(compression)
         made._hvd_begin(names, backward_passes_per_step, process_set)
         return made
+    if grace is not None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        grace = Grace(grace, names, [p for p in params if p.requires_grad], process_set)
     made = _adopted(_Gradients, optimizer)
+    made._hvd_set_up(compression, op, gradient_predivide_factor, groups, sparse_as_dense, grace)
     made._hvd_begin(names, backward_passes_per_step, process_set)
-    combined = None if grace is None else Grace(grace, names, made._hvd_hooked, process_set)
-    made._hvd_set_up(compression, op, gradient_predivide_factor, groups, sparse_as_dense, combined)
     return made
 
 

@@ -259,13 +259,17 @@ def test_adasum_needs_a_power_of_two(context: Context) -> None:
             hvd.allreduce(torch.ones(2), op=hvd.Adasum)
 
 
+def with_tensor_lr(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=torch.tensor(0.1), amsgrad=True)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         sgd,
         torch.optim.Adam,
         torch.optim.Adagrad,
-        lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1), amsgrad=True),
+        with_tensor_lr,
     ],
     ids=["sgd", "adam", "adagrad", "tensor lr"],
 )
