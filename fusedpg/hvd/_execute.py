@@ -96,7 +96,16 @@ class Set:
         told = all_of_them.numpy().tobytes()
         return [told[rank * length : (rank + 1) * length] for rank in range(self.size)]
 
+    def _raw(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor as rows that the backend can move: not all know all types."""
+        if self.is_fused:
+            return tensor
+        # view() is particular about the strides of dimensions with one element.
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return flat.view(tensor.shape[0], math.prod(tuple(tensor.shape[1:])) * tensor.itemsize)
+
     def _gather(self, output: Tensor, own: Tensor) -> None:
+        output, own = self._raw(output), self._raw(own)
         options = c10d.AllgatherOptions()
         options.asyncOp = False
         wait(self.group._allgather_base(output, own, options))
@@ -134,9 +143,11 @@ class Set:
         """Combines all ranks' tensors two by two; every rank computes the same tree."""
         if self.size == 1:
             return
-        everything = buffer.new_empty((self.size, buffer.numel()))
-        self._gather(everything, buffer.reshape(-1))
-        terms = [row.double() for row in everything]
+        everything = buffer.new_empty(self.size * buffer.numel())
+        if not buffer.numel():
+            return
+        self._gather(everything, buffer.view(-1))
+        terms = [row.double() for row in everything.split(buffer.numel())]
         while len(terms) > 1:
             terms = [_pair(a, b) for a, b in zip(terms[::2], terms[1::2])]
             # Every level rounds to the tensor's type, as if its result had been sent.
@@ -199,7 +210,7 @@ class Set:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(root), 0
         options.asyncOp = False
-        wait(self.group.broadcast([buffer], options))
+        wait(self.group.broadcast([self._raw(buffer.view(-1))], options))
 
     def alltoall(self, tensor: Tensor, splits: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Rows from everybody, and how many from each.
@@ -212,13 +223,15 @@ class Set:
         received = [splits[rank][self.rank] for rank in range(self.size)]
         output = own.new_empty((sum(received), *own.shape[1:]))
         sent = list(splits[self.rank])
+        width = math.prod(tuple(own.shape[1:]))
         own = own[: sum(sent)]
         if self.size == 1:
             output.copy_(own)
-        elif any(map(sum, splits)) and own[:1].numel():
+        elif any(map(sum, splits)) and width:
             options = c10d.AllToAllOptions()
             options.asyncOp = False
-            wait(self.group.alltoall_base(output, own, received, sent, options))
+            rows = [self._raw(part.view(-1, width)) for part in (output, own)]
+            wait(self.group.alltoall_base(*rows, received, sent, options))
         return output, received
 
 

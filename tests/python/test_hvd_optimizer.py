@@ -70,12 +70,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(w, marks=[pytest.mark.fused_only] * w.startswith("fused")) for w in WAYS],
+)
 @on_ranks(2, 3)
 def test_steps_are_those_of_one_process(context: Context, way: str) -> None:
     given = WAYS[way]
-    if given.get("fused") and not context.fused:
-        pytest.skip("fused=True needs the backend fused")
     passes = given.get("backward_passes_per_step", 1)
     net = model()
     with session():
