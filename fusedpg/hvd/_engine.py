@@ -189,8 +189,8 @@ class Engine:
             reason = f"hvd: {error}"
             self._abort()
         finally:
-            if self.timeline is not None:
-                self.timeline.close()
+            if (timeline := self.timeline) is not None:
+                timeline.close()
             with self._lock:
                 self._ended = HorovodInternalError(reason)
                 for operation in self._pending.values():
@@ -240,8 +240,8 @@ class Engine:
             announce.clear()
         header = _HEADER.pack(flags, len(message), self.fusion_threshold, self.cycle_time)
         bits = controller.bits.to_bytes(-(-controller.slots // 8), "little")
-        if self.timeline is not None:
-            self.timeline.cycle()
+        if (timeline := self.timeline) is not None:
+            timeline.cycle()
         told = self._world.exchange(header + bits)
         headers = [_HEADER.unpack_from(one) for one in told]
         flags_of = [one[0] for one in headers]
@@ -255,8 +255,8 @@ class Engine:
             padded = self._world.exchange(message.ljust(max(lengths)))
             messages = {r: padded[r][:length] for r, length in enumerate(lengths) if length}
         bits_of = [int.from_bytes(one[_HEADER.size :], "little") for one in told]
-        if self.timeline is not None:
-            self.timeline.told(controller, bits_of, messages)
+        if (timeline := self.timeline) is not None:
+            timeline.told(controller, bits_of, messages)
         responses, forgotten = controller.decide(bits_of, messages)
         if forgotten:
             with self._lock:
@@ -266,6 +266,8 @@ class Engine:
                 announce += [o for key, o in self._pending.items() if key in lost]
         self._fruitless = 0 if responses or messages else self._fruitless + 1
         self._others_idle = not all(flags & _PENDING for flags in flags_of)
+        for response in responses if self._seen else ():
+            self._seen.pop(response.key, None)
         moved = self._carry_out(responses)
         if self.tuner is not None and moved:
             self._tune(moved)
@@ -396,8 +398,8 @@ class Engine:
         key = _JOIN_KEY if signature.kind == c.JOIN else response.key
         (operation,) = self._take([Response(key, response.signatures)])
         if response.error:
-            if self.timeline is not None:
-                self.timeline.negotiated(response)
+            if (timeline := self.timeline) is not None:
+                timeline.negotiated(response)
             self._end([operation], f"hvd: {response.key[1]}: {response.error}")
             return 0
         if signature.kind == c.JOIN:
@@ -408,8 +410,9 @@ class Engine:
         here = self._sets.get(response.key[0])
         if here is None:
             return 0
-        if signature.kind in (c.ADD_SET, c.REMOVE_SET, c.BARRIER) and self.timeline is not None:
-            self.timeline.negotiated(response)
+        moves = signature.kind not in (c.ADD_SET, c.REMOVE_SET, c.BARRIER)
+        if not moves and (timeline := self.timeline) is not None:
+            timeline.negotiated(response)
         if signature.kind in (c.ADD_SET, c.REMOVE_SET):
             self._attempt([operation], lambda: self._change_sets(signature, operation))
             return 0
@@ -458,7 +461,8 @@ class Engine:
             dist.destroy_process_group(gone.group)
 
     def _activity(self, call: list[Response], kind: str) -> Any:
-        return _NOTHING if self.timeline is None else self.timeline.activity(call, kind)
+        timeline = self.timeline  # which a caller may end at any time
+        return _NOTHING if timeline is None else timeline.activity(call, kind)
 
 
 class _Nothing:

@@ -156,16 +156,23 @@ class _Reducing(Optimizer):
 
     def _hvd_finish(self) -> None:
         """Sends what was not sent, and waits for everything."""
-        try:
-            for group in self._hvd_groups:
+        failure: Exception | None = None
+        for group in self._hvd_groups:
+            try:
                 if group.wait is None:
                     group.wait = self._hvd_send(group)
-            for group in self._hvd_groups:
-                assert group.wait is not None
-                group.wait()
-        finally:
-            # Also after an error, which elastic training goes on from.
-            self._hvd_reset()
+            except Exception as error:
+                failure = failure or error
+        # After an error training may go on: then nothing of this step is in flight.
+        for group in self._hvd_groups:
+            try:
+                if group.wait is not None:
+                    group.wait()
+            except Exception as error:
+                failure = failure or error
+        self._hvd_reset()
+        if failure is not None:
+            raise failure
 
     def _hvd_reset(self) -> None:
         self._hvd_begun = False

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -441,6 +442,9 @@ def test_stalls(context: Context) -> None:
         os.environ.clear()
         os.environ.update(before)
     try:
+        for _ in range(6):  # each is waited for, but none for long
+            time.sleep(0.6 * context.rank)
+            hvd.allreduce(torch.ones(2), name="slow")
         name = "lonely" if context.rank == 0 else "other"
         with pytest.raises(hvd.HorovodInternalError, match="waited for others for more than 3 s"):
             hvd.allreduce(torch.ones(2), name=name)

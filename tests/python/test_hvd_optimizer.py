@@ -86,7 +86,13 @@ def test_steps_are_those_of_one_process(context: Context, way: str) -> None:
             optimizer.zero_grad()
             for number in range(passes):
                 loss(net, context.rank, step * passes + number).backward()
-            optimizer.step()
+            if step != 1:
+                optimizer.step()
+                continue
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e6)
+            with optimizer.skip_synchronize():
+                optimizer.step()
     want = trained_alone(context.world_size, passes, given.get("op") != hvd.Sum)
     same(net, want, **({"rtol": 1e-2, "atol": 1e-3} if way == "float16" else {}))
 
@@ -131,6 +137,26 @@ def test_unused_parameters(context: Context, groups: int | None) -> None:
         with pytest.warns(UserWarning, match="skip_synchronize"):
             optimizer.synchronize()
             optimizer.step()
+
+
+@on_ranks(2, 3)
+def test_an_error_leaves_nothing_in_flight(context: Context) -> None:
+    """Training goes on after a step whose gradients ranks disagree about."""
+    net = model()
+    with session():
+        given = {"named_parameters": list(net.named_parameters()), "groups": 3}
+        wrong = hvd.Compression.fp16 if context.rank else hvd.Compression.none
+        optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), compression=wrong, **given)
+        loss(net, context.rank, 0).backward()
+        with pytest.raises(hvd.HorovodInternalError, match="different data types"):
+            optimizer.step()
+        optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), **given)
+        optimizer.zero_grad()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(net, context.rank, step).backward()
+            optimizer.step()
+    same(net, trained_alone(context.world_size))
 
 
 @on_ranks(2)
