@@ -42,10 +42,16 @@ def _lines(
         yield f"# TYPE fusedpg_{name} gauge"
         yield f"# HELP fusedpg_{name} {help_text}"
         yield _line(name, where, info[key])
+    yield "# TYPE fusedpg_waited_seconds counter"
+    yield "# UNIT fusedpg_waited_seconds seconds"
+    yield "# HELP fusedpg_waited_seconds For how long collectives of this rank waited for a peer."
+    for peer, seconds in stats["waited"].items():
+        yield _line("waited_seconds_total", where | {"peer": peer}, f"{seconds:.9f}")
+    operations = {op: counts for op, counts in stats.items() if op != "waited"}
     for name, help_text in _COUNTERS.items():
         yield f"# TYPE fusedpg_{name} counter"
         yield f"# HELP fusedpg_{name} {help_text}"
-        for op, counts in stats.items():
+        for op, counts in operations.items():
             if name == "calls":
                 for path, calls in counts["paths"].items():
                     yield _line("calls_total", where | {"op": op, "path": path}, calls)
@@ -57,8 +63,8 @@ def _lines(
 def openmetrics(group: dist.ProcessGroup | None = None) -> str:
     """This rank's counters of a group as OpenMetrics text, for a file or an HTTP answer.
 
-    Names begin with ``fusedpg_``; labels are ``group``, ``rank``, and of counters ``op`` and
-    ``path``. Local: never a collective.
+    Names begin with ``fusedpg_``; labels are ``group``, ``rank``, and of counters ``op``, ``path``
+    and ``peer``. Local: never a collective.
 
     Args:
         group: a group of the fused backend; default: the default group.

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import warnings
@@ -18,6 +19,7 @@ BACKEND = "fused"
 DEVICES = ["cpu", "cuda"]
 
 _extension: ModuleType | None = None
+_logger = logging.getLogger("fusedpg")
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -75,6 +77,7 @@ def load_extension() -> ModuleType:
         module = importlib.import_module("fusedpg._C")
         module._set_delegate_factory(_make_delegate)
         module._set_ucx_library(_ucx_library())
+        module._set_announcer(_announce)
         atexit.register(_end_at_exit)
         _extension = module
     return _extension
@@ -83,6 +86,32 @@ def load_extension() -> ModuleType:
 def loaded_extension() -> ModuleType | None:
     """The same, or None where nothing has needed it yet."""
     return _extension
+
+
+def _announce(name: str, info: dict[str, Any], asked: bool) -> None:
+    """Called on rank 0 of each new group: one line in the log.
+
+    Args:
+        asked: FUSEDPG_LOG asks for it, also where the program has not set up logging.
+    """
+    if asked and not _logger.isEnabledFor(logging.INFO):
+        _logger.setLevel(logging.INFO)
+    if not _logger.isEnabledFor(logging.INFO):
+        return
+    if asked and not _logger.hasHandlers():
+        _logger.addHandler(logging.StreamHandler())
+    where = "in shared memory"
+    if info["engine"] != "shm":
+        address = f" (at {info['address']})" if "address" in info else ""
+        where = (
+            f"on several hosts by {info['engine']}, {info['local_world_size']} of them with "
+            f"rank 0{address}"
+        )
+    _logger.info(
+        "[fusedpg] group%s of backend %s: %d ranks %s; %d thread(s) a rank, %s kernels",
+        *(f' "{name}"' if name else "", info["backend"], info["world_size"], where),
+        *(info["threads"], info["isa"]),
+    )
 
 
 def _end_at_exit() -> None:

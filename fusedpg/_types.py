@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 class _GroupInfo(TypedDict):
@@ -24,6 +24,7 @@ class GroupInfo(_GroupInfo, total=False):
     """Facts about a group on one rank; see :func:`fusedpg.group_info`."""
 
     transport: str
+    address: str
     nccl_version: int
     cuda_path: Literal["stock", "ring", "direct", "direct_skip"]
 
@@ -41,3 +42,7 @@ class OpStats(TypedDict):
     blocks_union: int
     density: float | None
     union_density: float | None
+
+
+Stats = dict[str, Any]
+"""An :class:`OpStats` by operation, and seconds by rank under "waited"."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._registration import BACKEND, load_extension
-from fusedpg._types import GroupInfo, OpStats
+from fusedpg._types import GroupInfo, Stats
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -31,6 +31,17 @@ def _backend(group: dist.ProcessGroup | None) -> Any:
             f'with init_process_group("{BACKEND}") or new_group(backend="{BACKEND}")'
         )
     return backend
+
+
+def is_ours(group: dist.ProcessGroup | None) -> bool:
+    """Whether all of a group's collectives are this backend's, also where it serves "gloo"."""
+    try:
+        backend = _backend(group)
+    except ValueError:
+        return False
+    # A served group's tensors on GPUs are Gloo's, if any rank has some.
+    name = dist.get_backend(group)
+    return name == BACKEND or (name == "gloo" and not backend.options._gloo_for_cuda)
 
 
 def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -88,15 +99,15 @@ def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
     ("shm", or between hosts "tcp" or "ucx"), ``world_size``,
     ``local_world_size``, ``local_ranks`` (of the group on this host), ``threads``, ``isa``,
     ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
-    ``state`` ("ok" or "failed"); between hosts, once an operation has connected them,
-    ``transport`` ("tcp" or "ucx 1.22.0"); once a fused operation has run on a GPU also
-    ``nccl_version`` and ``cuda_path`` ("stock", "ring", "direct" or "direct_skip") of the
-    latest one.
+    ``state`` ("ok" or "failed"); between hosts ``address``, where this rank listens (by tcp), and,
+    once an operation has connected them, ``transport`` ("tcp" or "ucx 1.22.0"); once a fused
+    operation has run on a GPU also ``nccl_version`` and ``cuda_path`` ("stock", "ring", "direct"
+    or "direct_skip") of the latest one.
     """
     return cast("GroupInfo", _backend(group).info())
 
 
-def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dict[str, OpStats]:
+def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Stats:
     """What this rank's calls have cost since the group began, or since the last reset.
 
     ``all_reduce``, ``sparse_all_reduce``, fused steps and fused functions are counted; ``reduce``,
@@ -109,10 +120,12 @@ def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> dic
         ``bytes_received`` between this rank and its peers, through shared memory or a wire;
         ``messages_sent`` over a wire; and of calls that looked for blocks of zeros ``blocks``,
         ``blocks_present`` on this rank and ``blocks_union`` on any rank, with ``density`` and
-        ``union_density`` as shares of ``blocks`` (None without).
+        ``union_density`` as shares of ``blocks`` (None without). And under "waited" a dict by rank:
+        the seconds for which this rank's collectives of CPU tensors have waited for that one,
+        inside a host or for a message. ``send``, ``recv`` and ``monitored_barrier`` are not in it.
     """
     backend = _backend(group)
-    result = cast("dict[str, OpStats]", backend.stats())
+    result = cast("Stats", backend.stats())
     if reset:
         backend.reset_stats()
     return result

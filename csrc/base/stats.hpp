@@ -2,9 +2,12 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
+#include "base/deadline.hpp"
 #include "base/op_code.hpp"
 
 namespace fusedpg {
@@ -67,6 +70,54 @@ class Stats {
     std::array<Counter, kDataPaths> calls;
   };
   std::array<Counters, kOpCodes> ops_;
+};
+
+// For how long collectives of one group have waited for each of its ranks.
+// Thread-safe.
+class Waits {
+ public:
+  explicit Waits(int size) : waited_(static_cast<size_t>(size)) {}
+
+  void add(int rank, std::chrono::nanoseconds time) {
+    waited_[static_cast<size_t>(rank)].fetch_add(
+        time.count(), std::memory_order_relaxed);
+  }
+  std::chrono::nanoseconds of(int rank) const {
+    return std::chrono::nanoseconds(
+        waited_[static_cast<size_t>(rank)].load(std::memory_order_relaxed));
+  }
+  int size() const {
+    return static_cast<int>(waited_.size());
+  }
+  void clear() {
+    for (auto& one : waited_) {
+      one = 0;
+    }
+  }
+
+  // Adds the time that it lives. Null: nobody counts.
+  class Timer {
+   public:
+    Timer(Waits* waits, int rank) : waits_(waits), rank_(rank) {
+      if (waits_ != nullptr) {
+        begin_ = Clock::now();
+      }
+    }
+    Timer(const Timer&) = delete;
+    ~Timer() {
+      if (waits_ != nullptr) {
+        waits_->add(rank_, Clock::now() - begin_);
+      }
+    }
+
+   private:
+    Waits* const waits_;
+    const int rank_;
+    Clock::time_point begin_{};
+  };
+
+ private:
+  std::vector<std::atomic<int64_t>> waited_; // ns
 };
 
 } // namespace fusedpg

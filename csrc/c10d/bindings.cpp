@@ -68,11 +68,23 @@ py::dict info_dict(ProcessGroupFused& group) {
   if (!info.transport.empty()) {
     d["transport"] = info.transport;
   }
+  if (!info.address.empty()) {
+    d["address"] = info.address;
+  }
   d["state"] = info.failed ? "failed" : "ok";
   return d;
 }
 
-py::dict stats_dict(const Stats& stats) {
+void set_python_announcer(py::object announcer) {
+  auto* held = new py::object(std::move(announcer)); // leaked, as above
+  ProcessGroupFused::set_announcer(
+      [held](ProcessGroupFused& group, bool asked) {
+        const py::gil_scoped_acquire gil;
+        (*held)(group.getBackendOptions()->group_name, info_dict(group), asked);
+      });
+}
+
+py::dict stats_dict(const Stats& stats, const Waits& waits, int rank) {
   py::dict all;
   for (int code = 0; code < kOpCodes; ++code) {
     const auto op = static_cast<OpCode>(code);
@@ -105,6 +117,13 @@ py::dict stats_dict(const Stats& stats) {
     d["union_density"] = share(s.blocks_union);
     all[op_name(op)] = d;
   }
+  py::dict waited;
+  for (int p = 0; p < waits.size(); ++p) {
+    if (p != rank) {
+      waited[py::int_(p)] = std::chrono::duration<double>(waits.of(p)).count();
+    }
+  }
+  all["waited"] = waited;
   return all;
 }
 
@@ -174,6 +193,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("_threads", &Options::threads)
       .def_property_readonly(
           "_devices", [](const Options&) { return py::list(); })
+      .def_readonly("_gloo_for_cuda", &Options::gloo_for_cuda)
       .def_property_readonly(
           "cuda_chunk_bytes",
           [](const Options& o) { return o.engine.cuda_chunk_bytes; })
@@ -355,7 +375,7 @@ void bind_group(py::module_& m) {
               const py::gil_scoped_release no_gil;
               stats = &group.stats();
             }
-            return stats_dict(*stats);
+            return stats_dict(*stats, group.waits(), group.getRank());
           },
           "What operations have cost: see fusedpg.stats.")
       .def(
@@ -599,6 +619,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       [] { return std::string(default_kernels().name); },
       "The instruction set of the kernels that run by default.");
   m.def("_set_delegate_factory", &set_python_factory);
+  m.def("_set_announcer", &set_python_announcer);
   m.def("_set_ucx_library", &ucx::set_default_path);
   m.def("_fusion_settings", [] {
     const FusionSettings s = translate(&fusion_settings);

@@ -171,6 +171,17 @@ Connection connect_hosts(
       "tcp"};
 }
 
+std::string host_address(Group& group) {
+  if (group.settings.transport == TransportChoice::kUcx) {
+    return "";
+  }
+  try {
+    return address_here(group).host();
+  } catch (const Error&) {
+    return "";
+  }
+}
+
 std::unique_ptr<PolledTransport> open_transport(Group& group) {
   const Settings& settings = group.settings;
   if (settings.transport == TransportChoice::kUcx) {

@@ -23,6 +23,10 @@ Connection connect_hosts(
     const Deadline& deadline,
     const std::function<void()>& check);
 
+// The address at which this rank listens for other hosts; empty where UCX
+// chooses it, or where there is none, which the first operation reports.
+std::string host_address(Group& group);
+
 // For messages of users: one by the same transport that is connected to nobody.
 std::unique_ptr<PolledTransport> open_transport(Group& group);
 

@@ -31,6 +31,7 @@ Group::Group(
         return select_kernels(this->settings);
       })),
       dialect(dialect),
+      waits(size),
       timeout(timeout),
       owner_(getpid()),
       executor_(std::make_shared<Executor>()) {}

@@ -47,6 +47,7 @@ class Group {
   const Dialect dialect;
   c10::intrusive_ptr<c10d::Store> store; // of this group alone, once it has met
   Stats stats;
+  Waits waits;
   std::string exit; // how the interpreter ended, if before the group was closed
   std::atomic<std::chrono::milliseconds> timeout;
 

@@ -28,7 +28,16 @@ Registry& registry() {
   return *r;
 }
 
+ProcessGroupFused::Announcer& announcer() {
+  static auto* registered = new ProcessGroupFused::Announcer();
+  return *registered;
+}
+
 } // namespace
+
+void ProcessGroupFused::set_announcer(Announcer registered) {
+  announcer() = std::move(registered);
+}
 
 ProcessGroupFused::ProcessGroupFused(
     const c10::intrusive_ptr<c10d::Store>& store,
@@ -84,9 +93,14 @@ ProcessGroupFused::ProcessGroupFused(
       },
       options_->cpu_as_cuda);
   init();
-  Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mutex);
-  r.groups.insert(this);
+  {
+    Registry& r = registry();
+    std::lock_guard<std::mutex> lock(r.mutex);
+    r.groups.insert(this);
+  }
+  if (rank == 0 && announcer()) {
+    announcer()(*this, group_->settings.log_level > 0);
+  }
 }
 
 ProcessGroupFused::~ProcessGroupFused() {
@@ -204,9 +218,14 @@ const Stats& ProcessGroupFused::stats() {
   return group_->stats;
 }
 
+const Waits& ProcessGroupFused::waits() {
+  return group_->waits;
+}
+
 void ProcessGroupFused::reset_stats() {
   cuda_->report_sums();
   group_->stats.clear();
+  group_->waits.clear();
 }
 
 // --- memory ------------------------------------------------------------------

@@ -93,6 +93,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   }
   // Of all operations so far; waits for sums over the GPUs' arenas.
   const Stats& stats();
+  const Waits& waits();
   void reset_stats();
 
   // --- memory; see Route -----------------------------------------------------
@@ -132,6 +133,10 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   // for the peers.
   void shutdown_at_exit(const std::string& exit);
   GroupInfo info();
+
+  // Called on rank 0 of each group once it has met; `asked`: FUSEDPG_LOG=info.
+  using Announcer = std::function<void(ProcessGroupFused&, bool asked)>;
+  static void set_announcer(Announcer registered);
 
  protected:
   WorkPtr forward(const at::Tensor* tensor, Operation operation) override;

@@ -34,6 +34,52 @@ std::string ranks_text(const Domain& domain, const std::vector<int>& ranks) {
   return out.str();
 }
 
+// Charges a wait to the ranks that are missing in it: the time between two
+// looks to all that were missing at the first. Arrivals wake whoever sleeps, so
+// that it looks at each of them.
+class Waiting {
+ public:
+  Waiting(
+      const Domain& domain,
+      Waits* waits,
+      const std::function<bool(int)>& missing)
+      : domain_(domain),
+        waits_(waits),
+        missing_(missing) {
+    late_.clear();
+    for (int p = 0; waits_ != nullptr && p < domain_.size(); ++p) {
+      if (p != domain_.rank() && missing_(p)) {
+        late_.push_back(p);
+      }
+    }
+  }
+  Waiting(const Waiting&) = delete;
+  ~Waiting() {
+    look();
+  }
+
+  Clock::time_point look() {
+    const auto now = Clock::now();
+    for (const int p : late_) {
+      waits_->add(domain_.name(p), now - since_);
+    }
+    since_ = now;
+    late_.erase(
+        std::remove_if(
+            late_.begin(), late_.end(), [&](int p) { return !missing_(p); }),
+        late_.end());
+    return now;
+  }
+
+ private:
+  const Domain& domain_;
+  Waits* const waits_;
+  const std::function<bool(int)>& missing_;
+  Clock::time_point since_ = Clock::now();
+  static thread_local std::vector<int> late_; // keeps its memory
+};
+thread_local std::vector<int> Waiting::late_;
+
 // Peers may have created their group already: they learn in their first
 // operation that this rank could not.
 void declare_failed(Arena& arena, const char* reason) {
@@ -224,8 +270,9 @@ void Domain::wait(
     const Deadline& deadline,
     const std::function<bool()>& ready,
     const std::function<bool(int)>& missing) {
+  Waiting waiting(*this, waits_, missing);
   if (spin_.count() > 0) {
-    const auto end = Clock::now() + spin_;
+    const auto end = waiting.look() + spin_;
     do {
       for (int i = 0; i < 16; ++i) {
         if (ready()) {
@@ -233,7 +280,7 @@ void Domain::wait(
         }
         cpu_relax();
       }
-    } while (Clock::now() < end);
+    } while (waiting.look() < end);
   }
   // Not sched_yield(): the scheduler charges a yield as a whole time slice, so
   // that on a machine with other work every wait would cost milliseconds.
@@ -252,6 +299,7 @@ void Domain::wait(
     if (done || ready()) {
       return;
     }
+    waiting.look();
     const auto what = [&] {
       return formatted("{}, sequence number {}", describe(op), op.sequence);
     };

@@ -13,6 +13,7 @@
 #include "base/descriptor.hpp"
 #include "base/error.hpp"
 #include "base/options.hpp"
+#include "base/stats.hpp"
 #include "host/arena.hpp"
 #include "host/bootstrap.hpp"
 
@@ -177,6 +178,11 @@ class Domain {
     idle_ = std::move(idle);
   }
 
+  // Counts from now on whom waits are for, by name(). It lives as long.
+  void set_waits(Waits* waits) {
+    waits_ = waits;
+  }
+
   // Arrives and waits for everyone. `op` names the operation in errors.
   void barrier(const OpDescriptor& op, const Deadline& deadline);
 
@@ -276,6 +282,7 @@ class Domain {
   std::atomic<uint64_t> passed_{0}; // as phase_, once all have arrived
   std::chrono::nanoseconds spin_;
   std::function<void()> idle_;
+  Waits* waits_ = nullptr;
 
   std::atomic<bool> abort_{false};
   std::atomic<bool> failed_{false};

@@ -681,6 +681,7 @@ void TcpTransport::wake() {
 }
 
 void TcpTransport::wait(Operation& operation, const Deadline& deadline) {
+  const Waits::Timer timer(operation.done ? nullptr : waits_, operation.peer);
   const auto done = [&] { return over(operation); };
   if (!failed_ && !operation.done && !aborted_) {
     // What it is about first: often that is all there is to do.

@@ -9,6 +9,7 @@
 
 #include "base/deadline.hpp"
 #include "base/rendezvous.hpp"
+#include "base/stats.hpp"
 
 namespace fusedpg {
 
@@ -110,6 +111,11 @@ class Transport {
   // For a thread that waits for something else: what is under way goes on.
   virtual void progress() {}
 
+  // Counts from now on whom waits of requests are for. It lives as long.
+  void set_waits(Waits* waits) {
+    waits_ = waits;
+  }
+
   // Called now and then by waits; what it throws ends them.
   virtual void set_watch(std::function<void()> /* watch */) {}
 
@@ -118,6 +124,9 @@ class Transport {
   // From the one that uses it: closes all connections, so that peers hear of a
   // failure that they have no part in.
   virtual void end() noexcept {}
+
+ protected:
+  Waits* waits_ = nullptr;
 };
 
 // One that connects to others as it needs them, and whose user looks at requests

@@ -239,6 +239,7 @@ void UcxTransport::wake() {
 }
 
 void UcxTransport::wait(Operation& operation, const Deadline& deadline) {
+  const Waits::Timer timer(operation.done ? nullptr : waits_, operation.peer);
   const auto done = [&] { return over(operation); };
   if (!failed_ && watch_) {
     constexpr std::chrono::milliseconds kLook{20};

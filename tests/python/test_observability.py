@@ -1,23 +1,28 @@
-"""The counters of a group as OpenMetrics text."""
+"""What a group says of itself: counters, who is late, OpenMetrics text, a line in the log."""
 
 from __future__ import annotations
 
+import io
+import logging
 import re
+import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fusedpg
+import harness
 from harness import Context, on_ranks
 
 pytestmark = pytest.mark.fused_only
 
-LINE = re.compile(r'(fusedpg_\w+)\{((?:\w+="(?:[^"\\]|\\.)*",?)*)\} (\d+)')
+LINE = re.compile(r'(fusedpg_\w+)\{((?:\w+="(?:[^"\\]|\\.)*",?)*)\} (\d+(?:\.\d+)?)')
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], int]:
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     lines = text.split("\n")
     assert lines[-2:] == ["# EOF", ""]
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
@@ -31,7 +36,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], int]:
         key = (match[1], frozenset(LABEL.findall(match[2])))
         assert key not in result, line
         assert match[1].removesuffix("_total").removesuffix("_info") in families
-        result[key] = int(match[3])
+        result[key] = float(match[3])
     return result
 
 
@@ -44,9 +49,14 @@ def test_openmetrics(context: Context) -> None:
     found = samples(fusedpg.openmetrics(group))
     where = {"group": group.group_name, "rank": str(context.rank)}
 
-    def value(name: str, **labels: str) -> int:
+    def value(name: str, **labels: str) -> float:
         return found[f"fusedpg_{name}", frozenset((where | labels).items())]
 
+    waited = stats.pop("waited")
+    assert set(waited) == set(range(context.world_size)) - {context.rank}
+    for peer, seconds in waited.items():
+        found_seconds = value("waited_seconds_total", peer=str(peer))
+        assert found_seconds == pytest.approx(seconds, abs=1e-9)
     assert set(stats) == {"all_reduce", "sparse_all_reduce"}
     for op, counts in stats.items():
         assert sum(counts["paths"].values()) == counts["calls"] == 1
@@ -68,3 +78,126 @@ def test_labels_are_escaped() -> None:
 
     line = _metrics._line("x", {"group": 'a"b\\c\nd'}, 3)
     assert line == 'fusedpg_x{group="a\\"b\\\\c\\nd"} 3'
+
+
+# --- who is late --------------------------------------------------------------
+
+OPERATIONS = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1000), group=group),
+    "all_gather": lambda group: dist.all_gather_into_tensor(
+        torch.empty(4 * dist.get_world_size(group)), torch.ones(4), group=group
+    ),
+    "barrier": lambda group: dist.barrier(group),
+}
+
+
+def waits(context: Context, late: int, operation: str) -> list[dict[int, float]]:
+    """What all ranks say when one of them comes late to a collective."""
+    group = dist.new_group()
+    call = OPERATIONS[operation]
+    call(group)  # connects hosts
+    dist.barrier(group)
+    fusedpg.stats(group, reset=True)
+    assert all(seconds == 0 for seconds in fusedpg.stats(group)["waited"].values())
+    key = f"{group.group_name}/there/"
+    if context.rank == late:
+        for rank in set(range(context.world_size)) - {late}:
+            context.store.get(f"{key}{rank}")
+        time.sleep(0.5)
+    else:
+        context.store.set(f"{key}{context.rank}", "")
+    call(group)
+    found: list[Any] = [None] * context.world_size
+    mine = fusedpg.stats(group)["waited"]
+    dist.all_gather_object(found, mine)
+    dist.destroy_process_group(group)
+    return found
+
+
+def names_the_late(found: list[dict[int, float]], late: int) -> None:
+    for rank, waited in enumerate(found):
+        assert set(waited) == set(range(len(found))) - {rank}
+        if rank != late:
+            assert max(waited, key=lambda peer: waited[peer]) == late, found
+            assert 0.1 < waited[late] > sum(found[late].values()), found
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_is_late(size: int, operation: str) -> None:
+    for late in range(size):
+        names_the_late(harness.pool(size).run(waits, late, operation)[0], late)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+@pytest.mark.parametrize("names", ["two", "two and one"])
+def test_who_is_late_between_hosts(names: str, transport: str, operation: str) -> None:
+    workers = harness.pool_of_hosts(names, transport)
+    late = len(harness.HOSTS[names]) - 1  # alone on its host
+    names_the_late(workers.run(waits, late, operation)[0], late)
+
+
+@on_ranks(2)
+def test_no_wait_where_nobody_is_late(context: Context) -> None:
+    """What a rank computes between its calls is no wait of its own."""
+    group = dist.new_group()
+    dist.barrier(group)
+    fusedpg.stats(group, reset=True)
+    time.sleep(0.2)  # both
+    assert set(fusedpg.stats(group)["waited"].values()) == {0.0}
+    dist.destroy_process_group(group)
+
+
+# --- the log ------------------------------------------------------------------
+
+
+def new_groups(context: Context) -> list[str]:
+    """Lines of Python's log while groups are created."""
+    from fusedpg import _serve_gloo
+
+    logger, stream = logging.getLogger("fusedpg"), io.StringIO()
+    handler, level = logging.StreamHandler(stream), logger.level
+    logger.addHandler(handler)
+    try:
+        dist.destroy_process_group(dist.new_group())  # nobody listens
+        logger.setLevel(logging.INFO)
+        dist.destroy_process_group(dist.new_group())
+        dist.destroy_process_group(dist.new_group([1, 0]))
+        _serve_gloo.serve_gloo()
+        dist.destroy_process_group(dist.new_group(backend="gloo"))
+    finally:
+        _serve_gloo.serve_gloo(False)
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_for_each_group() -> None:
+    first, *others = harness.pool(2).run(new_groups)
+    assert others == [[]]
+    own = r'\[fusedpg\] group "\w+" of backend fused: 2 ranks in shared memory; \d+ thread.*kernels'
+    served = r"\[fusedpg\] group of backend gloo: 2 ranks in shared memory; .*"
+    assert len(first) == 3, first
+    for line, pattern in zip(first, [own, own, served], strict=True):
+        assert re.fullmatch(pattern, line), (line, pattern)
+
+
+def test_the_line_says_which_transport() -> None:
+    first, *others = harness.pool_of_hosts("two and one", "tcp").run(new_groups)
+    assert others == [[], []]
+    two, *all_three = first[1], first[0], first[2]
+    assert "2 ranks in shared memory;" in two
+    for line in all_three:
+        assert "3 ranks on several hosts by tcp, 2 of them with rank 0 (at 127.0.0.1);" in line
+
+
+def nothing(context: Context) -> None:
+    dist.barrier()
+
+
+def test_the_variable_shows_it() -> None:
+    with harness.Workers(2, oracle=False, env={"FUSEDPG_LOG": "info"}) as workers:
+        workers.run(nothing)
+        assert workers.log(0).count("[fusedpg] group ") == 1
+        assert "[fusedpg] group" not in workers.log(1)

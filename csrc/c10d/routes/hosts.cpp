@@ -35,9 +35,14 @@ HostsRoute::HostsRoute(
       flat_(
           group.settings.flat_order ? std::optional(HostMap::apart(group.size))
                                     : std::nullopt),
+      address_(host_address(group)),
       domain_(make_domain(group, bootstrap, deadline)),
       failures_(group.store, rank_, size_),
-      skip_{group.settings.block_skip, group.settings.block_size, {}} {}
+      skip_{group.settings.block_skip, group.settings.block_size, {}} {
+  if (domain_) {
+    domain_->set_waits(&group.waits);
+  }
+}
 
 Transport& HostsRoute::connected(const Deadline& deadline) {
   const auto check_aborted = [this] {
@@ -64,6 +69,7 @@ Transport& HostsRoute::connected(const Deadline& deadline) {
       throw;
     }
     Transport* transport = connection_.transport.get();
+    transport->set_waits(&group_.waits);
     if (domain_) {
       transport->set_watch([this] { check_neighbours("a message"); });
       domain_->set_idle([transport] { transport->progress(); });
@@ -179,6 +185,7 @@ at::Tensor HostsRoute::empty_shared(
 
 void HostsRoute::describe(GroupInfo& info) {
   info.engine = transport_choice_name(group_.settings.transport);
+  info.address = address_;
   std::lock_guard<std::mutex> lock(name_mutex_);
   info.transport = transport_name_;
 }

@@ -81,6 +81,7 @@ class HostsRoute : public CpuRoute {
   const HostMap hosts_;
   // Every rank as a host of its own, if sums are to have the bits of one.
   const std::optional<HostMap> flat_;
+  const std::string address_;
   const std::unique_ptr<Domain> domain_; // of this host's ranks, if several
   HostFailures failures_;
   std::atomic<bool> aborted_{false};

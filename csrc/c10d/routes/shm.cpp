@@ -103,13 +103,7 @@ ShmRoute::ShmRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline)
     : CpuRoute(group),
       engine_(group.rank, bootstrap, group.settings, group.stats, deadline) {
   engine_.set_describe(one_line);
-  if (group.settings.log_level > 0 && group.rank == 0) {
-    log_line(formatted(
-        "group of {} ranks in shared memory, {} thread(s) a rank, {} kernels",
-        group.size,
-        engine_.threads(),
-        group.kernels.name));
-  }
+  engine_.domain().set_waits(&group.waits);
 }
 
 void ShmRoute::execute(
