@@ -8,12 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedpg._registration import BACKEND
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._piece import Piece
 from fusedpg.compress.communicators import Communicator
 from fusedpg.compress.memories import Memory
-from fusedpg.functional import group_info
+from fusedpg.functional import group_info, is_ours
 
 
 class Hosts:
@@ -53,7 +52,7 @@ class Hosts:
 def of(group: Any, make: Any) -> Hosts | None:
     """None where every rank compresses for itself: on one host, and with one rank or other numbers
     of ranks a host."""
-    if dist.get_backend(group) != BACKEND:
+    if not is_ours(group):
         return None
     local = group_info(group)["local_ranks"]
     found: list[Any] = [None] * dist.get_world_size(group)

@@ -189,6 +189,47 @@ def test_fused_optimizer(context: Context) -> None:
             torch.testing.assert_close(mine, other)
 
 
+def compressed(group: dist.ProcessGroup, rank: int, uncompressed: int) -> list[torch.Tensor]:
+    from fusedpg import compress
+    from fusedpg.compress import _lane
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    params = {"compressor": "topk", "memory": "residual", "communicator": "allgather"}
+    state = compress.from_params(
+        params | {"compress_ratio": 0.05}, group=group, uncompressed_steps=uncompressed
+    )
+    ddp.register_comm_hook(state, compress.hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(6, 50, generator=torch.Generator().manual_seed(rank))
+    for _ in range(5):
+        ddp(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert dist.get_backend(_lane.of(group).group) == "fused"
+    return [p.detach() for p in model.parameters()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("uncompressed", [0, 3])
+def test_compressed_gradients(context: Context, uncompressed: int) -> None:
+    """fusedpg.compress takes the group for ours, not for Gloo's, also after serving has ended."""
+    from fusedpg import functional
+
+    with serving():
+        group = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend="gloo")
+    assert functional.is_ours(group) and functional.is_ours(dist.group.WORLD)
+    assert not functional.is_ours(gloo)
+    found = compressed(group, context.rank, uncompressed)
+    want = compressed(dist.group.WORLD, context.rank, uncompressed)
+    for mine, other in zip(found, want):
+        assert torch.equal(mine, other)
+    dist.destroy_process_group(group)
+    dist.destroy_process_group(gloo)
+
+
 def between_hosts(context: Context, transport: str) -> str:
     import fusedpg
 
