@@ -92,7 +92,10 @@ def tensor_parallel(group: dist.ProcessGroup, scratch: Path) -> Step:
         parallelize_module,
     )
 
-    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+    # DTensor keeps what it has planned by the mesh, and meshes of the same ranks without names are
+    # equal: then the steps of both arms would run on one group.
+    names = (f"tp_{group.group_name}",)
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=names)
     styles = {str(2 * i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(4)}
     module = parallelize_module(model(), mesh, styles)
     return train(module, adamw(module), 0)
@@ -142,9 +145,12 @@ def measure(
     for i in range(rounds + WARM):
         for arm in list(steps) if i % 2 else list(steps)[::-1]:
             dist.barrier()
+            calls = fusedpg.group_info(groups["served"])["sequence_number"]
             begin = time.perf_counter()
             steps[arm](i)
             seconds[arm].append(time.perf_counter() - begin)
+            calls = fusedpg.group_info(groups["served"])["sequence_number"] - calls
+            assert (calls > 0) == (arm == "served"), f"{program} on {arm}: {calls} served calls"
     return {arm: all_of[WARM:] for arm, all_of in seconds.items()}
 
 
