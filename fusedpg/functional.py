@@ -33,7 +33,7 @@ def _backend(group: dist.ProcessGroup | None) -> Any:
     return backend
 
 
-def is_ours(group: dist.ProcessGroup | None) -> bool:
+def _is_ours(group: dist.ProcessGroup | None) -> bool:
     """Whether all of a group's collectives are this backend's, also where it serves "gloo"."""
     try:
         backend = _backend(group)

@@ -12,7 +12,7 @@ from fusedpg.compress._base import Compressor
 from fusedpg.compress._piece import Piece
 from fusedpg.compress.communicators import Communicator
 from fusedpg.compress.memories import Memory
-from fusedpg.functional import group_info, is_ours
+from fusedpg.functional import _is_ours, group_info
 
 
 class Hosts:
@@ -52,7 +52,7 @@ class Hosts:
 def of(group: Any, make: Any) -> Hosts | None:
     """None where every rank compresses for itself: on one host, and with one rank or other numbers
     of ranks a host."""
-    if not is_ours(group):
+    if not _is_ours(group):
         return None
     local = group_info(group)["local_ranks"]
     found: list[Any] = [None] * dist.get_world_size(group)

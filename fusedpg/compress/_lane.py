@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from fusedpg._registration import BACKEND
 from fusedpg.compress import _hosts
-from fusedpg.functional import is_ours
+from fusedpg.functional import _is_ours
 
 
 class Lane:
     def __init__(self, parent: Any) -> None:
         ranks = dist.get_process_group_ranks(parent)
         # One that serves "gloo" may do so no longer for new groups.
-        backend = BACKEND if is_ours(parent) else dist.get_backend(parent)
+        backend = BACKEND if _is_ours(parent) else dist.get_backend(parent)
         timeout = _timeout(parent)
 
         def make(members: Sequence[int]) -> Any:

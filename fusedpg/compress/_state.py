@@ -27,7 +27,7 @@ from fusedpg.compress._schedule import Layout
 from fusedpg.compress._warm_up import WarmUp
 from fusedpg.compress.communicators import Allgather, Allreduce, Communicator
 from fusedpg.compress.memories import Memory
-from fusedpg.functional import is_ours
+from fusedpg.functional import _is_ours
 
 
 @dataclasses.dataclass
@@ -361,7 +361,7 @@ class State:
         self._forced = self._warm_up.plain(self._step)
         self._splits = None if self._forced else self._schedule.begin(self._layout)
         self._plain = self._forced or self._schedule.plain
-        self._direct = self._plain and not self._keeps and is_ours(self._parent)
+        self._direct = self._plain and not self._keeps and _is_ours(self._parent)
 
     def _timing(self) -> _schedule.Timing:
         if self._forced:
@@ -589,7 +589,7 @@ class State:
                 share *= self._hosts.count
             grad.add_(residual, alpha=share)
             residual.zero_()
-        if is_ours(self._group):
+        if _is_ours(self._group):
             dist.all_reduce(
                 grad, dist.ReduceOp.AVG, group=self._group
             )  # the same bits, in one pass

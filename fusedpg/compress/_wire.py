@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedpg.functional import is_ours
+from fusedpg.functional import _is_ours
 
 Payload = list[Tensor]
 # torch 2.13 has a new name for it, and a warning for the old one.
@@ -130,7 +130,7 @@ def all_gather(payload: Payload, alike: bool, group: Any) -> list[Payload]:
         whole = packed.new_empty(size * counts[0])
         gathered_into(whole, packed, group=group)
         parts = list(whole.split(counts[0])) if counts[0] else [whole] * size
-    elif is_ours(group):
+    elif _is_ours(group):
         parts = [packed.new_empty(count) for count in counts]
         dist.all_gather(parts, packed, group=group)
     else:

@@ -220,8 +220,8 @@ def test_compressed_gradients(context: Context, uncompressed: int) -> None:
     with serving():
         group = dist.new_group(backend="gloo")
     gloo = dist.new_group(backend="gloo")
-    assert functional.is_ours(group) and functional.is_ours(dist.group.WORLD)
-    assert not functional.is_ours(gloo)
+    assert functional._is_ours(group) and functional._is_ours(dist.group.WORLD)
+    assert not functional._is_ours(gloo)
     found = compressed(group, context.rank, uncompressed)
     want = compressed(dist.group.WORLD, context.rank, uncompressed)
     for mine, other in zip(found, want):
