@@ -10,9 +10,11 @@ from collections.abc import Sequence
 # A command's module has `add_arguments(parser)` and `main(arguments)`, which returns the exit
 # status. It is imported when the command is called, since some of them import torch.
 COMMANDS = {
+    "profile": ("fusedpg.plan.profile", "measure a model's operators and this machine's messages"),
     "search": ("fusedpg.plan.command_search", "find the plans that take least time"),
     "explain": ("fusedpg.plan.command_explain", "say what a plan costs, and how it was found"),
     "baseline": ("fusedpg.plan.command_baseline", "find plans in ways that are not a search"),
+    "train": ("fusedpg.plan.train", "train as a plan says"),
 }
 
 

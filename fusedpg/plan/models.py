@@ -1,0 +1,378 @@
+"""Built-in models as sequences of operators, with Aceso's names and sizes, and small ones.
+
+A model's facts are the keys that describe it in a plan's file: a plan is enough to build it. Word
+embeddings and the last operator's weights are not tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fusedpg.plan.config import Plan, PlanError
+from fusedpg.plan.operators import (
+    QKV,
+    AttentionContext,
+    AttentionDropout,
+    AveragePool,
+    BatchNorm,
+    ClassLoss,
+    Convolution,
+    DropoutAdd,
+    Embedding,
+    Gelu,
+    LanguageLoss,
+    LayerNorm,
+    Linear,
+    MaxPool,
+    Model,
+    Operator,
+    Relu,
+    Score,
+    Shortcut,
+    Softmax,
+    Value,
+)
+
+# --- transformers -------------------------------------------------------------------------
+
+
+class _Layers:
+    """Appends operators; the next one's input is the last one's output."""
+
+    def __init__(self) -> None:
+        self.operators: list[Operator] = []
+
+    def add(
+        self,
+        kind: Callable[..., Operator],
+        name: str,
+        *inputs: str,
+        outputs: tuple[str, ...] = ("",),
+        **fields: Any,
+    ) -> Any:
+        """The names of the outputs: the operator's number, and its name or the output's."""
+        number = len(self.operators)
+        given = tuple(f"{number}.{output or name}" for output in outputs)
+        self.operators.append(kind(name=name, inputs=inputs, outputs=given, **fields))
+        return given[0] if len(given) == 1 else given
+
+    def attention(
+        self, prefix: str, suffix: str, x: str, memory: str | None, shape: Mapping[str, Any]
+    ) -> str:
+        """From the normalised `x` to the product that follows attention."""
+        length, hidden, p = shape["length"], shape["hidden"], shape["dropout"]
+        heads, channels, causal = shape["heads"], shape["channels"], shape["causal"]
+        size = {"length": length, "memory_length": shape["memory_length"], "heads": heads}
+        name = f"{prefix}-attention"
+        q, k, v = self.add(
+            QKV,
+            f"{name}-qkv{suffix}",
+            x,
+            *([] if memory is None else [memory]),
+            outputs=("query", "key", "value"),
+            **size,
+            hidden=hidden,
+            channels=channels,
+        )
+        y = self.add(Score, f"{name}-score{suffix}", q, k, **size, channels=channels)
+        y = self.add(Softmax, f"{name}-softmax{suffix}", y, **size, causal=causal)
+        y = self.add(AttentionDropout, f"{name}-dropout{suffix}", y, **size, p=p)
+        y = self.add(AttentionContext, f"{name}-context{suffix}", y, v, **size, channels=channels)
+        return self.add(
+            Linear,
+            f"{name}-dense{suffix}",
+            y,
+            length=length,
+            in_features=heads * channels,
+            out_features=hidden,
+            column_first=False,
+        )
+
+    def mlp(self, prefix: str, x: str, length: int, hidden: int, features: int) -> str:
+        name = f"{prefix}-MLP"
+        first: Any = {"in_features": hidden, "out_features": features, "column_first": True}
+        second: Any = {"in_features": features, "out_features": hidden, "column_first": False}
+        y = self.add(Linear, f"{name}-GEMM-1", x, length=length, **first)
+        y = self.add(Gelu, f"{name}-gelu", y, length=length, features=features)
+        return self.add(Linear, f"{name}-GEMM-2", y, length=length, **second)
+
+    def encoder_layer(self, x: str, shape: Mapping[str, Any]) -> str:
+        """13 operators: a block of self-attention and an MLP."""
+        size = {"length": shape["length"], "hidden": shape["hidden"]}
+        p = shape["dropout"]
+        y = self.add(LayerNorm, "enc-1st-layernorm", x, **size)
+        y = self.attention("enc", "", y, None, shape)
+        x = self.add(DropoutAdd, "enc-post-attention-dropout", y, x, **size, p=p)
+        y = self.add(LayerNorm, "enc-2nd-layernorm", x, **size)
+        y = self.mlp("enc", y, **size, features=shape["features"])
+        return self.add(DropoutAdd, "enc-post-MLP-dropout", y, x, **size, p=p)
+
+    def decoder_layer(self, x: str, memory: str, shape: Mapping[str, Any]) -> str:
+        """21 operators: causal self-attention, attention to `memory`, and an MLP."""
+        size = {"length": shape["length"], "hidden": shape["hidden"]}
+        p = shape["dropout"]
+        own = {**shape, "memory_length": shape["length"], "causal": True}
+        y = self.add(LayerNorm, "dec-1st-layernorm", x, **size)
+        y = self.attention("dec", "-1", y, None, own)
+        x = self.add(DropoutAdd, "dec-post-attention-dropout-1", y, x, **size, p=p)
+        y = self.add(LayerNorm, "dec-2nd-layernorm", x, **size)
+        y = self.attention("dec", "-2", y, memory, {**shape, "causal": False})
+        x = self.add(DropoutAdd, "dec-post-attention-dropout-2", y, x, **size, p=p)
+        y = self.add(LayerNorm, "dec-3rd-layernorm", x, **size)
+        y = self.mlp("dec", y, **size, features=shape["features"])
+        return self.add(DropoutAdd, "dec-post-MLP-dropout", y, x, **size, p=p)
+
+
+def _gpt_size(layers: int, length: int, hidden: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "num_layers": layers,
+        "seq_length": length,
+        "max_position_embeddings": length,
+        "num_attention_heads": heads,
+        "hidden_size": hidden,
+        "ffn_hidden_size": 4 * hidden,
+        "kv_channels": hidden // heads,
+        "vocab_size": vocabulary,
+        "dropout": 0.1,
+    }
+
+
+# Aceso's databases hold one layer of each size. The layers are those of GPT-3's table and of
+# Aceso's evaluation; a plan's file says how many it is for.
+GPT_SIZES = {
+    "tiny": _gpt_size(2, 8, 16, 4, 32),
+    "25M": _gpt_size(6, 128, 384, 6, 16384),
+    "350M": _gpt_size(24, 2048, 1024, 16, 51200),
+    "1_3B": _gpt_size(24, 2048, 2048, 32, 51200),
+    "2_6B": _gpt_size(32, 2048, 2560, 32, 51200),
+    "6_7B": _gpt_size(32, 2048, 4096, 32, 51200),
+    "13B": _gpt_size(40, 2048, 5120, 40, 51200),
+    "scale-layer": _gpt_size(8, 2048, 512, 8, 51200),
+}
+
+
+def gpt(size: str, facts: Mapping[str, Any]) -> Model:
+    length, hidden = facts["seq_length"], facts["hidden_size"]
+    vocabulary = facts["vocab_size"]
+    shape = {
+        "length": length,
+        "memory_length": length,
+        "hidden": hidden,
+        "heads": facts["num_attention_heads"],
+        "channels": facts["kv_channels"],
+        "features": facts["ffn_hidden_size"],
+        "dropout": facts["dropout"],
+        "causal": True,
+    }
+    tokens = Value((length,), torch.int64, high=vocabulary, differentiable=False)
+    layers = _Layers()
+    x = layers.add(
+        Embedding,
+        "encoder-embedding",
+        "tokens",
+        vocabulary=vocabulary,
+        hidden=hidden,
+        length=length,
+        dropout=facts["dropout"],
+    )
+    for _ in range(facts["num_layers"]):
+        x = layers.encoder_layer(x, shape)
+    x = layers.add(LayerNorm, "final-layernorm", x, length=length, hidden=hidden)
+    last = {"length": length, "hidden": hidden, "vocabulary": vocabulary}
+    layers.add(LanguageLoss, "gpt-post-process", x, "labels", **last)
+    data = {"tokens": tokens, "labels": tokens}
+    return Model("gpt", size, tuple(layers.operators), data, dict(facts)).check()
+
+
+def _t5_size(
+    layers: int, length: int, decoder: int, hidden: int, ffn: int, heads: int, kv: int, words: int
+) -> dict[str, Any]:
+    return {
+        "num_layers": layers,
+        "encoder_seq_length": length,
+        "decoder_seq_length": decoder,
+        "max_position_embeddings": length,
+        "num_attention_heads": heads,
+        "kv_channels": kv,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "vocab_size": words,
+        "dropout": 0.1,
+    }
+
+
+T5_SIZES = {
+    "tiny": _t5_size(2, 8, 4, 16, 32, 4, 4, 32),
+    "770M": _t5_size(24, 2048, 512, 1024, 4096, 16, 64, 30592),
+    "3B": _t5_size(24, 2048, 512, 1024, 16384, 32, 128, 30592),
+    "6B": _t5_size(24, 2048, 512, 1024, 32768, 64, 128, 30592),
+    "11B": _t5_size(24, 2048, 512, 1024, 65536, 128, 128, 30592),
+    "22B": _t5_size(48, 2048, 512, 1024, 65536, 128, 128, 30592),
+}
+
+
+def t5(size: str, facts: Mapping[str, Any]) -> Model:
+    hidden, vocabulary, p = facts["hidden_size"], facts["vocab_size"], facts["dropout"]
+    encoder, decoder = facts["encoder_seq_length"], facts["decoder_seq_length"]
+    shape = {
+        "length": encoder,
+        "memory_length": encoder,
+        "hidden": hidden,
+        "heads": facts["num_attention_heads"],
+        "channels": facts["kv_channels"],
+        "features": facts["ffn_hidden_size"],
+        "dropout": p,
+        "causal": False,
+    }
+    words = {"vocabulary": vocabulary, "hidden": hidden, "dropout": p}
+    layers = _Layers()
+    x = layers.add(Embedding, "encoder-embedding", "tokens", length=encoder, **words)
+    for _ in range(facts["num_layers"]):
+        x = layers.encoder_layer(x, shape)
+    memory = layers.add(LayerNorm, "enc-final-layernorm", x, length=encoder, hidden=hidden)
+    x = layers.add(Embedding, "decoder-embedding", "decoder_tokens", length=decoder, **words)
+    for _ in range(facts["num_layers"]):
+        x = layers.decoder_layer(x, memory, {**shape, "length": decoder})
+    x = layers.add(LayerNorm, "dec-final-layernorm", x, length=decoder, hidden=hidden)
+    last = {"length": decoder, "hidden": hidden, "vocabulary": vocabulary}
+    layers.add(LanguageLoss, "t5-post-process", x, "labels", **last)
+    tokens = {
+        name: Value((length,), torch.int64, high=vocabulary, differentiable=False)
+        for name, length in (("tokens", encoder), ("decoder_tokens", decoder), ("labels", decoder))
+    }
+    return Model("t5", size, tuple(layers.operators), tokens, dict(facts)).check()
+
+
+# --- Wide-ResNet --------------------------------------------------------------------------
+
+
+def _resnet_size(blocks: list[int], channels: int, factor: int) -> dict[str, Any]:
+    return {
+        "num_layers": blocks,
+        "in_channels": channels,
+        "width_factor": factor,
+        "image_size": 224,
+        "num_classes": 1024,
+    }
+
+
+RESNET_SIZES = {
+    "tiny": {**_resnet_size([1, 2], 4, 2), "image_size": 16, "num_classes": 8},
+    "500M": _resnet_size([3, 4, 6, 3], 224, 2),
+    "1B": _resnet_size([3, 4, 6, 3], 320, 2),
+    "2B": _resnet_size([3, 4, 6, 3], 448, 2),
+    "4B": _resnet_size([3, 4, 6, 3], 640, 2),
+    "6_8B": _resnet_size([3, 4, 6, 3], 320, 16),
+    "13B": _resnet_size([3, 4, 23, 3], 320, 16),
+}
+_EXPANSION = 4
+
+
+def resnet(size: str, facts: Mapping[str, Any]) -> Model:
+    base, factor = facts["in_channels"], facts["width_factor"]
+    layers = _Layers()
+
+    def convolution(name: str, x: str, shape: tuple[int, int, int, int, int]) -> str:
+        ins, outs, width, kernel, stride = shape
+        return layers.add(
+            Convolution,
+            name,
+            x,
+            in_channels=ins,
+            out_channels=outs,
+            width=width,
+            kernel=kernel,
+            stride=stride,
+            padding=kernel // 2,
+        )
+
+    def block(name: str, x: str, shape: tuple[int, int, int, int]) -> str:
+        ins, channels, width, stride = shape
+        wide, outs, after = channels * factor, channels * _EXPANSION, width // stride
+        y = convolution(f"{name}-conv1", x, (ins, channels, width, 1, 1))
+        y = layers.add(BatchNorm, f"{name}-bn1", y, channels=channels, width=width, relu=True)
+        y = convolution(f"{name}-conv2", y, (channels, wide, width, 3, stride))
+        y = layers.add(BatchNorm, f"{name}-bn2", y, channels=wide, width=after, relu=True)
+        y = convolution(f"{name}-conv3", y, (wide, outs, after, 1, 1))
+        y = layers.add(BatchNorm, f"{name}-bn3", y, channels=outs, width=after)
+        fits = ins == outs and stride == 1
+        y = layers.add(
+            Shortcut,
+            f"{name}-downsample",
+            y,
+            x,
+            in_channels=ins,
+            out_channels=outs,
+            width=after,
+            stride=stride,
+            convolves=not fits,
+        )
+        return layers.add(Relu, f"{name}-relu", y, channels=outs, width=after)
+
+    width = facts["image_size"]
+    x = convolution("conv1", "image", (3, base, width, 7, 2))
+    width //= 2
+    x = layers.add(BatchNorm, "bn1", x, channels=base, width=width)
+    x = layers.add(Relu, "relu1", x, channels=base, width=width)
+    x = layers.add(MaxPool, "maxpool", x, channels=base, width=width)
+    width //= 2
+    ins = base
+    for group, blocks in enumerate(facts["num_layers"]):
+        for number in range(blocks):
+            stride = 2 if group and not number else 1
+            channels = base * 2**group
+            x = block(f"block-{group}-{number}", x, (ins, channels, width, stride))
+            ins, width = channels * _EXPANSION, width // stride
+    x = layers.add(AveragePool, "avgpool", x, channels=ins)
+    layers.add(ClassLoss, "fc", x, "labels", features=ins, classes=facts["num_classes"])
+    data = {
+        "image": Value((3, facts["image_size"], facts["image_size"]), differentiable=False),
+        "labels": Value((), torch.int64, high=facts["num_classes"], differentiable=False),
+    }
+    return Model("resnet", size, tuple(layers.operators), data, dict(facts)).check()
+
+
+MODELS: dict[str, tuple[Callable[[str, Mapping[str, Any]], Model], dict[str, dict[str, Any]]]] = {
+    "gpt": (gpt, GPT_SIZES),
+    "t5": (t5, T5_SIZES),
+    "resnet": (resnet, RESNET_SIZES),
+}
+
+
+def build(name: str, size: str, **changes: Any) -> Model:
+    """A built-in model.
+
+    Args:
+        name: "gpt", "t5" or "resnet".
+        size: one of its sizes.
+        changes: facts that differ from that size, such as ``num_layers=12`` or ``dropout=0.0``.
+
+    Raises:
+        PlanError: for an unknown name, size or fact.
+    """
+    if name == "scale-layer":  # Aceso's name of a GPT whose number of layers varies
+        name, size = "gpt", "scale-layer"
+    if name not in MODELS:
+        raise PlanError(f"no model {name!r}: there are {', '.join(MODELS)}")
+    make, sizes = MODELS[name]
+    if size not in sizes:
+        raise PlanError(f"no size {size!r} of {name}: there are {', '.join(sizes)}")
+    if unknown := set(changes) - set(sizes[size]):
+        raise PlanError(f"{name} has no {', '.join(sorted(unknown))}")
+    return make(size, {**sizes[size], **changes})
+
+
+def of_plan(plan: Plan, **changes: Any) -> Model:
+    """The built-in model that a plan is for; its file says in which facts it differs.
+
+    Raises:
+        PlanError: if there is none, or the plan has not as many operators.
+    """
+    model = build(plan.model_name, plan.model_size)
+    said = {key: value for key, value in plan.model.items() if key in model.facts}
+    model = build(plan.model_name, plan.model_size, **{**said, **changes})
+    plan.check(model.names)
+    return model

@@ -1,0 +1,558 @@
+"""Measures a model's operators, and this machine's collectives and messages, into a database.
+
+The files are those of `fusedpg.plan.database`. Operators run as `fusedpg.plan.train` runs them: on
+all ranks at the same time, `tp` of them together, with the real collectives of their group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import functools
+import hashlib
+import io
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedpg
+from fusedpg.plan import models
+from fusedpg.plan.database import COLUMNS
+from fusedpg.plan.launched import facts_of, in_group
+from fusedpg.plan.layout import Layout
+from fusedpg.plan.memory import MB, PeakMemory
+from fusedpg.plan.operators import Model, Operator, Part, Value
+from fusedpg.plan.stage import Move, exchanged, groups
+from fusedpg.tensor_parallel._epilogue import Place
+
+_SIZES_MB = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+# --- operators ----------------------------------------------------------------------------
+
+
+class _Measurement:
+    """One operator with given degrees, ready to run again and again."""
+
+    def __init__(
+        self, op: Operator, inputs: Sequence[Value], samples: int, part: Part, dtype: torch.dtype
+    ) -> None:
+        self.module = op.module(part, dtype, seed=0)
+        ins, outs = op.splits(part.algo)
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = [
+            _random(value, _shape(value, samples, split, part.tp), dtype, generator)
+            for value, split in zip(inputs, ins)
+        ]
+        self.gradients = [
+            torch.randn(_shape(value, samples, split, part.tp), generator=generator).to(dtype)
+            for value, split in zip(op.values(), outs)
+        ]
+
+    def forward(self) -> list[Tensor]:
+        outputs = self.module(*self.inputs)
+        return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+    def backward(self, outputs: Sequence[Tensor]) -> None:
+        pairs = [(t, g) for t, g in zip(outputs, self.gradients) if t.requires_grad]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        for tensor in self.inputs:
+            tensor.grad = None
+
+    def times(self, repeats: int) -> tuple[float, float]:
+        """Microseconds forward and backward: medians, the means over all ranks."""
+        self.backward(self.forward())
+        forward, backward = [], []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            outputs = self.forward()
+            middle = time.perf_counter()
+            self.backward(outputs)
+            forward.append(middle - begin)
+            backward.append(time.perf_counter() - middle)
+        return _mean(statistics.median(forward)) * 1e6, _mean(statistics.median(backward)) * 1e6
+
+    def step(self, repeats: int) -> float:
+        """Microseconds of AdamW over the weights, on one device."""
+        params = list(self.module.parameters())
+        if not params:
+            return 0.0
+        own = groups([(rank,) for rank in range(dist.get_world_size())])[(dist.get_rank(),)]
+        optimizer = fusedpg.optim.AdamW(params, process_group=own, reduce="sum")
+        found = []
+        for _ in range(repeats + 1):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            begin = time.perf_counter()
+            optimizer.step()
+            found.append(time.perf_counter() - begin)
+            optimizer.zero_grad()
+        return _mean(statistics.median(found[1:])) * 1e6
+
+    def memory(self) -> dict[str, Any]:
+        """MB that stay and that pass, and which inputs and outputs backward needs."""
+        self.backward(self.forward())  # gradients of weights are there, as in a later micro-batch
+        kept: dict[int, int] = {}  # bytes by storage
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with PeakMemory() as counted:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                outputs = self.forward()
+            after, forward_peak = counted.now, counted.peak
+            counted.peak = counted.now
+            known = {p.untyped_storage()._cdata for p in self.module.parameters()}
+            ins = [tensor.untyped_storage()._cdata for tensor in self.inputs]
+            outs = [tensor.untyped_storage()._cdata for tensor in outputs]
+            inside = sum(n for key, n in kept.items() if key not in known.union(ins, outs))
+            saved = [key in kept for key in ins], [key in kept for key in outs]
+            self.backward(outputs)
+            backward_peak = counted.peak
+        return {
+            "inside": inside / MB,
+            "inputs_saved": saved[0],
+            "outputs_saved": saved[1],
+            "forward": max(forward_peak - after, 0) / MB,
+            "backward": max(backward_peak - after, 0) / MB,
+        }
+
+
+def _shape(value: Value, samples: int, split: int | None, tp: int) -> tuple[int, ...]:
+    shape = [samples, *value.shape]
+    if split is not None:
+        shape[split] //= tp
+    return tuple(shape)
+
+
+def _random(
+    value: Value, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    if value.high:
+        return torch.randint(value.high, shape, generator=generator)
+    made = torch.randn(shape, generator=generator).to(value.dtype or dtype)
+    return made.requires_grad_(value.differentiable and made.is_floating_point())
+
+
+def _mean(value: float) -> float:
+    """Over all ranks, so that all of them know the same."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+class _Cache:
+    """What has been measured, a line each, so that a measurement that was interrupted goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines: list[str] = []
+        if dist.get_rank() == 0 and path.exists():
+            text = path.read_text()
+            lines = text.splitlines()
+            if not text.endswith("\n"):  # the end of a line was not written
+                lines = lines[:-1]
+                path.write_text("".join(f"{line}\n" for line in lines))
+        shared = [lines]
+        dist.broadcast_object_list(shared)
+        self.known: dict[str, Any] = {}
+        for line in shared[0]:
+            self.known.update(json.loads(line))
+
+    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = value = measure()
+            if dist.get_rank() == 0:
+                with self.path.open("a") as file:
+                    file.write(json.dumps({key: value}) + "\n")
+        return self.known[key]
+
+
+class Profiler:
+    """Measures a model. All ranks of the default group take part in all of it.
+
+    Args:
+        model: whose operators are measured; those that compute the same, once.
+        folder: of the database.
+        dtype: of weights and values.
+        repeats: of each measurement, of which the median counts.
+    """
+
+    def __init__(
+        self, model: Model, folder: str | Path, *, dtype: torch.dtype, repeats: int = 10
+    ) -> None:
+        self.model, self.folder = model, Path(folder)
+        self.dtype, self.repeats = dtype, repeats
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.stem = f"{model.name}_{model.size}"
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        # What is measured depends on it; another machine has a folder of its own.
+        said = (
+            dtype,
+            repeats,
+            self.world_size,
+            torch.get_num_threads(),
+            sorted(model.facts.items()),
+        )
+        digest = hashlib.sha256(repr(said).encode()).hexdigest()[:12]
+        self.cache = _Cache(self.folder / f"measured_{self.stem}_{digest}.jsonl")
+        self.host = self._hosts()
+        # Operators by their names, which are the rows: the first of each.
+        self.rows = {op.name: op for op in reversed(model.operators)}
+        self.rows = dict(reversed(self.rows.items()))
+
+    def _hosts(self) -> list[int]:
+        """The number of each rank's host."""
+        local = fusedpg.group_info()["local_ranks"]
+        first: list[Any] = [None] * self.world_size
+        dist.all_gather_object(first, min(local))
+        numbers = {lowest: number for number, lowest in enumerate(dict.fromkeys(first))}
+        return [numbers[lowest] for lowest in first]
+
+    def degrees(self) -> list[int]:
+        """Tensor-parallel degrees: those whose ranks share a host, however the plan cuts."""
+        found = []
+        for tp in range(1, self.world_size + 1):
+            blocks = [self.host[i : i + tp] for i in range(0, self.world_size, tp)]
+            if self.world_size % tp == 0 and all(len(set(block)) == 1 for block in blocks):
+                found.append(tp)
+        return found
+
+    def _part(self, tp: int, algo: int) -> Part:
+        first = self.rank - self.rank % tp
+        sets = [tuple(range(i, i + tp)) for i in range(0, self.world_size, tp)]
+        place = Place(groups(sets)[tuple(range(first, first + tp))]) if tp > 1 else None
+        return Part(tp, 1, self.rank % tp, 0, place, None, algo)
+
+    def operators(self, micro_batches: Sequence[int], advance: Callable[[str], None]) -> list[str]:
+        """Writes a file for each number of samples, degree and way; what was left out, and why."""
+        skipped = []
+        for tp in self.degrees():
+            for algo in (0, 1):
+                problems = (
+                    op.problem(tp, algo, [self.model.values[name] for name in op.inputs])
+                    for op in self.model.operators
+                )
+                if problem := next((p for p in problems if p), None):
+                    skipped.append(f"tp {tp}, algo {algo}: {problem}")
+                    continue
+                for samples in micro_batches:
+                    name = f"{self.stem}_mbs{samples}_tp{tp}_algo{algo}.csv"
+                    advance(name)
+                    self._write(name, self._table(samples, tp, algo))
+        return skipped
+
+    def _table(self, samples: int, tp: int, algo: int) -> list[Sequence[Any]]:
+        found = {name: self._measured(op, samples, tp, algo) for name, op in self.rows.items()}
+        sizes = self._boundaries(samples, tp, algo)
+        needed = self._needed(found, algo)
+        part = Part(tp=tp, algo=algo)
+        rows: list[Sequence[Any]] = [("op_name", *COLUMNS)]
+        for name, op in self.rows.items():
+            value, way = found[name], min(algo, op.ways - 1)
+            weights = sum(
+                math.prod(weight.shape) // (1 if weight.split is None else tp)
+                for weight in op.weights(way).values()
+            )
+            activations = value["inside"]
+            for output, split, saved in zip(op.values(), op.splits(way)[1], needed[name]):
+                if saved:
+                    activations += self._mb(_shape(output, samples, split, part.tp), output)
+            cells = (
+                value["forward_us"],
+                value["backward_us"],
+                *sizes[name],
+                weights * self.dtype.itemsize / MB,
+                activations,
+                value["forward"],
+                value["backward"],
+                value["step_us"],
+            )
+            rows.append((name, *(f"{cell:.6f}" for cell in cells)))
+        return rows
+
+    def _mb(self, shape: Sequence[int], value: Value) -> float:
+        return math.prod(shape) * (value.dtype or self.dtype).itemsize / MB
+
+    def _measured(self, op: Operator, samples: int, tp: int, algo: int) -> dict[str, Any]:
+        algo = min(algo, op.ways - 1)
+        inputs = [self.model.values[name] for name in op.inputs]
+        shapes = [(value.shape, value.high) for value in inputs]
+        key = repr((op.kind(), shapes, samples, tp, algo))
+
+        def measure() -> dict[str, Any]:
+            run = _Measurement(op, inputs, samples, self._part(tp, algo), self.dtype)
+            dist.barrier()
+            forward, backward = run.times(self.repeats)
+            found = run.memory()
+            return {
+                "forward_us": forward,
+                "backward_us": backward,
+                "step_us": run.step(self.repeats),
+                **found,
+            }
+
+        found: dict[str, Any] = self.cache.get(key, measure)
+        return found
+
+    def _boundaries(self, samples: int, tp: int, algo: int) -> dict[str, tuple[float, float]]:
+        """MB that one device has to have before each operator and to pass on after it."""
+        last = {name: i for i, op in enumerate(self.model.operators) for name in op.inputs}
+        live: dict[str, float] = {}
+        found: dict[str, tuple[float, float]] = {}
+        for i, op in enumerate(self.model.operators):
+            before = sum(live.values())
+            for name, value, split in zip(
+                op.outputs, op.values(), op.splits(min(algo, op.ways - 1))[1]
+            ):
+                live[name] = self._mb(_shape(value, samples, split, tp), value)
+            live = {name: size for name, size in live.items() if last.get(name, -1) > i}
+            found.setdefault(op.name, (before, sum(live.values())))
+        return found
+
+    def _needed(self, found: Mapping[str, Any], algo: int) -> dict[str, list[bool]]:
+        """Which outputs of an operator stay until backward, for it or for those that use them."""
+        saved = {
+            name
+            for op in self.model.operators
+            for name, kept in zip(op.inputs, found[op.name]["inputs_saved"])
+            if kept
+        }
+        needed: dict[str, list[bool]] = {}
+        for op in self.model.operators:
+            own = found[op.name]["outputs_saved"]
+            here = [kept or name in saved for name, kept in zip(op.outputs, own)]
+            before = needed.setdefault(op.name, here)
+            needed[op.name] = [a or b for a, b in zip(before, here)]
+        return needed
+
+    # --- collectives and messages ---
+
+    def collectives(self, sizes: Sequence[float], advance: Callable[[str], None]) -> None:
+        """Writes a file for each collective and number of devices, on one host and across."""
+        for count in range(2, self.world_size + 1):
+            for nodes, sets in self._sets(count).items():
+                for collective in COLLECTIVES:
+                    across = f"_{nodes}nodes" if nodes > 1 else ""
+                    name = f"prim_{self.stem}_{collective}_{count}gpus{across}.csv"
+                    advance(name)
+                    rows: list[Sequence[Any]] = [("data_size(MB)", "time(ms)")]
+                    for size in sizes:
+                        measure = functools.partial(self._collective, collective, sets, size)
+                        key = repr((collective, count, nodes, size))
+                        rows.append((f"{size:.6f}", f"{self.cache.get(key, measure):.6f}"))
+                    self._write(name, rows)
+
+    def _sets(self, count: int) -> dict[int, list[tuple[int, ...]]]:
+        """Disjoint sets of so many ranks, by how many hosts each is on."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+        # Consecutive ranks, as tensor parallelism takes them; strided ones, as data parallelism.
+        stride = self.world_size // count
+        for sets in (
+            [tuple(range(i, i + count)) for i in range(0, self.world_size - count + 1, count)],
+            [tuple(range(i, self.world_size, stride))[:count] for i in range(stride)],
+        ):
+            for ranks in sets:
+                nodes = len({self.host[rank] for rank in ranks})
+                known = found.setdefault(nodes, [])
+                if not any(set(ranks) & set(other) for other in known):
+                    known.append(ranks)
+        return found
+
+    def _collective(self, collective: str, sets: Sequence[tuple[int, ...]], size: float) -> float:
+        """Milliseconds, where all of these sets are busy at the same time."""
+        mine = next((ranks for ranks in sets if self.rank in ranks), None)
+        made = groups(list(sets))
+        found = 0.0
+        if mine is not None:
+            run = _collective(collective, mine, self.rank, made[mine], int(size * MB / 4))
+            for _ in range(2):
+                run()
+            times = []
+            for _ in range(self.repeats):
+                begin = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - begin)
+            found = statistics.median(times) * 1e3
+        busy = sum(len(ranks) for ranks in sets)
+        return _mean(found) * self.world_size / busy
+
+    def messages(self, sizes: Sequence[float], advance: Callable[[str], None]) -> None:
+        """Writes the bandwidth of messages between two ranks of a host, and of two hosts."""
+        pairs = {"intra": None, "inter": None} | {
+            "intra" if self.host[a] == self.host[b] else "inter": (a, b)
+            for a in reversed(range(self.world_size))
+            for b in reversed(range(a + 1, self.world_size))
+        }
+        for kind, pair in pairs.items():
+            if pair is None:
+                continue
+            advance(f"p2p_{kind}_node.csv")
+            speeds = []
+            for size in sizes:
+                measure = functools.partial(self._message, pair, int(size * MB / 4))
+                milliseconds = self.cache.get(repr(("message", kind, size)), measure)
+                speeds.append(size / milliseconds)
+            rows = [[f"{size:.6f}" for size in sizes], [f"{speed:.6f}" for speed in speeds]]
+            self._write(f"p2p_{kind}_node.csv", rows)
+
+    def _message(self, pair: tuple[int, int], count: int) -> float:
+        """Milliseconds of a message, by half of there and back."""
+        found = 0.0
+        if self.rank in pair:
+            tensor = torch.zeros(max(count, 1))
+            peer = pair[0] if self.rank == pair[1] else pair[1]
+            times = []
+            for _ in range(self.repeats + 2):
+                begin = time.perf_counter()
+                for sends in (True, False) if self.rank == pair[0] else (False, True):
+                    (dist.send if sends else dist.recv)(tensor, peer)
+                times.append(time.perf_counter() - begin)
+            found = statistics.median(times[2:]) / 2 * 1e3
+        return _mean(found) * self.world_size / 2
+
+    # --- files ---
+
+    def describe(self) -> None:
+        """Writes what a cost model must know of the model besides times."""
+        ops = self.model.operators
+        layouts = {
+            op.name: [
+                [_kind(op.splits(way)[0], first=True), _kind(op.splits(way)[1], first=False)]
+                for way in (0, op.ways - 1)
+            ]
+            for op in self.rows.values()
+        }
+        described = {
+            "operators": self.model.names,
+            "layouts": layouts,
+            "memory_main_params": 0.0,
+            "memory_optimizer": 2.0,
+            "overlap": 0.0,  # gradients are reduced when the last backward pass has ended
+            "model": dict(self.model.facts),
+        }
+        if self.rank == 0 and ops:
+            path = self.folder / f"model_{self.stem}.json"
+            _replace(path, json.dumps(described, indent=1) + "\n")
+
+    def _write(self, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        if self.rank == 0:
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(rows)
+            _replace(self.folder / name, text.getvalue())
+
+
+def _kind(splits: Sequence[int | None], first: bool) -> str:
+    """The layout of the first input or output, as `fusedpg.plan.catalogue` names it."""
+    split = splits[0] if splits else None
+    return {None: "replicated", 1: "heads", 2: "hidden"}[split]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that is never seen half."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _collective(
+    collective: str, ranks: tuple[int, ...], rank: int, group: Any, count: int
+) -> Callable[[], Any]:
+    """The collective as plans use it, of so many elements on each device before it."""
+    size = len(ranks)
+    count = max(count // size, 1) * size
+    tensor = torch.ones(count)
+    if collective == "all_reduce":
+        return lambda: dist.all_reduce(tensor, group=group)
+    if collective == "reduce_scatter":
+        part = torch.empty(count // size)
+        return lambda: dist.reduce_scatter(part, list(tensor.chunk(size)), group=group)
+    # Changes of layout inside of a stage.
+    split, whole = Layout(ranks, size, 1, split=1), Layout(ranks, size, 1)
+    if collective == "all_gather":
+        move = Move.of((1, count * size), split, whole, rank)
+        return lambda: exchanged(tensor.view(1, count), move, group)
+    batch = Layout(ranks, 1, size)
+    move = Move.of((size, count), split, batch, rank)
+    return lambda: exchanged(tensor.view(size, count // size), move, group)
+
+
+# --- the command --------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help=f"one of {', '.join(models.MODELS)}")
+    parser.add_argument("--size", required=True, help="such as 25M or 1_3B")
+    parser.add_argument("--out", required=True, type=Path, help="the database's folder")
+    parser.add_argument(
+        "--micro-batch",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4],
+        help="samples on one device (default: 1 2 4)",
+    )
+    parser.add_argument("--max-mb", type=float, default=16.0, help="of collectives and messages")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="FACT=NUMBER", help="such as num_layers=12"
+    )
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A function that says on rank 0 what is measured now."""
+    if dist.get_rank():
+        yield lambda name: None
+        return
+    try:
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda name: print(name, file=sys.stderr)
+        return
+    with Progress() as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(name: str) -> None:
+            bar.update(task, advance=1, description=name)
+
+        yield advance
+
+
+def main(arguments: argparse.Namespace) -> int:
+    model = models.build(arguments.model, arguments.size, **facts_of(arguments.set))
+    with in_group():
+        profiler = Profiler(
+            model,
+            arguments.out,
+            dtype=getattr(torch, arguments.dtype),
+            repeats=arguments.repeats,
+        )
+        sizes = [size for size in _SIZES_MB if size <= arguments.max_mb]
+        files = 2 * len(profiler.degrees()) * len(arguments.micro_batch)
+        files += len(COLLECTIVES) * (profiler.world_size - 1) + 1
+        with progress(files) as advance:
+            skipped = profiler.operators(arguments.micro_batch, advance)
+            profiler.collectives(sizes, advance)
+            profiler.messages(sizes, advance)
+        profiler.describe()
+        if dist.get_rank() == 0:
+            for text in skipped:
+                print(f"left out: {text}", file=sys.stderr)
+    return 0
