@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -12,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import harness
-from fusedpg.plan import Plan, PlanError, models
+from fusedpg.plan import Plan, PlanError, models, profile
+from fusedpg.plan.database import Database
 from fusedpg.plan.layout import Layout, reshard, within
+from fusedpg.plan.memory import MB, PeakMemory
+from fusedpg.plan.model import FusedModel
 from fusedpg.plan.operators import Model, Part
+from fusedpg.plan.schedule import Action, actions
 from fusedpg.plan.stage import mixed
 from harness import Context
 
@@ -86,6 +93,7 @@ def random_plan(model: Model, devices: int, seed: int, **given: Any) -> Plan:
     count = len(model.operators)
     borders = [0, *sorted(draw.sample(range(1, count), len(widths) - 1)), count]
     micro = math.lcm(*widths) * draw.choice([1, 2])
+    micro_batches = given.pop("micro_batches", draw.choice([2, 3, 4]))
     columns: dict[str, list[list[int]]] = {"tp": [], "dp": [], "recompute": [], "algo": []}
     for stage, width in enumerate(widths):
         tps = [t for t in range(1, width + 1) if width % t == 0]
@@ -108,14 +116,14 @@ def random_plan(model: Model, devices: int, seed: int, **given: Any) -> Plan:
     return Plan(
         model.name,
         model.size,
-        micro * draw.choice([2, 3, 4]),
+        micro * micro_batches,
         micro,
         tuple(widths),
         tuple(b - a for a, b in itertools.pairwise(borders)),
         *(tuple(tuple(stage) for stage in column) for column in columns.values()),
         model=model.facts,
         **{"schedule": draw.choice(["1f1b", "gpipe"]), **given},
-    ).check(model.names, devices)
+    ).check(model.names)
 
 
 @functools.lru_cache
@@ -196,3 +204,316 @@ def test_losses_of_one_process(context: Context, seed: int, dtype: torch.dtype) 
     """20 random legal plans of GPT over 20 steps, unequal widths among them."""
     model = tiny("gpt")
     compare(context, random_plan(model, context.world_size, seed), model, dtype, steps=20)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["t5", "resnet"])
+@harness.on_ranks(2, 4, timeout=120)
+def test_other_models(context: Context, name: str, seed: int) -> None:
+    """T5, whose encoder's output crosses many stages, and a ResNet with norms over the batch."""
+    model = tiny(name)
+    plan = random_plan(model, context.world_size, 100 + seed)
+    compare(context, plan, model, torch.float64, steps=4)
+
+
+@pytest.mark.parametrize("widths", [[1, 1, 2], [2, 1, 1], [1, 3], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@harness.on_ranks(4)
+def test_unequal_widths(context: Context, widths: list[int], schedule: str) -> None:
+    model = tiny("gpt")
+    plan = random_plan(model, 4, sum(widths), widths=widths, schedule=schedule)
+    compare(context, plan, model, torch.float64, steps=3)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 6])
+@harness.on_ranks(2, 4)
+def test_virtual_stages(context: Context, micro_batches: int) -> None:
+    """Two stages on the same devices, in the order of torch's interleaved schedule."""
+    model, half = tiny("gpt"), context.world_size // 2
+    plan = random_plan(
+        model,
+        2 * context.world_size,
+        micro_batches,
+        widths=[half] * 4,
+        schedule="interleaved",
+        virtual_stages=2,
+        micro_batches=micro_batches,
+    )
+    compare(context, plan, model, torch.float64, steps=3)
+
+
+@harness.on_ranks(4)
+def test_recomputation_drops_alike(context: Context) -> None:
+    """Dropout is the same when it is computed again, and on ranks that hold the same value."""
+    model = models.build("gpt", "tiny", dropout=0.3)
+    plan = random_plan(model, 4, 11, widths=[2, 2])
+    never = tuple(tuple(0 for _ in stage) for stage in plan.recompute_ops)
+    always = tuple(tuple(1 for _ in stage) for stage in plan.recompute_ops)
+    found = []
+    for flags in (never, always):
+        changed = dataclasses.replace(plan, recompute_ops=flags)
+        losses, _, trainer = train(changed, model, 3, torch.float64)
+        found.append(losses)
+        for stage in trainer.stages.values():
+            for module in stage.modules:
+                if module.part.tp_place is None:
+                    continue
+                for name, parameter in module.named_parameters():
+                    if module.declared[name].split is None:
+                        other = parameter.detach().clone()
+                        dist.broadcast(other, group=module.part.tp_place.group, group_src=0)
+                        assert torch.equal(other, parameter), name
+    assert found[0] == found[1]
+    without = train(plan, tiny("gpt"), 1, torch.float64)[0]
+    assert without[0] != found[0][0]
+
+
+@harness.on_ranks(2)
+def test_evaluate_and_sgd(context: Context) -> None:
+    """Evaluation changes nothing, and a step is one of the optimizer that was asked for."""
+    from fusedpg.plan.train import Trainer
+
+    model = tiny("resnet")
+    plan = random_plan(model, 2, 5, widths=[2])
+    options = {"lr": 1e-2, "momentum": 0.9}
+    trainer = Trainer(plan, model, dtype=torch.float64, optimizer="sgd", options=options)
+    batch = model.random_batch(plan.global_batch_size, torch.float64, 0)
+    first = trainer.evaluate(batch)
+    before = trainer.state_dict()
+    assert trainer.evaluate(batch) == first
+    after = trainer.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    trained = trainer.step(batch).loss
+    if context.rank == 0:
+        make = functools.partial(torch.optim.SGD, **options)
+        losses, weights = reference(model, plan, 1, torch.float64, make)
+        assert abs(losses[0] - trained) < 1e-9
+    weights_now = trainer.state_dict()
+    if context.rank == 0:
+        for key, value in weights.items():
+            torch.testing.assert_close(weights_now[key], value, rtol=1e-9, atol=1e-12)
+
+
+@harness.on_ranks(2)
+def test_plans_that_do_not_fit(context: Context) -> None:
+    from fusedpg.plan.train import Trainer
+
+    model = tiny("gpt")
+    plan = random_plan(model, 2, 3, widths=[1, 1])
+    with pytest.raises(PlanError, match="for 4 devices, not 2"):
+        Trainer(random_plan(model, 4, 0), model)
+    with pytest.raises(PlanError, match="73"):
+        Trainer(plan, tiny("t5"))
+    with pytest.raises(PlanError, match="zero_bubble is not executed"):
+        Trainer(dataclasses.replace(plan, schedule="zero_bubble"), model)
+    with pytest.raises(PlanError, match="no optimizer 'lion'"):
+        Trainer(plan, model, optimizer="lion")
+    odd = models.build("gpt", "tiny", num_attention_heads=3, kv_channels=4)
+    wide = random_plan(odd, 2, 3, widths=[2])
+    tp = tuple(tuple(2 for _ in stage) for stage in wide.model_parallel_size_of_each_op)
+    dp = tuple(tuple(1 for _ in stage) for stage in tp)
+    wide = dataclasses.replace(
+        wide, model_parallel_size_of_each_op=tp, data_parallel_size_of_each_op=dp
+    )
+    with pytest.raises(PlanError, match=r"enc-attention-.*: 3 does not divide by tp 2"):
+        Trainer(wide, odd)
+    trainer = Trainer(plan, model)
+    with pytest.raises(ValueError, match="samples of 'tokens'"):
+        trainer.step({"tokens": torch.zeros(1, 8, dtype=torch.int64)})
+
+
+# --- models -------------------------------------------------------------------------------
+
+
+def test_gpt_is_a_gpt() -> None:
+    """The operators together are a pre-norm transformer, written down independently."""
+    model = tiny("gpt")
+    modules = [op.module(Part(), torch.float64, i) for i, op in enumerate(model.operators)]
+    for module in modules:  # biases begin at zero, and would not be seen
+        for parameter in module.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    batch = model.random_batch(3, torch.float64, 0)
+    held = dict(batch)
+    for op, module in zip(model.operators, modules):
+        outputs = module(*(held[name] for name in op.inputs))
+        held.update(zip(op.outputs, outputs if isinstance(outputs, tuple) else [outputs]))
+    first, *rest = modules
+    x = first.word[batch["tokens"]] + first.position
+    for layer in range(2):
+        at = {m.op.name: m for m in rest[13 * layer : 13 * layer + 13]}
+        norm, qkv = at["enc-1st-layernorm"], at["enc-attention-qkv"]
+        y = F.layer_norm(x, (16,), norm.weight, norm.bias)
+        y = F.linear(y, qkv.qkv, qkv.qkv_bias).view(3, 8, 4, 3, 4)
+        q, k, v = (y[..., i, :].transpose(1, 2) for i in range(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        dense = at["enc-attention-dense"]
+        x = x + F.linear(y.transpose(1, 2).reshape(3, 8, 16), dense.weight, dense.bias)
+        norm, one, two = at["enc-2nd-layernorm"], at["enc-MLP-GEMM-1"], at["enc-MLP-GEMM-2"]
+        y = F.layer_norm(x, (16,), norm.weight, norm.bias)
+        y = F.linear(F.gelu(F.linear(y, one.weight, one.bias)), two.weight, two.bias)
+        x = x + y
+    norm, head = rest[-2:]
+    logits = F.linear(F.layer_norm(x, (16,), norm.weight, norm.bias), head.weight)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    found = held[model.operators[-1].outputs[0]]
+    torch.testing.assert_close(found, losses.view(3, 8).mean(1), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "operators", "millions"),
+    [
+        ("gpt", "25M", 81, 23.3),
+        ("gpt", "1_3B", 315, 1422.5),
+        ("t5", "770M", 821, 802.0),
+        ("resnet", "500M", 134, 495.0),
+        ("resnet", "13B", 270, 12633.3),
+    ],
+)
+def test_sizes(name: str, size: str, operators: int, millions: float) -> None:
+    """As many operators as Aceso's models have, and about as many weights as their names say."""
+    model = models.build(name, size)
+    assert len(model.operators) == operators
+    weights = sum(
+        math.prod(weight.shape) for op in model.operators for weight in op.weights(0).values()
+    )
+    assert abs(weights / 1e6 - millions) < 0.1
+
+
+def test_unknown_models() -> None:
+    with pytest.raises(PlanError, match="no model 'bert'"):
+        models.build("bert", "tiny")
+    with pytest.raises(PlanError, match="no size '7B' of gpt: there are tiny"):
+        models.build("gpt", "7B")
+    with pytest.raises(PlanError, match="gpt has no layers"):
+        models.build("gpt", "tiny", layers=3)
+
+
+# --- schedules ----------------------------------------------------------------------------
+
+
+def uniform(stages: int, micro_batches: int, schedule: str, virtual: int) -> Plan:
+    ones = tuple((1,) for _ in range(stages))
+    zeros = tuple((0,) for _ in range(stages))
+    numbers = ((1,) * stages, (1,) * stages, ones, ones, zeros, zeros)
+    return Plan("x", "x", micro_batches, 1, *numbers, schedule, virtual)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("period", [1, 2, 3, 4])
+def test_schedules_end(schedule: str, period: int) -> None:
+    """Every pass runs once, after all that it waits for, and 1F1B holds no more than it should."""
+    for virtual in [1] if schedule != "interleaved" else [2, 3]:
+        for count in range(1, 3 * period + 1):
+            plan = uniform(period * virtual, count, schedule, virtual)
+            if schedule == "interleaved" and count % max(1, count // period):
+                with pytest.raises(PlanError, match="equal rounds"):
+                    actions(plan, 0)
+                continue
+            orders = [actions(plan, rank) for rank in range(period)]
+            last, done = plan.num_stages - 1, set[Action]()
+            held, most = [0] * period, [0] * period
+            places = [0] * period
+            while any(place < len(order) for place, order in zip(places, orders)):
+                moved = False
+                for rank, order in enumerate(orders):
+                    if places[rank] == len(order):
+                        continue
+                    stage, kind, number = action = order[places[rank]]
+                    before = stage == 0 or Action(stage - 1, "F", number) in done
+                    if kind == "B":
+                        before = Action(stage, "F", number) in done and (
+                            stage == last or Action(stage + 1, "B", number) in done
+                        )
+                    if before:
+                        assert action not in done
+                        done.add(action)
+                        places[rank] += 1
+                        moved = True
+                        held[rank] += 1 if kind == "F" else -1
+                        most[rank] = max(most[rank], held[rank])
+                assert moved, "ranks wait for each other"
+            assert len(done) == 2 * plan.num_stages * count
+            if schedule == "1f1b":
+                assert most == [min(count, period - rank) for rank in range(period)]
+
+
+# --- memory -------------------------------------------------------------------------------
+
+
+def test_peak_memory() -> None:
+    outside = torch.zeros(MB)
+    with PeakMemory() as counted:
+        a = torch.ones(MB // 4)
+        assert counted.now == MB
+        b = a.view(2, -1)
+        b += 1
+        outside.add_(1)
+        assert counted.now == MB
+        c = a * 2
+        assert counted.now == counted.peak == 2 * MB
+        del a, b
+        assert counted.now == MB
+        c = torch.ones(MB // 2, requires_grad=True)
+        (c * c).sum().backward()
+        assert counted.peak >= 8 * MB
+    assert c.grad is not None
+
+
+# --- the profiler -------------------------------------------------------------------------
+
+
+def profiled(context: Context, model: Model, **more: Any) -> profile.Profiler:
+    profiler = profile.Profiler(
+        model, f"{context.scratch}/database", dtype=torch.float32, repeats=2, **more
+    )
+    skipped = profiler.operators([1, 2], lambda name: None)
+    assert not skipped
+    profiler.collectives([1 / 64, 1 / 16], lambda name: None)
+    profiler.messages([1 / 64, 1 / 16], lambda name: None)
+    profiler.describe()
+    dist.barrier()
+    return profiler
+
+
+@harness.on_ranks(4)
+def test_profile_is_a_database(context: Context) -> None:
+    """What was measured prices plans; a second call goes on where the first one was stopped."""
+    model = tiny("gpt")
+    profiler = profiled(context, model)
+    database = Database(f"{context.scratch}/database", "gpt", "tiny")
+    assert list(database.operators.sequence) == model.names
+    assert database.micro_batch_sizes == (1, 2)
+    assert database.tensor_parallel == (1, 2, 4)
+    whole, half = (database.row("enc-MLP-GEMM-1", 2, tp, 0) for tp in (1, 2))
+    assert whole[0] > 0 and whole[1] > 0
+    # A weight of 64 x 16 and its bias, of which tp 2 halves both.
+    assert whole[4] == pytest.approx((64 * 16 + 64) * 4 / MB, abs=1e-6)
+    assert half[4] == pytest.approx(whole[4] / 2, abs=1e-6)
+    # The residual, 2 x 8 x 16 numbers, goes along with what the MLP computes: 2 x 8 x 64.
+    assert whole[3] == pytest.approx(2 * 8 * (16 + 64) * 4 / MB, abs=1e-6)
+    plan = dataclasses.replace(random_plan(model, 4, 2, widths=[2, 2]), micro_batch_size=2)
+    plan = dataclasses.replace(plan, global_batch_size=8).check(model.names, 4)
+    assert FusedModel(database, 4).price(plan).time_ms > 0
+    # Gelu was measured once for both layers, and the second time nothing is.
+    path = profiler.cache.path
+    lines = path.read_text().splitlines()
+    assert sum("'Gelu'" in line for line in lines) == 2 * 3
+    again = profiled(context, model)
+    assert path.read_text().splitlines() == lines
+    dist.barrier()
+    if context.rank == 0:  # as if it had been killed in the middle of a line
+        path.write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:20])
+    dist.barrier()
+    again = profiled(context, model)
+    found = again.cache.path.read_text().splitlines()
+    assert found[: len(lines) - 2] == lines[:-2]
+    assert len(found) == len(lines)
+
+
+@harness.on_ranks(2)
+def test_profile_leaves_out_what_does_not_divide(context: Context) -> None:
+    odd = models.build("gpt", "tiny", num_attention_heads=3, kv_channels=4, num_layers=1)
+    profiler = profile.Profiler(odd, f"{context.scratch}/odd", dtype=torch.float32, repeats=1)
+    skipped = profiler.operators([1], lambda name: None)
+    assert len(skipped) == 2
+    assert all("3 does not divide by tp 2" in text for text in skipped)
