@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
+import re
+import shlex
 import time
 from pathlib import Path
 
 import pytest
 
+import harness
 from fusedpg.plan import Plan
 from fusedpg.plan.__main__ import COMMANDS
 from fusedpg.plan.baseline import (
@@ -200,9 +202,26 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "not a multiple of --devices-per-node 3" in capsys.readouterr().err
 
 
+def test_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guide's commands print what it says."""
+    text = (harness.ROOT / "docs/guides/plan.md").read_text()
+    command = r"```sh\n(python -m fusedpg\.plan (?:search|explain|baseline).*?)```"
+    blocks = re.findall(command, text, re.S)
+    outputs = re.findall(r"```text\n(.*?)```", text, re.S)
+    assert len(blocks) == len(outputs) == 3
+    monkeypatch.chdir(tmp_path)
+    for block, output in zip(blocks, outputs):
+        block = block.replace("\\\n", " ").replace("tests/python/data/aceso", str(ACESO))
+        words = shlex.split(block)[3:]
+        assert run(*words) == 0
+        said = capsys.readouterr().out
+        assert output.strip() in said, said
+
+
 def test_commands_are_there() -> None:
     import importlib
 
     for module, _ in COMMANDS.values():
         assert callable(importlib.import_module(module).main)
-    assert os.cpu_count()
