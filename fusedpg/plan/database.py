@@ -203,8 +203,14 @@ class Database:
         if self.model_name == "resnet" or "num_layers" in model:
             known = known_operators(self.model_name, self.names, model)
         if "operators" in described:
+            # Other implementations than Aceso's share nothing of what its operators share.
             known = known or Operators(sequence=(), model=model)
-            known = dataclasses.replace(known, sequence=tuple(described["operators"]))
+            known = dataclasses.replace(
+                known,
+                sequence=tuple(described["operators"]),
+                layer_starts=frozenset(),
+                shared_activations={},
+            )
         if known is None:
             raise DatabaseError(
                 f"{self.stem} is none of Aceso's models: {path.name} must list its operators"

@@ -15,6 +15,8 @@ from fusedpg.plan import Plan, PlanError
 from fusedpg.plan.catalogue import Layout
 from fusedpg.plan.database import Database, DatabaseError, MissingRow
 from fusedpg.plan.model import AcesoModel, FusedModel, resharding_steps
+from fusedpg.plan.primitives import PRIMITIVES, uniform_state
+from fusedpg.plan.space import Space
 from plan_toys import ACESO, write_rows, write_toy
 
 JUDGED = json.loads((ACESO / "judged.json").read_text())
@@ -323,3 +325,42 @@ def test_no_database(tmp_path: Path) -> None:
     (tmp_path / "model_toy_s.json").unlink()
     with pytest.raises(DatabaseError, match=r"model_toy_s\.json must list its operators"):
         Database(tmp_path, "toy", "s")
+
+
+def test_described_models_share_nothing_of_aceso(tmp_path: Path) -> None:
+    """A profile of another implementation of GPT has the same names, but not Aceso's memory."""
+    for path in ACESO.glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    names = Database(ACESO, "gpt", "1_3B").operators.sequence
+    described = {"operators": names, "memory_optimizer": 2, "memory_main_params": 0}
+    (tmp_path / "model_gpt_1_3B.json").write_text(json.dumps(described))
+    operators = Database(tmp_path, "gpt", "1_3B").operators
+    assert operators.shared_activations == {} and operators.layer_starts == frozenset()
+    assert operators.memory_optimizer == 2 and operators.sequence == names
+
+
+def test_a_plan_at_the_limit_fits(gpt: Database) -> None:
+    """Fault 9: as much as there is may be used."""
+    model = AcesoModel(gpt, 4)
+    plan = uniform(gpt, (4,), (), dp=(1,))
+    limit = model.price(plan).memory_mb
+    for most, fits in ((limit, True), (limit * (1 - 1e-9), False)):
+        space = Space(model, 16, (2,), most)
+        setting = model.tables(2).index[4, 1, 0]
+        state = uniform_state(2, (4,), (model.num_ops,), (setting,))
+        candidate = space.candidate(state)
+        assert candidate is not None
+        assert (candidate.memory == limit and not any(candidate.flags[0])) == fits
+
+
+def test_smaller_micro_batches_fit_where_larger_do_not(gpt: Database) -> None:
+    """Fault 8: dec_mbs leads to legal plans."""
+    space = Space(FusedModel(gpt, 4), 64, (2, 4), 12000)
+    setting = space.model.tables(4).index[1, 4, 0]
+    start = space.candidate(uniform_state(4, (4,), (space.model.num_ops,), (setting,)))
+    assert start is not None and start.overrun > 0
+    (primitive,) = (one for one in PRIMITIVES if one.name == "dec_mbs")
+    states = list(primitive.apply(space, start, 0))
+    candidates = [space.candidate(state) for state in states]
+    assert candidates and all(one is not None and one.overrun == 0 for one in candidates)
+    assert {state.micro_batch for state in states} == {2}
