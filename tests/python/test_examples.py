@@ -55,6 +55,13 @@ def test_quickstart() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("compress", [None, "topk", "own"])
+def test_horovod(compress: str | None) -> None:
+    output = launched("horovod_digits.py", *(["--compress", compress] if compress else []))
+    assert float(output.split("accuracy")[1]) > 0.9
+
+
+@pytest.mark.long
 def test_own_optimizers() -> None:
     output = launched("own_optimizers.py")
     learns_in_print(output)
