@@ -15,6 +15,7 @@ COMMANDS = {
     "explain": ("fusedpg.plan.command_explain", "say what a plan costs, and how it was found"),
     "baseline": ("fusedpg.plan.command_baseline", "find plans in ways that are not a search"),
     "train": ("fusedpg.plan.train", "train as a plan says"),
+    "report": ("fusedpg.plan.report", "compare what was predicted with what was measured"),
 }
 
 

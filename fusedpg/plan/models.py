@@ -6,6 +6,7 @@ embeddings and the last operator's weights are not tied.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -343,26 +344,35 @@ MODELS: dict[str, tuple[Callable[[str, Mapping[str, Any]], Model], dict[str, dic
 
 
 def build(name: str, size: str, **changes: Any) -> Model:
-    """A built-in model.
+    """A built-in model, or one that a function makes.
 
     Args:
-        name: "gpt", "t5" or "resnet".
+        name: "gpt", "t5" or "resnet"; or ``package.module:function``, which is called with the size
+            and the changes and returns a `Model`, such as `fusedpg.plan.traced.trace` makes.
         size: one of its sizes.
         changes: facts that differ from that size, such as ``num_layers=12`` or ``dropout=0.0``.
 
     Raises:
         PlanError: for an unknown name, size or fact.
     """
+    if ":" in name:
+        module, _, function = name.partition(":")
+        try:
+            make: Any = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise PlanError(f"no model {name!r}: {error}") from error
+        made: Model = make(size, **changes)
+        return made
     if name == "scale-layer":  # Aceso's name of a GPT whose number of layers varies
         name, size = "gpt", "scale-layer"
     if name not in MODELS:
         raise PlanError(f"no model {name!r}: there are {', '.join(MODELS)}")
-    make, sizes = MODELS[name]
+    built_in, sizes = MODELS[name]
     if size not in sizes:
         raise PlanError(f"no size {size!r} of {name}: there are {', '.join(sizes)}")
     if unknown := set(changes) - set(sizes[size]):
         raise PlanError(f"{name} has no {', '.join(sorted(unknown))}")
-    return make(size, {**sizes[size], **changes})
+    return built_in(size, {**sizes[size], **changes})
 
 
 def of_plan(plan: Plan, **changes: Any) -> Model:

@@ -104,6 +104,12 @@ class Operator:
     def weights(self, algo: int) -> dict[str, Weight]:
         return {}
 
+    def initial(
+        self, name: str, weight: Weight, generator: torch.Generator, dtype: torch.dtype
+    ) -> Tensor:
+        """The whole weight before training."""
+        return weight.whole(generator, dtype)
+
     def buffers(self) -> dict[str, Tensor]:
         return {}
 
@@ -144,7 +150,7 @@ class OperatorModule(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.declared.items():
             # All ranks draw the whole weight, so that each one's part is of the same.
-            share = weight.share(weight.whole(generator, dtype), part).clone()
+            share = weight.share(op.initial(name, weight, generator, dtype), part).clone()
             self.register_parameter(name, nn.Parameter(share))
         for name, buffer in op.buffers().items():
             self.register_buffer(name, buffer)

@@ -408,7 +408,6 @@ class Stage:
                     self._recomputed(run, held, data, micro_batch)
                 else:
                     self._compute(run, held, data, micro_batch)
-                self._drop(held, run.stop)
         sent: list[Sent] = []
         ways: dict[str, list[Link]] = {}
         for route, there, back in self.outgoing:
@@ -439,6 +438,7 @@ class Stage:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             for name, output in zip(op.outputs, outputs, strict=True):
                 held[name] = {self.placement.given(name): output}
+            self._drop(held, number + 1)
 
     def _input(
         self, number: int, at: int, name: str, held: Held, data: Mapping[str, Tensor]
@@ -493,15 +493,16 @@ class Stage:
         )
         for name, result in zip(kept, results, strict=True):
             held[name] = {self.placement.given(name): result}
+        self._drop(held, self.first + run.stop)
 
     def _last_user(self, name: str) -> int:
         """The last operator that uses a value; the loss is used after all of them."""
         users = self.placement.users.get(name)
         return users[-1] if users else len(self.placement.model.operators)
 
-    def _drop(self, held: Held, stop: int) -> None:
-        """Forgets what no later operator uses."""
-        for name in [name for name in held if self._last_user(name) < self.first + stop]:
+    def _drop(self, held: Held, number: int) -> None:
+        """Forgets what neither this operator of the model uses nor a later one."""
+        for name in [name for name in held if self._last_user(name) < number]:
             del held[name]
 
     # --- backward ---

@@ -306,6 +306,11 @@ def main(arguments: argparse.Namespace) -> int:
             if first:
                 took = f"{seconds[-1] * 1e3:.1f} ms"
                 print(f"step {step}: loss {result.loss:.6f}, {took}", file=sys.stderr)
+        if arguments.save is not None:
+            weights = trainer.state_dict()
+            if first:
+                torch.save(weights, arguments.save)
+        # Measuring memory takes a step, which what was saved shall not have.
         if arguments.measure is not None:
             measured = {
                 "rank": dist.get_rank(),
@@ -318,8 +323,4 @@ def main(arguments: argparse.Namespace) -> int:
             if first:
                 found = {"plan": plan.to_json(), "seconds": seconds, "ranks": everything}
                 arguments.measure.write_text(json.dumps(found) + "\n")
-        if arguments.save is not None:
-            weights = trainer.state_dict()
-            if first:
-                torch.save(weights, arguments.save)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import itertools
@@ -9,16 +10,18 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import harness
-from fusedpg.plan import Plan, PlanError, models, profile
+from fusedpg.plan import Plan, PlanError, Prediction, models, profile, report
+from fusedpg.plan.__main__ import main as command
 from fusedpg.plan.database import Database
 from fusedpg.plan.layout import Layout, reshard, within
 from fusedpg.plan.memory import MB, PeakMemory
@@ -26,6 +29,7 @@ from fusedpg.plan.model import FusedModel
 from fusedpg.plan.operators import Model, Part
 from fusedpg.plan.schedule import Action, actions
 from fusedpg.plan.stage import mixed
+from fusedpg.plan.traced import trace
 from harness import Context
 
 # --- resharding is a pure function --------------------------------------------------------
@@ -388,6 +392,117 @@ def test_unknown_models() -> None:
         models.build("gpt", "tiny", layers=3)
 
 
+class Block(nn.Module):
+    """A residual, numbers and tuples that pass between operators, a mask, and dropout."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(12, 12)
+        self.scale = nn.Parameter(torch.ones(12))
+        self.register_buffer("mask", torch.ones(5, 1).tril())
+        self.dropout = nn.Dropout(p)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.first(self.norm(x)).chunk(2, -1)
+        y = a * torch.sigmoid(b) * self.mask
+        y = y.view(x.size(0), -1, 12)
+        return x + self.dropout(self.act(self.second(y) * self.scale))
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 12)
+        self.blocks = nn.Sequential(Block(p), Block(p))
+        self.head = nn.Linear(12, 16)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(tokens) + torch.arange(12) / 12
+        logits = self.head(self.blocks(x))
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view(tokens.size(0), -1).mean(1)
+
+
+def net_data() -> dict[str, Tensor]:
+    return {name: torch.arange(15).view(3, 5) + i for i, name in enumerate(("tokens", "labels"))}
+
+
+def traced_net(size: str = "small", p: float = 0.0) -> Model:
+    return trace(Net(p), net_data(), "test_plan_train:traced_net", size)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@harness.on_ranks(2, 4)
+def test_traced_modules(context: Context, seed: int) -> None:
+    """A module that knows nothing of plans, in stages of any width."""
+    model = traced_net()
+    plan = random_plan(model, context.world_size, seed)
+    compare(context, plan, model, torch.float64, steps=3)
+    assert models.of_plan(plan).names == model.names
+
+
+@harness.on_ranks(2)
+def test_traced_dropout(context: Context) -> None:
+    """What is computed again drops the same."""
+    model = traced_net(p=0.5)
+    plan = random_plan(model, 2, 0, widths=[1, 1])
+    found = []
+    for flag in (0, 1):
+        flags = tuple(tuple(flag for _ in stage) for stage in plan.recompute_ops)
+        found.append(train(dataclasses.replace(plan, recompute_ops=flags), model, 2, torch.float64))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][key]) for key, value in found[0][1].items())
+
+
+def test_traced_is_the_module() -> None:
+    model, net = traced_net(), Net().double()
+    batch = model.random_batch(4, torch.float64, 0)
+    held = dict(batch)
+    for i, op in enumerate(model.operators):
+        held[op.outputs[0]] = op.module(Part(), torch.float64, i)(*(held[n] for n in op.inputs))
+    torch.testing.assert_close(held[model.operators[-1].outputs[0]], net(**batch))
+    problem = model.operators[0].problem(2, 0, [])
+    assert problem is not None and "needs tp 1" in problem
+
+
+class Bad(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4) if how == "norm" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(self.linear(x))
+        if self.how == "shared":
+            y = self.linear(y)
+        if self.how == "mixes":
+            y = y - y.mean(0)
+        if self.how == "in place":
+            y.add_(1)
+        if self.how == "control" and y.sum() > 0:
+            y = y * 2
+        return y if self.how == "result" else y.sum(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("norm", "BatchNorm1d mixes samples"),
+        ("shared", "linear.weight is used by linear and linear_1"),
+        ("mixes", "sub mixes samples"),
+        ("in place", "changes a value in place"),
+        ("control", "cannot trace Bad"),
+        ("result", "one loss for each sample"),
+    ],
+)
+def test_modules_that_are_not_traced(how: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        trace(Bad(how), {"x": torch.randn(3, 4)}, "bad", how)
+
+
 # --- schedules ----------------------------------------------------------------------------
 
 
@@ -517,3 +632,82 @@ def test_profile_leaves_out_what_does_not_divide(context: Context) -> None:
     skipped = profiler.operators([1], lambda name: None)
     assert len(skipped) == 2
     assert all("3 does not divide by tp 2" in text for text in skipped)
+
+
+# --- commands -----------------------------------------------------------------------------
+
+
+@harness.on_ranks(2)
+def test_commands(context: Context) -> None:
+    """A plan's file is trained, measured, saved, and reported."""
+    folder = Path(context.scratch) / "commands"
+    model = models.build("gpt", "tiny", dropout=0.0)
+    plan = random_plan(model, 2, 1, widths=[1, 1])
+    predicted = Prediction(50.0, (40.0, 50.0), (1.0, 2.0), "fusedpg")
+    if context.rank == 0:
+        folder.mkdir()
+        dataclasses.replace(plan, predicted=predicted).save(folder / "one.json")
+        plan.save(folder / "two.json")
+        data = [model.random_batch(plan.global_batch_size, torch.float32, i) for i in range(3)]
+        torch.save({name: torch.cat([d[name] for d in data]) for name in data[0]}, folder / "d.pt")
+    dist.barrier()
+    for name in ("one", "two"):
+        words = f"--config {folder}/{name}.json --steps 3 --measure {folder}/{name}.measured"
+        words += f" --data {folder}/d.pt --save {folder}/{name}.pt --optimizer sgd --lr 0.1"
+        assert command(["train", *words.split()]) == 0
+    dist.barrier()
+    if context.rank:
+        return
+    weights = torch.load(folder / "one.pt", weights_only=True)
+    again = torch.load(folder / "two.pt", weights_only=True)
+    assert all(torch.equal(value, again[key]) for key, value in weights.items())
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    for key, value in reference(model, plan, 3, torch.float32, make)[1].items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6)
+    steps = [
+        {"seconds": 1.0, "after": 90.0, "better": True},
+        {"seconds": 2.0, "after": 95.0, "better": False},
+        {"seconds": 4.0, "after": 60.0, "better": True},
+    ]
+    record = {"seconds": 4.0, "found": [{"stages": 2, "steps": steps}]}
+    (folder / "one.search.json").write_text(json.dumps(record))
+    words = f"--measured {folder}/one.measured {folder}/two.measured --out {folder}/report"
+    assert command(["report", *words.split(), "--search", f"{folder}/one.search.json"]) == 0
+    for name in ("throughput", "stages", "search"):
+        assert (folder / f"report/{name}.png").read_bytes().startswith(b"\x89PNG")
+    with (folder / "report/report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["plan"], row["stage"]) for row in rows] == [
+        (name, stage) for name in ("one", "two") for stage in ("all", "0", "1")
+    ]
+    took = float(rows[0]["measured_ms"])
+    assert took > 0 and float(rows[1]["measured_mb"]) > 0
+    assert float(rows[0]["time_error_%"]) == pytest.approx(100 * (50 - took) / took)
+    assert rows[3]["predicted_ms"] == rows[3]["time_error_%"] == ""
+    assert report.trend(folder / "one.search.json") == {"2 stages": [(1.0, 90.0), (4.0, 60.0)]}
+    # What the user gets wrong is said in a line.
+    assert command(["report", "--measured", f"{folder}/one.json", "--out", f"{folder}/x"]) == 2
+
+
+@harness.on_ranks(2)
+def test_measured_memory(context: Context) -> None:
+    """Weights, the optimizer's state, gradients and activations: in flight, fewer with
+    recomputation."""
+    from fusedpg.plan.train import Trainer
+
+    model = models.build("gpt", "tiny", num_layers=4, seq_length=64, dropout=0.0)
+    halves = (27, 28)
+    ones = tuple((1,) * count for count in halves)
+    batch = model.random_batch(8, torch.float32, 0)
+    found = {}
+    for schedule, flag in (("gpipe", 0), ("1f1b", 0), ("gpipe", 1)):
+        flags = tuple((flag,) * count for count in halves)
+        plan = Plan("gpt", "tiny", 8, 2, (1, 1), halves, ones, ones, flags, flags, schedule)
+        trainer = Trainer(plan, model)
+        trainer.step(batch)
+        found[schedule, flag] = trainer.memory(batch)
+    weights = sum(p.numel() for _, p in trainer.named_parameters()) * 4 / MB
+    assert min(found.values()) > 4 * weights
+    assert found["gpipe", 1] < 0.6 * found["gpipe", 0], found
+    if context.rank == 1:  # the last stage has one micro-batch in flight instead of four
+        assert found["1f1b", 0] < 0.6 * found["gpipe", 0], found
