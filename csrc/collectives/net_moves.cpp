@@ -10,8 +10,6 @@
 namespace fusedpg {
 namespace {
 
-// Segments between being under way and being needed.
-const size_t kAhead = select_net_ahead(/*ucx=*/true);
 constexpr size_t kWord = sizeof(uint64_t);
 
 bool moves(OpCode op) {
@@ -69,12 +67,12 @@ class NetMover {
     copy(move_.recvs[me_].data, own.data, own.bytes);
     plan();
     const size_t steps = (longest_ + segment_ - 1) / segment_;
-    for (size_t s = 0; longest_ != 0 && s < steps + kAhead; ++s) {
+    for (size_t s = 0; longest_ != 0 && s < steps + kNetAhead; ++s) {
       if (s < steps) {
         begin(s);
       }
-      if (s >= kAhead) {
-        finish(s - kAhead);
+      if (s >= kNetAhead) {
+        finish(s - kNetAhead);
       }
     }
     for (auto& [step, one] : sends_) {
@@ -338,7 +336,7 @@ class NetMover {
       one.request->wait(ctx_.deadline);
     }
     receives_.pop_front();
-    send(s, true, s + kAhead);
+    send(s, true, s + kNetAhead);
     stage(s, half, true);
     if (s < local_) {
       ctx_.domain->barrier(d_, ctx_.deadline);

@@ -33,8 +33,7 @@ class Pipeline {
         gives_(all_ || plan.receiver >= 0),
         buffers_(ctx.buffers != nullptr ? *ctx.buffers : own_buffers_) {
     const size_t element = std::max(plan.src_size, plan.dst_size);
-    const bool ucx = ctx.transport.ends_at_once();
-    segment_bytes_ = select_net_segment(size_, hosts_.shared(), ucx);
+    segment_bytes_ = select_net_segment(size_, hosts_.shared());
     size_t granule = std::lcm(plan.granule, kCut);
     if (granule * element > segment_bytes_) {
       granule = plan.granule;
@@ -58,7 +57,7 @@ class Pipeline {
       lanes_.push_back(cut_lane(lane, most, granule));
       length_ = std::max(length_, lanes_.back().size());
     }
-    ahead_ = std::min(select_net_ahead(ucx), length_ == 0 ? 0 : length_ - 1);
+    ahead_ = std::min(kNetAhead, length_ == 0 ? 0 : length_ - 1);
     widened_.resize(hosts_.num_hosts());
     parts_.set_most(kZeroBytes / std::max(plan.src_size, fold_.element()));
   }
@@ -149,8 +148,8 @@ class Pipeline {
     return stage.scratch.back().part(0, bytes);
   }
 
-  bool in_place(const NetSegment& one) const {
-    return one.pieces.size() == 1 && ctx_.transport.ends_at_once();
+  static bool in_place(const NetSegment& one) {
+    return one.pieces.size() == 1;
   }
 
   const char* source(const LanePiece& piece) const {

@@ -58,24 +58,18 @@ double select_skip_limit(const Path& path) {
   return path.reads_direct && path.writes_direct ? 0.07 : 0.25;
 }
 
-size_t select_net_segment(int world_size, bool ranks_share_hosts, bool ucx) {
-  constexpr size_t kMost = size_t(512) << 10;
-  // With its header one fragment of UCX's over TCP, see ucx_config(); UCX
-  // copies it while it is in the cache.
-  constexpr size_t kMostByUcx = size_t(252) << 10;
+size_t select_net_segment(int world_size, bool ranks_share_hosts) {
+  // With its header one fragment of UCX's over TCP, see ucx_config(); it is
+  // copied while it is in the cache.
+  constexpr size_t kMost = size_t(252) << 10;
   constexpr size_t kLeast = size_t(64) << 10;
   constexpr size_t kStage = size_t(4) << 20;
-  const size_t most = ucx ? kMostByUcx : kMost;
   return ranks_share_hosts
       ? std::clamp(
             kStage / static_cast<size_t>(world_size) / 4096 * 4096,
             kLeast,
-            most)
-      : most;
-}
-
-size_t select_net_ahead(bool ucx) {
-  return ucx ? 8 : 4;
+            kMost)
+      : kMost;
 }
 
 bool select_net_one_shot(size_t bytes, int world_size) {
@@ -102,7 +96,7 @@ size_t select_move_segment(
     int num_hosts,
     NetSpread spread) {
   constexpr size_t kLeast = size_t(64) << 10;
-  const size_t most = select_net_segment(world_size, true, /*ucx=*/true);
+  const size_t most = select_net_segment(world_size, true);
   if (spread == NetSpread::kDirect) {
     return most;
   }
@@ -113,7 +107,7 @@ size_t select_move_segment(
 
 size_t net_stage_bytes(int world_size) {
   return static_cast<size_t>(world_size) *
-      select_net_segment(world_size, /*ranks_share_hosts=*/true, /*ucx=*/false);
+      select_net_segment(world_size, /*ranks_share_hosts=*/true);
 }
 
 bool select_net_skip(size_t bytes) {

@@ -57,9 +57,9 @@ double select_skip_limit(const Path& path);
 // Bytes of a lane that travel between machines as one message: enough for a link
 // to be fast, little enough for several to be under way. Where ranks share
 // machines, one of every lane fits a staging buffer.
-size_t select_net_segment(int world_size, bool ranks_share_hosts, bool ucx);
+size_t select_net_segment(int world_size, bool ranks_share_hosts);
 // How many of them may be under way each way.
-size_t select_net_ahead(bool ucx);
+constexpr size_t kNetAhead = 8;
 
 // Whether every rank sends its whole input to all others at once: that takes
 // one journey instead of two, for P/2 times the bytes.

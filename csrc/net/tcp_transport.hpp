@@ -52,9 +52,6 @@ class TcpTransport : public PolledTransport {
   }
   RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override;
   RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override;
-  bool ends_at_once() const override {
-    return true;
-  }
   void flush(const Deadline& deadline) override;
   void progress() override;
   void set_watch(std::function<void()> watch) override {

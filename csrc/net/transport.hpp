@@ -20,7 +20,8 @@ class NetBuffer {
   NetBuffer() = default;
   explicit NetBuffer(size_t bytes) : data_(new char[bytes]), bytes_(bytes) {}
 
-  // Somebody else's, which outlives every use: see Transport::ends_at_once().
+  // Somebody else's, which outlives every use: nothing is read from or written
+  // to it any more once a wait has thrown.
   static NetBuffer borrowed(char* data, size_t bytes) {
     NetBuffer buffer;
     buffer.data_ = std::shared_ptr<char[]>(std::shared_ptr<char[]>(), data);
@@ -36,9 +37,6 @@ class NetBuffer {
   }
   bool is_borrowed() const {
     return data_ != nullptr && data_.use_count() == 0;
-  }
-  std::shared_ptr<char[]> owner() const {
-    return data_;
   }
   // Keeps all of it.
   NetBuffer part(size_t begin, size_t bytes) const {
@@ -68,9 +66,8 @@ class NetBuffers {
   size_t bytes_ = 0; // of these
 };
 
-// What another rank has set: for ranks that connect, as neither Gloo's
-// rendezvous nor a wait for keys can be aborted. `check` throws when waiting is
-// in vain.
+// What another rank has set: for ranks that connect, as a wait for keys cannot
+// be aborted. `check` throws when waiting is in vain.
 std::string await_rank(
     Rendezvous& rendezvous,
     const std::string& key,
@@ -92,18 +89,13 @@ class Transport {
    public:
     virtual ~Request() = default;
     // Throws Error: kTimeout, kPeerFailed or kAborted. The transport can be
-    // used no more then.
+    // used no more then, and no borrowed buffer is read or written.
     virtual void wait(const Deadline& deadline) = 0;
   };
   using RequestPtr = std::unique_ptr<Request>;
   virtual RequestPtr send(int to, uint32_t tag, const NetBuffer& message) = 0;
   virtual RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) = 0;
 
-  // Whether nothing is read from or written to buffers any more once a wait has
-  // thrown.
-  virtual bool ends_at_once() const {
-    return false;
-  }
   // Returns when what was sent is on its way even if this rank does nothing
   // more; or at the deadline.
   virtual void flush(const Deadline& /* deadline */) {}

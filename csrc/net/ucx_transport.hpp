@@ -49,9 +49,6 @@ class UcxTransport : public PolledTransport {
   }
   RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override;
   RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override;
-  bool ends_at_once() const override {
-    return true;
-  }
   void flush(const Deadline& deadline) override;
   void progress() override;
   void set_watch(std::function<void()> watch) override {

@@ -47,6 +47,17 @@ class Wire {
     std::lock_guard<std::mutex> lock(mutex_);
     letter.read();
   }
+  // Nothing is read any more of what a rank has sent.
+  void close(int from) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [key, letters] : waiting_) {
+      for (auto& letter : letters) {
+        if (std::get<0>(key) == from) {
+          letter->read();
+        }
+      }
+    }
+  }
   // Empty: not within the deadline.
   Bytes take(const Key& key, const Deadline& deadline) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -99,10 +110,11 @@ class WireTransport : public Transport {
     return std::make_unique<Request>(*this, from, tag, into);
   }
   void abort() override {
-    closed_ = true;
+    end();
   }
   void end() noexcept override {
     closed_ = true;
+    wire_.close(rank_);
   }
   // Whether its peers hear that this rank has given up.
   bool closed() const {
@@ -240,8 +252,7 @@ class Neighbours {
           bootstrap_,
           settings_,
           Deadline(kLong),
-          static_cast<size_t>(size_of(layout)) *
-              select_net_segment(size_of(layout), true, false));
+          net_stage_bytes(size_of(layout)));
     }
   }
   const HostMap& map() const {
