@@ -52,7 +52,6 @@ Key128 connector_proof(
 
 namespace {
 
-constexpr std::chrono::seconds kPatience{5}; // with who proves nothing
 constexpr size_t kMostVisitors = 256; // with strangers among them
 constexpr size_t kMostChallenged = 4096;
 
@@ -134,7 +133,7 @@ std::shared_ptr<TcpListener> TcpListener::at(const SocketAddress& address) {
   return listener;
 }
 
-TcpListener::TcpListener(const SocketAddress& address)
+TcpListener::TcpListener(const SocketAddress& address, Runs runs)
     : socket_(listen_at(address)),
       address_(bound_address(socket_)),
       poll_(epoll_create1(EPOLL_CLOEXEC)) {
@@ -147,12 +146,21 @@ TcpListener::TcpListener(const SocketAddress& address)
       fail_errno("fused: epoll_ctl");
     }
   }
-  thread_ = std::thread([this] { run(); });
+  if (runs == Runs::kOnThread) {
+    thread_ = std::thread([this] {
+      pthread_setname_np(pthread_self(), "fusedpg-listen");
+      constexpr int kLook = 1000; // ms; for those that are late
+      while (turn(visitors_.empty() ? -1 : kLook)) {
+      }
+    });
+  }
 }
 
 TcpListener::~TcpListener() {
   signal_.set();
-  thread_.join();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
 }
 
 void TcpListener::add(TcpEndpoint& endpoint) {
@@ -168,32 +176,28 @@ void TcpListener::remove(TcpEndpoint& endpoint) {
   endpoints_.erase(endpoint.id_);
 }
 
-void TcpListener::run() {
-  pthread_setname_np(pthread_self(), "fusedpg-listen");
+bool TcpListener::turn(int most_ms) {
   constexpr int kEvents = 64;
   epoll_event events[kEvents];
-  while (true) {
-    constexpr int kLook = 1000; // ms; for those that are late
-    const int count = epoll_wait(
-        poll_.get(), events, kEvents, visitors_.empty() ? -1 : kLook);
-    bool knocked = false;
-    for (int i = 0; i < count; ++i) {
-      auto* visitor = static_cast<Visitor*>(events[i].data.ptr);
-      if (visitor == nullptr) {
-        knocked = true;
-      } else if (!hear(*visitor)) {
-        visitors_.remove_if([&](const Visitor& v) { return &v == visitor; });
-      }
+  const int count = epoll_wait(poll_.get(), events, kEvents, most_ms);
+  bool knocked = false;
+  for (int i = 0; i < count; ++i) {
+    auto* visitor = static_cast<Visitor*>(events[i].data.ptr);
+    if (visitor == nullptr) {
+      knocked = true;
+    } else if (!hear(*visitor)) {
+      visitors_.remove_if([&](const Visitor& v) { return &v == visitor; });
     }
-    if (knocked) {
-      uint64_t set = 0;
-      if (read(signal_.fd(), &set, sizeof set) > 0) {
-        return;
-      }
-      let_in(); // which may drop visitors, so after their events
-    }
-    drop_late();
   }
+  if (knocked) {
+    uint64_t set = 0;
+    if (read(signal_.fd(), &set, sizeof set) > 0) {
+      return false;
+    }
+    let_in(); // which may drop visitors, so after their events
+  }
+  drop_late();
+  return true;
 }
 
 void TcpListener::let_in() {
@@ -203,13 +207,14 @@ void TcpListener::let_in() {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
           errno == ENOMEM) {
         // Those that wait stay in the queue until there is room again.
-        visitors_.clear();
+        visitors_.remove_if(
+            [this](Visitor& v) { return !hear(v) || !v.challenged; });
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
       }
       return;
     }
     make_room();
-    visitors_.push_back({std::move(socket), Deadline(kPatience)});
+    visitors_.push_back({std::move(socket), Deadline(tcp::kPatience)});
     Visitor& visitor = visitors_.back();
     epoll_event event{.events = EPOLLIN, .data = {.ptr = &visitor}};
     if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, visitor.socket.get(), &event) !=
@@ -220,18 +225,19 @@ void TcpListener::let_in() {
 }
 
 // Strangers go first: one that knows the random name of an endpoint is hardly
-// one.
+// one. What the oldest have said while others came is heard before.
 void TcpListener::make_room() {
   if (visitors_.size() < kMostVisitors) {
     return;
   }
-  const auto stranger = std::find_if(
-      visitors_.begin(), visitors_.end(), [](const Visitor& visitor) {
-        return !visitor.challenged;
-      });
-  if (stranger != visitors_.end()) {
-    visitors_.erase(stranger);
-  } else if (visitors_.size() >= kMostChallenged) {
+  for (auto v = visitors_.begin(); v != visitors_.end(); ++v) {
+    if (!v->challenged && !(hear(*v) && v->challenged)) {
+      visitors_.erase(v);
+      return;
+    }
+  }
+  if (visitors_.size() >= kMostChallenged) {
+    hear(visitors_.front());
     visitors_.pop_front();
   }
 }
@@ -265,6 +271,7 @@ bool TcpListener::challenge(Visitor& visitor) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = endpoints_.find(visitor.hello.endpoint);
     if (found == endpoints_.end()) {
+      answer(visitor); // zeros
       return false;
     }
     const TcpEndpoint& endpoint = *found->second;
@@ -272,12 +279,17 @@ bool TcpListener::challenge(Visitor& visitor) {
         visitor.hello.from >= endpoint.size_) {
       return false;
     }
+    visitor.deadline = Deadline(tcp::kPatience); // for the proof
     visitor.challenge.nonce = random_key();
     visitor.challenge.proof = tcp::listener_proof(
         endpoint.key_, visitor.hello, visitor.challenge.nonce);
   }
   visitor.challenged = true;
-  // A new connection has room for it.
+  return answer(visitor);
+}
+
+// A new connection has room for it.
+bool TcpListener::answer(const Visitor& visitor) {
   return send(
              visitor.socket.get(),
              &visitor.challenge,
@@ -303,10 +315,12 @@ bool TcpListener::hand_over(Visitor& visitor) {
   return false;
 }
 
+// It may be this thread that is late, and not who has been heard only now.
 void TcpListener::drop_late() {
-  while (!visitors_.empty() && visitors_.front().deadline.expired()) {
-    visitors_.pop_front();
-  }
+  visitors_.remove_if([this](Visitor& visitor) {
+    return visitor.deadline.expired() &&
+        (!hear(visitor) || visitor.deadline.expired());
+  });
 }
 
 } // namespace fusedpg

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -33,12 +34,16 @@ struct Hello {
   int32_t to = 0;
   Key128 nonce{};
 };
+// All zeros: there is no such endpoint here, or no more.
 struct Challenge {
   Key128 nonce{};
   Key128 proof{};
 };
 static_assert(std::is_trivially_copyable_v<Hello> && sizeof(Hello) == 40);
 static_assert(sizeof(Challenge) == 32);
+
+// A listener waits so long for each of the two things that it has to hear.
+constexpr std::chrono::milliseconds kPatience{5000};
 
 // The proof of one side that it has the key.
 Key128 listener_proof(const Key128& key, const Hello&, const Key128& nonce);
@@ -93,18 +98,27 @@ struct TcpAddress {
 
 // The port of this process, and the thread that lets connections in: it hands
 // to an endpoint what has proved to belong there. Strangers cost it a
-// descriptor for a few seconds, of which it holds a limited number.
+// descriptor for a few seconds, of which it holds a limited number; before it
+// takes one back, it hears what has been said there.
 class TcpListener {
  public:
+  enum class Runs { kOnThread, kByTurns };
+
   // At a local address: one in a process, as long as anybody has it.
   static std::shared_ptr<TcpListener> at(const SocketAddress& address);
 
-  explicit TcpListener(const SocketAddress& address);
+  // `runs` by turns: only when turn() is called.
+  explicit TcpListener(
+      const SocketAddress& address,
+      Runs runs = Runs::kOnThread);
   TcpListener(const TcpListener&) = delete;
   ~TcpListener();
   const SocketAddress& address() const {
     return address_;
   }
+  // Waits for at most so long (ms; -1: without a limit), then does what there
+  // is to do. False once it ends.
+  bool turn(int most_ms);
 
  private:
   friend class TcpEndpoint;
@@ -120,12 +134,12 @@ class TcpListener {
   };
   using Visitors = std::list<Visitor>;
 
-  void run();
   void let_in();
   void make_room();
   // False: it is done with, whatever became of it.
   bool hear(Visitor& visitor);
   bool challenge(Visitor& visitor);
+  static bool answer(const Visitor& visitor);
   bool hand_over(Visitor& visitor);
   void drop_late();
   void add(TcpEndpoint& endpoint);

@@ -16,7 +16,7 @@ namespace {
 constexpr uint32_t kHeaderMagic = 0x67736d66; // "fmsg"
 constexpr size_t kAhead = 16 << 10; // bytes that are read with a header
 constexpr int kSteps = 16; // of one connection; then others have theirs
-// A peer may be about to listen again, or its port be full of strangers.
+// A peer may be about to listen again.
 constexpr std::chrono::milliseconds kLetUsIn{1000};
 constexpr std::chrono::milliseconds kKnock{20};
 // Who has left may have sent a first message, which is just being let in.
@@ -204,8 +204,16 @@ void TcpTransport::not_let_in(int peer, const std::string& why) {
   }
   out.socket.reset();
   out.state = Out::State::kNone;
+  out.why = why;
   out.again = Clock::now() + kKnock;
   ++knocking_;
+}
+
+// Whoever listens has closed a new connection without a word: there are too many
+// others, or it has just ended, of which the next attempt will tell.
+void TcpTransport::crowded_out(int peer, const std::string& why) {
+  outs_[peer].patience.emplace(kLetUsIn);
+  not_let_in(peer, why);
 }
 
 bool TcpTransport::knock_again() {
@@ -238,6 +246,7 @@ bool TcpTransport::greet(int peer) {
         tcp::kMagic, out.address->endpoint, rank(), peer, random_key()};
     out.rest.assign(
         reinterpret_cast<const char*>(&out.hello), sizeof out.hello);
+    out.greeted = Clock::now();
   }
   if (!out.rest.empty()) {
     const ssize_t sent = ::send(
@@ -247,7 +256,7 @@ bool TcpTransport::greet(int peer) {
       if (would_block() || errno == ENOTCONN) {
         poll_out(peer, true);
       } else {
-        not_let_in(peer, text_of(errno));
+        crowded_out(peer, text_of(errno));
       }
       return false;
     }
@@ -267,13 +276,23 @@ bool TcpTransport::greet(int peer) {
         0);
     if (got <= 0) {
       if (got == 0 || !would_block()) {
-        not_let_in(
+        crowded_out(
             peer, got == 0 ? "it closed a new connection" : text_of(errno));
       }
       return moved;
     }
     out.heard += static_cast<size_t>(got);
     if (out.heard < sizeof out.challenge) {
+      return true;
+    }
+    if (out.challenge.nonce == Key128{} && out.challenge.proof == Key128{}) {
+      not_let_in(peer, "it has left the group");
+      return true;
+    }
+    if (Clock::now() - out.greeted > tcp::kPatience * 4 / 5) {
+      // It may have closed this by now, which would show only when it is too
+      // late to knock again.
+      crowded_out(peer, "this rank was late to answer it");
       return true;
     }
     const Key128& key = out.address->key;
@@ -729,7 +748,16 @@ std::string TcpTransport::losses() const {
         p,
         outs_[p].why);
   }
-  return text.empty() ? "no connection has ended" : text;
+  if (text.empty()) {
+    text = "no connection has ended";
+  }
+  for (int p = 0; p < size(); ++p) {
+    if (outs_[p].state == Out::State::kNone && !outs_[p].why.empty()) {
+      text +=
+          formatted("; rank {} does not let this one in ({})", p, outs_[p].why);
+    }
+  }
+  return text;
 }
 
 void TcpTransport::give_up(

@@ -105,9 +105,10 @@ class TcpTransport : public PolledTransport {
     std::deque<OperationPtr> queue;
     size_t written = 0; // of the first one, with its header
     bool polled_to_write = false;
-    std::optional<Deadline> patience{}; // with a peer that does not let us in
+    std::optional<Deadline> patience{}; // with a peer that is not there
     Clock::time_point again{}; // when to knock again
-    std::string why; // it is lost
+    Clock::time_point greeted{};
+    std::string why; // it is lost, or does not let us in
   };
   // Messages from a peer.
   struct In {
@@ -146,6 +147,7 @@ class TcpTransport : public PolledTransport {
   void reach(int peer);
   void knock(int peer);
   void not_let_in(int peer, const std::string& why);
+  void crowded_out(int peer, const std::string& why);
   void lose(int peer, const std::string& why);
   void in_ended(int peer, const std::string& why);
   void complete(Operation& receive, uint64_t came);

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <random>
 
 #include "net/tcp_transport.hpp"
@@ -171,6 +172,39 @@ TEST(tcp_crowd_leaves_room) {
   CHECK(has_arrived(endpoint));
 }
 
+// Nor does one whose words have arrived and were not heard before the crowd.
+TEST(tcp_what_has_been_said_is_heard_before_there_is_no_room) {
+  const auto slow = std::make_shared<TcpListener>(
+      SocketAddress::of("127.0.0.1 0"), TcpListener::Runs::kByTurns);
+  TcpEndpoint endpoint(slow, 1, 3);
+  const TcpAddress address = TcpAddress::of(endpoint.address());
+  const auto crowd = [&] {
+    std::vector<Stranger> strangers;
+    for (int i = 0; i < 300; ++i) {
+      strangers.emplace_back(address);
+    }
+    return strangers;
+  };
+  const Stranger member(address);
+  const tcp::Hello hello = member.hello(2, 1);
+  member.say(&hello, sizeof hello);
+  const auto first = crowd();
+  slow->turn(0); // lets in all of them
+  tcp::Challenge challenge;
+  if (!CHECK(member.hears(&challenge, sizeof challenge))) {
+    return;
+  }
+  const Key128 proof =
+      tcp::connector_proof(address.key, hello, challenge.nonce);
+  member.say(&proof, sizeof proof);
+  const auto second = crowd();
+  for (int i = 0; i < 20 && endpoint.take().empty(); ++i) {
+    CHECK(i < 19);
+    slow->turn(0); // of many events, some at a time
+  }
+  CHECK(first.front().is_dropped() && second.front().is_dropped());
+}
+
 // One process listens at an address of each kind, and its ranks talk.
 TEST(tcp_addresses_of_both_kinds) {
   const auto at = [](const char* address) {
@@ -241,18 +275,27 @@ T heard_from(const Fd& socket) {
   return value;
 }
 
-// A port may be full of strangers, or its process about to listen again.
-TEST(tcp_knocks_again_where_it_is_not_let_in) {
+// Rank 0 sends a message to rank 1, whose listener is peer(listening, answer):
+// `answer` hears a greeting and answers it. Rank 0 calls `away` before it waits.
+using Answer = std::function<tcp::Challenge(const Fd&)>;
+void send_to_listener(
+    const std::function<void(const Fd&, const Answer&)>& peer,
+    const std::function<void(TcpTransport&)>& away = [](TcpTransport&) {}) {
   const Fd listening = listen_at(SocketAddress::of("127.0.0.1 0"));
   const Key128 key{}; // as in its address
-  std::thread peer([&] {
-    next_of(listening).reset(); // closes the first connection
-    const Fd socket = next_of(listening);
-    const auto hello = heard_from<tcp::Hello>(socket);
+  tcp::Hello hello;
+  const Answer answer = [&](const Fd& socket) {
+    hello = heard_from<tcp::Hello>(socket);
     CHECK(hello.from == 0 && hello.to == 1 && hello.endpoint == 7);
     tcp::Challenge challenge{random_key(), {}};
     challenge.proof = tcp::listener_proof(key, hello, challenge.nonce);
     send(socket.get(), &challenge, sizeof challenge, MSG_NOSIGNAL);
+    return challenge;
+  };
+  std::thread other([&] {
+    peer(listening, answer);
+    const Fd socket = next_of(listening);
+    const auto challenge = answer(socket);
     CHECK(same_secret(
         heard_from<Key128>(socket),
         tcp::connector_proof(key, hello, challenge.nonce)));
@@ -263,8 +306,43 @@ TEST(tcp_knocks_again_where_it_is_not_let_in) {
   const std::string theirs = formatted(
       "{} 7 {}", bound_address(listening).text(), std::string(32, '0'));
   TcpTransport t({}, std::move(mine), {own, theirs});
-  t.send(1, 1, NetBuffer(8))->wait(Deadline(kLong));
-  peer.join();
+  const auto sent = t.send(1, 1, NetBuffer(8));
+  away(t);
+  sent->wait(Deadline(kLong));
+  other.join();
+}
+
+// A port may be full of strangers for long.
+TEST(tcp_knocks_again_where_it_is_not_let_in) {
+  send_to_listener([](const Fd& listening, const Answer&) {
+    for (const auto begin = Clock::now();
+         Clock::now() - begin < milliseconds(1500);) {
+      next_of(listening).reset(); // closes a connection
+    }
+  });
+}
+
+// Who has not answered a challenge for seconds may have been taken for a stranger.
+TEST(tcp_knocks_again_where_it_was_late_itself) {
+  std::atomic<bool> greeted{false}, away{false};
+  send_to_listener(
+      [&](const Fd& listening, const Answer& answer) {
+        const Fd socket = next_of(listening);
+        pollfd fd{socket.get(), POLLIN, 0};
+        CHECK(poll(&fd, 1, 10000) == 1);
+        greeted = true;
+        while (!away) {
+          std::this_thread::yield();
+        }
+        answer(socket); // and closes it
+      },
+      [&](TcpTransport& t) {
+        while (!greeted) {
+          t.progress();
+        }
+        away = true;
+        std::this_thread::sleep_for(tcp::kPatience - milliseconds(500));
+      });
 }
 
 TEST(tcp_what_is_no_message_ends_a_connection) {
@@ -307,10 +385,18 @@ TEST(tcp_drops_what_is_no_greeting) {
     return stranger.is_dropped();
   };
   CHECK(is_dropped([](auto& h) { h.magic += 1; }));
-  CHECK(is_dropped([](auto& h) { h.endpoint += 1; }));
   CHECK(is_dropped([](auto& h) { h.to = 0; }));
   CHECK(is_dropped([](auto& h) { h.from = 3; }));
   CHECK(is_dropped([](auto& h) { h.from = -1; }));
+  // Who knows how to greet hears that there is no such endpoint.
+  const Stranger late(address);
+  tcp::Hello hello = late.hello(0, 1);
+  hello.endpoint += 1;
+  late.say(&hello, sizeof hello);
+  tcp::Challenge nothing{random_key(), random_key()};
+  CHECK(late.hears(&nothing, sizeof nothing));
+  CHECK(nothing.nonce == Key128{} && nothing.proof == Key128{});
+  CHECK(late.is_dropped());
 }
 
 // A stranger says something, or nothing, and perhaps stays.
