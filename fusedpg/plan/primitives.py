@@ -420,7 +420,9 @@ def finetune(
     for _ in range(rounds):
         before = best
         for stage in range(len(best.state.widths)):
-            near = itertools.chain(_paths(space, best, stage), _flips(space, best.state, stage))
+            near = _paths(space, best, stage)
+            if best.state.counts[stage] <= _FLIPS or stage == _slowest(space, best):
+                near = itertools.chain(near, _flips(space, best.state, stage))
             for path in near:
                 if late():
                     return best
@@ -430,14 +432,7 @@ def finetune(
                 )
         while True:
             here = best
-            stages = range(len(best.stages))
-            slowest = max(
-                stages,
-                key=lambda one: (
-                    best.stages[one].memory > space.memory_limit,
-                    best.stages[one].time,
-                ),
-            )
+            slowest = _slowest(space, here)
             for moved in _shifted(here.state, slowest):
                 if late():
                     return best
@@ -447,6 +442,13 @@ def finetune(
         if best is before:
             break
     return best
+
+
+def _slowest(space: Space, candidate: Candidate) -> int:
+    """The stage to relieve: one that does not fit, else the one that takes longest."""
+    stages = candidate.stages
+    limit = space.memory_limit
+    return max(range(len(stages)), key=lambda i: (stages[i].memory > limit, stages[i].time))
 
 
 def _shifted(state: State, stage: int) -> Iterator[State]:

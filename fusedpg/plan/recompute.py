@@ -44,7 +44,6 @@ class Step(NamedTuple):
     """A step along the convex part of a layer's frontier."""
 
     slope: float
-    layer: int  # the kind of layer
     to: Point
     saved: float
     time: float
@@ -106,7 +105,7 @@ def frontier(
     return best
 
 
-def steps_of(layer: int, points: list[Point]) -> list[Step]:
+def steps_of(points: list[Point]) -> list[Step]:
     """The convex part of a frontier, as steps with rising slopes."""
     steps: list[Step] = []
     here = points[0]
@@ -118,7 +117,7 @@ def steps_of(layer: int, points: list[Point]) -> list[Step]:
         lowest = min(slopes)
         # The farthest of equal slopes.
         there = [point for point, slope in zip(better, slopes) if slope <= lowest * (1 + 1e-12)][-1]
-        steps.append(Step(lowest, layer, there, there.saved - here.saved, there.time - here.time))
+        steps.append(Step(lowest, there, there.saved - here.saved, there.time - here.time))
         here = there
 
 
@@ -163,6 +162,8 @@ class Recomputation:
         largest = float(np.add.reduceat(activations, borders[:-1]).max())
         best: tuple[float, float, list[Point]] | None = None
         for share in _CAPS:
+            if best is not None and max(point.segment for point in best[2]) <= largest * share:
+                continue  # the cap changes nothing
             found = self._fill(layers, spans, rows, in_flight, excess, largest * share)
             if best is None or (max(found[0], 0.0), found[1]) < (max(best[0], 0.0), best[1]):
                 best = found
@@ -190,7 +191,7 @@ class Recomputation:
         kinds = list(layers.values())
         chosen = [Point(0.0, 0.0, 0.0, 0)] * len(spans)
         frontiers: list[list[Point]] = []
-        steps: list[Step] = []
+        steps: list[tuple[float, int, Step]] = []
         for layer, (text, places) in enumerate(layers.items()):
             key = (text, cap)
             if key not in self._frontiers:
@@ -198,14 +199,14 @@ class Recomputation:
                 points = frontier(
                     activations.tolist(), times.tolist(), allowed.astype(bool).tolist(), cap
                 )
-                self._frontiers[key] = points, steps_of(layer, points)
+                self._frontiers[key] = points, steps_of(points)
             points, along = self._frontiers[key]
             frontiers.append(points)
-            steps += [step._replace(layer=layer) for step in along]
-        steps.sort(key=lambda step: step.slope)
+            steps += [(step.slope, layer, step) for step in along]
+        steps.sort()
         saved = time = segment = 0.0
-        for step in steps:
-            places = kinds[step.layer]
+        for _, layer, step in steps:
+            places = kinds[layer]
             if excess + segment - in_flight * saved <= 0:
                 break
             before = chosen[places[0]]
@@ -222,7 +223,7 @@ class Recomputation:
                 # The last layer need not go all the way.
                 enough = [
                     point
-                    for point in frontiers[step.layer]
+                    for point in frontiers[layer]
                     if in_flight * (point.saved - before.saved)
                     >= lacking + max(0.0, point.segment - segment)
                 ]
