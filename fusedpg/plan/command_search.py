@@ -138,7 +138,8 @@ class _Lines:
         from rich.console import Console
         from rich.progress import Progress
 
-        self._bar = Progress(console=Console(stderr=True))
+        # Without a thread that refreshes it, since the search forks.
+        self._bar = Progress(console=Console(stderr=True), auto_refresh=False)
         self._task = self._bar.add_task("searching", total=total)
         self._done: dict[int, int] = {}
         self._best = float("inf")
@@ -154,7 +155,8 @@ class _Lines:
         self._done[stages] = trial
         self._best = min(self._best, best)
         said = f"best {self._best:,.1f} ms" if self._best < float("inf") else "none fits yet"
-        self._bar.update(self._task, completed=sum(self._done.values()), description=said)
+        completed = sum(self._done.values())
+        self._bar.update(self._task, completed=completed, description=said, refresh=True)
 
 
 def _progress(quiet: bool, total: int) -> Any:

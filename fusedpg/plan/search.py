@@ -372,6 +372,8 @@ class Search:
         best: Candidate | None = None
         for micro_batch in self.space.micro_batches:
             for widths in self._even_widths(micro_batch):
+                if best is not None and self._late():
+                    return best
                 found = self._even(micro_batch, widths)
                 if found is not None:
                     self._consider(found)

