@@ -10,6 +10,7 @@
 See docs/guides/horovod.md.
 """
 
+from fusedpg.hvd import elastic
 from fusedpg.hvd._basics import (
     ProcessSet,
     add_process_set,
@@ -82,6 +83,7 @@ from fusedpg.hvd.functions import (
     broadcast_parameters,
 )
 from fusedpg.hvd.optimizer import DistributedOptimizer
+from fusedpg.hvd.run import run
 from fusedpg.hvd.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -120,6 +122,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -148,6 +151,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -171,5 +175,6 @@ def install() -> None:
     if known is not here:
         raise RuntimeError("hvd: horovod.torch was imported already; call install() before")
     horovod = types.ModuleType("horovod", "Horovod's names, served by fusedpg.hvd")
-    horovod.torch = here  # type: ignore[attr-defined]
+    horovod.torch, horovod.run = here, run  # type: ignore[attr-defined]
     sys.modules["horovod"], sys.modules["horovod.torch"] = horovod, here
+    sys.modules["horovod.torch.elastic"] = elastic

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg.hvd import _controller as c
-from fusedpg.hvd import _settings
+from fusedpg.hvd import _membership, _settings
 from fusedpg.hvd._controller import Signature
 from fusedpg.hvd._engine import Engine, Operation
 from fusedpg.hvd._execute import Set
@@ -41,7 +42,8 @@ class _State:
 _state: _State | None = None
 # Stores outlive shutdown(): a port that was given back may be another's, and peers may still read.
 _stores: dict[tuple[str, int], Any] = {}
-_generation = 0
+# How many groups have met in each store: ranks that join later begin with a store of their own.
+_groups: Counter[tuple[str, int]] = Counter()
 _at_exit = False
 
 
@@ -71,7 +73,8 @@ def _store(place: _settings.Place) -> Any:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    return dist.PrefixStore(f"fusedpg.hvd/{place.restart}/{_generation}", _stores[key])
+    _groups[key] += 1
+    return dist.PrefixStore(f"fusedpg.hvd/{place.restart}/{_groups[key]}", _stores[key])
 
 
 def _local(group: Any, place: _settings.Place) -> tuple[int, int, int, int]:
@@ -105,15 +108,21 @@ def init(
         process_sets: sets that are there from the start, alike on all ranks, or "dynamic", which
             is allowed and means nothing: sets may always be added.
     """
-    global _state, _generation, _at_exit
+    global _state, _at_exit
     if _state is not None:
         return
-    place, settings = _settings.place(), _settings.settings()
     owns = not dist.is_initialized()
+    membership = _membership.current()
+    if membership is not None and owns:
+        membership.meet()
+    place, settings = _settings.place(), _settings.settings()
     if owns:
-        _generation += 1
         dist.init_process_group(
-            _settings.backend(), store=_store(place), rank=place.rank, world_size=place.size
+            _settings.backend(),
+            store=_store(place),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=settings.timeout,
         )
     try:
         if comm is not None and list(comm) != list(range(dist.get_world_size())):
@@ -130,6 +139,8 @@ def init(
         # Before the backend's own, because it was registered later.
         atexit.register(shutdown)
     global_process_set.ranks = list(range(size()))
+    if settings.autotune is not None and rank() == 0:
+        engine().tuner = settings.autotune()
     if settings.timeline:
         _begin_timeline(settings.timeline, settings.mark_cycles)
     if process_sets is not None and process_sets != "dynamic":

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import os
 import socket
 from collections.abc import Callable
 from typing import Any
+
+from fusedpg.hvd.autotune import Tuner
 
 MIB = 1 << 20
 
@@ -21,6 +25,10 @@ def _read(names: str, default: Any, parse: Callable[[str], Any] = int) -> Any:
             except ValueError:
                 raise ValueError(f"hvd: {name} has an invalid value, {text!r}") from None
     return default
+
+
+def _seconds(text: str) -> datetime.timedelta:
+    return datetime.timedelta(seconds=float(text))
 
 
 def _flag(text: str) -> bool:
@@ -83,6 +91,8 @@ class Settings:
         timeline: the file of a timeline that begins with ``init``; empty: none.
         mark_cycles: whether that timeline has cycles.
         elastic: whether a single rank behaves as one of several.
+        timeout: of the operations of a process group that ``init`` makes; None: torch's.
+        autotune: makes the tuner of rank 0; None: parameters stay as they are.
     """
 
     fusion_threshold: int = 128 * MIB
@@ -93,6 +103,26 @@ class Settings:
     timeline: str = ""
     mark_cycles: bool = False
     elastic: bool = False
+    timeout: datetime.timedelta | None = None
+    autotune: Callable[[], Tuner] | None = None
+
+
+def _autotune() -> Callable[[], Tuner] | None:
+    if not _read("HOROVOD_AUTOTUNE", False, _flag):
+        return None
+    prefix = "HOROVOD_AUTOTUNE"
+    # What is set is kept: only the other parameter is searched.
+    cycle_time = _read("HOROVOD_CYCLE_TIME", None, float)
+    return functools.partial(
+        Tuner,
+        warmup_samples=_read(f"{prefix}_WARMUP_SAMPLES", 3),
+        steps_per_sample=_read(f"{prefix}_STEPS_PER_SAMPLE", 10),
+        max_samples=_read(f"{prefix}_BAYES_OPT_MAX_SAMPLES", 20),
+        noise=_read(f"{prefix}_GAUSSIAN_PROCESS_NOISE", 0.8, float),
+        log=_read(f"{prefix}_LOG", None, str),
+        fusion_threshold=_read("HOROVOD_FUSION_THRESHOLD", None),
+        cycle_time=None if cycle_time is None else cycle_time / 1000,
+    )
 
 
 def settings() -> Settings:
@@ -110,4 +140,6 @@ def settings() -> Settings:
         timeline="" if timeline == "DYNAMIC" else timeline,
         mark_cycles=_read("HOROVOD_TIMELINE_MARK_CYCLES", False, _flag),
         elastic=_read("HOROVOD_ELASTIC", False, _flag),
+        timeout=_read("HOROVOD_GLOO_TIMEOUT_SECONDS", None, _seconds),
+        autotune=_autotune(),
     )

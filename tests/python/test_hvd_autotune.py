@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fusedpg.hvd.autotune import BOUNDS, LOG_HEADER, SAMPLES_PER_POINT, START_POINTS, Tuner
+from test_hvd_run import launch
 
 MIB = 1 << 20
 Throughput = Callable[[float, float], float]  # of MiB and ms, in bytes per microsecond
@@ -157,3 +158,36 @@ def test_without_scikit_learn_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match="pip install scikit-learn"):
         Tuner()
+
+
+def test_an_engine_is_tuned(tmp_path: Path) -> None:
+    """By the launcher's flags: the log ends with the best point, which all ranks then use."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, fusedpg.hvd as hvd\n"
+        "from fusedpg.hvd._basics import engine\n"
+        "hvd.init()\n"
+        "done = False\n"
+        "while not done:\n"
+        "    hvd.allreduce(torch.ones(1000), name='x')\n"
+        "    tuner = engine().tuner\n"
+        "    done = hvd.broadcast_object(tuner is not None and tuner.finished)\n"
+        "hvd.barrier()\n"
+        "print(engine().fusion_threshold, engine().cycle_time)\n"
+    )
+    log = tmp_path / "log"
+    flags = "--autotune --autotune-warmup-samples 0 --autotune-steps-per-sample 1"
+    code, out, err = launch(
+        *("-np", "2", *flags.split(), "--autotune-bayes-opt-max-samples", "5"),
+        *("--autotune-log-file", str(log), sys.executable, str(program)),
+    )
+    assert code == 0, err
+    rows = [
+        [float(value) for value in line.split(",")] for line in log.read_text().splitlines()[1:]
+    ]
+    assert len(rows) == 6
+    printed = [line.partition(">:")[2].split() for line in out.splitlines()]
+    for threshold, cycle in printed:
+        assert float(threshold) == pytest.approx(rows[-1][5] * MIB, rel=1e-4, abs=1)
+        assert float(cycle) * 1e3 == pytest.approx(rows[-1][4], rel=1e-4)
+    assert len(printed) == 2
