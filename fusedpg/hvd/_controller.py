@@ -28,7 +28,8 @@ _RAGGED = (ALLGATHER, ALLTOALL)
 class Signature(NamedTuple):
     """What one rank says of its operation.
 
-    ``numbers``: the splits of an all-to-all, the ranks of a new process set, the id of an old one.
+    ``numbers``: the splits of an all-to-all, the ranks of a new process set, the id of an old one,
+    how many handles a rank that joins has given out.
     """
 
     kind: str
@@ -130,7 +131,7 @@ class Controller:
         self._recent: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._in_set: dict[int, int] = {}  # the slots of each set, as bits
         self._table: dict[Key, dict[int, Signature]] = {}
-        self._joined: dict[int, None] = {}
+        self._joined: dict[int, int] = {}  # and the handles that they have given out
         self._next_set = 1
 
     @property
@@ -195,7 +196,7 @@ class Controller:
         for rank in sorted(messages):
             for key, signature in decode(messages[rank]):
                 if signature.kind == JOIN:
-                    self._joined[rank] = None
+                    self._joined[rank] = signature.numbers[0]
                     continue
                 if key in self._slot_of:
                     forgotten += self._forget(self._slot_of[key])
@@ -214,7 +215,8 @@ class Controller:
             responses.append(response)
         if len(self._joined) == self.size:
             last = next(reversed(self._joined))
-            responses.append(Response((0, JOIN), {0: Signature(JOIN, root=last)}))
+            done = Signature(JOIN, root=last, numbers=(max(self._joined.values()),))
+            responses.append(Response((0, JOIN), {0: done}))
             self._joined.clear()
         return responses, forgotten
 

@@ -404,7 +404,7 @@ class Engine:
             return 0
         if signature.kind == c.JOIN:
             assert operation is not None
-            operation.result = signature.root
+            operation.result = signature.root, signature.numbers[0]
             self._end([operation])
             return 0
         here = self._sets.get(response.key[0])

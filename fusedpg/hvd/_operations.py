@@ -20,6 +20,7 @@ from fusedpg.hvd._basics import (
     next_name,
     rank,
     size,
+    state,
     synchronize,
 )
 from fusedpg.hvd._controller import Signature
@@ -593,7 +594,12 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last, on all ranks.
     """
-    return synchronize(begin(Operation((0, c.JOIN), Signature(c.JOIN)), int))
+    here = state()
+    signature = Signature(c.JOIN, numbers=(here.counter + 1,))
+    last, counter = synchronize(begin(Operation((0, c.JOIN), signature), tuple))
+    # Ranks have called different numbers of operations: unnamed ones match again from here on.
+    here.counter = max(here.counter, counter)
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

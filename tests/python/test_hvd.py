@@ -257,6 +257,8 @@ def test_join(context: Context, remembered: bool) -> None:
                         call()
             last = hvd.join()
             assert last != joins_first
+            # Without a name: ranks have called different numbers of operations.
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
             assert hvd.allgather_object(last) == [last] * size
 
 
