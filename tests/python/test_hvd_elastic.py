@@ -21,7 +21,7 @@ import torch
 
 import fusedpg.hvd as hvd
 from harness import ROOT, Context, on_ranks
-from test_hvd_run import finish, marker, start
+from test_hvd_run import FAR, RUN, fake_ssh, finish, marker, start
 
 __all__ = ["marker"]  # a fixture
 
@@ -173,6 +173,20 @@ def test_hosts_join_and_leave(tmp_path: Path, marker: str) -> None:
     assert "signal" not in err
     samples = sum(len(indices) for _, ranks in results[0]["history"] for indices in ranks)
     assert samples == PLAN["epochs"] * PLAN["samples"]  # 48 is a multiple of 2 and of 3
+
+
+def test_a_lost_host(tmp_path: Path, marker: str) -> None:
+    """Its agent ends, behind ssh, and with it its rank: the others go on without the host."""
+    plan = {"epochs": 4, "wait": {"2": 2}}
+    job = Job(tmp_path, marker, plan, "-np", "3", "--min-np", "2", "-H", f"localhost:2,{FAR}:1")
+    job.environment |= fake_ssh(tmp_path, f"echo $$ > '{tmp_path}/pid'\nexport FAR=1\n{RUN}")
+    job.start()
+    job.reached(1)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    results, err = job.finish()
+    check(results, plan)
+    assert f"host {FAR}: its agent has ended" in err
+    assert sizes(results) == [3, 2]
 
 
 def test_a_rank_that_dies_while_they_meet(tmp_path: Path, marker: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -430,6 +432,13 @@ def test_run_a_function_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match=r"worker . .*ended: 1"):
         run(divmod, (1, 0), num_proc=2)
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_the_command_is_installed() -> None:
+    """What pyproject.toml names is there."""
+    text = Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text()
+    module, name = re.findall(r'^fusedpg-run = "(.+):(.+)"', text, re.MULTILINE)[0]
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_the_agent_needs_only_the_standard_library() -> None:
