@@ -22,19 +22,20 @@ _extension: ModuleType | None = None
 _logger = logging.getLogger("fusedpg")
 
 
-def _version(text: str) -> tuple[int, ...]:
+def minor_release(text: str) -> tuple[int, ...]:
+    """(2, 14) of "2.14.1+cu130"."""
     return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _folder(version: str) -> str:
-    return "pt{}_{}".format(*_version(version))
+    return "pt{}_{}".format(*minor_release(version))
 
 
 def built_for() -> list[str]:
     """The minor releases of torch that the installed package has an extension for, in order."""
     found = Path(__file__).parent.glob("pt*_*/_C*.so")
     names = {path.parent.name.removeprefix("pt").replace("_", ".") for path in found}
-    return sorted(names, key=_version)
+    return sorted(names, key=minor_release)
 
 
 def check_torch_version(running: str) -> str:
@@ -155,7 +156,7 @@ def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timed
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = ProcessGroupNCCL(store, rank, size, options)
-    if _version(str(torch.__version__)) < (2, 14):  # later ones begin at 0, and warn of this call
+    if minor_release(str(torch.__version__)) < (2, 14):  # later ones begin at 0, and warn of it
         group._set_sequence_number_for_group()
     return group
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusedpg._registration import minor_release
 from fusedpg.fusion.build import Builder
 from fusedpg.fusion.ir import FLOATS, REPLICATE, SHARD, Node, Program
 
@@ -136,6 +137,10 @@ def _where(c: Calculus, node: Node, g: Node, v: Values) -> Gradients:
     return [None, c.where(condition, g, 0.0), c.where(condition, 0.0, g)]
 
 
+# Where an element equals a bound, torch's gradient of clamp is 1, and since 2.14 it is 0.
+INSIDE = ("gt", "lt") if minor_release(str(torch.__version__)) >= (2, 14) else ("ge", "le")
+
+
 def _clamp(c: Calculus, node: Node, g: Node, v: Values) -> Gradients:
     x, low, high = node.operands
     bounded = [n for n in (low, high) if not (n.op == "constant" and n.attribute("value") is None)]
@@ -146,7 +151,7 @@ def _clamp(c: Calculus, node: Node, g: Node, v: Values) -> Gradients:
             node,
         )
     result = g
-    for bound, relation in ((low, "ge"), (high, "le")):
+    for bound, relation in zip((low, high), INSIDE):
         if bound in bounded:
             result = c.where(c.op(relation, v(x), v(bound)), result, 0.0)
     return [result, None, None]

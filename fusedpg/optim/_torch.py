@@ -17,14 +17,12 @@ import torch
 import torch.utils._foreach_utils
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg._registration import minor_release
+
 _log = logging.getLogger("fusedpg")
 
 # Versions whose reducer is known to do what the bridge relies on when it takes gradients.
 KNOWN = ((2, 11), (2, 14))
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 def check(ddp: DistributedDataParallel) -> None:
@@ -49,7 +47,7 @@ def keep_gradients(ddp: DistributedDataParallel) -> bool:
         Whether it does. If not, DDP copies its bucket into ``p.grad`` at the end of backward, and
         gradients must not be taken before DDP has copied them.
     """
-    if not KNOWN[0] <= _version() <= KNOWN[1]:
+    if not KNOWN[0] <= minor_release(torch.__version__) <= KNOWN[1]:
         _log.warning("fused: torch %s is not known; gradients are copied", torch.__version__)
         return False
     tell = getattr(ddp.reducer, "_set_optimizer_in_backward", None)
@@ -68,7 +66,7 @@ def can_remove_hook(ddp: DistributedDataParallel) -> bool:
     )
     reducer: Any = ddp.reducer
     return (
-        KNOWN[0] <= _version() <= KNOWN[1]
+        KNOWN[0] <= minor_release(torch.__version__) <= KNOWN[1]
         and hasattr(reducer, "_get_zeros_like_grad_buckets")
         and all(hasattr(ddp, name) for name in names)
         and getattr(ddp, "mixed_precision", None) is None

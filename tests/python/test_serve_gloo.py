@@ -689,7 +689,7 @@ def new_comm(backend, device, **more):
     ],
 )
 def test_torchcomms_gets_names(backend: str, words: str, tmp_path: Path) -> None:
-    """A stand-in for it, which torch finds by its name. Since 2.14 torch asks which names it has."""
+    """A stand-in for it, which torch finds by its name. torch 2.14 asks which names it has."""
     package = tmp_path / "torchcomms"
     package.mkdir()
     (package / "__init__.py").write_text(TORCHCOMMS)
