@@ -42,7 +42,12 @@ def add_space_arguments(parser: argparse.ArgumentParser) -> None:
     """Which plans there are."""
     add_model_arguments(parser)
     parser.add_argument("--global-batch", type=int, required=True, help="samples of an iteration")
-    parser.add_argument("--micro-batches", type=int, nargs="+", help="those measured by default")
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        nargs="+",
+        help="by default what was measured, on 1, 2, 4, ... data-parallel devices",
+    )
     parser.add_argument("--memory-limit", type=float, required=True, help="MB of a device")
 
 
@@ -63,7 +68,7 @@ def cost_model(arguments: argparse.Namespace) -> CostModel:
 def plan_space(arguments: argparse.Namespace) -> Space:
     """The plans that the arguments describe, nothing of which is priced."""
     model = cost_model(arguments)
-    sizes = arguments.micro_batches or model.database.micro_batch_sizes
+    sizes = arguments.micro_batches or model.micro_batch_sizes()
     return Space(model, arguments.global_batch, sizes, arguments.memory_limit)
 
 

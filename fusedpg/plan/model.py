@@ -276,6 +276,10 @@ class CostModel(abc.ABC):
                     found += [(tp, dp, algo) for algo in database.algos]
         return found
 
+    def micro_batch_sizes(self) -> list[int]:
+        """Micro-batch sizes, over all data-parallel devices together, that are worth a try."""
+        return list(self.database.micro_batch_sizes)
+
     def place(self, widths: Sequence[int], stage: int) -> Place:
         """Where a stage is, if stages have these widths."""
         first = sum(widths[:stage])
@@ -601,6 +605,12 @@ class FusedModel(CostModel):
         super().__init__(database, num_devices, devices_per_node)
         if not database.has_optimizer:
             self.notes["the optimizer's step is left out: no column optimizer-step"] = None
+
+    def micro_batch_sizes(self) -> list[int]:
+        degrees = {1 << power for power in range(self.num_devices.bit_length())}
+        degrees |= {self.num_devices}
+        measured = self.database.micro_batch_sizes
+        return sorted({samples * dp for samples in measured for dp in degrees})
 
     def measured(self, samples: int) -> bool:
         sizes = self.database.micro_batch_sizes

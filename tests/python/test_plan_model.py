@@ -71,6 +71,11 @@ def test_models_of_aceso(gpt: Database) -> None:
     assert len(Database(ACESO, "gpt", "1_3B", num_layers=1000).operators.sequence) == 13003
 
 
+def test_default_micro_batches_are_of_all_data_parallel_devices(gpt: Database) -> None:
+    assert FusedModel(gpt, 3).micro_batch_sizes() == [1, 2, 3, 4, 6, 8, 12, 16, 24]
+    assert AcesoModel(gpt, 3).micro_batch_sizes() == [1, 2, 4, 8]
+
+
 def test_sequences_of_operators() -> None:
     """Fault 10: layers come as often as the model has them; a file describes other models."""
     t5 = [f"encoder{i}" for i in range(15)] + [f"decoder{i}" for i in range(24)]
