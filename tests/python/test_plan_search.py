@@ -213,12 +213,16 @@ def test_guide(
 ) -> None:
     """The guide's commands print what it says."""
     text = (harness.ROOT / "docs/guides/plan.md").read_text()
-    command = r"```sh\n(python -m fusedpg\.plan (?:search|explain|baseline).*?)```"
-    blocks = re.findall(command, text, re.S)
-    outputs = re.findall(r"```text\n(.*?)```", text, re.S)
-    assert len(blocks) == len(outputs) == 3
+    command = r"python -m fusedpg\.plan (search|explain|baseline) "
+    pairs, block = [], None
+    for kind, body in re.findall(r"^```(\w+)\n(.*?)^```", text, re.S | re.M):
+        if kind == "sh":
+            block = body if re.match(command, body) else None
+        elif kind == "text" and block is not None:
+            pairs.append((block, body))
+    assert len(pairs) >= 3
     monkeypatch.chdir(tmp_path)
-    for block, output in zip(blocks, outputs):
+    for block, output in pairs:
         block = block.replace("\\\n", " ").replace("tests/python/data/aceso", str(ACESO))
         words = shlex.split(block)[3:]
         assert run(*words) == 0
