@@ -264,7 +264,8 @@ def _agreement(
     """
     ours = dist.PrefixStore("fusedpg-serve", store)
     refusal = "options or enable_reconfigure were given" if timeout is None else _refusal()
-    deadline = time.monotonic() + (timeout or c10d.default_pg_timeout).total_seconds()
+    seconds = (timeout or c10d.default_pg_timeout).total_seconds()
+    deadline = time.monotonic() + seconds
     # An earlier group's address.
     with contextlib.suppress(Exception):
         store.delete_key(f"0/{rank}")
@@ -273,7 +274,7 @@ def _agreement(
             decision = _decide(ours, f"rank {rank}: {refusal}")
         else:
             ours.set(str(rank), "cuda" if torch.cuda.is_available() else "cpu")
-            decision = _await(store, ours, rank, size, deadline)
+            decision = _await(store, ours, rank, size, deadline, seconds)
         yield decision, timedelta(seconds=max(deadline - time.monotonic(), 0.001))
     finally:
         for key in [str(rank), _DECISION] if rank == 0 else [str(rank)]:
@@ -286,8 +287,12 @@ def _decide(ours: Any, decision: str) -> str:
     return str(ours.compare_set(_DECISION, "", decision).decode())
 
 
-def _await(store: Any, ours: Any, rank: int, size: int, deadline: float) -> str:
-    """The decision, which may become this rank's to make."""
+def _await(store: Any, ours: Any, rank: int, size: int, deadline: float, seconds: float) -> str:
+    """The decision, which may become this rank's to make.
+
+    Args:
+        seconds: what the user gave, for the error; less is left when this begins.
+    """
     begin = now = time.monotonic()
     keys = [str(p) for p in range(size)]
     pause, look = 0.0001, begin
@@ -312,7 +317,7 @@ def _await(store: Any, ours: Any, rank: int, size: int, deadline: float) -> str:
     silent = [p for p in range(size) if not ours.check([keys[p]])]
     raise dist.DistStoreError(
         f'fused: creating a group that serves "gloo": timeout after '
-        f"{round((deadline - begin) * 1000)}ms on rank {rank}: nothing was heard from "
+        f"{round(seconds * 1000)}ms on rank {rank}: nothing was heard from "
         + (f"rank {', '.join(map(str, silent))}" if silent else "rank 0 since it came")
     )
 
