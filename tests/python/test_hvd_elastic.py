@@ -21,7 +21,7 @@ import torch
 
 import fusedpg.hvd as hvd
 from harness import ROOT, Context, on_ranks
-from test_hvd_run import FAR, RUN, fake_ssh, finish, marker, start
+from test_hvd_run import FAR, RUN, fake_ssh, finish, launch, marker, start
 
 __all__ = ["marker"]  # a fixture
 
@@ -227,6 +227,49 @@ def test_a_program_that_fails_everywhere(tmp_path: Path, marker: str) -> None:
     job.start()
     _, err = job.finish(expected=1)
     assert "JSONDecodeError" in err
+
+
+STUCK = """
+import time
+import fusedpg.hvd as hvd
+
+class Nothing(hvd.elastic.State):
+    def save(self): ...
+    restore = save
+    def sync(self):
+        if {fruitless}:
+            raise hvd.HorovodInternalError("no state for anybody")
+
+@hvd.elastic.run
+def train(state):
+    if hvd.rank() == 1:
+        time.sleep(1000)
+    raise hvd.HorovodInternalError("lost")
+
+hvd.init()
+train(Nothing())
+"""
+
+
+@pytest.mark.parametrize(
+    ("fruitless", "message"),
+    [
+        (True, "3 generations in a row did not begin to work"),
+        (False, "worker 1 (rank 1) on localhost did not come within 20 s"),
+    ],
+)
+def test_ranks_that_do_not_meet(tmp_path: Path, marker: str, fruitless: bool, message: str) -> None:
+    """Neither meeting for ever nor waiting for ever."""
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK.format(fruitless=fruitless))
+    patience = "100" if fruitless else "20"
+    code, _, err = launch(
+        *("-np", "2", "--min-np", "2", "--elastic-timeout", patience),
+        *(sys.executable, str(program)),
+        env={"MARKER": marker},
+    )
+    assert code == 1, err
+    assert f"fusedpg-run: {message}" in err
 
 
 def test_the_example(tmp_path: Path, marker: str) -> None:
