@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,13 +113,14 @@ def test_overlap_hides_no_more_than_the_backward_pass(tmp_path: Path) -> None:
     assert ours.exposed == pytest.approx(1e6 - ours.backward)
 
 
-def test_reductions_of_early_stages_end_last(tmp_path: Path) -> None:
+def test_reductions_of_later_stages_begin_earlier(tmp_path: Path) -> None:
     """A stage's gradients are whole before those of the stages in front of it."""
     database = write_toy(tmp_path, 4)
-    model = FusedModel(database, 4)
-    price = model.price(uniform(database, (2, 2), (2,), dp=(2, 2)))
+    write_rows(tmp_path / "prim_toy_s_all_reduce_2gpus.csv", ["size", "ms"], [1, 1e4], [999, 1e4])
+    price = FusedModel(database, 3).price(uniform(database, (1, 2), (2,), dp=(1, 2)))
     first, second = price.stages
-    tail = max(first.exposed + first.optimizer, second.exposed + second.optimizer - first.backward)
+    assert first.exposed == 0 and second.exposed + second.optimizer > first.backward > 0
+    tail = second.exposed + second.optimizer - first.backward
     steady = max(first.time, second.time) * 7
     assert price.time_ms == pytest.approx(steady + first.time + second.time + tail)
 
@@ -382,3 +384,14 @@ def test_smaller_micro_batches_fit_where_larger_do_not(gpt: Database) -> None:
     candidates = [space.candidate(state) for state in states]
     assert candidates and all(one is not None and one.overrun == 0 for one in candidates)
     assert {state.micro_batch for state in states} == {2}
+
+
+def test_resharding_crosses_machines_only_if_dp_changes(tmp_path: Path) -> None:
+    """Tensor-parallel devices are on one machine; there are no measurements between two here."""
+    tables = FusedModel(write_toy(tmp_path, 8, inter_node=True), 4, 2).tables(4, nodes=2)
+    lacking = list(tables.missing_reshard)
+    assert lacking and all("2nodes" in str(tables.missing_reshard[key]) for key in lacking)
+    assert all(tables.dp[one] != tables.dp[other] for _, one, other in lacking)
+    same = tables.dp[:, None] == tables.dp
+    assert math.isfinite(tables.reshard_forward[:, same].sum())
+    assert tables.reshard_forward[:, same].sum() > 0
