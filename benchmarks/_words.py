@@ -107,6 +107,7 @@ CASES = {
     "small": "1,000 parameters of 64 elements",
     "small, clip": "the same, `clip_grad_norm_` alone",
     "small, step with clipping": "the same, a step with clipping",
+    "vectors": "1,000 parameters of 256 elements",
     "ddp": "DDP step, MLP, 25 M parameters",
     "fsdp2": "FSDP2 step, MLP, 25 M parameters",
     "adamw step": "AdamW step",

@@ -1,7 +1,7 @@
 """Time training steps of fusedpg.hvd's DistributedOptimizer, and of DDP on "fused" and on Gloo.
 
     python benchmarks/hvd.py --check-bars
-    python benchmarks/hvd.py --models small --rounds 51
+    python benchmarks/hvd.py --models vectors --rounds 51
 
 Three models: the MLP and the CNN of ddp.py, and one of 1,000 parameters of 1 KB each, where the
 work for each parameter is all that counts. Arms: `fused` and `gloo` are DDP, `hvd` is Horovod's
@@ -28,7 +28,7 @@ from _harness import Bar, Context, Row
 from _models import make_cnn, make_mlp
 
 
-class Small(nn.Module):
+class Vectors(nn.Module):
     """A chain of products with 1,000 vectors of 256 numbers."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Small(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (make_mlp, (4, 2240)),
     "cnn": (make_cnn, (32, 3, 32, 32)),
-    "small": (Small, (2, 256)),
+    "vectors": (Vectors, (2, 256)),
 }
 
 
@@ -65,7 +65,7 @@ def size_of(name: str) -> int:
 
 def bars() -> list[Bar]:
     found = []
-    for name, most in {"mlp": 1.05, "cnn": 1.05, "small": 1.3}.items():
+    for name, most in {"mlp": 1.05, "cnn": 1.05, "vectors": 1.3}.items():
         found.append(Bar(2, name, "hvd", size_of(name), "fused", at_most=most))
     found.append(Bar(2, "mlp", "hvd", size_of("mlp"), "gloo", at_least=1.3))
     return found
