@@ -52,7 +52,7 @@ def load(args: argparse.Namespace) -> torch.nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="fused", choices=("fused", "gloo"))
-    parser.add_argument("--styles", default="fusedpg", choices=("fusedpg", "torch"))
+    parser.add_argument("--styles", default="fusedpg", choices=("fusedpg", "torch", "none"))
     parser.add_argument("--model", help="a name of the hub, or a folder")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--layers", type=int, default=4, help="of the model of random weights")
@@ -70,7 +70,8 @@ def main() -> None:
         whole = model(prompt).logits if args.check else None
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
         styles = fusedpg.tensor_parallel if args.styles == "fusedpg" else parallel
-        parallelize_module(model, mesh["tp"], plan(styles))
+        if args.styles != "none":  # that: each rank multiplies all of every weight
+            parallelize_module(model, mesh["tp"], plan(styles))
         logits = model(prompt).logits
         if whole is not None:
             torch.testing.assert_close(logits, whole, rtol=1e-3, atol=1e-3)
