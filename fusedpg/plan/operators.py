@@ -266,6 +266,14 @@ def _dropout(x: Tensor, p: float, part: Part, same: bool) -> Tensor:
     return x * kept / (1 - p)
 
 
+def _checked(numbers: Tensor, count: int, name: str) -> Tensor:
+    """Raises for numbers that no rank has a row for, of which a sum over ranks would be zero."""
+    low, high = (int(end) for end in numbers.aminmax())
+    if low < 0 or high >= count:
+        raise IndexError(f"{name}: {low if low < 0 else high} is not between 0 and {count - 1}")
+    return numbers
+
+
 # --- transformers -------------------------------------------------------------------------
 
 
@@ -288,7 +296,7 @@ class Embedding(Operator):
         }
 
     def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
-        (tokens,) = x
+        tokens = _checked(x[0], self.vocabulary, self.name)
         if part.tp == 1:
             rows = F.embedding(tokens, w.word)
         else:
@@ -543,8 +551,9 @@ class LanguageLoss(Operator):
         return {"weight": Weight((self.vocabulary, self.hidden), split=0, std=0.02)}
 
     def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+        labels = _checked(x[1], self.vocabulary, self.name)
         logits = _column(x[0], w.weight, None, part)
-        return _VocabularyCrossEntropy.apply(logits, x[1], part).mean(-1)
+        return _VocabularyCrossEntropy.apply(logits, labels, part).mean(-1)
 
 
 # --- convolutional networks: values are whole on every tensor-parallel rank ---------------
@@ -725,7 +734,8 @@ class ClassLoss(Operator):
         return {"weight": Weight(shape, std=std), "bias": Weight((self.classes,))}
 
     def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
-        return F.cross_entropy(F.linear(x[0], w.weight, w.bias), x[1], reduction="none")
+        labels = _checked(x[1], self.classes, self.name)
+        return F.cross_entropy(F.linear(x[0], w.weight, w.bias), labels, reduction="none")
 
 
 # --- a model is a sequence of operators ---------------------------------------------------

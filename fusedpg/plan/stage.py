@@ -140,9 +140,11 @@ def groups(rank_sets: list[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
         _groups.clear()
         _groups_world = world
         _groups[tuple(range(dist.get_world_size()))] = world
+    # torch's default would be half an hour, whatever the default group has.
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
     for ranks in rank_sets:
         if ranks not in _groups:
-            _groups[ranks] = dist.new_group(list(ranks))
+            _groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
     return _groups
 
 

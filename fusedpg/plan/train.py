@@ -49,7 +49,7 @@ class Trainer:
     """Trains a model as a plan says. Making one is a collective of the default group.
 
     Every rank is the device of its number. All ranks call `step` with the same batch and take
-    their parts of it. The weights are those of ``model.modules`` with the same seed on one device.
+    their parts of it. The weights begin with values that depend on the seed, and not on the plan.
     Gradients are summed over data-parallel ranks by the optimizers of `fusedpg.optim`, in the
     operation that updates the weights, so the backend is "fused".
 
@@ -163,9 +163,10 @@ class Trainer:
     def _run(self, batch: Mapping[str, Tensor], order: Sequence[Action]) -> float:
         """This rank's share of the mean loss."""
         plan = self.plan
-        for name in self.model.data:
-            if name not in batch or batch[name].shape[0] != plan.global_batch_size:
-                raise ValueError(f"the batch needs {plan.global_batch_size} samples of {name!r}")
+        for name, value in self.model.data.items():
+            wanted = (plan.global_batch_size, *value.shape)
+            if name not in batch or batch[name].shape != wanted:
+                raise ValueError(f"the batch needs {name!r} of shape {wanted}")
         size, total = plan.micro_batch_size, 0.0
         sent: list[Sent] = []
         for action, following in zip(order, [*order[1:], None]):

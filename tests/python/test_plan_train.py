@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
 import math
+import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +33,7 @@ from fusedpg.plan.memory import MB, PeakMemory
 from fusedpg.plan.model import FusedModel
 from fusedpg.plan.operators import Model, Part
 from fusedpg.plan.schedule import Action, actions
-from fusedpg.plan.stage import mixed
+from fusedpg.plan.stage import groups, mixed
 from fusedpg.plan.traced import trace
 from harness import Context
 
@@ -246,6 +251,39 @@ def test_virtual_stages(context: Context, micro_batches: int) -> None:
     compare(context, plan, model, torch.float64, steps=3)
 
 
+def _between_hosts(context: Context, widths: list[int]) -> None:
+    model = tiny("gpt")
+    compare(context, random_plan(model, 4, 7, widths=widths), model, torch.float64, steps=2)
+    profiler = profile.Profiler(
+        model, f"{context.scratch}/{widths}", dtype=torch.float32, repeats=1
+    )
+    assert profiler.host == [0, 0, 1, 1]
+    assert profiler.degrees() == [1, 2]
+    profiler.collectives([1 / 64], lambda name: None)
+    profiler.messages([1 / 64], lambda name: None)
+    dist.barrier()
+    found = {path.name for path in profiler.folder.glob("*.csv")}
+    assert {"p2p_intra_node.csv", "p2p_inter_node.csv"} <= found
+    for ending in ("2gpus", "2gpus_2nodes", "3gpus_2nodes", "4gpus_2nodes"):
+        assert f"prim_gpt_tiny_all_reduce_{ending}.csv" in found
+    assert "prim_gpt_tiny_all_reduce_4gpus.csv" not in found
+
+
+@pytest.mark.parametrize("widths", [[1, 1, 2], [4], [3, 1]], ids=str)
+def test_between_hosts(widths: list[int]) -> None:
+    """Stages, and operators, whose ranks take each other for those of two hosts."""
+    harness.pool_of_hosts("two of two", "tcp").run(_between_hosts, widths, timeout=120)
+
+
+@harness.on_ranks(2)
+def test_groups_have_the_timeout(context: Context) -> None:
+    """Of the default group, and not torch's default of half an hour."""
+    ranks = tuple(range(context.world_size))
+    found = [groups([ranks, (0,), (1,)])[each] for each in (ranks, (context.rank,))]
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in found]
+    assert timeouts[0] == timeouts[1] < datetime.timedelta(minutes=30)
+
+
 @harness.on_ranks(4)
 def test_recomputation_drops_alike(context: Context) -> None:
     """Dropout is the same when it is computed again, and on ranks that hold the same value."""
@@ -322,8 +360,27 @@ def test_plans_that_do_not_fit(context: Context) -> None:
     with pytest.raises(PlanError, match=r"enc-attention-.*: 3 does not divide by tp 2"):
         Trainer(wide, odd)
     trainer = Trainer(plan, model)
-    with pytest.raises(ValueError, match="samples of 'tokens'"):
-        trainer.step({"tokens": torch.zeros(1, 8, dtype=torch.int64)})
+    batch = model.random_batch(plan.global_batch_size, torch.float32, 0)
+    for wrong in ({"tokens": batch["tokens"]}, {**batch, "labels": batch["labels"][:, :1]}):
+        with pytest.raises(ValueError, match=r"the batch needs 'labels' of shape \(\d+, 8\)"):
+            trainer.step(wrong)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@harness.on_ranks(2)
+def test_numbers_outside_of_the_vocabulary(context: Context, tp: int) -> None:
+    """Of parts of a vocabulary none has them, and a sum over ranks would not show it."""
+    from fusedpg.plan.train import Trainer
+
+    model = tiny("gpt")
+    count = len(model.operators)
+    columns = [((value,) * count,) for value in (tp, 2 // tp, 0, 0)]
+    trainer = Trainer(Plan("gpt", "tiny", 4, 2, (2,), (count,), *columns), model)
+    batch = model.random_batch(4, torch.float32, 0)
+    for name, number in (("tokens", 32), ("labels", -100)):
+        wrong = torch.full_like(batch[name], number)
+        with pytest.raises(IndexError, match=f"{number} is not between 0 and 31"):
+            trainer.step({**batch, name: wrong})
 
 
 # --- models -------------------------------------------------------------------------------
@@ -711,3 +768,24 @@ def test_measured_memory(context: Context) -> None:
     assert found["gpipe", 1] < 0.6 * found["gpipe", 0], found
     if context.rank == 1:  # the last stage has one micro-batch in flight instead of four
         assert found["1f1b", 0] < 0.6 * found["gpipe", 0], found
+
+
+@pytest.mark.long
+def test_guide(tmp_path: Path) -> None:
+    """The guide's way from a model to a report, as it stands there."""
+    text = (harness.ROOT / "docs/guides/plan.md").read_text()
+    (script,) = re.findall(r"```sh\n(torchrun .*?)```", text, re.S)
+    folder = str(Path(sys.executable).parent)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = str(harness.ROOT)
+    # Another test may have the usual port.
+    script = script.replace("torchrun ", "torchrun --standalone ")
+    ran = subprocess.run(
+        ["bash", "-ec", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "step 4: loss" in ran.stderr
+    with (tmp_path / "report/report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[0]["predicted_ms"]) > 0 and float(rows[0]["measured_ms"]) > 0
+    assert (tmp_path / "report/search.png").exists()
