@@ -66,7 +66,7 @@ def alive(marker: str) -> list[str]:
     return found
 
 
-def expect_none_left(marker: str, seconds: float = 15) -> None:
+def expect_none_left(marker: str, seconds: float = SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while left := alive(marker):
         assert time.monotonic() < deadline, left
@@ -237,13 +237,11 @@ def test_timestamps() -> None:
 )
 def test_a_rank_that_fails_ends_the_others(how: str, code: int, marker: str) -> None:
     """Also one that ignores SIGTERM and has a child."""
-    others = "trap '' TERM; sleep 100 & sleep 100; sleep 100"
+    others = "trap '' TERM; sleep 1000 & sleep 1000; sleep 1000"
     script = f'if [ "$RANK" = 1 ]; then sleep 0.3; {how}; else {others}; fi'
-    began = time.monotonic()
     got, _, err = launch("-np", "3", "sh", "-c", script, env={"MARKER": marker})
     assert got == code, err
     assert "fusedpg-run: worker 1 (rank 1) on localhost" in err
-    assert time.monotonic() - began < 30
 
 
 def test_a_program_that_does_not_exist() -> None:
