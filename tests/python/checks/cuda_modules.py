@@ -50,9 +50,9 @@ class Raw:
         self.parameters = codegen_cuda.parameters(self.source)
         with compiles(context):
             architecture = backend.program_architecture(like)
-            # Its own text: a module of an earlier test, with the same, may not have ended yet, and
+            # Code of its own: a module of an earlier test, with the same, may not have ended yet, and
             # would be shared.
-            text = f"{self.source.text}\n// {next(_TEXTS)}\n"
+            text = f"{self.source.text}\n__device__ int fusedpg_own_{next(_TEXTS)};\n"
             self.image = nvrtc.ptx(text, "step", architecture).decode()
 
     def load(self, tensor: torch.Tensor, **other: Any) -> Any:
