@@ -50,8 +50,8 @@ class Raw:
         self.parameters = codegen_cuda.parameters(self.source)
         with compiles(context):
             architecture = backend.program_architecture(like)
-            # Code of its own: a module of an earlier test, with the same, may not have ended yet, and
-            # would be shared.
+            # Code of its own: a module of an earlier test, with the same, may not have ended yet,
+            # and would be shared.
             text = f"{self.source.text}\n__device__ int fusedpg_own_{next(_TEXTS)};\n"
             self.image = nvrtc.ptx(text, "step", architecture).decode()
 
