@@ -197,7 +197,7 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """Whether programs run, with the same numbers, and what steps gain; for the documents."""
+    """The documents' table: if programs run with the same numbers, and the gain of their steps."""
     lines = [
         "| program | on Gloo | served | numbers | steps, times Gloo |",
         "|---|---|---|---|---|",

@@ -197,7 +197,7 @@ def _arguments(
     timeout: Any = c10d.default_pg_timeout,
     enable_reconfigure: bool = False,  # since torch 2.14
 ) -> tuple[Any, int, int, timedelta | None]:
-    """As the class takes them; None for a time limit: what was given is only Gloo's to do."""
+    """The arguments; the timeout is None if only Gloo can do what they ask for."""
     if isinstance(timeout, Gloo._Options) or enable_reconfigure:
         return store, rank, size, None
     if not isinstance(timeout, timedelta):

@@ -34,7 +34,7 @@ def _backend(group: dist.ProcessGroup | None) -> Any:
 
 
 def _is_ours(group: dist.ProcessGroup | None) -> bool:
-    """Whether all of a group's collectives are this backend's, also where it serves "gloo"."""
+    """True if this backend carries out all of a group's collectives, also if it serves "gloo"."""
     try:
         backend = _backend(group)
     except ValueError:

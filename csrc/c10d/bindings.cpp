@@ -77,11 +77,16 @@ py::dict info_dict(ProcessGroupFused& group) {
 
 void set_python_announcer(py::object announcer) {
   auto* held = new py::object(std::move(announcer)); // leaked, as above
-  ProcessGroupFused::set_announcer(
-      [held](ProcessGroupFused& group, bool asked) {
-        const py::gil_scoped_acquire gil;
-        (*held)(group.getBackendOptions()->group_name, info_dict(group), asked);
-      });
+  ProcessGroupFused::set_announcer([held](
+                                       ProcessGroupFused& group, bool asked) {
+    const py::gil_scoped_acquire gil;
+    try {
+      (*held)(group.getBackendOptions()->group_name, info_dict(group), asked);
+    } catch (py::error_already_set& error) {
+      // A filter of the user's log may raise; the group is there.
+      error.discard_as_unraisable("fusedpg's log line for a new group");
+    }
+  });
 }
 
 py::dict stats_dict(const Stats& stats, const Waits& waits, int rank) {

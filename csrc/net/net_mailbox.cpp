@@ -175,7 +175,7 @@ void NetMailbox::loop() {
         }
         transport_->doze(std::chrono::milliseconds(1));
       } else {
-        // At once: who waits for a message may need the core.
+        // At once: a thread that waits for a message may need the core.
         transport_->doze(pending() ? kLook : kIdle);
       }
     }

@@ -315,7 +315,7 @@ bool TcpListener::hand_over(Visitor& visitor) {
   return false;
 }
 
-// It may be this thread that is late, and not who has been heard only now.
+// This thread may be the one that is late, so visitors are heard first.
 void TcpListener::drop_late() {
   visitors_.remove_if([this](Visitor& visitor) {
     return visitor.deadline.expired() &&

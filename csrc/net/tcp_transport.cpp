@@ -209,8 +209,8 @@ void TcpTransport::not_let_in(int peer, const std::string& why) {
   ++knocking_;
 }
 
-// Whoever listens has closed a new connection without a word: there are too many
-// others, or it has just ended, of which the next attempt will tell.
+// The peer has closed a new connection without a word: there are too many
+// others, or it has just ended, which the next attempt will show.
 void TcpTransport::crowded_out(int peer, const std::string& why) {
   outs_[peer].patience.emplace(kLetUsIn);
   not_let_in(peer, why);

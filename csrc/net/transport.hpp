@@ -66,8 +66,8 @@ class NetBuffers {
   size_t bytes_ = 0; // of these
 };
 
-// What another rank has set: for ranks that connect, as a wait for keys cannot
-// be aborted. `check` throws when waiting is in vain.
+// The value that another rank has set. For ranks that connect, since a wait for
+// keys cannot be aborted. `check` throws when waiting is in vain.
 std::string await_rank(
     Rendezvous& rendezvous,
     const std::string& key,

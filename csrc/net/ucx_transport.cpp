@@ -205,9 +205,12 @@ void UcxTransport::sleep(const Deadline& deadline) {
   pollfd fds[] = {
       {abort_signal_.fd(), POLLIN, 0}, {worker_->event_fd(), POLLIN, 0}};
   // Over TCP UCX's descriptor stays readable while the peer has not
-  // acknowledged a connection: who went by it would use all of a core.
+  // acknowledged a connection: to wait for it would use all of a core.
   if (fruitless_ >= kPatience) {
     ppoll(fds, 1, &kPause, nullptr);
+    if (poll(&fds[1], 1, 0) == 0) {
+      fruitless_ = 0; // it can be waited for again
+    }
   } else if (worker_->arm()) {
     poll(fds, 2, static_cast<int>(std::min(deadline.left(), kLongest).count()));
     fruitless_ += fds[1].revents != 0 ? 1 : 0;

@@ -137,7 +137,7 @@ def _where(c: Calculus, node: Node, g: Node, v: Values) -> Gradients:
     return [None, c.where(condition, g, 0.0), c.where(condition, 0.0, g)]
 
 
-# Where an element equals a bound, torch's gradient of clamp is 1, and since 2.14 it is 0.
+# At an element that equals a bound, torch's gradient of clamp is 1; since torch 2.14 it is 0.
 INSIDE = ("gt", "lt") if minor_release(str(torch.__version__)) >= (2, 14) else ("ge", "le")
 
 

@@ -25,7 +25,7 @@ from fusedpg.hvd.exceptions import HorovodInternalError
 
 @dataclasses.dataclass
 class _State:
-    """What ``init`` has made."""
+    """The objects that ``init`` has made."""
 
     engine: Engine
     owns_world: bool
@@ -193,12 +193,12 @@ def cross_size() -> int:
 
 
 def is_elastic() -> bool:
-    """Whether the number of ranks may change, so that a single rank behaves as one of several."""
+    """True if the number of ranks may change; a single rank then behaves as one of several."""
     return state().elastic
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have as many ranks."""
+    """True if all hosts have the same number of ranks."""
     return state().local_size * state().cross_size == size()
 
 
@@ -329,7 +329,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Removes a process set; called on all ranks. Returns False if there is no such set.
 
-    What is pending in it raises HorovodInternalError.
+    Its pending operations raise HorovodInternalError.
     """
     set_id = process_set.process_set_id
     if not set_id:  # never added, or the global one
@@ -364,7 +364,7 @@ def next_name(kind: str) -> str:
 
 
 def poll(handle: int) -> bool:
-    """Whether an operation is done, so that ``synchronize`` returns at once."""
+    """True if an operation is done; ``synchronize`` then returns at once."""
     entry = state().handles.get(handle)
     return entry is None or entry[0].done
 

@@ -26,7 +26,7 @@ _RAGGED = (ALLGATHER, ALLTOALL)
 
 
 class Signature(NamedTuple):
-    """What one rank says of its operation.
+    """One rank's description of its operation.
 
     ``numbers``: the splits of an all-to-all, the ranks of a new process set, the id of an old one,
     how many handles a rank that joins has given out.
@@ -81,7 +81,7 @@ def _differing(signatures: dict[int, Any], what: str) -> str:
 
 
 def difference(signatures: dict[int, Signature]) -> str:
-    """What ranks disagree about, in words; empty if they agree."""
+    """The differences between ranks, in words; empty if they agree."""
     fields = {"kind": "operations", "dtypes": "data types"}
     fields |= {"op": "reduction operations", "prescale": "prescale factors"}
     fields |= {"postscale": "postscale factors", "root": "root ranks"}
@@ -113,7 +113,7 @@ def _refusal(signature: Signature, joined: list[int]) -> str:
 
 
 class Controller:
-    """What all ranks know of all ranks' requests.
+    """The requests of all ranks, as every rank knows them.
 
     Attributes:
         sets: the global ranks of each process set.
@@ -179,7 +179,7 @@ class Controller:
     def decide(
         self, bits: Sequence[int], messages: dict[int, bytes]
     ) -> tuple[list[Response], list[Key]]:
-        """What to do after a cycle.
+        """Decides on the operations that follow a cycle.
 
         Args:
             bits: each rank's ready operations.

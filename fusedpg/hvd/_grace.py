@@ -83,7 +83,7 @@ class Grace:
 
 
 class _Bucket:
-    """What a state wants to know of one of DDP's buckets, with gradients of an optimizer."""
+    """Gradients of an optimizer, with the methods of DDP's bucket that a state calls."""
 
     def __init__(self, index: int, params: list[Tensor], is_last: bool) -> None:
         self._index, self._params, self._last = index, params, is_last

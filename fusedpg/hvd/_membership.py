@@ -52,7 +52,7 @@ def parse_updates(text: bytes) -> tuple[int, int]:
 
 
 def variables(place: dict[str, Any]) -> dict[str, str]:
-    """What torch.distributed and Horovod's programs read of a place."""
+    """The variables of a place that torch.distributed and Horovod's programs read."""
     names = {
         "rank": ("RANK", "HOROVOD_RANK"),
         "size": ("WORLD_SIZE", "HOROVOD_SIZE"),
@@ -108,7 +108,7 @@ class Membership:
         os.environ.update(variables(place))
 
     def changes(self) -> tuple[bool, bool]:
-        """Whether workers were added or removed since this generation began."""
+        """True if workers were added or removed since this generation began."""
         added, removed = parse_updates(self.store.get(UPDATES_KEY))
         return added > self.updates[0], removed > self.updates[1]
 

@@ -57,7 +57,7 @@ class Place:
 
 
 def place() -> Place:
-    """What torchrun, ``fusedpg-run`` or horovodrun has put into the environment."""
+    """The variables that torchrun, ``fusedpg-run`` or horovodrun has set."""
     return Place(
         rank=_read("HOROVOD_RANK RANK", 0),
         size=_read("HOROVOD_SIZE WORLD_SIZE", 1),
@@ -80,7 +80,7 @@ def backend() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the engine reads when it starts.
+    """The settings that the engine reads when it starts.
 
     Attributes:
         fusion_threshold: the bytes of one coalesced call.
@@ -111,7 +111,7 @@ def _autotune() -> Callable[[], Tuner] | None:
     if not _read("HOROVOD_AUTOTUNE", False, _flag):
         return None
     prefix = "HOROVOD_AUTOTUNE"
-    # What is set is kept: only the other parameter is searched.
+    # A parameter that is set keeps its value: only the other one is searched.
     cycle_time = _read("HOROVOD_CYCLE_TIME", None, float)
     return functools.partial(
         Tuner,

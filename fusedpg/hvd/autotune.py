@@ -147,7 +147,7 @@ class Tuner:
 
     @property
     def finished(self) -> bool:
-        """Whether the search is over; `record` returns None from then on."""
+        """True if the search is over; `record` returns None from then on."""
         return self._finished
 
     @property

@@ -13,7 +13,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What is sent, and what ``decompress`` needs to know."""
+        """Returns the tensor to send, and the context that ``decompress`` gets."""
         raise NotImplementedError
 
     @staticmethod

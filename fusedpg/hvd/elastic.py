@@ -46,7 +46,7 @@ JobEnded = _membership.JobEnded
 
 
 class State:
-    """What a rank must have in common with the others; `save`, `restore` and `sync` say how."""
+    """Values that all ranks must have in common; `save`, `restore` and `sync` say how."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], Any]] = []
@@ -134,7 +134,7 @@ class _SamplerHandler(_Handler):
 
 
 class _ObjectHandler(_Handler):
-    """Of an attribute that is no object of torch: deep copies, and pickle to send it."""
+    """Handles an attribute that is no object of torch, by deep copies, and by pickle to send it."""
 
     def save(self) -> None:
         self.saved = copy.deepcopy(self.value)

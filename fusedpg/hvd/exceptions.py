@@ -1,4 +1,4 @@
-"""What operations of ``fusedpg.hvd`` raise."""
+"""The exceptions of operations of ``fusedpg.hvd``."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def broadcast_optimizer_state(
 
 
 class _Hole(tuple[Any, ...]):
-    """Where a tensor of some shape and type belongs."""
+    """The place that a tensor of some shape and type belongs to."""
 
 
 def _outline(value: Any) -> Any:

@@ -74,7 +74,7 @@ class _Group:
 
 
 class _Reducing(Optimizer):
-    """What optimizers that wait for reductions have in common, as a base of a class for each.
+    """The base of each class of optimizers that wait for reductions.
 
     Its attributes begin with ``_hvd``: they share an object with those of torch's class; programs
     read Horovod's ``_parameter_names``.
@@ -420,7 +420,7 @@ def _adopted(base: type[Optimizer], optimizer: Optimizer) -> Any:
 
 
 class _Fused:
-    """What a fused optimizer has in addition, where it stands for Horovod's."""
+    """Methods that a fused optimizer gets when it stands for Horovod's."""
 
     def synchronize(self: Any) -> None:
         """Reduces gradients, to clip them, for example."""

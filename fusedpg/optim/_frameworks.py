@@ -13,7 +13,7 @@ from typing import Any
 
 
 def asked_by_accelerate() -> str | None:
-    """Whether ``Accelerator.save_state`` asks for a state dict, which it does on all ranks.
+    """True if ``Accelerator.save_state`` asks for a state dict, which it does on all ranks.
 
     Returns:
         None, or who needs the whole state: "whole" (all ranks), or "whole on rank 0".
@@ -24,7 +24,7 @@ def asked_by_accelerate() -> str | None:
             frame.f_globals.get("__name__") == "accelerate.checkpointing"
             and frame.f_code.co_name == "save_accelerator_state"
         ):
-            # Where nodes share no file system, one rank of each of them writes.
+            # If nodes share no file system, one rank of each of them writes.
             each_node = frame.f_locals.get("save_on_each_node", True)
             return "whole" if each_node else "whole on rank 0"
         frame = frame.f_back

@@ -32,7 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         status: int = importlib.import_module(COMMANDS[arguments.command][0]).main(arguments)
     except (ValueError, LookupError, FileNotFoundError) as error:
-        # What the user asked for is wrong: plans, databases, arguments.
+        # The user's plan, database or arguments are wrong.
         print(f"python -m fusedpg.plan {arguments.command}: {error}", file=sys.stderr)
         return 2
     return status

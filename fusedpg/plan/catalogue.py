@@ -1,4 +1,4 @@
-"""What a cost model must know of operators beyond their times: order, layouts, recomputation.
+"""Facts of operators that no measurement has: order, layouts, recomputation.
 
 The models of Aceso are described here by the names of their operators. A database of another
 model describes it in a file of its own (see `fusedpg.plan.database`).

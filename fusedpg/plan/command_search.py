@@ -23,7 +23,7 @@ _MOST_STAGES = 16
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where measurements are, and of what."""
+    """Adds the arguments that name a database, and the model in it."""
     parser.add_argument("--database", type=Path, required=True, help="folder of the profile")
     parser.add_argument("--model-name", required=True, help="such as gpt")
     parser.add_argument("--model-size", required=True, help="such as 1_3B")

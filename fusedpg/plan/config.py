@@ -40,7 +40,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a cost model says about a plan.
+    """A cost model's prediction for a plan.
 
     Args:
         time_ms: an iteration, in milliseconds.
@@ -120,12 +120,12 @@ class Plan:
 
     @property
     def checkpoint_activations(self) -> tuple[bool, ...]:
-        """Whether each stage recomputes anything."""
+        """For each stage: True if it recomputes anything."""
         return tuple(any(flags) for flags in self.recompute_ops)
 
     @property
     def resharding_stages(self) -> tuple[bool, ...]:
-        """Whether the operators of each stage differ in `tp`, `dp` or `algo`."""
+        """For each stage: True if its operators differ in `tp`, `dp` or `algo`."""
         columns = (
             self.model_parallel_size_of_each_op,
             self.data_parallel_size_of_each_op,
@@ -149,7 +149,7 @@ class Plan:
     def problems(
         self, operators: Sequence[str] | None = None, devices: int | None = None
     ) -> list[str]:
-        """What keeps this plan from being run, in sentences; nothing if it is right.
+        """Sentences that say why this plan cannot be run; none if it is right.
 
         Args:
             operators: the names of the model's operators, if they are known.

@@ -1,4 +1,4 @@
-"""What the commands share that run on all ranks."""
+"""The common part of commands that run on all ranks."""
 
 from __future__ import annotations
 

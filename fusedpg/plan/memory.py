@@ -15,7 +15,7 @@ MB = 1 << 20
 class PeakMemory(TorchDispatchMode):
     """Counts the bytes of storages that operations create while it is entered.
 
-    What existed before does not count. Every operation takes microseconds longer, so times that
+    Earlier tensors do not count. Every operation takes microseconds longer, so times that
     are measured at the same time mean nothing.
     """
 
@@ -50,5 +50,5 @@ class PeakMemory(TorchDispatchMode):
             self._counted.discard(key)
             self.now -= size
 
-        # Whatever holds the storage, in Python or in C++, its object dies with it.
+        # The storage's object dies with it, whether Python or C++ holds it.
         weakref.finalize(storage, freed).atexit = False

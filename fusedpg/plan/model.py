@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage is.
+    """The place of a stage.
 
     Args:
         first_device: its first device.
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class StagePrice:
-    """What a stage costs. Times are milliseconds of one micro-batch, but for the last three."""
+    """The cost of a stage. Times are milliseconds of one micro-batch, but for the last three."""
 
     forward: float
     backward: float
@@ -76,7 +76,7 @@ class StagePrice:
 
 @dataclass(frozen=True)
 class Price:
-    """What a plan costs.
+    """The cost of a plan.
 
     Args:
         time_ms: of an iteration.
@@ -94,7 +94,7 @@ class Price:
 
     @property
     def memory_mb(self) -> float:
-        """Of the device that needs most."""
+        """The memory of the device that needs most."""
         return max(stage.memory for stage in self.stages)
 
     def prediction(self) -> Prediction:
@@ -132,7 +132,7 @@ class Tables:
         self.optimizer = values[8] / 1000
         factors = database.operators.shared_activations
         self.activations = self.activations * np.array([factors.get(name, 1) for name in kinds])
-        # What a device-millisecond would buy if all operators ran at their best.
+        # The gain of a device-millisecond if all operators ran at their best.
         with np.errstate(invalid="ignore"):
             busy = (self.forward + self.backward) * self.width[:, None]
         self.ideal = np.min(busy, axis=0) if len(self.settings) else np.zeros(len(kinds))
@@ -221,7 +221,7 @@ def resharding_steps(source: Layout, target: Layout) -> list[Step]:
 
 
 class CostModel(abc.ABC):
-    """What both models share.
+    """The common part of both models.
 
     Args:
         database: the measurements.
@@ -281,7 +281,7 @@ class CostModel(abc.ABC):
         return list(self.database.micro_batch_sizes)
 
     def place(self, widths: Sequence[int], stage: int) -> Place:
-        """Where a stage is, if stages have these widths."""
+        """The place of a stage, if stages have these widths."""
         first = sum(widths[:stage])
         per_node = self.devices_per_node
         last = first + widths[stage] - 1
@@ -291,7 +291,7 @@ class CostModel(abc.ABC):
         return Place(first, widths[stage], nodes, receives, sends)
 
     def _crosses(self, widths: Sequence[int], stage: int) -> bool:
-        """Whether any pair of devices that exchange messages of `stage` and the next crosses."""
+        """True if any message from `stage` to the next crosses to another machine."""
         first = sum(widths[:stage])
         here, there = widths[stage], widths[stage + 1]
         per_node = self.devices_per_node
@@ -387,7 +387,7 @@ class CostModel(abc.ABC):
 
     @abc.abstractmethod
     def measured(self, samples: int) -> bool:
-        """Whether operators may be priced for this many samples of a device."""
+        """True if operators may be priced for this many samples of a device."""
 
     @abc.abstractmethod
     def reshard(

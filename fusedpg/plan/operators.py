@@ -29,7 +29,7 @@ Splits = tuple["int | None", ...]
 
 @dataclass(frozen=True)
 class Value:
-    """What travels between operators, without the dimension of samples, which comes first."""
+    """A value that travels between operators; the dimension of samples, its first, is left out."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None  # None: the dtype of the weights
@@ -98,7 +98,7 @@ class Operator:
         raise NotImplementedError
 
     def splits(self, algo: int) -> tuple[Splits, Splits]:
-        """Of the inputs, and of the outputs."""
+        """The splits of the inputs, and those of the outputs."""
         return (None,) * len(self.inputs), (None,) * len(self.outputs)
 
     def weights(self, algo: int) -> dict[str, Weight]:

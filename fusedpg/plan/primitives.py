@@ -22,7 +22,7 @@ _SHIFTS = (1, 2, 3, 5, 8, 13, 26, 52, 104)
 _BALANCE_ROUNDS = 6
 # Partners that give or take devices at once.
 _PARTNERS = 2
-# What a MB counts against milliseconds when settings are chosen by both, as shares of the
+# The weight of a MB against milliseconds when settings are chosen by both, as shares of the
 # stage's time over its memory.
 # Operators of a stage that are tried with another setting.
 _FLIPS = 40

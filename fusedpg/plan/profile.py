@@ -157,7 +157,7 @@ def _mean(value: float) -> float:
 
 
 class _Cache:
-    """What has been measured, a line each, so that a measurement that was interrupted goes on."""
+    """The measurements so far, a line each, so that an interrupted profile can go on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,7 +202,7 @@ class Profiler:
         self.stem = f"{model.name}_{model.size}"
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-        # What is measured depends on it; another machine has a folder of its own.
+        # Measurements depend on it; another machine has a folder of its own.
         said = (
             dtype,
             repeats,

@@ -187,7 +187,7 @@ class Recomputation:
         excess: float,
         cap: float,
     ) -> tuple[float, float, list[Point]]:
-        """What lacks to `excess`, the time, and a point for each layer, under a cap."""
+        """The rest of `excess`, the time, and a point for each layer, under a cap."""
         kinds = list(layers.values())
         chosen = [Point(0.0, 0.0, 0.0, 0)] * len(spans)
         frontiers: list[list[Point]] = []

@@ -27,7 +27,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan took, from the file that ``train --measure`` writes.
+    """The measured cost of a plan, from the file that ``train --measure`` writes.
 
     Args:
         name: of the file.

@@ -17,7 +17,7 @@ class Action(NamedTuple):
 
 
 def actions(plan: Plan, pipeline_rank: int) -> list[Action]:
-    """What the devices of stage `pipeline_rank`, and of its virtual stages, do in an iteration.
+    """The actions of a stage's devices, with its virtual stages, in an iteration.
 
     Raises:
         PlanError: if the schedule is not executed, or not with this number of micro-batches.

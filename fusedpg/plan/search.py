@@ -98,7 +98,7 @@ class Step:
 
 @dataclass
 class Found:
-    """What a search for one number of stages found.
+    """The result of a search for one number of stages.
 
     Args:
         stages: the number of stages.
@@ -476,7 +476,7 @@ def search(
         progress: is told a number of stages, the trial and the best time so far.
 
     Returns:
-        What was found for each number of stages, in their order.
+        The results for each number of stages, in their order.
     """
     limits = limits or Limits()
     workers = min(workers, len(stages))

@@ -49,7 +49,7 @@ def packed(numbers: Array) -> bytes:
 
 
 def _layers(model: CostModel) -> tuple[Array, Array]:
-    """Where layers begin whose recomputation is decided alone, and what may be recomputed.
+    """The layers whose recomputation is decided alone, and the operators that may be recomputed.
 
     They are the model's layers. Longer runs are cut where their first operator that comes again
     does; operators at such cuts are not recomputed, so that no segment goes across.
@@ -189,7 +189,7 @@ class Space:
         price, flags = plain, np.zeros(ops, dtype=bool)
         target = excess
         for _ in range(4):
-            # What a choice saves is computed without the seams between layers: look again.
+            # The saving of a choice leaves out the seams between layers: look again.
             chosen = self._recomputation.choose(
                 activations,
                 times,

@@ -90,7 +90,7 @@ class Placement:
         return self.layout(number, op.splits(algo)[1][op.outputs.index(name)])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the value of a whole micro-batch."""
+        """The shape of the value of a whole micro-batch."""
         return (self.plan.micro_batch_size, *self.model.values[name].shape)
 
     def _routes(self) -> list[Route]:
@@ -191,7 +191,7 @@ class Link:
         self.move = Move.of(route.shape, source, target, rank)
         self.tag = 2 * route.number + backward
         self.dtype = dtype
-        # What a rank that has both stages leaves here for itself, by micro-batch.
+        # Values by micro-batch that a rank with both stages leaves here for itself.
         self.own: dict[int, Tensor] = {}
 
     def send(self, x: Tensor, micro_batch: int) -> list[Sent]:
@@ -293,7 +293,7 @@ Held = dict[str, dict[Layout, Tensor]]
 
 @dataclass
 class _Saved:
-    """Of a micro-batch, between forward and backward."""
+    """The state of a micro-batch between forward and backward."""
 
     received: list[tuple[Link, Tensor]]  # with the links that take the gradients back
     sent: list[tuple[Tensor, list[Link]]]  # with the links that bring the gradients

@@ -108,7 +108,7 @@ class _Tracing:
         self.one, self.rest = self._run(slice(0, 1)), self._run(slice(1, None))
 
     def _run(self, rows: slice) -> dict[str, Any]:
-        """What every node gives for some of the samples."""
+        """The results of every node for some of the samples."""
         found: dict[str, Any] = {}
 
         class Recorder(fx.Interpreter):
@@ -127,7 +127,7 @@ class _Tracing:
         return found
 
     def _of_samples(self, node: fx.Node) -> bool:
-        """Whether a node gives a tensor with a row for each sample."""
+        """True if a node gives a tensor with a row for each sample."""
         whole, one, rest = (run.get(node.name) for run in (self.found, self.one, self.rest))
         if not all(isinstance(t, Tensor) and t.dim() for t in (whole, one, rest)):
             return False

@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Of one iteration.
+    """The result of one iteration.
 
     Args:
         loss: the mean over all samples of the global batch.

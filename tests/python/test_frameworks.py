@@ -159,7 +159,7 @@ def test_resumes_at_every_size(
 
 
 def trained(context: Context) -> tuple[Any, Any, Any]:
-    """Of the recipes: a DDP module, and a fused optimizer after two steps."""
+    """The recipes' DDP module, and a fused optimizer after two steps."""
     sys.path.insert(0, str(RECIPES))
     import _task  # type: ignore[import-not-found]
     import torch
@@ -191,7 +191,7 @@ def check_saved(path: Path, optimizer: Any) -> None:
 
 
 def on_nodes(context: Context, apart: bool) -> None:
-    """What a launcher says: two nodes of one rank each, or one of two."""
+    """A launcher's variables: two nodes of one rank each, or one of two."""
     size = str(context.world_size)
     os.environ.update(
         RANK=str(context.rank),

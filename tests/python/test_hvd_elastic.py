@@ -128,7 +128,7 @@ def test_without_a_fault(tmp_path: Path, marker: str) -> None:
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("step", [0, 11])
 def test_a_killed_rank(tmp_path: Path, marker: str, victim: int, step: int) -> None:
-    """Of three ranks two go on from the last commit; also without rank 0, and before a commit."""
+    """Two of three ranks go on from the last commit, also without rank 0, and before a commit."""
     plan = {"kill": {str(victim): step}}
     results, err = run(tmp_path, marker, plan, "-np", "3", "--min-np", "2")
     assert f"worker {victim} (rank {victim}) on localhost was ended by signal 9" in err
@@ -297,7 +297,7 @@ def test_the_example(tmp_path: Path, marker: str) -> None:
 
 @on_ranks(1, 2)
 def test_a_commit_copies(context: Context) -> None:
-    """What is changed in place afterwards is as it was."""
+    """Changes in place after a commit are undone."""
     hvd.init()
     try:
         state = hvd.elastic.ObjectState(items=[1], table={"a": [1]}, epoch=0)

@@ -318,7 +318,7 @@ def fake_ssh(folder: Path, body: str) -> dict[str, str]:
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-# What sshd does: a login shell runs the last argument, in the home directory.
+# As sshd does: a login shell runs the last argument, in the home directory.
 RUN = 'echo "Welcome to $HOSTNAME"; cd /; exec bash -c "${@: -1}"\n'
 # Addresses that no machine has (RFC 5737), so that `ssh` is asked.
 FAR, FARTHER = "198.51.100.1", "198.51.100.2"
@@ -433,7 +433,7 @@ def test_run_a_function_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_is_installed() -> None:
-    """What pyproject.toml names is there."""
+    """The command that pyproject.toml names is there."""
     text = Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text()
     module, name = re.findall(r'^fusedpg-run = "(.+):(.+)"', text, re.MULTILINE)[0]
     assert callable(getattr(importlib.import_module(module), name))

@@ -1,4 +1,4 @@
-"""What a group says of itself: counters, who is late, OpenMetrics text, a line in the log."""
+"""A group's reports: counters, late ranks, OpenMetrics text, a line in the log."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ OPERATIONS = {
 
 
 def waits(context: Context, late: int, operation: str) -> list[dict[int, float]]:
-    """What all ranks say when one of them comes late to a collective."""
+    """The reports of all ranks when one of them comes late to a collective."""
     group = dist.new_group()
     call = OPERATIONS[operation]
     call(group)  # connects hosts
@@ -140,7 +140,7 @@ def test_who_is_late_between_hosts(names: str, transport: str, operation: str) -
 
 @on_ranks(2)
 def test_no_wait_where_nobody_is_late(context: Context) -> None:
-    """What a rank computes between its calls is no wait of its own."""
+    """A rank's own computing between calls is no wait."""
     group = dist.new_group()
     dist.barrier(group)
     fusedpg.stats(group, reset=True)

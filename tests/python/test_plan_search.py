@@ -27,7 +27,7 @@ from fusedpg.plan.search import Limits, NoPlanFits, Search, best_plans, search
 from fusedpg.plan.space import Space
 from plan_toys import ACESO, write_toy
 
-# What the authors' searcher finds on their data with a global batch of 512, in 61 s of CPU.
+# The result of the authors' searcher on their data, global batch 512, in 61 s of CPU.
 ACESO_FOUND_MS = 58760.92
 
 

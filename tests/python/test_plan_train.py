@@ -78,7 +78,7 @@ def test_reshard_gives_every_element_once(width: int, beside: bool) -> None:
 
 
 def test_reshard_spreads_load() -> None:
-    """Where several devices hold the same, not one alone sends it."""
+    """If several devices hold the same, more than one of them sends it."""
     source, target = Layout((0, 1), 2, 1), Layout((2, 3), 2, 1)
     assert sorted(p.source for p in reshard((4, 4), source, target)) == [0, 1]
 
@@ -277,7 +277,7 @@ def test_between_hosts(widths: list[int]) -> None:
 
 @harness.on_ranks(2)
 def test_groups_have_the_timeout(context: Context) -> None:
-    """Of the default group, and not torch's default of half an hour."""
+    """The timeout is the default group's, not torch's half an hour."""
     ranks = tuple(range(context.world_size))
     found = [groups([ranks, (0,), (1,)])[each] for each in (ranks, (context.rank,))]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in found]
@@ -369,7 +369,7 @@ def test_plans_that_do_not_fit(context: Context) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @harness.on_ranks(2)
 def test_numbers_outside_of_the_vocabulary(context: Context, tp: int) -> None:
-    """Of parts of a vocabulary none has them, and a sum over ranks would not show it."""
+    """No part of the vocabulary has them, and a sum over ranks would not show it."""
     from fusedpg.plan.train import Trainer
 
     model = tiny("gpt")
@@ -503,7 +503,7 @@ def test_traced_modules(context: Context, seed: int) -> None:
 
 @harness.on_ranks(2)
 def test_traced_dropout(context: Context) -> None:
-    """What is computed again drops the same."""
+    """Recomputed operators drop the same elements."""
     model = traced_net(p=0.5)
     plan = random_plan(model, 2, 0, widths=[1, 1])
     found = []
@@ -649,7 +649,7 @@ def profiled(context: Context, model: Model, **more: Any) -> profile.Profiler:
 
 @harness.on_ranks(4)
 def test_profile_is_a_database(context: Context) -> None:
-    """What was measured prices plans; a second call goes on where the first one was stopped."""
+    """Measurements price plans; a second call goes on where the first one was stopped."""
     model = tiny("gpt")
     profiler = profiled(context, model)
     database = Database(f"{context.scratch}/database", "gpt", "tiny")
@@ -742,7 +742,7 @@ def test_commands(context: Context) -> None:
     assert float(rows[0]["time_error_%"]) == pytest.approx(100 * (50 - took) / took)
     assert rows[3]["predicted_ms"] == rows[3]["time_error_%"] == ""
     assert report.trend(folder / "one.search.json") == {"2 stages": [(1.0, 90.0), (4.0, 60.0)]}
-    # What the user gets wrong is said in a line.
+    # The user's mistakes are reported in a line.
     assert command(["report", "--measured", f"{folder}/one.json", "--out", f"{folder}/x"]) == 2
 
 

@@ -630,7 +630,10 @@ def run_ranks(
 def test_variable(arguments: tuple[str, ...], value: str) -> None:
     """Alone: the program imports torch and asks for gloo, or for nothing."""
     for done in run_ranks(PROGRAM, *arguments, FUSEDPG_SERVE_GLOO=value):
-        assert done.returncode == 0, done.stderr
+        # Beside other work torch's own Gloo aborts now and then when its process exits, also where
+        # fusedpg is not even imported.
+        gloos = value == "0" and done.stderr == "terminate called without an active exception\n"
+        assert done.returncode == 0 or gloos, done.stderr
         kind, *_, name = done.stdout.split()
         assert kind == ("ProcessGroupFused" if value == "1" else "ProcessGroupGloo"), done.stdout
         assert name == "gloo"

@@ -1,4 +1,4 @@
-"""What CI is told to do exists: every command of .github/workflows and of .ci/run."""
+"""Every command of .github/workflows and of .ci/run exists."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fusedpg.hvd.run.driver import Driver, JobFailed
 
 
 def check_build() -> int:
-    """What horovodrun --check-build prints, for what is here."""
+    """The text of horovodrun --check-build, for this installation."""
     from fusedpg import __version__
 
     hvd = importlib.import_module("fusedpg.hvd")

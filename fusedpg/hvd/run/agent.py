@@ -1,4 +1,4 @@
-"""What fusedpg-run starts on each host: it starts workers, forwards their output, ends them.
+"""The agent of a host, which fusedpg-run starts: it runs workers and forwards their output.
 
 The driver writes lines of JSON to its standard input and reads lines of JSON from its standard
 output. When the input ends, because the driver or the connection is gone, it ends all workers.
@@ -24,9 +24,9 @@ import tempfile
 import time
 from typing import Any
 
-# What a worker gets between SIGTERM and SIGKILL.
+# The time between SIGTERM and SIGKILL.
 GRACE_SECONDS = 5.0
-# What a process that left its worker's process group may hold up the worker's last output.
+# The time by which a process that left its worker's group may delay the worker's last output.
 DRAIN_SECONDS = 1.0
 TICK_SECONDS = 0.05
 MAX_LINE = 1 << 16
@@ -120,7 +120,7 @@ class Worker:
         os.close(fd)
 
     def ended(self) -> bool:
-        """Whether the process is gone and its output read; ends it where it is time to."""
+        """True if the process is gone and its output read. Ends the process if it is time to."""
         now = time.monotonic()
         if self.process.poll() is None:
             if self.kill_at is not None and now >= self.kill_at:

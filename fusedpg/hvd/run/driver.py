@@ -34,19 +34,19 @@ __all__ = ["Driver", "JobFailed"]
 TICK_SECONDS = 0.05
 # Agents give their workers 5 s between SIGTERM and SIGKILL.
 END_SECONDS = 10.0
-# What the ranks of a generation may take to meet after one of them was lost.
+# The time in which ranks of a generation must meet after one of them was lost.
 MEETING_SECONDS = 5.0
 # Generations in a row of which no worker got the state although none was lost.
 MAX_FRUITLESS = 3
 # An address for documentation (RFC 5737): the way to it is the way to other machines.
 ELSEWHERE = "203.0.113.1"
-# What describes a host or a login there, and is not carried to another one.
+# Variables that describe a host or a login, and are not carried to another host.
 OF_A_HOST = {
     *("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "DISPLAY"),
     *("XAUTHORITY", "DBUS_SESSION_BUS_ADDRESS", "FUSEDPG_HOST_ID"),
 }
 OF_A_LOGIN = ("SSH_", "XDG_", "BASH_FUNC_")
-# What a launcher around this one says of this process, and not of the workers.
+# Variables by which a launcher around this one describes this process, not the workers.
 OF_THIS_PROCESS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
@@ -168,7 +168,7 @@ class Driver:
             self._end()
 
     def _find_address(self) -> str:
-        """Where all hosts find this process."""
+        """The address at which all hosts find this process."""
         if self.settings.interfaces:
             return found.interface_address(self.settings.interfaces[0])
         remote = [name for name in self._slots if not found.is_local(name)]

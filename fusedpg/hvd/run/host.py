@@ -61,7 +61,7 @@ class Host:
         return bool(self._pending)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """What the agent has said since; None: it is gone."""
+        """The messages of the agent since then; None if it is gone."""
         messages: list[dict[str, Any]] = []
         while True:
             try:

@@ -60,7 +60,7 @@ def parse_hostfile(path: str | Path) -> dict[str, int]:
 
 
 def is_local(host: str) -> bool:
-    """Whether a name means this machine: one of its addresses can be bound here."""
+    """True if a name means this machine: one of its addresses can be bound here."""
     if host in ("localhost", socket.gethostname()):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Where the output of workers goes."""
+"""Forwards the output of workers, to the terminal and to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker of `fusedpg.hvd.run(function)` runs: reads a function, writes its result."""
+"""A worker of `fusedpg.hvd.run(function)`: reads a function, writes its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _pickler() -> Any:
 
 
 def pack(function: Any, args: Any, kwargs: Any) -> bytes:
-    """What a worker reads from its standard input. It comes over the agent's own connection."""
+    """Reads the job from standard input, which comes over the agent's own connection."""
     return pickle.dumps((sys.path, _pickler().dumps((function, args, kwargs))))
 
 
