@@ -22,8 +22,8 @@ class Hosts:
         rank = dist.get_rank(group)
         mine = next(ranks for ranks in hosts if rank in ranks)
         place = mine.index(rank)
-        self.inside = make(mine)
-        self.across = make([ranks[place] for ranks in hosts])
+        self.inside = make(mine, f"host of {mine[0]}")
+        self.across = make([ranks[place] for ranks in hosts], f"place {place}")
         self.place, self.count = place, len(mine)
 
     def exchange(

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fusedpg._registration import BACKEND
-from fusedpg.compress import _hosts
+from fusedpg.compress import _hosts, _own_group
 from fusedpg.functional import _is_ours
 
 
@@ -26,16 +26,13 @@ class Lane:
         # One that serves "gloo" may do so no longer for new groups.
         backend = BACKEND if _is_ours(parent) else dist.get_backend(parent)
         timeout = _timeout(parent)
+        count = _made[parent] = _made.get(parent, 0) + 1
 
-        def make(members: Sequence[int]) -> Any:
-            return dist.new_group(
-                [ranks[n] for n in members],
-                backend=backend,
-                timeout=timeout,
-                use_local_synchronization=True,
-            )
+        def make(members: Sequence[int], part: str) -> Any:
+            name = f"{parent.group_name}/fusedpg.compress/{count}/{part}"
+            return _own_group.make([ranks[n] for n in members], name, backend, timeout)
 
-        self.group = make(range(len(ranks)))
+        self.group = make(range(len(ranks)), "all")
         self.hosts = _hosts.of(self.group, make)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "fusedpg-compress")
 
@@ -53,6 +50,8 @@ class Lane:
 
 
 _lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+# How many there have been, which all ranks of the group agree in.
+_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def of(parent: Any) -> Lane:

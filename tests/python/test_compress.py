@@ -12,7 +12,7 @@ import torch
 
 import harness
 from checks import compress as checks
-from checks import compress_optim
+from checks import compress_groups, compress_optim
 from fusedpg import compress
 from fusedpg.compress import _schedule
 from fusedpg.compress.communicators import BY_NAME as COMMUNICATORS
@@ -244,6 +244,13 @@ def test_state_shared_inside_hosts(names: str) -> None:
         ranks.run(
             compress_optim.as_with_torchs_optimizer, optimizer, "compress", params, "one", True
         )
+
+
+@pytest.mark.parametrize("ranks", [3, "two of two"])
+def test_ranks_that_know_more_groups(ranks: int | str) -> None:
+    params = {"compressor": "topk", "memory": "residual", "communicator": "allgather", **PARAMS}
+    workers = harness.pool(ranks) if isinstance(ranks, int) else harness.pool_of_hosts(ranks)
+    workers.run(compress_groups.ranks_that_know_more_groups, params)
 
 
 @pytest.mark.fused_only
