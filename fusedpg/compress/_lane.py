@@ -15,24 +15,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fusedpg import _own_group
 from fusedpg._registration import BACKEND
-from fusedpg.compress import _hosts, _own_group
-from fusedpg.functional import _is_ours
+from fusedpg.compress import _hosts
 
 
 class Lane:
     def __init__(self, parent: Any) -> None:
-        ranks = dist.get_process_group_ranks(parent)
-        # One that serves "gloo" may do so no longer for new groups.
-        backend = BACKEND if _is_ours(parent) else dist.get_backend(parent)
-        timeout = _timeout(parent)
-        count = _made[parent] = _made.get(parent, 0) + 1
+        def make(members: Sequence[int] | None, part: str) -> Any:
+            return _own_group.make(parent, f"fusedpg.compress/{part}", members)
 
-        def make(members: Sequence[int], part: str) -> Any:
-            name = f"{parent.group_name}/fusedpg.compress/{count}/{part}"
-            return _own_group.make([ranks[n] for n in members], name, backend, timeout)
-
-        self.group = make(range(len(ranks)), "all")
+        self.group = make(None, "all")
         self.hosts = _hosts.of(self.group, make)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "fusedpg-compress")
 
@@ -50,8 +43,6 @@ class Lane:
 
 
 _lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
-# How many there have been, which all ranks of the group agree in.
-_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def of(parent: Any) -> Lane:
@@ -70,9 +61,3 @@ def drop(lane: Lane) -> None:
     for parent, known in list(_lanes.items()):
         if known is lane:
             del _lanes[parent]
-
-
-def _timeout(group: Any) -> Any:
-    """The parent's time limit."""
-    device = group._device_types[0]
-    return group._get_backend(device).options._timeout

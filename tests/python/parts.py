@@ -51,6 +51,7 @@ CAPABILITIES = {
     "tensor parallel": ["test_tensor_parallel*.py", "test_sequence_parallel.py"],
     "compression": ["test_compress*.py"],
     "plans": ["test_plan*.py"],
+    "jobs, aggregators": ["test_aggreg*.py"],
     "zeros, sparse tensors": ["test_sparse.py"],
     "several hosts": ["test_hosts*.py", "test_host_*.py", "test_fused_hosts.py"],
     "Horovod's API": ["test_hvd*.py"],

@@ -1,0 +1,190 @@
+"""What a context is configured by: SwitchML's keys, in a file, the environment or the program."""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PREFIX = "FUSEDPG_AGGREGATION_"
+# Of switchml.cfg, for a switch, its controller or other hardware: known, and without effect here.
+_WITHOUT_EFFECT = (
+    "general.rank",
+    "general.controller_ip",
+    "general.controller_port",
+    "general.timeout",
+    "general.timeout_threshold",
+    "general.timeout_threshold_increment",
+    "backend.dpdk.",
+    "backend.rdma.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The parameters of a context.
+
+    A value is taken from the first of these that has it: the keyword given to ``Config`` or
+    ``load``, the environment (``FUSEDPG_AGGREGATION_NUM_WORKER_THREADS`` and so on), the file.
+
+    Args:
+        num_workers: how many workers add up. None: the ranks of the process group; with the
+            backend "dummy", which has none, 1.
+        num_worker_threads: threads that work at the slices of jobs.
+        max_outstanding_packets: packets under way at a time, of all threads together.
+        packet_numel: elements a packet.
+        backend: "group" (the collectives of a process group), "dummy" (sleeps as long as a link
+            would take), or a name given to :func:`register_backend`.
+        scheduler: "fifo", or a name given to :func:`register_scheduler`.
+        prepostprocessor: "bypass" (the tensor's own elements travel), "cpu_exponent_quantizer"
+            (floats as 32-bit integers with one exponent a packet), or a name given to
+            :func:`register_prepostprocessor`.
+        instant_job_completion: jobs finish at once and nothing is done; for measuring a program
+            without its all-reduces.
+        dummy_bandwidth: of the dummy's link, in megabits a second.
+        dummy_process_packets: whether the dummy pre- and postprocesses. Without that it leaves the
+            output as it is.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    num_workers: int | None = None
+    num_worker_threads: int = 1
+    max_outstanding_packets: int = 256
+    packet_numel: int = 1024
+    backend: str = "group"
+    scheduler: str = "fifo"
+    prepostprocessor: str = "bypass"
+    instant_job_completion: bool = False
+    dummy_bandwidth: float = 1000.0
+    dummy_process_packets: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_worker_threads", "max_outstanding_packets", "packet_numel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, found {self.num_workers}")
+        if not 0 < self.dummy_bandwidth < float("inf"):
+            raise ValueError(f"dummy_bandwidth must be positive, found {self.dummy_bandwidth}")
+        if self.max_outstanding_packets < self.num_worker_threads:
+            raise ValueError(
+                f"max_outstanding_packets ({self.max_outstanding_packets}) must be at least one "
+                f"for each of the {self.num_worker_threads} worker threads"
+            )
+
+    @property
+    def batch_packets(self) -> int:
+        """Packets that a thread has under way at a time."""
+        return self.max_outstanding_packets // self.num_worker_threads
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **values: Any,
+    ) -> Config:
+        """Reads a file and the environment.
+
+        Args:
+            path: a file in the format of ``switchml.cfg``, or a TOML file (``*.toml``) with the
+                names of this class's parameters. None: :meth:`find`, or no file.
+            environment: default: ``os.environ``.
+            values: parameters that go before both.
+
+        Raises:
+            ValueError: an unknown key, or a value that cannot be read; names where it stands.
+            OSError: the file cannot be read.
+        """
+        path = cls.find() if path is None else Path(path)
+        found: dict[str, Any] = {}
+        if path is not None:
+            for key, text in _read(path).items():
+                if (name := _parameter(key, f"{path}")) is not None:
+                    found[name] = _value(name, text, f"{path}: {key}")
+        names = {field.name for field in dataclasses.fields(cls)}
+        for key, text in (os.environ if environment is None else environment).items():
+            if key.startswith(PREFIX) and text:
+                name = key.removeprefix(PREFIX).lower()
+                if name not in names:
+                    raise ValueError(f"{key}: no such parameter; there are {_listed(names)}")
+                found[name] = _value(name, text, key)
+        return cls(**{**found, **values})
+
+    @staticmethod
+    def find() -> Path | None:
+        """The configuration file that SwitchML's programs would use: ``switchml-HOST.cfg`` or
+        ``switchml.cfg`` in the working directory, or ``/etc/switchml.cfg``; the first that exists.
+
+        SwitchML itself takes the file that names the host last.
+        """
+        places = [f"switchml-{socket.gethostname()}.cfg", "switchml.cfg", "/etc/switchml.cfg"]
+        return next((Path(place) for place in places if os.path.isfile(place)), None)
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Values by key, as ``section.name``; in a TOML file without a section, ``name``."""
+    if path.suffix == ".toml":
+        try:
+            import tomllib
+        except ImportError:  # Python 3.10
+            raise ValueError(
+                f"{path}: TOML files need Python 3.11; write it as switchml.cfg"
+            ) from None
+        try:
+            return tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: {error}") from None
+    parser = configparser.ConfigParser(interpolation=None, inline_comment_prefixes=("#", ";"))
+    try:
+        parser.read_string(path.read_text(), str(path))
+    except configparser.Error as error:
+        raise ValueError(str(error)) from None
+    return {f"{section}.{key}": text for section in parser.sections()
+            for key, text in parser.items(section)}  # fmt: skip
+
+
+def _parameter(key: str, where: str) -> str | None:
+    """The parameter that a key of a file names; None for one that has no effect here."""
+    names = {field.name for field in dataclasses.fields(Config)}
+    if any(key == one or (one.endswith(".") and key.startswith(one)) for one in _WITHOUT_EFFECT):
+        return None
+    section, _, name = key.rpartition(".")
+    if section == "backend.dummy":
+        name = f"dummy_{name}"
+    elif section not in ("general", "") or (section and name.startswith("dummy_")):
+        name = key
+    if name not in names:
+        raise ValueError(f"{where}: unknown key {key}; there are {_listed(names)}")
+    return name
+
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    kind = next(field.type for field in dataclasses.fields(Config) if field.name == name)
+    text = str(value).strip()
+    try:
+        if kind == "bool":
+            if text.lower() not in _TRUE + _FALSE:
+                raise ValueError
+            return text.lower() in _TRUE
+        if kind == "float":
+            return float(text)
+        if kind == "str":
+            return text
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{where}: expected {kind}, found {text!r}") from None
