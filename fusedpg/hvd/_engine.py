@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusedpg.hvd import _controller as c
 from fusedpg.hvd._controller import Controller, Key, Response, Signature
-from fusedpg.hvd._execute import Set, fused_calls, nbytes, splits_of
+from fusedpg.hvd._execute import Refused, Set, fused_calls, nbytes, splits_of
 from fusedpg.hvd._settings import Settings
 from fusedpg.hvd._timeline import Timeline
 from fusedpg.hvd.exceptions import HorovodInternalError
@@ -169,30 +169,27 @@ class Engine:
         if self._thread.is_alive():
             self._abort()
             self._thread.join(_LONGEST_SHUTDOWN)
-        groups = [one.group for set_id, one in self._sets.items() if set_id]
-        for group in [*groups, self._world.group]:
-            try:
-                dist.destroy_process_group(group)
-            except Exception as error:  # of a group that has failed before
-                _log.info("fused: hvd.shutdown: %s", error)
+        for one in [*(one for set_id, one in self._sets.items() if set_id), self._world]:
+            one.close()
 
     # --- the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        reason = "hvd: the engine ended"
+        reason = ""
         try:
             with torch.no_grad():
                 while not self._cycle():
                     self._sleep()
-            reason = self._reason
         except BaseException as error:
             reason = f"hvd: {error}"
-            self._abort()
-        finally:
+        try:
+            if reason:  # not in the handler: the error's frames would keep groups of Gloo open
+                self._abort()
             if (timeline := self.timeline) is not None:
                 timeline.close()
+        finally:
             with self._lock:
-                self._ended = HorovodInternalError(reason)
+                self._ended = HorovodInternalError(reason or self._reason)
                 for operation in self._pending.values():
                     operation.error, operation.done = self._ended, True
                 self._pending.clear()
@@ -200,8 +197,11 @@ class Engine:
                 self._finished.notify_all()
 
     def _abort(self) -> None:
-        """Peers that are in an operation with this rank must not wait for it."""
+        """Ends the operations of peers that wait for this rank."""
         for one in list(self._sets.values()):
+            if not one.is_fused:  # Gloo's abort() tells nobody
+                one.close()
+                continue
             try:
                 one.group.abort()
             except Exception as failure:
@@ -285,7 +285,11 @@ class Engine:
 
     def _tune(self, moved: int) -> None:
         now = time.monotonic()
-        chosen = self.tuner.record(moved, now - self._measured)
+        try:
+            chosen = self.tuner.record(moved, now - self._measured)
+        except Exception as error:
+            _log.warning("fused: hvd: autotuning ends: %s", error)
+            self.tuner = chosen = None
         self._measured = now
         if chosen is not None:
             self.fusion_threshold, self.cycle_time = int(chosen[0]), float(chosen[1])
@@ -347,11 +351,19 @@ class Engine:
             self._finished.notify_all()
 
     def _attempt(self, operations: Sequence[Operation | None], work: Callable[[], None]) -> None:
-        """Does a collective; if it raises, on all ranks then, so do the operations."""
+        """Does a collective, whose ranks may all refuse it.
+
+        Raises:
+            HorovodInternalError: this rank failed, and the others may have done their part. They
+                must not take its next message for one of this operation, so the engine ends.
+        """
         try:
             work()
-        except Exception as error:
+        except Refused as error:
             self._end(operations, f"hvd: {error}")
+        except Exception as error:
+            names = ", ".join(o.key[1] for o in operations if o is not None)
+            raise HorovodInternalError(f"rank {self.rank} failed in {names}: {error}") from error
         else:
             self._end(operations)
 

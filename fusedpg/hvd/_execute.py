@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from fusedpg._registration import loaded_extension
 from fusedpg.hvd import _controller as c
 from fusedpg.hvd._controller import Response, Signature
 
+_log = logging.getLogger("fusedpg")
+
 _OPS: dict[int, Any] = {
     c.SUM: dist.ReduceOp.SUM,
     c.AVERAGE: dist.ReduceOp.AVG,
@@ -27,20 +30,21 @@ DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
+# What torch's Gloo reduces. It refuses other types in its threads, as it reports a lost peer.
+_GLOO_REDUCES = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, torch.float16}
+_GLOO_REDUCES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 # Adasum leaves an operand as it is whose squared norm is below the root of the smallest double.
 _TINY = math.sqrt(2.2250738585072014e-308)
+
+
+class Refused(Exception):
+    """An error that all ranks of a set raise alike: their next operation works."""
 
 
 def _is_ours(group: Any) -> bool:
     extension = loaded_extension()
     backend = group._get_backend(torch.device("cpu"))
     return extension is not None and isinstance(backend, extension.ProcessGroupFused)
-
-
-def wait(work: Any) -> None:
-    """Ends an operation; the backend returns nothing for one that has been done in the call."""
-    if work is not None:
-        work.wait()
 
 
 def nbytes(signature: Signature) -> int:
@@ -80,6 +84,31 @@ class Set:
         self.is_fused = _is_ours(group)
         self._control: tuple[Tensor, Tensor] | None = None
 
+    def close(self) -> None:
+        """Ends the process group, and thereby the operations of peers that wait for this rank."""
+        group, self.group = self.group, None
+        if group is not None:
+            try:
+                dist.destroy_process_group(group)
+            except Exception as error:  # of a group that has failed before
+                _log.info("fused: hvd: %s", error)
+
+    def _run(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        """Does a collective of the process group.
+
+        Raises:
+            Refused: on "fused", whose ranks compare what they are about to do.
+            Exception: another backend failed; other ranks may wait for this one.
+        """
+        try:
+            work = collective(*arguments)
+            if work is not None:  # "fused" returns nothing for what it has done in the call
+                work.wait()
+        except Exception as error:
+            if self.is_fused:
+                raise Refused(str(error)) from error
+            raise
+
     # --- bytes ------------------------------------------------------------------------------
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -108,7 +137,7 @@ class Set:
         output, own = self._raw(output), self._raw(own)
         options = c10d.AllgatherOptions()
         options.asyncOp = False
-        wait(self.group._allgather_base(output, own, options))
+        self._run(self.group._allgather_base, output, own, options)
 
     # --- reductions -------------------------------------------------------------------------
 
@@ -125,12 +154,15 @@ class Set:
     def _reduce(self, buffers: list[Tensor], op: int) -> None:
         if self.size == 1:
             return
+        if not self.is_fused and self.group.name() == "gloo":
+            for dtype in {buffer.dtype for buffer in buffers} - _GLOO_REDUCES:
+                raise Refused(f"Gloo does not reduce {dtype}")
         # Gloo has no mean.
         own_mean = op == c.AVERAGE and not self.is_fused
         options = c10d.AllreduceCoalescedOptions()
         options.reduceOp = _OPS[c.SUM if own_mean else op]
         options.asyncOp = False
-        wait(self.group.allreduce_coalesced(buffers, options))
+        self._run(self.group.allreduce_coalesced, buffers, options)
         if own_mean:
             for buffer in buffers:
                 self._divide_(buffer)
@@ -165,7 +197,7 @@ class Set:
             options = c10d.ReduceScatterOptions()
             options.reduceOp = _OPS[signature.op]
             options.asyncOp = False
-            wait(self.group._reduce_scatter_base(own, whole, options))
+            self._run(self.group._reduce_scatter_base, own, whole, options)
         else:
             self._reduce([whole], signature.op)
             own = whole[begin : begin + rows[self.rank]].clone()
@@ -210,7 +242,7 @@ class Set:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(root), 0
         options.asyncOp = False
-        wait(self.group.broadcast([self._raw(buffer.view(-1))], options))
+        self._run(self.group.broadcast, [self._raw(buffer.view(-1))], options)
 
     def alltoall(self, tensor: Tensor, splits: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Rows from everybody, and how many from each.
@@ -231,7 +263,7 @@ class Set:
             options = c10d.AllToAllOptions()
             options.asyncOp = False
             rows = [self._raw(part.view(-1, width)) for part in (output, own)]
-            wait(self.group.alltoall_base(*rows, received, sent, options))
+            self._run(self.group.alltoall_base, *rows, received, sent, options)
         return output, received
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 from fusedpg.hvd import _controller as c
 from fusedpg.hvd._controller import Controller, Key, Response
+
+_log = logging.getLogger("fusedpg")
 
 
 class Timeline:
@@ -37,8 +40,9 @@ class Timeline:
         """Ends the array; later events are dropped."""
         with self._lock:
             if not self._file.closed:
-                self._file.write("\n]\n")
-                self._file.close()
+                with self._dropped_if_full():
+                    self._file.write("\n]\n")
+                    self._file.close()
 
     def cycle(self) -> None:
         if self._mark_cycles:
@@ -122,5 +126,16 @@ class Timeline:
 
     def _write(self, event: dict[str, Any]) -> None:
         if not self._file.closed:
-            self._file.write(("[\n" if self._first else ",\n") + json.dumps(event))
-            self._first = False
+            with self._dropped_if_full():
+                self._file.write(("[\n" if self._first else ",\n") + json.dumps(event))
+                self._first = False
+
+    @contextlib.contextmanager
+    def _dropped_if_full(self) -> Iterator[None]:
+        """Ends the trace, not the training, where the file cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            _log.warning("fused: hvd: the timeline %s ends: %s", self._file.name, error)
+            with contextlib.suppress(OSError):
+                self._file.close()

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import resource
 import sys
 import threading
 import time
@@ -105,6 +107,23 @@ def test_scales(context: Context) -> None:
             rows = [7 // context.world_size + (r < 7 % context.world_size) for r in range(3)]
             part = torch.split(want, rows[: context.world_size])[context.rank]
             torch.testing.assert_close(hvd.reducescatter(own, **scale), part)
+
+
+@on_ranks(2, 3, 4)
+def test_scales_of_halves_round_twice(context: Context) -> None:
+    """Once after the factor, which is single precision's, and once after the sum."""
+    size, factor = context.world_size, 0.1915194503788923
+    own = torch.randint(-100, 100, (4 * size, 9), generator=torch.Generator().manual_seed(4))
+    each = (own.float() * factor).half().double()
+    want = (size * each).half()
+    # Single precision's sums, which Horovod's own test demands, are none of a half on 3 ranks.
+    assert torch.equal(want.double(), size * each) == (size != 3)
+    with session():
+        scale = {"op": hvd.Sum, "prescale_factor": factor}
+        assert torch.equal(hvd.allreduce(own.half(), **scale), want)
+        mine = want[4 * context.rank : 4 * context.rank + 4]
+        assert torch.equal(hvd.reducescatter(own.half(), **scale), mine)
+        assert torch.equal(hvd.grouped_reducescatter([own.half()], **scale)[0], mine)
 
 
 @on_ranks(2, 3)
@@ -297,10 +316,17 @@ def test_process_sets(context: Context) -> None:
         assert not hvd.remove_process_set(hvd.global_process_set)
 
 
+RANDOM = [(1, 400, 0), (1, 400, 7), (1, 400, 1024)]
+RANDOM += [harness.slow(2, 20_000, 7), harness.slow(3, 20_000, 1024), harness.slow(4, 20_000, 0)]
+
+
 def _one_of_many(
     number: int, context: Context, process_set: hvd.ProcessSet, ranks: list[int]
 ) -> Any:
-    """Begins an operation that its number describes; returns its handle and what it must give."""
+    """Begins an operation that its number describes.
+
+    Returns its handle and what it must give: None for an error, as one rank's shape differs.
+    """
     draw = random.Random(number)
     name, rows = f"op{number % 40}.{len(ranks)}", draw.randrange(1, 40)
     dtype = draw.choice([torch.float32, torch.int64])
@@ -308,6 +334,10 @@ def _one_of_many(
     mine = ranks.index(context.rank)
     values = np.stack([part.double().numpy() for part in parts])
     kind = draw.randrange(5)
+    if len(ranks) > 1 and draw.random() < 0.05:
+        own = parts[mine][:, : 1 + (mine == draw.randrange(len(ranks)))]
+        begin = draw.choice([hvd.allreduce_async, hvd.allgather_async, hvd.reducescatter_async])
+        return begin(own, name=name, process_set=process_set), None
     if kind <= 1:
         op = draw.choice([hvd.Sum, hvd.Max, hvd.Average])
         begin = hvd.allreduce_async_ if kind else hvd.allreduce_async
@@ -326,47 +356,111 @@ def _one_of_many(
     return handle, reduced(values, hvd.Sum, dtype).split(sizes)[mine]
 
 
-@pytest.mark.parametrize("capacity", [0, 7, 1024])
-@pytest.mark.parametrize("seed", [1, harness.slow(2), harness.slow(3), harness.slow(4)])
-@on_ranks(2, 3, timeout=150)
-def test_random_orders(context: Context, seed: int, capacity: int) -> None:
-    """Two threads a rank begin named operations of two sets, in orders of their own.
+def _many(
+    numbers: range, context: Context, process_set: hvd.ProcessSet, ranks: list[int], seed: int
+) -> None:
+    """Operations in an order of this rank's own, 20 at a time."""
+    order = random.Random(f"{seed}.{context.rank}.{numbers[0]}")
+    for first in range(0, len(numbers), 20):
+        some = list(numbers[first : first + 20])
+        order.shuffle(some)
+        begun = [_one_of_many(number, context, process_set, ranks) for number in some]
+        order.shuffle(begun)
+        for handle, want in begun:
+            if want is None:
+                with pytest.raises(hvd.HorovodInternalError) as told:
+                    hvd.synchronize(handle)
+                if "different shapes" not in str(told.value):
+                    raise told.value
+            else:
+                torch.testing.assert_close(hvd.synchronize(handle), want)
 
-    Names come back with other kinds, shapes and types; a cache of 7 requests forgets all the time.
-    """
-    sets = [list(range(context.world_size)), [0, context.world_size - 1]]
-    if context.world_size == 2:
-        sets[1] = [1]
-    failures: list[BaseException] = []
 
-    def one_thread(numbers: list[int], process_set: hvd.ProcessSet, ranks: list[int]) -> None:
-        order = random.Random(f"{seed}.{context.rank}.{numbers[0]}")
+def _join_one_by_one(context: Context, seed: int) -> None:
+    """Ranks that have not joined go on, with zeros of those that have."""
+    active = list(range(context.world_size))
+    random.Random(seed).shuffle(active)
+    last = active[-1]
+    while active[0] != context.rank:
+        del active[0]
+        for number in range(3):
+            parts = [of_rank(r, (9,), torch.float32, seed + number) for r in active]
+            own = parts[active.index(context.rank)]
+            op = hvd.Average if number else hvd.Sum
+            got = hvd.allreduce(own, name=f"late{number}", op=op)
+            want = torch.stack(parts).sum(0) / (context.world_size if number else 1)
+            torch.testing.assert_close(got, want)
+    assert hvd.join() == last
+
+
+def _random_work(context: Context, seed: int, operations: int, capacity: int) -> None:
+    """Blocks of up to 400 operations a rank by two threads, in two sets; joins between them."""
+    size = context.world_size
+    ranks = [0, size - 1] if size > 2 else [1]
+    done = 0
+
+    def thread(*job: Any) -> None:
         try:
-            for begin in range(0, len(numbers), 20):
-                some = numbers[begin : begin + 20]
-                order.shuffle(some)
-                begun = []
-                for number in some:
-                    begun.append(_one_of_many(number, context, process_set, ranks))
-                order.shuffle(begun)
-                for handle, want in begun:
-                    torch.testing.assert_close(hvd.synchronize(handle), want)
+            _many(*job, seed)
         except BaseException as error:
             failures.append(error)
 
     with session(cache_capacity=capacity, cycle_time=0.3):
-        other = hvd.add_process_set(sets[1])
-        first = seed * 100000
-        jobs = [(list(range(first, first + 200)), hvd.global_process_set, sets[0])]
-        if context.rank in sets[1]:
-            jobs.append((list(range(first + 1000, first + 1200)), other, sets[1]))
-        threads = [threading.Thread(target=one_thread, args=job) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        other = hvd.add_process_set(ranks)
+        for block in range(-(-operations // 400)):
+            failures: list[BaseException] = []
+            first = seed * 1_000_000 + 1000 * block
+            jobs: list[Any] = [
+                (range(first, first + 200), context, hvd.global_process_set, list(range(size)))
+            ]
+            if context.rank in ranks:
+                jobs.append((range(first + 500, first + 700), context, other, ranks))
+            threads = [threading.Thread(target=thread, args=job) for job in jobs]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+            if failures:
+                raise failures[0]
+            _join_one_by_one(context, first)
+            done += 200 * len(jobs)
+    print(f"seed {seed}: {done} operations besides those of joins")
+
+
+@pytest.mark.parametrize("seed, operations, capacity", RANDOM)
+@on_ranks(2, 3, timeout=400)
+def test_random_work(context: Context, seed: int, operations: int, capacity: int) -> None:
+    """Named operations in two threads and two sets, in orders of each rank's own, and mismatches.
+
+    Names come back with other kinds, shapes and types; a cache of 7 requests forgets all the time.
+    """
+    _random_work(context, seed, operations, capacity)
+
+
+def _work_and_die(context: Context, seed: int) -> None:
+    victim = seed % context.world_size
+    hvd.init()
+    everybody = list(range(context.world_size))
+    with contextlib.suppress(hvd.HorovodInternalError):  # where the victim is ahead
+        _many(range(1000, 1200), context, hvd.global_process_set, everybody, seed)
+    if context.rank == victim:
+        hvd.allreduce_async(torch.ones(2), name="last")
+        os._exit(3)
+    with pytest.raises(hvd.HorovodInternalError):
+        _many(range(2000, 2040), context, hvd.global_process_set, everybody, seed)
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(torch.ones(2), name="after")
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", [1, 2, harness.slow(3), harness.slow(4)])
+def test_death_among_many_operations(seed: int, size: int) -> None:
+    with harness.Workers(size, oracle=False) as workers:
+        workers.start(_work_and_die, seed)
+        answers = workers.collect(60)
+    assert isinstance(answers[seed % size], harness.Died)
+    assert sum(answer is None for answer in answers) == size - 1, answers
 
 
 # --- beginning and end ----------------------------------------------------------------------
@@ -429,6 +523,63 @@ def test_death_raises_on_the_others(size: int) -> None:
         answers = workers.collect(60)
     assert isinstance(answers[0], harness.Died)
     assert answers[1:] == [None] * (size - 1)
+
+
+def _has_no_memory(context: Context, in_set: bool) -> None:
+    """One rank cannot allocate the result of an all-gather that all have agreed on."""
+    hvd.init()
+    pair = hvd.add_process_set([0, context.world_size - 1])
+    here = pair if in_set else hvd.global_process_set
+    rows = torch.ones(64 << 20, dtype=torch.uint8)
+    if context.rank == 0:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        used = pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), before[1]))
+    try:
+        with pytest.raises(hvd.HorovodInternalError) as told:
+            if here.included():
+                hvd.allgather(rows, name="big", process_set=here)
+            hvd.allreduce(torch.ones(16), name="next", op=hvd.Sum)
+    finally:
+        if context.rank == 0:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+    if context.rank == 0:
+        assert re.search("rank 0 failed in allgather.big: .*memory", str(told.value))
+    hvd.shutdown()
+    with session():
+        total = hvd.allreduce(torch.ones(16), op=hvd.Sum)
+        assert total.tolist() == [context.world_size] * 16
+
+
+@pytest.mark.parametrize("in_set", [False, True], ids=["all", "set"])
+@pytest.mark.parametrize("backend", [harness.BACKEND, "gloo"])
+def test_failure_of_one_rank_ends_the_others(backend: str, in_set: bool) -> None:
+    """At once, on any backend: no rank waits, or takes another message for its data."""
+    harness.pool(3, backend=backend).run(_has_no_memory, in_set, timeout=60)
+
+
+def _refuses(context: Context) -> None:
+    with session():
+        for _ in range(2):
+            with pytest.raises(hvd.HorovodInternalError, match=r"does not reduce torch\.int16"):
+                hvd.allreduce(torch.ones(2, dtype=torch.int16), name="x")
+        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [2, 2]
+
+
+def test_types_that_gloo_refuses_end_nothing() -> None:
+    harness.pool(2, backend="gloo").run(_refuses)
+
+
+@on_ranks(2)
+def test_a_timeline_that_cannot_be_written_ends_nothing(context: Context) -> None:
+    with session(timeline="/dev/full"):
+        for number in range(60):
+            hvd.allreduce(torch.ones(2), name=f"x{number}")
+        hvd.stop_timeline()
+        hvd.start_timeline("/dev/full")
+    # The engine's thread closes it, and tells what is pending that it has ended.
+    assert not hvd.is_initialized()
 
 
 @on_ranks(2, 3)
