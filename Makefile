@@ -101,7 +101,7 @@ setup: $(DEPS)
 build: $(KERNELS)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train smoke bench bench-kernels bench-engine figures docs wheel wheels sdist release
+.PHONY: train smoke bench bench-kernels bench-engine figures docs wheel wheels try-wheel sdist release
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
@@ -142,7 +142,11 @@ release:
 
 # One wheel for every supported torch, tried beside each. WHEELS="2.13 2.14": only these.
 wheels: | $(VENV)/bin/python
-	$(BIN)/python tools/wheels.py $(if $(WHEELS),--torch $(WHEELS))
+	$(BIN)/python tools/wheels.py $(if $(WHEELS),--torch $(WHEELS)) $(WHEELS_ARGS)
+
+# What is in dist/ beside one torch, in a fresh environment: make try-wheel TORCH=2.12.1
+try-wheel: | $(VENV)/bin/python
+	$(BIN)/python tools/try_wheel.py '$(patsubst torch==%,%,$(or $(TORCH),$(error try-wheel needs TORCH=)))' $(TRY_ARGS)
 
 # --- tests ----------------------------------------------------------------------
 # Two at a time: many of them wait, for a deadline or for each other's processes.

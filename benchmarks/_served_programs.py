@@ -6,10 +6,12 @@ fusedpg. Each notes numbers that a rank must find on both.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,28 @@ class Run:
     def _note(self, value: Any) -> None:
         if value is not None:
             self.numbers.append(float(value))
+
+
+class Imports:
+    """Seconds that the main thread takes to load modules from now on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False
+        # `import`, in Python and in C, and import_module() come here with a module that is new.
+        self._load = importlib._bootstrap._find_and_load  # type: ignore[attr-defined]
+        importlib._bootstrap._find_and_load = self._timed  # type: ignore[attr-defined]
+
+    def _timed(self, *arguments: Any) -> Any:
+        if self._inside or threading.current_thread() is not threading.main_thread():
+            return self._load(*arguments)
+        self._inside = True
+        begin = time.perf_counter()
+        try:
+            return self._load(*arguments)
+        finally:
+            self._inside = False
+            self.seconds += time.perf_counter() - begin
 
 
 def model() -> nn.Sequential:
@@ -442,6 +466,7 @@ def main() -> None:
     run = Run(scratch)
     with tempfile.TemporaryDirectory() as unused:
         os.chdir(unused)
+        imports = Imports()
         begin = time.perf_counter()
         globals()[name](run)
         whole = time.perf_counter() - begin
@@ -449,7 +474,8 @@ def main() -> None:
         kind = "none"
         if dist.is_initialized():
             kind = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
-        note = {"seconds": run.seconds, "whole": whole, "numbers": run.numbers, "kind": kind}
+        note = {"seconds": run.seconds, "whole": whole, "imports": imports.seconds}
+        note |= {"numbers": run.numbers, "kind": kind}
         (scratch / "note.json").write_text(json.dumps(note))
     if dist.is_initialized():
         dist.destroy_process_group()
