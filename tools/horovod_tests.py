@@ -23,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 LIMIT = 1800.0
 """Seconds after which ranks that have not ended are killed."""
@@ -39,16 +41,17 @@ from fusedpg.hvd import *
 """
 
 
-def folder(checkout: Path, root: Path) -> None:
-    """Fills a folder with the packages that the tests import."""
+def folder(checkout: Path, root: Path, more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Fills a folder with the packages that Horovod's programs import, and with ``more`` files."""
     threads = "horovod/runner/util/threads.py"
     for name, text in {
-        "horovod/__init__.py": "",
+        "horovod/__init__.py": "from fusedpg.hvd.run import run\n",
         "horovod/torch/__init__.py": SERVED,
         "horovod/runner/__init__.py": "",
         "horovod/runner/util/__init__.py": "",
         threads: (checkout / threads).read_text(),
         "mock.py": "from unittest.mock import *\n",
+        **more,
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -202,44 +202,21 @@ def is_homogeneous() -> bool:
     return state().local_size * state().cross_size == size()
 
 
-def mpi_threads_supported() -> bool:
-    return False
+def _built(what: str, answer: Any) -> Callable[[], Any]:
+    def built() -> Any:
+        return answer
+
+    built.__name__ = built.__qualname__ = what
+    built.__doc__ = f"{answer}, for programs that ask."
+    return built
 
 
-def mpi_enabled() -> bool:
-    return False
-
-
-def mpi_built() -> bool:
-    return False
-
-
-def gloo_enabled() -> bool:
-    return True
-
-
-def gloo_built() -> bool:
-    return True
-
-
-def nccl_built() -> int:
-    return 0
-
-
-def ddl_built() -> bool:
-    return False
-
-
-def ccl_built() -> bool:
-    return False
-
-
-def cuda_built() -> bool:
-    return False
-
-
-def rocm_built() -> bool:
-    return False
+mpi_threads_supported = _built("mpi_threads_supported", False)
+mpi_enabled, mpi_built = _built("mpi_enabled", False), _built("mpi_built", False)
+gloo_enabled, gloo_built = _built("gloo_enabled", True), _built("gloo_built", True)
+ddl_built, ccl_built = _built("ddl_built", False), _built("ccl_built", False)
+cuda_built, rocm_built = _built("cuda_built", False), _built("rocm_built", False)
+nccl_built = _built("nccl_built", 0)
 
 
 def _begin_timeline(path: str, mark_cycles: bool) -> None:
@@ -356,6 +333,13 @@ def begin(operation: Operation, finish: Any) -> int:
         here.counter += 1
         here.handles[here.counter] = operation, finish
         return here.counter
+
+
+def then(handle: int, finish: Any) -> int:
+    """Has ``synchronize`` return another function's value of what it would have returned."""
+    operation, before = state().handles[handle]
+    state().handles[handle] = operation, lambda result: finish(before(result))
+    return handle
 
 
 def next_name(kind: str) -> str:

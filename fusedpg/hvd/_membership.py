@@ -60,6 +60,7 @@ def variables(place: dict[str, Any]) -> dict[str, str]:
         "local_size": ("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE"),
         "cross_rank": ("HOROVOD_CROSS_RANK",),
         "cross_size": ("HOROVOD_CROSS_SIZE",),
+        "hostname": ("HOROVOD_HOSTNAME",),
         "host": ("GROUP_RANK",),
         "hosts": ("GROUP_WORLD_SIZE",),
         "address": ("MASTER_ADDR",),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -22,11 +24,14 @@ from fusedpg.hvd._basics import (
     size,
     state,
     synchronize,
+    then,
 )
 from fusedpg.hvd._controller import Signature
 from fusedpg.hvd._engine import Operation
 from fusedpg.hvd.compression import Compression
 from fusedpg.hvd.exceptions import HorovodInternalError
+
+P = ParamSpec("P")
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 """Reduction operations."""
@@ -57,6 +62,48 @@ def _begin(
     return begin(operation, finish)
 
 
+# --- forms ----------------------------------------------------------------------------------
+
+
+def _as(function: Any, called: str, doc: str, returns: str, **first: Any) -> Any:
+    """Gives a form of another function its name, text and signature."""
+    signature = inspect.signature(function.of)
+    parameters = list(signature.parameters.values())
+    if first:
+        parameters[0] = parameters[0].replace(**first)
+    function.__name__ = function.__qualname__ = called
+    function.__doc__, function.__module__ = doc, __name__
+    function.__signature__ = signature.replace(parameters=parameters, return_annotation=returns)
+    return function
+
+
+def _alone(
+    grouped: Callable[Concatenate[Sequence[Tensor], P], Any], doc: str
+) -> Callable[Concatenate[Tensor, P], Any]:
+    """The form of a grouped operation for one tensor."""
+    is_async = "_async" in grouped.__name__
+
+    def single(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
+        result = grouped([tensor], *args, **kwargs)
+        return then(result, _first) if is_async else result[0]
+
+    single.of = grouped  # type: ignore[attr-defined]
+    returns = "int" if is_async else "Tensor"
+    name = grouped.__name__.removeprefix("grouped_")
+    return _as(single, name, doc, returns, name="tensor", annotation="Tensor")
+
+
+def _waiting(begin: Callable[P, int], doc: str) -> Callable[P, Any]:
+    """The form of an asynchronous operation that waits."""
+
+    def waits(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return synchronize(begin(*args, **kwargs))
+
+    waits.of = begin  # type: ignore[attr-defined]
+    returns = "list[Tensor]" if begin.__name__.startswith("grouped_") else "Tensor"
+    return _as(waits, begin.__name__.replace("_async", ""), doc, returns)
+
+
 # --- all-reduce -----------------------------------------------------------------------------
 
 
@@ -64,7 +111,10 @@ def _op(op: int | None, average: bool | None) -> int:
     if op is not None and average is not None:
         raise ValueError("hvd: give op or average, not both")
     if average is not None:
-        warnings.warn("hvd: average= is deprecated; use op=", DeprecationWarning, stacklevel=3)
+        caller, level = sys._getframe(1), 2
+        while caller.f_back is not None and caller.f_code.co_filename == __file__:
+            caller, level = caller.f_back, level + 1
+        warnings.warn("hvd: average= is deprecated; use op=", DeprecationWarning, level)
         return Average if average else Sum
     op = Average if op is None else op
     if op not in range(6):
@@ -80,7 +130,6 @@ def _allreduce(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
-    finish: Callable[[Any], Any],
 ) -> int:
     if op == Adasum:
         if process_set.process_set_id != 0:
@@ -92,7 +141,7 @@ def _allreduce(
     own = [check_tensor(tensor) for tensor in tensors]
     results = own if outputs is tensors else [check_tensor(tensor) for tensor in outputs]
     scale = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return _begin(c.ALLREDUCE, own, name, process_set, finish, results, op=op, **scale)
+    return _begin(c.ALLREDUCE, own, name, process_set, lambda _: outputs, results, op=op, **scale)
 
 
 def grouped_allreduce_async_(
@@ -104,12 +153,25 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`allreduce_async_`, for tensors that are reduced together."""
-    tensors = list(tensors)
-    scale = prescale_factor, postscale_factor
-    return _allreduce(
-        tensors, tensors, name, _op(op, average), *scale, process_set, lambda _: tensors
-    )
+    """Reduces tensors in place, together, in the background.
+
+    Args:
+        tensors: not to be touched until :func:`synchronize` has returned.
+        average: deprecated; use ``op``.
+        name: matches the operation with those of the other ranks.
+        op: Average (the default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: multiplies the tensors before.
+        postscale_factor: multiplies the results.
+        process_set: the ranks that take part.
+
+    Returns:
+        A handle for :func:`synchronize`.
+
+    Raises:
+        ValueError: an operation of this name is pending.
+    """
+    tensors, op = list(tensors), _op(op, average)
+    return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async(
@@ -121,86 +183,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`allreduce_async`, for tensors that are reduced together."""
+    """As :func:`grouped_allreduce_async_`, into new tensors."""
     outputs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
-    scale = prescale_factor, postscale_factor
-    return _allreduce(
-        list(tensors), outputs, name, _op(op, average), *scale, process_set, lambda _: outputs
-    )
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Reduces a tensor in place, in the background; returns a handle for :func:`synchronize`.
-
-    Args:
-        tensor: not to be touched until then.
-        average: deprecated; use ``op``.
-        name: matches the operation with those of the other ranks.
-        op: Average (the default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: multiplies the tensor before.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part.
-
-    Raises:
-        ValueError: an operation of this name is pending.
-    """
-    tensors, scale = [tensor], (prescale_factor, postscale_factor)
-    return _allreduce(
-        tensors, tensors, name, _op(op, average), *scale, process_set, lambda _: tensor
-    )
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """As :func:`allreduce_async_`, into a new tensor."""
-    output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    scale = prescale_factor, postscale_factor
-    return _allreduce(
-        [tensor], [output], name, _op(op, average), *scale, process_set, lambda _: output
-    )
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduces a tensor in place; see :func:`allreduce_async_`."""
-    scale = prescale_factor, postscale_factor
-    return synchronize(allreduce_async_(tensor, None, name, _op(op, average), *scale, process_set))
-
-
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Reduces tensors in place, together."""
-    more = _op(op, average), prescale_factor, postscale_factor, process_set
-    return synchronize(grouped_allreduce_async_(tensors, None, name, *more))
+    tensors, op = list(tensors), _op(op, average)
+    return _allreduce(tensors, outputs, name, op, prescale_factor, postscale_factor, process_set)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -224,26 +210,29 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """The reduced tensors, with gradients."""
+    """The reduced tensors, with gradients: those are reduced in the same way.
+
+    Args:
+        compression: ``Compression.fp16`` sends half precision.
+
+    The others are those of :func:`grouped_allreduce_async_`.
+    """
     more = _op(op, average), prescale_factor, postscale_factor, process_set
     sent = [compression.compress(tensor) for tensor in tensors]
     results = _Allreduce.apply(name, more, *(tensor for tensor, _ in sent))
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 
 
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """The reduced tensor, with a gradient: that is reduced in the same way."""
-    more = _op(op, average), prescale_factor, postscale_factor, process_set
-    return grouped_allreduce([tensor], None, name, compression, *more)[0]
+_doc = "Reduces tensors in place, together; see :func:`grouped_allreduce_async_`."
+grouped_allreduce_ = _waiting(grouped_allreduce_async_, _doc)
+_doc = "Reduces a tensor in place, in the background; see :func:`grouped_allreduce_async_`."
+allreduce_async_ = _alone(grouped_allreduce_async_, _doc)
+_doc = "As :func:`allreduce_async_`, into a new tensor."
+allreduce_async = _alone(grouped_allreduce_async, _doc)
+_doc = "Reduces a tensor in place; see :func:`grouped_allreduce_async_`."
+allreduce_ = _waiting(allreduce_async_, _doc)
+_doc = "The reduced tensor, with a gradient; see :func:`grouped_allreduce`."
+allreduce = _alone(grouped_allreduce, _doc)
 
 
 def sparse_allreduce_async(
@@ -273,31 +262,20 @@ def sparse_allreduce_async(
 # --- all-gather -----------------------------------------------------------------------------
 
 
-def _gather(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    finish: Callable[[Any], Any],
-) -> int:
-    own = [check_tensor(tensor) for tensor in tensors]
-    if any(tensor.dim() == 0 for tensor in own):
-        raise ValueError("hvd: allgather needs tensors of at least one dimension")
-    return _begin(c.ALLGATHER, own, name, process_set, finish)
-
-
-def allgather_async(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Puts all ranks' tensors one after the other; their first dimensions may differ."""
-    return _gather([tensor], name, process_set, _first)
-
-
 def grouped_allgather_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    return _gather(list(tensors), name, process_set, list)
+    """Puts all ranks' tensors one after the other; their first dimensions may differ."""
+    own = [check_tensor(tensor) for tensor in tensors]
+    if any(tensor.dim() == 0 for tensor in own):
+        raise ValueError("hvd: allgather needs tensors of at least one dimension")
+    return _begin(c.ALLGATHER, own, name, process_set, list)
+
+
+_doc = "Puts all ranks' tensors one after the other; their first dimensions may differ."
+allgather_async = _alone(grouped_allgather_async, _doc)
 
 
 class _Allgather(torch.autograd.Function):
@@ -326,11 +304,8 @@ def grouped_allgather(
     return list(_Allgather.apply(name, process_set, *tensors))
 
 
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """All ranks' tensors one after the other, with a gradient."""
-    return grouped_allgather([tensor], name, process_set)[0]
+_doc = "All ranks' tensors one after the other, with a gradient."
+allgather = _alone(grouped_allgather, _doc)
 
 
 # --- broadcast ------------------------------------------------------------------------------
@@ -370,14 +345,7 @@ def broadcast_async_(
     return _broadcast(tensor, tensor, root_rank, name, process_set)
 
 
-def broadcast_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Overwrites a tensor by the root's."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+broadcast_ = _waiting(broadcast_async_, "Overwrites a tensor by the root's.")
 
 
 class _Broadcast(torch.autograd.Function):
@@ -491,38 +459,6 @@ def alltoall(
 # --- reduce-scatter -------------------------------------------------------------------------
 
 
-def _reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
-    finish: Callable[[Any], Any],
-) -> int:
-    own = [check_tensor(tensor) for tensor in tensors]
-    if op == Adasum:
-        raise HorovodInternalError("hvd: reducescatter has no Adasum")
-    if any(tensor.dim() == 0 for tensor in own):
-        raise ValueError("hvd: reducescatter needs tensors of at least one dimension")
-    more = {"op": _op(op, None), "prescale": float(prescale_factor)}
-    more["postscale"] = float(postscale_factor)
-    return _begin(c.REDUCESCATTER, own, name, process_set, finish, (), **more)
-
-
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Reduces, and gives each rank its rows; the first ranks one more where they do not divide."""
-    scale = prescale_factor, postscale_factor
-    return _reducescatter([tensor], name, op, process_set, *scale, _first)
-
-
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -531,8 +467,19 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    scale = prescale_factor, postscale_factor
-    return _reducescatter(list(tensors), name, op, process_set, *scale, list)
+    """Reduces, and gives each rank its rows; the first ranks one more where they do not divide."""
+    own = [check_tensor(tensor) for tensor in tensors]
+    if op == Adasum:
+        raise HorovodInternalError("hvd: reducescatter has no Adasum")
+    if any(tensor.dim() == 0 for tensor in own):
+        raise ValueError("hvd: reducescatter needs tensors of at least one dimension")
+    more: dict[str, Any] = {"op": _op(op, None), "prescale": float(prescale_factor)}
+    more["postscale"] = float(postscale_factor)
+    return _begin(c.REDUCESCATTER, own, name, process_set, list, **more)
+
+
+_doc = "Reduces a tensor, and gives each rank its rows; see :func:`grouped_reducescatter_async`."
+reducescatter_async = _alone(grouped_reducescatter_async, _doc)
 
 
 class _Reducescatter(torch.autograd.Function):
@@ -565,18 +512,8 @@ def grouped_reducescatter(
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 
 
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """This rank's rows of the reduced tensor, with a gradient."""
-    more = compression, op, process_set, prescale_factor, postscale_factor
-    return grouped_reducescatter([tensor], name, *more)[0]
+_doc = "This rank's rows of the reduced tensor, with a gradient."
+reducescatter = _alone(grouped_reducescatter, _doc)
 
 
 # --- meeting --------------------------------------------------------------------------------

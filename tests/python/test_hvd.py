@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
@@ -641,6 +642,31 @@ def test_timeline(context: Context) -> None:
     x = [e["name"] for e in events if e["pid"] == lines["allreduce.x"] and e["ph"] == "B"]
     negotiated, done = "NEGOTIATE_ALLREDUCE", ["ALLREDUCE", "COLLECTIVE_ALLREDUCE"]
     assert x == [negotiated, *done, negotiated, *done, negotiated]
+
+
+def test_forms_have_signatures_of_their_own() -> None:
+    """Those for one tensor and those that wait are made from the others."""
+    forms = {
+        "allreduce": "(tensor: 'Tensor', average: 'bool | None' = None, name: ",
+        "allreduce_async_": "(tensor: 'Tensor', average: 'bool | None' = None, ",
+        "grouped_allreduce_": "(tensors: 'Sequence[Tensor]', average: 'bool | None' = None, ",
+        "broadcast_": "(tensor: 'Tensor', root_rank: 'int', name: 'str | None' = None, ",
+        "reducescatter_async": "(tensor: 'Tensor', name: 'str | None' = None, op: 'int' = 0, ",
+    }
+    for name, begin in forms.items():
+        form = getattr(hvd, name)
+        assert str(inspect.signature(form)).startswith(begin)
+        assert form.__name__ == name and form.__doc__
+    returns = {
+        "allreduce": "Tensor",
+        "allreduce_async": "int",
+        "grouped_allreduce_": "list[Tensor]",
+    }
+    for name, kind in returns.items():
+        assert inspect.signature(getattr(hvd, name)).return_annotation == kind
+    with pytest.warns(DeprecationWarning) as told, pytest.raises(ValueError, match=r"hvd\.init"):
+        hvd.allreduce(torch.ones(1), average=True)
+    assert told[0].filename == __file__
 
 
 def _installed(_: Context) -> None:

@@ -329,7 +329,9 @@ def test_ssh(tmp_path: Path, marker: str) -> None:
     folder = tmp_path / "a 'folder' $HOME"
     folder.mkdir()
     env = fake_ssh(tmp_path, f"export HOME=/far FUSEDPG_HOST_ID=far\n{RUN}")
-    script = 'echo "$RANK $HOROVOD_CROSS_RANK $PWD $HOME $FUSEDPG_HOST_ID $OWN $1"'
+    script = (
+        'echo "$RANK $HOROVOD_CROSS_RANK $HOROVOD_HOSTNAME $PWD $HOME $FUSEDPG_HOST_ID $OWN $1"'
+    )
     argument = 'it\'s "quoted" * $HOME'
     code, out, err = launch(
         *("-np", "3", "-H", f"{FAR}:2,{FARTHER}:2", "-p", "2222", "-i", "my key"),
@@ -339,8 +341,8 @@ def test_ssh(tmp_path: Path, marker: str) -> None:
     )
     assert code == 0, err
     text = {
-        (rank, host): f"{rank} {host} {folder} /far far a"
-        for rank, host in [(0, 0), (1, 0), (2, 1)]
+        (rank, host): f"{rank} {host} {name} {folder} /far far a"
+        for rank, host, name in [(0, 0, FAR), (1, 0, FAR), (2, 1, FARTHER)]
     }
     lines = out.splitlines()
     for (rank, _), first in text.items():

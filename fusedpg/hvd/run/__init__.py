@@ -35,6 +35,8 @@ def run(
     verbose: bool = False,
     executable: str | None = None,
     env: Mapping[str, str] | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
 ) -> list[Any]:
     """Runs a function on several ranks and returns what each returned, by rank.
 
@@ -60,6 +62,8 @@ def run(
         verbose: say what the launcher does.
         executable: Python of the workers, by default this one.
         env: environment variables of the workers; by default those of this process.
+        use_gloo: has no meaning here.
+        use_mpi: must not be true, as there is no MPI.
 
     Returns:
         One value a rank, of the last generation if the job is elastic.
@@ -78,6 +82,8 @@ def run(
     from fusedpg.hvd.run.hosts import parse_hostfile, parse_hosts
     from fusedpg.hvd.run.options import Settings
 
+    if use_mpi:
+        raise ValueError("use_mpi: fusedpg has no MPI")
     if hosts is not None and hostfile is not None:
         raise ValueError("either hosts or hostfile, not both")
     named = parse_hosts(hosts) if hosts else parse_hostfile(hostfile) if hostfile else None

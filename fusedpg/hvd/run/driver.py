@@ -51,7 +51,7 @@ OF_THIS_PROCESS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_ELASTIC"),
+    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_ELASTIC"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
     *("TORCHELASTIC_MAX_RESTARTS", _membership.STORE, _membership.WORKER),
 }
@@ -556,6 +556,7 @@ class Driver:
                     "local_size": len(members),
                     "cross_rank": same.index(members),
                     "cross_size": len(same),
+                    "hostname": worker.host.name,
                     "host": host_number,
                     "hosts": len(by_host),
                     "address": self._address,
