@@ -116,6 +116,15 @@ std::vector<std::pair<int, Fd>> TcpEndpoint::take() {
   return std::exchange(arrived_, {});
 }
 
+bool TcpEndpoint::expects(int from) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto token = challenged_.find(from);
+  return (token != challenged_.end() && token->second.use_count() > 1) ||
+      std::any_of(arrived_.begin(), arrived_.end(), [from](const auto& one) {
+           return one.first == from;
+         });
+}
+
 // --- the listener ------------------------------------------------------------
 
 std::shared_ptr<TcpListener> TcpListener::at(const SocketAddress& address) {
@@ -201,7 +210,9 @@ bool TcpListener::turn(int most_ms) {
 }
 
 void TcpListener::let_in() {
-  while (true) {
+  // Those who were let in before must be heard, however many keep coming.
+  constexpr int kAtATime = 512;
+  for (int i = 0; i < kAtATime; ++i) {
     Fd socket = accept_from(socket_);
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
@@ -244,7 +255,7 @@ void TcpListener::make_room() {
 
 // Never more than it has to say: what follows is the endpoint's.
 bool TcpListener::hear(Visitor& visitor) {
-  const bool second = visitor.challenged;
+  const bool second = visitor.challenged != nullptr;
   auto* into = second ? static_cast<void*>(&visitor.proof) : &visitor.hello;
   const size_t all = second ? sizeof visitor.proof : sizeof visitor.hello;
   const ssize_t got = recv(
@@ -274,7 +285,7 @@ bool TcpListener::challenge(Visitor& visitor) {
       answer(visitor); // zeros
       return false;
     }
-    const TcpEndpoint& endpoint = *found->second;
+    TcpEndpoint& endpoint = *found->second;
     if (visitor.hello.to != endpoint.rank_ || visitor.hello.from < 0 ||
         visitor.hello.from >= endpoint.size_) {
       return false;
@@ -283,8 +294,11 @@ bool TcpListener::challenge(Visitor& visitor) {
     visitor.challenge.nonce = random_key();
     visitor.challenge.proof = tcp::listener_proof(
         endpoint.key_, visitor.hello, visitor.challenge.nonce);
+    const std::lock_guard<std::mutex> inner(endpoint.mutex_);
+    auto& token = endpoint.challenged_[visitor.hello.from];
+    token = token ? token : std::make_shared<const int>(0);
+    visitor.challenged = token;
   }
-  visitor.challenged = true;
   return answer(visitor);
 }
 
@@ -311,6 +325,7 @@ bool TcpListener::hand_over(Visitor& visitor) {
   TcpEndpoint& endpoint = *found->second;
   const std::lock_guard<std::mutex> inner(endpoint.mutex_);
   endpoint.arrived_.emplace_back(visitor.hello.from, std::move(visitor.socket));
+  visitor.challenged.reset(); // under the lock: it is one or the other
   endpoint.signal_.set();
   return false;
 }

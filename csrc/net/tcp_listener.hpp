@@ -74,6 +74,10 @@ class TcpEndpoint {
   }
   // Those that have come, by the rank that they are from.
   std::vector<std::pair<int, Fd>> take();
+  // Whether a connection of this rank has come or is being let in. A rank sends
+  // nothing before it was challenged, so if not, what it sent before it left
+  // has all been taken.
+  bool expects(int from);
 
  private:
   friend class TcpListener;
@@ -85,6 +89,8 @@ class TcpEndpoint {
   WakeSignal signal_;
   std::mutex mutex_;
   std::vector<std::pair<int, Fd>> arrived_;
+  // By rank; each of its visitors that has been challenged has a copy.
+  std::map<int, std::shared_ptr<const int>> challenged_;
 };
 
 // What TcpEndpoint::address() says.
@@ -130,7 +136,7 @@ class TcpListener {
     tcp::Challenge challenge{};
     Key128 proof{};
     size_t got = 0; // of what it has to say now
-    bool challenged = false;
+    std::shared_ptr<const int> challenged{}; // of the endpoint; null: not yet
   };
   using Visitors = std::list<Visitor>;
 

@@ -19,8 +19,6 @@ constexpr int kSteps = 16; // of one connection; then others have theirs
 // A peer may be about to listen again.
 constexpr std::chrono::milliseconds kLetUsIn{1000};
 constexpr std::chrono::milliseconds kKnock{20};
-// Who has left may have sent a first message, which is just being let in.
-constexpr std::chrono::milliseconds kGrace{500};
 
 std::string text_of(int error) {
   return std::strerror(error); // NOLINT(concurrency-mt-unsafe)
@@ -665,18 +663,12 @@ bool TcpTransport::lost(int peer) {
   if (in.ended) {
     return true;
   }
-  if (in.socket || !deaf(peer)) {
+  // Who has left may have sent a first message, which is just being let in.
+  if (in.socket || !deaf(peer) || endpoint_->expects(peer)) {
     return false;
   }
-  // It has never come, and does not listen any more.
-  if (!in.grace) {
-    in.grace.emplace(kGrace);
-  }
-  if (in.grace->expired()) {
-    in_ended(peer, outs_[peer].why);
-    return true;
-  }
-  return false;
+  in_ended(peer, outs_[peer].why);
+  return true;
 }
 
 TcpTransport::State TcpTransport::state(const Request& request) {

@@ -126,7 +126,6 @@ class TcpTransport : public PolledTransport {
     std::map<uint32_t, std::deque<OperationPtr>> posted; // by tag
     std::map<uint32_t, std::deque<NetBuffer>> waiting; // by tag
     size_t num_posted = 0;
-    std::optional<Deadline> grace{}; // of one that has never come
     bool wanted() const {
       return inside || num_posted != 0;
     }

@@ -205,6 +205,39 @@ TEST(tcp_what_has_been_said_is_heard_before_there_is_no_room) {
   CHECK(first.front().is_dropped() && second.front().is_dropped());
 }
 
+// However late the listener is to hear the proof of a rank that has left since.
+TEST(tcp_what_was_sent_before_leaving_comes_in_the_end) {
+  const auto slow = std::make_shared<TcpListener>(
+      SocketAddress::of("127.0.0.1 0"), TcpListener::Runs::kByTurns);
+  auto here = std::make_unique<TcpEndpoint>(slow, 0, 2);
+  auto there = std::make_unique<TcpEndpoint>(listener(), 1, 2);
+  const std::vector<std::string> addresses{here->address(), there->address()};
+  const auto kByte = static_cast<char>(7);
+  std::thread sender([&] {
+    TcpTransport t({}, std::move(there), addresses);
+    const NetBuffer out(1000);
+    std::fill_n(out.data(), 1000, kByte);
+    t.send(0, 1, out)->wait(Deadline(kLong));
+    t.flush(Deadline(kLong));
+  });
+  slow->turn(-1); // lets it in
+  slow->turn(-1); // and challenges it
+  sender.join();
+  std::thread late([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(800));
+    slow->turn(0);
+  });
+  TcpTransport t({}, std::move(here), addresses);
+  const NetBuffer in(1000);
+  try {
+    t.receive(1, 1, in)->wait(Deadline(kLong));
+    CHECK(in.data()[999] == kByte);
+  } catch (const Error& error) {
+    CHECK_EQ(std::string(error.what()), std::string());
+  }
+  late.join();
+}
+
 // One process listens at an address of each kind, and its ranks talk.
 TEST(tcp_addresses_of_both_kinds) {
   const auto at = [](const char* address) {
