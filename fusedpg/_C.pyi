@@ -409,6 +409,21 @@ class _Compress:
         alpha: float = 1.0,
     ) -> None: ...
     @staticmethod
+    def block_exponents(v: torch.Tensor, block: int) -> torch.Tensor: ...
+    @staticmethod
+    def block_quantise(
+        v: torch.Tensor, exponents: torch.Tensor, block: int, ranks: int
+    ) -> torch.Tensor: ...
+    @staticmethod
+    def block_dequantise_(
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        exponents: torch.Tensor,
+        block: int,
+        ranks: int,
+        alpha: float = 1.0,
+    ) -> None: ...
+    @staticmethod
     def gather(v: torch.Tensor, indices: torch.Tensor) -> torch.Tensor: ...
     @staticmethod
     def zero_at_(v: torch.Tensor, indices: torch.Tensor) -> None: ...

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fusedpg.functional import fused_sgd_ as fused_sgd_
     from fusedpg.functional import group_info as group_info
     from fusedpg.functional import in_arena as in_arena
+    from fusedpg.functional import quantized_all_reduce as quantized_all_reduce
     from fusedpg.functional import shard_range as shard_range
     from fusedpg.functional import sparse_all_reduce as sparse_all_reduce
     from fusedpg.functional import stats as stats
@@ -67,6 +68,7 @@ __all__ = [
     "launch",
     "openmetrics",
     "optim",
+    "quantized_all_reduce",
     "serve_gloo",
     "shard_range",
     "sparse_all_reduce",

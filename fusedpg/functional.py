@@ -172,6 +172,49 @@ def sparse_all_reduce(
     return cast("dist.Work | None", work)
 
 
+def quantized_all_reduce(
+    tensor: torch.Tensor,
+    block: int = 256,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """``dist.all_reduce`` by sums of integers, which are the same bits in any order.
+
+    In place, on a group of any backend. ``block`` elements (of the tensor flattened row by row)
+    share an exponent, the largest of all ranks; an element becomes an int32, and these are added
+    (block floating point, after SwitchML, NSDI 2021). So the result has the same bits on all
+    ranks, whatever the order in which ranks are added, and its error does not depend on it: see
+    docs/reference/numerics.md for the bound. A block in which any rank has an infinity or NaN is
+    NaN, all of it.
+
+    Args:
+        tensor: float32, bfloat16 or float16, of any shape and strides.
+        block: elements of a block, at least 1. The same on all ranks.
+        op: SUM or AVG.
+        group: default: the default group.
+
+    Raises:
+        ValueError: for arguments this rank can check alone.
+        TypeError: on all ranks, where they have other blocks, elements or types and as many blocks.
+        torch.distributed.DistBackendError: when ranks disagree otherwise or a rank fails.
+
+    Example::
+
+        fusedpg.quantized_all_reduce(gradient, op=dist.ReduceOp.AVG)
+    """
+    from fusedpg.compress import _block_float, _numbers
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        raise ValueError("quantized_all_reduce: tensor is a dense tensor")
+    if tensor.dtype not in _block_float.DTYPES:
+        names = ", ".join(str(dtype) for dtype in _block_float.DTYPES)
+        raise ValueError(f"quantized_all_reduce: tensor is of {names}, found {tensor.dtype}")
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"quantized_all_reduce: op is SUM or AVG, got {op}")
+    block = _numbers.whole("block", block, at_least=1, at_most=2**31 - 1)
+    _block_float.sum_(tensor, block, group, average=op == dist.ReduceOp.AVG)
+
+
 def _group_name(group: dist.ProcessGroup | None) -> str:
     if group is None:
         group = dist.distributed_c10d._get_default_group()

@@ -429,6 +429,78 @@ double square_sum(const at::Tensor& v) {
       DType::kFloat32, v.data_ptr(), static_cast<size_t>(v.numel()));
 }
 
+// Elements of a block, and blocks.
+std::pair<size_t, int64_t> blocks_of(
+    const char* op,
+    int64_t block,
+    int64_t numel) {
+  TORCH_CHECK_VALUE(
+      block >= 1,
+      formatted("fused: compress.{}: block is at least 1, got {}", op, block));
+  return {static_cast<size_t>(block), (numel + block - 1) / block};
+}
+
+int bits_of(const char* op, int64_t ranks) {
+  TORCH_CHECK_VALUE(
+      ranks >= 1 && ranks <= (1 << 20),
+      formatted("fused: compress.{}: ranks is 1 to 2^20, got {}", op, ranks));
+  return block_float_bits(static_cast<uint32_t>(ranks));
+}
+
+at::Tensor block_exponents(const at::Tensor& v, int64_t block) {
+  check("block_exponents", "v", v, at::kFloat);
+  const auto [size, blocks] = blocks_of("block_exponents", block, v.numel());
+  at::Tensor exponents = at::empty({blocks}, at::kInt);
+  default_kernels().block_float.exponents(
+      floats(v),
+      static_cast<size_t>(v.numel()),
+      size,
+      exponents.data_ptr<int32_t>());
+  return exponents;
+}
+
+at::Tensor block_quantise(
+    const at::Tensor& v,
+    const at::Tensor& exponents,
+    int64_t block,
+    int64_t ranks) {
+  const char* op = "block_quantise";
+  check(op, "v", v, at::kFloat);
+  const auto [size, blocks] = blocks_of(op, block, v.numel());
+  check(op, "exponents", exponents, at::kInt, blocks);
+  at::Tensor codes = at::empty({v.numel()}, at::kInt);
+  default_kernels().block_float.quantise(
+      floats(v),
+      static_cast<size_t>(v.numel()),
+      size,
+      exponents.const_data_ptr<int32_t>(),
+      bits_of(op, ranks),
+      codes.data_ptr<int32_t>());
+  return codes;
+}
+
+void block_dequantise_(
+    const at::Tensor& out,
+    const at::Tensor& codes,
+    const at::Tensor& exponents,
+    int64_t block,
+    int64_t ranks,
+    double alpha) {
+  const char* op = "block_dequantise_";
+  check(op, "out", out, at::kFloat);
+  const auto [size, blocks] = blocks_of(op, block, out.numel());
+  check(op, "codes", codes, at::kInt, out.numel());
+  check(op, "exponents", exponents, at::kInt, blocks);
+  default_kernels().block_float.dequantise(
+      floats(out),
+      codes.const_data_ptr<int32_t>(),
+      static_cast<size_t>(out.numel()),
+      size,
+      exponents.const_data_ptr<int32_t>(),
+      bits_of(op, ranks),
+      alpha);
+}
+
 } // namespace
 
 void bind_compress(py::module_& m) {
@@ -514,6 +586,25 @@ void bind_compress(py::module_& m) {
       arg("out"),
       arg("indices"),
       arg("values"),
+      alpha,
+      free);
+  c.def("block_exponents", &block_exponents, arg("v"), arg("block"), free);
+  c.def(
+      "block_quantise",
+      &block_quantise,
+      arg("v"),
+      arg("exponents"),
+      arg("block"),
+      arg("ranks"),
+      free);
+  c.def(
+      "block_dequantise_",
+      &block_dequantise_,
+      arg("out"),
+      arg("codes"),
+      arg("exponents"),
+      arg("block"),
+      arg("ranks"),
       alpha,
       free);
   c.def("gather", &gather, arg("v"), arg("indices"), free);

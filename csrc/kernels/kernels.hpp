@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/dtype.hpp"
+#include "kernels/block_float.hpp"
 #include "kernels/compress.hpp"
 #include "kernels/formulas/hyper.hpp"
 
@@ -144,6 +145,8 @@ struct Table {
       uint64_t* bits);
 
   CompressTable compress;
+
+  BlockFloatTable block_float;
 };
 
 // The best table this CPU runs; `name` (an option) forces a lesser one, or

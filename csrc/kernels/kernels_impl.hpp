@@ -535,6 +535,9 @@ static void cast(
 #include "kernels/compress_impl.hpp"
 #include "kernels/compress_random_impl.hpp"
 
+// Behind what it uses of them.
+#include "kernels/block_float_impl.hpp"
+
 } // namespace
 
 namespace detail {
@@ -564,6 +567,11 @@ extern const Table FUSEDPG_KERNELS_TABLE = {
         natural,
         unnatural,
         dgc_accumulate,
+    },
+    {
+        block_exponents,
+        block_quantise,
+        block_dequantise,
     },
 };
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
 
 from fusedpg.aggregation._config import Config
 from fusedpg.aggregation._jobs import JobSlice
+from fusedpg.compress import _kernels as kernels
 
 
 @dataclasses.dataclass
@@ -19,7 +19,7 @@ class Message:
 
     Attributes:
         entries: what is added up over all workers, or None. The backend puts the sum in its place.
-        extra: int8, of which the largest over all workers is taken, or None.
+        extra: int32, of which the largest over all workers is taken, or None.
     """
 
     entries: torch.Tensor | None
@@ -74,26 +74,11 @@ class Bypass(PrePostProcessor):
             self.part.output.copy_(message.entries)
 
 
-# int32's largest value, which the sum of all workers must stay within.
-_LARGEST = 2**31 - 1
-# Exponents from -126 (all denormal numbers have it, too) to 128 travel as int8, less this.
-_SHIFT = 2
-# A packet in which some worker has an infinity or a NaN: larger than any exponent.
-_NOT_FINITE = 127
-
-
 class ExponentQuantizer(PrePostProcessor):
     """Floats as 32-bit integers that share an exponent a packet, as SwitchML sends them.
 
-    A packet's exponent is the smallest e with max |x| <= 2^e over all workers. It travels one batch
-    ahead. With n workers an element travels as round(x * s), where s is the largest power of two
-    with n * 2^e * s <= 2^31 - 1, so no sum overflows; a result is the sum / s. Each is off by at
-    most n/2 / s, and the rounding to float32. Integer sums are the same in any order.
-
-    int32 tensors travel as they are. Other types: TypeError.
-
-    Unlike SwitchML, s is a power of two, so that values which fit are exact. A packet in which some
-    worker has an infinity or a NaN gives NaN in all of its elements; one of zeros gives zeros.
+    The results are those of :func:`fusedpg.quantized_all_reduce` with packets as blocks. A packet's
+    exponent travels one batch ahead. int32 tensors travel as they are. Other types: TypeError.
     """
 
     def __init__(self, part: JobSlice, config: Config, num_workers: int) -> None:
@@ -104,9 +89,7 @@ class ExponentQuantizer(PrePostProcessor):
             )
         self._floats = part.input.dtype == torch.float32
         self._step = config.batch_packets * config.packet_numel
-        self._exponents = torch.empty(0, dtype=torch.int8)
-        # The largest k with num_workers * 2^k <= 2^31 - 1.
-        self._bits = (_LARGEST // num_workers).bit_length() - 1
+        self._exponents = torch.empty(0, dtype=torch.int32)  # of the batch that is under way
 
     @property
     def _data_batches(self) -> int:
@@ -120,37 +103,16 @@ class ExponentQuantizer(PrePostProcessor):
     def _range(self, data_batch: int) -> slice:
         return slice(data_batch * self._step, min((data_batch + 1) * self._step, self.part.numel))
 
-    def _packets(self, values: torch.Tensor) -> torch.Tensor:
-        """One row a packet; the last one filled up with zeros."""
-        numel = self.config.packet_numel
-        rows = -(-values.numel() // numel)
-        if rows * numel != values.numel():
-            values = torch.nn.functional.pad(values, (0, rows * numel - values.numel()))
-        return values.view(rows, numel)
-
-    def _exponents_of(self, data_batch: int) -> torch.Tensor:
-        packets = self._packets(self.part.input[self._range(data_batch)])
-        largest = packets.abs().amax(1)  # NaN where there is one
-        mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent
-        exponent = exponent - (mantissa == 0.5).to(exponent.dtype)  # a power of two itself
-        exponent = exponent.masked_fill(largest == 0, -126).clamp(-126, 128) - _SHIFT
-        return exponent.masked_fill(~largest.isfinite(), _NOT_FINITE).to(torch.int8)
-
-    def _scales(self) -> torch.Tensor:
-        """s of each packet of the batch that is under way, in double."""
-        powers = self._bits - (self._exponents.to(torch.int64) + _SHIFT)
-        # By its bits, because torch.ldexp and exp2 are not exact.
-        return ((powers + 1023) << 52).view(torch.float64).view(-1, 1)
-
     def preprocess(self, batch: int) -> Message:
         if not self._floats:
             return Message(self.part.input[self._range(batch)].clone())
-        entries = None
+        packet = self.config.packet_numel
+        entries = extra = None
         if batch > 0:
-            packets = self._packets(self.part.input[self._range(batch - 1)]).double()
-            bad = (self._exponents == _NOT_FINITE).view(-1, 1)
-            entries = (packets * self._scales()).masked_fill_(bad, 0).round_().to(torch.int32)
-        extra = self._exponents_of(batch) if batch < self._data_batches else None
+            values = self.part.input[self._range(batch - 1)]
+            entries = kernels.block_quantise(values, self._exponents, packet, self.num_workers)
+        if batch < self._data_batches:
+            extra = kernels.block_exponents(self.part.input[self._range(batch)], packet)
         return Message(entries, extra)
 
     def postprocess(self, batch: int, message: Message) -> None:
@@ -159,10 +121,10 @@ class ExponentQuantizer(PrePostProcessor):
             self.part.output[self._range(batch)].copy_(message.entries)
             return
         if message.entries is not None:
-            sums = message.entries.double() / self._scales()
-            bad = (self._exponents == _NOT_FINITE).view(-1, 1)
-            output = self.part.output[self._range(batch - 1)]
-            output.copy_(sums.masked_fill_(bad, math.nan).view(-1)[: output.numel()])
+            kernels.block_dequantise_(
+                self.part.output[self._range(batch - 1)], message.entries, self._exponents,
+                self.config.packet_numel, self.num_workers,
+            )  # fmt: skip
         if message.extra is not None:
             self._exponents = message.extra
 

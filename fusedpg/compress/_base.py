@@ -163,12 +163,18 @@ class Compressor(abc.ABC):
         out.copy_((total if scale == 1 else total * scale).reshape(-1))
 
     def all_reduce(
-        self, grad: Tensor, payload: Payload, scale: float, at: Context, group: Any
+        self,
+        grad: Tensor,
+        payload: Payload,
+        scale: float,
+        at: Context,
+        group: Any,
+        add: wire.Add = wire.all_reduce,
     ) -> None:
         """The same for linear ones, whose payloads are added on the way."""
         if not self.alike:
             wire.check_alike(payload, type(self).__name__, group)
-        self.decode_sum(grad, wire.all_reduce(payload, group), scale, at)
+        self.decode_sum(grad, add(payload, group), scale, at)
 
     def decode_sum(self, out: Tensor, payload: Payload, scale: float, at: Context) -> None:
         """out = scale * what the sum of all ranks' payloads gives."""

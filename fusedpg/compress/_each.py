@@ -96,16 +96,22 @@ class EachParameter(Compressor):
         self.inner.decode_unit(outs, payloads, alpha, piece)
 
     def all_reduce(
-        self, grad: Tensor | Parts, payload: Payload, scale: float, at: Context, group: Any
+        self,
+        grad: Tensor | Parts,
+        payload: Payload,
+        scale: float,
+        at: Context,
+        group: Any,
+        add: wire.Add = wire.all_reduce,
     ) -> None:
         if at.own is None:
             alpha = scale / at.piece.world_size if self.average else scale
-            self._decode_unit(grad, [wire.all_reduce(payload, group)], alpha, at.piece)
+            self._decode_unit(grad, [add(payload, group)], alpha, at.piece)
             return
         if not self.alike:
             wire.check_alike(payload, type(self.inner).__name__, group)
             payload = payload[1:]
-        sums = wire.all_reduce(payload, group)
+        sums = add(payload, group)
         for begin, end, first, last, inner in _parts(at):
             self.inner.decode_sum(grad[begin:end], sums[first:last], scale, inner)
 

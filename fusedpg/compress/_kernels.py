@@ -34,6 +34,9 @@ def unit() -> Any:
 
 
 accumulate_ = _chosen(_reference.accumulate_)
+block_dequantise_ = _chosen(_reference.block_dequantise_)
+block_exponents = _chosen(_reference.block_exponents)
+block_quantise = _chosen(_reference.block_quantise)
 dgc_accumulate_ = _chosen(_reference.dgc_accumulate_)
 gather = _chosen(_reference.gather)
 natural = _chosen(_reference.natural)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fusedpg.compress import _wire as wire
 from fusedpg.compress._base import Compensated, Context, Ours, Payload
 from fusedpg.compress._numbers import Whole
 from fusedpg.compress._piece import Piece
@@ -45,7 +45,13 @@ class PowerSGD(Ours):
         )
 
     def all_reduce(
-        self, grad: Tensor, payload: Payload, scale: float, at: Context, group: Any
+        self,
+        grad: Tensor,
+        payload: Payload,
+        scale: float,
+        at: Context,
+        group: Any,
+        add: wire.Add = wire.all_reduce,
     ) -> None:
         v, residual, piece = payload[0], at.own, at.piece
         if residual is None and v.data_ptr() == grad.data_ptr():
@@ -55,7 +61,7 @@ class PowerSGD(Ours):
         firsts = self._warm(matrices, kept, piece)
         lefts = [_aligned(matrix) @ _aligned(q) for (_, matrix), q in zip(matrices, firsts)]
         flat = torch.cat([x.reshape(-1) for x in (*lefts, *(part for _, part in whole))])
-        dist.all_reduce(flat, group=group)
+        (flat,) = add([flat], group)
         flat.div_(piece.world_size)
         begin = 0
         for n, left in enumerate(lefts):
@@ -64,7 +70,7 @@ class PowerSGD(Ours):
             lefts[n] = torch.linalg.qr(_aligned(mean))[0]
         rights = [_aligned(matrix).T @ left for (_, matrix), left in zip(matrices, lefts)]
         means = torch.cat([x.reshape(-1) for x in rights]) if rights else flat.new_empty(0)
-        dist.all_reduce(means, group=group)
+        (means,) = add([means], group)
         means.div_(piece.world_size)
         rest, begin = flat[begin:], 0
         for (place, matrix), left in zip(matrices, lefts):

@@ -302,3 +302,41 @@ def _powers(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unnatural_(out: Tensor, codes: Sequence[Tensor], alpha: float = 1.0) -> None:
     _put(out, (_powers(one, out.dtype) for one in codes), alpha)
+
+
+# What exponents say of blocks of zeros, and of those with an infinity or NaN.
+_ZERO_BLOCK, _NOT_FINITE_BLOCK = -1024, 1024
+
+
+def _block_float_bits(ranks: int) -> int:
+    carry = (ranks - 1).bit_length()
+    return 31 - carry if carry <= 7 else 30 - carry
+
+
+def block_exponents(v: Tensor, block: int) -> Tensor:
+    block = min(block, max(v.numel(), 1))
+    sizes = torch.nn.functional.pad(v.abs(), (0, -v.numel() % block)).view(-1, block)
+    most = sizes.double().amax(1) if v.numel() else v.new_empty(0).double()
+    found = torch.where(most == 0, _ZERO_BLOCK, torch.frexp(most).exponent)
+    return torch.where(most.isfinite(), found, _NOT_FINITE_BLOCK).to(torch.int32)
+
+
+def _each_element(exponents: Tensor, block: int, numel: int) -> Tensor:
+    return exponents.repeat_interleave(min(block, max(numel, 1)))[:numel]
+
+
+def block_quantise(v: Tensor, exponents: Tensor, block: int, ranks: int) -> Tensor:
+    bits = _block_float_bits(ranks)
+    exponent = _each_element(exponents, block, v.numel())
+    codes = torch.ldexp(v.double(), (bits - exponent).double()).round()
+    has_exponent = (exponent > _ZERO_BLOCK) & (exponent < _NOT_FINITE_BLOCK)
+    return torch.where(has_exponent, codes, 0).to(torch.int32)
+
+
+def block_dequantise_(
+    out: Tensor, codes: Tensor, exponents: Tensor, block: int, ranks: int, alpha: float = 1.0
+) -> None:
+    exponent = _each_element(exponents, block, out.numel())
+    power = torch.ldexp(torch.ones_like(codes).double(), exponent - _block_float_bits(ranks))
+    values = torch.where(exponent == _ZERO_BLOCK, 0, codes.double() * (power * alpha))
+    out.copy_(torch.where(exponent == _NOT_FINITE_BLOCK, torch.nan, values))

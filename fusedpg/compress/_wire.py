@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from fusedpg.functional import _is_ours
 
 Payload = list[Tensor]
+Add = Callable[[Payload, Any], Payload]
+"""The sums of all ranks' payloads."""
 # torch 2.13 has a new name for it, and a warning for the old one.
 gathered_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Parts begin at multiples of this many bytes.

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedpg.compress import _block_float
 from fusedpg.compress import _wire as wire
 from fusedpg.compress._base import Compressor, Payload
+from fusedpg.compress._numbers import Whole
 from fusedpg.compress._piece import Piece
 from fusedpg.compress.memories import Memory
 
@@ -38,6 +40,28 @@ class Allreduce(Communicator):
     ) -> None:
         payload, at = memory.encode(compressor, grad, piece)
         compressor.all_reduce(grad, payload, memory.scale, at, group)
+
+
+class Quantized(Allreduce):
+    """The same, and what is added are integers: :func:`fusedpg.quantized_all_reduce`.
+
+    ``block`` elements of a payload share an exponent. Payloads of float64 and of integers are added
+    as they are.
+    """
+
+    block = Whole(at_least=1, at_most=2**31 - 1)
+
+    def __init__(self, block: int = 256) -> None:
+        self.block = block
+
+    def exchange(
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+    ) -> None:
+        payload, at = memory.encode(compressor, grad, piece)
+        compressor.all_reduce(grad, payload, memory.scale, at, group, self._add)
+
+    def _add(self, payload: Payload, group: Any) -> Payload:
+        return _block_float.sums(payload, self.block, group)
 
 
 class Allgather(Communicator):
@@ -128,6 +152,7 @@ class ParameterServer(AllToAll):
 
 BY_NAME: dict[str, type[Communicator]] = {
     "allreduce": Allreduce,
+    "quantized": Quantized,
     "allgather": Allgather,
     "broadcast": Broadcast,
     "alltoall": AllToAll,

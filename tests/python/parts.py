@@ -49,7 +49,7 @@ CAPABILITIES = {
     "fused operators": ["test_fused_ops.py"],
     "fused functions": ["test_fusion*.py", "test_private.py"],
     "tensor parallel": ["test_tensor_parallel*.py", "test_sequence_parallel.py"],
-    "compression": ["test_compress*.py"],
+    "compression": ["test_compress*.py", "test_quantized.py"],
     "plans": ["test_plan*.py"],
     "jobs, aggregators": ["test_aggreg*.py"],
     "zeros, sparse tensors": ["test_sparse.py"],

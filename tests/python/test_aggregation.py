@@ -100,15 +100,12 @@ def expected(parts: list[torch.Tensor], packet: int) -> list[tuple[Fraction, Fra
             found += [None] * len(rows[0])
             continue
         largest = max(abs(Fraction(x)) for row in rows for x in row)
-        exponent = -126
-        while Fraction(2) ** exponent < largest:
+        exponent = -148
+        while Fraction(2) ** exponent <= largest:
             exponent += 1
-        scale = Fraction(1)
-        while workers * Fraction(2) ** exponent * scale > 2**31 - 1:
-            scale /= 2
-        while workers * Fraction(2) ** exponent * scale * 2 <= 2**31 - 1:
-            scale *= 2
-        bound = Fraction(workers, 2) / scale
+        carry = math.ceil(math.log2(workers))
+        unit = Fraction(2) ** (exponent - (31 if workers <= 128 else 30) + carry)
+        bound = workers * unit / 2
         found += [(sum(map(Fraction, column)), bound) for column in zip(*rows)]
     return found
 
