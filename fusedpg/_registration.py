@@ -184,8 +184,22 @@ def create(dist_options: Any, pg_options: Any = None) -> Any:
     # DDP takes its buckets from the group's memory only with this set; torch's default is off.
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
     return module.ProcessGroupFused(
-        dist_options.store, dist_options.group_rank, dist_options.group_size, chosen
+        dist_options.store, dist_options.group_rank, dist_options.group_size, chosen, _world(module)
     )
+
+
+def _world(module: ModuleType) -> Any:
+    """The default group's backend, if it is ours: ranks of one host know each other from there."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    backend: Any = None
+    with contextlib.suppress(RuntimeError):  # it has none for the CPU
+        group: Any = dist.group.WORLD
+        backend = group._get_backend(torch.device("cpu"))
+    return backend if isinstance(backend, module.ProcessGroupFused) else None
 
 
 def _explain_torchcomms() -> None:

@@ -329,15 +329,24 @@ void bind_group(py::module_& m) {
       c10::intrusive_ptr<ProcessGroupFused>,
       c10d::Backend>(m, "ProcessGroupFused")
       .def(
-          py::init<
-              const c10::intrusive_ptr<c10d::Store>&,
-              int,
-              int,
-              c10::intrusive_ptr<ProcessGroupFused::Options>>(),
+          py::init([](const c10::intrusive_ptr<c10d::Store>& store,
+                      int rank,
+                      int size,
+                      c10::intrusive_ptr<ProcessGroupFused::Options> options,
+                      const c10::intrusive_ptr<ProcessGroupFused>& world) {
+            ProcessGroupFused::Known known;
+            const auto& ranks = options->global_ranks_in_group;
+            if (world && ranks.size() == static_cast<size_t>(size)) {
+              known = world->known({ranks.begin(), ranks.end()});
+            }
+            return c10::make_intrusive<ProcessGroupFused>(
+                store, rank, size, std::move(options), std::move(known));
+          }),
           py::arg("store"),
           py::arg("rank"),
           py::arg("size"),
           py::arg("options"),
+          py::arg("world") = c10::intrusive_ptr<ProcessGroupFused>(),
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &ProcessGroupFused::getBackendOptions)
       .def(

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <numeric>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -43,7 +44,8 @@ ProcessGroupFused::ProcessGroupFused(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
-    c10::intrusive_ptr<Options> options)
+    c10::intrusive_ptr<Options> options,
+    Known known)
     : Forwarding(rank, size),
       store_(store),
       options_(std::move(options)),
@@ -53,28 +55,53 @@ ProcessGroupFused::ProcessGroupFused(
               size,
               translate([&] { return resolve(options_->engine); }),
               options_->timeout,
-              options_->serves_gloo() ? Dialect::kGloo : Dialect::kFused)) {
+              options_->serves_gloo() ? Dialect::kGloo : Dialect::kFused)),
+      known_(std::move(known)) {
   const Deadline deadline(options_->timeout);
   ShmRoute* shm = nullptr;
-  const auto meet = [&] {
+  const auto meet = [&](bool again) {
     StoreRendezvous rendezvous(store_);
     Bootstrap bootstrap(rank, size, group_->settings);
-    bootstrap.meet(rendezvous, deadline);
     // The keys of the group must not be an earlier group's either. Operations
     // between hosts need the store while another thread may wait for a key.
-    group_->store = c10::make_intrusive<c10d::PrefixStore>(
-        "fusedpg/" + bootstrap.id(),
-        bootstrap.single_host() ? store_ : own_client(store_));
+    const auto own_store = [&](const auto& client) {
+      group_->store = c10::make_intrusive<c10d::PrefixStore>(
+          "fusedpg/" + bootstrap.id(), client);
+    };
+    if (again) {
+      bootstrap.meet_again(known_.links, options_->group_name, known_.ranks);
+    } else {
+      bootstrap.meet(rendezvous, deadline);
+      known_.ranks.resize(size);
+      std::iota(known_.ranks.begin(), known_.ranks.end(), 0);
+    }
     local_ranks_ = bootstrap.host_ranks();
     if (bootstrap.single_host()) {
       auto route = c10::make_intrusive<ShmRoute>(*group_, bootstrap, deadline);
       shm = route.get();
       cpu_ = std::move(route);
+      own_store(store_);
     } else {
+      own_store(own_client(store_));
       cpu_ = c10::make_intrusive<HostsRoute>(*group_, bootstrap, deadline);
     }
+    known_.links = bootstrap.links();
   };
-  translate(meet, group_->dialect);
+  const auto meet_somewhere = [&] {
+    if (size > 1 && known_.links) {
+      if (known_.links->know(known_.ranks, group_->settings.host_id)) {
+        try {
+          return meet(true);
+        } catch (const MeetElsewhere&) {
+          // as all the others do now
+        }
+      } else {
+        known_.links->part(options_->group_name, known_.ranks, deadline);
+      }
+    }
+    meet(false);
+  };
+  translate(meet_somewhere, group_->dialect);
   if (options_->gloo_for_cuda) {
     gloo_for_cuda_ = make_delegate(
         "cpu",
@@ -303,7 +330,20 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::split(
       store,
       static_cast<int>(it - ranks.begin()),
       static_cast<int>(ranks.size()),
-      options);
+      options,
+      known(ranks));
+}
+
+ProcessGroupFused::Known ProcessGroupFused::known(
+    const std::vector<int>& ranks) const {
+  Known some{known_.links, {}};
+  for (const int p : ranks) {
+    if (p < 0 || p >= getSize()) {
+      return {};
+    }
+    some.ranks.push_back(known_.ranks[p]);
+  }
+  return some;
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::shrink(

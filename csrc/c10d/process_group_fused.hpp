@@ -6,6 +6,7 @@
 
 #include "c10d/routes/cuda.hpp"
 #include "c10d/routes/route.hpp"
+#include "host/reunion.hpp"
 
 namespace fusedpg {
 
@@ -35,12 +36,19 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
     bool cpu_as_cuda = false;
   };
 
+  // Ranks of another group, by rank of the new one: if they are all on one host,
+  // they know each other from there and meet without the store.
+  struct Known {
+    std::shared_ptr<Links> links; // null: they do not
+    std::vector<int> ranks; // of the links
+  };
   // Collective over the ranks of the group.
   ProcessGroupFused(
       const c10::intrusive_ptr<c10d::Store>& store,
       int rank,
       int size,
-      c10::intrusive_ptr<Options> options);
+      c10::intrusive_ptr<Options> options,
+      Known known = {});
   ~ProcessGroupFused() override;
 
   const std::string getBackendName() const override {
@@ -133,6 +141,8 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   // for the peers.
   void shutdown_at_exit(const std::string& exit);
   GroupInfo info();
+  // How these ranks of this group may meet again.
+  Known known(const std::vector<int>& ranks) const;
 
   // Called on rank 0 of each group once it has met; `asked`: FUSEDPG_LOG=info.
   using Announcer = std::function<void(ProcessGroupFused&, bool asked)>;
@@ -178,6 +188,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   const c10::intrusive_ptr<Options> options_;
   std::unique_ptr<Group> group_;
   std::vector<int> local_ranks_; // of this host
+  Known known_; // of this group's ranks
   c10::intrusive_ptr<Route> cpu_;
   c10::intrusive_ptr<CudaRoute> cuda_;
   c10::intrusive_ptr<c10d::Backend> gloo_for_cuda_; // may be null

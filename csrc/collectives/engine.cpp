@@ -66,6 +66,7 @@ void Engine::execute(
   bool refused = false;
   try {
     try {
+      domain_.prepare();
       op(ctx);
     } catch (const std::exception& error) {
       if (!ctx.entered) {

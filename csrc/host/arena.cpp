@@ -25,21 +25,35 @@ constexpr size_t round_up(size_t n, size_t to) {
 
 } // namespace
 
-std::shared_ptr<Arena> Arena::create(size_t control_bytes, size_t heap_bytes) {
-  return std::make_shared<Arena>(control_bytes, heap_bytes);
+std::shared_ptr<Arena> Arena::create(
+    size_t control_bytes,
+    size_t heap_bytes,
+    size_t at_once) {
+  return std::make_shared<Arena>(control_bytes, heap_bytes, at_once);
 }
 
-Arena::Arena(size_t control_bytes, size_t heap_bytes)
+Arena::Arena(size_t control_bytes, size_t heap_bytes, size_t at_once)
     : owner_(getpid()),
       heap_begin_(round_up(control_bytes, kStep)),
+      control_bytes_(control_bytes),
+      control_committed_(std::min(at_once, control_bytes)),
       file_(create_memory_file(
           "fusedpg-arena",
           heap_begin_ + round_up(heap_bytes, kStep))),
       mapping_(file_.get(), heap_begin_ + round_up(heap_bytes, kStep)),
       committed_(heap_begin_) {
-  commit_range(file_.get(), 0, control_bytes);
+  commit_range(file_.get(), 0, control_committed_);
   if (mapping_.size() > heap_begin_) {
     insert_free(heap_begin_, mapping_.size() - heap_begin_);
+  }
+}
+
+void Arena::commit_control() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (file_ && control_committed_ < control_bytes_) {
+    commit_range(
+        file_.get(), control_committed_, control_bytes_ - control_committed_);
+    control_committed_ = control_bytes_;
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -21,10 +22,16 @@ namespace fusedpg {
 // it, so a tensor may outlive its group.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  // Throws Error(kOutOfMemory) when the control part cannot be committed.
-  static std::shared_ptr<Arena> create(size_t control_bytes, size_t heap_bytes);
+  // Commits so many bytes of the control part: Error(kOutOfMemory) where that
+  // cannot be done.
+  static std::shared_ptr<Arena> create(
+      size_t control_bytes,
+      size_t heap_bytes,
+      size_t at_once = SIZE_MAX);
 
-  Arena(size_t control_bytes, size_t heap_bytes);
+  Arena(size_t control_bytes, size_t heap_bytes, size_t at_once);
+  // Commits the rest of it.
+  void commit_control();
 
   char* base() const {
     return mapping_.data();
@@ -90,6 +97,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   const pid_t owner_;
   const size_t heap_begin_;
+  const size_t control_bytes_;
+  size_t control_committed_;
   Fd file_;
   Mapping mapping_;
 

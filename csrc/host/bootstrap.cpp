@@ -51,9 +51,24 @@ void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {
   }
 }
 
+void Bootstrap::meet_again(
+    std::shared_ptr<Links> links,
+    const std::string& name,
+    const std::vector<int>& ranks) {
+  for (const int r : ranks) {
+    peers_.push_back(links->info(r));
+  }
+  self_.host_id = peers_[rank_].host_id;
+  reunion_ = std::make_unique<Reunion>(links, name, ranks, self_.settings);
+  links_ = std::move(links);
+}
+
 std::string Bootstrap::id() const {
+  const std::string bytes = reunion_
+      ? std::string(reunion_->id().begin(), reunion_->id().end())
+      : meeting_->id();
   std::string text;
-  for (const char c : meeting_->id()) {
+  for (const char c : bytes) {
     constexpr const char* kDigits = "0123456789abcdef";
     text += kDigits[static_cast<unsigned char>(c) >> 4];
     text += kDigits[c & 15];
@@ -62,7 +77,11 @@ std::string Bootstrap::id() const {
 }
 
 void Bootstrap::withdraw(const std::string& reason) noexcept {
-  meeting_->withdraw(reason);
+  if (reunion_) {
+    reunion_->withdraw(reason);
+  } else {
+    meeting_->withdraw(reason);
+  }
 }
 
 std::vector<std::vector<int>> Bootstrap::hosts() const {
@@ -106,6 +125,9 @@ std::vector<Bootstrap::Peer> Bootstrap::exchange_memory(
     const Deadline& deadline) {
   std::vector<Peer> result;
   try {
+    if (reunion_) {
+      return reunion_->exchange(memory_fd, deadline);
+    }
     const std::vector<int> ranks = host_ranks();
     std::vector<PeerInfo> infos;
     for (const int r : ranks) {
@@ -113,6 +135,13 @@ std::vector<Bootstrap::Peer> Bootstrap::exchange_memory(
     }
     Hellos hellos(rank_, ranks, infos, listener_.get(), memory_fd, *meeting_);
     result = hellos.exchange(deadline);
+    std::vector<Fd> connections = hellos.connections();
+    std::map<int, Links::Known> known;
+    for (size_t p = 0; p < ranks.size(); ++p) {
+      known[ranks[p]] = {
+          infos[p], std::move(connections[p]), result[p].process};
+    }
+    links_ = std::make_shared<Links>(rank_, host_id_, std::move(known));
   } catch (const std::exception& error) {
     withdraw(error.what()); // before the sockets close: peers look then
     throw;

@@ -9,6 +9,7 @@
 #include "base/rendezvous.hpp"
 #include "host/hellos.hpp"
 #include "host/meeting.hpp"
+#include "host/reunion.hpp"
 
 namespace fusedpg {
 
@@ -23,7 +24,14 @@ class Bootstrap {
   // live until exchange_memory ends. Where settings differ that all ranks must
   // have the same, it throws on all of them.
   void meet(Rendezvous& store, const Deadline& deadline);
-  // In hexadecimal: the same on all ranks, and another one for every group.
+  // In place of that, for ranks of this host that know each other: `ranks` of
+  // the links, by rank. They meet when they exchange their memory.
+  void meet_again(
+      std::shared_ptr<Links> links,
+      const std::string& name,
+      const std::vector<int>& ranks);
+  // In hexadecimal: the same on all ranks that have met, and another one for
+  // every group.
   std::string id() const;
   // For a failure between meet and exchange_memory.
   void withdraw(const std::string& reason) noexcept;
@@ -48,6 +56,10 @@ class Bootstrap {
   // nobody who calls can make it wait beyond the deadline. This rank's entry
   // stays empty.
   std::vector<Peer> exchange_memory(int memory_fd, const Deadline& deadline);
+  // After that: what groups of the same ranks can meet by, or of some of them.
+  std::shared_ptr<Links> links() const {
+    return links_;
+  }
 
  private:
   const int rank_;
@@ -55,7 +67,9 @@ class Bootstrap {
   const std::string host_id_; // by option; mostly empty
   PeerInfo self_;
   Fd listener_;
-  std::unique_ptr<Meeting> meeting_;
+  std::unique_ptr<Meeting> meeting_; // or:
+  std::unique_ptr<Reunion> reunion_;
+  std::shared_ptr<Links> links_;
   std::vector<PeerInfo> peers_;
 };
 

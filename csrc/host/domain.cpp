@@ -107,9 +107,10 @@ std::vector<Peer> exchange(
 std::shared_ptr<Arena> create_arena(
     Bootstrap& bootstrap,
     size_t control_bytes,
-    size_t heap_bytes) {
+    size_t heap_bytes,
+    size_t at_once) {
   try {
-    return Arena::create(control_bytes, heap_bytes);
+    return Arena::create(control_bytes, heap_bytes, at_once);
   } catch (const std::exception& error) {
     bootstrap.withdraw(error.what());
     throw;
@@ -125,7 +126,8 @@ void Bell::wake() {
 Domain::Layout Domain::layout(int size, size_t stage_bytes) {
   Layout l;
   l.stage_bytes = round_up(stage_bytes, kPage);
-  l.stage = round_up(sizeof(RankControl), kPage);
+  l.tables = round_up(sizeof(RankControl), kPage);
+  l.stage = l.tables + round_up(2 * kTableEntries * sizeof(uint64_t), kPage);
   l.inboxes = l.stage + 4 * l.stage_bytes;
   l.mail_reserve = l.inboxes + round_up(size * sizeof(Inbox), kPage);
   l.total = l.mail_reserve + kMailReserve + kMailSlots * kMailSlotBytes;
@@ -144,7 +146,11 @@ Domain::Domain(
               std::find(names_.begin(), names_.end(), rank) - names_.begin())),
       size_(static_cast<int>(names_.size())),
       layout_(layout(size_, stage_bytes)),
-      arena_(create_arena(bootstrap, layout_.total, settings.arena_bytes)),
+      arena_(create_arena(
+          bootstrap,
+          layout_.total,
+          settings.arena_bytes,
+          layout_.tables)),
       peers_(exchange(bootstrap, *arena_, deadline)),
       mappings_(size_),
       bases_(size_) {

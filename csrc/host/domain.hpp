@@ -91,7 +91,6 @@ struct RankControl {
   alignas(64) std::atomic<uint64_t> monitored_arrived;
   alignas(64) std::atomic<uint64_t> monitored_passed;
   OpDescriptor descriptors[2];
-  uint64_t tables[2][kTableEntries];
 };
 
 // The ranks of a group that share one machine: everybody's arena mapped, a
@@ -137,6 +136,16 @@ class Domain {
     return arena_;
   }
 
+  // Commits what operations and messages write to: tables, staging buffers and
+  // inboxes, which a group that is never used does not need. Before each of them;
+  // throws Error(kOutOfMemory).
+  void prepare() {
+    if (!prepared_.load(std::memory_order_acquire)) {
+      arena_->commit_control();
+      prepared_.store(true, std::memory_order_release);
+    }
+  }
+
   // --- collectives ---------------------------------------------------------
   // The half of each pair to write to before the next barrier.
   int next_half() const {
@@ -150,7 +159,8 @@ class Domain {
     return control(rank).descriptors[half];
   }
   uint64_t* table(int rank, int half) {
-    return control(rank).tables[half];
+    return reinterpret_cast<uint64_t*>(bases_[rank] + layout_.tables) +
+        half * kTableEntries;
   }
   char* stage_in(int rank, int half) {
     return bases_[rank] + layout_.stage + half * layout_.stage_bytes;
@@ -250,6 +260,7 @@ class Domain {
 
  private:
   struct Layout {
+    size_t tables; // all before that is there from the beginning
     size_t stage;
     size_t stage_bytes; // each
     size_t inboxes;
@@ -284,6 +295,7 @@ class Domain {
   std::function<void()> idle_;
   Waits* waits_ = nullptr;
 
+  std::atomic<bool> prepared_{false};
   std::atomic<bool> abort_{false};
   std::atomic<bool> failed_{false};
   mutable std::mutex failure_mutex_;

@@ -88,7 +88,8 @@ Hellos::Hellos(
       memory_fd_(memory_fd),
       meeting_(meeting),
       peers_(infos.size()),
-      calls_(infos.size()) {}
+      calls_(infos.size()),
+      heard_(infos.size()) {}
 
 std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
   while (true) {
@@ -124,6 +125,16 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
     }
     wait();
   }
+}
+
+std::vector<Fd> Hellos::connections() {
+  std::vector<Fd> all(size_);
+  for (int p = 0; p < size_; ++p) {
+    if (p != rank_) {
+      all[p] = std::move(rank_ < p ? calls_[p].socket : heard_[p]);
+    }
+  }
+  return all;
 }
 
 bool Hellos::done() const {
@@ -347,7 +358,7 @@ bool Hellos::hear(Caller& caller) {
   peer.process = std::move(process);
   // Closed when this rank has spoken to all, or has failed: so a peer that sees
   // it close knows that nothing more will come.
-  heard_.push_back(std::move(caller.socket));
+  heard_[hello.rank] = std::move(caller.socket);
   return false;
 }
 

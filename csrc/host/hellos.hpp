@@ -37,6 +37,8 @@ class Hellos {
       Meeting& meeting);
 
   std::vector<Peer> exchange(const Deadline& deadline);
+  // After that: one connection to each peer, which both have.
+  std::vector<Fd> connections();
 
  private:
   struct Hello {
@@ -83,7 +85,7 @@ class Hellos {
   std::vector<Peer> peers_;
   std::vector<Call> calls_;
   std::list<Caller> callers_;
-  std::vector<Fd> heard_;
+  std::vector<Fd> heard_; // by peer: the connection by which it has said all
 };
 
 } // namespace fusedpg

@@ -22,7 +22,7 @@ struct PeerInfo {
 
 // Changes when the layout of shared memory, of what goes through sockets or of
 // what lies in the store does.
-constexpr uint64_t kProtocol = 5;
+constexpr uint64_t kProtocol = 6;
 constexpr size_t kTokenBytes = 16;
 std::string random_token();
 

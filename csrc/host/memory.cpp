@@ -10,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -343,8 +344,12 @@ void commit_range(
     size_t bytes,
     const std::function<size_t()>& available) {
   // Where the cgroup is full, fallocate wakes the OOM killer instead of
-  // failing.
-  const Room room(bytes, available);
+  // failing. A few pages, as of any small allocation, are not worth the look.
+  constexpr size_t kFew = size_t(16) << 10;
+  std::optional<Room> room;
+  if (bytes > kFew) {
+    room.emplace(bytes, available);
+  }
   if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) !=
       0) {
     if (errno == ENOSPC || errno == ENOMEM) {

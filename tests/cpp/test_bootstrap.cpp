@@ -411,8 +411,9 @@ TEST(bootstrap_stands_a_flood) {
       over = true;
       more.join();
       open.clear();
-      // Of the three ranks: 6 files, a pidfd they share; no listeners any more.
-      CHECK_EQ(open_files(), before + 6 + 1 - 3);
+      // Of the three ranks: 6 files, 6 ends of connections, a pidfd they share; no
+      // listeners any more.
+      CHECK_EQ(open_files(), before + 6 + 6 + 1 - 3);
     }
     store.meet("done", 3);
   });

@@ -180,6 +180,13 @@ def test_subgroups(workers: harness.Workers) -> None:
     workers.run(groups.subgroups)
 
 
+@pytest.mark.fused_only
+def test_groups_meet_again() -> None:
+    with harness.Workers(3, oracle=False) as workers:
+        workers.run(groups.meeting_again)
+        workers.run(groups.parting)
+
+
 def test_groups_overlap(workers: harness.Workers) -> None:
     workers.run(groups.overlapping)
 

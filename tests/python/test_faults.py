@@ -267,7 +267,7 @@ def test_groups_of_changing_size_on_one_store(file_store: bool, permuted: bool) 
 def test_without_descriptors() -> None:
     with harness.Workers(3, oracle=False) as workers:
         for texts in workers.run(faults.short_of_descriptors):
-            assert len(texts) == 3
+            assert len(texts) == 2
             assert all("RLIMIT_NOFILE" in text for text in texts), texts
 
 

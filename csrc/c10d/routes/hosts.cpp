@@ -135,6 +135,9 @@ void HostsRoute::execute(
     }
   };
   try {
+    if (domain_) {
+      domain_->prepare();
+    }
     operation(turn);
   } catch (const Error& error) {
     const bool alike = error.kind() == ErrorKind::kInvalid ||

@@ -139,6 +139,7 @@ Mailbox& ShmRoute::mailbox() {
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
   if (!mailbox_) {
+    translate([&] { engine_.domain().prepare(); }, group_.dialect);
     mailbox_ = std::make_unique<Mailbox>(engine_.domain(), group_.kernels);
   }
   return *mailbox_;

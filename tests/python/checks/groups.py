@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fusedpg
 from harness import Context
 
 
@@ -66,6 +68,58 @@ def subgroups(context: Context) -> None:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     dist.barrier()
+
+
+def meeting_again(context: Context) -> None:
+    """Groups of ranks that know each other: of one name again, and cheap until they are used."""
+    size, rank = context.world_size, context.rank
+    store = dist.distributed_c10d._get_default_store()
+    pair = [0, size - 1]
+    for _ in range(20):
+        # torch names such a group by its ranks: one like it that is gone had the same name.
+        if rank in pair:
+            again = dist.new_group(pair, use_local_synchronization=True)
+            tensor = torch.full((3,), float(rank))
+            dist.all_reduce(tensor, group=again)
+            assert bool((tensor == sum(pair)).all())
+            dist.destroy_process_group(again)
+    dist.barrier()
+    before, keys = committed(), store.num_keys()
+    dist.barrier()
+    groups = [dist.new_group() for _ in range(4)]
+    assert committed() - before <= len(groups) * (64 << 10)
+    dist.barrier()
+    # torch's own barrier leaves two keys for a group, and we leave none.
+    assert store.num_keys() <= keys + 3 * len(groups)
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def parting(context: Context) -> None:
+    """A rank's FUSEDPG_HOST_ID changes after the default group was made, and changes back."""
+    size, rank = context.world_size, context.rank
+    for moved in (False, True, True, False):
+        if moved and rank == 1:
+            os.environ["FUSEDPG_HOST_ID"] = "elsewhere"
+        group = dist.new_group()
+        os.environ.pop("FUSEDPG_HOST_ID", None)
+        others = [r for r in range(size) if r != 1]
+        there = list(range(size)) if not moved else [1] if rank == 1 else others
+        assert fusedpg.group_info(group)["local_ranks"] == there
+        tensor = torch.full((3,), float(rank))
+        dist.all_reduce(tensor, group=group)
+        assert bool((tensor == size * (size - 1) / 2).all())
+        dist.destroy_process_group(group)
+
+
+def committed() -> int:
+    """Bytes of shared memory that this rank's arenas hold."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.exists(path) and "fusedpg-arena" in os.readlink(path):
+            total += os.stat(path).st_blocks * 512
+    return total
 
 
 def overlapping(context: Context) -> None:
