@@ -182,19 +182,18 @@ class Engine:
                     self._sleep()
         except BaseException as error:
             reason = f"hvd: {error}"
-        try:
-            if reason:  # not in the handler: the error's frames would keep groups of Gloo open
-                self._abort()
-            if (timeline := self.timeline) is not None:
-                timeline.close()
-        finally:
-            with self._lock:
-                self._ended = HorovodInternalError(reason or self._reason)
-                for operation in self._pending.values():
-                    operation.error, operation.done = self._ended, True
-                self._pending.clear()
-                self._new.clear()
-                self._finished.notify_all()
+        # First, as closing a group may wait for its threads.
+        with self._lock:
+            self._ended = HorovodInternalError(reason or self._reason)
+            for operation in self._pending.values():
+                operation.error, operation.done = self._ended, True
+            self._pending.clear()
+            self._new.clear()
+            self._finished.notify_all()
+        if reason:  # not in the handler: the error's frames would keep groups of Gloo open
+            self._abort()
+        if (timeline := self.timeline) is not None:
+            timeline.close()
 
     def _abort(self) -> None:
         """Ends the operations of peers that wait for this rank."""
