@@ -209,13 +209,22 @@ def test_a_rank_that_dies_while_they_meet(tmp_path: Path, marker: str) -> None:
             "no rank that has the state",
             137,
         ),
+        (  # whoever else came could not go on
+            {"kill": {"0": 3, "1": 3}},
+            "-np 2 --min-np 1 --host-discovery-script",
+            "no rank that has the state",
+            137,
+        ),
     ],
-    ids=["too few", "reset limit", "nobody", "no state"],
+    ids=["too few", "reset limit", "nobody", "no state", "no state, new hosts"],
 )
 def test_jobs_that_cannot_go_on(
     tmp_path: Path, marker: str, plan: dict[str, Any], flags: str, message: str, code: int
 ) -> None:
     job = Job(tmp_path, marker, plan, *flags.split())
+    if "script" in flags:
+        job.flags += (str(tmp_path / "hosts.sh"),)
+        job.hosts("localhost:2\n")
     job.start()
     _, err = job.finish(expected=code)
     assert f"fusedpg-run: {message}" in err or message in err

@@ -459,6 +459,8 @@ class Driver:
                 f"{len(candidates)} ranks are left, fewer than {needed}", self._last_failure
             )
         members = candidates if first else [w for w in running if w.generation == self._generation]
+        if not first and not members and self._had_state | self._synced():
+            raise JobFailed("no rank that has the state of the job is left", self._last_failure)
         late = [w for w in members if not w.waiting]
         if not first and members and len(late) == len(members) and not short:
             self._stuck_since = None  # it works
@@ -499,15 +501,16 @@ class Driver:
             who = ", ".join(map(str, late)) or f"{missing} more ranks"
             raise JobFailed(f"{who} did not come within {patience:g} s", 1)
 
+    def _synced(self) -> set[int]:
+        """Workers of this generation that got the state."""
+        members = [w.number for w in self._workers if w.generation == self._generation]
+        keys = {number: _membership.synced_key(self._generation, number) for number in members}
+        return {number for number, key in keys.items() if self._control.check([key])}
+
     def _look_who_has_the_state(self) -> None:
         if self._generation < 0:
             return
-        got_it = {
-            worker.number
-            for worker in self._workers
-            if worker.generation == self._generation
-            and self._control.check([_membership.synced_key(self._generation, worker.number)])
-        }
+        got_it = self._synced()
         self._had_state |= got_it
         fruitless = not got_it and not self._lost_in_generation
         self._fruitless = self._fruitless + 1 if fruitless else 0
