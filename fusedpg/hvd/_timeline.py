@@ -73,14 +73,10 @@ class Timeline:
         finally:
             with self._lock:
                 for response in call:
-                    signature = response.any
-                    args = {
-                        "dtype": ", ".join(signature.dtypes),
-                        "shape": ", ".join(str(list(shape)) for shape in signature.shapes),
-                    }
                     pid = self._pid(response.any.kind, response.key)
-                    self._write({"ph": "E", "pid": pid, **self._now()})
-                    self._write({"ph": "E", "pid": pid, "args": args, **self._now()})
+                    self._write({"ph": "E", "name": inner, "pid": pid, **self._now()})
+                    end = {"ph": "E", "name": name, "args": self._described(response)}
+                    self._write({**end, "pid": pid, **self._now()})
 
     def negotiated(self, response: Response) -> None:
         """Ends the negotiation of an operation that moves nothing."""
@@ -90,13 +86,19 @@ class Timeline:
     def _begin(self, response: Response, name: str, inner: str) -> None:
         self._end_negotiation(response)
         pid = self._pid(response.any.kind, response.key)
-        self._write({"ph": "B", "name": name, "pid": pid, **self._now()})
+        begin = {"ph": "B", "name": name, "args": self._described(response)}
+        self._write({**begin, "pid": pid, **self._now()})
         self._write({"ph": "B", "name": inner, "pid": pid, **self._now()})
+
+    def _described(self, response: Response) -> dict[str, str]:
+        dtypes, shapes = response.any.dtypes, response.any.shapes
+        return {"dtype": ", ".join(dtypes), "shape": ", ".join(str(list(s)) for s in shapes)}
 
     def _end_negotiation(self, response: Response) -> None:
         if self._told.pop(response.key, None) is not None:
-            pid = self._pid(response.any.kind, response.key)
-            self._write({"ph": "E", "pid": pid, **self._now()})
+            kind = response.any.kind
+            pid, name = self._pid(kind, response.key), f"NEGOTIATE_{kind.upper()}"
+            self._write({"ph": "E", "name": name, "pid": pid, **self._now()})
 
     def _tick(self, key: Key, kind: str, rank: int) -> None:
         pid = self._pid(kind, key)
@@ -127,7 +129,9 @@ class Timeline:
     def _write(self, event: dict[str, Any]) -> None:
         if not self._file.closed:
             with self._dropped_if_full():
-                self._file.write(("[\n" if self._first else ",\n") + json.dumps(event))
+                # Chrome needs no thread, and no names and arguments at ends; other readers do.
+                text = json.dumps({**event, "tid": 0})
+                self._file.write(("[\n" if self._first else ",\n") + text)
                 self._first = False
 
     @contextlib.contextmanager

@@ -628,16 +628,20 @@ def test_timeline(context: Context) -> None:
         return
     events = json.loads(path.read_text())
     assert "start_time_since_epoch_in_micros" in events[0]["args"]
-    assert any(event["name"] == "CYCLE_START" for event in events if "name" in event)
+    assert any(event["name"] == "CYCLE_START" for event in events)
+    assert all(event["tid"] == 0 for event in events)
     lines = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M" and "name" in e["args"]}
     assert {"allreduce.x", "allreduce.y", "allgather.z", "barrier"} <= set(lines)
     for name, pid in lines.items():
-        depth, names = 0, []
+        begun: list[Any] = []
+        names = []
         for event in (e for e in events if e["pid"] == pid):
-            depth += {"B": 1, "E": -1}.get(event["ph"], 0)
+            if event["ph"] == "B":
+                begun.append((event["name"], event.get("args")))
+            elif event["ph"] == "E":
+                assert (event["name"], event.get("args")) == begun.pop()
             names += [event["name"]] if event["ph"] in "BX" else []
-            assert depth >= 0
-        assert depth == 0, name
+        assert not begun, name
         assert {"0", "1", f"NEGOTIATE_{name.split('.')[0].upper()}"} <= set(names)
     x = [e["name"] for e in events if e["pid"] == lines["allreduce.x"] and e["ph"] == "B"]
     negotiated, done = "NEGOTIATE_ALLREDUCE", ["ALLREDUCE", "COLLECTIVE_ALLREDUCE"]
