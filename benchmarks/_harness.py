@@ -535,13 +535,20 @@ def print_table(rows: Sequence[Row], *, peer: str, limit: str, title: str) -> No
     _console().print(table)
 
 
-def save_json(path: Path, rows: Sequence[Row], world_size: int, *, unit: str = "seconds") -> None:
-    report = {
+def about() -> dict[str, Any]:
+    """The command and the machine, as results record them."""
+    return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
+    }
+
+
+def save_json(path: Path, rows: Sequence[Row], world_size: int, *, unit: str = "seconds") -> None:
+    report = {
+        **about(),
         "world_size": world_size,
         "unit": unit,
         "rows": [asdict(row) for row in rows],

@@ -35,6 +35,9 @@ def main(words: Sequence[str] | None = None) -> int:
         # The user's plan, database or arguments are wrong.
         print(f"python -m fusedpg.plan {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"python -m fusedpg.plan {arguments.command}: interrupted", file=sys.stderr)
+        return 130
     return status
 
 

@@ -175,14 +175,14 @@ def _stage_options(
     tables = model.tables(micro_batch, place.nodes)
     behind = len(widths) - 1 - stage
     in_flight = model.in_flight(behind, space.global_batch // micro_batch, "1f1b")
+    whole = space.global_batch // micro_batch <= in_flight
     found = []
     for settings in itertools.product(space.settings(micro_batch, widths[stage]), repeat=count):
         numbers = np.array(settings, dtype=np.int64)
         for flags in itertools.product((0, 1), repeat=count):
             try:
-                price = model.stage(
-                    tables, first, numbers, np.array(flags, dtype=bool), in_flight, place
-                )
+                again = np.array(flags, dtype=bool)
+                price = model.stage(tables, first, numbers, again, in_flight, place, whole)
             except MissingRow:
                 break
             if price.memory <= space.memory_limit:

@@ -63,6 +63,7 @@ class Operators:
             them with a neighbour.
         memory_main_params: copies of the weights in higher precision, in sizes of the weights.
         memory_optimizer: the optimizer's state, likewise.
+        optimizer_divides: whether data-parallel devices share that state.
         model: the keys that describe the model in a plan's file.
     """
 
@@ -73,6 +74,7 @@ class Operators:
     shared_activations: Mapping[str, float] = field(default_factory=dict)
     memory_main_params: float = 0.0
     memory_optimizer: float = 2.0
+    optimizer_divides: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
 
 

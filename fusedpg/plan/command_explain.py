@@ -71,7 +71,8 @@ def _describe(plan: Plan, stage: int) -> None:
 
 def _costs(price: Price) -> None:
     print(f"by the cost model {price.cost_model}: {price.time_ms:,.2f} ms an iteration")
-    header = ("forward", "backward", "recompute", "receive", "send", "exposed", "optimizer")
+    passes, others = ("forward", "backward", "recompute", "reshard"), ("exposed", "optimizer")
+    header = (*passes, "receive", "send", *others)
     print("  ms of a micro-batch; exposed reduction and optimizer: of an iteration")
     print("  stage " + "".join(f"{name:>11}" for name in header) + f"{'MB':>12}")
     for number, stage in enumerate(price.stages):

@@ -8,11 +8,16 @@ Files of a folder, for a model ``gpt`` of size ``1_3B``:
 - ``prim_gpt_1_3B_{collective}_{n}gpus.csv``: ``data_size(MB),time(ms)`` for the collectives
   ``all_gather``, ``all_reduce``, ``reduce_scatter`` and ``all_to_all`` of `n` devices. The size is
   what a device holds before it. ``..._{n}gpus_{k}nodes.csv`` is ours: `n` devices on `k` machines.
+  So is ``adamw``: a step of so many weights with the reduction of their gradients, which then is
+  not taken from ``all_reduce``.
 - ``p2p_intra_node.csv`` and ``p2p_inter_node.csv``: a row of sizes in MB, a row of GB/s.
 - ``model_gpt_1_3B.json`` is ours and may be missing for Aceso's models: "operators" (the whole
   sequence of names), "layouts", "layer_starts", "never_recomputed", "shared_activations",
-  "memory_main_params", "memory_optimizer" and "model", as in `fusedpg.plan.catalogue.Operators`;
-  "overlap", the share of the gradients' reduction that the backward pass hides, from 0 to 1.
+  "memory_main_params", "memory_optimizer", "optimizer_divides" and "model", as in
+  `fusedpg.plan.catalogue.Operators`;
+  "overlap", the share of the gradients' reduction that the backward pass hides, from 0 to 1;
+  "shared_cores": [devices, cores] where so many devices in a row share fewer cores. Times are
+  then those with a core for each device.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedpg.plan.catalogue import MODELS, Operators, known_operators
+from fusedpg.plan.contention import SharedCores
 
 __all__ = ["COLUMNS", "Curve", "Database", "DatabaseError", "MissingRow"]
 
@@ -146,8 +152,10 @@ class Database:
         self.algos = tuple(sorted({algo for _, _, algo in keys}))
         self._collectives: dict[tuple[str, int, int], dict[str, float]] = {}
         self._curves: dict[tuple[str, int, int], Curve] = {}
+        self.has_steps = any(self.folder.glob(f"prim_{self.stem}_adamw_*gpus*.csv"))
         self._links: dict[bool, list[tuple[float, float]]] = {}
         self.overlap = 0.0
+        self.shared_cores: SharedCores | None = None
         self.operators = self._describe(num_layers)
 
     def _read_operators(self) -> None:
@@ -199,6 +207,10 @@ class Database:
         self.overlap = float(described.get("overlap", 0.0))
         if not 0 <= self.overlap <= 1:
             raise DatabaseError(f"{path}: overlap {self.overlap} is not between 0 and 1")
+        if (shared := described.get("shared_cores")) is not None:
+            if len(shared) != 2 or not all(type(n) is int and n > 0 for n in shared):
+                raise DatabaseError(f"{path}: shared_cores {shared} is not [devices, cores]")
+            self.shared_cores = SharedCores(*shared)
         known = None
         if self.model_name == "resnet" or "num_layers" in model:
             known = known_operators(self.model_name, self.names, model)
@@ -336,4 +348,10 @@ class Database:
 
 
 _SETS = ("layer_starts", "never_recomputed")
-_PLAIN = ("layouts", "shared_activations", "memory_main_params", "memory_optimizer")
+_PLAIN = (
+    "layouts",
+    "shared_activations",
+    "memory_main_params",
+    "memory_optimizer",
+    "optimizer_divides",
+)

@@ -8,17 +8,19 @@ search use the same code.
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fusedpg.plan.catalogue import Layout, layout
 from fusedpg.plan.config import Plan, PlanError, Prediction
+from fusedpg.plan.contention import Work, played
 from fusedpg.plan.database import COLUMNS, Database, MissingRow
 
 __all__ = ["COST_MODELS", "AcesoModel", "CostModel", "FusedModel", "Price", "StagePrice"]
@@ -34,15 +36,16 @@ class Place:
         first_device: its first device.
         width: how many it has.
         nodes: how many machines they are on.
-        receives: whether the stage before is, in part, on other machines; None without one.
-        sends: the same of the stage behind.
+        receives: how many of its devices on one machine, which share its link, take messages of
+            the stage before from other machines; None without a stage before.
+        sends: the same of the stage behind, whose gradients they take.
     """
 
     first_device: int
     width: int
     nodes: int
-    receives: bool | None
-    sends: bool | None
+    receives: int | None
+    sends: int | None
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,37 @@ class StagePrice:
     forward: float
     backward: float
     recompute: float
-    receive: float  # with the resharding of the forward pass
-    send: float  # with that of the backward pass
+    receive: float  # the message that the forward pass needs
+    send: float  # the gradient of what it sends, that the backward pass needs
+    reshard_forward: float
+    reshard_backward: float
     weights: float  # MB, with copies in higher precision
     gradients: float
     optimizer_state: float
     activations: float  # of the micro-batches in flight, but for one
-    peak: float  # of that one, with what is recomputed at once
-    reserved: float
+    peak: float  # of that one
+    reserved: float  # what passes
     reduction: float = 0.0  # of gradients over data-parallel devices, once an iteration
     exposed: float = 0.0  # the part of it that the backward pass does not hide
     optimizer: float = 0.0  # the optimizer's step
+    fullest: int = 0  # the operator that runs when memory is fullest
+    place: Place = Place(0, 1, 1, None, None)
+
+    @property
+    def forward_pass(self) -> float:
+        return self.forward + self.reshard_forward
+
+    @property
+    def backward_pass(self) -> float:
+        return self.backward + self.recompute + self.reshard_backward
+
+    @property
+    def reshard(self) -> float:
+        return self.reshard_forward + self.reshard_backward
 
     @property
     def time(self) -> float:
-        return self.forward + self.backward + self.recompute + self.receive + self.send
+        return self.forward_pass + self.backward_pass + self.receive + self.send
 
     @property
     def memory(self) -> float:
@@ -100,6 +119,40 @@ class Price:
     def prediction(self) -> Prediction:
         memory = tuple(stage.memory for stage in self.stages)
         return Prediction(self.time_ms, self.stage_times_ms, memory, self.cost_model)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Recomputation in a stage.
+
+    Args:
+        dropped: whose activations are not kept.
+        segments: MB that are made again at once where each operator is, while its backward pass
+            runs.
+    """
+
+    dropped: Array
+    segments: Array
+
+
+class Moment(NamedTuple):
+    """MB at the time when a stage needs most.
+
+    Args:
+        held: activations of the micro-batch that is computed.
+        reserved: what passes.
+        gradients: of the weights.
+        operator: which of the stage runs.
+    """
+
+    held: float
+    reserved: float
+    gradients: float
+    operator: int
+
+    @property
+    def total(self) -> float:
+        return self.held + self.reserved + self.gradients
 
 
 class Tables:
@@ -286,22 +339,28 @@ class CostModel(abc.ABC):
         per_node = self.devices_per_node
         last = first + widths[stage] - 1
         nodes = last // per_node - first // per_node + 1
-        receives = self._crosses(widths, stage - 1) if stage else None
-        sends = self._crosses(widths, stage) if stage < len(widths) - 1 else None
+        receives = self._crossing(widths, stage - 1, 1) if stage else None
+        sends = self._crossing(widths, stage, 0) if stage < len(widths) - 1 else None
         return Place(first, widths[stage], nodes, receives, sends)
 
-    def _crosses(self, widths: Sequence[int], stage: int) -> bool:
-        """True if any message from `stage` to the next crosses to another machine."""
+    def _crossing(self, widths: Sequence[int], stage: int, end: int) -> int:
+        """The most devices of a machine that have messages between `stage` and the next.
+
+        Args:
+            end: 0: of those of `stage`, 1: of those of the next.
+        """
         first = sum(widths[:stage])
         here, there = widths[stage], widths[stage + 1]
         per_node = self.devices_per_node
+        crossing: set[int] = set()
         for receiver in range(there):
-            node = (first + here + receiver) // per_node
+            device = first + here + receiver
             low = receiver * here // there
             high = max(((receiver + 1) * here - 1) // there, low)
-            if any((first + sender) // per_node != node for sender in (low, high)):
-                return True
-        return False
+            for sender in (first + low, first + high):
+                if sender // per_node != device // per_node:
+                    crossing.add((sender, device)[end])
+        return max(collections.Counter(one // per_node for one in crossing).values(), default=0)
 
     def stage(
         self,
@@ -311,6 +370,7 @@ class CostModel(abc.ABC):
         flags: Array | None,
         in_flight: int,
         place: Place,
+        all_in_flight: bool = False,
     ) -> StagePrice:
         """The price of a stage.
 
@@ -321,6 +381,7 @@ class CostModel(abc.ABC):
             flags: which are recomputed; None means none.
             in_flight: micro-batches whose activations are held at once.
             place: where the stage is.
+            all_in_flight: whether these are all micro-batches of an iteration.
 
         Raises:
             MissingRow: if the database does not say what it costs.
@@ -344,12 +405,20 @@ class CostModel(abc.ABC):
         activations = tables.activations.take(at)
         inputs = float(tables.input[settings[0], kind[0]])
         total = inputs + float(activations.sum())
-        recompute = peak = 0.0
+        recompute = 0.0
+        again = None
         if flags is not None and flags.any():
             recompute = float(forward[flags].sum())
-            saved, peak = self.recomputed(first, activations, flags)
-            total -= saved
+            again = self.recomputed(first, activations, flags)
+            total -= float(activations[again.dropped].sum())
         at_weights = tables.weights.take(at)
+        moment = self.moment(tables, at, at_weights, activations, again, all_in_flight)
+        others = in_flight - 1
+        if all_in_flight and in_flight > 1:
+            # The first backward pass finds no gradients, and the second one micro-batch less.
+            second = self.moment(tables, at, at_weights, activations, again, False)
+            if second.total > total + moment.total:
+                moment, others = second, in_flight - 2
         weights = float(at_weights.sum())
         operators = self.database.operators
         receive, send = self.messages(tables, first, settings, place)
@@ -357,29 +426,41 @@ class CostModel(abc.ABC):
             forward=fwd,
             backward=bwd,
             recompute=recompute,
-            receive=receive + reshard_forward,
-            send=send + reshard_backward,
+            receive=receive,
+            send=send,
+            reshard_forward=reshard_forward,
+            reshard_backward=reshard_backward,
             weights=weights * (1 + operators.memory_main_params),
-            gradients=weights,
-            optimizer_state=weights * operators.memory_optimizer,
-            activations=total * (in_flight - 1),
-            peak=total + peak,
-            reserved=self.reserved(tables, at, weights),
+            gradients=moment.gradients,
+            optimizer_state=operators.memory_optimizer
+            * (
+                float((at_weights / tables.dp[settings]).sum())
+                if operators.optimizer_divides
+                else weights
+            ),
+            activations=total * others,
+            peak=inputs + moment.held,
+            reserved=moment.reserved,
+            fullest=moment.operator,
+            place=place,
         )
         return self.with_iteration(price, tables, settings, at, at_weights, place)
 
-    def recomputed(self, first: int, activations: Array, flags: Array) -> tuple[float, float]:
-        """The activations (MB) that recomputation does not keep, and the most of one segment."""
+    def recomputed(self, first: int, activations: Array, flags: Array) -> Recomputed:
+        """What recomputation does not keep, and what it makes again at once."""
         ops = len(flags)
-        if ops < 2:
-            return 0.0, 0.0
         both = flags[:-1] & flags[1:]
         start_follows = self.is_start[first + 1 : first + ops]
         amounts = np.where(both, activations[:-1], 0.0)
-        saved = float(amounts[~start_follows].sum())
+        dropped = np.append(both & ~start_follows, False)
+        if ops < 2:
+            return Recomputed(dropped, np.zeros(ops))
         ends = ~both | self.segment_ends(first, ops, start_follows)
-        sums = np.cumsum(amounts)[ends]
-        return saved, float(np.max(np.diff(sums, prepend=0.0))) if len(sums) else 0.0
+        sums = np.diff(np.cumsum(amounts)[ends], prepend=0.0)
+        segment = np.concatenate([[0], np.cumsum(ends)])
+        if both[-1]:  # the last operator ends the segment before it
+            segment[-1] -= 1
+        return Recomputed(dropped, np.append(sums, 0.0)[segment])
 
     def check_place(self, tables: Tables, settings: Array, place: Place) -> None:
         """Raises `MissingRow` if operators were not measured on devices of several machines."""
@@ -406,8 +487,24 @@ class CostModel(abc.ABC):
         """Milliseconds of a stage's messages from the stage before and to the stage behind."""
 
     @abc.abstractmethod
-    def reserved(self, tables: Tables, at: Array, weights: float) -> float:
-        """MB that the allocator or operators hold besides."""
+    def moment(
+        self,
+        tables: Tables,
+        at: Array,
+        weights: Array,
+        activations: Array,
+        again: Recomputed | None,
+        first_backward: bool,
+    ) -> Moment:
+        """The moment of a pass over a micro-batch that needs most memory.
+
+        Args:
+            tables, at: of the operators.
+            weights: MB of each.
+            activations: likewise.
+            again: of what is recomputed.
+            first_backward: whether its backward pass is the first of the iteration.
+        """
 
     @abc.abstractmethod
     def with_iteration(
@@ -422,7 +519,9 @@ class CostModel(abc.ABC):
         """The price with what happens once an iteration."""
 
     @abc.abstractmethod
-    def iteration(self, stages: Sequence[StagePrice], micro_batches: int) -> float:
+    def iteration(
+        self, stages: Sequence[StagePrice], micro_batches: int, schedule: str = "1f1b"
+    ) -> float:
         """Milliseconds of an iteration."""
 
     @abc.abstractmethod
@@ -449,12 +548,15 @@ class CostModel(abc.ABC):
             behind = plan.num_stages - 1 - stage
             in_flight = self.in_flight(behind, plan.num_micro_batches, plan.schedule)
             first = plan.first_op(stage)
-            stages.append(self.stage(tables, first, settings, flags, in_flight, place))
-        return self.whole(stages, plan.num_micro_batches)
+            whole = plan.num_micro_batches <= in_flight
+            stages.append(self.stage(tables, first, settings, flags, in_flight, place, whole))
+        return self.whole(stages, plan.num_micro_batches, plan.schedule)
 
-    def whole(self, stages: Sequence[StagePrice], micro_batches: int) -> Price:
+    def whole(
+        self, stages: Sequence[StagePrice], micro_batches: int, schedule: str = "1f1b"
+    ) -> Price:
         """The price of a plan, by those of its stages."""
-        time = self.iteration(stages, micro_batches)
+        time = self.iteration(stages, micro_batches, schedule)
         slowest = max(stage.time for stage in stages)
         times = tuple(time - (slowest - one.time) * (micro_batches - 1) for one in stages)
         return Price(time, times, tuple(stages), tuple(self.notes), self.name)
@@ -562,11 +664,24 @@ class AcesoModel(CostModel):
         # A negative index is from the end of the list, as there.
         return size / points[min(index, len(points) - 1)][1]
 
-    def reserved(self, tables: Tables, at: Array, weights: float) -> float:
-        if len(at) == 1:
-            return weights
-        forward = float(tables.reserved_forward.take(at[:-1]).max())
-        return max(forward + float(tables.reserved_backward.take(at[:-1]).max()), weights)
+    def moment(
+        self,
+        tables: Tables,
+        at: Array,
+        weights: Array,
+        activations: Array,
+        again: Recomputed | None,
+        first_backward: bool,
+    ) -> Moment:
+        held = float(activations.sum())
+        if again is not None:
+            held += float(again.segments.max()) - float(activations[again.dropped].sum())
+        gradients = reserved = float(weights.sum())
+        if len(at) > 1:
+            forward = float(tables.reserved_forward.take(at[:-1]).max())
+            backward = float(tables.reserved_backward.take(at[:-1]).max())
+            reserved = max(forward + backward, reserved)
+        return Moment(held, reserved, gradients, len(at))
 
     def with_iteration(
         self,
@@ -579,7 +694,9 @@ class AcesoModel(CostModel):
     ) -> StagePrice:
         return price
 
-    def iteration(self, stages: Sequence[StagePrice], micro_batches: int) -> float:
+    def iteration(
+        self, stages: Sequence[StagePrice], micro_batches: int, schedule: str = "1f1b"
+    ) -> float:
         times = [stage.time for stage in stages]
         return max(times) * (micro_batches - 1) + sum(times)
 
@@ -641,15 +758,40 @@ class FusedModel(CostModel):
         receive = send = 0.0
         if place.receives is not None:
             size = float(tables.input[settings[0], self.kind[first]])
-            receive = self.database.message(place.receives)(size)
+            receive = self._message(place.receives, size)
         if place.sends is not None:
             size = float(tables.output[settings[-1], self.kind[first + len(settings) - 1]])
-            send = self.database.message(place.sends)(size)
+            send = self._message(place.sends, size)
         return receive, send
 
-    def reserved(self, tables: Tables, at: Array, weights: float) -> float:
-        forward = float(tables.reserved_forward.take(at).max())
-        return max(forward + float(tables.reserved_backward.take(at).max()), weights)
+    def _message(self, crossing: int, size: float) -> float:
+        """Milliseconds of a message to each device; those of a machine share its link."""
+        return self.database.message(crossing > 0)(size * max(crossing, 1))
+
+    def moment(
+        self,
+        tables: Tables,
+        at: Array,
+        weights: Array,
+        activations: Array,
+        again: Recomputed | None,
+        first_backward: bool,
+    ) -> Moment:
+        # When an operator runs, forwards or backwards, those behind it hold nothing; when it is
+        # made again, its segment is whole.
+        passing = np.maximum(tables.reserved_forward.take(at), tables.reserved_backward.take(at))
+        held = np.cumsum(activations)
+        if again is not None:
+            held = np.cumsum(np.where(again.dropped, 0.0, activations)) + again.segments
+        gradients = np.full(len(at), weights.sum())
+        if first_backward:
+            # They come one after the other, and are there when the next micro-batch's turn is.
+            gradients -= np.cumsum(weights)
+        most = int((held + passing + gradients).argmax())
+        found = Moment(float(held[most]), float(passing[most]), float(gradients[most]), most)
+        # In the end there are all gradients, and nothing else.
+        end = Moment(0.0, 0.0, float(weights.sum()), 0)
+        return max(found, end, key=lambda moment: moment.total)
 
     def with_iteration(
         self,
@@ -660,24 +802,25 @@ class FusedModel(CostModel):
         weights: Array,
         place: Place,
     ) -> StagePrice:
+        stepped = self.database.has_steps
         reduction = 0.0
-        if place.width > 1:
-            # Gradients of operators with the same degrees are reduced by the same devices.
-            amounts = np.bincount(settings, weights=weights, minlength=len(tables.settings))
-            sizes: dict[tuple[int, int], float] = {}
-            for setting in np.flatnonzero(amounts).tolist():
-                tp, dp, _ = tables.settings[setting]
-                if dp > 1:
-                    sizes[tp, dp] = sizes.get((tp, dp), 0.0) + float(amounts[setting])
-            for (tp, dp), size in sizes.items():
-                nodes = self._nodes_of(place, tp, dp)
-                reduction += self.database.collective("all_reduce", dp, nodes)(size)
+        # Gradients of operators with the same degrees are reduced by the same devices.
+        amounts = np.bincount(settings, weights=weights, minlength=len(tables.settings))
+        sizes: dict[tuple[int, int], float] = {}
+        for setting in np.flatnonzero(amounts).tolist():
+            tp, dp, _ = tables.settings[setting]
+            if dp > 1:
+                sizes[tp, dp] = sizes.get((tp, dp), 0.0) + float(amounts[setting])
+        for (tp, dp), size in sizes.items():
+            nodes = self._nodes_of(place, tp, dp)
+            name = "adamw" if stepped else "all_reduce"
+            reduction += self.database.collective(name, dp, nodes)(size)
+        times = tables.optimizer.take(at)
+        # A measured step of data-parallel devices has both.
+        optimizer = float(times[tables.dp[settings] == 1].sum() if stepped else times.sum())
         hidden = min(self.database.overlap * reduction, price.backward)
         return dataclasses.replace(
-            price,
-            reduction=reduction,
-            exposed=reduction - hidden,
-            optimizer=float(tables.optimizer.take(at).sum()),
+            price, reduction=reduction, exposed=reduction - hidden, optimizer=optimizer
         )
 
     def _nodes_of(self, place: Place, tp: int, dp: int) -> int:
@@ -700,7 +843,12 @@ class FusedModel(CostModel):
                         f"(devices {first} to {first + tp - 1}, {per_node} a machine)"
                     )
 
-    def iteration(self, stages: Sequence[StagePrice], micro_batches: int) -> float:
+    def iteration(
+        self, stages: Sequence[StagePrice], micro_batches: int, schedule: str = "1f1b"
+    ) -> float:
+        shared = self.database.shared_cores
+        if shared is not None:
+            return played([_work(stage) for stage in stages], micro_batches, shared, schedule)
         times = [stage.time for stage in stages]
         # Gradients of a stage are whole when its last backward pass ends, which is earlier than
         # the first stage's by the backward passes before it.
@@ -712,6 +860,22 @@ class FusedModel(CostModel):
 
     def in_flight(self, stages_behind: int, micro_batches: int, schedule: str) -> int:
         return micro_batches if schedule == "gpipe" else min(stages_behind + 1, micro_batches)
+
+
+def _work(price: StagePrice) -> Work:
+    place = price.place
+    # Between machines devices wait for the link, and not for cores.
+    on_cores, waits = (price.exposed, 0.0) if place.nodes == 1 else (0.0, price.exposed)
+    return Work(
+        place.first_device,
+        place.width,
+        price.forward_pass,
+        price.backward_pass,
+        price.receive,
+        price.send,
+        price.optimizer + on_cores,
+        waits,
+    )
 
 
 COST_MODELS: dict[str, type[CostModel]] = {"aceso": AcesoModel, "fusedpg": FusedModel}

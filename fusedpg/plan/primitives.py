@@ -439,9 +439,25 @@ def finetune(
                 best = _better(space, best, moved)
             if best is here:
                 break
+        for changed in _resampled(space, best.state):
+            best = _better(space, best, changed)
         if best is before:
             break
     return best
+
+
+def _resampled(space: Space, state: State) -> Iterator[State]:
+    """The same degrees with the next smaller and the next larger micro-batch size."""
+    settings = space.model.tables(state.micro_batch).settings
+    place = space.micro_batches.index(state.micro_batch)
+    for micro_batch in space.micro_batches[max(place - 1, 0) : place + 2]:
+        index = space.model.tables(micro_batch).index
+        stages = [
+            [index.get(settings[i], -1) for i in state.numbers(stage)]
+            for stage in range(len(state.widths))
+        ]
+        if min(map(min, stages)) >= 0:
+            yield State(micro_batch, state.widths, tuple(packed(np.array(s)) for s in stages))
 
 
 def _slowest(space: Space, candidate: Candidate) -> int:

@@ -1,12 +1,14 @@
 """Measures a model's operators, and this machine's collectives and messages, into a database.
 
-The files are those of `fusedpg.plan.database`. Operators run as `fusedpg.plan.train` runs them: on
-all ranks at the same time, `tp` of them together, with the real collectives of their group.
+The files are those of `fusedpg.plan.database`. Operators run as `fusedpg.plan.train` runs them,
+`tp` ranks together with the real collectives of their group, on as many ranks at the same time as
+there are cores. Where there are fewer cores than ranks, the database says how many.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import csv
 import functools
@@ -24,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedpg
 from fusedpg.plan import models
@@ -36,8 +38,8 @@ from fusedpg.plan.operators import Model, Operator, Part, Value
 from fusedpg.plan.stage import Move, exchanged, groups
 from fusedpg.tensor_parallel._epilogue import Place
 
-_SIZES_MB = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES_MB = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "adamw")
 
 
 # --- operators ----------------------------------------------------------------------------
@@ -50,6 +52,10 @@ class _Measurement:
         self, op: Operator, inputs: Sequence[Value], samples: int, part: Part, dtype: torch.dtype
     ) -> None:
         self.module = op.module(part, dtype, seed=0)
+        # A thread's time on its core is what other processes cannot change; with several threads,
+        # and with ranks that wait for each other, only the clock knows.
+        alone = part.tp == 1 and torch.get_num_threads() == 1
+        self.now = time.thread_time if alone else time.perf_counter
         ins, outs = op.splits(part.algo)
         generator = torch.Generator().manual_seed(0)
         self.inputs = [
@@ -73,34 +79,29 @@ class _Measurement:
             tensor.grad = None
 
     def times(self, repeats: int) -> tuple[float, float]:
-        """Microseconds forward and backward: medians, the means over all ranks."""
+        """Seconds forward and backward, the medians.
+
+        In training a pass comes after those of other operators: what this operator had in the
+        cache is gone, and what is handed to it was just made.
+        """
         self.backward(self.forward())
         forward, backward = [], []
         for _ in range(repeats):
-            begin = time.perf_counter()
+            _forget(self.inputs)
+            begin = self.now()
             outputs = self.forward()
-            middle = time.perf_counter()
+            forward.append(self.now() - begin)
+            _forget(self.gradients)
+            begin = self.now()
             self.backward(outputs)
-            forward.append(middle - begin)
-            backward.append(time.perf_counter() - middle)
-        return _mean(statistics.median(forward)) * 1e6, _mean(statistics.median(backward)) * 1e6
+            backward.append(self.now() - begin)
+            del outputs
+        return statistics.median(forward), statistics.median(backward)
 
     def step(self, repeats: int) -> float:
-        """Microseconds of AdamW over the weights, on one device."""
-        params = list(self.module.parameters())
-        if not params:
-            return 0.0
+        """Seconds of AdamW over the weights, on one device."""
         own = groups([(rank,) for rank in range(dist.get_world_size())])[(dist.get_rank(),)]
-        optimizer = fusedpg.optim.AdamW(params, process_group=own, reduce="sum")
-        found = []
-        for _ in range(repeats + 1):
-            for param in params:
-                param.grad = torch.ones_like(param)
-            begin = time.perf_counter()
-            optimizer.step()
-            found.append(time.perf_counter() - begin)
-            optimizer.zero_grad()
-        return _mean(statistics.median(found[1:])) * 1e6
+        return _adamw(list(self.module.parameters()), own, repeats)
 
     def memory(self) -> dict[str, Any]:
         """MB that stay and that pass, and which inputs and outputs backward needs."""
@@ -131,6 +132,38 @@ class _Measurement:
             "forward": max(forward_peak - after, 0) / MB,
             "backward": max(backward_peak - after, 0) / MB,
         }
+
+
+def _adamw(params: list[nn.Parameter], group: Any, repeats: int) -> float:
+    """Seconds of AdamW's step with the reduction of gradients, the median."""
+    if not params:
+        return 0.0
+    optimizer = fusedpg.optim.AdamW(params, process_group=group, reduce="sum")
+    found = []
+    for _ in range(repeats + 1):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        _forget([])
+        begin = time.perf_counter()
+        optimizer.step()
+        found.append(time.perf_counter() - begin)
+        optimizer.zero_grad()
+    return statistics.median(found[1:])
+
+
+@functools.cache
+def _as_large_as_the_cache() -> Tensor:
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    kilobytes = [int(text[:-1]) for path in found if (text := path.read_text().strip())[-1] == "K"]
+    return torch.ones(max(kilobytes, default=64 << 10) << 8)
+
+
+def _forget(kept: Sequence[Tensor]) -> None:
+    """Reads so much that the cache has nothing else but these tensors."""
+    _as_large_as_the_cache().sum()
+    for tensor in kept:
+        if tensor.is_floating_point():
+            tensor.detach().sum()
 
 
 def _shape(value: Value, samples: int, split: int | None, tp: int) -> tuple[int, ...]:
@@ -204,6 +237,7 @@ class Profiler:
             self.folder.mkdir(parents=True, exist_ok=True)
         # Measurements depend on it; another machine has a folder of its own.
         said = (
+            "2",  # of how they are measured
             dtype,
             repeats,
             self.world_size,
@@ -213,6 +247,7 @@ class Profiler:
         digest = hashlib.sha256(repr(said).encode()).hexdigest()[:12]
         self.cache = _Cache(self.folder / f"measured_{self.stem}_{digest}.jsonl")
         self.host = self._hosts()
+        self.machine, self.cores = self._machines()
         # Operators by their names, which are the rows: the first of each.
         self.rows = {op.name: op for op in reversed(model.operators)}
         self.rows = dict(reversed(self.rows.items()))
@@ -225,6 +260,22 @@ class Profiler:
         numbers = {lowest: number for number, lowest in enumerate(dict.fromkeys(first))}
         return [numbers[lowest] for lowest in first]
 
+    def _machines(self) -> tuple[list[int], int]:
+        """The number of each rank's machine, and the fewest cores that ranks of one share.
+
+        Several hosts, as containers are, may be one machine.
+        """
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        mine = boot.read_text() if boot.exists() else self.host[self.rank]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, (mine, os.sched_getaffinity(0)))
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in everyone))}
+        cores: dict[Any, set[int]] = {name: set() for name in numbers}
+        for name, allowed in everyone:
+            cores[name] |= allowed
+        fewest = min(len(found) for found in cores.values())
+        return [numbers[name] for name, _ in everyone], max(1, fewest // torch.get_num_threads())
+
     def degrees(self) -> list[int]:
         """Tensor-parallel degrees: those whose ranks share a host, however the plan cuts."""
         found = []
@@ -233,6 +284,22 @@ class Profiler:
             if self.world_size % tp == 0 and all(len(set(block)) == 1 for block in blocks):
                 found.append(tp)
         return found
+
+    def _in_turn(self, tp: int, measure: Callable[[], list[float]]) -> list[float]:
+        """Seconds with a core for each rank: no more sets of `tp` ranks at once than have them."""
+        sets = [s for s in range(self.world_size // tp) if self.machine[s * tp] == self._here]
+        at_once = max(1, self.cores // tp)
+        mine, turns = sets.index(self.rank // tp) // at_once, -(-self.world_size // tp)
+        found: list[float] = []
+        for turn in range(turns):
+            dist.barrier()
+            if turn == mine:
+                found = measure()
+        return [t * min(1.0, self.cores / tp) for t in found]
+
+    @property
+    def _here(self) -> int:
+        return self.machine[self.rank]
 
     def _part(self, tp: int, algo: int) -> Part:
         first = self.rank - self.rank % tp
@@ -291,22 +358,16 @@ class Profiler:
         return math.prod(shape) * (value.dtype or self.dtype).itemsize / MB
 
     def _measured(self, op: Operator, samples: int, tp: int, algo: int) -> dict[str, Any]:
-        algo = min(algo, op.ways - 1)
+        algo = min(algo, op.ways - 1) if tp > 1 else 0
         inputs = [self.model.values[name] for name in op.inputs]
         shapes = [(value.shape, value.high) for value in inputs]
         key = repr((op.kind(), shapes, samples, tp, algo))
 
         def measure() -> dict[str, Any]:
             run = _Measurement(op, inputs, samples, self._part(tp, algo), self.dtype)
-            dist.barrier()
-            forward, backward = run.times(self.repeats)
-            found = run.memory()
-            return {
-                "forward_us": forward,
-                "backward_us": backward,
-                "step_us": run.step(self.repeats),
-                **found,
-            }
+            times = self._in_turn(tp, lambda: [*run.times(self.repeats), run.step(self.repeats)])
+            names = ("forward_us", "backward_us", "step_us")
+            return {**{name: _mean(t) * 1e6 for name, t in zip(names, times)}, **run.memory()}
 
         found: dict[str, Any] = self.cache.get(key, measure)
         return found
@@ -381,16 +442,25 @@ class Profiler:
         made = groups(list(sets))
         found = 0.0
         if mine is not None:
-            run = _collective(collective, mine, self.rank, made[mine], int(size * MB / 4))
-            for _ in range(2):
-                run()
-            times = []
-            for _ in range(self.repeats):
-                begin = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - begin)
-            found = statistics.median(times) * 1e3
+            count = int(size * MB / 4)
+            if collective == "adamw":
+                parts = torch.zeros(count).split(MB)
+                params = [nn.Parameter(part.clone()) for part in parts]
+                found = _adamw(params, made[mine], self.repeats) * 1e3
+            else:
+                run = _collective(collective, mine, self.rank, made[mine], count)
+                for _ in range(2):
+                    run()
+                times = []
+                for _ in range(self.repeats):
+                    begin = time.perf_counter()
+                    run()
+                    times.append(time.perf_counter() - begin)
+                found = statistics.median(times) * 1e3
         busy = sum(len(ranks) for ranks in sets)
+        if all(len({self.host[rank] for rank in ranks}) == 1 for ranks in sets):
+            most = max(collections.Counter(self.machine[r] for s in sets for r in s).values())
+            found *= min(1.0, self.cores / most)  # with a core for each device
         return _mean(found) * self.world_size / busy
 
     def messages(self, sizes: Sequence[float], advance: Callable[[str], None]) -> None:
@@ -444,9 +514,13 @@ class Profiler:
             "layouts": layouts,
             "memory_main_params": 0.0,
             "memory_optimizer": 2.0,
+            "optimizer_divides": True,
             "overlap": 0.0,  # gradients are reduced when the last backward pass has ended
             "model": dict(self.model.facts),
         }
+        per_machine = self.machine.count(0)
+        if per_machine > self.cores:
+            described["shared_cores"] = [per_machine, self.cores]
         if self.rank == 0 and ops:
             path = self.folder / f"model_{self.stem}.json"
             _replace(path, json.dumps(described, indent=1) + "\n")
@@ -544,7 +618,7 @@ def main(arguments: argparse.Namespace) -> int:
             dtype=getattr(torch, arguments.dtype),
             repeats=arguments.repeats,
         )
-        sizes = [size for size in _SIZES_MB if size <= arguments.max_mb]
+        sizes = [size for size in SIZES_MB if size <= arguments.max_mb]
         files = 2 * len(profiler.degrees()) * len(arguments.micro_batch)
         files += len(COLLECTIVES) * (profiler.world_size - 1) + 1
         with progress(files) as advance:

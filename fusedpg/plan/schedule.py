@@ -22,10 +22,9 @@ def actions(plan: Plan, pipeline_rank: int) -> list[Action]:
     Raises:
         PlanError: if the schedule is not executed, or not with this number of micro-batches.
     """
-    if plan.schedule == "gpipe":
-        return list(_gpipe(plan.num_micro_batches, pipeline_rank))
-    if plan.schedule == "1f1b":
-        return list(_one_forward_one_backward(plan, pipeline_rank))
+    if plan.schedule in ("gpipe", "1f1b"):
+        numbers = plan.num_micro_batches, plan.num_stages, pipeline_rank
+        return [Action(pipeline_rank, *one) for one in passes(plan.schedule, *numbers)]
     if plan.schedule == "interleaved":
         return _interleaved(plan, pipeline_rank)
     raise PlanError(
@@ -34,20 +33,15 @@ def actions(plan: Plan, pipeline_rank: int) -> list[Action]:
     )
 
 
-def _gpipe(count: int, stage: int) -> Iterator[Action]:
-    for kind in "FB":
-        for number in range(count):
-            yield Action(stage, kind, number)
-
-
-def _one_forward_one_backward(plan: Plan, stage: int) -> Iterator[Action]:
-    count = plan.num_micro_batches
-    ahead = min(count, plan.num_stages - 1 - stage)
+def passes(schedule: str, count: int, stages: int, stage: int) -> Iterator[tuple[str, int]]:
+    """A stage's passes over `count` micro-batches in the order of "gpipe" or "1f1b"."""
+    behind = stages - 1 - stage
+    ahead = count if schedule == "gpipe" else min(count, behind)
     for number in range(count + ahead):
         if number < count:
-            yield Action(stage, "F", number)
+            yield "F", number
         if number >= ahead:
-            yield Action(stage, "B", number - ahead)
+            yield "B", number - ahead
 
 
 def _interleaved(plan: Plan, pipeline_rank: int) -> list[Action]:

@@ -10,6 +10,7 @@ import dataclasses
 import heapq
 import multiprocessing
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -437,19 +438,22 @@ class Search:
         return None
 
 
-_worker: tuple[Callable[[], Space], Any] | None = None
+_worker: tuple[Callable[[], Space], Any, Any] | None = None
 
 
-def _begin(make: Callable[[], Space], events: Any) -> None:
+def _begin(make: Callable[[], Space], events: Any, stopped: Any) -> None:
     global _worker
-    _worker = make, events
+    _worker = make, events, stopped
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop
 
 
 def _work(stages: int, seed: int, limits: Limits, top: int) -> Found:
     assert _worker is not None
-    make, events = _worker
+    make, events, stopped = _worker
 
     def tell(*event: Any) -> None:
+        if stopped.is_set():
+            raise InterruptedError("the search was stopped")
         events.put(event)
 
     return Search(make(), stages, seed, limits, top).run(tell)
@@ -486,19 +490,25 @@ def search(
     if workers <= 1:
         return [Search(make(), one, seed, limits, top).run(progress) for one in stages]
     context = multiprocessing.get_context("fork")
-    events = context.SimpleQueue()
-    with ProcessPoolExecutor(workers, context, _begin, (make, events)) as pool:
+    events, stopped = context.SimpleQueue(), context.Event()
+    with ProcessPoolExecutor(workers, context, _begin, (make, events, stopped)) as pool:
         # The most stages take longest.
         order = sorted(stages, reverse=True)
         futures = {one: pool.submit(_work, one, seed, limits, top) for one in order}
         waiting = set(futures.values())
-        while waiting:
-            _, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-            while not events.empty():
-                event = events.get()
-                if progress is not None:
-                    progress(*event)
-        return [futures[one].result() for one in stages]
+        try:
+            while waiting:
+                _, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                while not events.empty():
+                    event = events.get()
+                    if progress is not None:
+                        progress(*event)
+            return [futures[one].result() for one in stages]
+        except BaseException:
+            # Else the pool would wait for searches that nobody asks for any more.
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def best_plans(found: Sequence[Found], top: int, memory_limit: float) -> list[Plan]:

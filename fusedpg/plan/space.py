@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +87,10 @@ class Candidate:
     def rank(self) -> tuple[float, float]:
         """The smaller, the better: plans that fit by time, others by how far they do not."""
         return (self.overrun, self.time)
+
+
+# Stages of so few operators are looked at more closely for what to recompute.
+_FEW_OPERATORS = 8
 
 
 class Space:
@@ -178,7 +182,8 @@ class Space:
         tables = model.tables(micro_batch, place.nodes)
         settings = np.frombuffer(packed_settings, dtype=np.uint16).astype(np.int64)
         ops = len(settings)
-        plain = model.stage(tables, first, settings, None, in_flight, place)
+        whole = self.global_batch // micro_batch <= in_flight
+        plain = model.stage(tables, first, settings, None, in_flight, place, whole)
         excess = plain.memory - self.memory_limit
         if excess <= 0 or ops < 2:
             return plain, bytes(ops)
@@ -186,26 +191,52 @@ class Space:
         kind = model.kind[here]
         activations = tables.activations[settings, kind]
         times = tables.forward[settings, kind]
+
+        def priced(flags: Array) -> StagePrice:
+            return model.stage(tables, first, settings, flags, in_flight, place, whole)
+
         price, flags = plain, np.zeros(ops, dtype=bool)
         target = excess
+        may = self._may_recompute[here]
         for _ in range(4):
+            # With one micro-batch at once those behind the fullest moment hold nothing then.
+            useful = may if in_flight > 1 else may & (np.arange(ops) <= price.fullest)
             # The saving of a choice leaves out the seams between layers: look again.
             chosen = self._recomputation.choose(
-                activations,
-                times,
-                self._may_recompute[here],
-                self._starts[here],
-                in_flight,
-                target,
+                activations, times, useful, self._starts[here], in_flight, target
             )
-            again = model.stage(tables, first, settings, chosen, in_flight, place)
+            again = priced(chosen)
             if again.memory < price.memory:
                 price, flags = again, chosen
             over = again.memory - self.memory_limit
             if over <= 0:
                 break
             target += over
+        if ops <= _FEW_OPERATORS:
+            price, flags = self._refined(priced, price, flags, may)
         return price, flags.astype(np.uint8).tobytes()
+
+    def _refined(
+        self, priced: Callable[[Array], StagePrice], price: StagePrice, flags: Array, may: Array
+    ) -> tuple[StagePrice, Array]:
+        """A better choice of what to recompute, which differs in runs of operators."""
+
+        def rank(price: StagePrice) -> tuple[float, float]:
+            return max(0.0, price.memory - self.memory_limit), price.recompute
+
+        ops = len(flags)
+        while True:
+            best = price, flags
+            for first, end in itertools.combinations(range(ops + 1), 2):
+                for flag in (True, False):
+                    trial = flags.copy()
+                    trial[first:end] = flag & may[first:end]
+                    again = priced(trial)
+                    if rank(again) < rank(best[0]):
+                        best = again, trial
+            if best[0] is price:
+                return best
+            price, flags = best
 
     def candidate(self, state: State) -> Candidate | None:
         """A state with its price; None if the database does not say all of it."""

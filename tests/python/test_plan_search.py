@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -125,6 +131,35 @@ def test_time_budget() -> None:
     assert found.plans and 0 < len(found.steps) < 10**6
 
 
+def test_interrupted(tmp_path: Path) -> None:
+    """A search that is told to stop ends with all of its processes, and does not go on."""
+    words = f"search --database {ACESO} --model-name gpt --model-size 1_3B --devices 4 --quiet"
+    words += f" --memory-limit 12000 --global-batch 512 --stages 2 3 4 --steps {10**6} --workers 2"
+    words += f" --output {tmp_path}/plan.json"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fusedpg.plan", *words.split()],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 60
+        while len(children.read_text().split()) < 2:
+            assert time.monotonic() < deadline, "no workers"
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]  # its pipe closes when the last process ends
+        assert process.returncode == 130, said
+        assert said.strip() == "python -m fusedpg.plan search: interrupted"
+        assert not (tmp_path / "plan.json").exists()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def test_nothing_fits() -> None:
     found = search(functools.partial(gpt_space, 2000.0), [2], limits=Limits(steps=2))
     with pytest.raises(NoPlanFits, match=r"into 2,000 MB a device: of [\d,]+ plans the smallest"):
@@ -196,7 +231,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [found["stages"] for found in record["found"]] == [1, 2, 3, 4]
     assert run("explain", output, "--database", tmp_path) == 0
     said = capsys.readouterr().out
-    assert f"fusedpg: {plan.predicted.time_ms:,.2f} ms" in said and "trial 0" in said
+    assert f"fusedpg: {plan.predicted.time_ms:,.2f} ms" in said
+    assert re.search(r"^  trial \d+ \(.*$\n    \w", said, re.M), "why each step was taken"
     for kind in ("uniform", "borders"):
         assert run("baseline", kind, *space, "--output", output) == 0
         Plan.load(output).check(devices=4)

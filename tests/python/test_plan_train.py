@@ -12,8 +12,10 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -383,6 +385,47 @@ def test_numbers_outside_of_the_vocabulary(context: Context, tp: int) -> None:
             trainer.step({**batch, name: wrong})
 
 
+def train_on(context: Context, widths: list[int]) -> None:
+    """Trains until it cannot, and then ends as a script does."""
+    from fusedpg.plan.train import Trainer
+
+    model = tiny("gpt")
+    plan = random_plan(model, context.world_size, 3, widths=widths)
+    trainer = Trainer(plan, model)
+    batch = model.random_batch(plan.global_batch_size, torch.float32, 0)
+    folder = Path(context.scratch)
+    try:
+        for step in itertools.count():
+            trainer.step(batch)
+            if step == 1:
+                (folder / f"trains{context.rank}").touch()
+    except RuntimeError as error:
+        (folder / f"said{context.rank}").write_text(str(error))
+        os._exit(3)
+
+
+@pytest.mark.fused_only
+@pytest.mark.parametrize("widths", [[1, 1, 2], [4], [2, 2]], ids=str)
+@pytest.mark.parametrize("killed", [1, 3])
+def test_killed_rank(widths: list[int], killed: int) -> None:
+    """All others end soon, each with an error that names a rank that is gone."""
+    others = [rank for rank in range(4) if rank != killed]
+    with harness.Workers(4, oracle=False) as workers:
+        workers.start(train_on, widths)
+        deadline = time.monotonic() + 60
+        while not all((workers.scratch / f"trains{rank}").exists() for rank in range(4)):
+            assert time.monotonic() < deadline, "training did not begin"
+            time.sleep(0.01)
+        workers.signal(killed, signal.SIGKILL)
+        ended = workers.collect(20, ranks=others)
+        assert [died.exitcode for died in ended] == [3] * 3, ended
+        said = {rank: (workers.scratch / f"said{rank}").read_text() for rank in others}
+    for rank, text in said.items():
+        assert text.startswith("fused:"), text
+        assert any(f"rank {gone}" in text for gone in range(4) if gone != rank), text
+    assert any(f"rank {killed}" in text for text in said.values()), said
+
+
 # --- models -------------------------------------------------------------------------------
 
 
@@ -629,6 +672,51 @@ def test_peak_memory() -> None:
         (c * c).sum().backward()
         assert counted.peak >= 8 * MB
     assert c.grad is not None
+
+
+MEMORY_PLANS = [
+    ("1f1b", (27, 28), 8, 0),
+    ("1f1b", (27, 28), 2, 0),
+    ("1f1b", (27, 28), 1, 0),
+    ("gpipe", (40, 15), 4, 0),
+    ("1f1b", (15, 40), 4, 1),
+    ("gpipe", (30, 25), 4, 1),
+]
+
+
+@pytest.mark.parametrize("schedule, counts, micro_batches, flag", MEMORY_PLANS)
+@harness.on_ranks(2)
+def test_predicted_memory(
+    context: Context, schedule: str, counts: tuple[int, int], micro_batches: int, flag: int
+) -> None:
+    """What tensors take in a step is what the cost model says, within 5%.
+
+    Within 15% where operators are recomputed: what such a stage hands on is not counted.
+    """
+    from fusedpg.plan.train import Trainer
+
+    facts: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "max_position_embeddings": 64}
+    facts |= {"hidden_size": 96, "kv_channels": 24, "ffn_hidden_size": 384}
+    model = models.build("gpt", "tiny", **facts)
+    profiler = profile.Profiler(model, f"{context.scratch}/m", dtype=torch.float32, repeats=1)
+    profiler.operators([1, 2, 4, 8], lambda name: None)
+    profiler.collectives([1 / 16], lambda name: None)
+    profiler.messages([1 / 16], lambda name: None)
+    profiler.describe()
+    dist.barrier()
+    size = 8 // micro_batches
+    ones = tuple((1,) * count for count in counts)
+    flags = tuple((flag,) * count for count in counts)
+    zeros = tuple((0,) * count for count in counts)
+    numbers = (8, size, (1, 1), counts, ones, ones, flags, zeros)
+    plan = Plan("gpt", "tiny", *numbers, schedule=schedule, model=model.facts)
+    stages = FusedModel(Database(f"{context.scratch}/m", "gpt", "tiny"), 2).price(plan).stages
+    trainer = Trainer(plan, model)
+    batch = model.random_batch(8, torch.float32, 0)
+    trainer.step(batch)
+    measured = trainer.memory(batch)
+    wanted = pytest.approx(measured, rel=0.15 if flag else 0.05)
+    assert stages[context.rank].memory == wanted, (measured, stages[context.rank])
 
 
 # --- the profiler -------------------------------------------------------------------------

@@ -1,0 +1,477 @@
+"""Plans predicted and measured: a GPT of 25M on 4 ranks of one host, or of two.
+
+It measures the model and the machine, searches, executes the plans that were found, uniform ones
+and random ones, and DDP and FSDP2 by hand, and compares each plan's time and memory with what the
+cost model said. It goes on where an earlier call was ended: ``--seconds`` bounds each call.
+
+    python benchmarks/plan.py --hosts 2 --check-bars
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import _harness as harness
+from fusedpg.plan import Plan, models
+from fusedpg.plan.baseline import uniform_grid
+from fusedpg.plan.database import Database
+from fusedpg.plan.model import FusedModel
+from fusedpg.plan.operators import Model, Part
+from fusedpg.plan.primitives import uniform_state
+from fusedpg.plan.search import Limits, search
+from fusedpg.plan.space import Space
+
+RANKS, NAME, SIZE, GLOBAL_BATCH = 4, "gpt", "25M", 8
+MICRO_BATCHES = (1, 2)  # samples of a device that are measured
+LARGEST_MB, REPEATS, STEPS = 4.0, 7, 4
+# In the smaller ones operators are computed again: uniform plans all of them, others some.
+LIMIT_MB, SMALL_MB, TIGHT_MB = 4000.0, 150.0, 125.0
+WITHIN = {LIMIT_MB: "", TIGHT_MB: f" in {TIGHT_MB:.0f} MB"}
+BY_HAND = ("DDP", "FSDP2")
+TIME_ERROR, MEMORY_ERROR, BEST, WORST, SEARCH_SHARE = 0.05, 0.05, 1.2, 0.97, 0.05
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rate", default="1gbit", help="of each host's link")
+    parser.add_argument("--work", type=Path, help="a folder to go on in")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of this call")
+    parser.add_argument("--again", action="store_true", help="measures all plans once more")
+    parser.add_argument("--no-save", action="store_true", help="results are printed only")
+    parser.add_argument("--check-bars", action="store_true", help="exits with 1 if one is missed")
+    parser.add_argument("--worker", choices=("profile", "execute"), help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.work = (args.work or Path(f"build/plan_{args.hosts}_hosts")).resolve()
+    if args.worker:
+        with_group(profiled if args.worker == "profile" else executed, args)
+        return 0
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.until = time.time() + args.seconds
+    if not (args.work / "profiled.json").exists() and not launched(args, "profile"):
+        print("the profile is not whole yet: call again", file=sys.stderr)
+        return 3
+    if args.again:
+        for name in ("measured.jsonl", "plans.json"):
+            (args.work / name).unlink(missing_ok=True)
+    plans, searched = chosen(args)
+    launched(args, "execute")
+    rows = compared(args, plans)
+    if len(rows) < len(plans) + len(BY_HAND):
+        left = len(plans) + len(BY_HAND) - len(rows)
+        print(f"{left} are not measured yet: call again", file=sys.stderr)
+        return 3
+    return reported(args, rows, searched)
+
+
+def launched(args: argparse.Namespace, worker: str) -> bool:
+    """Runs this program on 4 ranks; False if time was up."""
+    program = [str(Path(__file__).resolve()), f"--hosts={args.hosts}", f"--work={args.work}"]
+    program += [f"--worker={worker}", f"--until={args.until}"]
+    if args.hosts == 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        subprocess.run([*launcher, f"--nproc-per-node={RANKS}", *program], check=True)
+    else:
+        sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
+        import hosts
+
+        if reason := hosts.why_not():
+            sys.exit(f"no hosts: {reason}")
+        with hosts.Hosts(args.hosts, args.rate) as made:
+            made.run(program, ranks=RANKS // args.hosts, timeout=3600)
+    return (args.work / "profiled.json").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# On a rank
+
+
+def with_group(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    import fusedpg  # noqa: F401  (registers the backend)
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fused", timeout=harness.TIMEOUT)
+    work(args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+def late(args: argparse.Namespace, more: float) -> bool:
+    """Whether so many more seconds are too many; the same on all ranks."""
+    found = torch.tensor(float(time.time() + more > args.until))
+    dist.all_reduce(found)
+    return bool(found)
+
+
+def profiled(args: argparse.Namespace) -> None:
+    from fusedpg.plan.profile import SIZES_MB, Profiler
+
+    model = models.build(NAME, SIZE)
+    profiler = Profiler(model, args.work / "database", dtype=torch.float32, repeats=REPEATS)
+    begun = time.time()
+
+    def advance(name: str) -> None:
+        if late(args, 20.0):
+            raise TimeIsUp
+        if not dist.get_rank():
+            print(name, file=sys.stderr)
+
+    sizes = [size for size in SIZES_MB if size <= LARGEST_MB]
+    try:
+        profiler.operators(MICRO_BATCHES, advance)
+        profiler.collectives(sizes, advance)
+        profiler.messages(sizes, advance)
+    except TimeIsUp:
+        return
+    finally:
+        if not dist.get_rank():
+            with (args.work / "seconds.jsonl").open("a") as file:
+                file.write(f"{time.time() - begun}\n")
+    profiler.describe()
+    if not dist.get_rank():
+        (args.work / "profiled.json").write_text("{}\n")
+
+
+def executed(args: argparse.Namespace) -> None:
+    """Measures what `measured.jsonl` has not."""
+    path = args.work / "measured.jsonl"
+    known = {(line["name"], line["digest"]) for line in _lines(path)}
+    dist.barrier()
+    plans = json.loads((args.work / "plans.json").read_text())["plans"]
+    longest = 20.0
+    for name in [*BY_HAND, *plans]:
+        if (name, digest := _digest(plans.get(name))) in known:
+            continue
+        if late(args, 1.5 * longest):
+            return
+        begun = time.time()
+        found = by_hand(name) if name in BY_HAND else executed_plan(Plan.from_json(plans[name]))
+        longest = max(longest, time.time() - begun)
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, found)
+        if not dist.get_rank():
+            row = {"name": name, "digest": digest, "took": time.time() - begun, "ranks": everyone}
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _digest(plan: dict[str, Any] | None) -> str:
+    """Of what is executed; what was predicted changes nothing."""
+    kept = {key: value for key, value in (plan or {}).items() if key != "predicted"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _timed(step: Callable[[], Any]) -> tuple[list[float], list[Any]]:
+    """Seconds of steps that begin and end together, but for the first two."""
+    seconds, results = [], []
+    for _ in range(STEPS + 2):
+        dist.barrier()
+        begin = time.perf_counter()
+        results.append(step())
+        seconds.append(time.perf_counter() - begin)
+    return seconds[2:], results[2:]
+
+
+def executed_plan(plan: Plan) -> dict[str, Any]:
+    from fusedpg.plan.train import Trainer
+
+    model = models.of_plan(plan)
+    trainer = Trainer(plan, model, options={"lr": 1e-3})
+    batch = model.random_batch(GLOBAL_BATCH, torch.float32, 0)
+    seconds, results = _timed(lambda: trainer.step(batch))
+    parts = ("forward", "backward", "waiting", "optimizer")
+    return {
+        "seconds": seconds,
+        "memory_mb": trainer.memory(batch),
+        "stage": next(iter(trainer.stages)),
+        "parts": {
+            part: statistics.median(getattr(result.times[0], part) for result in results)
+            for part in parts
+        },
+    }
+
+
+class Segment(nn.Module):
+    """Operators in a row, as a module that knows nothing of plans."""
+
+    def __init__(self, model: Model, numbers: range) -> None:
+        super().__init__()
+        self.operators = [model.operators[i] for i in numbers]
+        self.parts = nn.ModuleList(
+            op.module(Part(), torch.float32, i) for op, i in zip(self.operators, numbers)
+        )
+
+    def forward(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = dict(held)
+        for op, module in zip(self.operators, self.parts):
+            outputs = module(*(made[name] for name in op.inputs))
+            made.update(zip(op.outputs, outputs if isinstance(outputs, tuple) else [outputs]))
+        labels = {name: made[name] for name in ("labels",) if name in made}
+        return {**labels, self.operators[-1].outputs[0]: made[self.operators[-1].outputs[0]]}
+
+
+class Whole(nn.Module):
+    """The model: an embedding, layers of 13 operators, a norm and the loss."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        count = len(model.operators)
+        borders = [0, *range(1, count - 1, 13), count]
+        self.segments = nn.ModuleList(
+            Segment(model, range(a, b)) for a, b in itertools.pairwise(borders)
+        )
+        self.loss = model.operators[-1].outputs[0]
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        for segment in self.segments:
+            batch = segment(batch)
+        return batch[self.loss].mean()
+
+
+def by_hand(name: str) -> dict[str, Any]:
+    model = models.build(NAME, SIZE)
+    whole: nn.Module = Whole(model)
+    if name == "DDP":
+        whole = nn.parallel.DistributedDataParallel(whole)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+        for segment in whole.segments:
+            fully_shard(segment, mesh=mesh)
+        fully_shard(whole, mesh=mesh)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    batch = model.random_batch(GLOBAL_BATCH, torch.float32, 0)
+    mine = {key: value.chunk(RANKS)[dist.get_rank()] for key, value in batch.items()}
+
+    def step() -> None:
+        loss = whole(mine)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach())
+
+    return {"seconds": _timed(step)[0]}
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans
+
+
+def space(folder: Path, hosts: int, limit: float = LIMIT_MB) -> Space:
+    model = FusedModel(Database(folder, NAME, SIZE), RANKS, RANKS // hosts)
+    sizes = [size for size in model.micro_batch_sizes() if GLOBAL_BATCH % size == 0]
+    return Space(model, GLOBAL_BATCH, sizes, limit)
+
+
+def chosen(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, float]]:
+    """The plans to measure, by name, and what the search took."""
+    path = args.work / "plans.json"
+    if not path.exists():
+        plans, searched = _chosen(args)
+        saved: dict[str, Any] = {name: plan.to_json() for name, plan in plans.items()}
+        path.write_text(json.dumps({"plans": saved, "search": searched}, indent=1) + "\n")
+    found = json.loads(path.read_text())
+    return {name: Plan.from_json(one) for name, one in found["plans"].items()}, found["search"]
+
+
+def _chosen(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, float]]:
+    folder = args.work / "database"
+
+    def make(limit: float = LIMIT_MB) -> Space:
+        return space(folder, args.hosts, limit)
+
+    plans: dict[str, Plan] = {}
+    took = {"seconds": 0.0, "cpu_seconds": 0.0, "priced": 0.0}
+    for limit, within in WITHIN.items():
+        begun, cpu = time.time(), time.process_time()
+        found = search(functools.partial(make, limit), [1, 2, 3, 4], limits=Limits(steps=4))
+        took["seconds"] += time.time() - begun
+        took["cpu_seconds"] += time.process_time() - cpu
+        took["priced"] += sum(one.priced for one in found)
+        fitting = sorted((one for one in found if one.plans), key=lambda one: one.time)
+        for place, one in enumerate(fitting[:1] if within else fitting):
+            stages = f", {one.plans[0].num_stages} stages" if place else ""
+            plans[f"found{within}{stages}"] = one.plans[0]
+        seen = set()
+        for plan in uniform_grid(make(limit)):
+            tp = plan.model_parallel_size_of_each_op[0][0]
+            dp = plan.data_parallel_size_of_each_op[0][0]
+            if (plan.num_stages, tp, dp) not in seen and len(seen) < (2 if within else 5):
+                seen.add((plan.num_stages, tp, dp))
+                plans[f"uniform{within}, {plan.num_stages} x tp {tp} x dp {dp}"] = plan
+    for number, plan in enumerate(_random_plans([make(), make(SMALL_MB)], 6)):
+        plans[f"random {number}, widths {'+'.join(str(n) for n in plan.num_gpus)}"] = plan
+    return plans, took
+
+
+def _random_plans(spaces: Sequence[Space], count: int) -> Iterator[Plan]:
+    """Stages of any widths, borders and degrees, in each of the spaces in turn."""
+    draw, ops = random.Random(0), spaces[0].model.num_ops
+    while count:
+        some = spaces[count % len(spaces)]
+        cuts = sorted(draw.sample(range(1, RANKS), draw.randint(1, RANKS - 1)))
+        widths = [b - a for a, b in zip([0, *cuts], [*cuts, RANKS])]
+        borders = sorted(draw.sample(range(1, ops), len(widths) - 1))
+        counts = [b - a for a, b in zip([0, *borders], [*borders, ops])]
+        micro_batch = draw.choice(some.micro_batches)
+        options = [some.settings(micro_batch, width).tolist() for width in widths]
+        if not all(options):
+            continue
+        state = uniform_state(micro_batch, widths, counts, [draw.choice(one) for one in options])
+        candidate = some.candidate(state)
+        if candidate is not None:
+            count -= 1
+            yield some.plan(candidate)
+
+
+# ---------------------------------------------------------------------------------------------
+# Output
+
+
+def compared(args: argparse.Namespace, plans: dict[str, Plan]) -> list[dict[str, Any]]:
+    """A row for each plan that was measured, with what is predicted now."""
+    model = space(args.work / "database", args.hosts).model
+    rows = []
+    for line in _lines(args.work / "measured.jsonl"):
+        name, ranks = line["name"], line["ranks"]
+        plan = plans[name].to_json() if name in plans else None
+        if line["digest"] != _digest(plan) or (plan is None and name not in BY_HAND):
+            continue  # of an earlier search
+        row = {"name": name, "ms": 1e3 * statistics.median(ranks[0]["seconds"]),
+               "took": line["took"]}  # fmt: skip
+        if name in plans:
+            price = model.price(plans[name])
+            row |= {"predicted_ms": price.time_ms, "predicted_mb": price.memory_mb}
+            row["mb"] = max(rank["memory_mb"] for rank in ranks)
+            row["stages_predicted_mb"] = [stage.memory for stage in price.stages]
+            row["stages_mb"] = [
+                max(rank["memory_mb"] for rank in ranks if rank["stage"] == stage)
+                for stage in range(plans[name].num_stages)
+            ]
+        rows.append(row)
+    return rows
+
+
+def _error(row: dict[str, Any], key: str) -> float:
+    return float(row[f"predicted_{key}"] / row[key] - 1)
+
+
+def _gain(rows: Sequence[dict[str, Any]], within: str) -> tuple[str, float]:
+    """The best of DDP, FSDP2, and uniform plans within the limit, and what the search gains on it.
+
+    DDP and FSDP2 are not held to the limit.
+    """
+    by_name = {row["name"]: row["ms"] for row in rows}
+    others = {k: v for k, v in by_name.items() if k in BY_HAND or k.startswith(f"uniform{within},")}
+    best = min(others, key=lambda name: others[name])
+    return best, others[best] / by_name[f"found{within}"]
+
+
+def reported(
+    args: argparse.Namespace, rows: Sequence[dict[str, Any]], searched: dict[str, float]
+) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    where = "one host" if args.hosts == 1 else f"{args.hosts} hosts, {args.rate}"
+    table = Table(title=f"{NAME} {SIZE}, {GLOBAL_BATCH} samples, {RANKS} ranks, {where}")
+    for column in ("plan", "ms", "predicted", "error", "MB", "predicted", "error"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    planned = [row for row in rows if "mb" in row]
+    for row in rows:
+        cells = [row["name"], f"{row['ms']:,.0f}"]
+        if row in planned:
+            cells += [f"{row['predicted_ms']:,.0f}", f"{100 * _error(row, 'ms'):+.1f}%"]
+            cells += [f"{row['mb']:,.0f}", f"{row['predicted_mb']:,.0f}"]
+            cells += [f"{100 * _error(row, 'mb'):+.1f}%"]
+        table.add_row(*cells)
+    Console(width=110).print(table)
+    took = statistics.median(row["took"] for row in planned)
+    gains = {limit: _gain(rows, within) for limit, within in WITHIN.items()}
+    figures = {
+        "plans": len(planned),
+        "time_error": statistics.median(abs(_error(row, "ms")) for row in planned),
+        "memory_error": statistics.median(abs(_error(row, "mb")) for row in planned),
+        "gains": gains,
+        "search_share": searched["seconds"] / (searched["priced"] * took),
+    }
+    most, least = max(gain for _, gain in gains.values()), min(gain for _, gain in gains.values())
+    met = [
+        (f"median error of time <= {TIME_ERROR:.0%}", figures["time_error"] <= TIME_ERROR),
+        (f"median error of memory <= {MEMORY_ERROR:.0%}", figures["memory_error"] <= MEMORY_ERROR),
+        (f"found >= {WORST}x the best by hand", least >= WORST),
+        (
+            f"search <= {SEARCH_SHARE:.0%} of trying what it priced",
+            figures["search_share"] <= SEARCH_SHARE,
+        ),
+    ]
+    if args.hosts == 2:
+        met.append((f"found >= {BEST}x the best by hand for one limit", most >= BEST))
+    print(
+        f"{len(planned)} plans; median error of time {100 * figures['time_error']:.1f}%, of memory "
+        f"{100 * figures['memory_error']:.1f}%; search {searched['seconds']:.1f} s for "
+        f"{searched['priced']:,.0f} plans, {took:.1f} s to try one"
+    )
+    for limit, (best, gain) in gains.items():
+        print(f"within {limit} MB the found plan is {gain:.2f}x the best by hand ({best})")
+    for text, good in met:
+        print(f"{'met' if good else 'MISSED'}: {text}")
+    if not args.no_save:
+        stem = harness.RESULTS / f"plan_{args.hosts}_hosts_p{RANKS}"
+        saved = {**harness.about(), "figures": figures, "search": searched, "rows": list(rows)}
+        stem.with_suffix(".json").write_text(json.dumps(saved, indent=1) + "\n")
+        drawn(stem.with_suffix(".png"), rows, where)
+    return 1 if args.check_bars and not all(good for _, good in met) else 0
+
+
+def drawn(path: Path, rows: Sequence[dict[str, Any]], where: str) -> None:
+    import _plots as plots
+
+    figure, (times, memory) = plots.plt().subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    planned = [row for row in rows if "mb" in row]
+    for axes, key, unit in ((times, "ms", "ms an iteration"), (memory, "mb", "MB a device")):
+        shown = rows if key == "ms" else planned
+        places = range(len(shown))
+        axes.barh(places, [row[key] for row in shown], color="#1967d2", label="measured")
+        marked = [(i, row[f"predicted_{key}"]) for i, row in enumerate(shown) if row in planned]
+        axes.plot(*zip(*((value, i) for i, value in marked)), "|", color="#202124",
+                  markersize=12, label="predicted")  # fmt: skip
+        axes.set_yticks(list(places), [row["name"] for row in shown])
+        axes.invert_yaxis()
+        axes.set_xlabel(unit)
+        axes.legend()
+    figure.suptitle(f"{NAME} {SIZE} on {RANKS} ranks, {where}")
+    figure.savefig(path, dpi=130)
+    plots.plt().close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
