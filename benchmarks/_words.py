@@ -51,6 +51,9 @@ ARMS = {
     "f, max_grad_norm": "fusedpg.optim.AdamW(max_grad_norm=)",
     "best of f, g": "fusedpg.optim.AdamW in its faster mode",
     "no_sync + step": "no synchronisation, then the fused step",
+    # hvd
+    "hvd": "fusedpg.hvd",
+    "hvd fused=True": "fusedpg.hvd, fused=True",
     # async_op
     "sync": "fused, synchronous",
     "async": "fused, async_op=True and wait()",

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import fx
 
@@ -89,6 +90,14 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Stand(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        # fx of torch 2.11 refuses process groups.
+        if isinstance(a, dist.ProcessGroup):
+            name = self.get_fresh_qualname("_process_group")
+            setattr(self.root, name, a)
+            return self.create_node("get_attr", name, (), {})
+        return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
