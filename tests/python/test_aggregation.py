@@ -178,8 +178,13 @@ def test_quantized_sums(context: Any, backend: str) -> None:
 
 
 class FailsOnRankOne(aggregation.Bypass):
+    """Once all jobs have been submitted: before, submitting would raise."""
+
+    submitted = threading.Event()
+
     def preprocess(self, batch: int) -> aggregation.Message:
         if dist.get_rank() == 1:
+            self.submitted.wait(20)
             raise ArithmeticError("on purpose")
         return super().preprocess(batch)
 
@@ -188,8 +193,11 @@ class FailsOnRankOne(aggregation.Bypass):
 def test_failure_of_one_worker(context: Any) -> None:
     """The others hear of it long before their time limit, and a new context works."""
     aggregation.register_prepostprocessor("fails", FailsOnRankOne)
+    FailsOnRankOne.submitted.clear()
     jobs = Context(Config(prepostprocessor="fails")).start()
     pending = [jobs.all_reduce_async(torch.ones(1000)) for _ in range(3)]
+    dist.barrier()
+    FailsOnRankOne.submitted.set()
     begun = time.monotonic()
     for job in pending:
         with pytest.raises(RuntimeError, match=f"job {job.id} failed"):
