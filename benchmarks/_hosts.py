@@ -27,7 +27,7 @@ RECEIVED = SENT.with_name("rx_bytes")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=int, help="2 to 4, with one rank each")
+    parser.add_argument("--hosts", type=int, help="2 to 8, with one rank each")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
     add_worker_option(parser)
 

@@ -25,6 +25,7 @@ class Options(Backend.Options):
         nccl: Literal["auto", "patched", "stock"] | None = None,
         transport: Literal["tcp", "ucx"] | None = None,
         order: Literal["hosts", "flat"] | None = None,
+        aggregators: str | None = None,
         _cpu_as_cuda: bool = False,
         _name: str = "fused",
         _gloo_for_cuda: bool = False,
@@ -48,6 +49,8 @@ class Options(Backend.Options):
     def transport(self) -> str | None: ...
     @property
     def order(self) -> str | None: ...
+    @property
+    def aggregators(self) -> str | None: ...
     @property
     def arena_bytes(self) -> int | None: ...
     @property
@@ -312,6 +315,17 @@ def _call_generated(
     count: int,
     scratch: int = 0,
 ) -> None: ...
+
+class Aggregator:
+    """Listens at "host:port" for jobs of workers that have the key; see fusedpg.aggregator."""
+
+    def __init__(self, listen: str, key: str) -> None: ...
+    @property
+    def address(self) -> str: ...
+    def drain(self) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+
+def _aggregator_settings() -> tuple[str, str, str]: ...
 
 class _Compress:
     """See fusedpg/compress/_reference.py, which has the same functions."""

@@ -25,6 +25,7 @@ class GroupInfo(_GroupInfo, total=False):
 
     transport: str
     address: str
+    aggregators: list[str]
     nccl_version: int
     cuda_path: Literal["stock", "ring", "direct", "direct_skip"]
 

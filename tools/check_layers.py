@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What each room may include besides itself; a room below never knows one above.
 MAY_INCLUDE: dict[str, set[str]] = {
-    "c10d": {"collectives", "compress", "host", "net", "cuda", "base", "kernels"},
-    "collectives": {"host", "net", "cuda", "base", "kernels"},
+    "c10d": {"aggregate", "collectives", "compress", "host", "net", "cuda", "base", "kernels"},
+    "collectives": {"aggregate", "host", "net", "cuda", "base", "kernels"},
+    "aggregate": {"net", "base", "kernels"},
     "compress": {"kernels"},
     "host": {"base", "kernels"},
     "net": {"base", "kernels"},

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 
 #include "base/error.hpp"
 
@@ -194,6 +195,12 @@ Settings resolve(const Options& options) {
       "order",
       "FUSEDPG_ORDER",
       {{"hosts", false}, {"flat", true}});
+  std::istringstream places(
+      options.aggregators.value_or(env("FUSEDPG_AGGREGATORS").value_or("")));
+  for (std::string place; std::getline(places, place, ',');) {
+    s.aggregators.push_back(place);
+  }
+  s.aggregator_key = env("FUSEDPG_AGGREGATOR_KEY").value_or("");
   const std::string interfaces =
       env("FUSEDPG_SOCKET_IFNAME")
           .value_or(env("GLOO_SOCKET_IFNAME").value_or(""));
@@ -211,6 +218,13 @@ Settings resolve(const Options& options) {
 
 void log_line(const std::string& text) {
   std::fprintf(stderr, "[fusedpg] %s\n", text.c_str());
+}
+
+AggregatorSettings aggregator_settings() {
+  return {
+      env("FUSEDPG_AGGREGATOR_LISTEN").value_or(""),
+      env("FUSEDPG_AGGREGATOR_STATS").value_or(""),
+      env("FUSEDPG_AGGREGATOR_KEY").value_or("")};
 }
 
 bool fusion_compiles() {

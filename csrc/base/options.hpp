@@ -43,6 +43,9 @@ struct Options {
   // In which order contributions are added between hosts: "hosts", or "flat":
   // as on one machine. The same on all ranks. FUSEDPG_ORDER.
   std::optional<std::string> order;
+  // Aggregators that add up for a group between hosts, "host:port,...". The
+  // same on all ranks. FUSEDPG_AGGREGATORS.
+  std::optional<std::string> aggregators;
 };
 
 enum class BlockSkip { kOff, kAuto, kOn };
@@ -80,6 +83,9 @@ struct Settings {
   std::string nccl_lib;
   TransportChoice transport;
   bool flat_order;
+  std::vector<std::string> aggregators; // "host:port"
+  // Of aggregators and their workers. FUSEDPG_AGGREGATOR_KEY.
+  std::string aggregator_key;
   // The interface that other hosts reach this one by; empty: by the way to the
   // store. FUSEDPG_SOCKET_IFNAME, else the first of GLOO_SOCKET_IFNAME.
   std::string socket_ifname;
@@ -100,6 +106,14 @@ void check_block_size(int64_t elements);
 // The one place that reads the environment. Throws Error(kInvalid) naming the
 // variable when a value cannot be parsed.
 Settings resolve(const Options& options);
+
+// Of the process that is an aggregator, from the environment.
+struct AggregatorSettings {
+  std::string listen; // "host:port". FUSEDPG_AGGREGATOR_LISTEN
+  std::string stats; // seconds. FUSEDPG_AGGREGATOR_STATS
+  std::string key; // FUSEDPG_AGGREGATOR_KEY
+};
+AggregatorSettings aggregator_settings();
 
 // Of compiling fused functions, from the environment when it is called.
 struct FusionSettings {

@@ -18,6 +18,8 @@ const char* path_name(DataPath path) {
       return "coordinates";
     case DataPath::kMessages:
       return "messages";
+    case DataPath::kAggregated:
+      return "aggregated";
   }
   return "unknown";
 }

@@ -21,8 +21,9 @@ enum class DataPath : uint8_t {
   kDelegated, // by torch's NCCL
   kCoordinates, // of a torch.sparse_coo tensor
   kMessages, // in messages between machines
+  kAggregated, // to aggregators and back
 };
-constexpr size_t kDataPaths = 7;
+constexpr size_t kDataPaths = 8;
 const char* path_name(DataPath path);
 
 // What calls of one operation have cost this rank.

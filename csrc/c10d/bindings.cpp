@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
+#include "c10d/aggregator.hpp"
 #include "c10d/compress.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/delegate.hpp"
@@ -67,6 +68,9 @@ py::dict info_dict(ProcessGroupFused& group) {
   }
   if (!info.transport.empty()) {
     d["transport"] = info.transport;
+  }
+  if (!info.aggregators.empty()) {
+    d["aggregators"] = info.aggregators;
   }
   if (!info.address.empty()) {
     d["address"] = info.address;
@@ -148,6 +152,7 @@ void bind_options(py::module_& m) {
                       std::optional<std::string> nccl,
                       std::optional<std::string> transport,
                       std::optional<std::string> order,
+                      std::optional<std::string> aggregators,
                       bool cpu_as_cuda,
                       const std::string& name,
                       bool gloo_for_cuda) {
@@ -177,6 +182,7 @@ void bind_options(py::module_& m) {
             options->engine.nccl = std::move(nccl);
             options->engine.transport = std::move(transport);
             options->engine.order = std::move(order);
+            options->engine.aggregators = std::move(aggregators);
             return options;
           }),
           py::kw_only(),
@@ -191,6 +197,7 @@ void bind_options(py::module_& m) {
           py::arg("nccl") = py::none(),
           py::arg("transport") = py::none(),
           py::arg("order") = py::none(),
+          py::arg("aggregators") = py::none(),
           py::arg("_cpu_as_cuda") = false,
           py::arg("_name") = "fused",
           py::arg("_gloo_for_cuda") = false)
@@ -211,6 +218,8 @@ void bind_options(py::module_& m) {
           "transport", [](const Options& o) { return o.engine.transport; })
       .def_property_readonly(
           "order", [](const Options& o) { return o.engine.order; })
+      .def_property_readonly(
+          "aggregators", [](const Options& o) { return o.engine.aggregators; })
       .def_property_readonly(
           "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
       .def_property_readonly(
@@ -597,6 +606,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_step_lists(m);
   bind_group(m);
   bind_compress(m);
+  bind_aggregator(m);
   bind_prepared_programs(m);
   bind_earlier_calls(m);
   m.def(

@@ -103,9 +103,10 @@ SocketAddress address_here(Group& group) {
             group.settings.socket_ifname, tcp->getHost(), tcp->getPort());
 }
 
-std::unique_ptr<TcpEndpoint> open_endpoint(Group& group) {
+// With room for `more` that are no ranks of the group.
+std::unique_ptr<TcpEndpoint> open_endpoint(Group& group, int more = 0) {
   return std::make_unique<TcpEndpoint>(
-      TcpListener::at(address_here(group)), group.rank, group.size);
+      TcpListener::at(address_here(group)), group.rank, group.size + more);
 }
 
 TcpTransport::Config tcp_config(const Settings& settings) {
@@ -169,6 +170,64 @@ Connection connect_hosts(
       std::make_unique<TcpTransport>(
           tcp_config(settings), std::move(endpoint), addresses),
       "tcp"};
+}
+
+std::unique_ptr<aggregate::Client> connect_aggregators(
+    Group& group,
+    bool alone,
+    const Deadline& deadline,
+    const std::function<void()>& check) {
+  const Settings& settings = group.settings;
+  const std::vector<std::string>& places = settings.aggregators;
+  if (places.empty()) {
+    return nullptr;
+  }
+  if (!alone) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: Options.aggregators (FUSEDPG_AGGREGATORS) add up in rank "
+        "order: where ranks share hosts that is order=\"flat\" "
+        "(FUSEDPG_ORDER)");
+  }
+  const Key128 key = aggregate::key_of(settings.aggregator_key);
+  BoundedRendezvous rendezvous(
+      c10::make_intrusive<c10d::PrefixStore>("fusedpg-aggregate", group.store),
+      deadline,
+      check);
+  std::unique_ptr<TcpEndpoint> endpoint;
+  const Offer mine = offer_of([&] {
+    endpoint = open_endpoint(group, static_cast<int>(places.size()));
+    return endpoint->address();
+  });
+  const auto workers = exchange(group, mine, rendezvous, deadline, check);
+  // Rank 0 opens the jobs, and says where they are, or why there is none, before
+  // the others have waited too long.
+  const Deadline patience(
+      std::min(deadline.left() / 2, std::chrono::milliseconds(10'000)));
+  const auto job_key = [](size_t a) { return formatted("job/{}", a); };
+  for (size_t a = 0; group.rank == 0 && a < places.size(); ++a) {
+    const auto opens = [&] {
+      return aggregate::open_job(
+          places[a], key, {workers, places.size(), a}, patience, check);
+    };
+    const Offer job = offer_of(opens);
+    rendezvous.set(job_key(a), job.text());
+    if (!job.why_not.empty()) {
+      break;
+    }
+  }
+  auto transport =
+      std::make_unique<TcpTransport>(tcp_config(settings), std::move(endpoint));
+  for (size_t a = 0; a < places.size(); ++a) {
+    const Offer job = Offer::of(
+        await_rank(rendezvous, job_key(a), group.rank, 0, deadline, check));
+    if (!job.why_not.empty()) {
+      fail(ErrorKind::kSystem, "{}", job.why_not);
+    }
+    transport->connect(group.size + static_cast<int>(a), job.word);
+  }
+  return std::make_unique<aggregate::Client>(
+      places, std::move(transport), group.size);
 }
 
 std::string host_address(Group& group) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "aggregate/client.hpp"
 #include "base/deadline.hpp"
 #include "c10d/group.hpp"
 #include "net/transport.hpp"
@@ -13,6 +14,8 @@ namespace fusedpg {
 struct Connection {
   std::unique_ptr<Transport> transport;
   std::string name; // "tcp" or "ucx 1.22.0"
+  // Of groups that have some; with connections of its own, by TCP.
+  std::unique_ptr<aggregate::Client> aggregators{};
 };
 
 // Collective: connects the ranks of a group that spans hosts, by its settings'
@@ -20,6 +23,14 @@ struct Connection {
 // `check` throws when waiting is in vain.
 Connection connect_hosts(
     Group& group,
+    const Deadline& deadline,
+    const std::function<void()>& check);
+
+// Collective: a job of this group at each of its settings' aggregators. `alone`:
+// every rank is a host of its own, or is taken for one, in the order of sums.
+std::unique_ptr<aggregate::Client> connect_aggregators(
+    Group& group,
+    bool alone,
     const Deadline& deadline,
     const std::function<void()>& check);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "aggregate/client.hpp"
 #include "base/ownership.hpp"
 #include "collectives/host_fold.hpp"
 #include "collectives/net_pipeline.hpp"
@@ -101,7 +102,9 @@ void HostsWay::find_blocks(const Plan& plan, const OpDescriptor& d) {
 void HostsWay::count(OpCode named) {
   ctx_.stats.add(
       named,
-      ctx_.moved.blocks != 0 ? DataPath::kSkipping : DataPath::kMessages,
+      ctx_.moved.blocks != 0 ? DataPath::kSkipping
+          : ctx_.aggregated  ? DataPath::kAggregated
+                             : DataPath::kMessages,
       ctx_.moved);
 }
 
@@ -161,10 +164,31 @@ uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
       "fused: parameters cannot be shared in a group that spans hosts");
 }
 
+void HostsWay::aggregate(const Plan& plan) {
+  ctx_.aggregated = true;
+  const std::vector<size_t> counts = plan.counts();
+  net_together(ctx_, [&] {
+    for (size_t t = 0; t < counts.size(); ++t) {
+      ctx_.aggregators->all_reduce(
+          plan.tensors[t].dst,
+          counts[t],
+          *plan.reduction,
+          ctx_.sequence,
+          ctx_.deadline,
+          ctx_.moved);
+    }
+  });
+}
+
 void HostsWay::run(const Plan& plan, const OpDescriptor& d) {
   check_plan(plan, *ctx_.hosts, size());
   if (plan.zeros_stay) {
     net_pipeline(ctx_, plan, d, &*blocks_);
+    return;
+  }
+  if (ctx_.aggregators != nullptr && plan.reduction &&
+      plan.receiver == Plan::kAll) {
+    aggregate(plan);
     return;
   }
   const std::vector<size_t> counts = plan.counts();

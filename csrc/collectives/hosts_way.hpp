@@ -58,6 +58,8 @@ class HostsWay : public Way {
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
   void check_said(const OpDescriptor& mine);
   void find_blocks(const Plan& plan, const OpDescriptor& d);
+  // A plain reduction, by the group's aggregators.
+  void aggregate(const Plan& plan);
   NetContext& ctx_;
   std::optional<NetBlocks> blocks_; // of the plan that has been entered
   std::vector<OpDescriptor> said_;

@@ -9,6 +9,10 @@
 // What operations between machines work with.
 namespace fusedpg {
 
+namespace aggregate {
+class Client;
+}
+
 struct NetContext : OpContext {
   Transport& transport;
   // In which sums are taken; a rank may be said to be a host of its own.
@@ -16,6 +20,8 @@ struct NetContext : OpContext {
   Domain* domain = nullptr; // of this host's ranks, if it has several
   OpStats moved{}; // what this rank has sent and received so far
   NetBuffers* buffers = nullptr; // of the operations of a group
+  aggregate::Client* aggregators = nullptr; // if the group has some
+  bool aggregated = false; // this operation
 };
 
 // Kinds of messages; each is a stream of its own between two ranks.

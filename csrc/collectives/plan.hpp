@@ -7,6 +7,7 @@
 #include "base/dtype.hpp"
 #include "collectives/lanes.hpp"
 #include "collectives/skip.hpp"
+#include "kernels/kernels.hpp"
 
 namespace fusedpg {
 
@@ -72,6 +73,9 @@ struct Plan {
   DType src_type = DType::kOpaque;
   RedOp op = RedOp::kSum;
   std::vector<double> weights;
+  // Set where the epilogue is this reduction and nothing else, so that somebody
+  // else may do it.
+  std::optional<kernels::ReduceArgs> reduction;
 
   // Lanes by the ownership map: owner p has shard_range(count, P, p) of each.
   static Lanes shards(const std::vector<size_t>& counts, int world_size);

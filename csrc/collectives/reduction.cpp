@@ -62,6 +62,7 @@ Plan in_place(
     plan.weights.assign(world_size, args.factor);
   }
   plan.epilogue = reduction_epilogue(kernels, args);
+  plan.reduction = args;
   std::vector<size_t> counts;
   for (const ReduceTensor& t : tensors) {
     counts.push_back(t.count);

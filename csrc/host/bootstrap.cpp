@@ -15,12 +15,17 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
     : rank_(rank),
       world_size_(world_size),
       host_id_(settings.host_id) {
+  std::string aggregators;
+  for (const std::string& place : settings.aggregators) {
+    aggregators += (aggregators.empty() ? "" : ",") + place;
+  }
   self_.settings = formatted(
-      "block_skip={}, block_size={}, transport={}, order={}",
+      "block_skip={}, block_size={}, transport={}, order={}, aggregators={}",
       block_skip_name(settings.block_skip),
       settings.block_size,
       transport_choice_name(settings.transport),
-      settings.flat_order ? "flat" : "hosts");
+      settings.flat_order ? "flat" : "hosts",
+      aggregators);
 }
 
 void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {

@@ -90,6 +90,20 @@ TcpEndpoint::TcpEndpoint(
   listener_->add(*this);
 }
 
+TcpEndpoint::TcpEndpoint(
+    std::shared_ptr<TcpListener> listener,
+    int rank,
+    int size,
+    const Key128& key,
+    uint64_t id)
+    : listener_(std::move(listener)),
+      rank_(rank),
+      size_(size),
+      key_(key),
+      id_(id) {
+  listener_->add(*this);
+}
+
 TcpEndpoint::~TcpEndpoint() {
   listener_->remove(*this);
 }
@@ -174,6 +188,15 @@ TcpListener::~TcpListener() {
 
 void TcpListener::add(TcpEndpoint& endpoint) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (endpoint.id_ != 0) {
+    if (!endpoints_.emplace(endpoint.id_, &endpoint).second) {
+      fail(
+          ErrorKind::kInvalid,
+          "fused: there is an endpoint {} already",
+          endpoint.id_);
+    }
+    return;
+  }
   // Random, as one that has gone must not be taken for another.
   do {
     std::memcpy(&endpoint.id_, random_key().data(), sizeof endpoint.id_);

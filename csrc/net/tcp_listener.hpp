@@ -57,6 +57,13 @@ class TcpListener;
 class TcpEndpoint {
  public:
   TcpEndpoint(std::shared_ptr<TcpListener> listener, int rank, int size);
+  // One whose key and number peers know from elsewhere.
+  TcpEndpoint(
+      std::shared_ptr<TcpListener> listener,
+      int rank,
+      int size,
+      const Key128& key,
+      uint64_t id);
   TcpEndpoint(const TcpEndpoint&) = delete;
   ~TcpEndpoint();
 
@@ -85,7 +92,7 @@ class TcpEndpoint {
   const int rank_;
   const int size_;
   const Key128 key_ = random_key();
-  uint64_t id_ = 0;
+  uint64_t id_ = 0; // 0: the listener draws one
   WakeSignal signal_;
   std::mutex mutex_;
   std::vector<std::pair<int, Fd>> arrived_;

@@ -144,6 +144,14 @@ SocketAddress SocketAddress::of(const std::string& text) {
   fail(ErrorKind::kSystem, "fused: no address of a socket: \"{}\"", text);
 }
 
+SocketAddress SocketAddress::named(const std::string& host, uint16_t port) {
+  const Infos infos = resolve_host(host, std::to_string(port), SOCK_STREAM);
+  if (!infos) {
+    fail(ErrorKind::kInvalid, "fused: no host has the name {}", host);
+  }
+  return address_of(infos->ai_addr, infos->ai_addrlen);
+}
+
 std::string SocketAddress::text() const {
   char port[8];
   if (getnameinfo(
@@ -170,6 +178,12 @@ SocketAddress SocketAddress::with_port(uint16_t port) const {
     reinterpret_cast<sockaddr_in6*>(&other.storage)->sin6_port = htons(port);
   }
   return other;
+}
+
+bool SocketAddress::any_port() const {
+  return storage.ss_family == AF_INET
+      ? reinterpret_cast<const sockaddr_in*>(&storage)->sin_port == 0
+      : reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port == 0;
 }
 
 namespace {
@@ -228,12 +242,20 @@ Fd listen_at(const SocketAddress& address) {
       address.storage.ss_family,
       SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK,
       0));
+  if (fd) {
+    // Whoever listened there before may have left connections behind, which
+    // have the option from it.
+    set_option(fd, SOL_SOCKET, SO_REUSEADDR);
+  }
   if (!fd || bind(fd.get(), address.get(), address.length) != 0 ||
       listen(fd.get(), SOMAXCONN) != 0) {
-    fail_errno(formatted(
-        "fused: cannot listen at {} (FUSEDPG_SOCKET_IFNAME names another "
-        "interface)",
-        address.host()));
+    fail_errno(
+        address.any_port()
+            ? formatted(
+                  "fused: cannot listen at {} (FUSEDPG_SOCKET_IFNAME names "
+                  "another interface)",
+                  address.host())
+            : formatted("fused: cannot listen at {}", address.text()));
   }
   return fd;
 }

@@ -17,10 +17,15 @@ struct SocketAddress {
   // "10.0.0.1 4711", "fe80::1%eth0 4711"; throws Error(kSystem) for anything
   // else.
   static SocketAddress of(const std::string& text);
+  // Of a host by name or number, which may take as long as the resolver does;
+  // throws Error(kInvalid) where it has none.
+  static SocketAddress named(const std::string& host, uint16_t port);
   std::string text() const;
   // Without the port.
   std::string host() const;
   SocketAddress with_port(uint16_t port) const;
+  // Port 0: the system chooses one.
+  bool any_port() const;
   const sockaddr* get() const {
     return reinterpret_cast<const sockaddr*>(&storage);
   }
@@ -36,7 +41,7 @@ SocketAddress local_address(
     const std::string& peer,
     uint16_t peer_port);
 
-// Bound to a free port of the address.
+// Bound to the address; to a free port where that has none.
 Fd listen_at(const SocketAddress& address);
 SocketAddress bound_address(const Fd& socket);
 // The next connection that waits, or none.

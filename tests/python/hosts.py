@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import IO, TypeVar
 
 Result = TypeVar("Result")
-MAX_HOSTS = 4
+MAX_HOSTS = 8
 PORT = 29400
 # Bytes that a link may pass at once; the kernel's timer needs some, and more for a fast link.
 BURST, FAST_BURST = "256kb", "4mb"
@@ -104,7 +104,7 @@ class Hosts:
     """Namespaces ``0 ... count - 1`` with addresses ``10.77.0.1 ...``.
 
     Args:
-        count: 2 to 4 hosts.
+        count: 2 to 8 hosts.
         rate: of each host's link, both ways, as ``tc`` writes it ("1gbit"); None: no limit.
 
     Raises:

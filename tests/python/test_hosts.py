@@ -91,7 +91,7 @@ def test_failures_leave_nothing(tmp_path: Path) -> None:
     names |= {made.namespace(host) for host in range(2)}
     assert len(names) == 4
     assert not names & namespaces()
-    with pytest.raises(ValueError, match="2 to 4 hosts"):
+    with pytest.raises(ValueError, match=f"2 to {hosts.MAX_HOSTS} hosts"):
         hosts.Hosts(1)
 
 

@@ -62,8 +62,13 @@ Transport& HostsRoute::connected(const Deadline& deadline) {
   if (!connection_.transport) {
     try {
       connection_ = connect_hosts(group_, deadline, check_aborted);
+      connection_.aggregators = connect_aggregators(
+          group_, flat_ || !hosts_.shared(), deadline, check_aborted);
       std::lock_guard<std::mutex> name_lock(name_mutex_);
       transport_name_ = connection_.name;
+      if (connection_.aggregators) {
+        aggregators_ = connection_.aggregators->places();
+      }
     } catch (...) {
       cannot_connect_ = std::current_exception();
       throw;
@@ -93,7 +98,8 @@ NetContext HostsRoute::net_context(uint64_t ticket, const Deadline& deadline) {
       &hosts_,
       domain_.get(),
       {},
-      &buffers_};
+      &buffers_,
+      connection_.aggregators.get()};
 }
 
 void HostsRoute::check_neighbours(const std::string& what) {
@@ -165,6 +171,9 @@ void HostsRoute::failed(const char* title, uint64_t ticket) {
       if (connection_.transport) {
         connection_.transport->end();
       }
+      if (connection_.aggregators) {
+        connection_.aggregators->end();
+      }
     });
   } catch (const Error& error) {
     if (domain_) {
@@ -191,6 +200,7 @@ void HostsRoute::describe(GroupInfo& info) {
   info.address = address_;
   std::lock_guard<std::mutex> lock(name_mutex_);
   info.transport = transport_name_;
+  info.aggregators = aggregators_;
 }
 
 std::optional<ErrorKind> HostsRoute::failure() {
@@ -232,6 +242,9 @@ void HostsRoute::end_waits() {
   std::lock_guard<std::mutex> lock(transport_mutex_);
   if (connection_.transport) {
     connection_.transport->abort();
+  }
+  if (connection_.aggregators) {
+    connection_.aggregators->abort();
   }
 }
 

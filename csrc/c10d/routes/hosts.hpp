@@ -91,6 +91,7 @@ class HostsRoute : public CpuRoute {
   std::exception_ptr cannot_connect_;
   std::mutex name_mutex_; // which nobody holds for long
   std::string transport_name_;
+  std::vector<std::string> aggregators_;
   std::mutex mailbox_mutex_;
   std::atomic<uint32_t> monitored_barriers_{0}; // that have begun
   // Of the executing thread.

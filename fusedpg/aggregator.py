@@ -1,0 +1,146 @@
+"""``fusedpg-aggregator``: a process that adds up for groups that span hosts.
+
+    python -m fusedpg.aggregator --listen 10.0.0.1:4711
+
+Groups that have ``fusedpg.Options(aggregators="10.0.0.1:4711,...")`` and its key, in the variable
+FUSEDPG_AGGREGATOR_KEY, send it what is to be added up. See docs/operate/aggregators.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusedpg._registration import load_extension
+
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+_DEFAULT_LISTEN = "127.0.0.1:4711"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of one aggregator.
+
+    Attributes:
+        listen: ``"host:port"``, or ``"[host]:port"``; port 0: one that is free.
+        key: 32 hexadecimal digits, which its workers must have, too.
+        stats: seconds between two lines of counters on standard output; 0: none.
+    """
+
+    listen: str = _DEFAULT_LISTEN
+    key: str = ""
+    stats: float = 0.0
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        raise ValueError(f"{path}: a TOML file takes Python 3.11 or newer") from None
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    known = {"listen", "key", "key_file", "stats"}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise ValueError(f"{path}: unknown {', '.join(unknown)}; there are {sorted(known)}")
+    if "key_file" in table:
+        if "key" in table:
+            raise ValueError(f"{path}: key and key_file are the same: give one of them")
+        place = Path(path).parent / table.pop("key_file")
+        try:
+            table["key"] = place.read_text().strip()
+        except OSError as error:
+            raise ValueError(f"{place}: {error.strerror}") from None
+    for name in ("listen", "key"):
+        if not isinstance(table.get(name, ""), str):
+            raise ValueError(f"{path}: {name} is a text, got {table[name]!r}")
+    return table
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds <= 1e6:
+        raise ValueError(f"stats is a number of seconds from 0 to 1e6, got {value!r}")
+    return seconds
+
+
+def settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """What the flags say, else the environment, else the file that ``--config`` names.
+
+    Raises:
+        ValueError: for a value or a key of the file that cannot be.
+    """
+    parser = argparse.ArgumentParser(
+        "fusedpg-aggregator", description="Adds up for groups that span hosts."
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", help=f"default: {_DEFAULT_LISTEN}")
+    parser.add_argument("--stats", metavar="SECONDS", help="print counters as JSON, so often")
+    parser.add_argument("--config", metavar="FILE", help="TOML: listen, stats, key or key_file")
+    given = parser.parse_args(arguments)
+    found = {} if given.config is None else _from_file(given.config)
+    found |= {name: value for name, value in environment.items() if value}
+    found |= {
+        name: value
+        for name, value in (("listen", given.listen), ("stats", given.stats))
+        if value is not None
+    }
+    found["stats"] = _seconds(found.get("stats", 0))
+    return Settings(**found)
+
+
+def _environment() -> dict[str, str]:
+    listen, stats, key = load_extension()._aggregator_settings()
+    return {"listen": listen, "stats": stats, "key": key}
+
+
+def run(chosen: Settings) -> None:
+    """Serves until SIGTERM or SIGINT, and then until its jobs have ended; the second signal ends
+    these, too.
+
+    Raises:
+        ValueError: where it cannot listen there, and for a key that is none.
+    """
+    server = load_extension().Aggregator(chosen.listen, chosen.key)
+    host, port = server.address.split()
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    print(f"fusedpg-aggregator: listens at {place}", flush=True)
+
+    def report() -> None:
+        if chosen.stats:
+            print(json.dumps(server.stats()), flush=True)
+
+    look = min(chosen.stats, 3600.0) if chosen.stats else 3600.0
+    while signal.sigtimedwait(_SIGNALS, look) is None:
+        report()
+    server.drain()
+    print("fusedpg-aggregator: takes no more jobs", flush=True)
+    while server.stats()["active"] and signal.sigtimedwait(_SIGNALS, 0.05) is None:
+        pass
+    report()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in all threads that begin from here on
+    try:
+        run(settings(sys.argv[1:] if arguments is None else arguments, _environment()))
+    except (ValueError, RuntimeError) as error:
+        print(f"fusedpg-aggregator: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

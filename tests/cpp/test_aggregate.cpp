@@ -1,0 +1,313 @@
+// Aggregators and their workers in one process, and insiders that lie.
+#include <poll.h>
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "aggregate/client.hpp"
+#include "aggregate/server.hpp"
+#include "base/error.hpp"
+#include "check.hpp"
+#include "collectives/hosts_way.hpp"
+#include "net/tcp_dial.hpp"
+#include "net_wire.hpp"
+
+using namespace fusedpg;
+using namespace fusedpg::aggregate;
+using namespace fusedpg::test;
+using namespace std::chrono_literals;
+
+namespace {
+
+const Key128 kKey{1, 2, 3};
+const auto kNothing = [] {};
+
+Deadline soon() {
+  return Deadline(20s);
+}
+
+std::string place_of(const Server& server) {
+  const std::string text = server.address();
+  const size_t space = text.find(' ');
+  return text.substr(0, space) + ":" + text.substr(space + 1);
+}
+
+TcpAddress any_door() {
+  return front_door("127.0.0.1:0", kKey);
+}
+
+// The workers of one job.
+struct Crew {
+  Crew(int workers, const std::vector<std::string>& places) {
+    std::vector<std::unique_ptr<TcpEndpoint>> endpoints;
+    Request request;
+    request.aggregators = places.size();
+    for (int r = 0; r < workers; ++r) {
+      endpoints.push_back(
+          std::make_unique<TcpEndpoint>(
+              TcpListener::at(SocketAddress::of("127.0.0.1 0")),
+              r,
+              workers + static_cast<int>(places.size())));
+      request.workers.push_back(endpoints.back()->address());
+    }
+    std::vector<std::string> jobs;
+    for (size_t a = 0; a < places.size(); ++a) {
+      request.index = a;
+      jobs.push_back(open_job(places[a], kKey, request, soon(), kNothing));
+    }
+    for (int r = 0; r < workers; ++r) {
+      TcpTransport::Config config;
+      config.spin = 0us;
+      auto transport =
+          std::make_unique<TcpTransport>(config, std::move(endpoints[r]));
+      for (size_t a = 0; a < places.size(); ++a) {
+        transport->connect(workers + static_cast<int>(a), jobs[a]);
+      }
+      transports.push_back(transport.get());
+      clients.push_back(
+          std::make_unique<Client>(places, std::move(transport), workers));
+    }
+  }
+
+  // The sum of 1, 2, ... by worker, as often as that; how many raised.
+  int add_up(size_t count, int rounds) {
+    const auto size = static_cast<int>(clients.size());
+    std::atomic<int> raised{0};
+    std::atomic<int> wrong{0};
+    std::vector<std::thread> threads;
+    for (int r = 0; r < size; ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          for (int round = 0; round < rounds; ++round) {
+            std::vector<float> data(count, static_cast<float>(r + 1));
+            OpStats moved;
+            clients[r]->all_reduce(
+                data.data(),
+                count,
+                {},
+                static_cast<uint64_t>(round),
+                soon(),
+                moved);
+            for (const float x : data) {
+              wrong += x == static_cast<float>(size * (size + 1) / 2) ? 0 : 1;
+            }
+          }
+        } catch (const Error&) {
+          ++raised;
+        }
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+    CHECK_EQ(wrong.load(), 0);
+    return raised;
+  }
+
+  std::vector<std::unique_ptr<Client>> clients;
+  std::vector<TcpTransport*> transports; // of these
+};
+
+void until(const std::function<bool()>& holds) {
+  const Deadline deadline = soon();
+  while (!holds() && !deadline.expired()) {
+    std::this_thread::sleep_for(5ms);
+  }
+  CHECK(holds());
+}
+
+} // namespace
+
+TEST(aggregators_add_up) {
+  Server first(any_door());
+  Server second(any_door());
+  for (const int workers : {1, 2, 5}) {
+    Crew one(workers, {place_of(first)});
+    Crew both(workers, {place_of(first), place_of(second)});
+    // Less than a segment, several rounds of the slots, and none.
+    for (const size_t count : {size_t{1}, size_t{2'000'003}, size_t{0}}) {
+      CHECK_EQ(one.add_up(count, 2), 0);
+      CHECK_EQ(both.add_up(count, 2), 0);
+    }
+  }
+  until([&] { return first.stats().active == 0; });
+  CHECK_EQ(first.stats().jobs, 6U);
+  CHECK_EQ(first.stats().failed, 0U);
+}
+
+TEST(aggregated_reductions_have_the_bits_of_those_from_rank_to_rank) {
+  constexpr int kRanks = 3;
+  constexpr size_t kBytes = (size_t{1} << 20) + 48; // of whole elements of each
+  Server first(any_door());
+  Server second(any_door());
+  Crew crew(kRanks, {place_of(first), place_of(second)});
+  on_wire(kRanks, [&](int rank, NetContext& ctx) {
+    for (int t = 0; t < static_cast<int>(DType::kOpaque); ++t) {
+      for (int op = 0; op <= static_cast<int>(RedOp::kPremulSum); ++op) {
+        kernels::ReduceArgs args;
+        args.dtype = static_cast<DType>(t);
+        args.op = static_cast<RedOp>(op);
+        args.divisor = kRanks;
+        args.factor = 0.3;
+        if (!reduction_supported(args.dtype, args.op)) {
+          continue;
+        }
+        // Small integers: of floats, which NaN comes out is open.
+        std::vector<uint8_t> mine(kBytes);
+        for (size_t i = 0; i < kBytes; ++i) {
+          mine[i] =
+              static_cast<uint8_t>((i * 7 + static_cast<size_t>(rank)) % 60);
+        }
+        std::vector<uint8_t> other = mine;
+        const size_t count = kBytes / dtype_size(args.dtype);
+        ctx.aggregators = nullptr;
+        HostsWay plain(ctx);
+        all_reduce(plain, {{mine.data(), count}}, args);
+        CHECK(!ctx.aggregated);
+        ctx.aggregators = crew.clients[rank].get();
+        ctx.moved = {};
+        HostsWay way(ctx);
+        all_reduce(way, {{other.data(), count}}, args);
+        CHECK(ctx.aggregated);
+        CHECK(ctx.moved.bytes_received > kBytes);
+        CHECK(ctx.moved.bytes_received < kBytes + 10'000);
+        CHECK(mine == other);
+        ctx.aggregated = false;
+      }
+    }
+  });
+}
+
+TEST(aggregators_outlive_a_worker) {
+  Server server(any_door());
+  Crew others(2, {place_of(server)});
+  CHECK_EQ(others.add_up(1000, 1), 0);
+  {
+    Crew crew(3, {place_of(server)});
+    CHECK_EQ(crew.add_up(1000, 1), 0);
+    crew.clients[1]->end();
+    CHECK_EQ(crew.add_up(500'000, 1), 3);
+  }
+  CHECK_EQ(others.add_up(500'000, 1), 0);
+}
+
+TEST(aggregators_end_jobs_that_make_no_sense) {
+  Server server(any_door());
+  const TcpAddress door = front_door(place_of(server), kKey);
+  Crew others(2, {place_of(server)});
+  // At the front door, with the key.
+  for (const char* text :
+       {"",
+        "fusedpg-aggregator 2\n1 1 0\nx\n",
+        "fusedpg-aggregator 1\n",
+        "fusedpg-aggregator 1\n0 1 0\n",
+        "fusedpg-aggregator 1\n3 1 0\nx\n",
+        "fusedpg-aggregator 1\n1 1 1\nx\n",
+        "fusedpg-aggregator 1\n1 1 0\nx\n",
+        "fusedpg-aggregator 1\n99999999999 1 0\nx\n",
+        "fusedpg-aggregator 1\n-1 1 0\nx\n"}) {
+    const Fd socket = tcp::dial(door, 0, 0, soon(), kNothing);
+    tcp::say(socket, text, soon(), kNothing);
+    CHECK(
+        tcp::hear(socket, kMostRequestBytes, soon(), kNothing)
+            .starts_with("! "));
+  }
+  {
+    const Fd socket = tcp::dial(door, 0, 0, soon(), kNothing);
+    const uint32_t long_word = 0xffffffffU;
+    CHECK_EQ(send(socket.get(), &long_word, 4, MSG_NOSIGNAL), 4);
+    CHECK(
+        tcp::hear(socket, kMostRequestBytes, soon(), kNothing)
+            .starts_with("! "));
+  }
+  CHECK_EQ(server.stats().refused, 10U);
+  // And in a job.
+  Head good;
+  good.count = 10;
+  good.segment = 10;
+  good.dtype = static_cast<uint32_t>(DType::kFloat32);
+  std::vector<Head> heads(7, good);
+  heads[0].dtype = 200;
+  heads[1].op = 99;
+  heads[2].segment = 0;
+  heads[3].segment = kSegmentBytes;
+  heads[4].divisor = 0;
+  heads[5].dtype = static_cast<uint32_t>(DType::kOpaque);
+  heads[6].op = static_cast<uint32_t>(RedOp::kBxor); // of floats
+  for (const Head& head : heads) {
+    Crew liar(1, {place_of(server)});
+    NetBuffer said(sizeof head);
+    std::memcpy(said.data(), &head, sizeof head);
+    NetBuffer result(40);
+    TcpTransport& transport = *liar.transports[0];
+    transport.send(1, static_cast<uint32_t>(Tag::kHead), said);
+    bool raised = false;
+    try {
+      transport.receive(1, static_cast<uint32_t>(Tag::kResult), result)
+          ->wait(soon());
+    } catch (const Error& error) {
+      raised = error.kind() == ErrorKind::kPeerFailed;
+    }
+    CHECK(raised);
+  }
+  until([&] { return server.stats().failed == heads.size(); });
+  CHECK_EQ(others.add_up(500'000, 2), 0);
+}
+
+TEST(aggregators_let_nobody_in_without_the_key) {
+  Server server(any_door());
+  Key128 other = kKey;
+  other[15] = 9;
+  std::string text;
+  try {
+    open_job(place_of(server), other, {{"x"}, 1, 0}, soon(), kNothing);
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  CHECK(text.find("has another key") != std::string::npos);
+  CHECK(text.find(place_of(server)) != std::string::npos);
+  CHECK_EQ(server.stats().jobs, 0U);
+  server.drain();
+  text = "";
+  try {
+    open_job(place_of(server), kKey, {{"x"}, 1, 0}, soon(), kNothing);
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  CHECK(text.find("takes nobody in any more") != std::string::npos);
+}
+
+TEST(places_and_keys_of_aggregators) {
+  const auto refuses = [](const std::function<void()>& body) {
+    try {
+      body();
+    } catch (const Error& error) {
+      return error.kind() == ErrorKind::kInvalid;
+    }
+    return false;
+  };
+  for (const char* place :
+       {"",
+        ":1",
+        "host",
+        "1.2.3.4:",
+        "1.2.3.4:x",
+        "1.2.3.4:70000",
+        "1.2.3.4:-1"}) {
+    CHECK(refuses([&] { front_door(place, kKey); }));
+  }
+  CHECK_EQ(front_door("127.0.0.1:80", kKey).socket.text(), "127.0.0.1 80");
+  CHECK_EQ(front_door("[::1]:80", kKey).socket.text(), "::1 80");
+  for (const char* key :
+       {"",
+        "0",
+        "0011223344556677889900112233445g",
+        "001122334455667788990011223344556"}) {
+    CHECK(refuses([&] { key_of(key); }));
+  }
+  const Key128 key = key_of("00ff0000000000000000000000000010");
+  CHECK_EQ(key[1], 255);
+  CHECK_EQ(key[15], 16);
+}

@@ -1,0 +1,315 @@
+"""Aggregators: what they add up, who may use them, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import harness
+from checks import aggregators as checks
+from fusedpg import aggregator
+from harness import Died
+
+pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
+
+KEY = "00112233445566778899aabbccddeeff"
+# Seconds, of groups whose deadline is a minute: 2 on an idle machine.
+SOON = 10
+LISTENS = "fusedpg-aggregator: listens at "
+
+
+class Aggregator:
+    """A process, and what it prints."""
+
+    def __init__(self, listen: str = "127.0.0.1:0", key: str = KEY, *more: str) -> None:
+        environment = {**os.environ, "FUSEDPG_AGGREGATOR_KEY": key}
+        command = harness.python("-m", "fusedpg.aggregator", "--listen", listen, *more)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        first = self.process.stdout.readline()
+        assert first.startswith(LISTENS), self.process.communicate()
+        self.place = first.removeprefix(LISTENS).strip()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.place.rsplit(":", 1)
+        return host, int(port)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> tuple[str, str]:
+        self.process.kill()
+        return self.process.communicate()
+
+    def __enter__(self) -> Aggregator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def on_hosts(size: int, same_host: bool = False, **more: str) -> list[dict[str, str]]:
+    """The environments of ranks that take each other for those of several hosts."""
+    return [
+        {
+            "FUSEDPG_HOST_ID": "one" if same_host and rank else str(rank),
+            "FUSEDPG_AGGREGATOR_KEY": KEY,
+            **more,
+        }
+        for rank in range(size)
+    ]
+
+
+def workers(size: int, *, init: bool = True, **more: Any) -> Any:
+    env = on_hosts(size, **more)
+    return harness.Workers(size, env=env, init=init, oracle=False, one_host=False)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[str]:
+    with Aggregator() as first, Aggregator() as second:
+        yield f"{first.place},{second.place}"
+
+
+@pytest.fixture
+def ranks() -> Any:
+    return harness.pool(3, env=on_hosts(3), oracle=False, one_host=False)
+
+
+@pytest.mark.parametrize("dtype", [*checks.FLOATS, *checks.INTEGERS], ids=str)
+@pytest.mark.parametrize("number", [1, 2])
+def test_bits_are_those_without(ranks: Any, two: str, number: int, dtype: torch.dtype) -> None:
+    places = ",".join(two.split(",")[:number])
+    ranks.run(checks.equals_without, places, dtype, checks.LARGE)
+
+
+@hypothesis.given(
+    numel=st.integers(0, 600_000), dtype=st.sampled_from([*checks.FLOATS, *checks.INTEGERS]),
+    offset=st.integers(0, 5), async_op=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@hypothesis.settings(
+    max_examples=30, deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+def test_any_call(ranks: Any, two: str, **case: Any) -> None:
+    ranks.run(checks.equals_numpy, two, case)
+
+
+def test_link_carries_the_tensor_once(ranks: Any, two: str) -> None:
+    ranks.run(checks.bytes_of_link, two)
+
+
+def test_groups_at_the_same_time(ranks: Any, two: str) -> None:
+    ranks.run(checks.several_groups, two, 6)
+
+
+def test_ddp(ranks: Any, two: str) -> None:
+    ranks.run(checks.ddp_is_unchanged, two)
+
+
+def test_flat_order_on_shared_hosts(two: str) -> None:
+    with workers(3, same_host=True, FUSEDPG_ORDER="flat") as found:
+        found.run(checks.equals_without, two, torch.float32, checks.LARGE)
+    with workers(3, same_host=True) as found:
+        found.run(checks.all_to_one, two, 'order="flat"')
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [("nowhere", '"host:port", got "nowhere"'), ("127.0.0.1:x", "host:port"),
+     ("127.0.0.1:1", "aggregator 0 (127.0.0.1:1)")],
+)  # fmt: skip
+def test_what_cannot_be_reached(ranks: Any, places: str, text: str) -> None:
+    ranks.run(checks.all_to_one, places, text)
+
+
+def test_another_key(ranks: Any) -> None:
+    with Aggregator("127.0.0.1:0", "f" * 32) as other:
+        ranks.run(checks.all_to_one, other.place, "has another key")
+    with workers(2, FUSEDPG_AGGREGATOR_KEY="short") as found:
+        found.run(checks.all_to_one, "127.0.0.1:1", "32 hexadecimal digits")
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_worker_is_killed(tmp_path: Path, two: str) -> None:
+    """The others raise soon, and name it; a group of these works."""
+    with workers(3, init=False) as found:
+        found.run(checks.join, "a", [0, 1, 2], two, 60.0)
+        found.start(checks.until_it_fails, str(tmp_path / "go"))
+        wait_for(tmp_path / "go")
+        killed = time.time()
+        found.signal(1, signal.SIGKILL)
+        answers = found.collect(30)
+        assert isinstance(answers[1], Died)
+        for rank in (0, 2):
+            when, text = answers[rank]
+            assert when - killed < SOON, answers
+            assert "rank 1" in text, text
+        found.start(checks.join, "b", [0, 2], two, 60.0, ranks=[0, 2])
+        assert found.collect(30, ranks=[0, 2]) == [None, None]
+        found.start(checks.some_rounds, 3, ranks=[0, 2])
+        assert found.collect(30, ranks=[0, 2]) == [None, None]
+
+
+def test_worker_is_stopped(tmp_path: Path, two: str) -> None:
+    """The others raise at the group's deadline, and name it."""
+    with workers(3, init=False) as found:
+        found.run(checks.join, "a", [0, 1, 2], two, 8.0)
+        found.start(checks.until_it_fails, str(tmp_path / "go"))
+        wait_for(tmp_path / "go")
+        found.signal(1, signal.SIGSTOP)
+        try:
+            answers = found.collect(30, ranks=[0, 2])
+        finally:
+            found.signal(1, signal.SIGCONT)
+        for _, text in answers:
+            assert "rank 1" in text, text
+        found.collect(30, ranks=[1])
+
+
+def test_aggregator_is_killed_and_started_again(tmp_path: Path) -> None:
+    """All raise soon, and name it; a new group works when it is there again."""
+    with workers(3, init=False) as found, Aggregator() as first, contextlib.ExitStack() as later:
+        second = later.enter_context(Aggregator())
+        both = f"{first.place},{second.place}"
+        for number in range(2):
+            go = tmp_path / str(number)
+            found.run(checks.join, f"a{number}", [0, 1, 2], both, 60.0)
+            found.start(checks.until_it_fails, str(go))
+            wait_for(go)
+            killed = time.time()
+            second.close()
+            for when, text in found.collect(30):
+                assert when - killed < SOON
+                assert f"aggregator 1 ({second.place})" in text, text
+            second = later.enter_context(Aggregator(second.place))
+        found.run(checks.join, "b", [0, 1, 2], both, 60.0)
+        found.run(checks.some_rounds, 3)
+        found.run(checks.leave)
+
+
+def test_strangers_reach_nothing(ranks: Any) -> None:
+    """Garbage, silence and half of a greeting, while ranks work."""
+    with Aggregator() as one, contextlib.ExitStack() as open_:
+        draw = random.Random(4)
+        magic = (0x3130706370736466).to_bytes(8, "little")
+        door = (1).to_bytes(8, "little")
+        for n in range(60):
+            stranger = open_.enter_context(socket.create_connection(one.address))
+            with contextlib.suppress(OSError):
+                stranger.sendall(
+                    [b"", draw.randbytes(100), b"GET / HTTP/1.1\r\n\r\n", magic,
+                     magic + door + bytes(24), magic + door + bytes(8) + draw.randbytes(60)][n % 6]
+                )  # fmt: skip
+        ranks.run(checks.several_groups, one.place, 3)
+        assert one.process.poll() is None
+
+
+def test_drains(tmp_path: Path) -> None:
+    """SIGTERM: its groups go on, new ones are refused, and it ends with the last one."""
+    with workers(2, init=False) as found, Aggregator() as one:
+        found.run(checks.join, "a", [0, 1], one.place, 60.0)
+        found.run(checks.some_rounds, 1)
+        one.signal(signal.SIGTERM)
+        assert one.process.stdout is not None
+        assert "no more jobs" in one.process.stdout.readline()
+        found.run(checks.some_rounds, 2)
+        found.run(checks.all_to_one, one.place, "takes nobody in any more")
+        assert one.process.poll() is None
+        found.run(checks.leave)
+        assert one.process.wait(10) == 0
+
+
+def test_second_signal_ends_it(tmp_path: Path) -> None:
+    with workers(2, init=False) as found, Aggregator() as one:
+        found.run(checks.join, "a", [0, 1], one.place, 60.0)
+        found.start(checks.until_it_fails, str(tmp_path / "go"))
+        wait_for(tmp_path / "go")
+        one.signal(signal.SIGTERM)
+        assert one.process.stdout is not None
+        assert "no more jobs" in one.process.stdout.readline()
+        one.signal(signal.SIGINT)
+        for _, text in found.collect(30):
+            assert f"aggregator 0 ({one.place})" in text
+        assert one.process.wait(10) == 0
+
+
+def test_stats(ranks: Any) -> None:
+    with Aggregator("127.0.0.1:0", KEY, "--stats", "0.1") as one:
+        ranks.run(checks.several_groups, one.place, 2)
+        assert one.process.stdout is not None
+        deadline = time.monotonic() + 20
+        while True:
+            stats = json.loads(one.process.stdout.readline())
+            if stats["jobs"] == 2 and stats["active"] == 0:
+                break
+            assert time.monotonic() < deadline, stats
+    assert (stats["operations"], stats["failed"], stats["refused"]) == (4, 0, 0)
+    assert stats["bytes_received"] == stats["bytes_sent"] == 4 * 3 * 4 * checks.LARGE
+
+
+def test_settings(tmp_path: Path) -> None:
+    """Flags, then the environment, then the file."""
+    (tmp_path / "key").write_text(KEY + "\n")
+    file = tmp_path / "a.toml"
+    file.write_text('listen = "a:1"\nkey_file = "key"\nstats = 3\n')
+    config = ["--config", str(file)]
+    environment = {"listen": "b:2", "key": "", "stats": ""}
+    of = aggregator.settings
+    assert of([], {}) == aggregator.Settings("127.0.0.1:4711", "", 0)
+    assert of(config, {}) == aggregator.Settings("a:1", KEY, 3)
+    assert of(config, environment) == aggregator.Settings("b:2", KEY, 3)
+    flags = [*config, "--listen", "c:3", "--stats", "0.5"]
+    assert of(flags, environment | {"stats": "7"}) == aggregator.Settings("c:3", KEY, 0.5)
+    for text, message in (
+        ("listens = 'a:1'", "unknown listens"),
+        ("key = 'a'\nkey_file = 'key'", "give one"),
+        ("key_file = 'none'", "No such file"),
+        ("listen = 5", "listen is a text"),
+        ("stats = -1", "stats is a number"),
+        ("stats = true", "stats is a number"),
+        ("listen =", "a.toml"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            of(config, {})
+    with pytest.raises(ValueError, match="No such file"):
+        of(["--config", str(tmp_path / "none.toml")], {})
+
+
+@pytest.mark.parametrize(
+    ("listen", "key", "text"),
+    [("127.0.0.1:0", "", "32 hexadecimal digits"), ("127.0.0.1", KEY, "host:port"),
+     ("203.0.113.7:0", KEY, "cannot listen")],
+)  # fmt: skip
+def test_does_not_start(listen: str, key: str, text: str) -> None:
+    done = subprocess.run(
+        harness.python("-m", "fusedpg.aggregator", "--listen", listen),
+        env={**os.environ, "FUSEDPG_AGGREGATOR_KEY": key},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert text in done.stderr
