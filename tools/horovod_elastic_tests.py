@@ -61,6 +61,18 @@ class _Messages:
 
 elastic.TorchState._host_messages = _Messages()
 """
+PROCESS = """
+import os
+import signal
+
+
+class Process:
+    def __init__(self, pid):
+        self.pid = pid
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+"""
 LEFT_OUT = "resurrecting_blacklisted_hosts"
 LIMIT = 900.0
 """Seconds after which the tests are killed."""
@@ -80,6 +92,7 @@ def main() -> int:
         "horovod/torch/__init__.py": SERVED + MESSAGES,
         "horovod/runner/launch.py": LAUNCH,
         constants: (args.checkout / constants).read_text(),
+        "psutil.py": PROCESS,
         # What the tests replace or call, and what means nothing here.
         "horovod/runner/elastic/__init__.py": "",
         "horovod/runner/elastic/driver.py": switches,

@@ -211,7 +211,7 @@ def test_a_rank_that_dies_while_they_meet(tmp_path: Path, marker: str) -> None:
         ),
         (  # whoever else came could not go on
             {"kill": {"0": 3, "1": 3}},
-            "-np 2 --min-np 1 --host-discovery-script",
+            "-np 2 --min-np 1 --max-np 2 --host-discovery-script",
             "no rank that has the state",
             137,
         ),
@@ -224,18 +224,22 @@ def test_jobs_that_cannot_go_on(
     job = Job(tmp_path, marker, plan, *flags.split())
     if "script" in flags:
         job.flags += (str(tmp_path / "hosts.sh"),)
-        job.hosts("localhost:2\n")
+        job.hosts("localhost:2\n127.0.0.1:1\n")
     job.start()
     _, err = job.finish(expected=code)
     assert f"fusedpg-run: {message}" in err or message in err
 
 
-def test_a_program_that_fails_everywhere(tmp_path: Path, marker: str) -> None:
+@pytest.mark.parametrize("script", [False, True])
+def test_a_program_that_fails_everywhere(tmp_path: Path, marker: str, script: bool) -> None:
     job = Job(tmp_path, marker, {}, "-np", "2", "--min-np", "1")
+    if script:
+        job.flags += ("--host-discovery-script", str(tmp_path / "hosts.sh"))
+        job.hosts("localhost:1\n127.0.0.1:1\n")
     job.environment["PLAN"] = "no JSON"
     job.start()
     _, err = job.finish(expected=1)
-    assert "JSONDecodeError" in err
+    assert "JSONDecodeError" in err and "ranks are left, fewer than 2" in err
 
 
 STUCK = """

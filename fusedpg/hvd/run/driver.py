@@ -487,8 +487,11 @@ class Driver:
         self._note(f"generation {self._generation} has {len(waiting)} ranks")
 
     def _others_may_come(self) -> bool:
+        slots = [(name, slot) for name, many in self._slots.items() for slot in range(many)]
+        gone = [slot for slot in slots if slot in self._blocked]
         return (
-            self._discovery is not None
+            # A program that has failed in all slots of all hosts will on others, too.
+            (self._discovery is not None and (not slots or len(gone) < len(slots)))
             or any(blocked.until is not None for blocked in self._blocked.values())
             or any(not host.ready for host in self._hosts.values())
         )
