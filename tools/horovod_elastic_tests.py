@@ -6,8 +6,10 @@
 The tests (test/integration/test_elastic_torch.py) and the program that they start are those of the
 checkout. They call horovodrun's functions; here those start fusedpg-run's driver, and its errors
 get Horovod's words. fusedpg-run tells ranks of a new host when a rank on it is ready, so what the
-program asks for messages waits for that. Where a rank failed, Horovod gives up all slots of its
-host, and fusedpg-run that rank's: a test that counts on it is left out.
+program asks for messages waits for that. Two tests are left out. Where a rank failed, Horovod gives
+up all slots of its host, and fusedpg-run that rank's (resurrecting_blacklisted_hosts). Horovod's
+ranks of a new host join together, and fusedpg-run's as they get ready, so that the number of
+meetings is not the one that hosts_added_and_removed counts. Its authors skip four others.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Process:
     def kill(self):
         os.kill(self.pid, signal.SIGKILL)
 """
-LEFT_OUT = "resurrecting_blacklisted_hosts"
+LEFT_OUT = "not resurrecting_blacklisted_hosts and not hosts_added_and_removed"
 LIMIT = 900.0
 """Seconds after which the tests are killed."""
 
@@ -84,7 +86,7 @@ def main() -> int:
     )
     parser.add_argument("checkout", type=Path, help="a clone of Horovod")
     parser.add_argument("--backend", default="fused")
-    parser.add_argument("-k", default=f"not {LEFT_OUT}", help="which tests, as for pytest")
+    parser.add_argument("-k", default=LEFT_OUT, help="which tests, as for pytest")
     args = parser.parse_args()
     constants = "horovod/runner/elastic/constants.py"
     switches = "DISCOVER_HOSTS_FREQUENCY_SECS = ELASTIC_TIMEOUT_SECS = 0"
