@@ -309,6 +309,7 @@ def missed() -> str:
         "tensor_parallel_p2": importlib.import_module("tensor_parallel").BARS,
         "sparse_p2": sparse.BARS,
         "sparse_hosts_1gbit_p2": sparse.BARS,
+        **{f"new_group_p{p}": importlib.import_module("new_group").BARS for p in (2, 4, 8)},
         "between_hosts_2x1_p2": between_hosts.bars(),
         "between_hosts_2x2_p4": between_hosts.bars(),
         "data_parallel_p2": data_parallel.BARS,
@@ -335,6 +336,15 @@ def missed() -> str:
                 lines.append([what, against, wanted, f"{measured:.2f}x"])
     table = markdown(["", "", "wanted", "measured"], lines)
     return f"{met} of {met + len(lines)} targets are met; these are not:\n\n{table}"
+
+
+def new_groups() -> str:
+    lines = []
+    for p in (2, 4, 8):
+        ours, gloo = (get(rows_of(f"new_group_p{p}"), "new_group", 0, a) for a in ("fused", "gloo"))
+        times = [f"{1e3 * t:.1f}" for t in (gloo.median, gloo.fast, ours.median)]
+        lines.append([str(p), *times, f"{ours.median / gloo.median:.2f}x"])
+    return markdown(["ranks", "Gloo", "Gloo's fast mode", "fused", "of Gloo's median time"], lines)
 
 
 def readme() -> str:
@@ -389,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compressed": compressed,
     "compression_kernels": compression_kernels,
     "compression_accuracy": compression_accuracy,
+    "new_group": new_groups,
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
     "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),

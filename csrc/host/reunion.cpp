@@ -320,6 +320,8 @@ std::vector<fusedpg::Peer> Reunion::exchange(
   for (bool quiet = false;; quiet = !wait()) {
     const std::lock_guard<std::mutex> lock(links_->mutex_);
     if (step(memory_fd)) {
+      // What comes now, by another thread's hands perhaps, is not for this one.
+      links_->under_way_.erase(group_);
       break;
     }
     for (const Other& other : others_) {
