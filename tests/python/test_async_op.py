@@ -40,14 +40,22 @@ def test_values_of_futures_are_those_of_gloo(context: Context, before_wait: bool
     """Lists of tensors, or of lists; all_gather_into_tensor gives its output, as with NCCL."""
     ours = dist.group.WORLD._get_backend(torch.device("cpu"))
     gloo = context.oracle._get_backend(torch.device("cpu"))
+    lacking = 0
     for call in async_op.CALLS:
         values = []
         for backend in (ours, gloo):
-            work = call(backend, context.rank, context.world_size)
+            try:
+                work = call(backend, context.rank, context.world_size)
+            except RuntimeError as error:  # Gloo of torch 2.11 has no alltoall
+                assert backend is gloo and "does not support alltoall" in str(error)
+                lacking += 1
+                break
             future = work.get_future() if before_wait else None
             work.wait()
             values.append((future or work.get_future()).value())
-        assert async_op.lists(values[0]) == async_op.lists(values[1]), call
+        else:
+            assert async_op.lists(values[0]) == async_op.lists(values[1]), call
+    assert lacking <= (torch.__version__ < "2.12")
     output = torch.zeros(2 * context.world_size)
     work = ours._allgather_base(output, torch.ones(2))
     work.wait()
