@@ -11,6 +11,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # Compiling takes seconds a program: the tests of generated code turn it on.
 os.environ.setdefault("FUSEDPG_FUSION", "eager")
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -47,6 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fused_only: needs the fused backend")
     config.addinivalue_line("markers", "slow: more of the same; make test-all")
     config.addinivalue_line("markers", "long: no part of make test; make test-rest")
+    # A shell's background jobs ignore it, and so would the programs that tests interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Minutes each: first, so that the last minutes have work for all workers of xdist.
