@@ -1,6 +1,5 @@
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,7 +19,11 @@ constexpr int32_t kNotFiniteBlock = 1024;
 // 2^31; where they are fewer, a magnitude may round up to 2^bits, and one bit
 // less is left.
 constexpr int block_float_bits(uint32_t ranks) {
-  const int carry = std::bit_width(ranks - 1);
+  // A patched NCCL has this file, too, and is C++17: no std::bit_width.
+  int carry = 0;
+  while (carry < 32 && (ranks - 1) >> carry != 0) {
+    ++carry;
+  }
   return carry <= 7 ? 31 - carry : 30 - carry;
 }
 
