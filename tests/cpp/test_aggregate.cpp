@@ -139,11 +139,18 @@ TEST(aggregators_add_up) {
 
 TEST(aggregated_reductions_have_the_bits_of_those_from_rank_to_rank) {
   constexpr int kRanks = 3;
-  constexpr size_t kBytes = (size_t{1} << 20) + 48; // of whole elements of each
+  // Several segments, of whole elements of each type.
+  constexpr size_t kBytes = (size_t{kSanitized ? 300 : 1024} << 10) + 48;
   Server first(any_door());
   Server second(any_door());
   Crew crew(kRanks, {place_of(first), place_of(second)});
-  on_wire(kRanks, [&](int rank, NetContext& ctx) {
+  const auto body = [&](int rank, NetContext& ctx) {
+    // Small integers: of floats, which NaN comes out is open.
+    std::vector<uint8_t> values(kBytes);
+    for (size_t i = 0; i < kBytes; ++i) {
+      values[i] =
+          static_cast<uint8_t>((i * 7 + static_cast<size_t>(rank)) % 60);
+    }
     for (int t = 0; t < static_cast<int>(DType::kOpaque); ++t) {
       for (int op = 0; op <= static_cast<int>(RedOp::kPremulSum); ++op) {
         kernels::ReduceArgs args;
@@ -154,13 +161,7 @@ TEST(aggregated_reductions_have_the_bits_of_those_from_rank_to_rank) {
         if (!reduction_supported(args.dtype, args.op)) {
           continue;
         }
-        // Small integers: of floats, which NaN comes out is open.
-        std::vector<uint8_t> mine(kBytes);
-        for (size_t i = 0; i < kBytes; ++i) {
-          mine[i] =
-              static_cast<uint8_t>((i * 7 + static_cast<size_t>(rank)) % 60);
-        }
-        std::vector<uint8_t> other = mine;
+        std::vector<uint8_t> mine = values, other = values;
         const size_t count = kBytes / dtype_size(args.dtype);
         ctx.aggregators = nullptr;
         HostsWay plain(ctx);
@@ -177,7 +178,9 @@ TEST(aggregated_reductions_have_the_bits_of_those_from_rank_to_rank) {
         ctx.aggregated = false;
       }
     }
-  });
+  };
+  // A hundred operations and more.
+  on_wire(kRanks, body, 10 * kLong);
 }
 
 TEST(aggregators_outlive_a_worker) {
