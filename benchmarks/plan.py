@@ -467,7 +467,8 @@ def drawn(path: Path, rows: Sequence[dict[str, Any]], where: str) -> None:
         axes.set_yticks(list(places), [row["name"] for row in shown])
         axes.invert_yaxis()
         axes.set_xlabel(unit)
-        axes.legend()
+    # Below both, as bars fill their fields.
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"{NAME} {SIZE} on {RANKS} ranks, {where}")
     figure.savefig(path, dpi=130)
     plots.plt().close(figure)
