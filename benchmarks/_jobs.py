@@ -101,13 +101,17 @@ def start(arguments: argparse.Namespace) -> tuple[Context, Values]:
     return context, Values(arguments, context, int(os.environ.get("RANK", 0)))
 
 
-def end(context: Context, arguments: argparse.Namespace) -> None:
+def end(context: Context, arguments: argparse.Namespace, wrong: str | None) -> int:
+    """The exit status: 1 if a result is `wrong`."""
     context.stop()
     if arguments.dump_stats:
         for name, value in dataclasses.asdict(context.stats()).items():
             print(f"{name}: {value}")
     if dist.is_initialized():
         dist.destroy_process_group()
+    if wrong is not None:
+        print(wrong, file=sys.stderr)
+    return int(wrong is not None)
 
 
 def summary(what: str, nanoseconds: Sequence[float], rates: Sequence[float]) -> None:

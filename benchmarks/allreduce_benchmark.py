@@ -57,10 +57,7 @@ def main() -> int:
     if values.rank == 0:
         rates = [numel * 4 * 8 / each for each in nanoseconds]
         _jobs.summary("job", nanoseconds, rates)
-    _jobs.end(context, arguments)
-    if wrong is not None:
-        print(wrong, file=sys.stderr)
-    return wrong is not None
+    return _jobs.end(context, arguments, wrong)
 
 
 if __name__ == "__main__":

@@ -112,10 +112,7 @@ def main() -> int:
         bound = sum(layer.forward_ns + layer.backward_ns for layer in layers)
         _jobs.summary("iteration", nanoseconds, [])
         print(f"computation alone: {bound:,} ns an iteration")
-    _jobs.end(context, arguments)
-    if wrong is not None:
-        print(wrong, file=sys.stderr)
-    return wrong is not None
+    return _jobs.end(context, arguments, wrong)
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ void Job::add_up(Slot& slot, const kernels::ReduceArgs& args, size_t bytes) {
   bytes_sent_ += bytes * static_cast<size_t>(workers_);
 }
 
-// Who has its results may leave, while others still get theirs.
+// A worker that has its results may leave, while others still get theirs.
 void Job::watch() const {
   for (int r = 0; receiving_ && r < workers_; ++r) {
     if (transport_->deaf(r) || transport_->lost(r)) {

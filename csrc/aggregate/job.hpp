@@ -29,7 +29,7 @@ class Job {
   Server::Stats stats() const;
 
  private:
-  // Of one place of the pipeline.
+  // One place of the pipeline.
   struct Slot {
     std::vector<NetBuffer> contributions; // by worker
     std::vector<Transport::RequestPtr> receives;

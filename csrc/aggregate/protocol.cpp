@@ -1,6 +1,7 @@
 #include "aggregate/protocol.hpp"
 
 #include <charconv>
+#include <optional>
 #include <sstream>
 
 #include "base/error.hpp"
@@ -72,13 +73,8 @@ TcpAddress front_door(const std::string& place, const Key128& key) {
 }
 
 Key128 key_of(const std::string& digits) {
-  Key128 key{};
-  bool right = digits.size() == 2 * key.size();
-  for (size_t i = 0; right && i < key.size(); ++i) {
-    const char* from = digits.data() + 2 * i;
-    right = std::from_chars(from, from + 2, key[i], 16).ptr == from + 2;
-  }
-  if (!right) {
+  const std::optional<Key128> key = key_of_digits(digits);
+  if (!key) {
     fail(
         ErrorKind::kInvalid,
         "fused: the key of aggregators (FUSEDPG_AGGREGATOR_KEY) is 32 "
@@ -86,7 +82,7 @@ Key128 key_of(const std::string& digits) {
         "characters",
         digits.size());
   }
-  return key;
+  return *key;
 }
 
 } // namespace fusedpg::aggregate

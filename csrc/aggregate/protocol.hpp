@@ -10,7 +10,7 @@
 #include "base/siphash.hpp"
 #include "net/tcp_listener.hpp"
 
-// What workers and aggregators say to each other.
+// The conversation of workers and aggregators.
 //
 // A job is a group's workers and its aggregators: in its transport worker r is
 // rank r, and aggregator a is rank `workers` + a. Rank 0 opens it at each
@@ -50,7 +50,7 @@ constexpr uint64_t segments_of(
   return segments / aggregators + (segments % aggregators > aggregator ? 1 : 0);
 }
 
-// What rank 0 says at the front door; the answer is the address of the job's
+// Rank 0 says this at the front door; the answer is the address of the job's
 // endpoint there, or why there is none, behind "! ".
 struct Request {
   std::vector<std::string> workers; // the addresses of their endpoints

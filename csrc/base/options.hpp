@@ -84,7 +84,7 @@ struct Settings {
   TransportChoice transport;
   bool flat_order;
   std::vector<std::string> aggregators; // "host:port"
-  // Of aggregators and their workers. FUSEDPG_AGGREGATOR_KEY.
+  // Aggregators and their workers have the same. FUSEDPG_AGGREGATOR_KEY.
   std::string aggregator_key;
   // The interface that other hosts reach this one by; empty: by the way to the
   // store. FUSEDPG_SOCKET_IFNAME, else the first of GLOO_SOCKET_IFNAME.
@@ -107,7 +107,7 @@ void check_block_size(int64_t elements);
 // variable when a value cannot be parsed.
 Settings resolve(const Options& options);
 
-// Of the process that is an aggregator, from the environment.
+// The environment of a process that is an aggregator.
 struct AggregatorSettings {
   std::string listen; // "host:port". FUSEDPG_AGGREGATOR_LISTEN
   std::string stats; // seconds. FUSEDPG_AGGREGATOR_STATS

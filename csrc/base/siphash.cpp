@@ -3,6 +3,7 @@
 #include <sys/random.h>
 
 #include <bit>
+#include <charconv>
 
 #include "base/error.hpp"
 
@@ -80,6 +81,16 @@ bool same_secret(const Key128& a, const Key128& b) {
     differ |= static_cast<unsigned>(a[i] ^ b[i]);
   }
   return differ == 0;
+}
+
+std::optional<Key128> key_of_digits(std::string_view text) {
+  Key128 key{};
+  bool right = text.size() == 2 * key.size();
+  for (size_t i = 0; right && i < key.size(); ++i) {
+    const char* digits = text.data() + 2 * i;
+    right = std::from_chars(digits, digits + 2, key[i], 16).ptr == digits + 2;
+  }
+  return right ? std::optional(key) : std::nullopt;
 }
 
 Key128 random_key() {

@@ -3,6 +3,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 namespace fusedpg {
 
@@ -14,6 +16,9 @@ Key128 siphash(const Key128& key, const void* data, size_t bytes);
 
 // Compares in a time that does not depend on where they differ.
 bool same_secret(const Key128& a, const Key128& b);
+
+// From 32 hexadecimal digits; none if the text is anything else.
+std::optional<Key128> key_of_digits(std::string_view text);
 
 // From the system's generator.
 Key128 random_key();

@@ -14,7 +14,7 @@ namespace fusedpg {
 struct Connection {
   std::unique_ptr<Transport> transport;
   std::string name; // "tcp" or "ucx 1.22.0"
-  // Of groups that have some; with connections of its own, by TCP.
+  // Null if the group has none. It has connections of its own, by TCP.
   std::unique_ptr<aggregate::Client> aggregators{};
 };
 

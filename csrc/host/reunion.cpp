@@ -171,7 +171,7 @@ void Links::take(Peer& peer) {
   if (const auto found = under_way_.find(note.group);
       found != under_way_.end()) {
     for (Reunion::Other& one : found->second->others_) {
-      // Who has met this rank may be at the next group of that name.
+      // A rank that has met this one may be at the next group of that name.
       const bool met = one.word.seen == found->second->attempt_ &&
           one.word.attempt != note.mine;
       if (&peers_.at(one.rank) == &peer && !met) {
@@ -320,7 +320,7 @@ std::vector<fusedpg::Peer> Reunion::exchange(
   for (bool quiet = false;; quiet = !wait()) {
     const std::lock_guard<std::mutex> lock(links_->mutex_);
     if (step(memory_fd)) {
-      // What comes now, by another thread's hands perhaps, is not for this one.
+      // Another thread may hear more by now: that is for a later one.
       links_->under_way_.erase(group_);
       break;
     }

@@ -23,7 +23,7 @@ class Reunion;
 // as the group or one that has met over them.
 class Links {
  public:
-  // Who a rank of that group is. The socket is empty for this process's own.
+  // A rank of that group. The socket is empty for this process's own.
   struct Known {
     PeerInfo info;
     Fd socket;
@@ -36,8 +36,8 @@ class Links {
   int self() const {
     return self_;
   }
-  // Whether all of them are here, which is the same for each of them. Not in a
-  // forked child, nor after FUSEDPG_HOST_ID was changed.
+  // True if all of them are here, on which they agree. False in a forked child,
+  // and after FUSEDPG_HOST_ID was changed.
   bool know(const std::vector<int>& ranks, const std::string& host_id) const;
   // For a rank that does not, because its FUSEDPG_HOST_ID was changed: others may
   // think that they meet over these links. Tells them that all meet by the store.
@@ -61,7 +61,7 @@ class Links {
     uint64_t mine = 0; // names the sender's attempt to meet
     uint64_t yours = 0; // the attempt that kSeen answers
   };
-  // What a rank has last said of a group.
+  // The last that a rank has said of a group.
   struct Word {
     uint64_t attempt = 0;
     Fd memory;

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
+#include <optional>
 #include <sstream>
 
 #include "base/error.hpp"
@@ -63,19 +63,6 @@ std::string hex(const Key128& key) {
   return text;
 }
 
-Key128 key_of(const std::string& text) {
-  Key128 key{};
-  bool right = text.size() == 2 * key.size();
-  for (size_t i = 0; right && i < key.size(); ++i) {
-    const char* digits = text.data() + 2 * i;
-    right = std::from_chars(digits, digits + 2, key[i], 16).ptr == digits + 2;
-  }
-  if (!right) {
-    fail(ErrorKind::kSystem, "fused: no key of an endpoint in the store");
-  }
-  return key;
-}
-
 } // namespace
 
 // --- an endpoint -------------------------------------------------------------
@@ -120,7 +107,11 @@ TcpAddress TcpAddress::of(const std::string& text) {
     fail(ErrorKind::kSystem, "fused: no address of an endpoint in the store");
   }
   address.socket = SocketAddress::of(host + " " + port);
-  address.key = key_of(key);
+  const std::optional<Key128> read = key_of_digits(key);
+  if (!read) {
+    fail(ErrorKind::kSystem, "fused: no key of an endpoint in the store");
+  }
+  address.key = *read;
   return address;
 }
 

@@ -96,13 +96,17 @@ class Context:
                 raise RuntimeError(f"aggregation: this context is {self._state.value} already")
             self._state = ContextState.STARTING
         threads = range(self._config.num_worker_threads)
+        ready = 0
         try:
             self._make = _processors.prepostprocessor(self._config)
             self._scheduler = _schedulers.scheduler(self._config)
             self._backend = _backends.backend(self._config, self._group)
             for n in threads:
                 self._backend.setup_worker(n)
+                ready += 1
         except BaseException:
+            for n in range(ready):
+                self._backend.cleanup_worker(n)
             self._state = ContextState.STOPPED
             raise
         self._threads = [

@@ -11,7 +11,7 @@ import threading
 import time
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -347,6 +347,25 @@ def test_own_parts() -> None:
     for field in ("backend", "scheduler", "prepostprocessor"):
         with pytest.raises(ValueError, match=rf"no {field} 'x'; there are"):
             Context(Config(**{"backend": "dummy", field: "x"})).start()
+
+
+def test_start_that_fails_leaves_nothing() -> None:
+    class Fails(Slow):
+        left: ClassVar[list[int]] = []
+
+        def setup_worker(self, thread: int) -> None:
+            if thread == 2:
+                raise ArithmeticError("on purpose")
+            self.left.append(thread)
+
+        def cleanup_worker(self, thread: int) -> None:
+            self.left.remove(thread)
+
+    aggregation.register_backend("fails", Fails)
+    jobs = Context(Config(backend="fails", num_worker_threads=4))
+    with pytest.raises(ArithmeticError):
+        jobs.start()
+    assert not Fails.left and jobs.state is ContextState.STOPPED
 
 
 def test_scheduler_that_raises() -> None:
