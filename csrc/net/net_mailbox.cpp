@@ -207,21 +207,20 @@ void NetMailbox::begin() {
   }
 }
 
-// The other ranks hear of it as connections end.
+// The other ranks hear of it as connections end. What is posted while this rank
+// asks them why waits for the answer, too: all pending ends with one error.
 void NetMailbox::give_up(Error error, bool stopping) {
-  std::deque<Post> posts;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    ended_ = error;
-    posts.swap(posts_);
-  }
   if (transport_ && !(stopping && !pending())) {
     transport_->end(); // nothing is read or written any more
   }
   if (!stopping) {
     error = failed_(error);
+  }
+  std::deque<Post> posts;
+  {
     std::lock_guard<std::mutex> lock(mutex_);
     ended_ = error;
+    posts.swap(posts_);
   }
   for (Receive& r : receives_) {
     end(r.post, error);

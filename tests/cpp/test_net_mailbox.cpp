@@ -65,6 +65,9 @@ struct NetPost {
   std::atomic<bool> aborted{false};
   std::atomic<bool> stopped{false}; // its thread does nothing
   std::atomic<int> failures{0};
+  std::function<Error(const Error&)> on_failure = [](const Error& e) {
+    return e;
+  };
   NetMailbox box;
 
   NetPost(Open open, int rank, int size, Store& store)
@@ -89,7 +92,7 @@ struct NetPost {
             [](int) { return false; },
             [this](const Error& error) {
               ++failures;
-              return error;
+              return on_failure(error);
             }) {}
 
   Pending send(
@@ -335,6 +338,37 @@ TEST(net_mailbox_ends) {
     Pending pending = post.receive(b, 1);
     expect_error(
         ErrorKind::kPeerFailed, {"rank 1 has ended"}, [&] { pending.wait(); });
+  });
+}
+
+// What is posted while a rank still asks why its peer has gone hears the answer.
+TEST(net_mailbox_ends_with_one_error) {
+  on_posts(2, [](NetPost& post) {
+    Bytes b(100000), c(100000);
+    if (post.rank == 1) {
+      post.send(b, 0).wait();
+      post.meet("waits");
+      post.box.stop();
+      return;
+    }
+    std::promise<void> asks, posted;
+    post.on_failure = [&](const Error& error) {
+      asks.set_value();
+      posted.get_future().wait_for(kLong);
+      return Error(error.kind(), formatted("{}; because", error.what()));
+    };
+    post.receive(b, 1).wait();
+    Pending first = post.receive(b, 1);
+    post.meet("waits");
+    asks.get_future().wait_for(kLong);
+    Pending second = post.send(c, 1);
+    posted.set_value();
+    for (Pending* pending : {&first, &second}) {
+      expect_error(
+          ErrorKind::kPeerFailed, {"because"}, [&] { pending->wait(); });
+    }
+    expect_error(
+        ErrorKind::kPeerFailed, {"because"}, [&] { post.receive(b, 1); });
   });
 }
 

@@ -95,10 +95,7 @@ void HostsRoute::check_messages() {
 // On the mailbox's thread, which has closed its connections. Those of
 // collectives are closed by the thread that uses them, as soon as it can.
 Error HostsRoute::message_failed(const Error& error) {
-  if (failures_.kind()) {
-    return error;
-  }
-  Error whole = error;
+  Error whole = error; // or what another thread has heard of its cause
   try {
     throw error;
   } catch (...) {
