@@ -129,7 +129,8 @@ def init(
             raise ValueError("hvd: init(comm=) must name all ranks in order; use process sets")
         group = dist.new_group()
         local = _local(group, place)
-        _state = _State(Engine(group, settings), owns, settings.elastic, *local)
+        tuner = settings.autotune() if settings.autotune and group.rank() == 0 else None
+        _state = _State(Engine(group, settings, tuner), owns, settings.elastic, *local)
     except BaseException:
         if owns:
             dist.destroy_process_group()
@@ -139,8 +140,6 @@ def init(
         # Before the backend's own, because it was registered later.
         atexit.register(shutdown)
     global_process_set.ranks = list(range(size()))
-    if settings.autotune is not None and rank() == 0:
-        engine().tuner = settings.autotune()
     if settings.timeline:
         _begin_timeline(settings.timeline, settings.mark_cycles)
     if process_sets is not None and process_sets != "dynamic":

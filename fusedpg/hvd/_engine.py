@@ -23,6 +23,7 @@ from fusedpg.hvd._controller import Controller, Key, Response, Signature
 from fusedpg.hvd._execute import Refused, Set, fused_calls, nbytes, splits_of
 from fusedpg.hvd._settings import Settings
 from fusedpg.hvd._timeline import Timeline
+from fusedpg.hvd.autotune import Tuner
 from fusedpg.hvd.exceptions import HorovodInternalError
 
 _log = logging.getLogger("fusedpg")
@@ -77,10 +78,10 @@ class Engine:
         timeline: where events go, if anywhere.
     """
 
-    def __init__(self, world: Any, settings: Settings) -> None:
+    def __init__(self, world: Any, settings: Settings, tuner: Tuner | None = None) -> None:
         self.rank, self.size = world.rank(), world.size()
         self.fusion_threshold, self.cycle_time = settings.fusion_threshold, settings.cycle_time
-        self.tuner: Any = None
+        self.tuner = tuner
         self.timeline: Timeline | None = None
         self._settings = settings
         self._controller = Controller(self.rank, self.size, settings.cache_capacity)
@@ -269,7 +270,7 @@ class Engine:
             self._seen.pop(response.key, None)
         moved = self._carry_out(responses)
         if self.tuner is not None and moved:
-            self._tune(moved)
+            self._tune(self.tuner, moved)
         if time.monotonic() >= self._next_look:
             self._look_for_stalls(bits_of)
         return False
@@ -282,10 +283,10 @@ class Engine:
         ranks = [rank for rank, flags in enumerate(flags_of) if flags & _SHUTDOWN]
         return f"hvd: ranks {ranks} called shutdown() or exited"
 
-    def _tune(self, moved: int) -> None:
+    def _tune(self, tuner: Tuner, moved: int) -> None:
         now = time.monotonic()
         try:
-            chosen = self.tuner.record(moved, now - self._measured)
+            chosen = tuner.record(moved, now - self._measured)
         except Exception as error:
             _log.warning("fused: hvd: autotuning ends: %s", error)
             self.tuner = chosen = None

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from fusedpg.hvd.autotune import Tuner
+from fusedpg.hvd.autotune import Tuner, check_autotuning
 
 MIB = 1 << 20
 
@@ -110,6 +110,7 @@ class Settings:
 def _autotune() -> Callable[[], Tuner] | None:
     if not _read("HOROVOD_AUTOTUNE", False, _flag):
         return None
+    check_autotuning()  # on all ranks, of which only one tunes
     prefix = "HOROVOD_AUTOTUNE"
     # A parameter that is set keeps its value: only the other one is searched.
     cycle_time = _read("HOROVOD_CYCLE_TIME", None, float)

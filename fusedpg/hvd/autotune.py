@@ -6,11 +6,11 @@ expected improvement). The Gaussian process is scikit-learn's.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import statistics
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,15 +33,13 @@ LOG_HEADER = (
 )
 
 
-def _scikit_learn() -> Any:
-    try:
-        from sklearn import gaussian_process
-    except ImportError as error:
+def check_autotuning() -> None:
+    """Raises ``ImportError`` where scikit-learn is missing."""
+    if importlib.util.find_spec("sklearn") is None:
         raise ImportError(
             "autotuning needs scikit-learn: pip install scikit-learn, or switch it off "
             "(HOROVOD_AUTOTUNE=0)"
-        ) from error
-    return gaussian_process
+        )
 
 
 class _Search:
@@ -60,9 +58,9 @@ class _Search:
 
     def next(self) -> np.ndarray:
         """The point of the highest expected improvement."""
+        import sklearn.gaussian_process as learn
         from scipy import stats
 
-        learn = _scikit_learn()
         scores = np.array(self._scores)
         scale = scores.std() or 1.0
         standard = (scores - scores.mean()) / scale
@@ -124,7 +122,7 @@ class Tuner:
             raise ValueError("warmup_samples must be >= 0, the other counts >= 1")
         if not 0 <= noise <= 1:
             raise ValueError(f"noise must be from 0 to 1, not {noise}")
-        _scikit_learn()
+        check_autotuning()
         fixed = (
             None if fusion_threshold is None else fusion_threshold / MIB,
             None if cycle_time is None else cycle_time * 1e3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import os
 import random
 import re
@@ -581,6 +582,46 @@ def test_a_timeline_that_cannot_be_written_ends_nothing(context: Context) -> Non
         hvd.start_timeline("/dev/full")
     # The engine's thread closes it, and tells what is pending that it has ended.
     assert not hvd.is_initialized()
+
+
+@on_ranks(2)
+def test_autotuning_that_fails_ends_alone(context: Context) -> None:
+    options = {"autotune_warmup_samples": 0, "autotune_steps_per_sample": 1}
+    log = Path(context.scratch, "folder", "log.csv")
+    if context.rank == 0:
+        log.parent.mkdir()
+    said: list[str] = []
+    logger, handler = logging.getLogger("fusedpg"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    with session(autotune=1, autotune_log=log, **options):
+        if context.rank == 0:
+            log.unlink()
+            log.parent.rmdir()  # the first point's line cannot be written
+        for number in range(12):
+            total = hvd.allreduce(torch.full((3,), float(context.rank)), op=hvd.Sum, name="x")
+            assert total.tolist() == [sum(range(context.world_size))] * 3, number
+    logger.removeHandler(handler)
+    assert len(said) == (context.rank == 0), said
+    assert all("autotuning ends" in text for text in said)
+
+
+@on_ranks(2)
+def test_autotuning_that_cannot_begin(context: Context) -> None:
+    """All ranks raise the same where it needs what is missing; nothing is left of it."""
+    known = sys.modules.get("sklearn")
+    sys.modules["sklearn"] = None  # type: ignore[assignment]
+    try:
+        with pytest.raises(ImportError, match="scikit-learn"):
+            with session(autotune=1):
+                pass
+    finally:
+        del sys.modules["sklearn"]
+        if known is not None:
+            sys.modules["sklearn"] = known
+    assert not hvd.is_initialized()
+    with session():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == context.world_size
 
 
 @on_ranks(2, 3)
