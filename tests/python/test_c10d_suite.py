@@ -29,7 +29,7 @@ def run(*arguments: str, **env: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [2, harness.slow(4)])
+@pytest.mark.parametrize("world_size", [harness.slow(2), harness.slow(4)])
 def test_suite(world_size: int) -> None:
     run("--backend", harness.BACKEND, "--world-size", str(world_size))
 
@@ -38,7 +38,7 @@ def test_suite(world_size: int) -> None:
 @pytest.mark.fused_only
 @pytest.mark.parametrize("world_size", [2, harness.slow(4)])
 def test_served_as_gloo(world_size: int) -> None:
-    """All of it by the name "gloo", of which torch's tests know more than of another one."""
+    """By the name "gloo", of which torch's tests know more: more of them run than above."""
     run("--backend", "gloo", "--serve", "--world-size", str(world_size))
 
 

@@ -55,7 +55,7 @@ def test_quickstart() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compress", [None, "topk", "own"])
+@pytest.mark.parametrize("compress", [None, "own", harness.slow("topk")])
 def test_horovod(compress: str | None) -> None:
     output = launched("horovod_digits.py", *(["--compress", compress] if compress else []))
     assert float(output.split("accuracy")[1]) > 0.9

@@ -11,8 +11,15 @@ from checks import ambient
 pytestmark = pytest.mark.fused_only
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        (2, torch.float32),
+        (1, torch.bfloat16),
+        *(harness.slow(*case) for case in [(1, torch.float32), (2, torch.bfloat16)]),
+        *(harness.slow(size, torch.float64) for size in (1, 2)),
+    ],
+)
 def test_autocast(world_size: int, dtype: torch.dtype) -> None:
     harness.pool(world_size).run(ambient.functions, dtype)
 

@@ -9,8 +9,15 @@ import harness
 from checks import tensor_parallel as checks
 
 
-@pytest.mark.parametrize("world_size", [1, 2, harness.slow(4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        (2, torch.float32),
+        (1, torch.bfloat16),
+        *(harness.slow(size, torch.bfloat16) for size in (2, 4)),
+        *(harness.slow(size, torch.float32) for size in (1, 4)),
+    ],
+)
 @pytest.mark.parametrize(
     ("shape", "bias", "residual", "norm"),
     [
@@ -27,7 +34,7 @@ def test_layers(
     harness.pool(world_size).run(checks.layers, shape, dtype, bias, residual, norm)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, harness.slow(3)])
 def test_overlap(world_size: int) -> None:
     for rows in (2, 37, 600):
         harness.pool(world_size).run(checks.overlapped, rows)
