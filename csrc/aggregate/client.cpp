@@ -3,10 +3,17 @@
 #include <algorithm>
 #include <cstring>
 
+#include "aggregate/block_stream.hpp"
 #include "base/error.hpp"
 #include "net/tcp_dial.hpp"
 
 namespace fusedpg::aggregate {
+namespace {
+
+// Between two looks at what a wait does not hear of.
+constexpr std::chrono::milliseconds kLook{20};
+
+} // namespace
 
 Client::Client(
     std::vector<std::string> places,
@@ -41,8 +48,48 @@ void Client::with(
           aggregator,
           place);
     }
+    if (error.kind() == ErrorKind::kMismatch) {
+      fail(
+          ErrorKind::kPeerFailed,
+          "fused: aggregator {} ({}) says what makes no sense",
+          aggregator,
+          place);
+    }
     throw;
   }
+}
+
+Head Client::begin(
+    size_t count,
+    const kernels::ReduceArgs& args,
+    uint32_t block,
+    uint32_t stripe,
+    uint64_t sequence,
+    const Deadline& deadline,
+    OpStats& moved) {
+  Head head;
+  head.sequence = sequence;
+  head.count = count;
+  head.segment = kSegmentBytes / dtype_size(args.dtype);
+  head.divisor = args.divisor;
+  head.factor = args.factor;
+  head.dtype = static_cast<uint32_t>(args.dtype);
+  head.op = static_cast<uint32_t>(args.op);
+  head.block = block;
+  head.stripe = stripe;
+  const NetBuffer said(sizeof head);
+  std::memcpy(said.data(), &head, sizeof head);
+  for (size_t a = 0; a < places_.size(); ++a) {
+    with(a, deadline, [&] {
+      transport_->send(
+          workers_ + static_cast<int>(a),
+          static_cast<uint32_t>(Tag::kHead),
+          said);
+    });
+    moved.bytes_sent += said.bytes();
+    ++moved.messages_sent;
+  }
+  return head;
 }
 
 void Client::all_reduce(
@@ -56,26 +103,8 @@ void Client::all_reduce(
     return;
   }
   const size_t element = dtype_size(args.dtype);
-  Head head;
-  head.sequence = sequence;
-  head.count = count;
-  head.segment = kSegmentBytes / element;
-  head.divisor = args.divisor;
-  head.factor = args.factor;
-  head.dtype = static_cast<uint32_t>(args.dtype);
-  head.op = static_cast<uint32_t>(args.op);
   const size_t aggregators = places_.size();
-  const NetBuffer said(sizeof head);
-  std::memcpy(said.data(), &head, sizeof head);
-  const auto send = [&](size_t a, Tag tag, const NetBuffer& message) {
-    transport_->send(
-        workers_ + static_cast<int>(a), static_cast<uint32_t>(tag), message);
-    moved.bytes_sent += message.bytes();
-    ++moved.messages_sent;
-  };
-  for (size_t a = 0; a < aggregators; ++a) {
-    with(a, deadline, [&] { send(a, Tag::kHead, said); });
-  }
+  const Head head = begin(count, args, 0, 0, sequence, deadline, moved);
   const size_t segments = (count + head.segment - 1) / head.segment;
   std::vector<Transport::RequestPtr> slots(
       std::min(kSlots * aggregators, segments));
@@ -101,10 +130,77 @@ void Client::all_reduce(
           workers_ + static_cast<int>(a),
           static_cast<uint32_t>(Tag::kResult),
           segment);
-      send(a, Tag::kContribution, segment);
+      transport_->send(
+          workers_ + static_cast<int>(a),
+          static_cast<uint32_t>(Tag::kContribution),
+          segment);
     });
+    moved.bytes_sent += bytes;
+    ++moved.messages_sent;
     moved.bytes_received += bytes;
   }
+}
+
+Client::Shares Client::sparse_all_reduce(
+    void* data,
+    size_t count,
+    const kernels::ReduceArgs& args,
+    const uint64_t* bits,
+    uint32_t block,
+    uint32_t stripe,
+    uint64_t sequence,
+    const Deadline& deadline,
+    OpStats& moved) {
+  if (count == 0) {
+    return {};
+  }
+  const Head head =
+      begin(count, args, block, stripe, sequence, deadline, moved);
+  const BlockLayout layout(head, places_.size());
+  std::vector<BlockStream> streams;
+  streams.reserve(places_.size());
+  for (size_t a = 0; a < places_.size(); ++a) {
+    streams.emplace_back(
+        *transport_,
+        workers_,
+        a,
+        layout,
+        static_cast<char*>(data),
+        bits,
+        buffers_);
+  }
+  const auto each = [&](const auto& body) {
+    for (size_t a = 0; a < streams.size(); ++a) {
+      if (!streams[a].done()) {
+        with(a, deadline, [&] { body(streams[a]); });
+      }
+    }
+  };
+  const auto done = [&] {
+    return std::all_of(streams.begin(), streams.end(), [](const auto& one) {
+      return one.done();
+    });
+  };
+  while (!done()) {
+    bool moves = false;
+    each([&](BlockStream& one) { moves = one.move() || moves; });
+    if (moves) {
+      continue;
+    }
+    if (aborted_ || deadline.expired()) {
+      each([&](BlockStream& one) { one.give_up(deadline); });
+    }
+    transport_->doze(std::min(deadline.left(), kLook));
+  }
+  Shares shares;
+  for (const BlockStream& one : streams) {
+    moved.bytes_sent += one.counts().bytes_sent;
+    moved.bytes_received += one.counts().bytes_received;
+    moved.messages_sent += one.counts().messages_sent;
+    shares.blocks += one.counts().blocks;
+    shares.contributions += one.counts().contributions;
+  }
+  return shares;
 }
 
 std::string open_job(

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -39,8 +40,28 @@ class Client {
       const Deadline& deadline,
       OpStats& moved);
 
+  // The same of a tensor that is mostly zeros, by SUM or AVG: `bits` tell which
+  // of its blocks of `block` elements this rank has, messages hold at most
+  // `stripe` of them, and workers have agreed on these two. Where no worker has
+  // a block the tensor is left alone.
+  struct Shares {
+    uint64_t blocks = 0; // that any worker has
+    uint64_t contributions = 0; // the sum of what each has
+  };
+  Shares sparse_all_reduce(
+      void* data,
+      size_t count,
+      const kernels::ReduceArgs& args,
+      const uint64_t* bits,
+      uint32_t block,
+      uint32_t stripe,
+      uint64_t sequence,
+      const Deadline& deadline,
+      OpStats& moved);
+
   // From any thread: ends what waits, now and later.
   void abort() {
+    aborted_ = true;
     transport_->abort();
   }
   // Closes the connections, by which the aggregators hear of a failure.
@@ -58,9 +79,21 @@ class Client {
       const Deadline& deadline,
       const std::function<void()>& body);
 
+  // Sends each aggregator the operation's head, and returns that.
+  Head begin(
+      size_t count,
+      const kernels::ReduceArgs& args,
+      uint32_t block,
+      uint32_t stripe,
+      uint64_t sequence,
+      const Deadline& deadline,
+      OpStats& moved);
+
   const std::vector<std::string> places_;
   const std::unique_ptr<TcpTransport> transport_;
   const int workers_;
+  std::atomic<bool> aborted_{false};
+  NetBuffers buffers_; // of blocks
 };
 
 // Opens a job at one aggregator, and returns the address of its endpoint there.

@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "aggregate/blocks.hpp"
+#include "aggregate/merge.hpp"
 #include "base/error.hpp"
 #include "base/options.hpp"
 #include "net/tcp_dial.hpp"
@@ -14,6 +16,15 @@ namespace {
 // Nobody but the workers knows how long an operation may take: who waits too
 // long ends its connections, which ends the job.
 const Deadline kNever{std::chrono::hours(24 * 365)};
+
+kernels::ReduceArgs args_of(const Head& head) {
+  kernels::ReduceArgs args;
+  args.dtype = static_cast<DType>(head.dtype);
+  args.op = static_cast<RedOp>(head.op);
+  args.divisor = head.divisor;
+  args.factor = head.factor;
+  return args;
+}
 
 } // namespace
 
@@ -110,7 +121,7 @@ void Job::serve() {
   Head head;
   while (next(head)) {
     check(head);
-    all_reduce(head);
+    head.block == 0 ? all_reduce(head) : merge(head);
     ++operations_;
   }
 }
@@ -161,12 +172,27 @@ void Job::check(const Head& head) const {
   }
 }
 
+void Job::merge(const Head& head) {
+  const BlockLayout layout(head, request_.aggregators);
+  Merge merge(
+      *transport_,
+      kernels_,
+      args_of(head),
+      layout,
+      request_.index,
+      workers_,
+      buffers_);
+  receiving_ = true;
+  const Merge::Counts counts = merge.run();
+  receiving_ = false;
+  merge.flush();
+  segments_ += counts.messages;
+  bytes_received_ += counts.bytes_received;
+  bytes_sent_ += counts.bytes_sent;
+}
+
 void Job::all_reduce(const Head& head) {
-  kernels::ReduceArgs args;
-  args.dtype = static_cast<DType>(head.dtype);
-  args.op = static_cast<RedOp>(head.op);
-  args.divisor = head.divisor;
-  args.factor = head.factor;
+  const kernels::ReduceArgs args = args_of(head);
   const size_t element = dtype_size(args.dtype);
   const uint64_t all =
       head.count / head.segment + (head.count % head.segment != 0 ? 1 : 0);

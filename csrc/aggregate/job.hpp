@@ -43,6 +43,7 @@ class Job {
   bool next(Head& head);
   void check(const Head& head) const;
   void all_reduce(const Head& head);
+  void merge(const Head& head); // of blocks
   void post(Slot& slot, size_t bytes);
   void add_up(Slot& slot, const kernels::ReduceArgs& args, size_t bytes);
   // Throws where a worker is lost whose part of a segment is still missing.
@@ -59,6 +60,7 @@ class Job {
   std::atomic<bool> ended_{false};
   bool receiving_ = false;
   std::vector<Slot> slots_;
+  NetBuffers buffers_; // of blocks
   std::atomic<uint64_t> refused_{0}, failed_{0}, operations_{0}, segments_{0};
   std::atomic<uint64_t> bytes_received_{0}, bytes_sent_{0};
 };

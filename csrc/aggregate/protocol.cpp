@@ -9,7 +9,7 @@
 namespace fusedpg::aggregate {
 namespace {
 
-constexpr const char* kVersion = "fusedpg-aggregator 1";
+constexpr const char* kVersion = "fusedpg-aggregator 2";
 
 } // namespace
 

@@ -28,7 +28,7 @@ constexpr size_t kSegmentBytes = size_t(252) << 10; // see select_net_segment()
 constexpr size_t kMostWorkers = 4096;
 constexpr size_t kMostAggregators = 64;
 
-enum class Tag : uint32_t { kHead, kContribution, kResult };
+enum class Tag : uint32_t { kHead, kContribution, kResult, kWord, kBlocks };
 
 // The same from all workers. Without padding, as it is compared byte by byte.
 struct Head {
@@ -39,8 +39,11 @@ struct Head {
   double factor = 1;
   uint32_t dtype = 0;
   uint32_t op = 0;
+  // Elements of a block, and blocks of a message; 0: the tensor is dense.
+  uint32_t block = 0;
+  uint32_t stripe = 0;
 };
-static_assert(std::is_trivially_copyable_v<Head> && sizeof(Head) == 48);
+static_assert(std::is_trivially_copyable_v<Head> && sizeof(Head) == 56);
 
 // Segments of a tensor that are an aggregator's.
 constexpr uint64_t segments_of(

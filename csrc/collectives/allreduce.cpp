@@ -1,3 +1,4 @@
+#include <optional>
 #include <utility>
 
 #include "collectives/collectives.hpp"
@@ -32,16 +33,19 @@ void reduce_skipping(
   plan.skip = options;
   plan.zeros_stay = true;
   way.enter(&plan, d, {});
+  std::optional<SkipLimits> limits; // known between enter() and run()
   if (call.may_go_dense) {
-    const SkipLimits limits = way.skip_limits();
-    const double density = way.density();
-    state.estimates.observe(d.shape_hash, args.dtype, density, limits.next);
-    if (density >= limits.now) {
+    limits = way.skip_limits();
+    if (way.density() >= limits->now) {
       plan.skip.reset();
       plan.zeros_stay = false;
     }
   }
   way.run(plan, d);
+  if (limits) {
+    state.estimates.observe(
+        d.shape_hash, args.dtype, way.density(), limits->next);
+  }
   way.count(named);
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "aggregate/client.hpp"
 #include "base/ownership.hpp"
 #include "collectives/host_fold.hpp"
 #include "collectives/net_pipeline.hpp"
@@ -83,6 +82,7 @@ void HostsWay::enter(
         net_gather_rows(ctx_, extra.data(), extra.size() * sizeof(uint64_t));
   }
   blocks_.reset();
+  aggregated_.reset();
   if (plan != nullptr && plan->skip && plan->zeros_stay) {
     find_blocks(*plan, mine);
   }
@@ -91,20 +91,27 @@ void HostsWay::enter(
 void HostsWay::find_blocks(const Plan& plan, const OpDescriptor& d) {
   const std::vector<size_t> counts = plan.counts();
   net_together(ctx_, [&] {
-    blocks_.emplace(find_net_blocks(
-        ctx_,
-        plan,
-        [&](size_t t) { return plan.zeros_stay || skips(plan, counts[t]); },
-        d));
+    OwnBlocks own = find_own_blocks(ctx_, plan, [&](size_t t) {
+      return plan.zeros_stay || skips(plan, counts[t]);
+    });
+    if (plan.zeros_stay && may_aggregate(ctx_, plan)) {
+      aggregated_.emplace(ctx_, plan, std::move(own));
+    } else {
+      blocks_.emplace(share_blocks(ctx_, plan, own, d));
+    }
   });
+}
+
+double HostsWay::density() {
+  return aggregated_ ? aggregated_->density() : blocks_->all.density();
 }
 
 void HostsWay::count(OpCode named) {
   ctx_.stats.add(
       named,
-      ctx_.moved.blocks != 0 ? DataPath::kSkipping
-          : ctx_.aggregated  ? DataPath::kAggregated
-                             : DataPath::kMessages,
+      ctx_.aggregated              ? DataPath::kAggregated
+          : ctx_.moved.blocks != 0 ? DataPath::kSkipping
+                                   : DataPath::kMessages,
       ctx_.moved);
 }
 
@@ -164,31 +171,18 @@ uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {
       "fused: parameters cannot be shared in a group that spans hosts");
 }
 
-void HostsWay::aggregate(const Plan& plan) {
-  ctx_.aggregated = true;
-  const std::vector<size_t> counts = plan.counts();
-  net_together(ctx_, [&] {
-    for (size_t t = 0; t < counts.size(); ++t) {
-      ctx_.aggregators->all_reduce(
-          plan.tensors[t].dst,
-          counts[t],
-          *plan.reduction,
-          ctx_.sequence,
-          ctx_.deadline,
-          ctx_.moved);
-    }
-  });
-}
-
 void HostsWay::run(const Plan& plan, const OpDescriptor& d) {
   check_plan(plan, *ctx_.hosts, size());
+  if (aggregated_) {
+    net_together(ctx_, [&] { aggregated_->run(ctx_, plan); });
+    return;
+  }
   if (plan.zeros_stay) {
     net_pipeline(ctx_, plan, d, &*blocks_);
     return;
   }
-  if (ctx_.aggregators != nullptr && plan.reduction &&
-      plan.receiver == Plan::kAll) {
-    aggregate(plan);
+  if (may_aggregate(ctx_, plan)) {
+    net_together(ctx_, [&] { aggregate_dense(ctx_, plan); });
     return;
   }
   const std::vector<size_t> counts = plan.counts();

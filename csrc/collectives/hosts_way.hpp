@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/aggregated.hpp"
 #include "collectives/net_blocks.hpp"
 #include "collectives/net_moves.hpp"
 #include "collectives/selector.hpp"
@@ -36,9 +37,7 @@ class HostsWay : public Way {
   const uint64_t* extra(int rank) override {
     return reinterpret_cast<const uint64_t*>(extra_[rank].data());
   }
-  double density() override {
-    return blocks_->all.density();
-  }
+  double density() override;
   SkipLimits skip_limits() override {
     return kNetSkipLimits;
   }
@@ -58,10 +57,11 @@ class HostsWay : public Way {
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
   void check_said(const OpDescriptor& mine);
   void find_blocks(const Plan& plan, const OpDescriptor& d);
-  // A plain reduction, by the group's aggregators.
-  void aggregate(const Plan& plan);
   NetContext& ctx_;
-  std::optional<NetBlocks> blocks_; // of the plan that has been entered
+  // Of the plan that has been entered: all ranks' blocks, or what its reduction
+  // by aggregators needs.
+  std::optional<NetBlocks> blocks_;
+  std::optional<AggregatedBlocks> aggregated_;
   std::vector<OpDescriptor> said_;
   std::vector<NetBuffer> extra_;
 };

@@ -8,9 +8,9 @@ namespace fusedpg {
 
 namespace {
 
-class Finder {
+class Sharer {
  public:
-  Finder(NetContext& ctx, const Plan& plan, const OpDescriptor& d)
+  Sharer(NetContext& ctx, const Plan& plan, const OpDescriptor& d)
       : ctx_(ctx),
         plan_(plan),
         descriptor_(d),
@@ -24,15 +24,18 @@ class Finder {
             BlockMap(plan.counts(), plan.skip->block, map_.num_hosts()),
             BlockMap(plan.counts(), plan.skip->block, 1)} {}
 
-  NetBlocks run(const std::function<bool(size_t tensor)>& looks) {
-    find(looks);
+  NetBlocks run(const OwnBlocks& own) {
+    found_.local.load(map_.local(rank_), own.bits.data());
+    share(own.bits, [&](int place, const std::vector<uint64_t>& theirs) {
+      found_.local.load(place, theirs.data());
+    });
     exchange_contributions();
     exchange_results();
-    ctx_.moved.blocks += found_.all.blocks() - unseen_;
+    ctx_.moved.blocks += own.blocks;
     ctx_.moved.blocks_present +=
-        found_.local.present_blocks(map_.local(rank_)) - unseen_;
+        found_.local.present_blocks(map_.local(rank_)) - own.unseen;
     ctx_.moved.blocks_union +=
-        found_.all.present_blocks(BlockMap::kAny) - unseen_;
+        found_.all.present_blocks(BlockMap::kAny) - own.unseen;
     return std::move(found_);
   }
 
@@ -57,7 +60,6 @@ class Finder {
       const std::vector<uint64_t>& mine,
       const std::function<void(int, const std::vector<uint64_t>&)>& fn);
 
-  void find(const std::function<bool(size_t tensor)>& looks);
   void exchange_contributions();
   void exchange_results();
 
@@ -70,12 +72,11 @@ class Finder {
   const int here_; // host
   const int places_; // on it
   NetBlocks found_;
-  size_t unseen_ = 0; // blocks that nobody has looked at
   std::vector<NetPending> sends_;
 };
 
 template <typename Fn>
-void Finder::for_words(int owner, const Fn& fn) const {
+void Sharer::for_words(int owner, const Fn& fn) const {
   constexpr uint64_t kOnes = ~uint64_t(0);
   for (const LanePiece& piece : plan_.lanes[owner]) {
     const size_t first = piece.begin / found_.all.block();
@@ -88,13 +89,13 @@ void Finder::for_words(int owner, const Fn& fn) const {
   }
 }
 
-size_t Finder::num_words(int owner) const {
+size_t Sharer::num_words(int owner) const {
   size_t n = 0;
   for_words(owner, [&](size_t /* word */, uint64_t /* mask */) { ++n; });
   return n;
 }
 
-void Finder::send(int to, NetKind kind, int owner, const uint64_t* words) {
+void Sharer::send(int to, NetKind kind, int owner, const uint64_t* words) {
   const size_t n = num_words(owner);
   if (n == 0) {
     return;
@@ -106,14 +107,14 @@ void Finder::send(int to, NetKind kind, int owner, const uint64_t* words) {
   sends_.push_back(net_send(ctx_, to, kind, message));
 }
 
-NetPending Finder::receive(int from, NetKind kind, int owner) {
+NetPending Sharer::receive(int from, NetKind kind, int owner) {
   const size_t n = num_words(owner);
   return n == 0
       ? NetPending()
       : net_receive(ctx_, from, kind, NetBuffer(n * sizeof(uint64_t)));
 }
 
-void Finder::take(NetPending& pending, int owner, std::vector<uint64_t>& words)
+void Sharer::take(NetPending& pending, int owner, std::vector<uint64_t>& words)
     const {
   if (!pending.request) {
     return;
@@ -124,14 +125,14 @@ void Finder::take(NetPending& pending, int owner, std::vector<uint64_t>& words)
       owner, [&](size_t word, uint64_t mask) { words[word] |= *in++ & mask; });
 }
 
-void Finder::wait_for_sends() {
+void Sharer::wait_for_sends() {
   for (NetPending& one : sends_) {
     one.request->wait(ctx_.deadline);
   }
   sends_.clear();
 }
 
-void Finder::share(
+void Sharer::share(
     const std::vector<uint64_t>& mine,
     const std::function<void(int, const std::vector<uint64_t>&)>& fn) {
   if (places_ == 1) {
@@ -161,38 +162,8 @@ void Finder::share(
   }
 }
 
-void Finder::find(const std::function<bool(size_t tensor)>& looks) {
-  std::vector<uint64_t> mine(found_.all.words());
-  const std::vector<size_t> counts = plan_.counts();
-  for (size_t t = 0; t < counts.size(); ++t) {
-    uint64_t* bits = mine.data() + found_.all.first_word(t);
-    if (looks(t)) {
-      // Blocks that are left out become zeros in the tensor itself.
-      char* data = const_cast<char*>(plan_.tensors[t].src);
-      find_blocks(
-          ctx_.kernels,
-          ctx_.pool,
-          {data, counts[t]},
-          plan_.src_type,
-          *plan_.skip,
-          bits);
-      continue;
-    }
-    const size_t blocks =
-        (counts[t] + found_.all.block() - 1) / found_.all.block();
-    unseen_ += blocks;
-    for (size_t b = 0; b < blocks; ++b) {
-      bits[b / 64] |= uint64_t(1) << (b % 64);
-    }
-  }
-  found_.local.load(map_.local(rank_), mine.data());
-  share(mine, [&](int place, const std::vector<uint64_t>& theirs) {
-    found_.local.load(place, theirs.data());
-  });
-}
-
 // Hosts tell every owner which blocks of its lane they have.
-void Finder::exchange_contributions() {
+void Sharer::exchange_contributions() {
   const uint64_t* here = found_.local.bits(BlockMap::kAny);
   std::vector<NetPending> arriving(map_.num_hosts());
   for (int h = 0; h < map_.num_hosts(); ++h) {
@@ -218,7 +189,7 @@ void Finder::exchange_contributions() {
 }
 
 // Owners tell every host which blocks of their lanes anybody has.
-void Finder::exchange_results() {
+void Sharer::exchange_results() {
   std::vector<NetPending> arriving(size_);
   for (int p = 0; p < size_; ++p) {
     if (works_for(p)) {
@@ -250,12 +221,44 @@ void Finder::exchange_results() {
 
 } // namespace
 
-NetBlocks find_net_blocks(
+OwnBlocks find_own_blocks(
+    OpContext& ctx,
+    const Plan& plan,
+    const std::function<bool(size_t tensor)>& looks) {
+  const std::vector<size_t> counts = plan.counts();
+  const BlockMap map(counts, plan.skip->block, 1);
+  OwnBlocks own;
+  own.bits.resize(map.words());
+  for (size_t t = 0; t < counts.size(); ++t) {
+    uint64_t* bits = own.bits.data() + map.first_word(t);
+    const size_t blocks = (counts[t] + map.block() - 1) / map.block();
+    if (looks(t)) {
+      // Blocks that are left out become zeros in the tensor itself.
+      char* data = const_cast<char*>(plan.tensors[t].src);
+      find_blocks(
+          ctx.kernels,
+          ctx.pool,
+          {data, counts[t]},
+          plan.src_type,
+          *plan.skip,
+          bits);
+      own.blocks += blocks;
+      continue;
+    }
+    own.unseen += blocks;
+    for (size_t b = 0; b < blocks; ++b) {
+      bits[b / 64] |= uint64_t(1) << (b % 64);
+    }
+  }
+  return own;
+}
+
+NetBlocks share_blocks(
     NetContext& ctx,
     const Plan& plan,
-    const std::function<bool(size_t tensor)>& looks,
+    const OwnBlocks& own,
     const OpDescriptor& d) {
-  return Finder(ctx, plan, d).run(looks);
+  return Sharer(ctx, plan, d).run(own);
 }
 
 } // namespace fusedpg

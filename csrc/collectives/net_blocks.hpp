@@ -19,14 +19,26 @@ struct NetBlocks {
   BlockMap all;
 };
 
-// Finds this rank's blocks, and learns what the other ranks have: bitmaps go
-// first, so everybody knows the length of every message before it comes, and
-// nobody waits for who has nothing. `looks`: at which tensors; all blocks of the
-// others count as present. `d` names the operation in errors.
-NetBlocks find_net_blocks(
+// This rank's blocks, of all lanes: bits as in BlockMap.
+struct OwnBlocks {
+  std::vector<uint64_t> bits;
+  size_t blocks = 0; // of the tensors that were looked at
+  size_t unseen = 0; // and of the others, which count as present
+};
+
+// Finds them. `looks`: at which tensors.
+OwnBlocks find_own_blocks(
+    OpContext& ctx,
+    const Plan& plan,
+    const std::function<bool(size_t tensor)>& looks);
+
+// Learns what the other ranks have: bitmaps go first, so everybody knows the
+// length of every message before it comes, and nobody waits for who has
+// nothing. `d` names the operation in errors.
+NetBlocks share_blocks(
     NetContext& ctx,
     const Plan& plan,
-    const std::function<bool(size_t tensor)>& looks,
+    const OwnBlocks& own,
     const OpDescriptor& d);
 
 } // namespace fusedpg

@@ -114,6 +114,15 @@ bool select_net_skip(size_t bytes) {
   return bytes >= size_t(256) << 10;
 }
 
+size_t select_stripe(const StripeConfig& c) {
+  constexpr size_t kMost = size_t(248) << 10; // with the blocks' numbers
+  constexpr size_t kLeast = size_t(32) << 10;
+  // An aggregator adds up one message while the next ones are on their way.
+  constexpr size_t kMessages = 8;
+  const size_t bytes = c.blocks * c.block_bytes / c.aggregators / kMessages;
+  return std::max<size_t>(std::clamp(bytes, kLeast, kMost) / c.block_bytes, 1);
+}
+
 bool select_stream(size_t bytes) {
   return bytes >= size_t(4) << 20;
 }

@@ -99,6 +99,14 @@ struct SkipLimits {
 // blocks are known the rest of skipping costs nothing.
 constexpr SkipLimits kNetSkipLimits{0.9, 2};
 
+// Blocks that travel to an aggregator and back as one message.
+struct StripeConfig {
+  size_t block_bytes = 0;
+  size_t blocks = 0; // that a rank has, on average
+  size_t aggregators = 1;
+};
+size_t select_stripe(const StripeConfig& config);
+
 // Whether results of this size should be written around the cache.
 bool select_stream(size_t bytes);
 

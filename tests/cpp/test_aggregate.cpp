@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "aggregate/blocks.hpp"
 #include "aggregate/client.hpp"
 #include "aggregate/server.hpp"
 #include "base/error.hpp"
@@ -183,6 +184,149 @@ TEST(aggregated_reductions_have_the_bits_of_those_from_rank_to_rank) {
   on_wire(kRanks, body, 10 * kLong);
 }
 
+TEST(blocks_of_aggregators) {
+  Head head;
+  head.count = 1000;
+  head.dtype = static_cast<uint32_t>(DType::kFloat32);
+  head.block = 10;
+  head.stripe = 4;
+  const BlockLayout layout(head, 3);
+  CHECK_EQ(layout.blocks(), 100U);
+  for (const uint64_t pattern :
+       {uint64_t{0},
+        ~uint64_t{0},
+        uint64_t{0x8000000000000001},
+        uint64_t{0x12}}) {
+    const uint64_t bits[2] = {pattern, pattern & ((uint64_t{1} << 36) - 1)};
+    for (size_t a = 0; a < 3; ++a) {
+      for (uint32_t from = 0; from <= 100; ++from) {
+        uint32_t found = kNoBlock;
+        for (uint32_t b = from; b < 100 && found == kNoBlock; ++b) {
+          const bool set = (bits[b / 64] >> (b % 64) & 1) != 0;
+          found = set && b / 4 % 3 == a ? b : kNoBlock;
+        }
+        CHECK_EQ(layout.next(bits, from, a), found);
+      }
+    }
+  }
+}
+
+TEST(aggregators_merge_blocks) {
+  constexpr int kRanks = 3;
+  constexpr size_t kCount = 30'011;
+  Server first(any_door());
+  Server second(any_door());
+  Crew crew(kRanks, {place_of(first), place_of(second)});
+  const auto body = [&](int rank, NetContext& ctx) {
+    for (const DType type :
+         {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kInt64}) {
+      for (const size_t block : {32, 100, 4096, 65536}) {
+        for (const uint32_t share : {0U, 3U, 50U, 100U}) { // percent
+          // Small integers in the low bytes: no float is a NaN.
+          const size_t element = dtype_size(type);
+          std::vector<uint8_t> mine(kCount * element);
+          uint32_t draw = 7 * share + static_cast<uint32_t>(rank) + 1;
+          for (size_t b = 0; b * block < kCount; ++b) {
+            draw = draw * 1664525U + 1013904223U;
+            if ((draw >> 8) % 100 >= share) {
+              continue;
+            }
+            const size_t end = std::min(kCount, (b + 1) * block) * element;
+            for (size_t i = b * block * element; i < end; ++i) {
+              mine[i] = static_cast<uint8_t>(1 + (i + draw) % 50);
+            }
+          }
+          std::vector<uint8_t> other = mine;
+          kernels::ReduceArgs args;
+          args.dtype = type;
+          args.op = share == 50 ? RedOp::kAvg : RedOp::kSum;
+          args.divisor = kRanks;
+          ctx.aggregators = nullptr;
+          HostsWay plain(ctx);
+          all_reduce(plain, {{mine.data(), kCount}}, args);
+          ctx.aggregators = crew.clients[rank].get();
+          HostsWay way(ctx);
+          sparse_all_reduce(way, {{other.data(), kCount}}, args, {block});
+          CHECK(ctx.aggregated);
+          CHECK(mine == other);
+          ctx.aggregated = false;
+        }
+      }
+    }
+  };
+  on_wire(kRanks, body, 10 * kLong);
+}
+
+TEST(aggregators_end_jobs_whose_blocks_make_no_sense) {
+  Server server(any_door());
+  Crew others(2, {place_of(server)});
+  Head good;
+  good.count = 1000;
+  good.segment = 10;
+  good.dtype = static_cast<uint32_t>(DType::kFloat32);
+  good.block = 32;
+  good.stripe = 4;
+  struct Lie {
+    Head head;
+    Word word; // then so many elements, and
+    std::vector<uint32_t> blocks;
+  };
+  std::vector<Lie> lies;
+  const auto head = [&](uint32_t block, uint32_t stripe, uint64_t count) {
+    Head other = good;
+    other.block = block;
+    other.stripe = stripe;
+    other.count = count;
+    lies.push_back({other, {}, {}});
+  };
+  head(32, 0, 1000);
+  head(32, 1U << 30, 1000);
+  head(1U << 30, 1, 1000);
+  head(32, 4, 0);
+  head(1, 1, uint64_t{1} << 40);
+  const auto word = [&](Word said, std::vector<uint32_t> blocks) {
+    lies.push_back({good, said, std::move(blocks)});
+  };
+  word({5, 160, kNoBlock, 0}, {}); // more than a stripe
+  word({1, 0, kNoBlock, 0}, {});
+  word({0, 32, kNoBlock, 0}, {});
+  word({1, 33, kNoBlock, 0}, {});
+  word({0, 0, 3, 0}, {});
+  word({1, 31, kNoBlock, 0}, {0}); // another length
+  word({2, 64, kNoBlock, 0}, {1, 1});
+  word({2, 64, kNoBlock, 0}, {2, 1});
+  word({1, 32, kNoBlock, 0}, {32}); // there are 32
+  word({1, 32, kNoBlock, 0}, {kNoBlock});
+  word({2, 64, 2, 0}, {1, 2}); // not before the next one
+  for (const Lie& lie : lies) {
+    Crew liar(1, {place_of(server)});
+    TcpTransport& transport = *liar.transports[0];
+    const auto send = [&](Tag tag, const void* data, size_t bytes) {
+      NetBuffer message(bytes);
+      std::memcpy(message.data(), data, bytes);
+      transport.send(1, static_cast<uint32_t>(tag), message);
+    };
+    bool raised = false;
+    try {
+      send(Tag::kHead, &lie.head, sizeof lie.head);
+      send(Tag::kWord, &lie.word, sizeof lie.word);
+      if (!lie.blocks.empty()) {
+        std::vector<uint32_t> body(lie.word.elements);
+        body.insert(body.end(), lie.blocks.begin(), lie.blocks.end());
+        send(Tag::kBlocks, body.data(), body.size() * sizeof body[0]);
+      }
+      NetBuffer said(sizeof(Word));
+      transport.receive(1, static_cast<uint32_t>(Tag::kWord), said)
+          ->wait(soon());
+    } catch (const Error& error) {
+      raised = error.kind() == ErrorKind::kPeerFailed;
+    }
+    CHECK(raised);
+  }
+  until([&] { return server.stats().failed == lies.size(); });
+  CHECK_EQ(others.add_up(500'000, 2), 0);
+}
+
 TEST(aggregators_outlive_a_worker) {
   Server server(any_door());
   Crew others(2, {place_of(server)});
@@ -203,14 +347,14 @@ TEST(aggregators_end_jobs_that_make_no_sense) {
   // At the front door, with the key.
   for (const char* text :
        {"",
-        "fusedpg-aggregator 2\n1 1 0\nx\n",
-        "fusedpg-aggregator 1\n",
-        "fusedpg-aggregator 1\n0 1 0\n",
-        "fusedpg-aggregator 1\n3 1 0\nx\n",
-        "fusedpg-aggregator 1\n1 1 1\nx\n",
         "fusedpg-aggregator 1\n1 1 0\nx\n",
-        "fusedpg-aggregator 1\n99999999999 1 0\nx\n",
-        "fusedpg-aggregator 1\n-1 1 0\nx\n"}) {
+        "fusedpg-aggregator 2\n",
+        "fusedpg-aggregator 2\n0 1 0\n",
+        "fusedpg-aggregator 2\n3 1 0\nx\n",
+        "fusedpg-aggregator 2\n1 1 1\nx\n",
+        "fusedpg-aggregator 2\n1 1 0\nx\n",
+        "fusedpg-aggregator 2\n99999999999 1 0\nx\n",
+        "fusedpg-aggregator 2\n-1 1 0\nx\n"}) {
     const Fd socket = tcp::dial(door, 0, 0, soon(), kNothing);
     tcp::say(socket, text, soon(), kNothing);
     CHECK(

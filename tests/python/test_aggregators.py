@@ -112,6 +112,35 @@ def test_any_call(ranks: Any, two: str, **case: Any) -> None:
     ranks.run(checks.equals_numpy, two, case)
 
 
+@hypothesis.given(
+    numel=st.one_of(st.integers(0, 700), st.integers(0, 90_000)),
+    block=st.sampled_from([32, 100, 256, 4096, 65536]), dtype=st.sampled_from(checks.SKIPPED),
+    density=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]),
+    overlap=st.sampled_from(["random", "all", "none", "one rank"]), average=st.booleans(),
+    nan=st.booleans(), seed=st.integers(0, 99), number=st.sampled_from([1, 2]),
+)  # fmt: skip
+@hypothesis.settings(
+    max_examples=60, deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+def test_blocks_have_the_bits_of_those_without(
+    ranks: Any, two: str, number: int, **case: Any
+) -> None:
+    ranks.run(checks.sparse_equals, ",".join(two.split(",")[:number]), case)
+
+
+def test_absent_blocks_never_travel(ranks: Any, two: str) -> None:
+    ranks.run(checks.absent_blocks_never_travel, two)
+
+
+def test_block_skip_goes_by_aggregators(ranks: Any, two: str) -> None:
+    ranks.run(checks.block_skip_goes_by_aggregators, two)
+
+
+def test_threshold_keeps_the_rest(ranks: Any, two: str) -> None:
+    ranks.run(checks.threshold_keeps_the_rest, two)
+
+
 def test_link_carries_the_tensor_once(ranks: Any, two: str) -> None:
     ranks.run(checks.bytes_of_link, two)
 

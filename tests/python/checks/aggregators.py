@@ -84,6 +84,146 @@ def equals_numpy(context: Context, places: str, case: dict[str, Any]) -> None:
     assert after - before == (0 if small else 1)
 
 
+SKIPPED = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+def mostly_zeros(rank: int, size: int, case: dict[str, Any]) -> torch.Tensor:
+    """Blocks of a rank: of all at random, the same of all ranks, none of two ranks, or none."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    block, numel, dtype = case["block"], case["numel"], case["dtype"]
+    blocks = -(-numel // block)
+    draw = torch.rand(blocks, generator=generator)
+    if case["overlap"] == "none":
+        owner = torch.randint(0, size, (blocks,), generator=generator)
+        keep = (draw < case["density"]) & (owner == rank)
+    elif case["overlap"] == "random":
+        mine = torch.Generator().manual_seed(case["seed"] + 1 + rank)
+        keep = torch.rand(blocks, generator=mine) < case["density"]
+    elif case["overlap"] == "one rank":
+        keep = (draw < case["density"]) & (rank == size - 1)
+    else:
+        keep = draw < case["density"]
+    t = values(rank, numel, dtype, case["seed"])
+    t[t == 0] = 1
+    for b in range(blocks):
+        part = t[b * block : (b + 1) * block]
+        special = (b * 7 + rank + case["seed"]) % 11
+        if not keep[b]:
+            part.zero_()
+        elif dtype.is_floating_point and special == 0:
+            part.fill_(-0.0)
+        elif dtype.is_floating_point and special == 1:
+            part.fill_(float("nan") if case["nan"] else -0.0)
+    return t
+
+
+def same_bits_but_which_nan(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if ours.dtype.is_floating_point:
+        nan = ours.isnan()
+        if not torch.equal(nan, theirs.isnan()):
+            return False
+        ours, theirs = ours.masked_fill(nan, 1), theirs.masked_fill(nan, 1)
+    return bits(ours) == bits(theirs)
+
+
+def sparse_equals(context: Context, places: str, case: dict[str, Any]) -> None:
+    """Blocks by aggregators: the bits of blocks from rank to rank, and near a sum in fp64."""
+    group, size = group_with(places), context.world_size
+    fusedpg.stats(group, reset=True)
+    whole = [mostly_zeros(rank, size, case) for rank in range(size)]
+    mine = whole[context.rank]
+    ours, theirs = mine.clone(), mine.clone()
+    op = Op.AVG if case["average"] else Op.SUM
+    fusedpg.sparse_all_reduce(ours, op, group, block_size=case["block"])
+    fusedpg.sparse_all_reduce(theirs, op, block_size=case["block"])
+    assert same_bits_but_which_nan(ours, theirs)
+    dtype = case["dtype"]
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    total = torch.stack([one.to(wide) for one in whole]).sum(0)
+    if case["average"]:
+        total = total / size if dtype.is_floating_point else total.div(size, rounding_mode="trunc")
+    if dtype.is_floating_point:
+        magnitude = torch.stack([one.to(wide).abs() for one in whole]).sum(0)
+        error = (ours.to(wide) - total).abs()
+        near = error <= 4 * torch.finfo(dtype).eps * magnitude
+        assert bool((near | total.isnan() | (magnitude > torch.finfo(dtype).max / 4)).all())
+    else:
+        assert torch.equal(ours, total.to(dtype))
+    stats = fusedpg.stats(group)["sparse_all_reduce"]
+    assert stats["paths"] == {"aggregated": 1}
+    present = [(block_view(one, case["block"]) != 0).any(1) for one in whole]
+    union = torch.stack(present).any(0)
+    blocks = len(union)
+    if blocks:
+        assert stats["density"] == int(present[context.rank].sum()) / blocks
+        assert stats["union_density"] == int(union.sum()) / blocks
+
+
+def block_view(t: torch.Tensor, block: int) -> torch.Tensor:
+    """Rows are the blocks' bytes, with zeros behind the last one."""
+    raw = t.view(torch.uint8)
+    width = block * t.element_size()
+    return torch.cat([raw, raw.new_zeros(-len(raw) % width)]).view(-1, width)
+
+
+def absent_blocks_never_travel(context: Context, places: str) -> None:
+    """A rank sends its blocks, and gets those that any rank has."""
+    group, size = group_with(places), context.world_size
+    case = {"block": 256, "numel": 256 * 4000, "dtype": torch.float32, "density": 0.1,
+            "overlap": "none", "seed": 3, "nan": False}  # fmt: skip
+    mine = mostly_zeros(context.rank, size, case)
+    present = int((mine.view(-1, 256).view(torch.int32) != 0).any(1).sum())
+    total = torch.tensor([present])
+    dist.all_reduce(total)
+    fusedpg.stats(group, reset=True)
+    fusedpg.sparse_all_reduce(mine, group=group)
+    stats = fusedpg.stats(group)["sparse_all_reduce"]
+    overhead = 5000 * size  # what ranks agree on, and the words of messages
+    assert 0 < stats["bytes_sent"] - present * 1028 < overhead
+    assert 0 < stats["bytes_received"] - int(total) * 1028 < overhead
+
+
+def block_skip_goes_by_aggregators(context: Context, places: str) -> None:
+    """A plain all-reduce of a group with block_skip; "auto" hears of the density."""
+    for mode in ("on", "auto"):
+        group = dist.new_group(pg_options=fusedpg.Options(aggregators=places, block_skip=mode))
+        for step in range(4):
+            mine, whole = torch.zeros(LARGE), torch.zeros(LARGE)
+            mine[1000 * context.rank :][:500] = 1.5 + step
+            for rank in range(context.world_size):
+                whole[1000 * rank :][:500] = 1.5 + step
+            dist.all_reduce(mine, group=group)
+            assert torch.equal(mine, whole)
+        stats = fusedpg.stats(group)["all_reduce"]
+        assert stats["paths"] == {"aggregated": 4}
+        # The first one of "auto" is dense, with a look at a sample.
+        looked = 4 if mode == "on" else 3
+        assert stats["bytes_received"] < (4 - looked) * mine.nbytes + looked * 50_000
+        # From now on most blocks are there: "auto" finds it, and stops looking.
+        for _ in range(20):
+            mine = torch.ones(LARGE)
+            dist.all_reduce(mine, group=group)
+            assert bool((mine == context.world_size).all())
+        dist.destroy_process_group(group)
+
+
+def threshold_keeps_the_rest(context: Context, places: str) -> None:
+    """Error feedback: what is sent and what is kept are the tensor."""
+    group, size = group_with(places), context.world_size
+    case = {"block": 256, "numel": 70_001, "dtype": torch.float32, "density": 0.5,
+            "overlap": "random", "seed": 8, "nan": False}  # fmt: skip
+    found = []
+    for where in (group, None):
+        mine = mostly_zeros(context.rank, size, case)
+        residual = torch.zeros_like(mine)
+        for _ in range(2):
+            fusedpg.sparse_all_reduce(mine, group=where, threshold=30.0, residual=residual)
+        found.append((bits(mine), bits(residual)))
+    assert found[0] == found[1]
+
+
 def bytes_of_link(context: Context, places: str) -> None:
     """As many as the tensor has, each way."""
     group = group_with(places)
