@@ -1,7 +1,11 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "base/deadline.hpp"
 
@@ -14,6 +18,23 @@ class Rendezvous {
   virtual void set(const std::string& key, const std::string& value) = 0;
   // Waits for the key; throws when the deadline passes.
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
+  // Several, in few requests; nothing where some are not there after so long.
+  virtual std::optional<std::vector<std::string>> get_all(
+      const std::vector<std::string>& keys,
+      std::chrono::milliseconds most) {
+    const Deadline deadline(most);
+    std::vector<std::string> values;
+    for (const std::string& key : keys) {
+      while (!has(key)) {
+        if (deadline.expired()) {
+          return std::nullopt;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      values.push_back(get(key, deadline));
+    }
+    return values;
+  }
   virtual bool has(const std::string& key) = 0;
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
 };

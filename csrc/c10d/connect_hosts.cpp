@@ -8,6 +8,7 @@
 
 #include "base/error.hpp"
 #include "c10d/store_rendezvous.hpp"
+#include "net/exchange_words.hpp"
 #include "net/tcp_transport.hpp"
 #include "net/ucx_transport.hpp"
 
@@ -52,21 +53,20 @@ std::vector<std::string> exchange(
     Rendezvous& rendezvous,
     const Deadline& deadline,
     const std::function<void()>& check) {
-  const auto key = [](int p) { return formatted("offer/{}", p); };
-  rendezvous.set(key(group.rank), mine.text());
-  std::vector<Offer> offers;
+  std::vector<std::string> words = exchange_words(
+      rendezvous,
+      "offer",
+      group.rank,
+      group.size,
+      mine.text(),
+      deadline,
+      check);
   for (int p = 0; p < group.size; ++p) {
-    offers.push_back(
-        Offer::of(
-            await_rank(rendezvous, key(p), group.rank, p, deadline, check)));
-  }
-  check();
-  std::vector<std::string> words;
-  for (int p = 0; p < group.size; ++p) {
-    if (!offers[p].why_not.empty()) {
-      refuse(group.settings, formatted("rank {}: {}", p, offers[p].why_not));
+    const Offer offer = Offer::of(words[p]);
+    if (!offer.why_not.empty()) {
+      refuse(group.settings, formatted("rank {}: {}", p, offer.why_not));
     }
-    words.push_back(offers[p].word);
+    words[p] = offer.word;
   }
   return words;
 }
@@ -220,7 +220,7 @@ std::unique_ptr<aggregate::Client> connect_aggregators(
       std::make_unique<TcpTransport>(tcp_config(settings), std::move(endpoint));
   for (size_t a = 0; a < places.size(); ++a) {
     const Offer job = Offer::of(
-        await_rank(rendezvous, job_key(a), group.rank, 0, deadline, check));
+        await_word(rendezvous, job_key(a), group.rank, 0, deadline, check));
     if (!job.why_not.empty()) {
       fail(ErrorKind::kSystem, "{}", job.why_not);
     }

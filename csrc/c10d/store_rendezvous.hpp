@@ -36,6 +36,33 @@ class StoreRendezvous : public Rendezvous {
     const auto bytes = store_->get(key);
     return std::string(bytes.begin(), bytes.end());
   }
+  std::optional<std::vector<std::string>> get_all(
+      const std::vector<std::string>& keys,
+      std::chrono::milliseconds most) override {
+    try {
+      if (most.count() > 0) {
+        store_->wait(keys, most);
+      } else if (!store_->check(keys)) {
+        return std::nullopt;
+      }
+    } catch (const std::exception&) { // each kind of store throws its own
+      if (!store_->check(keys)) {
+        return std::nullopt;
+      }
+    }
+    std::vector<std::string> values;
+    if (store_->hasExtendedApi()) {
+      for (const auto& bytes : store_->multiGet(keys)) {
+        values.emplace_back(bytes.begin(), bytes.end());
+      }
+    } else {
+      for (const std::string& key : keys) {
+        const auto bytes = store_->get(key);
+        values.emplace_back(bytes.begin(), bytes.end());
+      }
+    }
+    return values;
+  }
   bool has(const std::string& key) override {
     return store_->check({key});
   }
@@ -68,6 +95,13 @@ class BoundedRendezvous : public Rendezvous {
         [=](StoreRendezvous& store) { return store.get(key, deadline); },
         deadline);
   }
+  std::optional<std::vector<std::string>> get_all(
+      const std::vector<std::string>& keys,
+      std::chrono::milliseconds most) override {
+    return ask(
+        [=](StoreRendezvous& store) { return store.get_all(keys, most); },
+        deadline_);
+  }
   bool has(const std::string& key) override {
     return ask(
         [=](StoreRendezvous& store) { return store.has(key); }, deadline_);
@@ -84,6 +118,7 @@ class BoundedRendezvous : public Rendezvous {
       const Call& call,
       const Deadline& deadline) {
     constexpr std::chrono::milliseconds kLook{20};
+    constexpr std::chrono::milliseconds kLast{100}; // for an answer under way
     using Answer = std::invoke_result_t<Call, StoreRendezvous&>;
     std::packaged_task<Answer()> task(
         [call, store = store_]() mutable { return call(store); });
@@ -91,7 +126,8 @@ class BoundedRendezvous : public Rendezvous {
     std::thread(std::move(task)).detach();
     while (answer.wait_for(kLook) != std::future_status::ready) {
       check_();
-      if (deadline.expired()) {
+      if (deadline.expired() &&
+          answer.wait_for(kLast) != std::future_status::ready) {
         fail(
             ErrorKind::kTimeout,
             "fused: timeout after {} ms: the store does not answer",

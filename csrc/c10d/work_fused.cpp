@@ -87,6 +87,14 @@ bool WorkFused::wait(std::chrono::milliseconds timeout) {
       executor_->hurry();
     }
   }
+  if (move_ && !isCompleted()) {
+    constexpr std::chrono::hours kNever{24 * 365};
+    const Deadline deadline(timeout == kNoTimeout ? kNever : timeout);
+    move_([this] { return isCompleted(); }, deadline);
+    if (timeout != kNoTimeout) {
+      timeout = deadline.left();
+    }
+  }
   // The operation itself has a deadline, so waiting without one ends too.
   return Work::wait(timeout);
 }

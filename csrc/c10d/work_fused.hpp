@@ -1,12 +1,14 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "base/deadline.hpp"
 #include "c10d/forwarding.hpp"
 #include "host/executor.hpp"
 
@@ -35,6 +37,12 @@ class WorkFused : public c10d::Work {
     executor_ = std::move(executor);
     sequence_ = ticket;
   }
+  // Of a message: moves it, and others, for who waits for it.
+  using Move =
+      std::function<void(const std::function<bool()>& done, const Deadline&)>;
+  void set_move(Move move) {
+    move_ = std::move(move);
+  }
   void set_source_rank(int rank) {
     source_rank_ = rank;
   }
@@ -59,6 +67,7 @@ class WorkFused : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   TensorLists lists_; // none, or at least two
   std::shared_ptr<Executor> executor_;
+  Move move_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<uint64_t> sequence_{0};

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "base/error.hpp"
@@ -159,14 +160,10 @@ Spent& spent() {
       reason);
 }
 
-std::optional<std::string> find(
-    Rendezvous& store,
-    const std::string& key,
-    const Deadline& deadline) {
-  if (!store.has(key)) {
-    return std::nullopt;
-  }
-  return store.get(key, deadline);
+// What is there now.
+std::optional<std::string> find(Rendezvous& store, const std::string& key) {
+  auto found = store.get_all({key}, std::chrono::milliseconds(0));
+  return found ? std::optional(std::move(found->front())) : std::nullopt;
 }
 
 } // namespace
@@ -210,14 +207,13 @@ Meeting::Meeting(Rendezvous& store, int rank, int world_size, PeerInfo self)
   }
 }
 
-std::optional<Meeting::Entry> Meeting::read_entry(
-    int rank,
-    const Deadline& deadline) {
-  const auto value = find(store_, entry_key(size_, rank), deadline);
-  if (!value) {
-    return std::nullopt;
-  }
-  Fields fields(*value);
+std::optional<Meeting::Entry> Meeting::read_entry(int rank) {
+  const auto value = find(store_, entry_key(size_, rank));
+  return value ? std::optional(entry_of(rank, *value)) : std::nullopt;
+}
+
+Meeting::Entry Meeting::entry_of(int rank, const std::string& value) {
+  Fields fields(value);
   fields.version(rank);
   Entry entry;
   entry.size = static_cast<int>(fields.number());
@@ -237,8 +233,8 @@ void Meeting::write_entry(const std::string& reason) {
   store_.set(entry_key(size_, rank_), out);
 }
 
-std::optional<Meeting::Roll> Meeting::read_roll(const Deadline& deadline) {
-  const auto value = find(store_, roll_key(size_), deadline);
+std::optional<Meeting::Roll> Meeting::read_roll() {
+  const auto value = find(store_, roll_key(size_));
   if (!value) {
     return std::nullopt;
   }
@@ -302,7 +298,7 @@ void Meeting::consider_refusal(int rank, const Entry& entry, bool fresh) {
 }
 
 std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
-  if (const auto old = read_roll(deadline)) {
+  if (const auto old = read_roll()) {
     for (const PeerInfo& info : old->infos) {
       old_tokens_.push_back(info.token);
     }
@@ -326,8 +322,8 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
   const auto acknowledged = [&](int p) {
     return proposed(p) && entries[p]->acknowledged == id_;
   };
-  const auto look = [&](int p) {
-    entries[p] = read_entry(p, deadline);
+  const auto look = [&](int p, std::optional<Entry> read) {
+    entries[p] = std::move(read);
     if (!entries[p]) {
       looked[p] = true;
       return;
@@ -352,16 +348,41 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
     return true;
   };
 
+  // All of them at once, where all are there. Of a large group not each is
+  // asked for as often.
+  auto each = Clock::now();
+  const auto look_at = [&](const std::vector<int>& ranks) {
+    std::vector<std::string> keys;
+    for (const int p : ranks) {
+      keys.push_back(entry_key(size_, p));
+    }
+    const auto values = store_.get_all(keys, std::chrono::milliseconds(0));
+    if (values) {
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        look(ranks[i], entry_of(ranks[i], (*values)[i]));
+      }
+    } else if (Clock::now() >= each) {
+      for (const int p : ranks) {
+        look(p, read_entry(p));
+      }
+      each = Clock::now() + std::chrono::microseconds(300) * size_;
+    }
+  };
+
   for (Pace pace;; pace.wait(deadline)) {
+    std::vector<int> left;
     for (int p = 1; p < size_; ++p) {
       if (!acknowledged(p)) {
-        look(p);
+        left.push_back(p);
       }
     }
+    if (!left.empty()) {
+      look_at(left);
+    }
     if (all(acknowledged)) {
-      for (int p = 1; p < size_; ++p) {
-        look(p); // who answered first may have been replaced since
-      }
+      left.resize(size_ - 1);
+      std::iota(left.begin(), left.end(), 1);
+      look_at(left); // who answered first may have been replaced since
     }
     if (all(acknowledged)) {
       write_roll(kFinal, "", roll);
@@ -392,11 +413,11 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
 }
 
 std::vector<PeerInfo> Meeting::follow(const Deadline& deadline) {
-  const auto first = read_roll(deadline);
+  const auto first = read_roll();
   write_entry("");
   bool heard = false;
   for (Pace pace;; pace.wait(deadline)) {
-    const auto roll = read_roll(deadline);
+    const auto roll = read_roll();
     const bool mine = roll && roll->size == size_ &&
         roll->infos.size() == static_cast<size_t>(size_) &&
         roll->names(rank_, self_.token);
@@ -449,8 +470,7 @@ void Meeting::withdraw(const std::string& reason) noexcept {
 
 std::string Meeting::reason_of(int rank, const PeerInfo& met) noexcept {
   try {
-    const auto entry =
-        read_entry(rank, Deadline(std::chrono::milliseconds(1000)));
+    const auto entry = read_entry(rank);
     return entry && entry->info.token == met.token ? entry->reason
                                                    : std::string();
   } catch (const std::exception&) {

@@ -60,8 +60,9 @@ class Meeting {
   struct Entry;
   struct Roll;
 
-  std::optional<Entry> read_entry(int rank, const Deadline& deadline);
-  std::optional<Roll> read_roll(const Deadline& deadline);
+  std::optional<Entry> read_entry(int rank);
+  static Entry entry_of(int rank, const std::string& value);
+  std::optional<Roll> read_roll();
   void write_entry(const std::string& reason);
   void write_roll(
       uint32_t state,

@@ -12,6 +12,8 @@ constexpr std::chrono::hours kNever{24 * 365};
 constexpr std::chrono::milliseconds kLook{20};
 constexpr std::chrono::milliseconds kIdle{500};
 constexpr std::chrono::milliseconds kStopPatience{1000};
+// After a wait the thread leaves messages to the next one for so long.
+constexpr std::chrono::milliseconds kNapping{5};
 constexpr uint32_t kNotes = 0; // the tag; what follows are messages
 // A message that is sent at once, and all of one peer's that have not arrived.
 constexpr size_t kUnasked = size_t(64) << 10;
@@ -63,6 +65,8 @@ void NetMailbox::wake() {
   if (transport_) {
     transport_->wake();
   }
+  called_ = true;
+  nap_.notify_all();
 }
 
 void NetMailbox::send(
@@ -110,18 +114,34 @@ void NetMailbox::withdraw(int tag) {
 }
 
 void NetMailbox::post(Post post) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (ended_) {
-    fail(
-        ended_->kind(),
-        "fused: {} on rank {}: {}",
-        name(post),
-        me_,
-        ended_->what());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_) {
+      fail(
+          ended_->kind(),
+          "fused: {} on rank {}: {}",
+          name(post),
+          me_,
+          ended_->what());
+    }
+    posts_.push_back(std::move(post));
   }
-  posts_.push_back(std::move(post));
-  if (transport_) {
-    transport_->wake();
+  bool moved = false;
+  {
+    const std::unique_lock<TimedMutex> moving(moving_, std::try_to_lock);
+    if (moving && open_ && !stop_ && !trouble_) {
+      moved = true;
+      try {
+        turn(By::kPoster);
+      } catch (...) {
+        trouble_ = std::current_exception();
+        moved = false;
+      }
+    }
+  }
+  // Someone has to go on with it; if nobody is about to look, the thread.
+  if (!moved || asks_ || (waiters_ == 0 && !looks_soon_)) {
+    wake();
   }
 }
 
@@ -140,43 +160,52 @@ std::string NetMailbox::name(const Post& post) const {
 
 void NetMailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
-  auto checked = Clock::now();
   std::optional<Deadline> patience; // at the end
   bool stopping = false;
+  int naps = 0; // since there was something to do
   try {
     begin();
     while (true) {
-      stopping = stop_;
-      if (stopping && !patience) {
-        patience.emplace(kStopPatience);
-      }
-      const bool posted = take_posts();
-      const bool any = progress();
-      const auto now = Clock::now();
-      if (!stopping && now - checked >= kLook) {
-        checked = now;
-        check();
-      }
-      if (posted || any) {
-        continue;
-      }
-      if (stopping) {
-        // A peer may wait to hear that its message has arrived.
-        const bool owes = !sent_notes_.empty() ||
-            std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-              return !p.notes.empty();
-            });
-        if (!owes || patience->expired()) {
-          fail(
-              ErrorKind::kAborted,
-              "fused: the group was shut down on rank {} with point-to-point "
-              "operations pending",
-              me_);
+      PolledTransport::Sleep how;
+      {
+        const std::lock_guard<TimedMutex> moving(moving_);
+        if (trouble_) {
+          std::rethrow_exception(trouble_);
         }
-        transport_->doze(std::chrono::milliseconds(1));
+        stopping = stop_;
+        if (stopping && !patience) {
+          patience.emplace(kStopPatience);
+        }
+        if (turn(By::kThread)) {
+          naps = 0;
+          continue;
+        }
+        if (stopping) {
+          // A peer may wait to hear that its message has arrived.
+          const bool owes = !sent_notes_.empty() ||
+              std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+                return !p.notes.empty();
+              });
+          if (!owes || patience->expired()) {
+            fail(
+                ErrorKind::kAborted,
+                "fused: the group was shut down on rank {} with point-to-point "
+                "operations pending",
+                me_);
+          }
+        }
+        how = transport_->sleep(
+            stopping        ? std::chrono::milliseconds(1)
+                : pending() ? kLook
+                            : kIdle);
+      }
+      // Who waits, or may do so again in a moment, needs the core.
+      const Clock::time_point waited{Clock::duration(waited_)};
+      if (!stopping && (waiters_ != 0 || Clock::now() - waited < kNapping)) {
+        nap(naps++);
       } else {
-        // At once: a thread that waits for a message may need the core.
-        transport_->doze(pending() ? kLook : kIdle);
+        naps = 0;
+        how.run();
       }
     }
   } catch (const Error& error) {
@@ -184,6 +213,79 @@ void NetMailbox::loop() {
   } catch (const std::exception& other) {
     give_up(Error(ErrorKind::kSystem, other.what()), stopping);
   }
+}
+
+// Under `moving_`.
+bool NetMailbox::turn(By by) {
+  // A post after this ends the next sleep. While somebody waits it is he who is
+  // meant: he may not have noticed yet.
+  if (by == By::kWaiter || waiters_ == 0) {
+    transport_->awake();
+  }
+  const bool posted = take_posts();
+  const bool any = progress(by);
+  const auto now = Clock::now();
+  if (by != By::kPoster && !stop_ && now - checked_ >= kLook) {
+    checked_ = now;
+    check();
+  }
+  const int others = waiters_ - (by == By::kWaiter ? 1 : 0);
+  if (any && others > 0) {
+    transport_->wake(); // what they wait for may have come with this
+  }
+  return posted || any;
+}
+
+// The longer, the longer nothing has happened.
+void NetMailbox::nap(int before) {
+  const std::chrono::milliseconds length{1 << std::min(before / 16, 4)};
+  looks_soon_ = length.count() == 1;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    nap_.wait_for(lock, length, [this] { return called_; });
+    called_ = false;
+  }
+  looks_soon_ = false;
+}
+
+void NetMailbox::move_until(
+    const std::function<bool()>& done,
+    const Deadline& deadline) {
+  ++waiters_;
+  while (!done() && !deadline.expired()) {
+    PolledTransport::Sleep how;
+    std::shared_ptr<PolledTransport> slept_by; // its descriptor stays open
+    {
+      // The thread has it while a store does not answer.
+      const std::unique_lock<TimedMutex> moving(
+          moving_, std::min(kLook, deadline.left()));
+      if (!moving) {
+        continue;
+      }
+      if (!open_ || stop_ || trouble_) {
+        break;
+      }
+      try {
+        if (turn(By::kWaiter)) {
+          continue;
+        }
+        // Another one may take what this one waits for.
+        constexpr std::chrono::milliseconds kAmongOthers{1};
+        how = transport_->sleep(
+            std::min(waiters_ > 1 ? kAmongOthers : kLook, deadline.left()));
+        slept_by = transport_;
+      } catch (...) {
+        trouble_ = std::current_exception();
+        wake();
+        break;
+      }
+    }
+    if (!done()) {
+      how.run();
+    }
+  }
+  waited_ = Clock::now().time_since_epoch().count();
+  --waiters_;
 }
 
 void NetMailbox::begin() {
@@ -195,10 +297,12 @@ void NetMailbox::begin() {
     throw;
   }
   rendezvous_->set(key(me_), made->address());
+  const std::lock_guard<TimedMutex> moving(moving_);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     transport_ = std::move(made);
   }
+  open_ = true;
   for (int p = 0; p < transport_->size(); ++p) {
     if (p != me_) {
       peers_[p].note = NetBuffer(sizeof(Note));
@@ -210,6 +314,10 @@ void NetMailbox::begin() {
 // The other ranks hear of it as connections end. What is posted while this rank
 // asks them why waits for the answer, too: all pending ends with one error.
 void NetMailbox::give_up(Error error, bool stopping) {
+  {
+    const std::lock_guard<TimedMutex> moving(moving_);
+    open_ = false; // who waits for a message now waits for its end
+  }
   if (transport_ && !(stopping && !pending())) {
     transport_->end(); // nothing is read or written any more
   }
@@ -237,7 +345,7 @@ void NetMailbox::give_up(Error error, bool stopping) {
     end(post, error);
   }
   sent_notes_.clear();
-  std::unique_ptr<PolledTransport> gone;
+  std::shared_ptr<PolledTransport> gone;
   std::lock_guard<std::mutex> lock(mutex_);
   gone = std::move(transport_);
 }
@@ -294,18 +402,27 @@ bool NetMailbox::take_posts() {
   return !posts.empty();
 }
 
-bool NetMailbox::progress() {
+bool NetMailbox::progress(By by) {
+  bool asks = false;
   transport_->progress();
   bool any = finish_receives();
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
     if (p != me_) {
       any |= hear(p);
-      any |= reach(p);
+      if (by == By::kThread) {
+        any |= reach(p);
+      }
+      asks = asks || needs(p);
       any |= push(p);
       any |= finish_sends(p);
     }
   }
   any |= finish_notes();
+  if (asks && !asks_.exchange(true) && by == By::kWaiter) {
+    wake(); // who posts does so anyway
+  } else if (!asks) {
+    asks_ = false;
+  }
   return any;
 }
 
@@ -318,35 +435,64 @@ bool NetMailbox::hear(int p) {
     any = true;
     Note note;
     std::memcpy(&note, peer.note.data(), sizeof note);
+    take(p, note);
+    // Only now: what follows the note must find its receive.
     peer.listening = transport_->receive(p, kNotes, peer.note);
-    if (note.kind == kMessage || note.kind == kOffer) {
-      const auto takes = [&](const Receive& r) {
-        return r.from == kAnySource && r.post.tag == note.tag &&
-            (r.post.peer == p || r.post.peer == kAnySource);
-      };
-      const auto r = std::find_if(receives_.begin(), receives_.end(), takes);
-      if (r == receives_.end()) {
-        peer.waiting.push_back(note);
-      } else {
-        found(*r, p, note);
-      }
-    } else if (note.kind != kHello) {
-      const auto send = std::find_if(
-          peer.sends.begin(), peer.sends.end(), [&](const Send& s) {
-            return s.id == note.id;
-          });
-      if (send == peer.sends.end()) {
-        continue;
-      }
-      if (note.kind != kWanted) {
-        send->answer = note;
-      } else if (send->offered && !send->wanted) {
-        send->wanted = true;
-        send_data(p, *send);
-      }
-    }
   }
   return any;
+}
+
+void NetMailbox::take(int p, const Note& note) {
+  Peer& peer = peers_[p];
+  if (note.kind == kMessage || note.kind == kOffer) {
+    peer.heard = note.id + 1;
+    const auto takes = [&](const Receive& r) {
+      return r.from == kAnySource && r.post.tag == note.tag &&
+          (r.post.peer == p || r.post.peer == kAnySource);
+    };
+    const auto r = std::find_if(receives_.begin(), receives_.end(), takes);
+    if (r == receives_.end()) {
+      peer.waiting.push_back(note);
+    } else {
+      found(*r, p, note);
+    }
+  } else if (note.kind == kPosted) {
+    learn_of_receive(p, note);
+  } else if (note.kind != kHello) {
+    const auto send =
+        std::find_if(peer.sends.begin(), peer.sends.end(), [&](const Send& s) {
+          return s.id == note.id;
+        });
+    if (send != peer.sends.end() && note.kind == kWanted) {
+      wanted(p, *send);
+    } else if (send != peer.sends.end()) {
+      send->answer = note;
+    }
+  }
+}
+
+// The first message that the other side did not know when it posted the receive
+// is for it. Which that is may be known only now, or when there is one.
+void NetMailbox::learn_of_receive(int p, const Note& note) {
+  Peer& peer = peers_[p];
+  for (Send& send : peer.sends) {
+    if (send.told && !send.met && send.id >= note.id &&
+        send.post.tag == note.tag) {
+      send.met = true;
+      if (send.post.bytes == note.bytes) {
+        wanted(p, send);
+      }
+      return;
+    }
+  }
+  peer.posted.push_back(note);
+}
+
+void NetMailbox::wanted(int p, Send& send) {
+  if (send.offered && !send.wanted) {
+    send.wanted = true;
+    send_data(p, send);
+  }
 }
 
 void NetMailbox::match(Receive& receive) {
@@ -365,6 +511,12 @@ void NetMailbox::match(Receive& receive) {
       found(receive, p, note);
       return;
     }
+  }
+  // A rank that knows of the receive need not ask.
+  const Post& post = receive.post;
+  if (post.peer != kAnySource && post.bytes > kUnasked) {
+    Peer& peer = peers_[post.peer];
+    peer.notes.push_back({kPosted, post.tag, peer.heard, post.bytes});
   }
 }
 
@@ -446,18 +598,19 @@ bool NetMailbox::finish_receives() {
 
 // --- sending -----------------------------------------------------------------
 
-// Connects to a rank that this one has something to do with.
+// Whether there is something to do with a rank that is not connected.
+bool NetMailbox::needs(int p) const {
+  return !transport_->connected(p) &&
+      (!peers_[p].sends.empty() || !peers_[p].notes.empty() ||
+       std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
+         return r.post.peer == p;
+       }));
+}
+
 bool NetMailbox::reach(int p) {
   Peer& peer = peers_[p];
-  if (transport_->connected(p)) {
-    return false;
-  }
-  const bool needed = !peer.sends.empty() || !peer.notes.empty() ||
-      std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
-        return r.post.peer == p;
-      });
   constexpr std::chrono::milliseconds kAgain{2};
-  if (!needed || Clock::now() - peer.looked < kAgain) {
+  if (!needs(p) || Clock::now() - peer.looked < kAgain) {
     return false;
   }
   peer.looked = Clock::now();
@@ -512,10 +665,21 @@ bool NetMailbox::push(int p) {
     }
     send.told = true;
     const size_t bytes = send.post.bytes;
-    send.offered = bytes > kUnasked || peer.unasked + bytes > kAllUnasked;
+    const auto posted = std::find_if(
+        peer.posted.begin(), peer.posted.end(), [&](const Note& note) {
+          return note.tag == send.post.tag;
+        });
+    send.met = posted != peer.posted.end();
+    const bool asked = send.met && posted->bytes == bytes;
+    if (send.met) {
+      peer.posted.erase(posted);
+    }
+    send.offered =
+        !asked && (bytes > kUnasked || peer.unasked + bytes > kAllUnasked);
     tell({send.offered ? kOffer : kMessage, send.post.tag, send.id, bytes});
     if (!send.offered) {
-      peer.unasked += bytes;
+      send.unasked = !asked;
+      peer.unasked += asked ? 0 : bytes;
       send_data(p, send);
     }
   }
@@ -545,7 +709,7 @@ bool NetMailbox::finish_sends(int p) {
       continue;
     }
     any = true;
-    if (!s->offered) {
+    if (s->unasked) {
       peers_[p].unasked -= s->post.bytes;
     }
     std::exception_ptr error;

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <atomic>
-
+#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -14,25 +14,30 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/timed_mutex.hpp"
 #include "net/transport.hpp"
 
 namespace fusedpg {
 
 // Point to point between the ranks of a group that spans machines, as Mailbox is
-// inside one: a thread beside the collectives, with connections of its own,
-// matches sends to receives by (source, tag) in the order they were posted.
+// inside one: beside the collectives, with connections of its own, it matches
+// sends to receives by (source, tag) in the order they were posted. Whoever waits
+// for a message moves all of them, and who posts one sends what can be sent at
+// once: to wake a thread takes longer than a small message. What nobody waits for
+// is moved by the mailbox's thread.
 //
 // A rank tells the receiver of a message before it sends it, and hears when it
 // has arrived or is not as long as expected. A large message, or one more when
 // many have not been received, is sent when the receiver asks for it: what nobody
-// receives costs it little memory. Nobody connects to more ranks than
+// receives costs it little memory. It asks as soon as it posts a large receive
+// from one rank, also before it knows of a message. Nobody connects to more ranks than
 // it has messages for: each says where it can be reached when it first sends or
 // receives, and others look for that.
 class NetMailbox {
  public:
   static constexpr int kAnySource = -1;
-  // Called once, from the mailbox's thread: the error or null, and the rank at
-  // the other end.
+  // Called once, from a thread that moves messages: the error or null, and the
+  // rank at the other end.
   using Done = std::function<void(std::exception_ptr, int)>;
   using Connect = std::function<std::unique_ptr<PolledTransport>()>;
   // Where ranks say how they can be reached. Requests call what it is given while
@@ -74,18 +79,24 @@ class NetMailbox {
   // still to be notified is not.
   void withdraw(int tag);
 
+  // Moves messages until `done`, or the deadline, or until the thread has to
+  // (it ends, or the mailbox has failed). For who waits for a message.
+  void move_until(const std::function<bool()>& done, const Deadline& deadline);
+
   // Has the thread look whether waiting is in vain.
   void wake();
   // Fails what is pending and ends the thread.
   void stop();
 
  private:
-  // kMessage: its bytes follow. kOffer: they wait for kWanted.
+  // kMessage: its bytes follow. kOffer: they wait for kWanted, or for kPosted: a
+  // receive of so many bytes that no message before this id has met.
   enum Kind : uint32_t {
     kHello,
     kMessage,
     kOffer,
     kWanted,
+    kPosted,
     kArrived,
     kUnexpected
   };
@@ -114,6 +125,8 @@ class NetMailbox {
     bool told = false;
     bool offered = false; // it is sent once it is wanted
     bool wanted = false;
+    bool met = false; // a large receive that the other side has posted
+    bool unasked = false; // counted in its peer's
     std::optional<Note> answer{};
     Transport::RequestPtr data{}; // null: nothing, or sent
   };
@@ -131,6 +144,9 @@ class NetMailbox {
     NetBuffer note; // the next one
     Transport::RequestPtr listening;
     uint64_t next_id = 0;
+    uint64_t heard = 0; // messages of which this rank knows
+    std::deque<Note>
+        posted; // large receives at the other side, without one yet
     size_t unasked = 0; // bytes sent that may not have been received yet
     Clock::time_point looked{};
   };
@@ -139,12 +155,21 @@ class NetMailbox {
   void post(Post post);
   void loop();
   void begin();
+  // Moves what can be moved; whether there was anything. Only the thread asks the
+  // store, which may be slow.
+  enum class By { kThread, kPoster, kWaiter };
+  bool turn(By by);
+  void nap(int before);
   bool take_posts();
-  bool progress();
+  bool progress(By by);
   bool hear(int peer);
+  void take(int peer, const Note& note);
+  void wanted(int peer, Send& send);
+  bool needs(int peer) const;
   bool reach(int peer);
   bool push(int peer);
   void send_data(int peer, Send& send);
+  void learn_of_receive(int peer, const Note& note);
   void match(Receive& receive);
   void drop(int tag);
   void found(Receive& receive, int peer, const Note& message);
@@ -167,13 +192,24 @@ class NetMailbox {
   const std::function<bool(int)> gone_;
   const std::function<Error(const Error&)> failed_;
 
+  std::condition_variable nap_; // with the next one
   std::mutex mutex_; // of the next four
   std::deque<Post> posts_;
+  bool called_ = false; // the thread, from its nap
   std::optional<Error> ended_; // why there are no more posts
-  std::unique_ptr<PolledTransport> transport_; // the thread's but for wake()
+  // Whoever holds `moving_` uses it, and anyone wakes it.
+  std::shared_ptr<PolledTransport> transport_;
   std::atomic<bool> stop_{false};
 
-  // Of the thread alone.
+  // Held by who moves messages; before the other mutex.
+  TimedMutex moving_;
+  std::atomic<int> waiters_{0}; // that move messages
+  std::atomic<Clock::rep> waited_{0}; // when one of them did last
+  std::atomic<bool> looks_soon_{false}; // the thread
+  std::atomic<bool> asks_{false}; // something is needed of the store
+  std::exception_ptr trouble_; // that one of them has met: the thread's now
+  bool open_ = false; // there is a transport, and no end yet
+  Clock::time_point checked_ = Clock::now();
   std::vector<Peer> peers_;
   Receives receives_; // posted and not yet complete, in order
   std::deque<Transport::RequestPtr> sent_notes_;

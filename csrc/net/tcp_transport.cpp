@@ -682,13 +682,16 @@ TcpTransport::State TcpTransport::state(const Request& request) {
   return failed_ || over(operation) ? State::kLost : State::kUnderWay;
 }
 
-void TcpTransport::doze(std::chrono::milliseconds most) {
-  turn(static_cast<int>(most.count()));
-  wake_signal_.reset();
+PolledTransport::Sleep TcpTransport::sleep(std::chrono::milliseconds most) {
+  return {poll_.get(), knocking_ == 0 ? most : std::min(most, kKnock)};
 }
 
 void TcpTransport::wake() {
   wake_signal_.set();
+}
+
+void TcpTransport::awake() {
+  wake_signal_.reset();
 }
 
 void TcpTransport::wait(Operation& operation, const Deadline& deadline) {

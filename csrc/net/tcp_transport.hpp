@@ -72,8 +72,9 @@ class TcpTransport : public PolledTransport {
     return outs_[peer].state == Out::State::kLost;
   }
   State state(const Request& request) override;
-  void doze(std::chrono::milliseconds most) override;
+  Sleep sleep(std::chrono::milliseconds most) override;
   void wake() override;
+  void awake() override;
 
  private:
   struct Header {

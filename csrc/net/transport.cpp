@@ -1,8 +1,8 @@
 #include "net/transport.hpp"
 
-#include <thread>
+#include <poll.h>
 
-#include "base/error.hpp"
+#include <ctime>
 
 namespace fusedpg {
 
@@ -25,28 +25,20 @@ void NetBuffers::give(NetBuffer buffer) {
   }
 }
 
-std::string await_rank(
-    Rendezvous& rendezvous,
-    const std::string& key,
-    int rank,
-    int awaited,
-    const Deadline& deadline,
-    const std::function<void()>& check) {
-  constexpr std::chrono::milliseconds kLook{5};
-  while (!rendezvous.has(key)) {
-    check();
-    if (deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: timeout after {} ms on rank {} waiting for rank {}, which "
-          "did not reach the first operation that connects the hosts",
-          deadline.timeout().count(),
-          rank,
-          awaited);
-    }
-    std::this_thread::sleep_for(kLook);
+void PolledTransport::Sleep::run() const {
+  if (descriptor >= 0) {
+    pollfd fd{descriptor, POLLIN, 0};
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
+    const timespec time{
+        .tv_sec = seconds.count(), .tv_nsec = (most - seconds).count() * 1000};
+    ppoll(&fd, 1, &time, nullptr);
   }
-  return rendezvous.get(key, deadline);
+}
+
+void PolledTransport::doze(std::chrono::milliseconds most) {
+  sleep(most).run();
+  awake();
+  progress();
 }
 
 } // namespace fusedpg

@@ -66,16 +66,6 @@ class NetBuffers {
   size_t bytes_ = 0; // of these
 };
 
-// The value that another rank has set. For ranks that connect, since a wait for
-// keys cannot be aborted. `check` throws when waiting is in vain.
-std::string await_rank(
-    Rendezvous& rendezvous,
-    const std::string& key,
-    int rank,
-    int awaited,
-    const Deadline& deadline,
-    const std::function<void()>& check);
-
 // Point to point between the ranks of a group, wherever they are. A message of
 // n bytes meets a receive of n bytes; those of one peer and tag, in order. One
 // thread at a time.
@@ -134,10 +124,20 @@ class PolledTransport : public Transport {
   virtual bool deaf(int peer) const = 0;
   enum class State { kUnderWay, kDone, kLost };
   virtual State state(const Request& request) = 0;
-  // Sleeps until there is something to do, or wake(), for at most so long.
-  virtual void doze(std::chrono::milliseconds most) = 0;
-  // From any thread.
+  // How to sleep until there may be something to do, while another thread uses
+  // the transport: until the descriptor can be read, for at most so long. No
+  // descriptor: there is something to do now.
+  struct Sleep {
+    int descriptor = -1;
+    std::chrono::microseconds most{0};
+    void run() const;
+  };
+  virtual Sleep sleep(std::chrono::milliseconds most) = 0;
+  // From any thread: ends such a sleep, now or the next one, until awake().
   virtual void wake() = 0;
+  virtual void awake() = 0;
+  // For one thread that uses the transport alone: sleeps so, and moves on.
+  void doze(std::chrono::milliseconds most);
 };
 
 } // namespace fusedpg

@@ -1,10 +1,12 @@
 #include "net/ucx_transport.hpp"
 
 #include <poll.h>
+#include <sys/epoll.h>
 
 #include <algorithm>
 
 #include "base/error.hpp"
+#include "net/exchange_words.hpp"
 #include "net/ucx_leaving.hpp"
 
 namespace fusedpg {
@@ -64,16 +66,20 @@ UcxTransport::UcxTransport(
     const Deadline& deadline,
     const std::function<void()>& check)
     : UcxTransport(api, config, rank) {
-  const std::string mine = formatted("ucx/address/{}", rank_);
+  const auto meet = [&](const std::string& mine) {
+    return exchange_words(
+        rendezvous, "ucx/address", rank_, size, mine, deadline, check);
+  };
+  std::string mine;
   try {
     start(config, size);
-    rendezvous.set(mine, address());
+    mine = address();
   } catch (...) {
-    rendezvous.set(mine, ""); // so that nobody waits for it
+    meet(""); // so that nobody waits for it
     throw;
   }
   try {
-    connect_all(rendezvous, deadline, check);
+    connect_all(meet(mine), deadline, check);
   } catch (...) {
     failed_ = true;
     throw;
@@ -82,30 +88,32 @@ UcxTransport::UcxTransport(
 
 void UcxTransport::start(const UcxConfig& config, int size) {
   worker_ = std::make_unique<UcxWorker>(api_, config, size);
+  both_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+  if (!both_) {
+    fail_errno("fused: epoll_create1");
+  }
+  for (const int fd : {worker_->event_fd(), abort_signal_.fd()}) {
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
+    if (epoll_ctl(both_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+      fail_errno("fused: epoll_ctl");
+    }
+  }
 }
 
 void UcxTransport::connect_all(
-    Rendezvous& rendezvous,
+    const std::vector<std::string>& addresses,
     const Deadline& deadline,
     const std::function<void()>& check_others) {
   for (int p = 0; p < size(); ++p) {
-    if (p == rank_) {
-      continue;
-    }
-    const std::string theirs = await_rank(
-        rendezvous,
-        formatted("ucx/address/{}", p),
-        rank_,
-        p,
-        deadline,
-        check_others);
-    if (theirs.empty()) {
+    if (addresses[p].empty()) {
       fail(
           ErrorKind::kPeerFailed,
           "fused: rank {} could not start UCX; its own error says why",
           p);
     }
-    connect(p, theirs);
+    if (p != rank_) {
+      connect(p, addresses[p]);
+    }
   }
   // Whatever cannot be reached shows here, where the cause is plain.
   std::vector<OperationPtr> hellos;
@@ -192,31 +200,15 @@ bool UcxTransport::progress_until(const Deadline& deadline, const Done& done) {
       spun = Clock::now();
       fruitless_ = 0;
     } else if (Clock::now() - spun > spin_) {
-      sleep(deadline);
+      sleep_until(deadline);
     }
   }
   return true;
 }
 
-void UcxTransport::sleep(const Deadline& deadline) {
+void UcxTransport::sleep_until(const Deadline& deadline) {
   constexpr std::chrono::milliseconds kLongest{1000};
-  constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 100'000};
-  constexpr int kPatience = 8;
-  pollfd fds[] = {
-      {abort_signal_.fd(), POLLIN, 0}, {worker_->event_fd(), POLLIN, 0}};
-  // Over TCP UCX's descriptor stays readable while the peer has not
-  // acknowledged a connection: to wait for it would use all of a core.
-  if (fruitless_ >= kPatience) {
-    ppoll(fds, 1, &kPause, nullptr);
-    if (poll(&fds[1], 1, 0) == 0) {
-      fruitless_ = 0; // it can be waited for again
-    }
-  } else if (worker_->arm()) {
-    poll(fds, 2, static_cast<int>(std::min(deadline.left(), kLongest).count()));
-    fruitless_ += fds[1].revents != 0 ? 1 : 0;
-  } else {
-    ++fruitless_;
-  }
+  sleep(std::min(deadline.left(), kLongest)).run();
 }
 
 UcxTransport::State UcxTransport::state(const Request& request) {
@@ -228,12 +220,29 @@ UcxTransport::State UcxTransport::state(const Request& request) {
   return lost(operation.peer) ? State::kLost : State::kUnderWay;
 }
 
-void UcxTransport::doze(std::chrono::milliseconds most) {
-  if (worker_->progress()) {
-    fruitless_ = 0;
+// Over TCP UCX's descriptor stays readable while the peer has not acknowledged a
+// connection: to wait for it would use all of a core. So after some sleeps that
+// ended early for nothing, it is left out until something moves or it is quiet.
+PolledTransport::Sleep UcxTransport::sleep(std::chrono::milliseconds most) {
+  constexpr std::chrono::microseconds kPause{100};
+  constexpr int kPatience = 8;
+  const auto now = Clock::now();
+  if (fruitless_ < kPatience) {
+    fruitless_ = now < sleeps_until_ ? fruitless_ + 1 : 0;
   } else {
-    sleep(Deadline(most));
+    pollfd events{worker_->event_fd(), POLLIN, 0};
+    if (poll(&events, 1, 0) == 0) {
+      fruitless_ = 0; // it can be waited for again
+    }
   }
+  if (fruitless_ >= kPatience) {
+    return {abort_signal_.fd(), kPause};
+  }
+  sleeps_until_ = now + most;
+  return {worker_->arm() ? both_.get() : -1, most};
+}
+
+void UcxTransport::awake() {
   abort_signal_.reset();
 }
 
@@ -336,6 +345,7 @@ void UcxTransport::flush(const Deadline& deadline) {
 void UcxTransport::progress() {
   if (!failed_ && !aborted_) {
     while (worker_->progress()) {
+      fruitless_ = 0;
     }
   }
 }

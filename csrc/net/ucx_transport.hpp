@@ -74,8 +74,9 @@ class UcxTransport : public PolledTransport {
     return worker_->lost(peer) != ucx::kOk;
   }
   State state(const Request& request) override;
-  void doze(std::chrono::milliseconds most) override;
+  Sleep sleep(std::chrono::milliseconds most) override;
   void wake() override;
+  void awake() override;
 
  private:
   using Operation = UcxWorker::Operation;
@@ -85,7 +86,7 @@ class UcxTransport : public PolledTransport {
   UcxTransport(const ucx::Api& api, const UcxConfig& config, int rank);
   void start(const UcxConfig& config, int size);
   void connect_all(
-      Rendezvous& rendezvous,
+      const std::vector<std::string>& addresses,
       const Deadline& deadline,
       const std::function<void()>& check);
   OperationPtr start_send(int to, uint32_t tag, const NetBuffer& message);
@@ -95,7 +96,7 @@ class UcxTransport : public PolledTransport {
   // abort().
   template <typename Done>
   bool progress_until(const Deadline& deadline, const Done& done);
-  void sleep(const Deadline& deadline);
+  void sleep_until(const Deadline& deadline);
   void wait(Operation& operation, const Deadline& deadline);
   [[noreturn]] void give_up(const Operation& operation, const Deadline&);
   std::string losses() const;
@@ -103,13 +104,15 @@ class UcxTransport : public PolledTransport {
   const ucx::Api& api_;
   const int rank_;
   const std::chrono::microseconds spin_;
-  int fruitless_ = 0; // times in a row that it was woken for nothing
   const std::chrono::milliseconds farewell_;
   std::function<void()> watch_;
   std::unique_ptr<UcxWorker> worker_;
   WakeSignal abort_signal_;
+  Fd both_; // this signal and the worker's events
   std::atomic<bool> aborted_{false};
   bool failed_ = false;
+  int fruitless_ = 0; // sleeps in a row that ended early for nothing
+  Clock::time_point sleeps_until_{}; // the last one
 };
 
 } // namespace fusedpg

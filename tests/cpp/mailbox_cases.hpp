@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -34,9 +35,21 @@ class Pending {
       promise->set_value(outcome); // throws if called twice
     };
   }
+  // Who waits moves messages by this.
+  using Move =
+      std::function<void(const std::function<bool()>& done, const Deadline&)>;
+  void set_move(Move move) {
+    move_ = std::move(move);
+  }
   // Waits for the end; throws its error; returns the peer.
   int wait() {
     std::future<Outcome> future = promise_->get_future();
+    if (move_) {
+      const auto done = [&] {
+        return future.wait_for(milliseconds(0)) == std::future_status::ready;
+      };
+      move_(done, Deadline(kLong));
+    }
     if (future.wait_for(kLong) != std::future_status::ready) {
       throw std::runtime_error("a message was never completed");
     }
@@ -48,6 +61,7 @@ class Pending {
   }
 
  private:
+  Move move_;
   std::shared_ptr<std::promise<Outcome>> promise_ =
       std::make_shared<std::promise<Outcome>>();
 };

@@ -58,9 +58,13 @@ std::unique_ptr<PolledTransport> open_ucx(int rank, int size) {
   return std::make_unique<UcxTransport>(ucx::load(library()), c, rank, size);
 }
 
+// Who moves messages where a rank waits for one.
+enum class Moves { kThread, kWaiter };
+
 struct NetPost {
   const int rank;
   const int size;
+  const Moves moves;
   Store& store;
   std::atomic<bool> aborted{false};
   std::atomic<bool> stopped{false}; // its thread does nothing
@@ -70,9 +74,10 @@ struct NetPost {
   };
   NetMailbox box;
 
-  NetPost(Open open, int rank, int size, Store& store)
+  NetPost(Open open, Moves moves, int rank, int size, Store& store)
       : rank(rank),
         size(size),
+        moves(moves),
         store(store),
         box(
             rank,
@@ -102,7 +107,7 @@ struct NetPost {
       milliseconds timeout = kLong) {
     Pending pending;
     box.send(b.data(), b.size(), to, tag, timeout, pending.done());
-    return pending;
+    return moved(pending);
   }
   Pending receive(
       Bytes& b,
@@ -111,6 +116,14 @@ struct NetPost {
       milliseconds timeout = kLong) {
     Pending pending;
     box.receive(b.data(), b.size(), from, tag, timeout, pending.done());
+    return moved(pending);
+  }
+  Pending moved(Pending pending) {
+    if (moves == Moves::kWaiter) {
+      pending.set_move([this](const auto& done, const Deadline& deadline) {
+        box.move_until(done, deadline);
+      });
+    }
     return pending;
   }
   void meet(const std::string& name) {
@@ -123,11 +136,13 @@ void on_posts(int size, const std::function<void(NetPost&)>& body) {
     if (open == open_ucx && library() == nullptr) {
       continue;
     }
-    on_threads(size, [&](int rank, Store& store) {
-      NetPost post(open, rank, size, store);
-      body(post);
-      store.meet("end", size);
-    });
+    for (const Moves moves : {Moves::kThread, Moves::kWaiter}) {
+      on_threads(size, [&](int rank, Store& store) {
+        NetPost post(open, moves, rank, size, store);
+        body(post);
+        store.meet("end", size);
+      });
+    }
   }
 }
 
@@ -197,6 +212,41 @@ TEST(net_mailbox_matches_what_has_come) {
       Bytes got(100);
       post.receive(got, 0, tag).wait();
       CHECK(got == filled(100, tag));
+    }
+  });
+}
+
+// Several threads wait at once, and each has ranks answer each other.
+TEST(net_mailbox_moved_by_several) {
+  on_posts(2, [](NetPost& post) {
+    const int peer = 1 - post.rank;
+    const auto talk = [&](int tag) {
+      for (int round = 0; round < 30; ++round) {
+        const size_t bytes = round % 3 == 0 ? size_t(1) << 20 : 1000 * tag + 8;
+        const Bytes said = filled(bytes, 2 * tag + post.rank);
+        Bytes heard(bytes);
+        // Sometimes the receive comes first, and sometimes the message.
+        Pending receive;
+        const bool first = (round + tag) % 2 == post.rank;
+        if (first) {
+          receive = post.receive(heard, peer, tag);
+        }
+        Pending send = post.send(said, peer, tag);
+        if (!first) {
+          receive = post.receive(heard, peer, tag);
+        }
+        receive.wait();
+        send.wait();
+        CHECK(heard == filled(bytes, 2 * tag + peer));
+      }
+    };
+    std::vector<std::thread> others;
+    for (int tag = 1; tag < 4; ++tag) {
+      others.emplace_back(talk, tag);
+    }
+    talk(0);
+    for (std::thread& other : others) {
+      other.join();
     }
   });
 }

@@ -302,26 +302,18 @@ def test_mismatch(crew: Crew, what: str, numel: int) -> None:
     crew.leave(crew.all)
 
 
-@pytest.fixture
-def moving(crew: Crew, places: tuple[str, str, str]) -> Crew:
-    if places[-1] != "ucx":
-        crew.at_rest = True
-        pytest.skip("Gloo's own")
-    return crew
-
-
 @pytest.mark.parametrize("numel", [100, harness.slow(700_001)])
 @pytest.mark.parametrize("what", ["all_to_all", harness.slow("all_gather"), "messages"])
-def test_moves_killed(moving: Crew, what: str, numel: int) -> None:
-    _killed(moving, what, numel, "")
+def test_moves_killed(crew: Crew, what: str, numel: int) -> None:
+    _killed(crew, what, numel, "")
 
 
 @pytest.mark.parametrize("numel", [harness.slow(100), 700_001])
 @pytest.mark.parametrize("what", ["all_to_all", harness.slow("all_gather"), "messages"])
-def test_moves_stopped(moving: Crew, what: str, numel: int) -> None:
-    _stopped(moving, what, numel, "")
+def test_moves_stopped(crew: Crew, what: str, numel: int) -> None:
+    _stopped(crew, what, numel, "")
 
 
 @pytest.mark.parametrize("what", [harness.slow("all_to_all"), "messages"])
-def test_moves_abort(moving: Crew, what: str) -> None:
-    _abort(moving, what, 700_001, "")
+def test_moves_abort(crew: Crew, what: str) -> None:
+    _abort(crew, what, 700_001, "")

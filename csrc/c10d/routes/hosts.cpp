@@ -44,6 +44,13 @@ HostsRoute::HostsRoute(
   }
 }
 
+// Who waits for a message may hold the mailbox for a moment longer.
+HostsRoute::~HostsRoute() {
+  if (mailbox_) {
+    mailbox_->stop();
+  }
+}
+
 Transport& HostsRoute::connected(const Deadline& deadline) {
   const auto check_aborted = [this] {
     if (failure()) {

@@ -21,6 +21,7 @@ class HostsRoute : public CpuRoute {
  public:
   // Collective over the ranks that `bootstrap` met.
   HostsRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline);
+  ~HostsRoute() override;
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override;
@@ -68,6 +69,7 @@ class HostsRoute : public CpuRoute {
   friend class HostsTurn;
 
   NetMailbox& mailbox();
+  WorkPtr moved(WorkPtr work); // by the mailbox, for who waits for it
   // Ends the group as an operation does that fails; with what all ranks know.
   Error message_failed(const Error& error);
   void check_messages();
@@ -99,7 +101,7 @@ class HostsRoute : public CpuRoute {
   SkipState skip_;
   NetBuffers buffers_;
   Pool pool_{1};
-  std::unique_ptr<NetMailbox> mailbox_; // made by the first message; ends first
+  std::shared_ptr<NetMailbox> mailbox_; // made by the first message; ends first
 };
 
 } // namespace fusedpg

@@ -19,7 +19,7 @@ NetMailbox& HostsRoute::mailbox() {
       return domain_ && hosts_.host(p) == hosts_.host(rank_) &&
           domain_->in_doubt(hosts_.local(p));
     };
-    mailbox_ = std::make_unique<NetMailbox>(
+    mailbox_ = std::make_shared<NetMailbox>(
         rank_,
         size_,
         [this] { return open_transport(group_); },
@@ -38,13 +38,24 @@ NetMailbox& HostsRoute::mailbox() {
   return *mailbox_;
 }
 
+WorkPtr HostsRoute::moved(WorkPtr work) {
+  auto& message = static_cast<WorkFused&>(*work);
+  message.set_move([box = std::weak_ptr<NetMailbox>(mailbox_)](
+                       const auto& done, const Deadline& deadline) {
+    if (const auto held = box.lock()) {
+      held->move_until(done, deadline);
+    }
+  });
+  return work;
+}
+
 WorkPtr HostsRoute::send_message(Tensors& tensors, int dst, int tag) {
-  return post_send(mailbox(), group_, tensors, dst, tag);
+  return moved(post_send(mailbox(), group_, tensors, dst, tag));
 }
 
 WorkPtr HostsRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == NetMailbox::kAnySource);
-  return post_receive(mailbox(), group_, tensors, src, tag);
+  return moved(post_receive(mailbox(), group_, tensors, src, tag));
 }
 
 void HostsRoute::monitoredBarrier(
