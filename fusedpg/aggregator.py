@@ -31,11 +31,13 @@ class Settings:
         listen: ``"host:port"``, or ``"[host]:port"``; port 0: one that is free.
         key: 32 hexadecimal digits, which its workers must have, too.
         stats: seconds between two lines of counters on standard output; 0: none.
+        udp: where SwitchML's packets come, by UDP; "": nowhere.
     """
 
     listen: str = _DEFAULT_LISTEN
     key: str = ""
     stats: float = 0.0
+    udp: str = ""
 
 
 def _from_file(path: str) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def _from_file(path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
-    known = {"listen", "key", "key_file", "stats"}
+    known = {"listen", "key", "key_file", "stats", "udp"}
     unknown = sorted(set(table) - known)
     if unknown:
         raise ValueError(f"{path}: unknown {', '.join(unknown)}; there are {sorted(known)}")
@@ -61,7 +63,7 @@ def _from_file(path: str) -> dict[str, Any]:
             table["key"] = place.read_text().strip()
         except OSError as error:
             raise ValueError(f"{place}: {error.strerror}") from None
-    for name in ("listen", "key"):
+    for name in ("listen", "key", "udp"):
         if not isinstance(table.get(name, ""), str):
             raise ValueError(f"{path}: {name} is a text, got {table[name]!r}")
     return table
@@ -87,14 +89,19 @@ def settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settin
         "fusedpg-aggregator", description="Adds up for groups that span hosts."
     )
     parser.add_argument("--listen", metavar="HOST:PORT", help=f"default: {_DEFAULT_LISTEN}")
+    parser.add_argument(
+        "--udp", metavar="HOST:PORT", help="also add up SwitchML's packets, which come there by UDP"
+    )
     parser.add_argument("--stats", metavar="SECONDS", help="print counters as JSON, so often")
-    parser.add_argument("--config", metavar="FILE", help="TOML: listen, stats, key or key_file")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML: listen, udp, stats, key or key_file"
+    )
     given = parser.parse_args(arguments)
     found = {} if given.config is None else _from_file(given.config)
     found |= {name: value for name, value in environment.items() if value}
     found |= {
         name: value
-        for name, value in (("listen", given.listen), ("stats", given.stats))
+        for name, value in (("listen", given.listen), ("udp", given.udp), ("stats", given.stats))
         if value is not None
     }
     found["stats"] = _seconds(found.get("stats", 0))
@@ -113,23 +120,40 @@ def run(chosen: Settings) -> None:
     Raises:
         ValueError: where it cannot listen there, and for a key that is none.
     """
-    server = load_extension().Aggregator(chosen.listen, chosen.key)
-    host, port = server.address.split()
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    print(f"fusedpg-aggregator: listens at {place}", flush=True)
+    extension = load_extension()
+    server = extension.Aggregator(chosen.listen, chosen.key)
+    udp = extension.UdpAggregator(chosen.udp, chosen.key) if chosen.udp else None
+    print(f"fusedpg-aggregator: listens at {_place(server)}", flush=True)
+    if udp is not None:
+        print(f"fusedpg-aggregator: listens by UDP at {_place(udp)}", flush=True)
+
+    def stats() -> dict[str, Any]:
+        found: dict[str, Any] = dict(server.stats())
+        return found if udp is None else found | {"udp": udp.stats()}
+
+    def active() -> bool:
+        found = stats()
+        return bool(found["active"] or found.get("udp", {}).get("active"))
 
     def report() -> None:
         if chosen.stats:
-            print(json.dumps(server.stats()), flush=True)
+            print(json.dumps(stats()), flush=True)
 
     look = min(chosen.stats, 3600.0) if chosen.stats else 3600.0
     while signal.sigtimedwait(_SIGNALS, look) is None:
         report()
     server.drain()
+    if udp is not None:
+        udp.drain()
     print("fusedpg-aggregator: takes no more jobs", flush=True)
-    while server.stats()["active"] and signal.sigtimedwait(_SIGNALS, 0.05) is None:
+    while active() and signal.sigtimedwait(_SIGNALS, 0.05) is None:
         pass
     report()
+
+
+def _place(server: Any) -> str:
+    host, port = server.address.split()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,14 +4,18 @@
 #include <memory>
 
 #include "aggregate/server.hpp"
+#include "aggregate/udp_client.hpp"
+#include "aggregate/udp_server.hpp"
 #include "base/options.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/errors.hpp"
+#include "c10d/tensors.hpp"
 
 namespace fusedpg {
 namespace {
 
 using aggregate::Server;
+namespace udp = aggregate::udp;
 
 py::dict stats_of(Server& server) {
   const Server::Stats stats = [&] {
@@ -28,6 +32,92 @@ py::dict stats_of(Server& server) {
   d["bytes_received"] = stats.bytes_received;
   d["bytes_sent"] = stats.bytes_sent;
   return d;
+}
+
+py::dict udp_stats_of(udp::Server& server) {
+  const udp::Sums::Stats stats = [&] {
+    const py::gil_scoped_release free;
+    return server.stats();
+  }();
+  py::dict d;
+  d["sessions"] = stats.sessions;
+  d["active"] = stats.active;
+  d["refused"] = stats.refused;
+  d["packets"] = stats.packets;
+  d["sums"] = stats.sums;
+  d["repeated"] = stats.repeated;
+  d["resent"] = stats.resent;
+  d["stale"] = stats.stale;
+  d["wrong"] = stats.wrong;
+  return d;
+}
+
+py::dict udp_stats_of_worker(const udp::Client& client) {
+  const udp::Stream::Stats& stats = client.stats();
+  py::dict d;
+  d["packets_sent"] = stats.packets_sent;
+  d["bytes_sent"] = stats.bytes_sent;
+  d["retransmissions"] = stats.retransmissions;
+  d["packets_received"] = stats.packets_received;
+  d["repeated"] = stats.repeated;
+  d["wrong"] = stats.wrong;
+  return d;
+}
+
+std::unique_ptr<udp::Client> udp_worker(
+    const std::string& place,
+    const std::string& session,
+    int64_t rank,
+    int64_t workers,
+    int64_t packet_numel,
+    int64_t slots,
+    double timeout_ms,
+    bool with_seal,
+    int64_t deadline_ms) {
+  return translate([&] {
+    const auto number = [](const char* name, int64_t value, int64_t most) {
+      if (value < 0 || value > most) {
+        fail(ErrorKind::kInvalid, "fused: {} cannot be {}", name, value);
+      }
+      return static_cast<uint32_t>(value);
+    };
+    udp::Stream::Config config;
+    config.secret = aggregate::key_of(aggregator_settings().key);
+    config.session = aggregate::key_of(session);
+    config.workers = static_cast<uint8_t>(number("workers", workers, 255));
+    config.rank = static_cast<uint8_t>(number("rank", rank, 255));
+    config.numel = number("packet_numel", packet_numel, UINT16_MAX);
+    config.slots = number("slots", slots, UINT32_MAX);
+    config.timeout =
+        std::chrono::microseconds(static_cast<int64_t>(timeout_ms * 1000));
+    config.with_seal = with_seal;
+    return std::make_unique<udp::Client>(
+        place, config, Deadline(std::chrono::milliseconds(deadline_ms)));
+  });
+}
+
+void udp_all_reduce(
+    udp::Client& client,
+    const at::Tensor& tensor,
+    int64_t deadline_ms) {
+  translate([&] {
+    const bool floats = tensor.scalar_type() == at::kFloat;
+    if (!tensor.device().is_cpu() || !tensor.is_contiguous() ||
+        (!floats && tensor.scalar_type() != at::kInt)) {
+      fail(
+          ErrorKind::kInvalid,
+          "fused: aggregators by UDP take contiguous float32 and int32 tensors "
+          "of the CPU");
+    }
+    const Deadline deadline{std::chrono::milliseconds(deadline_ms)};
+    const auto count = static_cast<size_t>(tensor.numel());
+    if (floats) {
+      client.all_reduce(
+          tensor.data_ptr<float>(), count, default_kernels(), deadline);
+    } else {
+      client.all_reduce(tensor.data_ptr<int32_t>(), count, deadline);
+    }
+  });
 }
 
 } // namespace
@@ -50,6 +140,47 @@ void bind_aggregator(py::module_& m) {
       .def_property_readonly("address", &Server::address)
       .def("drain", &Server::drain, "Takes no more jobs.", free)
       .def("stats", &stats_of);
+  py::class_<udp::Server, std::shared_ptr<udp::Server>>(m, "UdpAggregator")
+      .def(
+          py::init([](const std::string& listen, const std::string& key) {
+            return translate([&] {
+              const Key128 secret = aggregate::key_of(key);
+              return std::make_shared<udp::Server>(
+                  aggregate::front_door(listen, secret).socket, secret);
+            });
+          }),
+          "Listens at \"host:port\" for packets of workers that have the key.",
+          py::arg("listen"),
+          py::arg("key"),
+          free)
+      .def_property_readonly("address", &udp::Server::address)
+      .def("drain", &udp::Server::drain, "Takes no more sessions.", free)
+      .def("stats", &udp_stats_of);
+  py::class_<udp::Client>(m, "UdpWorker")
+      .def(
+          py::init(&udp_worker),
+          "Joins a session at the aggregator \"host:port\".",
+          py::arg("place"),
+          py::arg("session"),
+          py::kw_only(),
+          py::arg("rank"),
+          py::arg("workers"),
+          py::arg("packet_numel"),
+          py::arg("slots"),
+          py::arg("timeout_ms"),
+          py::arg("with_seal"),
+          py::arg("deadline_ms"),
+          free)
+      .def(
+          "all_reduce",
+          &udp_all_reduce,
+          "The sum over the session's workers, in place.",
+          py::arg("tensor"),
+          py::arg("deadline_ms"),
+          free)
+      .def("end", &udp::Client::end, free)
+      .def_property_readonly("slots", &udp::Client::slots)
+      .def("stats", &udp_stats_of_worker);
   m.def("_aggregator_settings", [] {
     const AggregatorSettings s = aggregator_settings();
     return py::make_tuple(s.listen, s.stats, s.key);

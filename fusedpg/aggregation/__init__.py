@@ -11,7 +11,7 @@
 The interface is SwitchML's client library's: see docs/guides/aggregation.md.
 """
 
-from fusedpg.aggregation._backends import Backend, Dummy, Group, register_backend
+from fusedpg.aggregation._backends import Backend, Dummy, Group, Udp, register_backend
 from fusedpg.aggregation._config import Config
 from fusedpg.aggregation._context import Context, ContextState, Stats
 from fusedpg.aggregation._jobs import Job, JobSlice, JobStatus
@@ -41,6 +41,7 @@ __all__ = [
     "PrePostProcessor",
     "Scheduler",
     "Stats",
+    "Udp",
     "register_backend",
     "register_prepostprocessor",
     "register_scheduler",

@@ -16,7 +16,6 @@ _WITHOUT_EFFECT = (
     "general.rank",
     "general.controller_ip",
     "general.controller_port",
-    "general.timeout",
     "general.timeout_threshold",
     "general.timeout_threshold_increment",
     "backend.dpdk.",
@@ -37,14 +36,21 @@ class Config:
         num_worker_threads: threads that work at the slices of jobs.
         max_outstanding_packets: packets under way at a time, of all threads together.
         packet_numel: elements a packet.
-        backend: "group" (the collectives of a process group), "dummy" (sleeps as long as a link
-            would take), or a name given to :func:`register_backend`.
+        backend: "group" (the collectives of a process group), "udp" (SwitchML's packets, to
+            aggregators), "dummy" (sleeps as long as a link would take), or a name given to
+            :func:`register_backend`.
         scheduler: "fifo", or a name given to :func:`register_scheduler`.
         prepostprocessor: "bypass" (the tensor's own elements travel), "cpu_exponent_quantizer"
             (floats as 32-bit integers with one exponent a packet), or a name given to
             :func:`register_prepostprocessor`.
         instant_job_completion: jobs finish at once and nothing is done; for measuring a program
             without its all-reduces.
+        aggregators: with "udp", which ones: ``"host:port,..."``. Their key is in the variable
+            FUSEDPG_AGGREGATOR_KEY.
+        timeout: with "udp", milliseconds after which a packet is sent again before it is known how
+            long its sum takes.
+        seal: with "udp", whether packets end with a keyed hash. Without it, whoever can send
+            datagrams to the aggregator can change sums; for a switch, which knows no such thing.
         dummy_bandwidth: of the dummy's link, in megabits a second.
         dummy_process_packets: whether the dummy pre- and postprocesses. Without that it leaves the
             output as it is.
@@ -61,6 +67,9 @@ class Config:
     scheduler: str = "fifo"
     prepostprocessor: str = "bypass"
     instant_job_completion: bool = False
+    aggregators: str = ""
+    timeout: float = 10.0
+    seal: bool = True
     dummy_bandwidth: float = 1000.0
     dummy_process_packets: bool = True
 
@@ -70,6 +79,8 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.num_workers is not None and self.num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, found {self.num_workers}")
+        if not 0.1 <= self.timeout <= 1e6:
+            raise ValueError(f"timeout must be 0.1 to 1e6 milliseconds, found {self.timeout}")
         if not 0 < self.dummy_bandwidth < float("inf"):
             raise ValueError(f"dummy_bandwidth must be positive, found {self.dummy_bandwidth}")
         if self.max_outstanding_packets < self.num_worker_threads:

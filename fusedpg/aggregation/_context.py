@@ -32,7 +32,9 @@ class Stats:
         jobs_submitted, jobs_finished, jobs_failed: numbers of jobs.
         numel_submitted, numel_finished: elements of their tensors.
         messages: batches of packets exchanged, by thread.
-        bytes_sent: bytes of what was added up and of exponents, by thread.
+        bytes_sent: bytes of what was added up and of exponents, by thread; with "udp" of packets.
+        counters: what the backend counts, by thread. "udp": packets_sent, bytes_sent,
+            retransmissions (of both), packets_received, repeated, wrong.
     """
 
     jobs_submitted: int
@@ -42,6 +44,7 @@ class Stats:
     numel_finished: int
     messages: list[int]
     bytes_sent: list[int]
+    counters: list[dict[str, int]]
 
 
 class Context:
@@ -186,6 +189,7 @@ class Context:
                 self._numel_finished,
                 list(self._messages),
                 list(self._bytes),
+                [self._backend.counters(n) for n in range(len(self._threads))],
             )
 
     def stop(self) -> None:
@@ -234,6 +238,10 @@ class Context:
             self._fail(error)
 
     def _do(self, thread: int, part: JobSlice) -> None:
+        if self._backend.does_slices:
+            self._bytes[thread] += self._backend.do_slice(thread, part)
+            self._messages[thread] += 1
+            return
         if not self._backend.processes_packets:
             self._exchange(thread, _processors.Message(part.output))
             return

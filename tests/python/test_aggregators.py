@@ -313,11 +313,15 @@ def test_settings(tmp_path: Path) -> None:
     assert of(config, environment) == aggregator.Settings("b:2", KEY, 3)
     flags = [*config, "--listen", "c:3", "--stats", "0.5"]
     assert of(flags, environment | {"stats": "7"}) == aggregator.Settings("c:3", KEY, 0.5)
+    file.write_text('udp = "d:4"\n')
+    assert of(config, {}).udp == "d:4"
+    assert of([*config, "--udp", "e:5"], {}).udp == "e:5"
     for text, message in (
         ("listens = 'a:1'", "unknown listens"),
         ("key = 'a'\nkey_file = 'key'", "give one"),
         ("key_file = 'none'", "No such file"),
         ("listen = 5", "listen is a text"),
+        ("udp = 5", "udp is a text"),
         ("stats = -1", "stats is a number"),
         ("stats = true", "stats is a number"),
         ("listen =", "a.toml"),

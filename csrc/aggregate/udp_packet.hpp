@@ -1,0 +1,155 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "base/siphash.hpp"
+
+// What SwitchML's workers and its switch say to each other (Sapio et al. 2021;
+// p4app-switchML, headers.p4), so that a switch can take an aggregator's place:
+//
+//   type 4 bits (1) | 0 | size class 3 bits | job 8 bits | packet 32 bits,
+//   little-endian | set 1 bit, slot 15 bits, big-endian | two exponents of 8
+//   bits, of which the switch takes the largest each | 64 or 256 integers of 32
+//   bits, big-endian, which it adds up
+//
+// Behind that comes the seal, which no switch knows and which can be left out:
+// 64 bits of a keyed hash of the packet, of who sent it, and of the operation's
+// whole number, of which the format has 8 bits.
+//
+// Datagrams with type 15 are ours: how a worker gets in, what it is told while
+// a sum is missing, and its leaving.
+namespace fusedpg::aggregate::udp {
+
+constexpr size_t kHeaderBytes = 8;
+constexpr size_t kExponentBytes = 2;
+constexpr size_t kSealBytes = 8;
+constexpr size_t kSmallNumel = 64;
+constexpr size_t kLargeNumel = 256;
+constexpr size_t kMostPacketBytes =
+    kHeaderBytes + kExponentBytes + 4 * kLargeNumel + kSealBytes;
+constexpr uint32_t kMostWorkers = 32; // the bits of the switch's bitmap
+constexpr uint32_t kMostSlots = 4096; // of one worker's thread
+constexpr uint16_t kSecondSet = 0x8000;
+constexpr uint8_t kFromAggregator = 0xff; // workers are their ranks
+
+// Without its seal.
+constexpr size_t packet_bytes(size_t numel) {
+  return kHeaderBytes + kExponentBytes + 4 * numel;
+}
+
+struct Header {
+  uint8_t type_and_size = 0;
+  uint8_t job = 0;
+  uint32_t packet = 0;
+  uint16_t pool = 0;
+
+  static uint8_t type_and_size_of(size_t numel) {
+    return static_cast<uint8_t>(1U << 4 | (numel < kLargeNumel ? 1U : 3U));
+  }
+  void put(uint8_t* to) const;
+  static Header of(const uint8_t* from);
+};
+
+// A block's exponent (kernels/block_float.hpp) as two of 8 bits whose largest
+// are those of the largest exponent.
+struct Exponents {
+  int8_t first = INT8_MIN;
+  int8_t second = INT8_MIN;
+
+  static Exponents of(int32_t exponent);
+  int32_t exponent() const;
+};
+
+inline void put_big_endian(uint8_t* to, uint32_t value) {
+  value = __builtin_bswap32(value);
+  std::memcpy(to, &value, sizeof value);
+}
+inline uint32_t big_endian(const uint8_t* from) {
+  uint32_t value = 0;
+  std::memcpy(&value, from, sizeof value);
+  return __builtin_bswap32(value);
+}
+
+// `packet` has room for kSealRoom bytes behind it.
+constexpr size_t kSealRoom = 16;
+void seal(
+    const Key128& key,
+    uint8_t* packet,
+    size_t bytes,
+    uint64_t operation,
+    uint8_t from);
+// The seal lies behind the packet's bytes; overwrites it.
+bool sealed(
+    const Key128& key,
+    uint8_t* packet,
+    size_t bytes,
+    uint64_t operation,
+    uint8_t from);
+// Of a session, from the aggregator's.
+Key128 session_key(const Key128& secret, const Key128& session);
+
+enum class Kind : uint8_t {
+  kJoin = 0xf0, // of a worker; without a cookie it is asked for one
+  kChallenge, // the cookie
+  kWelcome,
+  kRefused,
+  kWaiting, // to a worker that repeats a packet: whose is missing
+  kLeave,
+};
+
+enum class Refusal : uint8_t {
+  kNone,
+  kDrains,
+  kFull,
+  kNonsense,
+  kDiffers, // from what other workers of the session say
+  kTaken, // another one has joined as this rank
+};
+const char* refusal_text(Refusal why);
+
+// Both sides are little-endian.
+struct Control {
+  Kind kind = Kind::kJoin;
+  uint8_t rank = 0;
+  uint8_t workers = 0;
+  uint8_t with_seal = 1;
+  uint16_t numel = 0;
+  uint16_t slots = 0; // wanted, and of a welcome: to be used
+  uint32_t missing = 0; // of a waiting: workers, as bits
+  uint32_t left = 0;
+  uint64_t operation = 0;
+  Key128 session{};
+  Key128 nonce{}; // an answer has its question's
+  Key128 cookie{};
+  Refusal refusal = Refusal::kNone;
+  std::array<uint8_t, 3> nothing{};
+  uint32_t packet = 0; // of a waiting, of that operation
+  Key128 proof{};
+
+  void prove(const Key128& secret);
+  bool proved(const Key128& secret) const;
+};
+static_assert(std::is_trivially_copyable_v<Control> && sizeof(Control) == 96);
+
+// Where datagrams go: the bytes of a sockaddr.
+struct Address {
+  uint32_t length = 0;
+  std::array<uint8_t, 28> bytes{};
+
+  bool operator==(const Address&) const = default;
+};
+struct AddressHash {
+  size_t operator()(const Address& address) const;
+};
+
+using Send =
+    std::function<void(const Address& to, const uint8_t* bytes, size_t size)>;
+
+} // namespace fusedpg::aggregate::udp

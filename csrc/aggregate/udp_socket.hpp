@@ -1,0 +1,60 @@
+#pragma once
+
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "aggregate/udp_packet.hpp"
+#include "base/fd.hpp"
+#include "net/tcp_socket.hpp"
+
+namespace fusedpg::aggregate::udp {
+
+Address address_of(const SocketAddress& address);
+
+// Datagrams, many with one call of the system. One thread at a time.
+class Datagrams {
+ public:
+  // Bound to `local`, or connected to `peer`.
+  static Datagrams at(const SocketAddress& local);
+  static Datagrams to(const SocketAddress& peer);
+
+  int fd() const {
+    return socket_.get();
+  }
+  SocketAddress address() const {
+    return bound_address(socket_);
+  }
+  // What the system buffers of what has come.
+  size_t buffer() const;
+
+  // Copies it; it goes out with flush(), or when there is enough. Where it
+  // cannot go out it is lost, as any datagram may be.
+  void send(const Address& to, const uint8_t* bytes, size_t size);
+  void flush();
+  // What there is, without waiting; each datagram has kSealRoom bytes of room
+  // behind it.
+  using Take =
+      std::function<void(const Address& from, uint8_t* bytes, size_t size)>;
+  void receive(const Take& take);
+  // How often the peer's machine has said that nobody listens there.
+  uint64_t refusals() const {
+    return refusals_;
+  }
+
+ private:
+  static constexpr size_t kBatch = 64;
+  static constexpr size_t kRoom = kMostPacketBytes + kSealRoom + 14;
+
+  explicit Datagrams(Fd socket, bool connected);
+
+  Fd socket_;
+  bool connected_;
+  uint64_t refusals_ = 0;
+  size_t waiting_ = 0; // to go out
+  std::vector<std::array<uint8_t, kRoom>> out_, in_;
+  std::array<Address, kBatch> to_;
+  std::array<size_t, kBatch> sizes_{};
+};
+
+} // namespace fusedpg::aggregate::udp

@@ -1,0 +1,185 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "aggregate/udp_packet.hpp"
+#include "base/deadline.hpp"
+#include "kernels/kernels.hpp"
+
+namespace fusedpg::aggregate::udp {
+
+// What an operation's packets carry, and what becomes of their sums. Packet
+// p + lanes() is filled when packet p's sum has been taken.
+class Payload {
+ public:
+  virtual ~Payload() = default;
+  virtual uint32_t packets() const = 0;
+  virtual uint32_t lanes() const = 0;
+  virtual void fill(uint32_t packet, int32_t* elements, int32_t& exponent) = 0;
+  virtual void take(
+      uint32_t packet,
+      const int32_t* elements,
+      int32_t exponent) = 0;
+};
+
+// int32 as they are; a sum beyond them is modulo 2^32. In place.
+class Integers : public Payload {
+ public:
+  Integers(int32_t* data, size_t count, size_t numel, uint32_t slots);
+  uint32_t packets() const override {
+    return packets_;
+  }
+  uint32_t lanes() const override {
+    return lanes_;
+  }
+  void fill(uint32_t packet, int32_t* elements, int32_t& exponent) override;
+  void take(uint32_t packet, const int32_t* elements, int32_t exponent)
+      override;
+
+ private:
+  size_t size(uint32_t packet) const;
+  int32_t* const data_;
+  const size_t count_;
+  const size_t numel_;
+  const uint32_t packets_;
+  const uint32_t lanes_;
+};
+
+// Blocks of `numel` floats as integers that share an exponent, which all
+// workers' have in common: packet p carries the exponent of block p, and the
+// integers of block p - lanes, of whose exponent the largest is known by then.
+// In place.
+class Floats : public Payload {
+ public:
+  Floats(
+      float* data,
+      size_t count,
+      size_t numel,
+      uint32_t slots,
+      uint32_t workers,
+      const kernels::Table& kernels);
+  uint32_t packets() const override {
+    return blocks_ + lanes_;
+  }
+  uint32_t lanes() const override {
+    return lanes_;
+  }
+  void fill(uint32_t packet, int32_t* elements, int32_t& exponent) override;
+  void take(uint32_t packet, const int32_t* elements, int32_t exponent)
+      override;
+
+ private:
+  size_t size(uint32_t block) const;
+  float* const data_;
+  const size_t count_;
+  const size_t numel_;
+  const uint32_t blocks_;
+  const uint32_t lanes_;
+  const int bits_;
+  const kernels::Table& kernels_;
+  std::vector<int32_t> exponents_; // the largest, by lane
+};
+
+// One worker's packets at one aggregator, operation by operation. No socket, no
+// thread: datagrams and the time come in, datagrams go out.
+class Stream {
+ public:
+  struct Config {
+    Key128 secret{}; // of the aggregator
+    Key128 session{};
+    uint8_t rank = 0;
+    uint8_t workers = 1;
+    bool with_seal = true;
+    size_t numel = kLargeNumel;
+    uint32_t slots = 64; // a power of two
+    std::chrono::microseconds timeout{10'000}; // until times are known
+  };
+  struct Stats {
+    uint64_t packets_sent = 0; // with those that were sent again
+    uint64_t bytes_sent = 0;
+    uint64_t retransmissions = 0;
+    uint64_t packets_received = 0; // results, right ones
+    uint64_t repeated = 0; // of packets that were there already
+    uint64_t wrong = 0; // whatever else came
+  };
+  using Out = std::function<void(const uint8_t* bytes, size_t size)>;
+
+  explicit Stream(const Config& config);
+
+  // The payload stays until the operation is done, or for good.
+  void begin(Payload& payload, Clock::time_point now, const Out& out);
+  bool done() const {
+    return unfinished_ == 0;
+  }
+  // With kSealRoom bytes of room behind it.
+  void take(uint8_t* bytes, size_t size, Clock::time_point now, const Out& out);
+  // Sends again what is due; next_due() is when it is to be called.
+  void tick(Clock::time_point now, const Out& out);
+  Clock::time_point next_due() const;
+
+  // When the aggregator was heard; at first, of the operation's beginning.
+  Clock::time_point heard() const {
+    return heard_;
+  }
+  // Workers, as bits, of whom a packet of this operation was missing when the
+  // aggregator said so last; and those that have left.
+  uint32_t missing() const {
+    return missing_;
+  }
+  uint32_t left() const {
+    return left_;
+  }
+  const Stats& stats() const {
+    return stats_;
+  }
+
+ private:
+  struct Lane {
+    uint32_t packet = 0;
+    bool out = false;
+    bool again = false; // it was sent more than once
+    // Last, or when the aggregator said that it has it, but not all others'.
+    Clock::time_point sent;
+    Clock::time_point due;
+    std::chrono::microseconds patience{};
+    std::vector<uint8_t> bytes;
+  };
+  void send_next(
+      Lane& lane,
+      uint32_t packet,
+      Clock::time_point now,
+      const Out& out);
+  void send_again(Lane& lane, Clock::time_point now, const Out& out);
+  void send_overtaken(Clock::time_point now, const Out& out);
+  void measure(const Lane& lane, Clock::time_point now);
+  uint16_t pool_of(uint32_t packet) const;
+
+  const Config config_;
+  const Key128 key_;
+  const size_t packet_; // bytes without the seal
+  Payload* payload_ = nullptr;
+  uint64_t operation_ = ~uint64_t{0}; // the first one is 0
+  uint64_t position_ = 0; // of the operation's first packet, of all
+  uint64_t behind_ = 0; // the packets of all operations
+  uint32_t unfinished_ = 0; // packets
+  std::vector<Lane> lanes_;
+  // When lanes sent, in that order; maybe they have done so again, or are done.
+  std::deque<std::pair<Clock::time_point, uint32_t>> sent_;
+  Clock::time_point newest_; // of those with a result, when it was sent
+  std::vector<int32_t> elements_;
+  std::chrono::microseconds patience_;
+  std::chrono::microseconds mean_{0};
+  std::chrono::microseconds deviation_{0};
+  Clock::time_point heard_;
+  Clock::time_point progress_; // the last result
+  Clock::time_point measured_; // the last one of a packet sent once
+  uint32_t missing_ = 0;
+  uint32_t left_ = 0;
+  Stats stats_;
+};
+
+} // namespace fusedpg::aggregate::udp

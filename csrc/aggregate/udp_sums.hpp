@@ -1,0 +1,121 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "aggregate/udp_packet.hpp"
+#include "base/deadline.hpp"
+
+namespace fusedpg::aggregate::udp {
+
+// What a switch does with workers' packets, and a session's beginning and end.
+// No sockets, no threads: datagrams and the time come in, datagrams go out.
+//
+// A slot has two places, which a worker uses in turn. It sends a slot's next
+// packet when it has the result of the one before, so when a packet for one
+// place comes, everybody has sent its part of the other one, and has the result
+// of what was in this one before: that can go. The other one's result is kept
+// for those that have not got it. A place knows which packet it is for: what
+// comes late, from an earlier one, is dropped (a switch would add it up).
+class Sums {
+ public:
+  struct Stats {
+    uint64_t sessions = 0; // that have begun
+    uint64_t active = 0;
+    uint64_t refused = 0; // workers, by an answer
+    uint64_t packets = 0; // of workers, right ones
+    uint64_t sums = 0; // that are complete
+    uint64_t repeated = 0; // packets that were there already
+    uint64_t resent = 0; // results, for these
+    uint64_t stale = 0; // of packets that are over
+    uint64_t wrong = 0; // whatever else came
+  };
+
+  // `most_slots`: that a worker's thread of so many workers is granted.
+  Sums(
+      const Key128& secret,
+      std::function<uint32_t(uint32_t workers)> most_slots,
+      size_t most_sessions = 256);
+
+  // A datagram, which must have kSealRoom bytes of room behind it.
+  void take(
+      const Address& from,
+      uint8_t* bytes,
+      size_t size,
+      Clock::time_point now,
+      const Send& send);
+  // Now and then: while it drains, sessions that are silent end.
+  void tick(Clock::time_point now);
+  // Takes nobody in any more.
+  void drain() {
+    drains_ = true;
+  }
+  Stats stats() const;
+
+ private:
+  struct Place {
+    bool begun = false;
+    bool complete = false;
+    uint64_t operation = 0;
+    uint32_t packet = 0;
+    uint32_t seen = 0; // workers, as bits
+    Exponents exponents;
+    std::vector<uint32_t> sums;
+    std::vector<uint8_t> result; // the packet
+  };
+  struct Session {
+    Key128 id{};
+    Key128 key{};
+    uint8_t workers = 0;
+    bool with_seal = true;
+    size_t numel = 0;
+    uint16_t slots = 0;
+    uint32_t joined = 0; // as bits
+    uint32_t left = 0;
+    uint64_t operation = 0; // the newest
+    Clock::time_point heard;
+    std::vector<Address> addresses; // by rank
+    std::vector<Place> places; // of the first set, then of the second one
+  };
+  struct Member {
+    Session* session = nullptr;
+    uint8_t rank = 0;
+  };
+
+  void control(
+      const Address& from,
+      const Control& said,
+      Clock::time_point now,
+      const Send& send);
+  Refusal join(
+      const Address& from,
+      const Control& said,
+      Clock::time_point now,
+      Session*& session);
+  Key128 cookie(const Address& from, const Control& said) const;
+  bool make_room(Clock::time_point now);
+  void remove(Session& session);
+  void packet(
+      const Member& member,
+      uint8_t* bytes,
+      size_t size,
+      Clock::time_point now,
+      const Send& send);
+  void add(Place& place, const Session& session, const uint8_t* bytes) const;
+  static void finish(Place& place, const Session& session, uint16_t pool);
+
+  const Key128 secret_;
+  const Key128 baker_ = random_key(); // of cookies
+  const std::function<uint32_t(uint32_t)> most_slots_;
+  const size_t most_sessions_;
+  bool drains_ = false;
+  std::map<Key128, std::unique_ptr<Session>> sessions_;
+  std::unordered_map<Address, Member, AddressHash> members_;
+  Stats stats_;
+};
+
+} // namespace fusedpg::aggregate::udp
