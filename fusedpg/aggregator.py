@@ -14,9 +14,9 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from fusedpg import _aggregator_config
 from fusedpg._registration import load_extension
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -38,35 +38,6 @@ class Settings:
     key: str = ""
     stats: float = 0.0
     udp: str = ""
-
-
-def _from_file(path: str) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        raise ValueError(f"{path}: a TOML file takes Python 3.11 or newer") from None
-    try:
-        table = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
-    known = {"listen", "key", "key_file", "stats", "udp"}
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise ValueError(f"{path}: unknown {', '.join(unknown)}; there are {sorted(known)}")
-    if "key_file" in table:
-        if "key" in table:
-            raise ValueError(f"{path}: key and key_file are the same: give one of them")
-        place = Path(path).parent / table.pop("key_file")
-        try:
-            table["key"] = place.read_text().strip()
-        except OSError as error:
-            raise ValueError(f"{place}: {error.strerror}") from None
-    for name in ("listen", "key", "udp"):
-        if not isinstance(table.get(name, ""), str):
-            raise ValueError(f"{path}: {name} is a text, got {table[name]!r}")
-    return table
 
 
 def _seconds(value: Any) -> float:
@@ -94,10 +65,21 @@ def settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settin
     )
     parser.add_argument("--stats", metavar="SECONDS", help="print counters as JSON, so often")
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML: listen, udp, stats, key or key_file"
+        "--config",
+        metavar="FILE",
+        help="TOML: listen, udp, stats, key or key_file; or omnireduce.cfg or switchml.cfg",
     )
     given = parser.parse_args(arguments)
-    found = {} if given.config is None else _from_file(given.config)
+    found: dict[str, Any] = {}
+    if given.config is not None:
+        found, others = _aggregator_config.read(
+            given.config, listens=not (given.listen or environment.get("listen"))
+        )
+        if others:
+            print(
+                f"fusedpg-aggregator: {given.config}: without meaning here: {', '.join(others)}",
+                file=sys.stderr,
+            )
     found |= {name: value for name, value in environment.items() if value}
     found |= {
         name: value

@@ -11,15 +11,28 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "FUSEDPG_AGGREGATION_"
-# Of switchml.cfg, for a switch, its controller or other hardware: known, and without effect here.
+# Keys of switchml.cfg. The controller is where workers join: an aggregator by UDP.
+CONTROLLER = ("general.controller_ip", "general.controller_port")
+_CONTROLLER_PORT = 50099
+# For a switch or other hardware: known, and without effect here.
 _WITHOUT_EFFECT = (
     "general.rank",
-    "general.controller_ip",
-    "general.controller_port",
     "general.timeout_threshold",
     "general.timeout_threshold_increment",
-    "backend.dpdk.",
-    "backend.rdma.",
+    "backend.dpdk.worker_port",
+    "backend.dpdk.worker_ip",
+    "backend.dpdk.cores",
+    "backend.dpdk.extra_eal_options",
+    "backend.dpdk.port_id",
+    "backend.dpdk.pool_size",
+    "backend.dpdk.pool_cache_size",
+    "backend.dpdk.burst_rx",
+    "backend.dpdk.burst_tx",
+    "backend.dpdk.bulk_drain_tx_us",
+    "backend.rdma.msg_numel",
+    "backend.rdma.device_name",
+    "backend.rdma.device_port_id",
+    "backend.rdma.gid_index",
 )
 
 
@@ -117,8 +130,11 @@ class Config:
         path = cls.find() if path is None else Path(path)
         found: dict[str, Any] = {}
         if path is not None:
-            for key, text in _read(path).items():
-                if (name := _parameter(key, f"{path}")) is not None:
+            values_there = _read(path)
+            if (place := controller(values_there)) is not None:
+                found["aggregators"] = place
+            for key, text in values_there.items():
+                if (name := parameter(key, f"{path}")) is not None:
                     found[name] = _value(name, text, f"{path}: {key}")
         names = {field.name for field in dataclasses.fields(cls)}
         for key, text in (os.environ if environment is None else environment).items():
@@ -157,19 +173,34 @@ def _read(path: Path) -> dict[str, Any]:
             return tomllib.loads(path.read_text())
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from None
+    return read_sections(path.read_text(), f"{path}")
+
+
+def read_sections(text: str, where: str) -> dict[str, str]:
+    """Values of a file with sections by ``section.name``; names in lower case."""
     parser = configparser.ConfigParser(interpolation=None, inline_comment_prefixes=("#", ";"))
     try:
-        parser.read_string(path.read_text(), str(path))
+        parser.read_string(text, where)
     except configparser.Error as error:
         raise ValueError(str(error)) from None
-    return {f"{section}.{key}": text for section in parser.sections()
-            for key, text in parser.items(section)}  # fmt: skip
+    return {f"{section}.{key}": value for section in parser.sections()
+            for key, value in parser.items(section)}  # fmt: skip
 
 
-def _parameter(key: str, where: str) -> str | None:
-    """The parameter that a key of a file names; None for one that has no effect here."""
+def controller(values: Mapping[str, str]) -> str | None:
+    """The ``host:port`` that a file names as that of SwitchML's controller, if it does."""
+    host = values.get("general.controller_ip")
+    if host is None:
+        return None
+    port = values.get("general.controller_port", _CONTROLLER_PORT)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parameter(key: str, where: str) -> str | None:
+    """The parameter that a key of a file names; None for one that has no effect here or is the
+    controller's."""
     names = {field.name for field in dataclasses.fields(Config)}
-    if any(key == one or (one.endswith(".") and key.startswith(one)) for one in _WITHOUT_EFFECT):
+    if key in _WITHOUT_EFFECT or key in CONTROLLER:
         return None
     section, _, name = key.rpartition(".")
     if section == "backend.dummy":

@@ -407,7 +407,7 @@ def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Config.load(cfg, environment={})
     assert found == Config(
         num_workers=2, num_worker_threads=8, backend="dummy", dummy_bandwidth=2500.0,
-        dummy_process_packets=False,
+        dummy_process_packets=False, aggregators="10.0.0.1:50099",
     )  # fmt: skip
     environment = {
         "FUSEDPG_AGGREGATION_NUM_WORKERS": "5", "FUSEDPG_AGGREGATION_DUMMY_PROCESS_PACKETS": "1",
@@ -427,6 +427,7 @@ def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Config.load(environment={}) == found
     for text, message in (
         ("[general]\nworkers = 3", "switchml.cfg: unknown key general.workers"),
+        ("[backend.dpdk]\nworker_prot = 1", "unknown key backend.dpdk.worker_prot"),
         ("[generel]\nnum_workers = 3", "unknown key generel.num_workers"),
         ("[general]\ndummy_bandwidth = 3", "unknown key general.dummy_bandwidth"),
         ("[general]\nnum_workers = many", "general.num_workers: expected int"),

@@ -333,6 +333,69 @@ def test_settings(tmp_path: Path) -> None:
         of(["--config", str(tmp_path / "none.toml")], {})
 
 
+OMNIREDUCE = """\
+[omnireduce]
+num_workers = 2
+num_aggregators = 2
+num_threads = 8
+worker_cores = -1,-1
+ib_hca = mlx5_1
+gpu_devId = 0
+block_size = 256
+tcp_port = 19876
+worker_ips = 10.0.0.1,10.0.0.2
+aggregator_ips = 192.0.2.7,127.0.0.1
+"""
+SWITCHML = """\
+[general]
+rank = 0
+num_workers = 2
+controller_ip = 127.0.0.1
+controller_port = 4000
+[backend.dpdk]
+cores = 10-13
+"""
+
+
+def test_configuration_of_the_originals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.cfg"
+    config = ["--config", str(file)]
+    of = aggregator.settings
+    file.write_text(OMNIREDUCE)
+    assert of(config, {"key": KEY}) == aggregator.Settings("127.0.0.1:19876", KEY, 0)
+    said = capsys.readouterr().err
+    assert said.count("without meaning here") == 1
+    for key in ("num_threads", "worker_cores", "ib_hca", "gpu_devid", "block_size"):
+        assert key in said
+    assert "tcp_port" not in said
+    assert of([*config, "--listen", "c:3"], {}).listen == "c:3"
+    capsys.readouterr()
+    file.write_text(SWITCHML)
+    assert of(config, {}) == aggregator.Settings(udp="127.0.0.1:4000")
+    said = capsys.readouterr().err
+    assert said.count("without meaning here") == 1
+    assert "general.rank, general.num_workers, backend.dpdk.cores" in said
+    assert of([*config, "--udp", "d:4"], {}).udp == "d:4"
+    file.write_text("[general]\nrank = 0\n")
+    assert of(config, {}).udp == ""
+    file.write_text(OMNIREDUCE.replace("127.0.0.1", "192.0.2.8"))
+    assert of(config, {"listen": "b:2"}).listen == "b:2"
+    for text, message in (
+        (OMNIREDUCE + "ib_hcas = 1", "unknown key omnireduce.ib_hcas"),
+        (OMNIREDUCE + "[general]\nrank = 0", "unknown key general.rank"),
+        (OMNIREDUCE.replace("aggregators = 2", "aggregators = 3"), "num_aggregators is 3, but"),
+        (OMNIREDUCE.replace("workers = 2", "workers = x"), "num_workers is a number"),
+        (OMNIREDUCE.replace("19876", "port"), "tcp_port is a number"),
+        (OMNIREDUCE.replace("127.0.0.1", "192.0.2.8"), "none of aggregator_ips"),
+        (OMNIREDUCE.replace("192.0.2.7", "127.0.0.2"), "more than one of aggregator_ips"),
+        (SWITCHML + "core = 3", "unknown key backend.dpdk.core"),
+        ("rank = 0", "no section headers"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            of(config, {})
+
+
 @pytest.mark.parametrize(
     ("listen", "key", "text"),
     [("127.0.0.1:0", "", "32 hexadecimal digits"), ("127.0.0.1", KEY, "host:port"),
