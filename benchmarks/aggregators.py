@@ -6,6 +6,11 @@ Workers and aggregators are network namespaces of this machine whose links have 
 `ip` and `tc`; exits with 2 where that cannot be): see tests/python/hosts.py. Before anything is
 timed each arm's result is checked, and the bits of our two arms are compared. A row has the median
 of the slowest rank's times. "link" is what a worker's link needs for the tensor, one way.
+
+With ``--densities`` tensors hold so many percent of their blocks on each rank, which no two ranks
+share (``--overlap none``; where they are too many for that, and with ``all``, ranks have the same
+ones). Then "blocks" is `sparse_all_reduce` from rank to rank, and "auto" what the cost model takes,
+which the row says. Gloo's and the ring's times are those of the dense tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import fusedpg
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 PORT = 29411
 ARMS = ("aggregators", "ring", "gloo")
+SPARSE = ("aggregators", "blocks", "auto")
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,9 +41,13 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--aggregators", type=int, default=2)
+    parser.add_argument("--colocated", action="store_true", help="on the workers' hosts")
     parser.add_argument("--rate", default="1gbit", help="of each link, as `tc` writes it")
     parser.add_argument("--size", default="100M", help="bytes of fp32, with K or M")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--densities", default="", help="percent of blocks, with commas")
+    parser.add_argument("--overlap", choices=("none", "all"), default="none")
+    parser.add_argument("--block", type=int, default=256, help="elements")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # the aggregators' places
     return parser.parse_args(argv)
@@ -53,41 +63,109 @@ def slowest(seconds: float, group: Any) -> float:
     return float(found)
 
 
+def timed(args: argparse.Namespace, arms: dict[str, Any]) -> dict[str, float]:
+    """Medians of ms, of calls that take turns."""
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(args.rounds):
+        for arm, call in arms.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            times[arm].append(slowest(time.perf_counter() - begin, dist.group.WORLD))
+    return {arm: round(1e3 * statistics.median(times[arm]), 2) for arm in arms}
+
+
+def blocks_of(args: argparse.Namespace, percent: float, rank: int) -> torch.Tensor:
+    """The blocks of a rank, by number."""
+    blocks = numel(args.size) // args.block
+    each = round(blocks * percent / 100)
+    drawn = torch.randperm(blocks, generator=torch.Generator().manual_seed(7))
+    shares = args.overlap == "all" or each * dist.get_world_size() > blocks
+    first = 0 if shares else rank * each
+    return drawn[first : first + each]
+
+
+def sparse(args: argparse.Namespace, groups: dict[str, Any], percent: float) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, total = (torch.zeros(numel(args.size)) for _ in range(2))
+    rows = total.view(-1, args.block)
+    for r in range(size):
+        rows[blocks_of(args, percent, r)] += r + 1
+    chosen = blocks_of(args, percent, rank)
+
+    def call(arm: str) -> Any:
+        def run() -> None:
+            fusedpg.sparse_all_reduce(t, group=groups[arm], block_size=args.block)
+
+        return run
+
+    t = mine
+    times = {}
+    for arm in SPARSE:
+        group_times = []
+        for round_ in range(args.rounds + 1):
+            mine.zero_().view(-1, args.block)[chosen] = rank + 1
+            times[arm] = timed(argparse.Namespace(rounds=1), {arm: call(arm)})[arm]
+            assert torch.equal(mine, total), (arm, percent)
+            if round_:  # the first one measures links and makes buffers
+                group_times.append(times[arm])
+        times[arm] = statistics.median(group_times)
+    choice = fusedpg.group_info(groups["auto"])["aggregate"]
+    union = float((rows != 0).any(1).float().mean())
+    return {"ms": times, "union": round(union, 4), "choice": choice}
+
+
 def work(args: argparse.Namespace) -> None:
     """What a rank does; rank 0 prints rows."""
     dist.init_process_group("fused")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def grouped(mode: str) -> Any:
+        return dist.new_group(pg_options=fusedpg.Options(aggregators=args.worker, aggregate=mode))
+
     groups = {
-        "ring": dist.group.WORLD,
-        "aggregators": dist.new_group(pg_options=fusedpg.Options(aggregators=args.worker)),
+        "ring": dist.group.WORLD, "blocks": dist.group.WORLD,
+        "aggregators": grouped("on"), "auto": grouped("auto"),
         "gloo": dist.new_group(backend="gloo"),
-    }
+    }  # fmt: skip
     generator = torch.Generator().manual_seed(rank)
-    mine = torch.randn(numel(args.size), generator=generator)
+    t = torch.randn(numel(args.size), generator=generator)
     results = {}
     for arm in ARMS:
-        t = mine.clone()
-        dist.all_reduce(t, group=groups[arm])
-        results[arm] = t
+        results[arm] = t.clone()
+        dist.all_reduce(results[arm], group=groups[arm])
     assert torch.equal(results["aggregators"], results["ring"])
     torch.testing.assert_close(results["gloo"], results["ring"], rtol=1e-4, atol=1e-4)
     assert fusedpg.stats(groups["aggregators"])["all_reduce"]["paths"] == {"aggregated": 1}
-    t = results["ring"]
-    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    for _ in range(args.rounds):
-        for arm in ARMS:
-            dist.barrier()
-            begin = time.perf_counter()
+    results.clear()
+
+    def call(arm: str) -> Any:
+        def run() -> None:
             dist.all_reduce(t.fill_(1.0), group=groups[arm])
-            times[arm].append(slowest(time.perf_counter() - begin, dist.group.WORLD))
             assert bool((t == world_size).all())
-    if rank == 0:
-        for arm in ARMS:
+
+        return run
+
+    dist.all_reduce(t, group=groups["auto"])  # which measures links
+    arms = (*ARMS, "auto")
+    dense = timed(args, {arm: call(arm) for arm in arms})
+    facts = {
+        "workers": world_size, "aggregators": args.aggregators, "colocated": args.colocated,
+        "rate": args.rate, "bytes": t.nbytes,
+    }  # fmt: skip
+    rows = [{"arm": arm, **facts, "ms": dense[arm]} for arm in arms]
+    rows[-1]["choice"] = fusedpg.group_info(groups["auto"])["aggregate"]
+    for percent in (float(word) for word in args.densities.split(",") if word):
+        found = sparse(args, groups, percent)
+        for arm in SPARSE:
             row = {
-                "arm": arm, "workers": world_size, "aggregators": args.aggregators,
-                "rate": args.rate, "bytes": mine.nbytes,
-                "ms": round(1e3 * statistics.median(times[arm]), 2),
+                "arm": arm, **facts, "percent": percent, "overlap": args.overlap,
+                "union": found["union"], "block": args.block, "ms": found["ms"][arm],
+                "times_gloo": round(dense["gloo"] / found["ms"][arm], 2),
             }  # fmt: skip
+            rows.append(row | ({"choice": found["choice"]} if arm == "auto" else {}))
+    if rank == 0:
+        for row in rows:
             print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
@@ -114,12 +192,14 @@ def main() -> int:
         return 2
     link = numel(args.size) * 4 * 8 / rate_of(args.rate) * 1e3
     env = {"FUSEDPG_AGGREGATOR_KEY": os.urandom(16).hex()}
-    with hosts.Hosts(args.workers + args.aggregators, args.rate) as made:
+    more = 0 if args.colocated else args.aggregators
+    with hosts.Hosts(args.workers + more, args.rate) as made:
         places = []
-        for a in range(args.workers, args.workers + args.aggregators):
-            place = f"{made.address(a)}:4711"
+        for a in range(args.aggregators):
+            host = a % args.workers if args.colocated else args.workers + a
+            place = f"{made.address(host)}:{4711 + a}"
             one = made.start(
-                a, [sys.executable, "-m", "fusedpg.aggregator", "--listen", place], env
+                host, [sys.executable, "-m", "fusedpg.aggregator", "--listen", place], env
             )
             assert one.stdout is not None and "listens" in one.stdout.readline()
             places.append(place)
@@ -144,7 +224,13 @@ def main() -> int:
     rows = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
     rows.append({**rows[0], "arm": "link", "ms": round(link, 2)})
     for row in rows:
-        print(f"{row['arm']:12} {row['ms']:9.1f} ms  {row['ms'] / link:5.2f} of the link")
+        if "percent" in row:
+            what = f"{row['percent']:g}% of blocks, {row['times_gloo']:.1f} times Gloo"
+        else:
+            what = f"{row['ms'] / link:5.2f} of the link"
+        print(f"{row['arm']:12} {row['ms']:9.1f} ms  {what}")
+        if "choice" in row:
+            print(f"{'':12} {row['choice']}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0

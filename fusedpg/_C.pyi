@@ -26,6 +26,8 @@ class Options(Backend.Options):
         transport: Literal["tcp", "ucx"] | None = None,
         order: Literal["hosts", "flat"] | None = None,
         aggregators: str | None = None,
+        aggregate: Literal["auto", "on"] | None = None,
+        aggregate_rates: str | None = None,
         _cpu_as_cuda: bool = False,
         _name: str = "fused",
         _gloo_for_cuda: bool = False,
@@ -51,6 +53,10 @@ class Options(Backend.Options):
     def order(self) -> str | None: ...
     @property
     def aggregators(self) -> str | None: ...
+    @property
+    def aggregate(self) -> str | None: ...
+    @property
+    def aggregate_rates(self) -> str | None: ...
     @property
     def arena_bytes(self) -> int | None: ...
     @property

@@ -26,6 +26,7 @@ class GroupInfo(_GroupInfo, total=False):
     transport: str
     address: str
     aggregators: list[str]
+    aggregate: str
     nccl_version: int
     cuda_path: Literal["stock", "ring", "direct", "direct_skip"]
 

@@ -101,7 +101,8 @@ def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
     ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
     ``state`` ("ok" or "failed"); between hosts ``address``, where this rank listens (by tcp), and,
     once an operation has connected them, ``transport`` ("tcp" or "ucx 1.22.0") and, where there
-    are some, ``aggregators``; once a fused
+    are some, ``aggregators`` and ``aggregate`` (the latest choice between them and the ranks, and
+    why); once a fused
     operation has run on a GPU also ``nccl_version`` and ``cuda_path`` ("stock", "ring", "direct"
     or "direct_skip") of the latest one.
     """

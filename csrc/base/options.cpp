@@ -140,6 +140,38 @@ const char* transport_choice_name(TransportChoice choice) {
   return kNames[static_cast<size_t>(choice)];
 }
 
+const char* aggregate_name(Aggregate mode) {
+  constexpr const char* kNames[] = {"auto", "on"};
+  return kNames[static_cast<size_t>(mode)];
+}
+
+namespace {
+
+// "1,10": Gbit/s.
+std::optional<LinkRates> link_rates(const std::string& text) {
+  if (text.empty()) {
+    return std::nullopt;
+  }
+  std::istringstream words(text);
+  LinkRates rates{};
+  char comma = 0;
+  char more = 0;
+  const bool read =
+      static_cast<bool>(words >> rates.rank >> comma >> rates.aggregator);
+  if (!read || comma != ',' || words >> more || !(rates.rank > 0) ||
+      !(rates.aggregator > 0)) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: aggregate_rates (FUSEDPG_AGGREGATE_RATES) are two numbers of "
+        "Gbit/s, as \"1,10\", got \"{}\"",
+        text);
+  }
+  constexpr double kBytes = 1e9 / 8;
+  return LinkRates{rates.rank * kBytes, rates.aggregator * kBytes};
+}
+
+} // namespace
+
 Settings resolve(const Options& options) {
   Settings s;
   s.arena_bytes = bytes_of(
@@ -200,6 +232,14 @@ Settings resolve(const Options& options) {
   for (std::string place; std::getline(places, place, ',');) {
     s.aggregators.push_back(place);
   }
+  s.aggregate = choice_of<Aggregate>(
+      options.aggregate,
+      "aggregate",
+      "FUSEDPG_AGGREGATE",
+      {{aggregate_name(Aggregate::kAuto), Aggregate::kAuto},
+       {aggregate_name(Aggregate::kOn), Aggregate::kOn}});
+  s.aggregate_rates = link_rates(options.aggregate_rates.value_or(
+      env("FUSEDPG_AGGREGATE_RATES").value_or("")));
   s.aggregator_key = env("FUSEDPG_AGGREGATOR_KEY").value_or("");
   const std::string interfaces =
       env("FUSEDPG_SOCKET_IFNAME")

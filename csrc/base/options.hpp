@@ -46,6 +46,12 @@ struct Options {
   // Aggregators that add up for a group between hosts, "host:port,...". The
   // same on all ranks. FUSEDPG_AGGREGATORS.
   std::optional<std::string> aggregators;
+  // Whether they are used: "auto", where that is faster, or "on". The same on
+  // all ranks. FUSEDPG_AGGREGATE.
+  std::optional<std::string> aggregate;
+  // Gbit/s of a rank's link and of an aggregator's, "1,10"; unset: "auto"
+  // measures. The same on all ranks. FUSEDPG_AGGREGATE_RATES.
+  std::optional<std::string> aggregate_rates;
 };
 
 enum class BlockSkip { kOff, kAuto, kOn };
@@ -53,6 +59,15 @@ const char* block_skip_name(BlockSkip mode);
 enum class NcclChoice { kAuto, kPatched, kStock };
 enum class TransportChoice { kTcp, kUcx };
 const char* transport_choice_name(TransportChoice choice);
+
+enum class Aggregate { kAuto, kOn };
+const char* aggregate_name(Aggregate mode);
+
+// Of links, in bytes a second.
+struct LinkRates {
+  double rank;
+  double aggregator;
+};
 
 struct Settings {
   size_t arena_bytes;
@@ -84,6 +99,8 @@ struct Settings {
   TransportChoice transport;
   bool flat_order;
   std::vector<std::string> aggregators; // "host:port"
+  Aggregate aggregate;
+  std::optional<LinkRates> aggregate_rates;
   // Aggregators and their workers have the same. FUSEDPG_AGGREGATOR_KEY.
   std::string aggregator_key;
   // The interface that other hosts reach this one by; empty: by the way to the

@@ -71,6 +71,7 @@ py::dict info_dict(ProcessGroupFused& group) {
   }
   if (!info.aggregators.empty()) {
     d["aggregators"] = info.aggregators;
+    d["aggregate"] = info.aggregate;
   }
   if (!info.address.empty()) {
     d["address"] = info.address;
@@ -153,6 +154,8 @@ void bind_options(py::module_& m) {
                       std::optional<std::string> transport,
                       std::optional<std::string> order,
                       std::optional<std::string> aggregators,
+                      std::optional<std::string> aggregate,
+                      std::optional<std::string> aggregate_rates,
                       bool cpu_as_cuda,
                       const std::string& name,
                       bool gloo_for_cuda) {
@@ -183,6 +186,8 @@ void bind_options(py::module_& m) {
             options->engine.transport = std::move(transport);
             options->engine.order = std::move(order);
             options->engine.aggregators = std::move(aggregators);
+            options->engine.aggregate = std::move(aggregate);
+            options->engine.aggregate_rates = std::move(aggregate_rates);
             return options;
           }),
           py::kw_only(),
@@ -198,6 +203,8 @@ void bind_options(py::module_& m) {
           py::arg("transport") = py::none(),
           py::arg("order") = py::none(),
           py::arg("aggregators") = py::none(),
+          py::arg("aggregate") = py::none(),
+          py::arg("aggregate_rates") = py::none(),
           py::arg("_cpu_as_cuda") = false,
           py::arg("_name") = "fused",
           py::arg("_gloo_for_cuda") = false)
@@ -220,6 +227,11 @@ void bind_options(py::module_& m) {
           "order", [](const Options& o) { return o.engine.order; })
       .def_property_readonly(
           "aggregators", [](const Options& o) { return o.engine.aggregators; })
+      .def_property_readonly(
+          "aggregate", [](const Options& o) { return o.engine.aggregate; })
+      .def_property_readonly(
+          "aggregate_rates",
+          [](const Options& o) { return o.engine.aggregate_rates; })
       .def_property_readonly(
           "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
       .def_property_readonly(

@@ -94,10 +94,15 @@ void HostsWay::find_blocks(const Plan& plan, const OpDescriptor& d) {
     OwnBlocks own = find_own_blocks(ctx_, plan, [&](size_t t) {
       return plan.zeros_stay || skips(plan, counts[t]);
     });
-    if (plan.zeros_stay && may_aggregate(ctx_, plan)) {
-      aggregated_.emplace(ctx_, plan, std::move(own));
-    } else {
+    if (!plan.zeros_stay || !may_aggregate(ctx_, plan)) {
       blocks_.emplace(share_blocks(ctx_, plan, own, d));
+      return;
+    }
+    aggregated_.emplace(ctx_, plan, std::move(own));
+    if (!aggregated_->chosen(ctx_, plan)) {
+      blocks_.emplace(share_blocks(ctx_, plan, aggregated_->own(), d));
+      aggregated_->learn(ctx_, blocks_->all.present_blocks(BlockMap::kAny));
+      aggregated_.reset();
     }
   });
 }
@@ -181,7 +186,7 @@ void HostsWay::run(const Plan& plan, const OpDescriptor& d) {
     net_pipeline(ctx_, plan, d, &*blocks_);
     return;
   }
-  if (may_aggregate(ctx_, plan)) {
+  if (may_aggregate(ctx_, plan) && choose_aggregators(ctx_, plan)) {
     net_together(ctx_, [&] { aggregate_dense(ctx_, plan); });
     return;
   }

@@ -12,6 +12,7 @@ namespace fusedpg {
 namespace aggregate {
 class Client;
 }
+struct AggregateState;
 
 struct NetContext : OpContext {
   Transport& transport;
@@ -22,6 +23,7 @@ struct NetContext : OpContext {
   NetBuffers* buffers = nullptr; // of the operations of a group
   aggregate::Client* aggregators = nullptr; // if the group has some
   bool aggregated = false; // this operation
+  AggregateState* aggregate = nullptr; // null: aggregators are always used
 };
 
 // Kinds of messages; each is a stream of its own between two ranks.

@@ -114,6 +114,29 @@ bool select_net_skip(size_t bytes) {
   return bytes >= size_t(256) << 10;
 }
 
+AggregateRates aggregate_rates(
+    const LinkRates& links,
+    int world_size,
+    size_t aggregators) {
+  const double all = links.aggregator * static_cast<double>(aggregators);
+  return {links.rank, std::min(links.rank, all / world_size)};
+}
+
+AggregateTimes aggregate_times(const AggregateConfig& c) {
+  const auto bytes = static_cast<double>(c.bytes);
+  const double others = static_cast<double>(c.world_size - 1) / c.world_size;
+  return {
+      bytes * (c.present + c.any) * others / c.rates.link,
+      bytes * c.any / c.rates.tensor};
+}
+
+bool select_aggregators(const AggregateTimes& times) {
+  // What aggregators add to the count of bytes: 13% of it where the ranks add
+  // 9%, see docs/operate/aggregators.md; and what measuring links is wrong by.
+  constexpr double kMargin = 1.1;
+  return times.aggregators * kMargin < times.ranks;
+}
+
 size_t select_stripe(const StripeConfig& c) {
   constexpr size_t kMost = size_t(248) << 10; // with the blocks' numbers
   constexpr size_t kLeast = size_t(32) << 10;

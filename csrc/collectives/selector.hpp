@@ -99,6 +99,33 @@ struct SkipLimits {
 // blocks are known the rest of skipping costs nothing.
 constexpr SkipLimits kNetSkipLimits{0.9, 2};
 
+// Whether a reduction between hosts goes by the group's aggregators.
+struct AggregateRates { // bytes a second
+  double link; // each way, of a rank's link while ranks reduce among themselves
+  double tensor; // of a tensor that goes by the aggregators
+};
+// Of links with these rates.
+AggregateRates aggregate_rates(
+    const LinkRates& links,
+    int world_size,
+    size_t aggregators);
+struct AggregateConfig {
+  AggregateRates rates;
+  int world_size;
+  size_t bytes;
+  // The shares of blocks that a rank has, on average, and that any rank has.
+  double present = 1;
+  double any = 1;
+};
+struct AggregateTimes { // seconds
+  double ranks; // among themselves
+  double aggregators;
+};
+AggregateTimes aggregate_times(const AggregateConfig& config);
+bool select_aggregators(const AggregateTimes& times);
+// From how many bytes on a reduction is worth measuring links for.
+constexpr size_t kWorthMeasuring = size_t(1) << 20;
+
 // Blocks that travel to an aggregator and back as one message.
 struct StripeConfig {
   size_t block_bytes = 0;

@@ -19,13 +19,19 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
   for (const std::string& place : settings.aggregators) {
     aggregators += (aggregators.empty() ? "" : ",") + place;
   }
+  constexpr double kGbit = 1e9 / 8;
+  const LinkRates rates = settings.aggregate_rates.value_or(LinkRates{});
   self_.settings = formatted(
-      "block_skip={}, block_size={}, transport={}, order={}, aggregators={}",
+      "block_skip={}, block_size={}, transport={}, order={}, aggregators={}, "
+      "aggregate={}, aggregate_rates={:g},{:g}",
       block_skip_name(settings.block_skip),
       settings.block_size,
       transport_choice_name(settings.transport),
       settings.flat_order ? "flat" : "hosts",
-      aggregators);
+      aggregators,
+      aggregate_name(settings.aggregate),
+      rates.rank / kGbit,
+      rates.aggregator / kGbit);
 }
 
 void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {

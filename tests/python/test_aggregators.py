@@ -18,7 +18,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 
+import fusedpg
 import harness
 from checks import aggregators as checks
 from fusedpg import aggregator
@@ -71,6 +73,7 @@ def on_hosts(size: int, same_host: bool = False, **more: str) -> list[dict[str, 
         {
             "FUSEDPG_HOST_ID": "one" if same_host and rank else str(rank),
             "FUSEDPG_AGGREGATOR_KEY": KEY,
+            "FUSEDPG_AGGREGATE": "on",
             **more,
         }
         for rank in range(size)
@@ -141,6 +144,40 @@ def test_threshold_keeps_the_rest(ranks: Any, two: str) -> None:
     ranks.run(checks.threshold_keeps_the_rest, two)
 
 
+@pytest.mark.parametrize(
+    ("rates", "wanted"),
+    [("1,10", "aggregators"), ("1,1.5", "aggregators"), ("1,1.2", "rank to rank"),
+     ("1,0.5", "rank to rank"), ("10,10", "rank to rank")],
+)  # fmt: skip
+def test_follows_the_rates(ranks: Any, two: str, rates: str, wanted: str) -> None:
+    """Of three ranks and two aggregators."""
+    ranks.run(checks.follows_the_rates, two, rates, wanted)
+
+
+def test_two_ranks_never_choose_them(two: str) -> None:
+    """Their links carry the same bytes either way."""
+    with workers(2) as found:
+        found.run(checks.follows_the_rates, two, "1,100", "rank to rank")
+
+
+def test_learns_the_overlap(ranks: Any, two: str) -> None:
+    ranks.run(checks.learns_the_overlap, two)
+
+
+def test_measures_links(ranks: Any, two: str) -> None:
+    ranks.run(checks.measures_links, two)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"aggregate": "sometimes"},
+     *({"aggregate_rates": text} for text in ("1", "x,1", "1;1", "0,1", "1,-1", "1,2,3", "nan,1"))],
+)  # fmt: skip
+def test_wrong_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        fusedpg.ProcessGroupFused(dist.HashStore(), 0, 1, fusedpg.Options(**options))
+
+
 def test_link_carries_the_tensor_once(ranks: Any, two: str) -> None:
     ranks.run(checks.bytes_of_link, two)
 
@@ -183,11 +220,12 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_worker_is_killed(tmp_path: Path, two: str) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_worker_is_killed(tmp_path: Path, two: str, blocks: bool) -> None:
     """The others raise soon, and name it; a group of these works."""
     with workers(3, init=False) as found:
         found.run(checks.join, "a", [0, 1, 2], two, 60.0)
-        found.start(checks.until_it_fails, str(tmp_path / "go"))
+        found.start(checks.until_it_fails, str(tmp_path / "go"), blocks)
         wait_for(tmp_path / "go")
         killed = time.time()
         found.signal(1, signal.SIGKILL)
@@ -203,11 +241,12 @@ def test_worker_is_killed(tmp_path: Path, two: str) -> None:
         assert found.collect(30, ranks=[0, 2]) == [None, None]
 
 
-def test_worker_is_stopped(tmp_path: Path, two: str) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_worker_is_stopped(tmp_path: Path, two: str, blocks: bool) -> None:
     """The others raise at the group's deadline, and name it."""
     with workers(3, init=False) as found:
         found.run(checks.join, "a", [0, 1, 2], two, 8.0)
-        found.start(checks.until_it_fails, str(tmp_path / "go"))
+        found.start(checks.until_it_fails, str(tmp_path / "go"), blocks)
         wait_for(tmp_path / "go")
         found.signal(1, signal.SIGSTOP)
         try:
@@ -227,7 +266,7 @@ def test_aggregator_is_killed_and_started_again(tmp_path: Path) -> None:
         for number in range(2):
             go = tmp_path / str(number)
             found.run(checks.join, f"a{number}", [0, 1, 2], both, 60.0)
-            found.start(checks.until_it_fails, str(go))
+            found.start(checks.until_it_fails, str(go), number == 0)  # blocks, then all
             wait_for(go)
             killed = time.time()
             second.close()

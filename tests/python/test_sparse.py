@@ -263,8 +263,11 @@ def test_disagreement_across_hosts(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"block_skip": "on"}, {"block_size": 64}, {"order": "flat"}], ids=str
-)
+    "options",
+    [{"block_skip": "on"}, {"block_size": 64}, {"order": "flat"}, {"aggregate": "on"},
+     {"aggregate_rates": "1,2"}],
+    ids=str,
+)  # fmt: skip
 def test_options_are_compared(ranks: harness.Workers, options: dict[str, object]) -> None:
     ranks.run(sparse.other_options, options)
 

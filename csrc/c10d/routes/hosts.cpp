@@ -24,6 +24,14 @@ std::unique_ptr<Domain> make_domain(
       net_stage_bytes(group.size));
 }
 
+std::optional<AggregateRates> rates_of(const Group& group) {
+  const Settings& settings = group.settings;
+  return settings.aggregate_rates
+      ? std::optional(aggregate_rates(
+            *settings.aggregate_rates, group.size, settings.aggregators.size()))
+      : std::nullopt;
+}
+
 } // namespace
 
 HostsRoute::HostsRoute(
@@ -38,7 +46,8 @@ HostsRoute::HostsRoute(
       address_(host_address(group)),
       domain_(make_domain(group, bootstrap, deadline)),
       failures_(group.store, rank_, size_),
-      skip_{group.settings.block_skip, group.settings.block_size, {}} {
+      skip_{group.settings.block_skip, group.settings.block_size, {}},
+      aggregate_(group.settings.aggregate, rates_of(group)) {
   if (domain_) {
     domain_->set_waits(&group.waits);
   }
@@ -106,7 +115,9 @@ NetContext HostsRoute::net_context(uint64_t ticket, const Deadline& deadline) {
       domain_.get(),
       {},
       &buffers_,
-      connection_.aggregators.get()};
+      connection_.aggregators.get(),
+      /*aggregated=*/false,
+      &aggregate_};
 }
 
 void HostsRoute::check_neighbours(const std::string& what) {
@@ -208,6 +219,7 @@ void HostsRoute::describe(GroupInfo& info) {
   std::lock_guard<std::mutex> lock(name_mutex_);
   info.transport = transport_name_;
   info.aggregators = aggregators_;
+  info.aggregate = aggregate_.choice();
 }
 
 std::optional<ErrorKind> HostsRoute::failure() {

@@ -9,6 +9,7 @@
 #include "c10d/connect_hosts.hpp"
 #include "c10d/host_failures.hpp"
 #include "c10d/routes/cpu.hpp"
+#include "collectives/aggregated.hpp"
 #include "collectives/net_exchange.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
@@ -99,6 +100,7 @@ class HostsRoute : public CpuRoute {
   // Of the executing thread.
   std::optional<Clock::time_point> in_doubt_since_;
   SkipState skip_;
+  AggregateState aggregate_;
   NetBuffers buffers_;
   Pool pool_{1};
   std::shared_ptr<NetMailbox> mailbox_; // made by the first message; ends first

@@ -23,6 +23,7 @@ struct GroupInfo {
   int nccl_version = 0; // of the CUDA engine; 0: none
   std::string transport; // between hosts, once it is connected
   std::vector<std::string> aggregators; // that add up, once connected
+  std::string aggregate; // the latest choice of them, or not
   std::string address; // that other hosts reach this rank by, where it is ours
   std::string cuda_path; // of its last step; see path_of_last_step()
 };

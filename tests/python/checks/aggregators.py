@@ -188,7 +188,9 @@ def absent_blocks_never_travel(context: Context, places: str) -> None:
 def block_skip_goes_by_aggregators(context: Context, places: str) -> None:
     """A plain all-reduce of a group with block_skip; "auto" hears of the density."""
     for mode in ("on", "auto"):
-        group = dist.new_group(pg_options=fusedpg.Options(aggregators=places, block_skip=mode))
+        group = dist.new_group(
+            pg_options=fusedpg.Options(aggregators=places, aggregate="on", block_skip=mode)
+        )
         for step in range(4):
             mine, whole = torch.zeros(LARGE), torch.zeros(LARGE)
             mine[1000 * context.rank :][:500] = 1.5 + step
@@ -222,6 +224,73 @@ def threshold_keeps_the_rest(context: Context, places: str) -> None:
             fusedpg.sparse_all_reduce(mine, group=where, threshold=30.0, residual=residual)
         found.append((bits(mine), bits(residual)))
     assert found[0] == found[1]
+
+
+def chosen(group: Any) -> str:
+    return fusedpg.group_info(group)["aggregate"].split(":")[0]
+
+
+def follows_the_rates(context: Context, places: str, rates: str, wanted: str) -> None:
+    """A dense tensor goes where links of these rates carry it sooner; its bits are the same."""
+    group = dist.new_group(
+        pg_options=fusedpg.Options(aggregators=places, aggregate="auto", aggregate_rates=rates)
+    )
+    mine = values(context.rank, LARGE, torch.float32)
+    ours, theirs = mine.clone(), mine.clone()
+    dist.all_reduce(ours, group=group)
+    dist.all_reduce(theirs)
+    assert bits(ours) == bits(theirs)
+    assert chosen(group) == wanted
+    path = {"aggregators": "aggregated", "rank to rank": "messages"}[wanted]
+    assert fusedpg.stats(group)["all_reduce"]["paths"] == {path: 1}
+    dist.destroy_process_group(group)
+
+
+def learns_the_overlap(context: Context, places: str) -> None:
+    """Blocks that no two ranks share go from rank to rank, those that all have by aggregators;
+    which these are, the group finds by the operation before."""
+    group = dist.new_group(
+        pg_options=fusedpg.Options(aggregators=places, aggregate="auto", aggregate_rates="1,10")
+    )
+    for overlap, wanted in (
+        ("none", "rank to rank"), ("none", "rank to rank"), ("all", "rank to rank"),
+        ("all", "aggregators"), ("all", "aggregators"), ("none", "aggregators"),
+        ("none", "rank to rank"),
+    ):  # fmt: skip
+        case = {"block": 256, "numel": 256 * 2000, "dtype": torch.float32, "density": 0.3,
+                "overlap": overlap, "seed": 5, "nan": False}  # fmt: skip
+        whole = [mostly_zeros(rank, context.world_size, case) for rank in range(context.world_size)]
+        ours, theirs = whole[context.rank].clone(), whole[context.rank].clone()
+        fusedpg.sparse_all_reduce(ours, group=group)
+        fusedpg.sparse_all_reduce(theirs)
+        assert bits(ours) == bits(theirs)
+        assert chosen(group) == wanted, (overlap, fusedpg.group_info(group)["aggregate"])
+    dist.destroy_process_group(group)
+
+
+def measures_links(context: Context, places: str) -> None:
+    """Without rates: small tensors from rank to rank; the first large one measures, which counts
+    nowhere; all ranks choose alike."""
+    group = dist.new_group(pg_options=fusedpg.Options(aggregators=places, aggregate="auto"))
+    small = torch.full((100_000,), context.rank + 1.0)
+    dist.all_reduce(small, group=group)
+    total = context.world_size * (context.world_size + 1) / 2
+    assert bool((small == total).all())
+    assert "no rates before" in fusedpg.group_info(group)["aggregate"]
+    fusedpg.stats(group, reset=True)
+    for _ in range(3):
+        large = torch.full((LARGE,), context.rank + 1.0)
+        dist.all_reduce(large, group=group)
+        assert bool((large == total).all())
+    stats = fusedpg.stats(group)["all_reduce"]
+    assert sum(stats["paths"].values()) == 3
+    assert stats["bytes_sent"] < 3 * 1.5 * large.nbytes
+    choice = fusedpg.group_info(group)["aggregate"]
+    assert "ms by aggregators" in choice
+    choices: list[Any] = [None] * context.world_size
+    dist.all_gather_object(choices, choice)
+    assert len(set(choices)) == 1
+    dist.destroy_process_group(group)
 
 
 def bytes_of_link(context: Context, places: str) -> None:
@@ -316,20 +385,30 @@ def some_rounds(context: Context, rounds: int) -> None:
     assert fusedpg.stats()["all_reduce"]["paths"]["aggregated"] == rounds
 
 
-def until_it_fails(context: Context, path: str) -> tuple[float, str]:
-    """When an operation raised (time.time()), and what; all before that were right."""
+def until_it_fails(context: Context, path: str, blocks: bool = False) -> tuple[float, str]:
+    """When an operation raised (time.time()), and what; all before that were right. `blocks`: a
+    tensor of several messages for each aggregator, of which ranks have other blocks."""
     size, rank = dist.get_world_size(), dist.get_rank()
+    numel = 256 * 12_000 if blocks else LARGE
     step = 0
     while True:
-        t = torch.full((LARGE,), float(rank + 1))
+        t = torch.zeros(numel) if blocks else torch.full((numel,), float(rank + 1))
+        if blocks:
+            t.view(-1, 256)[rank::2] = float(rank + 1)
         try:
-            dist.all_reduce(t)
+            fusedpg.sparse_all_reduce(t) if blocks else dist.all_reduce(t)
         except Exception as error:
             now = time.time()
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
             return now, str(error)
-        assert bool((t == size * (size + 1) / 2).all())
+        if blocks:
+            want = torch.zeros(12_000)
+            for r in range(size):
+                want[r::2] += r + 1
+            assert bool((t.view(-1, 256) == want[:, None]).all())
+        else:
+            assert bool((t == size * (size + 1) / 2).all())
         step += 1
         if rank == 0 and step == 3:
             with open(path, "w") as file:
