@@ -7,8 +7,9 @@ Hosts are network namespaces of this machine whose links have a rate (needs root
 exits with 2 where that cannot be): see tests/python/hosts.py. A layout is hosts x ranks on each.
 fp32, ordinary tensors. The parts: `all_reduce` by size; `adamw`, which is `fused_adamw_` beside
 Gloo's all_reduce, a division and `AdamW(fused=True)`, on one flat buffer of parameters; `send`, a
-tensor from the first rank to the last one and back by `dist.send` and `dist.recv`; `ddp` and
-`fsdp2`, training steps of an MLP with 25 M parameters, whose script is the same on both backends.
+tensor from the first rank to the last one and back by `dist.send` and `dist.recv`; `exchange`, one
+each way at once between the same two by `dist.batch_isend_irecv`; `ddp` and `fsdp2`, training
+steps of an MLP with 25 M parameters, whose script is the same on both backends.
 Every result is checked before anything is timed. "link" is what the link needs for the
 2 (H-1)/H N bytes that cross it at least. The bytes that a host has sent, with all headers, come
 from its interface's counter.
@@ -44,7 +45,7 @@ LINK = "link"
 ALONE = "no_sync"  # the same step without a collective: what nobody's communication can beat
 UNLIMITED = "unlimited"
 RATES = {UNLIMITED: None, "10gbit": 10e9, "1gbit": 1e9}  # bits a second
-PARTS = ("all_reduce", "adamw", "send", "ddp", "fsdp2")
+PARTS = ("all_reduce", "adamw", "send", "exchange", "ddp", "fsdp2")
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
 ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
 MORE = 5  # times these up to 1 MB, where calls are short and vary
@@ -168,6 +169,8 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
             arms = step_arms(size, context)
         elif part == "send":
             arms = send_arms(size, context)
+        elif part == "exchange":
+            arms = exchange_arms(size, context)
         else:
             arms = training_arms(part, context)
         rounds = args.rounds or ROUNDS[rate] * (MORE if size <= M else 1)
@@ -175,7 +178,7 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
         sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
         found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
         bits = RATES[rate]
-        if bits is not None and part != "send":
+        if bits is not None and part not in ("send", "exchange"):
             found.append(link_row(name, size, 2 * (count - 1) / count * size, 8 / bits))
         yield found
 
@@ -213,6 +216,28 @@ def send_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
         arm()
         ends = context.rank in (0, last)
         harness.require(bool((x == (1 if ends else context.rank + 1)).all()), f"send, {name}")
+    return arms
+
+
+def exchange_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
+    """Both ways at once, between the first rank and the last one."""
+    last = context.world_size - 1
+    peer = {0: last, last: 0}.get(context.rank)
+    x = torch.full((size // 4,), float(context.rank + 1))
+    y = torch.zeros_like(x)
+
+    def exchange(group: dist.ProcessGroup) -> None:
+        if peer is None:
+            return
+        both = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, y, peer, group)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    arms = {name: partial(exchange, group) for name, group in context.groups.items()}
+    for name, arm in arms.items():
+        y.zero_()
+        arm()
+        harness.require(bool((y == (0 if peer is None else peer + 1)).all()), f"exchange, {name}")
     return arms
 
 
