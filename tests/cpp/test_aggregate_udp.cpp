@@ -1,6 +1,9 @@
 // SwitchML's protocol over a network in memory that loses, doubles and delays
 // datagrams by a seed, in a time of its own; and over sockets.
+#include <poll.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -660,6 +663,157 @@ TEST(udp_by_sockets) {
   }
   CHECK_EQ(server.stats().active, 0U);
   CHECK_EQ(server.stats().wrong, 0U);
+}
+
+namespace {
+
+// A way to an aggregator that loses, doubles and delays datagrams.
+class BadWay {
+ public:
+  BadWay(const SocketAddress& to, const Faults& faults)
+      : faults_(faults),
+        to_(to),
+        door_(open_socket()),
+        thread_([this] { run(); }) {}
+  ~BadWay() {
+    ends_ = true;
+    thread_.join();
+  }
+  std::string place() const {
+    const std::string text = bound_address(door_).text();
+    return "127.0.0.1:" + text.substr(text.find(' ') + 1);
+  }
+
+ private:
+  struct One {
+    Clock::time_point at;
+    int from;
+    SocketAddress to;
+    Bytes bytes;
+  };
+  static Fd open_socket() {
+    Fd fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    const int room = 8 << 20;
+    setsockopt(fd.get(), SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof room);
+    CHECK_EQ(bind(fd.get(), any().get(), any().length), 0);
+    return fd;
+  }
+  void pass(int from, const SocketAddress& to, const Bytes& bytes) {
+    std::uniform_real_distribution<double> any(0, 1);
+    if (any(draw_) < faults_.lost) {
+      return;
+    }
+    for (int n = any(draw_) < faults_.doubled ? 2 : 1; n > 0; --n) {
+      if (any(draw_) < faults_.late) {
+        const Micros late(draw_() % static_cast<uint64_t>(kLate.count()));
+        late_.push_back({Clock::now() + late, from, to, bytes});
+      } else {
+        sendto(from, bytes.data(), bytes.size(), 0, to.get(), to.length);
+      }
+    }
+  }
+  void drain(
+      int fd,
+      const std::function<void(SocketAddress, const Bytes&)>& take) {
+    Bytes bytes(2000);
+    for (int n = 0; n < 64; ++n) {
+      SocketAddress from;
+      from.length = sizeof from.storage;
+      const auto got = recvfrom(
+          fd,
+          bytes.data(),
+          bytes.size(),
+          0,
+          reinterpret_cast<sockaddr*>(&from.storage),
+          &from.length);
+      if (got < 0) {
+        return;
+      }
+      take(from, Bytes(bytes.begin(), bytes.begin() + got));
+    }
+  }
+  void run() {
+    while (!ends_) {
+      std::vector<pollfd> all{{door_.get(), POLLIN, 0}};
+      for (const auto& [worker, way] : ways_) {
+        all.push_back({way.get(), POLLIN, 0});
+      }
+      poll(all.data(), all.size(), 1);
+      drain(door_.get(), [&](SocketAddress from, const Bytes& bytes) {
+        Fd& way = ways_[from.text()];
+        if (!way) {
+          way = open_socket();
+          workers_[from.text()] = from;
+        }
+        pass(way.get(), to_, bytes);
+      });
+      for (const auto& [worker, way] : ways_) {
+        drain(way.get(), [&](SocketAddress, const Bytes& bytes) {
+          pass(door_.get(), workers_[worker], bytes);
+        });
+      }
+      const auto now = Clock::now();
+      std::erase_if(late_, [&](const One& one) {
+        const bool due = one.at <= now;
+        if (due) {
+          sendto(
+              one.from,
+              one.bytes.data(),
+              one.bytes.size(),
+              0,
+              one.to.get(),
+              one.to.length);
+        }
+        return due;
+      });
+    }
+  }
+
+  const Faults faults_;
+  const SocketAddress to_;
+  std::mt19937_64 draw_{21};
+  Fd door_;
+  std::map<std::string, Fd> ways_;
+  std::map<std::string, SocketAddress> workers_;
+  std::vector<One> late_;
+  std::atomic<bool> ends_{false};
+  std::thread thread_;
+};
+
+} // namespace
+
+// Prints what part of the goodput is left, which depends on the machine.
+TEST(udp_by_sockets_with_losses) {
+  Server server(any(), kKey);
+  double took[2] = {};
+  for (const bool bad : {false, true}) {
+    BadWay way(SocketAddress::of(server.address()), bad ? kBad : Faults{});
+    std::atomic<uint64_t> again{0};
+    const auto body = [&](int rank) {
+      Stream::Config config = worker(rank, 2, bad ? 2 : 1);
+      config.slots = 256;
+      Client client(way.place(), config, Deadline(20s));
+      constexpr size_t kCount = kSanitized ? 100'003 : 4'000'003;
+      std::vector<float> data(kCount, 0.25F * static_cast<float>(rank + 1));
+      const auto begin = Clock::now();
+      client.all_reduce(data.data(), kCount, table(), Deadline(60s));
+      if (rank == 0) {
+        took[bad ? 1 : 0] =
+            std::chrono::duration<double>(Clock::now() - begin).count();
+      }
+      again += client.stats().retransmissions;
+      CHECK(std::all_of(data.begin(), data.end(), [](float x) {
+        return x == 0.75F;
+      }));
+    };
+    std::thread other(body, 1);
+    body(0);
+    other.join();
+    CHECK(!bad || again > 0);
+    std::cout << "  " << (bad ? "bad" : "good") << ": "
+              << 4'000'003 * 32e-9 / took[bad ? 1 : 0] << " Gbit/s, " << again
+              << " retransmissions\n";
+  }
 }
 
 TEST(udp_who_does_not_get_in) {

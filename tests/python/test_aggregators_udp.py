@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import select
 import signal
@@ -248,3 +249,28 @@ def test_nothing_comes_through(tmp_path: Path, one: Udp) -> None:
             assert when - began < 4.0 + SOON, text
             assert f"no sum from aggregator {way.place} (UDP) within 4000 ms" in text, text
             assert "stopped or out of reach" in text, text
+
+
+def test_stats_and_drain(ranks: Any) -> None:
+    """Counters as JSON; SIGTERM: new sessions are refused, and it ends with the last one."""
+    with Udp("127.0.0.1:0", KEY, "--stats", "0.1") as own:
+        ranks.run(checks.sums, own.place, {}, SIZES)
+        out = own.process.stdout
+        assert out is not None
+        deadline = time.monotonic() + 20
+        while True:
+            stats = json.loads(out.readline())["udp"]
+            if stats["sessions"] == 1 and stats["active"] == 0:
+                break
+            assert time.monotonic() < deadline, stats
+        assert stats["sums"] > 0 and stats["packets"] == 3 * stats["sums"]
+        assert stats["wrong"] == stats["refused"] == 0
+        ranks.run(checks.start, own.place)
+        own.signal(signal.SIGTERM)
+        while "no more jobs" not in out.readline():
+            assert time.monotonic() < deadline
+        given = {"backend": "udp", "aggregators": own.place, "packet_numel": 256}
+        ranks.run(checks.refuses, given, "takes nobody in any more")
+        assert own.process.poll() is None
+        ranks.run(checks.one_more_and_stop)
+        assert own.process.wait(10) == 0

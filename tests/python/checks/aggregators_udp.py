@@ -109,3 +109,17 @@ def fails_by_itself(context: Rank, places: str) -> tuple[float, str]:
     except (RuntimeError, KeyError) as error:
         return time.time() - began, str(error)
     raise AssertionError
+
+
+_started: list[Context] = []
+
+
+def start(context: Rank, places: str) -> None:
+    _started.append(Context(config(places)).start())
+
+
+def one_more_and_stop(context: Rank) -> None:
+    jobs = _started.pop()
+    t = jobs.all_reduce(torch.full((1000,), float(context.rank)))
+    assert torch.equal(t, torch.full_like(t, 3.0))
+    jobs.stop()
