@@ -27,9 +27,11 @@ class Client : public Rendezvous {
   explicit Client(Board& board) : board_(board) {}
   void set(const std::string& key, const std::string& value) override {
     ++requests;
-    const std::lock_guard<std::mutex> lock(board_.mutex);
+    std::unique_lock<std::mutex> lock(board_.mutex);
     CHECK(board_.values.emplace(key, value).second);
     board_.changed.notify_all();
+    CHECK(board_.changed.wait_for(
+        lock, kLong, [&] { return board_.values.size() >= together; }));
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
     return get_all({key}, deadline.left())->front();
@@ -69,6 +71,7 @@ class Client : public Rendezvous {
 
   int requests = 0;
   milliseconds patience = kLong;
+  size_t together = 0; // so many values are there before a set returns
 
  private:
   Board& board_;
@@ -118,6 +121,7 @@ TEST(exchange_words_names_who_has_not_come) {
     }
     Client client(board);
     client.patience = milliseconds(20);
+    client.together = 38;
     expect_error(ErrorKind::kTimeout, {"waiting for rank 3, 32,"}, [&] {
       exchange_words(
           client, "words", rank, 40, "x", Deadline(milliseconds(300)), [] {});
