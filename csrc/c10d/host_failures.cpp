@@ -15,9 +15,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kPatience{800}; // for what the others say
+constexpr milliseconds kPatience{600}; // for what the others say
 // The store may have gone with its host, or be out of reach.
-constexpr milliseconds kStorePatience{400};
+constexpr milliseconds kStorePatience{250};
 constexpr milliseconds kLook{10};
 // Of larger groups only so many are asked.
 constexpr int kMostAsked = 64;
