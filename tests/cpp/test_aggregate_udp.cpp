@@ -254,7 +254,10 @@ void add_integers(
   }
   CHECK(world.run(payloads, most));
   for (const auto& mine : data) {
-    CHECK(std::memcmp(mine.data(), want.data(), 4 * count) == 0);
+    CHECK(std::equal(
+        mine.begin(), mine.end(), want.begin(), [](int32_t a, uint32_t b) {
+          return static_cast<uint32_t>(a) == b;
+        }));
   }
 }
 
@@ -316,7 +319,10 @@ void add_floats(
   }
   CHECK(world.run(payloads, 60s));
   for (const auto& mine : data) {
-    CHECK(std::memcmp(mine.data(), want.data(), 4 * count) == 0);
+    CHECK(std::equal(
+        mine.begin(), mine.end(), want.begin(), [](int32_t a, uint32_t b) {
+          return static_cast<uint32_t>(a) == b;
+        }));
   }
 }
 
