@@ -10,6 +10,7 @@ cost model said. It goes on where an earlier call was ended: ``--seconds`` bound
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import hashlib
 import itertools
@@ -44,6 +45,7 @@ LARGEST_MB, REPEATS, STEPS = 4.0, 7, 4
 LIMIT_MB, SMALL_MB, TIGHT_MB = 4000.0, 150.0, 125.0
 WITHIN = {LIMIT_MB: "", TIGHT_MB: f" in {TIGHT_MB:.0f} MB"}
 BY_HAND = ("DDP", "FSDP2")
+RESULTS = harness.RESULTS / "plans"
 TIME_ERROR, MEMORY_ERROR, BEST, WORST, SEARCH_SHARE = 0.05, 0.05, 1.2, 0.97, 0.05
 
 
@@ -55,6 +57,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit", help="of each host's link")
     parser.add_argument("--work", type=Path, help="a folder to go on in")
     parser.add_argument("--seconds", type=float, default=1e9, help="of this call")
+    parser.add_argument("--rounds", type=int, default=1, help="of all plans but the random ones")
     parser.add_argument("--again", action="store_true", help="measures all plans once more")
     parser.add_argument("--no-save", action="store_true", help="results are printed only")
     parser.add_argument("--check-bars", action="store_true", help="exits with 1 if one is missed")
@@ -75,18 +78,18 @@ def main() -> int:
             (args.work / name).unlink(missing_ok=True)
     plans, searched = chosen(args)
     launched(args, "execute")
-    rows = compared(args, plans)
-    if len(rows) < len(plans) + len(BY_HAND):
-        left = len(plans) + len(BY_HAND) - len(rows)
+    left = len(unmeasured(args, {name: plan.to_json() for name, plan in plans.items()}))
+    if left:
         print(f"{left} are not measured yet: call again", file=sys.stderr)
         return 3
+    rows = compared(args, plans)
     return reported(args, rows, searched)
 
 
 def launched(args: argparse.Namespace, worker: str) -> bool:
     """Runs this program on 4 ranks; False if time was up."""
     program = [str(Path(__file__).resolve()), f"--hosts={args.hosts}", f"--work={args.work}"]
-    program += [f"--worker={worker}", f"--until={args.until}"]
+    program += [f"--rounds={args.rounds}", f"--worker={worker}", f"--until={args.until}"]
     if args.hosts == 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         subprocess.run([*launcher, f"--nproc-per-node={RANKS}", *program], check=True)
@@ -155,16 +158,25 @@ def profiled(args: argparse.Namespace) -> None:
         (args.work / "profiled.json").write_text("{}\n")
 
 
+def unmeasured(args: argparse.Namespace, plans: dict[str, Any]) -> list[str]:
+    """What `measured.jsonl` has not: names, in the order in which to measure them."""
+    have = collections.Counter((line["name"], line["digest"]) for line in _lines(_measured(args)))
+    names = [*BY_HAND, *plans]
+    return [
+        name
+        for number in range(args.rounds)
+        for name in names
+        if (number == 0 or not name.startswith("random"))
+        and have[name, _digest(plans.get(name))] <= number
+    ]
+
+
 def executed(args: argparse.Namespace) -> None:
-    """Measures what `measured.jsonl` has not."""
-    path = args.work / "measured.jsonl"
-    known = {(line["name"], line["digest"]) for line in _lines(path)}
-    dist.barrier()
     plans = json.loads((args.work / "plans.json").read_text())["plans"]
+    names = unmeasured(args, plans)
+    dist.barrier()  # nobody reads what rank 0 adds
     longest = 20.0
-    for name in [*BY_HAND, *plans]:
-        if (name, digest := _digest(plans.get(name))) in known:
-            continue
+    for name in names:
         if late(args, 1.5 * longest):
             return
         begun = time.time()
@@ -173,9 +185,15 @@ def executed(args: argparse.Namespace) -> None:
         everyone: list[Any] = [None] * RANKS
         dist.all_gather_object(everyone, found)
         if not dist.get_rank():
-            row = {"name": name, "digest": digest, "took": time.time() - begun, "ranks": everyone}
-            with path.open("a") as file:
+            row = {"name": name, "digest": _digest(plans.get(name)),
+                   "took": time.time() - begun, "ranks": everyone}  # fmt: skip
+            with _measured(args).open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def _measured(args: argparse.Namespace) -> Path:
+    path: Path = args.work / "measured.jsonl"
+    return path
 
 
 def _digest(plan: dict[str, Any] | None) -> str:
@@ -359,22 +377,25 @@ def _random_plans(spaces: Sequence[Space], count: int) -> Iterator[Plan]:
 def compared(args: argparse.Namespace, plans: dict[str, Plan]) -> list[dict[str, Any]]:
     """A row for each plan that was measured, with what is predicted now."""
     model = space(args.work / "database", args.hosts).model
+    measured = collections.defaultdict(list)
+    for line in _lines(_measured(args)):
+        measured[line["name"], line["digest"]].append(line)
     rows = []
-    for line in _lines(args.work / "measured.jsonl"):
-        name, ranks = line["name"], line["ranks"]
-        plan = plans[name].to_json() if name in plans else None
-        if line["digest"] != _digest(plan) or (plan is None and name not in BY_HAND):
-            continue  # of an earlier search
-        row = {"name": name, "ms": 1e3 * statistics.median(ranks[0]["seconds"]),
-               "took": line["took"]}  # fmt: skip
-        if name in plans:
-            price = model.price(plans[name])
+    for name in [*BY_HAND, *plans]:
+        plan = plans.get(name)
+        lines = measured[name, _digest(plan and plan.to_json())]
+        seconds = [statistics.median(line["ranks"][0]["seconds"]) for line in lines]
+        row = {"name": name, "ms": 1e3 * statistics.median(seconds), "rounds": len(lines),
+               "took": statistics.median(line["took"] for line in lines)}  # fmt: skip
+        if plan is not None:
+            price = model.price(plan)
+            ranks = [rank for line in lines for rank in line["ranks"]]
             row |= {"predicted_ms": price.time_ms, "predicted_mb": price.memory_mb}
             row["mb"] = max(rank["memory_mb"] for rank in ranks)
             row["stages_predicted_mb"] = [stage.memory for stage in price.stages]
             row["stages_mb"] = [
                 max(rank["memory_mb"] for rank in ranks if rank["stage"] == stage)
-                for stage in range(plans[name].num_stages)
+                for stage in range(plan.num_stages)
             ]
         rows.append(row)
     return rows
@@ -393,6 +414,19 @@ def _gain(rows: Sequence[dict[str, Any]], within: str) -> tuple[str, float]:
     others = {k: v for k, v in by_name.items() if k in BY_HAND or k.startswith(f"uniform{within},")}
     best = min(others, key=lambda name: others[name])
     return best, others[best] / by_name[f"found{within}"]
+
+
+def summary(rows: Sequence[dict[str, Any]], searched: dict[str, float]) -> dict[str, Any]:
+    planned = [row for row in rows if "mb" in row]
+    took = statistics.median(row["took"] for row in planned)
+    return {
+        "plans": len(planned),
+        "time_error": statistics.median(abs(_error(row, "ms")) for row in planned),
+        "memory_error": statistics.median(abs(_error(row, "mb")) for row in planned),
+        "gains": {f"{limit:.0f}": _gain(rows, within) for limit, within in WITHIN.items()},
+        "seconds_to_try_one": took,
+        "search_share": searched["seconds"] / (searched["priced"] * took),
+    }
 
 
 def reported(
@@ -414,15 +448,8 @@ def reported(
             cells += [f"{100 * _error(row, 'mb'):+.1f}%"]
         table.add_row(*cells)
     Console(width=110).print(table)
-    took = statistics.median(row["took"] for row in planned)
-    gains = {limit: _gain(rows, within) for limit, within in WITHIN.items()}
-    figures = {
-        "plans": len(planned),
-        "time_error": statistics.median(abs(_error(row, "ms")) for row in planned),
-        "memory_error": statistics.median(abs(_error(row, "mb")) for row in planned),
-        "gains": gains,
-        "search_share": searched["seconds"] / (searched["priced"] * took),
-    }
+    figures = summary(rows, searched)
+    gains, took = figures["gains"], figures["seconds_to_try_one"]
     most, least = max(gain for _, gain in gains.values()), min(gain for _, gain in gains.values())
     met = [
         (f"median error of time <= {TIME_ERROR:.0%}", figures["time_error"] <= TIME_ERROR),
@@ -445,7 +472,8 @@ def reported(
     for text, good in met:
         print(f"{'met' if good else 'MISSED'}: {text}")
     if not args.no_save:
-        stem = harness.RESULTS / f"plan_{args.hosts}_hosts_p{RANKS}"
+        RESULTS.mkdir(exist_ok=True)
+        stem = RESULTS / f"{args.hosts}_hosts"
         saved = {**harness.about(), "figures": figures, "search": searched, "rows": list(rows)}
         stem.with_suffix(".json").write_text(json.dumps(saved, indent=1) + "\n")
         drawn(stem.with_suffix(".png"), rows, where)

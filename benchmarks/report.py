@@ -42,6 +42,7 @@ DOCUMENTS = (
     "README.md",
     "docs/evidence/benchmarks.md",
     "docs/guides/compression.md",
+    "docs/guides/plan.md",
     "docs/guides/serve_gloo.md",
 )
 K, M = 1 << 10, 1 << 20
@@ -347,6 +348,22 @@ def new_groups() -> str:
     return markdown(["ranks", "Gloo", "Gloo's fast mode", "fused", "of Gloo's median time"], lines)
 
 
+def planned(hosts: int) -> str:
+    saved = json.loads((RESULTS / "plans" / f"{hosts}_hosts.json").read_text())
+    lines = []
+    for row in saved["rows"]:
+        line = [row["name"], f"{row['ms']:,.0f}", "", "", "", ""]
+        if "mb" in row:
+            line[2:] = [
+                f"{row['predicted_ms']:,.0f}",
+                f"{100 * (row['predicted_ms'] / row['ms'] - 1):+.1f}%",
+                f"{row['mb']:,.0f}",
+                f"{row['predicted_mb']:,.0f}",
+            ]
+        lines.append(line)
+    return markdown(["plan", "ms", "predicted", "error", "MB", "predicted"], lines)
+
+
 def readme() -> str:
     """The one table of the README: steps as people run them now, with unchanged code, with ours."""
     mallocs, training = rows_of("optimizers_malloc_p2"), rows_of("optimizers_p2")
@@ -402,6 +419,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "new_group": new_groups,
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
+    "planned": lambda: planned(2),
     "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),
     "served_steps": lambda: serve_gloo_steps.table(
         serve_gloo_steps.load(RESULTS / "served" / "steps.json")

@@ -59,20 +59,29 @@ def say(context: Context, one: Round, what: str) -> None:
     context.store.set(f"{one.seed}/{one.number}/{what}/{context.rank}", "1")
 
 
+MEETING = timedelta(seconds=20)
+
+
 def join(context: Context, one: Round, members: tuple[int, ...], **options: Any) -> None:
     """The default group of some ranks, always under one and the same store."""
     import fusedpg
 
     # torch counts an attempt that failed, on this rank alone, in the name of the next group.
     dist.distributed_c10d._world.group_count = 0
+    timeout = timedelta(seconds=one.timeout)
+    # Ranks of a busy machine may need longer to meet than they have for an operation.
+    patience = timeout if one.scenario == "kill in creation" else max(timeout, MEETING)
     dist.init_process_group(
         "fused",
         store=dist.PrefixStore(store_name(one, members), context.store),
         rank=members.index(context.rank),
         world_size=len(members),
-        timeout=timedelta(seconds=one.timeout),
+        timeout=patience,
         pg_options=fusedpg.Options(**{"threads": 1, **options}),
     )
+    assert dist.group.WORLD is not None
+    # torch's own function for it knows the backends of NCCL and Gloo alone.
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def store_name(one: Round, members: tuple[int, ...]) -> str:
