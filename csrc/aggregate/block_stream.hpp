@@ -50,7 +50,7 @@ class BlockStream {
     std::vector<Transport::RequestPtr> requests;
   };
 
-  // Whether a request has come to its end; throws where it cannot.
+  // Returns true once a request has ended; throws if it never can.
   bool over(const Transport::RequestPtr& request);
   bool send_some();
   bool receive_some();

@@ -21,10 +21,10 @@ constexpr size_t kMostBlockBytes = size_t(1) << 20;
 struct Word {
   uint32_t blocks = 0;
   uint32_t elements = 0;
-  // Of a worker: the first block of its next message. Of an aggregator: not
-  // known yet. kNoBlock of either: this is the last word.
+  // A worker names the first block of its next message, an aggregator does not
+  // know it yet. kNoBlock from either means that this is the last word.
   uint32_t next = 0;
-  // Of an aggregator: how many contributions are in this message's blocks.
+  // An aggregator counts the contributions in this message's blocks.
   uint32_t contributions = 0;
 };
 static_assert(std::is_trivially_copyable_v<Word> && sizeof(Word) == 16);
@@ -50,8 +50,8 @@ class BlockLayout {
     return element_;
   }
   size_t most_bytes() const; // of a message
-  // Of an aggregator: the first of its blocks from `block` on whose bit is set,
-  // or kNoBlock.
+  // Returns the aggregator's first block from `block` on whose bit is set, or
+  // kNoBlock.
   uint32_t next(const uint64_t* bits, uint32_t block, size_t aggregator) const;
   // Bytes of the message that a word announces.
   size_t bytes(const Word& word) const {
@@ -86,7 +86,7 @@ class BlockMessage {
   bool full() const {
     return blocks_.size() == layout_.stripe();
   }
-  // Where the elements of a block go that is behind all before.
+  // Adds a block, which comes behind all others; its elements go there.
   char* add(uint32_t block);
   // The word, but for `next`, and the message, if it has blocks.
   Word word() const;

@@ -38,7 +38,7 @@ class Merge {
   void flush();
 
  private:
-  // What comes of one worker.
+  // One worker's messages.
   struct Stream {
     NetBuffer said{sizeof(Word)};
     Transport::RequestPtr word_comes; // null: the word is here, if one is

@@ -48,7 +48,7 @@ class Client {
   }
 
  private:
-  // What an answer is waited for, and how it looks.
+  // A question of this kind, which the answer repeats.
   Control asked(Kind kind) const;
   void join(const Deadline& deadline);
   void run(Payload& payload, const Deadline& deadline);

@@ -8,7 +8,7 @@
 namespace fusedpg::aggregate::udp {
 namespace {
 
-// Of float32, see block_exponents().
+// The exponents of float32's blocks, see block_exponents().
 constexpr int32_t kLeast = -148;
 constexpr int32_t kMost = 128;
 

@@ -92,7 +92,7 @@ bool sealed(
     size_t bytes,
     uint64_t operation,
     uint8_t from);
-// Of a session, from the aggregator's.
+// Derives a session's key from the aggregator's.
 Key128 session_key(const Key128& secret, const Key128& session);
 
 enum class Kind : uint8_t {
@@ -138,7 +138,7 @@ struct Control {
 };
 static_assert(std::is_trivially_copyable_v<Control> && sizeof(Control) == 96);
 
-// Where datagrams go: the bytes of a sockaddr.
+// A datagram's destination: the bytes of a sockaddr.
 struct Address {
   uint32_t length = 0;
   std::array<uint8_t, 28> bytes{};

@@ -9,7 +9,7 @@
 namespace fusedpg::aggregate::udp {
 namespace {
 
-// What the system counts of a packet's memory in a socket's buffer.
+// The system counts so much of a socket's buffer for each packet.
 constexpr size_t kBuffered = 2304;
 
 } // namespace

@@ -25,7 +25,7 @@ class Datagrams {
   SocketAddress address() const {
     return bound_address(socket_);
   }
-  // What the system buffers of what has come.
+  // The size of the system's buffer for received packets, in bytes.
   size_t buffer() const;
 
   // Copies it; it goes out with flush(), or when there is enough. Where it
