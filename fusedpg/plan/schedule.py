@@ -9,7 +9,11 @@ from fusedpg.plan.config import Plan, PlanError
 
 
 class Action(NamedTuple):
-    """A forward ("F") or backward ("B") pass of one stage over one micro-batch."""
+    """A pass of one stage over one micro-batch.
+
+    It is forward ("F") or backward ("B"); or one part of a backward pass: what the stage before
+    needs ("I"), or the gradients of weights ("W").
+    """
 
     stage: int
     kind: str
@@ -20,17 +24,12 @@ def actions(plan: Plan, pipeline_rank: int) -> list[Action]:
     """The actions of a stage's devices, with its virtual stages, in an iteration.
 
     Raises:
-        PlanError: if the schedule is not executed, or not with this number of micro-batches.
+        PlanError: if the schedule is not possible with this number of micro-batches.
     """
     if plan.schedule in ("gpipe", "1f1b"):
         numbers = plan.num_micro_batches, plan.num_stages, pipeline_rank
         return [Action(pipeline_rank, *one) for one in passes(plan.schedule, *numbers)]
-    if plan.schedule == "interleaved":
-        return _interleaved(plan, pipeline_rank)
-    raise PlanError(
-        f"schedule {plan.schedule} is not executed: its backward pass is in two parts, and the "
-        "optimizers of fusedpg.optim take gradients from whole ones"
-    )
+    return _by_torch(plan, pipeline_rank)
 
 
 def passes(schedule: str, count: int, stages: int, stage: int) -> Iterator[tuple[str, int]]:
@@ -44,19 +43,24 @@ def passes(schedule: str, count: int, stages: int, stage: int) -> Iterator[tuple
             yield "B", number - ahead
 
 
-def _interleaved(plan: Plan, pipeline_rank: int) -> list[Action]:
+def _by_torch(plan: Plan, pipeline_rank: int) -> list[Action]:
     """The list of torch's schedule, which needs none of torch's stages."""
     from torch.distributed.pipelining import schedules  # slow to import
 
+    kinds: dict[str, Any] = {
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    }
+    kind = kinds[plan.schedule]
     count = plan.num_micro_batches
     period = plan.num_stages // plan.virtual_stages
     rounds = max(1, count // period)
     if count % rounds:
         raise PlanError(
-            f"schedule interleaved needs micro-batches in {rounds} equal rounds (one for each "
+            f"schedule {plan.schedule} needs micro-batches in {rounds} equal rounds (one for each "
             f"{period} stages), and there are {count}"
         )
-    schedule: Any = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
+    schedule = kind.__new__(kind)
     schedule.pp_group_size = period
     schedule.n_local_stages = plan.virtual_stages
     schedule._n_microbatches = count

@@ -7,9 +7,10 @@ is, and is divided anew on the way. Its gradient takes the way back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedpg.plan.config import Plan, PlanError
 from fusedpg.plan.layout import Box, Layout, Piece, reshard, within
 from fusedpg.plan.operators import Model, OperatorModule, Part
+from fusedpg.plan.split_backward import backward_inputs
 from fusedpg.tensor_parallel._epilogue import Place
 
 # --- what the plan says about values, which all ranks compute alike -----------------------
@@ -353,6 +355,7 @@ class Stage:
         self.times = Times()
         self.step = 0
         self._saved: dict[int, _Saved] = {}
+        self._later: dict[int, list[Callable[[], None]]] = {}
         self._ahead: dict[tuple[str, int], list[Pending]] = {}
         self._moves: dict[Any, tuple[Move, Move]] = {}
 
@@ -377,7 +380,8 @@ class Stage:
 
     def expect(self, kind: str, micro_batch: int) -> None:
         """Posts the receives of a pass, so that messages travel before it begins."""
-        if (kind, micro_batch) in self._ahead:
+        kind = "B" if kind == "I" else kind
+        if kind == "W" or (kind, micro_batch) in self._ahead:
             return
         links = [there for _, there, _ in self.incoming]
         if kind != "F":
@@ -509,13 +513,14 @@ class Stage:
 
     # --- backward ---
 
-    def backward(self, micro_batch: int, scale: float) -> list[Sent]:
+    def backward(self, micro_batch: int, scale: float, kind: str = "B") -> list[Sent]:
         """The backward pass of a micro-batch, and the messages that it sends.
 
         Args:
             scale: the gradient of what is trained with respect to a sample's loss.
+            kind: "B"; "I" leaves the gradients of weights, as far as it can, to `weights`.
         """
-        self.expect("B", micro_batch)
+        self.expect(kind, micro_batch)
         saved = self._saved.pop(micro_batch)
         brought: dict[Link, Tensor] = {}
         with self.times.add("waiting"):
@@ -534,15 +539,46 @@ class Stage:
                 tensors.append(saved.loss)
                 gradients.append(torch.full_like(saved.loss, scale))
             trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
-            if trained:
-                torch.autograd.backward(
-                    [tensors[i] for i in trained], [gradients[i] for i in trained]
-                )
+            inputs = [value for _, value in saved.received]
+            self._differentiate(
+                micro_batch,
+                [tensors[i] for i in trained],
+                [gradients[i] for i in trained],
+                inputs if kind == "I" else None,
+            )
         sent: list[Sent] = []
         for link, value in saved.received:
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
             sent += link.send(gradient, micro_batch)
         return sent
+
+    def _differentiate(
+        self,
+        micro_batch: int,
+        outputs: list[Tensor],
+        gradients: list[Tensor],
+        inputs: list[Tensor] | None,
+    ) -> None:
+        """All of a backward pass; or with `inputs`, what these need."""
+        if not outputs:
+            return
+        whole = functools.partial(torch.autograd.backward, outputs, gradients)
+        if inputs is None or any(again for again, _ in self.runs):
+            # Each part would compute again what was not kept.
+            whole()
+        elif not inputs:
+            self._later[micro_batch] = [whole]
+        else:
+            parameters = [p for module in self.modules for p in module.parameters()]
+            later = backward_inputs(outputs, gradients, inputs, parameters)
+            self._later[micro_batch] = [one.compute for one in later]
+
+    def weights(self, micro_batch: int) -> None:
+        """The gradients of weights that a backward pass of kind "I" has left."""
+        with self.times.add("backward"):
+            later = self._later.pop(micro_batch, [])
+            while later:
+                later.pop(0)()
 
 
 @contextlib.contextmanager

@@ -179,8 +179,10 @@ class Trainer:
                 data = {name: batch[name][begin : begin + size] for name in self.model.data}
                 sent += stage.forward(number, data)
                 total += self._loss_of(stage)
+            elif action.kind == "W":
+                stage.weights(number)
             else:
-                sent += stage.backward(number, 1.0 / plan.global_batch_size)
+                sent += stage.backward(number, 1.0 / plan.global_batch_size, action.kind)
             sent = [(work, tensor) for work, tensor in sent if not work.is_completed()]
         for work, _ in sent:
             work.wait()

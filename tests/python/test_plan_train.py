@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from fusedpg.plan.memory import MB, PeakMemory
 from fusedpg.plan.model import FusedModel
 from fusedpg.plan.operators import Model, Part
 from fusedpg.plan.schedule import Action, actions
+from fusedpg.plan.split_backward import backward_inputs
 from fusedpg.plan.stage import groups, mixed
 from fusedpg.plan.traced import trace
 from harness import Context
@@ -236,20 +237,42 @@ def test_unequal_widths(context: Context, widths: list[int], schedule: str) -> N
     compare(context, plan, model, torch.float64, steps=3)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 @pytest.mark.parametrize("micro_batches", [2, 4, 6])
 @harness.on_ranks(2, 4)
-def test_virtual_stages(context: Context, micro_batches: int) -> None:
-    """Two stages on the same devices, in the order of torch's interleaved schedule."""
+def test_virtual_stages(context: Context, micro_batches: int, schedule: str) -> None:
+    """Two stages on the same devices, in the order of torch's schedules."""
     model, half = tiny("gpt"), context.world_size // 2
     plan = random_plan(
         model,
         2 * context.world_size,
         micro_batches,
         widths=[half] * 4,
-        schedule="interleaved",
+        schedule=schedule,
         virtual_stages=2,
         micro_batches=micro_batches,
     )
+    compare(context, plan, model, torch.float64, steps=3)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name, seed", [("gpt", 5), ("gpt", 6), ("t5", 7), ("resnet", 8)])
+@harness.on_ranks(2, 4, timeout=120)
+def test_zero_bubble(context: Context, name: str, seed: int, recompute: bool) -> None:
+    """The backward pass in two parts, on stages of any widths."""
+    model = tiny(name)
+    widths = {2: [1, 1], 4: [[1, 1, 2], [2, 2], [3, 1], [1, 2, 1]][seed % 4]}
+    plan = random_plan(
+        model,
+        context.world_size,
+        seed,
+        widths=widths[context.world_size],
+        schedule="zero_bubble",
+        micro_batches=6,
+    )
+    if not recompute:
+        never = tuple(tuple(0 for _ in stage) for stage in plan.recompute_ops)
+        plan = dataclasses.replace(plan, recompute_ops=never)
     compare(context, plan, model, torch.float64, steps=3)
 
 
@@ -348,8 +371,6 @@ def test_plans_that_do_not_fit(context: Context) -> None:
         Trainer(random_plan(model, 4, 0), model)
     with pytest.raises(PlanError, match="73"):
         Trainer(plan, tiny("t5"))
-    with pytest.raises(PlanError, match="zero_bubble is not executed"):
-        Trainer(dataclasses.replace(plan, schedule="zero_bubble"), model)
     with pytest.raises(PlanError, match="no optimizer 'lion'"):
         Trainer(plan, model, optimizer="lion")
     odd = models.build("gpt", "tiny", num_attention_heads=3, kv_channels=4)
@@ -603,6 +624,74 @@ def test_modules_that_are_not_traced(how: str, message: str) -> None:
         trace(Bad(how), {"x": torch.randn(3, 4)}, "bad", how)
 
 
+# --- a backward pass in two parts ---------------------------------------------------------
+
+
+_OPERATIONS: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+    lambda one, _, weight: one @ weight,
+    lambda one, _, weight: F.linear(one, weight.t() * 2, weight[0]),
+    lambda one, other, _: torch.tanh(one) * other,
+    lambda one, other, _: torch.stack([one, other]).unbind()[1] + one,
+    lambda one, _, weight: torch.cat(one.split(2, dim=1)[::-1], dim=1),
+    lambda _, other, weight: (weight @ weight)[:3],
+    lambda one, *_: one.t().contiguous().t(),
+]
+
+
+def _random_graph(seed: int, weights: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and inputs of a random graph that uses each weight any number of times."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    inputs = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    values: list[Tensor] = [*inputs, torch.randn(3, 4, dtype=torch.float64)]
+    for _ in range(12):
+        one, other, weight = draw.choice(values), draw.choice(values), draw.choice(weights)
+        values.append(draw.choice(_OPERATIONS)(one, other, weight))
+    outputs = [value for value in draw.sample(values[3:], 2) if value.requires_grad]
+    return outputs, inputs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_split_backward(seed: int) -> None:
+    """In two parts, in any order among micro-batches, gradients are those of one backward pass."""
+    wanted: list[Tensor | None] = []
+    for split in (False, True):
+        later: list[Any] = []
+        torch.manual_seed(1000 + seed)
+        weights = [nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(5)]
+        found: list[Tensor | None] = []
+        for micro_batch in range(2):
+            outputs, inputs = _random_graph(2 * seed + micro_batch, weights)
+            gradients = [torch.ones_like(output) for output in outputs]
+            if split:
+                later.insert(0, backward_inputs(outputs, gradients, inputs, weights))
+            else:
+                torch.autograd.backward(outputs, gradients)
+            found += [each.grad for each in inputs]
+        for each in itertools.chain.from_iterable(later):
+            each.compute()
+        found += [weight.grad for weight in weights]
+        if not split:
+            wanted = found
+            continue
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_deferred() -> None:
+    """Weights beside the way to an input; not the one that an output has for itself."""
+    x = torch.randn(3, 4, requires_grad=True)
+    first, second, own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    weights = [p for layer in (first, second, own) for p in layer.parameters()]
+    outputs = [second(first(x)), own(torch.randn(3, 4))]
+    later = backward_inputs(outputs, [torch.ones_like(y) for y in outputs], [x], weights)
+    assert x.grad is not None
+    assert [w.grad is None for w in weights] == [True] * 4 + [False] * 2
+    assert len(later) == 2
+
+
 # --- schedules ----------------------------------------------------------------------------
 
 
@@ -613,14 +702,16 @@ def uniform(stages: int, micro_batches: int, schedule: str, virtual: int) -> Pla
     return Plan("x", "x", micro_batches, 1, *numbers, schedule, virtual)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("period", [1, 2, 3, 4])
 def test_schedules_end(schedule: str, period: int) -> None:
     """Every pass runs once, after all that it waits for, and 1F1B holds no more than it should."""
-    for virtual in [1] if schedule != "interleaved" else [2, 3]:
+    by_torch = schedule in ("interleaved", "zero_bubble")
+    backward = "I" if schedule == "zero_bubble" else "B"
+    for virtual in {"interleaved": [2, 3], "zero_bubble": [1, 2, 3]}.get(schedule, [1]):
         for count in range(1, 3 * period + 1):
             plan = uniform(period * virtual, count, schedule, virtual)
-            if schedule == "interleaved" and count % max(1, count // period):
+            if by_torch and count % max(1, count // period):
                 with pytest.raises(PlanError, match="equal rounds"):
                     actions(plan, 0)
                 continue
@@ -635,19 +726,22 @@ def test_schedules_end(schedule: str, period: int) -> None:
                         continue
                     stage, kind, number = action = order[places[rank]]
                     before = stage == 0 or Action(stage - 1, "F", number) in done
-                    if kind == "B":
+                    if kind == "W":
+                        before = Action(stage, "I", number) in done
+                    elif kind == backward:
                         before = Action(stage, "F", number) in done and (
-                            stage == last or Action(stage + 1, "B", number) in done
+                            stage == last or Action(stage + 1, kind, number) in done
                         )
                     if before:
                         assert action not in done
                         done.add(action)
                         places[rank] += 1
                         moved = True
-                        held[rank] += 1 if kind == "F" else -1
+                        held[rank] += {"F": 1, "W": 0}.get(kind, -1)
                         most[rank] = max(most[rank], held[rank])
                 assert moved, "ranks wait for each other"
-            assert len(done) == 2 * plan.num_stages * count
+            passes = 3 if schedule == "zero_bubble" else 2
+            assert len(done) == passes * plan.num_stages * count
             if schedule == "1f1b":
                 assert most == [min(count, period - rank) for rank in range(period)]
 
