@@ -129,10 +129,13 @@ class Recomputed:
         dropped: whose activations are not kept.
         segments: MB that are made again at once where each operator is, while its backward pass
             runs.
+        handed: MB that are kept behind each operator instead of what was dropped, for those
+            that use it.
     """
 
     dropped: Array
     segments: Array
+    handed: Array
 
 
 class Moment(NamedTuple):
@@ -409,14 +412,16 @@ class CostModel(abc.ABC):
         again = None
         if flags is not None and flags.any():
             recompute = float(forward[flags].sum())
-            again = self.recomputed(first, activations, flags)
-            total -= float(activations[again.dropped].sum())
+            outputs = tables.output.take(at)
+            again = self.recomputed(first, activations, outputs, flags)
+            total += float(again.handed.sum()) - float(activations[again.dropped].sum())
         at_weights = tables.weights.take(at)
-        moment = self.moment(tables, at, at_weights, activations, again, all_in_flight)
+        of = tables, at, at_weights, activations, again
+        moment = self.moment(*of, all_in_flight, not all_in_flight)
         others = in_flight - 1
         if all_in_flight and in_flight > 1:
             # The first backward pass finds no gradients, and the second one micro-batch less.
-            second = self.moment(tables, at, at_weights, activations, again, False)
+            second = self.moment(*of, False, False)
             if second.total > total + moment.total:
                 moment, others = second, in_flight - 2
         weights = float(at_weights.sum())
@@ -446,7 +451,9 @@ class CostModel(abc.ABC):
         )
         return self.with_iteration(price, tables, settings, at, at_weights, place)
 
-    def recomputed(self, first: int, activations: Array, flags: Array) -> Recomputed:
+    def recomputed(
+        self, first: int, activations: Array, outputs: Array, flags: Array
+    ) -> Recomputed:
         """What recomputation does not keep, and what it makes again at once."""
         ops = len(flags)
         both = flags[:-1] & flags[1:]
@@ -454,13 +461,14 @@ class CostModel(abc.ABC):
         amounts = np.where(both, activations[:-1], 0.0)
         dropped = np.append(both & ~start_follows, False)
         if ops < 2:
-            return Recomputed(dropped, np.zeros(ops))
+            return Recomputed(dropped, np.zeros(ops), np.zeros(ops))
         ends = ~both | self.segment_ends(first, ops, start_follows)
         sums = np.diff(np.cumsum(amounts)[ends], prepend=0.0)
         segment = np.concatenate([[0], np.cumsum(ends)])
         if both[-1]:  # the last operator ends the segment before it
             segment[-1] -= 1
-        return Recomputed(dropped, np.append(sums, 0.0)[segment])
+        handed = self.handed(activations, outputs, np.append(False, dropped[:-1]) & ~dropped)
+        return Recomputed(dropped, np.append(sums, 0.0)[segment], handed)
 
     def check_place(self, tables: Tables, settings: Array, place: Place) -> None:
         """Raises `MissingRow` if operators were not measured on devices of several machines."""
@@ -475,6 +483,10 @@ class CostModel(abc.ABC):
         self, source: Layout, target: Layout, size: float, nodes: int
     ) -> tuple[float, float]:
         """Milliseconds to change a layout, forwards and backwards; `size` in MB."""
+
+    def handed(self, activations: Array, outputs: Array, ends: Array) -> Array:
+        """MB that the last operators of recomputed segments keep besides their activations."""
+        return np.zeros(len(ends))
 
     @abc.abstractmethod
     def segment_ends(self, first: int, ops: int, start_follows: Array) -> Array:
@@ -495,6 +507,7 @@ class CostModel(abc.ABC):
         activations: Array,
         again: Recomputed | None,
         first_backward: bool,
+        forward_follows: bool,
     ) -> Moment:
         """The moment of a pass over a micro-batch that needs most memory.
 
@@ -504,6 +517,7 @@ class CostModel(abc.ABC):
             activations: likewise.
             again: of what is recomputed.
             first_backward: whether its backward pass is the first of the iteration.
+            forward_follows: whether the forward pass over another micro-batch comes after it.
         """
 
     @abc.abstractmethod
@@ -672,6 +686,7 @@ class AcesoModel(CostModel):
         activations: Array,
         again: Recomputed | None,
         first_backward: bool,
+        forward_follows: bool,
     ) -> Moment:
         held = float(activations.sum())
         if again is not None:
@@ -752,6 +767,10 @@ class FusedModel(CostModel):
         ends[-1] = True
         return ends
 
+    def handed(self, activations: Array, outputs: Array, ends: Array) -> Array:
+        # What an operator gives is part of its activations, what passes by it is not.
+        return np.where(ends, np.maximum(outputs - activations, 0.0), 0.0)
+
     def messages(
         self, tables: Tables, first: int, settings: Array, place: Place
     ) -> tuple[float, float]:
@@ -776,17 +795,23 @@ class FusedModel(CostModel):
         activations: Array,
         again: Recomputed | None,
         first_backward: bool,
+        forward_follows: bool,
     ) -> Moment:
         # When an operator runs, forwards or backwards, those behind it hold nothing; when it is
         # made again, its segment is whole.
         passing = np.maximum(tables.reserved_forward.take(at), tables.reserved_backward.take(at))
         held = np.cumsum(activations)
         if again is not None:
-            held = np.cumsum(np.where(again.dropped, 0.0, activations)) + again.segments
+            kept = np.where(again.dropped, 0.0, activations) + again.handed
+            held = np.cumsum(kept) + again.segments
         gradients = np.full(len(at), weights.sum())
         if first_backward:
             # They come one after the other, and are there when the next micro-batch's turn is.
             gradients -= np.cumsum(weights)
+        # The gradients of what the stage gave, and the next message, which may be there already:
+        # the gradients of another micro-batch, or the values of one.
+        brought, values = float(tables.output.take(at[-1])), float(tables.input.take(at[0]))
+        passing += brought + (max(brought, values) if forward_follows else brought)
         most = int((held + passing + gradients).argmax())
         found = Moment(float(held[most]), float(passing[most]), float(gradients[most]), most)
         # In the end there are all gradients, and nothing else.

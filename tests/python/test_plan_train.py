@@ -775,6 +775,11 @@ MEMORY_PLANS = [
     ("gpipe", (40, 15), 4, 0),
     ("1f1b", (15, 40), 4, 1),
     ("gpipe", (30, 25), 4, 1),
+    ("1f1b", (21, 34), 8, 1),
+    ("1f1b", (33, 22), 4, 2),
+    ("1f1b", (24, 31), 2, 2),
+    ("gpipe", (18, 37), 4, 2),
+    ("1f1b", (36, 19), 8, 2),
 ]
 
 
@@ -785,7 +790,7 @@ def test_predicted_memory(
 ) -> None:
     """What tensors take in a step is what the cost model says, within 5%.
 
-    Within 15% where operators are recomputed: what such a stage hands on is not counted.
+    Within 10% where single operators here and there are recomputed (2).
     """
     from fusedpg.plan.train import Trainer
 
@@ -800,7 +805,10 @@ def test_predicted_memory(
     dist.barrier()
     size = 8 // micro_batches
     ones = tuple((1,) * count for count in counts)
-    flags = tuple((flag,) * count for count in counts)
+    draw = random.Random(sum(counts))
+    flags = tuple(
+        tuple(draw.randrange(2) if flag == 2 else flag for _ in range(count)) for count in counts
+    )
     zeros = tuple((0,) * count for count in counts)
     numbers = (8, size, (1, 1), counts, ones, ones, flags, zeros)
     plan = Plan("gpt", "tiny", *numbers, schedule=schedule, model=model.facts)
@@ -809,7 +817,7 @@ def test_predicted_memory(
     batch = model.random_batch(8, torch.float32, 0)
     trainer.step(batch)
     measured = trainer.memory(batch)
-    wanted = pytest.approx(measured, rel=0.15 if flag else 0.05)
+    wanted = pytest.approx(measured, rel=0.1 if flag == 2 else 0.05)
     assert stages[context.rank].memory == wanted, (measured, stages[context.rank])
 
 
