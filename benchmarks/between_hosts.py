@@ -5,7 +5,8 @@
 
 Hosts are network namespaces of this machine whose links have a rate (needs root, `ip` and `tc`;
 exits with 2 where that cannot be): see tests/python/hosts.py. A layout is hosts x ranks on each.
-fp32, ordinary tensors. The parts: `all_reduce` by size; `adamw`, which is `fused_adamw_` beside
+fp32, ordinary tensors. The parts: `all_reduce` by size, where ranks share a host also of tensors
+from `fusedpg.empty` ("fused arena"); `adamw`, which is `fused_adamw_` beside
 Gloo's all_reduce, a division and `AdamW(fused=True)`, on one flat buffer of parameters; `send`, a
 tensor from the first rank to the last one and back by `dist.send` and `dist.recv`; `exchange`, one
 each way at once between the same two by `dist.batch_isend_irecv`; `ddp` and `fsdp2`, training
@@ -191,10 +192,22 @@ def link_row(name: str, size: int, sent: float, per_byte: float) -> HostsRow:
 def all_reduce_arms(size: int, context: Context, name: str) -> dict[str, Callable[[], object]]:
     op = collectives.OPS["all_reduce"]
     numel = size // 4 // context.world_size * context.world_size
-    return {
-        backend: collectives.make_arm(op, numel, group, False, context, f"{name}, {backend}")
-        for backend, group in context.groups.items()
-    }
+
+    def arm(backend: str, arena: bool) -> Callable[[], object]:
+        group = context.groups[backend]
+        return collectives.make_arm(op, numel, group, arena, context, f"{name}, {backend}")
+
+    arms = {backend: arm(backend, False) for backend in context.groups}
+    if shares_hosts(context):
+        arms[collectives.ARENA] = arm("fused", True)
+    return arms
+
+
+def shares_hosts(context: Context) -> bool:
+    """Whether each rank has neighbours on its host, and thus an arena."""
+    import fusedpg
+
+    return bool(fusedpg.group_info(context.groups["fused"])["arena_reserved"])
 
 
 def send_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:

@@ -69,7 +69,7 @@ def empty(
     """An uninitialised tensor in the group's shared arena, which peers read and write in place.
 
     Collectives on it skip the staging copies. Local: never a collective. The tensor may outlive
-    the group. A group that spans hosts has no arena: there it is ``torch.empty``.
+    the group. A rank that is alone on its host has no arena: there it is ``torch.empty``.
 
     Args:
         size: as for ``torch.empty``.

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "collectives/host_fold.hpp"
+#include "collectives/locations.hpp"
 #include "collectives/net_parts.hpp"
 #include "collectives/selector.hpp"
 
@@ -65,8 +66,11 @@ class Pipeline {
   void run() {
     stages_.resize(length_);
     const size_t last = length_ + (gives_ ? 2 * ahead_ : ahead_);
+    if (shares_ && length_ != 0) {
+      publish();
+    }
     for (size_t s = 0; s < last; ++s) {
-      if (shares_ && (gives_ || (plan_.reads && s < length_))) {
+      if (shares_) {
         share(s);
       }
       if (s < length_) {
@@ -79,7 +83,8 @@ class Pipeline {
         finish(s - 2 * ahead_);
       }
     }
-    if (shares_ && gives_ && last != 0) {
+    if (shares_ && last != 0 && (gives_ || reads_direct_)) {
+      // Neighbours may still read or write this rank's tensors.
       barrier();
       take_from_peers(last - 1);
     }
@@ -193,10 +198,96 @@ class Pipeline {
     ctx_.domain->barrier(descriptor_, ctx_.deadline);
   }
 
+  // What lies in an arena is read and written there by whoever works on it;
+  // everything else goes through the staging buffers, rank by rank.
+  struct Neighbour {
+    int rank;
+    bool reads_direct = false; // its contributions are read where they lie
+    bool writes_direct = false; // its results are written where they belong
+    std::vector<uint64_t> table; // see Locations
+  };
+
+  // Tells the others of this host where this rank's tensors lie; before the
+  // first barrier, after which load() knows of everybody's.
+  void publish() {
+    const int half = ctx_.domain->next_half();
+    auto [flags, table] = locate(plan_, *ctx_.domain->arena());
+    if (table.size() > kTableEntries) {
+      flags = 0;
+      table.clear();
+    }
+    own_direct_ = (flags & kReadsDirect) != 0;
+    const int me = ctx_.domain->rank();
+    OpDescriptor& said = ctx_.domain->descriptor(me, half);
+    said = descriptor_;
+    said.flags = flags;
+    std::copy(table.begin(), table.end(), ctx_.domain->table(me, half));
+    said.table_entries = table.size();
+  }
+
+  void load() {
+    const int half = ctx_.domain->half();
+    for (const int p : hosts_.ranks(here_)) {
+      const int place = hosts_.local(p);
+      const OpDescriptor& said = ctx_.domain->descriptor(place, half);
+      const uint64_t* table = ctx_.domain->table(place, half);
+      Neighbour one{p};
+      one.reads_direct = (said.flags & kReadsDirect) != 0;
+      one.writes_direct = (said.flags & kWritesDirect) != 0;
+      one.table.assign(table, table + said.table_entries);
+      reads_direct_ = reads_direct_ || (plan_.reads && one.reads_direct);
+      stages_in_ = stages_in_ || (plan_.reads && !one.reads_direct);
+      stages_out_ = stages_out_ ||
+          (gives_ && (all_ || p == plan_.receiver) && !one.writes_direct);
+      neighbours_.push_back(std::move(one));
+    }
+  }
+
+  const char* source_of(const Neighbour& one, size_t tensor, size_t begin)
+      const {
+    return ctx_.domain->address(hosts_.local(one.rank), one.table[2 * tensor]) +
+        begin * plan_.src_size;
+  }
+  char* result_of(const Neighbour& one, size_t tensor, size_t begin) const {
+    return ctx_.domain->address(
+               hosts_.local(one.rank), one.table[2 * tensor + 1]) +
+        begin * plan_.dst_size;
+  }
+  // Whether a neighbour gets results that this rank publishes.
+  bool takes_from_here(const Neighbour& one) const {
+    return one.rank != rank_ && (all_ || one.rank == plan_.receiver);
+  }
+  // Whether any of these takes them out of the staging buffer.
+  bool publishes_staged(int owner) const {
+    return publishes(owner) &&
+        std::any_of(
+               neighbours_.begin(), neighbours_.end(), [&](const auto& one) {
+                 return takes_from_here(one) && !one.writes_direct;
+               });
+  }
+  template <typename Call>
+  void each_direct_taker(int owner, const Call& call) const {
+    if (!publishes(owner)) {
+      return;
+    }
+    for (const Neighbour& one : neighbours_) {
+      if (takes_from_here(one) && one.writes_direct) {
+        call(one);
+      }
+    }
+  }
+
   // Leaves segments of others' lanes to who works for them here, and takes the
-  // results that these have left in the last step.
+  // results that these have left in the last step. Without anything staged
+  // there is nothing to do after the first step.
   void share(size_t s) {
-    if (plan_.reads && s < length_) {
+    const bool in = plan_.reads && s < length_;
+    const bool staged =
+        (in && stages_in_) || (s == 0 ? in || gives_ : stages_out_);
+    if (!staged) {
+      return;
+    }
+    if (in && !own_direct_) {
       const int half = ctx_.domain->next_half();
       for (int p = 0; p < size_; ++p) {
         const NetSegment* one = segment(p, s);
@@ -206,12 +297,17 @@ class Pipeline {
       }
     }
     barrier();
-    if (gives_ && s != 0) {
+    if (s == 0) {
+      load();
+    } else {
       take_from_peers(s - 1);
     }
   }
 
   void take_from_peers(size_t step) {
+    if (!gives_ || neighbours_[hosts_.local(rank_)].writes_direct) {
+      return;
+    }
     const int half = ctx_.domain->half();
     for (int p = 0; p < size_; ++p) {
       const bool mine = all_
@@ -233,9 +329,9 @@ class Pipeline {
     const NetBuffer sum = scratch(stage, one.elements * fold_.element());
     const int half = ctx_.domain->half();
     char* out = sum.data();
-    std::vector<const char*> next; // of each rank
+    std::vector<const char*> next; // of each rank's staged contribution
     for (const int p : hosts_.ranks(here_)) {
-      next.push_back(p == rank_ ? nullptr : staged_in(p, half, owner));
+      next.push_back(staged_in(p, half, owner));
     }
     for (const LanePiece& piece : one.pieces) {
       parts_.for_places(
@@ -246,8 +342,11 @@ class Pipeline {
             sources_.assign(next.size(), kZeros);
             for (size_t k = 0; k < num; ++k) {
               const int place = who[k];
-              if (hosts_.ranks(here_)[place] == rank_) {
-                sources_[place] = source({piece.tensor, begin, 0});
+              const Neighbour& one = neighbours_[place];
+              if (one.rank == rank_ || one.reads_direct) {
+                sources_[place] = one.rank == rank_
+                    ? source({piece.tensor, begin, 0})
+                    : source_of(one, piece.tensor, begin);
                 continue;
               }
               sources_[place] = next[place];
@@ -366,25 +465,29 @@ class Pipeline {
     for (int h = 0; plan_.reads && h < hosts_.num_hosts(); ++h) {
       next_.push_back(h == here_ ? stage.sum.data() : received_[h]);
     }
+    const bool staged = publishes_staged(rank_);
     size_t at = 0; // bytes
     const auto emit = [&](const LanePiece& part, const Sources& srcs) {
-      void* outs[3];
-      size_t n = 0;
+      outs_.clear();
       if (keeps) {
-        outs[n++] = result(part);
+        outs_.push_back(result(part));
       }
       if (packs) {
-        outs[n++] = block.data() + at;
+        outs_.push_back(block.data() + at);
       }
-      if (publishes(rank_)) {
-        outs[n++] = staged_out(rank_, ctx_.domain->next_half(), rank_) + at;
+      each_direct_taker(rank_, [&](const Neighbour& one) {
+        outs_.push_back(result_of(one, part.tensor, part.begin));
+      });
+      if (staged) {
+        outs_.push_back(
+            staged_out(rank_, ctx_.domain->next_half(), rank_) + at);
       }
       plan_.epilogue(
           part.tensor,
           part.begin,
           part.count,
-          outs,
-          n,
+          outs_.data(),
+          outs_.size(),
           srcs,
           /*stream=*/false);
       at += part.count * plan_.dst_size;
@@ -465,7 +568,15 @@ class Pipeline {
       if (!in_place(theirs)) {
         scatter(theirs, from);
       }
-      if (publishes(p)) {
+      each_direct_taker(p, [&](const Neighbour& one) {
+        const char* next = from;
+        for (const LanePiece& piece : theirs.pieces) {
+          const size_t bytes = piece.count * plan_.dst_size;
+          std::memcpy(result_of(one, piece.tensor, piece.begin), next, bytes);
+          next += bytes;
+        }
+      });
+      if (publishes_staged(p)) {
         std::memcpy(
             staged_out(rank_, ctx_.domain->next_half(), p),
             from,
@@ -493,6 +604,13 @@ class Pipeline {
   const bool shares_; // this host with others
   const bool all_; // get results
   const bool gives_; // results to anybody but their owners
+  bool own_direct_ = false; // this rank's contributions lie in its arena
+  std::vector<Neighbour> neighbours_; // of this host, itself included; by place
+  // Whether any of them has its contributions read where they lie; has them
+  // staged; takes staged results.
+  bool reads_direct_ = false;
+  bool stages_in_ = false;
+  bool stages_out_ = false;
   std::vector<std::vector<NetSegment>> lanes_; // by owner
   size_t length_ = 0; // of the longest lane
   // Most segments between a rank's contribution and its being combined, and
@@ -504,6 +622,7 @@ class Pipeline {
   size_t capacity_ = 0; // of each of these, in bytes
   size_t segment_bytes_ = 0;
   std::vector<const void*> sources_; // of one piece
+  std::vector<void*> outs_; // of one piece
   std::vector<const char*> received_; // of one stage, by host
   std::vector<const char*> next_; // of these
   std::vector<char> sum_; // of one piece

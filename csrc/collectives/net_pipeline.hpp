@@ -15,8 +15,8 @@ namespace fusedpg {
 // go from tensor to tensor without a copy.
 //
 // A lane crosses the link of every other machine once each way: there one rank,
-// its proxy (HostMap), adds up what the machine's ranks contribute, which they
-// leave in shared memory, and passes the results on to them.
+// its proxy (HostMap), adds up what the machine's ranks contribute, where it
+// lies in their arenas or out of staging buffers, and passes the results on.
 //
 // With `blocks`, of a plan that skips, each host sends the blocks that any of its
 // ranks has; and where zeros stay, owners the blocks that anybody has.

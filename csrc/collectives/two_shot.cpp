@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "collectives/locations.hpp"
+
 namespace fusedpg {
 namespace {
 
@@ -452,35 +454,7 @@ Path agreed_path(Context& ctx) {
 }
 
 void TwoShot::begin(OpDescriptor& d, const std::vector<uint64_t>& extra) const {
-  // The extent of each tensor, from the lanes that cover it.
-  std::vector<size_t> ends(plan_.tensors.size());
-  for (const auto& lane : plan_.lanes) {
-    for (const LanePiece& piece : lane) {
-      ends[piece.tensor] =
-          std::max(ends[piece.tensor], piece.begin + piece.count);
-    }
-  }
-  const Arena& arena = *ctx_.domain.arena();
-  std::vector<uint64_t> table;
-  uint64_t flags = kReadsDirect | kWritesDirect;
-  for (size_t t = 0; t < plan_.tensors.size(); ++t) {
-    struct Side {
-      const char* address;
-      size_t element;
-      uint64_t bit;
-    };
-    for (const auto& [address, element, bit] :
-         {Side{plan_.tensors[t].src, plan_.src_size, kReadsDirect},
-          Side{plan_.tensors[t].dst, plan_.dst_size, kWritesDirect}}) {
-      uint64_t location = 0;
-      if (ends[t] != 0 && address != nullptr && (flags & bit)) {
-        const auto found = arena.locate(address, ends[t] * element);
-        location = found.value_or(kNotInArena);
-        flags &= found ? ~uint64_t(0) : ~bit;
-      }
-      table.push_back(location);
-    }
-  }
+  auto [flags, table] = locate(plan_, *ctx_.domain.arena());
   d.flags |= flags;
   table.insert(table.end(), extra.begin(), extra.end());
   enter(ctx_, d, table.data(), table.size());

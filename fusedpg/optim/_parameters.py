@@ -128,7 +128,7 @@ class Parameters:
             return
         on_gpu = params[0].device.type != "cpu"
         info = backend.info()
-        if (info["cuda_arena"] == 0) if on_gpu else (info["engine"] != "shm"):
+        if info["cuda_arena" if on_gpu else "arena_reserved"] == 0:
             return
         users = collections.Counter(param.untyped_storage().data_ptr() for param in params)
         for param in params:

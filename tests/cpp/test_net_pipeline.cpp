@@ -153,6 +153,141 @@ TEST(net_pipeline_scatters) {
   }
 }
 
+// Memory of a rank's arena, or of its own, at an address that is a multiple of
+// an element and of no more.
+class Placed {
+ public:
+  Placed(NetContext& ctx, bool in_arena, const Bytes& contents, size_t element)
+      : bytes_(contents.size()),
+        element_(element) {
+    if (in_arena && ctx.domain != nullptr) {
+      arena_ = ctx.domain->arena();
+      block_ = static_cast<uint8_t*>(arena_->allocate(bytes_ + 2 * element));
+    } else {
+      own_.resize(bytes_ + 2 * element);
+      block_ = own_.data();
+    }
+    std::memset(block_, kGuard, bytes_ + 2 * element);
+    std::copy(contents.begin(), contents.end(), data());
+  }
+  Placed(const Placed&) = delete;
+  ~Placed() {
+    for (size_t i = 0; i < element_; ++i) {
+      CHECK(block_[i] == kGuard && block_[element_ + bytes_ + i] == kGuard);
+    }
+    if (arena_) {
+      arena_->deallocate(block_);
+    }
+  }
+  uint8_t* data() {
+    return block_ + element_;
+  }
+  bool holds(const Bytes& wanted) {
+    return wanted.size() == bytes_ &&
+        std::memcmp(data(), wanted.data(), bytes_) == 0;
+  }
+
+ private:
+  static constexpr uint8_t kGuard = 0x5a;
+  const size_t bytes_;
+  const size_t element_;
+  std::shared_ptr<Arena> arena_;
+  Bytes own_;
+  uint8_t* block_ = nullptr;
+};
+
+// Writes to a rank's staging buffers what no operation of the test writes.
+class Untouched {
+ public:
+  explicit Untouched(Domain* domain) : domain_(domain) {
+    each([&](char* stage) { std::memset(stage, kMark, kLook); });
+  }
+  bool hold() {
+    bool same = true;
+    each([&](const char* stage) {
+      same = same &&
+          std::all_of(stage, stage + kLook, [](char c) { return c == kMark; });
+    });
+    return same;
+  }
+
+ private:
+  static constexpr char kMark = 0x77;
+  static constexpr size_t kLook = 4096;
+  template <typename Call>
+  void each(const Call& call) {
+    for (int half = 0; domain_ != nullptr && half < 2; ++half) {
+      // Every lane's segments begin at a multiple of the segment's size.
+      const size_t lane = select_net_segment(1, true);
+      for (size_t at = 0; at + kLook <= domain_->stage_bytes(); at += lane) {
+        call(domain_->stage_in(domain_->rank(), half) + at);
+        call(domain_->stage_out(domain_->rank(), half) + at);
+      }
+    }
+  }
+  Domain* const domain_;
+};
+
+// Whatever ranks have in their arenas: the bits are the same, and what lies
+// there is not staged.
+TEST(net_pipeline_arenas) {
+  for (const Layout& layout : layouts()) {
+    const int size = size_of(layout);
+    const HostMap map(layout);
+    for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
+      const size_t count = kSanitized ? 70001 : 300007;
+      const size_t element = dtype_size(type);
+      const ReduceArgs args = args_of(type, RedOp::kAvg, size);
+      const Inputs in(type, count, 31, size);
+      const Bytes wanted = hosts_reference(args, layout, in.srcs, count);
+      const size_t part = count / static_cast<size_t>(size);
+      on_hosts(layout, [&](int rank, NetContext& ctx) {
+        if (ctx.domain != nullptr) {
+          ctx.domain->prepare();
+        }
+        for (int arenas = 0; arenas < 1 << size; ++arenas) {
+          const auto in_arena = [&](int p) { return (arenas >> p & 1) != 0; };
+          const auto& here = map.ranks(map.host(rank));
+          const bool all = std::all_of(here.begin(), here.end(), in_arena);
+          if (ctx.domain != nullptr) {
+            ctx.domain->barrier({}, Deadline(kLong)); // all have read theirs
+          }
+          Untouched stage(ctx.domain);
+          {
+            Placed mine(ctx, in_arena(rank), in.all[rank], element);
+            HostsWay way(ctx);
+            all_reduce(way, {{mine.data(), count}}, args);
+            CHECK(mine.holds(wanted));
+          }
+          {
+            const int root = arenas % size;
+            Placed mine(ctx, in_arena(rank), in.all[rank], element);
+            HostsWay way(ctx);
+            reduce(way, mine.data(), count, args, root);
+            CHECK(mine.holds(rank == root ? wanted : in.all[rank]));
+          }
+          {
+            // Inputs and outputs in different memory.
+            Placed mine(ctx, in_arena(rank), in.all[rank], element);
+            Placed out(ctx, !in_arena(rank), Bytes(part * element), element);
+            std::vector<ReduceTensor> inputs;
+            for (int p = 0; p < size; ++p) {
+              inputs.push_back(
+                  {mine.data() + static_cast<size_t>(p) * part * element,
+                   part});
+            }
+            HostsWay way(ctx);
+            reduce_scatter(way, {out.data(), part}, inputs, args);
+            const auto* at = wanted.data() + rank * part * element;
+            CHECK(out.holds(Bytes(at, at + part * element)));
+          }
+          CHECK(ctx.domain == nullptr || stage.hold() == all);
+        }
+      });
+    }
+  }
+}
+
 // What skips blocks of zeros has the bits of what does not.
 TEST(net_pipeline_skips_with_the_same_bits) {
   for (const Layout& layout : layouts()) {
@@ -178,6 +313,11 @@ TEST(net_pipeline_skips_with_the_same_bits) {
           HostsWay way(ctx);
           sparse_all_reduce(way, {{mine.data(), count}}, args, {block});
           CHECK(mine == wanted);
+          // Some in their arenas.
+          Placed placed(ctx, rank % 3 != 1, all[rank], dtype_size(type));
+          HostsWay other(ctx);
+          sparse_all_reduce(other, {{placed.data(), count}}, args, {block});
+          CHECK(placed.holds(wanted));
           mine = all[rank];
           HostsWay dense(ctx);
           all_reduce(dense, {{mine.data(), count}}, args);

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 from typing import cast
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ import harness
 from checks import collectives, ddp, fused_ops, groups, hosts, p2p
 from checks.cases import Case
 from checks.fused_ops import BF16, FP16, FP32, Run
+from test_collectives import calls
 
 pytestmark = pytest.mark.fused_only
 
@@ -47,7 +52,44 @@ def test_engine(spread: Spread) -> None:
 
 
 def test_memory(spread: Spread) -> None:
-    spread[0].run(hosts.memory)
+    workers, names = spread
+    workers.run(hosts.memory, [names.count(name) for name in names])
+
+
+ARENAS = [("two of two", "tcp"), ("two and one", "tcp"), harness.slow("three and one", "tcp")]
+
+
+@pytest.mark.parametrize("op", collectives.OPS)
+@pytest.mark.parametrize(("names", "transport"), ARENAS)
+def test_in_arenas(names: str, transport: str, op: str) -> None:
+    """Some ranks' tensors lie in their arenas: also views, at odd offsets, with gaps."""
+    size = len(harness.HOSTS[names])
+
+    @hypothesis.settings(max_examples=12)
+    @hypothesis.given(calls(op, (size,)), st.text("ao", min_size=size, max_size=size))
+    def examples(call: tuple[int, Case], memory: str) -> None:
+        case = dataclasses.replace(call[1], memory=memory)
+        harness.pool_of_hosts(names, transport).run(hosts.in_arenas, case)
+
+    examples()
+
+
+def test_freed_in_flight() -> None:
+    harness.pool_of_hosts("two of two", "tcp").run(hosts.freed_in_flight, 300_007, 20)
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_neighbour_is_lost(how: str) -> None:
+    """What it would still write to this rank's tensors, when it goes on, it does not."""
+    env = [{"FUSEDPG_HOST_ID": name} for name in harness.HOSTS["two of two"]]
+    with harness.Workers(4, timeout=3, env=env, one_host=False, oracle=False) as workers:
+        workers.start(hosts.lost_in_arenas, how, 3_000_000)
+        if how == "stop":
+            while not (workers.scratch / "failed").exists():
+                time.sleep(0.01)
+            os.kill(workers.processes[1].pid, signal.SIGCONT)
+        for answer in workers.collect(40, ranks=[0, 2, 3]):
+            assert isinstance(answer, str), answer
 
 
 @pytest.mark.parametrize("op", collectives.OPS)
@@ -81,6 +123,7 @@ def test_objects_and_groups(spread: Spread) -> None:
         Run(steps=20, hyper=(("amsgrad", True),), reduce="sum"),
         Run(steps=20, scale=8.0, layout="channels_last"),
         Run(steps=5, async_op=True, memory="mixed", hyper=(("maximize", True),)),
+        Run(steps=20, memory="arena", dtypes=(BF16, FP32), grad_dtypes=(FP16, BF16)),
     ],
 )
 def test_fused_adamw(spread: Spread, run: Run) -> None:

@@ -10,6 +10,8 @@
 
 namespace fusedpg {
 
+class Arena;
+
 // One operation in its turn: the collectives on contiguous CPU tensors, each of
 // which returns when its results are there. Throws Error, or what torch throws.
 class Turn {
@@ -127,6 +129,16 @@ class CpuRoute : public Route {
   WorkPtr recv(Tensors& tensors, int src, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
+  // --- tensors in the arena (cpu_memory.cpp) ---------------------------------
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor empty(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options,
+      bool lives_long) override;
+  bool in_arena(const at::Tensor& t) override;
+
   // --- cpu_fused.cpp ---------------------------------------------------------
   WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
@@ -137,6 +149,10 @@ class CpuRoute : public Route {
       bool async_op) override;
 
  protected:
+  // Which the group's ranks on this host map; none where this is the only one.
+  virtual std::shared_ptr<Arena> arena() = 0;
+  void describe_arena(GroupInfo& info);
+
   using Operation = std::function<void(Turn&)>;
   // Runs the operation on this thread, which is the group's executing one.
   virtual void execute(

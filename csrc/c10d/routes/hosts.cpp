@@ -202,10 +202,6 @@ void HostsRoute::failed(const char* title, uint64_t ticket) {
   }
 }
 
-std::shared_ptr<c10::Allocator> HostsRoute::getMemAllocator() {
-  TORCH_CHECK(false, "fused: a group that spans hosts has no shared arena");
-}
-
 at::Tensor HostsRoute::empty_shared(
     at::IntArrayRef /* sizes */,
     const at::TensorOptions& /* options */) {
@@ -216,6 +212,7 @@ at::Tensor HostsRoute::empty_shared(
 void HostsRoute::describe(GroupInfo& info) {
   info.engine = transport_choice_name(group_.settings.transport);
   info.address = address_;
+  describe_arena(info);
   std::lock_guard<std::mutex> lock(name_mutex_);
   info.transport = transport_name_;
   info.aggregators = aggregators_;

@@ -17,7 +17,8 @@
 
 namespace fusedpg {
 
-// CPU tensors where ranks are on several machines: everything by messages.
+// CPU tensors where ranks are on several machines: everything by
+// messages, but inside a host.
 class HostsRoute : public CpuRoute {
  public:
   // Collective over the ranks that `bootstrap` met.
@@ -27,26 +28,9 @@ class HostsRoute : public CpuRoute {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override;
 
-  // There is no arena.
-  std::shared_ptr<c10::Allocator> getMemAllocator() override;
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
-    return at::empty({size}, options);
-  }
-  bool supportsTensorAlloc(c10::DeviceIndex /* device */) override {
-    return false;
-  }
-  at::Tensor empty(
-      at::IntArrayRef sizes,
-      const at::TensorOptions& options,
-      bool /* lives_long */) override {
-    return at::empty(sizes, options);
-  }
   at::Tensor empty_shared(
       at::IntArrayRef sizes,
       const at::TensorOptions& options) override;
-  bool in_arena(const at::Tensor& /* t */) override {
-    return false;
-  }
 
   void describe(GroupInfo& info) override;
   std::optional<ErrorKind> failure() override;
@@ -57,6 +41,9 @@ class HostsRoute : public CpuRoute {
   void shutdown() override;
 
  protected:
+  std::shared_ptr<Arena> arena() override {
+    return domain_ ? domain_->arena() : nullptr;
+  }
   void execute(
       const Operation& operation,
       uint64_t ticket,

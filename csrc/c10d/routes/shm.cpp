@@ -156,13 +156,34 @@ WorkPtr ShmRoute::receive_message(Tensors& tensors, int src, int tag) {
   return post_receive(mailbox(), group_, tensors, src, tag);
 }
 
+// --- shared memory -----------------------------------------------------------
+
+at::Tensor ShmRoute::empty_shared(
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options) {
+  const size_t bytes = checked_bytes(sizes, options);
+  const Call call{
+      c10d::OpType::UNKNOWN,
+      "fused:share_memory",
+      group_.timeout.load(),
+      false};
+  void* data = nullptr;
+  group_.enqueue(call, {}, {}, [&](uint64_t ticket) {
+    engine_.execute(
+        [&](Context& ctx) { data = share_memory(ctx, bytes); },
+        ticket,
+        call.timeout);
+  });
+  return at::from_blob(
+      data, sizes, [keep = engine_.domain().mapping(0)](void*) {}, options);
+}
+
 // --- state and end -----------------------------------------------------------
 
 void ShmRoute::describe(GroupInfo& info) {
   info.engine = "shm";
   info.threads = engine_.threads();
-  info.arena_reserved = arena()->heap_bytes();
-  info.arena_used = arena()->used_bytes();
+  describe_arena(info);
 }
 
 std::optional<ErrorKind> ShmRoute::failure() {

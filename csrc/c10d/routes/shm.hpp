@@ -18,18 +18,9 @@ class ShmRoute : public CpuRoute {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override;
 
-  // --- tensors in the arena (shm_memory.cpp) ---------------------------------
-  std::shared_ptr<c10::Allocator> getMemAllocator() override;
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
-  bool supportsTensorAlloc(c10::DeviceIndex device) override;
-  at::Tensor empty(
-      at::IntArrayRef sizes,
-      const at::TensorOptions& options,
-      bool lives_long) override;
   at::Tensor empty_shared(
       at::IntArrayRef sizes,
       const at::TensorOptions& options) override;
-  bool in_arena(const at::Tensor& t) override;
 
   void describe(GroupInfo& info) override;
   std::optional<ErrorKind> failure() override;
@@ -39,6 +30,9 @@ class ShmRoute : public CpuRoute {
   void shutdown() override;
 
  protected:
+  std::shared_ptr<Arena> arena() override {
+    return engine_.domain().arena();
+  }
   void execute(
       const Operation& operation,
       uint64_t ticket,
@@ -48,9 +42,6 @@ class ShmRoute : public CpuRoute {
 
  private:
   Mailbox& mailbox();
-  const std::shared_ptr<Arena>& arena() {
-    return engine_.domain().arena();
-  }
 
   Engine engine_;
   std::mutex mailbox_mutex_;

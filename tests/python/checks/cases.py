@@ -44,14 +44,16 @@ class Case:
     dtype: torch.dtype = torch.float32
     numel: int = 1000
     layout: str = "contiguous"
-    memory: str = "ordinary"
+    memory: str = "ordinary"  # of MEMORY, or a letter a rank: "a" for the arena
     async_op: bool = False
     redop: str = "SUM"
     root: int = 0
     seed: int = 0
 
     def in_arena(self, rank: int) -> bool:
-        return self.memory == "arena" or (self.memory == "mixed" and rank == 0)
+        if self.memory in MEMORY:
+            return self.memory == "arena" or (self.memory == "mixed" and rank == 0)
+        return self.memory[rank] == "a"
 
     def plain(self) -> Case:
         """The same call on ordinary contiguous tensors."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import hashlib
 import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from checks.cases import same
+from checks import collectives
+from checks.cases import Case, same
 from harness import Context
 
 
@@ -129,15 +133,77 @@ def skipping(context: Context, hosts: list[str]) -> None:
         assert same(x, by_hosts(whole, hosts, "SUM")), kind
 
 
-def memory(context: Context) -> None:
-    """empty gives usable memory on every machine."""
+def memory(context: Context, local: list[int]) -> None:
+    """empty gives memory that the ranks of a host share, or what there is."""
     import fusedpg
 
     tensor = fusedpg.empty(1000)
+    shares = local[context.rank] > 1
+    assert fusedpg.in_arena(tensor) == shares
+    assert (fusedpg.group_info()["arena_used"] >= 4000) == shares
+    assert not fusedpg.in_arena(torch.empty(1000))
     tensor.fill_(2)
     assert bool((tensor == 2).all())
     torch.distributed.all_reduce(tensor)
     assert bool((tensor == 2 * context.world_size).all())
+
+
+def in_arenas(context: Context, case: Case) -> None:
+    """What ranks have in their arenas gives the bits of ordinary memory, whoever else has."""
+    op = collectives.OPS[case.op]
+    got = op.run(context, case, None)
+    plain = op.run(context, dataclasses.replace(case, memory="ordinary"), None)
+    collectives.compare(context, case, got, op.expect(context, case))
+    for mine, other in zip(got, plain, strict=True):
+        assert same(mine, other), f"rank {context.rank}: {case}"
+
+
+def freed_in_flight(context: Context, numel: int, rounds: int) -> None:
+    """Peers write to a tensor that its owner has let go; not to what comes after it."""
+    import fusedpg
+
+    dist = torch.distributed
+    for i in range(rounds):
+        x = fusedpg.empty(numel).fill_(context.rank + i)
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        result = work.get_future()
+        del x
+        after = fusedpg.empty(numel).fill_(-1)
+        work.wait()
+        assert bool((after == -1).all())
+        total = sum(rank + i for rank in range(context.world_size))
+        (value,) = result.value()
+        assert bool((value == total).all())
+
+
+def lost_in_arenas(context: Context, how: str, numel: int) -> str:
+    """A neighbour goes while tensors of the arena are under way: afterwards they change no more."""
+    import fusedpg
+
+    dist = torch.distributed
+    x, other = fusedpg.empty(numel).fill_(1), fusedpg.empty(numel).fill_(3)
+    dist.all_reduce(x)
+    dist.barrier()
+    try:
+        for step in range(1000):
+            if context.rank == 1 and step == 20:
+                if how == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            x.fill_(1)
+            dist.all_reduce(x)
+    except dist.DistBackendError as error:
+        x.fill_(5)
+        other.fill_(6)
+        if how == "stop" and context.rank == 0:
+            Path(context.scratch, "failed").touch()
+        time.sleep(1)
+        assert bool((x == 5).all())
+        assert bool((other == 6).all())
+        return str(error)
+    raise AssertionError("the group did not fail")
 
 
 def info_while_connecting(context: Context) -> None:

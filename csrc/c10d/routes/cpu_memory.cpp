@@ -2,7 +2,8 @@
 
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
-#include "c10d/routes/shm.hpp"
+#include "c10d/routes/cpu.hpp"
+#include "host/arena.hpp"
 
 namespace fusedpg {
 namespace {
@@ -61,16 +62,20 @@ at::Tensor tensor_in(
 
 } // namespace
 
-std::shared_ptr<c10::Allocator> ShmRoute::getMemAllocator() {
+std::shared_ptr<c10::Allocator> CpuRoute::getMemAllocator() {
+  TORCH_CHECK(
+      arena() != nullptr,
+      "fused: this rank has no shared arena, as it is the group's only one on "
+      "its host");
   return std::make_shared<ArenaAllocator>(arena());
 }
 
-bool ShmRoute::supportsTensorAlloc(c10::DeviceIndex /* device */) {
-  return arena()->heap_bytes() > 0;
+bool CpuRoute::supportsTensorAlloc(c10::DeviceIndex /* device */) {
+  return arena() != nullptr && arena()->heap_bytes() > 0;
 }
 
-at::Tensor ShmRoute::allocateTensor(long size, at::TensorOptions options) {
-  if (!group_.forked()) {
+at::Tensor CpuRoute::allocateTensor(long size, at::TensorOptions options) {
+  if (arena() != nullptr && !group_.forked()) {
     try {
       // DDP's buckets, which it makes twice.
       return tensor_in(arena(), {size}, options, Arena::Freed::kReturned);
@@ -83,10 +88,13 @@ at::Tensor ShmRoute::allocateTensor(long size, at::TensorOptions options) {
   return at::empty({size}, options);
 }
 
-at::Tensor ShmRoute::empty(
+at::Tensor CpuRoute::empty(
     at::IntArrayRef sizes,
     const at::TensorOptions& options,
     bool lives_long) {
+  if (arena() == nullptr) {
+    return at::empty(sizes, options);
+  }
   group_.check_open("fused:empty");
   return translate([&] {
     return tensor_in(
@@ -97,29 +105,17 @@ at::Tensor ShmRoute::empty(
   });
 }
 
-at::Tensor ShmRoute::empty_shared(
-    at::IntArrayRef sizes,
-    const at::TensorOptions& options) {
-  const size_t bytes = checked_bytes(sizes, options);
-  const Call call{
-      c10d::OpType::UNKNOWN,
-      "fused:share_memory",
-      group_.timeout.load(),
-      false};
-  void* data = nullptr;
-  group_.enqueue(call, {}, {}, [&](uint64_t ticket) {
-    engine_.execute(
-        [&](Context& ctx) { data = share_memory(ctx, bytes); },
-        ticket,
-        call.timeout);
-  });
-  return at::from_blob(
-      data, sizes, [keep = engine_.domain().mapping(0)](void*) {}, options);
+bool CpuRoute::in_arena(const at::Tensor& t) {
+  return arena() != nullptr && t.device().is_cpu() && t.has_storage() &&
+      t.storage().nbytes() != 0 &&
+      arena()->locate(t.storage().data(), t.storage().nbytes()).has_value();
 }
 
-bool ShmRoute::in_arena(const at::Tensor& t) {
-  return t.device().is_cpu() && t.has_storage() && t.storage().nbytes() != 0 &&
-      arena()->locate(t.storage().data(), t.storage().nbytes()).has_value();
+void CpuRoute::describe_arena(GroupInfo& info) {
+  if (arena() != nullptr) {
+    info.arena_reserved = arena()->heap_bytes();
+    info.arena_used = arena()->used_bytes();
+  }
 }
 
 } // namespace fusedpg
