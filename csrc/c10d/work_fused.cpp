@@ -71,6 +71,14 @@ void WorkFused::complete(std::exception_ptr error) {
   }
 }
 
+bool WorkFused::isCompleted() {
+  if (Work::isCompleted()) {
+    return true;
+  }
+  const auto mailbox = mailbox_.lock();
+  return mailbox && mailbox->poll() && Work::isCompleted();
+}
+
 bool WorkFused::wait(std::chrono::milliseconds timeout) {
   const ReleaseGil release;
   // Also where the operation's error is raised.
@@ -80,17 +88,18 @@ bool WorkFused::wait(std::chrono::milliseconds timeout) {
       work.wait_for_future();
     }
   } settle{*this};
-  if (executor_ && !isCompleted()) {
+  if (executor_ && !Work::isCompleted()) {
     if (timeout == kNoTimeout) {
       translate([&] { executor_->finish(sequence_); });
     } else {
       executor_->hurry();
     }
   }
-  if (move_ && !isCompleted()) {
+  if (move_ && !Work::isCompleted()) {
     constexpr std::chrono::hours kNever{24 * 365};
     const Deadline deadline(timeout == kNoTimeout ? kNever : timeout);
-    move_([this] { return isCompleted(); }, deadline);
+    // Not isCompleted(), which moves messages, too.
+    translate([&] { move_([this] { return Work::isCompleted(); }, deadline); });
     if (timeout != kNoTimeout) {
       timeout = deadline.left();
     }
@@ -105,7 +114,7 @@ void WorkFused::wait_for_future() {
     std::lock_guard<std::mutex> lock(future_mutex_);
     future = future_;
   }
-  if (future && isCompleted()) {
+  if (future && Work::isCompleted()) {
     future->wait(); // another thread is about to complete it
   }
 }
@@ -115,15 +124,23 @@ std::vector<at::Tensor> WorkFused::result() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
-  std::lock_guard<std::mutex> lock(future_mutex_);
-  if (!future_) {
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    if (future_) {
+      return future_;
+    }
     future_ = c10::make_intrusive<c10::ivalue::Future>(type());
-    if (isCompleted()) {
+    if (Work::isCompleted()) {
       // complete() will not look again.
       finish_future(*future_, exception(), value());
-    } else if (executor_) {
-      executor_->hurry(); // who waits for a future cannot help
+      return future_;
     }
+  }
+  // Who waits for a future cannot help. (This may complete it here.)
+  if (executor_) {
+    executor_->hurry();
+  } else if (const auto mailbox = mailbox_.lock()) {
+    mailbox->hurry();
   }
   return future_;
 }

@@ -11,6 +11,7 @@
 #include "base/deadline.hpp"
 #include "c10d/forwarding.hpp"
 #include "host/executor.hpp"
+#include "host/mailbox.hpp"
 
 namespace fusedpg {
 
@@ -43,10 +44,15 @@ class WorkFused : public c10d::Work {
   void set_move(Move move) {
     move_ = std::move(move);
   }
+  // Moves it inside a machine, also where it is only asked for or its future is.
+  void set_mailbox(const std::shared_ptr<Mailbox>& mailbox) {
+    mailbox_ = mailbox;
+  }
   void set_source_rank(int rank) {
     source_rank_ = rank;
   }
 
+  bool isCompleted() override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   std::vector<at::Tensor> result() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -68,6 +74,7 @@ class WorkFused : public c10d::Work {
   TensorLists lists_; // none, or at least two
   std::shared_ptr<Executor> executor_;
   Move move_;
+  std::weak_ptr<Mailbox> mailbox_; // which the group may have ended meanwhile
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<uint64_t> sequence_{0};

@@ -552,6 +552,7 @@ void Domain::ring_all() {
   for (int p = 0; p < size_; ++p) {
     control(p).bell.ring();
     control(p).mail_bell.ring();
+    control(p).mail_waiter_bell.ring();
   }
 }
 
@@ -560,6 +561,7 @@ void Domain::request_abort() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   control(rank_).bell.ring();
   control(rank_).mail_bell.ring();
+  control(rank_).mail_waiter_bell.ring();
 }
 
 void Domain::leave(const std::string& exit) {

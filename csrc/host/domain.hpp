@@ -79,6 +79,7 @@ struct RankControl {
   alignas(64) std::atomic<uint64_t> phase;
   Bell bell; // rung by arrivals
   Bell mail_bell; // rung by point to point
+  Bell mail_waiter_bell; // in its place while a thread waits for a message
   alignas(64) std::atomic<uint32_t> state; // RankState
   // This rank can write to no peer's heap any more; only after a failure or
   // at its end.
@@ -215,6 +216,15 @@ class Domain {
   }
   char* mail_slot(size_t i) {
     return mail_reserve() + kMailReserve + i * kMailSlotBytes;
+  }
+  // Rings whoever moves that rank's messages.
+  void ring_mail(int rank) {
+    RankControl& c = control(rank);
+    if (c.mail_waiter_bell.sleepers.load(std::memory_order_relaxed) != 0) {
+      c.mail_waiter_bell.ring();
+    } else {
+      c.mail_bell.ring();
+    }
   }
   RankControl& control(int rank) {
     return *reinterpret_cast<RankControl*>(bases_[rank]);

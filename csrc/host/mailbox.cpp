@@ -1,9 +1,11 @@
 #include "host/mailbox.hpp"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "host/futex.hpp"
 
@@ -20,6 +22,7 @@ Mailbox::Mailbox(Domain& domain, const kernels::Table& kernels)
     : domain_(domain),
       kernels_(kernels),
       me_(domain.rank()),
+      owner_(getpid()),
       peers_(domain.size()),
       thread_([this] { loop(); }) {}
 
@@ -28,12 +31,14 @@ Mailbox::~Mailbox() {
 }
 
 void Mailbox::stop() {
+  if (!thread_.joinable()) {
+    return; // the domain may be gone
+  }
   stop_.store(true, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  domain_.control(me_).mail_bell.ring();
-  if (thread_.joinable()) {
-    thread_.join();
-  }
+  domain_.control(me_).mail_waiter_bell.ring();
+  wake_thread();
+  thread_.join();
 }
 
 void Mailbox::send(
@@ -72,6 +77,7 @@ void Mailbox::receive(
 }
 
 void Mailbox::post(Post post) {
+  const bool small = post.bytes <= kMailSlotBytes;
   {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     if (closed_) {
@@ -84,8 +90,18 @@ void Mailbox::post(Post post) {
     posts_.push_back(std::move(post));
     have_posts_.store(true, std::memory_order_release);
   }
+  if (small) {
+    poll();
+  }
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  domain_.control(me_).mail_bell.ring();
+  if (have_posts_.load(std::memory_order_acquire)) {
+    Bell& waiter = domain_.control(me_).mail_waiter_bell;
+    if (waiter.sleepers.load(std::memory_order_relaxed) != 0) {
+      waiter.ring();
+    } else {
+      wake_thread();
+    }
+  }
 }
 
 std::string Mailbox::name(const Post& post) const {
@@ -100,66 +116,224 @@ std::string Mailbox::name(const Post& post) const {
   return out.str();
 }
 
-// --- the thread --------------------------------------------------------------
+// --- who moves messages ------------------------------------------------------
 
 void Mailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
+  Lock lock(mutex_);
   auto last_move = Clock::now();
-  Deadline patience(kStopPatience);
-  while (true) {
-    const bool stopping = stop_.load(std::memory_order_acquire);
-    if (!stopping) {
-      patience = Deadline(kStopPatience);
+  while (!stop_.load(std::memory_order_acquire)) {
+    enter();
+    const bool moved = turn();
+    if (!finished_.empty()) {
+      settle(lock);
+      ring_waiter();
+      lock.lock();
     }
-    try {
-      const bool posted = take_posts();
-      const bool moved = progress();
-      // By the clock: messages of some ranks must not hide that others are gone
-      // or late.
-      if (Clock::now() - checked_ >= kPatience) {
-        checked_ = Clock::now();
-        check();
-      }
-      if (stopping) {
-        // Also a peer that waits to hear that its message has arrived.
-        if ((moved || posted || unsent_replies()) && !patience.expired()) {
-          std::this_thread::sleep_for(std::chrono::microseconds(50));
-          continue;
-        }
-        fail(
-            ErrorKind::kAborted,
-            "fused: the group was shut down on rank {} with point-to-point "
-            "operations pending",
-            me_);
-      }
-      if (moved || posted) {
+    if (moved) {
+      last_move = Clock::now();
+    }
+    if (helped_.load(std::memory_order_acquire) ||
+        !(moved || (pending() && Clock::now() - last_move < domain_.spin()))) {
+      sleep(lock);
+    } else if (!moved) {
+      cpu_relax();
+    }
+  }
+  end(lock);
+}
+
+void Mailbox::end(Lock& lock) {
+  enter();
+  const Deadline patience(kStopPatience);
+  // Also a peer that waits to hear that its message has arrived.
+  while ((turn() || unsent_replies()) && !patience.expired()) {
+    settle(lock);
+    ring_waiter();
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    lock.lock();
+  }
+  collect_posts(true);
+  fail_all(
+      std::make_exception_ptr(Error(
+          ErrorKind::kAborted,
+          formatted(
+              "fused: the group was shut down on rank {} with point-to-point "
+              "operations pending",
+              me_))));
+  ended_ = true;
+  settle(lock);
+}
+
+void Mailbox::move_until(
+    const std::function<bool()>& done,
+    const Deadline& deadline) {
+  if (getpid() != owner_) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: this process was forked after the operation had begun; it ends "
+        "in the parent only");
+  }
+  if (done() || helped_.exchange(true)) {
+    return;
+  }
+  {
+    Lock lock(mutex_);
+    auto last_move = Clock::now();
+    while (!ended_ && !stop_.load(std::memory_order_acquire) && !done() &&
+           !deadline.expired()) {
+      enter();
+      if (turn()) {
         last_move = Clock::now();
-      } else if (pending() && Clock::now() - last_move < domain_.spin()) {
+      }
+      if (!finished_.empty()) {
+        settle(lock); // the domain may end meanwhile
+        lock.lock();
+      } else if (Clock::now() - last_move <= domain_.spin()) {
         cpu_relax();
       } else {
-        sleep();
-      }
-    } catch (const Error& error) {
-      if (give_up(error, stopping)) {
-        return;
-      }
-    } catch (const std::exception& other) {
-      if (give_up(Error(ErrorKind::kSystem, other.what()), stopping)) {
-        return;
+        nap(done, deadline);
       }
     }
+    if (!ended_ && leave()) {
+      wake_thread();
+    }
+  }
+  helped_.store(false, std::memory_order_release);
+}
+
+bool Mailbox::poll() {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock || ended_ || getpid() != owner_) {
+    return false;
+  }
+  enter();
+  turn();
+  if (leave() || (idle_ && pending())) {
+    wake_thread();
+  }
+  if (!finished_.empty()) {
+    settle(lock);
+    ring_waiter();
+  }
+  return true;
+}
+
+void Mailbox::hurry() {
+  prompt_.store(true, std::memory_order_release);
+  if (getpid() == owner_ && !poll()) {
+    wake_thread();
   }
 }
 
-// Fails everything pending. True when the thread is to end: then no later post
-// is accepted.
-bool Mailbox::give_up(const Error& error, bool stopping) {
-  if (!stopping) {
+// Does what can be done now; whether that was anything. What goes wrong ends the
+// group.
+bool Mailbox::turn() {
+  try {
+    const bool posted = take_posts();
+    const bool moved = progress();
+    // By the clock: messages of some ranks must not hide that others are gone
+    // or late.
+    if (Clock::now() - checked_ >= kPatience) {
+      checked_ = Clock::now();
+      check();
+    }
+    return posted || moved;
+  } catch (const Error& error) {
+    give_up(error);
+  } catch (const std::exception& other) {
+    give_up(Error(ErrorKind::kSystem, other.what()));
+  }
+  return false;
+}
+
+// Unlocks and calls what waits to hear of messages that have ended.
+void Mailbox::settle(Lock& lock) {
+  const auto finished = std::exchange(finished_, {});
+  lock.unlock();
+  for (const auto& done : finished) {
+    done();
+  }
+}
+
+// After settle() on a thread that is not in move_until(): the one that is may have
+// waited for what has ended.
+void Mailbox::ring_waiter() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  domain_.control(me_).mail_waiter_bell.ring();
+}
+
+// This thread moves messages from here on: nobody needs to ring the mailbox's.
+void Mailbox::enter() {
+  if (announced_) {
+    announced_ = false;
+    domain_.control(me_).mail_bell.sleepers.fetch_sub(
+        1, std::memory_order_release);
+  }
+}
+
+// Has peers ring the mailbox's thread if that is to do more. True where it must
+// look at once.
+bool Mailbox::leave() {
+  if (!announced_ && concerned()) {
+    announced_ = true;
+    domain_.control(me_).mail_bell.sleepers.fetch_add(
+        1, std::memory_order_seq_cst);
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return news(announced_);
+}
+
+// Sleeps until a peer or a post rings, with the lock.
+void Mailbox::nap(const std::function<bool()>& done, const Deadline& deadline) {
+  Bell& bell = domain_.control(me_).mail_waiter_bell;
+  const uint32_t word = bell.word.load(std::memory_order_acquire);
+  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (!done() && !news(true)) {
+    futex_wait(
+        bell.word,
+        word,
+        std::min<std::chrono::nanoseconds>(deadline.remaining(), kPatience));
+  }
+  bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Mailbox::sleep(Lock& lock) {
+  RankControl& control = domain_.control(me_);
+  uint32_t word = control.mail_bell.word.load(std::memory_order_acquire);
+  bool awake = leave();
+  idle_ = !pending() && Clock::now() - last_post_ > kIdlePatience;
+  const auto patience = idle_ ? kIdlePatience : kPatience;
+  lock.unlock();
+  // A thread that sleeps in move_until() hears all news.
+  do {
+    if (!awake) {
+      futex_wait(control.mail_bell.word, word, patience);
+    }
+    awake = stop_.load(std::memory_order_acquire);
+    word = control.mail_bell.word.load(std::memory_order_acquire);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  } while (!awake &&
+           control.mail_waiter_bell.sleepers.load(std::memory_order_acquire) !=
+               0);
+  lock.lock();
+  idle_ = false;
+}
+
+void Mailbox::wake_thread() {
+  Bell& bell = domain_.control(me_).mail_bell;
+  bell.word.fetch_add(1, std::memory_order_release);
+  bell.wake();
+}
+
+// Fails everything pending, and the group unless it ends anyway.
+void Mailbox::give_up(const Error& error) {
+  if (!stop_.load(std::memory_order_acquire)) {
     domain_.mark_failed(error);
   }
-  collect_posts(stopping);
+  collect_posts(false);
   fail_all(std::make_exception_ptr(error));
-  return stopping;
 }
 
 bool Mailbox::take_posts() {
@@ -183,6 +357,9 @@ std::vector<std::list<Mailbox::Receive>::iterator> Mailbox::collect_posts(
     closed_ = closed_ || last;
   }
   std::vector<std::list<Receive>::iterator> receives;
+  if (!posts.empty()) {
+    last_post_ = Clock::now();
+  }
   for (Post& post : posts) {
     if (post.sends) {
       Peer& peer = peers_[post.peer];
@@ -230,7 +407,7 @@ bool Mailbox::poll_inbox(int peer) {
   }
   if (any) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    domain_.control(peer).mail_bell.ring(); // it may wait for room
+    domain_.ring_mail(peer); // it may wait for room
   }
   return any;
 }
@@ -333,7 +510,13 @@ void Mailbox::finish_receive(
   receives_.erase(incoming->receive);
   peers_[peer].incoming.erase(incoming);
   flush_replies(peer);
-  done(error, peer);
+  finish(std::move(done), std::move(error), peer);
+}
+
+void Mailbox::finish(Done done, std::exception_ptr error, int peer) {
+  finished_.push_back([done = std::move(done), error = std::move(error), peer] {
+    done(error, peer);
+  });
 }
 
 // A rank that failed or left has taken its memory away, so what was copied
@@ -359,18 +542,34 @@ bool Mailbox::pending() const {
       });
 }
 
+// Whether the thread has something to do once a peer rings. What a send has left
+// to do when all its bytes lie where the receiver reads them is to end.
+bool Mailbox::concerned() const {
+  if (prompt_.load(std::memory_order_acquire)) {
+    return pending();
+  }
+  return !receives_.empty() ||
+      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+        return !p.replies.empty() ||
+            std::any_of(p.sends.begin(), p.sends.end(), [](const Send& s) {
+              return !s.offered || !s.whole;
+            });
+      });
+}
+
 bool Mailbox::unsent_replies() const {
   return std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
     return !p.replies.empty();
   });
 }
 
-bool Mailbox::news() {
+// Whether there is something to do now; of peers' messages if so asked.
+bool Mailbox::news(bool of_peers) {
   if (have_posts_.load(std::memory_order_acquire) ||
       stop_.load(std::memory_order_acquire)) {
     return true;
   }
-  for (int p = 0; p < domain_.size(); ++p) {
+  for (int p = 0; of_peers && p < domain_.size(); ++p) {
     if (unread(p)) {
       return true;
     }
@@ -382,17 +581,6 @@ bool Mailbox::unread(int peer) {
   const Inbox& inbox = domain_.inbox(me_, peer);
   return inbox.written.load(std::memory_order_acquire) !=
       inbox.read.load(std::memory_order_relaxed);
-}
-
-void Mailbox::sleep() {
-  Bell& bell = domain_.control(me_).mail_bell;
-  const uint32_t word = bell.word.load(std::memory_order_acquire);
-  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!news()) {
-    futex_wait(bell.word, word, pending() ? kPatience : kIdlePatience);
-  }
-  bell.sleepers.fetch_sub(1, std::memory_order_release);
 }
 
 void Mailbox::check() {
@@ -474,13 +662,13 @@ std::exception_ptr Mailbox::with_name(
 
 void Mailbox::fail_all(const std::exception_ptr& error) {
   for (Receive& r : receives_) {
-    r.post.done(with_name(error, r.post), r.post.peer);
+    finish(std::move(r.post.done), with_name(error, r.post), r.post.peer);
   }
   receives_.clear();
   for (size_t p = 0; p < peers_.size(); ++p) {
     for (Send& s : peers_[p].sends) {
       release_parts(static_cast<int>(p), s);
-      s.post.done(with_name(error, s.post), s.post.peer);
+      finish(std::move(s.post.done), with_name(error, s.post), s.post.peer);
     }
     peers_[p].sends.clear();
     peers_[p].incoming.clear();

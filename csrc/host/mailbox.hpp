@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <bitset>
 #include <deque>
@@ -15,10 +17,15 @@
 
 namespace fusedpg {
 
-// Point to point inside a machine. A thread beside the collectives matches
-// sends to receives by (source, tag) in the order they were posted; nothing it
-// does waits for one particular peer, so any order of posts that can make
-// progress does.
+// Point to point inside a machine: matches sends to receives by (source, tag) in
+// the order they were posted. Nothing in it waits for one particular peer, so any
+// order of posts that can make progress does.
+//
+// Whoever holds `mutex_` moves messages: a thread that posts a small one, a
+// thread that waits for one (move_until()), or the mailbox's own, which does what is
+// left while nobody waits. Peers ring the thread that waits if there is one, and
+// the mailbox's own only while it is concerned(): a wake-up costs more than a
+// small message.
 //
 // The sender offers a message. The offer says where its data are if the receiver
 // can read them: in the sender's arena, or, for a small message, copied to a
@@ -38,8 +45,8 @@ class Mailbox {
 
   enum Kind : uint32_t { kOffer, kPart, kTake, kAck, kNack }; // of Message
 
-  // Called once, from the mailbox's thread: the error or null, and the rank at
-  // the other end.
+  // Called once, from any thread that moves messages and without a lock: the
+  // error or null, and the rank at the other end.
   using Done = std::function<void(std::exception_ptr, int)>;
 
   void send(
@@ -57,7 +64,17 @@ class Mailbox {
       std::chrono::milliseconds timeout,
       Done done);
 
-  // Fails what is pending and ends the thread.
+  // Moves messages on this thread until done() holds, which a Done brings about,
+  // or until the deadline. Returns at once where another thread does so already,
+  // or the mailbox has ended. Throws Error(kInvalid) in a forked child.
+  void move_until(const std::function<bool()>& done, const Deadline& deadline);
+  // Moves what can be moved now. False where another thread is at it.
+  bool poll();
+  // From now on the thread ends messages as soon as they can, though nobody calls
+  // move_until() for them.
+  void hurry();
+
+  // Fails what is pending and ends the thread. Later calls do nothing.
   void stop();
 
  private:
@@ -74,6 +91,7 @@ class Mailbox {
     Post post;
     uint64_t id;
     bool offered = false;
+    bool whole = false; // the receiver can read all of it from the offer
     bool taken = false; // the receiver waits for parts
     size_t offset = 0; // of the next part
     size_t acknowledged = 0;
@@ -98,11 +116,21 @@ class Mailbox {
     uint64_t next_id = 0;
   };
 
+  using Lock = std::unique_lock<std::mutex>;
+
   void post(Post post);
   void loop();
+  void end(Lock& lock);
+  bool turn();
+  void settle(Lock& lock);
+  void ring_waiter();
+  void enter();
+  bool leave();
+  void nap(const std::function<bool()>& done, const Deadline& deadline);
+  void wake_thread();
   bool take_posts();
   std::vector<std::list<Receive>::iterator> collect_posts(bool last);
-  bool give_up(const Error& error, bool stopping);
+  void give_up(const Error& error);
   bool progress();
   bool poll_inbox(int peer);
   void on_offer(int peer, const Message& offer);
@@ -118,6 +146,7 @@ class Mailbox {
       int peer,
       std::list<Incoming>::iterator incoming,
       std::exception_ptr error);
+  void finish(Done done, std::exception_ptr error, int peer);
   void check_source(const Post& post, int peer);
   bool push_sends(int peer);
   void push_offer(int peer, Send& send);
@@ -136,10 +165,11 @@ class Mailbox {
   void release_part(int peer, Send& send);
   void release_parts(int peer, Send& send);
   bool pending() const;
+  bool concerned() const;
   bool unsent_replies() const;
-  bool news();
+  bool news(bool of_peers);
   bool unread(int peer);
-  void sleep();
+  void sleep(Lock& lock);
   void check();
   void check(const Post& post, const std::vector<bool>& gone);
   std::exception_ptr with_name(
@@ -151,14 +181,23 @@ class Mailbox {
   Domain& domain_;
   const kernels::Table& kernels_;
   const int me_;
+  const pid_t owner_;
 
   std::mutex posts_mutex_;
   std::deque<Post> posts_;
   bool closed_ = false; // the thread takes no more posts
   std::atomic<bool> have_posts_{false};
   std::atomic<bool> stop_{false};
+  std::atomic<bool> prompt_{false}; // see hurry()
+  std::atomic<bool> helped_{false}; // a thread is in move_until()
 
-  // Of the thread alone.
+  // All below belongs to whoever holds this.
+  std::mutex mutex_;
+  std::vector<std::function<void()>> finished_; // to be called without it
+  bool ended_ = false; // nothing here touches the domain any more
+  bool announced_ = false; // peers are to ring the thread
+  bool idle_ = false; // the thread sleeps for long
+  Clock::time_point last_post_ = Clock::now();
   Clock::time_point checked_ = Clock::now();
   std::vector<Peer> peers_;
   std::list<Receive> receives_; // posted and not yet complete, in order

@@ -29,7 +29,7 @@ bool Mailbox::write(int peer, const Message& message) {
   inbox.slots[written % kInboxSlots] = message;
   inbox.written.store(written + 1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  domain_.control(peer).mail_bell.ring();
+  domain_.ring_mail(peer);
   return true;
 }
 
@@ -77,6 +77,7 @@ void Mailbox::push_offer(int peer, Send& send) {
     }
   }
   send.offered = true;
+  send.whole = offer.bytes == post.bytes;
   write(peer, offer);
 }
 
@@ -197,7 +198,7 @@ void Mailbox::finish_send(
   release_parts(peer, *send);
   Done done = std::move(send->post.done);
   peers_[peer].sends.erase(send);
-  done(error, peer);
+  finish(std::move(done), std::move(error), peer);
 }
 
 } // namespace fusedpg

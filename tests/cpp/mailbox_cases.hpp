@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <future>
 #include <memory>
@@ -69,6 +70,7 @@ class Pending {
 struct Post {
   Member member;
   Mailbox mailbox;
+  std::atomic<unsigned> posts{0};
 
   Post(int rank, int size, Store& store, Settings settings = test_settings())
       : member(rank, size, store, settings),
@@ -79,7 +81,7 @@ struct Post {
       int to,
       int tag = 0,
       milliseconds timeout = kLong) {
-    Pending pending;
+    Pending pending = moved();
     mailbox.send(b.data(), b.bytes(), to, tag, timeout, pending.done());
     return pending;
   }
@@ -88,12 +90,22 @@ struct Post {
       int from,
       int tag = 0,
       milliseconds timeout = kLong) {
-    Pending pending;
+    Pending pending = moved();
     mailbox.receive(b.data(), b.bytes(), from, tag, timeout, pending.done());
     return pending;
   }
   Buffer buffer(size_t bytes, bool in_arena = false) {
     return Buffer(member.domain, bytes, in_arena);
+  }
+  // Two of four are moved by who waits, the others by the mailbox's thread.
+  Pending moved() {
+    Pending pending;
+    if (posts++ / 2 % 2 == 0) {
+      pending.set_move([this](const auto& done, const Deadline& deadline) {
+        mailbox.move_until(done, deadline);
+      });
+    }
+    return pending;
   }
   void barrier() {
     member.domain.barrier(OpDescriptor{}, Deadline(kLong));

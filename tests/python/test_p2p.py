@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import harness
 from checks import cases, p2p
@@ -172,6 +176,56 @@ def test_tensors_that_are_not_contiguous(context: Context) -> None:
         memory = torch.zeros(8, 3)
         dist.recv(memory[::2], 0)
         assert torch.equal(memory[::2], sent) and not memory[1::2].any()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@harness.on_ranks(2)
+def test_threads_wait_for_messages_in_another_order(context: Context, numel: int) -> None:
+    """A thread that waits for a late message keeps none from the others that wait."""
+    peer = 1 - context.rank
+    tags = range(4)
+    tensors = [torch.zeros(numel) for _ in tags]
+    receives = [dist.irecv(tensor, peer, tag=tag) for tag, tensor in zip(tags, tensors)]
+    threads = [threading.Thread(target=work.wait) for work in receives]
+    for thread in threads:
+        thread.start()
+    for tag in reversed(tags):
+        dist.send(torch.full((numel,), float(tag)), peer, tag=tag)
+        threads[tag].join(60)
+        assert not threads[tag].is_alive()
+        assert bool((tensors[tag] == tag).all())
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("how", ["poll", "future"])
+@harness.on_ranks(2)
+def test_nobody_waits(context: Context, how: str, numel: int) -> None:
+    """Messages end where a program only asks whether they have, or waits for their futures."""
+    peer = 1 - context.rank
+    got = torch.zeros(numel)
+    works = [dist.isend(torch.full((numel,), 3.0), peer), dist.irecv(got, peer)]
+    if how == "future":
+        for work in works:
+            work.get_future().wait()
+    end = time.monotonic() + 60
+    while not all(work.is_completed() for work in works):
+        assert time.monotonic() < end
+    assert bool((got == 3).all())
+
+
+@pytest.mark.fused_only
+@harness.on_ranks(2)
+def test_waits_within_modes_of_torch(context: Context) -> None:
+    """A thread that waits may have a mode in which tensors are none; what it receives is real."""
+    memory = torch.zeros(500, 2)
+    if context.rank == 0:
+        time.sleep(0.2)  # most likely the other rank waits
+        dist.send(torch.ones(500), 1)
+        return
+    work = dist.irecv(memory[:, 0], 0)  # which is copied there at the end
+    with FakeTensorMode():
+        work.wait()
+    assert bool((memory[:, 0] == 1).all()) and not memory[:, 1].any()
 
 
 @harness.on_ranks(2, 3, 4)

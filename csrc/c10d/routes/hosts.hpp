@@ -56,8 +56,7 @@ class HostsRoute : public CpuRoute {
  private:
   friend class HostsTurn;
 
-  NetMailbox& mailbox();
-  WorkPtr moved(WorkPtr work); // by the mailbox, for who waits for it
+  std::shared_ptr<NetMailbox> mailbox();
   // Ends the group as an operation does that fails; with what all ranks know.
   Error message_failed(const Error& error);
   void check_messages();

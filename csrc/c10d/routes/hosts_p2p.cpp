@@ -10,7 +10,7 @@
 
 namespace fusedpg {
 
-NetMailbox& HostsRoute::mailbox() {
+std::shared_ptr<NetMailbox> HostsRoute::mailbox() {
   translate([this] { check_messages(); }, group_.dialect);
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
@@ -35,40 +35,29 @@ NetMailbox& HostsRoute::mailbox() {
         gone,
         [this](const Error& error) { return message_failed(error); });
   }
-  return *mailbox_;
-}
-
-WorkPtr HostsRoute::moved(WorkPtr work) {
-  auto& message = static_cast<WorkFused&>(*work);
-  message.set_move([box = std::weak_ptr<NetMailbox>(mailbox_)](
-                       const auto& done, const Deadline& deadline) {
-    if (const auto held = box.lock()) {
-      held->move_until(done, deadline);
-    }
-  });
-  return work;
+  return mailbox_;
 }
 
 WorkPtr HostsRoute::send_message(Tensors& tensors, int dst, int tag) {
-  return moved(post_send(mailbox(), group_, tensors, dst, tag));
+  return post_send(mailbox(), group_, tensors, dst, tag);
 }
 
 WorkPtr HostsRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == NetMailbox::kAnySource);
-  return moved(post_receive(mailbox(), group_, tensors, src, tag));
+  return post_receive(mailbox(), group_, tensors, src, tag);
 }
 
 void HostsRoute::monitoredBarrier(
     const c10d::BarrierOptions& opts,
     bool wait_all_ranks) {
-  NetMailbox& messages = mailbox();
+  const auto messages = mailbox();
   translate(
       [&] {
         // Unlike elsewhere, a timeout of zero is one.
         const auto timeout =
             opts.timeout.count() >= 0 ? opts.timeout : group_.timeout.load();
         monitored_barrier(
-            messages,
+            *messages,
             rank_,
             size_,
             monitored_barriers_++,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "c10d/errors.hpp"
+#include "c10d/fresh_thread_state.hpp"
 #include "c10d/routes/route.hpp"
 #include "c10d/tensors.hpp"
 #include "c10d/work_fused.hpp"
@@ -21,6 +22,7 @@ inline auto completion(
   return [work, flat = std::make_shared<Flat>(flat), receives, dialect](
              std::exception_ptr error, int peer) mutable {
     work->set_source_rank(peer);
+    const FreshThreadState state; // it may be any thread that waits
     const auto finish = [&] {
       const auto held = std::exchange(flat, nullptr);
       if (error) {
@@ -34,9 +36,20 @@ inline auto completion(
   };
 }
 
+// The box moves its messages for who waits for one of them.
 template <typename Box>
-WorkPtr post_send(
-    Box& box,
+void set_move(WorkFused& work, const std::shared_ptr<Box>& box) {
+  work.set_move([box = std::weak_ptr<Box>(box)](
+                    const auto& done, const Deadline& deadline) {
+    if (const auto held = box.lock()) {
+      held->move_until(done, deadline);
+    }
+  });
+}
+
+template <typename Box>
+c10::intrusive_ptr<WorkFused> post_send(
+    const std::shared_ptr<Box>& box,
     const Group& group,
     Tensors& tensors,
     int dst,
@@ -47,9 +60,10 @@ WorkPtr post_send(
       group.shown("fused:send"),
       tensors,
       Tensors());
+  set_move(*work, box);
   const Flat flat = Flat::input(tensors[0]);
   translate([&] {
-    box.send(
+    box->send(
         flat.span().data,
         flat.span().bytes,
         dst,
@@ -61,8 +75,8 @@ WorkPtr post_send(
 }
 
 template <typename Box>
-WorkPtr post_receive(
-    Box& box,
+c10::intrusive_ptr<WorkFused> post_receive(
+    const std::shared_ptr<Box>& box,
     const Group& group,
     Tensors& tensors,
     int src,
@@ -74,9 +88,10 @@ WorkPtr post_receive(
       group.shown(any ? "fused:recvAnySource" : "fused:recv"),
       tensors,
       tensors);
+  set_move(*work, box);
   const Flat flat = Flat::output(tensors[0]);
   translate([&] {
-    box.receive(
+    box->receive(
         flat.span().data,
         flat.span().bytes,
         src,

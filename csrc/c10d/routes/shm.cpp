@@ -106,6 +106,14 @@ ShmRoute::ShmRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline)
   engine_.domain().set_waits(&group.waits);
 }
 
+// A thread that waits for a message may hold the mailbox for longer than the
+// domain lives.
+ShmRoute::~ShmRoute() {
+  if (mailbox_) {
+    mailbox_->stop();
+  }
+}
+
 void ShmRoute::execute(
     const Operation& operation,
     uint64_t ticket,
@@ -135,25 +143,31 @@ void ShmRoute::monitoredBarrier(
 
 // --- messages ----------------------------------------------------------------
 
-Mailbox& ShmRoute::mailbox() {
+std::shared_ptr<Mailbox> ShmRoute::mailbox() {
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
   if (!mailbox_) {
     translate([&] { engine_.domain().prepare(); }, group_.dialect);
-    mailbox_ = std::make_unique<Mailbox>(engine_.domain(), group_.kernels);
+    mailbox_ = std::make_shared<Mailbox>(engine_.domain(), group_.kernels);
   }
-  return *mailbox_;
+  return mailbox_;
 }
 
 WorkPtr ShmRoute::send_message(Tensors& tensors, int dst, int tag) {
   translate([&] { engine_.check_failed(); }, group_.dialect);
-  return post_send(mailbox(), group_, tensors, dst, tag);
+  const auto box = mailbox();
+  const auto work = post_send(box, group_, tensors, dst, tag);
+  work->set_mailbox(box);
+  return work;
 }
 
 WorkPtr ShmRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == Mailbox::kAnySource);
   translate([&] { engine_.check_failed(); }, group_.dialect);
-  return post_receive(mailbox(), group_, tensors, src, tag);
+  const auto box = mailbox();
+  const auto work = post_receive(box, group_, tensors, src, tag);
+  work->set_mailbox(box);
+  return work;
 }
 
 // --- shared memory -----------------------------------------------------------

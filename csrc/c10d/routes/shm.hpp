@@ -14,6 +14,7 @@ class ShmRoute : public CpuRoute {
  public:
   // Collective over the ranks that `bootstrap` met.
   ShmRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline);
+  ~ShmRoute() override;
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override;
@@ -41,11 +42,11 @@ class ShmRoute : public CpuRoute {
   WorkPtr receive_message(Tensors& tensors, int src, int tag) override;
 
  private:
-  Mailbox& mailbox();
+  std::shared_ptr<Mailbox> mailbox();
 
   Engine engine_;
   std::mutex mailbox_mutex_;
-  std::unique_ptr<Mailbox> mailbox_; // made by the first message
+  std::shared_ptr<Mailbox> mailbox_; // made by the first message
 };
 
 } // namespace fusedpg
