@@ -104,6 +104,8 @@ const char* refusal_text(Refusal why) {
              "number";
     case Refusal::kTaken:
       return "another one has joined as this rank";
+    case Refusal::kOver:
+      return "this session has ended";
     case Refusal::kNone:
     case Refusal::kNonsense:
       break;

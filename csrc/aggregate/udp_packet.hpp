@@ -102,6 +102,8 @@ enum class Kind : uint8_t {
   kRefused,
   kWaiting, // to a worker that repeats a packet: whose is missing
   kLeave,
+  kNext, // to a worker: what it sends after this packet's result is missing
+  kResult, // of a worker that lacks that, and is asked for the next packet
 };
 
 enum class Refusal : uint8_t {
@@ -111,6 +113,7 @@ enum class Refusal : uint8_t {
   kNonsense,
   kDiffers, // from what other workers of the session say
   kTaken, // another one has joined as this rank
+  kOver, // all of the session have left
 };
 const char* refusal_text(Refusal why);
 
@@ -121,7 +124,7 @@ struct Control {
   uint8_t workers = 0;
   uint8_t with_seal = 1;
   uint16_t numel = 0;
-  uint16_t slots = 0; // wanted, and of a welcome: to be used
+  uint16_t slots = 0; // wanted; of a welcome, granted; of a result, its place
   uint32_t missing = 0; // of a waiting: workers, as bits
   uint32_t left = 0;
   uint64_t operation = 0;
@@ -130,7 +133,7 @@ struct Control {
   Key128 cookie{};
   Refusal refusal = Refusal::kNone;
   std::array<uint8_t, 3> nothing{};
-  uint32_t packet = 0; // of a waiting, of that operation
+  uint32_t packet = 0; // of a waiting, next and result, of that operation
   Key128 proof{};
 
   void prove(const Key128& secret);

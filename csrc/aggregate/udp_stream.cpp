@@ -154,7 +154,7 @@ void Stream::send_next(
   lane.again = false;
   lane.sent = now;
   sent_.emplace_back(now, static_cast<uint32_t>(&lane - lanes_.data()));
-  lane.patience = patience_;
+  lane.patience = asked_for(packet) ? 2 * patience_ : patience_;
   lane.due = now + lane.patience;
   lane.bytes.resize(packet_ + kSealRoom);
   uint8_t* to = lane.bytes.data();
@@ -189,15 +189,29 @@ void Stream::take(
     Clock::time_point now,
     const Out& out) {
   if (size == sizeof(Control) &&
-      bytes[0] == static_cast<uint8_t>(Kind::kWaiting)) {
+      (bytes[0] == static_cast<uint8_t>(Kind::kWaiting) ||
+       bytes[0] == static_cast<uint8_t>(Kind::kNext))) {
     Control said;
     std::memcpy(&said, bytes, sizeof said);
     if (said.proved(config_.secret) && said.session == config_.session) {
       heard_ = now;
-      if (said.operation == operation_ && !done()) {
+      if (said.operation != operation_ || done()) {
+        return;
+      }
+      Lane& lane = lanes_[said.packet % payload_->lanes()];
+      if (said.kind == Kind::kNext) {
+        if (lane.out && lane.packet == said.packet) {
+          said.kind = Kind::kResult;
+          said.slots = pool_of(said.packet);
+          said.prove(config_.secret);
+          out(reinterpret_cast<const uint8_t*>(&said), sizeof said);
+          lane.again = true;
+        } else if (lane.out && now - lane.sent > least_ / 2) {
+          send_again(lane, now, out); // else it may be on its way
+        }
+      } else {
         missing_ = said.missing;
         left_ = said.left;
-        Lane& lane = lanes_[said.packet % payload_->lanes()];
         if (lane.out && lane.packet == said.packet) {
           // It is waited for another worker's. So this is not sent again as
           // overtaken, but when the time is up: the sum may get lost.
@@ -269,13 +283,22 @@ void Stream::take(
   send_overtaken(now, out);
 }
 
-// A packet is taken for lost when one that was sent a while later has its
-// result (as RFC 8985 does for TCP). That needs no guess of how long it takes.
+// It knows that a packet is missing by those that follow, and that there is one
+// by what other workers send.
+bool Stream::asked_for(uint32_t packet) const {
+  return config_.with_seal && config_.workers > 1 &&
+      packet >= payload_->lanes() &&
+      packet < payload_->packets() - payload_->lanes();
+}
+
+// Any other packet is taken for lost when one that was sent a while later has
+// its result (as RFC 8985 does for TCP). That needs no guess of how long it
+// takes.
 void Stream::send_overtaken(Clock::time_point now, const Out& out) {
   while (!sent_.empty()) {
     const auto [when, index] = sent_.front();
     Lane& lane = lanes_[index];
-    if (lane.out && lane.sent == when) {
+    if (lane.out && lane.sent == when && !asked_for(lane.packet)) {
       if (when + mean_ / 4 >= newest_) {
         return;
       }
@@ -309,8 +332,9 @@ void Stream::measure(const Lane& lane, Clock::time_point now) {
   }
   measured_ = now;
   newest_ = std::max(newest_, lane.sent);
+  least_ = std::min(trip, least_ + least_ / 64 + Micros(1));
   if (mean_ == Micros(0)) {
-    mean_ = trip;
+    least_ = mean_ = trip;
     deviation_ = trip / 2;
   } else {
     deviation_ =

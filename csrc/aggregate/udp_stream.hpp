@@ -154,6 +154,8 @@ class Stream {
       Clock::time_point now,
       const Out& out);
   void send_again(Lane& lane, Clock::time_point now, const Out& out);
+  // Whether the aggregator asks for it where it is missing.
+  bool asked_for(uint32_t packet) const;
   void send_overtaken(Clock::time_point now, const Out& out);
   void measure(const Lane& lane, Clock::time_point now);
   uint16_t pool_of(uint32_t packet) const;
@@ -173,6 +175,7 @@ class Stream {
   std::vector<int32_t> elements_;
   std::chrono::microseconds patience_;
   std::chrono::microseconds mean_{0};
+  std::chrono::microseconds least_{0}; // recently
   std::chrono::microseconds deviation_{0};
   Clock::time_point heard_;
   Clock::time_point progress_; // the last result

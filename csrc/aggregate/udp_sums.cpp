@@ -9,6 +9,11 @@ namespace {
 // A session that has been silent for so long goes where another one needs its
 // place, or the aggregator's user wants it to end.
 constexpr std::chrono::minutes kIdle{10};
+// The same where a worker has left: nothing can be added up any more.
+constexpr std::chrono::seconds kLeft{10};
+// Results that a worker may answer earlier than one that was sent before them,
+// as the network may change their order.
+constexpr uint64_t kOvertakes = 4;
 
 uint32_t bit_of(uint8_t rank) {
   return uint32_t{1} << rank;
@@ -71,7 +76,7 @@ void Sums::control(
     Clock::time_point now,
     const Send& send) {
   const auto found = sessions_.find(said.session);
-  if (said.kind == Kind::kLeave) {
+  if (said.kind == Kind::kLeave || said.kind == Kind::kResult) {
     const auto member = members_.find(from);
     if (found == sessions_.end() || member == members_.end() ||
         member->second.session != found->second.get()) {
@@ -79,9 +84,14 @@ void Sums::control(
       return;
     }
     Session& session = *found->second;
+    if (said.kind == Kind::kResult) {
+      resend(session, from, said, send);
+      return;
+    }
     session.left |= bit_of(member->second.rank);
+    session.heard = now;
     if (session.left == all_of(session.workers)) {
-      remove(session);
+      remove(session, now);
     }
     return;
   }
@@ -112,6 +122,27 @@ void Sums::control(
   send(from, reinterpret_cast<const uint8_t*>(&answer), sizeof answer);
 }
 
+void Sums::resend(
+    const Session& session,
+    const Address& to,
+    const Control& said,
+    const Send& send) {
+  const size_t slot = said.slots & ~kSecondSet;
+  if (slot >= session.slots) {
+    ++stats_.wrong;
+    return;
+  }
+  const bool second = (said.slots & kSecondSet) != 0;
+  const Place& place = session.places[slot + (second ? session.slots : 0)];
+  if (place.complete && place.operation == said.operation &&
+      place.packet == said.packet) {
+    ++stats_.resent;
+    send(to, place.result.data(), place.result.size());
+  } else {
+    ++stats_.stale;
+  }
+}
+
 Refusal Sums::join(
     const Address& from,
     const Control& said,
@@ -123,6 +154,11 @@ Refusal Sums::join(
     return Refusal::kNonsense;
   }
   if (session == nullptr) {
+    if (std::any_of(over_.begin(), over_.end(), [&](const auto& one) {
+          return one.second == said.session;
+        })) {
+      return Refusal::kOver;
+    }
     if (drains_) {
       return Refusal::kDrains;
     }
@@ -141,6 +177,8 @@ Refusal Sums::join(
         std::bit_floor(std::min<uint32_t>(said.slots, most)));
     made->addresses.resize(said.workers);
     made->places.resize(size_t{2} * made->slots);
+    made->sent.resize(said.workers);
+    made->newest.resize(said.workers);
     made->heard = now;
     session = made.get();
     sessions_[said.session] = std::move(made);
@@ -160,7 +198,7 @@ Refusal Sums::join(
     other.left |= bit_of(former->second.rank);
     other.addresses[former->second.rank] = {};
     if (other.left == all_of(other.workers)) {
-      remove(other);
+      remove(other, now);
     }
   }
   session->joined |= bit_of(said.rank);
@@ -171,30 +209,30 @@ Refusal Sums::join(
 }
 
 bool Sums::make_room(Clock::time_point now) {
-  Session* oldest = nullptr;
   for (const auto& [id, session] : sessions_) {
-    if (oldest == nullptr || session->heard < oldest->heard) {
-      oldest = session.get();
+    const auto most = session->left == 0 ? Clock::duration(kIdle) : kLeft;
+    if (now - session->heard >= most) {
+      remove(*session, now);
+      return true;
     }
   }
-  if (oldest == nullptr || now - oldest->heard < kIdle) {
-    return false;
-  }
-  remove(*oldest);
-  return true;
+  return false;
 }
 
 void Sums::tick(Clock::time_point now) {
+  while (!over_.empty() && now - over_.front().first >= kIdle) {
+    over_.pop_front();
+  }
   while (drains_ && make_room(now)) {
   }
 }
 
-void Sums::remove(Session& session) {
+void Sums::remove(Session& session, Clock::time_point now) {
   for (const Address& address : session.addresses) {
     members_.erase(address);
   }
-  const Key128 id = session.id;
-  sessions_.erase(id);
+  over_.emplace_back(now, session.id);
+  sessions_.erase(over_.back().second);
 }
 
 void Sums::packet(
@@ -221,7 +259,8 @@ void Sums::packet(
     return;
   }
   session.heard = now;
-  Place& place = session.places[slot + (second ? session.slots : 0)];
+  const size_t index = slot + (second ? session.slots : 0);
+  Place& place = session.places[index];
   const auto older = [&] {
     return operation != place.operation ? operation < place.operation
                                         : header.packet < place.packet;
@@ -246,6 +285,7 @@ void Sums::packet(
     place.operation = operation;
     place.packet = header.packet;
     place.seen = 0;
+    place.asked = 0;
     place.exponents = {};
     place.sums.assign(session.numel, 0);
     session.operation = std::max(session.operation, operation);
@@ -278,14 +318,79 @@ void Sums::packet(
   ++stats_.packets;
   place.seen |= bit;
   add(place, session, bytes);
+  const Place& former = other_place(session, index);
+  if (former.complete && former.operation == operation) {
+    uint64_t& newest = session.newest[member.rank];
+    newest = std::max(newest, former.number);
+    if ((place.asked & bit) == 0) {
+      const auto trip = now - former.completed;
+      session.trip +=
+          (trip - session.trip) / (session.trip.count() == 0 ? 1 : 8);
+    }
+  }
   if (place.seen == all_of(session.workers)) {
     ++stats_.sums;
+    place.completed = now;
+    place.number = ++session.results;
+    for (size_t r = 0; session.with_seal && r < session.workers; ++r) {
+      session.sent[r].push_back(
+          {.number = place.number,
+           .operation = operation,
+           .packet = header.packet,
+           .place = static_cast<uint32_t>(index)});
+    }
     finish(place, session, header.pool);
     for (const Address& worker : session.addresses) {
       if (worker.length != 0) {
         send(worker, place.result.data(), place.result.size());
       }
     }
+  }
+  ask_for_overtaken(session, member.rank, now, send);
+}
+
+Sums::Place& Sums::other_place(Session& session, size_t index) {
+  const size_t slots = session.slots;
+  return session.places[index < slots ? index + slots : index - slots];
+}
+
+void Sums::ask_for_overtaken(
+    Session& session,
+    uint8_t rank,
+    Clock::time_point now,
+    const Send& send) {
+  auto& sent = session.sent[rank];
+  while (!sent.empty() &&
+         sent.front().number + kOvertakes < session.newest[rank]) {
+    Sent one = sent.front();
+    sent.pop_front();
+    Place& next = other_place(session, one.place);
+    const bool begun = next.begun && next.operation == one.operation &&
+        next.packet > one.packet;
+    const bool answered = begun && (next.seen & bit_of(rank)) != 0;
+    if (answered || one.operation != session.operation) {
+      continue;
+    }
+    // Where nobody has sent it there may be none: it is asked for once.
+    const bool asks = begun ? one.asked + 3 * session.trip / 2 < now
+                            : one.asked == Clock::time_point();
+    if (asks) {
+      ++stats_.asked;
+      one.asked = now;
+      next.asked |= begun ? bit_of(rank) : 0;
+      Control question;
+      question.kind = Kind::kNext;
+      question.session = session.id;
+      question.operation = one.operation;
+      question.packet = one.packet;
+      question.prove(secret_);
+      send(
+          session.addresses[rank],
+          reinterpret_cast<const uint8_t*>(&question),
+          sizeof question);
+    }
+    one.number = session.results; // it is looked at again then
+    sent.push_back(one);
   }
 }
 

@@ -2,9 +2,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "aggregate/udp_packet.hpp"
@@ -21,6 +23,10 @@ namespace fusedpg::aggregate::udp {
 // of what was in this one before: that can go. The other one's result is kept
 // for those that have not got it. A place knows which packet it is for: what
 // comes late, from an earlier one, is dropped (a switch would add it up).
+//
+// A worker answers a result by the slot's next packet, in the order of results.
+// Where it has answered later ones it is asked for that packet: either this or
+// the result is lost. No switch does that.
 class Sums {
  public:
   struct Stats {
@@ -30,7 +36,8 @@ class Sums {
     uint64_t packets = 0; // of workers, right ones
     uint64_t sums = 0; // that are complete
     uint64_t repeated = 0; // packets that were there already
-    uint64_t resent = 0; // results, for these
+    uint64_t resent = 0; // results
+    uint64_t asked = 0; // workers, for a packet that later ones have overtaken
     uint64_t stale = 0; // of packets that are over
     uint64_t wrong = 0; // whatever else came
   };
@@ -48,7 +55,8 @@ class Sums {
       size_t size,
       Clock::time_point now,
       const Send& send);
-  // Now and then: while it drains, sessions that are silent end.
+  // Now and then: forgets what is long ago; while it drains, sessions that are
+  // silent end.
   void tick(Clock::time_point now);
   // Takes nobody in any more.
   void drain() {
@@ -63,9 +71,20 @@ class Sums {
     uint64_t operation = 0;
     uint32_t packet = 0;
     uint32_t seen = 0; // workers, as bits
+    uint32_t asked = 0; // for it: workers, as bits
+    Clock::time_point completed;
+    uint64_t number = 0; // of the session's results
     Exponents exponents;
     std::vector<uint32_t> sums;
     std::vector<uint8_t> result; // the packet
+  };
+  // A result that a worker was sent, until the slot's next packet comes.
+  struct Sent {
+    uint64_t number = 0; // of results, when it was sent or last looked at
+    Clock::time_point asked{}; // for the next packet, last
+    uint64_t operation = 0;
+    uint32_t packet = 0;
+    uint32_t place = 0;
   };
   struct Session {
     Key128 id{};
@@ -80,6 +99,11 @@ class Sums {
     Clock::time_point heard;
     std::vector<Address> addresses; // by rank
     std::vector<Place> places; // of the first set, then of the second one
+    uint64_t results = 0;
+    std::vector<std::deque<Sent>> sent; // by rank
+    std::vector<uint64_t> newest; // by rank: the latest that it has answered
+    // From a result's sending to the slot's next packet, on average.
+    std::chrono::nanoseconds trip{0};
   };
   struct Member {
     Session* session = nullptr;
@@ -96,13 +120,26 @@ class Sums {
       const Control& said,
       Clock::time_point now,
       Session*& session);
+  void resend(
+      const Session& session,
+      const Address& to,
+      const Control& said,
+      const Send& send);
   Key128 cookie(const Address& from, const Control& said) const;
   bool make_room(Clock::time_point now);
-  void remove(Session& session);
+  void remove(Session& session, Clock::time_point now);
+  // The one that a slot's next packet is for.
+  static Place& other_place(Session& session, size_t index);
   void packet(
       const Member& member,
       uint8_t* bytes,
       size_t size,
+      Clock::time_point now,
+      const Send& send);
+  // Asks for what it should have sent before.
+  void ask_for_overtaken(
+      Session& session,
+      uint8_t rank,
       Clock::time_point now,
       const Send& send);
   void add(Place& place, const Session& session, const uint8_t* bytes) const;
@@ -114,6 +151,8 @@ class Sums {
   const size_t most_sessions_;
   bool drains_ = false;
   std::map<Key128, std::unique_ptr<Session>> sessions_;
+  // That have ended lately: a join that the network brings late begins none.
+  std::deque<std::pair<Clock::time_point, Key128>> over_;
   std::unordered_map<Address, Member, AddressHash> members_;
   Stats stats_;
 };

@@ -47,6 +47,7 @@ py::dict udp_stats_of(udp::Server& server) {
   d["sums"] = stats.sums;
   d["repeated"] = stats.repeated;
   d["resent"] = stats.resent;
+  d["asked"] = stats.asked;
   d["stale"] = stats.stale;
   d["wrong"] = stats.wrong;
   return d;

@@ -1,0 +1,146 @@
+"""Random programs of groups that use aggregators, against sums in double precision."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fusedpg
+from harness import Context
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
+SIZES = (0, 1, 255, 257, 10_000, 70_001, 200_000, 600_003)
+
+
+def tensor(
+    seed: int, rank: int, numel: int, dtype: torch.dtype, density: float, block: int
+) -> torch.Tensor:
+    """Small whole numbers, whose sums have no rounding, in some blocks; and of floats now and then
+    what is no number."""
+    draw = torch.Generator().manual_seed(7919 * seed + rank)
+    t = torch.randint(-3, 4, (numel,), generator=draw).to(dtype)
+    blocks = -(-numel // block)
+    absent = torch.rand(blocks, generator=draw) >= density
+    t[absent.repeat_interleave(block)[:numel]] = 0
+    if dtype.is_floating_point and numel and seed % 3 == 0:
+        for value in (float("nan"), float("inf"), -float("inf"), -0.0):
+            t[int(torch.randint(numel, (1,), generator=draw))] = value
+    return t
+
+
+class Call:
+    """An operation under way, and what must come of it."""
+
+    def __init__(self, context: Context, draw: random.Random, groups: list[Any]) -> None:
+        seed, which = draw.getrandbits(24), draw.randrange(len(groups))
+        self.text = f"seed {seed} group {which}"
+        group = groups[which]
+        dtype, block = draw.choice(DTYPES), draw.choice([32, 256, 1000, 65536])
+        density = draw.choice([0.0, 0.01, 0.1, 1.0])
+        kind = draw.choice(["dense", "dense", "sparse", "sparse", "list"])
+        sizes = [draw.choice(SIZES) for _ in range(draw.randint(2, 4) if kind == "list" else 1)]
+        op = draw.choice([dist.ReduceOp.SUM, dist.ReduceOp.SUM, dist.ReduceOp.MAX])
+        asynchronous = draw.random() < 0.5
+        if kind != "dense":
+            op = dist.ReduceOp.SUM
+        self.text += f" {kind} {sizes} {dtype} {op} block {block} density {density}"
+        whole = [
+            [tensor(seed + n, rank, numel, dtype, density, block) for n, numel in enumerate(sizes)]
+            for rank in range(context.world_size)
+        ]
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+        self.want = [
+            stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0)
+            for parts in zip(*whole)
+            for stacked in [torch.stack([part.to(wide) for part in parts])]
+        ]
+        self.tensors = whole[context.rank]
+        if kind == "list":
+            self.work = dist.all_reduce_coalesced(self.tensors, op, group, asynchronous)
+        elif kind == "sparse":
+            self.work = fusedpg.sparse_all_reduce(
+                self.tensors[0], op, group, asynchronous, block_size=block
+            )
+        else:
+            self.work = dist.all_reduce(self.tensors[0], op, group, asynchronous)
+
+    def check(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        for found, want in zip(self.tensors, self.want):
+            right = (found.to(want.dtype) == want) | (want.isnan() & found.isnan())
+            assert bool(right.all()), self.text
+            found.fill_(7)  # it belongs to the program again
+
+
+def options(draw: random.Random, places: str) -> fusedpg.Options:
+    some = places.split(",")[: draw.randint(1, 2)]
+    return fusedpg.Options(
+        aggregators=",".join(some),
+        aggregate=draw.choice(["on", "auto"]),
+        aggregate_rates=draw.choice(["", "1,10", "1,1", "10,1"]),
+        block_skip=draw.choice(["off", "on", "auto"]),
+    )
+
+
+def program(context: Context, places: str, seed: int, steps: int) -> None:
+    """The same of all ranks, at a pace of their own."""
+    draw, pace = random.Random(seed), random.Random(seed + 1000 * (context.rank + 1))
+    groups = [dist.new_group(pg_options=options(draw, places)) for _ in range(3)]
+    flying: list[Call] = []
+    for _ in range(steps):
+        if draw.random() < 0.03:
+            for call in flying:
+                call.check()
+            flying.clear()
+            dist.destroy_process_group(groups.pop(draw.randrange(len(groups))))
+            groups.append(dist.new_group(pg_options=options(draw, places)))
+        if pace.random() < 0.1:
+            time.sleep(0.01 * pace.random())
+        flying.append(Call(context, draw, groups))
+        while len(flying) > draw.randint(0, 4):
+            flying.pop(draw.randrange(len(flying))).check()
+    for call in flying:
+        call.check()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def held() -> tuple[int, int]:
+    """Descriptors, and bytes of this process's own memory."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), memory("self")
+
+
+def memory(pid: str) -> int:
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        fields = dict(line.split(":") for line in file.read().splitlines()[1:])
+    return 1024 * int(fields["Private_Dirty"].split()[0])
+
+
+def many(context: Context, places: str, count: int) -> tuple[int, int]:
+    """What a rank holds more after so many operations than after some."""
+    group = dist.new_group(pg_options=fusedpg.Options(aggregators=places, aggregate="on"))
+    t = torch.zeros(100_000)
+
+    def run(n: int) -> None:
+        for step in range(n):
+            t.zero_()
+            t[256 * (step % 300) :][:2000] = context.rank + 1
+            if step % 2:
+                fusedpg.sparse_all_reduce(t, group=group)
+            else:
+                dist.all_reduce(t, group=group)
+
+    run(100)
+    before = held()
+    run(count)
+    after = held()
+    dist.destroy_process_group(group)
+    return after[0] - before[0], after[1] - before[1]
