@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace fusedpg {
 namespace {
@@ -163,9 +164,20 @@ void NetMailbox::loop() {
   std::optional<Deadline> patience; // at the end
   bool stopping = false;
   int naps = 0; // since there was something to do
+  uint32_t moves = 0;
   try {
     begin();
     while (true) {
+      // Who waits moves everything, checks what the thread would check, and
+      // has the lock and a core for it.
+      while (waiters_ != 0 && !stop_ && !asks_) {
+        const uint32_t now = moves_;
+        naps = now == moves ? naps : 0;
+        moves = now;
+        if (nap(naps++)) {
+          break;
+        }
+      }
       PolledTransport::Sleep how;
       {
         const std::lock_guard<TimedMutex> moving(moving_);
@@ -229,6 +241,7 @@ bool NetMailbox::turn(By by) {
     checked_ = now;
     check();
   }
+  moves_ += any ? 1 : 0;
   const int others = waiters_ - (by == By::kWaiter ? 1 : 0);
   if (any && others > 0) {
     transport_->wake(); // what they wait for may have come with this
@@ -236,16 +249,18 @@ bool NetMailbox::turn(By by) {
   return posted || any;
 }
 
-// The longer, the longer nothing has happened.
-void NetMailbox::nap(int before) {
+// The longer, the longer nothing has happened. Whether somebody has called.
+bool NetMailbox::nap(int before) {
   const std::chrono::milliseconds length{1 << std::min(before / 16, 4)};
   looks_soon_ = length.count() == 1;
+  bool called = false;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     nap_.wait_for(lock, length, [this] { return called_; });
-    called_ = false;
+    called = std::exchange(called_, false);
   }
   looks_soon_ = false;
+  return called;
 }
 
 void NetMailbox::move_until(
@@ -656,6 +671,13 @@ bool NetMailbox::push(int p) {
     sent_notes_.push_back(transport_->send(p, kNotes, text));
     any = true;
   };
+  if (peer.notes.empty() &&
+      std::all_of(peer.sends.begin(), peer.sends.end(), [](const Send& send) {
+        return send.told;
+      })) {
+    return false;
+  }
+  transport_->cork(p, true); // a note and what follows it
   for (; !peer.notes.empty(); peer.notes.pop_front()) {
     tell(peer.notes.front());
   }
@@ -683,6 +705,7 @@ bool NetMailbox::push(int p) {
       send_data(p, send);
     }
   }
+  transport_->cork(p, false);
   return any;
 }
 

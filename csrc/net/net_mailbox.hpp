@@ -159,7 +159,7 @@ class NetMailbox {
   // store, which may be slow.
   enum class By { kThread, kPoster, kWaiter };
   bool turn(By by);
-  void nap(int before);
+  bool nap(int before);
   bool take_posts();
   bool progress(By by);
   bool hear(int peer);
@@ -206,6 +206,7 @@ class NetMailbox {
   std::atomic<int> waiters_{0}; // that move messages
   std::atomic<Clock::rep> waited_{0}; // when one of them did last
   std::atomic<bool> looks_soon_{false}; // the thread
+  std::atomic<uint32_t> moves_{0}; // counts turns in which something moved
   std::atomic<bool> asks_{false}; // something is needed of the store
   std::exception_ptr trouble_; // that one of them has met: the thread's now
   bool open_ = false; // there is a transport, and no end yet

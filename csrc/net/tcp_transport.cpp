@@ -103,7 +103,9 @@ Transport::RequestPtr TcpTransport::send(
   Out& out = outs_[to];
   out.queue.push_back(operation);
   reach(to);
-  write_to(to);
+  if (!out.corked) {
+    write_to(to);
+  }
   return std::make_unique<TcpRequest>(*this, operation);
 }
 
@@ -139,9 +141,7 @@ Transport::RequestPtr TcpTransport::receive(
     in.posted[tag].push_back(operation);
     ++in.num_posted;
     poll_in(from, true);
-    if (in.begin != in.end) {
-      read_from(from); // it may have been read already
-    }
+    take_read(from); // it may have been read already
   }
   return std::make_unique<TcpRequest>(*this, operation);
 }
@@ -426,22 +426,48 @@ bool TcpTransport::write_messages(int peer) {
   return moved;
 }
 
+void TcpTransport::cork(int peer, bool on) {
+  Out& out = outs_[peer];
+  out.corked = on;
+  if (!on && !out.queue.empty()) {
+    write_to(peer);
+  }
+}
+
+// The socket may have something: the poll says so, or somebody waits for it.
 bool TcpTransport::read_from(int peer) {
   In& in = ins_[peer];
+  in.drained = false;
+  if (in.socket && !in.wanted()) {
+    poll_in(peer, false); // until somebody wants something again
+    return false;
+  }
+  return take_read(peer);
+}
+
+// What was read ahead, and what is in the socket as far as it is known to have
+// something: the poll tells of more.
+bool TcpTransport::take_read(int peer) {
+  In& in = ins_[peer];
   bool moved = false;
-  // What was read ahead is not what the poll looks at.
-  for (int step = 0; in.socket && (step < kSteps || in.begin != in.end);
+  for (int step = 0; in.socket && in.wanted() &&
+       (step < kSteps || in.begin != in.end) && read_some(peer);
        ++step) {
-    if (!in.wanted()) {
-      poll_in(peer, false);
-      return moved;
-    }
-    if (!read_some(peer)) {
-      return moved;
-    }
     moved = true;
   }
   return moved;
+}
+
+// As recv(). A short answer means that there is no more.
+ssize_t TcpTransport::read_socket(int peer, char* into, size_t bytes) {
+  In& in = ins_[peer];
+  if (in.drained) {
+    errno = EAGAIN;
+    return -1;
+  }
+  const ssize_t got = recv(in.socket.get(), into, bytes, 0);
+  in.drained = got < static_cast<ssize_t>(bytes);
+  return got;
 }
 
 // One step: a header, or bytes of a message.
@@ -455,11 +481,8 @@ bool TcpTransport::read_some(int peer) {
           in.ahead.begin());
       in.end -= in.begin;
       in.begin = 0;
-      const ssize_t got = recv(
-          in.socket.get(),
-          in.ahead.data() + in.end,
-          in.ahead.size() - in.end,
-          0);
+      const ssize_t got =
+          read_socket(peer, in.ahead.data() + in.end, in.ahead.size() - in.end);
       if (got <= 0) {
         if (got == 0 || !would_block()) {
           in_ended(
@@ -479,7 +502,7 @@ bool TcpTransport::read_some(int peer) {
     in.begin += here;
     in.got += here;
   } else {
-    const ssize_t got = recv(in.socket.get(), into + in.got, left, 0);
+    const ssize_t got = read_socket(peer, into + in.got, left);
     if (got <= 0) {
       if (got == 0 || !would_block()) {
         in_ended(peer, got == 0 ? "it closed its connection" : text_of(errno));

@@ -67,6 +67,7 @@ class TcpTransport : public PolledTransport {
   bool connected(int peer) const override {
     return outs_[peer].address.has_value();
   }
+  void cork(int peer, bool on) override;
   bool lost(int peer) override;
   bool deaf(int peer) const override {
     return outs_[peer].state == Out::State::kLost;
@@ -105,6 +106,7 @@ class TcpTransport : public PolledTransport {
     std::string rest; // of the handshake, to be sent
     std::deque<OperationPtr> queue;
     size_t written = 0; // of the first one, with its header
+    bool corked = false;
     bool polled_to_write = false;
     std::optional<Deadline> patience{}; // with a peer that is not there
     Clock::time_point again{}; // when to knock again
@@ -116,6 +118,7 @@ class TcpTransport : public PolledTransport {
     Fd socket;
     bool ended = false; // nothing will come any more
     bool polled = false;
+    bool drained = false; // the socket, when it was read last
     std::string why; // it has ended
     std::vector<char> ahead; // what was read together with a header
     size_t begin = 0, end = 0; // of what is left of it
@@ -139,7 +142,9 @@ class TcpTransport : public PolledTransport {
   bool greet(int peer);
   bool write_messages(int peer);
   bool read_from(int peer);
+  bool take_read(int peer);
   bool read_some(int peer);
+  ssize_t read_socket(int peer, char* into, size_t bytes);
   bool begin_message(int peer);
   void end_message(int peer);
   bool knock_again();

@@ -119,6 +119,9 @@ class PolledTransport : public Transport {
   virtual std::string address() const = 0;
   virtual void connect(int peer, const std::string& address) = 0;
   virtual bool connected(int peer) const = 0;
+  // Between true and false what is sent to this peer may be kept, to travel in
+  // one go.
+  virtual void cork(int /* peer */, bool /* on */) {}
   // Nothing will come from this peer any more, or can be sent to it.
   virtual bool lost(int peer) = 0;
   virtual bool deaf(int peer) const = 0;

@@ -82,13 +82,14 @@ def test_freed_in_flight() -> None:
 def test_neighbour_is_lost(how: str) -> None:
     """What it would still write to this rank's tensors, when it goes on, it does not."""
     env = [{"FUSEDPG_HOST_ID": name} for name in harness.HOSTS["two of two"]]
-    with harness.Workers(4, timeout=3, env=env, one_host=False, oracle=False) as workers:
+    timeout = 6 if how == "stop" else 30  # only who waits for a stopped rank needs it
+    with harness.Workers(4, timeout=timeout, env=env, one_host=False, oracle=False) as workers:
         workers.start(hosts.lost_in_arenas, how, 3_000_000)
         if how == "stop":
             while not (workers.scratch / "failed").exists():
                 time.sleep(0.01)
             os.kill(workers.processes[1].pid, signal.SIGCONT)
-        for answer in workers.collect(40, ranks=[0, 2, 3]):
+        for answer in workers.collect(80, ranks=[0, 2, 3]):
             assert isinstance(answer, str), answer
 
 
