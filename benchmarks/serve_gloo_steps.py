@@ -41,6 +41,10 @@ TITLES = {
     "tensor_parallel": "DTensor tensor parallel",
     "pipeline": "pipeline, 1F1B",
     "dcp": "DCP async_save, thread",
+    "messages_1k": "1 KiB there and back, 100 times",
+    "messages_64k": "64 KiB there and back, 100 times",
+    "messages_1m": "1 MiB there and back, 10 times",
+    "messages_16m": "16 MiB there and back",
 }
 Step = Callable[[int], object]
 
@@ -134,6 +138,33 @@ def dcp(group: dist.ProcessGroup, scratch: Path) -> Step:
         checkpoint.async_save(state, checkpoint_id=place, process_group=group).result()
 
     return step
+
+
+def messages(kib: int, times: int) -> Callable[[dist.ProcessGroup, Path], Step]:
+    """From rank 0 to the last one and back."""
+
+    def program(group: dist.ProcessGroup, scratch: Path) -> Step:
+        tensor, rank, last = torch.zeros(kib << 8), dist.get_rank(), dist.get_world_size() - 1
+
+        def step(i: int) -> None:
+            for _ in range(times):
+                if rank == 0:
+                    dist.send(tensor, last, group=group)
+                    dist.recv(tensor, last, group=group)
+                elif rank == last:
+                    dist.recv(tensor, 0, group=group)
+                    dist.send(tensor, 0, group=group)
+            dist.barrier(group=group)
+
+        return step
+
+    return program
+
+
+messages_1k = messages(1, 100)
+messages_64k = messages(64, 100)
+messages_1m = messages(1 << 10, 10)
+messages_16m = messages(16 << 10, 1)
 
 
 def measure(

@@ -24,9 +24,11 @@ namespace fusedpg {
 constexpr size_t kStageBytes = size_t(512) << 10;
 // Bytes through which a message travels when the arena is full.
 constexpr size_t kMailReserve = size_t(64) << 10;
-// Slots for small messages that travel before their receives are posted.
-constexpr size_t kMailSlots = 16;
+// Slots for small messages that travel before their receives are posted: one, or
+// several that lie side by side.
+constexpr size_t kMailSlots = 64;
 constexpr size_t kMailSlotBytes = size_t(4) << 10;
+constexpr size_t kMailSmall = size_t(64) << 10;
 // 64-bit words of one operation's table; a rank has two tables.
 constexpr size_t kTableEntries = 8192;
 // Messages of point to point in flight from one rank to another.

@@ -77,7 +77,7 @@ void Mailbox::receive(
 }
 
 void Mailbox::post(Post post) {
-  const bool small = post.bytes <= kMailSlotBytes;
+  const bool small = post.bytes <= kMailSmall;
   {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     if (closed_) {

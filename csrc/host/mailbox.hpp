@@ -28,8 +28,8 @@ namespace fusedpg {
 // small message.
 //
 // The sender offers a message. The offer says where its data are if the receiver
-// can read them: in the sender's arena, or, for a small message, copied to a
-// slot of their own if one is free. Once a receive matches, the receiver copies
+// can read them: in the sender's arena, or, for a small message, copied to
+// slots of their own if enough are free. Once a receive matches, the receiver copies
 // those data and asks for all others (kTake), which then travel in parts through
 // blocks of the sender's arena, or through the reserve if the arena is full. The
 // receiver copies and acknowledges a part as soon as it comes. So a message that
@@ -152,7 +152,8 @@ class Mailbox {
   void push_offer(int peer, Send& send);
   bool push_part(int peer, Send& send);
   void* allocate(uint64_t& bytes);
-  void* take_slot();
+  void* take_slots(size_t bytes);
+  void mark_slots(size_t first, size_t count, bool used);
   uint64_t offset_of(const void* block) const;
   void add_part(int peer, Send& send, void* block, size_t bytes);
   bool flush_replies(int peer);

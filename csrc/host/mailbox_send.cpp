@@ -11,6 +11,10 @@ constexpr size_t kPartBytes = size_t(1) << 20;
 // Bytes in flight to one peer: one part is copied here while another is there.
 constexpr size_t kWindow = 2 * kPartBytes;
 
+size_t slots_for(size_t bytes) {
+  return (bytes + kMailSlotBytes - 1) / kMailSlotBytes;
+}
+
 } // namespace
 
 bool Mailbox::room(int peer) {
@@ -68,12 +72,12 @@ void Mailbox::push_offer(int peer, Send& send) {
   if (const auto at = domain_.arena()->locate(post.data, post.bytes)) {
     offer.location = *at;
     offer.bytes = post.bytes;
-  } else if (post.bytes != 0 && post.bytes <= kMailSlotBytes) {
-    if (void* slot = take_slot()) {
-      kernels_.copy(slot, post.data, post.bytes, false);
-      offer.location = offset_of(slot);
+  } else if (post.bytes != 0 && post.bytes <= kMailSmall) {
+    if (void* slots = take_slots(post.bytes)) {
+      kernels_.copy(slots, post.data, post.bytes, false);
+      offer.location = offset_of(slots);
       offer.bytes = post.bytes;
-      add_part(peer, send, slot, post.bytes);
+      add_part(peer, send, slots, post.bytes);
     }
   }
   send.offered = true;
@@ -101,14 +105,25 @@ uint64_t Mailbox::offset_of(const void* block) const {
       static_cast<const char*>(block) - domain_.arena()->base());
 }
 
-void* Mailbox::take_slot() {
+// Null: there are not as many in a row.
+void* Mailbox::take_slots(size_t bytes) {
+  const size_t wanted = slots_for(bytes);
+  size_t free = 0;
   for (size_t i = 0; i < kMailSlots; ++i) {
-    if (!slots_used_[i]) {
-      slots_used_[i] = true;
-      return domain_.mail_slot(i);
+    free = slots_used_[i] ? 0 : free + 1;
+    if (free == wanted) {
+      const size_t first = i + 1 - wanted;
+      mark_slots(first, wanted, true);
+      return domain_.mail_slot(first);
     }
   }
   return nullptr;
+}
+
+void Mailbox::mark_slots(size_t first, size_t count, bool used) {
+  for (size_t i = first; i < first + count; ++i) {
+    slots_used_[i] = used;
+  }
 }
 
 // A block of the arena for at most `bytes`; `bytes` becomes what fits. When the
@@ -179,7 +194,8 @@ void Mailbox::release_part(int peer, Send& send) {
   if (at == domain_.mail_reserve()) {
     reserve_used_ = false;
   } else if (at >= domain_.mail_slot(0) && at < domain_.mail_slot(kMailSlots)) {
-    slots_used_[(at - domain_.mail_slot(0)) / kMailSlotBytes] = false;
+    const size_t first = (at - domain_.mail_slot(0)) / kMailSlotBytes;
+    mark_slots(first, slots_for(bytes), false);
   } else {
     domain_.arena()->deallocate(block);
   }
