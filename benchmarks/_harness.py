@@ -74,10 +74,12 @@ class Clock:
         self._epoch += 1
         self._cells[self._rank] = self._epoch
         polls = 0
+        # Many ranks that wait would take all cores from those that are late.
+        patience, pause = (20000, 50e-6) if self._world_size <= 16 else (20, 1e-3)
         while min(self._cells[: self._world_size]) < self._epoch:
             polls += 1
-            if (sleep and polls > 20) or polls > 20000:
-                time.sleep(50e-6)
+            if (sleep and polls > 20) or polls > patience:
+                time.sleep(pause)
                 if os.getppid() != self._parent:
                     raise RuntimeError("the process that started the ranks is gone")
             else:
@@ -114,8 +116,12 @@ Case = TypeVar("Case")
 Worker = Callable[[Context, argparse.Namespace], "list[Row] | None"]
 
 
-def run(worker: Worker, args: argparse.Namespace) -> list[Row]:
-    """Run `worker` on args.world_size processes; rank 0's rows. Exits non-zero if a rank fails."""
+def run(worker: Worker, args: argparse.Namespace, *, each_a_host: bool = False) -> list[Row]:
+    """Run `worker` on args.world_size processes; rank 0's rows. Exits non-zero if a rank fails.
+
+    With ``each_a_host`` every rank takes itself for that of a host of its own; there may be many,
+    so they are forks of this process and share the memory of what it has imported.
+    """
     if _mpi.is_rank():
         _mpi.be_rank(worker, args, _rank_main)
         sys.exit()
@@ -124,18 +130,25 @@ def run(worker: Worker, args: argparse.Namespace) -> list[Row]:
         if reason is None:
             return _mpi.launch(args)
         print(f"mpi skipped: {reason}", file=sys.stderr)
-    mp = multiprocessing.get_context("spawn")
+    mp: Any = multiprocessing.get_context("fork" if each_a_host else "spawn")
     cells = mp.RawArray(ctypes.c_int64, 3 * args.world_size)
-    # The parent hosts the store on a port that the system chose: no two runs can collide.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = mp.RawArray(ctypes.c_int, 1)
     receiver, sender = mp.Pipe(duplex=False)
     processes = [
-        mp.Process(target=_rank_main, args=(worker, args, rank, cells, store.port, sender))
+        mp.Process(
+            target=_rank_main,
+            args=(worker, args, rank, cells, port, sender),
+            kwargs={"host": f"host {rank}" if each_a_host else ""},
+        )
         for rank in range(args.world_size)
     ]
     for process in processes:
         process.start()
     sender.close()
+    # The parent hosts the store on a port that the system chose: no two runs can collide. Its
+    # thread begins when all ranks are there, as a fork may not hold what another thread locked.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port[0] = store.port
     rows: list[Row] | None = None
     try:
         alive: dict[Any, Any] = {process.sentinel: process for process in processes}
@@ -172,12 +185,18 @@ def _rank_main(
     args: argparse.Namespace,
     rank: int,
     cells: Any,
-    port: int,
+    port: Any,
     sender: multiprocessing.connection.Connection,
+    *,
+    host: str = "",
 ) -> None:
     try:
+        while not port[0]:
+            time.sleep(1e-3)
+        if host:
+            os.environ["FUSEDPG_HOST_ID"] = host
         torch.set_num_threads(1)
-        groups = _make_groups(args.backends, rank, args.world_size, port)
+        groups = _make_groups(args.backends, rank, args.world_size, port[0])
         context = Context(rank, args.world_size, Clock(rank, args.world_size, cells), groups)
         rows = worker(context, args)
         context.clock.barrier()

@@ -93,7 +93,7 @@ def be_rank(worker: Worker, args: argparse.Namespace, rank_main: Callable[..., N
         memory = mmap.mmap(file.fileno(), 0)
     cells = (ctypes.c_int64 * (3 * place.world_size)).from_buffer(memory)
     port = int(os.environ[PORT])
-    rank_main(worker, args, place.rank, cells, port, File(folder / "rows"))
+    rank_main(worker, args, place.rank, cells, [port], File(folder / "rows"))
 
 
 def load() -> Callable[[Tensor], Callable[[], object]]:

@@ -136,7 +136,8 @@ c10::intrusive_ptr<c10d::Backend> CudaGroup::delegate_for(
   }
   auto made = make_delegate(
       pretend_ ? "cpu" : "cuda",
-      c10::make_intrusive<c10d::PrefixStore>("fusedpg-cuda", store_),
+      c10::make_intrusive<c10d::PrefixStore>(
+          "fusedpg-cuda", spans_hosts_ ? own_client(store_) : store_),
       rank_,
       size_,
       timeout);

@@ -20,6 +20,8 @@
 
 namespace fusedpg {
 
+struct CommonClient;
+
 // Name and profiler facts of one call.
 struct Call {
   c10d::OpType type;
@@ -46,6 +48,7 @@ class Group {
   const kernels::Table& kernels;
   const Dialect dialect;
   c10::intrusive_ptr<c10d::Store> store; // of this group alone, once it has met
+  std::shared_ptr<CommonClient> client; // of `store`, between hosts
   Stats stats;
   Waits waits;
   std::string exit; // how the interpreter ended, if before the group was closed

@@ -82,7 +82,8 @@ ProcessGroupFused::ProcessGroupFused(
       cpu_ = std::move(route);
       own_store(store_);
     } else {
-      own_store(own_client(store_));
+      group_->client = CommonClient::get(store_);
+      own_store(group_->client->client);
       cpu_ = c10::make_intrusive<HostsRoute>(*group_, bootstrap, deadline);
     }
     known_.links = bootstrap.links();
@@ -105,7 +106,9 @@ ProcessGroupFused::ProcessGroupFused(
   if (options_->gloo_for_cuda) {
     gloo_for_cuda_ = make_delegate(
         "cpu",
-        c10::make_intrusive<c10d::PrefixStore>("gloo-for-cuda", group_->store),
+        c10::make_intrusive<c10d::PrefixStore>(
+            "gloo-for-cuda",
+            shm != nullptr ? group_->store : own_client(group_->store)),
         rank,
         size,
         deadline.left());

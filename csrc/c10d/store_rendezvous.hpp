@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <future>
+#include <memory>
 #include <thread>
 #include <type_traits>
 
@@ -14,14 +15,19 @@ namespace fusedpg {
 
 // A client of the same store that no other thread holds: whoever waits for a key
 // keeps a client to itself for as long as that takes.
-inline c10::intrusive_ptr<c10d::Store> own_client(
-    const c10::intrusive_ptr<c10d::Store>& store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store; // written in Python, without clone()
-  }
-}
+c10::intrusive_ptr<c10d::Store> own_client(
+    const c10::intrusive_ptr<c10d::Store>& store);
+
+// Such a client of a store without its prefixes, one for all groups of this process
+// that have it: a store takes its time for each connection. No request by it waits
+// for a key.
+struct CommonClient {
+  const c10::intrusive_ptr<c10d::Store> of;
+  const c10::intrusive_ptr<c10d::Store> client;
+
+  static std::shared_ptr<CommonClient> get(
+      const c10::intrusive_ptr<c10d::Store>& store);
+};
 
 // c10d's store as the engines take it.
 class StoreRendezvous : public Rendezvous {
@@ -32,23 +38,30 @@ class StoreRendezvous : public Rendezvous {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
-    store_->wait({key}, deadline.left());
-    const auto bytes = store_->get(key);
-    return std::string(bytes.begin(), bytes.end());
+    auto found = get_all({key}, deadline.left());
+    if (!found) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: timeout after {} ms waiting for a key of the store, {}",
+          deadline.timeout().count(),
+          key);
+    }
+    return std::move(found->front());
   }
   std::optional<std::vector<std::string>> get_all(
       const std::vector<std::string>& keys,
       std::chrono::milliseconds most) override {
-    try {
-      if (most.count() > 0) {
-        store_->wait(keys, most);
-      } else if (!store_->check(keys)) {
+    // It looks ever more rarely: c10d prints warnings for a store's own wait that
+    // ends without the keys, and ranks may come minutes after each other.
+    constexpr std::chrono::milliseconds kRarest{20};
+    const Deadline until(most);
+    for (std::chrono::microseconds pause(500); !store_->check(keys);
+         pause = std::min<std::chrono::microseconds>(pause * 3 / 2, kRarest)) {
+      if (until.expired()) {
         return std::nullopt;
       }
-    } catch (const std::exception&) { // each kind of store throws its own
-      if (!store_->check(keys)) {
-        return std::nullopt;
-      }
+      std::this_thread::sleep_for(
+          std::min<std::chrono::microseconds>(pause, until.left()));
     }
     std::vector<std::string> values;
     if (store_->hasExtendedApi()) {

@@ -9,9 +9,8 @@ namespace fusedpg {
 namespace {
 
 constexpr int kChildren = 32;
-// The rank looks around between two waits of this length, and others may use its
-// client of the store.
-constexpr std::chrono::milliseconds kLook{50};
+// The rank looks around between two waits of this length.
+constexpr std::chrono::milliseconds kLook{250};
 
 void append(std::string& all, const std::string& word) {
   const uint64_t bytes = word.size();

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +192,58 @@ def test_the_line_says_which_transport() -> None:
     assert "2 ranks in shared memory;" in two
     for line in all_three:
         assert "3 ranks on several hosts by tcp, 2 of them with rank 0 (at 127.0.0.1);" in line
+
+
+def late(context: Context) -> str:
+    """What libraries write on the terminal while the last rank comes late."""
+    path = Path(context.scratch) / f"stderr.{context.rank}"
+    saved = os.dup(2)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            pause = 0.4 if context.rank == context.world_size - 1 else 0.0
+            time.sleep(pause)
+            group = dist.new_group()
+            for use in (dist.barrier, lambda group: dist.all_reduce(torch.ones(4), group=group)):
+                time.sleep(pause)
+                use(group)
+            ranks = [0, context.world_size - 1]
+            if context.rank in ranks:
+                time.sleep(pause)
+                value = torch.ones(4)
+                other = ranks[context.rank == 0]
+                (dist.send if context.rank else dist.recv)(value, other, group)
+            dist.barrier()
+            dist.destroy_process_group(group)
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+    return path.read_text()
+
+
+@pytest.mark.parametrize("names", ["", "two and one", "two of two"])
+def test_who_waits_for_a_late_rank_prints_nothing(names: str) -> None:
+    """c10d's store warns of each of its waits that ends in vain."""
+    workers = harness.pool_of_hosts(names, "tcp") if names else harness.pool(2)
+    written = workers.run(late)
+    assert not any(written), written
+
+
+def unused_groups(context: Context) -> int:
+    """Descriptors that groups open which are not used."""
+    before = len(os.listdir("/proc/self/fd"))
+    groups = [dist.new_group() for _ in range(5)]
+    opened = len(os.listdir("/proc/self/fd")) - before
+    dist.barrier()
+    for group in groups:
+        dist.all_reduce(torch.ones(4), group=group)
+        dist.destroy_process_group(group)
+    return opened
+
+
+def test_groups_between_hosts_have_one_client_of_the_store() -> None:
+    """A store looks up the name of each that connects, which takes seconds without a DNS."""
+    assert harness.pool_of_hosts("three", "tcp").run(unused_groups) == [0, 0, 0]
 
 
 def nothing(context: Context) -> None:
