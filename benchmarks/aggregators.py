@@ -11,6 +11,9 @@ With ``--densities`` tensors hold so many percent of their blocks on each rank, 
 share (``--overlap none``; where they are too many for that, and with ``all``, ranks have the same
 ones). Then "blocks" is `sparse_all_reduce` from rank to rank, and "auto" what the cost model takes,
 which the row says. Gloo's and the ring's times are those of the dense tensor.
+
+With ``--messages`` there are rows of "aggregators" for each of these sizes of messages, in bytes,
+and each block of ``--blocks`` (OmniReduce's figure 13). `aggregators_figures.py` draws the figures.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--densities", default="", help="percent of blocks, with commas")
     parser.add_argument("--overlap", choices=("none", "all"), default="none")
     parser.add_argument("--block", type=int, default=256, help="elements")
+    parser.add_argument("--messages", default="", help="bytes, with commas")
+    parser.add_argument("--blocks", default="256", help="elements, with commas; for --messages")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # the aggregators' places
     return parser.parse_args(argv)
@@ -85,7 +90,9 @@ def blocks_of(args: argparse.Namespace, percent: float, rank: int) -> torch.Tens
     return drawn[first : first + each]
 
 
-def sparse(args: argparse.Namespace, groups: dict[str, Any], percent: float) -> dict[str, Any]:
+def sparse(
+    args: argparse.Namespace, groups: dict[str, Any], percent: float, arms: tuple[str, ...] = SPARSE
+) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, total = (torch.zeros(numel(args.size)) for _ in range(2))
     rows = total.view(-1, args.block)
@@ -101,7 +108,7 @@ def sparse(args: argparse.Namespace, groups: dict[str, Any], percent: float) -> 
 
     t = mine
     times = {}
-    for arm in SPARSE:
+    for arm in arms:
         group_times = []
         for round_ in range(args.rounds + 1):
             mine.zero_().view(-1, args.block)[chosen] = rank + 1
@@ -110,7 +117,7 @@ def sparse(args: argparse.Namespace, groups: dict[str, Any], percent: float) -> 
             if round_:  # the first one measures links and makes buffers
                 group_times.append(times[arm])
         times[arm] = statistics.median(group_times)
-    choice = fusedpg.group_info(groups["auto"])["aggregate"]
+    choice = fusedpg.group_info(groups[arms[-1]])["aggregate"]
     union = float((rows != 0).any(1).float().mean())
     return {"ms": times, "union": round(union, 4), "choice": choice}
 
@@ -120,8 +127,12 @@ def work(args: argparse.Namespace) -> None:
     dist.init_process_group("fused")
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def grouped(mode: str) -> Any:
-        return dist.new_group(pg_options=fusedpg.Options(aggregators=args.worker, aggregate=mode))
+    def grouped(mode: str, message: int = 0) -> Any:
+        return dist.new_group(
+            pg_options=fusedpg.Options(
+                aggregators=args.worker, aggregate=mode, aggregate_message_bytes=message
+            )
+        )
 
     groups = {
         "ring": dist.group.WORLD, "blocks": dist.group.WORLD,
@@ -164,6 +175,18 @@ def work(args: argparse.Namespace) -> None:
                 "times_gloo": round(dense["gloo"] / found["ms"][arm], 2),
             }  # fmt: skip
             rows.append(row | ({"choice": found["choice"]} if arm == "auto" else {}))
+        for message in (int(word) for word in args.messages.split(",") if word):
+            own = {"aggregators": grouped("on", message)}
+            for block in (int(word) for word in args.blocks.split(",")):
+                args.block = block
+                found = sparse(args, own, percent, ("aggregators",))
+                ms = found["ms"]["aggregators"]
+                rows.append({
+                    "arm": "aggregators", **facts, "percent": percent, "overlap": args.overlap,
+                    "union": found["union"], "block": block, "message": message, "ms": ms,
+                    "times_gloo": round(dense["gloo"] / ms, 2),
+                })  # fmt: skip
+            dist.destroy_process_group(own["aggregators"])
     if rank == 0:
         for row in rows:
             print(json.dumps(row), flush=True)
@@ -226,6 +249,8 @@ def main() -> int:
     for row in rows:
         if "percent" in row:
             what = f"{row['percent']:g}% of blocks, {row['times_gloo']:.1f} times Gloo"
+            if "message" in row:
+                what += f", blocks of {row['block']}, messages of {row['message']} bytes"
         else:
             what = f"{row['ms'] / link:5.2f} of the link"
         print(f"{row['arm']:12} {row['ms']:9.1f} ms  {what}")

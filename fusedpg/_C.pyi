@@ -28,6 +28,7 @@ class Options(Backend.Options):
         aggregators: str | None = None,
         aggregate: Literal["auto", "on"] | None = None,
         aggregate_rates: str | None = None,
+        aggregate_message_bytes: int | None = None,
         _cpu_as_cuda: bool = False,
         _name: str = "fused",
         _gloo_for_cuda: bool = False,
@@ -57,6 +58,8 @@ class Options(Backend.Options):
     def aggregate(self) -> str | None: ...
     @property
     def aggregate_rates(self) -> str | None: ...
+    @property
+    def aggregate_message_bytes(self) -> int | None: ...
     @property
     def arena_bytes(self) -> int | None: ...
     @property

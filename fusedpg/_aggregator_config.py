@@ -35,6 +35,8 @@ def read(path: str, *, listens: bool) -> tuple[dict[str, Any], list[str]]:
         text = Path(path).read_text()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not path.endswith(".cfg"):
         return _toml(path, text), []
     values = switchml.read_sections(text, path)
@@ -56,6 +58,9 @@ def _toml(path: str, text: str) -> dict[str, Any]:
     unknown = sorted(set(table) - known)
     if unknown:
         raise ValueError(f"{path}: unknown {', '.join(unknown)}; there are {sorted(known)}")
+    for name in ("listen", "key", "udp", "key_file"):
+        if not isinstance(table.get(name, ""), str):
+            raise ValueError(f"{path}: {name} is a text, got {table[name]!r}")
     if "key_file" in table:
         if "key" in table:
             raise ValueError(f"{path}: key and key_file are the same: give one of them")
@@ -64,9 +69,6 @@ def _toml(path: str, text: str) -> dict[str, Any]:
             table["key"] = place.read_text().strip()
         except OSError as error:
             raise ValueError(f"{place}: {error.strerror}") from None
-    for name in ("listen", "key", "udp"):
-        if not isinstance(table.get(name, ""), str):
-            raise ValueError(f"{path}: {name} is a text, got {table[name]!r}")
     return table
 
 
@@ -102,6 +104,8 @@ def _omnireduce(
                 raise ValueError(
                     f"{path}: num_{who}s is {wanted}, but {who}_ips has {len(addresses[who])}"
                 )
+    if "tcp_port" in found and not addresses["aggregator"] and listens:
+        raise ValueError(f"{path}: tcp_port without aggregator_ips: give --listen, too")
     if not addresses["aggregator"] or not listens:
         return {}, others
     here = [one for one in addresses["aggregator"] if _is_here(one)]
@@ -120,7 +124,7 @@ def _is_here(address: str) -> bool:
     with socket.socket(family, socket.SOCK_DGRAM) as one:
         try:
             one.bind((address, 0))
-        except OSError:
+        except (OSError, TypeError, UnicodeError):  # the latter: a name that cannot be
             return False
     return True
 

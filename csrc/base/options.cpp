@@ -170,6 +170,21 @@ std::optional<LinkRates> link_rates(const std::string& text) {
   return LinkRates{rates.rank * kBytes, rates.aggregator * kBytes};
 }
 
+size_t message_bytes(int64_t bytes) {
+  constexpr int64_t kLeast = 4096;
+  constexpr int64_t kMost = 248 << 10; // see select_stripe()
+  if (bytes != 0 && (bytes < kLeast || bytes > kMost)) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: aggregate_message_bytes (FUSEDPG_AGGREGATE_MESSAGE_BYTES) must "
+        "be from {} to {}, or 0, got {}",
+        kLeast,
+        kMost,
+        bytes);
+  }
+  return static_cast<size_t>(bytes);
+}
+
 } // namespace
 
 Settings resolve(const Options& options) {
@@ -240,6 +255,10 @@ Settings resolve(const Options& options) {
        {aggregate_name(Aggregate::kOn), Aggregate::kOn}});
   s.aggregate_rates = link_rates(options.aggregate_rates.value_or(
       env("FUSEDPG_AGGREGATE_RATES").value_or("")));
+  s.aggregate_message_bytes = message_bytes(
+      options.aggregate_message_bytes
+          ? *options.aggregate_message_bytes
+          : env_integer("FUSEDPG_AGGREGATE_MESSAGE_BYTES").value_or(0));
   s.aggregator_key = env("FUSEDPG_AGGREGATOR_KEY").value_or("");
   const std::string interfaces =
       env("FUSEDPG_SOCKET_IFNAME")

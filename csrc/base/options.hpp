@@ -52,6 +52,9 @@ struct Options {
   // Gbit/s of a rank's link and of an aggregator's, "1,10"; unset: "auto"
   // measures. The same on all ranks. FUSEDPG_AGGREGATE_RATES.
   std::optional<std::string> aggregate_rates;
+  // Bytes of the messages by which blocks go to aggregators and back, 4096 to
+  // 253952; 0: chosen. The same on all ranks. FUSEDPG_AGGREGATE_MESSAGE_BYTES.
+  std::optional<int64_t> aggregate_message_bytes;
 };
 
 enum class BlockSkip { kOff, kAuto, kOn };
@@ -101,6 +104,7 @@ struct Settings {
   std::vector<std::string> aggregators; // "host:port"
   Aggregate aggregate;
   std::optional<LinkRates> aggregate_rates;
+  size_t aggregate_message_bytes; // 0: chosen
   // Aggregators and their workers have the same. FUSEDPG_AGGREGATOR_KEY.
   std::string aggregator_key;
   // The interface that other hosts reach this one by; empty: by the way to the

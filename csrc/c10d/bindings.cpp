@@ -156,6 +156,7 @@ void bind_options(py::module_& m) {
                       std::optional<std::string> aggregators,
                       std::optional<std::string> aggregate,
                       std::optional<std::string> aggregate_rates,
+                      std::optional<int64_t> aggregate_message_bytes,
                       bool cpu_as_cuda,
                       const std::string& name,
                       bool gloo_for_cuda) {
@@ -188,6 +189,7 @@ void bind_options(py::module_& m) {
             options->engine.aggregators = std::move(aggregators);
             options->engine.aggregate = std::move(aggregate);
             options->engine.aggregate_rates = std::move(aggregate_rates);
+            options->engine.aggregate_message_bytes = aggregate_message_bytes;
             return options;
           }),
           py::kw_only(),
@@ -205,6 +207,7 @@ void bind_options(py::module_& m) {
           py::arg("aggregators") = py::none(),
           py::arg("aggregate") = py::none(),
           py::arg("aggregate_rates") = py::none(),
+          py::arg("aggregate_message_bytes") = py::none(),
           py::arg("_cpu_as_cuda") = false,
           py::arg("_name") = "fused",
           py::arg("_gloo_for_cuda") = false)
@@ -232,6 +235,9 @@ void bind_options(py::module_& m) {
       .def_property_readonly(
           "aggregate_rates",
           [](const Options& o) { return o.engine.aggregate_rates; })
+      .def_property_readonly(
+          "aggregate_message_bytes",
+          [](const Options& o) { return o.engine.aggregate_message_bytes; })
       .def_property_readonly(
           "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
       .def_property_readonly(

@@ -169,7 +169,8 @@ void AggregatedBlocks::run(NetContext& ctx, const Plan& plan) {
   const size_t stripe = select_stripe(
       {block * plan.src_size,
        present_ / static_cast<size_t>(ctx.transport.size()),
-       ctx.aggregators->places().size()});
+       ctx.aggregators->places().size(),
+       ctx.aggregate == nullptr ? 0 : ctx.aggregate->message_bytes});
   size_t any = 0;
   size_t first = 0; // word of a tensor
   for (size_t t = 0; t < counts.size(); ++t) {

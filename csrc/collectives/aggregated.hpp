@@ -13,11 +13,16 @@ namespace fusedpg {
 // What a group chooses by. Of the thread that executes operations, but for
 // choice().
 struct AggregateState {
-  AggregateState(Aggregate mode, std::optional<AggregateRates> rates)
+  AggregateState(
+      Aggregate mode,
+      std::optional<AggregateRates> rates,
+      size_t message_bytes)
       : mode(mode),
+        message_bytes(message_bytes),
         rates(rates) {}
 
   const Aggregate mode;
+  const size_t message_bytes; // of blocks; 0: chosen
   std::optional<AggregateRates> rates; // none: not measured yet
   // Blocks that any rank had, of the sum of what each had, in the last reduction
   // that skipped zeros.

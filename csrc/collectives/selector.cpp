@@ -142,8 +142,10 @@ size_t select_stripe(const StripeConfig& c) {
   constexpr size_t kLeast = size_t(32) << 10;
   // An aggregator adds up one message while the next ones are on their way.
   constexpr size_t kMessages = 8;
-  const size_t bytes = c.blocks * c.block_bytes / c.aggregators / kMessages;
-  return std::max<size_t>(std::clamp(bytes, kLeast, kMost) / c.block_bytes, 1);
+  const size_t share = c.blocks * c.block_bytes / c.aggregators / kMessages;
+  const size_t bytes =
+      c.message_bytes != 0 ? c.message_bytes : std::clamp(share, kLeast, kMost);
+  return std::max<size_t>(bytes / c.block_bytes, 1);
 }
 
 bool select_stream(size_t bytes) {

@@ -131,6 +131,7 @@ struct StripeConfig {
   size_t block_bytes = 0;
   size_t blocks = 0; // that a rank has, on average
   size_t aggregators = 1;
+  size_t message_bytes = 0; // 0: chosen
 };
 size_t select_stripe(const StripeConfig& config);
 

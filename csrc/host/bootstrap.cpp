@@ -23,7 +23,7 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
   const LinkRates rates = settings.aggregate_rates.value_or(LinkRates{});
   self_.settings = formatted(
       "block_skip={}, block_size={}, transport={}, order={}, aggregators={}, "
-      "aggregate={}, aggregate_rates={:g},{:g}",
+      "aggregate={}, aggregate_rates={},{}, aggregate_message_bytes={}",
       block_skip_name(settings.block_skip),
       settings.block_size,
       transport_choice_name(settings.transport),
@@ -31,7 +31,8 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
       aggregators,
       aggregate_name(settings.aggregate),
       rates.rank / kGbit,
-      rates.aggregator / kGbit);
+      rates.aggregator / kGbit,
+      settings.aggregate_message_bytes);
 }
 
 void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {

@@ -189,9 +189,9 @@ def read_sections(text: str, where: str) -> dict[str, str]:
 
 def controller(values: Mapping[str, str]) -> str | None:
     """The ``host:port`` that a file names as that of SwitchML's controller, if it does."""
-    host = values.get("general.controller_ip")
-    if host is None:
+    if not any(key in values for key in CONTROLLER):
         return None
+    host = values.get("general.controller_ip", "127.0.0.1")
     port = values.get("general.controller_port", _CONTROLLER_PORT)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -136,6 +136,10 @@ def test_absent_blocks_never_travel(ranks: Any, two: str) -> None:
     ranks.run(checks.absent_blocks_never_travel, two)
 
 
+def test_messages_have_their_size(ranks: Any, two: str) -> None:
+    ranks.run(checks.messages_have_their_size, two)
+
+
 def test_block_skip_goes_by_aggregators(ranks: Any, two: str) -> None:
     ranks.run(checks.block_skip_goes_by_aggregators, two)
 
@@ -171,6 +175,7 @@ def test_measures_links(ranks: Any, two: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"aggregate": "sometimes"},
+     *({"aggregate_message_bytes": size} for size in (4095, 1 << 20)),
      *({"aggregate_rates": text} for text in ("1", "x,1", "1;1", "0,1", "1,-1", "1,2,3", "nan,1"))],
 )  # fmt: skip
 def test_wrong_options(options: dict[str, Any]) -> None:
@@ -360,6 +365,7 @@ def test_settings(tmp_path: Path) -> None:
         ("key = 'a'\nkey_file = 'key'", "give one"),
         ("key_file = 'none'", "No such file"),
         ("listen = 5", "listen is a text"),
+        ("key_file = 5", "key_file is a text"),
         ("udp = 5", "udp is a text"),
         ("stats = -1", "stats is a number"),
         ("stats = true", "stats is a number"),
@@ -415,11 +421,15 @@ def test_configuration_of_the_originals(tmp_path: Path, capsys: pytest.CaptureFi
     assert said.count("without meaning here") == 1
     assert "general.rank, general.num_workers, backend.dpdk.cores" in said
     assert of([*config, "--udp", "d:4"], {}).udp == "d:4"
+    file.write_text("[general]\ncontroller_port = 4001\n")
+    assert of(config, {}).udp == "127.0.0.1:4001"
     file.write_text("[general]\nrank = 0\n")
     assert of(config, {}).udp == ""
     file.write_text(OMNIREDUCE.replace("127.0.0.1", "192.0.2.8"))
     assert of(config, {"listen": "b:2"}).listen == "b:2"
     for text, message in (
+        ("[omnireduce]\ntcp_port = 5", "tcp_port without aggregator_ips"),
+        ("[omnireduce]\naggregator_ips = \0", "none of aggregator_ips"),
         (OMNIREDUCE + "ib_hcas = 1", "unknown key omnireduce.ib_hcas"),
         (OMNIREDUCE + "[general]\nrank = 0", "unknown key general.rank"),
         (OMNIREDUCE.replace("aggregators = 2", "aggregators = 3"), "num_aggregators is 3, but"),

@@ -265,7 +265,7 @@ def test_disagreement_across_hosts(what: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"block_skip": "on"}, {"block_size": 64}, {"order": "flat"}, {"aggregate": "on"},
-     {"aggregate_rates": "1,2"}],
+     {"aggregate_rates": "1,2"}, {"aggregate_message_bytes": 8192}],
     ids=str,
 )  # fmt: skip
 def test_options_are_compared(ranks: harness.Workers, options: dict[str, object]) -> None:

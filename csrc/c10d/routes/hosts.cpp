@@ -47,7 +47,10 @@ HostsRoute::HostsRoute(
       domain_(make_domain(group, bootstrap, deadline)),
       failures_(group.store, rank_, size_),
       skip_{group.settings.block_skip, group.settings.block_size, {}},
-      aggregate_(group.settings.aggregate, rates_of(group)) {
+      aggregate_(
+          group.settings.aggregate,
+          rates_of(group),
+          group.settings.aggregate_message_bytes) {
   if (domain_) {
     domain_->set_waits(&group.waits);
   }

@@ -185,6 +185,22 @@ def absent_blocks_never_travel(context: Context, places: str) -> None:
     assert 0 < stats["bytes_received"] - int(total) * 1028 < overhead
 
 
+def messages_have_their_size(context: Context, places: str) -> None:
+    """Blocks of 1 KiB: four of them a message, or 64."""
+    sent = []
+    for size in (4096, 65536):
+        group = dist.new_group(
+            pg_options=fusedpg.Options(aggregators=places, aggregate_message_bytes=size)
+        )
+        mine = torch.ones(256 * 4096)
+        fusedpg.sparse_all_reduce(mine, group=group, block_size=256)
+        assert bool((mine == context.world_size).all())
+        sent.append(fusedpg.stats(group)["sparse_all_reduce"]["messages_sent"])
+        dist.destroy_process_group(group)
+    # Each is two, with its word.
+    assert abs(sent[0] - sent[1] - 2 * (4096 // 4 - 4096 // 64)) <= 4, sent
+
+
 def block_skip_goes_by_aggregators(context: Context, places: str) -> None:
     """A plain all-reduce of a group with block_skip; "auto" hears of the density."""
     for mode in ("on", "auto"):

@@ -86,6 +86,7 @@ def options(draw: random.Random, places: str) -> fusedpg.Options:
         aggregate=draw.choice(["on", "auto"]),
         aggregate_rates=draw.choice(["", "1,10", "1,1", "10,1"]),
         block_skip=draw.choice(["off", "on", "auto"]),
+        aggregate_message_bytes=draw.choice([0, 4096, 100_000, 248 << 10]),
     )
 
 
