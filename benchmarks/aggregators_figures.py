@@ -75,8 +75,8 @@ def density(rows: list[dict[str, Any]], path: Path) -> None:
     axes[0].legend(fontsize="small")
     plots.finish(
         figure, path,
-        "20 MiB of fp32, blocks of 256, none of two ranks while that is possible (20% with 4), "
-        "links of 1 Gbit/s, medians",
+        "20 MiB of fp32, blocks of 256, none of two ranks up to 40% with 2 workers and 20% with 4, "
+        "then the same of all;\nlinks of 1 Gbit/s, medians",
     )  # fmt: skip
 
 
