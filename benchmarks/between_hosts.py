@@ -91,6 +91,7 @@ def bars() -> list[Bar]:
         all_reduce_bar(2, "10gbit", 100 * M, LINK, at_most=1.08),
         all_reduce_bar(2, "1gbit", 100 * M, LINK, at_most=1.03),
         all_reduce_bar(4, "1gbit", 100 * M, "gloo", at_least=1.4),
+        *(all_reduce_bar(4, UNLIMITED, s, "gloo", at_least=1.8) for s in SIZES),
         *(step_bar(2, *one) for one in ((UNLIMITED, 1.7), ("10gbit", 1.4), ("1gbit", 1.03))),
         *(step_bar(4, *one) for one in ((UNLIMITED, 1.7), ("10gbit", 1.4), ("1gbit", 1.4))),
         *(
@@ -147,7 +148,7 @@ def main() -> int:
             rows += found
         args.world_size = count * ranks
         print_bytes(rows, count)
-        by = "" if args.transport == "ucx" else f"{args.transport}_"
+        by = "" if args.transport == "tcp" else f"{args.transport}_"
         harness.finish(
             f"between_hosts_{by}{layout}", list(rows), args, limit=LINK, bars=bars(), plot=save_plot
         )

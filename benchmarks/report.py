@@ -36,6 +36,7 @@ import sparse
 from _apart import ApartRow
 from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
 from _sparse_arms import SparseRow
+from collectives import ARENA
 
 ROOT = RESULTS.parent.parent
 DOCUMENTS = (
@@ -235,13 +236,17 @@ def hosts(name: str) -> str:
         )  # fmt: skip
         ours = get(rows, case, size, "fused" if peer.arm == "gloo" else fused_steps.FUSED)
         link = find(rows, case, size, between_hosts.LINK)
+        arena = find(rows, case, size, ARENA)
         return [
             words.case(case), format_size(size), ms(peer), with_ratio(ours, peer),
+            *(["" if arena is None else with_ratio(arena, peer)] if arenas else []),
             "" if link is None else f"{ours.median / link.median:.2f}x",
         ]  # fmt: skip
 
+    arenas = any(row.arm == ARENA for row in rows)
     cases = dict.fromkeys((row.case, row.size) for row in rows)
-    head = ["ms", "size", "Gloo, with torch's optimizer", "fused", "of the link's time"]
+    head = ["ms", "size", "Gloo, with torch's optimizer", "fused"]
+    head += [*(["in the arena"] if arenas else []), "of the link's time"]
     return markdown(head, (line(*case) for case in cases))
 
 

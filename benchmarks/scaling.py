@@ -16,7 +16,7 @@ squares of the relative error, none below zero, on the sizes of --fit; sizes of 
 predicted only. A group of one host uses shared memory, which is another engine: it has a fit of its
 own, without the link.
 
-The projection to 1,024 hosts (--project) takes the same figures, with a machine for each host: P/C
+The projection to 16,384 hosts takes the same figures, with a machine for each host: P/C
 becomes L/C there. **It is an extrapolation**: nothing here knows of switches that are shared, of
 slow hosts, or of what a thousand peers cost beyond b.
 """
@@ -45,7 +45,7 @@ K, M = 1 << 10, 1 << 20
 FIT, CHECK = "4K,64K,1M,8M,48M", "16K,3M,24M"
 OPS = ("all_reduce", "fused_adamw_")
 WITHIN = 0.15  # of the measured time: what the model promises for sizes that it has not seen
-FACTORS = tuple(2**k for k in range(11))  # hosts of the projection
+FACTORS = tuple(2**k for k in range(15))  # hosts of the projection
 PROJECTED = 100 * M
 TERMS = ("a", "b", "c", "m", "w")
 
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--fit", type=sizes, default=FIT, help="sizes that the model sees")
     parser.add_argument("--check", type=sizes, default=CHECK, help="sizes that it predicts")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
-    parser.add_argument("--transport", default="ucx", help="FUSEDPG_TRANSPORT")
+    parser.add_argument("--transport", default="tcp", help="FUSEDPG_TRANSPORT")
     hosts.add_worker_option(parser)
     parser.add_argument("--layout", help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args()
