@@ -222,7 +222,10 @@ bool Mailbox::poll() {
 void Mailbox::hurry() {
   prompt_.store(true, std::memory_order_release);
   if (getpid() == owner_ && !poll()) {
-    wake_thread();
+    std::lock_guard<std::mutex> lock(posts_mutex_);
+    if (!closed_) {
+      wake_thread();
+    }
   }
 }
 
@@ -259,8 +262,11 @@ void Mailbox::settle(Lock& lock) {
 // After settle() on a thread that is not in move_until(): the one that is may have
 // waited for what has ended.
 void Mailbox::ring_waiter() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  domain_.control(me_).mail_waiter_bell.ring();
+  std::lock_guard<std::mutex> lock(posts_mutex_);
+  if (!closed_) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    domain_.control(me_).mail_waiter_bell.ring();
+  }
 }
 
 // This thread moves messages from here on: nobody needs to ring the mailbox's.

@@ -186,7 +186,7 @@ class Mailbox {
 
   std::mutex posts_mutex_;
   std::deque<Post> posts_;
-  bool closed_ = false; // the thread takes no more posts
+  bool closed_ = false; // no more posts, and the domain may be gone
   std::atomic<bool> have_posts_{false};
   std::atomic<bool> stop_{false};
   std::atomic<bool> prompt_{false}; // see hurry()
