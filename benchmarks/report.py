@@ -27,6 +27,7 @@ import compress_accuracy
 import compress_kernels
 import data_parallel
 import fused_step as fused_steps
+import many_hosts as many
 import model_parallel
 import pipeline_parallel
 import scaling
@@ -316,6 +317,7 @@ def missed() -> str:
         "sparse_p2": sparse.BARS,
         "sparse_hosts_1gbit_p2": sparse.BARS,
         **{f"new_group_p{p}": importlib.import_module("new_group").BARS for p in (2, 4, 8)},
+        **{f"many_hosts_p{p}": many.BARS for p in (64, 128)},
         "between_hosts_2x1_p2": between_hosts.bars(),
         "between_hosts_2x2_p4": between_hosts.bars(),
         "data_parallel_p2": data_parallel.BARS,
@@ -351,6 +353,19 @@ def new_groups() -> str:
         times = [f"{1e3 * t:.1f}" for t in (gloo.median, gloo.fast, ours.median)]
         lines.append([str(p), *times, f"{ours.median / gloo.median:.2f}x"])
     return markdown(["ranks", "Gloo", "Gloo's fast mode", "fused", "of Gloo's median time"], lines)
+
+
+def many_hosts() -> str:
+    lines = []
+    for p in (64, 128):
+        rows = rows_of(f"many_hosts_p{p}") + rows_of(f"many_hosts_descriptors_p{p}")
+        for case in (many.CREATION, many.FIRST, many.LATER, many.UNUSED, many.USED):
+            size = many.SIZE if "all_reduce" in case else 0
+            found = [get(rows, case, size, arm).median for arm in ("gloo", "fused")]
+            counts = case in (many.UNUSED, many.USED)
+            cells = [f"{value:.0f}" if counts else f"{1e3 * value:.0f} ms" for value in found]
+            lines.append([str(p), case, *cells])
+    return markdown(["hosts", "", "Gloo", "fused"], lines)
 
 
 def planned(hosts: int) -> str:
@@ -424,6 +439,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "new_group": new_groups,
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
+    "many_hosts": many_hosts,
     "planned": lambda: planned(2),
     "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),
     "served_steps": lambda: serve_gloo_steps.table(

@@ -174,6 +174,20 @@ def test_hosts_join_and_leave(tmp_path: Path, marker: str) -> None:
     assert samples == PLAN["epochs"] * PLAN["samples"]  # 48 is a multiple of 2 and of 3
 
 
+def test_ranks_that_start_together_join_together(tmp_path: Path, marker: str) -> None:
+    """One that is ready earlier waits for the other: both are one change of the ranks."""
+    plan = {"wait": {"1": 4}, "late": {"3": 3}}
+    job = Job(tmp_path, marker, plan, "-np", "2", "--min-np", "1", "--max-np", "4")
+    job.flags += ("--host-discovery-script", str(tmp_path / "hosts.sh"), "--reset-limit", "1")
+    job.hosts("localhost:2\n")
+    job.start()
+    job.reached(1)
+    job.hosts("localhost:4\n")
+    results, _ = job.finish()
+    check(results, plan)
+    assert sizes(results) == [2, 4]
+
+
 def test_a_lost_host(tmp_path: Path, marker: str) -> None:
     """Its agent ends, behind ssh, and with it its rank: the others go on without the host."""
     plan = {"epochs": 4, "wait": {"2": 2}}

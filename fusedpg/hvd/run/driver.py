@@ -36,6 +36,8 @@ TICK_SECONDS = 0.05
 END_SECONDS = 10.0
 # The time in which ranks of a generation must meet after one of them was lost.
 MEETING_SECONDS = 5.0
+# How long ranks that are ready to join wait for others that start, so that all join together.
+TOGETHER_SECONDS = 30.0
 # Generations in a row of which no worker got the state although none was lost.
 MAX_FRUITLESS = 3
 # An address for documentation (RFC 5737): the way to it is the way to other machines.
@@ -81,6 +83,7 @@ class Worker:
     generation: int = -1
     meeting: int = 1  # the number of its next rendezvous
     waiting: bool = False
+    announced: bool = False  # the members of the generation were told that it wants to join
     leaving: bool = False  # its slot is gone: it has no place in the next generation
     counted: bool = False  # its exit was looked at
     code: int | None = None
@@ -130,6 +133,7 @@ class Driver:
         self._updates = [0, 0]
         self._stores: list[dist.TCPStore] = []  # of the last two generations
         self._stuck_since: float | None = None
+        self._ready_since: float | None = None  # newcomers that nobody was told of
         self._discovery: found.DiscoveryScript | None = None
         if settings.discovery_script is not None:
             self._discovery = found.DiscoveryScript(settings.discovery_script, settings.slots)
@@ -427,15 +431,22 @@ class Driver:
         self._control.set(_membership.UPDATES_KEY, f"{self._updates[0]},{self._updates[1]}")
 
     def _look_who_waits(self, running: list[Worker]) -> None:
-        added = 0
         for worker in running:
             if not worker.waiting and self._control.check(
                 [_membership.waiting_key(worker.number, worker.meeting)]
             ):
                 worker.waiting = True
-                added += worker.generation < 0
-        if added and self._generation >= 0:
-            self._publish_updates(added=added)
+        newcomers = [w for w in running if w.generation < 0 and not w.leaving]
+        ready = [w for w in newcomers if w.waiting and not w.announced]
+        if self._generation < 0 or not ready:
+            self._ready_since = None
+            return
+        now = time.monotonic()
+        self._ready_since = self._ready_since or now
+        if all(w.waiting for w in newcomers) or now - self._ready_since > TOGETHER_SECONDS:
+            for worker in ready:
+                worker.announced = True
+            self._publish_updates(added=len(ready))
 
     def _refuse(self, running: list[Worker], reason: str) -> None:
         for worker in running:

@@ -5,6 +5,7 @@ What happens when is said by a plan, a JSON object in the variable PLAN:
     wait: {epoch: ranks}: an epoch begins with so many ranks
     kill: {worker: steps}: which worker kills itself in which committed step's successor
     kill_meeting: {worker: meeting}: which worker kills itself when it has got a place
+    late: {worker: seconds}: which worker takes longer to start
 The last line of each rank is a JSON object of what it has.
 """
 
@@ -64,6 +65,7 @@ def kill_in_meeting() -> None:
 
 def main() -> None:
     kill_in_meeting()
+    time.sleep(PLAN.get("late", {}).get(os.environ.get(_membership.WORKER), 0))
     hvd.init()
     data = make_data(PLAN["samples"])
     model, optimizer = make_model(worker())
