@@ -116,6 +116,7 @@ def sizes(results: list[dict[str, Any]]) -> list[int]:
     return [n for place, n in enumerate(steps) if place == 0 or steps[place - 1] != n]
 
 
+@pytest.mark.long
 def test_without_a_fault(tmp_path: Path, marker: str) -> None:
     results, _ = run(tmp_path, marker, {}, "-np", "3", "--min-np", "2")
     check(results, {})
@@ -137,6 +138,7 @@ def test_a_killed_rank(tmp_path: Path, marker: str, victim: int, step: int) -> N
     assert {result["worker"] for result in results} == {0, 1, 2} - {victim}
 
 
+@pytest.mark.long
 def test_two_ranks_are_killed_at_once(tmp_path: Path, marker: str) -> None:
     plan = {"kill": {"1": 9, "2": 9}}
     results, _ = run(tmp_path, marker, plan, "-np", "3", "--min-np", "1")
@@ -144,6 +146,7 @@ def test_two_ranks_are_killed_at_once(tmp_path: Path, marker: str) -> None:
     assert sizes(results) == [3, 1]
 
 
+@pytest.mark.long
 def test_a_new_rank_takes_the_place_of_a_killed_one(tmp_path: Path, marker: str) -> None:
     """It gets weights, momentum, epoch and history from rank 0."""
     plan = {"kill": {"0": 5}, "wait": {"2": 3}}
@@ -174,6 +177,7 @@ def test_hosts_join_and_leave(tmp_path: Path, marker: str) -> None:
     assert samples == PLAN["epochs"] * PLAN["samples"]  # 48 is a multiple of 2 and of 3
 
 
+@pytest.mark.long
 def test_ranks_that_start_together_join_together(tmp_path: Path, marker: str) -> None:
     """One that is ready earlier waits for the other: both are one change of the ranks."""
     plan = {"wait": {"1": 4}, "late": {"3": 3}}
@@ -202,6 +206,7 @@ def test_a_lost_host(tmp_path: Path, marker: str) -> None:
     assert sizes(results) == [3, 2]
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_while_they_meet(tmp_path: Path, marker: str) -> None:
     """Between its place in the second generation and its group: there is a third generation."""
     plan = {"kill": {"2": 5}, "kill_meeting": {"1": 2}}

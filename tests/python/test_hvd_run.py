@@ -310,12 +310,17 @@ def test_check_build() -> None:
 
 
 def fake_ssh(folder: Path, body: str) -> dict[str, str]:
-    """An environment in which `ssh` is a program of ours; its arguments are in ssh.log."""
+    """An environment in which `ssh` is a program of ours; see `ssh_log` for its arguments."""
     program = folder / "ssh"
-    log = shlex.quote(str(folder / "ssh.log"))
-    program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >> {log}\n{body}')
+    log = shlex.quote(str(folder / "ssh.log"))  # one of each call: a shell writes line by line
+    program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >> {log}.$$\n{body}')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def ssh_log(folder: Path) -> str:
+    """The arguments of all calls of `ssh`, a line each."""
+    return "".join(log.read_text() for log in folder.glob("ssh.log.*"))
 
 
 # As sshd does: a login shell runs the last argument, in the home directory.
@@ -348,7 +353,7 @@ def test_ssh(tmp_path: Path, marker: str) -> None:
     for (rank, _), first in text.items():
         assert f"[{rank}]<stdout>:{first}" in lines
         assert f"[{rank}]<stdout>: b {argument}" in lines
-    log = (tmp_path / "ssh.log").read_text()
+    log = ssh_log(tmp_path)
     for name in (FAR, FARTHER):
         assert f"-o\nBatchMode=yes\n-p\n2222\n-i\nmy key\n{name}\n" in log
 
