@@ -371,7 +371,7 @@ void Sums::ask_for_overtaken(
     if (answered || one.operation != session.operation) {
       continue;
     }
-    // Where nobody has sent it there may be none: it is asked for once.
+    // There may be no such packet if nobody has sent it: it is asked for once.
     const bool asks = begun ? one.asked + 3 * session.trip / 2 < now
                             : one.asked == Clock::time_point();
     if (asks) {

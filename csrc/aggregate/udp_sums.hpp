@@ -25,7 +25,7 @@ namespace fusedpg::aggregate::udp {
 // comes late, from an earlier one, is dropped (a switch would add it up).
 //
 // A worker answers a result by the slot's next packet, in the order of results.
-// Where it has answered later ones it is asked for that packet: either this or
+// A worker that has answered later ones is asked for that packet: either this or
 // the result is lost. No switch does that.
 class Sums {
  public:
@@ -151,7 +151,7 @@ class Sums {
   const size_t most_sessions_;
   bool drains_ = false;
   std::map<Key128, std::unique_ptr<Session>> sessions_;
-  // That have ended lately: a join that the network brings late begins none.
+  // Sessions that have ended lately: a join that comes late begins none.
   std::deque<std::pair<Clock::time_point, Key128>> over_;
   std::unordered_map<Address, Member, AddressHash> members_;
   Stats stats_;

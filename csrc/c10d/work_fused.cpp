@@ -136,7 +136,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
       return future_;
     }
   }
-  // Who waits for a future cannot help. (This may complete it here.)
+  // A thread that waits for a future cannot help. (This may complete it here.)
   if (executor_) {
     executor_->hurry();
   } else if (const auto mailbox = mailbox_.lock()) {

@@ -8,7 +8,7 @@
 
 namespace fusedpg {
 
-// Where the tensors of a plan lie in this rank's arena, for peers that map it.
+// The places of a plan's tensors in this rank's arena, for peers that map it.
 struct Locations {
   // kReadsDirect if all contributions lie there, kWritesDirect if all results
   // do.

@@ -198,7 +198,7 @@ class Pipeline {
     ctx_.domain->barrier(descriptor_, ctx_.deadline);
   }
 
-  // What lies in an arena is read and written there by whoever works on it;
+  // Tensors of an arena are read and written there by whoever works on them;
   // everything else goes through the staging buffers, rank by rank.
   struct Neighbour {
     int rank;

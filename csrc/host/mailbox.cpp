@@ -548,8 +548,8 @@ bool Mailbox::pending() const {
       });
 }
 
-// Whether the thread has something to do once a peer rings. What a send has left
-// to do when all its bytes lie where the receiver reads them is to end.
+// Whether the thread has something to do once a peer rings. A send whose
+// bytes all lie where the receiver reads them has only to end.
 bool Mailbox::concerned() const {
   if (prompt_.load(std::memory_order_acquire)) {
     return pending();
