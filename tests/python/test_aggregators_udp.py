@@ -170,6 +170,7 @@ def test_refuses(ranks: Any, one: Udp, more: dict[str, Any], text: str) -> None:
     ranks.run(checks.refuses, all_of_it, text)
 
 
+@pytest.mark.long
 def test_another_key(ranks: Any) -> None:
     with Udp(key="f" * 32) as other:
         given = {"backend": "udp", "aggregators": other.place, "packet_numel": 256}
@@ -215,6 +216,7 @@ def test_worker_fails(one: Udp) -> None:
         assert "its own" in answers[1][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [False, True])
 def test_aggregator_dies(tmp_path: Path, again: bool) -> None:
     """All raise soon, and name it; a new context works once it is there again."""

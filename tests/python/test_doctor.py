@@ -17,6 +17,7 @@ from fusedpg import _doctor
 pytestmark = pytest.mark.fused_only
 
 
+@pytest.mark.long
 def test_check() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fusedpg", "check"],

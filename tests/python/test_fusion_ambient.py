@@ -14,9 +14,11 @@ pytestmark = pytest.mark.fused_only
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
     [
-        (2, torch.float32),
-        (1, torch.bfloat16),
-        *(harness.slow(*case) for case in [(1, torch.float32), (2, torch.bfloat16)]),
+        (2, torch.bfloat16),
+        *(
+            harness.slow(*case)
+            for case in [(1, torch.bfloat16), (1, torch.float32), (2, torch.float32)]
+        ),
         *(harness.slow(size, torch.float64) for size in (1, 2)),
     ],
 )

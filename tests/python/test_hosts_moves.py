@@ -93,6 +93,7 @@ def test_killed_peer(names: str, what: str) -> None:
     assert all(isinstance(seconds, float) and seconds < 5 for seconds in answers[:-1]), answers
 
 
+@pytest.mark.long
 @pytest.mark.skipif(hosts.why_not() is not None, reason=f"no hosts: {hosts.why_not()}")
 def test_bytes_on_the_wire() -> None:
     """What all ranks get crosses each host's link once."""

@@ -215,6 +215,7 @@ def test_a_rank_that_dies_while_they_meet(tmp_path: Path, marker: str) -> None:
     assert sizes(results) == [4, 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plan", "flags", "message", "code"),
     [
@@ -248,6 +249,7 @@ def test_jobs_that_cannot_go_on(
     assert f"fusedpg-run: {message}" in err or message in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [False, True])
 def test_a_program_that_fails_everywhere(tmp_path: Path, marker: str, script: bool) -> None:
     job = Job(tmp_path, marker, {}, "-np", "2", "--min-np", "1")
@@ -282,6 +284,7 @@ train(Nothing())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fruitless", "message"),
     [
@@ -303,6 +306,7 @@ def test_ranks_that_do_not_meet(tmp_path: Path, marker: str, fruitless: bool, me
     assert f"fusedpg-run: {message}" in err
 
 
+@pytest.mark.long
 def test_the_example(tmp_path: Path, marker: str) -> None:
     """It goes on when a rank is killed, and learns."""
     program = str(ROOT / "examples" / "horovod_elastic.py")

@@ -225,6 +225,7 @@ def test_output_keeps_every_byte(tmp_path: Path) -> None:
     assert (tmp_path / "out/rank.0/stdout").read_bytes() == body
 
 
+@pytest.mark.long
 def test_timestamps() -> None:
     _, out, _ = launch("-np", "1", "--prefix-output-with-timestamp", "echo", "x")
     stamp, _, rest = out.partition("[0]")
@@ -250,6 +251,7 @@ def test_a_program_that_does_not_exist() -> None:
     assert "cannot start /no/such/program" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
@@ -292,12 +294,14 @@ def test_output_that_nobody_reads_ends_the_job(marker: str) -> None:
     job.stderr.close()
 
 
+@pytest.mark.long
 def test_more_ranks_than_slots() -> None:
     code, _, err = launch("-np", "3", "-H", "localhost:2", "true")
     assert code == 2
     assert "the hosts have 2 slots" in err
 
 
+@pytest.mark.long
 def test_check_build() -> None:
     pytest.importorskip("fusedpg.hvd._basics")
     code, out, _ = launch("--check-build")
@@ -358,6 +362,7 @@ def test_ssh(tmp_path: Path, marker: str) -> None:
         assert f"-o\nBatchMode=yes\n-p\n2222\n-i\nmy key\n{name}\n" in log
 
 
+@pytest.mark.long
 def test_a_host_that_ssh_cannot_reach(tmp_path: Path, marker: str) -> None:
     env = fake_ssh(tmp_path, "echo 'Connection refused' >&2; exit 255\n")
     flags = ["-np", "2", "-H", f"localhost:1,{FAR}:1", "sleep", "100"]
@@ -431,6 +436,7 @@ def test_run_a_function(marker: str) -> None:
     assert results == [("0", "2", "x" * 300_000), ("1", "2", "x" * 300_000)]
 
 
+@pytest.mark.long
 def test_run_a_function_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     from fusedpg.hvd.run import run
 

@@ -120,6 +120,7 @@ def save_as_rank(rank: int, root: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_checkpoints_of_several_processes(tmp_path: Path) -> None:
     dcp.save(wholes(2.0), checkpoint_id=tmp_path / "plain", no_dist=True)

@@ -32,6 +32,7 @@ def test_hooks() -> None:
     harness.pool(2).run(normed.hooks)
 
 
+@pytest.mark.long
 def test_norms_behind_the_operation() -> None:
     harness.pool(2).run(normed.behind)
 
