@@ -35,10 +35,12 @@ from fusedpg.plan.launched import facts_of, in_group
 from fusedpg.plan.layout import Layout
 from fusedpg.plan.memory import MB, PeakMemory
 from fusedpg.plan.operators import Model, Operator, Part, Value
+from fusedpg.plan.others import MOST, Others
 from fusedpg.plan.stage import Move, exchanged, groups
 from fusedpg.tensor_parallel._epilogue import Place
 
 SIZES_MB = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)
+LARGEST_STEP_MB = 256.0  # of the weights of an optimizer's step; larger ones are in proportion
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "adamw")
 
 
@@ -204,16 +206,22 @@ class _Cache:
         shared = [lines]
         dist.broadcast_object_list(shared)
         self.known: dict[str, Any] = {}
+        self.fresh: dict[str, Any] = {}  # not written yet
         for line in shared[0]:
             self.known.update(json.loads(line))
 
     def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        if key not in self.known:
-            self.known[key] = value = measure()
-            if dist.get_rank() == 0:
-                with self.path.open("a") as file:
-                    file.write(json.dumps({key: value}) + "\n")
-        return self.known[key]
+        if key not in self.known and key not in self.fresh:
+            self.fresh[key] = measure()
+        return self.fresh.get(key, self.known.get(key))
+
+    def keep(self) -> None:
+        """Writes what was measured since the last time."""
+        self.known.update(self.fresh)
+        if dist.get_rank() == 0:
+            with self.path.open("a") as file:
+                file.writelines(json.dumps({k: v}) + "\n" for k, v in self.fresh.items())
+        self.fresh = {}
 
 
 class Profiler:
@@ -224,20 +232,27 @@ class Profiler:
         folder: of the database.
         dtype: of weights and values.
         repeats: of each measurement, of which the median counts.
+        tries: at a file's measurements, where other processes disturb them.
     """
 
     def __init__(
-        self, model: Model, folder: str | Path, *, dtype: torch.dtype, repeats: int = 10
+        self,
+        model: Model,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype,
+        repeats: int = 10,
+        tries: int = 5,
     ) -> None:
         self.model, self.folder = model, Path(folder)
-        self.dtype, self.repeats = dtype, repeats
+        self.dtype, self.repeats, self.tries = dtype, repeats, tries
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stem = f"{model.name}_{model.size}"
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
         # Measurements depend on it; another machine has a folder of its own.
         said = (
-            "2",  # of how they are measured
+            "3",  # of how they are measured
             dtype,
             repeats,
             self.world_size,
@@ -322,7 +337,7 @@ class Profiler:
                 for samples in micro_batches:
                     name = f"{self.stem}_mbs{samples}_tp{tp}_algo{algo}.csv"
                     advance(name)
-                    self._write(name, self._table(samples, tp, algo))
+                    self._file(name, functools.partial(self._table, samples, tp, algo))
         return skipped
 
     def _table(self, samples: int, tp: int, algo: int) -> list[Sequence[Any]]:
@@ -407,18 +422,39 @@ class Profiler:
 
     def collectives(self, sizes: Sequence[float], advance: Callable[[str], None]) -> None:
         """Writes a file for each collective and number of devices, on one host and across."""
+        weights = sum(
+            self._mb(weight.shape, Value(()))
+            for op in self.model.operators
+            for weight in op.weights(0).values()
+        )
+        # A step takes all weights of a stage at once, other collectives the values of an operator.
+        most = min(weights, LARGEST_STEP_MB)
+        larger = [2.0**n for n in range(30) if max(sizes) < 2.0**n < most]
+        steps = [*sizes, *larger, *([most] if most > max(sizes) else [])]
         for count in range(2, self.world_size + 1):
             for nodes, sets in self._sets(count).items():
                 for collective in COLLECTIVES:
                     across = f"_{nodes}nodes" if nodes > 1 else ""
                     name = f"prim_{self.stem}_{collective}_{count}gpus{across}.csv"
                     advance(name)
-                    rows: list[Sequence[Any]] = [("data_size(MB)", "time(ms)")]
-                    for size in sizes:
-                        measure = functools.partial(self._collective, collective, sets, size)
-                        key = repr((collective, count, nodes, size))
-                        rows.append((f"{size:.6f}", f"{self.cache.get(key, measure):.6f}"))
-                    self._write(name, rows)
+                    which = collective, count, nodes, sets
+                    taken = steps if collective == "adamw" else sizes
+                    self._file(name, functools.partial(self._curve, *which, taken))
+
+    def _curve(
+        self,
+        collective: str,
+        count: int,
+        nodes: int,
+        sets: Sequence[tuple[int, ...]],
+        sizes: Sequence[float],
+    ) -> list[Sequence[Any]]:
+        rows: list[Sequence[Any]] = [("data_size(MB)", "time(ms)")]
+        for size in sizes:
+            measure = functools.partial(self._collective, collective, sets, size)
+            key = repr((collective, count, nodes, size))
+            rows.append((f"{size:.6f}", f"{self.cache.get(key, measure):.6f}"))
+        return rows
 
     def _sets(self, count: int) -> dict[int, list[tuple[int, ...]]]:
         """Disjoint sets of so many ranks, by how many hosts each is on."""
@@ -473,14 +509,18 @@ class Profiler:
         for kind, pair in pairs.items():
             if pair is None:
                 continue
-            advance(f"p2p_{kind}_node.csv")
-            speeds = []
-            for size in sizes:
-                measure = functools.partial(self._message, pair, int(size * MB / 4))
-                milliseconds = self.cache.get(repr(("message", kind, size)), measure)
-                speeds.append(size / milliseconds)
-            rows = [[f"{size:.6f}" for size in sizes], [f"{speed:.6f}" for speed in speeds]]
-            self._write(f"p2p_{kind}_node.csv", rows)
+            name = f"p2p_{kind}_node.csv"
+            advance(name)
+            self._file(name, functools.partial(self._speeds, kind, pair, sizes))
+
+    def _speeds(
+        self, kind: str, pair: tuple[int, int], sizes: Sequence[float]
+    ) -> list[Sequence[Any]]:
+        speeds = []
+        for size in sizes:
+            measure = functools.partial(self._message, pair, int(size * MB / 4))
+            speeds.append(size / self.cache.get(repr(("message", kind, size)), measure))
+        return [[f"{size:.6f}" for size in sizes], [f"{speed:.6f}" for speed in speeds]]
 
     def _message(self, pair: tuple[int, int], count: int) -> float:
         """Milliseconds of a message, by half of there and back."""
@@ -525,7 +565,21 @@ class Profiler:
             path = self.folder / f"model_{self.stem}.json"
             _replace(path, json.dumps(described, indent=1) + "\n")
 
-    def _write(self, name: str, rows: Sequence[Sequence[Any]]) -> None:
+    def _file(self, name: str, measure: Callable[[], list[Sequence[Any]]]) -> None:
+        """Measures and writes a file; again while other processes take the cores."""
+        for _ in range(self.tries):
+            others = Others(self.machine)
+            rows = measure()
+            share = others.share() if self.cache.fresh else 0.0
+            if not share > MOST:
+                break
+            again, self.cache.fresh = self.cache.fresh, {}
+        else:
+            self.cache.fresh = again
+            if self.rank == 0:
+                said = f"other processes took {share:.0%} of the cores"
+                print(f"{name}: {said} while it was measured", file=sys.stderr)
+        self.cache.keep()
         if self.rank == 0:
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(rows)
