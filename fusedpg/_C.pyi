@@ -119,6 +119,7 @@ class ProcessGroupFused(Backend):
         block_size: int | None,
         threshold: float,
         residual: torch.Tensor | None,
+        bitmap: torch.Tensor | None,
         async_op: bool,
     ) -> Work | None: ...
     def empty_shared(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...

@@ -142,6 +142,7 @@ def sparse_all_reduce(
     block_size: int | None = None,
     threshold: float = 0.0,
     residual: torch.Tensor | None = None,
+    bitmap: torch.Tensor | None = None,
 ) -> dist.Work | None:
     """``dist.all_reduce`` that moves only the blocks in which some element is not zero.
 
@@ -165,12 +166,19 @@ def sparse_all_reduce(
             zeros at first, which belongs to this rank and this call site. It is added to
             ``tensor`` before, and receives what was not sent (error feedback), so that nothing is
             lost: sent + residual == tensor + old residual, bit for bit (but for -0.0).
+        bitmap: this rank's choice of blocks, without a look at ``tensor``: contiguous bools where
+            ``tensor`` is, one for each block of ``tensor.reshape(-1)`` (of a tensor on a GPU, of
+            its elements in the order of its memory). A block whose bool is False counts as +0.0,
+            whatever it holds. Other ranks may have another bitmap, or none. Not with
+            ``threshold``.
 
     Raises:
         ValueError: for arguments this rank can check alone.
         torch.distributed.DistBackendError: when ranks disagree or a rank fails.
     """
-    work = _backend(group).sparse_all_reduce(tensor, op, block_size, threshold, residual, async_op)
+    work = _backend(group).sparse_all_reduce(
+        tensor, op, block_size, threshold, residual, bitmap, async_op
+    )
     return cast("dist.Work | None", work)
 
 

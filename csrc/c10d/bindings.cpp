@@ -432,13 +432,15 @@ void bind_group(py::module_& m) {
              std::optional<int64_t> block_size,
              double threshold,
              std::optional<at::Tensor> residual,
+             std::optional<at::Tensor> bitmap,
              bool async_op) {
             return group.sparse_all_reduce(
                 tensor,
                 {op,
                  block_size.value_or(group.block_size()),
                  threshold,
-                 std::move(residual)},
+                 std::move(residual),
+                 std::move(bitmap)},
                 async_op);
           },
           "all_reduce that moves only blocks that are not zero: see "
@@ -448,6 +450,7 @@ void bind_group(py::module_& m) {
           py::arg("block_size"),
           py::arg("threshold"),
           py::arg("residual"),
+          py::arg("bitmap"),
           py::arg("async_op"),
           py::call_guard<py::gil_scoped_release>())
       .def(

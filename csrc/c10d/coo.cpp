@@ -4,6 +4,7 @@
 #include "base/hash.hpp"
 #include "c10d/tensors.hpp"
 #include "collectives/hosts_way.hpp"
+#include "collectives/reduction.hpp"
 
 namespace fusedpg {
 namespace {
@@ -75,8 +76,9 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
   return all;
 }
 
-// Between hosts. What ranks do not agree about is told by enter().
-Gathered gather_entries(NetContext& ctx, const at::Tensor& mine) {
+// Between hosts. What ranks do not agree about is told by enter(); what they
+// have are the numbers of their entries.
+std::vector<int64_t> gather_numbers(NetContext& ctx, const at::Tensor& mine) {
   HostsWay way(ctx);
   OpDescriptor d;
   d.op = OpCode::kAllReduce;
@@ -84,47 +86,51 @@ Gathered gather_entries(NetContext& ctx, const at::Tensor& mine) {
   d.count = static_cast<uint64_t>(mine.numel());
   d.shape_hash = shape_hash(mine);
   way.enter(nullptr, d, {static_cast<uint64_t>(mine._nnz())});
-  const auto sized = [](const at::Tensor& part, int64_t dim, int64_t entries) {
-    std::vector<int64_t> sizes = part.sizes().vec();
-    sizes[dim] = entries;
-    return at::empty(sizes, part.options());
-  };
-  Gathered all;
+  std::vector<int64_t> entries;
   for (int p = 0; p < way.size(); ++p) {
-    const auto entries = static_cast<int64_t>(*way.extra(p));
-    all.indices.push_back(sized(mine.indices(), 1, entries));
-    all.values.push_back(sized(mine.values(), 0, entries));
+    entries.push_back(static_cast<int64_t>(*way.extra(p)));
   }
-  for (std::vector<at::Tensor>* list : {&all.indices, &all.values}) {
-    const at::Tensor part =
-        (list == &all.indices ? mine.indices() : mine.values()).contiguous();
-    (*list)[way.rank()] = part;
-    NetBuffer out(part.nbytes());
-    std::copy_n(
-        static_cast<const char*>(part.data_ptr()), out.bytes(), out.data());
-    std::vector<NetBuffer> ins;
-    for (const at::Tensor& one : *list) {
-      ins.emplace_back(one.nbytes());
-    }
-    net_exchange(ctx, std::vector<NetBuffer>(ins.size(), out), ins);
-    for (int p = 0; p < way.size(); ++p) {
-      if (p != way.rank()) {
-        std::copy_n(
-            ins[p].data(),
-            ins[p].bytes(),
-            static_cast<char*>((*list)[p].data_ptr()));
-      }
-    }
-  }
-  return all;
+  return entries;
 }
 
-// Every entry is a left fold over the ranks that have it: in rank order, or
-// where several share a host those of each host first.
-at::Tensor add_entries(
-    const at::Tensor& like,
-    const Gathered& all,
-    const HostMap& hosts) {
+// All ranks' coordinates, or values, of which `dim` counts the entries.
+std::vector<at::Tensor> gather_parts(
+    NetContext& ctx,
+    const at::Tensor& mine,
+    const std::vector<int64_t>& entries,
+    int64_t dim) {
+  const at::Tensor part = mine.contiguous();
+  const size_t me = ctx.transport.rank();
+  std::vector<at::Tensor> list;
+  std::vector<NetBuffer> ins;
+  for (size_t p = 0; p < entries.size(); ++p) {
+    std::vector<int64_t> sizes = part.sizes().vec();
+    sizes[dim] = entries[p];
+    list.push_back(p == me ? part : at::empty(sizes, part.options()));
+    ins.emplace_back(list[p].nbytes());
+  }
+  NetBuffer out(part.nbytes());
+  std::copy_n(
+      static_cast<const char*>(part.data_ptr()), out.bytes(), out.data());
+  net_exchange(ctx, std::vector<NetBuffer>(ins.size(), out), ins);
+  for (size_t p = 0; p < list.size(); ++p) {
+    if (p != me) {
+      std::copy_n(
+          ins[p].data(),
+          ins[p].bytes(),
+          static_cast<char*>(list[p].data_ptr()));
+    }
+  }
+  return list;
+}
+
+// The coordinates that any rank has, in order.
+struct Union {
+  at::Tensor indices; // [sparse_dim, entries]
+  std::vector<at::Tensor> places; // of each rank's entries among them
+};
+
+Union unite(const at::Tensor& like, const std::vector<at::Tensor>& ranks) {
   std::vector<at::Tensor> flat;
   const int64_t dims = like.sparse_dim();
   std::vector<int64_t> strides(dims, 1);
@@ -132,34 +138,112 @@ at::Tensor add_entries(
     strides[d - 1] = strides[d] * like.size(d);
   }
   const at::Tensor factors = at::tensor(strides, at::kLong).unsqueeze(1);
-  for (const at::Tensor& indices : all.indices) {
+  for (const at::Tensor& indices : ranks) {
     flat.push_back((indices * factors).sum(0));
   }
   const auto [places, inverse, counts] =
       at::_unique2(at::cat(flat), /*sorted=*/true, /*return_inverse=*/true);
-  std::vector<int64_t> sizes = all.values[0].sizes().vec();
-  sizes[0] = places.numel();
-  at::Tensor values = at::zeros(sizes, all.values[0].options());
-  at::Tensor indices = at::empty({dims, places.numel()}, at::kLong);
-  std::vector<at::Tensor> mine; // places, by rank
+  Union all{at::empty({dims, places.numel()}, at::kLong), {}};
   int64_t begin = 0;
   for (size_t p = 0; p < flat.size(); ++p) {
-    mine.push_back(inverse.narrow(0, begin, flat[p].numel()));
-    indices.index_copy_(1, mine[p], all.indices[p]);
+    all.places.push_back(inverse.narrow(0, begin, flat[p].numel()));
+    all.indices.index_copy_(1, all.places[p], ranks[p]);
     begin += flat[p].numel();
   }
+  return all;
+}
+
+// A rank's entries, with zeros where only others have some.
+at::Tensor spread(const at::Tensor& values, const Union& all, int rank) {
+  std::vector<int64_t> sizes = values.sizes().vec();
+  sizes[0] = all.indices.size(1);
+  at::Tensor whole = at::zeros(sizes, values.options());
+  whole.index_copy_(0, all.places[rank], values);
+  return whole;
+}
+
+// Every entry is a left fold over the ranks that have it, which begins with
+// zero: in rank order, or where several share a host those of each host first.
+at::Tensor add_values(
+    const Union& all,
+    const std::vector<at::Tensor>& ranks,
+    const HostMap& hosts) {
+  std::vector<int64_t> sizes = ranks[0].sizes().vec();
+  sizes[0] = all.indices.size(1);
+  at::Tensor values = at::zeros(sizes, ranks[0].options());
   for (int h = 0; h < hosts.num_hosts(); ++h) {
     const bool one = hosts.ranks(h).size() == 1;
     at::Tensor sum = one ? values : at::zeros_like(values);
     for (const int p : hosts.ranks(h)) {
-      sum.index_add_(0, mine[p], all.values[p]);
+      sum.index_add_(0, all.places[p], ranks[p]);
     }
     if (!one) {
       values.add_(sum);
     }
   }
+  return values;
+}
+
+// Whether blocks of entries have the sums that entries have: half types are
+// rounded after each addition here.
+bool may_use_blocks(const NetContext& ctx, const kernels::ReduceArgs& args) {
+  return ctx.aggregators != nullptr && can_skip(args) &&
+      args.dtype != DType::kFloat16 && args.dtype != DType::kBFloat16;
+}
+
+// The same sums by blocks of the entries that any rank has, of which a rank
+// sends those in which it has some: by the group's aggregators, or where the
+// model finds that faster among the ranks.
+at::Tensor add_blocks(
+    NetContext& ctx,
+    const at::Tensor& mine,
+    const Union& all,
+    const kernels::ReduceArgs& args) {
+  constexpr size_t kLargestBlock = 65536;
+  const int rank = ctx.transport.rank();
+  at::Tensor sum = spread(mine, all, rank);
+  const auto count = static_cast<size_t>(sum.numel());
+  if (count == 0) {
+    return sum;
+  }
+  const size_t entry = count / static_cast<size_t>(sum.size(0));
+  SkipOptions skip;
+  if (entry <= kLargestBlock) {
+    skip.block = (kBlockSize + entry - 1) / entry * entry; // of whole entries
+  }
+  std::vector<uint8_t> bitmap((count + skip.block - 1) / skip.block);
+  const at::Tensor places = all.places[rank].contiguous();
+  for (int64_t i = 0; i < places.numel(); ++i) {
+    const size_t begin = static_cast<size_t>(places.data_ptr<int64_t>()[i]);
+    for (size_t b = begin * entry / skip.block;
+         b * skip.block < (begin + 1) * entry;
+         ++b) {
+      bitmap[b] = 1;
+    }
+  }
+  skip.bitmap = bitmap.data();
+  skip.bitmap_block = skip.block;
+  const std::vector<ReduceTensor> tensors{{sum.data_ptr(), count}};
+  SumCall call = sum_call(OpCode::kSparseAllReduce, tensors, args);
+  call.block = skip.block;
+  OpDescriptor d = facts(call);
+  Plan plan = in_place(ctx.kernels, ctx.transport.size(), tensors, args);
+  plan.skip = skip;
+  plan.zeros_stay = true;
+  ctx.list_index = 1;
+  ctx.list_length = 2;
+  HostsWay way(ctx);
+  way.enter(&plan, d, {});
+  way.run(plan, d);
+  return sum.add_(0); // a fold that begins with zero has no -0.0
+}
+
+at::Tensor united(
+    const at::Tensor& like,
+    const Union& all,
+    const at::Tensor& values) {
   return at::_sparse_coo_tensor_unsafe(
-      indices,
+      all.indices,
       values,
       like.sizes(),
       like.options(),
@@ -191,15 +275,32 @@ void count(OpContext& ctx, const Gathered& all, int rank) {
 
 at::Tensor coo_all_reduce(Context& ctx, const at::Tensor& mine, bool mean) {
   const Gathered all = gather_entries(ctx, mine);
-  const at::Tensor sum = add_entries(mine, all, HostMap::apart(ctx.size()));
+  const Union places = unite(mine, all.indices);
+  const at::Tensor sum = united(
+      mine, places, add_values(places, all.values, HostMap::apart(ctx.size())));
   count(ctx, all, ctx.rank());
   return mean ? coo_mean(sum, ctx.size()) : sum;
 }
 
 at::Tensor coo_all_reduce(NetContext& ctx, const at::Tensor& mine, bool mean) {
-  const Gathered all = gather_entries(ctx, mine);
-  const at::Tensor sum = add_entries(mine, all, *ctx.hosts);
-  count(ctx, all, ctx.transport.rank());
+  kernels::ReduceArgs args;
+  args.dtype = to_dtype(mine.scalar_type());
+  const auto entries = gather_numbers(ctx, mine);
+  Gathered all{gather_parts(ctx, mine.indices(), entries, 1), {}};
+  const Union places = unite(mine, all.indices);
+  at::Tensor values;
+  if (may_use_blocks(ctx, args)) {
+    values = add_blocks(ctx, mine.values(), places, args);
+    ctx.stats.add(
+        OpCode::kAllReduce,
+        ctx.aggregated ? DataPath::kAggregated : DataPath::kCoordinates,
+        ctx.moved);
+  } else {
+    all.values = gather_parts(ctx, mine.values(), entries, 0);
+    values = add_values(places, all.values, *ctx.hosts);
+    count(ctx, all, ctx.transport.rank());
+  }
+  const at::Tensor sum = united(mine, places, values);
   return mean ? coo_mean(sum, ctx.transport.size()) : sum;
 }
 

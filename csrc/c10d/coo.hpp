@@ -11,7 +11,8 @@ namespace fusedpg {
 // gather all entries, and each adds them by itself. Throws Error(kMismatch)
 // where sizes, dtypes or sparse dimensions differ.
 at::Tensor coo_all_reduce(Context& ctx, const at::Tensor& mine, bool mean);
-// The same between hosts.
+// The same between hosts. Groups that have aggregators gather the coordinates,
+// and add the values of fp64, fp32, int64 and int32 by blocks, to the same bits.
 at::Tensor coo_all_reduce(NetContext& ctx, const at::Tensor& mine, bool mean);
 
 } // namespace fusedpg

@@ -104,6 +104,7 @@ struct SkipArguments {
   int64_t block_size; // elements
   double threshold;
   std::optional<at::Tensor> residual;
+  std::optional<at::Tensor> bitmap;
 };
 
 // What the engines' kernels do for `masters_follow` on the CPU.

@@ -65,6 +65,37 @@ bool looks_dense(
   return sampled_density({sample.data()}) == 1.0;
 }
 
+// A block of `bits` is present if any of the bitmap's blocks in it is. The
+// others become zeros, or the ranks would not have the same result where nobody
+// has the block.
+void obey_bitmap(
+    Pool& pool,
+    const ReduceTensor& tensor,
+    size_t element,
+    const SkipOptions& options,
+    uint64_t* bits) {
+  const size_t said = options.bitmap_block;
+  const size_t per_word = 64 * options.block / said;
+  const size_t all = (tensor.count + said - 1) / said;
+  const size_t words = BlockMap::words_of(tensor.count, options.block);
+  const size_t grain = kScanGrain / (64 * options.block * element) + 1;
+  pool.run(words, 1, grain, [&](size_t first, size_t last) {
+    std::fill(bits + first, bits + last, 0);
+    const size_t end = std::min(last * per_word, all);
+    for (size_t b = first * per_word; b < end; ++b) {
+      if (options.bitmap[b] != 0) {
+        const size_t block = b * said / options.block;
+        bits[block / 64] |= uint64_t(1) << (block % 64);
+        continue;
+      }
+      std::memset(
+          static_cast<char*>(tensor.data) + b * said * element,
+          0,
+          std::min(said, tensor.count - b * said) * element);
+    }
+  });
+}
+
 } // namespace
 
 bool can_skip(const kernels::ReduceArgs& args) {
@@ -121,6 +152,10 @@ void find_blocks(
     add_residual(kernels, tensor, dtype, options.residual);
   }
   const size_t element = dtype_size(dtype);
+  if (options.bitmap != nullptr) {
+    obey_bitmap(pool, tensor, element, options, bits);
+    return;
+  }
   const size_t block = options.block;
   const size_t per_word = 64 * block;
   const size_t words = BlockMap::words_of(tensor.count, block);

@@ -24,6 +24,11 @@ struct SkipOptions {
   // type. 0: none. One tensor a call.
   double threshold = 0;
   void* residual = nullptr;
+  // What the caller says instead: a byte for each block of `bitmap_block`
+  // elements, 0 for one that counts as zeros whatever it holds; nullptr: look.
+  // One tensor a call, and no threshold.
+  const uint8_t* bitmap = nullptr;
+  size_t bitmap_block = 0; // `block` is a multiple of it
 };
 
 // What select_skip() chooses by, for tensors of this shape.
@@ -34,8 +39,8 @@ SkipConfig skip_config(
     const kernels::ReduceArgs& args);
 
 // Bit b % 64 of bits[b / 64] for block b. Where a sample of many blocks holds
-// no zeros, all count as present. With a threshold, blocks that are not present
-// are zeros afterwards.
+// no zeros, all count as present. With a threshold or a bitmap, blocks that are
+// not present are zeros afterwards.
 void find_blocks(
     const kernels::Table& kernels,
     Pool& pool,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import fusedpg
 import harness
 from checks import aggregators as checks
+from checks import sparse
 from fusedpg import aggregator
 from harness import Died
 
@@ -130,6 +131,42 @@ def test_blocks_have_the_bits_of_those_without(
     ranks: Any, two: str, number: int, **case: Any
 ) -> None:
     ranks.run(checks.sparse_equals, ",".join(two.split(",")[:number]), case)
+
+
+@hypothesis.given(
+    numel=st.one_of(st.integers(0, 600), st.integers(0, 60_000)),
+    block=st.sampled_from([32, 100, 256, 4096, 65536]),
+    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]), dtype=st.sampled_from(list(sparse.DTYPES)),
+    average=st.booleans(), strided=st.booleans(), async_op=st.booleans(),
+    looks=st.sampled_from([(), (0,), (1, 2)]), seed=st.integers(0, 1000),
+)  # fmt: skip
+@hypothesis.settings(
+    max_examples=40, deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+def test_bitmap(ranks: Any, two: str, **case: Any) -> None:
+    ranks.run(checks.obeys_bitmap, two, case)
+
+
+@hypothesis.given(
+    sizes=st.sampled_from(
+        [((50, 3), 1), ((7, 9, 4), 2), ((200,), 1), ((5, 300), 1), ((900, 64), 1), ((3, 70_000), 1),
+         ((2, 0), 1), ((40_000, 0), 1)]
+    ),
+    entries=st.lists(st.sampled_from([0, 1, 40, 700]), min_size=3, max_size=3),
+    dtype=st.sampled_from([*checks.SKIPPED, torch.uint8]), average=st.booleans(),
+    special=st.booleans(), number=st.sampled_from([1, 2]), seed=st.integers(0, 99),
+)  # fmt: skip
+@hypothesis.settings(
+    max_examples=30, deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+def test_coordinates(ranks: Any, two: str, number: int, **case: Any) -> None:
+    ranks.run(checks.coordinates_equal, ",".join(two.split(",")[:number]), case)
+
+
+def test_sparse_embedding(ranks: Any, two: str) -> None:
+    ranks.run(checks.embedding_is_unchanged, two)
 
 
 def test_absent_blocks_never_travel(ranks: Any, two: str) -> None:

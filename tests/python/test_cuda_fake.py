@@ -306,6 +306,16 @@ def test_sparse_all_reduce(size: int) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", sparse.DTYPES)
+def test_bitmap(dtype: str) -> None:
+    gpus = harness.pool(3, **harness.fake_gpu())
+    for numel, block, density in ((0, 256, 0.5), (1, 32, 0.5), (20_003, 256, 0.1), (999, 32, 0.0)):
+        case = {"numel": numel, "block": block, "density": density, "dtype": dtype, "seed": numel}
+        for looks, async_op in (((), False), ((1,), True)):
+            rest = {"looks": looks, "async_op": async_op, "average": False, "strided": False}
+            gpus.run(sparse.obeys_bitmap, case | rest)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_sparse_all_reduce_directly(size: int) -> None:
     gpus = harness.pool(size, **direct())

@@ -95,6 +95,49 @@ def test_keeps_what_it_does_not_send(ranks: harness.Workers, dtype: str) -> None
     ranks.run(sparse.keeps_what_it_does_not_send, dtype)
 
 
+@hypothesis.given(
+    numel=st.one_of(st.integers(0, 600), st.integers(0, 60_000)),
+    block=st.sampled_from([32, 100, 256, 4096, 65536]),
+    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    dtype=st.sampled_from(list(sparse.DTYPES)),
+    average=st.booleans(), strided=st.booleans(), async_op=st.booleans(),
+    looks=st.sampled_from([(), (0,), (1, 2)]), seed=st.integers(0, 1000),
+)  # fmt: skip
+@hypothesis.settings(
+    max_examples=40, deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+def test_bitmap(ranks: harness.Workers, **case: Any) -> None:
+    ranks.run(sparse.obeys_bitmap, case)
+
+
+@harness.on_ranks(1)
+def test_bitmap_of_one_rank(context: Context) -> None:
+    """Of one rank, too, what a bitmap leaves out counts as zeros."""
+    del context
+    data = torch.ones(100)
+    bitmap = torch.tensor([True, False, True, False])
+    fusedpg.sparse_all_reduce(data, block_size=32, bitmap=bitmap)
+    assert data.tolist() == [1.0] * 32 + [0.0] * 32 + [1.0] * 32 + [0.0] * 4
+
+
+@pytest.mark.slow
+@harness.on_ranks(2)
+def test_bitmap_of_many_blocks(context: Context) -> None:
+    """More blocks than fit a staging buffer: they are looked at in larger ones."""
+    block, blocks = 32, 4_300_000
+    draw = torch.Generator().manual_seed(context.rank)
+    bitmaps = [
+        torch.rand(blocks, generator=torch.Generator().manual_seed(rank)) < 0.001
+        for rank in range(context.world_size)
+    ]
+    data = torch.randint(1, 9, (block * blocks,), generator=draw, dtype=torch.int32)
+    want = data * bitmaps[context.rank].repeat_interleave(block)
+    dist.all_reduce(want, group=context.oracle)
+    fusedpg.sparse_all_reduce(data, block_size=block, bitmap=bitmaps[context.rank])
+    assert torch.equal(data, want)
+
+
 @pytest.mark.parametrize("mode", ["off", "auto", "on"])
 def test_by_option(ranks: harness.Workers, mode: str) -> None:
     for paths in ranks.run(sparse.by_option, mode):
@@ -239,6 +282,18 @@ def test_wrong_arguments(context: Context) -> None:
         ({"residual": torch.zeros(100_000)}, "residual"),
         ({"threshold": 0.1, "residual": torch.zeros(5)}, "residual"),
         ({"op": dist.ReduceOp.MAX}, "SUM and AVG"),
+        ({"bitmap": torch.ones(390, dtype=torch.bool)}, "391 bools"),
+        ({"bitmap": torch.ones(391, dtype=torch.uint8)}, "391 bools"),
+        ({"bitmap": torch.ones(2 * 391, dtype=torch.bool)[::2]}, "contiguous"),
+        ({"bitmap": torch.ones(391, dtype=torch.bool, device="meta")}, "where the tensor is"),
+        (
+            {
+                "bitmap": torch.ones(391, dtype=torch.bool),
+                "threshold": 0.1,
+                "residual": torch.zeros(100_000),
+            },
+            "either a threshold or a bitmap",
+        ),
     ]
     for options, text in wrong:
         try:

@@ -98,12 +98,12 @@ WorkPtr CpuRoute::sparse_all_reduce(
   const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
   translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
   check_tensor("sparse_all_reduce", tensor);
-  // The closure keeps the residual.
+  // The closure keeps the residual and the bitmap.
   return run(
       call,
       {tensor},
       {tensor},
-      [tensor, residual = arguments.residual, args, options](Turn& turn) {
+      [tensor, kept = arguments, args, options](Turn& turn) {
         const Flat flat = Flat::inout(tensor);
         turn.sparse_all_reduce(flat, args, options);
         flat.finish();

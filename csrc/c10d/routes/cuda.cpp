@@ -50,6 +50,21 @@ void split_residual(
   flat.copy_(at::where(sent, flat, zero));
 }
 
+// Blocks that the bitmap leaves out become zeros, which the look then finds.
+void obey_bitmap(
+    const at::Tensor& tensor,
+    const at::Tensor& bitmap,
+    const SkipOptions& options) {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor flat = memory_order(tensor);
+  flat.masked_fill_(
+      bitmap.view({-1})
+          .logical_not()
+          .repeat_interleave(static_cast<int64_t>(options.block))
+          .narrow(0, 0, flat.numel()),
+      0);
+}
+
 } // namespace
 
 CudaRoute::CudaRoute(
@@ -172,6 +187,9 @@ WorkPtr CudaRoute::sparse_all_reduce(
       "call contiguous() first");
   if (arguments.residual) {
     split_residual(tensor, *arguments.residual, options);
+  }
+  if (arguments.bitmap) {
+    obey_bitmap(tensor, *arguments.bitmap, options);
   }
   return skipping(
       tensor,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fusedpg
+from checks import sparse
 from harness import Context
 
 Op = dist.ReduceOp
@@ -159,6 +160,95 @@ def sparse_equals(context: Context, places: str, case: dict[str, Any]) -> None:
     if blocks:
         assert stats["density"] == int(present[context.rank].sum()) / blocks
         assert stats["union_density"] == int(union.sum()) / blocks
+
+
+def obeys_bitmap(context: Context, places: str, case: dict[str, Any]) -> None:
+    """By aggregators as from rank to rank."""
+    group = group_with(places)
+    fusedpg.stats(group, reset=True)
+    sparse.obeys_bitmap(context, case, group)
+    assert fusedpg.stats(group)["sparse_all_reduce"]["paths"] == {"aggregated": 1}
+
+
+def coordinates(rank: int, case: dict[str, Any]) -> torch.Tensor:
+    (sizes, dims), dtype, entries = case["sizes"], case["dtype"], case["entries"][rank]
+    draw = torch.Generator().manual_seed(100 * case["seed"] + rank)
+    indices = torch.stack(
+        [torch.randint(0, sizes[d], (entries,), generator=draw) for d in range(dims)]
+    )
+    if dtype.is_floating_point:
+        data = torch.randn((entries, *sizes[dims:]), generator=draw).to(dtype)
+        if case["special"] and data.numel():
+            flat = data.view(-1)
+            flat[:: 1 + rank] = -0.0
+            flat[rank] = float("nan")
+            flat[-1] = float("inf")
+    else:
+        data = torch.randint(0, 40, (entries, *sizes[dims:]), generator=draw).to(dtype)
+    return torch.sparse_coo_tensor(indices, data, sizes)
+
+
+def coordinates_equal(context: Context, places: str, case: dict[str, Any]) -> None:
+    """Entries by aggregators: the bits of those from rank to rank, Gloo's, and a dense sum in
+    double precision."""
+    group, size, dtype = group_with(places), context.world_size, case["dtype"]
+    fusedpg.stats(group, reset=True)
+    op = Op.AVG if case["average"] else Op.SUM
+    ours, theirs, gloos = (coordinates(context.rank, case) for _ in range(3))
+    dist.all_reduce(ours, op, group=group)
+    dist.all_reduce(theirs, op)
+    assert ours.is_coalesced() and torch.equal(ours.indices(), theirs.indices())
+    assert same_bits_but_which_nan(ours.values(), theirs.values())
+    paths = fusedpg.stats(group)["all_reduce"]["paths"]
+    blocks = dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
+    assert paths == {"aggregated" if blocks and ours.values().numel() else "coordinates": 1}
+    if case["average"]:
+        return
+    # A rank's own entries of equal coordinates are added up, too.
+    near = 8 * size * torch.finfo(dtype).eps if dtype.is_floating_point else 0
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    whole = [coordinates(rank, case).to(wide) for rank in range(size)]
+    total = torch.stack([one.to_dense() for one in whole]).sum(0)
+    if dtype == torch.uint8:
+        total %= 256
+    magnitudes = [
+        torch.sparse_coo_tensor(one._indices(), one._values().abs(), one.shape).to_dense()
+        for one in whole
+    ]
+    scale = torch.stack(magnitudes).sum(0).nan_to_num(0, 0, 0)
+    wanted = [total]
+    if dtype != torch.float16:  # torch adds no sparse tensors of these
+        dist.all_reduce(gloos, op, group=gloo())
+        wanted.append(gloos.to_dense().to(wide))
+    for want in wanted:
+        found = ours.to_dense().to(wide)
+        alike = (found == want) | (found.isnan() & want.isnan())
+        alike |= (found - want).abs() <= near * scale
+        assert bool(alike.all()), (case, found[~alike], want[~alike])
+
+
+def gloo() -> Any:
+    if _groups.get("gloo") is None:
+        _groups["gloo"] = dist.new_group(backend="gloo")
+    return _groups["gloo"]
+
+
+def embedding_is_unchanged(context: Context, places: str) -> None:
+    """DDP with nn.Embedding(sparse=True): the same gradients, by aggregators."""
+    group = group_with(places)
+    found = []
+    for where in (None, group):
+        torch.manual_seed(3)
+        model = torch.nn.Embedding(1000, 32, sparse=True)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=where)
+        fusedpg.stats(group, reset=True)
+        draw = torch.Generator().manual_seed(context.rank)
+        ddp(torch.randint(0, 1000, (64,), generator=draw)).square().sum().backward()
+        grad = model.weight.grad
+        assert grad is not None and grad.is_sparse
+        found.append(bits(grad.coalesce().to_dense()))
+    assert found[0] == found[1]
+    assert fusedpg.stats(group)["all_reduce"]["paths"] == {"aggregated": 1}
 
 
 def block_view(t: torch.Tensor, block: int) -> torch.Tensor:

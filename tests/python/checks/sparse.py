@@ -172,6 +172,45 @@ def keeps_what_it_does_not_send(context: Context, dtype: str, steps: int = 5) ->
         assert torch.equal(data, want.to(data.dtype))
 
 
+def obeys_bitmap(context: Context, case: dict[str, Any], group: Any = None) -> None:
+    """The sum of the blocks that bitmaps name, whatever the others hold. Ranks in `looks` have no
+    bitmap, and send what is not zero."""
+    size, rank, block, numel = context.world_size, context.rank, case["block"], case["numel"]
+    dtype = DTYPES[case["dtype"]]
+    blocks = -(-numel // block)
+    everything, left = [], []
+    for r in range(size):
+        draw = torch.Generator().manual_seed(31 * case["seed"] + r)
+        data = torch.randint(-8, 9, (numel,), generator=draw).to(dtype)
+        data *= (torch.rand(blocks, generator=draw) < 0.5).repeat_interleave(block)[:numel]
+        bitmap = torch.rand(blocks, generator=draw) < case["density"]
+        chosen = bitmap.repeat_interleave(block)[:numel]
+        counts = data if r in case["looks"] else torch.where(chosen, data, torch.zeros_like(data))
+        if r not in case["looks"] and dtype.is_floating_point:
+            data = torch.where(chosen, data, torch.full_like(data, float("nan")))
+        everything.append(counts)
+        left.append((data, None if r in case["looks"] else bitmap))
+    want = torch.stack([one.double() for one in everything]).sum(0)
+    if case["average"]:
+        want = want / size if dtype.is_floating_point else (want / size).trunc()
+    data, bitmap = left[rank]
+    t = torch.stack([data, data], 1)[:, 0] if case["strided"] else data.clone()
+    op = dist.ReduceOp.AVG if case["average"] else dist.ReduceOp.SUM
+    before = None if bitmap is None else bitmap.clone()
+    work = fusedpg.sparse_all_reduce(
+        t, op, group, case["async_op"], block_size=block, bitmap=bitmap
+    )
+    if work is not None:
+        work.wait()
+    near = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6
+    exact = 0.0 if not case["average"] or not dtype.is_floating_point else near
+    torch.testing.assert_close(t.double(), want, rtol=exact, atol=0)
+    assert bitmap is None or torch.equal(bitmap, before)
+    digests: list[Any] = [None] * size
+    dist.all_gather_object(digests, digest([bits(t)]))
+    assert len(set(digests)) == 1
+
+
 _alone: dict[int, Any] = {}
 
 
