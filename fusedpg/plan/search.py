@@ -438,25 +438,19 @@ class Search:
         return None
 
 
-_worker: tuple[Callable[[], Space], Any, Any] | None = None
+_worker: tuple[Callable[[], Space], Any] | None = None
 
 
-def _begin(make: Callable[[], Space], events: Any, stopped: Any) -> None:
+def _begin(make: Callable[[], Space], events: Any) -> None:
     global _worker
-    _worker = make, events, stopped
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop
+    _worker = make, events
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
 
 
 def _work(stages: int, seed: int, limits: Limits, top: int) -> Found:
     assert _worker is not None
-    make, events, stopped = _worker
-
-    def tell(*event: Any) -> None:
-        if stopped.is_set():
-            raise InterruptedError("the search was stopped")
-        events.put(event)
-
-    return Search(make(), stages, seed, limits, top).run(tell)
+    make, events = _worker
+    return Search(make(), stages, seed, limits, top).run(lambda *event: events.put(event))
 
 
 def search(
@@ -490,8 +484,9 @@ def search(
     if workers <= 1:
         return [Search(make(), one, seed, limits, top).run(progress) for one in stages]
     context = multiprocessing.get_context("fork")
-    events, stopped = context.SimpleQueue(), context.Event()
-    with ProcessPoolExecutor(workers, context, _begin, (make, events, stopped)) as pool:
+    events = context.SimpleQueue()
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(workers, context, _begin, (make, events)) as pool:
         # The most stages take longest.
         order = sorted(stages, reverse=True)
         futures = {one: pool.submit(_work, one, seed, limits, top) for one in order}
@@ -506,8 +501,8 @@ def search(
             return [futures[one].result() for one in stages]
         except BaseException:
             # Else the pool would wait for searches that nobody asks for any more.
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
             raise
 
 
