@@ -58,7 +58,8 @@ class Pipeline {
       lanes_.push_back(cut_lane(lane, most, granule));
       length_ = std::max(length_, lanes_.back().size());
     }
-    ahead_ = std::min(kNetAhead, length_ == 0 ? 0 : length_ - 1);
+    ahead_ = std::min(
+        select_net_ahead(hosts_.shared()), length_ == 0 ? 0 : length_ - 1);
     widened_.resize(hosts_.num_hosts());
     parts_.set_most(kZeroBytes / std::max(plan.src_size, fold_.element()));
   }
@@ -147,10 +148,18 @@ class Pipeline {
   }
 
   // --- memory ----------------------------------------------------------------
-  // Until the stage is finished.
+  // Until its contributions are combined, or else the stage is finished.
   NetBuffer scratch(Stage& stage, size_t bytes) {
     stage.scratch.push_back(buffers_.take(capacity_));
     return stage.scratch.back().part(0, bytes);
+  }
+
+  // The next segments get these while they are still in the cache.
+  void release(std::vector<NetBuffer>& scratch) {
+    for (NetBuffer& one : scratch) {
+      buffers_.give(std::move(one));
+    }
+    scratch.clear();
   }
 
   static bool in_place(const NetSegment& one) {
@@ -421,6 +430,8 @@ class Pipeline {
     wait(stage.contributions);
     // Results may go where contributions came from.
     wait(stage.sends);
+    std::vector<NetBuffer> contributed;
+    contributed.swap(stage.scratch);
     if (const NetSegment* mine = segment(rank_, s)) {
       const NetBuffer block = combined(*mine, stage);
       each_other_host([&](int h) {
@@ -430,6 +441,8 @@ class Pipeline {
         }
       });
     }
+    stage.sum = {};
+    release(contributed);
     stage.results.resize(size_);
     each_peer([&](int p) {
       const NetSegment* theirs = segment(p, s);
@@ -584,11 +597,7 @@ class Pipeline {
       }
     });
     wait(stage.sends);
-    stage.sum = {};
-    for (NetBuffer& one : stage.scratch) {
-      buffers_.give(std::move(one));
-    }
-    stage.scratch.clear();
+    release(stage.scratch);
   }
 
   NetContext& ctx_;

@@ -58,8 +58,11 @@ double select_skip_limit(const Path& path);
 // to be fast, little enough for several to be under way. Where ranks share
 // machines, one of every lane fits a staging buffer.
 size_t select_net_segment(int world_size, bool ranks_share_hosts);
-// How many of them may be under way each way.
+// How many of them may be under way each way,
 constexpr size_t kNetAhead = 8;
+// and of a reduction: fewer where ranks share hosts, whose links are busy with
+// several ranks' segments anyway, and whose caches these have to fit.
+size_t select_net_ahead(bool ranks_share_hosts);
 
 // Whether every rank sends its whole input to all others at once: that takes
 // one journey instead of two, for P/2 times the bytes.
