@@ -504,8 +504,8 @@ void NetMailbox::learn_of_receive(int p, const Note& note) {
 }
 
 void NetMailbox::wanted(int p, Send& send) {
-  if (send.offered && !send.wanted) {
-    send.wanted = true;
+  if (send.offered && !send.asked) {
+    send.asked = true;
     send_data(p, send);
   }
 }
@@ -527,10 +527,18 @@ void NetMailbox::match(Receive& receive) {
       return;
     }
   }
-  // A rank that knows of the receive need not ask.
+  // A sender that knows of the receive need not ask, if its next message cannot
+  // meet another one.
   const Post& post = receive.post;
-  if (post.peer != kAnySource && post.bytes > kUnasked) {
+  const auto comes_first = [&](const Receive& r) {
+    return &r != &receive && r.from == kAnySource && !r.told &&
+        r.post.tag == post.tag &&
+        (r.post.peer == kAnySource || r.post.peer == post.peer);
+  };
+  if (post.peer != kAnySource && post.bytes > kUnasked &&
+      std::none_of(receives_.begin(), receives_.end(), comes_first)) {
     Peer& peer = peers_[post.peer];
+    receive.told = true;
     peer.notes.push_back({kPosted, post.tag, peer.heard, post.bytes});
   }
 }
@@ -585,11 +593,15 @@ bool NetMailbox::finish_receives() {
     }
     any = true;
     const bool fits = r->message.bytes == r->post.bytes;
-    peers_[r->from].notes.push_back(
-        {fits ? kArrived : kUnexpected,
-         r->message.tag,
-         r->message.id,
-         r->post.bytes});
+    const bool asked = fits && r->data &&
+        (r->message.kind == kOffer || r->message.bytes > kUnasked);
+    if (!asked) {
+      peers_[r->from].notes.push_back(
+          {fits ? kArrived : kUnexpected,
+           r->message.tag,
+           r->message.id,
+           r->post.bytes});
+    }
     const int from = r->from;
     std::exception_ptr error;
     if (!fits) {
@@ -692,16 +704,16 @@ bool NetMailbox::push(int p) {
           return note.tag == send.post.tag;
         });
     send.met = posted != peer.posted.end();
-    const bool asked = send.met && posted->bytes == bytes;
+    send.asked = send.met && posted->bytes == bytes;
     if (send.met) {
       peer.posted.erase(posted);
     }
     send.offered =
-        !asked && (bytes > kUnasked || peer.unasked + bytes > kAllUnasked);
+        !send.asked && (bytes > kUnasked || peer.unasked + bytes > kAllUnasked);
     tell({send.offered ? kOffer : kMessage, send.post.tag, send.id, bytes});
     if (!send.offered) {
-      send.unasked = !asked;
-      peer.unasked += asked ? 0 : bytes;
+      send.unasked = !send.asked;
+      peer.unasked += send.asked ? 0 : bytes;
       send_data(p, send);
     }
   }
@@ -727,7 +739,7 @@ bool NetMailbox::finish_sends(int p) {
     if (s->data && transport_->state(*s->data) == State::kDone) {
       s->data.reset();
     }
-    if (!s->answer || s->data) {
+    if (s->data || !(s->asked || s->answer)) {
       ++s;
       continue;
     }
@@ -736,7 +748,7 @@ bool NetMailbox::finish_sends(int p) {
       peers_[p].unasked -= s->post.bytes;
     }
     std::exception_ptr error;
-    if (s->answer->kind == kUnexpected) {
+    if (s->answer && s->answer->kind == kUnexpected) {
       error = std::make_exception_ptr(Error(
           ErrorKind::kMismatch,
           formatted(
@@ -779,7 +791,7 @@ void NetMailbox::check() {
   }
   for (const Peer& peer : peers_) {
     for (const Send& s : peer.sends) {
-      check(s.post, s.post.peer, !s.told || (s.offered && !s.wanted) || s.data);
+      check(s.post, s.post.peer, !s.told || (s.offered && !s.asked) || s.data);
     }
   }
 }

@@ -30,7 +30,9 @@ namespace fusedpg {
 // has arrived or is not as long as expected. A large message, or one more when
 // many have not been received, is sent when the receiver asks for it: what nobody
 // receives costs it little memory. It asks as soon as it posts a large receive
-// from one rank, also before it knows of a message. Nobody connects to more ranks than
+// from one rank, also before it knows of a message. Who asks has a receive of
+// that length, so that nothing else needs to be said: the send is complete when
+// the network has its bytes. Nobody connects to more ranks than
 // it has messages for: each says where it can be reached when it first sends or
 // receives, and others look for that.
 class NetMailbox {
@@ -90,7 +92,7 @@ class NetMailbox {
 
  private:
   // kMessage: its bytes follow. kOffer: they wait for kWanted, or for kPosted: a
-  // receive of so many bytes that no message before this id has met.
+  // receive of so many bytes, which the first message from this id on will meet.
   enum Kind : uint32_t {
     kHello,
     kMessage,
@@ -105,7 +107,13 @@ class NetMailbox {
     int32_t tag;
     uint64_t id; // counts the sender's messages to this receiver
     uint64_t bytes; // of the message; of kUnexpected, what was expected
+    uint64_t spare = 0; // see below
   };
+  // With its header and that of the message that follows 64 bytes. Where the
+  // system copies a message to a place that is up to 15 bytes further into its
+  // page than the one it comes from, AMD's `rep movsb` is a tenth as fast; large
+  // tensors begin 64 bytes into a page, and messages at the start of one.
+  static_assert(sizeof(Note) == 32);
   enum class What { kSend, kNotify, kReceive, kWithdraw };
   struct Post {
     What what;
@@ -124,7 +132,7 @@ class NetMailbox {
     uint64_t id;
     bool told = false;
     bool offered = false; // it is sent once it is wanted
-    bool wanted = false;
+    bool asked = false; // for these bytes
     bool met = false; // a large receive that the other side has posted
     bool unasked = false; // counted in its peer's
     std::optional<Note> answer{};
@@ -133,6 +141,7 @@ class NetMailbox {
   struct Receive {
     Post post;
     int from = kAnySource; // once a message has been found for it
+    bool told = false; // the sender knows of it
     Note message{};
     NetBuffer scratch{}; // of a message that is too long or too short
     Transport::RequestPtr data{};

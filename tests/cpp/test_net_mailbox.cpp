@@ -288,6 +288,54 @@ TEST(net_mailbox_sizes_that_differ_raise_on_both_sides) {
   });
 }
 
+// A sender is told of a large receive only where its next message is for that one.
+TEST(net_mailbox_large_receive_behind_another) {
+  on_posts(2, [](NetPost& post) {
+    constexpr size_t kBytes = size_t(3) << 20;
+    const Bytes message = filled(kBytes, 4);
+    for (const int source : {0, NetMailbox::kAnySource}) {
+      const std::string round = std::to_string(source);
+      if (post.rank == 0) {
+        post.meet("posted" + round);
+        std::this_thread::sleep_for(milliseconds(50)); // it would say so
+        Pending wrong = post.send(message, 1);
+        Pending right = post.send(message, 1);
+        expect_error(ErrorKind::kMismatch, {"send"}, [&] { wrong.wait(); });
+        right.wait();
+      } else {
+        Bytes few(8);
+        Bytes all(kBytes);
+        Pending wrong = post.receive(few, source);
+        Pending right = post.receive(all, 0);
+        post.meet("posted" + round);
+        expect_error(ErrorKind::kMismatch, {"recv"}, [&] { wrong.wait(); });
+        right.wait();
+        CHECK(all == message);
+      }
+      post.meet("next" + round);
+    }
+    CHECK_EQ(post.failures.load(), 0);
+  });
+}
+
+// What the network has taken arrives although its sender leaves.
+TEST(net_mailbox_sender_leaves) {
+  on_threads(2, [](int rank, Store& store) {
+    const Bytes message = filled(size_t(3) << 20, 5);
+    Bytes got(message.size());
+    {
+      NetPost post(open_tcp, Moves::kWaiter, rank, 2, store);
+      if (rank == 0) {
+        post.send(message, 1).wait();
+      } else {
+        post.receive(got, 0).wait();
+        CHECK(got == message);
+      }
+    }
+    store.meet("end", 2);
+  });
+}
+
 // The caller may free what it has received into as soon as it hears of the error.
 TEST(net_mailbox_that_has_failed_writes_nothing) {
   on_posts(2, [](NetPost& post) {
