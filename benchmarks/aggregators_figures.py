@@ -1,10 +1,11 @@
-"""Measure and draw OmniReduce's figures 4 (density by workers) and 13 (blocks by messages).
+"""Measure and draw OmniReduce's figures 4 and 5 (density by workers) and 13 (blocks by messages).
 
-    python benchmarks/aggregators_figures.py [density | blocks] [--draw]
+    python benchmarks/aggregators_figures.py [density | fast | colocated | blocks] [--draw]
 
-Saves `density` and `blocks` as JSON and PNG in benchmarks/results/aggregators; with ``--draw``
-draws the JSON that is there. Runs `aggregators.py` on namespaces with links of 1 Gbit/s
-and as many aggregators as workers; what that needs, and what a row has, it says itself.
+Saves each as JSON and PNG in benchmarks/results/aggregators: `density` with links of 1 Gbit/s,
+`fast` with links of 10, as figure 5 has faster links than figure 4, `colocated` with aggregators on
+the workers' hosts. With ``--draw`` draws the JSON that is there. Runs `aggregators.py` on
+namespaces with as many aggregators as workers; what that needs, and what a row has, it says itself.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ import _plots as plots
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "aggregators"
-WORKERS = (2, 4)
 DENSITIES = "80,40,20,10,4,2,1"
 BLOCKS, MESSAGES = "32,128,256,1024,4096", "4096,16384,65536,253952"
-FIGURES = ("density", "blocks")
+# Workers, and what else `aggregators.py` is told, of the figures by density.
+BY_DENSITY: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "density": ((2, 4), ("--rate", "1gbit")),
+    "fast": ((2, 4), ("--rate", "10gbit")),
+    "colocated": ((2, 4, 8), ("--rate", "1gbit", "--colocated")),
+}
+FIGURES = (*BY_DENSITY, "blocks")
 
 
 def rows_of(workers: int, *more: str) -> list[dict[str, Any]]:
@@ -39,11 +45,12 @@ def rows_of(workers: int, *more: str) -> list[dict[str, Any]]:
 
 
 def measure(figure: str) -> list[dict[str, Any]]:
-    if figure == "density":
+    if figure in BY_DENSITY:
+        sizes, more = BY_DENSITY[figure]
         return [
             row
-            for workers in WORKERS
-            for row in rows_of(workers, "--size", "20M", "--densities", DENSITIES)
+            for workers in sizes
+            for row in rows_of(workers, "--size", "20M", "--densities", DENSITIES, *more)
         ]
     return rows_of(
         4, "--size", "20M", "--densities", "10", "--overlap", "all",
@@ -52,11 +59,12 @@ def measure(figure: str) -> list[dict[str, Any]]:
 
 
 def density(rows: list[dict[str, Any]], path: Path) -> None:
+    sizes = sorted({row["workers"] for row in rows})
     figure, axes = plots.plt().subplots(
-        1, len(WORKERS), figsize=(4.8 * len(WORKERS), 3.8), layout="constrained"
+        1, len(sizes), figsize=(4.4 * len(sizes), 3.8), layout="constrained"
     )
     arms = (("aggregators", "#1967d2", "-"), ("blocks", "#1967d2", "--"), ("auto", "#202124", ":"))
-    for axis, workers in zip(axes, WORKERS):
+    for axis, workers in zip(axes, sizes):
         mine = [row for row in rows if row["workers"] == workers]
         for arm, colour, line in arms:
             found = [row for row in mine if row["arm"] == arm and "percent" in row]
@@ -71,12 +79,15 @@ def density(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set(xscale="log", yscale="log", ylabel="ms")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(axis="y", alpha=0.25)
-    axes[0].legend(fontsize="small")
+    axes[-1].legend(fontsize="small", loc="lower right")
+    where = "the workers' hosts" if rows[0]["colocated"] else "hosts of their own"
+    rate = rows[0]["rate"].removesuffix("gbit")
     plots.finish(
         figure, path,
-        "20 MiB of fp32, blocks of 256, none of two ranks up to 40% with 2 workers and 20% with 4, "
-        "then the same of all;\nlinks of 1 Gbit/s, medians",
+        "20 MiB of fp32, blocks of 256, none of two ranks as long as all have that many, then the "
+        f"same of all;\naggregators on {where}, links of {rate} Gbit/s, medians",
     )  # fmt: skip
 
 
@@ -113,7 +124,7 @@ def main() -> int:
         path = RESULTS / f"{figure}.json"
         if not args.draw:
             path.write_text(json.dumps(measure(figure), indent=1) + "\n")
-        draw = density if figure == "density" else blocks
+        draw = density if figure in BY_DENSITY else blocks
         draw(json.loads(path.read_text()), path.with_suffix(".png"))
     return 0
 

@@ -95,6 +95,59 @@ def _environment() -> dict[str, str]:
     return {"listen": listen, "stats": stats, "key": key}
 
 
+class Aggregator:
+    """An aggregator on threads of this process, which may be a rank of the groups that use it.
+
+    It serves from now on, until ``close()`` or the end of the ``with`` that it is the subject of.
+
+    Args:
+        listen, udp: as in ``Settings``.
+        key: default: FUSEDPG_AGGREGATOR_KEY of the environment.
+
+    Attributes:
+        place, udp_place: ``"host:port"``, for ``fusedpg.Options(aggregators=...)`` and
+            ``fusedpg.aggregation.Config(aggregators=...)``; the latter "" without ``udp``.
+
+    Raises:
+        ValueError: where it cannot listen there, and for a key that is none.
+
+    Example: see docs/operate/aggregators.md.
+    """
+
+    def __init__(self, listen: str = "127.0.0.1:0", *, udp: str = "", key: str = "") -> None:
+        extension = load_extension()
+        key = key or _environment()["key"]
+        self._servers = [extension.Aggregator(listen, key)]
+        if udp:
+            self._servers.append(extension.UdpAggregator(udp, key))
+        self.place, self.udp_place = [*map(_place, self._servers), ""][:2]
+
+    def stats(self) -> dict[str, Any]:
+        """What ``--stats`` prints."""
+        found, *udp = [dict(server.stats()) for server in self._servers]
+        return found | ({"udp": udp[0]} if udp else {})
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a group that uses it."""
+        return any(server.stats()["active"] for server in self._servers)
+
+    def drain(self) -> None:
+        """Takes no more groups; those that are there go on."""
+        for server in self._servers:
+            server.drain()
+
+    def close(self) -> None:
+        """Ends it, and the jobs that are there."""
+        self._servers.clear()
+
+    def __enter__(self) -> Aggregator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def run(chosen: Settings) -> None:
     """Serves until SIGTERM or SIGINT, and then until its jobs have ended; the second signal ends
     these, too.
@@ -102,35 +155,23 @@ def run(chosen: Settings) -> None:
     Raises:
         ValueError: where it cannot listen there, and for a key that is none.
     """
-    extension = load_extension()
-    server = extension.Aggregator(chosen.listen, chosen.key)
-    udp = extension.UdpAggregator(chosen.udp, chosen.key) if chosen.udp else None
-    print(f"fusedpg-aggregator: listens at {_place(server)}", flush=True)
-    if udp is not None:
-        print(f"fusedpg-aggregator: listens by UDP at {_place(udp)}", flush=True)
+    with Aggregator(chosen.listen, udp=chosen.udp, key=chosen.key) as server:
+        print(f"fusedpg-aggregator: listens at {server.place}", flush=True)
+        if server.udp_place:
+            print(f"fusedpg-aggregator: listens by UDP at {server.udp_place}", flush=True)
 
-    def stats() -> dict[str, Any]:
-        found: dict[str, Any] = dict(server.stats())
-        return found if udp is None else found | {"udp": udp.stats()}
+        def report() -> None:
+            if chosen.stats:
+                print(json.dumps(server.stats()), flush=True)
 
-    def active() -> bool:
-        found = stats()
-        return bool(found["active"] or found.get("udp", {}).get("active"))
-
-    def report() -> None:
-        if chosen.stats:
-            print(json.dumps(stats()), flush=True)
-
-    look = min(chosen.stats, 3600.0) if chosen.stats else 3600.0
-    while signal.sigtimedwait(_SIGNALS, look) is None:
+        look = min(chosen.stats, 3600.0) if chosen.stats else 3600.0
+        while signal.sigtimedwait(_SIGNALS, look) is None:
+            report()
+        server.drain()
+        print("fusedpg-aggregator: takes no more jobs", flush=True)
+        while server.active and signal.sigtimedwait(_SIGNALS, 0.05) is None:
+            pass
         report()
-    server.drain()
-    if udp is not None:
-        udp.drain()
-    print("fusedpg-aggregator: takes no more jobs", flush=True)
-    while active() and signal.sigtimedwait(_SIGNALS, 0.05) is None:
-        pass
-    report()
 
 
 def _place(server: Any) -> str:

@@ -9,8 +9,9 @@ namespace {
 // A session that has been silent for so long goes where another one needs its
 // place, or the aggregator's user wants it to end.
 constexpr std::chrono::minutes kIdle{10};
-// The same where a worker has left: nothing can be added up any more.
-constexpr std::chrono::seconds kLeft{10};
+// The same where a worker has left: nothing can be added up any more, and who
+// still needs a last result asks for it twice a second.
+constexpr std::chrono::seconds kLeft{3};
 // Results that a worker may answer earlier than one that was sent before them,
 // as the network may change their order.
 constexpr uint64_t kOvertakes = 4;
@@ -84,12 +85,12 @@ void Sums::control(
       return;
     }
     Session& session = *found->second;
+    session.heard = now;
     if (said.kind == Kind::kResult) {
       resend(session, from, said, send);
       return;
     }
     session.left |= bit_of(member->second.rank);
-    session.heard = now;
     if (session.left == all_of(session.workers)) {
       remove(session, now);
     }

@@ -12,7 +12,7 @@ import pytest
 
 import harness
 from checks import aggregators_foe as checks
-from test_aggregators import Aggregator, on_hosts
+from test_aggregators import KEY, Aggregator, on_hosts, workers
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(240)]
 
@@ -42,6 +42,19 @@ def test_programs(ranks: Any, two: list[Aggregator], number: int) -> None:
     seed = random.SystemRandom().getrandbits(24)
     print(f"seed {seed}")
     ranks.run(checks.program, places(two), seed, 60)
+
+
+def test_beside_the_ranks(ranks: Any) -> None:
+    seed = random.SystemRandom().getrandbits(24)
+    print(f"seed {seed}")
+    ranks.run(checks.beside_the_ranks, KEY, seed, 40)
+
+
+def test_ends_beside_the_ranks() -> None:
+    """All raise, and name it."""
+    with workers(3) as found:
+        for text in found.run(checks.ends_beside_the_ranks, KEY):
+            assert "aggregator 0 (127.0.0.1:" in text, text
 
 
 def test_nothing_is_left(ranks: Any, two: list[Aggregator]) -> None:

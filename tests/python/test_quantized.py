@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -67,6 +68,49 @@ def test_error_of_a_million_blocks() -> None:
         error = np.abs(got.astype(np.float64) - exact.sum(0))
         rounding = np.maximum(np.abs(got).astype(np.float64) * 2.0**-24, 2.0**-150)
         assert (error <= ranks * unit / 2 + rounding).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 128, 129, 200])
+def test_rule_by_hand(ranks: int) -> None:
+    """Each formula of docs/reference/numerics.md, in numbers that fp64 and int64 hold exactly: any
+    scale, denormal, huge and no numbers; the same bits in 20 orders."""
+    r = np.random.default_rng(ranks)
+    block, count = 5, 20_000 if ranks < 100 else 2_000
+    raw = r.integers(0, 2**32, (ranks, count, block), dtype=np.uint32)
+    kind = r.integers(0, 6, (1, count, 1))
+    binade = r.integers(0, 255, (1, count, 1)) - r.integers(0, 30, raw.shape)
+    sign, fraction = raw & np.uint32(0x80000000), raw & np.uint32(0x807FFFFF)
+    values = np.where(kind == 1, fraction, fraction | np.maximum(binade, 0).astype("u4") << 23)
+    values = np.where(kind == 2, sign, values)  # zeros
+    values = np.where(kind == 3, sign | np.uint32(0x7F7FFFFF), values)  # the largest
+    values = np.where(kind == 4, raw, values)  # also infinities and NaN
+    x = np.ascontiguousarray(values.astype("u4")).view("f4")
+    finite = np.isfinite(x).all((0, 2))
+    exact = np.where(finite[:, None], x, 0).astype(np.float64)
+    _, exponent = np.frexp(np.abs(exact).max((0, 2)))
+    shift = np.where(exact.any((0, 2)), exponent - bits(ranks), 0)[:, None]
+    codes = np.rint(np.ldexp(exact, -shift)).astype(np.int64).sum(0)
+    assert np.abs(codes).max() < 2**31
+    with np.errstate(over="ignore"):
+        unit = np.ldexp(1.0, shift)
+        wanted = [(codes * one).astype("f4") for one in (unit, unit / ranks)]
+    for want in wanted:
+        want[codes == 0] = 0  # never -0
+        want[~finite] = math.nan
+    rows = [torch.from_numpy(row.reshape(-1).copy()) for row in x]
+    exponents = functools.reduce(torch.maximum, [C.block_exponents(row, block) for row in rows])
+    each = [C.block_quantise(row, exponents, block, ranks) for row in rows]
+    for _ in range(20 if ranks < 100 else 2):
+        total = torch.zeros_like(each[0])
+        for rank in r.permutation(ranks):
+            total += each[rank]
+        for want, factor in zip(wanted, (1.0, 1 / ranks)):
+            got = torch.full((want.size,), 7.0)
+            C.block_dequantise_(got, total, exponents, block, ranks, factor)
+            found, flat = got.numpy(), want.reshape(-1)
+            number = ~np.isnan(flat)
+            assert np.isnan(found[~number]).all()
+            assert found[number].tobytes() == flat[number].tobytes()
 
 
 FLOATS = st.one_of(

@@ -274,6 +274,11 @@ void HostsRoute::shutdown() {
       mailbox_->stop();
     }
   }
+  {
+    // Whoever still refers to the group, as DDP does, keeps no job alive.
+    std::lock_guard<std::mutex> lock(transport_mutex_);
+    connection_.aggregators.reset();
+  }
   if (domain_) {
     domain_->leave(group_.exit);
   }

@@ -43,7 +43,7 @@ class Call:
         group = groups[which]
         dtype, block = draw.choice(DTYPES), draw.choice([32, 256, 1000, 65536])
         density = draw.choice([0.0, 0.01, 0.1, 1.0])
-        kind = draw.choice(["dense", "dense", "sparse", "sparse", "list"])
+        kind = draw.choice(["dense", "dense", "sparse", "sparse", "bitmap", "coordinates", "list"])
         sizes = [draw.choice(SIZES) for _ in range(draw.randint(2, 4) if kind == "list" else 1)]
         op = draw.choice([dist.ReduceOp.SUM, dist.ReduceOp.SUM, dist.ReduceOp.MAX])
         asynchronous = draw.random() < 0.5
@@ -54,6 +54,14 @@ class Call:
             [tensor(seed + n, rank, numel, dtype, density, block) for n, numel in enumerate(sizes)]
             for rank in range(context.world_size)
         ]
+        bitmap = None
+        if kind == "bitmap":
+            maps = []
+            for rank, (one,) in enumerate(whole):
+                own = torch.Generator().manual_seed(seed + rank)
+                maps.append(torch.rand(-(-len(one) // block), generator=own) < 0.5)
+                one[(~maps[rank]).repeat_interleave(block)[: len(one)]] = 0
+            bitmap = maps[context.rank]
         wide = torch.float64 if dtype.is_floating_point else torch.int64
         self.want = [
             stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0)
@@ -61,11 +69,20 @@ class Call:
             for stacked in [torch.stack([part.to(wide) for part in parts])]
         ]
         self.tensors = whole[context.rank]
+        if bitmap is not None:
+            absent = (~bitmap).repeat_interleave(block)[: sizes[0]]
+            self.tensors[0][absent] = context.rank + 1  # which does not count
+        if kind == "coordinates":
+            self.tensors = [
+                self.tensors[0].unflatten(0, (-1, 1)).to_sparse(1)
+                if sizes[0] % 2
+                else self.tensors[0].to_sparse()
+            ]
         if kind == "list":
             self.work = dist.all_reduce_coalesced(self.tensors, op, group, asynchronous)
-        elif kind == "sparse":
+        elif kind in ("sparse", "bitmap"):
             self.work = fusedpg.sparse_all_reduce(
-                self.tensors[0], op, group, asynchronous, block_size=block
+                self.tensors[0], op, group, asynchronous, block_size=block, bitmap=bitmap
             )
         else:
             self.work = dist.all_reduce(self.tensors[0], op, group, asynchronous)
@@ -74,9 +91,11 @@ class Call:
         if self.work is not None:
             self.work.wait()
         for found, want in zip(self.tensors, self.want):
-            right = (found.to(want.dtype) == want) | (want.isnan() & found.isnan())
+            dense = found.to_dense().view(-1) if found.is_sparse else found
+            right = (dense.to(want.dtype) == want) | (want.isnan() & dense.isnan())
             assert bool(right.all()), self.text
-            found.fill_(7)  # it belongs to the program again
+            if not found.is_sparse:
+                found.fill_(7)  # it belongs to the program again
 
 
 def options(draw: random.Random, places: str) -> fusedpg.Options:
@@ -111,6 +130,65 @@ def program(context: Context, places: str, seed: int, steps: int) -> None:
         call.check()
     for group in groups:
         dist.destroy_process_group(group)
+
+
+def beside_the_ranks(context: Context, key: str, seed: int, steps: int) -> None:
+    """Aggregators on threads of ranks 0 and 1, which are used by all: a program, DDP, and drain."""
+    from fusedpg.aggregator import Aggregator
+
+    server = Aggregator(key=key) if context.rank < 2 else None
+    both: list[Any] = [None] * context.world_size
+    dist.all_gather_object(both, server.place if server else None)
+    places = f"{both[0]},{both[1]}"
+    program(context, places, seed, steps)
+    found = []
+    group = dist.new_group(pg_options=fusedpg.Options(aggregators=places, aggregate="on"))
+    for where in (None, group):
+        torch.manual_seed(3)
+        model = torch.nn.Linear(300, 400)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=where)
+        draw = torch.Generator().manual_seed(context.rank)
+        for _ in range(3):
+            ddp(torch.randn(8, 300, generator=draw)).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*found)) and len(found[0]) == 2
+    assert fusedpg.stats(group)["all_reduce"]["paths"]["aggregated"] >= 3
+    dist.barrier()
+    if server is not None:
+        server.drain()  # the group goes on
+        assert server.active
+    dist.barrier()
+    t = torch.ones(200_000)
+    dist.all_reduce(t, group=group)
+    assert bool((t == context.world_size).all())
+    dist.destroy_process_group(group)
+    if server is not None:
+        deadline = time.monotonic() + 10
+        while server.active:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert server.stats()["failed"] == 0
+        server.close()
+    dist.barrier()
+
+
+def ends_beside_the_ranks(context: Context, key: str) -> str:
+    """What is raised when the aggregator on a thread of rank 0 is closed under its group."""
+    from fusedpg.aggregator import Aggregator
+
+    server = Aggregator(key=key) if context.rank == 0 else None
+    place = [server.place if server else None]
+    dist.broadcast_object_list(place)
+    group = dist.new_group(pg_options=fusedpg.Options(aggregators=place[0], aggregate="on"))
+    dist.all_reduce(torch.ones(200_000), group=group)
+    dist.barrier()
+    if server is not None:
+        server.close()
+    try:
+        dist.all_reduce(torch.ones(200_000), group=group)
+    except dist.DistBackendError as error:
+        return str(error)
+    raise AssertionError("no error")
 
 
 def held() -> tuple[int, int]:
