@@ -42,7 +42,7 @@ from fusedpg.plan.space import Space
 RANKS, NAME, SIZE, GLOBAL_BATCH = 4, "gpt", "25M", 8
 MICRO_BATCHES = (1, 2)  # samples of a device that are measured
 LARGEST_MB, REPEATS, STEPS = 4.0, 7, 4
-TRIES, PATIENCE = 12, 30  # steps of a plan, and looks before each, where others take the cores
+TRIES, PATIENCE = 10, 40  # steps of a plan, and looks between them, while others take the cores
 # In the smaller ones operators are computed again: uniform plans all of them, others some.
 LIMIT_MB, SMALL_MB, TIGHT_MB = 4000.0, 150.0, 125.0
 WITHIN = {LIMIT_MB: "", TIGHT_MB: f" in {TIGHT_MB:.0f} MB"}
@@ -136,11 +136,12 @@ def profiled(args: argparse.Namespace) -> None:
 
     model = models.build(NAME, SIZE)
     profiler = Profiler(model, args.work / "database", dtype=torch.float32, repeats=REPEATS)
-    begun = time.time()
+    begun, references = time.time(), []
 
     def advance(name: str) -> None:
         if late(args, 20.0):
             raise TimeIsUp
+        references.append(reference())
         if not dist.get_rank():
             print(name, file=sys.stderr)
 
@@ -157,7 +158,8 @@ def profiled(args: argparse.Namespace) -> None:
                 file.write(f"{time.time() - begun}\n")
     profiler.describe()
     if not dist.get_rank():
-        (args.work / "profiled.json").write_text("{}\n")
+        known = {"reference_ms": statistics.median(references)}
+        (args.work / "profiled.json").write_text(json.dumps(known) + "\n")
 
 
 def unmeasured(args: argparse.Namespace, plans: dict[str, Any]) -> list[str]:
@@ -181,13 +183,14 @@ def executed(args: argparse.Namespace) -> None:
     for name in names:
         if late(args, 1.5 * longest):
             return
-        begun = time.time()
+        begun, before = time.time(), reference()
         found = by_hand(name) if name in BY_HAND else executed_plan(Plan.from_json(plans[name]))
+        work = (before + reference()) / 2
         longest = max(longest, time.time() - begun)
         everyone: list[Any] = [None] * RANKS
         dist.all_gather_object(everyone, found)
         if not dist.get_rank():
-            row = {"name": name, "digest": _digest(plans.get(name)),
+            row = {"name": name, "digest": _digest(plans.get(name)), "reference_ms": work,
                    "took": time.time() - begun, "ranks": everyone}  # fmt: skip
             with _measured(args).open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -214,8 +217,9 @@ def _timed(step: Callable[[], Any]) -> tuple[list[float], list[Any], float]:
     The first two do not count, and a step that others disturbed counts only where all are.
     """
     steps: list[tuple[float, float, Any]] = []
+    patience = PATIENCE
     for number in range(TRIES + 2):
-        calm()
+        patience = calm(patience)
         dist.barrier()
         others = Others([0] * RANKS)
         begin = time.perf_counter()
@@ -229,13 +233,31 @@ def _timed(step: Callable[[], Any]) -> tuple[list[float], list[Any], float]:
     return [s for _, s, _ in steps], [r for *_, r in steps], steps[-1][0]
 
 
-def calm() -> None:
-    """Waits until other processes leave the cores alone, for a while."""
-    for _ in range(PATIENCE):
+def reference() -> float:
+    """Milliseconds of a core for work that is always the same, on all ranks at once.
+
+    A machine whose cores are shared with others' machines is not always as fast.
+    """
+    x, weight = torch.ones(256, 384), torch.ones(384, 16384)
+    found = []
+    for _ in range(5):
+        begin = time.thread_time()
+        (x @ weight).mul_(1e-3).exp_().sum()
+        found.append(time.thread_time() - begin)
+    mean = torch.tensor(statistics.median(found), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / RANKS * 1e3
+
+
+def calm(patience: int) -> int:
+    """Waits until other processes leave the cores alone; how many more looks there may be."""
+    while patience:
         others = Others([0] * RANKS)
-        time.sleep(0.3)
+        time.sleep(0.2)
+        patience -= 1
         if others.share() <= MOST:
-            return
+            break
+    return patience
 
 
 def executed_plan(plan: Plan) -> dict[str, Any]:
@@ -400,6 +422,7 @@ def _random_plans(spaces: Sequence[Space], count: int) -> Iterator[Plan]:
 def compared(args: argparse.Namespace, plans: dict[str, Plan]) -> list[dict[str, Any]]:
     """A row for each plan that was measured, with what is predicted now."""
     model = space(args.work / "database", args.hosts).model
+    profiled = json.loads((args.work / "profiled.json").read_text())["reference_ms"]
     measured = collections.defaultdict(list)
     for line in _lines(_measured(args)):
         measured[line["name"], line["digest"]].append(line)
@@ -409,7 +432,10 @@ def compared(args: argparse.Namespace, plans: dict[str, Plan]) -> list[dict[str,
         lines = measured[name, _digest(plan and plan.to_json())]
         seconds = [statistics.median(line["ranks"][0]["seconds"]) for line in lines]
         row = {"name": name, "ms": 1e3 * statistics.median(seconds), "rounds": len(lines),
-               "took": statistics.median(line["took"] for line in lines)}  # fmt: skip
+               "took": statistics.median(line["took"] for line in lines),
+               "speed": profiled / statistics.median(line["reference_ms"] for line in lines),
+               "others": max(line["ranks"][0]["others"] for line in lines)}  # fmt: skip
+        row["rounds_ms"] = [1e3 * one for one in seconds]
         if plan is not None:
             price = model.price(plan)
             ranks = [rank for line in lines for rank in line["ranks"]]
@@ -445,6 +471,9 @@ def summary(rows: Sequence[dict[str, Any]], searched: dict[str, float]) -> dict[
     return {
         "plans": len(planned),
         "time_error": statistics.median(abs(_error(row, "ms")) for row in planned),
+        "time_error_at_speed": statistics.median(
+            abs(row["predicted_ms"] / row["speed"] / row["ms"] - 1) for row in planned
+        ),
         "memory_error": statistics.median(abs(_error(row, "mb")) for row in planned),
         "gains": {f"{limit:.0f}": _gain(rows, within) for limit, within in WITHIN.items()},
         "seconds_to_try_one": took,
@@ -460,17 +489,17 @@ def reported(
 
     where = "one host" if args.hosts == 1 else f"{args.hosts} hosts, {args.rate}"
     table = Table(title=f"{NAME} {SIZE}, {GLOBAL_BATCH} samples, {RANKS} ranks, {where}")
-    for column in ("plan", "ms", "predicted", "error", "MB", "predicted", "error"):
+    for column in ("plan", "ms", "speed", "predicted", "error", "MB", "predicted", "error"):
         table.add_column(column, justify="left" if column == "plan" else "right")
     planned = [row for row in rows if "mb" in row]
     for row in rows:
-        cells = [row["name"], f"{row['ms']:,.0f}"]
+        cells = [row["name"], f"{row['ms']:,.0f}", f"{row['speed']:.2f}"]
         if row in planned:
             cells += [f"{row['predicted_ms']:,.0f}", f"{100 * _error(row, 'ms'):+.1f}%"]
             cells += [f"{row['mb']:,.0f}", f"{row['predicted_mb']:,.0f}"]
             cells += [f"{100 * _error(row, 'mb'):+.1f}%"]
         table.add_row(*cells)
-    Console(width=110).print(table)
+    Console(width=118).print(table)
     figures = summary(rows, searched)
     gains, took = figures["gains"], figures["seconds_to_try_one"]
     most, least = max(gain for _, gain in gains.values()), min(gain for _, gain in gains.values())
@@ -490,6 +519,13 @@ def reported(
         f"{100 * figures['memory_error']:.1f}%; search {searched['seconds']:.1f} s for "
         f"{searched['priced']:,.0f} plans, {took:.1f} s to try one"
     )
+    print(
+        "with the speed that the cores had (1.00: as when the model was measured), the median "
+        f"error of time is {100 * figures['time_error_at_speed']:.1f}%"
+    )
+    for row in rows:
+        if row["others"] > MOST:
+            print(f"{row['name']}: other processes took {row['others']:.0%} of the cores")
     for limit, (best, gain) in gains.items():
         print(f"within {limit} MB the found plan is {gain:.2f}x the best by hand ({best})")
     for text, good in met:

@@ -200,7 +200,10 @@ class Database:
 
     def _describe(self, num_layers: int | None) -> Operators:
         path = self.folder / f"model_{self.stem}.json"
-        described = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            described = json.loads(path.read_text()) if path.exists() else {}
+        except ValueError as error:
+            raise DatabaseError(f"{path} is no JSON, was it cut off? {error}") from error
         model = dict(described.get("model", MODELS.get((self.model_name, self.model_size), {})))
         if num_layers is not None:
             model["num_layers"] = num_layers

@@ -153,7 +153,7 @@ class OperatorModule(nn.Module):
             share = weight.share(op.initial(name, weight, generator, dtype), part).clone()
             self.register_parameter(name, nn.Parameter(share))
         for name, buffer in op.buffers().items():
-            self.register_buffer(name, buffer)
+            self.register_buffer(name, buffer.to(dtype) if buffer.is_floating_point() else buffer)
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.op.compute(self, inputs, self.part)

@@ -164,16 +164,17 @@ class _Tracing:
             if node.op not in ("placeholder", "output", "get_attr") and self._of_samples(node)
         }
         operators = []
-        owners: dict[str, str] = {}
+        owners: dict[int, str] = {}  # by the weight's identity: one may have several names
         trained: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node not in borders:
                 continue
             self._check(node)
             operator, inputs = self._operator(node, borders)
-            for weight, _ in operator.graph.named_parameters():
-                if owners.setdefault(weight, node.name) != node.name:
-                    raise PlanError(f"{weight} is used by {owners[weight]} and {node.name}")
+            for weight, parameter in operator.graph.named_parameters():
+                owner = owners.setdefault(id(parameter), node.name)
+                if owner != node.name:
+                    raise PlanError(f"{weight} is used by {owner} and {node.name}")
             if trained.intersection(inputs) or operator.weights(0):
                 trained.add(node)
             differentiable = node in trained and self.found[node.name].is_floating_point()

@@ -339,6 +339,13 @@ def test_damaged_tables_of_links_and_collectives(tmp_path: Path) -> None:
         database.collective("all_reduce", 2)
 
 
+def test_damaged_description(tmp_path: Path) -> None:
+    write_toy(tmp_path, 0)
+    edited(tmp_path / "model_toy_s.json", lambda text: text[: len(text) // 2])
+    with pytest.raises(DatabaseError, match=r"model_toy_s\.json is no JSON, was it cut off"):
+        Database(tmp_path, "toy", "s")
+
+
 def test_no_database(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gpt_1_3B_mbs"):
         Database(tmp_path, "gpt", "1_3B")

@@ -568,6 +568,43 @@ def test_traced_modules(context: Context, seed: int) -> None:
     assert models.of_plan(plan).names == model.names
 
 
+class Partly(nn.Module):
+    """Some of its weights are trained, and it has buffers."""
+
+    def __init__(self, trained: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("scale", torch.rand(8))
+        self.register_buffer("count", torch.tensor(3))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name[0] in trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(torch.relu(self.a(x))) * self.scale + self.count
+        return (self.c(y) ** 2).mean(1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("trained", ["abc", "ac", "bc", "a", "c"])
+@harness.on_ranks(2)
+def test_traced_frozen_weights(context: Context, trained: str, schedule: str) -> None:
+    """Losses are those of the module itself, by torch's optimizer."""
+    model = trace(Partly(trained), {"x": torch.ones(4, 4)}, "partly", trained)
+    plan = random_plan(model, 2, 0, widths=[1, 1], schedule=schedule, micro_batches=4)
+    options = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
+    found = train(plan, model, 4, torch.float64, options=options)[0]
+    module = Partly(trained).double()
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], **options)
+    for step, loss in enumerate(found):
+        batch = model.random_batch(plan.global_batch_size, torch.float64, step)
+        wanted = module(**batch).mean()
+        assert loss == pytest.approx(float(wanted), rel=1e-12)
+        wanted.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @harness.on_ranks(2)
 def test_traced_dropout(context: Context) -> None:
     """Recomputed operators drop the same elements."""
@@ -597,11 +634,15 @@ class Bad(nn.Module):
         super().__init__()
         self.how, self.linear = how, nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4) if how == "norm" else nn.Identity()
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.linear.weight
 
     def forward(self, x: Tensor) -> Any:
         y = self.norm(self.linear(x))
         if self.how == "shared":
             y = self.linear(y)
+        if self.how == "tied":
+            y = self.tied(y)
         if self.how == "mixes":
             y = y - y.mean(0)
         if self.how == "in place":
@@ -616,6 +657,7 @@ class Bad(nn.Module):
     [
         ("norm", "BatchNorm1d mixes samples"),
         ("shared", "linear.weight is used by linear and linear_1"),
+        ("tied", "tied.weight is used by linear and tied"),
         ("mixes", "sub mixes samples"),
         ("in place", "changes a value in place"),
         ("control", "cannot trace Bad"),
