@@ -372,16 +372,16 @@ def planned(hosts: int) -> str:
     saved = json.loads((RESULTS / "plans" / f"{hosts}_hosts.json").read_text())
     lines = []
     for row in saved["rows"]:
-        line = [row["name"], f"{row['ms']:,.0f}", "", "", "", ""]
+        line = [row["name"], f"{row['ms']:,.0f}", f"{row['speed']:.2f}", "", "", "", ""]
         if "mb" in row:
-            line[2:] = [
+            line[3:] = [
                 f"{row['predicted_ms']:,.0f}",
                 f"{100 * (row['predicted_ms'] / row['ms'] - 1):+.1f}%",
                 f"{row['mb']:,.0f}",
                 f"{row['predicted_mb']:,.0f}",
             ]
         lines.append(line)
-    return markdown(["plan", "ms", "predicted", "error", "MB", "predicted"], lines)
+    return markdown(["plan", "ms", "speed", "predicted", "error", "MB", "predicted"], lines)
 
 
 def readme() -> str:
@@ -440,7 +440,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
     "many_hosts": many_hosts,
-    "planned": lambda: planned(2),
+    "planned_2": lambda: planned(2),
     "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),
     "served_steps": lambda: serve_gloo_steps.table(
         serve_gloo_steps.load(RESULTS / "served" / "steps.json")
