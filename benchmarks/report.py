@@ -440,6 +440,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts_2x1": lambda: hosts("between_hosts_2x1_p2"),
     "hosts_2x2": lambda: hosts("between_hosts_2x2_p4"),
     "many_hosts": many_hosts,
+    "planned_1": lambda: planned(1),
     "planned_2": lambda: planned(2),
     "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),
     "served_steps": lambda: serve_gloo_steps.table(
