@@ -13,6 +13,7 @@ ARMS = {
     "deepspeed": "DeepSpeed SHM",
     "open mpi": "Open MPI",
     "link": "what the link needs for the bytes",
+    "link with headers": "what it needs for them in packets of TCP",
     # collectives
     "fused": "fused",
     "fused arena": "fused, tensors in the arena",
@@ -20,6 +21,9 @@ ARMS = {
     # ddp
     "no_comm": "DDP that communicates nothing",
     "no_sync": "no DDP work at all (no_sync)",
+    "forward alone": "its forward alone",
+    "optimizer alone": "its optimizer alone",
+    "step's bound": "forward, the link's time or backward, optimizer",
     # steps
     "gloo all_reduce + AdamW": "Gloo all_reduce + AdamW(fused=True)",
     "deepspeed all_reduce + AdamW": "DeepSpeed SHM all_reduce + AdamW(fused=True)",
@@ -129,6 +133,7 @@ CASES = {
     "micro-batches": "16 micro-batches",
 }
 LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
+LIMITS += ("link with headers", "forward alone", "optimizer alone", "step's bound")
 LIMITS += ("all_reduce alone", "no communication", "shards alone", "fake functional")
 PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
 

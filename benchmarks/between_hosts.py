@@ -12,7 +12,8 @@ tensor from the first rank to the last one and back by `dist.send` and `dist.rec
 each way at once between the same two by `dist.batch_isend_irecv`; `ddp` and `fsdp2`, training
 steps of an MLP with 25 M parameters, whose script is the same on both backends.
 Every result is checked before anything is timed. "link" is what the link needs for the
-2 (H-1)/H N bytes that cross it at least. The bytes that a host has sent, with all headers, come
+2 (H-1)/H N bytes that cross it at least, "link with headers" what they need as full packets of TCP,
+less what the link lets through at once. The bytes that a host has sent, with all headers, come
 from its interface's counter.
 How times are taken: see `_harness.py`.
 """
@@ -40,10 +41,17 @@ import _plots as plots
 import collectives
 import fused_step
 from _harness import Bar, Context, Row
+from ddp import keep_bucket
 
 K, M = 1 << 10, 1 << 20
 LINK = "link"
-ALONE = "no_sync"  # the same step without a collective: what nobody's communication can beat
+WIRE = "link with headers"
+FRAME, CARRIED = 1514, 1448  # bytes of a full packet, and of our data in it
+ALONE = "no_sync"  # the same step without a collective
+# Of DDP's step: with a hook that communicates nothing, and its parts beside backward.
+NO_COMM, FORWARD, OPTIMIZER = "no_comm", "forward alone", "optimizer alone"
+BOUND = "step's bound"  # what nobody's communication can beat, see bound_row()
+COMPUTE = (ALONE, NO_COMM, FORWARD, OPTIMIZER)
 UNLIMITED = "unlimited"
 RATES = {UNLIMITED: None, "10gbit": 10e9, "1gbit": 1e9}  # bits a second
 PARTS = ("all_reduce", "adamw", "send", "exchange", "ddp", "fsdp2")
@@ -181,13 +189,30 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
         found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
         bits = RATES[rate]
         if bits is not None and part not in ("send", "exchange"):
-            found.append(link_row(name, size, 2 * (count - 1) / count * size, 8 / bits))
+            sent = 2 * (count - 1) / count * size
+            found.append(link_row(name, size, sent, 8 / bits))
+            burst = hosts.link(rate)["burst"]
+            found.append(link_row(name, size, sent * FRAME / CARRIED, 8 / bits, WIRE, burst))
+        if part == "ddp":
+            found.append(bound_row(found))
         yield found
 
 
-def link_row(name: str, size: int, sent: float, per_byte: float) -> HostsRow:
-    time = sent * per_byte
-    return HostsRow(name, size, LINK, time, time, time, time, 1, 1, sent=sent)
+def link_row(
+    name: str, size: int, sent: float, per_byte: float, arm: str = LINK, burst: float = 0
+) -> HostsRow:
+    time = max(0.0, sent - burst) * per_byte
+    return HostsRow(name, size, arm, time, time, time, time, 1, 1, sent=sent)
+
+
+def bound_row(rows: Sequence[HostsRow]) -> HostsRow:
+    """DDP communicates during backward: before it are no gradients, and the optimizer needs all."""
+    step, forward, optimizer, link = (
+        next(row for row in rows if row.arm == arm) for arm in (NO_COMM, FORWARD, OPTIMIZER, WIRE)
+    )
+    around = forward.median + optimizer.median
+    time = around + max(step.median - around, link.median)
+    return HostsRow(link.case, link.size, BOUND, time, time, time, time, 1, 1, sent=link.sent)
 
 
 def all_reduce_arms(size: int, context: Context, name: str) -> dict[str, Callable[[], object]]:
@@ -298,9 +323,20 @@ class Training:
         fully_shard(model, mesh=mesh)
         return model
 
+    def without_communication(self) -> Training:
+        assert isinstance(self._model, nn.parallel.DistributedDataParallel)
+        self._model.register_comm_hook(None, keep_bucket)
+        return self
+
+    def forward(self) -> Tensor:
+        return cross_entropy(self._model(self._x), self._y)
+
+    def optimize(self) -> None:
+        self._optimizer.step()
+
     def step(self) -> Tensor:
         self._optimizer.zero_grad()
-        loss = cross_entropy(self._model(self._x), self._y)
+        loss = self.forward()
         loss.backward()
         self._optimizer.step()
         return loss.detach()
@@ -316,8 +352,13 @@ def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]
     # Of all ranks' batches: one of them alone may get worse at first.
     dist.all_reduce(losses[0], group=context.groups["gloo"])
     harness.require(bool(losses[0][-1] < losses[0][0]), f"{part}: does not learn: {losses[0]}")
-    arms[ALONE] = Training(part, rank, None)
-    return {name: arm.step for name, arm in arms.items()}
+    alone = Training(part, rank, None)
+    steps: dict[str, Callable[[], object]] = {name: arm.step for name, arm in arms.items()}
+    steps[ALONE] = alone.step
+    if part == "ddp":
+        steps[NO_COMM] = Training(part, rank, context.groups["fused"]).without_communication().step
+        steps |= {FORWARD: alone.forward, OPTIMIZER: alone.optimize}
+    return steps
 
 
 # ---------------------------------------------------------------------------------------------
@@ -334,7 +375,7 @@ def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
     for column in ("MB", "of 2 (H-1)/H N"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        if row.arm not in (LINK, ALONE) and row.size >= M:
+        if row.arm not in (LINK, WIRE, BOUND, *COMPUTE) and row.size >= M:
             least = 2 * (count - 1) / count * row.size
             share = "" if row.case.startswith("fsdp2") else f"{row.sent / least:.3f}"
             table.add_row(

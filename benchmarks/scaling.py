@@ -4,7 +4,10 @@
     python benchmarks/scaling.py --layouts 1x1,2x1,4x1 --rate 10gbit
 
 Hosts are network namespaces of this machine whose links have a rate (see tests/python/hosts.py), so
-all of them share its cores. The model of an operation on N bytes, H hosts and L ranks on each:
+all of them share its cores: where ranks outnumber these, waits do not spin, as a peer needs the
+core. Sizes of up to 64 KB are timed in turn with one another, five times as often as larger ones,
+for a machine's drift is as long as such calls. The model of an operation on N bytes, H hosts and L
+ranks on each:
 
     seconds = a + b (P-1) max(1, P/C) + c N + m N P/C + w max(0, 2 (H-1)/H N - B)
 
@@ -48,6 +51,7 @@ WITHIN = 0.15  # of the measured time: what the model promises for sizes that it
 FACTORS = tuple(2**k for k in range(15))  # hosts of the projection
 PROJECTED = 100 * M
 TERMS = ("a", "b", "c", "m", "w")
+SMALL, MORE = 64 * K, 5  # bytes; times the rounds
 
 
 @dataclass
@@ -84,6 +88,8 @@ def main() -> int:
         todo = len(OPS) * len(args.fit + args.check)
         if count * ranks == 1:
             continue  # nothing is communicated
+        crowded = count > 1 and count * ranks > len(os.sched_getaffinity(0))
+        os.environ["FUSEDPG_SPIN_US"] = "0" if crowded else "-1"
         # One host: a pair of namespaces of which one stays empty would be no different.
         found = (
             hosts.run_alone(ranks, ScalingRow, ["--layout", layout])
@@ -108,18 +114,22 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Scalin
     count, ranks = map(int, args.layout.split("x"))
     group = context.groups["fused"]
     link = {"rate": 0.0, "burst": 0.0} if count == 1 else hosts.link(args.rate)
-    for size in sorted(args.fit + args.check):
-        for op in OPS:
-            arm = make_arm(op, size, context, group)
-            rows = harness.measure(
-                context, {op: arm}, case=f"{op}, {count} x {ranks}", size=size, rounds=args.rounds
-            )
+    everything = sorted(args.fit + args.check)
+    small = [size for size in everything if size <= SMALL]
+    for together in (small, *([size] for size in everything if size > SMALL)):
+        arms = {f"{op} {n}": make_arm(op, n, context, group) for n in together for op in OPS}
+        rounds = args.rounds * (MORE if together is small else 1)
+        rows = harness.measure(context, arms, case="", size=0, rounds=rounds)
+        for row in rows:
+            op, size = row.arm.split()
+            found = asdict(row) | {
+                "arm": op, "size": int(size), "case": f"{op}, {count} x {ranks}"
+            }  # fmt: skip
             yield [
                 ScalingRow(
-                    **asdict(row), **link, hosts=count, ranks=ranks,
-                    cores=len(os.sched_getaffinity(0)), fitted=size in args.fit,
+                    **found, **link, hosts=count, ranks=ranks,
+                    cores=len(os.sched_getaffinity(0)), fitted=int(size) in args.fit,
                 )
-                for row in rows
             ]  # fmt: skip
 
 
