@@ -177,10 +177,9 @@ fake-gpu: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
-# Three at a time, as the tests wait half of their time: PYTEST_ARGS="-n 0" for one. Whole files, for
-# their fixtures' sake, in the order of conftest.py: by their number of tests the longest, which have
-# few, would come last.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two at a time, as with ctest: PYTEST_ARGS="-n 0" for one. Whole files, for their fixtures' sake, in
+# the order of conftest.py: by their number of tests the longest, which have few, would come last.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every capability once, in minutes: tests/python/parts.py says which tests are quick.
 test: $(BUILT)

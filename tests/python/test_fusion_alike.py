@@ -10,9 +10,11 @@ from checks import alike
 pytestmark = pytest.mark.fused_only
 
 
-@pytest.mark.parametrize("world_size", [2, harness.slow(1), harness.slow(3)])
-def test_ranks_differ(world_size: int) -> None:
-    harness.pool(world_size).run(alike.differ, timeout=300)
+@pytest.mark.parametrize(
+    ("world_size", "every"), [(2, False), *(harness.slow(size, True) for size in (1, 2, 3))]
+)
+def test_ranks_differ(world_size: int, every: bool) -> None:
+    harness.pool(world_size).run(alike.differ, every, timeout=300)
 
 
 def test_what_may_differ() -> None:

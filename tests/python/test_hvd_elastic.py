@@ -61,7 +61,7 @@ class Job:
         )
 
     def reached(self, epoch: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 90  # less than --elastic-timeout
         while not self.folder.joinpath(f"epoch{epoch}").exists():
             assert self.process.poll() is None, finish(self.process)
             assert time.monotonic() < deadline, "the epoch does not begin"

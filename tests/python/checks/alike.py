@@ -91,8 +91,11 @@ def call(context: Context, run: Callable[[], Any], differs: bool, what: Any) -> 
     assert one.tolist() == [context.world_size] * 3
 
 
-def differ(context: Context) -> None:
-    """Every function on every path: all its schedules, two backends, code or none, gradients."""
+def differ(context: Context, every: bool) -> None:
+    """Every function on each path: schedules, two backends, code or none, gradients.
+
+    Of its schedules the first and the last, or `every` one: each is compiled.
+    """
     rank, size = context.rank, context.world_size
     last = rank == size - 1
     drawn = torch.Generator().manual_seed(5)
@@ -103,7 +106,8 @@ def differ(context: Context) -> None:
         fused = fusedpg.fuse(function)
         for group, mode in ((None, "compiled"), (None, "eager"), (context.oracle, "compiled")):
             with compiles(context), environment(FUSEDPG_FUSION=mode):
-                for schedule in fused.schedules(*given, one, group=group):
+                schedules = fused.schedules(*given, one, group=group)
+                for schedule in schedules[:: 1 if every else max(1, len(schedules) - 1)]:
                     run = fused.scheduled(*schedule.transformations)
                     for differs in (False, size > 1, False):
                         value = other if differs and last else one

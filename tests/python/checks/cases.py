@@ -163,7 +163,8 @@ class Placed:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in logical order."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+    # A tensor of one element is contiguous with any stride.
+    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
