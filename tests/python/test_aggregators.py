@@ -283,6 +283,7 @@ def test_worker_is_killed(tmp_path: Path, two: str, blocks: bool) -> None:
         assert found.collect(30, ranks=[0, 2]) == [None, None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [False, True])
 def test_worker_is_stopped(tmp_path: Path, two: str, blocks: bool) -> None:
     """The others raise at the group's deadline, and name it."""

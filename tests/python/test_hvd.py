@@ -624,6 +624,7 @@ def test_autotuning_that_cannot_begin(context: Context) -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == context.world_size
 
 
+@pytest.mark.long
 @on_ranks(2, 3)
 def test_stalls(context: Context) -> None:
     """Rank 0 warns with names and ranks, and the engine ends after the time that was set."""

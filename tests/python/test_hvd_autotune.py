@@ -160,6 +160,7 @@ def test_without_scikit_learn_the_error_says_what_to_install(
         Tuner()
 
 
+@pytest.mark.long
 def test_an_engine_is_tuned(tmp_path: Path) -> None:
     """By the launcher's flags: the log ends with the best point, which all ranks then use."""
     program = tmp_path / "program.py"

@@ -192,6 +192,7 @@ def test_ranks_that_start_together_join_together(tmp_path: Path, marker: str) ->
     assert sizes(results) == [2, 4]
 
 
+@pytest.mark.long
 def test_a_lost_host(tmp_path: Path, marker: str) -> None:
     """Its agent ends, behind ssh, and with it its rank: the others go on without the host."""
     plan = {"epochs": 4, "wait": {"2": 2}}

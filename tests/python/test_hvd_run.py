@@ -197,6 +197,7 @@ def test_local_names() -> None:
 # --- fixed jobs
 
 
+@pytest.mark.long
 def test_ranks_output_and_files(tmp_path: Path, marker: str) -> None:
     script = 'echo "$RANK/$WORLD_SIZE $HOROVOD_LOCAL_RANK $HOROVOD_CYCLE_TIME"; echo oh >&2'
     code, out, err = launch(
@@ -214,6 +215,7 @@ def test_ranks_output_and_files(tmp_path: Path, marker: str) -> None:
         assert folder.joinpath("stderr").read_text() == "oh\n"
 
 
+@pytest.mark.long
 def test_output_keeps_every_byte(tmp_path: Path) -> None:
     """Bytes that are no UTF-8, long lines, carriage returns, a last line without an end."""
     body = bytes(range(256)) + b"x" * 200_000 + b"\r50%\r100%\nend"
@@ -372,6 +374,7 @@ def test_a_host_that_ssh_cannot_reach(tmp_path: Path, marker: str) -> None:
     assert f"host {FAR}: its agent has ended" in err
 
 
+@pytest.mark.long
 def test_a_host_that_says_nothing(tmp_path: Path, marker: str) -> None:
     env = fake_ssh(tmp_path, "exec sleep 100\n")
     flags = ["-np", "1", "-H", f"{FAR}:1", "--start-timeout", "1", "true"]

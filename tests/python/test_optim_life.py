@@ -59,6 +59,7 @@ def test_sharded_elsewhere(pair: harness.Workers) -> None:
     pair.run(life.sharded_elsewhere)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [harness.slow(name) if name in ("view", "find_unused") else name for name in DDP],
