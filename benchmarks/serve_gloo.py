@@ -125,6 +125,14 @@ def start(program: str, arm: str, scratch: Path, ranks: int) -> tuple[list[list[
     return [[sys.executable, *line]] * ranks, own
 
 
+def last_words(log: Path, most: int) -> str:
+    """The end of a log, without the paths of this machine."""
+    text = log.read_text()
+    for folder in (HERE.parent, sys.prefix, sys.base_prefix):
+        text = text.replace(f"{folder}/", "")
+    return text[-most:]
+
+
 def run(program: str, arm: str, ranks: int, limit: float) -> dict[str, Any] | str:
     """What rank 0 has noted, or how it failed."""
     with tempfile.TemporaryDirectory(prefix="fusedpg-serve-") as folder:
@@ -138,13 +146,13 @@ def run(program: str, arm: str, ranks: int, limit: float) -> dict[str, Any] | st
         try:
             codes = [process.wait(limit) for process in processes]
         except subprocess.TimeoutExpired:
-            return f"no end within {limit:.0f} s\n{log.read_text()[-2000:]}"
+            return f"no end within {limit:.0f} s\n{last_words(log, 2000)}"
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
         if any(codes) or not (scratch / "note.json").exists():
-            return f"exit codes {codes}\n{log.read_text()[-3000:]}"
+            return f"exit codes {codes}\n{last_words(log, 3000)}"
         note = json.loads((scratch / "note.json").read_text())
         kinds = {"served": "ProcessGroupFused", "gloo": "ProcessGroupGloo"}
         # Their groups are not torch's default one.

@@ -129,7 +129,7 @@ class Aggregator:
 
     @property
     def active(self) -> bool:
-        """Whether there is a group that uses it."""
+        """True while a group uses it."""
         return any(server.stats()["active"] for server in self._servers)
 
     def drain(self) -> None:

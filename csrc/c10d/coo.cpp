@@ -184,8 +184,8 @@ at::Tensor add_values(
   return values;
 }
 
-// Whether blocks of entries have the sums that entries have: half types are
-// rounded after each addition here.
+// Sums of blocks must have the bits of sums of entries. Those of half types do
+// not: entries are rounded after each addition.
 bool may_use_blocks(const NetContext& ctx, const kernels::ReduceArgs& args) {
   return ctx.aggregators != nullptr && can_skip(args) &&
       args.dtype != DType::kFloat16 && args.dtype != DType::kBFloat16;

@@ -73,8 +73,7 @@ size_t select_net_segment(int world_size, bool ranks_share_hosts) {
 }
 
 size_t select_net_ahead(bool ranks_share_hosts) {
-  // An all_reduce of 100 MB of two ranks on each of two hosts takes 19% less
-  // with two than with eight where all lies in arenas, and 5% otherwise.
+  // See 2 x 2 in benchmarks/between_hosts.py.
   constexpr size_t kShared = 2;
   return ranks_share_hosts ? kShared : kNetAhead;
 }

@@ -24,8 +24,8 @@ struct SkipOptions {
   // type. 0: none. One tensor a call.
   double threshold = 0;
   void* residual = nullptr;
-  // What the caller says instead: a byte for each block of `bitmap_block`
-  // elements, 0 for one that counts as zeros whatever it holds; nullptr: look.
+  // The caller's choice: a byte for each block of `bitmap_block` elements, 0 for
+  // one that counts as zeros whatever it holds. nullptr: look at the elements.
   // One tensor a call, and no threshold.
   const uint8_t* bitmap = nullptr;
   size_t bitmap_block = 0; // `block` is a multiple of it

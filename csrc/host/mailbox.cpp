@@ -548,8 +548,8 @@ bool Mailbox::pending() const {
       });
 }
 
-// Whether the thread has something to do once a peer rings. A send whose
-// bytes all lie where the receiver reads them has only to end.
+// True if the thread has to act once a peer rings. A send needs nothing but its
+// end if the receiver can read all its bytes.
 bool Mailbox::concerned() const {
   if (prompt_.load(std::memory_order_acquire)) {
     return pending();

@@ -30,9 +30,9 @@ namespace fusedpg {
 // has arrived or is not as long as expected. A large message, or one more when
 // many have not been received, is sent when the receiver asks for it: what nobody
 // receives costs it little memory. It asks as soon as it posts a large receive
-// from one rank, also before it knows of a message. Who asks has a receive of
-// that length, so that nothing else needs to be said: the send is complete when
-// the network has its bytes. Nobody connects to more ranks than
+// from one rank, also before it knows of a message. A rank that asks has a receive
+// of that length and says nothing else: the send is complete when the network has
+// its bytes. Nobody connects to more ranks than
 // it has messages for: each says where it can be reached when it first sends or
 // receives, and others look for that.
 class NetMailbox {
@@ -109,10 +109,10 @@ class NetMailbox {
     uint64_t bytes; // of the message; of kUnexpected, what was expected
     uint64_t spare = 0; // see below
   };
-  // With its header and that of the message that follows 64 bytes. Where the
-  // system copies a message to a place that is up to 15 bytes further into its
-  // page than the one it comes from, AMD's `rep movsb` is a tenth as fast; large
-  // tensors begin 64 bytes into a page, and messages at the start of one.
+  // A note, its header and the header of the message that follows take 64 bytes.
+  // AMD's `rep movsb` is a tenth as fast if a copy's destination lies 1 to 15
+  // bytes further into its page than its source. Large tensors begin 64 bytes into
+  // a page, and messages at the start of one.
   static_assert(sizeof(Note) == 32);
   enum class What { kSend, kNotify, kReceive, kWithdraw };
   struct Post {

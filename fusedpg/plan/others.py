@@ -34,18 +34,19 @@ class Others:
         the system does not say.
         """
         wall, busy, own = (b - a for a, b in zip(self._begin, self._read()))
+        capacity = wall * (os.cpu_count() or 1)  # in the sum, or ranks could differ in the answer
         count = len(set(self.machine))
         sums = torch.zeros(3, count, dtype=torch.float64)
         here = self.machine[dist.get_rank()]
-        sums[:, here] = torch.tensor([wall, busy, own], dtype=torch.float64)
+        sums[:, here] = torch.tensor([capacity, busy, own], dtype=torch.float64)
         sums[:2, here] /= self.machine.count(here)
         dist.all_reduce(sums)
         most = 0.0
-        for wall, busy, own in sums.t().tolist():
+        for capacity, busy, own in sums.t().tolist():
             if math.isnan(busy):
                 return math.nan
             if busy - own > LEAST_TICKS * TICK:
-                most = max(most, (busy - own) / (wall * (os.cpu_count() or 1)))
+                most = max(most, (busy - own) / capacity)
         return most
 
     @staticmethod

@@ -490,6 +490,7 @@ def search(
         # The most stages take longest.
         order = sorted(stages, reverse=True)
         futures = {one: pool.submit(_work, one, seed, limits, top) for one in order}
+        mine = set(multiprocessing.active_children()) - others
         waiting = set(futures.values())
         try:
             while waiting:
@@ -501,7 +502,7 @@ def search(
             return [futures[one].result() for one in stages]
         except BaseException:
             # Else the pool would wait for searches that nobody asks for any more.
-            for process in set(multiprocessing.active_children()) - others:
+            for process in mine:
                 process.terminate()
             raise
 

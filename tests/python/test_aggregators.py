@@ -133,13 +133,7 @@ def test_blocks_have_the_bits_of_those_without(
     ranks.run(checks.sparse_equals, ",".join(two.split(",")[:number]), case)
 
 
-@hypothesis.given(
-    numel=st.one_of(st.integers(0, 600), st.integers(0, 60_000)),
-    block=st.sampled_from([32, 100, 256, 4096, 65536]),
-    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]), dtype=st.sampled_from(list(sparse.DTYPES)),
-    average=st.booleans(), strided=st.booleans(), async_op=st.booleans(),
-    looks=st.sampled_from([(), (0,), (1, 2)]), seed=st.integers(0, 1000),
-)  # fmt: skip
+@hypothesis.given(**sparse.bitmap_cases())
 @hypothesis.settings(
     max_examples=40, deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],

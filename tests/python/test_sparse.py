@@ -95,13 +95,10 @@ def test_keeps_what_it_does_not_send(ranks: harness.Workers, dtype: str) -> None
     ranks.run(sparse.keeps_what_it_does_not_send, dtype)
 
 
-@hypothesis.given(
-    numel=st.one_of(st.integers(0, 600), st.integers(0, 60_000)),
-    block=st.sampled_from([32, 100, 256, 4096, 65536]),
-    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    dtype=st.sampled_from(list(sparse.DTYPES)),
-    average=st.booleans(), strided=st.booleans(), async_op=st.booleans(),
-    looks=st.sampled_from([(), (0,), (1, 2)]), seed=st.integers(0, 1000),
+@hypothesis.given(**sparse.bitmap_cases())
+@hypothesis.example(
+    numel=1, block=32, density=1.0, dtype="int64", average=False, strided=True,
+    async_op=False, looks=(), seed=0,
 )  # fmt: skip
 @hypothesis.settings(
     max_examples=40, deadline=None,

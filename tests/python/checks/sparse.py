@@ -172,6 +172,23 @@ def keeps_what_it_does_not_send(context: Context, dtype: str, steps: int = 5) ->
         assert torch.equal(data, want.to(data.dtype))
 
 
+def bitmap_cases() -> dict[str, Any]:
+    """Hypothesis' strategies for the cases of obeys_bitmap()."""
+    import hypothesis.strategies as st  # not in workers
+
+    return {
+        "numel": st.one_of(st.integers(0, 600), st.integers(0, 60_000)),
+        "block": st.sampled_from([32, 100, 256, 4096, 65536]),
+        "density": st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        "dtype": st.sampled_from(list(DTYPES)),
+        "average": st.booleans(),
+        "strided": st.booleans(),
+        "async_op": st.booleans(),
+        "looks": st.sampled_from([(), (0,), (1, 2)]),
+        "seed": st.integers(0, 1000),
+    }
+
+
 def obeys_bitmap(context: Context, case: dict[str, Any], group: Any = None) -> None:
     """The sum of the blocks that bitmaps name, whatever the others hold. Ranks in `looks` have no
     bitmap, and send what is not zero."""
