@@ -53,6 +53,7 @@ class Pipeline {
     }
     capacity_ =
         most * std::max(element, plan.reads ? fold_.element() : size_t{0});
+    block_ = std::max<size_t>(kBlock / element / granule, 1) * granule;
     const bool some = blocks != nullptr && plan.zeros_stay;
     for (const auto& lane : some ? blocks->all.skip(plan.lanes) : plan.lanes) {
       lanes_.push_back(cut_lane(lane, most, granule));
@@ -93,11 +94,13 @@ class Pipeline {
 
  private:
   static constexpr size_t kCut = 64; // elements: vectors stay whole
+  // Bytes of a lane that are added up here and combined with what came from
+  // other hosts while they are in the cache.
+  static constexpr size_t kBlock = size_t(32) << 10;
 
   // The s-th segments of all lanes.
   struct Stage {
     std::vector<NetPending> contributions; // to this rank's, by host
-    NetBuffer sum; // of this host's, if it has several ranks
     std::vector<NetPending> results; // of the others', by owner
     std::vector<NetPending> sends;
     std::vector<NetBuffer> scratch; // what the buffers above are parts of
@@ -286,11 +289,18 @@ class Pipeline {
     }
   }
 
+  // In which step neighbours leave their contributions to the first segment of a
+  // lane: to that of another host's rank, before it is sent there; to that of
+  // this host's, when it is combined with what has come.
+  size_t lag(int owner) const {
+    return is_here(owner) ? ahead_ : 0;
+  }
+
   // Leaves segments of others' lanes to who works for them here, and takes the
   // results that these have left in the last step. Without anything staged
   // there is nothing to do after the first step.
   void share(size_t s) {
-    const bool in = plan_.reads && s < length_;
+    const bool in = plan_.reads && s < length_ + ahead_;
     const bool staged =
         (in && stages_in_) || (s == 0 ? in || gives_ : stages_out_);
     if (!staged) {
@@ -299,8 +309,10 @@ class Pipeline {
     if (in && !own_direct_) {
       const int half = ctx_.domain->next_half();
       for (int p = 0; p < size_; ++p) {
-        const NetSegment* one = segment(p, s);
-        if (one != nullptr && worker(p) != rank_) {
+        if (worker(p) == rank_ || s < lag(p)) {
+          continue;
+        }
+        if (const NetSegment* one = segment(p, s - lag(p))) {
           gather(parts_.mine(*one), staged_in(rank_, half, p));
         }
       }
@@ -333,39 +345,51 @@ class Pipeline {
     }
   }
 
-  // What the ranks of this host contribute to a segment; after the barrier.
+  // What the ranks of this host contribute to a segment of another host's rank;
+  // after the barrier.
   NetBuffer local_sum(int owner, const NetSegment& one, Stage& stage) {
     const NetBuffer sum = scratch(stage, one.elements * fold_.element());
-    const int half = ctx_.domain->half();
-    char* out = sum.data();
-    std::vector<const char*> next; // of each rank's staged contribution
-    for (const int p : hosts_.ranks(here_)) {
-      next.push_back(staged_in(p, half, owner));
-    }
+    begin_local(owner);
+    size_t bytes = 0;
     for (const LanePiece& piece : one.pieces) {
-      parts_.for_places(
-          piece, [&](size_t begin, size_t end, const int* who, size_t num) {
-            if (num == 0) {
-              return;
-            }
-            sources_.assign(next.size(), kZeros);
-            for (size_t k = 0; k < num; ++k) {
-              const int place = who[k];
-              const Neighbour& one = neighbours_[place];
-              if (one.rank == rank_ || one.reads_direct) {
-                sources_[place] = one.rank == rank_
-                    ? source({piece.tensor, begin, 0})
-                    : source_of(one, piece.tensor, begin);
-                continue;
-              }
-              sources_[place] = next[place];
-              next[place] += (end - begin) * plan_.src_size;
-            }
-            fold_.fold(here_, sources_.data(), end - begin, out);
-            out += (end - begin) * fold_.element();
-          });
+      bytes += add_local(piece, sum.data() + bytes);
     }
-    return sum.part(0, static_cast<size_t>(out - sum.data()));
+    return sum.part(0, bytes);
+  }
+
+  void begin_local(int owner) {
+    const int half = ctx_.domain->half();
+    staged_.clear();
+    for (const int p : hosts_.ranks(here_)) {
+      staged_.push_back(staged_in(p, half, owner));
+    }
+  }
+
+  // Of the next piece of the segment that began. Returns bytes.
+  size_t add_local(const LanePiece& piece, char* sum) {
+    char* out = sum;
+    parts_.for_places(
+        piece, [&](size_t begin, size_t end, const int* who, size_t num) {
+          if (num == 0) {
+            return;
+          }
+          sources_.assign(staged_.size(), kZeros);
+          for (size_t k = 0; k < num; ++k) {
+            const int place = who[k];
+            const Neighbour& one = neighbours_[place];
+            if (one.rank == rank_ || one.reads_direct) {
+              sources_[place] = one.rank == rank_
+                  ? source({piece.tensor, begin, 0})
+                  : source_of(one, piece.tensor, begin);
+              continue;
+            }
+            sources_[place] = staged_[place];
+            staged_[place] += (end - begin) * plan_.src_size;
+          }
+          fold_.fold(here_, sources_.data(), end - begin, out);
+          out += (end - begin) * fold_.element();
+        });
+    return static_cast<size_t>(out - sum);
   }
 
   // --- between hosts ---------------------------------------------------------
@@ -391,9 +415,6 @@ class Pipeline {
               scratch(stage, bytes));
         }
       });
-      if (shares_) {
-        stage.sum = local_sum(rank_, *mine, stage);
-      }
     }
     each_peer([&](int p) {
       const NetSegment* theirs = segment(p, s);
@@ -441,7 +462,6 @@ class Pipeline {
         }
       });
     }
-    stage.sum = {};
     release(contributed);
     stage.results.resize(size_);
     each_peer([&](int p) {
@@ -476,7 +496,12 @@ class Pipeline {
         all_ || plan_.receiver == Plan::kOwner || plan_.receiver == rank_;
     next_.clear();
     for (int h = 0; plan_.reads && h < hosts_.num_hosts(); ++h) {
-      next_.push_back(h == here_ ? stage.sum.data() : received_[h]);
+      next_.push_back(received_[h]);
+    }
+    const bool adds = shares_ && plan_.reads;
+    if (adds) {
+      begin_local(rank_);
+      local_.resize(block_ * fold_.element());
     }
     const bool staged = publishes_staged(rank_);
     size_t at = 0; // bytes
@@ -505,7 +530,7 @@ class Pipeline {
           /*stream=*/false);
       at += part.count * plan_.dst_size;
     };
-    for (const LanePiece& piece : mine.pieces) {
+    const auto combine_piece = [&](const LanePiece& piece) {
       if (!plan_.reads) {
         emit(piece, {});
       } else if (blocks_ != nullptr && !plan_.zeros_stay) {
@@ -516,6 +541,19 @@ class Pipeline {
               const LanePiece part{piece.tensor, begin, end - begin};
               emit(part, sources(part, who, num, /*widen=*/false));
             });
+      }
+    };
+    for (const LanePiece& piece : mine.pieces) {
+      if (!adds) {
+        combine_piece(piece);
+        continue;
+      }
+      for (size_t n = 0; n < piece.count; n += block_) {
+        const LanePiece part{
+            piece.tensor, piece.begin + n, std::min(block_, piece.count - n)};
+        add_local(part, local_.data());
+        next_[here_] = local_.data();
+        combine_piece(part);
       }
     }
     return block;
@@ -630,6 +668,9 @@ class Pipeline {
   NetBuffers& buffers_;
   size_t capacity_ = 0; // of each of these, in bytes
   size_t segment_bytes_ = 0;
+  size_t block_ = 0; // elements that are combined at once
+  std::vector<const char*> staged_; // the next contribution, by place
+  std::vector<char> local_; // sums of this host's ranks, of one block
   std::vector<const void*> sources_; // of one piece
   std::vector<void*> outs_; // of one piece
   std::vector<const char*> received_; // of one stage, by host
