@@ -2,9 +2,12 @@
 
 It measures the model and the machine, searches, executes the plans that were found, uniform ones
 and random ones, and DDP and FSDP2 by hand, and compares each plan's time and memory with what the
-cost model said. It goes on where an earlier call was ended: ``--seconds`` bounds each call.
+cost model said. ``--repeats`` does all of it but the search so many times: a machine whose cores
+are shared with others' machines is not always as fast, so each execution of a plan is compared
+with the profile that was taken just before. It goes on where an earlier call was ended:
+``--seconds`` bounds each call.
 
-    python benchmarks/plan.py --hosts 2 --check-bars
+    python benchmarks/plan.py --hosts 2 --repeats 5 --check-bars
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from fusedpg.plan.space import Space
 RANKS, NAME, SIZE, GLOBAL_BATCH = 4, "gpt", "25M", 8
 MICRO_BATCHES = (1, 2)  # samples of a device that are measured
 LARGEST_MB, REPEATS, STEPS = 4.0, 7, 4
+PROFILE_TRIES = 2  # at a file while others take the cores
 TRIES, PATIENCE = 10, 40  # steps of a plan, and looks between them, while others take the cores
 # In the smaller ones operators are computed again: uniform plans all of them, others some.
 LIMIT_MB, SMALL_MB, TIGHT_MB = 4000.0, 150.0, 125.0
@@ -59,39 +63,44 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit", help="of each host's link")
     parser.add_argument("--work", type=Path, help="a folder to go on in")
     parser.add_argument("--seconds", type=float, default=1e9, help="of this call")
-    parser.add_argument("--rounds", type=int, default=1, help="of all plans but the random ones")
-    parser.add_argument("--again", action="store_true", help="measures all plans once more")
+    parser.add_argument("--repeats", type=int, default=1, help="of the profile and of all plans")
     parser.add_argument("--no-save", action="store_true", help="results are printed only")
     parser.add_argument("--check-bars", action="store_true", help="exits with 1 if one is missed")
     parser.add_argument("--worker", choices=("profile", "execute"), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--repeat", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.work = (args.work or Path(f"build/plan_{args.hosts}_hosts")).resolve()
     if args.worker:
         with_group(profiled if args.worker == "profile" else executed, args)
         return 0
-    args.work.mkdir(parents=True, exist_ok=True)
     args.until = time.time() + args.seconds
-    if not (args.work / "profiled.json").exists() and not launched(args, "profile"):
-        print("the profile is not whole yet: call again", file=sys.stderr)
-        return 3
-    if args.again:
-        for name in ("measured.jsonl", "plans.json"):
-            (args.work / name).unlink(missing_ok=True)
-    plans, searched = chosen(args)
-    launched(args, "execute")
-    left = len(unmeasured(args, {name: plan.to_json() for name, plan in plans.items()}))
-    if left:
-        print(f"{left} are not measured yet: call again", file=sys.stderr)
-        return 3
+    for number in range(args.repeats):
+        args.repeat = number
+        here(args).mkdir(parents=True, exist_ok=True)
+        if not (here(args) / "profiled.json").exists() and not launched(args, "profile"):
+            print("the profile is not whole yet: call again", file=sys.stderr)
+            return 3
+        plans, searched = chosen(args)
+        if unmeasured(args, plans):
+            launched(args, "execute")
+        if left := len(unmeasured(args, plans)):
+            print(f"{left} are not measured yet: call again", file=sys.stderr)
+            return 3
     rows = compared(args, plans)
     return reported(args, rows, searched)
+
+
+def here(args: argparse.Namespace) -> Path:
+    """The folder of a repeat: its profile, and what was measured after it."""
+    path: Path = args.work / f"repeat_{args.repeat}"
+    return path
 
 
 def launched(args: argparse.Namespace, worker: str) -> bool:
     """Runs this program on 4 ranks; False if time was up."""
     program = [str(Path(__file__).resolve()), f"--hosts={args.hosts}", f"--work={args.work}"]
-    program += [f"--rounds={args.rounds}", f"--worker={worker}", f"--until={args.until}"]
+    program += [f"--repeat={args.repeat}", f"--worker={worker}", f"--until={args.until}"]
     if args.hosts == 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         subprocess.run([*launcher, f"--nproc-per-node={RANKS}", *program], check=True)
@@ -103,7 +112,7 @@ def launched(args: argparse.Namespace, worker: str) -> bool:
             sys.exit(f"no hosts: {reason}")
         with hosts.Hosts(args.hosts, args.rate) as made:
             made.run(program, ranks=RANKS // args.hosts, timeout=3600)
-    return (args.work / "profiled.json").exists()
+    return (here(args) / "profiled.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -135,7 +144,8 @@ def profiled(args: argparse.Namespace) -> None:
     from fusedpg.plan.profile import SIZES_MB, Profiler
 
     model = models.build(NAME, SIZE)
-    profiler = Profiler(model, args.work / "database", dtype=torch.float32, repeats=REPEATS)
+    folder = here(args) / "database"
+    profiler = Profiler(model, folder, dtype=torch.float32, repeats=REPEATS, tries=PROFILE_TRIES)
     begun, references = time.time(), []
 
     def advance(name: str) -> None:
@@ -154,29 +164,22 @@ def profiled(args: argparse.Namespace) -> None:
         return
     finally:
         if not dist.get_rank():
-            with (args.work / "seconds.jsonl").open("a") as file:
+            with (here(args) / "seconds.jsonl").open("a") as file:
                 file.write(f"{time.time() - begun}\n")
     profiler.describe()
     if not dist.get_rank():
         known = {"reference_ms": statistics.median(references)}
-        (args.work / "profiled.json").write_text(json.dumps(known) + "\n")
+        (here(args) / "profiled.json").write_text(json.dumps(known) + "\n")
 
 
-def unmeasured(args: argparse.Namespace, plans: dict[str, Any]) -> list[str]:
+def unmeasured(args: argparse.Namespace, plans: dict[str, Plan]) -> list[str]:
     """What `measured.jsonl` has not: names, in the order in which to measure them."""
-    have = collections.Counter((line["name"], line["digest"]) for line in _lines(_measured(args)))
-    names = [*BY_HAND, *plans]
-    return [
-        name
-        for number in range(args.rounds)
-        for name in names
-        if (number == 0 or not name.startswith("random"))
-        and have[name, _digest(plans.get(name))] <= number
-    ]
+    have = {(line["name"], line["digest"]) for line in _lines(_measured(args))}
+    return [name for name in [*BY_HAND, *plans] if (name, _digest(plans.get(name))) not in have]
 
 
 def executed(args: argparse.Namespace) -> None:
-    plans = json.loads((args.work / "plans.json").read_text())["plans"]
+    plans, _ = chosen(args)
     names = unmeasured(args, plans)
     dist.barrier()  # nobody reads what rank 0 adds
     longest = 20.0
@@ -184,7 +187,7 @@ def executed(args: argparse.Namespace) -> None:
         if late(args, 1.5 * longest):
             return
         begun, before = time.time(), reference()
-        found = by_hand(name) if name in BY_HAND else executed_plan(Plan.from_json(plans[name]))
+        found = by_hand(name) if name in BY_HAND else executed_plan(plans[name], not args.repeat)
         work = (before + reference()) / 2
         longest = max(longest, time.time() - begun)
         everyone: list[Any] = [None] * RANKS
@@ -197,13 +200,13 @@ def executed(args: argparse.Namespace) -> None:
 
 
 def _measured(args: argparse.Namespace) -> Path:
-    path: Path = args.work / "measured.jsonl"
-    return path
+    return here(args) / "measured.jsonl"
 
 
-def _digest(plan: dict[str, Any] | None) -> str:
+def _digest(plan: Plan | None) -> str:
     """Of what is executed; what was predicted changes nothing."""
-    kept = {key: value for key, value in (plan or {}).items() if key != "predicted"}
+    said = {} if plan is None else plan.to_json()
+    kept = {key: value for key, value in said.items() if key != "predicted"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -260,7 +263,7 @@ def calm(patience: int) -> int:
     return patience
 
 
-def executed_plan(plan: Plan) -> dict[str, Any]:
+def executed_plan(plan: Plan, with_memory: bool) -> dict[str, Any]:
     from fusedpg.plan.train import Trainer
 
     model = models.of_plan(plan)
@@ -271,7 +274,7 @@ def executed_plan(plan: Plan) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "others": others,
-        "memory_mb": trainer.memory(batch),
+        "memory_mb": trainer.memory(batch) if with_memory else None,
         "stage": next(iter(trainer.stages)),
         "parts": {
             part: statistics.median(getattr(result.times[0], part) for result in results)
@@ -366,7 +369,7 @@ def chosen(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, float]]
 
 
 def _chosen(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, float]]:
-    folder = args.work / "database"
+    folder = here(args) / "database"
 
     def make(limit: float = LIMIT_MB) -> Space:
         return space(folder, args.hosts, limit)
@@ -420,26 +423,31 @@ def _random_plans(spaces: Sequence[Space], count: int) -> Iterator[Plan]:
 
 
 def compared(args: argparse.Namespace, plans: dict[str, Plan]) -> list[dict[str, Any]]:
-    """A row for each plan that was measured, with what is predicted now."""
-    model = space(args.work / "database", args.hosts).model
-    profiled = json.loads((args.work / "profiled.json").read_text())["reference_ms"]
-    measured = collections.defaultdict(list)
-    for line in _lines(_measured(args)):
-        measured[line["name"], line["digest"]].append(line)
+    """A row for each plan that was measured, with what is predicted now: the medians of repeats."""
+    measured: dict[str, list[Any]] = collections.defaultdict(list)
+    cost_models, speeds = [], []
+    for number in range(args.repeats):
+        args.repeat = number
+        cost_models.append(space(here(args) / "database", args.hosts).model)
+        speeds.append(json.loads((here(args) / "profiled.json").read_text())["reference_ms"])
+        lines = {(line["name"], line["digest"]): line for line in _lines(_measured(args))}
+        for name in [*BY_HAND, *plans]:
+            measured[name].append(lines[name, _digest(plans.get(name))])
     rows = []
     for name in [*BY_HAND, *plans]:
-        plan = plans.get(name)
-        lines = measured[name, _digest(plan and plan.to_json())]
-        seconds = [statistics.median(line["ranks"][0]["seconds"]) for line in lines]
-        row = {"name": name, "ms": 1e3 * statistics.median(seconds), "rounds": len(lines),
-               "took": statistics.median(line["took"] for line in lines),
-               "speed": profiled / statistics.median(line["reference_ms"] for line in lines),
-               "others": max(line["ranks"][0]["others"] for line in lines)}  # fmt: skip
-        row["rounds_ms"] = [1e3 * one for one in seconds]
+        plan, executions = plans.get(name), measured[name]
+        each = [1e3 * statistics.median(line["ranks"][0]["seconds"]) for line in executions]
+        row = {"name": name, "ms": statistics.median(each), "repeats_ms": each,
+               "took": executions[0]["took"],
+               "speed": statistics.median(
+                   speed / line["reference_ms"] for speed, line in zip(speeds, executions)),
+               "others": max(line["ranks"][0]["others"] for line in executions)}  # fmt: skip
         if plan is not None:
-            price = model.price(plan)
-            ranks = [rank for line in lines for rank in line["ranks"]]
-            row |= {"predicted_ms": price.time_ms, "predicted_mb": price.memory_mb}
+            prices = [model.price(plan) for model in cost_models]
+            times = [price.time_ms for price in prices]
+            price, ranks = prices[0], executions[0]["ranks"]
+            row |= {"predicted_ms": statistics.median(times), "repeats_predicted_ms": times}
+            row["predicted_mb"] = price.memory_mb
             row["mb"] = max(rank["memory_mb"] for rank in ranks)
             row["stages_predicted_mb"] = [stage.memory for stage in price.stages]
             row["stages_mb"] = [
@@ -471,8 +479,9 @@ def summary(rows: Sequence[dict[str, Any]], searched: dict[str, float]) -> dict[
     return {
         "plans": len(planned),
         "time_error": statistics.median(abs(_error(row, "ms")) for row in planned),
-        "time_error_at_speed": statistics.median(
-            abs(row["predicted_ms"] / row["speed"] / row["ms"] - 1) for row in planned
+        # One profile for all, as of somebody who measures once and trains later.
+        "time_error_of_first_profile": statistics.median(
+            abs(row["repeats_predicted_ms"][0] / row["ms"] - 1) for row in planned
         ),
         "memory_error": statistics.median(abs(_error(row, "mb")) for row in planned),
         "gains": {f"{limit:.0f}": _gain(rows, within) for limit, within in WITHIN.items()},
@@ -520,8 +529,8 @@ def reported(
         f"{searched['priced']:,.0f} plans, {took:.1f} s to try one"
     )
     print(
-        "with the speed that the cores had (1.00: as when the model was measured), the median "
-        f"error of time is {100 * figures['time_error_at_speed']:.1f}%"
+        f"{args.repeats} repeats, each with a profile of its own; by the first profile alone the "
+        f"median error of time is {100 * figures['time_error_of_first_profile']:.1f}%"
     )
     for row in rows:
         if row["others"] > MOST:

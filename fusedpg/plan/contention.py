@@ -3,7 +3,8 @@
 Where there are more devices than cores, a stage's pass takes longer the more other stages compute
 at the same time, so no sum over stages says how long an iteration takes. This module plays the
 schedule: a pass needs some milliseconds of a core for each of its devices, and the devices of a
-machine that compute share its cores evenly. Waiting takes no core.
+machine that compute share its cores evenly. Waiting takes no core: not for messages, nor inside
+of a pass, where tensor-parallel devices wait for each other.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ __all__ = ["SharedCores", "Work", "played"]
 
 @dataclass(frozen=True)
 class SharedCores:
-    """Every `devices` devices in a row share `cores` cores."""
+    """Every `devices` devices in a row share `cores` cores, or what they get of them."""
 
     devices: int
-    cores: int
+    cores: float
 
     def spread(self, work: Work) -> dict[int, int]:
         """How many of a stage's devices are on each machine."""
@@ -40,6 +41,8 @@ class Work:
         width: how many it has.
         forward: of a pass over a micro-batch.
         backward: likewise.
+        forward_busy: the share of the forward pass in which its devices need their cores.
+        backward_busy: likewise.
         receive: how long the message that a forward pass needs is on its way.
         send: how long the gradient that a backward pass needs is on its way.
         finish: on cores, when the last backward pass has ended.
@@ -54,6 +57,8 @@ class Work:
     send: float
     finish: float
     wait: float
+    forward_busy: float = 1.0
+    backward_busy: float = 1.0
 
 
 @dataclass
@@ -64,6 +69,7 @@ class _Stage:
     machines: dict[int, int]  # devices on each machine
     place: int = 0  # in `todo`
     left: float = 0.0  # of the pass that runs
+    busy: float = 1.0  # the share of it on cores
     runs: bool = False
     ready: dict[tuple[str, int], float] = field(default_factory=dict)  # when messages are there
     end: float = 0.0
@@ -88,16 +94,17 @@ def played(
                 continue
             begin = _ready(stage, number, count)
             if begin <= now:
-                stage.runs, stage.left = True, _duration(stages[number], stage)
+                stage.runs = True
+                stage.left, stage.busy = _duration(stages[number], stage)
             else:
                 soonest = min(soonest, begin)
-        busy: dict[int, int] = {}
+        busy: dict[int, float] = {}
         running = [stage for stage in found if stage.runs]
         for stage in running:
             for machine, devices in stage.machines.items():
-                busy[machine] = busy.get(machine, 0) + devices
+                busy[machine] = busy.get(machine, 0.0) + devices * stage.busy
         rates = [
-            min(min(1.0, cores.cores / busy[machine]) for machine in stage.machines)
+            min(cores.cores / max(cores.cores, busy[machine]) for machine in stage.machines)
             for stage in running
         ]
         step = min((stage.left / rate for stage, rate in zip(running, rates)), default=math.inf)
@@ -122,10 +129,12 @@ def _ready(stage: _Stage, number: int, count: int) -> float:
     return stage.ready.get(stage.todo[stage.place], math.inf)
 
 
-def _duration(work: Work, stage: _Stage) -> float:
+def _duration(work: Work, stage: _Stage) -> tuple[float, float]:
     if stage.place == len(stage.todo):
-        return work.finish
-    return work.forward if stage.todo[stage.place][0] == "F" else work.backward
+        return work.finish, 1.0
+    if stage.todo[stage.place][0] == "F":
+        return work.forward, work.forward_busy
+    return work.backward, work.backward_busy
 
 
 def _ended(

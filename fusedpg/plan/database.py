@@ -3,21 +3,25 @@
 Files of a folder, for a model ``gpt`` of size ``1_3B``:
 
 - ``gpt_1_3B_mbs{samples}_tp{degree}_algo{algo}.csv``: a row for each operator of `COLUMNS`. Times
-  are in microseconds, sizes in MB (2**20 bytes) of one device. ``optimizer-step`` is ours and
-  may be missing.
+  are in microseconds, sizes in MB (2**20 bytes) of one device. The columns from
+  ``optimizer-step`` on are ours and may be missing: ``busy`` is the share of the passes' time in
+  which the device computes, ``saved-inputs`` is what the backward pass needs of the inputs, and
+  ``saved-outputs`` the part of ``activations`` that only those who use the outputs need.
 - ``prim_gpt_1_3B_{collective}_{n}gpus.csv``: ``data_size(MB),time(ms)`` for the collectives
   ``all_gather``, ``all_reduce``, ``reduce_scatter`` and ``all_to_all`` of `n` devices. The size is
   what a device holds before it. ``..._{n}gpus_{k}nodes.csv`` is ours: `n` devices on `k` machines.
   So is ``adamw``: a step of so many weights with the reduction of their gradients, which then is
   not taken from ``all_reduce``.
-- ``p2p_intra_node.csv`` and ``p2p_inter_node.csv``: a row of sizes in MB, a row of GB/s.
+- ``p2p_intra_node.csv`` and ``p2p_inter_node.csv``: a row of sizes in MB, a row of GB/s; and one
+  of ours, milliseconds of a core that a message takes of each of its ends.
 - ``model_gpt_1_3B.json`` is ours and may be missing for Aceso's models: "operators" (the whole
   sequence of names), "layouts", "layer_starts", "never_recomputed", "shared_activations",
   "memory_main_params", "memory_optimizer", "optimizer_divides" and "model", as in
   `fusedpg.plan.catalogue.Operators`;
   "overlap", the share of the gradients' reduction that the backward pass hides, from 0 to 1;
   "shared_cores": [devices, cores] where so many devices in a row share fewer cores. Times are
-  then those with a core for each device.
+  then those with a core for each device. The number of cores is what the devices together get of
+  them, and need not be whole.
 """
 
 from __future__ import annotations
@@ -47,8 +51,11 @@ COLUMNS = (
     "fwd_reserved",
     "bwd_reserved",
     "optimizer-step",
+    "busy",
+    "saved-inputs",
+    "saved-outputs",
 )
-_OPTIONAL = "optimizer-step"
+_OPTIONAL = {"optimizer-step": 0.0, "busy": 1.0, "saved-inputs": 0.0, "saved-outputs": 0.0}
 # Aceso's profiler writes 1e7 us for an operator and 1e9 ms for a collective that failed.
 FAILED_US = 1e7
 FAILED_MS = 1e9
@@ -154,6 +161,7 @@ class Database:
         self._curves: dict[tuple[str, int, int], Curve] = {}
         self.has_steps = any(self.folder.glob(f"prim_{self.stem}_adamw_*gpus*.csv"))
         self._links: dict[bool, list[tuple[float, float]]] = {}
+        self._ends: dict[bool, Curve] = {}
         self.overlap = 0.0
         self.shared_cores: SharedCores | None = None
         self.operators = self._describe(num_layers)
@@ -179,12 +187,13 @@ class Database:
 
     def _read_table(self, path: Path) -> dict[str, tuple[float, ...]]:
         header, *rows = _rows(path)
-        lacking = [name for name in COLUMNS if name not in header and name != _OPTIONAL]
+        lacking = [name for name in COLUMNS if name not in header and name not in _OPTIONAL]
         if lacking or header[0] != "op_name":
             raise DatabaseError(f"{path} lacks the column {', '.join(lacking or ['op_name'])}")
-        if _OPTIONAL not in header:
+        if "optimizer-step" not in header:
             self.has_optimizer = False
         places = [header.index(name) if name in header else None for name in COLUMNS]
+        otherwise = [_OPTIONAL.get(name, 0.0) for name in COLUMNS]
         table: dict[str, tuple[float, ...]] = {}
         for line, row in enumerate(rows, start=2):
             if len(row) != len(header):
@@ -194,7 +203,8 @@ class Database:
             if row[0] in table:
                 raise DatabaseError(f"{path}, line {line}: a second row {row[0]}")
             table[row[0]] = tuple(
-                0.0 if place is None else _number(path, line, row[place]) for place in places
+                value if place is None else _number(path, line, row[place])
+                for place, value in zip(places, otherwise)
             )
         return table
 
@@ -211,7 +221,7 @@ class Database:
         if not 0 <= self.overlap <= 1:
             raise DatabaseError(f"{path}: overlap {self.overlap} is not between 0 and 1")
         if (shared := described.get("shared_cores")) is not None:
-            if len(shared) != 2 or not all(type(n) is int and n > 0 for n in shared):
+            if len(shared) != 2 or not all(type(n) in (int, float) and n > 0 for n in shared):
                 raise DatabaseError(f"{path}: shared_cores {shared} is not [devices, cores]")
             self.shared_cores = SharedCores(*shared)
         known = None
@@ -336,6 +346,12 @@ class Database:
             if any(speed == 0 for _, speed in points):
                 raise DatabaseError(f"{path}: a bandwidth of 0")
             self._links[between_nodes] = points
+            if ends := _rows(path)[2:]:
+                if len(ends[0]) != len(sizes):
+                    raise DatabaseError(f"{path}: {len(sizes)} sizes, {len(ends[0])} times of ends")
+                times = [_number(path, 3, time) for time in ends[0]]
+                pairs = zip((size for size, _ in points), times)
+                self._ends[between_nodes] = Curve([(0.0, 0.0), *(p for p in pairs if p[0] > 0)])
         return self._links[between_nodes]
 
     def message(self, between_nodes: bool) -> Curve:
@@ -348,6 +364,15 @@ class Database:
         # Aceso's unit: 1 GB/s is 1 MB in a millisecond. A message of nothing takes no time, and
         # below the smallest size bandwidth is the smallest's.
         return Curve([(0.0, 0.0), *((size, size / speed) for size, speed in points if size > 0)])
+
+    def message_end(self, between_nodes: bool) -> Curve | None:
+        """Milliseconds of a core that a message takes of each end, by MB; None: not measured.
+
+        Raises:
+            MissingRow: if there is no such link in the database.
+        """
+        self.bandwidth(between_nodes)
+        return self._ends.get(between_nodes)
 
 
 _SETS = ("layer_starts", "never_recomputed")

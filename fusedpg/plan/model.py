@@ -68,6 +68,9 @@ class StagePrice:
     reduction: float = 0.0  # of gradients over data-parallel devices, once an iteration
     exposed: float = 0.0  # the part of it that the backward pass does not hide
     optimizer: float = 0.0  # the optimizer's step
+    idle_forward: float = 0.0  # in which a device waits, though it is in its pass
+    idle_backward: float = 0.0
+    messaging: float = 0.0  # of a core, for the messages of a pass
     fullest: int = 0  # the operator that runs when memory is fullest
     place: Place = Place(0, 1, 1, None, None)
 
@@ -186,6 +189,7 @@ class Tables:
         self.forward, self.backward = forward / 1000, backward / 1000  # us to ms
         self.weights, self.activations, self.reserved_forward, self.reserved_backward = values[4:8]
         self.optimizer = values[8] / 1000
+        self.busy, self.saved_inputs, self.saved_outputs = values[9:]
         factors = database.operators.shared_activations
         self.activations = self.activations * np.array([factors.get(name, 1) for name in kinds])
         # The gain of a device-millisecond if all operators ran at their best.
@@ -195,6 +199,8 @@ class Tables:
         shape = (len(model.pairs), len(self.settings), len(self.settings))
         self.reshard_forward = np.zeros(shape)
         self.reshard_backward = np.zeros(shape)
+        # MB that stay until the backward pass in the second layout, and not in the first.
+        self.reshard_held = np.zeros(shape)
         self.missing_reshard: dict[tuple[int, int, int], MissingRow] = {}
         self._fill_reshards(model, nodes)
 
@@ -228,6 +234,8 @@ class Tables:
                         self.missing_reshard[place] = error
                         cost = (math.inf, math.inf)
                     self.reshard_forward[place], self.reshard_backward[place] = cost
+                    held = self.saved_inputs[other, after] - self.saved_outputs[one, before]
+                    self.reshard_held[place] = held
 
 
 # A step of resharding: the collective forwards, that backwards, and the devices of each.
@@ -406,6 +414,8 @@ class CostModel(abc.ABC):
             if not math.isfinite(reshard_forward + reshard_backward):
                 self._raise_missing_reshard(tables, edges)
         activations = tables.activations.take(at)
+        if ops > 1:
+            activations[1:] += tables.reshard_held[edges]
         inputs = float(tables.input[settings[0], kind[0]])
         total = inputs + float(activations.sum())
         recompute = 0.0
@@ -840,13 +850,36 @@ class FusedModel(CostModel):
             nodes = self._nodes_of(place, tp, dp)
             name = "adamw" if stepped else "all_reduce"
             reduction += self.database.collective(name, dp, nodes)(size)
+        share = 1.0 - tables.busy.take(at)
+        idle_forward = float((tables.forward.take(at) * share).sum())
+        idle_backward = float((tables.backward.take(at) * share).sum())
+        if price.forward:
+            idle_backward += price.recompute * idle_forward / price.forward
         times = tables.optimizer.take(at)
         # A measured step of data-parallel devices has both.
         optimizer = float(times[tables.dp[settings] == 1].sum() if stepped else times.sum())
         hidden = min(self.database.overlap * reduction, price.backward)
         return dataclasses.replace(
-            price, reduction=reduction, exposed=reduction - hidden, optimizer=optimizer
+            price,
+            reduction=reduction,
+            exposed=reduction - hidden,
+            optimizer=optimizer,
+            idle_forward=idle_forward,
+            idle_backward=idle_backward,
+            messaging=self._messaging(tables, at, place),
         )
+
+    def _messaging(self, tables: Tables, at: Array, place: Place) -> float:
+        """Milliseconds of a core for what a pass receives and sends, which both passes do alike."""
+        ends = (
+            (place.receives, float(tables.input.take(at[0]))),
+            (place.sends, float(tables.output.take(at[-1]))),
+        )
+        found = 0.0
+        for crossing, size in ends:
+            if crossing is not None and (curve := self.database.message_end(crossing > 0)):
+                found += curve(size)
+        return found
 
     def _nodes_of(self, place: Place, tp: int, dp: int) -> int:
         """The most machines that the data-parallel groups of an operator are on."""
@@ -891,15 +924,19 @@ def _work(price: StagePrice) -> Work:
     place = price.place
     # Between machines devices wait for the link, and not for cores.
     on_cores, waits = (price.exposed, 0.0) if place.nodes == 1 else (0.0, price.exposed)
+    forward = price.forward_pass + price.messaging
+    backward = price.backward_pass + price.messaging
     return Work(
         place.first_device,
         place.width,
-        price.forward_pass,
-        price.backward_pass,
+        forward,
+        backward,
         price.receive,
         price.send,
         price.optimizer + on_cores,
         waits,
+        forward_busy=1.0 - price.idle_forward / forward if forward else 1.0,
+        backward_busy=1.0 - price.idle_backward / backward if backward else 1.0,
     )
 
 

@@ -41,6 +41,8 @@ from fusedpg.tensor_parallel._epilogue import Place
 
 SIZES_MB = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)
 LARGEST_STEP_MB = 256.0  # of the weights of an optimizer's step; larger ones are in proportion
+BESIDE_S = 0.005  # that ranks compute beside a message
+PIECE_S = 0.06  # that ranks compute to see how they share cores, as a pass of a stage may
 LONG_MS = 200.0  # of a collective, behind which larger ones are in proportion to their size
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "adamw")
 
@@ -57,7 +59,8 @@ class _Measurement:
         self.module = op.module(part, dtype, seed=0)
         # A thread's time on its core is what other processes cannot change; with several threads,
         # and with ranks that wait for each other, only the clock knows.
-        alone = part.tp == 1 and torch.get_num_threads() == 1
+        self.waits = part.tp > 1
+        alone = not self.waits and torch.get_num_threads() == 1
         self.now = time.thread_time if alone else time.perf_counter
         ins, outs = op.splits(part.algo)
         generator = torch.Generator().manual_seed(0)
@@ -81,25 +84,29 @@ class _Measurement:
         for tensor in self.inputs:
             tensor.grad = None
 
-    def times(self, repeats: int) -> tuple[float, float]:
-        """Seconds forward and backward, the medians.
+    def times(self, repeats: int) -> tuple[float, float, float]:
+        """Seconds forward, backward, and those of both in which this rank waits; the medians.
 
         In training a pass comes after those of other operators: what this operator had in the
         cache is gone, and what is handed to it was just made.
         """
         self.backward(self.forward())
-        forward, backward = [], []
+        forward, backward, waiting = [], [], []
         for _ in range(repeats):
             _forget(self.inputs)
-            begin = self.now()
+            begin, on_cores = self.now(), time.process_time()
             outputs = self.forward()
             forward.append(self.now() - begin)
+            on_cores -= time.process_time()
             _forget(self.gradients)
-            begin = self.now()
+            begin, on_cores = self.now(), on_cores + time.process_time()
             self.backward(outputs)
             backward.append(self.now() - begin)
+            on_cores -= time.process_time()
+            waiting.append(max(0.0, forward[-1] + backward[-1] + on_cores))
             del outputs
-        return statistics.median(forward), statistics.median(backward)
+        waited = statistics.median(waiting) if self.waits else 0.0
+        return statistics.median(forward), statistics.median(backward), waited
 
     def step(self, repeats: int) -> float:
         """Seconds of AdamW over the weights, on one device."""
@@ -152,6 +159,16 @@ def _adamw(params: list[nn.Parameter], group: Any, repeats: int) -> float:
         found.append(time.perf_counter() - begin)
         optimizer.zero_grad()
     return statistics.median(found[1:])
+
+
+def _computed() -> float:
+    """Computes a little; seconds of this thread's core that it took."""
+    begin = time.thread_time()
+    torch.mm(*_MATRICES)
+    return time.thread_time() - begin
+
+
+_MATRICES = torch.ones(64, 384), torch.ones(384, 384)
 
 
 @functools.cache
@@ -253,7 +270,7 @@ class Profiler:
             self.folder.mkdir(parents=True, exist_ok=True)
         # Measurements depend on it; another machine has a folder of its own.
         said = (
-            "3",  # of how they are measured
+            "4",  # of how they are measured
             dtype,
             repeats,
             self.world_size,
@@ -353,10 +370,20 @@ class Profiler:
                 math.prod(weight.shape) // (1 if weight.split is None else tp)
                 for weight in op.weights(way).values()
             )
-            activations = value["inside"]
-            for output, split, saved in zip(op.values(), op.splits(way)[1], needed[name]):
-                if saved:
-                    activations += self._mb(_shape(output, samples, split, part.tp), output)
+            activations, of_users = value["inside"], 0.0
+            ins, outs = op.splits(way)
+            for output, split, saved, own in zip(
+                op.values(), outs, needed[name], value["outputs_saved"]
+            ):
+                size = self._mb(_shape(output, samples, split, part.tp), output)
+                activations += size if saved else 0.0
+                of_users += size if saved and not own else 0.0
+            of_inputs = sum(
+                self._mb(_shape(self.model.values[x], samples, split, tp), self.model.values[x])
+                for x, split, saved in zip(op.inputs, ins, value["inputs_saved"])
+                if saved and x not in self.model.data
+            )
+            busy = 1.0 - value["waiting_us"] / (value["forward_us"] + value["backward_us"])
             cells = (
                 value["forward_us"],
                 value["backward_us"],
@@ -366,6 +393,9 @@ class Profiler:
                 value["forward"],
                 value["backward"],
                 value["step_us"],
+                busy,
+                of_inputs,
+                of_users,
             )
             rows.append((name, *(f"{cell:.6f}" for cell in cells)))
         return rows
@@ -382,7 +412,7 @@ class Profiler:
         def measure() -> dict[str, Any]:
             run = _Measurement(op, inputs, samples, self._part(tp, algo), self.dtype)
             times = self._in_turn(tp, lambda: [*run.times(self.repeats), run.step(self.repeats)])
-            names = ("forward_us", "backward_us", "step_us")
+            names = ("forward_us", "backward_us", "waiting_us", "step_us")
             return {**{name: _mean(t) * 1e6 for name, t in zip(names, times)}, **run.memory()}
 
         found: dict[str, Any] = self.cache.get(key, measure)
@@ -519,26 +549,60 @@ class Profiler:
     def _speeds(
         self, kind: str, pair: tuple[int, int], sizes: Sequence[float]
     ) -> list[Sequence[Any]]:
-        speeds = []
+        rows: list[list[str]] = [[], [], []]
         for size in sizes:
             measure = functools.partial(self._message, pair, int(size * MB / 4))
-            speeds.append(size / self.cache.get(repr(("message", kind, size)), measure))
-        return [[f"{size:.6f}" for size in sizes], [f"{speed:.6f}" for speed in speeds]]
+            there, ends = self.cache.get(repr(("message", kind, size)), measure)
+            for row, value in zip(rows, (size, size / there, ends)):
+                row.append(f"{value:.6f}")
+        return list(rows)
 
-    def _message(self, pair: tuple[int, int], count: int) -> float:
-        """Milliseconds of a message, by half of there and back."""
-        found = 0.0
-        if self.rank in pair:
-            tensor = torch.zeros(max(count, 1))
-            peer = pair[0] if self.rank == pair[1] else pair[1]
-            times = []
+    def _message(self, pair: tuple[int, int], count: int) -> tuple[float, float]:
+        """Milliseconds until a message is there, and of a core at each end, the means.
+
+        In training the sender goes on to compute, as other ranks do, and only the receiver waits.
+        Where ranks share cores a message waits until it gets one.
+        """
+        tensor = torch.zeros(max(count, 1))
+        arrived, ends = [0.0], [0.0]
+        for _ in range(self.repeats + 2):
+            dist.barrier()
+            begin, own, computed = time.perf_counter(), time.process_time(), 0.0
+            if self.rank == pair[1]:
+                dist.recv(tensor, pair[0])
+                arrived.append(time.perf_counter() - begin)
+            else:
+                sent = dist.isend(tensor, pair[1]) if self.rank == pair[0] else None
+                while computed < BESIDE_S or not (sent is None or sent.is_completed()):
+                    computed += _computed()
+                if sent is not None:
+                    sent.wait()
+            if self.rank in pair:
+                ends.append(time.process_time() - own - computed)
+        taken = [statistics.mean(times[3:] or [0.0]) * 1e3 for times in (arrived, ends)]
+        return _mean(taken[0]) * self.world_size, _mean(taken[1]) * self.world_size / 2
+
+    def shared(self) -> list[float] | None:
+        """How many ranks share a machine, and how many cores they get; None if each has one.
+
+        They get a little less than there are: the system moves processes between cores too late,
+        and has work of its own.
+        """
+        ranks = self.machine.count(0)
+        if ranks <= self.cores:
+            return None
+        here = [rank for rank in range(self.world_size) if self.machine[rank] == self._here]
+        found = []
+        for active in (self.cores, ranks):
             for _ in range(self.repeats + 2):
-                begin = time.perf_counter()
-                for sends in (True, False) if self.rank == pair[0] else (False, True):
-                    (dist.send if sends else dist.recv)(tensor, peer)
-                times.append(time.perf_counter() - begin)
-            found = statistics.median(times[2:]) / 2 * 1e3
-        return _mean(found) * self.world_size / 2
+                dist.barrier()
+                begin, computed = time.perf_counter(), 0.0
+                while here.index(self.rank) < active and computed < PIECE_S:
+                    computed += _computed()
+                ended = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+                dist.all_reduce(ended, dist.ReduceOp.MAX)
+                found.append(_mean(computed) * ranks / float(ended))
+        return [ranks, statistics.mean(found)]
 
     # --- files ---
 
@@ -561,9 +625,8 @@ class Profiler:
             "overlap": 0.0,  # gradients are reduced when the last backward pass has ended
             "model": dict(self.model.facts),
         }
-        per_machine = self.machine.count(0)
-        if per_machine > self.cores:
-            described["shared_cores"] = [per_machine, self.cores]
+        if shared := self.shared():
+            described["shared_cores"] = shared
         if self.rank == 0 and ops:
             path = self.folder / f"model_{self.stem}.json"
             _replace(path, json.dumps(described, indent=1) + "\n")

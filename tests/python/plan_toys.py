@@ -49,6 +49,7 @@ def write_toy(
                     reserved = [random_.choice([0, 5, 10]) * mbs for _ in range(2)]
                     backward = time * random_.uniform(1.5, 2.5)
                     row = [time, backward, *sizes, *per_device, *reserved, one["weights"] / tp]
+                    row += [1.0, 0.0, 0.0]
                     rows.append([name, *(round(value, 3) for value in row)])
                 path = folder / f"toy_s_mbs{mbs}_tp{tp}_algo{algo}.csv"
                 write_rows(path, ["op_name", *COLUMNS], *rows)

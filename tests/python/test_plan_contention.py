@@ -53,6 +53,36 @@ def test_messages_take_time_and_links_carry_one_at_a_time() -> None:
     assert played(back, 1, SharedCores(2, 2)) == pytest.approx(2 + 2 + 4 + 7 + 4)
 
 
+@pytest.mark.parametrize("busy", [1.0, 0.75, 0.5, 0.0])
+def test_a_pass_that_waits_leaves_its_core(busy: float) -> None:
+    """Two stages on a core in turn while they compute, and at the same time while they wait."""
+    share = {"forward_busy": busy, "backward_busy": busy}
+    stages = [work(0, **share), work(1, forward=0.0, backward=0.0)]
+    assert played(stages, 5, SharedCores(2, 1)) == pytest.approx(5 * 6.0), "one alone"
+    stages = [work(0, width=2, **share)]
+    found = played(stages, 5, SharedCores(2, 1))
+    assert found == pytest.approx(5 * 6.0 * max(1.0, 2 * busy))
+    assert played([work(0, width=2)], 1, SharedCores(2, 1.6)) == pytest.approx(6.0 * 2 / 1.6)
+
+
+def test_messages_take_time_of_cores(tmp_path: Path) -> None:
+    """What messages take of both ends' cores is in every pass where cores are shared."""
+    write_toy(tmp_path, 4)
+    path = tmp_path / "model_toy_s.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shared_cores": [2, 1]}))
+    columns = [((value,) * 2,) * 2 for value in (1, 1, 0, 0)]
+    plan = Plan("toy", "s", 8, 1, (1, 1), (2, 2), *columns).check()
+    link = tmp_path / "p2p_intra_node.csv"
+    before = FusedModel(Database(tmp_path, "toy", "s"), 2).price(plan).time_ms
+    link.write_text(link.read_text() + "3,3,3\n")
+    after = FusedModel(Database(tmp_path, "toy", "s"), 2).price(plan)
+    sizes = [3.0 * min(1.0, size) for size in (1.0,)]
+    assert [stage.messaging for stage in after.stages] == pytest.approx(sizes * 2)
+    # 8 micro-batches, 2 stages, a message at an end of each of the 2 passes; of which the core
+    # may wait for some at the beginning and the end.
+    assert before + 8 * 2 * 2 * 3.0 * 0.8 < after.time_ms <= before + 8 * 2 * 2 * 3.0 + 1e-6
+
+
 def test_the_model_plays_where_cores_are_shared(tmp_path: Path) -> None:
     """Two stages on one core: no parallelism; on two cores the formula's time."""
     write_toy(tmp_path, 4)

@@ -316,7 +316,7 @@ def edited(path: Path, change: Any) -> None:
         (lambda text: text.replace("weights", "mass"), "lacks the column weights"),
         (lambda text: text.replace("op2,", "op2,x"), "line 4: 'x"),
         (lambda text: text.replace("op2,", "op2,-"), "line 4: '-"),
-        (lambda text: text.replace("op2,", "op2,1,"), "line 4: 11 cells below a header of 10"),
+        (lambda text: text.replace("op2,", "op2,1,"), "line 4: 14 cells below a header of 13"),
         (lambda text: text.replace("op2,", "op1,"), "line 4: a second row op1"),
     ],
 )
@@ -334,6 +334,9 @@ def test_damaged_tables_of_links_and_collectives(tmp_path: Path) -> None:
     write_rows(tmp_path / "p2p_intra_node.csv", [1, 2, 3], [1, 2])
     with pytest.raises(DatabaseError, match="3 sizes, 2 bandwidths"):
         database.message(False)
+    write_rows(tmp_path / "p2p_intra_node.csv", [1, 2, 3], [1, 2, 3], [1, 2])
+    with pytest.raises(DatabaseError, match="3 sizes, 2 times of ends"):
+        database.message_end(False)
     edited(tmp_path / "prim_toy_s_all_reduce_2gpus.csv", lambda text: text.replace("8,", "8,1,"))
     with pytest.raises(DatabaseError, match="3 cells, not 2"):
         database.collective("all_reduce", 2)
@@ -392,6 +395,28 @@ def test_smaller_micro_batches_fit_where_larger_do_not(gpt: Database) -> None:
     candidates = [space.candidate(state) for state in states]
     assert candidates and all(one is not None and one.overrun == 0 for one in candidates)
     assert {state.micro_batch for state in states} == {2}
+
+
+def test_values_in_two_layouts_are_held_twice(tmp_path: Path) -> None:
+    """Where degrees change, what was made stays for its operator, what is used for the next."""
+    write_toy(tmp_path, 3, ops=2)
+    path = tmp_path / "model_toy_s.json"
+    described = json.loads(path.read_text())
+    described["layouts"] = {name: [["replicated", "replicated"]] for name in ("op0", "op1")}
+    path.write_text(json.dumps(described))
+
+    def memory(degrees: tuple[int, int]) -> float:
+        columns = [(tuple(column),) for column in (degrees, [2 // tp for tp in degrees])]
+        zeros = ((0, 0),)
+        plan = Plan("toy", "s", 8, 2, (2,), (2,), *columns, zeros, zeros).check()
+        return FusedModel(Database(tmp_path, "toy", "s"), 2).price(plan).stages[0].peak
+
+    plain = {degrees: memory(degrees) for degrees in itertools.product((1, 2), repeat=2)}
+    for name in tmp_path.glob("toy_s_mbs*.csv"):
+        edited(name, lambda text: text.replace("1.0,0.0,0.0", "1.0,7.0,3.0"))
+    for degrees, before in plain.items():
+        more = 0.0 if degrees[0] == degrees[1] else 7.0 - 3.0
+        assert memory(degrees) == pytest.approx(before + more), degrees
 
 
 def test_resharding_crosses_machines_only_if_dp_changes(tmp_path: Path) -> None:

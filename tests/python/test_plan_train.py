@@ -868,6 +868,39 @@ def test_predicted_memory(
     assert stages[context.rank].memory == wanted, (measured, stages[context.rank])
 
 
+@harness.on_ranks(2)
+def test_predicted_memory_where_degrees_change(context: Context) -> None:
+    """Operators of one stage have other degrees than their neighbours: within 3%.
+
+    A value that was divided anew is held in both layouts, where both are needed.
+    """
+    from fusedpg.plan.train import Trainer
+
+    facts: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "max_position_embeddings": 64}
+    facts |= {"hidden_size": 96, "kv_channels": 24, "ffn_hidden_size": 384}
+    model = models.build("gpt", "tiny", **facts)
+    folder = f"{context.scratch}/degrees"
+    profiler = profile.Profiler(model, folder, dtype=torch.float32, repeats=1, tries=1)
+    profiler.operators([1, 2, 4, 8], lambda name: None)
+    profiler.collectives([1 / 16], lambda name: None)
+    profiler.describe()
+    dist.barrier()
+    prices, ops = FusedModel(Database(folder, "gpt", "tiny"), 2), len(model.operators)
+    zeros = ((0,) * ops,)
+    for seed in (0, 1, 2, 10, 11):
+        draw, tp = random.Random(seed), [2]
+        while len(tp) < ops:
+            tp.append(draw.choice((1, 2)) if draw.random() < 0.3 else tp[-1])
+        degrees = (tuple(tp),), (tuple(2 // each for each in tp),)
+        numbers = (8, draw.choice((2, 4, 8)), (2,), (ops,), *degrees, zeros, zeros)
+        plan = Plan("gpt", "tiny", *numbers, model=model.facts)
+        trainer = Trainer(plan, model)
+        batch = model.random_batch(8, torch.float32, 0)
+        trainer.step(batch)
+        predicted, measured = prices.price(plan).memory_mb, trainer.memory(batch)
+        assert predicted == pytest.approx(measured, rel=0.03), (seed, predicted, measured)
+
+
 # --- the profiler -------------------------------------------------------------------------
 
 
@@ -896,6 +929,17 @@ def test_profile_is_a_database(context: Context) -> None:
         sizes = database.collective(collective, 2).sizes
         assert sizes[-1] == pytest.approx(largest, abs=1e-5)
     assert list(database.operators.sequence) == model.names
+    # Where ranks share cores, they get no more of them than there are.
+    shared = database.shared_cores
+    assert (shared is None) == (len(os.sched_getaffinity(0)) >= 4)
+    if shared is not None:
+        assert shared.devices == 4 and 0 < shared.cores <= 1.01 * len(os.sched_getaffinity(0))
+    ends = database.message_end(False)
+    assert ends is not None and 0 < ends(1 / 64) < 100
+    for tp, most in ((1, 1.0), (2, 1.0 + 1e-9)):
+        busy = [database.row(name, 2, tp, 0)[9] for name in database.operators.sequence]
+        assert all(0 <= share <= most for share in busy)
+        assert (min(busy) == 1.0) == (tp == 1)
     assert database.micro_batch_sizes == (1, 2)
     assert database.tensor_parallel == (1, 2, 4)
     whole, half = (database.row("enc-MLP-GEMM-1", 2, tp, 0) for tp in (1, 2))
