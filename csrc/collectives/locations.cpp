@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "base/descriptor.hpp"
-
 namespace fusedpg {
 
 Locations locate(const Plan& plan, const Arena& arena) {
@@ -35,6 +33,43 @@ Locations locate(const Plan& plan, const Arena& arena) {
     }
   }
   return found;
+}
+
+Locations locate(const Move& move, const Arena& arena) {
+  Locations found;
+  for (const std::vector<Span>* spans : {&move.sends, &move.recvs}) {
+    for (const Span& one : *spans) {
+      const auto place = one.bytes == 0 ? std::optional<uint64_t>()
+                                        : arena.locate(one.data, one.bytes);
+      found.table.push_back(place.value_or(kNotInArena));
+    }
+  }
+  return found;
+}
+
+uint64_t publish(Domain& domain, const OpDescriptor& op, Locations own) {
+  if (own.table.size() > kTableEntries) {
+    own = {};
+  }
+  const int half = domain.next_half();
+  const int me = domain.rank();
+  OpDescriptor& said = domain.descriptor(me, half);
+  said = op;
+  said.flags = own.flags;
+  said.table_entries = own.table.size();
+  std::copy(own.table.begin(), own.table.end(), domain.table(me, half));
+  return own.flags;
+}
+
+std::vector<Locations> published(Domain& domain) {
+  const int half = domain.half();
+  std::vector<Locations> all;
+  for (int place = 0; place < domain.size(); ++place) {
+    const OpDescriptor& said = domain.descriptor(place, half);
+    const uint64_t* table = domain.table(place, half);
+    all.push_back({said.flags, {table, table + said.table_entries}});
+  }
+  return all;
 }
 
 } // namespace fusedpg

@@ -5,6 +5,8 @@
 #include <deque>
 #include <optional>
 
+#include "collectives/locations.hpp"
+#include "collectives/net_pipeline.hpp"
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
@@ -65,6 +67,12 @@ class NetMover {
     check();
     const Span own = move_.send_to(me_);
     copy(move_.recvs[me_].data, own.data, own.bytes);
+    net_together(ctx_, [&] { transfer(); });
+    ctx_.stats.add(d_.op, DataPath::kMessages, ctx_.moved);
+  }
+
+ private:
+  void transfer() {
     plan();
     const size_t steps = (longest_ + segment_ - 1) / segment_;
     for (size_t s = 0; longest_ != 0 && s < steps + kNetAhead; ++s) {
@@ -75,16 +83,18 @@ class NetMover {
         finish(s - kNetAhead);
       }
     }
+    if (direct_) {
+      // Neighbours may still read or write this rank's tensors.
+      ctx_.domain->barrier(d_, ctx_.deadline);
+    }
     for (auto& [step, one] : sends_) {
       one.request->wait(ctx_.deadline);
     }
     for (NetPending& one : told_) {
       one.request->wait(ctx_.deadline);
     }
-    ctx_.stats.add(d_.op, DataPath::kMessages, ctx_.moved);
   }
 
- private:
   // --- agreeing --------------------------------------------------------------
   uint64_t sends(int from, int to) const {
     return word(from, to);
@@ -199,6 +209,12 @@ class NetMover {
     Span data;
     bool passed_on = false; // it has to arrive first
   };
+  // Between tensors of two ranks of this host, of which one lies in the arena.
+  struct Copy {
+    char* to;
+    Span data;
+    bool passed_on = false;
+  };
 
   void plan() {
     std::vector<int> owners; // of what did not come along
@@ -220,6 +236,11 @@ class NetMover {
         owners.push_back(from);
         longest_ = std::max<size_t>(longest_, most);
       }
+    }
+    if (ctx_.domain != nullptr && longest_ != 0) {
+      publish(*ctx_.domain, d_, locate(move_, *ctx_.domain->arena()));
+      ctx_.domain->barrier(d_, ctx_.deadline);
+      places_ = published(*ctx_.domain);
     }
     const NetSpread spread = move_.shared && owners.size() == 1
         ? select_net_spread(longest_, hosts_.num_hosts())
@@ -255,20 +276,57 @@ class NetMover {
       }
     }
     const int here = hosts_.host(me_);
-    pass(hosts_.proxy(owner, here), owner, data, data.bytes, owner != me_);
+    const int writer = hosts_.proxy(owner, here);
+    for (const int taker : hosts_.ranks(here)) {
+      if (taker != writer) {
+        pass(writer, taker, owner, owner, data);
+      }
+    }
   }
 
-  // Through the stage of a rank of this host, to one or all of its others.
-  void pass(int writer, int lane, const Span& data, size_t bytes, bool gated) {
-    if (ctx_.domain == nullptr) {
+  // What lies in a rank's arena is read there, and written there, by a rank of
+  // its host; the rest goes through the writer's staging buffer.
+  void pass(int writer, int taker, int owner, int lane, const Span& data) {
+    const bool arrives = owner != writer; // from another host
+    const uint64_t source = arrives ? kNotInArena : place_of_send(owner, taker);
+    const uint64_t target = place_of_recv(taker, owner);
+    if (source != kNotInArena) {
+      direct_ = true;
+      if (taker == me_) {
+        char* from = address(writer, source);
+        pulls_.push_back({static_cast<char*>(data.data), {from, data.bytes}});
+      }
       return;
     }
-    local_ = std::max(local_, (bytes + segment_ - 1) / segment_);
-    if (writer == me_) {
-      writes_.push_back({0, lane, data, gated});
-    } else {
-      reads_.push_back({hosts_.local(writer), lane, data});
+    if (target != kNotInArena) {
+      direct_ = true;
+      if (writer == me_) {
+        pushes_.push_back({address(taker, target), data, arrives});
+      }
+      return;
     }
+    const size_t bytes = sends(owner, taker);
+    local_ = std::max(local_, (bytes + segment_ - 1) / segment_);
+    if (taker == me_) {
+      reads_.push_back({hosts_.local(writer), lane, data});
+    } else if (
+        writer == me_ && (writes_.empty() || writes_.back().lane != lane)) {
+      writes_.push_back({0, lane, data, arrives});
+    }
+  }
+
+  uint64_t place_of_send(int from, int to) const {
+    return told(from, move_.shared ? 0 : to);
+  }
+  uint64_t place_of_recv(int to, int from) const {
+    return told(to, move_.sends.size() + from);
+  }
+  uint64_t told(int rank, size_t index) const {
+    const std::vector<uint64_t>& table = places_[hosts_.local(rank)].table;
+    return table.empty() ? kNotInArena : table[index];
+  }
+  char* address(int rank, uint64_t place) const {
+    return ctx_.domain->address(hosts_.local(rank), place);
   }
 
   void pair(int from, int to) {
@@ -278,12 +336,12 @@ class NetMover {
     }
     const bool here = hosts_.host(from) == hosts_.host(me_);
     if (here && hosts_.host(to) == hosts_.host(me_)) {
-      local_ = std::max(local_, (bytes + segment_ - 1) / segment_);
-      if (from == me_) {
-        writes_.push_back({0, to, move_.sends[to]});
-      } else if (to == me_) {
-        reads_.push_back({hosts_.local(from), to, move_.recvs[from]});
-      }
+      pass(
+          from,
+          to,
+          from,
+          to,
+          from == me_ ? move_.sends[to] : move_.recvs[from]);
     } else if (from == me_) {
       outs_.push_back({to, 0, move_.sends[to]});
     } else if (to == me_) {
@@ -332,12 +390,15 @@ class NetMover {
   void finish(size_t s) {
     const int half = s < local_ ? ctx_.domain->next_half() : 0;
     stage(s, half, false);
+    copy_direct(s, pulls_, false);
+    copy_direct(s, pushes_, false);
     for (NetPending& one : receives_.front()) {
       one.request->wait(ctx_.deadline);
     }
     receives_.pop_front();
     send(s, true, s + kNetAhead);
     stage(s, half, true);
+    copy_direct(s, pushes_, true);
     if (s < local_) {
       ctx_.domain->barrier(d_, ctx_.deadline);
       for (const Flow& read : reads_) {
@@ -349,6 +410,18 @@ class NetMover {
     while (!sends_.empty() && sends_.front().first <= s) {
       sends_.front().second.request->wait(ctx_.deadline);
       sends_.pop_front();
+    }
+  }
+
+  void copy_direct(size_t s, const std::vector<Copy>& copies, bool passed_on) {
+    for (const Copy& one : copies) {
+      if (one.passed_on == passed_on) {
+        const Span from = part(one.data, s);
+        copy(
+            one.to + std::min(s * segment_, one.data.bytes),
+            from.data,
+            from.bytes);
+      }
     }
   }
 
@@ -381,6 +454,9 @@ class NetMover {
   size_t segment_ = 0;
   size_t local_ = 0; // segments that go through the stages of this host
   std::vector<Flow> ins_, outs_, writes_, reads_;
+  std::vector<Locations> places_; // of this host's ranks' tensors
+  std::vector<Copy> pulls_, pushes_;
+  bool direct_ = false; // some of this host's ranks read or write so
   std::deque<std::vector<NetPending>> receives_; // by step
   // With the step in which they must be over.
   std::deque<std::pair<size_t, NetPending>> sends_;

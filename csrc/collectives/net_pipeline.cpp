@@ -69,7 +69,10 @@ class Pipeline {
     stages_.resize(length_);
     const size_t last = length_ + (gives_ ? 2 * ahead_ : ahead_);
     if (shares_ && length_ != 0) {
-      publish();
+      Domain& domain = *ctx_.domain;
+      const uint64_t flags =
+          publish(domain, descriptor_, locate(plan_, *domain.arena()));
+      own_direct_ = (flags & kReadsDirect) != 0;
     }
     for (size_t s = 0; s < last; ++s) {
       if (shares_) {
@@ -214,39 +217,19 @@ class Pipeline {
   // everything else goes through the staging buffers, rank by rank.
   struct Neighbour {
     int rank;
+    std::vector<uint64_t> table; // see Locations
     bool reads_direct = false; // its contributions are read where they lie
     bool writes_direct = false; // its results are written where they belong
-    std::vector<uint64_t> table; // see Locations
   };
 
-  // Tells the others of this host where this rank's tensors lie; before the
-  // first barrier, after which load() knows of everybody's.
-  void publish() {
-    const int half = ctx_.domain->next_half();
-    auto [flags, table] = locate(plan_, *ctx_.domain->arena());
-    if (table.size() > kTableEntries) {
-      flags = 0;
-      table.clear();
-    }
-    own_direct_ = (flags & kReadsDirect) != 0;
-    const int me = ctx_.domain->rank();
-    OpDescriptor& said = ctx_.domain->descriptor(me, half);
-    said = descriptor_;
-    said.flags = flags;
-    std::copy(table.begin(), table.end(), ctx_.domain->table(me, half));
-    said.table_entries = table.size();
-  }
-
+  // After the first barrier.
   void load() {
-    const int half = ctx_.domain->half();
+    std::vector<Locations> all = published(*ctx_.domain);
     for (const int p : hosts_.ranks(here_)) {
-      const int place = hosts_.local(p);
-      const OpDescriptor& said = ctx_.domain->descriptor(place, half);
-      const uint64_t* table = ctx_.domain->table(place, half);
-      Neighbour one{p};
+      Locations& said = all[hosts_.local(p)];
+      Neighbour one{p, std::move(said.table)};
       one.reads_direct = (said.flags & kReadsDirect) != 0;
       one.writes_direct = (said.flags & kWritesDirect) != 0;
-      one.table.assign(table, table + said.table_entries);
       reads_direct_ = reads_direct_ || (plan_.reads && one.reads_direct);
       stages_in_ = stages_in_ || (plan_.reads && !one.reads_direct);
       stages_out_ = stages_out_ ||

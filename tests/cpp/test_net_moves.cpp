@@ -190,6 +190,71 @@ TEST(moves_between_hosts_from_all_to_all) {
   }
 }
 
+// Some ranks have some tensors in their arenas, and change what they have given
+// as soon as an operation has returned.
+TEST(moves_between_hosts_in_arenas) {
+  const std::vector<Hosts> shared{{{0, 2}, {1, 3}}, {{0, 1, 2}, {3, 4}}};
+  const size_t most = kSanitized ? 300001 : (size_t(1) << 20) + 513;
+  for (const Hosts& hosts : shared) {
+    on_hosts_of(hosts, [&](Rank& r) {
+      for (uint64_t round = 0; round < (kSanitized ? 3 : 12); ++round) {
+        const auto buffer = [&](size_t n, uint64_t which) {
+          const uint64_t seed = round * 1000 + r.rank * 20 + which;
+          return Buffer(*r.ctx.domain, n, mixed(seed) % 2 == 0);
+        };
+        const auto data = [&](int from, int to) {
+          const size_t n = most * ((from + 2 * to + round) % 3) / 2;
+          return values(kU8, n, round + 10 * from + to);
+        };
+        const auto same = [](const Buffer& got, const Bytes& want) {
+          return got.bytes() == want.size() &&
+              std::memcmp(got.data(), want.data(), want.size()) == 0;
+        };
+        std::vector<Bytes> all, wanted;
+        std::vector<Buffer> give, got, gathered;
+        std::vector<Span> inputs, outputs, whole;
+        for (int p = 0; p < r.size; ++p) {
+          const Bytes mine = data(r.rank, p);
+          wanted.push_back(data(p, r.rank));
+          all.push_back(data(p, 7));
+          give.push_back(buffer(mine.size(), p));
+          give.back().assign(mine.data());
+          inputs.push_back({give.back().data(), mine.size()});
+          got.push_back(buffer(wanted.back().size(), 6));
+          outputs.push_back({got.back().data(), got.back().bytes()});
+          gathered.push_back(buffer(all.back().size(), 7 + p % 2));
+          whole.push_back({gathered.back().data(), gathered.back().bytes()});
+        }
+        HostsWay way = r.next();
+        all_to_all(way, outputs, inputs, kU8);
+        for (const Span& one : inputs) {
+          std::fill_n(static_cast<char*>(one.data), one.bytes, 0x77);
+        }
+        Buffer own = buffer(all[r.rank].size(), 10);
+        own.assign(all[r.rank].data());
+        HostsWay gather = r.next();
+        all_gather(gather, whole, {own.data(), own.bytes()}, kU8);
+        std::fill_n(own.data(), own.bytes(), 0x77);
+        for (int root = 0; root < r.size; ++root) {
+          const Bytes want = values(kU8, most, round + root);
+          Buffer tensor = buffer(most, 11 + root);
+          if (r.rank == root) {
+            tensor.assign(want.data());
+          }
+          HostsWay spread = r.next();
+          broadcast(spread, {tensor.data(), most}, kU8, root);
+          CHECK(same(tensor, want));
+          std::fill_n(tensor.data(), most, 0x77);
+        }
+        for (int p = 0; p < r.size; ++p) {
+          CHECK(same(got[p], wanted[p]));
+          CHECK(same(gathered[p], all[p]));
+        }
+      }
+    });
+  }
+}
+
 // In place, one after another without a barrier between, large and small.
 TEST(moves_between_hosts_follow_each_other) {
   on_hosts_of({{0, 2}, {1, 3}}, [](Rank& r) {
