@@ -5,22 +5,25 @@
 
 Hosts are network namespaces of this machine whose links have a rate (see tests/python/hosts.py), so
 all of them share its cores: where ranks outnumber these, waits do not spin, as a peer needs the
-core. Sizes of up to 64 KB are timed in turn with one another, five times as often as larger ones,
+core. Sizes of up to 64 KB are timed in turn with one another, twelve times as often as larger ones,
 for a machine's drift is as long as such calls. The model of an operation on N bytes, H hosts and L
 ranks on each:
 
-    seconds = a + b (P-1) max(1, P/C) + c N + m N P/C + w max(0, 2 (H-1)/H N - B)
+    seconds = a + b (P-1) Q + s (P-1) [P > C] + r R Q + c N Q + m M Q + w max(0, 2 (H-1)/H N - B)
 
-with P = H L ranks, C cores of the machine, and B the bytes that a link lets through at once before
-its rate holds. a is what a call costs, b what each peer adds (latency: its messages want a turn on
-a core, for which ranks queue where they outnumber them), c and m are memory's part, of a rank and
-of all ranks on the machine's cores, w is the link's. They are fitted for each operation by least
-squares of the relative error, none below zero, on the sizes of --fit; sizes of --check are
-predicted only. A group of one host uses shared memory, which is another engine: it has a fit of its
-own, without the link.
+with P = H L ranks, C cores of the machine, Q = max(1, P/C) ranks that queue for a core, and B the
+bytes that a link lets through at once before its rate holds. a is what a call costs, b what each
+peer adds with whom a rank agrees on it, and s what it adds where waits sleep: somebody has to wake
+them. An `all_reduce` goes whole to every peer, with the agreement, while that is at most 128 KiB
+for a rank; then a rank sends M = N (P-1) bytes, and R = 0. Otherwise there are R = 2 (H-1) messages
+more, contributions and results, of M = 2 (H-1) N/P bytes in all. r is what such a message costs,
+m a byte that goes through a socket, c a byte of a rank's tensor, w a byte on the link. They are
+fitted for each operation by least squares of the relative error, none below zero, on the sizes of
+--fit; sizes of --check are predicted only. A group of one host uses shared memory, which is another
+engine: it has a fit of its own, in which M = R = 0.
 
-The projection to 16,384 hosts takes the same figures, with a machine for each host: P/C
-becomes L/C there. **It is an extrapolation**: nothing here knows of switches that are shared, of
+The projection to 16,384 hosts takes the same figures, with a machine for each host: P becomes L in
+Q and [P > C] there. **It is an extrapolation**: nothing here knows of switches that are shared, of
 slow hosts, or of what a thousand peers cost beyond b.
 """
 
@@ -50,8 +53,9 @@ OPS = ("all_reduce", "fused_adamw_")
 WITHIN = 0.15  # of the measured time: what the model promises for sizes that it has not seen
 FACTORS = tuple(2**k for k in range(15))  # hosts of the projection
 PROJECTED = 100 * M
-TERMS = ("a", "b", "c", "m", "w")
-SMALL, MORE = 64 * K, 5  # bytes; times the rounds
+TERMS = ("a", "b", "s", "r", "c", "m", "w")
+SMALL, MORE = 64 * K, 12  # bytes; times the rounds
+AT_ONCE = 128 * K  # select_net_one_shot() in csrc/collectives/selector.cpp
 
 
 @dataclass
@@ -65,7 +69,7 @@ class ScalingRow(Row):
     cores: int = 1
     fitted: bool = False  # the model has seen it
     predicted: float = 0.0
-    model: tuple[float, ...] = ()  # a, b, c, m, w
+    model: tuple[float, ...] = ()  # TERMS
 
 
 def main() -> int:
@@ -151,16 +155,25 @@ def make_arm(
 # The model
 
 
-def features(size: float, hosts: int, ranks: int, burst: float, share: float) -> tuple[float, ...]:
+def features(
+    op: str, size: float, hosts: int, ranks: int, burst: float, share: float
+) -> tuple[float, ...]:
     """What TERMS are multiplied by; `share`: ranks for each core of their machine."""
+    peers, queue = hosts * ranks - 1.0, max(1.0, share)
+    at_once = op == "all_reduce" and size * peers <= AT_ONCE
+    messages = 0.0 if at_once else 2.0 * (hosts - 1)
+    sent = size * peers if at_once else messages * size / (peers + 1)
     link = max(0.0, 2 * (hosts - 1) / hosts * size - burst)
-    return (1.0, (hosts * ranks - 1.0) * max(1.0, share), size, size * share, link)
+    return (
+        1.0, peers * queue, peers * (share > 1), messages * queue, size * queue,
+        sent * queue if hosts > 1 else 0.0, link,
+    )  # fmt: skip
 
 
 def features_of(row: ScalingRow) -> tuple[float, ...]:
     # All hosts are on this machine.
     share = row.hosts * row.ranks / row.cores
-    return features(row.size, row.hosts, row.ranks, row.burst, share)
+    return features(row.arm, row.size, row.hosts, row.ranks, row.burst, share)
 
 
 def fit(rows: Sequence[ScalingRow]) -> tuple[float, ...]:
@@ -230,7 +243,7 @@ def print_model(rows: Sequence[ScalingRow]) -> None:
 
 def projected(model: Sequence[float], like: ScalingRow, count: int, size: int) -> float:
     """Seconds on so many hosts, with a machine for each."""
-    found = features(size, count, like.ranks, like.burst, like.ranks / like.cores)
+    found = features(like.arm, size, count, like.ranks, like.burst, like.ranks / like.cores)
     return sum(t * f for t, f in zip(model, found, strict=True))
 
 
