@@ -13,8 +13,8 @@ each way at once between the same two by `dist.batch_isend_irecv`; `ddp` and `fs
 steps of an MLP with 25 M parameters, whose script is the same on both backends.
 Every result is checked before anything is timed. "link" is what the link needs for the
 2 (H-1)/H N bytes that cross it at least, "link with headers" what they need as full packets of TCP,
-less what the link lets through at once (no row where that is all of it). The bytes that a host has sent, with all headers, come
-from its interface's counter.
+less what the link lets through at once (no row where that is all). The bytes that a host has sent,
+with all headers, come from its interface's counter.
 How times are taken: see `_harness.py`.
 """
 
