@@ -16,8 +16,10 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPatience{600}; // for what the others say
-// The store may have gone with its host, or be out of reach.
-constexpr milliseconds kStorePatience{250};
+// The store may have gone with its host, or be out of reach: it is given up if it
+// has not taken this rank's word by then. One that has may be slow.
+constexpr milliseconds kStorePatience{500};
+constexpr milliseconds kSlowStore{250};
 constexpr milliseconds kLook{10};
 // Of larger groups only so many are asked.
 constexpr int kMostAsked = 64;
@@ -76,13 +78,14 @@ Word word_of(const std::string& text) {
 }
 
 // Says why this rank has failed, and returns the first cause, as far as the
-// others know it.
+// others know it. `heard` is set in between.
 std::string tell(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
     const Failure& mine,
-    bool asks) {
+    bool asks,
+    std::promise<void> heard) {
   StoreRendezvous board(store);
   const auto key = [](int64_t n) { return formatted("failed/{}", n); };
   const int64_t place = board.add("failed", 1);
@@ -93,6 +96,7 @@ std::string tell(
           rank,
           mine.consequence ? 'c' : 'o',
           mine.text.substr(0, kLongest)));
+  heard.set_value();
   if (!asks) {
     return "";
   }
@@ -176,11 +180,18 @@ void HostFailures::handle(
   }
   const bool asks = mine.kind != ErrorKind::kAborted;
   // A store that does not answer keeps its thread, and not this one.
-  std::packaged_task<std::string()> task(
-      [store = store_, rank = rank_, size = size_, mine, asks] {
-        return tell(store, rank, size, mine, asks);
-      });
+  std::promise<void> heard;
+  std::future<void> taken = heard.get_future();
+  std::packaged_task<std::string()> task([store = store_,
+                                          rank = rank_,
+                                          size = size_,
+                                          mine,
+                                          asks,
+                                          heard = std::move(heard)]() mutable {
+    return tell(store, rank, size, mine, asks, std::move(heard));
+  });
   std::future<std::string> answer = task.get_future();
+  const Deadline last(kPatience + kSlowStore);
   std::string cause;
   bool told = true;
   try {
@@ -193,8 +204,9 @@ void HostFailures::handle(
   if (asks && told) {
     cause = "the store does not answer";
     try {
-      if (answer.wait_for(kPatience + kStorePatience) ==
-          std::future_status::ready) {
+      // Ready also where the store has failed.
+      if (taken.wait_for(kStorePatience) == std::future_status::ready &&
+          answer.wait_for(last.left()) == std::future_status::ready) {
         cause = answer.get();
       }
     } catch (const std::exception& error) {
