@@ -44,7 +44,7 @@ from fusedpg.plan.space import Space
 
 RANKS, NAME, SIZE, GLOBAL_BATCH = 4, "gpt", "25M", 8
 MICRO_BATCHES = (1, 2)  # samples of a device that are measured
-LARGEST_MB, REPEATS, STEPS = 4.0, 7, 4
+LARGEST_MB, REPEATS, STEPS = 4.0, 5, 3
 PROFILE_TRIES = 2  # at a file while others take the cores
 TRIES, PATIENCE = 10, 40  # steps of a plan, and looks between them, while others take the cores
 # In the smaller ones operators are computed again: uniform plans all of them, others some.
@@ -217,18 +217,18 @@ def _lines(path: Path) -> list[Any]:
 def _timed(step: Callable[[], Any]) -> tuple[list[float], list[Any], float]:
     """Seconds of steps that begin and end together, and what other processes took of the cores.
 
-    The first two do not count, and a step that others disturbed counts only where all are.
+    The first does not count, and a step that others disturbed counts only where all are.
     """
     steps: list[tuple[float, float, Any]] = []
     patience = PATIENCE
-    for number in range(TRIES + 2):
+    for number in range(TRIES + 1):
         patience = calm(patience)
         dist.barrier()
         others = Others([0] * RANKS)
         begin = time.perf_counter()
         result = step()
         seconds = time.perf_counter() - begin
-        if number >= 2:
+        if number:
             steps.append((others.share(), seconds, result))
         if sum(share <= MOST for share, *_ in steps) == STEPS:
             break

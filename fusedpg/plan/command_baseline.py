@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fusedpg.plan.baseline import brute_force, dynamic_programming, uniform_grid
 from fusedpg.plan.command_search import add_space_arguments, plan_space
+from fusedpg.plan.config import positive_integer
 from fusedpg.plan.search import NoPlanFits
 
 
@@ -18,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron's grid; all plans of a small model; borders by dynamic programming",
     )
     add_space_arguments(parser)
-    parser.add_argument("--most-plans", type=int, default=1_000_000, help="of brute-force")
+    parser.add_argument(
+        "--most-plans", type=positive_integer, default=1_000_000, help="of brute-force"
+    )
     parser.add_argument("--output", type=Path, help="the plan's file (JSON)")
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from fusedpg.plan.command_search import cost_model
-from fusedpg.plan.config import Plan
+from fusedpg.plan.config import Plan, positive_integer
 from fusedpg.plan.model import Price
 
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, help="the plan's file")
     parser.add_argument("--database", type=Path, help="prices the plan by this profile")
     parser.add_argument("--cost-model", choices=("fusedpg", "aceso"), default="fusedpg")
-    parser.add_argument("--devices-per-node", type=int, help="all by default")
+    parser.add_argument("--devices-per-node", type=positive_integer, help="all by default")
     parser.add_argument("--all", action="store_true", help="steps that led to nothing, too")
 
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from fusedpg.plan.config import positive_integer, positive_number
 from fusedpg.plan.database import Database
 from fusedpg.plan.model import COST_MODELS, CostModel
 from fusedpg.plan.search import Found, Limits, best_plans, search
@@ -27,9 +28,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--database", type=Path, required=True, help="folder of the profile")
     parser.add_argument("--model-name", required=True, help="such as gpt")
     parser.add_argument("--model-size", required=True, help="such as 1_3B")
-    parser.add_argument("--num-layers", type=int, help="if not those of the size")
-    parser.add_argument("--devices", type=int, required=True, help="of all machines")
-    parser.add_argument("--devices-per-node", type=int, help="all by default")
+    parser.add_argument("--num-layers", type=positive_integer, help="if not those of the size")
+    parser.add_argument("--devices", type=positive_integer, required=True, help="of all machines")
+    parser.add_argument("--devices-per-node", type=positive_integer, help="all by default")
     parser.add_argument(
         "--cost-model",
         choices=sorted(COST_MODELS),
@@ -41,21 +42,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_space_arguments(parser: argparse.ArgumentParser) -> None:
     """Which plans there are."""
     add_model_arguments(parser)
-    parser.add_argument("--global-batch", type=int, required=True, help="samples of an iteration")
+    parser.add_argument(
+        "--global-batch", type=positive_integer, required=True, help="samples of an iteration"
+    )
     parser.add_argument(
         "--micro-batches",
-        type=int,
+        type=positive_integer,
         nargs="+",
         help="by default what was measured, on 1, 2, 4, ... data-parallel devices",
     )
-    parser.add_argument("--memory-limit", type=float, required=True, help="MB of a device")
+    parser.add_argument(
+        "--memory-limit", type=positive_number, required=True, help="MB of a device"
+    )
 
 
 def cost_model(arguments: argparse.Namespace) -> CostModel:
-    if arguments.devices < 1:
-        raise ValueError(f"--devices {arguments.devices} is no number of devices")
     per_node = arguments.devices_per_node
-    if per_node is not None and (per_node < 1 or arguments.devices % per_node):
+    if per_node is not None and arguments.devices % per_node:
         raise ValueError(
             f"--devices {arguments.devices} is not a multiple of --devices-per-node {per_node}"
         )
@@ -74,13 +77,19 @@ def plan_space(arguments: argparse.Namespace) -> Space:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_space_arguments(parser)
-    parser.add_argument("--stages", type=int, nargs="+", help="1 to 16 of them by default")
-    parser.add_argument("--steps", type=int, default=100, help="trials for each number of stages")
-    parser.add_argument("--time-budget", type=float, help="seconds of wall-clock time for all")
-    parser.add_argument("--hops", type=int, default=7, help="primitives in a row")
+    parser.add_argument(
+        "--stages", type=positive_integer, nargs="+", help="1 to 16 of them by default"
+    )
+    parser.add_argument(
+        "--steps", type=positive_integer, default=100, help="trials for each number of stages"
+    )
+    parser.add_argument(
+        "--time-budget", type=positive_number, help="seconds of wall-clock time for all"
+    )
+    parser.add_argument("--hops", type=positive_integer, default=7, help="primitives in a row")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--top", type=int, default=1, help="plans to save")
+    parser.add_argument("--workers", type=positive_integer, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--top", type=positive_integer, default=1, help="plans to save")
     parser.add_argument("--output", type=Path, required=True, help="the plan's file (JSON)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 

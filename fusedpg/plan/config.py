@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -326,6 +328,24 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, which Aceso's programs read, too."""
         Path(path).write_text(json.dumps(self.to_json(), indent=4) + "\n")
+
+
+def positive_integer(text: str) -> int:
+    """A positive integer of the command line."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """A positive number of the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
 
 
 def _is_count(value: Any) -> bool:

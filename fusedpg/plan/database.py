@@ -206,6 +206,10 @@ class Database:
                 value if place is None else _number(path, line, row[place])
                 for place, value in zip(places, otherwise)
             )
+            if (busy := table[row[0]][COLUMNS.index("busy")]) > 1:
+                raise DatabaseError(
+                    f"{path}, line {line}: busy {busy} is more than all of the time"
+                )
         return table
 
     def _describe(self, num_layers: int | None) -> Operators:
@@ -214,14 +218,18 @@ class Database:
             described = json.loads(path.read_text()) if path.exists() else {}
         except ValueError as error:
             raise DatabaseError(f"{path} is no JSON, was it cut off? {error}") from error
+        if not isinstance(described, dict):
+            raise DatabaseError(f"{path} is {type(described).__name__}, not an object")
         model = dict(described.get("model", MODELS.get((self.model_name, self.model_size), {})))
         if num_layers is not None:
             model["num_layers"] = num_layers
-        self.overlap = float(described.get("overlap", 0.0))
-        if not 0 <= self.overlap <= 1:
-            raise DatabaseError(f"{path}: overlap {self.overlap} is not between 0 and 1")
+        overlap = described.get("overlap", 0.0)
+        if type(overlap) not in (int, float) or not 0 <= overlap <= 1:
+            raise DatabaseError(f"{path}: overlap {overlap!r} is not between 0 and 1")
+        self.overlap = float(overlap)
         if (shared := described.get("shared_cores")) is not None:
-            if len(shared) != 2 or not all(type(n) in (int, float) and n > 0 for n in shared):
+            right = isinstance(shared, list) and [type(n) in (int, float) for n in shared]
+            if right != [True, True] or not all(n > 0 for n in shared) or shared[0] % 1:
                 raise DatabaseError(f"{path}: shared_cores {shared} is not [devices, cores]")
             self.shared_cores = SharedCores(*shared)
         known = None

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import fusedpg
 from fusedpg.plan import models
+from fusedpg.plan.config import positive_integer, positive_number
 from fusedpg.plan.database import COLUMNS
 from fusedpg.plan.launched import facts_of, in_group
 from fusedpg.plan.layout import Layout
@@ -582,7 +583,7 @@ class Profiler:
         taken = [statistics.mean(times[3:] or [0.0]) * 1e3 for times in (arrived, ends)]
         return _mean(taken[0]) * self.world_size, _mean(taken[1]) * self.world_size / 2
 
-    def shared(self) -> list[float] | None:
+    def _shared(self) -> list[float] | None:
         """How many ranks share a machine, and how many cores they get; None if each has one.
 
         They get a little less than there are: the system moves processes between cores too late,
@@ -594,6 +595,7 @@ class Profiler:
         here = [rank for rank in range(self.world_size) if self.machine[rank] == self._here]
         found = []
         for active in (self.cores, ranks):
+            times = []
             for _ in range(self.repeats + 2):
                 dist.barrier()
                 begin, computed = time.perf_counter(), 0.0
@@ -601,7 +603,8 @@ class Profiler:
                     computed += _computed()
                 ended = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
                 dist.all_reduce(ended, dist.ReduceOp.MAX)
-                found.append(_mean(computed) * ranks / float(ended))
+                times.append(_mean(computed) * ranks / float(ended))
+            found.append(statistics.median(times))
         return [ranks, statistics.mean(found)]
 
     # --- files ---
@@ -625,17 +628,28 @@ class Profiler:
             "overlap": 0.0,  # gradients are reduced when the last backward pass has ended
             "model": dict(self.model.facts),
         }
-        if shared := self.shared():
+        shared: list[float] | None = self._undisturbed(
+            "shared cores", lambda: self.cache.get("shared cores", self._shared)
+        )
+        if shared is not None:
             described["shared_cores"] = shared
         if self.rank == 0 and ops:
             path = self.folder / f"model_{self.stem}.json"
             _replace(path, json.dumps(described, indent=1) + "\n")
 
     def _file(self, name: str, measure: Callable[[], list[Sequence[Any]]]) -> None:
-        """Measures and writes a file; again while other processes take the cores."""
+        """Measures and writes a file."""
+        rows = self._undisturbed(name, measure)
+        if self.rank == 0:
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(rows)
+            _replace(self.folder / name, text.getvalue())
+
+    def _undisturbed(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What is measured; again while other processes take the cores."""
         for _ in range(self.tries):
             others = Others(self.machine)
-            rows = measure()
+            found = measure()
             share = others.share() if self.cache.fresh else 0.0
             if not share > MOST:
                 break
@@ -646,10 +660,7 @@ class Profiler:
                 said = f"other processes took {share:.0%} of the cores"
                 print(f"{name}: {said} while it was measured", file=sys.stderr)
         self.cache.keep()
-        if self.rank == 0:
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows(rows)
-            _replace(self.folder / name, text.getvalue())
+        return found
 
 
 def _kind(splits: Sequence[int | None], first: bool) -> str:
@@ -697,12 +708,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batch",
         nargs="+",
-        type=int,
+        type=positive_integer,
         default=[1, 2, 4],
         help="samples on one device (default: 1 2 4)",
     )
-    parser.add_argument("--max-mb", type=float, default=16.0, help="of collectives and messages")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--max-mb", type=positive_number, default=16.0, help="of collectives and messages"
+    )
+    parser.add_argument("--repeats", type=positive_integer, default=10)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FACT=NUMBER", help="such as num_layers=12"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fusedpg
 from fusedpg.plan import models
-from fusedpg.plan.config import Plan, PlanError
+from fusedpg.plan.config import Plan, PlanError, positive_integer
 from fusedpg.plan.launched import in_group
 from fusedpg.plan.memory import MB, PeakMemory
 from fusedpg.plan.operators import Model
@@ -248,7 +248,7 @@ def _everywhere(loss: float) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, type=Path, help="the plan's file")
-    parser.add_argument("--steps", type=int, default=10, help="default: 10")
+    parser.add_argument("--steps", type=positive_integer, default=10, help="default: 10")
     parser.add_argument("--data", type=Path, help=".pt with the model's data; default: random")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -318,6 +318,7 @@ def edited(path: Path, change: Any) -> None:
         (lambda text: text.replace("op2,", "op2,-"), "line 4: '-"),
         (lambda text: text.replace("op2,", "op2,1,"), "line 4: 14 cells below a header of 13"),
         (lambda text: text.replace("op2,", "op1,"), "line 4: a second row op1"),
+        (lambda text: text.replace("1.0,0.0,0.0", "1.5,0.0,0.0"), "line 2: busy 1.5"),
     ],
 )
 def test_damaged_file(tmp_path: Path, change: Any, said: str) -> None:
@@ -347,6 +348,27 @@ def test_damaged_description(tmp_path: Path) -> None:
     edited(tmp_path / "model_toy_s.json", lambda text: text[: len(text) // 2])
     with pytest.raises(DatabaseError, match=r"model_toy_s\.json is no JSON, was it cut off"):
         Database(tmp_path, "toy", "s")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ([], "is list, not an object"),
+        ({"overlap": "half"}, "overlap 'half' is not between"),
+        ({"overlap": 1.5}, "overlap 1.5 is not between"),
+        ({"shared_cores": 2}, "shared_cores 2 is not"),
+        ({"shared_cores": [4, "2"]}, r"shared_cores \[4, '2'\] is not"),
+        ({"shared_cores": [4, float("nan")]}, r"shared_cores \[4, nan\] is not"),
+        ({"shared_cores": [1.5, 1]}, r"shared_cores \[1.5, 1\] is not"),
+    ],
+)
+def test_description_of_nonsense(tmp_path: Path, change: Any, said: str) -> None:
+    write_toy(tmp_path, 0)
+    path = tmp_path / "model_toy_s.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change if change else change))
+    with pytest.raises(DatabaseError, match=said) as info:
+        Database(tmp_path, "toy", "s")
+    assert path.name in str(info.value)
 
 
 def test_no_database(tmp_path: Path) -> None:

@@ -266,6 +266,20 @@ def test_guide(
         assert output.strip() in said, said
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--devices 0", "--devices -1", "--memory-limit 0", "--memory-limit nan", "--global-batch 0",
+     "--top 0", "--steps 0", "--time-budget -1", "--workers 0", "--micro-batches 1 0"],
+)  # fmt: skip
+def test_numbers_that_are_none(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--database", "x", "--model-name", "x", "--model-size", "x", "--output", "x"]
+    given += ["--devices", "2", "--memory-limit", "9", "--global-batch", "2"]
+    with pytest.raises(SystemExit, match="2"):
+        run("search", *given, *words.split())
+    flag, *_, number = words.split()
+    assert f"argument {flag}: '{number}' is no positive" in capsys.readouterr().err
+
+
 def test_commands_are_there() -> None:
     import importlib
 
