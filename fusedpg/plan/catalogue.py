@@ -102,7 +102,7 @@ _GPT_LAYOUTS: dict[str, Sequence[tuple[str | None, str | None]]] = {
 _ATTENTION_SHARES = {"enc-attention-softmax": 0.0, "enc-attention-dropout": 1.5}
 
 
-def _gpt(layers: int, length: int, heads: int, hidden: int) -> dict[str, Any]:
+def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> dict[str, Any]:
     return {
         "num_layers": layers,
         "seq_length": length,
@@ -131,12 +131,12 @@ def _resnet(blocks: Sequence[int], channels: int, width: int) -> dict[str, Any]:
 
 # The sizes of Aceso's experiments, as its files of plans describe them.
 MODELS: dict[tuple[str, str], dict[str, Any]] = {
-    ("gpt", "350M"): _gpt(24, 2048, 16, 1024),
-    ("gpt", "1_3B"): _gpt(24, 2048, 32, 2048),
-    ("gpt", "2_6B"): _gpt(32, 2048, 32, 2560),
-    ("gpt", "6_7B"): _gpt(32, 2048, 32, 4096),
-    ("gpt", "13B"): _gpt(40, 2048, 40, 5120),
-    ("gpt", "scale-layer"): _gpt(1, 2048, 8, 512),
+    ("gpt", "350M"): gpt_facts(24, 2048, 16, 1024),
+    ("gpt", "1_3B"): gpt_facts(24, 2048, 32, 2048),
+    ("gpt", "2_6B"): gpt_facts(32, 2048, 32, 2560),
+    ("gpt", "6_7B"): gpt_facts(32, 2048, 32, 4096),
+    ("gpt", "13B"): gpt_facts(40, 2048, 40, 5120),
+    ("gpt", "scale-layer"): gpt_facts(1, 2048, 8, 512),
     ("t5", "770M"): _t5(24, 16, 64, 4096),
     ("t5", "3B"): _t5(24, 32, 128, 16384),
     ("t5", "6B"): _t5(24, 64, 128, 32768),

@@ -260,10 +260,6 @@ class Database:
         """The name of the file of operators for these degrees."""
         return f"{self.stem}_mbs{samples}_tp{tp}_algo{algo}.csv"
 
-    def exact(self, name: str, samples: int, tp: int, algo: int) -> tuple[float, ...] | None:
-        """An operator's row in the order of `COLUMNS`, as it is in the file; None without it."""
-        return self._operators.get((samples, tp, algo), {}).get(name)
-
     def row(self, name: str, samples: int, tp: int, algo: int) -> tuple[float, ...]:
         """An operator's row in the order of `COLUMNS`.
 

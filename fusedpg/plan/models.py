@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fusedpg.plan.catalogue import MODELS as MODELS_OF_ACESO
+from fusedpg.plan.catalogue import gpt_facts
 from fusedpg.plan.config import Plan, PlanError
 from fusedpg.plan.operators import (
     QKV,
@@ -127,30 +129,28 @@ class _Layers:
         return self.add(DropoutAdd, "dec-post-MLP-dropout", y, x, **size, p=p)
 
 
-def _gpt_size(layers: int, length: int, hidden: int, heads: int, vocabulary: int) -> dict[str, Any]:
+def _sizes(name: str, facts: Callable[..., dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sizes of Aceso's experiments, with what its files of plans do not say."""
     return {
-        "num_layers": layers,
-        "seq_length": length,
-        "max_position_embeddings": length,
-        "num_attention_heads": heads,
-        "hidden_size": hidden,
-        "ffn_hidden_size": 4 * hidden,
-        "kv_channels": hidden // heads,
-        "vocab_size": vocabulary,
-        "dropout": 0.1,
+        size: facts(**known) for (model, size), known in MODELS_OF_ACESO.items() if model == name
     }
 
 
-# Aceso's databases hold one layer of each size. The layers are those of GPT-3's table and of
-# Aceso's evaluation; a plan's file says how many it is for.
+def _gpt_facts(**known: Any) -> dict[str, Any]:
+    hidden, heads = known["hidden_size"], known["num_attention_heads"]
+    more = {"ffn_hidden_size": 4 * hidden, "kv_channels": hidden // heads}
+    return {**known, **more, "vocab_size": known.get("vocab_size", 51200), "dropout": 0.1}
+
+
+def _gpt_size(layers: int, length: int, hidden: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    return _gpt_facts(**gpt_facts(layers, length, heads, hidden), vocab_size=vocabulary)
+
+
+# Aceso's databases hold one layer of each size; a plan's file says how many it is for.
 GPT_SIZES = {
     "tiny": _gpt_size(2, 8, 16, 4, 32),
     "25M": _gpt_size(6, 128, 384, 6, 16384),
-    "350M": _gpt_size(24, 2048, 1024, 16, 51200),
-    "1_3B": _gpt_size(24, 2048, 2048, 32, 51200),
-    "2_6B": _gpt_size(32, 2048, 2560, 32, 51200),
-    "6_7B": _gpt_size(32, 2048, 4096, 32, 51200),
-    "13B": _gpt_size(40, 2048, 5120, 40, 51200),
+    **_sizes("gpt", _gpt_facts),
     "scale-layer": _gpt_size(8, 2048, 512, 8, 51200),
 }
 
@@ -188,31 +188,14 @@ def gpt(size: str, facts: Mapping[str, Any]) -> Model:
     return Model("gpt", size, tuple(layers.operators), data, dict(facts)).check()
 
 
-def _t5_size(
-    layers: int, length: int, decoder: int, hidden: int, ffn: int, heads: int, kv: int, words: int
-) -> dict[str, Any]:
-    return {
-        "num_layers": layers,
-        "encoder_seq_length": length,
-        "decoder_seq_length": decoder,
-        "max_position_embeddings": length,
-        "num_attention_heads": heads,
-        "kv_channels": kv,
-        "hidden_size": hidden,
-        "ffn_hidden_size": ffn,
-        "vocab_size": words,
-        "dropout": 0.1,
-    }
+def _t5_facts(vocab_size: int = 30592, **known: Any) -> dict[str, Any]:
+    return {**known, "vocab_size": vocab_size, "dropout": 0.1}
 
 
-T5_SIZES = {
-    "tiny": _t5_size(2, 8, 4, 16, 32, 4, 4, 32),
-    "770M": _t5_size(24, 2048, 512, 1024, 4096, 16, 64, 30592),
-    "3B": _t5_size(24, 2048, 512, 1024, 16384, 32, 128, 30592),
-    "6B": _t5_size(24, 2048, 512, 1024, 32768, 64, 128, 30592),
-    "11B": _t5_size(24, 2048, 512, 1024, 65536, 128, 128, 30592),
-    "22B": _t5_size(48, 2048, 512, 1024, 65536, 128, 128, 30592),
-}
+_T5_TINY = {"encoder_seq_length": 8, "decoder_seq_length": 4, "max_position_embeddings": 8}
+_T5_TINY |= {"num_layers": 2, "num_attention_heads": 4, "kv_channels": 4}
+_T5_TINY |= {"hidden_size": 16, "ffn_hidden_size": 32}
+T5_SIZES = {"tiny": _t5_facts(32, **_T5_TINY), **_sizes("t5", _t5_facts)}
 
 
 def t5(size: str, facts: Mapping[str, Any]) -> Model:
@@ -250,24 +233,13 @@ def t5(size: str, facts: Mapping[str, Any]) -> Model:
 # --- Wide-ResNet --------------------------------------------------------------------------
 
 
-def _resnet_size(blocks: list[int], channels: int, factor: int) -> dict[str, Any]:
-    return {
-        "num_layers": blocks,
-        "in_channels": channels,
-        "width_factor": factor,
-        "image_size": 224,
-        "num_classes": 1024,
-    }
+def _resnet_facts(image_size: int = 224, num_classes: int = 1024, **known: Any) -> dict[str, Any]:
+    return {**known, "image_size": image_size, "num_classes": num_classes}
 
 
 RESNET_SIZES = {
-    "tiny": {**_resnet_size([1, 2], 4, 2), "image_size": 16, "num_classes": 8},
-    "500M": _resnet_size([3, 4, 6, 3], 224, 2),
-    "1B": _resnet_size([3, 4, 6, 3], 320, 2),
-    "2B": _resnet_size([3, 4, 6, 3], 448, 2),
-    "4B": _resnet_size([3, 4, 6, 3], 640, 2),
-    "6_8B": _resnet_size([3, 4, 6, 3], 320, 16),
-    "13B": _resnet_size([3, 4, 23, 3], 320, 16),
+    "tiny": _resnet_facts(16, 8, num_layers=[1, 2], in_channels=4, width_factor=2),
+    **_sizes("resnet", _resnet_facts),
 }
 _EXPANSION = 4
 
