@@ -53,7 +53,8 @@ $(VENV)/bin/python:
 $(DEPS): requirements/torch.txt requirements/build.txt requirements/test.txt \
          requirements/examples.txt requirements/nccl.txt | $(VENV)/bin/python
 	rm -f $(VENV)/.deps-* $(VENV)/.built-*
-	$(PIP) install $(TORCH_ARG) -r requirements/build.txt \
+	# Python compiles what is imported, which is less than what is installed.
+	$(PIP) install --no-compile $(TORCH_ARG) -r requirements/build.txt \
 	  -r requirements/test.txt -r requirements/examples.txt
 	# Its headers, for the CUDA kernels; a CUDA build of torch brings its own.
 	if command -v nvcc >/dev/null \
@@ -263,6 +264,7 @@ lint-clang-format: $(LINT)
 
 lint-layers:
 	$(PYTHON) tools/check_layers.py
+	$(PYTHON) tools/check_names.py
 
 format: $(LINT)
 	$(BIN)/ruff check --fix .

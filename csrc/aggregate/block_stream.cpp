@@ -7,8 +7,6 @@
 namespace fusedpg::aggregate {
 namespace {
 
-constexpr auto kWordTag = static_cast<uint32_t>(Tag::kWord);
-constexpr auto kBlocksTag = static_cast<uint32_t>(Tag::kBlocks);
 // Messages that may be on their way: the link never waits for one to be packed.
 constexpr size_t kAhead = 4;
 

@@ -5,12 +5,7 @@
 #include "base/dtype.hpp"
 
 namespace fusedpg::aggregate {
-namespace {
-
-constexpr auto kWordTag = static_cast<uint32_t>(Tag::kWord);
-constexpr auto kBlocksTag = static_cast<uint32_t>(Tag::kBlocks);
-
-} // namespace
+namespace {} // namespace
 
 Merge::Merge(
     TcpTransport& transport,

@@ -29,6 +29,8 @@ constexpr size_t kMostWorkers = 4096;
 constexpr size_t kMostAggregators = 64;
 
 enum class Tag : uint32_t { kHead, kContribution, kResult, kWord, kBlocks };
+inline constexpr auto kWordTag = static_cast<uint32_t>(Tag::kWord);
+inline constexpr auto kBlocksTag = static_cast<uint32_t>(Tag::kBlocks);
 
 // The same from all workers. Without padding, as it is compared byte by byte.
 struct Head {

@@ -626,7 +626,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gradients(m);
   bind_step_lists(m);
   bind_group(m);
-  bind_compress(m);
+  compress_gradient::bind(m);
   bind_aggregator(m);
   bind_prepared_programs(m);
   bind_earlier_calls(m);

@@ -6,7 +6,8 @@
 #include <limits>
 #include <optional>
 
-#include <torch/extension.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "base/error.hpp"
 #include "c10d/compress_checks.hpp"
@@ -15,7 +16,7 @@
 #include "compress/select.hpp"
 #include "kernels/kernels.hpp"
 
-namespace fusedpg {
+namespace fusedpg::compress_gradient {
 
 namespace {
 
@@ -503,7 +504,7 @@ void block_dequantise_(
 
 } // namespace
 
-void bind_compress(py::module_& m) {
+void bind(py::module_& m) {
   using py::arg;
   py::module_ c = m.def_submodule("compress", "Kernels of fusedpg.compress.");
   const auto beta = arg("beta") = 1.0;
@@ -620,7 +621,7 @@ void bind_compress(py::module_& m) {
       gamma,
       free);
   c.def("square_sum", &square_sum, arg("v"), free);
-  bind_compress_unit(c);
+  compress_unit::bind(c);
 }
 
-} // namespace fusedpg
+} // namespace fusedpg::compress_gradient

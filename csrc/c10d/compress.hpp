@@ -2,12 +2,12 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-namespace fusedpg {
-
 // fusedpg._C.compress
-void bind_compress(py::module_& m);
+namespace fusedpg::compress_gradient {
+void bind(py::module_& m);
+} // namespace fusedpg::compress_gradient
 
 // fusedpg._C.compress.unit
-void bind_compress_unit(py::module_& compress);
-
-} // namespace fusedpg
+namespace fusedpg::compress_unit {
+void bind(py::module_& compress);
+} // namespace fusedpg::compress_unit

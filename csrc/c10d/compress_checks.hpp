@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include <torch/extension.h>
+#include <ATen/ATen.h>
 
 #include "base/error.hpp"
 #include "c10d/default_kernels.hpp"

@@ -8,9 +8,9 @@
 #include <optional>
 #include <variant>
 
-#include <torch/extension.h>
-
 #include <ATen/CPUGeneratorImpl.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "base/error.hpp"
 #include "c10d/compress.hpp"
@@ -19,7 +19,7 @@
 #include "compress/select.hpp"
 #include "kernels/kernels.hpp"
 
-namespace fusedpg {
+namespace fusedpg::compress_unit {
 
 namespace {
 
@@ -884,7 +884,7 @@ void unnatural_(
 
 } // namespace
 
-void bind_compress_unit(py::module_& compress) {
+void bind(py::module_& compress) {
   py::module_ m = compress.def_submodule(
       "unit", "Kernels over all parameters of a unit of gradients.");
   const py::call_guard<py::gil_scoped_release> free;
@@ -909,4 +909,4 @@ void bind_compress_unit(py::module_& compress) {
   m.def("unnatural_", &unnatural_, free);
 }
 
-} // namespace fusedpg
+} // namespace fusedpg::compress_unit

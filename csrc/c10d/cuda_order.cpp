@@ -8,7 +8,7 @@
 namespace fusedpg {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{1};
+constexpr std::chrono::milliseconds kOrderLook{1};
 
 // Makes `to` wait for what is on `from` now. c10's events see to the device.
 void link(const c10::Stream& from, const c10::Stream& to) {
@@ -162,7 +162,7 @@ bool CudaOrder::ended(const Deadline& deadline) const {
     if (deadline.expired()) {
       return false;
     }
-    std::this_thread::sleep_for(kLook);
+    std::this_thread::sleep_for(kOrderLook);
   }
   return true;
 }

@@ -12,14 +12,15 @@ namespace {
 
 // Equal ones are one, also those that only groups hold: programs that come and
 // go would fill the GPU's memory.
-struct Loaded {
+struct LoadedPrograms {
   using Key =
       std::tuple<const cuda::CudaApi*, int, std::string, std::string, uint32_t>;
   std::mutex mutex;
   std::map<Key, std::weak_ptr<cuda::LoadedProgram>> programs;
 };
-Loaded& loaded() {
-  static auto* made = new Loaded; // its users may outlive static objects
+LoadedPrograms& loaded() {
+  static auto* made =
+      new LoadedPrograms; // its users may outlive static objects
   return *made;
 }
 
@@ -64,8 +65,8 @@ std::shared_ptr<cuda::LoadedProgram> CudaGroup::load_program(
     const at::Tensor& tensor) {
   const cuda::CudaApi& api = cuda_api();
   const int device = CudaStreams(tensor.device(), pretend_).index();
-  Loaded& all = loaded();
-  const Loaded::Key key{&api, device, image, entry, parameters};
+  LoadedPrograms& all = loaded();
+  const LoadedPrograms::Key key{&api, device, image, entry, parameters};
   const auto find = [&]() -> std::shared_ptr<cuda::LoadedProgram> {
     const auto at = all.programs.find(key);
     return at == all.programs.end() ? nullptr : at->second.lock();
@@ -85,7 +86,7 @@ std::shared_ptr<cuda::LoadedProgram> CudaGroup::load_program(
         // The driver may wait for the GPU before it unloads; others go on.
         const ReleaseGil release;
         delete ending;
-        Loaded& all = loaded();
+        LoadedPrograms& all = loaded();
         const std::lock_guard<std::mutex> lock(all.mutex);
         const auto at = all.programs.find(key);
         if (at != all.programs.end() && at->second.expired()) {

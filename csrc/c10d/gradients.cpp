@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace fusedpg {
 namespace {
 
-bool is_plain(const at::Tensor& grad) {
+bool is_plain_grad(const at::Tensor& grad) {
   return grad.defined() && !grad.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
@@ -65,7 +65,7 @@ void accumulated(const Hook& hook, PyObject* object) {
   const at::Tensor& param = THPVariable_Unpack(object);
   at::Tensor& place = param.mutable_grad();
   if (!s.armed || !s.takes || !w.owned || !w.view.defined() ||
-      !is_plain(place) || place.layout() != at::kStrided ||
+      !is_plain_grad(place) || place.layout() != at::kStrided ||
       place.requires_grad() || place.strides() != param.strides() ||
       place.scalar_type() != param.scalar_type() ||
       w.view.scalar_type() != param.scalar_type() || !is_alone(param)) {
@@ -113,7 +113,7 @@ class Watch {
 
   void look(const std::vector<at::Tensor>& params) {
     for (size_t i = 0; i < params.size(); ++i) {
-      watched_.at(i)->present = is_plain(params[i].grad());
+      watched_.at(i)->present = is_plain_grad(params[i].grad());
     }
   }
 
@@ -187,13 +187,6 @@ bool same_objects(const py::list& a, const py::list& b) {
   return true;
 }
 
-const at::Tensor& tensor_at(const py::list& list, size_t i) {
-  PyObject* item =
-      PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)); // borrowed
-  TORCH_CHECK_TYPE(THPVariable_Check(item), "fused: a list of tensors");
-  return THPVariable_Unpack(item);
-}
-
 // Puts gradients, or None, into their places, as `p.grad = g` does but for
 // checks that hold by construction.
 void set_gradients(
@@ -243,6 +236,13 @@ bool only_here(const py::list& tensors) {
 }
 
 } // namespace
+
+const at::Tensor& tensor_at(const py::list& list, size_t i) {
+  PyObject* item =
+      PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)); // borrowed
+  TORCH_CHECK_TYPE(THPVariable_Check(item), "fused: a list of tensors");
+  return THPVariable_Unpack(item);
+}
 
 void bind_gradients(py::module_& m) {
   py::class_<Watch>(m, "GradientWatch")

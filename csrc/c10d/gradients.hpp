@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 namespace fusedpg {
@@ -10,5 +11,8 @@ void bind_gradients(pybind11::module_& m);
 
 // What their steps do for many parameters (step_lists.cpp).
 void bind_step_lists(pybind11::module_& m);
+
+// Of a list of tensors; throws TypeError where it is none. Borrowed.
+const at::Tensor& tensor_at(const pybind11::list& list, size_t i);
 
 } // namespace fusedpg

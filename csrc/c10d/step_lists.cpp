@@ -27,12 +27,6 @@ PyObject* item_of(const py::list& list, size_t i) {
   return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)); // borrowed
 }
 
-const at::Tensor& tensor_at(const py::list& list, size_t i) {
-  PyObject* item = item_of(list, i);
-  TORCH_CHECK_TYPE(THPVariable_Check(item), "fused: a list of tensors");
-  return THPVariable_Unpack(item);
-}
-
 // Borrowed, or null where there is none. Past __missing__ of a subclass.
 PyObject* find(const py::dict& dict, PyObject* key) {
   PyObject* found = PyDict_GetItemWithError(dict.ptr(), key);

@@ -419,6 +419,10 @@ Flat folded(
   return sum;
 }
 
+DType dtype_of(const Flat& flat) {
+  return to_dtype(flat.tensor().scalar_type());
+}
+
 std::vector<at::Tensor> flat_tensors(const std::vector<Flat>& flats) {
   std::vector<at::Tensor> all;
   all.reserve(flats.size());

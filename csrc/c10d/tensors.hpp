@@ -106,6 +106,7 @@ Flat folded(
     const kernels::Table& kernels,
     const std::vector<at::Tensor>& tensors,
     const kernels::ReduceArgs& args);
+DType dtype_of(const Flat& flat);
 std::vector<at::Tensor> flat_tensors(const std::vector<Flat>& flats);
 std::vector<ReduceTensor> reduce_tensors(const std::vector<Flat>& tensors);
 void finish(const std::vector<Flat>& tensors);

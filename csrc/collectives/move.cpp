@@ -2,16 +2,13 @@
 
 #include <algorithm>
 
+#include "base/round_up.hpp"
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
 namespace {
 
 constexpr size_t kAlignment = 64;
-
-constexpr size_t round_up(size_t n, size_t to) {
-  return (n + to - 1) / to * to;
-}
 
 // A rank's row of the operation: what it offers to and expects from each rank.
 // It is the operation's table.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/round_up.hpp"
 #include "collectives/locations.hpp"
 
 namespace fusedpg {
@@ -13,10 +14,6 @@ constexpr size_t kPieceAlignment = 64;
 // Around the cache only what is long: the fence behind it costs as much as
 // some KiB.
 constexpr size_t kStreamBytes = size_t(64) << 10;
-
-constexpr size_t round_up(size_t n, size_t to) {
-  return (n + to - 1) / to * to;
-}
 
 // A walk over the pieces of a lane, chunk after chunk.
 class LaneCursor {
@@ -86,9 +83,9 @@ size_t lane_steps(LaneCursor lane, size_t chunk) {
 }
 
 // The state of one run of the pipeline.
-class Pipeline {
+class TwoShotPipeline {
  public:
-  Pipeline(
+  TwoShotPipeline(
       const Plan& plan,
       Context& ctx,
       const OpDescriptor& d,
@@ -461,7 +458,7 @@ void TwoShot::begin(OpDescriptor& d, const std::vector<uint64_t>& extra) const {
 }
 
 void TwoShot::run(const OpDescriptor& d, const BlockMap* blocks) const {
-  Pipeline(plan_, ctx_, d, blocks).run();
+  TwoShotPipeline(plan_, ctx_, d, blocks).run();
 }
 
 } // namespace fusedpg

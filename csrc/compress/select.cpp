@@ -5,6 +5,8 @@
 #include <cmath>
 #include <functional>
 
+#include "compress/messages.hpp"
+
 namespace fusedpg::compress {
 
 namespace {
@@ -28,11 +30,6 @@ float value(const Compensation& v, size_t i) {
     return v.gamma * v.grad[i];
   }
   return v.beta * v.residual[i] + v.gamma * v.grad[i];
-}
-
-// v once it has been written to the residual.
-Compensation written(const Compensation& v) {
-  return v.residual == nullptr ? v : Compensation{nullptr, v.residual};
 }
 
 void write(const CompressTable& table, const Compensation& v, size_t count) {

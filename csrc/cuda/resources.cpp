@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/round_up.hpp"
 #include "cuda/enqueuing.hpp"
 
 namespace fusedpg::cuda {
@@ -17,10 +18,6 @@ constexpr std::chrono::milliseconds kGivesBack{500};
 constexpr size_t kArenaAlignment = 1 << 21;
 constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
 constexpr size_t kBehindTensors = kSignalBytes + kDirectFlags;
-
-size_t round_up(size_t bytes, size_t multiple) {
-  return (bytes + multiple - 1) / multiple * multiple;
-}
 
 } // namespace
 

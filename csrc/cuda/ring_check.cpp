@@ -27,9 +27,11 @@ constexpr size_t kMostBytes = size_t(1) << 19;
 // Sums of more ones need not be exact in bf16.
 constexpr int kMostOnes = 128;
 
+} // namespace
+
 // What may happen to a block on its way, from parameters of `start`, states of
 // 0, a learning rate and a momentum of 1, betas of 0, to a sum of s.
-struct Rule {
+struct RingRule {
   const char* name;
   Formula formula = Formula::kSgd;
   bool momentum = false;
@@ -56,7 +58,10 @@ struct Rule {
     return k == 0 ? s : k == 1 || amsgrad ? s * s : 0;
   }
 };
-constexpr Rule kRules[] = {
+
+namespace {
+
+constexpr RingRule kRules[] = {
     {"SGD"},
     {"SGD with momentum", Formula::kSgd, true},
     {"SGD with Nesterov's momentum", Formula::kSgd, true, true},
@@ -116,7 +121,7 @@ struct CudaEngine::RingProbe {
 };
 
 struct CudaEngine::RingCase {
-  const Rule& rule;
+  const RingRule& rule;
   DType type;
   int protocol; // or kNcclsChoice
   size_t part; // elements of a rank
@@ -126,7 +131,7 @@ bool CudaEngine::ring_works(
     const std::shared_ptr<RingProbe>& probe,
     const RingCase& c,
     const Deadline& deadline) {
-  const Rule& rule = c.rule;
+  const RingRule& rule = c.rule;
   const size_t count = c.part * static_cast<size_t>(size_);
   struct Scalars {
     TensorInfo tensor;
@@ -300,7 +305,7 @@ std::string CudaEngine::check_ring(const Deadline& deadline) {
           break;
         }
       }
-      for (const Rule& rule : kRules) {
+      for (const RingRule& rule : kRules) {
         if (protocol != kNcclsChoice && &rule != &kRules[0]) {
           try_one({rule, type, protocol, std::min(most, 8 * kLeast)});
         }

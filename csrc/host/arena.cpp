@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "base/round_up.hpp"
 
 namespace fusedpg {
 namespace {
@@ -15,13 +16,8 @@ namespace {
 constexpr size_t kAlignment = 128;
 // Memory is committed in steps of this many bytes.
 constexpr size_t kStep = size_t(2) << 20;
-constexpr size_t kPage = 4096;
 // Freed memory is given back in pieces of at least this many bytes.
 constexpr size_t kReturnAtOnce = size_t(256) << 10;
-
-constexpr size_t round_up(size_t n, size_t to) {
-  return (n + to - 1) / to * to;
-}
 
 } // namespace
 

@@ -6,24 +6,19 @@
 #include <cstring>
 #include <thread>
 
+#include "base/round_up.hpp"
 #include "host/futex.hpp"
 
 namespace fusedpg {
 namespace {
 
 // A sleeping rank looks this often whether its peers are alive.
-constexpr std::chrono::microseconds kPatience{20000};
+constexpr std::chrono::microseconds kPeersPatience{20000};
 // And one with something to do meanwhile, as often.
-constexpr std::chrono::microseconds kIdlePatience{200};
+constexpr std::chrono::microseconds kIdlePeersPatience{200};
 
 // A rank that has failed waits this long for its peers to notice.
 constexpr auto kGrace = std::chrono::milliseconds(50);
-
-constexpr size_t kPage = 4096;
-
-constexpr size_t round_up(size_t n, size_t to) {
-  return (n + to - 1) / to * to;
-}
 
 std::string ranks_text(const Domain& domain, const std::vector<int>& ranks) {
   std::ostringstream out;
@@ -299,7 +294,7 @@ void Domain::wait(
       if (idle_) {
         idle_();
       }
-      futex_wait(bell.word, word, idle_ ? kIdlePatience : kPatience);
+      futex_wait(bell.word, word, idle_ ? kIdlePeersPatience : kPeersPatience);
     }
     bell.sleepers.fetch_sub(1, std::memory_order_release);
     if (done || ready()) {

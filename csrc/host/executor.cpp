@@ -11,14 +11,14 @@ namespace fusedpg {
 namespace {
 
 // A wait that follows a submission so soon leaves nothing to overlap. While
-// that is so the progress thread leaves operations alone for kPatience, which
+// that is so the progress thread leaves operations alone for kProgressPatience, which
 // is what the first one is late by that nobody waits for.
 constexpr std::chrono::microseconds kSoon{200};
-constexpr std::chrono::microseconds kPatience{400};
+constexpr std::chrono::microseconds kProgressPatience{400};
 
 } // namespace
 
-Executor::Executor() : owner_(getpid()), patience_(kPatience) {}
+Executor::Executor() : owner_(getpid()), patience_(kProgressPatience) {}
 
 Executor::~Executor() {
   stop();
@@ -184,7 +184,8 @@ void Executor::watch(Lock& lock, Condition condition) {
 // Whether the progress thread is needed shows in how soon waits come.
 void Executor::learn(Clock::time_point submitted) {
   const bool soon = Clock::now() - submitted < kSoon;
-  patience_ = soon ? Clock::duration(kPatience) : Clock::duration::zero();
+  patience_ =
+      soon ? Clock::duration(kProgressPatience) : Clock::duration::zero();
 }
 
 // --- the progress thread -----------------------------------------------------
@@ -224,7 +225,7 @@ void Executor::progress() {
     // While submissions go on it looks by itself now and then, which spares
     // them waking it.
     const uint64_t seen = positions_;
-    wake_.wait_for(lock, kPatience);
+    wake_.wait_for(lock, kProgressPatience);
     if (positions_ == seen && !stop_) {
       asleep_ = true;
       wake_.wait(lock, [&] { return !asleep_; });

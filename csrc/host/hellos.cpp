@@ -20,9 +20,9 @@ constexpr size_t kSilentCallers = 64;
 // Calls taken at once: a flood of them must not keep this rank from the rest.
 constexpr int kAccepts = 256;
 // Room for more files than a hello has, to close the others.
-constexpr size_t kFiles = 8;
-constexpr int kRetryMs = 2;
-constexpr int kLookMs = 100;
+constexpr size_t kHelloFiles = 8;
+constexpr int kHelloRetryMs = 2;
+constexpr int kHelloLookMs = 100;
 
 struct Credentials {
   pid_t pid;
@@ -277,7 +277,7 @@ void Hellos::hear_all() {
 void Hellos::receive(Caller& caller) {
   char* at = reinterpret_cast<char*>(&caller.hello) + caller.got;
   iovec io{at, sizeof caller.hello - caller.got};
-  alignas(cmsghdr) char control[CMSG_SPACE(kFiles * sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(kHelloFiles * sizeof(int))] = {};
   msghdr message{};
   message.msg_iov = &io;
   message.msg_iovlen = 1;
@@ -381,7 +381,7 @@ void Hellos::wait() {
       ranks.push_back(p);
     }
   }
-  if (poll(fds.data(), fds.size(), retry ? kRetryMs : kLookMs) < 0) {
+  if (poll(fds.data(), fds.size(), retry ? kHelloRetryMs : kHelloLookMs) < 0) {
     if (errno != EINTR) {
       fail_errno("fused: poll");
     }

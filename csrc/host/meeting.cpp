@@ -15,7 +15,7 @@ namespace fusedpg {
 namespace {
 
 // A failure that was there before this rank came may be another meeting's.
-constexpr auto kGrace = std::chrono::seconds(5);
+constexpr auto kMeetingGrace = std::chrono::seconds(5);
 constexpr size_t kReasonBytes = 1000;
 
 enum State : uint32_t { kOpen, kProposed, kFinal, kFailed };
@@ -282,7 +282,7 @@ std::vector<PeerInfo> Meeting::run(PeerInfo self, const Deadline& deadline) {
 }
 
 bool Meeting::grace_over() const {
-  return Clock::now() - arrived_ > kGrace;
+  return Clock::now() - arrived_ > kMeetingGrace;
 }
 
 void Meeting::consider_refusal(int rank, const Entry& entry, bool fresh) {

@@ -21,8 +21,6 @@ namespace fusedpg {
 namespace {
 
 constexpr size_t kUnlimited = std::numeric_limits<size_t>::max();
-constexpr size_t kPage = 4096; // or a divisor of it
-
 #ifndef MADV_POPULATE_WRITE
 constexpr int MADV_POPULATE_WRITE = 23;
 #endif

@@ -12,6 +12,8 @@
 
 namespace fusedpg {
 
+inline constexpr size_t kPage = 4096; // or a divisor of it
+
 // An owned shared mapping of a memfd. A forked child does not inherit it
 // (MADV_DONTFORK), and its destructor does nothing there.
 class Mapping {

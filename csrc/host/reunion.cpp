@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMostText = 1000; // bytes of a reason, or of settings
 constexpr size_t kFiles = 8; // room for more than a hello has, to close others
 // A rank that has given up before this one began may be about to try again.
-constexpr std::chrono::seconds kGrace{5};
+constexpr std::chrono::seconds kReunionGrace{5};
 constexpr int kLookMs = 20;
 constexpr int kRetryMs = 1;
 
@@ -369,7 +369,7 @@ void Reunion::check(const Other& other, const Deadline& deadline, bool quiet) {
   };
   const auto& peer = links_->peers_.at(other.rank);
   if (!other.word.reason.empty() &&
-      (other.word.now || Clock::now() - begun_ > kGrace)) {
+      (other.word.now || Clock::now() - begun_ > kReunionGrace)) {
     fail(
         ErrorKind::kPeerFailed,
         "fused: rank {} failed while the group was being created: {}",

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kChildren = 32;
 // The rank looks around between two waits of this length.
-constexpr std::chrono::milliseconds kLook{250};
+constexpr std::chrono::milliseconds kStoreLook{250};
 
 void append(std::string& all, const std::string& word) {
   const uint64_t bytes = word.size();
@@ -36,7 +36,7 @@ std::vector<std::string> words_of(const std::string& all) {
 }
 
 // `missing` says at the deadline who has not come.
-std::vector<std::string> await(
+std::vector<std::string> await_words(
     Rendezvous& rendezvous,
     const std::vector<std::string>& keys,
     int rank,
@@ -44,7 +44,8 @@ std::vector<std::string> await(
     const std::function<void()>& check,
     const std::function<std::string()>& missing) {
   while (true) {
-    auto values = rendezvous.get_all(keys, std::min(kLook, deadline.left()));
+    auto values =
+        rendezvous.get_all(keys, std::min(kStoreLook, deadline.left()));
     check();
     if (values) {
       return *std::move(values);
@@ -114,7 +115,7 @@ class Exchange {
   }
 
   std::vector<std::string> get(const std::vector<std::string>& keys) {
-    return await(rendezvous_, keys, rank_, deadline_, check_, [this] {
+    return await_words(rendezvous_, keys, rank_, deadline_, check_, [this] {
       return missing();
     });
   }
@@ -161,7 +162,7 @@ std::string await_word(
     int awaited,
     const Deadline& deadline,
     const std::function<void()>& check) {
-  return await(
+  return await_words(
              rendezvous,
              {key},
              rank,

@@ -10,7 +10,7 @@ namespace fusedpg {
 namespace {
 
 constexpr std::chrono::hours kNever{24 * 365};
-constexpr std::chrono::milliseconds kLook{20};
+constexpr std::chrono::milliseconds kMailLook{20};
 constexpr std::chrono::milliseconds kIdle{500};
 constexpr std::chrono::milliseconds kStopPatience{1000};
 // After a wait the thread leaves messages to the next one for so long.
@@ -20,7 +20,7 @@ constexpr uint32_t kNotes = 0; // the tag; what follows are messages
 constexpr size_t kUnasked = size_t(64) << 10;
 constexpr size_t kAllUnasked = size_t(1) << 20;
 
-uint32_t tag_of(uint64_t id) {
+uint32_t mail_tag(uint64_t id) {
   return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
 }
 
@@ -208,7 +208,7 @@ void NetMailbox::loop() {
         }
         how = transport_->sleep(
             stopping        ? std::chrono::milliseconds(1)
-                : pending() ? kLook
+                : pending() ? kMailLook
                             : kIdle);
       }
       // Who waits, or may do so again in a moment, needs the core.
@@ -237,7 +237,7 @@ bool NetMailbox::turn(By by) {
   const bool posted = take_posts();
   const bool any = progress(by);
   const auto now = Clock::now();
-  if (by != By::kPoster && !stop_ && now - checked_ >= kLook) {
+  if (by != By::kPoster && !stop_ && now - checked_ >= kMailLook) {
     checked_ = now;
     check();
   }
@@ -273,7 +273,7 @@ void NetMailbox::move_until(
     {
       // The thread has it while a store does not answer.
       const std::unique_lock<TimedMutex> moving(
-          moving_, std::min(kLook, deadline.left()));
+          moving_, std::min(kMailLook, deadline.left()));
       if (!moving) {
         continue;
       }
@@ -287,7 +287,7 @@ void NetMailbox::move_until(
         // Another one may take what this one waits for.
         constexpr std::chrono::milliseconds kAmongOthers{1};
         how = transport_->sleep(
-            std::min(waiters_ > 1 ? kAmongOthers : kLook, deadline.left()));
+            std::min(waiters_ > 1 ? kAmongOthers : kMailLook, deadline.left()));
         slept_by = transport_;
       } catch (...) {
         trouble_ = std::current_exception();
@@ -575,7 +575,7 @@ void NetMailbox::found(Receive& receive, int peer, const Note& message) {
   }
   receive.data = transport_->receive(
       peer,
-      tag_of(message.id),
+      mail_tag(message.id),
       fits ? NetBuffer::borrowed(receive.post.data, receive.post.bytes)
            : receive.scratch);
   if (message.kind == kOffer) {
@@ -725,7 +725,7 @@ void NetMailbox::send_data(int p, Send& send) {
   if (send.post.bytes != 0) {
     send.data = transport_->send(
         p,
-        tag_of(send.id),
+        mail_tag(send.id),
         NetBuffer::borrowed(send.post.data, send.post.bytes));
   }
 }

@@ -42,10 +42,6 @@ void await(
   }
 }
 
-bool would_block() {
-  return errno == EAGAIN || errno == EINTR;
-}
-
 void write_all(
     const Fd& socket,
     const void* data,

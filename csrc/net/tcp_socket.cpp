@@ -301,4 +301,8 @@ int connect_result(const Fd& socket) {
   return error;
 }
 
+bool would_block() {
+  return errno == EAGAIN || errno == EINTR;
+}
+
 } // namespace fusedpg

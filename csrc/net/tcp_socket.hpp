@@ -50,5 +50,7 @@ Fd accept_from(const Fd& socket);
 Fd connect_to(const SocketAddress& address);
 // What became of it once it can be written: 0, or an errno.
 int connect_result(const Fd& socket);
+// Of a call that failed: by errno, it may be made again.
+bool would_block();
 
 } // namespace fusedpg

@@ -32,10 +32,6 @@ uint64_t out_key(int peer) {
   return in_key(peer) + 1;
 }
 
-bool would_block() {
-  return errno == EAGAIN || errno == EINTR;
-}
-
 } // namespace
 
 // Waits once; an operation that nobody waits for ends with the transport.

@@ -73,6 +73,7 @@ CAPABILITIES = {
         "test_docs.py",
         "test_parts.py",
         "test_workflows.py",
+        "test_source_checks.py",
         "test_*mutants.py",
     ],
 }

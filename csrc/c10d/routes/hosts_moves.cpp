@@ -5,14 +5,6 @@
 #include "collectives/hosts_way.hpp"
 
 namespace fusedpg {
-namespace {
-
-DType dtype_of(const Flat& flat) {
-  return to_dtype(flat.tensor().scalar_type());
-}
-
-} // namespace
-
 template <typename Move>
 void HostsTurn::run(const Move& move) {
   NetContext ctx = context();

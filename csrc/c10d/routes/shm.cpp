@@ -10,10 +10,6 @@
 namespace fusedpg {
 namespace {
 
-DType dtype_of(const Flat& flat) {
-  return to_dtype(flat.tensor().scalar_type());
-}
-
 // The engine's collectives, of which there is one function each.
 class ShmTurn : public Turn {
  public:
