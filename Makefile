@@ -53,9 +53,10 @@ $(VENV)/bin/python:
 $(DEPS): requirements/torch.txt requirements/build.txt requirements/test.txt \
          requirements/examples.txt requirements/nccl.txt | $(VENV)/bin/python
 	rm -f $(VENV)/.deps-* $(VENV)/.built-*
-	# Python compiles what is imported, which is less than what is installed.
+	# Python compiles what is imported, which is less than what is installed; unless it may not.
 	$(PIP) install --no-compile $(TORCH_ARG) -r requirements/build.txt \
 	  -r requirements/test.txt -r requirements/examples.txt
+	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
 	# Its headers, for the CUDA kernels; a CUDA build of torch brings its own.
 	if command -v nvcc >/dev/null \
 	  && ! $(BIN)/python -c 'import nvidia.nccl' 2>/dev/null; then \
