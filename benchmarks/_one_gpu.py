@@ -310,6 +310,8 @@ class Results:
 
     def _load(self, state: Path) -> None:
         with tarfile.open(state) as archive:
+            # The first releases of Python 3.10 and 3.11 have no filters.
+            archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
             member = archive.extractfile("results.json")
             assert member is not None
             kept = json.loads(member.read())
@@ -318,7 +320,7 @@ class Results:
             if kept["build"] == self._digest:
                 for name in archive.getnames():
                     if name != "results.json":
-                        archive.extract(name, ROOT, filter="data")
+                        archive.extract(name, ROOT)
                 self.built = True
 
     def add(self, row: Row) -> None:

@@ -150,7 +150,9 @@ def try_unknown(clean: Clean, sdist: Path, folder: Path) -> None:
     sources = folder / "sources"
     shutil.rmtree(sources, ignore_errors=True)
     with tarfile.open(sdist) as archive:
-        archive.extractall(sources, filter="data")
+        # The first releases of Python 3.10 and 3.11 have no filters.
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        archive.extractall(sources)
     (checkout,) = sources.iterdir()
     # As in a shell where the environment is active.
     path = f"{clean.python.parent}:{os.environ['PATH']}"
