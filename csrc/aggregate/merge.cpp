@@ -5,7 +5,6 @@
 #include "base/dtype.hpp"
 
 namespace fusedpg::aggregate {
-namespace {} // namespace
 
 Merge::Merge(
     TcpTransport& transport,

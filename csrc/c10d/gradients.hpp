@@ -12,7 +12,7 @@ void bind_gradients(pybind11::module_& m);
 // What their steps do for many parameters (step_lists.cpp).
 void bind_step_lists(pybind11::module_& m);
 
-// Of a list of tensors; throws TypeError where it is none. Borrowed.
+// An element of the list, borrowed; throws TypeError if it is no tensor.
 const at::Tensor& tensor_at(const pybind11::list& list, size_t i);
 
 } // namespace fusedpg

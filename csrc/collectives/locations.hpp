@@ -13,11 +13,11 @@ namespace fusedpg {
 // The places of an operation's tensors in a rank's arena, for peers that map it:
 // what Domain::address() takes, or kNotInArena.
 struct Locations {
-  // Of a plan: kReadsDirect if all contributions lie there, kWritesDirect if all
+  // A plan has kReadsDirect if all contributions lie there, kWritesDirect if all
   // results do.
   uint64_t flags = 0;
-  // Of a plan two words a tensor: of its contribution and of its result. Of a
-  // move one for each of its sends, then one for each of its recvs.
+  // A plan has two words a tensor, for its contribution and for its result. A move
+  // has one for each of its sends, then one for each of its recvs.
   std::vector<uint64_t> table;
 };
 

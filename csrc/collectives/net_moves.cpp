@@ -284,8 +284,8 @@ class NetMover {
     }
   }
 
-  // What lies in a rank's arena is read there, and written there, by a rank of
-  // its host; the rest goes through the writer's staging buffer.
+  // Ranks of a host read and write each other's tensors that lie in an arena; the
+  // rest goes through the writer's staging buffer.
   void pass(int writer, int taker, int owner, int lane, const Span& data) {
     const bool arrives = owner != writer; // from another host
     const uint64_t source = arrives ? kNotInArena : place_of_send(owner, taker);

@@ -328,8 +328,8 @@ class Pipeline {
     }
   }
 
-  // What the ranks of this host contribute to a segment of another host's rank;
-  // after the barrier.
+  // The sum of what this host's ranks contribute to a segment of another host's
+  // rank; after the barrier.
   NetBuffer local_sum(int owner, const NetSegment& one, Stage& stage) {
     const NetBuffer sum = scratch(stage, one.elements * fold_.element());
     begin_local(owner);
@@ -348,7 +348,7 @@ class Pipeline {
     }
   }
 
-  // Of the next piece of the segment that began. Returns bytes.
+  // Adds up the next piece of the segment that began, and returns its bytes.
   size_t add_local(const LanePiece& piece, char* sum) {
     char* out = sum;
     parts_.for_places(

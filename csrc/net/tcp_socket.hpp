@@ -50,7 +50,7 @@ Fd accept_from(const Fd& socket);
 Fd connect_to(const SocketAddress& address);
 // What became of it once it can be written: 0, or an errno.
 int connect_result(const Fd& socket);
-// Of a call that failed: by errno, it may be made again.
+// Whether a call that failed may be made again, by errno.
 bool would_block();
 
 } // namespace fusedpg

@@ -562,7 +562,7 @@ class Profiler:
         """Milliseconds until a message is there, and of a core at each end, the means.
 
         In training the sender goes on to compute, as other ranks do, and only the receiver waits.
-        Where ranks share cores a message waits until it gets one.
+        A message waits for a core if ranks share them.
         """
         tensor = torch.zeros(max(count, 1))
         arrived, ends = [0.0], [0.0]
@@ -607,7 +607,7 @@ class Profiler:
                 times.append(_mean(computed) * ranks / float(ended))
             found.append(statistics.median(times))
         share = others.share()
-        # What many processes take now is not taken when the model is trained.
+        # Other processes take this now, and not when the model is trained.
         left = 1.0 - share if share > MOST else 1.0
         return [ranks, min(self.cores, statistics.mean(found) / left)]
 
@@ -650,7 +650,7 @@ class Profiler:
             _replace(self.folder / name, text.getvalue())
 
     def _undisturbed(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What is measured; again while other processes take the cores."""
+        """Measures, and again while other processes take the cores."""
         for _ in range(self.tries):
             others = Others(self.machine)
             found = measure()
