@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -14,13 +13,20 @@ import fusedpg
 from fusedpg._registration import built_for, load_extension
 
 
-def cuda(info: ModuleType) -> str:
+def kernels(module: ModuleType, why_not: str) -> str:
+    """Whether the engine finds the kernels for CUDA, and can load them."""
+    try:
+        module._load_cuda_kernels()
+    except RuntimeError as error:
+        return f"kernels not built: {why_not}" if why_not else str(error)
+    return "kernels built"
+
+
+def cuda(module: ModuleType, why_not: str) -> str:
     """What CUDA tensors need, and which of it is here."""
-    built = Path(__file__).with_name("libfusedpg_cuda.so").exists()
-    why_not = getattr(info, "cuda_why_not", "") or "no libfusedpg_cuda.so"
     gpus = torch.cuda.device_count() if torch.version.cuda else 0
     parts = (
-        "kernels built" if built else f"kernels not built: {why_not}",
+        kernels(module, why_not),
         f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch has no CUDA",
         f"{gpus} GPU{'s' if gpus > 1 else ''} found" if gpus else "no GPU found",
     )
@@ -47,7 +53,7 @@ def info() -> int:
         "kernels": module.isa(),
         "cpu": "shared memory",
         "hosts": hosts(module),
-        "cuda": cuda(_build_info),
+        "cuda": cuda(module, getattr(_build_info, "cuda_why_not", "")),
         "gloo": _serve_gloo.describe(),
     }
     for name, value in rows.items():

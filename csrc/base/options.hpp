@@ -95,7 +95,7 @@ struct Settings {
   // FUSEDPG_CUDA_MULTIMEM.
   bool cuda_multimem;
   NcclChoice nccl;
-  // libfusedpg_cuda.so; empty: beside the Python module. FUSEDPG_CUDA_LIB.
+  // libfusedpg_cuda.so; empty: beside the engine. FUSEDPG_CUDA_LIB.
   std::string cuda_lib;
   // libnccl; empty: the one that torch has loaded. FUSEDPG_NCCL_LIB.
   std::string nccl_lib;

@@ -18,6 +18,7 @@
 #include "c10d/prepared_program.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
+#include "cuda/cuda_api.hpp"
 #include "net/ucx_api.hpp"
 
 namespace py = pybind11;
@@ -669,6 +670,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("_fusion_settings", [] {
     const FusionSettings s = translate(&fusion_settings);
     return py::make_tuple(s.compiles, s.cache_dir, s.compiler, s.nvrtc);
+  });
+  m.def("_load_cuda_kernels", [] {
+    translate([] { cuda::load_cuda_api(resolve({}).cuda_lib); });
   });
   m.def("_ucx", [] {
     return translate([] { return ucx::described(resolve({}).ucx_lib); });

@@ -1,7 +1,5 @@
 #include "c10d/cuda_group.hpp"
 
-#include <dlfcn.h>
-
 #include <future>
 #include <thread>
 
@@ -60,21 +58,10 @@ void end_within(
   }
 }
 
-// The library beside this module.
-std::string kernel_library(const Settings& settings) {
-  if (!settings.cuda_lib.empty()) {
-    return settings.cuda_lib;
-  }
-  Dl_info here{};
-  dladdr(reinterpret_cast<void*>(&kernel_library), &here);
-  const std::string module = here.dli_fname;
-  return module.substr(0, module.rfind('/') + 1) + "libfusedpg_cuda.so";
-}
-
 } // namespace
 
 const cuda::CudaApi& CudaGroup::cuda_api() const {
-  return cuda::load_cuda_api(kernel_library(settings_));
+  return cuda::load_cuda_api(settings_.cuda_lib);
 }
 
 // Memory that all GPUs of the group see, cut into tensors.

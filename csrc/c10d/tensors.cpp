@@ -49,6 +49,15 @@ DType to_dtype(at::ScalarType type) {
   }
 }
 
+const c10d::NCCLPreMulSumSupplement& premul_of(const c10d::ReduceOp& op) {
+  // The older of its two names: torch 2.11 has only that.
+  const auto* premul =
+      dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(
+      premul != nullptr, "fused: PREMUL_SUM comes without its factor");
+  return *premul;
+}
+
 kernels::ReduceArgs to_reduce_args(
     const c10d::ReduceOp& op,
     at::ScalarType type,
@@ -89,14 +98,10 @@ kernels::ReduceArgs to_reduce_args(
       return args;
     case c10d::ReduceOp::PREMUL_SUM: {
       args.op = RedOp::kPremulSum;
-      // The older of its two names: torch 2.11 has only that.
-      const auto* premul =
-          dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-      TORCH_CHECK_VALUE(
-          premul != nullptr, "fused: PREMUL_SUM comes without its factor");
-      args.factor = premul->tensor_factor.defined()
-          ? premul->tensor_factor.item<double>()
-          : premul->double_factor;
+      const auto& premul = premul_of(op);
+      args.factor = premul.tensor_factor.defined()
+          ? premul.tensor_factor.item<double>()
+          : premul.double_factor;
       return args;
     }
     default:

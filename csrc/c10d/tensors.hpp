@@ -13,6 +13,9 @@ namespace fusedpg {
 
 DType to_dtype(at::ScalarType type);
 
+// The factor of a PREMUL_SUM.
+const c10d::NCCLPreMulSumSupplement& premul_of(const c10d::ReduceOp& op);
+
 kernels::ReduceArgs to_reduce_args(
     const c10d::ReduceOp& op,
     at::ScalarType type,

@@ -31,15 +31,6 @@ bool WorkCuda::isCompleted() {
   return true;
 }
 
-std::exception_ptr WorkCuda::exception() const {
-  for (const auto& operation : operations_) {
-    if (auto error = operation->exception()) {
-      return error;
-    }
-  }
-  return nullptr;
-}
-
 bool WorkCuda::isSuccess() const {
   for (const auto& operation : operations_) {
     if (!operation->is_completed() || operation->exception()) {

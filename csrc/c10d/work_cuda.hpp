@@ -30,7 +30,6 @@ class WorkCuda : public c10d::Work {
 
   bool isCompleted() override;
   bool isSuccess() const override;
-  std::exception_ptr exception() const;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override;
   std::vector<at::Tensor> result() override;

@@ -115,7 +115,8 @@ struct CudaApi {
 constexpr const char* kCudaApiSymbol = "fusedpg_cuda_api";
 using CudaApiFunction = const CudaApi* (*)();
 
-// Loads the library once per path; throws Error(kSystem) with what to do.
+// Loads the library once per path; empty: libfusedpg_cuda.so beside the engine,
+// libfusedpg.so. Throws Error(kSystem) with what to do.
 const CudaApi& load_cuda_api(const std::string& path);
 
 } // namespace fusedpg::cuda

@@ -40,7 +40,16 @@ const Api& load_once(const std::string& path, const Load& load) {
   return *api;
 }
 
-CudaApi load_cuda(const std::string& path) {
+// The file beside this library.
+std::string kernel_library() {
+  Dl_info here{};
+  dladdr(reinterpret_cast<void*>(&kernel_library), &here);
+  const std::string engine = here.dli_fname;
+  return engine.substr(0, engine.rfind('/') + 1) + "libfusedpg_cuda.so";
+}
+
+CudaApi load_cuda(const std::string& named) {
+  const std::string path = named.empty() ? kernel_library() : named;
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     fail(

@@ -83,9 +83,11 @@ def check(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, sk
         torch.testing.assert_close(
             param.cpu().to(wide), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
         )
-        copies = [torch.empty_like(param) for _ in range(size)]
-        dist.all_gather(copies, param, group=group)
-        assert all(torch.equal(copy, param) for copy in copies), "ranks hold different parameters"
+        # On the host: torch's NCCL refuses ranks that share a GPU.
+        held = param.cpu()
+        copies = [torch.empty_like(held) for _ in range(size)]
+        dist.all_gather(copies, held, group=group)
+        assert all(torch.equal(copy, held) for copy in copies), "ranks hold different parameters"
     return str(fusedpg.group_info(group)["cuda_path"])
 
 

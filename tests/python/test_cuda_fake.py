@@ -97,6 +97,10 @@ def test_ordinary_collectives_interleaved(two: harness.Workers) -> None:
     two.run(cuda_fake.interleaved)
 
 
+def test_premul_sums(gpus: harness.Workers) -> None:
+    gpus.run(cuda_fake.premul_sums)
+
+
 def test_used_flags_stay_on_the_device(two: harness.Workers) -> None:
     two.run(cuda_fake.used_flags)
 

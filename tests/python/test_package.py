@@ -104,13 +104,16 @@ def test_command_line_does_not_claim_cuda(monkeypatch: pytest.MonkeyPatch) -> No
     """Kernels, torch and GPU are three questions, and each has an answer of its own."""
     from fusedpg import __main__ as command_line
 
-    def said(why_not: str, cuda: str | None, gpus: int) -> list[str]:
-        monkeypatch.setattr(command_line.Path, "exists", lambda path: not why_not)
+    def said(why_not: str, cuda: str | None, gpus: int, wrong: str = "") -> list[str]:
+        def load() -> None:
+            if why_not or wrong:
+                raise RuntimeError(wrong or "no file")
+
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        info = types.ModuleType("_build_info")
-        info.cuda_why_not = why_not  # type: ignore[attr-defined]
-        return command_line.cuda(info).split("; ")
+        module = types.ModuleType("_C")
+        module._load_cuda_kernels = load  # type: ignore[attr-defined]
+        return command_line.cuda(module, why_not).split("; ")
 
     off = "switched off by FUSEDPG_CUDA=OFF"
     assert said(off, None, 0) == [f"kernels not built: {off}", "torch has no CUDA", "no GPU found"]
@@ -118,6 +121,20 @@ def test_command_line_does_not_claim_cuda(monkeypatch: pytest.MonkeyPatch) -> No
     assert said("", "13.0", 0) == ["kernels built", "torch built for CUDA 13.0", "no GPU found"]
     assert said("", "13.0", 1)[-1] == "1 GPU found"
     assert said("", "13.0", 2)[-1] == "2 GPUs found"
+    assert said("", "13.0", 2, wrong="fused: not loaded")[0] == "fused: not loaded"
+
+
+def test_kernels_lie_beside_the_engine() -> None:
+    """Where no variable names them, as in every installation."""
+    library = Path(fusedpg.__file__).with_name("libfusedpg_cuda.so")
+    done = python(
+        "from fusedpg._registration import load_extension\nload_extension()._load_cuda_kernels()\n",
+        FUSEDPG_CUDA_LIB="",
+    )
+    if library.exists():
+        assert done.returncode == 0, done.stderr
+    else:
+        assert f"{library}: cannot open shared object file" in done.stderr, done.stderr
 
 
 CONFIGURE = """

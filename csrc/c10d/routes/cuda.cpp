@@ -65,6 +65,49 @@ void obey_bitmap(
       0);
 }
 
+// Whether the factor of a PREMUL_SUM is left to us, and to NCCL the sum.
+// torch's ProcessGroupNCCL gives NCCL the factor of bfloat16 as a float, of
+// which NCCL reads two bytes: 0.5 becomes 0 (PyTorch issue 190745; torch 2.11
+// does so). A group of one rank copies, without the factor.
+bool multiplies(const c10d::ReduceOp& op, const at::Tensor& t, int size) {
+  return op.op_ == c10d::ReduceOp::PREMUL_SUM &&
+      (size == 1 || t.scalar_type() == at::kBFloat16);
+}
+
+bool multiplies(const c10d::ReduceOp& op, const Tensors& tensors, int size) {
+  return !tensors.empty() && multiplies(op, tensors[0], size);
+}
+
+template <typename Options>
+Options sum_of(Options options) {
+  options.reduceOp = c10d::ReduceOp::SUM;
+  return options;
+}
+
+// In fp32, rounded once.
+at::Tensor product(const at::Tensor& t, const c10d::ReduceOp& op) {
+  const c10::NoGradGuard no_grad;
+  const auto& premul = premul_of(op);
+  return premul.tensor_factor.defined()
+      ? t.mul(premul.tensor_factor.view({})) // a scalar: t's type stays
+      : t.mul(premul.double_factor);
+}
+
+Tensors product(const Tensors& tensors, const c10d::ReduceOp& op) {
+  Tensors products;
+  for (const at::Tensor& t : tensors) {
+    products.push_back(product(t, op));
+  }
+  return products;
+}
+
+void multiply(Tensors& tensors, const c10d::ReduceOp& op) {
+  const c10::NoGradGuard no_grad;
+  for (at::Tensor& t : tensors) {
+    t.copy_(product(t, op));
+  }
+}
+
 } // namespace
 
 CudaRoute::CudaRoute(
@@ -97,8 +140,73 @@ WorkPtr CudaRoute::allreduce(
     Tensors& tensors,
     const c10d::AllreduceOptions& opts) {
   WorkPtr work;
-  return skip(tensors, opts, work) ? work
-                                   : Forwarding::allreduce(tensors, opts);
+  if (skip(tensors, opts, work)) {
+    return work;
+  }
+  if (multiplies(opts.reduceOp, tensors, size_)) {
+    multiply(tensors, opts.reduceOp);
+    return Forwarding::allreduce(tensors, sum_of(opts));
+  }
+  return Forwarding::allreduce(tensors, opts);
+}
+
+WorkPtr CudaRoute::allreduce_coalesced(
+    Tensors& tensors,
+    const c10d::AllreduceCoalescedOptions& opts) {
+  if (multiplies(opts.reduceOp, tensors, size_)) {
+    multiply(tensors, opts.reduceOp);
+    return Forwarding::allreduce_coalesced(tensors, sum_of(opts));
+  }
+  return Forwarding::allreduce_coalesced(tensors, opts);
+}
+
+WorkPtr CudaRoute::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  if (multiplies(opts.reduceOp, tensors, size_)) {
+    if (opts.rootRank == rank_) {
+      multiply(tensors, opts.reduceOp);
+      return Forwarding::reduce(tensors, sum_of(opts));
+    }
+    Tensors products = product(tensors, opts.reduceOp);
+    return Forwarding::reduce(products, sum_of(opts));
+  }
+  return Forwarding::reduce(tensors, opts);
+}
+
+WorkPtr CudaRoute::reduce_scatter(
+    Tensors& to,
+    TensorLists& from,
+    const c10d::ReduceScatterOptions& opts) {
+  if (multiplies(opts.reduceOp, to, size_)) {
+    TensorLists products;
+    for (const Tensors& tensors : from) {
+      products.push_back(product(tensors, opts.reduceOp));
+    }
+    return Forwarding::reduce_scatter(to, products, sum_of(opts));
+  }
+  return Forwarding::reduce_scatter(to, from, opts);
+}
+
+WorkPtr CudaRoute::_reduce_scatter_base(
+    at::Tensor& to,
+    at::Tensor& from,
+    const c10d::ReduceScatterOptions& opts) {
+  if (multiplies(opts.reduceOp, to, size_)) {
+    at::Tensor products = product(from, opts.reduceOp);
+    return Forwarding::_reduce_scatter_base(to, products, sum_of(opts));
+  }
+  return Forwarding::_reduce_scatter_base(to, from, opts);
+}
+
+WorkPtr CudaRoute::reduce_scatter_tensor_coalesced(
+    Tensors& to,
+    Tensors& from,
+    const c10d::ReduceScatterOptions& opts) {
+  if (multiplies(opts.reduceOp, to, size_)) {
+    Tensors products = product(from, opts.reduceOp);
+    return Forwarding::reduce_scatter_tensor_coalesced(
+        to, products, sum_of(opts));
+  }
+  return Forwarding::reduce_scatter_tensor_coalesced(to, from, opts);
 }
 
 WorkPtr CudaRoute::barrier(const c10d::BarrierOptions& opts) {

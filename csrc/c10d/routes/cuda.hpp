@@ -21,6 +21,22 @@ class CudaRoute : public Forwarding<Route> {
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
       override;
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors,
+      const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr reduce_scatter(
+      Tensors& to,
+      TensorLists& from,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& to,
+      at::Tensor& from,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& to,
+      Tensors& from,
+      const c10d::ReduceScatterOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   // Of this thread. The delegate is told with the first call of the region,
   // which may have none for GPUs.

@@ -98,8 +98,8 @@ int launch_over(
       kernel, static_cast<uint32_t>(items < most ? items : most), args, stream);
 }
 
-// The block's sum of `mine`; valid in thread 0. Ends with a barrier before the
-// lanes may be used again.
+// The block's sum of `mine`. Ends with a barrier before the lanes may be used
+// again.
 __device__ __forceinline__ Sums block_sum(const Sums& mine, Sums* lanes) {
   const int thread = static_cast<int>(threadIdx.x);
   lanes[thread] = mine;
@@ -107,6 +107,7 @@ __device__ __forceinline__ Sums block_sum(const Sums& mine, Sums* lanes) {
     __syncthreads();
     fold_lanes(lanes, half, thread, kThreads);
   }
+  __syncthreads();
   const Sums total = lanes[0];
   __syncthreads();
   return total;

@@ -22,10 +22,14 @@ Check = Callable[[Context, Any, torch.dtype, bool], None]
 
 
 def supported(redop: str, dtype: torch.dtype) -> bool:
-    """What NCCL has; the fake's stand-in is Gloo."""
+    """What NCCL has; the fake's stand-in is Gloo. The backend multiplies bfloat16 itself."""
     if redop in ("AVG", "PREMUL_SUM"):
-        return dtype in FLOATS and not FAKE
+        return dtype in FLOATS and (not FAKE or (redop, dtype) == ("PREMUL_SUM", torch.bfloat16))
     return dtype != torch.bool or redop == "SUM"
+
+
+def sums(dtype: torch.dtype) -> list[str]:
+    return [redop for redop in ("SUM", "PREMUL_SUM") if supported(redop, dtype)]
 
 
 def inputs(context: Context, dtype: torch.dtype, numel: int = NUMEL) -> list[torch.Tensor]:
@@ -61,10 +65,13 @@ def all_reduce(context: Context, group: Any, dtype: torch.dtype, async_op: bool)
 
 def reduce(context: Context, group: Any, dtype: torch.dtype, async_op: bool) -> None:
     root = context.world_size - 1
-    tensor = mine(context, dtype)
-    finish(dist.reduce(tensor, root, group=group, async_op=async_op), async_op)
-    if context.rank == root:
-        close(tensor.cpu(), reference("SUM", inputs(context, dtype)))
+    for redop in sums(dtype):
+        tensor = mine(context, dtype)
+        finish(dist.reduce(tensor, root, reduce_op(redop), group, async_op), async_op)
+        if context.rank == root:
+            close(tensor.cpu(), reference(redop, inputs(context, dtype)))
+        elif redop == "PREMUL_SUM":
+            equal(tensor, mine(context, dtype).cpu())
 
 
 def broadcast(context: Context, group: Any, dtype: torch.dtype, async_op: bool) -> None:
@@ -87,16 +94,18 @@ def all_gather(context: Context, group: Any, dtype: torch.dtype, async_op: bool)
 
 def reduce_scatter(context: Context, group: Any, dtype: torch.dtype, async_op: bool) -> None:
     size, rank = context.world_size, context.rank
-    whole = reference("SUM", inputs(context, dtype, NUMEL * size))
-    output = empty(dtype, NUMEL)
-    source = mine(context, dtype, NUMEL * size)
-    work = dist.reduce_scatter_tensor(output, source, group=group, async_op=async_op)
-    finish(work, async_op)
-    close(output.cpu(), whole.chunk(size)[rank])
-    output = empty(dtype, NUMEL)
-    parts = list(source.chunk(size))
-    finish(dist.reduce_scatter(output, parts, group=group, async_op=async_op), async_op)
-    close(output.cpu(), whole.chunk(size)[rank])
+    for redop in sums(dtype):
+        op = reduce_op(redop)
+        whole = reference(redop, inputs(context, dtype, NUMEL * size))
+        source = mine(context, dtype, NUMEL * size)
+        output = empty(dtype, NUMEL)
+        finish(dist.reduce_scatter_tensor(output, source, op, group, async_op), async_op)
+        close(output.cpu(), whole.chunk(size)[rank])
+        output = empty(dtype, NUMEL)
+        parts = list(source.chunk(size))
+        finish(dist.reduce_scatter(output, parts, op, group, async_op), async_op)
+        close(output.cpu(), whole.chunk(size)[rank])
+        equal(source, mine(context, dtype, NUMEL * size).cpu())
 
 
 def all_to_all(context: Context, group: Any, dtype: torch.dtype, async_op: bool) -> None:
@@ -156,14 +165,15 @@ def point_to_point(context: Context, group: Any, dtype: torch.dtype, async_op: b
 
 
 def coalesced(context: Context, group: Any, dtype: torch.dtype, async_op: bool) -> None:
-    tensors = [mine(context, dtype, NUMEL + i) for i in range(3)]
-    with dist._coalescing_manager(group, device=DEVICE, async_ops=async_op) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=group)
-    if async_op:
-        manager.wait()
-    for i, tensor in enumerate(tensors):
-        close(tensor.cpu(), reference("SUM", inputs(context, dtype, NUMEL + i)))
+    for redop in sums(dtype):
+        tensors = [mine(context, dtype, NUMEL + i) for i in range(3)]
+        with dist._coalescing_manager(group, device=DEVICE, async_ops=async_op) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor, reduce_op(redop), group)
+        if async_op:
+            manager.wait()
+        for i, tensor in enumerate(tensors):
+            close(tensor.cpu(), reference(redop, inputs(context, dtype, NUMEL + i)))
 
 
 CHECKS: dict[str, Check] = {

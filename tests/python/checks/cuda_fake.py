@@ -56,6 +56,42 @@ def interleaved(context: Context) -> None:
             work.wait()
 
 
+def premul_sums(context: Context) -> None:
+    """What NCCL would do wrong is a product and a sum; the stand-in, Gloo, has no PREMUL_SUM."""
+    size, rank = context.world_size, context.rank
+    op = dist._make_nccl_premul_sum(0.375)
+
+    def given(dtype: torch.dtype, r: int) -> torch.Tensor:
+        # Sums of these are exact.
+        return (torch.arange(48, dtype=torch.float64) % 8 + r + 1).to(dtype)
+
+    def mine(dtype: torch.dtype) -> torch.Tensor:
+        return given(dtype, rank)
+
+    for dtype in (BF16, FP32) if size == 1 else (BF16,):
+        source = mine(dtype)
+        want = 0.375 * torch.stack([given(dtype, r) for r in range(size)]).sum(0)
+        share = want.chunk(size)[rank]
+        reduced = mine(dtype)
+        dist.all_reduce(reduced, op)
+        assert same(reduced, want)
+        one, other = mine(dtype), mine(dtype)
+        with dist._coalescing_manager():
+            dist.all_reduce(one, op)
+            dist.all_reduce(other, op)
+        assert same(one, want) and same(other, want)
+        rooted = mine(dtype)
+        dist.reduce(rooted, 0, op)
+        assert same(rooted, want if rank == 0 else source)
+        output = torch.empty_like(share)
+        dist.reduce_scatter_tensor(output, source, op)
+        assert same(output, share)
+        output.zero_()
+        dist.reduce_scatter(output, list(source.chunk(size)), op)
+        assert same(output, share)
+        assert same(source, mine(dtype)), "an input was written"
+
+
 def used_flags(context: Context) -> None:
     """Of a list of several types they move on the device alone: graphs take nothing of the host."""
     from fusedpg.functional import _backend, load_extension
