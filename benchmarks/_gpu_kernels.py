@@ -181,7 +181,8 @@ def adamw(api: table.CudaApi, numels: Sequence[int]) -> Arms:
     step()
     torch.cuda.synchronize()
     close(torch.cat(mine), torch.cat(theirs), "adamw fp32")
-    close(torch.cat(ours.states[1]), torch.cat(states[1]), "exp_avg_sq")
+    # torch's kernel rounds beta2 to fp32 before it takes it from 1: 1.3e-5 of 0.001.
+    close(torch.cat(ours.states[1]), torch.cat(states[1]), "exp_avg_sq", 2e-5)
     return {COPY: copy_arm(7 * 4 * total), OURS: ours.update, TORCH: step}
 
 

@@ -11,6 +11,7 @@ one is skipped.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -128,6 +129,10 @@ def lacks(step: Step, found: Mapping[str, Any]) -> str:
     return ""
 
 
+def no_time(step: Step) -> str:
+    return f"no time left: {step.stage} --from {step.name}"
+
+
 def command_of(step: Step, found: Mapping[str, Any]) -> list[str]:
     words = {
         "python": sys.executable,
@@ -191,7 +196,15 @@ def begin(step: Step, command: Sequence[str], log: Path) -> subprocess.Popen[str
         )
 
 
-def run(step: Step, seconds: float, logs: Path, found: Mapping[str, Any]) -> Row:
+# Of the steps that run side by side.
+_running: set[subprocess.Popen[str]] = set()
+
+
+def run(step: Step, limit: float, deadline: float, logs: Path, found: Mapping[str, Any]) -> Row:
+    left = deadline - time.monotonic()
+    seconds = min(limit, left)
+    if left < LEAST:
+        return Row(step.stage, step.name, step.settles, SKIP, note=no_time(step))
     command = command_of(step, found)
     row = Row(step.stage, step.name, step.settles, PASS, command=" ".join(command))
     log = logs / f"{step.name}.log"
@@ -200,6 +213,7 @@ def run(step: Step, seconds: float, logs: Path, found: Mapping[str, Any]) -> Row
         process, log = _builds.pop(step.command)
     else:
         process = begin(step, command, log)
+    _running.add(process)
     try:
         code: int | None = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -211,11 +225,13 @@ def run(step: Step, seconds: float, logs: Path, found: Mapping[str, Any]) -> Row
     except BaseException:  # the runner is told to stop
         end(process)
         raise
+    finally:
+        _running.discard(process)
     row.seconds = round(time.monotonic() - begun, 1)
     lines = log.read_text(errors="replace").splitlines()
     row.tail = lines[-TAIL:]
     if code is None:
-        by = "its limit" if seconds >= step.limit else "what was left of the budget"
+        by = "its limit" if seconds >= limit else "what was left of the budget"
         row.status, row.note = TIMEOUT, f"ended after {seconds:.0f} s, {by}"
         if step.build:
             row.status, row.note = GOES_ON, "waited for by the next step"
@@ -374,18 +390,81 @@ def choose(steps: Sequence[Step], first: str | None, only: str | None) -> list[S
     return [step for step in steps[begin:] if step.name in wanted]
 
 
+def stages_of(text: str) -> list[int]:
+    """Of "2" or "1,2,3"."""
+    chosen = [int(part) for part in text.split(",")]
+    if not {step.stage for step in STEPS}.issuperset(chosen):
+        raise ValueError(text)
+    return chosen
+
+
+def run_all(
+    steps: Sequence[Step], jobs: int, deadline: float, results: Results, found: Mapping[str, Any]
+) -> bool:
+    """Whether nothing failed. Builds come first and timings last, each by itself."""
+    number = 0
+    good = True
+
+    def start(step: Step) -> Row:
+        nonlocal number
+        number += 1
+        print(f"[{number}/{len(steps)}] {step.name}: {step.settles}", flush=True)
+        # They share a GPU.
+        limit = step.limit * (1 if step.build or step.alone or jobs == 1 else 2)
+        return run(step, limit, deadline, results.logs, found)
+
+    def note(row: Row) -> None:
+        nonlocal good
+        good = good and row.status not in (FAIL, TIMEOUT)
+        results.add(row)
+        print(f"  {row.status:7} {row.step:18} {row.seconds:5.1f} s  {row.note}", flush=True)
+
+    def runnable(step: Step) -> bool:
+        why = lacks(step, found) or ("built already" if step.build and results.built else "")
+        if why:
+            note(Row(step.stage, step.name, step.settles, SKIP, note=why))
+        return not why
+
+    for step in (step for step in steps if step.build):
+        if runnable(step):
+            row = start(step)
+            results.built = results.built or (
+                row.status == PASS and all(any(ROOT.glob(one)) for one in BUILT)
+            )
+            note(row)
+            if row.status == FAIL:
+                print("\n".join(row.tail), flush=True)
+                return False
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        beside = [step for step in steps if not (step.build or step.alone) if runnable(step)]
+        try:
+            started = [pool.submit(start, one) for one in beside]
+            for done in concurrent.futures.as_completed(started):
+                note(done.result())
+        except BaseException:  # the runner is told to stop
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                end(process)
+            raise
+    for step in (step for step in steps if step.alone):
+        if runnable(step):
+            note(start(step))
+    return good
+
+
 def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/one_gpu.sh", description=__doc__)
-    stages = sorted({step.stage for step in steps})
-    parser.add_argument("stage", type=int, choices=stages)
+    parser.add_argument("stages", type=stages_of, metavar="STAGE,...", help="1 to 4")
     parser.add_argument("folder", type=Path, nargs="?", help="for the results, where $OUT is unset")
     parser.add_argument("--state", type=Path, default=WORK / "state.tar.gz", help="of other stages")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it ({MINUTES})")
+    parser.add_argument("--jobs", type=int, default=1, help="steps side by side, without timings")
     parser.add_argument("--from", dest="first", metavar="STEP", help="begin with this one")
     parser.add_argument("--only", metavar="STEP,...", help="these alone")
-    parser.add_argument("--list", action="store_true", help="the stage's steps, in order")
+    parser.add_argument("--list", action="store_true", help="the stages' steps, in order")
     args = parser.parse_args(arguments)
-    chosen = choose([step for step in steps if step.stage == args.stage], args.first, args.only)
+    chosen = [step for step in steps if step.stage in args.stages]
+    chosen = choose(chosen, args.first, args.only)
     if args.list:
         for step in chosen:
             needs = f"  [{', '.join(step.needs)}]" if step.needs else ""
@@ -402,36 +481,16 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
         return 2
     results = Results(Path(out) if out else args.folder, args.state, found)
     # Later stages build if the state has no build.
-    if args.stage != 1 and not results.built and not FAKE:
+    if 1 not in args.stages and not results.built and not FAKE:
         chosen = [step for step in steps if step.build] + chosen
     results.write()
-    print(f"stage {args.stage} on {what_ran(found)}", flush=True)
-    failed = False
-    for number, step in enumerate(chosen, 1):
-        left = deadline - time.monotonic()
-        why = lacks(step, found)
-        if not why and step.build and results.built:
-            why = "built already"
-        if not why and left < LEAST:
-            why = f"no time left: {args.stage} --from {step.name}"
-        if why:
-            row = Row(step.stage, step.name, step.settles, SKIP, note=why)
-        else:
-            print(f"[{number}/{len(chosen)}] {step.name}: {step.settles}", flush=True)
-            row = run(step, min(step.limit, left), results.logs, found)
-            results.built = results.built or (
-                row.status == PASS and step.build and all(any(ROOT.glob(one)) for one in BUILT)
-            )
-        failed = failed or row.status in (FAIL, TIMEOUT)
-        results.add(row)
-        print(f"  {row.status:7} {step.name:18} {row.seconds:5.1f} s  {row.note}", flush=True)
-        if row.status == FAIL and step.build:
-            print("\n".join(row.tail), flush=True)
-            break
+    stages = ", ".join(map(str, args.stages))
+    print(f"stage {stages} on {what_ran(found)}", flush=True)
+    good = run_all(chosen, args.jobs, deadline, results, found)
     for process, _ in _builds.values():
         end(process)
     print(f"{time.monotonic() - begun:.0f} s")
-    return 1 if failed else 0
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

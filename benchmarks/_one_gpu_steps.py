@@ -27,6 +27,8 @@ class Step:
     # Part of the build: skipped where state.tar.gz holds one. Goes on in the background when its
     # time is up, and the next step of the same command waits for it.
     build: bool = False
+    # A timing: no other step runs beside it.
+    alone: bool = False
 
 
 PYTHON = "{python}"
@@ -44,13 +46,15 @@ def bench(part: str, *arguments: str) -> tuple[str, ...]:
 
 
 def sanitizer(stage: int, tool: str, what: str, failure: str) -> Step:
+    # Not the calls of the driver that fail: cuda-python asks for functions that it may lack.
+    options = ("--report-api-errors", "no") if tool == "memcheck" else ()
     return Step(
         stage,
         f"{tool}-{what.partition('-')[0]}",
         f"compute-sanitizer {tool}, {what}",
         (
             "compute-sanitizer",
-            *("--tool", tool, "--error-exitcode", "9", "--print-limit", "20"),
+            *("--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *options),
             *(PYTHON, "tests/gpu/kernel_driver.py", what),
         ),
         "no error",
@@ -256,6 +260,7 @@ STEPS: Sequence[Step] = (
         "90% of a copy's bandwidth, AdamW faster than torch's",
         "not a wrong number: registers, occupancy, vectors (`ptxas -v`)",
         ("gpu",),
+        alone=True,
     ),
     Step(
         4,
@@ -266,6 +271,7 @@ STEPS: Sequence[Step] = (
         "faster than both on the same wire",
         "compare with three calls in a row: the pipeline's events, or the chunk's size",
         ("gpu",),
+        alone=True,
     ),
     Step(
         4,
@@ -275,6 +281,7 @@ STEPS: Sequence[Step] = (
         "faster than both on the same wire",
         "as above",
         ("gpu", "mps"),
+        alone=True,
     ),
     Step(
         4,
@@ -284,5 +291,6 @@ STEPS: Sequence[Step] = (
         "faster than NCCL below a density of some 10%",
         "the host's look between two operations costs more than the wire saves",
         ("gpu",),
+        alone=True,
     ),
 )

@@ -160,6 +160,6 @@ def whose(name: str) -> str:
     name = name.removesuffix(KEPT)
     if name in LIMITS:
         return LIMIT
-    if name in PEERS or name.startswith(("gloo", "deepspeed")):
+    if name in PEERS or name.startswith(("gloo", "deepspeed", "nccl", "reduce_scatter, ")):
         return PEER
     return OURS

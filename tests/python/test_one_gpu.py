@@ -148,6 +148,39 @@ def test_stages_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+def test_side_by_side(tmp_path: Path) -> None:
+    """Steps of several stages at once; builds before them, and timings after them, alone."""
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    code = (
+        "import pathlib, time; f = pathlib.Path({folder!r}) / {name!r}; f.touch(); time.sleep(1.0);"
+        "print(sorted(p.name for p in f.parent.iterdir())); f.unlink()"
+    )
+
+    def busy(name: str, **more: Any) -> Step:
+        return step(name, code.format(folder=str(folder), name=name), **more)
+
+    steps = (
+        busy("timing", stage=2, alone=True),
+        busy("one"),
+        busy("two"),
+        busy("three", stage=2),
+        busy("compile-1", build=True),
+        step("bad", "raise SystemExit(3)"),
+    )
+    out = tmp_path / "out"
+    code_of_exit = runner.main(["1,2", str(out), "--jobs", "4"], steps)
+    rows = {row["step"]: row for row in json.loads((out / "results.json").read_text())["steps"]}
+    assert code_of_exit == 1
+    assert {name: row["status"] for name, row in rows.items() if row["status"] != "PASS"} == {
+        "bad": "FAIL"
+    }
+    assert rows["compile-1"]["tail"] == ["['compile-1']"]
+    assert rows["timing"]["tail"] == ["['timing']"]
+    assert any("one" in rows[name]["tail"][0] for name in ("two", "three"))
+
+
+@pytest.mark.usefixtures("gpu")
 def test_budget_ends_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LEAST", 0)
     stub = step("long", "import time; time.sleep(600)", limit=300)
