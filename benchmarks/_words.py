@@ -133,7 +133,14 @@ CASES = {
     "micro-batches": "16 micro-batches",
 }
 LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
-LIMITS += ("link with headers", "forward alone", "optimizer alone", "step's bound")
+LIMITS += (
+    "plain sockets",
+    "plain sockets, and the sum",
+    "link with headers",
+    "forward alone",
+    "optimizer alone",
+    "step's bound",
+)
 LIMITS += ("all_reduce alone", "no communication", "shards alone", "fake functional")
 PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
 

@@ -4,7 +4,8 @@
     python benchmarks/between_hosts.py --layouts 2x1 --rates 1gbit --parts all_reduce --sizes 16M
 
 Hosts are network namespaces of this machine whose links have a rate (needs root, `ip` and `tc`;
-exits with 2 where that cannot be): see tests/python/hosts.py. A layout is hosts x ranks on each.
+exits with 2 where that cannot be): see tests/python/hosts.py. Each has cores of its own, where the
+machine has one for each. A layout is hosts x ranks on each.
 fp32, ordinary tensors. The parts: `all_reduce` by size, where ranks share a host also of tensors
 from `fusedpg.empty` ("fused arena"); `adamw`, which is `fused_adamw_` beside
 Gloo's all_reduce, a division and `AdamW(fused=True)`, on one flat buffer of parameters; `send`, a
@@ -13,8 +14,10 @@ each way at once between the same two by `dist.batch_isend_irecv`; `ddp` and `fs
 steps of an MLP with 25 M parameters, whose script is the same on both backends.
 Every result is checked before anything is timed. "link" is what the link needs for the
 2 (H-1)/H N bytes that cross it at least, "link with headers" what they need as full packets of TCP,
-less what the link lets through at once (no row where that is all). The bytes that a host has sent,
-with all headers, come from its interface's counter.
+less what the link lets through at once (no row where that is all). "plain sockets", between two
+ranks from 16 MB on, send N bytes each way at once on two connections, and do nothing with them;
+then a rank adds up N/2 bytes ("and the sum"), as an all-reduce has to. The bytes that a host has
+sent, with all headers, come from its interface's counter.
 How times are taken: see `_harness.py`.
 """
 
@@ -22,7 +25,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -47,6 +52,8 @@ K, M = 1 << 10, 1 << 20
 LINK = "link"
 WIRE = "link with headers"
 FRAME, CARRIED = 1514, 1448  # bytes of a full packet, and of our data in it
+SOCKETS = "plain sockets"
+SOCKETS_AND_SUM = "plain sockets, and the sum"
 ALONE = "no_sync"  # the same step without a collective
 # Of DDP's step: with a hook that communicates nothing, and its parts beside backward.
 NO_COMM, FORWARD, OPTIMIZER = "no_comm", "forward alone", "optimizer alone"
@@ -227,7 +234,46 @@ def all_reduce_arms(size: int, context: Context, name: str) -> dict[str, Callabl
     arms = {backend: arm(backend, False) for backend in context.groups}
     if shares_hosts(context):
         arms[collectives.ARENA] = arm("fused", True)
+    if context.world_size == 2 and size >= 16 * M:
+        sockets = PlainSockets(context.rank, size)
+        arms |= {SOCKETS: sockets.exchange, SOCKETS_AND_SUM: sockets.exchange_and_add}
     return arms
+
+
+class PlainSockets:
+    """What an all-reduce of two ranks sends: N bytes each way, on a connection each."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        store, key = dist.distributed_c10d._get_default_store(), f"plain sockets of {size} bytes"
+        address = os.environ["MASTER_ADDR"]  # rank 0's
+        if rank == 0:
+            with socket.create_server((address, 0)) as server:
+                store.set(key, str(server.getsockname()[1]))
+                ends = [server.accept()[0] for _ in range(2)]
+        else:
+            port = int(store.get(key))
+            ends = [socket.create_connection((address, port)) for _ in range(2)]
+            for number, end in enumerate(ends):  # they may be accepted in either order
+                end.sendall(bytes([number]))
+        if rank == 0:
+            ends = list(dict(sorted((end.recv(1)[0], end) for end in ends)).values())
+        self._to, self._from = ends if rank == 0 else ends[::-1]
+        self._sent, self._received = (torch.full((size,), rank, dtype=torch.uint8) for _ in "ab")
+        self.exchange()
+        harness.require(bool((self._received == 1 - rank).all()), SOCKETS)
+
+    def exchange(self) -> None:
+        sender = threading.Thread(target=self._to.sendall, args=(self._sent.numpy(),))
+        sender.start()
+        left = memoryview(self._received.numpy())
+        while left:
+            left = left[self._from.recv_into(left) :]
+        sender.join()
+
+    def exchange_and_add(self) -> None:
+        self.exchange()
+        mine, theirs = (x.view(torch.float32).chunk(2)[0] for x in (self._sent, self._received))
+        torch.add(mine, theirs, out=theirs)
 
 
 def shares_hosts(context: Context) -> bool:
@@ -376,7 +422,7 @@ def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
     for column in ("MB", "of 2 (H-1)/H N"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        if row.arm not in (LINK, WIRE, BOUND, *COMPUTE) and row.size >= M:
+        if row.arm not in (LINK, WIRE, SOCKETS, SOCKETS_AND_SUM, BOUND, *COMPUTE) and row.size >= M:
             least = 2 * (count - 1) / count * row.size
             share = "" if row.case.startswith("fsdp2") else f"{row.sent / least:.3f}"
             table.add_row(

@@ -44,8 +44,9 @@ Failure current_failure() {
     const ErrorKind kind = error.kind();
     const bool alike = // on all ranks, before anything has been sent
         kind == ErrorKind::kInvalid || kind == ErrorKind::kMismatch;
-    const bool consequence = kind == ErrorKind::kTimeout ||
-        kind == ErrorKind::kPeerDead || kind == ErrorKind::kPeerFailed;
+    // Not kPeerDead: who shares a host with a process knows that it has ended.
+    const bool consequence =
+        kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerFailed;
     return {kind, !alike, consequence, error.what()};
   } catch (const c10::DistError& error) { // of the store
     return {ErrorKind::kPeerFailed, true, true, one_line(error)};
@@ -112,6 +113,9 @@ std::string tell(
         return formatted(
             "the first cause is rank {}: {}", last.rank, last.text);
       }
+    }
+    if (mine.kind == ErrorKind::kPeerDead) {
+      return ""; // the cause is known
     }
     if (said == most || deadline.expired()) {
       break;

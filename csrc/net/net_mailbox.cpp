@@ -19,6 +19,13 @@ constexpr uint32_t kNotes = 0; // the tag; what follows are messages
 // A message that is sent at once, and all of one peer's that have not arrived.
 constexpr size_t kUnasked = size_t(64) << 10;
 constexpr size_t kAllUnasked = size_t(1) << 20;
+// Notes wait for the pieces that are under way to the same rank.
+constexpr size_t kPiece = size_t(1) << 20;
+constexpr size_t kPiecesAhead = 3;
+static_assert(kPiece >= kUnasked);
+// Who posts a large send often posts a receive next, of which the other side should
+// hear first: until somebody waits the message is held back for so long.
+constexpr std::chrono::microseconds kHold{300};
 
 uint32_t mail_tag(uint64_t id) {
   return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
@@ -207,9 +214,9 @@ void NetMailbox::loop() {
           }
         }
         how = transport_->sleep(
-            stopping        ? std::chrono::milliseconds(1)
-                : pending() ? kMailLook
-                            : kIdle);
+            stopping || held_ ? std::chrono::milliseconds(1)
+                : pending()   ? kMailLook
+                              : kIdle);
       }
       // Who waits, or may do so again in a moment, needs the core.
       const Clock::time_point waited{Clock::duration(waited_)};
@@ -243,7 +250,7 @@ bool NetMailbox::turn(By by) {
   }
   moves_ += any ? 1 : 0;
   const int others = waiters_ - (by == By::kWaiter ? 1 : 0);
-  if (any && others > 0) {
+  if ((any || held_) && others > 0) {
     transport_->wake(); // what they wait for may have come with this
   }
   return posted || any;
@@ -419,6 +426,7 @@ bool NetMailbox::take_posts() {
 
 bool NetMailbox::progress(By by) {
   bool asks = false;
+  held_ = false;
   transport_->progress();
   bool any = finish_receives();
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
@@ -428,7 +436,7 @@ bool NetMailbox::progress(By by) {
         any |= reach(p);
       }
       asks = asks || needs(p);
-      any |= push(p);
+      any |= push(p, by);
       any |= finish_sends(p);
     }
   }
@@ -479,7 +487,7 @@ void NetMailbox::take(int p, const Note& note) {
           return s.id == note.id;
         });
     if (send != peer.sends.end() && note.kind == kWanted) {
-      wanted(p, *send);
+      wanted(*send);
     } else if (send != peer.sends.end()) {
       send->answer = note;
     }
@@ -495,7 +503,7 @@ void NetMailbox::learn_of_receive(int p, const Note& note) {
         send.post.tag == note.tag) {
       send.met = true;
       if (send.post.bytes == note.bytes) {
-        wanted(p, send);
+        wanted(send);
       }
       return;
     }
@@ -503,10 +511,10 @@ void NetMailbox::learn_of_receive(int p, const Note& note) {
   peer.posted.push_back(note);
 }
 
-void NetMailbox::wanted(int p, Send& send) {
+void NetMailbox::wanted(Send& send) {
   if (send.offered && !send.asked) {
     send.asked = true;
-    send_data(p, send);
+    send.due = send.post.bytes != 0;
   }
 }
 
@@ -573,27 +581,38 @@ void NetMailbox::found(Receive& receive, int peer, const Note& message) {
     }
     receive.scratch = NetBuffer(message.bytes); // the sender gets rid of it
   }
-  receive.data = transport_->receive(
-      peer,
-      mail_tag(message.id),
-      fits ? NetBuffer::borrowed(receive.post.data, receive.post.bytes)
-           : receive.scratch);
+  const NetBuffer into = fits
+      ? NetBuffer::borrowed(receive.post.data, receive.post.bytes)
+      : receive.scratch;
+  for (size_t begin = 0; begin < message.bytes; begin += kPiece) {
+    receive.data.push_back(transport_->receive(
+        peer,
+        mail_tag(message.id),
+        into.part(begin, std::min<size_t>(kPiece, message.bytes - begin))));
+  }
   if (message.kind == kOffer) {
     peers_[peer].notes.push_back({kWanted, message.tag, message.id, 0});
   }
 }
 
+bool NetMailbox::drop_done(std::deque<Transport::RequestPtr>& pieces) {
+  while (!pieces.empty() &&
+         transport_->state(*pieces.front()) == State::kDone) {
+    pieces.pop_front();
+  }
+  return pieces.empty();
+}
+
 bool NetMailbox::finish_receives() {
   bool any = false;
   for (auto r = receives_.begin(); r != receives_.end();) {
-    if (r->from == kAnySource ||
-        (r->data && transport_->state(*r->data) != State::kDone)) {
+    if (r->from == kAnySource || !drop_done(r->data)) {
       ++r;
       continue;
     }
     any = true;
     const bool fits = r->message.bytes == r->post.bytes;
-    const bool asked = fits && r->data &&
+    const bool asked = fits && r->message.bytes != 0 &&
         (r->message.kind == kOffer || r->message.bytes > kUnasked);
     if (!asked) {
       peers_[r->from].notes.push_back(
@@ -617,7 +636,7 @@ bool NetMailbox::finish_receives() {
     }
     const Done done = std::move(r->post.done);
     r = receives_.erase(r);
-    push(from);
+    push(from, By::kPoster);
     done(error, from);
   }
   return any;
@@ -668,7 +687,7 @@ bool NetMailbox::reach(int p) {
   return true;
 }
 
-bool NetMailbox::push(int p) {
+bool NetMailbox::push(int p, By by) {
   Peer& peer = peers_[p];
   if (transport_->deaf(p)) {
     peer.notes.clear();
@@ -685,7 +704,7 @@ bool NetMailbox::push(int p) {
   };
   if (peer.notes.empty() &&
       std::all_of(peer.sends.begin(), peer.sends.end(), [](const Send& send) {
-        return send.told;
+        return send.told && !(send.due && send.data.size() < kPiecesAhead);
       })) {
     return false;
   }
@@ -694,11 +713,31 @@ bool NetMailbox::push(int p) {
     tell(peer.notes.front());
   }
   for (Send& send : peer.sends) {
+    const size_t bytes = send.post.bytes;
+    const auto send_data = [&] {
+      if (by != By::kWaiter && bytes > kUnasked && send.begun == 0 &&
+          Clock::now() - send.posted < kHold) {
+        held_ = true;
+        return;
+      }
+      while (send.due && send.data.size() < kPiecesAhead) {
+        const size_t piece = std::min(kPiece, bytes - send.begun);
+        send.data.push_back(transport_->send(
+            p,
+            mail_tag(send.id),
+            NetBuffer::borrowed(send.post.data + send.begun, piece)));
+        send.begun += piece;
+        send.due = send.begun < bytes;
+        any = true;
+      }
+    };
+    if (send.due) {
+      send_data();
+    }
     if (send.told) {
       continue;
     }
     send.told = true;
-    const size_t bytes = send.post.bytes;
     const auto posted = std::find_if(
         peer.posted.begin(), peer.posted.end(), [&](const Note& note) {
           return note.tag == send.post.tag;
@@ -714,20 +753,14 @@ bool NetMailbox::push(int p) {
     if (!send.offered) {
       send.unasked = !send.asked;
       peer.unasked += send.asked ? 0 : bytes;
-      send_data(p, send);
+      send.due = bytes != 0;
+      if (send.due) {
+        send_data();
+      }
     }
   }
   transport_->cork(p, false);
   return any;
-}
-
-void NetMailbox::send_data(int p, Send& send) {
-  if (send.post.bytes != 0) {
-    send.data = transport_->send(
-        p,
-        mail_tag(send.id),
-        NetBuffer::borrowed(send.post.data, send.post.bytes));
-  }
 }
 
 bool NetMailbox::finish_sends(int p) {
@@ -736,10 +769,10 @@ bool NetMailbox::finish_sends(int p) {
   sends.remove_if(
       [](const Send& s) { return s.told && s.post.what == What::kNotify; });
   for (auto s = sends.begin(); s != sends.end();) {
-    if (s->data && transport_->state(*s->data) == State::kDone) {
-      s->data.reset();
-    }
-    if (s->data || !(s->asked || s->answer)) {
+    const size_t before = s->data.size();
+    const bool sent = drop_done(s->data) && !s->due;
+    any = any || s->data.size() != before; // the next piece may go
+    if (!sent || !(s->asked || s->answer)) {
       ++s;
       continue;
     }
@@ -791,7 +824,10 @@ void NetMailbox::check() {
   }
   for (const Peer& peer : peers_) {
     for (const Send& s : peer.sends) {
-      check(s.post, s.post.peer, !s.told || (s.offered && !s.asked) || s.data);
+      check(
+          s.post,
+          s.post.peer,
+          !s.told || (s.offered && !s.asked) || s.due || !s.data.empty());
     }
   }
 }

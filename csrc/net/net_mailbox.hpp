@@ -32,7 +32,9 @@ namespace fusedpg {
 // receives costs it little memory. It asks as soon as it posts a large receive
 // from one rank, also before it knows of a message. A rank that asks has a receive
 // of that length and says nothing else: the send is complete when the network has
-// its bytes. Nobody connects to more ranks than
+// its bytes. It travels in pieces, of which few are under way, so that what a rank
+// has to tell meanwhile, of a message the other way for example, does not wait for
+// all of it. Nobody connects to more ranks than
 // it has messages for: each says where it can be reached when it first sends or
 // receives, and others look for that.
 class NetMailbox {
@@ -134,9 +136,12 @@ class NetMailbox {
     bool offered = false; // it is sent once it is wanted
     bool asked = false; // for these bytes
     bool met = false; // a large receive that the other side has posted
+    Clock::time_point posted = Clock::now();
+    bool due = false; // bytes from `begun` on are to be sent
+    size_t begun = 0;
     bool unasked = false; // counted in its peer's
     std::optional<Note> answer{};
-    Transport::RequestPtr data{}; // null: nothing, or sent
+    std::deque<Transport::RequestPtr> data{}; // pieces under way
   };
   struct Receive {
     Post post;
@@ -144,11 +149,11 @@ class NetMailbox {
     bool told = false; // the sender knows of it
     Note message{};
     NetBuffer scratch{}; // of a message that is too long or too short
-    Transport::RequestPtr data{};
+    std::deque<Transport::RequestPtr> data{}; // pieces that have not come
   };
   struct Peer {
     std::list<Send> sends;
-    std::deque<Note> notes; // to be sent
+    std::deque<Note> notes; // to be sent, before messages that are due
     std::deque<Note> waiting; // messages that nobody has asked for yet
     NetBuffer note; // the next one
     Transport::RequestPtr listening;
@@ -173,15 +178,16 @@ class NetMailbox {
   bool progress(By by);
   bool hear(int peer);
   void take(int peer, const Note& note);
-  void wanted(int peer, Send& send);
+  static void wanted(Send& send);
   bool needs(int peer) const;
   bool reach(int peer);
-  bool push(int peer);
-  void send_data(int peer, Send& send);
+  bool push(int peer, By by);
   void learn_of_receive(int peer, const Note& note);
   void match(Receive& receive);
   void drop(int tag);
   void found(Receive& receive, int peer, const Note& message);
+  // Whether there is none left.
+  bool drop_done(std::deque<Transport::RequestPtr>& pieces);
   bool finish_receives();
   bool finish_sends(int peer);
   bool finish_notes();
@@ -217,6 +223,7 @@ class NetMailbox {
   std::atomic<bool> looks_soon_{false}; // the thread
   std::atomic<uint32_t> moves_{0}; // counts turns in which something moved
   std::atomic<bool> asks_{false}; // something is needed of the store
+  bool held_ = false; // a large message, for a moment
   std::exception_ptr trouble_; // that one of them has met: the thread's now
   bool open_ = false; // there is a transport, and no end yet
   Clock::time_point checked_ = Clock::now();

@@ -318,6 +318,89 @@ TEST(net_mailbox_large_receive_behind_another) {
   });
 }
 
+// A transport that keeps what it was given to send: 'n' for a note, 'd' for 1 MB or more.
+struct KeepsOrder : TcpTransport {
+  KeepsOrder(int rank, int size, std::string& order)
+      : TcpTransport(
+            TcpTransport::Config(),
+            std::make_unique<TcpEndpoint>(
+                TcpListener::at(SocketAddress::of("127.0.0.1 0")),
+                rank,
+                size)),
+        order(order) {}
+  RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override {
+    if (tag == 0 || message.bytes() >= size_t(1) << 20) {
+      order += tag == 0 ? 'n' : 'd';
+    }
+    return TcpTransport::send(to, tag, message);
+  }
+  std::string& order;
+};
+
+// The other side hears of a receive that is posted right after a large send before that
+// has passed, so that both large messages travel at once.
+TEST(net_mailbox_both_ways_at_once) {
+  std::string orders[2];
+  on_threads(2, [&](int rank, Store& store) {
+    constexpr int kRounds = 20;
+    const int peer = 1 - rank;
+    const Bytes large = filled(size_t(2) << 20, rank);
+    Bytes got(large.size());
+    Bytes ping(1);
+    std::string& order = orders[rank];
+    NetMailbox box(
+        rank,
+        2,
+        [&order, rank] { return std::make_unique<KeepsOrder>(rank, 2, order); },
+        [&store](const auto& /* check */) {
+          return std::make_unique<Shared>(store);
+        },
+        [] {},
+        [](int) { return false; },
+        [](const Error& error) { return error; });
+    const auto wait = [&](Pending& pending) {
+      pending.set_move([&](const auto& done, const Deadline& deadline) {
+        box.move_until(done, deadline);
+      });
+      pending.wait();
+    };
+    int before = 0; // rounds in which the note went first
+    for (int round = 0; round < kRounds; ++round) {
+      Pending sent;
+      Pending received;
+      const auto receive = [&] {
+        box.receive(got.data(), got.size(), peer, 1, kLong, received.done());
+      };
+      Pending pinged;
+      if (rank == 1) {
+        receive();
+        box.send(ping.data(), 1, peer, 2, kLong, pinged.done());
+        wait(pinged);
+      } else {
+        box.receive(ping.data(), 1, peer, 2, kLong, pinged.done());
+        wait(pinged); // the other side's receive is known
+        order.clear();
+      }
+      box.send(large.data(), large.size(), peer, 1, kLong, sent.done());
+      if (rank == 0) {
+        receive();
+      }
+      wait(sent);
+      wait(received);
+      CHECK(got == filled(large.size(), peer));
+      if (rank == 0) {
+        const size_t notes = order.find('d');
+        before += notes != std::string::npos && notes >= 2 ? 1 : 0;
+      }
+      store.meet("round" + std::to_string(round), 2);
+    }
+    if (rank == 0) {
+      CHECK(before > 0); // the mailbox's thread may come between
+    }
+    store.meet("end", 2);
+  });
+}
+
 // What the network has taken arrives although its sender leaves.
 TEST(net_mailbox_sender_leaves) {
   on_threads(2, [](int rank, Store& store) {
