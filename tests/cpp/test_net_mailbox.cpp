@@ -395,7 +395,7 @@ TEST(net_mailbox_both_ways_at_once) {
       store.meet("round" + std::to_string(round), 2);
     }
     if (rank == 0) {
-      CHECK(before > 0); // the mailbox's thread may come between
+      CHECK(before > kRounds / 4); // the mailbox's thread may come between
     }
     store.meet("end", 2);
   });
