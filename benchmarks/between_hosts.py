@@ -267,7 +267,10 @@ class PlainSockets:
         sender.start()
         left = memoryview(self._received.numpy())
         while left:
-            left = left[self._from.recv_into(left) :]
+            count = self._from.recv_into(left)
+            if count == 0:
+                raise ConnectionError("the other rank has gone")
+            left = left[count:]
         sender.join()
 
     def exchange_and_add(self) -> None:

@@ -44,7 +44,7 @@ Failure current_failure() {
     const ErrorKind kind = error.kind();
     const bool alike = // on all ranks, before anything has been sent
         kind == ErrorKind::kInvalid || kind == ErrorKind::kMismatch;
-    // Not kPeerDead: who shares a host with a process knows that it has ended.
+    // Not kPeerDead: a rank knows that a process of its own host has ended.
     const bool consequence =
         kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerFailed;
     return {kind, !alike, consequence, error.what()};

@@ -23,8 +23,8 @@ constexpr size_t kAllUnasked = size_t(1) << 20;
 constexpr size_t kPiece = size_t(1) << 20;
 constexpr size_t kPiecesAhead = 3;
 static_assert(kPiece >= kUnasked);
-// Who posts a large send often posts a receive next, of which the other side should
-// hear first: until somebody waits the message is held back for so long.
+// A large message that nobody waits for is held back for so long: often a receive
+// is posted right after it, and the other side should hear of that first.
 constexpr std::chrono::microseconds kHold{300};
 
 uint32_t mail_tag(uint64_t id) {

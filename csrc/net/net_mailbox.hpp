@@ -186,7 +186,7 @@ class NetMailbox {
   void match(Receive& receive);
   void drop(int tag);
   void found(Receive& receive, int peer, const Note& message);
-  // Whether there is none left.
+  // Drops the first ones that are done; returns whether none is left.
   bool drop_done(std::deque<Transport::RequestPtr>& pieces);
   bool finish_receives();
   bool finish_sends(int peer);

@@ -65,12 +65,13 @@ void obey_bitmap(
       0);
 }
 
-// Whether the factor of a PREMUL_SUM is left to us, and to NCCL the sum.
+// Whether we multiply by the factor of a PREMUL_SUM, and NCCL only adds.
 // torch's ProcessGroupNCCL gives NCCL the factor of bfloat16 as a float, of
 // which NCCL reads two bytes: 0.5 becomes 0 (PyTorch issue 190745; torch 2.11
-// does so). A group of one rank copies, without the factor.
+// does so). A group of one rank copies, without the factor. torch refuses
+// integers.
 bool multiplies(const c10d::ReduceOp& op, const at::Tensor& t, int size) {
-  return op.op_ == c10d::ReduceOp::PREMUL_SUM &&
+  return op.op_ == c10d::ReduceOp::PREMUL_SUM && t.is_floating_point() &&
       (size == 1 || t.scalar_type() == at::kBFloat16);
 }
 

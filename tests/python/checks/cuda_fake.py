@@ -8,6 +8,7 @@ import time
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -57,7 +58,7 @@ def interleaved(context: Context) -> None:
 
 
 def premul_sums(context: Context) -> None:
-    """What NCCL would do wrong is a product and a sum; the stand-in, Gloo, has no PREMUL_SUM."""
+    """The backend multiplies where NCCL would be wrong; the stand-in, Gloo, has no PREMUL_SUM."""
     size, rank = context.world_size, context.rank
     op = dist._make_nccl_premul_sum(0.375)
 
@@ -90,6 +91,10 @@ def premul_sums(context: Context) -> None:
         dist.reduce_scatter(output, list(source.chunk(size)), op)
         assert same(output, share)
         assert same(source, mine(dtype)), "an input was written"
+    whole = torch.full((4,), 3)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(whole, op)
+    assert same(whole, torch.full((4,), 3)), "integers were multiplied"
 
 
 def used_flags(context: Context) -> None:
