@@ -51,7 +51,7 @@ STUBS = (
     step("tests", TESTS.format("5 passed, 3 skipped")),
     step("none", TESTS.format("3 skipped")),
     step("failing", TESTS.format("1 failed, 2 passed") + "; raise SystemExit(1)"),
-    step("hangs", HANGS, limit=1),
+    step("hangs", HANGS, limit=5),
     step("sanitizer", "1", needs=("gpu", "compute-sanitizer")),
     step("last", "import os; print(os.environ['OWN'])", env={"OWN": "x"}),
     step("other", "print('{architecture}')", stage=2),
@@ -152,19 +152,29 @@ def test_side_by_side(tmp_path: Path) -> None:
     """Steps of several stages at once; builds before them, and timings after them, alone."""
     folder = tmp_path / "seen"
     folder.mkdir()
-    code = (
-        "import pathlib, time; f = pathlib.Path({folder!r}) / {name!r}; f.touch(); time.sleep(1.0);"
-        "print(sorted(p.name for p in f.parent.iterdir())); f.unlink()"
-    )
+    code = """
+import pathlib, time
+folder, name, others = pathlib.Path({folder!r}), {name!r}, {others!r}
+(folder / (name + ".began")).touch()
+give_up = time.monotonic() + 40
+while not all((folder / (other + ".began")).exists() for other in others):
+    assert time.monotonic() < give_up
+    time.sleep(0.01)
+time.sleep(0.5)  # whoever may begin meanwhile does
+print(*sorted(path.name for path in folder.iterdir()))
+(folder / (name + ".ended")).touch()
+"""
 
-    def busy(name: str, **more: Any) -> Step:
-        return step(name, code.format(folder=str(folder), name=name), **more)
+    def busy(name: str, others: tuple[str, ...] = (), **more: Any) -> Step:
+        """Ends once the others have begun, and prints who has begun and who has ended by then."""
+        return step(name, code.format(folder=str(folder), name=name, others=others), **more)
 
+    together = ("one", "two", "three")
     steps = (
         busy("timing", stage=2, alone=True),
-        busy("one"),
-        busy("two"),
-        busy("three", stage=2),
+        busy("one", together),
+        busy("two", together),
+        busy("three", together, stage=2),
         busy("compile-1", build=True),
         step("bad", "raise SystemExit(3)"),
     )
@@ -175,9 +185,11 @@ def test_side_by_side(tmp_path: Path) -> None:
     assert {name: row["status"] for name, row in rows.items() if row["status"] != "PASS"} == {
         "bad": "FAIL"
     }
-    assert rows["compile-1"]["tail"] == ["['compile-1']"]
-    assert rows["timing"]["tail"] == ["['timing']"]
-    assert any("one" in rows[name]["tail"][0] for name in ("two", "three"))
+    assert rows["compile-1"]["tail"] == ["compile-1.began"]
+    assert rows["timing"]["tail"] == [
+        "compile-1.began compile-1.ended one.began one.ended three.began three.ended"
+        " timing.began two.began two.ended"
+    ]
 
 
 @pytest.mark.usefixtures("gpu")
