@@ -190,6 +190,7 @@ WorkPtr ProcessGroupFused::endCoalescing() {
       "fused: endCoalescing without startCoalescing on this group and thread; "
       "an operation that raises between them ends what is coalesced");
   return ending_coalescing([&] {
+    cpu_->endCoalescing();
     group_->remember(cuda_->endCoalescing());
     return group_->end_coalescing();
   });

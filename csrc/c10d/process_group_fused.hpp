@@ -175,6 +175,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
     } catch (...) {
       if (group_->is_coalescing()) {
         cuda_->abandon_coalescing();
+        cpu_->endCoalescing();
         group_->end_coalescing();
       }
       throw;

@@ -291,10 +291,11 @@ void Domain::wait(
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool done = ready();
     if (!done && !abort_requested()) {
-      if (idle_) {
-        idle_();
+      const bool busy = idle_ && idle_();
+      if (!busy) {
+        futex_wait(
+            bell.word, word, idle_ ? kIdlePeersPatience : kPeersPatience);
       }
-      futex_wait(bell.word, word, idle_ ? kIdlePeersPatience : kPeersPatience);
     }
     bell.sleepers.fetch_sub(1, std::memory_order_release);
     if (done || ready()) {

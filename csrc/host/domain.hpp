@@ -186,8 +186,9 @@ class Domain {
   std::shared_ptr<const void> mapping(int rank) const;
 
   // What the thread that executes has to do now and then while it waits here
-  // for others of this host, which may wait for it elsewhere.
-  void set_idle(std::function<void()> idle) {
+  // for others of this host, which may wait for it elsewhere. It returns whether
+  // there may be more to do.
+  void set_idle(std::function<bool()> idle) {
     idle_ = std::move(idle);
   }
 
@@ -304,7 +305,7 @@ class Domain {
   uint64_t phase_ = 0;
   std::atomic<uint64_t> passed_{0}; // as phase_, once all have arrived
   std::chrono::nanoseconds spin_;
-  std::function<void()> idle_;
+  std::function<bool()> idle_;
   Waits* waits_ = nullptr;
 
   std::atomic<bool> prepared_{false};

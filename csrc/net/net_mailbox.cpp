@@ -26,6 +26,7 @@ static_assert(kPiece >= kUnasked);
 // A large message that nobody waits for is held back for so long: often a receive
 // is posted right after it, and the other side should hear of that first.
 constexpr std::chrono::microseconds kHold{300};
+constexpr std::chrono::milliseconds kBatch{5}; // until it has an end without one
 
 uint32_t mail_tag(uint64_t id) {
   return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
@@ -83,7 +84,8 @@ void NetMailbox::send(
     int destination,
     int tag,
     std::chrono::milliseconds timeout,
-    Done done) {
+    Done done,
+    bool more) {
   char* from = static_cast<char*>(const_cast<void*>(data));
   post(
       {What::kSend,
@@ -92,7 +94,8 @@ void NetMailbox::send(
        destination,
        tag,
        Deadline(timeout),
-       std::move(done)});
+       std::move(done),
+       more});
 }
 
 void NetMailbox::receive(
@@ -101,7 +104,8 @@ void NetMailbox::receive(
     int source,
     int tag,
     std::chrono::milliseconds timeout,
-    Done done) {
+    Done done,
+    bool more) {
   char* into = static_cast<char*>(data);
   post(
       {What::kReceive,
@@ -110,7 +114,8 @@ void NetMailbox::receive(
        source,
        tag,
        Deadline(timeout),
-       std::move(done)});
+       std::move(done),
+       more});
 }
 
 void NetMailbox::notify(int destination, int tag) {
@@ -122,6 +127,7 @@ void NetMailbox::withdraw(int tag) {
 }
 
 void NetMailbox::post(Post post) {
+  bool more = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) {
@@ -132,8 +138,27 @@ void NetMailbox::post(Post post) {
           me_,
           ended_->what());
     }
+    more = post.more;
+    post.batch = batches_;
     posts_.push_back(std::move(post));
   }
+  if (!more) {
+    move_posts();
+  }
+}
+
+void NetMailbox::end_batch() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++batches_;
+    if (posts_.empty()) {
+      return;
+    }
+  }
+  move_posts();
+}
+
+void NetMailbox::move_posts() {
   bool moved = false;
   {
     const std::unique_lock<TimedMutex> moving(moving_, std::try_to_lock);
@@ -241,6 +266,7 @@ bool NetMailbox::turn(By by) {
   if (by == By::kWaiter || waiters_ == 0) {
     transport_->awake();
   }
+  held_ = false;
   const bool posted = take_posts();
   const bool any = progress(by);
   const auto now = Clock::now();
@@ -398,7 +424,16 @@ bool NetMailbox::take_posts() {
   std::deque<Post> posts;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    posts.swap(posts_);
+    const auto now = Clock::now();
+    const auto waits = std::find_if(posts_.begin(), posts_.end(), [&](auto& p) {
+      return p.more && p.batch == batches_ && now - p.at < kBatch;
+    });
+    held_ = waits != posts_.end();
+    posts.insert(
+        posts.end(),
+        std::move_iterator(posts_.begin()),
+        std::move_iterator(waits));
+    posts_.erase(posts_.begin(), waits);
   }
   std::vector<Receive*> receives; // matching may throw: all must be known then
   for (Post& post : posts) {
@@ -426,9 +461,8 @@ bool NetMailbox::take_posts() {
 
 bool NetMailbox::progress(By by) {
   bool asks = false;
-  held_ = false;
   transport_->progress();
-  bool any = finish_receives();
+  bool any = finish_receives(by);
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
     if (p != me_) {
       any |= hear(p);
@@ -603,7 +637,7 @@ bool NetMailbox::drop_done(std::deque<Transport::RequestPtr>& pieces) {
   return pieces.empty();
 }
 
-bool NetMailbox::finish_receives() {
+bool NetMailbox::finish_receives(By by) {
   bool any = false;
   for (auto r = receives_.begin(); r != receives_.end();) {
     if (r->from == kAnySource || !drop_done(r->data)) {
@@ -636,7 +670,7 @@ bool NetMailbox::finish_receives() {
     }
     const Done done = std::move(r->post.done);
     r = receives_.erase(r);
-    push(from, By::kPoster);
+    push(from, by);
     done(error, from);
   }
   return any;
@@ -716,7 +750,7 @@ bool NetMailbox::push(int p, By by) {
     const size_t bytes = send.post.bytes;
     const auto send_data = [&] {
       if (by != By::kWaiter && bytes > kUnasked && send.begun == 0 &&
-          Clock::now() - send.posted < kHold) {
+          Clock::now() - send.posted < kHold && !awaits_large(p)) {
         held_ = true;
         return;
       }
@@ -761,6 +795,14 @@ bool NetMailbox::push(int p, By by) {
   }
   transport_->cork(p, false);
   return any;
+}
+
+// Whether that rank knows, or is about to, of a large receive.
+bool NetMailbox::awaits_large(int p) const {
+  return std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
+    return r.post.bytes > kUnasked && (r.told || r.from == p) &&
+        r.post.peer == p;
+  });
 }
 
 bool NetMailbox::finish_sends(int p) {

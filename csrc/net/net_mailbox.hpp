@@ -68,17 +68,24 @@ class NetMailbox {
       int destination,
       int tag,
       std::chrono::milliseconds timeout,
-      Done done);
+      Done done,
+      bool more = false);
   void receive(
       void* data,
       size_t bytes,
       int source,
       int tag,
       std::chrono::milliseconds timeout,
-      Done done);
+      Done done,
+      bool more = false);
 
   // An empty message whose arrival nobody waits for. It has no deadline.
   void notify(int destination, int tag);
+
+  // What is posted between with `more` is moved when there is no more: a receive
+  // should be known at the other side before a large send begins to fill the way
+  // there. From a batch that has no end posts are moved some milliseconds late.
+  void end_batch();
   // Receives of this tag that have met no message end with kAborted, and what is
   // still to be notified is not.
   void withdraw(int tag);
@@ -125,6 +132,9 @@ class NetMailbox {
     int tag;
     Deadline deadline;
     Done done;
+    bool more = false; // of a batch that may not have ended
+    uint32_t batch = 0;
+    Clock::time_point at = Clock::now();
     bool sends() const {
       return what == What::kSend || what == What::kNotify;
     }
@@ -167,6 +177,7 @@ class NetMailbox {
   using Receives = std::list<Receive>;
 
   void post(Post post);
+  void move_posts();
   void loop();
   void begin();
   // Moves what can be moved; whether there was anything. Only the thread asks the
@@ -182,13 +193,14 @@ class NetMailbox {
   bool needs(int peer) const;
   bool reach(int peer);
   bool push(int peer, By by);
+  bool awaits_large(int peer) const;
   void learn_of_receive(int peer, const Note& note);
   void match(Receive& receive);
   void drop(int tag);
   void found(Receive& receive, int peer, const Note& message);
   // Drops the first ones that are done; returns whether none is left.
   bool drop_done(std::deque<Transport::RequestPtr>& pieces);
-  bool finish_receives();
+  bool finish_receives(By by);
   bool finish_sends(int peer);
   bool finish_notes();
   void check();
@@ -208,8 +220,9 @@ class NetMailbox {
   const std::function<Error(const Error&)> failed_;
 
   std::condition_variable nap_; // with the next one
-  std::mutex mutex_; // of the next four
+  std::mutex mutex_; // of the next five
   std::deque<Post> posts_;
+  uint32_t batches_ = 0; // that have ended
   bool called_ = false; // the thread, from its nap
   std::optional<Error> ended_; // why there are no more posts
   // Whoever holds `moving_` uses it, and anyone wakes it.
@@ -223,7 +236,7 @@ class NetMailbox {
   std::atomic<bool> looks_soon_{false}; // the thread
   std::atomic<uint32_t> moves_{0}; // counts turns in which something moved
   std::atomic<bool> asks_{false}; // something is needed of the store
-  bool held_ = false; // a large message, for a moment
+  bool held_ = false; // a large message or a batch, for a moment
   std::exception_ptr trouble_; // that one of them has met: the thread's now
   bool open_ = false; // there is a transport, and no end yet
   Clock::time_point checked_ = Clock::now();

@@ -819,11 +819,8 @@ void TcpTransport::flush(const Deadline& deadline) {
   });
 }
 
-void TcpTransport::progress() {
-  if (!failed_ && !aborted_) {
-    while (turn(0)) {
-    }
-  }
+bool TcpTransport::progress() {
+  return !failed_ && !aborted_ && turn(0);
 }
 
 void TcpTransport::abort() {

@@ -53,7 +53,7 @@ class TcpTransport : public PolledTransport {
   RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override;
   RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override;
   void flush(const Deadline& deadline) override;
-  void progress() override;
+  bool progress() override;
   void set_watch(std::function<void()> watch) override {
     watch_ = std::move(watch);
   }

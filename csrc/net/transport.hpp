@@ -90,8 +90,11 @@ class Transport {
   // more; or at the deadline.
   virtual void flush(const Deadline& /* deadline */) {}
 
-  // For a thread that waits for something else: what is under way goes on.
-  virtual void progress() {}
+  // For a thread that has other things to do too: some of what is under way goes
+  // on. Whether anything did; if so there may be more.
+  virtual bool progress() {
+    return false;
+  }
 
   // Counts from now on whom waits of requests are for. It lives as long.
   void set_waits(Waits* waits) {

@@ -342,12 +342,16 @@ void UcxTransport::flush(const Deadline& deadline) {
   }
 }
 
-void UcxTransport::progress() {
+bool UcxTransport::progress() {
+  constexpr int kSteps = 64; // each is a packet or so
+  bool moved = false;
   if (!failed_ && !aborted_) {
-    while (worker_->progress()) {
+    for (int step = 0; step < kSteps && worker_->progress(); ++step) {
       fruitless_ = 0;
+      moved = true;
     }
   }
+  return moved;
 }
 
 void UcxTransport::abort() {

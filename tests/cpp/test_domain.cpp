@@ -255,6 +255,7 @@ TEST(domain_peer_may_fail_after_the_barrier) {
       me.domain.set_idle([&] {
         store.set("waits", "");
         store.get("failed", Deadline(kLong));
+        return false;
       });
       barrier(me.domain, 1);
       me.domain.set_idle(nullptr);

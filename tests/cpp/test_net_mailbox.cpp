@@ -337,9 +337,9 @@ struct KeepsOrder : TcpTransport {
   std::string& order;
 };
 
-// The other side hears of a receive that is posted right after a large send before that
-// has passed, so that both large messages travel at once.
-TEST(net_mailbox_both_ways_at_once) {
+// The other side hears of a receive that is posted after a large send before that has
+// passed, so that both large messages travel at once.
+void both_ways(bool batch) {
   std::string orders[2];
   on_threads(2, [&](int rank, Store& store) {
     constexpr int kRounds = 20;
@@ -369,7 +369,14 @@ TEST(net_mailbox_both_ways_at_once) {
       Pending sent;
       Pending received;
       const auto receive = [&] {
-        box.receive(got.data(), got.size(), peer, 1, kLong, received.done());
+        box.receive(
+            got.data(),
+            got.size(),
+            peer,
+            1,
+            kLong,
+            received.done(),
+            batch && rank == 0);
       };
       Pending pinged;
       if (rank == 1) {
@@ -381,9 +388,17 @@ TEST(net_mailbox_both_ways_at_once) {
         wait(pinged); // the other side's receive is known
         order.clear();
       }
-      box.send(large.data(), large.size(), peer, 1, kLong, sent.done());
+      const bool more = batch && rank == 0;
+      box.send(large.data(), large.size(), peer, 1, kLong, sent.done(), more);
+      if (more) {
+        box.wake();
+        std::this_thread::sleep_for(milliseconds(2));
+      }
       if (rank == 0) {
         receive();
+      }
+      if (more) {
+        box.end_batch();
       }
       wait(sent);
       wait(received);
@@ -398,6 +413,39 @@ TEST(net_mailbox_both_ways_at_once) {
       CHECK(before > kRounds / 4); // the mailbox's thread may come between
     }
     store.meet("end", 2);
+  });
+}
+
+TEST(net_mailbox_both_ways_right_after) {
+  both_ways(false);
+}
+
+TEST(net_mailbox_both_ways_as_a_batch) {
+  both_ways(true);
+}
+
+// What an exception leaves of a batch goes all the same, before what is posted later.
+TEST(net_mailbox_batch_without_end) {
+  on_posts(2, [](NetPost& post) {
+    for (int round = 0; round < 5; ++round) {
+      Bytes b = filled(100, 1);
+      if (post.rank == 0) {
+        Pending first;
+        post.box.send(b.data(), b.size(), 1, 0, kLong, first.done(), true);
+        const Bytes other = filled(100, 2);
+        Pending second = post.send(other, 1);
+        if (round % 2 == 0) {
+          first.wait();
+        }
+        second.wait();
+      } else {
+        for (const int value : {1, 2}) {
+          post.receive(b, 0).wait();
+          CHECK(b == filled(100, value));
+        }
+      }
+      post.meet("round" + std::to_string(round));
+    }
   });
 }
 

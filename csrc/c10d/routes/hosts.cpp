@@ -96,7 +96,7 @@ Transport& HostsRoute::connected(const Deadline& deadline) {
     transport->set_waits(&group_.waits);
     if (domain_) {
       transport->set_watch([this] { check_neighbours("a message"); });
-      domain_->set_idle([transport] { transport->progress(); });
+      domain_->set_idle([transport] { return transport->progress(); });
     }
   }
   return *connection_.transport;

@@ -47,13 +47,14 @@ void set_move(WorkFused& work, const std::shared_ptr<Box>& box) {
   });
 }
 
-template <typename Box>
+template <typename Box, typename... More>
 c10::intrusive_ptr<WorkFused> post_send(
     const std::shared_ptr<Box>& box,
     const Group& group,
     Tensors& tensors,
     int dst,
-    int tag) {
+    int tag,
+    More... more) { // for the box
   auto work = c10::make_intrusive<WorkFused>(
       group.rank,
       c10d::OpType::SEND,
@@ -69,18 +70,20 @@ c10::intrusive_ptr<WorkFused> post_send(
         dst,
         tag,
         group.timeout,
-        completion(work, flat, false, group.dialect));
+        completion(work, flat, false, group.dialect),
+        more...);
   });
   return work;
 }
 
-template <typename Box>
+template <typename Box, typename... More>
 c10::intrusive_ptr<WorkFused> post_receive(
     const std::shared_ptr<Box>& box,
     const Group& group,
     Tensors& tensors,
     int src,
-    int tag) {
+    int tag,
+    More... more) {
   const bool any = src == Box::kAnySource;
   auto work = c10::make_intrusive<WorkFused>(
       group.rank,
@@ -97,7 +100,8 @@ c10::intrusive_ptr<WorkFused> post_receive(
         src,
         tag,
         group.timeout,
-        completion(work, flat, true, group.dialect));
+        completion(work, flat, true, group.dialect),
+        more...);
   });
   return work;
 }
