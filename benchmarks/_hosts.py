@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import os
 import subprocess
 import sys
@@ -156,6 +157,24 @@ def bytes_over_link(
     dist.all_gather(everyone, mine, group=context.groups["gloo"])
     sent, received = torch.stack(everyone).t().tolist()
     return sent, received
+
+
+def idle_share(context: Context, call: Callable[[], object], least: float = 2.0) -> float:
+    """Of the time of calls, for `least` seconds in all: the part in which this host's cores idle."""
+    calls = math.ceil(least / min(context.clock.sample(call) for _ in range(2)))
+    before, begin = _idle(), time.monotonic()
+    for _ in range(calls):
+        call()
+    idle, length = _idle() - before, time.monotonic() - begin
+    return idle / length / len(os.sched_getaffinity(0))
+
+
+def _idle() -> float:
+    """Seconds that the cores of this process have had nothing to do for."""
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+    ticks = sum(int(fields[4]) + int(fields[5]) for fields in lines if fields[0] in own)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _counters() -> torch.Tensor:

@@ -17,7 +17,8 @@ Every result is checked before anything is timed. "link" is what the link needs 
 less what the link lets through at once (no row where that is all). "plain sockets", between two
 ranks from 16 MB on, send N bytes each way at once on two connections, and do nothing with them;
 then a rank adds up N/2 bytes ("and the sum"), as an all-reduce has to. The bytes that a host has
-sent, with all headers, come from its interface's counter.
+sent, with all headers, come from its interface's counter. Beside DDP's steps stands how much of the
+time the host's cores idle, by /proc/stat.
 How times are taken: see `_harness.py`.
 """
 
@@ -65,6 +66,7 @@ PARTS = ("all_reduce", "adamw", "send", "exchange", "ddp", "fsdp2")
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
 ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
 MORE = 5  # times these up to 1 MB, where calls are short and vary
+MORE_EXCHANGES = 3  # these vary too: both ways at once, or one after the other
 TRAINED = "10gbit"  # the rate at which models are trained
 BATCH, LR, CHECKED_STEPS = 4, 1e-3, 5
 
@@ -74,6 +76,7 @@ class HostsRow(Row):
     """What also the link says of an arm."""
 
     sent: float = 0.0  # bytes of a call that crossed host 0's link outwards, with headers
+    idle: float | None = None  # of DDP's step: the share in which host 0's cores have nothing to do
 
 
 def name_of(part: str, layout: str, rate: str) -> str:
@@ -190,10 +193,14 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
             arms = exchange_arms(size, context)
         else:
             arms = training_arms(part, context)
-        rounds = args.rounds or ROUNDS[rate] * (MORE if size <= M else 1)
+        more = MORE if size <= M else MORE_EXCHANGES if part == "exchange" else 1
+        rounds = args.rounds or ROUNDS[rate] * more
         rows = harness.measure(context, arms, case=name, size=size, rounds=rounds)
         sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
         found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
+        if part == "ddp":
+            for row in found:
+                row.idle = hosts.idle_share(context, arms[row.arm])
         bits = RATES[rate]
         if bits is not None and part not in ("send", "exchange"):
             sent = 2 * (count - 1) / count * size
@@ -433,6 +440,10 @@ def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
                 harness.arm_title(row.arm), f"{row.sent * 1e-6:.4g}", share,
             )  # fmt: skip
     harness._console().print(table)
+    for row in rows:
+        if row.idle is not None:
+            arm, step = harness.arm_title(row.arm), harness.words.case(row.case)
+            print(f"{step}, {arm}: the host's cores idle {100 * row.idle:.0f}% of the time")
 
 
 def save_plot(path: Path, rows: Iterable[Row], world_size: int) -> None:
