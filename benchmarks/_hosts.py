@@ -160,7 +160,7 @@ def bytes_over_link(
 
 
 def idle_share(context: Context, call: Callable[[], object], least: float = 2.0) -> float:
-    """Of the time of calls, for `least` seconds in all: the part in which this host's cores idle."""
+    """The part of the time of calls, `least` seconds long in all, in which the cores here idle."""
     calls = math.ceil(least / min(context.clock.sample(call) for _ in range(2)))
     before, begin = _idle(), time.monotonic()
     for _ in range(calls):

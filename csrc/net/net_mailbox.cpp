@@ -26,7 +26,8 @@ static_assert(kPiece >= kUnasked);
 // A large message that nobody waits for is held back for so long: often a receive
 // is posted right after it, and the other side should hear of that first.
 constexpr std::chrono::microseconds kHold{300};
-constexpr std::chrono::milliseconds kBatch{5}; // until it has an end without one
+constexpr std::chrono::milliseconds kBatch{
+    5}; // until it has an end without one
 
 uint32_t mail_tag(uint64_t id) {
   return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
