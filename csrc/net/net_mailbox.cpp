@@ -194,7 +194,6 @@ std::string NetMailbox::name(const Post& post) const {
 
 void NetMailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
-  std::optional<Deadline> patience; // at the end
   bool stopping = false;
   int naps = 0; // since there was something to do
   uint32_t moves = 0;
@@ -218,26 +217,16 @@ void NetMailbox::loop() {
           std::rethrow_exception(trouble_);
         }
         stopping = stop_;
-        if (stopping && !patience) {
-          patience.emplace(kStopPatience);
-        }
         if (turn(By::kThread)) {
           naps = 0;
           continue;
         }
-        if (stopping) {
-          // A peer may wait to hear that its message has arrived.
-          const bool owes = !sent_notes_.empty() ||
-              std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-                return !p.notes.empty();
-              });
-          if (!owes || patience->expired()) {
-            fail(
-                ErrorKind::kAborted,
-                "fused: the group was shut down on rank {} with point-to-point "
-                "operations pending",
-                me_);
-          }
+        if (stopping && may_leave()) {
+          fail(
+              ErrorKind::kAborted,
+              "fused: the group was shut down on rank {} with point-to-point "
+              "operations pending",
+              me_);
         }
         how = transport_->sleep(
             stopping || held_ ? std::chrono::milliseconds(1)
@@ -698,7 +687,8 @@ bool NetMailbox::reach(int p) {
   if (!rendezvous_->has(key(p))) {
     return false;
   }
-  const std::string address = rendezvous_->get(key(p), Deadline(kIdle));
+  // A store may be slow; that is no reason to fail.
+  const std::string address = rendezvous_->get(key(p), Deadline(kNever));
   if (address.empty()) {
     fail(
         ErrorKind::kPeerFailed,
@@ -875,9 +865,21 @@ void NetMailbox::check() {
   }
 }
 
+// A peer may wait to hear that its message has arrived.
+bool NetMailbox::may_leave() {
+  const bool owes = !sent_notes_.empty() ||
+      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+        return !p.notes.empty();
+      });
+  if (!patience_) {
+    patience_.emplace(kStopPatience);
+  }
+  return !owes || patience_->expired();
+}
+
 // While the store keeps the thread waiting.
 void NetMailbox::check_beside_store() {
-  if (stop_) {
+  if (stop_ && may_leave()) {
     fail(
         ErrorKind::kAborted,
         "fused: the group was shut down on rank {} while its store did not "

@@ -207,6 +207,7 @@ class NetMailbox {
   void check(const Post& post, int peer, bool to_be_sent);
   void check_beside_store();
   bool pending() const;
+  bool may_leave();
   void give_up(Error error, bool stopping);
   void end(const Post& post, const Error& error) const;
   std::string name(const Post& post) const;
@@ -239,6 +240,7 @@ class NetMailbox {
   bool held_ = false; // a large message or a batch, for a moment
   std::exception_ptr trouble_; // that one of them has met: the thread's now
   bool open_ = false; // there is a transport, and no end yet
+  std::optional<Deadline> patience_; // at the end
   Clock::time_point checked_ = Clock::now();
   std::vector<Peer> peers_;
   Receives receives_; // posted and not yet complete, in order

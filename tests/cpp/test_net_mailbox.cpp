@@ -571,6 +571,72 @@ TEST(net_mailbox_ends) {
 }
 
 // What is posted while a rank still asks why its peer has gone hears the answer.
+// The store is slow where a rank, which may leave, has to say that a message has arrived.
+TEST(net_mailbox_slow_store) {
+  struct Slow : Shared {
+    Slow(Store& store, milliseconds length, std::function<void()> check)
+        : Shared(store),
+          length(length),
+          check(std::move(check)) {}
+    bool has(const std::string& key) override {
+      take_long();
+      return Shared::has(key);
+    }
+    std::string get(const std::string& key, const Deadline& deadline) override {
+      take_long();
+      if (deadline.expired()) {
+        fail(ErrorKind::kTimeout, "fused: the store does not answer");
+      }
+      return Shared::get(key, deadline);
+    }
+    void take_long() {
+      const Deadline until(length);
+      while (!until.expired()) {
+        check();
+        std::this_thread::sleep_for(milliseconds(1));
+      }
+    }
+    const milliseconds length;
+    const std::function<void()> check;
+  };
+  for (const bool leaves : {true, false}) {
+    on_threads(2, [leaves](int rank, Store& store) {
+      Bytes b = filled(100, 3);
+      NetMailbox box(
+          rank,
+          2,
+          [rank] { return open_tcp(rank, 2); },
+          [&](const auto& check) -> std::unique_ptr<Rendezvous> {
+            if (rank == 0) {
+              return std::make_unique<Shared>(store);
+            }
+            return std::make_unique<Slow>(
+                store, milliseconds(leaves ? 200 : 700), check);
+          },
+          [] {},
+          [](int) { return false; },
+          [](const Error& error) { return error; });
+      Pending pending;
+      if (rank == 0) {
+        box.send(b.data(), b.size(), 1, 0, kLong, pending.done());
+      } else {
+        box.receive(
+            b.data(),
+            b.size(),
+            NetMailbox::kAnySource,
+            0,
+            kLong,
+            pending.done());
+      }
+      pending.wait();
+      if (!leaves) {
+        store.meet("sent", 2);
+      }
+      box.stop();
+    });
+  }
+}
+
 TEST(net_mailbox_ends_with_one_error) {
   on_posts(2, [](NetPost& post) {
     Bytes b(100000), c(100000);
