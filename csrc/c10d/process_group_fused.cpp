@@ -5,6 +5,7 @@
 #include <numeric>
 #include <set>
 
+#include <ATen/Context.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "c10d/completer.hpp"
@@ -179,6 +180,10 @@ void ProcessGroupFused::monitoredBarrier(
   cpu_->monitoredBarrier(opts, wait_all_ranks);
 }
 
+bool ProcessGroupFused::supportsCoalescing() const {
+  return !options_->serves_gloo() && (at::hasCUDA() || options_->cpu_as_cuda);
+}
+
 void ProcessGroupFused::startCoalescing() {
   group_->start_coalescing();
   cuda_->startCoalescing();
@@ -190,7 +195,6 @@ WorkPtr ProcessGroupFused::endCoalescing() {
       "fused: endCoalescing without startCoalescing on this group and thread; "
       "an operation that raises between them ends what is coalesced");
   return ending_coalescing([&] {
-    cpu_->endCoalescing();
     group_->remember(cuda_->endCoalescing());
     return group_->end_coalescing();
   });

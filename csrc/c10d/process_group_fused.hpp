@@ -66,9 +66,11 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override;
-  bool supportsCoalescing() const override {
-    return true;
-  }
+  // For GPUs NCCL needs it: messages of one stream would wait for each other. It
+  // makes torch's batch_isend_irecv() keep a list of the group, to which other
+  // operations are added, and not performed, that another thread calls meanwhile,
+  // or whoever comes after an exception.
+  bool supportsCoalescing() const override;
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
@@ -175,7 +177,6 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
     } catch (...) {
       if (group_->is_coalescing()) {
         cuda_->abandon_coalescing();
-        cpu_->endCoalescing();
         group_->end_coalescing();
       }
       throw;

@@ -23,11 +23,15 @@ constexpr size_t kAllUnasked = size_t(1) << 20;
 constexpr size_t kPiece = size_t(1) << 20;
 constexpr size_t kPiecesAhead = 3;
 static_assert(kPiece >= kUnasked);
-// A large message that nobody waits for is held back for so long: often a receive
-// is posted right after it, and the other side should hear of that first.
-constexpr std::chrono::microseconds kHold{300};
-constexpr std::chrono::milliseconds kBatch{
-    5}; // until it has an end without one
+// A large message that nobody waits for is held back for so long as a link of 64
+// Gbit/s would take for it: often a receive is posted right after it, and the other
+// side should hear of that first.
+constexpr size_t kBytesPerNs = 8;
+constexpr std::chrono::nanoseconds kMostHold{2'000'000};
+std::chrono::nanoseconds hold(size_t bytes) {
+  const auto length = std::chrono::nanoseconds(bytes / kBytesPerNs);
+  return std::min(length, kMostHold);
+}
 
 uint32_t mail_tag(uint64_t id) {
   return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
@@ -85,8 +89,7 @@ void NetMailbox::send(
     int destination,
     int tag,
     std::chrono::milliseconds timeout,
-    Done done,
-    bool more) {
+    Done done) {
   char* from = static_cast<char*>(const_cast<void*>(data));
   post(
       {What::kSend,
@@ -95,8 +98,7 @@ void NetMailbox::send(
        destination,
        tag,
        Deadline(timeout),
-       std::move(done),
-       more});
+       std::move(done)});
 }
 
 void NetMailbox::receive(
@@ -105,8 +107,7 @@ void NetMailbox::receive(
     int source,
     int tag,
     std::chrono::milliseconds timeout,
-    Done done,
-    bool more) {
+    Done done) {
   char* into = static_cast<char*>(data);
   post(
       {What::kReceive,
@@ -115,8 +116,7 @@ void NetMailbox::receive(
        source,
        tag,
        Deadline(timeout),
-       std::move(done),
-       more});
+       std::move(done)});
 }
 
 void NetMailbox::notify(int destination, int tag) {
@@ -128,7 +128,6 @@ void NetMailbox::withdraw(int tag) {
 }
 
 void NetMailbox::post(Post post) {
-  bool more = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) {
@@ -139,34 +138,17 @@ void NetMailbox::post(Post post) {
           me_,
           ended_->what());
     }
-    more = post.more;
-    post.batch = batches_;
     posts_.push_back(std::move(post));
   }
-  if (!more) {
-    move_posts();
-  }
-}
-
-void NetMailbox::end_batch() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    ++batches_;
-    if (posts_.empty()) {
-      return;
-    }
-  }
-  move_posts();
-}
-
-void NetMailbox::move_posts() {
   bool moved = false;
+  bool held = false;
   {
     const std::unique_lock<TimedMutex> moving(moving_, std::try_to_lock);
     if (moving && open_ && !stop_ && !trouble_) {
       moved = true;
       try {
         turn(By::kPoster);
+        held = held_.has_value();
       } catch (...) {
         trouble_ = std::current_exception();
         moved = false;
@@ -174,7 +156,7 @@ void NetMailbox::move_posts() {
     }
   }
   // Someone has to go on with it; if nobody is about to look, the thread.
-  if (!moved || asks_ || (waiters_ == 0 && !looks_soon_)) {
+  if (!moved || asks_ || (waiters_ == 0 && (held || !looks_soon_))) {
     wake();
   }
 }
@@ -207,10 +189,12 @@ void NetMailbox::loop() {
         naps = now == moves ? naps : 0;
         moves = now;
         if (nap(naps++)) {
+          naps = 0;
           break;
         }
       }
       PolledTransport::Sleep how;
+      bool held = false;
       {
         const std::lock_guard<TimedMutex> moving(moving_);
         if (trouble_) {
@@ -229,14 +213,22 @@ void NetMailbox::loop() {
               me_);
         }
         how = transport_->sleep(
-            stopping || held_ ? std::chrono::milliseconds(1)
-                : pending()   ? kMailLook
-                              : kIdle);
+            stopping        ? std::chrono::milliseconds(1)
+                : pending() ? kMailLook
+                            : kIdle);
+        if (held_) {
+          how.most = std::min(
+              how.most,
+              std::chrono::ceil<std::chrono::microseconds>(
+                  std::max(*held_ - Clock::now(), Clock::duration(0))));
+        }
+        held = held_.has_value();
       }
       // Who waits, or may do so again in a moment, needs the core.
       const Clock::time_point waited{Clock::duration(waited_)};
-      if (!stopping && (waiters_ != 0 || Clock::now() - waited < kNapping)) {
-        nap(naps++);
+      if (!stopping && !held &&
+          (waiters_ != 0 || Clock::now() - waited < kNapping)) {
+        naps = nap(naps) ? 0 : naps + 1;
       } else {
         naps = 0;
         how.run();
@@ -256,7 +248,7 @@ bool NetMailbox::turn(By by) {
   if (by == By::kWaiter || waiters_ == 0) {
     transport_->awake();
   }
-  held_ = false;
+  held_.reset();
   const bool posted = take_posts();
   const bool any = progress(by);
   const auto now = Clock::now();
@@ -323,7 +315,9 @@ void NetMailbox::move_until(
     }
   }
   waited_ = Clock::now().time_since_epoch().count();
-  --waiters_;
+  if (--waiters_ == 0 && !looks_soon_) {
+    wake(); // from a long nap: there may be messages that nobody waits for
+  }
 }
 
 void NetMailbox::begin() {
@@ -414,16 +408,7 @@ bool NetMailbox::take_posts() {
   std::deque<Post> posts;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto now = Clock::now();
-    const auto waits = std::find_if(posts_.begin(), posts_.end(), [&](auto& p) {
-      return p.more && p.batch == batches_ && now - p.at < kBatch;
-    });
-    held_ = waits != posts_.end();
-    posts.insert(
-        posts.end(),
-        std::move_iterator(posts_.begin()),
-        std::move_iterator(waits));
-    posts_.erase(posts_.begin(), waits);
+    posts.swap(posts_);
   }
   std::vector<Receive*> receives; // matching may throw: all must be known then
   for (Post& post : posts) {
@@ -740,9 +725,10 @@ bool NetMailbox::push(int p, By by) {
   for (Send& send : peer.sends) {
     const size_t bytes = send.post.bytes;
     const auto send_data = [&] {
+      const auto until = send.posted + hold(bytes);
       if (by != By::kWaiter && bytes > kUnasked && send.begun == 0 &&
-          Clock::now() - send.posted < kHold && !awaits_large(p)) {
-        held_ = true;
+          Clock::now() < until && !awaits_large(p)) {
+        held_ = std::min(until, held_.value_or(until));
         return;
       }
       while (send.due && send.data.size() < kPiecesAhead) {

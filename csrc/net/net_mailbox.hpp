@@ -68,24 +68,18 @@ class NetMailbox {
       int destination,
       int tag,
       std::chrono::milliseconds timeout,
-      Done done,
-      bool more = false);
+      Done done);
   void receive(
       void* data,
       size_t bytes,
       int source,
       int tag,
       std::chrono::milliseconds timeout,
-      Done done,
-      bool more = false);
+      Done done);
 
   // An empty message whose arrival nobody waits for. It has no deadline.
   void notify(int destination, int tag);
 
-  // What is posted between with `more` is moved when there is no more: a receive
-  // should be known at the other side before a large send begins to fill the way
-  // there. From a batch that has no end posts are moved some milliseconds late.
-  void end_batch();
   // Receives of this tag that have met no message end with kAborted, and what is
   // still to be notified is not.
   void withdraw(int tag);
@@ -132,9 +126,6 @@ class NetMailbox {
     int tag;
     Deadline deadline;
     Done done;
-    bool more = false; // of a batch that may not have ended
-    uint32_t batch = 0;
-    Clock::time_point at = Clock::now();
     bool sends() const {
       return what == What::kSend || what == What::kNotify;
     }
@@ -177,7 +168,6 @@ class NetMailbox {
   using Receives = std::list<Receive>;
 
   void post(Post post);
-  void move_posts();
   void loop();
   void begin();
   // Moves what can be moved; whether there was anything. Only the thread asks the
@@ -221,9 +211,8 @@ class NetMailbox {
   const std::function<Error(const Error&)> failed_;
 
   std::condition_variable nap_; // with the next one
-  std::mutex mutex_; // of the next five
+  std::mutex mutex_; // of the next four
   std::deque<Post> posts_;
-  uint32_t batches_ = 0; // that have ended
   bool called_ = false; // the thread, from its nap
   std::optional<Error> ended_; // why there are no more posts
   // Whoever holds `moving_` uses it, and anyone wakes it.
@@ -237,7 +226,8 @@ class NetMailbox {
   std::atomic<bool> looks_soon_{false}; // the thread
   std::atomic<uint32_t> moves_{0}; // counts turns in which something moved
   std::atomic<bool> asks_{false}; // something is needed of the store
-  bool held_ = false; // a large message or a batch, for a moment
+  // The first moment at which a large message is held back no longer.
+  std::optional<Clock::time_point> held_{};
   std::exception_ptr trouble_; // that one of them has met: the thread's now
   bool open_ = false; // there is a transport, and no end yet
   std::optional<Deadline> patience_; // at the end

@@ -339,7 +339,7 @@ struct KeepsOrder : TcpTransport {
 
 // The other side hears of a receive that is posted after a large send before that has
 // passed, so that both large messages travel at once.
-void both_ways(bool batch) {
+TEST(net_mailbox_both_ways_at_once) {
   std::string orders[2];
   on_threads(2, [&](int rank, Store& store) {
     constexpr int kRounds = 20;
@@ -369,14 +369,7 @@ void both_ways(bool batch) {
       Pending sent;
       Pending received;
       const auto receive = [&] {
-        box.receive(
-            got.data(),
-            got.size(),
-            peer,
-            1,
-            kLong,
-            received.done(),
-            batch && rank == 0);
+        box.receive(got.data(), got.size(), peer, 1, kLong, received.done());
       };
       Pending pinged;
       if (rank == 1) {
@@ -388,17 +381,9 @@ void both_ways(bool batch) {
         wait(pinged); // the other side's receive is known
         order.clear();
       }
-      const bool more = batch && rank == 0;
-      box.send(large.data(), large.size(), peer, 1, kLong, sent.done(), more);
-      if (more) {
-        box.wake();
-        std::this_thread::sleep_for(milliseconds(2));
-      }
+      box.send(large.data(), large.size(), peer, 1, kLong, sent.done());
       if (rank == 0) {
         receive();
-      }
-      if (more) {
-        box.end_batch();
       }
       wait(sent);
       wait(received);
@@ -413,39 +398,6 @@ void both_ways(bool batch) {
       CHECK(before > kRounds / 4); // the mailbox's thread may come between
     }
     store.meet("end", 2);
-  });
-}
-
-TEST(net_mailbox_both_ways_right_after) {
-  both_ways(false);
-}
-
-TEST(net_mailbox_both_ways_as_a_batch) {
-  both_ways(true);
-}
-
-// What an exception leaves of a batch goes all the same, before what is posted later.
-TEST(net_mailbox_batch_without_end) {
-  on_posts(2, [](NetPost& post) {
-    for (int round = 0; round < 5; ++round) {
-      Bytes b = filled(100, 1);
-      if (post.rank == 0) {
-        Pending first;
-        post.box.send(b.data(), b.size(), 1, 0, kLong, first.done(), true);
-        const Bytes other = filled(100, 2);
-        Pending second = post.send(other, 1);
-        if (round % 2 == 0) {
-          first.wait();
-        }
-        second.wait();
-      } else {
-        for (const int value : {1, 2}) {
-          post.receive(b, 0).wait();
-          CHECK(b == filled(100, value));
-        }
-      }
-      post.meet("round" + std::to_string(round));
-    }
   });
 }
 

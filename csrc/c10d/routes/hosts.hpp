@@ -28,9 +28,6 @@ class HostsRoute : public CpuRoute {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
       override;
 
-  // Messages between these leave together.
-  WorkPtr endCoalescing() override;
-
   at::Tensor empty_shared(
       at::IntArrayRef sizes,
       const at::TensorOptions& options) override;

@@ -39,14 +39,12 @@ std::shared_ptr<NetMailbox> HostsRoute::mailbox() {
 }
 
 WorkPtr HostsRoute::send_message(Tensors& tensors, int dst, int tag) {
-  return post_send(
-      mailbox(), group_, tensors, dst, tag, group_.is_coalescing());
+  return post_send(mailbox(), group_, tensors, dst, tag);
 }
 
 WorkPtr HostsRoute::receive_message(Tensors& tensors, int src, int tag) {
   static_assert(kAnySource == NetMailbox::kAnySource);
-  return post_receive(
-      mailbox(), group_, tensors, src, tag, group_.is_coalescing());
+  return post_receive(mailbox(), group_, tensors, src, tag);
 }
 
 void HostsRoute::monitoredBarrier(
@@ -67,18 +65,6 @@ void HostsRoute::monitoredBarrier(
             wait_all_ranks);
       },
       group_.dialect);
-}
-
-WorkPtr HostsRoute::endCoalescing() {
-  std::shared_ptr<NetMailbox> box;
-  {
-    std::lock_guard<std::mutex> lock(mailbox_mutex_);
-    box = mailbox_;
-  }
-  if (box) {
-    box->end_batch();
-  }
-  return nullptr;
 }
 
 void HostsRoute::wake_mailbox() {

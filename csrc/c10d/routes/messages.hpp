@@ -47,14 +47,13 @@ void set_move(WorkFused& work, const std::shared_ptr<Box>& box) {
   });
 }
 
-template <typename Box, typename... More>
+template <typename Box>
 c10::intrusive_ptr<WorkFused> post_send(
     const std::shared_ptr<Box>& box,
     const Group& group,
     Tensors& tensors,
     int dst,
-    int tag,
-    More... more) { // for the box
+    int tag) {
   auto work = c10::make_intrusive<WorkFused>(
       group.rank,
       c10d::OpType::SEND,
@@ -70,20 +69,18 @@ c10::intrusive_ptr<WorkFused> post_send(
         dst,
         tag,
         group.timeout,
-        completion(work, flat, false, group.dialect),
-        more...);
+        completion(work, flat, false, group.dialect));
   });
   return work;
 }
 
-template <typename Box, typename... More>
+template <typename Box>
 c10::intrusive_ptr<WorkFused> post_receive(
     const std::shared_ptr<Box>& box,
     const Group& group,
     Tensors& tensors,
     int src,
-    int tag,
-    More... more) {
+    int tag) {
   const bool any = src == Box::kAnySource;
   auto work = c10::make_intrusive<WorkFused>(
       group.rank,
@@ -100,8 +97,7 @@ c10::intrusive_ptr<WorkFused> post_receive(
         src,
         tag,
         group.timeout,
-        completion(work, flat, true, group.dialect),
-        more...);
+        completion(work, flat, true, group.dialect));
   });
   return work;
 }

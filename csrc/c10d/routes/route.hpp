@@ -50,12 +50,6 @@ class Route : public c10d::Backend {
     return "fused";
   }
 
-  // Group knows what is coalesced.
-  void startCoalescing() override {}
-  WorkPtr endCoalescing() override {
-    return nullptr;
-  }
-
   // One operation: reduce-scatter(grads), update of the owned slices,
   // all-gather(params). Arguments have been checked.
   virtual WorkPtr fused_step_(StepArguments arguments, bool async_op) = 0;
