@@ -166,6 +166,11 @@ def test_batch(ranks: harness.Workers, numel: int) -> None:
     ranks.run(p2p.batch, numel)
 
 
+def test_batches_beside_others(ranks: harness.Workers) -> None:
+    ranks.run(p2p.batches_beside_others, 50)
+    ranks.run(p2p.sum_after_a_refused_batch)
+
+
 @pytest.mark.fused_only
 @harness.on_ranks(2, 3)
 def test_tensors_that_are_not_contiguous(context: Context) -> None:

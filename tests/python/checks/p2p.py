@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -79,3 +82,54 @@ def batch(context: Context, numel: int) -> None:
         work.wait()
     assert bool((from_left == left).all())
     assert bool((from_right == right).all())
+
+
+def batches_beside_others(context: Context, rounds: int) -> None:
+    """Two threads with batches and one with sums, in one group: each does what it says."""
+    errors: list[str] = []
+
+    def batches(tag: int) -> None:
+        right = (context.rank + 1) % context.world_size
+        left = (context.rank - 1) % context.world_size
+        for number in range(rounds):
+            mine, theirs = torch.full((100,), float(number + tag)), torch.zeros(100)
+            operations = [
+                dist.P2POp(dist.isend, mine, right, tag=tag),
+                dist.P2POp(dist.irecv, theirs, left, tag=tag),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            assert bool((theirs == number + tag).all()), f"message {number} of tag {tag}"
+
+    def sums() -> None:
+        for number in range(rounds):
+            x = torch.full((10,), float(context.rank + number))
+            dist.all_reduce(x)
+            expected = sum(rank + number for rank in range(context.world_size))
+            assert bool((x == expected).all()), f"sum {number} is {x[0]} and not {expected}"
+
+    def noted(function: Callable[..., None], *arguments: int) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=noted, args=one) for one in ((batches, 1), (batches, 2), (sums,))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def sum_after_a_refused_batch(context: Context) -> None:
+    """torch's Python refuses an operation of a batch; what comes next is done all the same."""
+    operation = dist.P2POp(dist.isend, torch.zeros(4), (context.rank + 1) % context.world_size)
+    operation.tag = 1 << 31
+    with contextlib.suppress(TypeError):
+        dist.batch_isend_irecv([operation])
+    x = torch.full((3,), float(context.rank))
+    dist.all_reduce(x)
+    assert bool((x == sum(range(context.world_size))).all()), x
