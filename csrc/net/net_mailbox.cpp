@@ -775,7 +775,8 @@ bool NetMailbox::push(int p, By by) {
   return any;
 }
 
-// Whether that rank knows, or is about to, of a large receive.
+// Tells whether a large receive from that rank is posted of which it knows, or will
+// in a moment.
 bool NetMailbox::awaits_large(int p) const {
   return std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
     return r.post.bytes > kUnasked && (r.told || r.from == p) &&

@@ -79,7 +79,6 @@ class NetMailbox {
 
   // An empty message whose arrival nobody waits for. It has no deadline.
   void notify(int destination, int tag);
-
   // Receives of this tag that have met no message end with kAborted, and what is
   // still to be notified is not.
   void withdraw(int tag);
