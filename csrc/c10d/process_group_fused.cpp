@@ -182,7 +182,7 @@ void ProcessGroupFused::monitoredBarrier(
 
 bool ProcessGroupFused::supportsCoalescing() const {
   const bool gpus = at::hasCUDA() || options_->cpu_as_cuda ||
-      !group_->settings.cuda_lib.empty(); // that tests name
+      !group_->settings.cuda_lib.empty(); // as for a fake GPU
   return !options_->serves_gloo() && gpus;
 }
 

@@ -23,9 +23,9 @@ constexpr size_t kAllUnasked = size_t(1) << 20;
 constexpr size_t kPiece = size_t(1) << 20;
 constexpr size_t kPiecesAhead = 3;
 static_assert(kPiece >= kUnasked);
-// A large message that nobody waits for is held back for so long as a link of 64
-// Gbit/s would take for it, within limits: often a receive is posted right after it, and the other
-// side should hear of that first.
+// A large message that nobody waits for is held back for about as long as a link
+// of 64 Gbit/s would take for it: often a receive is posted right after it, and
+// the other side should hear of that first.
 constexpr size_t kBytesPerNs = 8;
 constexpr std::chrono::nanoseconds kLeastHold{500'000};
 constexpr std::chrono::nanoseconds kMostHold{2'000'000};

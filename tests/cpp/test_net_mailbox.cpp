@@ -522,7 +522,6 @@ TEST(net_mailbox_ends) {
   });
 }
 
-// What is posted while a rank still asks why its peer has gone hears the answer.
 // The store is slow where a rank, which may leave, has to say that a message has arrived.
 TEST(net_mailbox_slow_store) {
   struct Slow : Shared {
@@ -589,6 +588,7 @@ TEST(net_mailbox_slow_store) {
   }
 }
 
+// What is posted while a rank still asks why its peer has gone hears the answer.
 TEST(net_mailbox_ends_with_one_error) {
   on_posts(2, [](NetPost& post) {
     Bytes b(100000), c(100000);
