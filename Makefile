@@ -72,7 +72,7 @@ $(BUILT): $(DEPS) $(NATIVE)
 # For any torch, as the C++ tests and `make test-rest` run them on a fake device.
 $(KERNELS): $(BUILT)
 ifeq ($(CUDA),ON)
-	cmake $(BUILD) -DFUSEDPG_CUDA=ON
+	cmake $(BUILD) -DFUSEDPG_CUDA=ON $${CMAKE_ARGS:-}
 	cmake --build $(BUILD) --target fusedpg_cuda
 	cp --remove-destination $(BUILD)/fusedpg/libfusedpg_cuda.so $(BUILD)/fusedpg/_build_info.py fusedpg/
 endif
@@ -103,7 +103,7 @@ setup: $(DEPS)
 build: $(KERNELS)
 
 # --- use ----------------------------------------------------------------------
-.PHONY: train smoke bench bench-kernels bench-engine figures docs wheel wheels try-wheel sdist release
+.PHONY: train smoke bench bench-kernels bench-engine figures docs wheel wheels try-wheel sdist release newest-torch findings
 train: $(BUILT)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_digits.py $(TRAIN_ARGS)
@@ -137,6 +137,7 @@ sdist: $(DEPS)
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict
+	@echo 'open build/site/index.html; its search needs a server: python3 -m http.server -d build/site'
 
 # The notes and the page of a release, beside its packages in dist/.
 release:
@@ -149,6 +150,14 @@ wheels: | $(VENV)/bin/python
 # What is in dist/ beside one torch, in a fresh environment: make try-wheel TORCH=2.12.1
 try-wheel: | $(VENV)/bin/python
 	$(BIN)/python tools/try_wheel.py '$(patsubst torch==%,%,$(or $(TORCH),$(error try-wheel needs TORCH=)))' $(TRY_ARGS)
+
+# Whether the index has a newer torch than those that fusedpg knows.
+newest-torch: $(DEPS)
+	$(BIN)/python tools/newest_torch.py
+
+# Behaviour of other libraries, each in an environment of its own: findings/README.md.
+findings:
+	for script in findings/*_*.sh; do echo "== $$script"; PYTHON=$(PYTHON) bash "$$script"; done
 
 # --- tests ----------------------------------------------------------------------
 # Two at a time: many of them wait, for a deadline or for each other's processes.
@@ -164,9 +173,6 @@ endef
 FIXED_LAYOUT := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo setarch "$$(uname -m)" -R)
 
 .PHONY: test test-rest test-all test-cpp test-python test-sanitizers test-asan test-tsan test-aarch64 test-c10d test-docs test-mpi test-frameworks fake-gpu fuzz
-# For the C++ tests of messages by UCX.
-export FUSEDPG_TEST_UCX_LIB = $(abspath $(firstword \
-  $(wildcard $(VENV)/lib/python3*/site-packages/libucx/lib/libucp.so.0)))
 
 # In the module's own build folder: most of it is compiled there.
 test-cpp: $(KERNELS)
@@ -183,9 +189,10 @@ fake-gpu: $(KERNELS)
 # the order of conftest.py: by their number of tests the longest, which have few, would come last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Every capability once, in minutes: tests/python/parts.py says which tests are quick.
+# Every capability once, in minutes: tests/python/parts.py says which tests are quick. They wait for
+# processes to start and end half of the time, so that three at a time end sooner on two cores.
 test: $(BUILT)
-	$(PYTEST) tests --part quick $(PYTEST_ARGS)
+	$(PYTEST) -n 3 tests --part quick $(PYTEST_ARGS)
 
 # What `make test` leaves out.
 test-rest: test-cpp fake-gpu

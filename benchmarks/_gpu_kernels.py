@@ -24,6 +24,8 @@ from _step_arms import bert_shapes
 DEVICE = torch.device("cuda", 0)
 OURS, TORCH = "ours", "torch _fused_adamw_"
 TORCH_CASTS = "torch cast, _fused_adamw_, cast"
+TORCH_SUMS = "torch sum in fp32, _fused_adamw_, cast"
+FOLDS = (2, 8)  # ranks whose bf16 gradients an owner adds
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
 SPAN = 4e-3  # seconds of a sample, of several launches where they are short
 M, G = 1 << 20, 1 << 30
@@ -38,7 +40,14 @@ def bars() -> list[Bar]:
             result.append(Bar(1, case, OURS, size, COPY, at_most=1 / 0.9))
         result.append(Bar(1, "adamw fp32", OURS, size, TORCH, at_least=1.0))
         result.append(Bar(1, "adamw bf16 + master", OURS, size, TORCH_CASTS, at_least=1.0))
+        for ranks in FOLDS:
+            result.append(Bar(1, folded_case(ranks), OURS, size, COPY, at_most=1 / 0.9))
+            result.append(Bar(1, folded_case(ranks), OURS, size, TORCH_SUMS, at_least=1.0))
     return [*result, Bar(1, "adamw fp32, 397 tensors", OURS, bert_bytes(), TORCH, at_least=1.0)]
+
+
+def folded_case(ranks: int) -> str:
+    return f"adamw bf16 + master, sum of {ranks}"
 
 
 def bert_bytes() -> int:
@@ -213,6 +222,42 @@ def adamw_master(api: table.CudaApi, numel: int) -> Arms:
     return {COPY: copy_arm(28 * numel), OURS: ours.update, TORCH_CASTS: casts}
 
 
+def folded(api: table.CudaApi, numel: int, ranks: int) -> Arms:
+    """An owner's part where half gradients come by all-to-all: 26 bytes an element, 2 a rank."""
+    half = torch.bfloat16
+    slices, start = randn(6, ranks * numel, half), randn(7, numel)
+    master, theirs = start.clone(), start.clone()
+    mine, rounded = (torch.empty(numel, dtype=half, device=DEVICE) for _ in range(2))
+    own, torchs = ([[torch.zeros_like(start)] for _ in range(2)] for _ in range(2))
+    whole = torch.empty(ranks * numel, dtype=half, device=DEVICE)
+    launch = table.Slices(
+        *(api, 0, ranks, HYPER, [whole]),
+        masters=[master],
+        states=own,
+        steps=[torch.zeros((), device=DEVICE)],
+    )
+    harness.require(launch.block == numel, "sizes must be multiples of 32")
+    wide = torch.empty(numel, device=DEVICE)
+    step = torch_step([[theirs], [wide], *torchs], [torch.ones((), device=DEVICE)])
+
+    def sums() -> None:
+        torch.sum(slices.view(ranks, numel), 0, dtype=torch.float32, out=wide)
+        wide.div_(ranks)
+        step()
+        rounded.copy_(theirs)
+
+    def update() -> None:
+        launch.update("adam", slices, mine, folds=True)
+
+    launch.prepare(divisor=float(ranks))
+    update()
+    sums()
+    launch.synchronize()
+    close(master, theirs, "masters")
+    harness.require(torch.equal(mine, master.to(half)), "parameters are not the rounded masters")
+    return {COPY: copy_arm((26 + 2 * ranks) * numel), OURS: update, TORCH_SUMS: sums}
+
+
 def run(args: argparse.Namespace) -> list[Row]:
     from tqdm import tqdm
 
@@ -226,6 +271,16 @@ def run(args: argparse.Namespace) -> list[Row]:
                 "adamw bf16 + master",
                 size,
                 lambda size=size: {"adamw bf16 + master": adamw_master(api, size // 2)},
+            ),
+            *(
+                (
+                    folded_case(ranks),
+                    size,
+                    lambda size=size, ranks=ranks: {
+                        folded_case(ranks): folded(api, size // 2, ranks)
+                    },
+                )
+                for ranks in FOLDS
             ),
         ]
     if args.lists:

@@ -249,7 +249,7 @@ def add_ring(context: Context) -> bool:
     """A group that takes the ring, where the NCCL that is loaded is patched."""
     import fusedpg
 
-    options = fusedpg.Options(timeout=harness.TIMEOUT, nccl="patched")
+    options = fusedpg.Options(timeout=harness.TIMEOUT, nccl="patched", half_sums="wire")
     context.groups["ring"] = dist.new_group(backend="fused", pg_options=options)
     try:
         Ring(32 * context.world_size, torch.float32, context).call()

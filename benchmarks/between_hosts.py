@@ -140,7 +140,6 @@ def main() -> int:
     parser.add_argument("--layouts", default="2x1,2x2", help="hosts x ranks on each")
     parser.add_argument("--rates", default=",".join(RATES), help="of each host's link")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--transport", default="tcp", help="FUSEDPG_TRANSPORT")
     hosts.add_worker_option(parser)
     parser.add_argument("--place", nargs=2, help=argparse.SUPPRESS)  # a worker's layout and rate
     args = parser.parse_args()
@@ -152,7 +151,6 @@ def main() -> int:
     if args.worker:
         hosts.worker(args, lambda context: measured(context, args))
         return 0
-    os.environ["FUSEDPG_TRANSPORT"] = args.transport
     for layout in args.layouts.split(","):
         count, ranks = map(int, layout.split("x"))
         rows: list[HostsRow] = []
@@ -166,9 +164,8 @@ def main() -> int:
             rows += found
         args.world_size = count * ranks
         print_bytes(rows, count)
-        by = "" if args.transport == "tcp" else f"{args.transport}_"
         harness.finish(
-            f"between_hosts_{by}{layout}", list(rows), args, limit=LINK, bars=bars(), plot=save_plot
+            f"between_hosts_{layout}", list(rows), args, limit=LINK, bars=bars(), plot=save_plot
         )
     return 0
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +150,6 @@ def main() -> int:
     if args.worker:
         hosts.worker(args, lambda context: measured(context, args))
         return 0
-    os.environ.setdefault("FUSEDPG_TRANSPORT", "ucx")
     rows: list[CompressRow] = []
     for rate in rates:
         limit = rate if rate.endswith("bit") else None

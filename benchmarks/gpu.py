@@ -3,13 +3,15 @@
     python benchmarks/gpu.py --check-bars
     python benchmarks/gpu.py --parts kernels --kernel-sizes 64M,1G
 
-Three parts. **kernels**: pack, unpack, AdamW and the search for zeros of libfusedpg_cuda.so alone,
-against a copy of as many bytes on the same device in the same run (bars: at least 90% of its
-bandwidth, 85% for the search) and against torch's fused AdamW (bar: faster). **step**:
+Three parts. **kernels**: pack, unpack and AdamW of libfusedpg_cuda.so alone, also with the sum of
+the bf16 gradients of 2 and 8 ranks, against a copy of as many bytes on the same device in the same
+run (bar: at least 90% of its bandwidth) and against torch's fused AdamW (bar: faster).
+**one_rank**: unscale, clip, AdamW and the write-back of bf16 parameters in a group of one rank,
+against a copy of as many bytes (bar: at least 90% of its bandwidth), eager torch (bar: 0.7 of its
+time), torch's fused calls, and torch.compile. **step**:
 `fused_adamw_` at two ranks that share the device, against NCCL's all-reduce followed by torch's
 AdamW(fused=True), and against reduce-scatter, our update or torch's, and all-gather as three
 calls; where FUSEDPG_NCCL_LIB names a patched NCCL (patches/nccl/README.md), also in its ring.
-**sparse**: all-reduces that skip blocks of zeros against NCCL's, by density, on the same wire.
 
 Results are compared before anything is timed, and the program ends non-zero where they differ.
 Without a GPU it ends with 2.
@@ -28,13 +30,13 @@ from typing import Any
 import torch
 
 import _gpu_kernels as kernels
-import _gpu_sparse as sparse
+import _gpu_one_rank as one_rank
 import _gpu_steps as steps
 import _harness as harness
 from _gpu_table import library, load
 from _harness import Row
 
-PARTS = ("kernels", "step", "sparse")
+PARTS = ("kernels", "one_rank", "step")
 
 
 def driver_version() -> str:
@@ -85,6 +87,12 @@ def main() -> int:
         default="1M,16M,64M,256M,1G",
         help="bytes of the parameters",
     )
+    parser.add_argument(
+        "--one-rank-sizes",
+        type=lambda text: [harness.parse_size(part) for part in text.split(",")],
+        default="2M,200M,2000M",
+        help="bytes of the bf16 parameters",
+    )
     parser.add_argument("--no-lists", dest="lists", action="store_false", help="flat tensors only")
     args = parser.parse_args()
     chosen = args.parts.split(",")
@@ -99,12 +107,13 @@ def main() -> int:
     if "kernels" in chosen:
         alone = copy.copy(args)
         alone.sizes, alone.world_size, alone.backends = args.kernel_sizes, 1, ["torch"]
-        rows = kernels.run(alone) + sparse.run_kernels(alone)
-        finish("gpu_kernels", rows, alone, kernels.bars() + sparse.kernel_bars())
+        finish("gpu_kernels", kernels.run(alone), alone, kernels.bars())
+    if "one_rank" in chosen:
+        alone = copy.copy(args)
+        alone.sizes, alone.world_size, alone.backends = args.one_rank_sizes, 1, ["torch"]
+        finish("gpu_one_rank", one_rank.run(alone), alone, one_rank.bars())
     if "step" in chosen:
         finish("gpu_step", harness.run(steps.worker, args), args, steps.bars())
-    if "sparse" in chosen:
-        finish("gpu_sparse", harness.run(sparse.worker, args), args, sparse.bars())
     return 0
 
 

@@ -206,15 +206,11 @@ class MappedWindow {
   MappedWindow(const MappedWindow&) = delete;
 
   // Behind the tensors of each rank.
-  static constexpr uint64_t kBehind =
-      kDirectBlocks * sizeof(DirectSignals) + kDirectFlags;
+  static constexpr uint64_t kBehind = kDirectBlocks * sizeof(DirectSignals);
 
-  void complete(DirectArgs& args, int rank, bool skips) const {
-    char* behind = memory(rank) + arena_bytes_;
-    args.signals = reinterpret_cast<DirectSignals*>(behind);
-    args.present = skips ? reinterpret_cast<uint16_t*>(
-                               behind + kDirectBlocks * sizeof(DirectSignals))
-                         : nullptr;
+  void complete(DirectArgs& args, int rank) const {
+    args.signals =
+        reinterpret_cast<DirectSignals*>(memory(rank) + arena_bytes_);
     args.stop = static_cast<const uint64_t*>(stop_.get());
     args.context = contexts_.at(static_cast<size_t>(rank));
   }
@@ -388,15 +384,15 @@ class Slices {
   }
 
   // `grads`, `out`: this rank's blocks of the wire; without them the tensors
-  // themselves.
+  // themselves. `folds`: `grads` are the blocks of all ranks, to be added.
   void update(
       const std::string& formula,
       const Tensor& grads,
-      const Tensor& out) const {
-    launcher_.launch(
-        "update",
-        &CudaApi::update,
-        update_args(formula_of(formula), grads, out));
+      const Tensor& out,
+      bool folds) const {
+    UpdateArgs args = update_args(formula_of(formula), grads, out);
+    args.folds = folds;
+    launcher_.launch("update", &CudaApi::update, args);
   }
 
   // The whole step of this rank; `offsets` are of gradients and parameters in
@@ -404,13 +400,12 @@ class Slices {
   void direct_step(
       const std::string& formula,
       const MappedWindow& window,
-      const Tensor& offsets,
-      bool skips) const {
+      const Tensor& offsets) const {
     DirectArgs args{};
     args.update = update_args(formula_of(formula), py::none(), py::none());
     args.offsets = address<uint64_t>(offsets);
     args.num_tensors = num_tensors_;
-    window.complete(args, chunk_.rank, skips);
+    window.complete(args, chunk_.rank);
     launcher_.launch("direct_step", &CudaApi::direct_step, args);
   }
 
@@ -477,19 +472,6 @@ class Slices {
   Chunk chunk_{};
 };
 
-// flags[b] = whether any bit of block b of `block` elements is set.
-void find_blocks(
-    const CudaApi& api,
-    const Tensor& data,
-    uint64_t block,
-    const Tensor& flags) {
-  FindBlocksArgs args{};
-  args.tensor = {address(data), numel(data), block, type_of(data)};
-  args.num_blocks = numel(flags);
-  args.flags = address<uint8_t>(flags);
-  Launcher(api, data).launch("find_blocks", &CudaApi::find_blocks, args);
-}
-
 } // namespace
 } // namespace fusedpg::cuda
 
@@ -507,7 +489,6 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
       .def_readonly("name", &CudaApi::name)
       .def_readonly("runtime_version", &CudaApi::runtime_version);
   m.def("load_api", &load_cuda_api, py::return_value_policy::reference);
-  m.def("find_blocks", &find_blocks);
 
   py::class_<MappedWindow>(m, "MappedWindow")
       .def(
@@ -582,13 +563,14 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
           &Slices::update,
           arg("formula"),
           arg("grads"),
-          arg("out") = none)
+          arg("out") = none,
+          py::kw_only(),
+          arg("folds") = false)
       .def(
           "direct_step",
           &Slices::direct_step,
           arg("formula"),
           arg("window"),
-          arg("offsets"),
-          arg("skips") = false)
+          arg("offsets"))
       .def("lamb", &Slices::lamb, arg("grads"), arg("out") = none);
 }

@@ -105,7 +105,6 @@ def main() -> int:
     if not {"fused", "gloo"} <= set(args.backends):
         parser.error("this compares fused with gloo: --backends has both")
     if args.parts == [HOSTS]:
-        os.environ.setdefault("FUSEDPG_TRANSPORT", "ucx")
         found = hosts.run_layout(2, 1, args.rate, len(INNER_HOSTS), Row)
         if found is None:
             return 2

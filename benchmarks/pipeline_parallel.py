@@ -24,7 +24,6 @@ crosses the link in both hosts' counters: slices are 1/P of the bytes of the uns
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -101,7 +100,6 @@ def main() -> int:
     if args.worker:
         hosts.worker(args, lambda context: measured(context, args))
         return 0
-    os.environ["FUSEDPG_TRANSPORT"] = "ucx"
     rows = hosts.run_layout(2, RANKS, args.rate, len(cases(args)), CrossingRow)
     if rows is None:
         return 2

@@ -78,14 +78,12 @@ def main() -> int:
     parser.add_argument("--fit", type=sizes, default=FIT, help="sizes that the model sees")
     parser.add_argument("--check", type=sizes, default=CHECK, help="sizes that it predicts")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
-    parser.add_argument("--transport", default="tcp", help="FUSEDPG_TRANSPORT")
     hosts.add_worker_option(parser)
     parser.add_argument("--layout", help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args()
     if args.worker:
         hosts.worker(args, lambda context: measured(context, args))
         return 0
-    os.environ["FUSEDPG_TRANSPORT"] = args.transport
     rows: list[ScalingRow] = []
     for layout in args.layouts.split(","):
         count, ranks = map(int, layout.split("x"))

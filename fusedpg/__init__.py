@@ -13,17 +13,23 @@ cannot fail.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from fusedpg._registration import load_extension as _load_extension
 from fusedpg._registration import register as _register
 
 if TYPE_CHECKING:
+    from fusedpg import aggregation as aggregation
+    from fusedpg import aggregator as aggregator
     from fusedpg import compress as compress
     from fusedpg import ddp as ddp
+    from fusedpg import functional as functional
     from fusedpg import fusion as fusion
     from fusedpg import hvd as hvd
     from fusedpg import launch as launch
     from fusedpg import optim as optim
+    from fusedpg import plan as plan
     from fusedpg import tensor_parallel as tensor_parallel
     from fusedpg._C import Options as Options
     from fusedpg._C import ProcessGroupFused as ProcessGroupFused
@@ -47,80 +53,37 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "ColumnParallelLinear",
-    "Options",
-    "ProcessGroupFused",
-    "RowParallelLinear",
-    "compress",
-    "ddp",
-    "empty",
-    "fuse",
-    "fused_adam_",
-    "fused_adamw_",
-    "fused_lamb_",
-    "fused_sgd_",
-    "fusion",
-    "group_info",
-    "hvd",
-    "in_arena",
-    "keep_freed_memory",
-    "launch",
-    "openmetrics",
-    "optim",
-    "quantized_all_reduce",
-    "serve_gloo",
-    "shard_range",
-    "sparse_all_reduce",
-    "stats",
+# Public names by the module that has them, which their first use imports; "": modules.
+_EXPORTS = {
+    "": "aggregation aggregator compress ddp functional fusion hvd launch optim plan "
     "tensor_parallel",
-]
+    "_C": "Options ProcessGroupFused",
+    "_malloc": "keep_freed_memory",
+    "_metrics": "openmetrics",
+    "_serve_gloo": "serve_gloo",
+    "functional": "empty fused_adam_ fused_adamw_ fused_lamb_ fused_sgd_ group_info in_arena "
+    "quantized_all_reduce shard_range sparse_all_reduce stats",
+    "fusion.api": "fuse",
+    "tensor_parallel": "ColumnParallelLinear RowParallelLinear",
+}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
-_MODULES = frozenset({"compress", "ddp", "fusion", "hvd", "launch", "optim", "tensor_parallel"})
-_LAYERS = frozenset({"ColumnParallelLinear", "RowParallelLinear"})
-_FUNCTIONS = frozenset(__all__) - _MODULES - _LAYERS
-_FUNCTIONS -= {"Options", "ProcessGroupFused", "fuse"}
-_FUNCTIONS -= {"keep_freed_memory", "openmetrics", "serve_gloo"}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Options", "ProcessGroupFused"):
-        from fusedpg._registration import load_extension
-
-        return getattr(load_extension(), name)
-    if name in _MODULES:
-        import importlib
-
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'fusedpg' has no attribute {name!r}")
+    if module == "_C":  # it lies beside the torch that it was built for
+        return getattr(_load_extension(), name)
+    if module == "":
         return importlib.import_module(f"fusedpg.{name}")
-    if name == "keep_freed_memory":
-        from fusedpg._malloc import keep_freed_memory
-
-        return keep_freed_memory
-    if name == "openmetrics":
-        from fusedpg._metrics import openmetrics
-
-        return openmetrics
-    if name == "serve_gloo":
-        from fusedpg._serve_gloo import serve_gloo
-
-        return serve_gloo
-    if name == "fuse":
-        from fusedpg.fusion.api import fuse
-
-        return fuse
-    if name in _LAYERS:
-        from fusedpg import tensor_parallel
-
-        return getattr(tensor_parallel, name)
-    if name in _FUNCTIONS:
-        from fusedpg import functional
-
-        return getattr(functional, name)
-    raise AttributeError(f"module 'fusedpg' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fusedpg.{module}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})
 
 
 def _autoload() -> None:

@@ -33,14 +33,6 @@ def cuda(module: ModuleType, why_not: str) -> str:
     return "; ".join(parts)
 
 
-def hosts(module: ModuleType) -> str:
-    """What carries messages between hosts."""
-    try:
-        return f"tcp; if asked for, {module._ucx()}"
-    except RuntimeError as error:
-        return f"tcp; no UCX: {error}"
-
-
 def info() -> int:
     module = load_extension()
     from fusedpg import _build_info, _serve_gloo
@@ -52,7 +44,7 @@ def info() -> int:
         "compiler": _build_info.cxx_compiler,
         "kernels": module.isa(),
         "cpu": "shared memory",
-        "hosts": hosts(module),
+        "hosts": "tcp",
         "cuda": cuda(module, getattr(_build_info, "cuda_why_not", "")),
         "gloo": _serve_gloo.describe(),
     }
@@ -73,6 +65,10 @@ def main() -> int:
     for name, text in words.items():
         commands.add_parser(name, help=text, description=text)
     command = parser.parse_args().command
+    try:
+        load_extension()
+    except ImportError as error:
+        sys.exit(str(error))
     if command in (None, "info"):
         return info()
     from fusedpg import _doctor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import importlib.util
+import importlib.machinery
 import logging
 import os
 import sys
@@ -38,6 +38,16 @@ def built_for() -> list[str]:
     return sorted(names, key=minor_release)
 
 
+def _hidden_installation() -> str:
+    """What to do if this package, in the current folder, hides one that pip has installed."""
+    here = Path(__file__).resolve().parent.parent
+    others = [path for path in sys.path if Path(path).resolve() != here]
+    found = importlib.machinery.PathFinder.find_spec("fusedpg", others)
+    if found is None or found.origin is None:
+        return ""
+    return f" Or leave {here}, which hides the fusedpg in {Path(found.origin).parent.parent}."
+
+
 def check_torch_version(running: str) -> str:
     """The folder of the extension for this torch.
 
@@ -51,7 +61,7 @@ def check_torch_version(running: str) -> str:
     if not built:
         raise ImportError(
             "fusedpg's extension is not built. In a checkout run "
-            "`pip install --no-build-isolation -e .`."
+            f"`pip install --no-build-isolation -e .`.{_hidden_installation()}"
         )
     folder = _folder(running)
     if folder not in map(_folder, built):
@@ -77,10 +87,12 @@ def load_extension() -> ModuleType:
             package.append(folder)
         module = importlib.import_module("fusedpg._C")
         module._set_delegate_factory(_make_delegate)
-        module._set_ucx_library(_ucx_library())
         module._set_announcer(_announce)
         atexit.register(_end_at_exit)
         _extension = module
+        from fusedpg import _flight_recorder
+
+        _flight_recorder.install()
     return _extension
 
 
@@ -127,25 +139,19 @@ def _end_at_exit() -> None:
         _extension._end_at_exit(text)
 
 
-def _ucx_library() -> str:
-    """The libucp of the wheels libucx-cu12 and libucx-cu13; empty without one."""
-    found = importlib.util.find_spec("libucx")
-    for folder in found.submodule_search_locations or () if found else ():
-        path = os.path.join(folder, "lib", "libucp.so.0")
-        if os.path.exists(path):
-            return path
-    return ""
+def _make_delegate(device: str, store: Any, rank: int, size: int, options: Any) -> Any:
+    """The backend that does what the native engines do not.
 
-
-def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """The backend that does what the native engines do not."""
+    Args:
+        options: the group's, a ``fusedpg.Options``.
+    """
     import torch
 
     group: Any
     if device == "cpu":
         from fusedpg._serve_gloo import Gloo
 
-        group = Gloo(store, rank, size, timeout=timeout)
+        group = Gloo(store, rank, size, timeout=options._timeout)
     else:
         try:
             from torch.distributed import ProcessGroupNCCL
@@ -153,9 +159,16 @@ def _make_delegate(device: str, store: Any, rank: int, size: int, timeout: timed
             raise RuntimeError(
                 "fused: collectives of CUDA tensors need a torch built with NCCL"
             ) from error
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        group = ProcessGroupNCCL(store, rank, size, options)
+        given = options.nccl_options
+        chosen = ProcessGroupNCCL.Options()
+        if given is not None:  # the caller's own, which he may give to other groups, too
+            chosen.is_high_priority_stream = given.is_high_priority_stream
+            chosen.config = given.config
+        chosen._timeout = options._timeout
+        # By these torch's watchdog and flight recorder call the group and its ranks.
+        chosen.group_name = options.group_name
+        chosen.global_ranks_in_group = options.global_ranks_in_group
+        group = ProcessGroupNCCL(store, rank, size, chosen)
     if minor_release(str(torch.__version__)) < (2, 14):  # later ones begin at 0, and warn of it
         group._set_sequence_number_for_group()
     return group
@@ -166,14 +179,15 @@ def create(dist_options: Any, pg_options: Any = None) -> Any:
 
     Args:
         dist_options: c10d's ``_DistributedBackendOptions``.
-        pg_options: a ``fusedpg.Options``, or None. Other backends' options (which
-            ``dist.split_group`` may pass) only contribute their timeout.
+        pg_options: a ``fusedpg.Options``, or None. ``ProcessGroupNCCL.Options`` are for what
+            NCCL does for the group; other backends' options do not count.
     """
     module = load_extension()
     from torch.distributed.constants import default_pg_timeout
 
     options = pg_options if isinstance(pg_options, module.Options) else None
-    chosen = module.Options() if options is None else options.__copy__()
+    nccl = pg_options if getattr(pg_options, "backend", None) == "nccl" else None
+    chosen = module.Options(nccl_options=nccl) if options is None else options.__copy__()
     timeout = dist_options.timeout
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     # torch passes its default where the caller gave no timeout: then the options' one counts.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 import types
@@ -37,7 +38,10 @@ _WRAPPER = "_create_process_group_wrapper"
 _GRACE = 0.5
 _LOOK_FOR_GLOO = 0.1  # seconds between two looks for such keys
 _LONGEST_PAUSE = 0.005  # between two questions to the store
+_LONGEST = 10 * 365 * 86400.0  # seconds; timedelta.max means that
 _DECISION = "decision"
+_MISSING = "missing"  # what the first rank whose time is over has found
+_MOST_NAMED = 8  # ranks in an error
 
 _logger = logging.getLogger("fusedpg")
 _said: set[str] = set()
@@ -264,16 +268,20 @@ def _agreement(
     """
     ours = dist.PrefixStore("fusedpg-serve", store)
     refusal = "options or enable_reconfigure were given" if timeout is None else _refusal()
-    seconds = (timeout or c10d.default_pg_timeout).total_seconds()
+    # Which may change from one group to the next, and is too much where ranks are on several hosts.
+    refusal = refusal or load_extension()._shared_memory_refusal(size)
+    seconds = min((timeout or c10d.default_pg_timeout).total_seconds(), _LONGEST)
     deadline = time.monotonic() + seconds
-    # An earlier group's address.
-    with contextlib.suppress(Exception):
-        store.delete_key(f"0/{rank}")
+    # An earlier group's address, and its failure.
+    for known, key in ((store, f"0/{rank}"), (ours, _MISSING)):
+        with contextlib.suppress(Exception):
+            known.delete_key(key)
     try:
         if refusal:
             decision = _decide(ours, f"rank {rank}: {refusal}")
         else:
-            ours.set(str(rank), "cuda" if torch.cuda.is_available() else "cpu")
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            ours.set(str(rank), f"{kind} (host {socket.gethostname()}, pid {os.getpid()})")
             decision = _await(store, ours, rank, size, deadline, seconds)
         yield decision, timedelta(seconds=max(deadline - time.monotonic(), 0.001))
     finally:
@@ -301,7 +309,7 @@ def _await(store: Any, ours: Any, rank: int, size: int, deadline: float, seconds
         if ours.check([_DECISION]):
             return str(ours.get(_DECISION).decode())
         if rank == 0 and ours.check(keys):
-            cuda = any(ours.get(key) == b"cuda" for key in keys)
+            cuda = any(ours.get(key).startswith(b"cuda") for key in keys)
             return _decide(ours, "serve cuda" if cuda else "serve")
         if now >= look:
             look = now + _LOOK_FOR_GLOO
@@ -314,12 +322,36 @@ def _await(store: Any, ours: Any, rank: int, size: int, deadline: float, seconds
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE)
         now = time.monotonic()
-    silent = [p for p in range(size) if not ours.check([keys[p]])]
     raise dist.DistStoreError(
         f'fused: creating a group that serves "gloo": timeout after '
-        f"{round(seconds * 1000)}ms on rank {rank}: nothing was heard from "
-        + (f"rank {', '.join(map(str, silent))}" if silent else "rank 0 since it came")
+        f"{round(seconds * 1000)}ms on rank {rank}: {_missing(ours, keys)}"
     )
+
+
+def _missing(ours: Any, keys: list[str]) -> str:
+    """Who has not come. The first to ask finds it; later ones would miss those that have left."""
+    if ours.check([_MISSING]):
+        return str(ours.get(_MISSING).decode())
+    came: list[str] = []
+    silent: list[str] = []
+    for key in keys:
+        if ours.check([key]):
+            about = ours.get(key).decode().partition(" ")[2]
+            came.append(f"rank {key} {about}")
+        else:
+            silent.append(f"rank {key}")
+    text = "all had come, but rank 0 has not decided"
+    if silent:
+        text = (
+            f"{len(silent)} of {len(keys)} ranks have not come: {_some(silent)}; "
+            f"{len(came)} have: {_some(came)}"
+        )
+    return str(ours.compare_set(_MISSING, "", text).decode())
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _log(text: str) -> None:

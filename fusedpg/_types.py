@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 class _GroupInfo(TypedDict):
     backend: Literal["fused", "gloo"]
-    engine: Literal["shm", "tcp", "ucx"]
+    engine: Literal["shm", "tcp"]
     world_size: int
     local_world_size: int
     local_ranks: list[int]
@@ -23,12 +23,12 @@ class _GroupInfo(TypedDict):
 class GroupInfo(_GroupInfo, total=False):
     """Facts about a group on one rank; see :func:`fusedpg.group_info`."""
 
-    transport: str
+    transport: Literal["tcp"]
     address: str
     aggregators: list[str]
     aggregate: str
     nccl_version: int
-    cuda_path: Literal["stock", "ring", "direct", "direct_skip"]
+    cuda_path: Literal["stock", "ring", "direct"]
 
 
 class OpStats(TypedDict):

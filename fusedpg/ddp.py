@@ -52,7 +52,8 @@ def block_sparse_hook(
         ddp.register_comm_hook(fusedpg.ddp.BlockSparseState(threshold=1e-4),
                                fusedpg.ddp.block_sparse_hook)
 
-    Without a threshold, ``Options(block_skip="auto")`` does the same with no hook.
+    Without a threshold, ``Options(block_skip="auto")`` does the same with no hook. Buckets on a GPU
+    raise ValueError.
     """
     if not isinstance(state, BlockSparseState):
         state = BlockSparseState(group=state)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fusedpg._refusal import telling
 from fusedpg._registration import BACKEND, load_extension
 from fusedpg._types import GroupInfo, Stats
 
@@ -96,15 +97,13 @@ def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
     """Facts about a group on this rank.
 
     Keys: ``backend`` ("fused", or "gloo" where that is served), ``engine``
-    ("shm", or between hosts "tcp" or "ucx"), ``world_size``,
-    ``local_world_size``, ``local_ranks`` (of the group on this host), ``threads``, ``isa``,
-    ``arena_reserved`` and ``arena_used`` (bytes), ``cuda_arena`` (bytes), ``sequence_number``,
-    ``state`` ("ok" or "failed"); between hosts ``address``, where this rank listens (by tcp), and,
-    once an operation has connected them, ``transport`` ("tcp" or "ucx 1.22.0") and, where there
-    are some, ``aggregators`` and ``aggregate`` (the latest choice between them and the ranks, and
-    why); once a fused
-    operation has run on a GPU also ``nccl_version`` and ``cuda_path`` ("stock", "ring", "direct"
-    or "direct_skip") of the latest one.
+    ("shm", or between hosts "tcp"), ``world_size``, ``local_world_size``, ``local_ranks`` (of the
+    group on this host), ``threads``, ``isa``, ``arena_reserved`` and ``arena_used`` (bytes),
+    ``cuda_arena`` (bytes), ``sequence_number``, ``state`` ("ok" or "failed"); between hosts
+    ``address``, where this rank listens, ``transport`` ("tcp") and, where there are some, once an
+    operation has connected them, ``aggregators`` and ``aggregate`` (the latest choice between them
+    and the ranks, and why); once a fused operation has run on a GPU also ``nccl_version`` and
+    ``cuda_path`` ("stock", "ring" or "direct") of the latest one.
     """
     return cast("GroupInfo", _backend(group).info())
 
@@ -118,7 +117,7 @@ def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Sta
     Returns:
         A dict by operation ("all_reduce", "sparse_all_reduce", ...) of dicts: ``calls``; ``paths``,
         calls by the way the data took ("one_shot", "staged", "direct", "block_sparse",
-        "coordinates", "delegated", "messages" between hosts); ``bytes_sent`` and
+        "coordinates", "messages" between hosts); ``bytes_sent`` and
         ``bytes_received`` between this rank and its peers, through shared memory or a wire;
         ``messages_sent`` over a wire; and of calls that looked for blocks of zeros ``blocks``,
         ``blocks_present`` on this rank and ``blocks_union`` on any rank, with ``density`` and
@@ -147,14 +146,13 @@ def sparse_all_reduce(
     """``dist.all_reduce`` that moves only the blocks in which some element is not zero.
 
     In place. Inside a machine the result is that of ``dist.all_reduce``, bit for bit (but for which
-    NaN); between machines and on GPUs the order of additions may be another. A block counts as zero
+    NaN); between machines the order of additions may be another. A block counts as zero
     only if all its bits are 0, so -0.0 and NaN travel. What travels is the share d of blocks that a
     rank has, and back the share u that any rank has (OmniReduce, SIGCOMM 2021). Where u is so large
     that this does not pay, the whole tensor travels.
 
     Args:
-        tensor: dense, on a GPU also dense in memory; float64, float32, bfloat16, float16, int64
-            or int32.
+        tensor: dense, on the CPU; float64, float32, bfloat16, float16, int64 or int32.
         op: SUM or AVG.
         group: a group of the fused backend; default: the default group.
         async_op: return a Work to wait for; arguments must stay untouched until then.
@@ -166,9 +164,8 @@ def sparse_all_reduce(
             zeros at first, which belongs to this rank and this call site. It is added to
             ``tensor`` before, and receives what was not sent (error feedback), so that nothing is
             lost: sent + residual == tensor + old residual, bit for bit (but for -0.0).
-        bitmap: this rank's choice of blocks, without a look at ``tensor``: contiguous bools where
-            ``tensor`` is, one for each block of ``tensor.reshape(-1)`` (of a tensor on a GPU, of
-            its elements in the order of its memory). A block whose bool is False counts as +0.0,
+        bitmap: this rank's choice of blocks, without a look at ``tensor``: contiguous bools, one
+            for each block of ``tensor.reshape(-1)``. A block whose bool is False counts as +0.0,
             whatever it holds. Other ranks may have another bitmap, or none. Not with
             ``threshold``.
 
@@ -176,9 +173,10 @@ def sparse_all_reduce(
         ValueError: for arguments this rank can check alone.
         torch.distributed.DistBackendError: when ranks disagree or a rank fails.
     """
-    work = _backend(group).sparse_all_reduce(
-        tensor, op, block_size, threshold, residual, bitmap, async_op
-    )
+    with telling(group, tensor):
+        work = _backend(group).sparse_all_reduce(
+            tensor, op, block_size, threshold, residual, bitmap, async_op
+        )
     return cast("dist.Work | None", work)
 
 
@@ -214,15 +212,16 @@ def quantized_all_reduce(
     """
     from fusedpg.compress import _block_float, _numbers
 
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise ValueError("quantized_all_reduce: tensor is a dense tensor")
-    if tensor.dtype not in _block_float.DTYPES:
-        names = ", ".join(str(dtype) for dtype in _block_float.DTYPES)
-        raise ValueError(f"quantized_all_reduce: tensor is of {names}, found {tensor.dtype}")
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"quantized_all_reduce: op is SUM or AVG, got {op}")
-    block = _numbers.whole("block", block, at_least=1, at_most=2**31 - 1)
-    _block_float.sum_(tensor, block, group, average=op == dist.ReduceOp.AVG)
+    with telling(group, tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise ValueError("quantized_all_reduce: tensor is a dense tensor")
+        if tensor.dtype not in _block_float.DTYPES:
+            names = ", ".join(str(dtype) for dtype in _block_float.DTYPES)
+            raise ValueError(f"quantized_all_reduce: tensor is of {names}, found {tensor.dtype}")
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"quantized_all_reduce: op is SUM or AVG, got {op}")
+        block = _numbers.whole("block", block, at_least=1, at_most=2**31 - 1)
+        _block_float.sum_(tensor, block, group, average=op == dist.ReduceOp.AVG)
 
 
 def _group_name(group: dist.ProcessGroup | None) -> str:
@@ -250,9 +249,9 @@ _OPTIONS = """
         weight: with "mean", gradients are summed as ``weight * grad`` and divided by the sum of all
             ranks' weights: pass the local batch size for uneven data. On all ranks or on none.
         block_skip: (not LAMB) look for blocks of zeros in the gradients and skip them on the way
-            to their owners; the numbers are the same. Blocks are of the group's ``block_size``, on
-            a GPU of 256 elements. On all ranks or on none. Takes no effect on CPU tensors inside a
-            machine with ``weight``, and on GPUs only where all tensors lie in the arenas.
+            to their owners; the numbers are the same. Blocks are of the group's ``block_size``. On
+            all ranks or on none. Takes no effect on CPU tensors inside a machine with ``weight``,
+            and on GPUs.
         group: a group of the fused backend; default: the default group.
         async_op: return a Work to wait for; arguments must stay untouched until then.
 
@@ -280,6 +279,13 @@ _COMMON = ("grad_scale", "found_inf", "reduce", "weight", "block_skip")
 
 
 def _step(op: str, lists: int, arguments: dict[str, Any]) -> dist.Work | None:
+    if torch.compiler.is_compiling():  # which knows the operator alone
+        return _begin_step(op, lists, arguments)
+    with telling(arguments["group"], *arguments.values()):
+        return _begin_step(op, lists, arguments)
+
+
+def _begin_step(op: str, lists: int, arguments: dict[str, Any]) -> dist.Work | None:
     """The operator ``op``, or where there is a Work, for which operators have no type, the method
     behind it.
 

@@ -12,10 +12,12 @@ and beside the newest the sdist, too. --build-only leaves that out.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -29,20 +31,40 @@ def minor_release(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def step(text: str) -> None:
+    print(f"== {text}", flush=True)
+
+
+def size_of(url: str) -> str:
+    """Of a download, as its server says; a server may not say it."""
+    try:
+        request = urllib.request.Request(url, method="HEAD")
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return f"{int(answer.headers['Content-Length']) / 1e6:,.0f} MB"
+    except (OSError, TypeError, ValueError):
+        return "of unknown size"
+
+
 def finds(torch: tuple[int, int]) -> bool:
-    """Whether pip would install such a torch here."""
+    """Whether pip would install such a torch here; says how large that is."""
     wanted = "torch=={}.{}.*".format(*torch)
-    options = ("--dry-run", "--no-deps", "--ignore-installed", "--quiet", wanted)
+    options = ("--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-", wanted)
     done = subprocess.run(pip(sys.executable, "install", *options), capture_output=True, text=True)
     if done.returncode != 0 and not any(
         known in done.stderr for known in ("No matching distribution", "ResolutionImpossible")
     ):
         sys.exit(f"pip could not look for {wanted}:\n{done.stderr}")
-    return done.returncode == 0
+    if done.returncode != 0:
+        return False
+    (found,) = json.loads(done.stdout)["install"]
+    url = found["download_info"]["url"]
+    step(f"torch {found['metadata']['version']}: {size_of(url)}, {url.partition('#')[0]}")
+    return True
 
 
 def supported() -> list[tuple[int, int]]:
     """Minor releases from the oldest on, up to the first that pip does not find."""
+    step("asking pip which torches there are")
     found = []
     torch = OLDEST
     while finds(torch):
@@ -56,6 +78,7 @@ def unpacked(torch: tuple[int, int], work: Path) -> Path:
     folder = work / "torch{}_{}".format(*torch)
     if not (folder / "torch/version.py").exists():
         wanted = "torch=={}.{}.*".format(*torch)
+        step(f"downloading and unpacking {wanted} without what it depends on")
         run(pip(sys.executable, "install", "--no-deps", "--target", str(folder), wanted), work)
     return folder
 
@@ -74,6 +97,7 @@ def build(torches: list[tuple[int, int]], work: Path) -> tuple[Path, Path]:
     paths = ":".join(str(unpacked(torch, work)) for torch in torches)
     command = ["-m", "build", "--no-isolation", "--skip-dependency-check", "--outdir", str(made)]
     for kind in ("--sdist", "--wheel"):
+        step("packing the sources" if kind == "--sdist" else "compiling for each torch: minutes")
         run(
             [str(python), *command, kind, str(ROOT)],
             work,
@@ -103,8 +127,11 @@ def main() -> int:
     shutil.rmtree(work / "build")
     names = ["{}.{}".format(*torch) for torch in torches]
     if not args.build_only:
+        step("trying: each torch is installed with all that it depends on, a CUDA build's 5 GB")
         for name in names:
+            step(f"trying the wheel beside torch {name}")
             Clean(f"{name}.*", wheel, work / "clean").try_it()
+        step(f"building and trying the sdist beside torch {names[-1]}")
         Clean(f"{names[-1]}.*", sdist, work / "clean", "--no-build-isolation").try_it()
         shutil.rmtree(work / "clean")
     done = "built" if args.build_only else "built and tried"

@@ -32,9 +32,9 @@ BlockStream::BlockStream(
 
 bool BlockStream::over(const Transport::RequestPtr& request) {
   switch (transport_.state(*request)) {
-    case PolledTransport::State::kUnderWay:
+    case TcpTransport::State::kUnderWay:
       return false;
-    case PolledTransport::State::kLost:
+    case TcpTransport::State::kLost:
       // Says why.
       request->wait(Deadline(std::chrono::seconds(1)));
       return true;

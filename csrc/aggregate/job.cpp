@@ -139,10 +139,10 @@ bool Job::next(Head& head) {
     bool all = true;
     for (const auto& one : receives) {
       const auto state = transport_->state(*one);
-      if (state == PolledTransport::State::kLost || ending_) {
+      if (state == TcpTransport::State::kLost || ending_) {
         return false;
       }
-      all = all && state == PolledTransport::State::kDone;
+      all = all && state == TcpTransport::State::kDone;
     }
     if (all) {
       break;

@@ -88,7 +88,7 @@ void Merge::look_at_words() {
   for (int r = 0; r < static_cast<int>(streams_.size()); ++r) {
     const Stream& one = streams_[r];
     if (one.word_comes &&
-        transport_.state(*one.word_comes) == PolledTransport::State::kDone) {
+        transport_.state(*one.word_comes) == TcpTransport::State::kDone) {
       hear(r);
     }
   }

@@ -14,7 +14,9 @@ namespace {
 constexpr int kBuffer = 8 << 20; // wanted
 
 Fd datagram_socket(const SocketAddress& like) {
-  Fd fd(socket(like.get()->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  Fd fd = Fd::opened([&] {
+    return socket(like.get()->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  });
   if (!fd) {
     fail_errno("fused: a socket of UDP");
   }

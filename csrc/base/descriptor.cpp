@@ -127,8 +127,9 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
     return "sizes or memory layouts of the tensors differ";
   }
   if (here.value_hash != there.value_hash) {
-    return "scalar arguments (learning rate, step, factor, ..., or a state "
-           "dict that was loaded) differ";
+    return "scalar arguments (learning rate, step, factor, ..., a norm or "
+           "factor by which gradients were multiplied, or a state dict that "
+           "was loaded) differ";
   }
   if (here.path != there.path) {
     return differ(

@@ -45,8 +45,7 @@ const char* op_name(OpCode op) {
 }
 
 const char* gpu_path_name(GpuPath path) {
-  constexpr const char* kNames[] = {
-      "none", "stock", "ring", "direct", "direct_skip"};
+  constexpr const char* kNames[] = {"none", "stock", "ring", "direct"};
   return kNames[static_cast<int>(path)];
 }
 

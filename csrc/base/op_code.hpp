@@ -28,8 +28,8 @@ enum class OpCode : uint8_t {
 constexpr int kOpCodes = 18;
 
 // Where the data of an operation on GPUs go: through NCCL's collectives, its
-// patched ring, or the arenas, where zeros may be skipped.
-enum class GpuPath : uint8_t { kNone, kStock, kRing, kDirect, kDirectSkip };
+// patched ring, or the arenas.
+enum class GpuPath : uint8_t { kNone, kStock, kRing, kDirect };
 const char* gpu_path_name(GpuPath path);
 
 // torch.distributed's name: "all_reduce".

@@ -86,28 +86,16 @@ Choice choice_of(
       given);
 }
 
-// UCX's defaults cost a third of the speed of a fast link. Over TCP a rendezvous
-// saves no copy, and its handshake waits in the same queue as the data before
-// it: segments of operations go at once, which their windows bound, and only
-// larger messages ask first. A fabric writes to where data belong, if it is
-// asked. Memory of one machine is the arena's business. Where the user names
-// Gloo's interface, it is the one that reaches the others; but not the fabric's.
-std::vector<std::pair<std::string, std::string>> ucx_config() {
-  std::vector<std::pair<std::string, std::string>> config;
-  const auto set = [&](const char* name, const std::string& value) {
-    if (!env((std::string("UCX_") + name).c_str())) {
-      config.emplace_back(name, value);
-    }
-  };
-  const bool fabric = access("/sys/class/infiniband", F_OK) == 0;
-  set("RNDV_THRESH", fabric ? "64K" : "2M");
-  set("TCP_RX_SEG_SIZE", "256K"); // see select_net_segment()
-  set("TLS", "^sm");
-  const auto interface = env("GLOO_SOCKET_IFNAME");
-  if (interface && !fabric) {
-    set("NET_DEVICES", *interface);
+// There was a carrier of messages by UCX. Programs that ask for it would not
+// learn from "must be tcp" that they can leave the option out.
+void check_transport(const std::optional<std::string>& option) {
+  if (option.value_or(env("FUSEDPG_TRANSPORT").value_or("")) == "ucx") {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: transport (FUSEDPG_TRANSPORT) \"ucx\" has been removed, and "
+        "messages between hosts go by TCP: leave it unset, or set it to tcp");
   }
-  return config;
+  choice_of<bool>(option, "transport", "FUSEDPG_TRANSPORT", {{"tcp", true}});
 }
 
 size_t default_arena_bytes() {
@@ -133,11 +121,6 @@ void check_block_size(int64_t elements) {
 const char* block_skip_name(BlockSkip mode) {
   constexpr const char* kNames[] = {"off", "auto", "on"};
   return kNames[static_cast<size_t>(mode)];
-}
-
-const char* transport_choice_name(TransportChoice choice) {
-  constexpr const char* kNames[] = {"tcp", "ucx"};
-  return kNames[static_cast<size_t>(choice)];
 }
 
 const char* aggregate_name(Aggregate mode) {
@@ -229,14 +212,14 @@ Settings resolve(const Options& options) {
       {{"auto", NcclChoice::kAuto},
        {"patched", NcclChoice::kPatched},
        {"stock", NcclChoice::kStock}});
+  s.wide_half_sums = choice_of<bool>(
+      options.half_sums,
+      "half_sums",
+      "FUSEDPG_HALF_SUMS",
+      {{"fp32", true}, {"wire", false}});
   s.cuda_lib = env("FUSEDPG_CUDA_LIB").value_or("");
   s.nccl_lib = env("FUSEDPG_NCCL_LIB").value_or("");
-  s.transport = choice_of<TransportChoice>(
-      options.transport,
-      "transport",
-      "FUSEDPG_TRANSPORT",
-      {{transport_choice_name(TransportChoice::kTcp), TransportChoice::kTcp},
-       {transport_choice_name(TransportChoice::kUcx), TransportChoice::kUcx}});
+  check_transport(options.transport);
   s.flat_order = choice_of<bool>(
       options.order,
       "order",
@@ -264,8 +247,7 @@ Settings resolve(const Options& options) {
       env("FUSEDPG_SOCKET_IFNAME")
           .value_or(env("GLOO_SOCKET_IFNAME").value_or(""));
   s.socket_ifname = interfaces.substr(0, interfaces.find(','));
-  s.ucx_lib = env("FUSEDPG_UCX_LIB").value_or("");
-  s.ucx_config = ucx_config();
+  s.port_range = env("FUSEDPG_PORT_RANGE").value_or("");
   s.host_id = env("FUSEDPG_HOST_ID").value_or("");
   s.isa = env("FUSEDPG_ISA").value_or("");
   s.spin_us = env_integer("FUSEDPG_SPIN_US").value_or(-1);
@@ -284,6 +266,14 @@ AggregatorSettings aggregator_settings() {
       env("FUSEDPG_AGGREGATOR_LISTEN").value_or(""),
       env("FUSEDPG_AGGREGATOR_STATS").value_or(""),
       env("FUSEDPG_AGGREGATOR_KEY").value_or("")};
+}
+
+size_t flight_recorder_entries() {
+  constexpr int64_t kEntries = 2000;
+  const auto newer = env_integer("TORCH_FR_BUFFER_SIZE");
+  const auto entries =
+      newer ? newer : env_integer("TORCH_NCCL_TRACE_BUFFER_SIZE");
+  return static_cast<size_t>(std::max<int64_t>(entries.value_or(kEntries), 0));
 }
 
 bool fusion_compiles() {

@@ -36,9 +36,11 @@ struct Options {
   // "auto": patched where there is one and the group spans machines.
   // FUSEDPG_NCCL.
   std::optional<std::string> nccl;
-  // The carrier of messages between hosts: "tcp", which is ours; torch's "gloo";
-  // or "ucx", where whoever reaches its port can write to the process's memory.
-  // The same on all ranks. FUSEDPG_TRANSPORT.
+  // CUDA: "fp32", or "wire": in which type gradients of half types are added.
+  // The same on all ranks. FUSEDPG_HALF_SUMS.
+  std::optional<std::string> half_sums;
+  // The carrier of messages between hosts: "tcp" is the only one.
+  // FUSEDPG_TRANSPORT.
   std::optional<std::string> transport;
   // In which order contributions are added between hosts: "hosts", or "flat":
   // as on one machine. The same on all ranks. FUSEDPG_ORDER.
@@ -60,8 +62,6 @@ struct Options {
 enum class BlockSkip { kOff, kAuto, kOn };
 const char* block_skip_name(BlockSkip mode);
 enum class NcclChoice { kAuto, kPatched, kStock };
-enum class TransportChoice { kTcp, kUcx };
-const char* transport_choice_name(TransportChoice choice);
 
 enum class Aggregate { kAuto, kOn };
 const char* aggregate_name(Aggregate mode);
@@ -95,11 +95,11 @@ struct Settings {
   // FUSEDPG_CUDA_MULTIMEM.
   bool cuda_multimem;
   NcclChoice nccl;
+  bool wide_half_sums; // half_sums="fp32"
   // libfusedpg_cuda.so; empty: beside the engine. FUSEDPG_CUDA_LIB.
   std::string cuda_lib;
   // libnccl; empty: the one that torch has loaded. FUSEDPG_NCCL_LIB.
   std::string nccl_lib;
-  TransportChoice transport;
   bool flat_order;
   std::vector<std::string> aggregators; // "host:port"
   Aggregate aggregate;
@@ -110,10 +110,9 @@ struct Settings {
   // The interface that other hosts reach this one by; empty: by the way to the
   // store. FUSEDPG_SOCKET_IFNAME, else the first of GLOO_SOCKET_IFNAME.
   std::string socket_ifname;
-  // libucp; empty: the wheel's, else the system's. FUSEDPG_UCX_LIB.
-  std::string ucx_lib;
-  // What we set of UCX's variables, without UCX_: none that the user has set.
-  std::vector<std::pair<std::string, std::string>> ucx_config;
+  // Ports that this process may listen at, "40000-40099"; empty: any.
+  // FUSEDPG_PORT_RANGE. Read when it listens: all ranks hear what is wrong.
+  std::string port_range;
   // 0 warnings only, 1 one line per group and fallback. FUSEDPG_LOG=info.
   int log_level;
 };
@@ -144,6 +143,9 @@ struct FusionSettings {
   std::string nvrtc; // path of a libnvrtc; empty: of a wheel, or the system's
 };
 FusionSettings fusion_settings();
+// How many operations the flight recorder keeps: torch's variables, and default.
+size_t flight_recorder_entries();
+
 bool fusion_compiles(); // that setting alone, which every call asks for
 
 // Writes one line to stderr, "[fusedpg] ...".

@@ -37,6 +37,10 @@ class Rendezvous {
   }
   virtual bool has(const std::string& key) = 0;
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
+  // True if the store ends with this process.
+  virtual bool is_here() const {
+    return false;
+  }
 };
 
 } // namespace fusedpg

@@ -43,15 +43,19 @@ std::string host_identity(const std::string& override_id) {
   }
   std::string machine = boot_id();
   if (machine.empty()) {
-    char name[256] = {};
-    gethostname(name, sizeof name - 1);
-    machine = name;
+    machine = host_name();
   }
   // Abstract sockets are per network namespace, pids per pid namespace, and
   // credentials are compared within one user namespace.
   return machine + "/" + link_target("/proc/self/ns/net") + "/" +
       link_target("/proc/self/ns/pid") + "/" +
       link_target("/proc/self/ns/user");
+}
+
+std::string host_name() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
 }
 
 std::string cpu_mask() {

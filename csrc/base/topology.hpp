@@ -8,6 +8,9 @@ namespace fusedpg {
 // process, network and user namespaces. FUSEDPG_HOST_ID replaces it.
 std::string host_identity(const std::string& override_id);
 
+// For people.
+std::string host_name();
+
 // The CPUs this process may run on, as a string of '0' and '1'.
 std::string cpu_mask();
 // How many they are.

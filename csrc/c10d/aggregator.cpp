@@ -6,9 +6,11 @@
 #include "aggregate/server.hpp"
 #include "aggregate/udp_client.hpp"
 #include "aggregate/udp_server.hpp"
+#include "base/fork.hpp"
 #include "base/options.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/errors.hpp"
+#include "c10d/tensor_memory.hpp"
 #include "c10d/tensors.hpp"
 
 namespace fusedpg {
@@ -110,6 +112,7 @@ void udp_all_reduce(
           "fused: aggregators by UDP take contiguous float32 and int32 tensors "
           "of the CPU");
     }
+    check_memory("all_reduce", tensor);
     const Deadline deadline{std::chrono::milliseconds(deadline_ms)};
     const auto count = static_cast<size_t>(tensor.numel());
     if (floats) {
@@ -129,9 +132,11 @@ void bind_aggregator(py::module_& m) {
       .def(
           py::init([](const std::string& listen, const std::string& key) {
             return translate([&] {
-              return std::make_shared<Server>(
-                  aggregate::front_door(listen, aggregate::key_of(key)),
-                  default_kernels());
+              return std::shared_ptr<Server>(
+                  new Server(
+                      aggregate::front_door(listen, aggregate::key_of(key)),
+                      default_kernels()),
+                  DeleteAtOrigin());
             });
           }),
           "Listens at \"host:port\" for jobs of workers that have the key.",
@@ -146,8 +151,10 @@ void bind_aggregator(py::module_& m) {
           py::init([](const std::string& listen, const std::string& key) {
             return translate([&] {
               const Key128 secret = aggregate::key_of(key);
-              return std::make_shared<udp::Server>(
-                  aggregate::front_door(listen, secret).socket, secret);
+              return std::shared_ptr<udp::Server>(
+                  new udp::Server(
+                      aggregate::front_door(listen, secret).socket, secret),
+                  DeleteAtOrigin());
             });
           }),
           "Listens at \"host:port\" for packets of workers that have the key.",

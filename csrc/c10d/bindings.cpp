@@ -19,7 +19,7 @@
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
 #include "cuda/cuda_api.hpp"
-#include "net/ucx_api.hpp"
+#include "host/domain.hpp"
 
 namespace py = pybind11;
 
@@ -32,16 +32,17 @@ using Loaded = std::shared_ptr<cuda::LoadedProgram>;
 void set_python_factory(py::object factory) {
   // Leaked on purpose: it may be called until the process ends.
   auto* held = new py::object(std::move(factory));
-  set_delegate_factory([held](
-                           const std::string& device,
-                           const c10::intrusive_ptr<c10d::Store>& store,
-                           int rank,
-                           int size,
-                           Milliseconds timeout) {
-    const py::gil_scoped_acquire gil;
-    return (*held)(device, store, rank, size, timeout)
-        .cast<c10::intrusive_ptr<c10d::Backend>>();
-  });
+  set_delegate_factory(
+      [held](
+          const std::string& device,
+          const c10::intrusive_ptr<c10d::Store>& store,
+          int rank,
+          int size,
+          const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+        const py::gil_scoped_acquire gil;
+        return (*held)(device, store, rank, size, options)
+            .cast<c10::intrusive_ptr<c10d::Backend>>();
+      });
 }
 
 py::dict info_dict(ProcessGroupFused& group) {
@@ -152,6 +153,8 @@ void bind_options(py::module_& m) {
                       std::optional<int64_t> cuda_chunk_bytes,
                       std::optional<int64_t> cuda_arena_bytes,
                       std::optional<std::string> nccl,
+                      c10::intrusive_ptr<c10d::Backend::Options> nccl_options,
+                      std::optional<std::string> half_sums,
                       std::optional<std::string> transport,
                       std::optional<std::string> order,
                       std::optional<std::string> aggregators,
@@ -179,12 +182,17 @@ void bind_options(py::module_& m) {
                 "cuda_chunk_bytes", cuda_chunk_bytes, engine.cuda_chunk_bytes);
             bytes(
                 "cuda_arena_bytes", cuda_arena_bytes, engine.cuda_arena_bytes);
+            TORCH_CHECK_VALUE(
+                !nccl_options || nccl_options->backend == "nccl",
+                "fused: nccl_options must be ProcessGroupNCCL.Options");
+            options->nccl_options = std::move(nccl_options);
             options->cpu_as_cuda = cpu_as_cuda;
             options->engine.threads = threads;
             options->engine.nan_check = nan_check;
             options->engine.block_skip = std::move(block_skip);
             options->engine.block_size = block_size;
             options->engine.nccl = std::move(nccl);
+            options->engine.half_sums = std::move(half_sums);
             options->engine.transport = std::move(transport);
             options->engine.order = std::move(order);
             options->engine.aggregators = std::move(aggregators);
@@ -203,6 +211,8 @@ void bind_options(py::module_& m) {
           py::arg("cuda_chunk_bytes") = py::none(),
           py::arg("cuda_arena_bytes") = py::none(),
           py::arg("nccl") = py::none(),
+          py::arg("nccl_options") = py::none(),
+          py::arg("half_sums") = py::none(),
           py::arg("transport") = py::none(),
           py::arg("order") = py::none(),
           py::arg("aggregators") = py::none(),
@@ -225,6 +235,9 @@ void bind_options(py::module_& m) {
           [](const Options& o) { return o.engine.cuda_arena_bytes; })
       .def_property_readonly(
           "nccl", [](const Options& o) { return o.engine.nccl; })
+      .def_readonly("nccl_options", &Options::nccl_options)
+      .def_property_readonly(
+          "half_sums", [](const Options& o) { return o.engine.half_sums; })
       .def_property_readonly(
           "transport", [](const Options& o) { return o.engine.transport; })
       .def_property_readonly(
@@ -274,7 +287,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
     bool reduced,
     bool shared_params,
     bool block_skip,
-    uint64_t loaded,
+    uint64_t done_before,
     std::optional<at::Tensor> grad_scale,
     std::optional<at::Tensor> found_inf,
     bool async_op) {
@@ -292,7 +305,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
   a.reduced = reduced;
   a.shared_params = shared_params;
   a.block_skip = block_skip;
-  a.loaded = loaded;
+  a.done_before = done_before;
   a.grad_scale = std::move(grad_scale);
   a.found_inf = std::move(found_inf);
   return group.fused_step_(std::move(a), async_op);
@@ -351,11 +364,41 @@ void bind_hyper(py::module_& m) {
           py::arg("always_adapt") = false);
 }
 
+// Methods that torch's ProcessGroupNCCL has in Python, of the one that serves
+// the group's tensors on GPUs.
+template <typename Class>
+void bind_delegates_methods(Class& group) {
+  for (const char* name :
+       {"register_mem_pool",
+        "deregister_mem_pool",
+        "_add_ephemeral_timeout",
+        "_start_time_estimate",
+        "_end_time_estimate",
+        "suspend",
+        "resume",
+        "memory_stats"}) {
+    group.def(
+        name,
+        [name](ProcessGroupFused& self, const py::args& args) {
+          c10::intrusive_ptr<c10d::Backend> delegate;
+          {
+            const py::gil_scoped_release no_gil;
+            delegate = self.delegate();
+          }
+          return py::object(py::cast(delegate).attr(name)(*args));
+        },
+        "ProcessGroupNCCL's.");
+  }
+}
+
 void bind_group(py::module_& m) {
   py::class_<
       ProcessGroupFused,
       c10::intrusive_ptr<ProcessGroupFused>,
-      c10d::Backend>(m, "ProcessGroupFused")
+      c10d::Backend>
+      group(m, "ProcessGroupFused");
+  bind_delegates_methods(group);
+  group
       .def(
           py::init([](const c10::intrusive_ptr<c10d::Store>& store,
                       int rank,
@@ -383,6 +426,12 @@ void bind_group(py::module_& m) {
           "Gloo's and NCCL's name of setTimeout.",
           py::arg("timeout"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "perform_nocolor_split",
+          [](ProcessGroupFused&, const py::object&) {},
+          "What ranks outside of a new group do where the default group is "
+          "bound to a GPU: nothing, as the new one is no split of NCCL's.",
+          py::arg("device"))
       .def_static("_layout_is_gloos", &ProcessGroupFused::layout_is_gloos)
       .def(
           "empty",
@@ -407,6 +456,12 @@ void bind_group(py::module_& m) {
           &ProcessGroupFused::in_arena,
           "Whether the tensor's storage lies in the group's arena.",
           py::arg("tensor"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "refuse",
+          &ProcessGroupFused::refuse,
+          "Tells the peers why this rank cannot begin an operation.",
+          py::arg("reason"),
           py::call_guard<py::gil_scoped_release>())
       .def("info", &info_dict, "Facts about the group: see fusedpg.group_info.")
       .def(
@@ -488,7 +543,7 @@ void bind_group(py::module_& m) {
           py::arg("reduced") = false,
           py::arg("shared_params") = false,
           py::arg("block_skip") = false,
-          py::arg("loaded") = 0,
+          py::arg("done_before") = 0,
           py::arg("grad_scale") = py::none(),
           py::arg("found_inf") = py::none(),
           py::arg("async_op") = false,
@@ -617,6 +672,66 @@ py::tuple shard_range_tuple(int64_t numel, int64_t world_size, int64_t rank) {
   return py::make_tuple(range.offset, range.length);
 }
 
+// Of FlightRecorder::Sizes.
+py::list shapes(const FlightRecorder::Sizes& sizes) {
+  py::list all;
+  for (size_t i = 0; i < sizes.size(); i += 1 + sizes[i]) {
+    py::list one;
+    for (int64_t d = 1; d <= sizes[i]; ++d) {
+      one.append(sizes[i + d]);
+    }
+    all.append(std::move(one));
+  }
+  return all;
+}
+
+template <typename Types>
+py::list type_names(const Types& types) {
+  py::list all;
+  for (const at::ScalarType type : types) {
+    all.append(at::toString(type));
+  }
+  return all;
+}
+
+py::tuple flight_recorder_dump() {
+  name_recorded_groups();
+  FlightRecorder& recorder = FlightRecorder::get();
+  const auto facts = recorder.dump();
+  std::map<int, std::shared_ptr<RecordedGroup>> known;
+  for (auto& group : recorder.groups()) {
+    known[group->number] = group;
+  }
+  py::list entries;
+  for (const FlightRecorder::Facts& f : facts) {
+    known[f.group->number] = f.group;
+    py::dict d;
+    d["group"] = f.group->number;
+    d["title"] = f.title;
+    d["rank"] = f.group->rank;
+    d["peer"] =
+        f.peer < 0 ? py::object(py::none()) : py::object(py::int_(f.peer));
+    d["sequence"] = f.sequence;
+    d["timeout_ms"] = f.timeout_ms;
+    d["created_ns"] = f.created;
+    d["started_ns"] = f.started;
+    d["completed_ns"] = f.completed;
+    d["ended"] = f.ended;
+    d["input_sizes"] = shapes(f.inputs);
+    d["input_dtypes"] = type_names(f.input_types);
+    d["output_sizes"] = shapes(f.outputs);
+    d["output_dtypes"] = type_names(f.output_types);
+    entries.append(std::move(d));
+  }
+  py::dict groups;
+  for (const auto& [number, group] : known) {
+    const RecordedGroup::Name name = recorder.name_of(*group);
+    groups[py::int_(number)] =
+        py::make_tuple(name.name, name.description, name.ranks);
+  }
+  return py::make_tuple(entries, groups);
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -664,18 +779,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "isa",
       [] { return std::string(default_kernels().name); },
       "The instruction set of the kernels that run by default.");
+  m.def(
+      "_flight_recorder_dump",
+      &flight_recorder_dump,
+      "The operations that the flight recorder has, oldest first, and by "
+      "number "
+      "the name, the description and the ranks of their groups.");
+  m.def(
+      "_shared_memory_refusal",
+      [](int size) { return Domain::refusal(size); },
+      "Why this process cannot have the shared memory of a group, or \"\".",
+      py::arg("size"));
+  m.def("_shared_errors", [] { return shared_errors(); });
   m.def("_set_delegate_factory", &set_python_factory);
   m.def("_set_announcer", &set_python_announcer);
-  m.def("_set_ucx_library", &ucx::set_default_path);
   m.def("_fusion_settings", [] {
     const FusionSettings s = translate(&fusion_settings);
     return py::make_tuple(s.compiles, s.cache_dir, s.compiler, s.nvrtc);
   });
   m.def("_load_cuda_kernels", [] {
     translate([] { cuda::load_cuda_api(resolve({}).cuda_lib); });
-  });
-  m.def("_ucx", [] {
-    return translate([] { return ucx::described(resolve({}).ucx_lib); });
   });
   m.def(
       "_end_at_exit",

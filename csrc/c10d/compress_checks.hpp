@@ -7,6 +7,7 @@
 
 #include "base/error.hpp"
 #include "c10d/default_kernels.hpp"
+#include "c10d/tensor_memory.hpp"
 #include "compress/select.hpp"
 #include "kernels/kernels.hpp"
 
@@ -42,6 +43,7 @@ inline void check(
           at::toString(t.scalar_type()),
           t.numel(),
           t.is_contiguous() ? "" : ", not contiguous"));
+  check_memory(op, t);
 }
 
 inline float* floats(const at::Tensor& t) {

@@ -1,25 +1,26 @@
 #include "c10d/connect_hosts.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/error.hpp"
+#include "c10d/errors.hpp"
 #include "c10d/store_rendezvous.hpp"
 #include "net/exchange_words.hpp"
-#include "net/tcp_transport.hpp"
-#include "net/ucx_transport.hpp"
 
 namespace fusedpg {
 namespace {
 
-// A rank's word to the others before they connect: what they have to know of it,
-// or why it cannot.
+// A rank's word to the others: what they have to know of it, or why it cannot
+// take part.
 struct Offer {
   std::string word;
   std::string why_not;
+  std::exception_ptr error{}; // of this rank
 
   std::string text() const {
     return word + "\n" + why_not;
@@ -33,18 +34,9 @@ struct Offer {
 Offer offer_of(const std::function<std::string()>& word) {
   try {
     return {word(), ""};
-  } catch (const Error& error) {
-    return {"", error.what()};
+  } catch (const std::exception& error) {
+    return {"", one_line(error), std::current_exception()};
   }
-}
-
-// Every rank finds the same.
-[[noreturn]] void refuse(const Settings& settings, const std::string& why) {
-  fail(
-      ErrorKind::kSystem,
-      "fused: Options.transport (FUSEDPG_TRANSPORT) is \"{}\", but {}",
-      transport_choice_name(settings.transport),
-      why);
 }
 
 std::vector<std::string> exchange(
@@ -61,30 +53,23 @@ std::vector<std::string> exchange(
       mine.text(),
       deadline,
       check);
+  if (mine.error) {
+    std::rethrow_exception(mine.error);
+  }
   for (int p = 0; p < group.size; ++p) {
     const Offer offer = Offer::of(words[p]);
     if (!offer.why_not.empty()) {
-      refuse(group.settings, formatted("rank {}: {}", p, offer.why_not));
+      const std::string prefix = "fused: ";
+      fail(
+          ErrorKind::kSystem,
+          "fused: the hosts cannot be connected, because of rank {}: {}",
+          p,
+          offer.why_not.substr(
+              offer.why_not.starts_with(prefix) ? prefix.size() : 0));
     }
     words[p] = offer.word;
   }
   return words;
-}
-
-void check_versions(
-    const Settings& settings,
-    const std::vector<std::string>& versions) {
-  for (size_t p = 0; p < versions.size(); ++p) {
-    if (versions[p] != versions[0]) {
-      refuse(
-          settings,
-          formatted(
-              "UCX is {} on rank 0 and {} on rank {}",
-              versions[0],
-              versions[p],
-              p));
-    }
-  }
 }
 
 // The address that this process listens at: by the way to the store, if that
@@ -106,7 +91,10 @@ SocketAddress address_here(Group& group) {
 // With room for `more` that are no ranks of the group.
 std::unique_ptr<TcpEndpoint> open_endpoint(Group& group, int more = 0) {
   return std::make_unique<TcpEndpoint>(
-      TcpListener::at(address_here(group)), group.rank, group.size + more);
+      TcpListener::at(
+          address_here(group), PortRange::of(group.settings.port_range)),
+      group.rank,
+      group.size + more);
 }
 
 TcpTransport::Config tcp_config(const Settings& settings) {
@@ -121,59 +109,65 @@ TcpTransport::Config tcp_config(const Settings& settings) {
   return config;
 }
 
-UcxConfig ucx_config(const Settings& settings) {
-  UcxConfig config;
-  config.set = settings.ucx_config;
-  if (settings.spin_us >= 0) {
-    config.spin = std::chrono::microseconds(settings.spin_us);
-  }
-  return config;
+// --- words by the connections themselves, for what is agreed on later --------
+
+constexpr uint32_t kWordTag = ~uint32_t(1); // no operation's
+constexpr size_t kMostWordBytes = 2048; // each travels as so many
+
+void say(
+    Transport& transport,
+    int to,
+    const std::string& word,
+    const Deadline& deadline) {
+  const NetBuffer message(kMostWordBytes);
+  std::memset(message.data(), 0, message.bytes());
+  std::memcpy(
+      message.data(), word.data(), std::min(word.size(), kMostWordBytes - 1));
+  transport.send(to, kWordTag, message)->wait(deadline);
+}
+
+std::string hear(Transport& transport, int from, const Deadline& deadline) {
+  const NetBuffer message(kMostWordBytes);
+  transport.receive(from, kWordTag, message)->wait(deadline);
+  message.data()[kMostWordBytes - 1] = 0;
+  return message.data();
 }
 
 } // namespace
 
 Connection connect_hosts(
     Group& group,
+    const std::function<void()>& prepare,
     const Deadline& deadline,
     const std::function<void()>& check) {
-  const Settings& settings = group.settings;
   BoundedRendezvous rendezvous(
       c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store),
       deadline,
       check);
-  const auto offers = [&](const std::function<std::string()>& word) {
-    return exchange(group, offer_of(word), rendezvous, deadline, check);
-  };
-  if (settings.transport == TransportChoice::kUcx) {
-    const ucx::Api* api = nullptr;
-    check_versions(settings, offers([&] {
-                     api = &ucx::load(settings.ucx_lib);
-                     return api->version;
-                   }));
-    return {
-        std::make_unique<UcxTransport>(
-            *api,
-            ucx_config(settings),
-            rendezvous,
-            group.rank,
-            group.size,
-            deadline,
-            check),
-        "ucx " + api->version};
-  }
+  Connection connection;
   std::unique_ptr<TcpEndpoint> endpoint;
-  const auto addresses = offers([&] {
+  const Offer mine = offer_of([&] {
+    prepare();
     endpoint = open_endpoint(group);
-    return endpoint->address();
+    connection.mail = open_endpoint(group);
+    connection.address = endpoint->socket_address().host();
+    return endpoint->address() + "," + connection.mail->address();
   });
-  return {
-      std::make_unique<TcpTransport>(
-          tcp_config(settings), std::move(endpoint), addresses),
-      "tcp"};
+  std::vector<std::string> addresses =
+      exchange(group, mine, rendezvous, deadline, check);
+  for (std::string& both : addresses) {
+    const size_t comma = both.find(',');
+    connection.mail_addresses.push_back(both.substr(comma + 1));
+    both.resize(comma);
+  }
+  connection.transport = std::make_unique<TcpTransport>(
+      tcp_config(group.settings), std::move(endpoint), addresses);
+  return connection;
 }
 
 std::unique_ptr<aggregate::Client> connect_aggregators(
     Group& group,
+    Transport& transport,
     bool alone,
     const Deadline& deadline,
     const std::function<void()>& check) {
@@ -190,68 +184,54 @@ std::unique_ptr<aggregate::Client> connect_aggregators(
         "(FUSEDPG_ORDER)");
   }
   const Key128 key = aggregate::key_of(settings.aggregator_key);
-  BoundedRendezvous rendezvous(
-      c10::make_intrusive<c10d::PrefixStore>("fusedpg-aggregate", group.store),
-      deadline,
-      check);
-  std::unique_ptr<TcpEndpoint> endpoint;
-  const Offer mine = offer_of([&] {
-    endpoint = open_endpoint(group, static_cast<int>(places.size()));
-    return endpoint->address();
-  });
-  const auto workers = exchange(group, mine, rendezvous, deadline, check);
+  auto endpoint = open_endpoint(group, static_cast<int>(places.size()));
   // Rank 0 opens the jobs, and says where they are, or why there is none, before
   // the others have waited too long.
-  const Deadline patience(
-      std::min(deadline.left() / 2, std::chrono::milliseconds(10'000)));
-  const auto job_key = [](size_t a) { return formatted("job/{}", a); };
-  for (size_t a = 0; group.rank == 0 && a < places.size(); ++a) {
-    const auto opens = [&] {
-      return aggregate::open_job(
-          places[a], key, {workers, places.size(), a}, patience, check);
-    };
-    const Offer job = offer_of(opens);
-    rendezvous.set(job_key(a), job.text());
-    if (!job.why_not.empty()) {
-      break;
+  std::vector<Offer> jobs;
+  if (group.rank == 0) {
+    std::vector<std::string> workers{endpoint->address()};
+    for (int p = 1; p < group.size; ++p) {
+      workers.push_back(hear(transport, p, deadline));
+    }
+    const Deadline patience(
+        std::min(deadline.left() / 2, std::chrono::milliseconds(10'000)));
+    for (size_t a = 0; a < places.size(); ++a) {
+      jobs.push_back(offer_of([&] {
+        return aggregate::open_job(
+            places[a], key, {workers, places.size(), a}, patience, check);
+      }));
+      for (int p = 1; p < group.size; ++p) {
+        say(transport, p, jobs[a].text(), deadline);
+      }
+      if (jobs[a].error) {
+        transport.flush(patience);
+        check();
+        fail(ErrorKind::kSystem, "{}", jobs[a].why_not);
+      }
+    }
+  } else {
+    say(transport, 0, endpoint->address(), deadline);
+    for (size_t a = 0; a < places.size(); ++a) {
+      jobs.push_back(Offer::of(hear(transport, 0, deadline)));
+      if (!jobs[a].why_not.empty()) {
+        fail(ErrorKind::kPeerFailed, "{}", jobs[a].why_not);
+      }
     }
   }
-  auto transport =
+  auto connections =
       std::make_unique<TcpTransport>(tcp_config(settings), std::move(endpoint));
   for (size_t a = 0; a < places.size(); ++a) {
-    const Offer job = Offer::of(
-        await_word(rendezvous, job_key(a), group.rank, 0, deadline, check));
-    if (!job.why_not.empty()) {
-      fail(ErrorKind::kSystem, "{}", job.why_not);
-    }
-    transport->connect(group.size + static_cast<int>(a), job.word);
+    connections->connect(group.size + static_cast<int>(a), jobs[a].word);
   }
   return std::make_unique<aggregate::Client>(
-      places, std::move(transport), group.size);
+      places, std::move(connections), group.size);
 }
 
-std::string host_address(Group& group) {
-  if (group.settings.transport == TransportChoice::kUcx) {
-    return "";
-  }
-  try {
-    return address_here(group).host();
-  } catch (const Error&) {
-    return "";
-  }
-}
-
-std::unique_ptr<PolledTransport> open_transport(Group& group) {
-  const Settings& settings = group.settings;
-  if (settings.transport == TransportChoice::kUcx) {
-    return std::make_unique<UcxTransport>(
-        ucx::load(settings.ucx_lib),
-        ucx_config(settings),
-        group.rank,
-        group.size);
-  }
+std::unique_ptr<TcpTransport> open_transport(
+    Group& group,
+    std::unique_ptr<TcpEndpoint> mail) {
   return std::make_unique<TcpTransport>(
-      tcp_config(settings), open_endpoint(group));
+      tcp_config(group.settings), std::move(mail));
 }
 
 } // namespace fusedpg

@@ -7,38 +7,47 @@
 #include "aggregate/client.hpp"
 #include "base/deadline.hpp"
 #include "c10d/group.hpp"
-#include "net/transport.hpp"
+#include "net/tcp_transport.hpp"
 
 namespace fusedpg {
 
 struct Connection {
   std::unique_ptr<Transport> transport;
-  std::string name; // "tcp" or "ucx 1.22.0"
-  // Null if the group has none. It has connections of its own, by TCP.
+  std::string address; // at which this rank listens
+  // For messages of users, which have connections of their own: where this rank
+  // listens, and the addresses of all. A peer connects whether or not this rank
+  // has messages, so that it hears of this rank's end.
+  std::unique_ptr<TcpEndpoint> mail{};
+  std::vector<std::string> mail_addresses{};
+  // Null if the group has none. It has connections of its own.
   std::unique_ptr<aggregate::Client> aggregators{};
 };
 
-// Collective: connects the ranks of a group that spans hosts, by its settings'
-// transport: sockets of our own, or UCX, of which all must have the same version.
-// `check` throws when waiting is in vain.
+// Collective, when a group that spans hosts is made: all ranks say where they
+// listen. Later they need no store, and whoever waits for a rank connects to it,
+// so that its end shows before its first message.
+//
+// `prepare` is called first; where it or listening throws on a rank, all raise
+// why. `check` throws when waiting is in vain.
 Connection connect_hosts(
     Group& group,
+    const std::function<void()>& prepare,
     const Deadline& deadline,
     const std::function<void()>& check);
 
 // Collective: a job of this group at each of its settings' aggregators. `alone`:
 // every rank is a host of its own, or is taken for one, in the order of sums.
+// Throws where rank 0 cannot open a job: there kSystem, elsewhere kPeerFailed.
 std::unique_ptr<aggregate::Client> connect_aggregators(
     Group& group,
+    Transport& transport,
     bool alone,
     const Deadline& deadline,
     const std::function<void()>& check);
 
-// The address at which this rank listens for other hosts; empty where UCX
-// chooses it, or where there is none, which the first operation reports.
-std::string host_address(Group& group);
-
-// For messages of users: one by the same transport that is connected to nobody.
-std::unique_ptr<PolledTransport> open_transport(Group& group);
+// For messages of users, connected to nobody.
+std::unique_ptr<TcpTransport> open_transport(
+    Group& group,
+    std::unique_ptr<TcpEndpoint> mail);
 
 } // namespace fusedpg

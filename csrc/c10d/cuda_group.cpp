@@ -11,7 +11,6 @@
 #include "c10d/store_rendezvous.hpp"
 #include "c10d/work_cuda.hpp"
 #include "cuda/block_list.hpp"
-#include "cuda/selector.hpp"
 
 namespace fusedpg {
 namespace {
@@ -100,6 +99,7 @@ CudaGroup::CudaGroup(
     const Settings& settings,
     bool spans_hosts,
     CudaEngine::CheckPeers check_peers,
+    MakeDelegate make_delegate,
     bool pretend)
     : store_(std::move(store)),
       rank_(rank),
@@ -107,6 +107,7 @@ CudaGroup::CudaGroup(
       settings_(settings),
       spans_hosts_(spans_hosts),
       check_peers_(std::move(check_peers)),
+      make_delegate_(std::move(make_delegate)),
       pretend_(pretend) {}
 
 CudaGroup::~CudaGroup() {
@@ -116,18 +117,13 @@ CudaGroup::~CudaGroup() {
   }
 }
 
-c10::intrusive_ptr<c10d::Backend> CudaGroup::delegate_for(
-    std::chrono::milliseconds timeout) {
-  if (auto made = delegate()) {
+CudaGroup::BackendPtr CudaGroup::delegate_locked() {
+  if (auto made = made_delegate()) {
     return made;
   }
-  auto made = make_delegate(
-      pretend_ ? "cpu" : "cuda",
+  auto made = make_delegate_(
       c10::make_intrusive<c10d::PrefixStore>(
-          "fusedpg-cuda", spans_hosts_ ? own_client(store_) : store_),
-      rank_,
-      size_,
-      timeout);
+          "fusedpg-cuda", spans_hosts_ ? own_client(store_) : store_));
   std::lock_guard<std::mutex> lock(made_mutex_);
   return delegate_ = made;
 }
@@ -230,7 +226,7 @@ WorkPtr CudaGroup::delegated(
     bool coalescing,
     Delegated call) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto delegate = delegate_for(timeout);
+  const auto delegate = delegate_locked();
   const auto engine = this->engine();
   const CudaStreams streams(tensor.device(), pretend_);
   coalescing = coalescing && delegate->supportsCoalescing();
@@ -308,47 +304,6 @@ bool CudaGroup::holds_back() const {
   return region.group == this;
 }
 
-CudaGroup::Operations CudaGroup::enqueue(
-    const at::Tensor& tensor,
-    std::chrono::milliseconds timeout,
-    std::shared_ptr<void> tensors,
-    const Enqueue& body) {
-  const CudaStreams streams(tensor.device(), pretend_);
-  std::lock_guard<std::mutex> lock(mutex_);
-  check_not_held_back();
-  const auto engine = engine_for(tensor, timeout);
-  return translate([&] {
-    const cuda::Stream current =
-        pretend_ ? streams.current() : order_.before_fused(streams, *engine);
-    Operations operations = body(
-        *engine, CudaEngine::Submission{current, timeout, std::move(tensors)});
-    order_.after_fused();
-    return operations;
-  });
-}
-
-WorkPtr CudaGroup::finish(
-    const at::Tensor& tensor,
-    const char* title,
-    bool async_op,
-    Operations operations,
-    std::vector<at::Tensor> outputs,
-    std::function<void()> after_wait) {
-  const auto work = c10::make_intrusive<WorkCuda>(
-      rank_,
-      title,
-      engine(),
-      CudaStreams(tensor.device(), pretend_),
-      std::move(operations),
-      std::move(outputs),
-      std::move(after_wait));
-  if (async_op) {
-    return work;
-  }
-  work->wait();
-  return nullptr;
-}
-
 WorkPtr CudaGroup::submit(
     const at::Tensor& tensor,
     const char* title,
@@ -358,13 +313,36 @@ WorkPtr CudaGroup::submit(
     std::shared_ptr<void> tensors,
     const Enqueue& body,
     std::function<void()> after_wait) {
-  return finish(
-      tensor,
-      title,
-      async_op,
-      enqueue(tensor, timeout, std::move(tensors), body),
-      std::move(outputs),
-      std::move(after_wait));
+  const CudaStreams streams(tensor.device(), pretend_);
+  c10::intrusive_ptr<WorkCuda> work;
+  {
+    // Behind the delegated collectives so far.
+    std::lock_guard<std::mutex> lock(mutex_);
+    check_not_held_back();
+    const auto engine = engine_for(tensor, timeout);
+    Operations operations = translate([&] {
+      const cuda::Stream current =
+          pretend_ ? streams.current() : order_.before_fused(streams, *engine);
+      Operations enqueued = body(
+          *engine,
+          CudaEngine::Submission{current, timeout, std::move(tensors)});
+      order_.after_fused();
+      return enqueued;
+    });
+    work = c10::make_intrusive<WorkCuda>(
+        rank_,
+        title,
+        engine,
+        streams,
+        std::move(operations),
+        std::move(outputs),
+        std::move(after_wait));
+  }
+  if (async_op) {
+    return work;
+  }
+  work->wait();
+  return nullptr;
 }
 
 WorkPtr CudaGroup::fused_step(
@@ -425,117 +403,24 @@ WorkPtr CudaGroup::reduce_shards(
       nullptr);
 }
 
-WorkPtr CudaGroup::sparse_all_reduce(
-    const at::Tensor& tensor,
-    const CudaEngine::SkipCall& call,
-    const char* title,
-    std::chrono::milliseconds timeout,
-    bool async_op,
-    const Report& report) {
-  report_sums(false);
-  const auto keep = std::make_shared<at::Tensor>(tensor);
-  std::optional<CudaEngine::SkipFind> find;
-  auto operations = enqueue(
-      tensor,
-      timeout,
-      keep,
-      [&](CudaEngine& engine,
-          const CudaEngine::Submission& submission) -> Operations {
-        if (engine.can_sum_directly(call)) {
-          const CudaEngine::DirectSum sum = engine.direct_sum(call, submission);
-          if (!engine.capturing(submission.current)) {
-            const std::lock_guard<std::mutex> lock(unreported_mutex_);
-            unreported_.push_back({this->engine(), sum, call, report});
-          }
-          return {sum.operation};
-        }
-        find = engine.find_blocks(call, submission);
-        return {find->operation};
-      });
-  if (find) {
-    // Not under the lock: nobody else is to wait for the GPU.
-    const CudaEngine::Found found =
-        translate([&] { return engine()->found_blocks(*find); });
-    const bool skips =
-        cuda::select_sum_skip(found.blocks_union, call.blocks(), call.limit);
-    report(report_of(call, found, skips));
-    const auto rest = enqueue(
-        tensor,
-        timeout,
-        keep,
-        [&](CudaEngine& engine,
-            const CudaEngine::Submission& submission) -> Operations {
-          return {
-              skips ? engine.reduce_blocks(
-                          call, submission, *find, found.blocks_union)
-                    : engine.reduce_all(call, submission)};
-        });
-    operations.insert(operations.end(), rest.begin(), rest.end());
-  }
-  return finish(
-      tensor, title, async_op, std::move(operations), {tensor}, nullptr);
-}
-
-// What NCCL's ring moves of the blocks, and of their flags.
-CudaGroup::SkipReport CudaGroup::report_of(
-    const CudaEngine::SkipCall& call,
-    const CudaEngine::Found& found,
-    bool skipped) const {
-  const uint64_t element = dtype_size(call.dtype);
-  const uint64_t bytes = call.blocks() +
-      element * (skipped ? found.blocks_union * call.block : call.count);
-  const auto size = static_cast<uint64_t>(size_);
-  const uint64_t moved = 2 * bytes * (size - 1) / size;
-  return {
-      call.blocks(),
-      found.blocks_present,
-      found.blocks_union,
-      moved,
-      moved,
-      skipped};
-}
-
-void CudaGroup::report_sums() {
-  report_sums(true);
-}
-
-void CudaGroup::report_sums(bool wait) {
-  const std::lock_guard<std::mutex> lock(unreported_mutex_);
-  while (!unreported_.empty()) {
-    const Unreported& next = unreported_.front();
-    if (!wait && !next.sum.operation->is_completed()) {
-      return;
-    }
-    if (!next.engine->failed()) {
-      const cuda::DirectCounts counts =
-          translate([&] { return next.engine->counts_of(next.sum); });
-      const uint64_t element = dtype_size(next.call.dtype);
-      const uint64_t flags =
-          next.call.blocks() * static_cast<uint64_t>(size_ - 1);
-      next.report(
-          {next.call.blocks(),
-           counts.blocks_present,
-           counts.blocks_union,
-           counts.sent * element + flags,
-           counts.received * element + flags,
-           true});
-    }
-    unreported_.pop_front();
-  }
-}
-
-bool CudaGroup::can_sum_directly(const CudaEngine::SkipCall& call) {
-  const auto made = engine();
-  return made && made->can_sum_directly(call);
-}
-
 bool CudaGroup::capturing(const at::Tensor& tensor) {
   return CudaStreams(tensor.device(), pretend_).capturing();
 }
 
-c10::intrusive_ptr<c10d::Backend> CudaGroup::delegate() {
+CudaGroup::BackendPtr CudaGroup::delegate() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return delegate_locked();
+}
+
+CudaGroup::BackendPtr CudaGroup::made_delegate() {
   std::lock_guard<std::mutex> lock(made_mutex_);
   return delegate_;
+}
+
+void CudaGroup::set_timeout(std::chrono::milliseconds timeout) {
+  if (const auto made = made_delegate()) {
+    made->setTimeout(timeout);
+  }
 }
 
 std::shared_ptr<CudaEngine> CudaGroup::engine() {
@@ -568,18 +453,12 @@ std::optional<at::Tensor> CudaGroup::allocate(
   return tensor;
 }
 
-std::shared_ptr<c10::Allocator> CudaGroup::pool_allocator(
-    std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return delegate_for(timeout)->getMemAllocator();
-}
-
 void CudaGroup::abort() {
   // Not under the lock, which a call that hangs may hold.
   if (const auto engine = this->engine()) {
     engine->abort(formatted("fused: the group was aborted on rank {}", rank_));
   }
-  if (const auto delegate = this->delegate()) {
+  if (const auto delegate = made_delegate()) {
     end_within(kDelegateEnd, delegate, &c10d::Backend::abort);
   }
 }
@@ -595,7 +474,7 @@ void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
   if (const auto made = engine()) {
     made->shutdown(deadline);
   }
-  if (const auto made = delegate()) {
+  if (const auto made = made_delegate()) {
     // A shutdown of NCCL would wait for a peer that never comes.
     const bool ended = order_.ended(deadline);
     end_within(

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -25,6 +24,9 @@ namespace fusedpg {
 class CudaGroup {
  public:
   using Delegated = c10::function_ref<WorkPtr(c10d::Backend&)>;
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using MakeDelegate =
+      std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>&)>;
 
   // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
   CudaGroup(
@@ -34,6 +36,7 @@ class CudaGroup {
       const Settings& settings,
       bool spans_hosts,
       cuda::CudaEngine::CheckPeers check_peers,
+      MakeDelegate make_delegate,
       bool pretend);
   ~CudaGroup();
   CudaGroup(const CudaGroup&) = delete;
@@ -76,42 +79,18 @@ class CudaGroup {
       uint32_t parameters,
       const at::Tensor& tensor);
 
-  // An all-reduce that skips blocks of zeros. Over the arenas of all GPUs it is
-  // enqueued at once; else this waits for the GPU to have found the blocks, and
-  // from call.limit on everything travels.
-  struct SkipReport {
-    uint64_t blocks;
-    uint64_t blocks_present;
-    uint64_t blocks_union;
-    uint64_t bytes_sent;
-    uint64_t bytes_received;
-    bool skipped;
-  };
-  // Hears what was done: before the call returns, or, over the arenas and not
-  // into a graph, from a later call or report_sums().
-  using Report = std::function<void(const SkipReport&)>;
-  WorkPtr sparse_all_reduce(
-      const at::Tensor& tensor, // dense in memory
-      const cuda::CudaEngine::SkipCall& call,
-      const char* title,
-      std::chrono::milliseconds timeout,
-      bool async_op,
-      const Report& report);
-  // Of all sums over the arenas so far, in order; waits for them.
-  void report_sums();
-  // Whether the tensor lies where they can be done.
-  bool can_sum_directly(const cuda::CudaEngine::SkipCall& call);
   // Whether the current stream of the tensor's device is captured into a graph.
   bool capturing(const at::Tensor& tensor);
 
-  // ProcessGroupNCCL, made by the first delegated collective; may be null.
-  c10::intrusive_ptr<c10d::Backend> delegate();
+  // ProcessGroupNCCL, made by the first call that needs it ...
+  BackendPtr delegate();
+  // ... or null.
+  BackendPtr made_delegate();
+  // Of collectives from now on.
+  void set_timeout(std::chrono::milliseconds timeout);
   // The engine, made by the first fused operation; may be null.
   std::shared_ptr<cuda::CudaEngine> engine();
 
-  // ProcessGroupNCCL's allocator, for torch.cuda.MemPool.
-  std::shared_ptr<c10::Allocator> pool_allocator(
-      std::chrono::milliseconds timeout);
   // A tensor in the arena that all GPUs of the group see, if there is room.
   std::optional<at::Tensor> allocate(
       at::IntArrayRef sizes,
@@ -129,29 +108,10 @@ class CudaGroup {
   std::shared_ptr<cuda::CudaEngine> engine_for(
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout);
-  c10::intrusive_ptr<c10d::Backend> delegate_for(
-      std::chrono::milliseconds timeout);
+  BackendPtr delegate_locked();
   using Operations = std::vector<std::shared_ptr<cuda::Operation>>;
   using Enqueue = std::function<
       Operations(cuda::CudaEngine&, const cuda::CudaEngine::Submission&)>;
-  void report_sums(bool wait);
-  SkipReport report_of(
-      const cuda::CudaEngine::SkipCall& call,
-      const cuda::CudaEngine::Found& found,
-      bool skipped) const;
-  // Behind the delegated collectives so far.
-  Operations enqueue(
-      const at::Tensor& tensor,
-      std::chrono::milliseconds timeout,
-      std::shared_ptr<void> tensors,
-      const Enqueue& body);
-  WorkPtr finish(
-      const at::Tensor& tensor,
-      const char* title,
-      bool async_op,
-      Operations operations,
-      std::vector<at::Tensor> outputs,
-      std::function<void()> after_wait);
   WorkPtr submit(
       const at::Tensor& tensor,
       const char* title,
@@ -168,6 +128,7 @@ class CudaGroup {
   const Settings settings_;
   const bool spans_hosts_;
   const cuda::CudaEngine::CheckPeers check_peers_;
+  const MakeDelegate make_delegate_;
   const bool pretend_;
 
   std::mutex mutex_; // of the order of calls, and of what follows
@@ -176,17 +137,8 @@ class CudaGroup {
   // To make the engine. Where one rank fails all do, so they count alike.
   int attempts_ = 0;
 
-  struct Unreported {
-    std::shared_ptr<cuda::CudaEngine> engine;
-    cuda::CudaEngine::DirectSum sum;
-    cuda::CudaEngine::SkipCall call;
-    Report report;
-  };
-  std::mutex unreported_mutex_; // taken inside the first
-  std::deque<Unreported> unreported_;
-
   std::mutex made_mutex_; // of these pointers; taken inside the others
-  c10::intrusive_ptr<c10d::Backend> delegate_;
+  BackendPtr delegate_;
   std::shared_ptr<cuda::CudaEngine> engine_;
 };
 

@@ -3,10 +3,17 @@
 #include <mutex>
 #include <set>
 
+#include "base/fork.hpp"
 #include "base/options.hpp"
 
 namespace fusedpg {
 namespace {
+
+struct Logged {
+  std::mutex mutex;
+  std::set<std::string> texts;
+};
+PerProcess<Logged> logged;
 
 DelegateFactory& registered() {
   static auto* factory = new DelegateFactory();
@@ -24,19 +31,18 @@ c10::intrusive_ptr<c10d::Backend> make_delegate(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
-    std::chrono::milliseconds timeout) {
+    const c10::intrusive_ptr<c10d::Backend::Options>& options) {
   TORCH_CHECK(
       registered(),
       "fused: no backend to delegate to; import fusedpg before creating the "
       "group");
-  return registered()(device, store, rank, size, timeout);
+  return registered()(device, store, rank, size, options);
 }
 
 void log_once(const std::string& text) {
-  static auto* mutex = new std::mutex();
-  static auto* logged = new std::set<std::string>();
-  std::lock_guard<std::mutex> lock(*mutex);
-  if (logged->insert(text).second) {
+  Logged& all = logged.get();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  if (all.texts.insert(text).second) {
     log_line(text);
   }
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <string>
 
@@ -11,13 +10,13 @@ namespace fusedpg {
 
 // Makes the backend that executes what the engines do not: torch's own Gloo for
 // device "cpu", NCCL for "cuda". Their C++ headers do not ship or need CUDA's,
-// so Python registers how to construct them.
+// so Python registers how to construct them. `options` are the group's.
 using DelegateFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
     const std::string& device,
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
-    std::chrono::milliseconds timeout)>;
+    const c10::intrusive_ptr<c10d::Backend::Options>& options)>;
 
 void set_delegate_factory(DelegateFactory factory);
 
@@ -27,7 +26,7 @@ c10::intrusive_ptr<c10d::Backend> make_delegate(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
-    std::chrono::milliseconds timeout);
+    const c10::intrusive_ptr<c10d::Backend::Options>& options);
 
 // Logs a line the first time it is called with this text in this process.
 void log_once(const std::string& text);

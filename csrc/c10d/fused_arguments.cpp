@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "base/ownership.hpp"
+#include "c10d/tensor_memory.hpp"
 #include "c10d/tensors.hpp"
 
 namespace fusedpg {
@@ -213,6 +214,7 @@ class Checker {
               op_,
               i,
               device_));
+      check_memory(op_, step);
     }
   }
 
@@ -227,6 +229,9 @@ class Checker {
               "tensors on {}",
               op_,
               device_));
+      if (t) {
+        check_memory(op_, *t);
+      }
     }
     TORCH_CHECK_VALUE(
         !a_.hypers.empty(), formatted("fused: {}: no hyperparameters", op_));
@@ -237,6 +242,9 @@ class Checker {
               "fused: {}: hyper_index {} of {}", op_, index, a_.hypers.size()));
     }
     for (const HyperArguments& h : a_.hypers) {
+      if (const auto* lr = std::get_if<at::Tensor>(&h.lr)) {
+        check_memory(op_, *lr);
+      }
       const auto in_range = [](double beta) { return beta >= 0 && beta < 1; };
       TORCH_CHECK_VALUE(
           in_range(h.rest.beta1) && in_range(h.rest.beta2),
@@ -277,6 +285,9 @@ void check_reduction(
           op,
           device,
           tensors));
+  if (r.used) {
+    check_memory(op, *r.used);
+  }
 }
 
 // A gradient laid out in memory as its parameter is.
@@ -433,7 +444,7 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments, size_t block)
   const bool on_cpu = a.params[0].device().is_cpu();
   std::map<Types, size_t> open; // calls that still take tensors
   Hash whole;
-  whole.add(a.loaded);
+  whole.add(a.done_before);
   StepCall shared;
   shared.op = a.op;
   shared.reduction = to_engine(a.reduction);
@@ -482,7 +493,7 @@ StepPlan::StepPlan(std::shared_ptr<const StepArguments> arguments, size_t block)
   for (size_t c = 0; c < calls_.size(); ++c) {
     // A disagreement anywhere must stop all of it.
     calls_[c].call_hash =
-        calls_.size() > 1 || a.loaded != 0 ? whole.value() : 0;
+        calls_.size() > 1 || a.done_before != 0 ? whole.value() : 0;
     if (a.reduction.used) {
       const at::Tensor& used = *a.reduction.used;
       used_.push_back(calls_.size() == 1 ? used : at::cat(flags_of(c)));

@@ -49,9 +49,9 @@ struct StepArguments {
   bool reduced = false;
   bool shared_params = false;
   bool block_skip = false; // by the group's block size; see StepCall
-  // A hash of the state dict that was loaded before the step. All ranks must have
-  // loaded the same one; 0: none was.
-  uint64_t loaded = 0;
+  // A hash of what all ranks must have done alike since the step before: loaded
+  // a state dict, multiplied gradients. 0: none of it.
+  uint64_t done_before = 0;
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;
 };

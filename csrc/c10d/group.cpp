@@ -18,6 +18,11 @@ thread_local Coalescing coalescing;
 
 } // namespace
 
+uint64_t& shared_errors() {
+  thread_local uint64_t count = 0;
+  return count;
+}
+
 Group::Group(
     int rank,
     int size,
@@ -32,8 +37,10 @@ Group::Group(
       })),
       dialect(dialect),
       waits(size),
-      timeout(timeout),
-      owner_(getpid()),
+      timeout(bounded(timeout)),
+      interrupter(std::make_shared<Interrupter>()),
+      recorded(
+          translate([=] { return FlightRecorder::get().add_group(rank); })),
       executor_(std::make_shared<Executor>()) {}
 
 WorkPtr Group::enqueue(
@@ -43,6 +50,9 @@ WorkPtr Group::enqueue(
     std::function<void(uint64_t)> operation,
     const TensorLists& lists) {
   check_open(call.title);
+  FlightRecorder& flight = FlightRecorder::get();
+  const uint64_t number =
+      flight.record(recorded, call.title, inputs, outputs, call.timeout);
   if (!call.async_op) {
     at::RecordFunction record(at::RecordScope::USER_SCOPE);
     if (record.isActive()) {
@@ -55,15 +65,19 @@ WorkPtr Group::enqueue(
     std::exception_ptr error;
     translate([&] {
       executor_->run([&](uint64_t ticket) {
+        flight.start(number);
         error = capture([&] { operation(ticket); }, dialect);
+        flight.end(number, !error);
       });
     });
     if (error) {
+      ++shared_errors();
       std::rethrow_exception(error);
     }
     return nullptr;
   }
   auto work = c10::make_intrusive<WorkFused>(
+      interrupter,
       rank,
       call.type,
       shown(call.title),
@@ -72,10 +86,14 @@ WorkPtr Group::enqueue(
       lists.size() > 1 ? lists : TensorLists());
   const uint64_t ticket = translate([&] {
     return executor_->submit([work,
+                              &flight,
+                              number,
                               operation = std::move(operation),
                               dialect = dialect](uint64_t ticket) mutable {
       const FreshThreadState state;
+      flight.start(number);
       const auto error = capture([&] { operation(ticket); }, dialect);
+      flight.end(number, !error);
       // Whoever waits may end the process at once: tensors go first.
       operation = nullptr;
       work->complete(error);
@@ -124,7 +142,7 @@ void Group::check_open(const char* op) const {
             "create a group in each process",
             op));
   }
-  if (closed_.load(std::memory_order_acquire)) {
+  if (closed()) {
     C10_THROW_ERROR(
         DistBackendError,
         formatted(

@@ -1,20 +1,22 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
 
-#include <unistd.h>
-
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/fork.hpp"
 #include "base/options.hpp"
 #include "base/stats.hpp"
 #include "c10d/errors.hpp"
+#include "c10d/flight_recorder.hpp"
 #include "c10d/forwarding.hpp"
+#include "c10d/interruptible.hpp"
 #include "host/executor.hpp"
 #include "kernels/kernels.hpp"
 
@@ -29,6 +31,17 @@ struct Call {
   std::chrono::milliseconds timeout;
   bool async_op;
 };
+
+// pybind11 makes a negative number of timedelta.max, which means: ever.
+inline std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::milliseconds kLongest =
+      std::chrono::hours(24 * 365 * 10);
+  return timeout.count() < 0 ? kLongest : std::min(timeout, kLongest);
+}
+
+// How many errors of operations this thread has been given. All ranks of a group
+// get those alike; an error that raises it by none is known here alone.
+uint64_t& shared_errors();
 
 // What the routes of one group have in common: who it is, the queue of its
 // operations, and what they count. Thread-safe.
@@ -53,6 +66,9 @@ class Group {
   Waits waits;
   std::string exit; // how the interpreter ended, if before the group was closed
   std::atomic<std::chrono::milliseconds> timeout;
+  const std::shared_ptr<Interrupter> interrupter; // with every WorkFused
+  const std::shared_ptr<RecordedGroup> recorded; // with the flight recorder
+  std::atomic<int> refusals{0}; // that peers have not heard of yet
 
   // The one way of an operation on CPU tensors: takes a ticket, records for the
   // profiler, and executes it here or, asynchronously, in its turn. `outputs`
@@ -83,20 +99,24 @@ class Group {
   void check_open(const char* op) const;
   void check_root(const char* op, int64_t root) const;
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds given) const {
-    return given > std::chrono::milliseconds(0) ? given : timeout.load();
+    return given.count() == 0 || given == c10d::kUnsetTimeout ? timeout.load()
+                                                              : bounded(given);
   }
 
   // Whether this is a forked child, which has neither the threads nor the
   // shared memory of the group.
   bool forked() const {
-    return getpid() != owner_;
+    return origin_.forked();
   }
   bool close() { // false if it was closed before
     return !closed_.exchange(true);
   }
+  bool closed() const {
+    return closed_.load(std::memory_order_acquire);
+  }
 
  private:
-  const pid_t owner_;
+  const Origin origin_{};
   const std::shared_ptr<Executor> executor_; // with every WorkFused
   std::atomic<bool> closed_{false};
 };

@@ -63,18 +63,27 @@ Failure current_failure() {
   }
 }
 
-// One rank's word: "<rank> <c or o> <text>".
+// One rank's word: "<rank> <letter> <text>".
 struct Word {
   int rank;
-  bool consequence;
+  char letter; // see letter_of()
   std::string text;
 };
+
+// 'o': a reason of its own. 't': it has waited for others until its time was over.
+// 'c': a connection has ended, as that of a rank does which has failed. Who hears
+// of that may write it down first.
+char letter_of(const Failure& failure) {
+  return !failure.consequence               ? 'o'
+      : failure.kind == ErrorKind::kTimeout ? 't'
+                                            : 'c';
+}
 
 Word word_of(const std::string& text) {
   const size_t first = text.find(' ');
   return {
       std::stoi(text.substr(0, first)),
-      text[first + 1] == 'c',
+      text[first + 1],
       text.substr(first + 3)};
 }
 
@@ -93,10 +102,7 @@ std::string tell(
   board.set(
       key(place),
       formatted(
-          "{} {} {}",
-          rank,
-          mine.consequence ? 'c' : 'o',
-          mine.text.substr(0, kLongest)));
+          "{} {} {}", rank, letter_of(mine), mine.text.substr(0, kLongest)));
   heard.set_value();
   if (!asks) {
     return "";
@@ -105,22 +111,36 @@ std::string tell(
   const int most = std::min(size, kMostAsked);
   std::vector<Word> words;
   while (true) {
-    const int64_t said = std::min<int64_t>(board.add("failed", 0), most);
+    // Whatever was said before a failure that has its cause here is all there is
+    // to hear of.
+    const int64_t said = mine.consequence
+        ? std::min<int64_t>(board.add("failed", 0), most)
+        : std::min<int64_t>(place - 1, most);
     while (static_cast<int64_t>(words.size()) < said) {
       words.push_back(word_of(board.get(key(words.size() + 1), deadline)));
       const Word& last = words.back();
-      if (!last.consequence && last.rank != rank) {
+      if (last.letter == 'o' && last.rank != rank) {
         return formatted(
             "the first cause is rank {}: {}", last.rank, last.text);
       }
     }
-    if (mine.kind == ErrorKind::kPeerDead) {
-      return ""; // the cause is known
+    if (!mine.consequence) {
+      return "";
     }
     if (said == most || deadline.expired()) {
       break;
     }
     std::this_thread::sleep_for(kLook);
+  }
+  // Who failed first has waited for somebody, too.
+  auto first = std::find_if(words.begin(), words.end(), [](const Word& word) {
+    return word.letter == 't';
+  });
+  first = first == words.end() ? words.begin() : first;
+  std::string text;
+  if (first->rank != rank) {
+    text = formatted(
+        "the first to fail was rank {}: {}", first->rank, first->text);
   }
   std::string silent;
   for (int p = 0; p < size && size <= kMostAsked; ++p) {
@@ -131,19 +151,14 @@ std::string tell(
     }
   }
   if (!silent.empty()) {
-    return formatted(
-        "nothing was heard since from {}: ended, stopped, out of reach or not "
-        "in "
-        "this operation",
+    text += formatted(
+        "{}nothing was heard since from {}: ended, stopped, out of reach or "
+        "not "
+        "in this operation",
+        text.empty() ? "" : "; ",
         silent);
   }
-  if (words.front().rank != rank) {
-    return formatted(
-        "the first to fail was rank {}: {}",
-        words.front().rank,
-        words.front().text);
-  }
-  return "";
+  return text;
 }
 
 } // namespace
@@ -177,7 +192,11 @@ void HostFailures::handle(
     const char* title,
     uint64_t ticket,
     const std::function<void()>& close) {
-  const Failure mine = current_failure();
+  Failure mine = current_failure();
+  const std::string prefix = "fused: ";
+  if (starts_with(mine.text, prefix)) {
+    mine.text = mine.text.substr(prefix.size());
+  }
   check();
   if (!mine.breaks) {
     return;
@@ -217,10 +236,6 @@ void HostFailures::handle(
       cause = "the store fails, too: " + one_line(error);
     }
   }
-  const std::string prefix = "fused: ";
-  const std::string text = starts_with(mine.text, prefix)
-      ? mine.text.substr(prefix.size())
-      : mine.text;
   const std::string op =
       std::string(title).substr(std::string("fused:").size());
   const Error error(
@@ -230,7 +245,7 @@ void HostFailures::handle(
           op,
           ticket,
           rank_,
-          text,
+          mine.text,
           cause.empty() ? "" : "; ",
           cause));
   {
@@ -238,6 +253,28 @@ void HostFailures::handle(
     failed_ = error;
   }
   throw error;
+}
+
+void HostFailures::say_exit(const std::string& how) noexcept {
+  std::promise<void> heard;
+  std::future<void> taken = heard.get_future();
+  const Failure mine{ErrorKind::kPeerFailed, true, false, how};
+  try {
+    std::thread([store = store_,
+                 rank = rank_,
+                 size = size_,
+                 mine,
+                 heard = std::move(heard)]() mutable {
+      try {
+        tell(store, rank, size, mine, /*asks=*/false, std::move(heard));
+      } catch (const std::exception&) {
+        // The store has gone: nobody can hear of it.
+      }
+    }).detach();
+    taken.wait_for(kStorePatience);
+  } catch (const std::system_error&) {
+    // No thread: peers see that a connection has ended.
+  }
 }
 
 } // namespace fusedpg

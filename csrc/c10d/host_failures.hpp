@@ -30,6 +30,10 @@ class HostFailures {
       uint64_t ticket,
       const std::function<void()>& close);
 
+  // Where this rank leaves as its interpreter exits: `how`, for peers that wait
+  // for it. Before its connections end.
+  void say_exit(const std::string& how) noexcept;
+
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;

@@ -13,6 +13,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "c10d/process_group_fused.hpp"
+#include "c10d/tensor_memory.hpp"
 #include "collectives/fused_program.hpp"
 
 namespace fusedpg {
@@ -141,13 +142,14 @@ void call_generated(
     uint64_t count,
     size_t scratch) {
   const auto usable = [](const at::Tensor& t) {
-    return t.device().is_cpu() && t.is_contiguous();
+    return t.device().is_cpu() && t.is_contiguous() && has_memory(t);
   };
   TORCH_CHECK_VALUE(
       function != 0 && std::all_of(operands.begin(), operands.end(), usable) &&
           std::all_of(results.begin(), results.end(), usable) &&
           (!sum || usable(*sum)),
-      "fused: a generated function reads and writes contiguous CPU tensors");
+      "fused: a generated function reads and writes contiguous CPU tensors, "
+      "whose storage has not been freed");
   const void* source = sum ? sum->const_data_ptr() : nullptr;
   std::vector<const void*> inputs;
   for (const at::Tensor& t : operands) {

@@ -8,6 +8,7 @@
 #include <ATen/Context.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "base/fork.hpp"
 #include "c10d/completer.hpp"
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
@@ -25,10 +26,11 @@ struct Registry {
   std::set<ProcessGroupFused*> groups;
 };
 
-Registry& registry() {
-  static auto* r = new Registry();
-  return *r;
-}
+PerProcess<Registry> registry;
+
+// The default group's ranks leave its store together: for so long they wait for the
+// one that keeps it.
+constexpr std::chrono::seconds kLeaveTogether{5};
 
 ProcessGroupFused::Announcer& announcer() {
   static auto* registered = new ProcessGroupFused::Announcer();
@@ -58,6 +60,7 @@ ProcessGroupFused::ProcessGroupFused(
               options_->timeout,
               options_->serves_gloo() ? Dialect::kGloo : Dialect::kFused)),
       known_(std::move(known)) {
+  options_->timeout = bounded(options_->timeout);
   const Deadline deadline(options_->timeout);
   ShmRoute* shm = nullptr;
   const auto meet = [&](bool again) {
@@ -88,6 +91,10 @@ ProcessGroupFused::ProcessGroupFused(
       cpu_ = c10::make_intrusive<HostsRoute>(*group_, bootstrap, deadline);
     }
     known_.links = bootstrap.links();
+    for (int p = 0; p < size && !again; ++p) {
+      store_ends_with_peer_ = store_ends_with_peer_ ||
+          (p != rank && bootstrap.peers()[p].keeps_store);
+    }
   };
   const auto meet_somewhere = [&] {
     if (size > 1 && known_.links) {
@@ -103,16 +110,15 @@ ProcessGroupFused::ProcessGroupFused(
     }
     meet(false);
   };
-  translate(meet_somewhere, group_->dialect);
+  interruptible(nullptr, [&] { translate(meet_somewhere, group_->dialect); });
+  group_->interrupter->set(
+      [this](const std::string& how) { cpu_->interrupt(how); });
   if (options_->gloo_for_cuda) {
-    gloo_for_cuda_ = make_delegate(
+    gloo_for_cuda_ = new_delegate(
         "cpu",
         c10::make_intrusive<c10d::PrefixStore>(
             "gloo-for-cuda",
-            shm != nullptr ? group_->store : own_client(group_->store)),
-        rank,
-        size,
-        deadline.left());
+            shm != nullptr ? group_->store : own_client(group_->store)));
   }
   cuda_ = c10::make_intrusive<CudaRoute>(
       *group_,
@@ -122,10 +128,13 @@ ProcessGroupFused::ProcessGroupFused(
           shm->check_peers(what);
         }
       },
+      [this](const auto& its_store) {
+        return new_delegate(options_->cpu_as_cuda ? "cpu" : "cuda", its_store);
+      },
       options_->cpu_as_cuda);
   init();
   {
-    Registry& r = registry();
+    Registry& r = registry.get();
     std::lock_guard<std::mutex> lock(r.mutex);
     r.groups.insert(this);
   }
@@ -136,32 +145,86 @@ ProcessGroupFused::ProcessGroupFused(
 
 ProcessGroupFused::~ProcessGroupFused() {
   {
-    Registry& r = registry();
+    Registry& r = registry.get();
     std::lock_guard<std::mutex> lock(r.mutex);
     r.groups.erase(this);
   }
-  if (group_->forked()) {
-    // A forked child has none of the threads these would join.
+  group_->interrupter->set(nullptr);
+  name_recorded();
+  if (group_->forked() || group_->executor().runs_here()) {
+    // A forked child has none of the threads these would join, and a signal
+    // handler is below an operation that needs them all.
+    (void)gloo_for_cuda_.release();
     (void)cuda_.release();
     (void)cpu_.release();
     (void)group_.release();
     return;
   }
   const ReleaseGil release;
-  shutdown();
+  end();
   cuda_.reset();
   cpu_.reset();
+  if (store_ends_with_peer_ && group_->exit.empty() &&
+      getGroupDesc() == "default_pg" && !has_another_store()) {
+    // The next default group of these processes may have a store at the same
+    // address, for which this one would be mistaken.
+    await_store_end(store_, kLeaveTogether);
+  }
+}
+
+// True if a live group of this process has met in another store.
+bool ProcessGroupFused::has_another_store() const {
+  Registry& r = registry.get();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  return std::any_of(
+      r.groups.begin(), r.groups.end(), [this](const ProcessGroupFused* group) {
+        return !same_store(group->store_, store_);
+      });
+}
+
+c10d::Backend& ProcessGroupFused::target(const at::Tensor* tensor) {
+  if (gloo_for_cuda_ && tensor != nullptr && tensor->is_cuda()) {
+    return *gloo_for_cuda_;
+  }
+  return route(tensor != nullptr ? tensor->device() : at::kCPU);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::new_delegate(
+    const char* device,
+    const c10::intrusive_ptr<c10d::Store>& store) const {
+  auto made = make_delegate(device, store, rank_, size_, options_);
+  made->setGroupUid(getGroupUid());
+  made->setGroupDesc(getGroupDesc());
+  made->setBoundDeviceId(getBoundDeviceId());
+  return made;
 }
 
 WorkPtr ProcessGroupFused::forward(
     const at::Tensor* tensor,
     Operation operation) {
   return ending_coalescing([&] {
-    if (gloo_for_cuda_ && tensor != nullptr && tensor->is_cuda()) {
-      return operation(*gloo_for_cuda_);
-    }
-    return operation(route(tensor != nullptr ? tensor->device() : at::kCPU));
+    c10d::Backend& there = target(tensor);
+    return telling(there, [&] { return operation(there); });
   });
+}
+
+WorkPtr ProcessGroupFused::forward_message(
+    const at::Tensor* tensor,
+    Operation operation) {
+  return ending_coalescing([&] { return operation(target(tensor)); });
+}
+
+void ProcessGroupFused::refuse(const std::string& reason) {
+  ++shared_errors();
+  if (group_->forked() || group_->closed() || getSize() == 1 ||
+      options_->cpu_as_cuda) {
+    return;
+  }
+  try {
+    cpu_->refuse(reason);
+  } catch (const std::exception&) {
+    // It was shut down meanwhile.
+  }
 }
 
 // --- collectives -------------------------------------------------------------
@@ -177,7 +240,9 @@ void ProcessGroupFused::monitoredBarrier(
     const c10d::BarrierOptions& opts,
     bool wait_all_ranks) {
   group_->check_open("fused:monitored_barrier");
-  cpu_->monitoredBarrier(opts, wait_all_ranks);
+  interruptible(group_->interrupter.get(), [&] {
+    cpu_->monitoredBarrier(opts, wait_all_ranks);
+  });
 }
 
 bool ProcessGroupFused::supportsCoalescing() const {
@@ -203,7 +268,9 @@ WorkPtr ProcessGroupFused::endCoalescing() {
 }
 
 WorkPtr ProcessGroupFused::fused_step_(StepArguments arguments, bool async_op) {
-  return ending_coalescing([&] {
+  const bool some = !arguments.params.empty();
+  Route& there = route(some ? arguments.params[0].device() : at::kCPU);
+  const auto step = [&] {
     check_arguments(arguments, rank_, size_);
     for (const at::Tensor& p : arguments.params) {
       if (!p.is_inference()) {
@@ -211,19 +278,21 @@ WorkPtr ProcessGroupFused::fused_step_(StepArguments arguments, bool async_op) {
         p.unsafeGetTensorImpl()->bump_version();
       }
     }
-    Route& there = route(arguments.params[0].device());
     return there.fused_step_(std::move(arguments), async_op);
-  });
+  };
+  return ending_coalescing([&] { return telling(there, step); });
 }
 
 WorkPtr ProcessGroupFused::reduce_shards_(
     ShardsArguments arguments,
     bool async_op) {
-  return ending_coalescing([&] {
+  const bool some = !arguments.grads.empty();
+  Route& there = route(some ? arguments.grads[0].device() : at::kCPU);
+  const auto reduce = [&] {
     check_arguments(arguments);
-    Route& there = route(arguments.grads[0].device());
     return there.reduce_shards_(std::move(arguments), async_op);
-  });
+  };
+  return ending_coalescing([&] { return telling(there, reduce); });
 }
 
 WorkPtr ProcessGroupFused::fused_program_(
@@ -236,7 +305,9 @@ WorkPtr ProcessGroupFused::fused_program_(
       }
     }
     Route& there = route(arguments.source.device());
-    return there.fused_program_(std::move(arguments), async_op);
+    return telling(there, [&] {
+      return there.fused_program_(std::move(arguments), async_op);
+    });
   });
 }
 
@@ -246,12 +317,13 @@ WorkPtr ProcessGroupFused::sparse_all_reduce(
     bool async_op) {
   return ending_coalescing([&] {
     Route& there = route(tensor.device());
-    return there.sparse_all_reduce(tensor, arguments, async_op);
+    return telling(there, [&] {
+      return there.sparse_all_reduce(tensor, arguments, async_op);
+    });
   });
 }
 
 const Stats& ProcessGroupFused::stats() {
-  cuda_->report_sums();
   return group_->stats;
 }
 
@@ -260,7 +332,6 @@ const Waits& ProcessGroupFused::waits() {
 }
 
 void ProcessGroupFused::reset_stats() {
-  cuda_->report_sums();
   group_->stats.clear();
   group_->waits.clear();
 }
@@ -311,7 +382,9 @@ at::Tensor ProcessGroupFused::empty(
 at::Tensor ProcessGroupFused::empty_shared(
     at::IntArrayRef sizes,
     at::ScalarType type) {
-  return cpu_->empty_shared(sizes, at::TensorOptions().dtype(type));
+  return interruptible(group_->interrupter.get(), [&] {
+    return cpu_->empty_shared(sizes, at::TensorOptions().dtype(type));
+  });
 }
 
 bool ProcessGroupFused::in_arena(const at::Tensor& t) {
@@ -328,13 +401,16 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::split(
   if (it == ranks.end()) {
     return nullptr;
   }
-  // torch may pass another backend's options: only the common part counts.
+  // torch may pass another backend's options: the common part counts.
   auto options = c10::make_intrusive<Options>(*options_);
   if (opts) {
     options->timeout = opts->timeout;
     options->group_name = opts->group_name;
     options->group_desc = opts->group_desc;
     options->global_ranks_in_group = opts->global_ranks_in_group;
+    if (opts->backend == "nccl") {
+      options->nccl_options = opts;
+    }
   }
   return c10::make_intrusive<ProcessGroupFused>(
       store,
@@ -372,6 +448,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::shrink(
 }
 
 void ProcessGroupFused::setTimeout(std::chrono::milliseconds timeout) {
+  timeout = bounded(timeout);
   group_->timeout = timeout;
   options_->timeout = timeout;
   cpu_->setTimeout(timeout);
@@ -412,15 +489,37 @@ void ProcessGroupFused::abort() {
   }
   const ReleaseGil release;
   cuda_->abort();
-  cpu_->abort();
+  if (group_->executor().runs_here()) { // a signal handler
+    cpu_->interrupt("aborted");
+  } else {
+    cpu_->abort();
+  }
 }
 
 void ProcessGroupFused::shutdown() {
-  if (group_->forked() || !group_->close()) {
+  const ReleaseGil release;
+  interruptible(group_->interrupter.get(), [&] { end(); });
+}
+
+void ProcessGroupFused::end() {
+  if (group_->forked()) {
     return;
   }
-  const ReleaseGil release;
+  if (group_->executor().runs_here()) {
+    // A signal handler, in an operation that cannot end before it.
+    cpu_->interrupt("destroyed by a signal handler");
+    return;
+  }
+  if (!group_->close()) {
+    return;
+  }
   cuda_->shutdown();
+  // Peers that have not come to a refused operation by now hear that this rank
+  // has left.
+  constexpr std::chrono::milliseconds kPatience{1000};
+  if (group_->refusals != 0 && !group_->executor().drain(kPatience)) {
+    cpu_->interrupt("destroyed");
+  }
   group_->executor().stop();
   cpu_->shutdown();
 }
@@ -432,9 +531,9 @@ void ProcessGroupFused::shutdown_at_exit(const std::string& exit) {
   const ReleaseGil release;
   group_->exit = exit;
   if (!group_->executor().drain(std::chrono::milliseconds(1000))) {
-    cpu_->interrupt();
+    cpu_->interrupt("aborted");
   }
-  shutdown();
+  end();
 }
 
 bool ProcessGroupFused::layout_is_gloos(c10d::Backend& gloo, int threads) {
@@ -461,7 +560,36 @@ bool ProcessGroupFused::layout_is_gloos(c10d::Backend& gloo, int threads) {
   return count == threads;
 }
 
+void ProcessGroupFused::eagerConnectSingleDevice(at::Device device) {
+  if (device.is_cuda()) {
+    delegate()->eagerConnectSingleDevice(device);
+  }
+}
+
+void ProcessGroupFused::registerOnCompletionHook(
+    std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  auto its = hook;
+  delegate()->registerOnCompletionHook(std::move(its));
+  onCompletionHook_ = std::move(hook); // by which torch knows
+}
+
+void ProcessGroupFused::waitForPendingWorks() {
+  delegate()->waitForPendingWorks();
+}
+
+void ProcessGroupFused::enableCollectivesTiming() {
+  delegate()->enableCollectivesTiming();
+}
+
+bool ProcessGroupFused::supportsTimeEstimation() const {
+  const auto made = cuda_->made_delegate();
+  return made && made->supportsTimeEstimation();
+}
+
 GroupInfo ProcessGroupFused::info() {
+  if (group_->forked()) { // whose locks may be held for ever
+    group_->check_open("fused:group_info");
+  }
   GroupInfo i;
   i.local_ranks = local_ranks_;
   i.isa = group_->kernels.name;
@@ -473,7 +601,7 @@ GroupInfo ProcessGroupFused::info() {
 }
 
 ProcessGroupFused* find_group(const std::string& name) {
-  Registry& r = registry();
+  Registry& r = registry.get();
   std::lock_guard<std::mutex> lock(r.mutex);
   for (ProcessGroupFused* group : r.groups) {
     if (group->getBackendOptions()->group_name == name) {
@@ -483,9 +611,28 @@ ProcessGroupFused* find_group(const std::string& name) {
   return nullptr;
 }
 
+void ProcessGroupFused::name_recorded() {
+  const auto& given = options_->global_ranks_in_group;
+  std::vector<uint64_t> ranks(given.begin(), given.end());
+  if (ranks.empty()) {
+    ranks.resize(static_cast<size_t>(getSize()));
+    std::iota(ranks.begin(), ranks.end(), 0);
+  }
+  FlightRecorder::get().set_name(
+      *group_->recorded, {getGroupUid(), getGroupDesc(), std::move(ranks)});
+}
+
+void name_recorded_groups() {
+  Registry& r = registry.get();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  for (ProcessGroupFused* group : r.groups) {
+    group->name_recorded();
+  }
+}
+
 void end_at_exit(const std::string& exit) {
   park_threads_that_python_ends();
-  Registry& r = registry();
+  Registry& r = registry.get();
   std::vector<ProcessGroupFused*> groups;
   {
     std::lock_guard<std::mutex> lock(r.mutex);

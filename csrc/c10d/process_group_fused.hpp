@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "c10d/routes/cpu.hpp"
 #include "c10d/routes/cuda.hpp"
 #include "c10d/routes/route.hpp"
 #include "host/reunion.hpp"
@@ -32,6 +33,8 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
     // A group that serves "gloo" has a real one for tensors on GPUs.
     bool gloo_for_cuda = false;
     fusedpg::Options engine;
+    // ProcessGroupNCCL's, for the delegate; may be null.
+    c10::intrusive_ptr<c10d::Backend::Options> nccl_options;
     // CPU tensors are taken for a GPU's: tests, with a fake CUDA and NCCL.
     bool cpu_as_cuda = false;
   };
@@ -137,12 +140,28 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   void setSequenceNumberForGroup() override {} // both begin at zero
   uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
+  // For a caller that raises before it calls the group for an operation on CPU
+  // tensors: the peers that are in the operation, or come to it, raise with the
+  // reason. Where all ranks do so, nothing else happens.
+  void refuse(const std::string& reason);
   void abort() override;
   void shutdown() override;
-  // shutdown() with little patience, when the interpreter exits. `exit` says how,
+  // The same with little patience, when the interpreter exits. `exit` says how,
   // for the peers.
   void shutdown_at_exit(const std::string& exit);
   GroupInfo info();
+  void name_recorded();
+  // --- what torch's ProcessGroupNCCL has, for tensors on GPUs; see CudaGroup
+  c10::intrusive_ptr<c10d::Backend> delegate() {
+    return cuda_->delegate();
+  }
+  void eagerConnectSingleDevice(at::Device device) override;
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override;
+  bool supportsTimeEstimation() const override;
+
   // How these ranks of this group may meet again.
   Known known(const std::vector<int>& ranks) const;
 
@@ -152,13 +171,40 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
 
  protected:
   WorkPtr forward(const at::Tensor* tensor, Operation operation) override;
+  // A refused message is not announced: it concerns one peer alone.
+  WorkPtr forward_message(const at::Tensor* tensor, Operation operation)
+      override;
 
  private:
   // The one place that chooses a route.
   Route& route(at::Device device) {
-    return device.is_cuda() || options_->cpu_as_cuda ? *cuda_ : *cpu_;
+    if (device.is_cuda() || options_->cpu_as_cuda) {
+      return *cuda_;
+    }
+    return *cpu_;
   }
   std::optional<ErrorKind> failure();
+  void end(); // shutdown(), where no signal handlers are to run
+  c10d::Backend& target(const at::Tensor* tensor);
+  // With this group's name, as its members know it by now.
+  c10::intrusive_ptr<c10d::Backend> new_delegate(
+      const char* device,
+      const c10::intrusive_ptr<c10d::Store>& store) const;
+  // What is found wrong before the operation has its place in the group's order
+  // is known to this rank alone, and its peers may wait in that operation.
+  template <typename Operation>
+  WorkPtr telling(const c10d::Backend& there, const Operation& operation) {
+    const uint64_t before = shared_errors();
+    try {
+      return operation();
+    } catch (const std::exception& error) {
+      if (&there == cpu_.get() && shared_errors() == before) {
+        refuse(one_line(error));
+      }
+      throw;
+    }
+  }
+  bool has_another_store() const;
   // Gloo raises RuntimeError where we raise ValueError.
   template <typename Operation>
   WorkPtr in_gloos_types(const Operation& operation) {
@@ -173,7 +219,10 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   template <typename Operation>
   WorkPtr ending_coalescing(const Operation& operation) {
     try {
-      return options_->serves_gloo() ? in_gloos_types(operation) : operation();
+      return interruptible(group_->interrupter.get(), [&] {
+        return options_->serves_gloo() ? in_gloos_types(operation)
+                                       : operation();
+      });
     } catch (...) {
       if (group_->is_coalescing()) {
         cuda_->abandon_coalescing();
@@ -191,7 +240,8 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   std::unique_ptr<Group> group_;
   std::vector<int> local_ranks_; // of this host
   Known known_; // of this group's ranks
-  c10::intrusive_ptr<Route> cpu_;
+  bool store_ends_with_peer_ = false; // its process keeps the store's server
+  c10::intrusive_ptr<CpuRoute> cpu_;
   c10::intrusive_ptr<CudaRoute> cuda_;
   c10::intrusive_ptr<c10d::Backend> gloo_for_cuda_; // may be null
   std::atomic<int> children_{0}; // groups made by shrink()
@@ -200,6 +250,9 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
 // The live group of this name, or null. For operators, which name groups: the
 // object that torch registers may hide ours behind a debugging wrapper.
 ProcessGroupFused* find_group(const std::string& name);
+
+// Tells the flight recorder what the live groups are called, and their ranks.
+void name_recorded_groups();
 
 // At the interpreter's exit: shuts down every group that is still alive, and
 // sees to it that no callback of a future runs any more. `exit`: see

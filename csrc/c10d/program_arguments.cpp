@@ -1,5 +1,6 @@
 #include "base/ownership.hpp"
 #include "c10d/fused_arguments.hpp"
+#include "c10d/tensor_memory.hpp"
 #include "c10d/tensors.hpp"
 
 namespace fusedpg {
@@ -13,7 +14,7 @@ RedOp reduction_of(const std::string& op) {
   return !picks ? RedOp::kSum : op == "min" ? RedOp::kMin : RedOp::kMax;
 }
 
-void check_memory(
+void check_argument(
     const char* what,
     const at::Tensor& t,
     int64_t count,
@@ -30,6 +31,7 @@ void check_memory(
           t.numel(),
           t.scalar_type(),
           t.device().str()));
+  check_memory("fused_program", t);
 }
 
 // All ranks' parts, and where dropout begins to count, have to be whole rows.
@@ -74,7 +76,7 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   const auto row = static_cast<int64_t>(a.layout.row);
   check_rows(a, count, part, size);
   const at::Device device = a.source.device();
-  check_memory("the contribution", a.source, count, device);
+  check_argument("the contribution", a.source, count, device);
   TORCH_CHECK_VALUE(
       a.source.is_floating_point() && a.done.numel() <= 1 &&
           a.kinds.size() == a.operands.size() &&
@@ -101,7 +103,7 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
             k,
             a.kinds[k]));
     const auto kind = static_cast<ProgramCall::Operand>(a.kinds[k]);
-    check_memory(
+    check_argument(
         "an operand",
         a.operands[k],
         kind == ProgramCall::Operand::kFull             ? count
@@ -123,7 +125,7 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
         "fused: fused_program: results in blocks are not gathered");
     const int64_t whole = a.gathered[k] ? count : part;
     const bool of_rows = row > 1 && a.outputs[k].numel() == whole / row;
-    check_memory(
+    check_argument(
         "a result", a.outputs[k], of_rows ? whole / row : whole, device);
     char* data = static_cast<char*>(a.outputs[k].data_ptr());
     bool in_place = data == call.source;

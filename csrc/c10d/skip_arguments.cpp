@@ -1,5 +1,6 @@
 #include "c10d/errors.hpp"
 #include "c10d/fused_arguments.hpp"
+#include "c10d/tensor_memory.hpp"
 #include "c10d/tensors.hpp"
 
 namespace fusedpg {
@@ -17,6 +18,7 @@ void check_residual(const at::Tensor& tensor, const at::Tensor& residual) {
           tensor.scalar_type(),
           residual.numel(),
           residual.scalar_type()));
+  check_memory("sparse_all_reduce", residual);
 }
 
 void check_bitmap(
@@ -33,6 +35,7 @@ void check_bitmap(
           blocks,
           bitmap.numel(),
           bitmap.scalar_type()));
+  check_memory("sparse_all_reduce", bitmap);
 }
 
 } // namespace

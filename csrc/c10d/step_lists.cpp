@@ -14,6 +14,7 @@
 #include "base/ownership.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/gradients.hpp"
+#include "c10d/tensor_memory.hpp"
 #include "c10d/tensors.hpp"
 
 namespace py = pybind11;
@@ -420,6 +421,9 @@ bool is_scalable(const at::Tensor& t) {
 bool scale_slices(const Items& slices, double factor) {
   if (!std::all_of(slices.begin(), slices.end(), is_scalable)) {
     return false;
+  }
+  for (const at::Tensor& t : slices) {
+    check_memory("clip_grad_norm_", t);
   }
   kernels::ReduceArgs args{.op = RedOp::kPremulSum, .factor = factor};
   for (const at::Tensor& t : slices) {

@@ -10,6 +10,7 @@
 
 #include "base/error.hpp"
 #include "base/rendezvous.hpp"
+#include "base/while_waiting.hpp"
 
 namespace fusedpg {
 
@@ -28,6 +29,21 @@ struct CommonClient {
   static std::shared_ptr<CommonClient> get(
       const c10::intrusive_ptr<c10d::Store>& store);
 };
+
+// Whether both are the same store, under whatever prefixes.
+bool same_store(
+    const c10::intrusive_ptr<c10d::Store>& one,
+    const c10::intrusive_ptr<c10d::Store>& other);
+
+// Whether the server of a TCPStore runs in this process.
+bool store_is_here(const c10::intrusive_ptr<c10d::Store>& store);
+
+// Waits, at most so long, until the server of a TCPStore has ended the connection
+// of this store's client. Returns at once where that is another store's, or where
+// something else than one group holds the store.
+void await_store_end(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    std::chrono::milliseconds most);
 
 // c10d's store as the engines take it.
 class StoreRendezvous : public Rendezvous {
@@ -60,6 +76,7 @@ class StoreRendezvous : public Rendezvous {
       if (until.expired()) {
         return std::nullopt;
       }
+      while_waiting();
       std::this_thread::sleep_for(
           std::min<std::chrono::microseconds>(pause, until.left()));
     }
@@ -81,6 +98,9 @@ class StoreRendezvous : public Rendezvous {
   }
   int64_t add(const std::string& key, int64_t amount) override {
     return store_->add(key, amount);
+  }
+  bool is_here() const override {
+    return store_is_here(store_);
   }
 
  private:

@@ -8,6 +8,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include "c10d/tensor_memory.hpp"
 #include "collectives/reduction.hpp"
 
 namespace fusedpg {
@@ -137,6 +138,7 @@ void check_dense(const char* op, const at::Tensor& t) {
           "fused: {} got a tensor without memory of its own (on the device "
           "meta, or of a subclass such as the gradients of a fused optimizer)",
           op));
+  check_memory(op, t);
 }
 
 namespace {

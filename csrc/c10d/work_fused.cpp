@@ -5,9 +5,12 @@
 #include "c10d/completer.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gil.hpp"
+#include "c10d/group.hpp"
 
 namespace fusedpg {
 namespace {
+
+constexpr std::chrono::hours kNever{24 * 365};
 
 c10::TypePtr tensors_type() {
   return c10::ListType::create(c10::TensorType::get());
@@ -38,6 +41,7 @@ void flatten(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 } // namespace
 
 WorkFused::WorkFused(
+    std::shared_ptr<Interrupter> interrupter,
     int rank,
     c10d::OpType op_type,
     const std::string& title,
@@ -45,6 +49,7 @@ WorkFused::WorkFused(
     std::vector<at::Tensor> outputs,
     TensorLists lists)
     : Work(rank, op_type, title.c_str(), inputs),
+      interrupter_(std::move(interrupter)),
       outputs_(std::move(outputs)),
       lists_(std::move(lists)) {}
 
@@ -79,8 +84,24 @@ bool WorkFused::isCompleted() {
   return mailbox && mailbox->poll() && Work::isCompleted();
 }
 
+// In a forked child nothing goes on that its parent has begun.
+void WorkFused::check_ended() {
+  if (!Work::isCompleted()) {
+    translate([&] { origin_.check_operation(); });
+  }
+}
+
 bool WorkFused::wait(std::chrono::milliseconds timeout) {
   const ReleaseGil release;
+  if (origin_.forked()) {
+    check_ended();
+    return Work::wait(timeout);
+  }
+  return interruptible(interrupter_.get(), [&] { return await(timeout); });
+}
+
+bool WorkFused::await(std::chrono::milliseconds timeout) {
+  timeout = bounded(timeout); // kNoTimeout is 0
   // Also where the operation's error is raised.
   struct Settle {
     WorkFused& work;
@@ -96,7 +117,6 @@ bool WorkFused::wait(std::chrono::milliseconds timeout) {
     }
   }
   if (move_ && !Work::isCompleted()) {
-    constexpr std::chrono::hours kNever{24 * 365};
     const Deadline deadline(timeout == kNoTimeout ? kNever : timeout);
     // Not isCompleted(), which moves messages, too.
     translate([&] { move_([this] { return Work::isCompleted(); }, deadline); });
@@ -105,7 +125,23 @@ bool WorkFused::wait(std::chrono::milliseconds timeout) {
     }
   }
   // The operation itself has a deadline, so waiting without one ends too.
-  return Work::wait(timeout);
+  const Deadline deadline(timeout == kNoTimeout ? kNever : timeout);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!completed_ && !deadline.expired()) {
+    cv_.wait_for(lock, std::min(WaitHook::kInterval, deadline.left()));
+    lock.unlock();
+    while_waiting();
+    lock.lock();
+  }
+  lock.unlock();
+  try {
+    return Work::wait(timeout == kNoTimeout ? timeout : deadline.left());
+  } catch (...) {
+    if (executor_) { // not a message, of which one rank hears
+      ++shared_errors();
+    }
+    throw;
+  }
 }
 
 void WorkFused::wait_for_future() {
@@ -124,6 +160,12 @@ std::vector<at::Tensor> WorkFused::result() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
+  if (origin_.forked()) {
+    check_ended();
+    auto future = c10::make_intrusive<c10::ivalue::Future>(type());
+    finish_future(*future, exception(), value());
+    return future;
+  }
   {
     std::lock_guard<std::mutex> lock(future_mutex_);
     if (future_) {

@@ -9,7 +9,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/deadline.hpp"
+#include "base/fork.hpp"
 #include "c10d/forwarding.hpp"
+#include "c10d/interruptible.hpp"
 #include "host/executor.hpp"
 #include "host/mailbox.hpp"
 
@@ -25,6 +27,7 @@ class WorkFused : public c10d::Work {
   // `title` and `inputs` go to the profiler; `outputs` to the future, or
   // `lists` if there are several, as with Gloo.
   WorkFused(
+      std::shared_ptr<Interrupter> interrupter,
       int rank,
       c10d::OpType op_type,
       const std::string& title,
@@ -64,12 +67,16 @@ class WorkFused : public c10d::Work {
   }
 
  private:
+  bool await(std::chrono::milliseconds timeout);
   void wait_for_future();
+  void check_ended();
 
   // The value and the type of the future.
   c10::IValue value() const;
   c10::TypePtr type() const;
 
+  const Origin origin_{};
+  const std::shared_ptr<Interrupter> interrupter_;
   std::vector<at::Tensor> outputs_;
   TensorLists lists_; // none, or at least two
   std::shared_ptr<Executor> executor_;

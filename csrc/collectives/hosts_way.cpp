@@ -51,11 +51,12 @@ void HostsWay::check_said(const OpDescriptor& mine) {
       fail(
           ErrorKind::kMismatch,
           "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
-          "part; its own error says why",
+          "part: {}",
           describe(mine),
           mine.sequence,
           rank(),
-          p);
+          p,
+          reason_of(p));
     }
   }
   for (int p = 0; p < size(); ++p) {
@@ -64,6 +65,14 @@ void HostsWay::check_said(const OpDescriptor& mine) {
   for (int p = 0; p < size(); ++p) {
     check_nan_flag(said_[p], p);
   }
+}
+
+std::string HostsWay::reason_of(int p) {
+  const size_t bytes = said_[p].table_entries * sizeof(uint64_t);
+  const NetPending more =
+      net_receive(ctx_, p, NetKind::kTable, NetBuffer(bytes));
+  more.request->wait(ctx_.deadline);
+  return more.buffer.data(); // it ends with zeros
 }
 
 void HostsWay::enter(

@@ -56,6 +56,8 @@ class HostsWay : public Way {
   void complete(OpDescriptor& mine, size_t table_entries) const;
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
   void check_said(const OpDescriptor& mine);
+  // Why a rank has refused; it sends that behind its descriptor.
+  std::string reason_of(int rank);
   void find_blocks(const Plan& plan, const OpDescriptor& d);
   NetContext& ctx_;
   // Of the plan that has been entered: all ranks' blocks, or what its reduction

@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "base/while_waiting.hpp"
+
 namespace fusedpg {
 namespace {
 
@@ -71,7 +73,10 @@ bool wait_for(Domain& domain, int p, const Deadline& deadline, Ready ready) {
         ready,
         [&](int q) { return q == p; });
     return true;
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kAborted) {
+      throw;
+    }
     return false;
   }
 }
@@ -164,9 +169,14 @@ class RollCall {
   // False: not within the deadline, or never.
   bool await(int from, const Deadline& deadline) {
     std::unique_lock<std::mutex> lock(came_->mutex);
-    came_->changed.wait_for(lock, deadline.left(), [&] {
-      return came_->from[from] || came_->failed;
-    });
+    const auto known = [&] { return came_->from[from] || came_->failed; };
+    while (!came_->changed.wait_for(
+               lock, std::min(WaitHook::kInterval, deadline.left()), known) &&
+           !deadline.expired()) {
+      lock.unlock();
+      while_waiting();
+      lock.lock();
+    }
     return came_->from[from];
   }
 

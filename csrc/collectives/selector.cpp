@@ -59,8 +59,7 @@ double select_skip_limit(const Path& path) {
 }
 
 size_t select_net_segment(int world_size, bool ranks_share_hosts) {
-  // With its header one fragment of UCX's over TCP, see ucx_config(); it is
-  // copied while it is in the cache.
+  // Copied while it is in the cache.
   constexpr size_t kMost = size_t(252) << 10;
   constexpr size_t kLeast = size_t(64) << 10;
   constexpr size_t kStage = size_t(4) << 20;

@@ -11,7 +11,7 @@ namespace fusedpg::cuda {
 using Stream = void*; // cudaStream_t
 using Event = void*; // cudaEvent_t
 
-constexpr uint32_t kCudaApiVersion = 6;
+constexpr uint32_t kCudaApiVersion = 7;
 constexpr int kSuccess = 0;
 constexpr int kNoMemory = 2; // cudaErrorMemoryAllocation
 constexpr int kNotReady = 600; // cudaErrorNotReady
@@ -84,10 +84,6 @@ struct CudaApi {
   int (*add_sums)(const AddSumsArgs* args, Stream stream);
   int (*trust)(const TrustArgs* args, Stream stream);
 
-  int (*find_blocks)(const FindBlocksArgs* args, Stream stream);
-  int (*list_blocks)(const ListBlocksArgs* args, Stream stream);
-  int (*move_blocks)(const MoveBlocksArgs* args, Stream stream);
-
   // The device's, as 90 for 9.0.
   int (*architecture)(int* number);
   // For the current device, on which it is unloaded: when the device is done
@@ -108,7 +104,6 @@ struct CudaApi {
   // `comm`: null if it has gone, and took with it what the context had of it.
   int (*direct_destroy)(void* context, void* comm);
   int (*direct_step)(const DirectArgs* args, Stream stream);
-  int (*direct_sum)(const DirectSumArgs* args, Stream stream);
 };
 
 // The name of the exported function, and its type.

@@ -123,12 +123,12 @@ CudaEngine::CudaEngine(
 // What would otherwise show as a hang.
 void CudaEngine::compare_settings(const Deadline& deadline) {
   const std::string mine = formatted(
-      "cuda_chunk_bytes={}, cuda_arena_bytes={}, block_skip={}, block_size={}, "
-      "FUSEDPG_CUDA_MULTIMEM={}, NCCL {}{}, direct path built with NCCL {}",
+      "cuda_chunk_bytes={}, cuda_arena_bytes={}, half_sums={}, "
+      "FUSEDPG_CUDA_MULTIMEM={}, NCCL {}{}, direct path built "
+      "with NCCL {}",
       settings_.cuda_chunk_bytes,
       settings_.cuda_arena_bytes,
-      block_skip_name(settings_.block_skip),
-      settings_.block_size,
+      settings_.wide_half_sums ? "fp32" : "wire",
       settings_.cuda_multimem,
       nccl_.version,
       ring_ ? " (patched ring)" : "",

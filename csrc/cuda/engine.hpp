@@ -84,53 +84,6 @@ class CudaEngine {
       const std::shared_ptr<const LoadedProgram>& kernel,
       const Submission& submission);
 
-  // --- skip.cpp: an all-reduce that skips blocks of zeros. Over the arenas
-  // it is one operation; else it is two with a look at the first one's result
-  // between, so not in a graph.
-  struct SkipCall {
-    void* data = nullptr;
-    size_t count = 0;
-    DType dtype = DType::kFloat32;
-    bool mean = false;
-    size_t block = 0; // elements
-    double limit = 2; // share of blocks in the result from which all travel
-
-    size_t blocks() const {
-      return (count + block - 1) / block;
-    }
-    OpDescriptor facts() const;
-  };
-  struct SkipFind {
-    OperationPtr operation;
-    std::shared_ptr<Slot> slot; // with the list of blocks
-  };
-  // Whether direct_sum() can: the same on all ranks if all put their tensors
-  // into their arenas.
-  bool can_sum_directly(const SkipCall& call) const;
-  struct DirectSum {
-    OperationPtr operation;
-    std::shared_ptr<Slot> slot; // with the thread blocks' counts
-  };
-  DirectSum direct_sum(const SkipCall& call, const Submission& submission);
-  // Waits for it.
-  DirectCounts counts_of(const DirectSum& sum);
-  // Which blocks any rank has; throws Error(kInvalid) while a graph is
-  // captured.
-  SkipFind find_blocks(const SkipCall& call, const Submission& submission);
-  struct Found {
-    uint64_t blocks_union;
-    uint64_t blocks_present; // that this rank has
-  };
-  // Waits for it.
-  Found found_blocks(const SkipFind& find);
-  // Reduces these `found` blocks, or all that there is.
-  OperationPtr reduce_blocks(
-      const SkipCall& call,
-      const Submission& submission,
-      const SkipFind& find,
-      uint64_t found);
-  OperationPtr reduce_all(const SkipCall& call, const Submission& submission);
-
   // See cuda::capture_of().
   uint64_t capture_of(Stream stream) const;
   bool capturing(Stream stream) const {
@@ -178,15 +131,13 @@ class CudaEngine {
   bool has_ring() const {
     return ring_;
   }
-  // "stock", "ring", "direct", or "direct_skip" if it skipped zeros
+  // "stock", "ring" or "direct"
   const char* path_of_last_step() const {
     return last_path_.load();
   }
 
  private:
-  friend class Enqueuing;
   friend class Run;
-  friend class SkipRun;
   friend struct Remains;
 
   // Memory that both streams' work alternates between.
@@ -228,10 +179,8 @@ class CudaEngine {
     size_t slot = 0; // one of these
   };
 
-  // Blocks until the operation has ended; throws if the engine has failed. For
-  // short waits.
-  void await(const Operation& operation);
-  // The same of an event, of the operation of this number.
+  // Blocks until an event of the operation of this number has come; throws if
+  // the engine has failed. For short waits.
   void await(Event event, uint64_t sequence);
 
   // --- step.cpp
@@ -322,7 +271,6 @@ class CudaEngine {
   bool make_arena(const Deadline& deadline); // for the direct path
   void give_up_arena(int without);
   DirectSignals* signals() const;
-  uint8_t* direct_flags() const;
   void clear_signals();
   // under the lock
   DeviceMemory allocate(size_t bytes);

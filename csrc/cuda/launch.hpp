@@ -43,10 +43,6 @@ struct Tile {
   uint32_t index;
 };
 constexpr uint32_t kTile = 4096;
-// Elements of the blocks of zeros that direct_step skips: a bit each in a word
-// a tile.
-constexpr uint32_t kSkipBlock = 256;
-static_assert(kTile == 16 * kSkipBlock);
 
 // A part of an operation that goes over the wire at once. The wire buffer holds
 // one block a rank, in rank order.
@@ -121,16 +117,19 @@ struct PackArgs {
 };
 
 // The way back: of all blocks into the whole parameter, or of this rank's block
-// (`wire` is the block) into the slice of the output.
+// (`wire` is the block) into the slice of the output; or, with `folds`, of the
+// sum of the blocks of all ranks, of a half type.
 struct UnpackArgs {
   Chunk chunk;
   const void* wire;
   DType type;
   bool to_outputs;
+  bool folds;
   // Whole parameters: skipped tensors are left alone. Null: none is skipped.
   const TensorScalars* scalars;
   // to_outputs: values are multiplied by the reciprocal of `divisor`, or of the
-  // sum of `weights` if that is not null; a sum of zero gives zeros.
+  // sum of `weights` if that is not null; a sum of zero gives zeros. What is
+  // folded is multiplied by the ranks' weights first.
   double divisor;
   const double* weights;
   // to_outputs: tensors nobody uses are left alone; null: all are used.
@@ -150,7 +149,11 @@ struct UpdateArgs {
   bool momentum; // SGD
   bool nesterov; // SGD
   const TensorScalars* scalars; // by tensor
-  const void* grads; // this rank's block; null: TensorInfo::grad are slices
+  // `grads` are the blocks of all ranks, of a half type, to be added; else they
+  // are this rank's block, or if null TensorInfo::grad are slices.
+  bool folds;
+  const void* grads;
+  const double* weights; // of folds, by rank; each product is rounded
   // This rank's block of the parameters' wire, in param_type; skipped tensors'
   // parameters are copied there. Null: the new values go to TensorInfo::param.
   void* params_out;
@@ -186,42 +189,6 @@ struct TrustArgs {
   TensorScalars* scalars;
   uint32_t num_tensors;
   int32_t size;
-};
-
-// A tensor as blocks of `block` elements; the last one may be shorter.
-struct TensorBlocks {
-  void* data;
-  uint64_t count; // elements
-  uint64_t block;
-  DType type; // float64, float32, float16, bfloat16, int32, int64
-};
-
-// flags[b] = whether any bit of block b is set.
-struct FindBlocksArgs {
-  TensorBlocks tensor;
-  uint64_t num_blocks;
-  uint8_t* flags;
-  uint64_t* present; // or null; how many there are is added to it
-};
-
-// The blocks whose flags are set, in ascending order.
-struct ListBlocksArgs {
-  const uint8_t* flags;
-  uint64_t num_blocks;
-  uint32_t* list;
-  const uint64_t* present;
-  // Host memory that the device writes: how many are listed, and `present`.
-  uint64_t* found;
-};
-
-// Blocks list[0] ... list[num_items - 1] to or from their places in the wire,
-// one behind the other; a short one is filled up with zeros there.
-struct MoveBlocksArgs {
-  TensorBlocks tensor;
-  const uint32_t* list;
-  void* wire;
-  uint32_t num_items;
-  bool to_wire;
 };
 
 // A kernel of generated code, whose parameters are words of 8 bytes
@@ -299,11 +266,6 @@ struct DirectArgs {
   // its arena, in bytes; and the next one, where its parameter does.
   const uint64_t* offsets;
   const double* weights; // by rank; each product is rounded. Null: none
-  // Words for each tile of each rank's shards, by rank, at the same place of
-  // all ranks' arenas: bit k says whether any bit of this rank's gradients is
-  // set in block k of the tile. Owners take the others for zeros, unread. Null:
-  // all are read.
-  uint16_t* present;
   uint32_t num_tensors;
   uint32_t unused;
   // kDirectBlocks of them, at the same place of all ranks' arenas; zero before
@@ -314,37 +276,5 @@ struct DirectArgs {
   const uint64_t* stop;
   void* context; // host: what direct_create() gave
 };
-
-// What a sum over the arenas has met and moved.
-struct DirectCounts {
-  uint64_t blocks_union; // that any rank has
-  uint64_t blocks_present; // that this rank has
-  // Elements between this rank and its peers: contributions one way, results
-  // the other way.
-  uint64_t sent;
-  uint64_t received;
-};
-
-// The all-reduce of one tensor in one kernel, over the arenas of all ranks:
-// each finds its own blocks, and after a barrier owners (shard_range) read
-// those that ranks have and store the sums to all of them. Left folds in rank
-// order.
-struct DirectSumArgs {
-  TensorBlocks tensor; // of this rank
-  uint64_t num_blocks;
-  uint64_t shard; // elements of a full shard
-  const uint8_t* agree; // ranks that disagree do nothing
-  const uint64_t* offsets; // by rank: of the tensor in its arena, in bytes
-  uint8_t* flags; // of num_blocks, at the same place of all ranks' arenas
-  DirectCounts* counts; // by thread block; host memory that the device writes
-  int32_t rank;
-  int32_t size;
-  bool mean;
-  DirectSignals* signals; // as in DirectArgs
-  const uint64_t* stop;
-  void* context;
-};
-// Bytes for flags: of blocks, one each, or of a step's tiles.
-constexpr uint64_t kDirectFlags = 1 << 20;
 
 } // namespace fusedpg::cuda

@@ -7,8 +7,6 @@
 namespace fusedpg::cuda {
 namespace {
 
-constexpr size_t kLongestWhole = 4; // blocks
-
 class Cutter {
  public:
   Cutter(Layout& layout, size_t max_block)
@@ -23,7 +21,6 @@ class Cutter {
     add_piece(tensor, 0, shard);
     current_.whole = true;
     current_.tensor = tensor;
-    layout_.max_whole_shard = std::max(layout_.max_whole_shard, shard);
     close();
   }
 
@@ -41,9 +38,7 @@ class Cutter {
 
   void close() {
     if (current_.block != 0) {
-      if (!current_.whole) {
-        layout_.max_block = std::max(layout_.max_block, current_.block);
-      }
+      layout_.max_block = std::max(layout_.max_block, current_.block);
       layout_.chunks.push_back(current_);
     }
     current_ = ChunkLayout();
@@ -103,8 +98,7 @@ Layout make_layout(
     const auto shard = static_cast<size_t>(
         shard_size(static_cast<int64_t>(counts[t]), world_size));
     const bool exact = shard * static_cast<size_t>(world_size) == counts[t];
-    if (exact && counts[t] >= whole_from &&
-        shard <= kLongestWhole * max_block) {
+    if (exact && counts[t] >= whole_from && shard <= max_block) {
       cutter.add_whole(t, shard);
     } else {
       cutter.add(t, shard);

@@ -12,8 +12,9 @@ struct ChunkLayout {
   size_t first_tile = 0;
   size_t num_tiles = 0;
   size_t block = 0; // elements of a rank's block on the wire
-  // The chunk is one tensor whose shards fill it exactly, so that NCCL can work
-  // in the tensor itself: nothing to pack.
+  // The chunk is one tensor whose shards fill it exactly, so that NCCL can read
+  // the gradient where it lies: nothing to pack. It must not write to the
+  // parameter: whether ranks agree only the device knows by then.
   bool whole = false;
   size_t tensor = 0; // if `whole`
 };
@@ -24,8 +25,7 @@ struct Layout {
   std::vector<ShardPiece> pieces;
   std::vector<Tile> tiles; // of chunk after chunk
   std::vector<ChunkLayout> chunks;
-  size_t max_block = 0; // over the chunks that are not whole
-  size_t max_whole_shard = 0; // over those that are
+  size_t max_block = 0; // over the chunks
   // For sums over tensors: the tiles of tensor t are tile_list[tile_begin[t]]
   // up to tile_begin[t + 1]; and its pieces.
   std::vector<uint32_t> tile_list;
@@ -35,7 +35,7 @@ struct Layout {
 };
 
 // Blocks are of at most `max_block` elements. Tensors of `whole_from` elements
-// or more may become whole chunks, up to four blocks long.
+// or more may become whole chunks.
 Layout make_layout(
     const std::vector<size_t>& counts,
     int world_size,

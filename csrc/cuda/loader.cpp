@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,7 +14,7 @@
 namespace fusedpg::cuda {
 namespace {
 
-constexpr int kOldestNccl = 22200; // ncclGroupSimulateEnd
+constexpr int kOldestNccl = 22800; // ncclAlltoAll and the device API
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int kOwnFirst = 0; // which sanitizers refuse
@@ -40,12 +41,13 @@ const Api& load_once(const std::string& path, const Load& load) {
   return *api;
 }
 
-// The file beside this library.
+// The file beside this library. The loader found this library by a run path
+// with `..` in it, which an error message need not show.
 std::string kernel_library() {
   Dl_info here{};
   dladdr(reinterpret_cast<void*>(&kernel_library), &here);
-  const std::string engine = here.dli_fname;
-  return engine.substr(0, engine.rfind('/') + 1) + "libfusedpg_cuda.so";
+  const auto engine = std::filesystem::weakly_canonical(here.dli_fname);
+  return engine.parent_path() / "libfusedpg_cuda.so";
 }
 
 CudaApi load_cuda(const std::string& named) {
@@ -115,29 +117,26 @@ NcclApi load_nccl(const std::string& path) {
   require(api.all_reduce, "ncclAllReduce");
   require(api.reduce_scatter, "ncclReduceScatter");
   require(api.all_gather, "ncclAllGather");
+  require(api.all_to_all, "ncclAlltoAll");
   require(api.group_start, "ncclGroupStart");
   require(api.group_simulate_end, "ncclGroupSimulateEnd");
   require(api.mem_alloc, "ncclMemAlloc");
   require(api.mem_free, "ncclMemFree");
+  require(api.comm_window_register, "ncclCommWindowRegister");
+  require(api.comm_window_deregister, "ncclCommWindowDeregister");
+  require(api.dev_comm_create, "ncclDevCommCreate");
+  require(api.dev_comm_destroy, "ncclDevCommDestroy");
+  require(api.team_lsa, "ncclTeamLsa");
   if (!complete || api.get_version(&api.version) != kNcclSuccess ||
       api.version < kOldestNccl) {
     fail(
         ErrorKind::kSystem,
-        "fused: NCCL 2.22 or newer is needed, found {}{}",
+        "fused: NCCL 2.28 or newer is needed, found {}{}",
         complete ? formatted("version code {}", api.version)
                  : "a library without it",
         path.empty() ? "" : " in " + path);
   }
   find(api.get_last_error, "ncclGetLastError");
-  if (api.version >= 22700) {
-    find(api.comm_window_register, "ncclCommWindowRegister");
-    find(api.comm_window_deregister, "ncclCommWindowDeregister");
-  }
-  if (api.version >= 22800) {
-    find(api.dev_comm_create, "ncclDevCommCreate");
-    find(api.dev_comm_destroy, "ncclDevCommDestroy");
-    find(api.team_lsa, "ncclTeamLsa");
-  }
   find(api.ring_abi, "ncclFusedpgAbi");
   find(api.reduce_scatter_update, "ncclFusedpgReduceScatterUpdate");
   Dl_info where{};

@@ -6,7 +6,7 @@
 
 namespace fusedpg::cuda {
 
-// The part of NCCL's C ABI that we use (nccl.h of 2.22 and later), so that
+// The part of NCCL's C ABI that we use (nccl.h of 2.28 and later), so that
 // neither its header is needed to build nor its library to load the module.
 using NcclComm = void*;
 using NcclWindow = void*;
@@ -113,12 +113,19 @@ struct NcclApi {
       NcclDataType type,
       NcclComm comm,
       NcclStream stream) = nullptr;
+  NcclResult (*all_to_all)(
+      const void* src,
+      void* dst, // another place
+      size_t count, // from each rank to each
+      NcclDataType type,
+      NcclComm comm,
+      NcclStream stream) = nullptr;
 
   NcclResult (*group_start)() = nullptr;
   NcclResult (*group_simulate_end)(NcclSimInfo* info) = nullptr;
   NcclResult (*mem_alloc)(void** memory, size_t bytes) = nullptr;
   NcclResult (*mem_free)(void* memory) = nullptr;
-  // Since 2.27: symmetric windows.
+  // Symmetric windows.
   NcclResult (*comm_window_register)(
       NcclComm comm,
       void* memory,
@@ -127,7 +134,7 @@ struct NcclApi {
       int flags) = nullptr;
   NcclResult (*comm_window_deregister)(NcclComm comm, NcclWindow window) =
       nullptr;
-  // Since 2.28: the device API, called by libfusedpg_cuda.so.
+  // The device API, called by libfusedpg_cuda.so.
   void* dev_comm_create = nullptr;
   void* dev_comm_destroy = nullptr;
   void* team_lsa = nullptr;
@@ -145,17 +152,11 @@ struct NcclApi {
       NcclComm comm,
       NcclStream stream) = nullptr;
 
-  bool has_windows() const {
-    return comm_window_register && comm_window_deregister;
-  }
   // Whether the calling thread is inside a group: NCCL then holds back every
   // collective until the thread's outermost ncclGroupEnd().
   bool in_group() const;
   // Whether it is patched, for this version of the backend.
   bool has_ring() const;
-  bool has_device_api() const {
-    return has_windows() && dev_comm_create && dev_comm_destroy && team_lsa;
-  }
 };
 
 constexpr int kNcclWindowSymmetric = 0x01; // NCCL_WIN_COLL_SYMMETRIC

@@ -54,9 +54,7 @@ class Operation {
 
  private:
   friend class CudaEngine;
-  friend class Enqueuing;
   friend class Run;
-  friend class SkipRun;
 
   void complete(std::exception_ptr error);
 

@@ -85,7 +85,7 @@ void Run::launch_program(size_t t, bool reduced_here) {
   }
   size_t result = 0;
   for (const ProgramCall::Output& output : call.outputs) {
-    const bool to_wire = output.gathered && !alone() && !c.whole;
+    const bool to_wire = output.gathered && !alone();
     add(to_wire ? param_block(t, e_.rank_, result)
                 : output.data + place(output, begin, first));
     result += output.gathered ? 1 : 0;

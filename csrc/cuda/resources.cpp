@@ -6,7 +6,7 @@
 
 #include "base/error.hpp"
 #include "base/round_up.hpp"
-#include "cuda/enqueuing.hpp"
+#include "cuda/run.hpp"
 
 namespace fusedpg::cuda {
 namespace {
@@ -17,18 +17,17 @@ constexpr size_t kMaxLayouts = 256;
 constexpr std::chrono::milliseconds kGivesBack{500};
 constexpr size_t kArenaAlignment = 1 << 21;
 constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
-constexpr size_t kBehindTensors = kSignalBytes + kDirectFlags;
 
 } // namespace
 
 bool CudaEngine::make_arena(const Deadline& deadline) {
-  if (settings_.cuda_arena_bytes == 0 || !comm_ || !nccl_.has_device_api() ||
+  if (settings_.cuda_arena_bytes == 0 || !comm_ ||
       cuda_.direct_create == nullptr) {
     return false;
   }
   const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
       kArenaAlignment * kArenaAlignment;
-  if (nccl_.mem_alloc(&arena_, bytes + kBehindTensors) != kNcclSuccess) {
+  if (nccl_.mem_alloc(&arena_, bytes + kSignalBytes) != kNcclSuccess) {
     fail(
         ErrorKind::kOutOfMemory,
         "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES={} failed on rank {}",
@@ -51,7 +50,7 @@ bool CudaEngine::make_arena(const Deadline& deadline) {
         return nccl.comm_window_register(
             comm,
             arena,
-            bytes + kBehindTensors,
+            bytes + kSignalBytes,
             &made->window,
             kNcclWindowSymmetric);
       });
@@ -115,10 +114,6 @@ void CudaEngine::give_up_arena(int without) {
 DirectSignals* CudaEngine::signals() const {
   return reinterpret_cast<DirectSignals*>(
       static_cast<char*>(arena_) + arena_bytes_);
-}
-
-uint8_t* CudaEngine::direct_flags() const {
-  return static_cast<uint8_t*>(arena_) + arena_bytes_ + kSignalBytes;
 }
 
 bool CudaEngine::in_arena(const void* p, size_t bytes) const {
@@ -294,12 +289,35 @@ void CudaEngine::drop_wire() {
   }
 }
 
+void CudaEngine::await(Event event, uint64_t sequence) {
+  // The watchdog sees what goes wrong.
+  for (int looks = 0;; ++looks) {
+    check_failed();
+    const int state = cuda_.event_query(event);
+    if (state == kSuccess) {
+      break;
+    }
+    if (state != kNotReady) {
+      check(cuda_, "cudaEventQuery", state);
+    }
+    if (looks > 100) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+  // Unless ranks disagree, which the operation has said before it ended.
+  while (__atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE) == sequence) {
+    check_failed();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  check_failed();
+}
+
 // --- what an operation needs -------------------------------------------------
 
 // Sizes are the same on all ranks, so all find alike whether it is more than
 // they have had so far, and then tell each other, behind earlier operations,
 // whether they have it now. Nobody waits for the others otherwise.
-void Enqueuing::acquire(const CudaEngine::Needs& needs) {
+void Run::acquire(const CudaEngine::Needs& needs) {
   CudaEngine::Everywhere& everywhere = e_.everywhere_;
   const bool captured = operation_.captured_;
   const bool grows = (needs.layout && !needs.layout->everywhere) ||
@@ -357,7 +375,7 @@ void Enqueuing::acquire(const CudaEngine::Needs& needs) {
 
 // The same exchange as before every operation, so that ranks which are in
 // another one are found to disagree.
-bool Enqueuing::all_have(bool has) {
+bool Run::all_have(bool has) {
   const Slot& spare = *e_.spare_;
   auto* lacking = static_cast<float*>(spare.host.get());
   *lacking = has ? 0 : 1;

@@ -1,16 +1,36 @@
 #pragma once
 
-#include "cuda/enqueuing.hpp"
+#include "cuda/engine.hpp"
 #include "cuda/selector.hpp"
 #include "cuda/task.hpp"
 
 namespace fusedpg::cuda {
 
+// Lays the arrays of an operation out in its slot.
+class Arrays {
+ public:
+  size_t add(size_t bytes) {
+    const size_t offset = bytes_;
+    bytes_ += (bytes + 15) / 16 * 16;
+    return offset;
+  }
+  size_t bytes() const {
+    return bytes_;
+  }
+
+ private:
+  size_t bytes_ = 0;
+};
+
 // One operation of the engine while it is enqueued.
-class Run : Enqueuing {
+class Run {
  public:
   Run(CudaEngine& engine, Operation& operation, const Task& task)
-      : Enqueuing(engine, operation),
+      : e_(engine),
+        cuda_(engine.cuda_),
+        operation_(operation),
+        compute_(engine.compute_.get()),
+        wire_(engine.wire_stream_.get()),
         task_(task),
         n_(task.tensors.size()),
         lamb_(
@@ -18,11 +38,53 @@ class Run : Enqueuing {
             formula(task.op) == kernels::Formula::kLamb),
         weighted_(task.reduction.weight.has_value() && task.reduces),
         config_(step_config()),
-        path_(select_step_path(config_)) {}
+        path_(select_step_path(config_)),
+        folds_(select_folds(config_, path_)) {}
 
   void run();
 
  private:
+  void check(const char* what, int error) const {
+    cuda::check(cuda_, what, error);
+  }
+  // `to` goes on when `from` has got this far.
+  void order(Stream from, const OwnedEvent& event, Stream to) {
+    check("cudaEventRecord", cuda_.event_record(event.get(), from));
+    check("cudaStreamWaitEvent", cuda_.stream_wait_event(to, event.get()));
+  }
+  template <typename Call>
+  void nccl(const char* what, const Call& call) {
+    e_.comm_->call(what, call);
+  }
+  // Within the operation's slot.
+  void gather(size_t from, size_t to, size_t count, NcclDataType type);
+  bool alone() const {
+    return e_.size_ == 1;
+  }
+
+  template <typename T>
+  T* device(size_t offset) const {
+    return reinterpret_cast<T*>(
+        static_cast<char*>(operation_.slot_->device.get()) + offset);
+  }
+  template <typename T>
+  T* host(size_t offset) const {
+    return reinterpret_cast<T*>(
+        static_cast<char*>(operation_.slot_->host.get()) + offset);
+  }
+
+  // Takes the memory that the operation needs, its slot too, with the facts of
+  // the operation known. Throws Refusal, on all ranks, if one of them lacks it.
+  void acquire(const CudaEngine::Needs& needs);
+  // Asks whether all ranks have that memory; waits for the GPU.
+  bool all_have(bool has);
+
+  // Replaces this rank's proposal by the maximum of all ranks' proposals.
+  void exchange(const ProposeArgs& proposal);
+  // Tells the host if ranks disagree, as soon as the wire knows: they may hang
+  // in what they exchange next. `agree`: what all ranks have proposed.
+  void report_mismatch(size_t agree);
+
   enum class Middle { kUpdate, kMoments, kOutputs };
 
   StepConfig step_config() const;
@@ -41,13 +103,21 @@ class Run : Enqueuing {
   Chunk chunk(size_t t) const;
   char* block(const DeviceMemory& buffer, size_t t, DType type, int rank)
       const {
-    // Results of whole chunks are all that lies in their buffer.
-    const size_t begin =
-        chunks()[t].whole ? 0 : static_cast<size_t>(rank) * chunks()[t].block;
-    return static_cast<char*>(buffer.get()) + begin * dtype_size(type);
+    return static_cast<char*>(buffer.get()) +
+        static_cast<size_t>(rank) * chunks()[t].block * dtype_size(type);
   }
   char* grad_block(size_t t, int rank) const {
     return block(e_.wire_.grads[t % 2], t, task_.grad_type, rank);
+  }
+  // Where owners get all ranks' gradients, behind what they send.
+  char* received(size_t t) const {
+    return static_cast<char*>(e_.wire_.grads[t % 2].get()) +
+        layout_->layout.max_block * static_cast<size_t>(e_.size_) *
+        dtype_size(task_.grad_type);
+  }
+  // What reduce_scatter() leaves there.
+  char* reduced(size_t t) const {
+    return folds_ ? received(t) : grad_block(t, e_.rank_);
   }
   // Of a result that is gathered.
   char* param_block(size_t t, int rank, size_t result = 0) const {
@@ -94,14 +164,19 @@ class Run : Enqueuing {
   void run_ring();
   void ring(size_t t);
 
+  CudaEngine& e_;
+  const CudaApi& cuda_;
+  Operation& operation_;
+  const Stream compute_;
+  const Stream wire_;
   const Task& task_;
   const size_t n_;
   const bool lamb_;
   const bool weighted_;
   const StepConfig config_;
   const GpuPath path_;
+  const bool folds_; // gradients are added up by their owners
   CudaEngine::DeviceLayout* layout_ = nullptr;
-  bool skips_ = false; // blocks of zeros
   bool has_lrs_ = false;
   bool prepared_ = false;
   // Offsets in the slot.

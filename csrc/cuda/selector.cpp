@@ -21,28 +21,28 @@ GpuPath select_step_path(const StepConfig& c) {
   if (whole_step && c.has_direct && c.in_arena && !c.lamb) {
     return GpuPath::kDirect;
   }
-  // One type on the wire both ways.
+  // One type on the wire both ways, whose sums may be rounded at every hop.
   if (whole_step && c.has_ring && c.grad_type == c.param_type &&
-      c.param_type != DType::kFloat64) {
+      c.param_type != DType::kFloat64 &&
+      !(c.wide_half_sums && wide_type(c.grad_type) != c.grad_type)) {
     return GpuPath::kRing;
   }
   return GpuPath::kStock;
 }
 
-bool select_step_skip(size_t block, size_t tiles, int world_size) {
-  const size_t words = tiles * static_cast<size_t>(world_size);
-  return block != 0 && words * sizeof(uint16_t) <= kDirectFlags;
+bool select_folds(const StepConfig& c, GpuPath path) {
+  return c.wide_half_sums && c.reduces && !c.generated && c.world_size > 1 &&
+      path == GpuPath::kStock && wide_type(c.grad_type) != c.grad_type;
 }
 
-size_t select_whole(const StepConfig& c, GpuPath path, bool weighted) {
+size_t select_whole(const StepConfig& c, GpuPath path, bool packs) {
   // Below this a whole tensor is not worth a chunk of its own.
   constexpr size_t kWholeBytes = size_t(1) << 20;
-  // Products with a weight are rounded on the way into the wire, sums that are
-  // left in outputs copied out of it, and the ring's sums would overwrite the
-  // parameters: none can use whole tensors.
-  return c.updates && !weighted && path != GpuPath::kRing ? kWholeBytes /
-          std::max(dtype_size(c.grad_type), dtype_size(c.param_type))
-                                                          : ~size_t(0);
+  // Sums that are left in outputs are copied out of the wire, and the ring's
+  // sums would overwrite the gradients: neither can use whole tensors.
+  return packs || !c.updates || path == GpuPath::kRing ? ~size_t(0)
+                                                       : kWholeBytes /
+          std::max(dtype_size(c.grad_type), dtype_size(c.param_type));
 }
 
 // Cut into n chunks of c bytes, an operation takes about
@@ -66,18 +66,6 @@ size_t select_chunk_bytes(const ChunkConfig& c) {
   const double best = std::sqrt(static_cast<double>(c.bytes) * call / kFill);
   // The same on all ranks, whatever their last bits are.
   return std::clamp(std::bit_floor(static_cast<size_t>(best)), kLeast, kMost);
-}
-
-GpuPath select_sum_path(const SumConfig& c) {
-  return c.has_direct && c.in_arena && c.elements != 0 &&
-          c.blocks <= kDirectFlags
-      ? GpuPath::kDirect
-      : GpuPath::kStock;
-}
-
-bool select_sum_skip(size_t blocks_union, size_t blocks, double limit) {
-  return static_cast<double>(blocks_union) <
-      limit * static_cast<double>(blocks);
 }
 
 } // namespace fusedpg::cuda

@@ -31,14 +31,19 @@ struct StepConfig {
   bool has_direct = false; // the engine has the direct path
   bool has_ring = false; // and takes the ring
   bool generated = false; // the update is a program's
+  int world_size = 1;
+  bool wide_half_sums = true; // Settings::wide_half_sums
 };
 GpuPath select_step_path(const StepConfig& config);
 
-// Whether a direct step looks for tiles of zeros.
-bool select_step_skip(size_t block, size_t tiles, int world_size);
+// Whether owners get all ranks' gradients and add them, where NCCL's
+// reduce-scatter would round each sum to a half type: as many bytes, no rounding
+// before the update and no overflow, and the CPU's bits.
+bool select_folds(const StepConfig& config, GpuPath path);
 
-// Elements from which a tensor is a chunk of its own, and not packed.
-size_t select_whole(const StepConfig& config, GpuPath path, bool weighted);
+// Elements from which a tensor is a chunk of its own, and not packed. `packs`:
+// none can be.
+size_t select_whole(const StepConfig& config, GpuPath path, bool packs);
 
 // Bytes that one NCCL call of an operation moves, where the settings do not say.
 struct ChunkConfig {
@@ -47,21 +52,5 @@ struct ChunkConfig {
   bool spans_hosts = false;
 };
 size_t select_chunk_bytes(const ChunkConfig& config);
-
-// The path of a sum that skips blocks of zeros.
-struct SumConfig {
-  size_t elements = 0;
-  size_t blocks = 0;
-  bool in_arena = false;
-  bool has_direct = false;
-};
-GpuPath select_sum_path(const SumConfig& config);
-
-// Whether the blocks that any rank has travel alone; else everything does.
-// `limit`: the share of all blocks from which that is so.
-bool select_sum_skip(size_t blocks_union, size_t blocks, double limit);
-// Not measured: NCCL moves the union as it would move all.
-constexpr double kSkipLimit = 0.8;
-constexpr double kNoSkipLimit = 2; // more than the share of all
 
 } // namespace fusedpg::cuda

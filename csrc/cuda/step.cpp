@@ -58,7 +58,9 @@ StepConfig Run::step_config() const {
       in_arena,
       e_.direct_ != nullptr,
       e_.ring_,
-      task_.program != nullptr};
+      task_.program != nullptr,
+      e_.size_,
+      e_.settings_.wide_half_sums};
 }
 
 void Run::run() {
@@ -68,18 +70,13 @@ void Run::run() {
       std::accumulate(task_.counts.begin(), task_.counts.end(), size_t(0));
   const size_t block = e_.chunk_bytes(elements * element) / element /
       static_cast<size_t>(e_.size_);
-  // What is widened has to be packed. In a program's first call all-gathers of
-  // whole tensors would write before it is known that all ranks have a kernel.
-  const bool packs = weighted_ || task_.widens ||
-      (task_.program != nullptr && task_.found_inf != nullptr);
+  // What is widened has to be packed, and so have products with a weight unless
+  // their owner makes them.
+  const bool packs = (weighted_ && !folds_) || task_.widens;
   layout_ =
       &e_.layout_of(task_.counts, block, select_whole(config_, path_, packs));
-  // The direct path alone: others read all gradients anyway.
-  skips_ = path_ == GpuPath::kDirect &&
-      select_step_skip(
-               task_.step->skip_block, layout_->layout.tiles.size(), e_.size_);
   OpDescriptor facts = task_.facts;
-  facts.path = skips_ ? GpuPath::kDirectSkip : path_;
+  facts.path = path_;
   operation_.set_facts(facts);
   e_.last_path_ = gpu_path_name(facts.path);
   CudaEngine::Needs needs =
@@ -200,15 +197,24 @@ void Run::agree() {
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
 }
 
-void Enqueuing::exchange(const ProposeArgs& proposal) {
+void Run::exchange(const ProposeArgs& proposal) {
   check("propose", cuda_.propose(&proposal, compute_));
   if (!alone()) {
     order(compute_, e_.events_.proposed, wire_);
-    all_reduce(proposal.agree, kAgreeBytes, kNcclUint8, kNcclMax);
+    nccl("ncclAllReduce", [&](NcclComm comm) {
+      return e_.nccl_.all_reduce(
+          proposal.agree,
+          proposal.agree,
+          kAgreeBytes,
+          kNcclUint8,
+          kNcclMax,
+          comm,
+          wire_);
+    });
   }
 }
 
-void Enqueuing::report_mismatch(size_t agree) {
+void Run::report_mismatch(size_t agree) {
   PrepareArgs p{};
   p.agree = device<uint8_t>(agree);
   p.mismatch = &e_.flags_->mismatch;
@@ -216,11 +222,7 @@ void Enqueuing::report_mismatch(size_t agree) {
   check("prepare", cuda_.prepare(&p, wire_));
 }
 
-void Enqueuing::gather(
-    size_t from,
-    size_t to,
-    size_t count,
-    NcclDataType type) {
+void Run::gather(size_t from, size_t to, size_t count, NcclDataType type) {
   nccl("ncclAllGather", [&](NcclComm comm) {
     return e_.nccl_.all_gather(
         device<char>(from), device<char>(to), count, type, comm, wire_);
@@ -272,16 +274,15 @@ Chunk Run::chunk(size_t t) const {
 }
 
 CudaEngine::Needs Run::wire_needs() const {
-  const Layout& l = layout_->layout;
-  const size_t all = l.max_block * static_cast<size_t>(e_.size_);
+  const size_t all = layout_->layout.max_block * static_cast<size_t>(e_.size_);
   size_t results = 0; // bytes of an element
   for (const DType type : task_.results) {
     results += dtype_size(type);
   }
   CudaEngine::Needs needs;
   if (task_.reduces && !in_place()) {
-    needs.grads =
-        std::max(all, l.max_whole_shard) * dtype_size(task_.grad_type);
+    // What is folded is received behind what is sent.
+    needs.grads = (folds_ ? 2 : 1) * all * dtype_size(task_.grad_type);
   }
   needs.params = alone() ? 0 : all * results;
   return needs;
@@ -341,7 +342,7 @@ void Run::pack(size_t t) {
   args.wire = grad_block(t, 0);
   args.type = task_.widens ? task_.program->dtype : task_.grad_type;
   args.widens = task_.widens;
-  args.weight = weighted_ ? *task_.reduction.weight : 1.0;
+  args.weight = weighted_ && !folds_ ? *task_.reduction.weight : 1.0;
   check("pack", cuda_.pack(&args, compute_));
 }
 
@@ -349,6 +350,13 @@ void Run::reduce_scatter(size_t t) {
   const ChunkLayout& c = chunks()[t];
   const void* from = c.whole ? task_.tensors[c.tensor].grad
                              : static_cast<const void*>(grad_block(t, 0));
+  if (folds_) {
+    nccl("ncclAlltoAll", [&](NcclComm comm) {
+      return e_.nccl_.all_to_all(
+          from, received(t), c.block, nccl_type(task_.grad_type), comm, wire_);
+    });
+    return;
+  }
   nccl("ncclReduceScatter", [&](NcclComm comm) {
     return e_.nccl_.reduce_scatter(
         from,
@@ -376,9 +384,10 @@ UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
   u.momentum = h.momentum != 0;
   u.nesterov = h.nesterov;
   u.scalars = device<TensorScalars>(scalars_);
-  u.grads = reduced_here ? grad_block(t, e_.rank_) : nullptr;
-  u.params_out =
-      alone() || chunks()[t].whole ? nullptr : param_block(t, e_.rank_);
+  u.folds = reduced_here && folds_;
+  u.grads = reduced_here ? reduced(t) : nullptr;
+  u.weights = weighted_ ? device<double>(weights_) : nullptr;
+  u.params_out = alone() ? nullptr : param_block(t, e_.rank_);
   return u;
 }
 
@@ -386,9 +395,10 @@ void Run::work_on(size_t t, Middle middle, bool reduced_here) {
   if (middle == Middle::kOutputs) {
     UnpackArgs args{};
     args.chunk = chunk(t);
-    args.wire = grad_block(t, e_.rank_);
+    args.wire = reduced(t);
     args.type = task_.grad_type;
     args.to_outputs = true;
+    args.folds = folds_;
     args.divisor = divisor();
     args.weights = weighted_ ? device<double>(weights_) : nullptr;
     args.used = task_.used;
@@ -410,26 +420,21 @@ void Run::work_on(size_t t, Middle middle, bool reduced_here) {
 }
 
 void Run::all_gather(size_t t) {
-  const ChunkLayout& c = chunks()[t];
   for (size_t k = 0; k < task_.results.size(); ++k) {
     const DType type = task_.results[k];
-    char* to = param_block(t, 0, k);
-    char* from = param_block(t, e_.rank_, k);
-    if (c.whole) {
-      to = static_cast<char*>(task_.tensors[c.tensor + k].param);
-      from = to + static_cast<size_t>(e_.rank_) * c.block * dtype_size(type);
-    }
     nccl("ncclAllGather", [&](NcclComm comm) {
       return e_.nccl_.all_gather(
-          from, to, c.block, nccl_type(type), comm, wire_);
+          param_block(t, e_.rank_, k),
+          param_block(t, 0, k),
+          chunks()[t].block,
+          nccl_type(type),
+          comm,
+          wire_);
     });
   }
 }
 
 void Run::unpack(size_t t) {
-  if (chunks()[t].whole) {
-    return;
-  }
   for (size_t k = 0; k < task_.results.size(); ++k) {
     UnpackArgs args{};
     args.chunk = chunk(t);

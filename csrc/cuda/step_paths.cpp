@@ -43,9 +43,6 @@ void Run::run_direct() {
       static_cast<uint32_t>(layout_->layout.tiles.size());
   args.offsets = device<uint64_t>(all_offsets_);
   args.weights = weighted_ ? device<double>(weights_) : nullptr;
-  if (skips_) {
-    args.present = reinterpret_cast<uint16_t*>(e_.direct_flags());
-  }
   args.num_tensors = static_cast<uint32_t>(n_);
   args.signals = e_.signals();
   args.stop = &e_.flags_->stop;

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,8 +13,6 @@ namespace fusedpg {
 namespace {
 
 constexpr size_t kAlignment = 128;
-// Memory is committed in steps of this many bytes.
-constexpr size_t kStep = size_t(2) << 20;
 // Freed memory is given back in pieces of at least this many bytes.
 constexpr size_t kReturnAtOnce = size_t(256) << 10;
 
@@ -29,8 +26,7 @@ std::shared_ptr<Arena> Arena::create(
 }
 
 Arena::Arena(size_t control_bytes, size_t heap_bytes, size_t at_once)
-    : owner_(getpid()),
-      heap_begin_(round_up(control_bytes, kStep)),
+    : heap_begin_(round_up(control_bytes, kStep)),
       control_bytes_(control_bytes),
       control_committed_(std::min(at_once, control_bytes)),
       file_(create_memory_file(
@@ -50,6 +46,18 @@ void Arena::commit_control() {
     commit_range(
         file_.get(), control_committed_, control_bytes_ - control_committed_);
     control_committed_ = control_bytes_;
+  }
+}
+
+void Arena::shrink(size_t total) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  total = std::max(total / kStep * kStep, heap_begin_);
+  if (total < mapping_.size()) {
+    erase_free(heap_begin_, mapping_.size() - heap_begin_);
+    mapping_.shrink(total);
+    if (total > heap_begin_) {
+      insert_free(heap_begin_, total - heap_begin_);
+    }
   }
 }
 
@@ -148,7 +156,7 @@ void* Arena::allocate(size_t bytes) {
 }
 
 void Arena::deallocate(void* p, Freed freed) {
-  if (getpid() != owner_) {
+  if (origin_.forked()) {
     return; // a forked child has no arena
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -230,7 +238,7 @@ void Arena::detach(
     const std::function<bool()>& alone,
     const std::vector<Pages>& keep) {
   std::lock_guard<std::mutex> one(detaching_);
-  if (!file_ || getpid() != owner_) {
+  if (!file_ || origin_.forked()) {
     return;
   }
   {

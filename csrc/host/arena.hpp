@@ -11,6 +11,7 @@
 #include <set>
 #include <vector>
 
+#include "base/fork.hpp"
 #include "host/memory.hpp"
 
 namespace fusedpg {
@@ -22,6 +23,9 @@ namespace fusedpg {
 // it, so a tensor may outlive its group.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
+  // Both parts are multiples of this, and memory is committed in such steps.
+  static constexpr size_t kStep = size_t(2) << 20;
+
   // Commits so many bytes of the control part: Error(kOutOfMemory) where that
   // cannot be done.
   static std::shared_ptr<Arena> create(
@@ -32,6 +36,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   Arena(size_t control_bytes, size_t heap_bytes, size_t at_once);
   // Commits the rest of it.
   void commit_control();
+  // Makes the heap smaller, so that all is at most so large; before anything is
+  // allocated.
+  void shrink(size_t total);
 
   char* base() const {
     return mapping_.data();
@@ -95,7 +102,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void insert_free(size_t offset, size_t bytes);
   void erase_free(size_t offset, size_t bytes);
 
-  const pid_t owner_;
+  const Origin origin_{};
   const size_t heap_begin_;
   const size_t control_bytes_;
   size_t control_committed_;

@@ -22,11 +22,10 @@ Bootstrap::Bootstrap(int rank, int world_size, const Settings& settings)
   constexpr double kGbit = 1e9 / 8;
   const LinkRates rates = settings.aggregate_rates.value_or(LinkRates{});
   self_.settings = formatted(
-      "block_skip={}, block_size={}, transport={}, order={}, aggregators={}, "
+      "block_skip={}, block_size={}, order={}, aggregators={}, "
       "aggregate={}, aggregate_rates={},{}, aggregate_message_bytes={}",
       block_skip_name(settings.block_skip),
       settings.block_size,
-      transport_choice_name(settings.transport),
       settings.flat_order ? "flat" : "hosts",
       aggregators,
       aggregate_name(settings.aggregate),
@@ -41,6 +40,8 @@ void Bootstrap::meet(Rendezvous& store, const Deadline& deadline) {
   meeting_ = std::make_unique<Meeting>(store, rank_, world_size_, self_);
   try {
     self_.host_id = host_identity(host_id_);
+    self_.host_name = host_name();
+    self_.keeps_store = store.is_here();
     self_.cpus = cpu_mask();
     self_.start = start_time(self_.pid);
     listener_ = listen_for_hellos(world_size_, self_.address);

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/round_up.hpp"
+#include "base/while_waiting.hpp"
 #include "host/futex.hpp"
 
 namespace fusedpg {
@@ -103,8 +104,12 @@ std::shared_ptr<Arena> create_arena(
     Bootstrap& bootstrap,
     size_t control_bytes,
     size_t heap_bytes,
-    size_t at_once) {
+    size_t at_once,
+    const std::string& refusal) {
   try {
+    if (!refusal.empty()) {
+      fail(ErrorKind::kSystem, "fused: {}", refusal);
+    }
     return Arena::create(control_bytes, heap_bytes, at_once);
   } catch (const std::exception& error) {
     bootstrap.withdraw(error.what());
@@ -129,6 +134,52 @@ Domain::Layout Domain::layout(int size, size_t stage_bytes) {
   return l;
 }
 
+// Ranks take what their limits leave, and then what all of them have: see
+// map_peers(). Half of the address space stays for the program.
+size_t Domain::heap_that_fits(const Layout& layout, size_t heap, int size) {
+  const MemoryLimits limits = memory_limits();
+  const size_t most = std::min(
+      limits.file, limits.address_space / 2 / static_cast<size_t>(size));
+  const size_t control = round_up(layout.total, Arena::kStep);
+  const size_t wanted = heap;
+  while (heap != 0 && control + round_up(heap, Arena::kStep) > most) {
+    heap = heap < 2 * Arena::kStep ? 0 : heap / 2;
+  }
+  static std::atomic<bool> said{false};
+  if (heap < wanted && !said.exchange(true)) {
+    log_line(formatted(
+        "the arena of a group has {} MiB in place of {} MiB: the limits of "
+        "this "
+        "process (ulimit -v, ulimit -f) leave no more",
+        heap >> 20,
+        wanted >> 20));
+  }
+  return heap;
+}
+
+std::string Domain::refusal(int size, size_t stage_bytes) {
+  const MemoryLimits limits = memory_limits();
+  const size_t control =
+      round_up(layout(size, stage_bytes).total, Arena::kStep);
+  const auto text = [](const char* limit, size_t has, size_t needs) {
+    return formatted(
+        "shared memory needs {} MiB where {} leaves {} MiB; raise that limit, "
+        "or use the backend \"gloo\"",
+        needs >> 20,
+        limit,
+        has >> 20);
+  };
+  if (control > limits.file) {
+    return text("the limit of a file's size (ulimit -f)", limits.file, control);
+  }
+  const size_t all = control * static_cast<size_t>(size);
+  if (all > limits.address_space) {
+    return text(
+        "the limit of address space (ulimit -v)", limits.address_space, all);
+  }
+  return "";
+}
+
 Domain::Domain(
     int rank,
     Bootstrap& bootstrap,
@@ -144,8 +195,9 @@ Domain::Domain(
       arena_(create_arena(
           bootstrap,
           layout_.total,
-          settings.arena_bytes,
-          layout_.tables)),
+          heap_that_fits(layout_, settings.arena_bytes, size_),
+          layout_.tables,
+          refusal(size_, stage_bytes))),
       peers_(exchange(bootstrap, *arena_, deadline)),
       mappings_(size_),
       bases_(size_) {
@@ -175,19 +227,28 @@ Domain::~Domain() {
 }
 
 void Domain::map_peers() {
+  // All ranks see all files, and take of each what the smallest one has.
+  size_t bytes = arena_->size();
   for (int p = 0; p < size_; ++p) {
     if (p == rank_) {
       continue;
     }
-    const off_t bytes = lseek(peers_[p].memory.get(), 0, SEEK_END);
-    if (bytes < static_cast<off_t>(layout_.total)) {
+    const off_t found = lseek(peers_[p].memory.get(), 0, SEEK_END);
+    if (found < static_cast<off_t>(layout_.total)) {
       fail(
           ErrorKind::kSystem,
           "fused: the arena of rank {} is too small",
           name(p));
     }
-    mappings_[p] = std::make_shared<Mapping>(
-        peers_[p].memory.get(), static_cast<size_t>(bytes));
+    bytes = std::min(bytes, static_cast<size_t>(found));
+  }
+  arena_->shrink(bytes);
+  for (int p = 0; p < size_; ++p) {
+    if (p == rank_) {
+      continue;
+    }
+    mappings_[p] =
+        std::make_shared<Mapping>(peers_[p].memory.get(), arena_->size());
     bases_[p] = mappings_[p]->data();
     if (p == 0) {
       shared_file_ = std::move(peers_[p].memory);
@@ -302,6 +363,7 @@ void Domain::wait(
       return;
     }
     waiting.look();
+    while_waiting();
     const auto what = [&] {
       return formatted("{}, sequence number {}", describe(op), op.sequence);
     };
@@ -316,6 +378,9 @@ void Domain::wait(
       throw;
     }
     if (deadline.expired()) {
+      if (ready()) {
+        return; // a signal handler has taken all the time there was
+      }
       std::vector<int> late;
       for (int p = 0; p < size_; ++p) {
         if (p != rank_ && missing(p)) {
@@ -363,7 +428,13 @@ void Domain::check_peers(
     const std::string& op,
     const std::function<bool(int)>& missing) {
   if (abort_requested()) {
-    fail(ErrorKind::kAborted, "fused: {}, aborted on rank {}", op, name(rank_));
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    fail(
+        ErrorKind::kAborted,
+        "fused: {}, {} on rank {}",
+        op,
+        abort_how_,
+        name(rank_));
   }
   for (int p = 0; p < size_; ++p) {
     // Asked once more after: its part may have come just before its end.
@@ -552,7 +623,13 @@ void Domain::ring_all() {
   }
 }
 
-void Domain::request_abort() {
+void Domain::request_abort(const std::string& how) {
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (abort_how_.empty()) {
+      abort_how_ = how;
+    }
+  }
   abort_.store(true, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   control(rank_).bell.ring();

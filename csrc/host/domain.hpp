@@ -118,6 +118,10 @@ class Domain {
       size_t stage_bytes = kStageBytes);
   ~Domain();
 
+  // Why this process cannot have the shared memory of a group of so many ranks,
+  // under its limits of files and of address space; or nothing.
+  static std::string refusal(int size, size_t stage_bytes = kStageBytes);
+
   int rank() const {
     return rank_;
   }
@@ -254,8 +258,9 @@ class Domain {
   }
   ErrorKind failure_kind() const;
   std::string failure_reason() const;
-  // Makes waits on this rank throw Error(kAborted), now and later.
-  void request_abort();
+  // Makes waits on this rank throw Error(kAborted), now and later. `how` is for
+  // the text: "interrupted by KeyboardInterrupt". The first one counts.
+  void request_abort(const std::string& how = "aborted");
   bool abort_requested() const {
     return abort_.load(std::memory_order_acquire);
   }
@@ -281,6 +286,7 @@ class Domain {
     size_t total;
   };
   static Layout layout(int size, size_t stage_bytes);
+  static size_t heap_that_fits(const Layout& layout, size_t heap, int size);
   // After a barrier. A rank that fails takes its arena away, and may do so
   // between arriving and passing: then what was read from it until now is
   // worthless. What it does after it has passed does not matter here.
@@ -314,6 +320,7 @@ class Domain {
   mutable std::mutex failure_mutex_;
   ErrorKind failure_kind_ = ErrorKind::kAborted;
   std::string failure_reason_;
+  std::string abort_how_; // not empty once abort_ is set
 
   std::mutex detach_mutex_;
   bool detached_ = false;

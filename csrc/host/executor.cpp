@@ -1,11 +1,11 @@
 #include "host/executor.hpp"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 
 #include "base/error.hpp"
+#include "base/while_waiting.hpp"
 
 namespace fusedpg {
 namespace {
@@ -18,7 +18,7 @@ constexpr std::chrono::microseconds kProgressPatience{400};
 
 } // namespace
 
-Executor::Executor() : owner_(getpid()), patience_(kProgressPatience) {}
+Executor::Executor() : patience_(kProgressPatience) {}
 
 Executor::~Executor() {
   stop();
@@ -27,6 +27,17 @@ Executor::~Executor() {
 void Executor::check_open() const {
   if (stop_) {
     fail(ErrorKind::kAborted, "fused: this group was shut down");
+  }
+}
+
+void Executor::check_not_inside() const {
+  if (runs_here()) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: a signal handler waits for a group while an operation of that "
+        "group is under way on the same thread; have the handler set a flag, "
+        "and "
+        "act on it after the operation");
   }
 }
 
@@ -54,6 +65,7 @@ uint64_t Executor::submit(Operation operation) {
 void Executor::run(const Operation& operation) {
   Lock lock(mutex_);
   if (!idle()) {
+    check_not_inside();
     check_open(); // before a ticket is taken
   }
   const uint64_t ticket = ++tickets_;
@@ -66,16 +78,12 @@ void Executor::run_unnumbered(const std::function<void()>& fn) {
 }
 
 void Executor::finish(uint64_t ticket) {
-  if (getpid() != owner_) {
-    fail(
-        ErrorKind::kInvalid,
-        "fused: this process was forked after the operation had begun; it ends "
-        "in the parent only");
-  }
+  origin_.check_operation();
   Lock lock(mutex_);
   if (finished_tickets_ >= ticket) {
     return;
   }
+  check_not_inside();
   const auto it =
       std::find_if(queue_.begin(), queue_.end(), [&](const Item& i) {
         return i.ticket == ticket;
@@ -113,27 +121,28 @@ uint64_t Executor::tickets() const {
 
 void Executor::stop() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     stop_ = true;
     wake();
+    // A caller may be executing an operation itself.
+    watch(lock, [&] { return idle(); });
   }
   if (thread_.joinable()) {
     thread_.join();
   }
-  // A caller may be executing an operation itself.
-  Lock lock(mutex_);
-  watch(lock, [&] { return idle(); });
 }
 
 // --- in turn -----------------------------------------------------------------
 
 void Executor::execute(Item item, Lock& lock) {
   busy_ = true;
+  runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   running_since_ = item.since;
   lock.unlock();
   item.run();
   item.run = nullptr; // what it captured goes before the next one starts
   lock.lock();
+  runner_.store({}, std::memory_order_relaxed);
   busy_ = false;
   finished_ = item.position;
   finished_tickets_ = std::max(finished_tickets_, item.ticket);
@@ -177,7 +186,15 @@ void Executor::finish_position(uint64_t position, Lock& lock) {
 template <typename Condition>
 void Executor::watch(Lock& lock, Condition condition) {
   ++watchers_;
-  changed_.wait(lock, condition);
+  if (!has_wait_hook()) {
+    changed_.wait(lock, condition);
+  } else {
+    while (!changed_.wait_for(lock, WaitHook::kInterval, condition)) {
+      lock.unlock();
+      while_waiting();
+      lock.lock();
+    }
+  }
   --watchers_;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -9,6 +10,7 @@
 #include <thread>
 
 #include "base/deadline.hpp"
+#include "base/fork.hpp"
 
 namespace fusedpg {
 
@@ -59,6 +61,13 @@ class Executor {
   // Runs what is queued and ends the progress thread.
   void stop();
 
+  // Whether this thread executes an operation: one called from below it, as from
+  // a signal handler, would wait for itself.
+  bool runs_here() const {
+    return runner_.load(std::memory_order_relaxed) ==
+        std::this_thread::get_id();
+  }
+
  private:
   using Lock = std::unique_lock<std::mutex>;
   struct Item {
@@ -69,6 +78,7 @@ class Executor {
   };
 
   void check_open() const;
+  void check_not_inside() const;
   Item item(std::function<void()> fn, uint64_t ticket);
   void execute(Item item, Lock& lock);
   void execute_next(Lock& lock);
@@ -84,7 +94,7 @@ class Executor {
     return !busy_ && queue_.empty();
   }
 
-  const pid_t owner_;
+  const Origin origin_{};
   mutable std::mutex mutex_;
   std::condition_variable wake_; // of the progress thread
   std::condition_variable changed_; // an item has ended
@@ -102,6 +112,7 @@ class Executor {
   Clock::duration patience_;
   bool asleep_ = false; // the progress thread, until it is woken
   bool busy_ = false;
+  std::atomic<std::thread::id> runner_{}; // who executes an operation
   bool stop_ = false;
 };
 

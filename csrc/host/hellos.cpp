@@ -11,6 +11,8 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "base/some_of.hpp"
+#include "base/while_waiting.hpp"
 
 namespace fusedpg {
 namespace {
@@ -40,7 +42,9 @@ Credentials credentials(int socket) {
 }
 
 Fd open_socket() {
-  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Fd fd = Fd::opened([] {
+    return ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  });
   if (!fd) {
     fail_errno("fused: opening a unix socket for the group");
   }
@@ -109,19 +113,20 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
       return std::move(peers_);
     }
     if (deadline.expired()) {
-      std::string silent;
+      std::vector<std::string> silent;
       for (int p = 0; p < size_; ++p) {
         if (!heard(p) || (p != rank_ && !calls_[p].said)) {
-          silent += (silent.empty() ? "" : ", ") + std::to_string(names_[p]);
+          silent.push_back(
+              formatted("rank {} (pid {})", names_[p], infos_[p].pid));
         }
       }
       fail(
           ErrorKind::kTimeout,
           "fused: creating the group timed out after {} ms on rank {}: nothing "
-          "was heard on this host from rank {}",
+          "was heard on this host from {}",
           deadline.timeout().count(),
           names_[rank_],
-          silent);
+          some_of(silent));
     }
     wait();
   }
@@ -235,8 +240,9 @@ void Hellos::call(int peer) {
 
 void Hellos::accept_all() {
   for (int i = 0; i < kAccepts; ++i) {
-    Fd socket(
-        accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    Fd socket = Fd::opened([&] {
+      return accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    });
     if (!socket) {
       if (errno == EAGAIN) {
         return;
@@ -283,6 +289,7 @@ void Hellos::receive(Caller& caller) {
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
+  const NoFork hold;
   const ssize_t n = recvmsg(caller.socket.get(), &message, MSG_CMSG_CLOEXEC);
   if (n < 0) {
     if (errno != EAGAIN && errno != EINTR) {
@@ -304,7 +311,7 @@ void Hellos::receive(Caller& caller) {
       int received = -1;
       std::memcpy(
           &received, CMSG_DATA(c) + i * sizeof received, sizeof received);
-      caller.files.emplace_back(received);
+      caller.files.emplace_back(received, hold);
     }
   }
   caller.lost_file = caller.lost_file || (message.msg_flags & MSG_CTRUNC) != 0;
@@ -327,7 +334,7 @@ bool Hellos::hear(Caller& caller) {
   }
   if (caller.files.empty() && caller.lost_file) {
     // The kernel drops what the process has no room for.
-    const Fd probe(dup(caller.socket.get()));
+    const Fd probe = Fd::opened([&] { return dup(caller.socket.get()); });
     if (!probe) {
       fail_errno(formatted(
           "fused: receiving the arena of rank {}", names_[hello.rank]));
@@ -363,6 +370,7 @@ bool Hellos::hear(Caller& caller) {
 }
 
 void Hellos::wait() {
+  while_waiting();
   std::vector<pollfd> fds{{listener_, POLLIN, 0}};
   for (const Caller& caller : callers_) {
     fds.push_back({caller.socket.get(), POLLIN, 0});

@@ -1,12 +1,12 @@
 #include "host/mailbox.hpp"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <thread>
 #include <utility>
 
+#include "base/while_waiting.hpp"
 #include "host/futex.hpp"
 
 namespace fusedpg {
@@ -22,7 +22,6 @@ Mailbox::Mailbox(Domain& domain, const kernels::Table& kernels)
     : domain_(domain),
       kernels_(kernels),
       me_(domain.rank()),
-      owner_(getpid()),
       peers_(domain.size()),
       thread_([this] { loop(); }) {}
 
@@ -168,20 +167,29 @@ void Mailbox::end(Lock& lock) {
 void Mailbox::move_until(
     const std::function<bool()>& done,
     const Deadline& deadline) {
-  if (getpid() != owner_) {
-    fail(
-        ErrorKind::kInvalid,
-        "fused: this process was forked after the operation had begun; it ends "
-        "in the parent only");
+  origin_.check_operation();
+  bool more = true;
+  while (more && !done() && !helped_.exchange(true)) {
+    more = move_for_a_while(done, deadline);
+    helped_.store(false, std::memory_order_release);
+    while_waiting(); // what that does may want the mailbox
   }
-  if (done() || helped_.exchange(true)) {
-    return;
-  }
+}
+
+// Whether there may be more to wait for.
+bool Mailbox::move_for_a_while(
+    const std::function<bool()>& done,
+    const Deadline& deadline) {
+  const Deadline pause(has_wait_hook() ? WaitHook::kInterval : deadline.left());
+  bool over = false;
   {
     Lock lock(mutex_);
     auto last_move = Clock::now();
-    while (!ended_ && !stop_.load(std::memory_order_acquire) && !done() &&
-           !deadline.expired()) {
+    const auto ends = [&] {
+      return ended_ || stop_.load(std::memory_order_acquire) || done() ||
+          deadline.expired();
+    };
+    while (!(over = ends()) && !pause.expired()) {
       enter();
       if (turn()) {
         last_move = Clock::now();
@@ -199,12 +207,15 @@ void Mailbox::move_until(
       wake_thread();
     }
   }
-  helped_.store(false, std::memory_order_release);
+  return !over;
 }
 
 bool Mailbox::poll() {
+  if (origin_.forked()) {
+    return false;
+  }
   Lock lock(mutex_, std::try_to_lock);
-  if (!lock || ended_ || getpid() != owner_) {
+  if (!lock || ended_) {
     return false;
   }
   enter();
@@ -221,7 +232,7 @@ bool Mailbox::poll() {
 
 void Mailbox::hurry() {
   prompt_.store(true, std::memory_order_release);
-  if (getpid() == owner_ && !poll()) {
+  if (!origin_.forked() && !poll()) {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     if (!closed_) {
       wake_thread();

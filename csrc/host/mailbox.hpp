@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <bitset>
 #include <deque>
@@ -12,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/fork.hpp"
 #include "host/domain.hpp"
 #include "kernels/kernels.hpp"
 
@@ -121,6 +120,9 @@ class Mailbox {
   void post(Post post);
   void loop();
   void end(Lock& lock);
+  bool move_for_a_while(
+      const std::function<bool()>& done,
+      const Deadline& deadline);
   bool turn();
   void settle(Lock& lock);
   void ring_waiter();
@@ -182,7 +184,7 @@ class Mailbox {
   Domain& domain_;
   const kernels::Table& kernels_;
   const int me_;
-  const pid_t owner_;
+  const Origin origin_{};
 
   std::mutex posts_mutex_;
   std::deque<Post> posts_;

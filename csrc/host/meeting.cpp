@@ -10,6 +10,9 @@
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/fork.hpp"
+#include "base/some_of.hpp"
+#include "base/while_waiting.hpp"
 
 namespace fusedpg {
 namespace {
@@ -17,6 +20,10 @@ namespace {
 // A failure that was there before this rank came may be another meeting's.
 constexpr auto kMeetingGrace = std::chrono::seconds(5);
 constexpr size_t kReasonBytes = 1000;
+// How errors of ranks begin whose time is over.
+constexpr const char* kCreating = "fused: creating the group";
+// Rank 0 says in the roll who has not come, at most so often.
+constexpr std::chrono::milliseconds kTellAbsent{100};
 
 enum State : uint32_t { kOpen, kProposed, kFinal, kFailed };
 
@@ -43,6 +50,8 @@ void append(std::string& out, const PeerInfo& info) {
   append(out, info.token);
   append(out, info.cpus);
   append(out, info.settings);
+  append(out, info.host_name);
+  append(out, std::to_string(info.keeps_store ? 1 : 0));
   append(out, std::to_string(info.pid));
   append(out, std::to_string(info.start));
 }
@@ -85,6 +94,8 @@ class Fields {
     info.token = text();
     info.cpus = text();
     info.settings = text();
+    info.host_name = text();
+    info.keeps_store = number() != 0;
     info.pid = static_cast<int>(number());
     info.start = number();
     if (info.token.size() != kTokenBytes) {
@@ -115,6 +126,7 @@ class Fields {
 class Pace {
  public:
   void wait(const Deadline& deadline) {
+    while_waiting();
     std::this_thread::sleep_for(
         std::min<std::chrono::nanoseconds>(next_, deadline.remaining()));
     next_ = std::min<std::chrono::microseconds>(
@@ -147,18 +159,7 @@ class Spent {
   std::deque<std::pair<int, std::string>> marks_;
 };
 
-Spent& spent() {
-  static auto* s = new Spent();
-  return *s;
-}
-
-[[noreturn]] void fail_for(int rank, const std::string& reason) {
-  fail(
-      ErrorKind::kPeerFailed,
-      "fused: rank {} failed while the group was being created: {}",
-      rank,
-      reason);
-}
+PerProcess<Spent> spent;
 
 // What is there now.
 std::optional<std::string> find(Rendezvous& store, const std::string& key) {
@@ -167,6 +168,19 @@ std::optional<std::string> find(Rendezvous& store, const std::string& key) {
 }
 
 } // namespace
+
+void fail_for(int rank, const std::string& reason) {
+  // Where time was over for one a moment before the others, it says it for all.
+  const size_t late = reason.rfind(kCreating);
+  if (late != std::string::npos) {
+    throw Error(ErrorKind::kTimeout, reason.substr(late));
+  }
+  fail(
+      ErrorKind::kPeerFailed,
+      "fused: rank {} failed while the group was being created: {}",
+      rank,
+      reason);
+}
 
 std::string random_token() {
   char bytes[kTokenBytes];
@@ -285,14 +299,34 @@ bool Meeting::grace_over() const {
   return Clock::now() - arrived_ > kMeetingGrace;
 }
 
+// On rank 0: who has not come, and who has.
+std::string Meeting::absent(const std::vector<bool>& came) const {
+  std::vector<std::string> missing, here;
+  for (int p = 0; p < size_; ++p) {
+    if (came[p]) {
+      here.push_back(formatted(
+          "rank {} (host {}, pid {})", p, known_[p].host_name, known_[p].pid));
+    } else {
+      missing.push_back(formatted("rank {}", p));
+    }
+  }
+  return formatted(
+      "{} of {} ranks have not come: {}; {} have: {}",
+      missing.size(),
+      size_,
+      some_of(missing),
+      here.size(),
+      some_of(here));
+}
+
 void Meeting::consider_refusal(int rank, const Entry& entry, bool fresh) {
   const std::string& token = entry.info.token;
-  if (spent().has(rank_, token) ||
+  if (spent.get().has(rank_, token) ||
       std::count(old_tokens_.begin(), old_tokens_.end(), token) != 0) {
     return; // it refused an earlier meeting
   }
   if (fresh || grace_over()) {
-    spent().add(rank_, token);
+    spent.get().add(rank_, token);
     fail_for(rank, entry.reason);
   }
 }
@@ -369,6 +403,16 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
     }
   };
 
+  std::string told; // to ranks that wait: they look at the roll anyway
+  Deadline tells(kTellAbsent);
+  const auto who_came = [&] {
+    std::vector<bool> came(size_, true);
+    for (int p = 1; p < size_; ++p) {
+      came[p] = agrees(p);
+    }
+    return came;
+  };
+
   for (Pace pace;; pace.wait(deadline)) {
     std::vector<int> left;
     for (int p = 1; p < size_; ++p) {
@@ -394,20 +438,29 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
       write_roll(kProposed, "", roll);
       pace = Pace();
     }
+    if (roll.empty() && tells.expired()) {
+      tells = Deadline(kTellAbsent);
+      const std::string text = absent(who_came());
+      if (text != told) {
+        told = text;
+        write_roll(kOpen, text, {});
+      }
+    }
     if (deadline.expired()) {
-      std::string late;
+      std::vector<std::string> silent;
       for (int p = 1; p < size_; ++p) {
         if (!acknowledged(p)) {
-          late += (late.empty() ? "" : ", ") + std::to_string(p);
+          silent.push_back(formatted("rank {}", p));
         }
       }
       fail(
           ErrorKind::kTimeout,
-          "fused: creating the group of {} timed out after {} ms on rank 0: no "
-          "answer in the store from rank {}",
+          "fused: creating the group of {} timed out after {} ms on rank 0: {}",
           size_,
           deadline.timeout().count(),
-          late);
+          all(agrees) ? "all had come, but no answer came in the store from " +
+                  some_of(silent)
+                      : absent(who_came()));
     }
   }
 }
@@ -422,13 +475,13 @@ std::vector<PeerInfo> Meeting::follow(const Deadline& deadline) {
         roll->infos.size() == static_cast<size_t>(size_) &&
         roll->names(rank_, self_.token);
     if (roll && roll->size == size_ && roll->state == kFailed) {
-      const bool old = spent().has(rank_, roll->id) ||
+      const bool old = spent.get().has(rank_, roll->id) ||
           (static_cast<size_t>(rank_) < roll->infos.size() &&
-           spent().has(rank_, roll->infos[rank_].token));
+           spent.get().has(rank_, roll->infos[rank_].token));
       const bool fresh =
           mine || !first || first->id != roll->id || first->state != kFailed;
       if (!old && (fresh || grace_over())) {
-        spent().add(rank_, roll->id);
+        spent.get().add(rank_, roll->id);
         fail_for(0, roll->reason);
       }
     }
@@ -442,21 +495,26 @@ std::vector<PeerInfo> Meeting::follow(const Deadline& deadline) {
       return roll->infos;
     }
     if (deadline.expired()) {
+      // What was there when this rank came may be an earlier meeting's.
+      const bool said = roll && roll->size == size_ && roll->state == kOpen &&
+          !roll->reason.empty() && !(first && first->reason == roll->reason);
       fail(
           ErrorKind::kTimeout,
-          "fused: creating the group of {} timed out after {} ms on rank {}{}",
+          "fused: creating the group of {} timed out after {} ms on rank {}: "
+          "{}",
           size_,
           deadline.timeout().count(),
           rank_,
-          heard ? ": rank 0 was there, but it waits for others"
-                : ": rank 0 did not answer in the store");
+          said        ? roll->reason
+              : heard ? "rank 0 was there, but it waits for others"
+                      : "rank 0 did not answer in the store");
     }
   }
 }
 
 void Meeting::withdraw(const std::string& reason) noexcept {
   try {
-    spent().add(rank_, self_.token);
+    spent.get().add(rank_, self_.token);
     const std::string text =
         reason.empty() ? "unknown" : reason.substr(0, kReasonBytes);
     write_entry(text);

@@ -16,15 +16,19 @@ struct PeerInfo {
   std::string token; // proves to a listener that the caller read the store
   std::string cpus; // affinity mask
   std::string settings; // what all ranks must have the same, for people
+  std::string host_name; // for people
+  bool keeps_store = false; // which ends with this rank's process, or earlier
   int pid = 0;
   uint64_t start = 0; // of the process; see host/process.hpp
 };
 
 // Changes when the layout of shared memory, of what goes through sockets or of
 // what lies in the store does.
-constexpr uint64_t kProtocol = 6;
+constexpr uint64_t kProtocol = 7;
 constexpr size_t kTokenBytes = 16;
 std::string random_token();
+// Throws what a rank gave as its reason not to take part.
+[[noreturn]] void fail_for(int rank, const std::string& reason);
 
 // How ranks find each other in a store in which anything of earlier groups may
 // lie: of other sizes, of processes that have ended, of half a meeting.
@@ -72,6 +76,7 @@ class Meeting {
   std::vector<PeerInfo> follow(const Deadline& deadline);
   void consider_refusal(int rank, const Entry& entry, bool fresh);
   bool grace_over() const;
+  std::string absent(const std::vector<bool>& came) const;
 
   Rendezvous& store_;
   const int rank_;

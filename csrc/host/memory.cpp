@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -86,13 +87,13 @@ size_t cgroup_room(std::string path, bool unified) {
 
 } // namespace
 
-Mapping::Mapping(int fd, size_t size) : size_(size), owner_(getpid()) {
+Mapping::Mapping(int fd, size_t size) : size_(size) {
   void* p = mmap(
       nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (p == MAP_FAILED) {
     fail_errno(formatted(
-        "fused: cannot map {} MiB of shared memory; a smaller "
-        "FUSEDPG_ARENA_BYTES needs less address space",
+        "fused: cannot map {} MiB of shared memory; raise the limit of address "
+        "space (ulimit -v), or have fewer groups",
         size >> 20));
   }
   data_ = static_cast<char*>(p);
@@ -103,17 +104,17 @@ Mapping::Mapping(int fd, size_t size) : size_(size), owner_(getpid()) {
 Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       size_(other.size_),
-      owner_(other.owner_) {}
+      origin_(other.origin_) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
-  std::swap(owner_, other.owner_);
+  std::swap(origin_, other.origin_);
   return *this;
 }
 
 Mapping::~Mapping() {
-  if (data_ != nullptr && owner_ == getpid()) {
+  if (data_ != nullptr && !origin_.forked()) {
     munmap(data_, size_);
   }
 }
@@ -128,8 +129,8 @@ Mapping::~Mapping() {
 // writes for a system call (read(2) into a tensor), but not transfers that have
 // pinned the old pages before (O_DIRECT): those may go to the file only.
 bool Mapping::replace(size_t offset, size_t end, int fd) {
-  if (offset >= end || owner_ != getpid()) {
-    return owner_ == getpid();
+  if (offset >= end || origin_.forked()) {
+    return !origin_.forked();
   }
   const size_t bytes = end - offset;
   const int flags = MAP_PRIVATE | MAP_NORESERVE | (fd < 0 ? MAP_ANONYMOUS : 0);
@@ -153,6 +154,29 @@ bool Mapping::replace(size_t offset, size_t end, int fd) {
   return true;
 }
 
+void Mapping::shrink(size_t size) {
+  if (size < size_ && !origin_.forked()) {
+    munmap(data_ + size, size_ - size);
+    size_ = size;
+  }
+}
+
+MemoryLimits memory_limits() {
+  const auto limit = [](auto resource) {
+    rlimit found{};
+    return getrlimit(resource, &found) != 0 || found.rlim_cur == RLIM_INFINITY
+        ? kUnlimited
+        : static_cast<size_t>(found.rlim_cur);
+  };
+  MemoryLimits limits{limit(RLIMIT_FSIZE), limit(RLIMIT_AS)};
+  if (limits.address_space != kUnlimited) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t used = read_number("/proc/self/statm") * page;
+    limits.address_space -= std::min(used, limits.address_space);
+  }
+  return limits;
+}
+
 namespace {
 
 // What a seccomp profile, an old kernel or its emulation do not have.
@@ -168,14 +192,13 @@ std::string advice() {
 } // namespace
 
 Fd create_memory_file(const std::string& name, size_t size) {
-  Fd fd(memfd_create(name.c_str(), MFD_CLOEXEC));
+  Fd fd = Fd::opened([&] { return memfd_create(name.c_str(), MFD_CLOEXEC); });
   if (!fd) {
     fail_errno("fused: memfd_create" + advice());
   }
   if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) {
-    fail_errno(formatted(
-        "fused: cannot reserve {} MiB for the arena (ulimit -f applies to it)",
-        size >> 20));
+    fail_errno(
+        formatted("fused: cannot reserve {} MiB for the arena", size >> 20));
   }
   return fd;
 }
@@ -282,7 +305,9 @@ Room::Room(
     size_t bytes,
     const std::function<size_t()>& available,
     std::chrono::milliseconds patience)
-    : file_(::open("/proc/meminfo", O_RDONLY | O_CLOEXEC)) {
+    : file_(Fd::opened([] {
+        return ::open("/proc/meminfo", O_RDONLY | O_CLOEXEC);
+      })) {
   constexpr auto kPause = std::chrono::milliseconds(1);
   const Deadline deadline(patience);
   size_t held = 0; // by others

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <cstddef>
 #include <functional>
@@ -9,6 +7,7 @@
 #include <utility>
 
 #include "base/fd.hpp"
+#include "base/fork.hpp"
 
 namespace fusedpg {
 
@@ -36,12 +35,21 @@ class Mapping {
   // and lost with the latter. False, and nothing has changed, where the system
   // refuses.
   bool replace(size_t offset, size_t end, int fd);
+  // Unmaps what is beyond `size`.
+  void shrink(size_t size);
 
  private:
   char* data_ = nullptr;
   size_t size_ = 0;
-  pid_t owner_ = 0;
+  Origin origin_{};
 };
+
+// What this process's limits leave for shared files that it has and maps.
+struct MemoryLimits {
+  size_t file; // bytes of one file (ulimit -f)
+  size_t address_space; // bytes of all mappings together (ulimit -v)
+};
+MemoryLimits memory_limits();
 
 // An anonymous, sparse file in shared memory; nothing appears in the file
 // system and the kernel frees it with its last user.

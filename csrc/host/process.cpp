@@ -15,6 +15,7 @@
 #include <string>
 
 #include "base/error.hpp"
+#include "base/fork.hpp"
 #include "base/options.hpp"
 
 namespace fusedpg {
@@ -28,7 +29,8 @@ struct Stat {
 // Nothing when /proc does not say.
 std::optional<Stat> read_stat(pid_t pid) {
   const std::string path = formatted("/proc/{}/stat", pid);
-  const Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Fd file =
+      Fd::opened([&] { return open(path.c_str(), O_RDONLY | O_CLOEXEC); });
   char text[1024];
   const ssize_t n = file ? read(file.get(), text, sizeof text - 1) : -1;
   if (n <= 0) {
@@ -54,19 +56,17 @@ std::optional<Stat> read_stat(pid_t pid) {
   return stat;
 }
 
-struct Registry {
+struct Processes {
   std::mutex mutex;
-  std::map<pid_t, std::weak_ptr<const Process>> processes;
+  std::map<pid_t, std::weak_ptr<const Process>> known;
 };
 
-Registry& registry() {
-  static auto* r = new Registry();
-  return *r;
-}
+PerProcess<Processes> processes;
 
 // Empty where there are no pidfds.
 Fd open_process(pid_t pid) {
-  Fd fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+  Fd fd = Fd::opened(
+      [&] { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); });
   if (fd) {
     return fd;
   }
@@ -101,9 +101,9 @@ Process::Process(pid_t pid, Fd descriptor)
       start_(descriptor_ ? 0 : start_time(pid)) {}
 
 std::shared_ptr<const Process> Process::watch(pid_t pid) {
-  Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mutex);
-  auto& known = r.processes[pid];
+  Processes& all = processes.get();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto& known = all.known[pid];
   // While a process lives, nobody else has its pid.
   if (const auto shared = known.lock(); shared && !shared->ended()) {
     return shared;
@@ -113,7 +113,7 @@ std::shared_ptr<const Process> Process::watch(pid_t pid) {
   }
   auto process = std::make_shared<const Process>(pid, open_process(pid));
   known = process;
-  std::erase_if(r.processes, [](const auto& p) { return p.second.expired(); });
+  std::erase_if(all.known, [](const auto& p) { return p.second.expired(); });
   return process;
 }
 

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +9,8 @@
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/some_of.hpp"
+#include "base/while_waiting.hpp"
 
 namespace fusedpg {
 namespace {
@@ -39,7 +40,6 @@ Key128 group_key(const std::string& name, const std::vector<int>& ranks) {
 
 Links::Links(int self, std::string host_id, std::map<int, Known> known)
     : self_(self),
-      owner_(getpid()),
       host_id_(std::move(host_id)) {
   for (auto& [rank, one] : known) {
     peers_[rank].known = std::move(one);
@@ -48,10 +48,10 @@ Links::Links(int self, std::string host_id, std::map<int, Known> known)
 
 bool Links::know(const std::vector<int>& ranks, const std::string& host_id)
     const {
-  return getpid() == owner_ && host_id == host_id_ &&
+  return !origin_.forked() && host_id == host_id_ &&
       std::all_of(ranks.begin(), ranks.end(), [this](int rank) {
-           return peers_.count(rank) != 0;
-         });
+        return peers_.count(rank) != 0;
+      });
 }
 
 void Links::part(
@@ -61,7 +61,7 @@ void Links::part(
   const bool known = std::all_of(ranks.begin(), ranks.end(), [this](int rank) {
     return peers_.count(rank) != 0;
   });
-  if (!known || getpid() != owner_) {
+  if (!known || origin_.forked()) {
     return; // no rank thinks so, or a child would speak for its parent
   }
   Note note;
@@ -73,6 +73,7 @@ void Links::part(
       return tell(rank, note, {}) || peers_.at(rank).ended;
     };
     while (rank != self_ && !told() && !deadline.expired()) {
+      while_waiting();
       std::this_thread::sleep_for(std::chrono::milliseconds(kRetryMs));
     }
   }
@@ -125,6 +126,7 @@ void Links::hear(int rank) {
     message.msg_iovlen = 1;
     message.msg_control = control;
     message.msg_controllen = sizeof control;
+    std::optional<NoFork> hold(std::in_place); // for the file that may come
     const ssize_t got = recvmsg(
         peer.known.socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (got <= 0) {
@@ -144,9 +146,10 @@ void Links::hear(int rank) {
         int received = -1;
         std::memcpy(
             &received, CMSG_DATA(c) + i * sizeof received, sizeof received);
-        peer.file = Fd(received);
+        peer.file = Fd(received, *hold);
       }
     }
+    hold.reset();
     if (!in_text && peer.got == sizeof peer.note) {
       if (peer.note.protocol != kProtocol || peer.note.bytes > kMostText) {
         peer.ended = true; // it speaks otherwise
@@ -277,14 +280,6 @@ void Reunion::withdraw(const std::string& reason) noexcept {
   }
 }
 
-std::string Reunion::names(const std::vector<int>& places) const {
-  std::string text;
-  for (const int p : places) {
-    text += formatted("{}{}", text.empty() ? "" : ", ", p);
-  }
-  return text;
-}
-
 // It may end now: nothing more is needed of it.
 bool Reunion::met_with(const Other& other) const {
   return other.answered && other.word.seen == attempt_;
@@ -369,12 +364,8 @@ void Reunion::check(const Other& other, const Deadline& deadline, bool quiet) {
   };
   const auto& peer = links_->peers_.at(other.rank);
   if (!other.word.reason.empty() &&
-      (other.word.now || Clock::now() - begun_ > kReunionGrace)) {
-    fail(
-        ErrorKind::kPeerFailed,
-        "fused: rank {} failed while the group was being created: {}",
-        place(other),
-        other.word.reason);
+      (other.word.now || peer.ended || Clock::now() - begun_ > kReunionGrace)) {
+    fail_for(place(other), other.word.reason);
   }
   if (other.word.lost_memory) {
     errno = EMFILE;
@@ -391,26 +382,39 @@ void Reunion::check(const Other& other, const Deadline& deadline, bool quiet) {
         peer.known.info.pid);
   }
   if (deadline.expired()) {
-    std::vector<int> silent;
+    std::vector<std::string> missing, here;
+    int self = 0;
     for (const Other& one : others_) {
-      if (one.rank != links_->self() && one.word.seen != attempt_) {
-        silent.push_back(place(one));
+      const std::string name = formatted("rank {}", place(one));
+      const PeerInfo& info = links_->peers_.at(one.rank).known.info;
+      if (one.rank == links_->self()) {
+        self = place(one);
+      } else if (
+          one.word.seen != attempt_ && !one.word.memory &&
+          one.word.reason.empty()) {
+        missing.push_back(formatted("{} (pid {})", name, info.pid));
+        continue;
       }
+      here.push_back(
+          formatted("{} (host {}, pid {})", name, info.host_name, info.pid));
     }
     fail(
         ErrorKind::kTimeout,
-        "fused: creating the group of {} timed out after {} ms on rank {}: "
-        "nothing was heard from rank {}",
+        "fused: creating the group of {} timed out after {} ms on rank {}: {} "
+        "of {} ranks have not come: {}; {} have: {}",
         others_.size(),
         deadline.timeout().count(),
-        static_cast<int>(
-            std::find(ranks_.begin(), ranks_.end(), links_->self()) -
-            ranks_.begin()),
-        names(silent));
+        self,
+        missing.size(),
+        others_.size(),
+        some_of(missing),
+        here.size(),
+        some_of(here));
   }
 }
 
 bool Reunion::wait() {
+  while_waiting();
   std::vector<pollfd> sockets;
   bool retry = false; // or another thread may read what is for this one
   {

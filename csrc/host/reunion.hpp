@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/deadline.hpp"
+#include "base/fork.hpp"
 #include "base/siphash.hpp"
 #include "host/hellos.hpp"
 #include "host/meeting.hpp"
@@ -91,7 +92,7 @@ class Links {
   void take(Peer& peer);
 
   const int self_;
-  const pid_t owner_;
+  const Origin origin_{};
   const std::string host_id_;
   std::map<int, Peer> peers_; // by rank
   std::mutex mutex_; // of the peers' members and the next one
@@ -146,7 +147,6 @@ class Reunion {
   bool met_with(const Other& other) const;
   void check(const Other& other, const Deadline& deadline, bool quiet);
   bool wait(); // false: nothing has come
-  std::string names(const std::vector<int>& places) const;
 
   const std::shared_ptr<Links> links_;
   const std::vector<int> ranks_;

@@ -54,7 +54,7 @@ std::vector<std::string> await_words(
       fail(
           ErrorKind::kTimeout,
           "fused: timeout after {} ms on rank {} waiting for rank {}, which "
-          "did not reach the first operation that connects the hosts",
+          "did not say where it listens",
           deadline.timeout().count(),
           rank,
           missing());
@@ -153,23 +153,6 @@ std::vector<std::string> exchange_words(
     return {word};
   }
   return Exchange(rendezvous, prefix, rank, size, deadline, check).run(word);
-}
-
-std::string await_word(
-    Rendezvous& rendezvous,
-    const std::string& key,
-    int rank,
-    int awaited,
-    const Deadline& deadline,
-    const std::function<void()>& check) {
-  return await_words(
-             rendezvous,
-             {key},
-             rank,
-             deadline,
-             check,
-             [&] { return std::to_string(awaited); })
-      .front();
 }
 
 } // namespace fusedpg

@@ -25,13 +25,4 @@ std::vector<std::string> exchange_words(
     const Deadline& deadline,
     const std::function<void()>& check);
 
-// What one rank, `awaited`, sets under a key of its own, in the same manner.
-std::string await_word(
-    Rendezvous& rendezvous,
-    const std::string& key,
-    int rank,
-    int awaited,
-    const Deadline& deadline,
-    const std::function<void()>& check);
-
 } // namespace fusedpg

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/while_waiting.hpp"
+
 namespace fusedpg {
 namespace {
 
@@ -38,11 +40,7 @@ uint32_t mail_tag(uint64_t id) {
   return 1 + static_cast<uint32_t>(id % 0xfffffff0U);
 }
 
-std::string key(int rank) {
-  return formatted("mail/{}", rank);
-}
-
-using State = PolledTransport::State;
+using State = TcpTransport::State;
 
 } // namespace
 
@@ -50,13 +48,13 @@ NetMailbox::NetMailbox(
     int rank,
     int size,
     Connect connect,
-    const Meet& meet,
+    std::vector<std::string> addresses,
     std::function<void()> check,
     std::function<bool(int)> gone,
     std::function<Error(const Error&)> failed)
     : me_(rank),
       connect_(std::move(connect)),
-      rendezvous_(meet([this] { check_beside_store(); })),
+      addresses_(std::move(addresses)),
       check_(std::move(check)),
       gone_(std::move(gone)),
       failed_(std::move(failed)),
@@ -194,7 +192,7 @@ void NetMailbox::loop() {
           break;
         }
       }
-      PolledTransport::Sleep how;
+      TcpTransport::Sleep how;
       bool held = false;
       {
         const std::lock_guard<TimedMutex> moving(moving_);
@@ -284,8 +282,9 @@ void NetMailbox::move_until(
     const Deadline& deadline) {
   ++waiters_;
   while (!done() && !deadline.expired()) {
-    PolledTransport::Sleep how;
-    std::shared_ptr<PolledTransport> slept_by; // its descriptor stays open
+    while_waiting();
+    TcpTransport::Sleep how;
+    std::shared_ptr<TcpTransport> slept_by; // its descriptor stays open
     {
       // The thread has it while a store does not answer.
       const std::unique_lock<TimedMutex> moving(
@@ -322,14 +321,7 @@ void NetMailbox::move_until(
 }
 
 void NetMailbox::begin() {
-  std::unique_ptr<PolledTransport> made;
-  try {
-    made = connect_();
-  } catch (...) {
-    rendezvous_->set(key(me_), ""); // so that nobody waits for it
-    throw;
-  }
-  rendezvous_->set(key(me_), made->address());
+  std::unique_ptr<TcpTransport> made = connect_();
   const std::lock_guard<TimedMutex> moving(moving_);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -378,7 +370,7 @@ void NetMailbox::give_up(Error error, bool stopping) {
     end(post, error);
   }
   sent_notes_.clear();
-  std::shared_ptr<PolledTransport> gone;
+  std::shared_ptr<TcpTransport> gone;
   std::lock_guard<std::mutex> lock(mutex_);
   gone = std::move(transport_);
 }
@@ -659,32 +651,19 @@ bool NetMailbox::needs(int p) const {
   return !transport_->connected(p) &&
       (!peers_[p].sends.empty() || !peers_[p].notes.empty() ||
        std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
-         return r.post.peer == p;
+         // A message from any rank may come from this one.
+         return r.post.peer == p ||
+             (r.post.peer == kAnySource && r.from == kAnySource);
        }));
 }
 
 bool NetMailbox::reach(int p) {
-  Peer& peer = peers_[p];
-  constexpr std::chrono::milliseconds kAgain{2};
-  if (!needs(p) || Clock::now() - peer.looked < kAgain) {
+  if (!needs(p)) {
     return false;
-  }
-  peer.looked = Clock::now();
-  if (!rendezvous_->has(key(p))) {
-    return false;
-  }
-  // A store may be slow; that is no reason to fail.
-  const std::string address = rendezvous_->get(key(p), Deadline(kNever));
-  if (address.empty()) {
-    fail(
-        ErrorKind::kPeerFailed,
-        "fused: rank {} cannot be reached; its own error says why",
-        p);
   }
   try {
-    transport_->connect(p, address);
+    transport_->connect(p, addresses_[p]);
   } catch (const Error& error) {
-    // What it has said in the store stays when it has gone.
     check_(); // an abort here comes first
     fail(
         ErrorKind::kPeerFailed,
@@ -694,7 +673,7 @@ bool NetMailbox::reach(int p) {
         error.what());
   }
   // Its end shows only on a connection that has carried something.
-  peer.notes.push_front({kHello, 0, 0, 0});
+  peers_[p].notes.push_front({kHello, 0, 0, 0});
   return true;
 }
 
@@ -865,30 +844,6 @@ bool NetMailbox::may_leave() {
   return !owes || patience_->expired();
 }
 
-// While the store keeps the thread waiting.
-void NetMailbox::check_beside_store() {
-  if (stop_ && may_leave()) {
-    fail(
-        ErrorKind::kAborted,
-        "fused: the group was shut down on rank {} while its store did not "
-        "answer",
-        me_);
-  }
-  check();
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const Post& post : posts_) {
-    if (post.deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: {}, failed on rank {}: timeout after {} ms; the store does "
-          "not answer",
-          name(post),
-          me_,
-          post.deadline.timeout().count());
-    }
-  }
-}
-
 // Throws when nobody is left who could be at the other end, or time is over.
 void NetMailbox::check(const Post& post, int peer, bool to_be_sent) {
   const int other = post.peer == kAnySource ? peer : post.peer;
@@ -900,24 +855,31 @@ void NetMailbox::check(const Post& post, int peer, bool to_be_sent) {
          !(to_be_sent && transport_->deaf(p)) &&
          (transport_->connected(p) || !gone_(p)));
   }
+  if (hope && !post.deadline.expired()) {
+    return;
+  }
+  const std::string state =
+      other == kAnySource ? "" : transport_->describe(other);
   if (!hope) {
     fail(
         ErrorKind::kPeerFailed,
-        "fused: {}, failed on rank {}: {} has ended or left the group",
+        "fused: {}, failed on rank {}: {}",
         name(post),
         me_,
-        other == kAnySource ? std::string("every other rank")
-                            : formatted("rank {}", other));
+        other == kAnySource ? "every other rank has ended or left the group"
+            : state.empty()
+            ? formatted("rank {} has ended or left the group", other)
+            : state);
   }
-  if (post.deadline.expired()) {
-    fail(
-        ErrorKind::kTimeout,
-        "fused: {}, failed on rank {}: timeout after {} ms without the other "
-        "side",
-        name(post),
-        me_,
-        post.deadline.timeout().count());
-  }
+  fail(
+      ErrorKind::kTimeout,
+      "fused: {}, failed on rank {}: timeout after {} ms without the other "
+      "side{}{}",
+      name(post),
+      me_,
+      post.deadline.timeout().count(),
+      state.empty() ? "" : "; ",
+      state);
 }
 
 } // namespace fusedpg

@@ -15,7 +15,7 @@
 
 #include "base/error.hpp"
 #include "base/timed_mutex.hpp"
-#include "net/transport.hpp"
+#include "net/tcp_transport.hpp"
 
 namespace fusedpg {
 
@@ -34,29 +34,25 @@ namespace fusedpg {
 // of that length and says nothing else: the send is complete when the network has
 // its bytes. It travels in pieces, of which few are under way, so that what a rank
 // has to tell meanwhile, of a message the other way for example, does not wait for
-// all of it. Nobody connects to more ranks than
-// it has messages for: each says where it can be reached when it first sends or
-// receives, and others look for that.
+// all of it. Nobody connects to more ranks than it has messages for, or waits
+// for: to a rank that has none for this one too, so that its end shows.
 class NetMailbox {
  public:
   static constexpr int kAnySource = -1;
   // Called once, from a thread that moves messages: the error or null, and the
   // rank at the other end.
   using Done = std::function<void(std::exception_ptr, int)>;
-  using Connect = std::function<std::unique_ptr<PolledTransport>()>;
-  // Where ranks say how they can be reached. Requests call what it is given while
-  // they wait, and end with what that throws.
-  using Meet =
-      std::function<std::unique_ptr<Rendezvous>(std::function<void()> check)>;
+  using Connect = std::function<std::unique_ptr<TcpTransport>()>;
 
-  // `check` throws when waiting is in vain; `gone` tells of a rank that this one
-  // is not connected to whether it has ended; `failed` hears why the mailbox, and
-  // with it the group, has failed, and returns what it has to say to that.
+  // `addresses`: of all ranks' mailboxes. `check` throws when waiting is in vain;
+  // `gone` tells of a rank that this one is not connected to whether it has ended;
+  // `failed` hears why the mailbox, and with it the group, has failed, and returns
+  // what it has to say to that.
   NetMailbox(
       int rank,
       int size,
       Connect connect,
-      const Meet& meet,
+      std::vector<std::string> addresses,
       std::function<void()> check,
       std::function<bool(int)> gone,
       std::function<Error(const Error&)> failed);
@@ -162,15 +158,13 @@ class NetMailbox {
     std::deque<Note>
         posted; // large receives at the other side, without one yet
     size_t unasked = 0; // bytes sent that may not have been received yet
-    Clock::time_point looked{};
   };
   using Receives = std::list<Receive>;
 
   void post(Post post);
   void loop();
   void begin();
-  // Moves what can be moved; whether there was anything. Only the thread asks the
-  // store, which may be slow.
+  // Moves what can be moved; whether there was anything. Only the thread connects.
   enum class By { kThread, kPoster, kWaiter };
   bool turn(By by);
   bool nap(int before);
@@ -194,7 +188,6 @@ class NetMailbox {
   bool finish_notes();
   void check();
   void check(const Post& post, int peer, bool to_be_sent);
-  void check_beside_store();
   bool pending() const;
   bool may_leave();
   void give_up(Error error, bool stopping);
@@ -204,7 +197,7 @@ class NetMailbox {
 
   const int me_;
   const Connect connect_;
-  const std::unique_ptr<Rendezvous> rendezvous_;
+  const std::vector<std::string> addresses_;
   const std::function<void()> check_;
   const std::function<bool(int)> gone_;
   const std::function<Error(const Error&)> failed_;
@@ -215,7 +208,7 @@ class NetMailbox {
   bool called_ = false; // the thread, from its nap
   std::optional<Error> ended_; // why there are no more posts
   // Whoever holds `moving_` uses it, and anyone wakes it.
-  std::shared_ptr<PolledTransport> transport_;
+  std::shared_ptr<TcpTransport> transport_;
   std::atomic<bool> stop_{false};
 
   // Held by who moves messages; before the other mutex.
@@ -224,7 +217,7 @@ class NetMailbox {
   std::atomic<Clock::rep> waited_{0}; // when one of them did last
   std::atomic<bool> looks_soon_{false}; // the thread
   std::atomic<uint32_t> moves_{0}; // counts turns in which something moved
-  std::atomic<bool> asks_{false}; // something is needed of the store
+  std::atomic<bool> asks_{false}; // a rank is to be connected to
   // The first moment at which a large message is held back no longer.
   std::optional<Clock::time_point> held_{};
   std::exception_ptr trouble_; // that one of them has met: the thread's now

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "base/error.hpp"
+#include "base/fork.hpp"
 
 namespace fusedpg {
 namespace tcp {
@@ -55,6 +56,12 @@ namespace {
 constexpr size_t kMostVisitors = 256; // with strangers among them
 constexpr size_t kMostChallenged = 4096;
 
+struct Listeners {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<TcpListener>> by_host;
+};
+PerProcess<Listeners> listeners;
+
 std::string hex(const Key128& key) {
   std::string text;
   for (const uint8_t byte : key) {
@@ -92,7 +99,17 @@ TcpEndpoint::TcpEndpoint(
 }
 
 TcpEndpoint::~TcpEndpoint() {
+  close();
+}
+
+void TcpEndpoint::close() {
   listener_->remove(*this);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  arrived_.clear();
+}
+
+const SocketAddress& TcpEndpoint::socket_address() const {
+  return listener_->address();
 }
 
 std::string TcpEndpoint::address() const {
@@ -132,25 +149,27 @@ bool TcpEndpoint::expects(int from) {
 
 // --- the listener ------------------------------------------------------------
 
-std::shared_ptr<TcpListener> TcpListener::at(const SocketAddress& address) {
-  static std::mutex mutex;
-  // By process: a child's threads do not run.
-  static std::map<std::pair<pid_t, std::string>, std::weak_ptr<TcpListener>>
-      listeners;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& known = listeners[{getpid(), address.host()}];
+std::shared_ptr<TcpListener> TcpListener::at(
+    const SocketAddress& address,
+    const PortRange& ports) {
+  Listeners& all = listeners.get();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto& known = all.by_host[address.host()];
   auto listener = known.lock();
   if (!listener) {
-    listener = std::make_shared<TcpListener>(address);
+    listener = std::make_shared<TcpListener>(address, Runs::kOnThread, ports);
     known = listener;
   }
   return listener;
 }
 
-TcpListener::TcpListener(const SocketAddress& address, Runs runs)
-    : socket_(listen_at(address)),
+TcpListener::TcpListener(
+    const SocketAddress& address,
+    Runs runs,
+    const PortRange& ports)
+    : socket_(listen_at(address, ports)),
       address_(bound_address(socket_)),
-      poll_(epoll_create1(EPOLL_CLOEXEC)) {
+      poll_(Fd::opened([] { return epoll_create1(EPOLL_CLOEXEC); })) {
   if (!poll_) {
     fail_errno("fused: epoll_create1");
   }
@@ -196,7 +215,16 @@ void TcpListener::add(TcpEndpoint& endpoint) {
 
 void TcpListener::remove(TcpEndpoint& endpoint) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  endpoints_.erase(endpoint.id_);
+  const auto found = endpoints_.find(endpoint.id_);
+  if (found != endpoints_.end() && found->second == &endpoint) {
+    endpoints_.erase(found); // not another one of this number
+  }
+}
+
+TcpListener::Visitor::~Visitor() {
+  if (socket) {
+    epoll_ctl(poll, EPOLL_CTL_DEL, socket.get(), nullptr);
+  }
 }
 
 bool TcpListener::turn(int most_ms) {
@@ -239,7 +267,7 @@ void TcpListener::let_in() {
       return;
     }
     make_room();
-    visitors_.push_back({std::move(socket), Deadline(tcp::kPatience)});
+    visitors_.emplace_back(std::move(socket), poll_.get());
     Visitor& visitor = visitors_.back();
     epoll_event event{.events = EPOLLIN, .data = {.ptr = &visitor}};
     if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, visitor.socket.get(), &event) !=
@@ -335,7 +363,7 @@ bool TcpListener::hand_over(Visitor& visitor) {
               found->second->key_, visitor.hello, visitor.challenge.nonce))) {
     return false;
   }
-  epoll_ctl(poll_.get(), EPOLL_CTL_DEL, visitor.socket.get(), nullptr);
+  epoll_ctl(visitor.poll, EPOLL_CTL_DEL, visitor.socket.get(), nullptr);
   TcpEndpoint& endpoint = *found->second;
   const std::lock_guard<std::mutex> inner(endpoint.mutex_);
   endpoint.arrived_.emplace_back(visitor.hello.from, std::move(visitor.socket));

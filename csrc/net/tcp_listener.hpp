@@ -69,6 +69,9 @@ class TcpEndpoint {
 
   // A peer has to know this to connect; a secret.
   std::string address() const;
+  const SocketAddress& socket_address() const;
+  // Lets nobody in any more; whoever has come and was not taken hears of it.
+  void close();
   int rank() const {
     return rank_;
   }
@@ -117,13 +120,17 @@ class TcpListener {
  public:
   enum class Runs { kOnThread, kByTurns };
 
-  // At a local address: one in a process, as long as anybody has it.
-  static std::shared_ptr<TcpListener> at(const SocketAddress& address);
+  // At a local address: one in a process, as long as anybody has it. `ports`:
+  // among which it finds one if it is not there yet.
+  static std::shared_ptr<TcpListener> at(
+      const SocketAddress& address,
+      const PortRange& ports = {});
 
   // `runs` by turns: only when turn() is called.
   explicit TcpListener(
       const SocketAddress& address,
-      Runs runs = Runs::kOnThread);
+      Runs runs = Runs::kOnThread,
+      const PortRange& ports = {});
   TcpListener(const TcpListener&) = delete;
   ~TcpListener();
   const SocketAddress& address() const {
@@ -137,8 +144,15 @@ class TcpListener {
   friend class TcpEndpoint;
   // One that has connected and not yet proved anything.
   struct Visitor {
+    Visitor(Fd socket, int poll) : socket(std::move(socket)), poll(poll) {}
+    Visitor(const Visitor&) = delete;
+    // To close a socket does not end its events while a child that is just being
+    // forked has it, too.
+    ~Visitor();
+
     Fd socket;
-    Deadline deadline;
+    const int poll;
+    Deadline deadline{tcp::kPatience};
     tcp::Hello hello{};
     tcp::Challenge challenge{};
     Key128 proof{};

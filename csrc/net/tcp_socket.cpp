@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -92,12 +93,16 @@ std::optional<SocketAddress> interface_address(const std::string& interface) {
 }
 
 // Nothing is sent: the system only chooses where it would begin.
+Fd new_socket(int family, int type) {
+  return Fd::opened([&] { return socket(family, type | SOCK_CLOEXEC, 0); });
+}
+
 std::optional<SocketAddress> way_begins_at(
     const std::string& peer,
     uint16_t port) {
   const Infos infos = resolve_host(peer, std::to_string(port), SOCK_DGRAM);
   for (const addrinfo* one = infos.get(); one != nullptr; one = one->ai_next) {
-    const Fd fd(socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    const Fd fd = new_socket(one->ai_family, SOCK_DGRAM);
     if (fd && connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0) {
       return bound_address(fd);
     }
@@ -113,7 +118,7 @@ std::optional<SocketAddress> own_name_address() {
   const Infos infos = resolve_host(name, "0", SOCK_STREAM);
   for (const addrinfo* one = infos.get(); one != nullptr; one = one->ai_next) {
     const SocketAddress address = address_of(one->ai_addr, one->ai_addrlen);
-    const Fd fd(socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const Fd fd = new_socket(one->ai_family, SOCK_STREAM);
     if (!is_loopback(address) && fd &&
         bind(fd.get(), address.get(), address.length) == 0) {
       return address;
@@ -159,6 +164,12 @@ std::string SocketAddress::text() const {
     fail(ErrorKind::kSystem, "fused: an address of a socket without a port");
   }
   return host() + " " + port;
+}
+
+std::string SocketAddress::readable() const {
+  const std::string both = text();
+  const size_t space = both.rfind(' ');
+  return both.substr(0, space) + " port" + both.substr(space);
 }
 
 std::string SocketAddress::host() const {
@@ -237,25 +248,78 @@ SocketAddress local_address(
   return SocketAddress::of("127.0.0.1 0");
 }
 
-Fd listen_at(const SocketAddress& address) {
-  Fd fd(socket(
-      address.storage.ss_family,
-      SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK,
-      0));
+namespace {
+
+// None: errno says why.
+Fd try_to_listen(const SocketAddress& address) {
+  Fd fd = new_socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK);
   if (fd) {
     // Whoever listened there before may have left connections behind, which
     // have the option from it.
     set_option(fd, SOL_SOCKET, SO_REUSEADDR);
   }
-  if (!fd || bind(fd.get(), address.get(), address.length) != 0 ||
-      listen(fd.get(), SOMAXCONN) != 0) {
+  if (fd &&
+      (bind(fd.get(), address.get(), address.length) != 0 ||
+       listen(fd.get(), SOMAXCONN) != 0)) {
+    const int why = errno;
+    fd.reset();
+    errno = why;
+  }
+  return fd;
+}
+
+} // namespace
+
+PortRange PortRange::of(const std::string& text) {
+  PortRange ports;
+  if (text.empty()) {
+    return ports;
+  }
+  const char* const end = text.data() + text.size();
+  auto read = std::from_chars(text.data(), end, ports.first);
+  ports.last = ports.first;
+  if (read.ec == std::errc() && read.ptr != end && *read.ptr == '-') {
+    read = std::from_chars(read.ptr + 1, end, ports.last);
+  }
+  if (read.ec != std::errc() || read.ptr != end || ports.first == 0 ||
+      ports.last < ports.first) {
+    fail(
+        ErrorKind::kInvalid,
+        "fused: FUSEDPG_PORT_RANGE must be two ports, such as 40000-40099, got "
+        "\"{}\"",
+        text);
+  }
+  return ports;
+}
+
+Fd listen_at(const SocketAddress& address, const PortRange& ports) {
+  Fd fd;
+  if (ports.any() || !address.any_port()) {
+    fd = try_to_listen(address);
+  } else {
+    for (int port = ports.first; port <= ports.last; ++port) {
+      fd = try_to_listen(address.with_port(static_cast<uint16_t>(port)));
+      if (fd || errno != EADDRINUSE) {
+        break;
+      }
+    }
+  }
+  if (!fd) {
     fail_errno(
-        address.any_port()
+        !address.any_port()
+            ? formatted("fused: cannot listen at {}", address.text())
+            : !ports.any()
             ? formatted(
+                  "fused: cannot listen at {}, ports {} to {} "
+                  "(FUSEDPG_PORT_RANGE; "
+                  "each process needs one)",
+                  address.host(),
+                  ports.first,
+                  ports.last)
+            : formatted(
                   "fused: cannot listen at {} (FUSEDPG_SOCKET_IFNAME names "
                   "another interface)",
-                  address.host())
-            : formatted("fused: cannot listen at {}", address.text()));
+                  address.host()));
   }
   return fd;
 }
@@ -273,20 +337,23 @@ SocketAddress bound_address(const Fd& socket) {
 }
 
 Fd accept_from(const Fd& socket) {
-  return Fd(
-      accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  return Fd::opened([&] {
+    return accept4(
+        socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  });
 }
 
 Fd connect_to(const SocketAddress& address) {
-  Fd fd(socket(
-      address.storage.ss_family,
-      SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK,
-      0));
+  Fd fd = new_socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK);
   if (!fd) {
     fail_errno("fused: socket");
   }
   set_option(fd, IPPROTO_TCP, TCP_NODELAY);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE);
+  // A firewall that drops packets is given up after 1 + 2 + 4 + 8 + 16 s, not
+  // after two minutes: who is reached here has said that it listens.
+  constexpr int kAgain = 4;
+  setsockopt(fd.get(), IPPROTO_TCP, TCP_SYNCNT, &kAgain, sizeof kAgain);
   if (connect(fd.get(), address.get(), address.length) != 0 &&
       errno != EINPROGRESS) {
     return {};

@@ -21,6 +21,8 @@ struct SocketAddress {
   // throws Error(kInvalid) where it has none.
   static SocketAddress named(const std::string& host, uint16_t port);
   std::string text() const;
+  // "10.0.0.1 port 4711", for messages.
+  std::string readable() const;
   // Without the port.
   std::string host() const;
   SocketAddress with_port(uint16_t port) const;
@@ -41,8 +43,21 @@ SocketAddress local_address(
     const std::string& peer,
     uint16_t peer_port);
 
-// Bound to the address; to a free port where that has none.
-Fd listen_at(const SocketAddress& address);
+// Both ends included. Zeros: any port, which the system chooses.
+struct PortRange {
+  uint16_t first = 0;
+  uint16_t last = 0;
+
+  // "40000-40099", "40000" or nothing; throws Error(kInvalid) for anything else.
+  static PortRange of(const std::string& text);
+  bool any() const {
+    return last == 0;
+  }
+};
+
+// Bound to the address; where that has no port, to a free one of these. Throws
+// Error(kSystem) where there is none.
+Fd listen_at(const SocketAddress& address, const PortRange& ports = {});
 SocketAddress bound_address(const Fd& socket);
 // The next connection that waits, or none.
 Fd accept_from(const Fd& socket);

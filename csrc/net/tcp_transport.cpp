@@ -1,5 +1,6 @@
 #include "net/tcp_transport.hpp"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/uio.h>
 
@@ -7,8 +8,10 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 
 #include "base/error.hpp"
+#include "base/while_waiting.hpp"
 
 namespace fusedpg {
 namespace {
@@ -16,8 +19,8 @@ namespace {
 constexpr uint32_t kHeaderMagic = 0x67736d66; // "fmsg"
 constexpr size_t kAhead = 16 << 10; // bytes that are read with a header
 constexpr int kSteps = 16; // of one connection; then others have theirs
-// A peer may be about to listen again.
-constexpr std::chrono::milliseconds kLetUsIn{1000};
+// A port that refuses a connection may be one that a proxy serves.
+constexpr std::chrono::milliseconds kLetUsIn{500};
 constexpr std::chrono::milliseconds kKnock{20};
 
 std::string text_of(int error) {
@@ -57,7 +60,7 @@ TcpTransport::TcpTransport(
     std::unique_ptr<TcpEndpoint> endpoint)
     : config_(config),
       endpoint_(std::move(endpoint)),
-      poll_(epoll_create1(EPOLL_CLOEXEC)),
+      poll_(Fd::opened([] { return epoll_create1(EPOLL_CLOEXEC); })),
       outs_(endpoint_->size()),
       ins_(endpoint_->size()) {
   if (!poll_) {
@@ -176,6 +179,8 @@ void TcpTransport::knock(int peer) {
   out.heard = 0;
   out.rest.clear();
   out.polled_to_write = false;
+  out.tried = Clock::now();
+  out.answered = false;
   out.socket = connect_to(out.address->socket);
   if (!out.socket) {
     not_let_in(peer, text_of(errno));
@@ -236,6 +241,7 @@ bool TcpTransport::greet(int peer) {
       not_let_in(peer, text_of(error));
       return true;
     }
+    out.answered = true;
     out.hello = {
         tcp::kMagic, out.address->endpoint, rank(), peer, random_key()};
     out.rest.assign(
@@ -280,7 +286,8 @@ bool TcpTransport::greet(int peer) {
       return true;
     }
     if (out.challenge.nonce == Key128{} && out.challenge.proof == Key128{}) {
-      not_let_in(peer, "it has left the group");
+      // It listened before anybody knew its address, and listens no more.
+      lose(peer, "it has left the group, or the group has failed there");
       return true;
     }
     if (Clock::now() - out.greeted > tcp::kPatience * 4 / 5) {
@@ -306,6 +313,7 @@ bool TcpTransport::greet(int peer) {
   }
   if (out.heard == sizeof out.challenge) {
     out.state = Out::State::kOpen;
+    out.let_in = true;
     moved = true;
   }
   return moved;
@@ -582,7 +590,7 @@ void TcpTransport::lose(int peer, const std::string& why) {
   out.socket.reset();
   out.queue.clear();
   out.why = why;
-  lost_.push_back(peer);
+  note_loss(peer, why);
 }
 
 void TcpTransport::in_ended(int peer, const std::string& why) {
@@ -591,10 +599,20 @@ void TcpTransport::in_ended(int peer, const std::string& why) {
   in.polled = false;
   in.ended = true;
   in.why = why;
+  note_loss(peer, why);
+}
+
+void TcpTransport::note_loss(int peer, const std::string& why) {
+  if (std::none_of(lost_.begin(), lost_.end(), [peer](const auto& one) {
+        return one.first == peer; // its other connection went first
+      })) {
+    lost_.emplace_back(peer, why);
+  }
 }
 
 void TcpTransport::end() noexcept {
   failed_ = true;
+  endpoint_->close();
   for (Out& out : outs_) {
     out.socket.reset();
     out.queue.clear();
@@ -701,7 +719,23 @@ TcpTransport::State TcpTransport::state(const Request& request) {
   return failed_ || over(operation) ? State::kLost : State::kUnderWay;
 }
 
-PolledTransport::Sleep TcpTransport::sleep(std::chrono::milliseconds most) {
+void TcpTransport::Sleep::run() const {
+  if (descriptor >= 0) {
+    pollfd fd{descriptor, POLLIN, 0};
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
+    const timespec time{
+        .tv_sec = seconds.count(), .tv_nsec = (most - seconds).count() * 1000};
+    ppoll(&fd, 1, &time, nullptr);
+  }
+}
+
+void TcpTransport::doze(std::chrono::milliseconds most) {
+  sleep(most).run();
+  awake();
+  progress();
+}
+
+TcpTransport::Sleep TcpTransport::sleep(std::chrono::milliseconds most) {
   return {poll_.get(), knocking_ == 0 ? most : std::min(most, kKnock)};
 }
 
@@ -729,13 +763,14 @@ void TcpTransport::wait(Operation& operation, const Deadline& deadline) {
   while (!failed_ &&
          !progress_until(Deadline(std::min(kLook, deadline.left())), done) &&
          !aborted_ && !deadline.expired()) {
-    if (watch_) {
-      try {
+    try {
+      while_waiting();
+      if (watch_) {
         watch_();
-      } catch (...) {
-        end();
-        throw;
       }
+    } catch (...) {
+      end();
+      throw;
     }
   }
   if (!operation.done) {
@@ -753,25 +788,78 @@ void TcpTransport::wait(Operation& operation, const Deadline& deadline) {
   }
 }
 
-std::string TcpTransport::losses() const {
+// But for what describe(peer) says.
+std::string TcpTransport::losses(int peer) const {
   std::string text;
-  for (const int p : lost_) {
+  if (lost_.size() == 1 && lost_[0].first == peer) {
+    return text;
+  }
+  for (const auto& [p, why] : lost_) {
     text += formatted(
         "{}rank {} ({})",
-        text.empty() ? "connections that ended, in this order: " : ", ",
+        text.empty() ? "; connections that ended, in this order: " : ", ",
         p,
-        outs_[p].why);
-  }
-  if (text.empty()) {
-    text = "no connection has ended";
-  }
-  for (int p = 0; p < size(); ++p) {
-    if (outs_[p].state == Out::State::kNone && !outs_[p].why.empty()) {
-      text +=
-          formatted("; rank {} does not let this one in ({})", p, outs_[p].why);
-    }
+        why);
   }
   return text;
+}
+
+std::string TcpTransport::describe(int peer) const {
+  constexpr const char* kCheck =
+      "check that no firewall stops these connections (FUSEDPG_PORT_RANGE "
+      "chooses the ports) and that FUSEDPG_SOCKET_IFNAME or GLOO_SOCKET_IFNAME "
+      "names an interface that the other hosts reach";
+  const Out& out = outs_[peer];
+  const In& in = ins_[peer];
+  const std::string there = out.address
+      ? formatted("rank {} at {}", peer, out.address->socket.readable())
+      : formatted("rank {}", peer);
+  const auto ms_since = [](Clock::time_point begin) {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(
+               Clock::now() - begin)
+        .count();
+  };
+  const bool lost = out.state == Out::State::kLost;
+  if (out.let_in ? lost || in.ended : in.ended && !lost) {
+    return formatted(
+        "the connection {} {} has ended ({})",
+        out.let_in ? "to" : "from",
+        there,
+        in.ended ? in.why : out.why);
+  }
+  if (out.state == Out::State::kOpen && in.socket) {
+    return formatted("the connections to and from {} stand", there);
+  }
+  if (out.state == Out::State::kOpen) {
+    return formatted(
+        "{} has let this rank in, but has not connected to this one at {}: it "
+        "has not come to this operation, or a firewall stops it on the way to "
+        "that address",
+        there,
+        endpoint_->socket_address().readable());
+  }
+  if (out.state == Out::State::kConnecting) {
+    return formatted(
+        "{} has not answered this rank's connection for {} ms: {}",
+        there,
+        ms_since(out.tried),
+        kCheck);
+  }
+  if (out.state == Out::State::kGreeting) {
+    return formatted(
+        "{} has taken this rank's connection, but has not said a word for {} "
+        "ms: its process is stopped, or something else listens there",
+        there,
+        ms_since(out.greeted));
+  }
+  if (out.answered) {
+    return formatted("{} does not let this rank in ({})", there, out.why);
+  }
+  return formatted(
+      "{} cannot be connected to ({}): its process has ended; if it lives, {}",
+      there,
+      out.why.empty() ? "not tried" : out.why,
+      kCheck);
 }
 
 void TcpTransport::give_up(
@@ -782,10 +870,13 @@ void TcpTransport::give_up(
       "fused: a message from rank {} to rank {}",
       operation.sends ? formatted("{} (here)", rank()) : formatted("{}", peer),
       operation.sends ? formatted("{}", peer) : formatted("{} (here)", rank()));
-  const std::string losses = this->losses();
+  const bool was_failed = failed_;
+  const std::string state = was_failed
+      ? "the connections were closed after a failure"
+      : describe(peer);
+  const std::string losses = this->losses(peer);
   const bool lost = operation.sends ? outs_[peer].state == Out::State::kLost
                                     : ins_[peer].ended;
-  const bool was_failed = failed_;
   end();
   if (aborted_) {
     fail(ErrorKind::kAborted, "{}: the group was aborted", what);
@@ -793,18 +884,13 @@ void TcpTransport::give_up(
   if (!lost && !was_failed && deadline.expired()) {
     fail(
         ErrorKind::kTimeout,
-        "{}: not done within {} ms; {}",
+        "{}: not done within {} ms; {}{}",
         what,
         deadline.timeout().count(),
+        state,
         losses);
   }
-  const std::string& why = operation.sends ? outs_[peer].why : ins_[peer].why;
-  fail(
-      ErrorKind::kPeerFailed,
-      "{}: {}; {}",
-      what,
-      why.empty() ? "the connections were closed after a failure" : why,
-      losses);
+  fail(ErrorKind::kPeerFailed, "{}: {}{}", what, state, losses);
 }
 
 void TcpTransport::flush(const Deadline& deadline) {

@@ -23,7 +23,7 @@ namespace fusedpg {
 // waits moves all messages; nobody else does. After a failure all connections
 // are closed before the error is thrown, so nothing writes to a buffer any
 // more, and peers hear of it.
-class TcpTransport : public PolledTransport {
+class TcpTransport : public Transport {
  public:
   struct Config {
     // Before a wait sleeps: what a peer takes between two messages of a large
@@ -60,22 +60,45 @@ class TcpTransport : public PolledTransport {
   void abort() override;
   void end() noexcept override;
 
-  std::string address() const override {
+  // --- for who connects to others as messages need them, and looks at requests
+  // instead of waiting for them
+
+  // What a peer connects to. It may do so whether or not this rank does.
+  std::string address() const {
     return endpoint_->address();
   }
-  void connect(int peer, const std::string& address) override;
-  bool connected(int peer) const override {
+  void connect(int peer, const std::string& address);
+  bool connected(int peer) const {
     return outs_[peer].address.has_value();
   }
-  void cork(int peer, bool on) override;
-  bool lost(int peer) override;
-  bool deaf(int peer) const override {
+  // Between true and false what is sent to this peer may be kept, to travel in
+  // one go.
+  void cork(int peer, bool on);
+  // Nothing will come from this peer any more.
+  bool lost(int peer);
+  // Nothing can be sent to it.
+  bool deaf(int peer) const {
     return outs_[peer].state == Out::State::kLost;
   }
-  State state(const Request& request) override;
-  Sleep sleep(std::chrono::milliseconds most) override;
-  void wake() override;
-  void awake() override;
+  // How the connections to this peer are, for an error: what was tried, what has
+  // become of it, and what to look at. Empty: nothing to say.
+  std::string describe(int peer) const;
+  enum class State { kUnderWay, kDone, kLost };
+  State state(const Request& request);
+  // How to sleep until there may be something to do, while another thread uses
+  // the transport: until the descriptor can be read, for at most so long. No
+  // descriptor: there is something to do now.
+  struct Sleep {
+    int descriptor = -1;
+    std::chrono::microseconds most{0};
+    void run() const;
+  };
+  Sleep sleep(std::chrono::milliseconds most);
+  // From any thread: ends such a sleep, now or the next one, until awake().
+  void wake();
+  void awake();
+  // For one thread that uses the transport alone: sleeps so, and moves on.
+  void doze(std::chrono::milliseconds most);
 
  private:
   struct Header {
@@ -110,7 +133,10 @@ class TcpTransport : public PolledTransport {
     bool polled_to_write = false;
     std::optional<Deadline> patience{}; // with a peer that is not there
     Clock::time_point again{}; // when to knock again
+    Clock::time_point tried{}; // when it connected last
     Clock::time_point greeted{};
+    bool answered = false; // the last attempt
+    bool let_in = false; // it was open once
     std::string why; // it is lost, or does not let us in
   };
   // Messages from a peer.
@@ -155,6 +181,7 @@ class TcpTransport : public PolledTransport {
   void crowded_out(int peer, const std::string& why);
   void lose(int peer, const std::string& why);
   void in_ended(int peer, const std::string& why);
+  void note_loss(int peer, const std::string& why);
   void complete(Operation& receive, uint64_t came);
   void poll_out(int peer, bool to_write);
   void poll_in(int peer, bool on);
@@ -163,7 +190,7 @@ class TcpTransport : public PolledTransport {
   bool progress_until(const Deadline& deadline, const Done& done);
   void wait(Operation& operation, const Deadline& deadline);
   [[noreturn]] void give_up(const Operation& operation, const Deadline&);
-  std::string losses() const;
+  std::string losses(int peer) const;
   void check_usable(const Operation& operation);
 
   const Config config_;
@@ -175,7 +202,7 @@ class TcpTransport : public PolledTransport {
   bool failed_ = false;
   std::vector<Out> outs_;
   std::vector<In> ins_;
-  std::vector<int> lost_; // in this order
+  std::vector<std::pair<int, std::string>> lost_; // and why, in this order
   size_t knocking_ = 0; // connections that are tried again
 };
 

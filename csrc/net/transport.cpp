@@ -1,9 +1,5 @@
 #include "net/transport.hpp"
 
-#include <poll.h>
-
-#include <ctime>
-
 namespace fusedpg {
 
 NetBuffer NetBuffers::take(size_t bytes) {
@@ -23,22 +19,6 @@ void NetBuffers::give(NetBuffer buffer) {
     bytes_ += buffer.bytes();
     free_.push_back(std::move(buffer));
   }
-}
-
-void PolledTransport::Sleep::run() const {
-  if (descriptor >= 0) {
-    pollfd fd{descriptor, POLLIN, 0};
-    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
-    const timespec time{
-        .tv_sec = seconds.count(), .tv_nsec = (most - seconds).count() * 1000};
-    ppoll(&fd, 1, &time, nullptr);
-  }
-}
-
-void PolledTransport::doze(std::chrono::milliseconds most) {
-  sleep(most).run();
-  awake();
-  progress();
 }
 
 } // namespace fusedpg

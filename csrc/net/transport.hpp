@@ -114,36 +114,4 @@ class Transport {
   Waits* waits_ = nullptr;
 };
 
-// One that connects to others as it needs them, and whose user looks at requests
-// instead of waiting for them.
-class PolledTransport : public Transport {
- public:
-  // What a peer connects to. It may do so whether or not this rank does.
-  virtual std::string address() const = 0;
-  virtual void connect(int peer, const std::string& address) = 0;
-  virtual bool connected(int peer) const = 0;
-  // Between true and false what is sent to this peer may be kept, to travel in
-  // one go.
-  virtual void cork(int /* peer */, bool /* on */) {}
-  // Nothing will come from this peer any more, or can be sent to it.
-  virtual bool lost(int peer) = 0;
-  virtual bool deaf(int peer) const = 0;
-  enum class State { kUnderWay, kDone, kLost };
-  virtual State state(const Request& request) = 0;
-  // How to sleep until there may be something to do, while another thread uses
-  // the transport: until the descriptor can be read, for at most so long. No
-  // descriptor: there is something to do now.
-  struct Sleep {
-    int descriptor = -1;
-    std::chrono::microseconds most{0};
-    void run() const;
-  };
-  virtual Sleep sleep(std::chrono::milliseconds most) = 0;
-  // From any thread: ends such a sleep, now or the next one, until awake().
-  virtual void wake() = 0;
-  virtual void awake() = 0;
-  // For one thread that uses the transport alone: sleeps so, and moves on.
-  void doze(std::chrono::milliseconds most);
-};
-
 } // namespace fusedpg

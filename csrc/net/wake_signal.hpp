@@ -14,7 +14,8 @@ namespace fusedpg {
 // Wakes a thread that polls, from any other.
 class WakeSignal {
  public:
-  WakeSignal() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  WakeSignal()
+      : fd_(Fd::opened([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
     if (!fd_) {
       fail_errno("fused: eventfd");
     }

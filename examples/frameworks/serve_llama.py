@@ -9,6 +9,7 @@ the logits with those of the whole model on one rank.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from typing import Any
 
@@ -63,7 +64,10 @@ def main() -> None:
 
     dist.init_process_group(args.backend)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+    threads = torch.get_num_threads()  # OMP_NUM_THREADS is a rank's share already
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    torch.set_num_threads(threads)
     model = load(args).eval()
     prompt = torch.arange(1, 9)[None]
     with torch.no_grad():
@@ -86,7 +90,8 @@ def main() -> None:
     assert all(torch.equal(tokens, other) for other in everyone)
     if rank == 0:
         ms = 1e3 * seconds / args.tokens
-        print(f"{world_size} ranks: the same {args.tokens} tokens on each, {ms:.1f} ms a token")
+        ranks = f"{world_size} ranks of {threads} threads"
+        print(f"{ranks}: the same {args.tokens} tokens on each, {ms:.1f} ms a token")
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fusedpg import _own_group
+from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import BACKEND, load_extension
 from fusedpg.aggregation._config import Config
 from fusedpg.aggregation._jobs import JobSlice
@@ -48,6 +49,9 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def exchange(self, thread: int, message: Message) -> None:
         """Puts sums in the place of ``message.entries``, and maxima in that of ``extra``."""
+
+    def refuse(self, thread: int, error: Exception) -> None:  # noqa: B027
+        """This worker's arguments were wrong: the others are to hear of it where they exchange."""
 
     @property
     def does_slices(self) -> bool:
@@ -113,6 +117,9 @@ class Group(_OfGroup):
             dist.all_reduce(message.entries, group=group)
         if message.extra is not None:
             dist.all_reduce(message.extra, dist.ReduceOp.MAX, group=group)
+
+    def refuse(self, thread: int, error: Exception) -> None:
+        tell(self._groups[thread], error, shared_errors())
 
     def cleanup_worker(self, thread: int) -> None:
         # One that the program has destroyed meanwhile is gone.

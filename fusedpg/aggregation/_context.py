@@ -135,7 +135,11 @@ class Context:
             RuntimeError: the context is not running, or has failed.
         """
         output = input if output is None else output
-        _check(input, output)
+        try:
+            _check(input, output)
+        except Exception as error:
+            self._refuse(input, error)
+            raise
         with self._lock:
             if self._state is not ContextState.RUNNING:
                 raise RuntimeError(
@@ -161,6 +165,18 @@ class Context:
                     self._fail(error)
                     raise
         return job
+
+    def _refuse(self, input: torch.Tensor, error: Exception) -> None:
+        """Takes the place of a job that the other workers may have submitted, and tells them."""
+        if not isinstance(input, torch.Tensor) or not input.numel():
+            return
+        nothing = torch.zeros(()).expand(input.numel())
+        with self._lock:
+            running = self._state is ContextState.RUNNING and self._error is None
+            if running and not self._config.instant_job_completion:
+                self._scheduler.enqueue(Job(self._submitted, nothing, nothing, error))
+                self._submitted += 1
+                self._numel_submitted += input.numel()
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         """The same, and waits for it. Returns the output."""
@@ -228,7 +244,10 @@ class Context:
         try:
             while (part := self._scheduler.get_slice(thread)) is not None:
                 part.job.running()
-                if self._error is None:
+                if self._error is None and part.job.refused is not None:
+                    if part.numel or not self._backend.processes_packets:  # else nobody waits
+                        self._backend.refuse(thread, part.job.refused)
+                elif self._error is None:
                     with torch.inference_mode(part.output.is_inference()), torch.no_grad():
                         self._do(thread, part)
                 self._scheduler.slice_done(thread, part)

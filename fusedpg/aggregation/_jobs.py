@@ -29,7 +29,14 @@ class Job:
         finished: when it finished or failed, or None.
     """
 
-    def __init__(self, number: int, input: torch.Tensor, output: torch.Tensor) -> None:
+    def __init__(
+        self,
+        number: int,
+        input: torch.Tensor,
+        output: torch.Tensor,
+        refused: Exception | None = None,
+    ) -> None:
+        """`refused`: why this worker does not do it, which it tells the others in its place."""
         self.id = number
         self.input = input
         self.output = output
@@ -37,7 +44,8 @@ class Job:
         self.finished: float | None = None
         self._status = JobStatus.INIT
         self._slices_left = 0
-        self._error: BaseException | None = None
+        self._error: BaseException | None = refused
+        self.refused = refused
         self._changed = threading.Condition()
 
     @property
@@ -89,7 +97,7 @@ class Job:
             self._slices_left -= 1
             if self._slices_left > 0 or self.done:
                 return False
-            self._end(JobStatus.FINISHED)
+            self._end(JobStatus.FINISHED if self._error is None else JobStatus.FAILED)
             return True
 
     def fail(self, error: BaseException) -> bool:

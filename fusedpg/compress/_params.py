@@ -35,9 +35,15 @@ def _made(kind: str, known: Mapping[str, type[_T]], base: Any, given: Any, rest:
     """An object of a base class by name, with those of the parameters that its constructor has."""
     if isinstance(given, base):
         return cast("_T", given)
-    name = _OTHER_NAMES.get(given, given)
-    if name not in known:
+    name = _OTHER_NAMES.get(given, given) if isinstance(given, str) else None
+    if name is None or name not in known:
         names = ", ".join(sorted(known))
+        if hasattr(given, "send_step") or hasattr(given, "send_receive"):
+            raise ValueError(
+                f"{kind} {type(given).__name__} is GRACE's, which calls Horovod or "
+                "torch.distributed itself: give it to fusedpg.hvd.DistributedOptimizer(optimizer, "
+                f"grace=...), or choose one of {names}"
+            )
         raise ValueError(
             f"{kind} {given!r} is not known: there are {names}, those of register_{kind}(), and "
             f"instances of fusedpg.compress.{base.__name__}"

@@ -17,7 +17,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedpg._by_parameter import ByParameter, Kept, Order, order_in_bucket, shape_in_memory
-from fusedpg.compress import _agree, _hosts, _lane, _numbers, _params, _schedule, memories
+from fusedpg.compress import (
+    _agree,
+    _checkpoint,
+    _hosts,
+    _lane,
+    _numbers,
+    _params,
+    _schedule,
+    memories,
+)
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._each import EachParameter, EachParametersMemory
 from fusedpg.compress._lane import Lane
@@ -679,7 +688,14 @@ class State:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps of gradients, and the number of steps. Each rank saves its own."""
+        """What this rank keeps of gradients, and the number of steps, under a key that names it.
+
+        Each rank saves its own: in a file, or all of them by ``torch.distributed.checkpoint``.
+        The values can be read by name: ``state_dict()["memory"]["residual"]``.
+        """
+        return _checkpoint.RankStateDict(_checkpoint.place(self._parent), self._values())
+
+    def _values(self) -> dict[str, Any]:
         self._wait()
         # Without those of modules that have gone: who loads it has never seen them.
         known = [(p, one) for ref, one in self._order if (p := ref()) is not None]
@@ -705,13 +721,21 @@ class State:
             "memory": memory,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, memory: bool = True) -> None:
         """Of a model whose parameters are the same: their names, if both have some, else their
         order, types and shapes.
 
+        Args:
+            state_dict: this rank's own.
+            memory: False begins with an empty memory, and takes any rank's ``state_dict``: for
+                ranks that have none of their own, or are more or fewer than those that saved.
+
         Raises:
-            ValueError: here or in the first backward, if they are not.
+            ValueError: for another rank's; here or in the first backward, for another model's.
         """
+        self._load(_checkpoint.values_of(state_dict, _checkpoint.place(self._parent), memory))
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         self._wait()
         loaded = _Loaded(state_dict)
         known = [parameter for ref, _ in self._order if (parameter := ref()) is not None]
@@ -742,7 +766,7 @@ class State:
             "parts": (self.compressor, self.memory, self.communicator),
             "schedule": self.schedule,
             "warm_up": (self._warm_up.options(), self._warm_up.ratio),
-            "state": self.state_dict(),
+            "state": self._values(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -753,7 +777,7 @@ class State:
         )  # fmt: skip
         if ratio is not None:
             self._warm_up.begin(ratio, 0)  # the compressor has that of the epoch
-        self.load_state_dict(state["state"])
+        self._load(state["state"])
 
 
 def _fill(

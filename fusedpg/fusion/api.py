@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -12,15 +13,20 @@ from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
+from fusedpg import _fork
+from fusedpg._refusal import shared_errors, tell, telling
 from fusedpg.fusion.autograd import Differentiable, attach, wait
 from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.custom_op import autocast_of, described, number, register
 from fusedpg.fusion.derive import Derived, derive
 from fusedpg.fusion.eager import Executor, Run, say_once
+from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import REPLICATE, SCALAR, SHARD, Program
 from fusedpg.fusion.local import generated
-from fusedpg.fusion.lower import Parameter, lower
+from fusedpg.fusion.lower import Parameter, collective, ends, lower
+from fusedpg.fusion.messages import give_up
 from fusedpg.fusion.places import Ranks, check_part, check_targets, refuse, transformed
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
 from fusedpg.fusion.shortcut import Shortcuts
@@ -38,7 +44,14 @@ _KEPT = 128
 class Pending:
     """A call that has begun: `wait()` does what is left, and returns the results."""
 
-    def __init__(self, run: Run, finish: Callable[[list[torch.Tensor]], Any]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        finish: Callable[[list[torch.Tensor]], Any],
+        told: telling,
+    ) -> None:
+        """`told`: the context in which each part of the call is done."""
+        self._told = told
         self._run = run
         self._finish = finish
         self._lock = threading.Lock()
@@ -51,7 +64,7 @@ class Pending:
     def _advance(self) -> None:
         try:
             # A program has its own types and backward, which torch's modes must not change.
-            with torch.no_grad(), torch._C._DisableAutocast():
+            with self._told, torch.no_grad(), torch._C._DisableAutocast():
                 self._work = next(self._run)
         except StopIteration as stop:
             self._result = self._finish(stop.value)
@@ -67,7 +80,8 @@ class Pending:
                 raise self._error
             while not self._done:
                 try:
-                    wait(self._work, self._run)
+                    with self._told:
+                        wait(self._work, self._run)
                 except BaseException as error:
                     self._error = error
                     raise
@@ -108,7 +122,7 @@ class FusedFunction:
         )
         self._reports: dict[Any, Report] = {}
         self._shortcuts = Shortcuts(self._signature, self._captured)
-        self._lock = threading.RLock()
+        self._lock = _fork.rlock()
         self._handle = register(self)
         self._parameters = tuple(parameters := self._signature.signature.parameters)
         self._defaults = {
@@ -340,11 +354,12 @@ class FusedFunction:
         """
         if self._transformations is not None:
             raise ValueError("the function has a schedule of its own: tune it without `scheduled`")
-        ranks = Ranks.of(group)
-        values = self._signature.bind(args, kwargs)
-        wrt = _requiring_grad(values) if torch.is_grad_enabled() and into is None else ()
-        targets = [into] if isinstance(into, torch.Tensor) else into
-        return self._tune(values, ranks, wrt, targets, seconds, again)
+        with telling(group, *args, *kwargs.values()):
+            ranks = Ranks.of(group)
+            values = self._signature.bind(args, kwargs)
+            wrt = _requiring_grad(values) if torch.is_grad_enabled() and into is None else ()
+            targets = [into] if isinstance(into, torch.Tensor) else into
+            return self._tune(values, ranks, wrt, targets, seconds, again)
 
     def report(self) -> str:
         """What the tuner has found on this rank: schedules, times, bytes, and what it chose."""
@@ -518,36 +533,33 @@ class FusedFunction:
         targets: list[torch.Tensor] | None,
         stages: dist.ProcessGroup | None = None,
     ) -> Any:
-        if not async_op and stages is None:
+        # Of a tensor with a tangent an earlier call knows nothing.
+        if not async_op and stages is None and forward_ad._current_level < 0:
             known = self._shortcuts.take(group, args, kwargs, targets or ())
             if known is not None:
                 return known
-        values = self._signature.bind(args, kwargs)
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and transformed(value):
-                refuse(name, value)
-        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
-        ranks = Ranks.of(group)
-        wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
-        if wrt and targets is not None:
-            raise RuntimeError(
-                f"`{wrt[0]}` requires grad, and `into` writes over what a backward would read: "
-                "call it under torch.no_grad(), or call the function and use its results"
+        before = shared_errors()
+        try:
+            values, ranks, wrt, plan, program = self._prepared(args, kwargs, group, targets)
+            executor = Executor(
+                program,
+                ranks.group,
+                ranks.rank,
+                targets or (),
+                async_op=async_op and not program.messages,  # a call that sends stops at messages
+                stages=stages,
+                wrt=wrt,
             )
-        if len({tensor.device for tensor in tensors.values()}) > 1:
-            raise ValueError("the tensors of a call are on one device")
-        plan = self._differentiable(values, ranks, wrt) if wrt else None
-        schedule = plan.forward if plan else self._lookup(values, ranks, targets)
-        program = schedule.program
-        single = plan.derived.single if plan else program.single
-        if targets is not None:
-            if program.messages:
-                raise ValueError(f"`{program.name}` has messages to other stages: not for `into`")
-            check_targets(program, targets, ranks)
+            run = executor.run(values)
+        except Exception as error:
+            self._refused(args, kwargs, group, stages, error, before)
+            raise
         say_once()
+        single = plan.derived.single if plan else program.single
 
         def finish(results: list[torch.Tensor]) -> Any:
             if targets is not None:
+                tensors = [v for v in values.values() if isinstance(v, torch.Tensor)]
                 with torch.no_grad():
                     # A result may be an argument that is a target of another one.
                     safe = [
@@ -562,22 +574,80 @@ class FusedFunction:
                 results = attach(plan, (ranks.group, ranks.rank), values, results, stages)
             return results[0] if single else tuple(results)
 
-        executor = Executor(
-            program,
-            ranks.group,
-            ranks.rank,
-            targets or (),
-            async_op=async_op and not program.messages,  # a call that sends stops at messages
-            stages=stages,
-            wrt=wrt,
-        )
-        pending = Pending(executor.run(values), finish)
+        told = telling(ranks.group, *values.values(), when=executor.meets)
+        pending = Pending(run, finish, told)
         if async_op:
             return pending
         result = pending.wait()
         if plan is None and not program.messages:
             self._shortcuts.add(program, ranks.group, values, targets or ())
         return result
+
+    def _prepared(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+        targets: list[torch.Tensor] | None,
+    ) -> tuple[Mapping[str, Any], Ranks, tuple[str, ...], Differentiable | None, Program]:
+        """A call's arguments by name, where it runs, which of them need gradients, and by what."""
+        values = self._signature.bind(args, kwargs)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and transformed(value):
+                refuse(name, value)
+        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
+        _refuse_tangents(tensors)
+        ranks = Ranks.of(group)
+        wrt = _requiring_grad(values) if torch.is_grad_enabled() else ()
+        if wrt and targets is not None:
+            raise RuntimeError(
+                f"`{wrt[0]}` requires grad, and `into` writes over what a backward would read: "
+                "call it under torch.no_grad(), or call the function and use its results"
+            )
+        if len({tensor.device for tensor in tensors.values()}) > 1:
+            raise ValueError("the tensors of a call are on one device")
+        plan = self._differentiable(values, ranks, wrt) if wrt else None
+        schedule = plan.forward if plan else self._lookup(values, ranks, targets)
+        if targets is not None:
+            if schedule.program.messages:
+                raise ValueError(
+                    f"`{schedule.program.name}` has messages to other stages: not for `into`"
+                )
+            check_targets(schedule.program, targets, ranks)
+        return values, ranks, wrt, plan, schedule.program
+
+    def _refused(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+        stages: dist.ProcessGroup | None,
+        error: Exception,
+        before: int,
+    ) -> None:
+        """Tells the group and the other stages of a call that has no schedule.
+
+        Args:
+            before: `shared_errors()` before the call.
+        """
+        given = self._defaults | dict(zip(self._parameters, args)) | dict(kwargs)
+        static = {
+            name: value
+            for name, value in given.items()
+            if name in self._parameters and isinstance(value, _STATIC)
+        }
+        usual = {name: self._defaults[name] for name in static if name in self._defaults}
+        graph = None
+        for known in (static, usual):  # it may have been refused for arguments of a wrong kind
+            with contextlib.suppress(IllegalProgram):
+                dynamic = [name for name in self._parameters if name not in known]
+                graph = trace(self._function, dynamic, known)
+                break
+        numbers = any(not isinstance(value, torch.Tensor) for value in given.values())
+        if graph is None or numbers or collective(graph):
+            tell(group, error, before, given.values())
+        if graph is not None and stages is not None:
+            give_up(ends(graph), stages, torch.device(device_of(given)), error)
 
 
 def device_of(values: Mapping[str, Any]) -> str:
@@ -593,6 +663,18 @@ def _requiring_grad(values: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _refuse_tangents(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Of forward-mode derivatives, which results would lack unnoticed."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"`{name}` has a tangent, and a fused function has no forward-mode derivative: use "
+                "its backward, or write this part without fusedpg.fuse"
+            )
+
+
 def _schedule(
     program: Program, transformations: tuple[Transformation, ...] | None, one_host: bool
 ) -> Schedule:
@@ -601,8 +683,8 @@ def _schedule(
     return Schedule(program).then(*transformations)
 
 
-def _is_any(result: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
-    return any(result is tensor for tensor in tensors.values())
+def _is_any(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    return any(result is tensor for tensor in tensors)
 
 
 @overload

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedpg._refusal import telling
 from fusedpg.fusion.derive import Derived
 from fusedpg.fusion.eager import Executor, Run
 from fusedpg.fusion.schedule import Schedule
@@ -80,7 +81,8 @@ def run_backward(
     arguments |= {name: gradients[number] for name, number in derived.seeds}
     device = gradients[0].device if gradients else None
     executor = Executor(program, *place, stages=stages, device=device)
-    results = complete(executor.run(arguments))
+    with telling(place[0], *gradients, when=executor.meets):
+        results = complete(executor.run(arguments))
     return dict(zip(derived.gradients, results))
 
 

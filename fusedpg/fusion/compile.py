@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.fusion.codegen import code
 from fusedpg.fusion.errors import FusionError
@@ -51,7 +51,7 @@ _ISA = {
 _ENTRY = "fusedpg_epilogue_2"
 Make = Callable[[Path, Path, float], None]
 Made = TypeVar("Made")
-_lock = threading.Lock()
+_lock = _fork.lock()
 # By source; 0: it failed. It is not tried again, as all ranks would have to agree when.
 _functions: dict[str, int] = {}
 _libraries: list[ctypes.CDLL] = []  # stay loaded
@@ -189,10 +189,13 @@ def _made(path: Path, text: str, suffix: str, make: Make, name: str) -> bytes:
                         f"another process compiles {path.resolve()} for {_DEADLINE:.0f} s"
                     ) from None
                 time.sleep(0.02)
-        made = _whole(path)
-        if made is None:
-            _build(path, text, suffix, make, name, deadline)
+        try:
             made = _whole(path)
+            if made is None:
+                _build(path, text, suffix, make, name, deadline)
+                made = _whole(path)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has the file open, too
     if made is None:
         raise CompileError(f"{path.resolve()} was changed while it was made")
     return made

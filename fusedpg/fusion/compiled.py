@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import threading
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
@@ -26,7 +26,7 @@ from fusedpg.fusion.places import span
 from fusedpg.fusion.scalars import scalars
 
 _log = logging.getLogger("fusedpg")
-_lock = threading.Lock()
+_lock = _fork.lock()
 _KEPT = 256  # places of tensors that a kernel remembers
 
 Slicer = Callable[..., torch.Tensor]  # of a tensor, a shape, and elements of a row

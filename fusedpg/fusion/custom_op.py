@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from fusedpg._refusal import telling
 from fusedpg.fusion.autograd import Differentiable, complete, kept_values, numbers_of, run_backward
 from fusedpg.fusion.derive import Derived
 from fusedpg.fusion.eager import Executor
@@ -129,10 +130,11 @@ def fused_function(
 ) -> list[Tensor]:
     """A marker, the results, what the backward needs of them, and by which plan they were made."""
     function = _functions[handle]
-    values = _values(function, kinds, tensors, _read(floats), ints)
-    with _autocast(state):
-        plan, program, place = function.planned(values, _group(group), _names(wrt))
-    results = complete(Executor(program, *place).run(values))
+    with telling(_group(group), *tensors):
+        values = _values(function, kinds, tensors, _read(floats), ints)
+        with _autocast(state):
+            plan, program, place = function.planned(values, _group(group), _names(wrt))
+        results = complete(Executor(program, *place).run(values))
     count = plan.results if plan else len(results)
     single = plan.derived.single if plan else program.single
     number = [torch.tensor(_keep(function, plan), device="cpu")] if plan else []

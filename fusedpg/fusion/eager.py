@@ -20,7 +20,7 @@ from fusedpg.fusion import alike
 from fusedpg.fusion.compiled import Alone, kernel
 from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.here import Here, matmul, own
-from fusedpg.fusion.ir import Group, Node, Program
+from fusedpg.fusion.ir import COLLECTIVES, Group, Node, Program
 from fusedpg.fusion.local import local_kernel
 from fusedpg.fusion.messages import Messages, Transfer
 from fusedpg.fusion.ops import SCALAR_OPS
@@ -82,9 +82,21 @@ class Executor:
         self._messages: Messages | None = None
         self._arguments: Mapping[str, Any] = {}
         self._mark: alike.Mark | None = None  # of this call, until ranks have compared theirs
+        self._at = 0  # the unit of the program that is being done
+
+    def meets(self) -> bool:
+        """Whether an operation of the group is still to come, in which its ranks wait."""
+        left = self._program.units[self._at :]
+        if any(node.op in COLLECTIVES for _, nodes in left for node in nodes):
+            return True
+        # Without a reduction numbers and flags are compared by one of their own.
+        reduces = any(node.op in ("all_reduce", "reduce_scatter") for node in self._program.nodes)
+        tensors = all(isinstance(value, torch.Tensor) for value in self._arguments.values())
+        return bool(left) and not reduces and not tensors
 
     def run(self, arguments: Mapping[str, Any]) -> Run:
         """The results, in the layouts of the program's outputs."""
+        self._arguments = arguments
         if not self._program.messages:
             return self._run(arguments)
         if self._stages is None:
@@ -126,7 +138,8 @@ class Executor:
             values[node] = arguments[node.name]
         if self._world_size > 1 and not _capturing(device):
             self._arguments, self._mark = arguments, alike.mark(self._program, arguments)
-        for (group, nodes), released in zip(self._program.units, self._program.released):
+        units = zip(self._program.units, self._program.released)
+        for self._at, ((group, nodes), released) in enumerate(units):
             if group is not None and group.kind == "overlap":
                 yield from self._overlap(group, nodes)
             elif group is None or not (yield from self._compiled(group, nodes, given)):
@@ -140,6 +153,7 @@ class Executor:
             work, total = self._begin_sum("max", torch.zeros(0, dtype=torch.float32, device=device))
             yield from _waited(work)
             self._end_sum("max", total, (0,))
+        self._at = len(self._program.units)
         if self._messages is not None:
             yield from self._messages.finish()
         return [self._own(node, given) for node in self._program.outputs]

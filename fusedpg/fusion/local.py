@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
 from fusedpg.fusion import compile, compiled
@@ -25,7 +25,7 @@ from fusedpg.fusion.ir import SHARD, Node, Program
 from fusedpg.fusion.scalars import scalars
 
 _log = logging.getLogger("fusedpg")
-_lock = threading.Lock()
+_lock = _fork.lock()
 _LEAST = 1 << 15  # elements that are worth a thread
 _pool: ThreadPoolExecutor | None = None
 
@@ -42,8 +42,8 @@ def _threads() -> ThreadPoolExecutor:
 
 def _forget_threads() -> None:
     """A child of fork has none of them."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    global _pool
+    _pool = None
 
 
 os.register_at_fork(after_in_child=_forget_threads)

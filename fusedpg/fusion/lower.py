@@ -19,6 +19,7 @@ from fusedpg.fusion import autocast, functions
 from fusedpg.fusion.build import Builder
 from fusedpg.fusion.errors import FusionError, IllegalProgram
 from fusedpg.fusion.ir import FLOATS, PARTIAL, REPLICATE, SHARD, Layout, Node, Program
+from fusedpg.fusion.messages import End
 from fusedpg.fusion.ops import FUNCTIONS, METHODS, UNARY
 from fusedpg.fusion.trace import IN_PLACE
 
@@ -608,4 +609,25 @@ def _outputs(
         return tuple(converted)
 
 
-__all__ = ["IllegalProgram", "Parameter", "lower"]
+def collective(graph: fx.Graph) -> bool:
+    """Whether a call may meet the other ranks of its group; `recv` may gather what comes."""
+    ours = _OURS - {functions.send, functions.dropout}
+    return any(node.target in ours for node in graph.nodes if node.op == "call_function")
+
+
+def ends(graph: fx.Graph) -> list[End]:
+    """The messages that a graph names, of a call for which there is no program."""
+    sides = {functions.send: ("dst", "next"), functions.recv: ("src", "previous")}
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in sides:
+            key, usual = sides[node.target]
+            stage = node.kwargs[key]
+            stage, tag = usual if stage is None else stage, node.kwargs["tag"]
+            if isinstance(stage, int | str) and isinstance(tag, int):
+                described = f"{node.meta.get('source')}: `{node.name}`"
+                found.append(End(node.target is functions.send, stage, tag, described))
+    return found
+
+
+__all__ = ["IllegalProgram", "Parameter", "collective", "ends", "lower"]

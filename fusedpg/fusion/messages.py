@@ -10,15 +10,16 @@ given, so that nobody waits for it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import threading
 import weakref
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fusedpg import _fork
 from fusedpg.functional import group_info, shard_range
 from fusedpg.fusion.ir import SHARD, Node, Program, carried
 
@@ -29,7 +30,7 @@ _HEADER, _VALUE, _ANSWER = range(3)
 _HEADER_BYTES = 512
 _NUMBER_BYTES = 48  # of a header, for the number
 _GIVEN_UP = "given up: "
-_lock = threading.Lock()
+_lock = _fork.lock()
 # How many messages have been begun, by direction, peer and tag.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = weakref.WeakKeyDictionary()
 
@@ -47,25 +48,68 @@ class Transfer:
 Steps = Generator[Transfer, None, Any]
 
 
-def numbered(program: Program, stages: dist.ProcessGroup) -> dict[Node, int]:
+@dataclasses.dataclass(frozen=True)
+class End:
+    """One side of a message."""
+
+    sends: bool
+    stage: int | str  # the other side: a rank of `stages`, "next" or "previous"
+    tag: int
+    described: str = dataclasses.field(compare=False)
+
+    @staticmethod
+    def of(node: Node) -> End:
+        sends = node.op == "send"
+        stage = node.attribute("dst" if sends else "src")
+        return End(sends, stage, node.attribute("tag"), node.described())
+
+    def peer(self, stages: dist.ProcessGroup) -> int:
+        rank, size = dist.get_rank(stages), dist.get_world_size(stages)
+        if rank < 0:
+            raise ValueError("this rank is not in the group `stages`")
+        step = {"next": 1, "previous": -1}
+        peer = self.stage if isinstance(self.stage, int) else rank + step[self.stage]
+        if not 0 <= peer < size or peer == rank:
+            key = "dst" if self.sends else "src"
+            raise ValueError(
+                f"stage {rank} of {size} has no other stage {key}={self.stage!r}; {self.described}"
+            )
+        return peer
+
+
+def numbered(ends: Sequence[End], stages: dist.ProcessGroup) -> list[int]:
     """The numbers of a call's messages among those of their tag, taken when the call begins.
 
     It may send later than a call that began after it, and the other side is to know which is which.
     """
-    keys = {
-        node: (
-            node.op == "send",
-            _peer(node, stages, "dst" if node.op == "send" else "src"),
-            node.attribute("tag"),
-        )
-        for node in program.messages
-    }
-    numbers = {}
+    keys = [(end.sends, end.peer(stages), end.tag) for end in ends]
+    numbers = []
     with _lock:
         counts = _counts.setdefault(stages, {})
-        for node, key in keys.items():
-            numbers[node] = counts[key] = counts.get(key, 0) + 1
+        for key in keys:
+            counts[key] = counts.get(key, 0) + 1
+            numbers.append(counts[key])
     return numbers
+
+
+def give_up(
+    ends: Sequence[End], stages: dist.ProcessGroup, device: torch.device, error: Exception
+) -> None:
+    """Tells the other sides that a call has raised before it knew what it sends or receives."""
+    known = []
+    for end in dict.fromkeys(ends):
+        with contextlib.suppress(ValueError):  # there is no such stage
+            end.peer(stages)
+            known.append(end)
+    for end, number in zip(known, numbered(known, stages)):
+        message = (Sending if end.sends else Receiving)(end, stages, device)
+        with contextlib.suppress(Exception):  # the group may have failed
+            message.start(number)
+            message.give_up(_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 class Messages:
@@ -80,11 +124,17 @@ class Messages:
         with_gradients: Collection[Node],
     ) -> None:
         self._open: dict[Node, Sending | Receiving] = {}
-        for node in program.messages:
-            kind = Sending if node.op == "send" else Receiving
-            gradient = node in with_gradients
-            self._open[node] = kind(program, node, stages, rank, gradient, device)
-        for node, number in numbered(program, stages).items():
+        ends = {node: End.of(node) for node in program.messages}
+        try:
+            for node, end in ends.items():
+                kind = Sending if end.sends else Receiving
+                value = _Value(program, node, rank, node in with_gradients)
+                self._open[node] = kind(end, stages, device, value)
+            numbers = numbered(list(ends.values()), stages)
+        except Exception as error:
+            give_up(list(ends.values()), stages, device, error)
+            raise
+        for node, number in zip(ends, numbers):
             self._open[node].start(number)
 
     def send(self, node: Node, value: torch.Tensor) -> None:
@@ -110,10 +160,35 @@ class Messages:
 
         It waits for nobody: who has not come yet is told then.
         """
-        reason = str(error).partition("\n")[0] or type(error).__name__
         for message in self._open.values():
             with contextlib.suppress(Exception):  # the group may have failed
-                message.give_up(reason)
+                message.give_up(_reason(error))
+
+
+class _Value:
+    """What a program sends or receives by a message."""
+
+    def __init__(self, program: Program, node: Node, rank: int, gradient: bool) -> None:
+        """`gradient`: whether a gradient of the value is to come back."""
+        value = carried(node)
+        self.dtype = value.dtype
+        slices = value.layout == SHARD and program.world_size > 1
+        self.length = value.numel
+        if slices:
+            self.length = shard_range(value.numel, program.world_size, rank)[1]
+        self.shape = (self.length,) if node.layout == SHARD else node.shape
+        what = "a value whose gradient is sent back" if gradient else "a value"
+        facts = {
+            "kind": "a gradient" if dict(node.attributes).get("gradient") else what,
+            "type": str(value.dtype).removeprefix("torch."),
+            "shape": str(list(value.shape)),
+            "sent as": "slices" if slices else "a whole",
+            "ranks of a stage": str(program.world_size),
+            "rank in its stage": str(rank),
+        }
+        self.facts = "\n".join(f"{key}: {fact}" for key, fact in facts.items())
+        if len(self.facts) > _HEADER_BYTES - _NUMBER_BYTES:
+            raise ValueError(f"too many dimensions for a message; {node.described()}")
 
 
 class _Message:
@@ -126,44 +201,26 @@ class _Message:
 
     def __init__(
         self,
-        program: Program,
-        node: Node,
+        end: End,
         stages: dist.ProcessGroup,
-        rank: int,
-        gradient: bool,
         device: torch.device,
+        value: _Value | None = None,
     ) -> None:
-        """`gradient`: whether a gradient of the value is to come back."""
-        self._node, self._stages, self._device = node, stages, device
-        self._peer = _peer(node, stages, "dst" if node.op == "send" else "src")
+        """`value`: None for a message that is given up."""
+        self._end, self._stages, self._device, self._about = end, stages, device, value
+        self._peer = end.peer(stages)
         # Gloo ends the process where a message is larger than its receive: there first the header.
         self._early = _sizes_may_differ(stages)
         self._told = False  # the other side knows how it ends
-        value = carried(node)
-        slices = value.layout == SHARD and program.world_size > 1
-        self._length = value.numel
-        if slices:
-            self._length = shard_range(value.numel, program.world_size, rank)[1]
-        what = "a value whose gradient is sent back" if gradient else "a value"
-        facts = {
-            "kind": "a gradient" if dict(node.attributes).get("gradient") else what,
-            "type": str(value.dtype).removeprefix("torch."),
-            "shape": str(list(value.shape)),
-            "sent as": "slices" if slices else "a whole",
-            "ranks of a stage": str(program.world_size),
-            "rank in its stage": str(rank),
-        }
-        self._facts = "\n".join(f"{key}: {fact}" for key, fact in facts.items())
-        if len(self._facts) > _HEADER_BYTES - _NUMBER_BYTES:
-            raise ValueError(f"too many dimensions for a message; {node.described()}")
+        self._facts = "" if value is None else value.facts
 
     def start(self, number: int) -> None:
         """`number`: from `numbered`."""
         self._facts += f"\nmessage of its tag: {number}"
         # Each has tags of its own, as calls may end in another order than they began.
-        self._tag = (self._node.attribute("tag") * _IN_FLIGHT + number % _IN_FLIGHT) * 4
+        self._tag = (self._end.tag * _IN_FLIGHT + number % _IN_FLIGHT) * 4
         self._tag += _FIRST_TAG
-        self._key = self._node.op, self._peer, self._tag
+        self._key = self._end.sends, self._peer, self._tag
         with _lock:
             # What was given up with the same tags stays until this message has ended.
             self._before = _left.get(self._stages, {}).pop(self._key, None)
@@ -192,7 +249,7 @@ class _Message:
         if reason is not None:
             raise dist.DistBackendError(
                 f"{reason} (raised in stage {self._peer} of `stages`, which is the other side of "
-                f"{self._node.described()})"
+                f"{self._end.described})"
             )
 
     def _difference(self, header: torch.Tensor) -> str:
@@ -214,7 +271,7 @@ class _Message:
     def _mismatch(self, difference: str) -> dist.DistBackendError:
         return dist.DistBackendError(
             f"the programs of two stages differ: {difference}; stage {self._peer} of `stages` is "
-            f"the other side of {self._node.described()}"
+            f"the other side of {self._end.described}"
         )
 
 
@@ -272,8 +329,10 @@ class Receiving(_Message):
 
     def start(self, number: int) -> None:
         super().start(number)
-        self._value = torch.empty(self._length, dtype=self._node.dtype, device=self._device)
-        self._data = self._value.view(torch.uint8)
+        about = self._about
+        shape, dtype = ((0,), torch.uint8) if about is None else (about.shape, about.dtype)
+        self._value = torch.empty(shape, dtype=dtype, device=self._device)
+        self._data = self._value.view(-1).view(torch.uint8)
         self._header = self._room(_HEADER_BYTES)
         self._announced = self._receive(_HEADER, self._header)
         self._arriving = self._receive(_VALUE, self._data) if self._early else None
@@ -298,7 +357,7 @@ class Receiving(_Message):
             raise self._mismatch(difference)
         yield Transfer(self._arriving or self._receive(_VALUE, self._data))
         yield Transfer(answered)
-        return self._value if self._node.layout == SHARD else self._value.reshape(self._node.shape)
+        return self._value
 
     def give_up(self, reason: str) -> None:
         if self._told:
@@ -375,16 +434,3 @@ def _sizes_may_differ(stages: dist.ProcessGroup) -> bool:
     except ValueError:  # another backend
         return False
     return True
-
-
-def _peer(node: Node, stages: dist.ProcessGroup, key: str) -> int:
-    rank, size = dist.get_rank(stages), dist.get_world_size(stages)
-    if rank < 0:
-        raise ValueError("this rank is not in the group `stages`")
-    place = node.attribute(key)
-    peer = {"next": rank + 1, "previous": rank - 1}.get(place, place)
-    if not 0 <= peer < size or peer == rank:
-        raise ValueError(
-            f"stage {rank} of {size} has no other stage {key}={place!r}; {node.described()}"
-        )
-    return int(peer)

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import importlib.util
 import logging
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.fusion import compile
 from fusedpg.fusion.codegen import Source
@@ -28,7 +28,7 @@ _log = logging.getLogger("fusedpg")
 # Each operation rounds as the CPU's does: nothing is contracted, flushed or approximated.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _MAJORS = (13, 12)
-_lock = threading.Lock()
+_lock = _fork.lock()
 # By source and device. Programs hold them, and groups that have run them.
 _kernels: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
 _failed: set[tuple[str, int]] = set()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import fx
 
+from fusedpg import _fork
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import Source
 
@@ -43,6 +44,7 @@ IN_PLACE: dict[Any, str] = {
 }
 # fx patches modules while it traces, for all threads.
 _TRACING = threading.RLock()
+_fork.wait_before_fork(_TRACING)  # a child would have the patched ones for ever
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

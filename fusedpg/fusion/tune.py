@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedpg._refusal import telling
 from fusedpg.fusion.autograd import complete
 from fusedpg.fusion.eager import Executor
 from fusedpg.fusion.errors import FusionError
@@ -243,7 +244,8 @@ def _call(
 ) -> Callable[[], object]:
     def call() -> None:
         executor = Executor(schedule.program, ranks.group, ranks.rank, targets)
-        results = complete(executor.run(arguments))
+        with telling(ranks.group, *arguments.values()):  # the others are in its collectives
+            results = complete(executor.run(arguments))
         with torch.no_grad():
             for target, result in zip(targets, results):
                 if result is not target:

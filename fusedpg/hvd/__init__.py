@@ -10,7 +10,14 @@
 See docs/guides/horovod.md.
 """
 
-from fusedpg.hvd import elastic
+from fusedpg.hvd import (
+    compression,
+    elastic,
+    exceptions,
+    functions,
+    optimizer,
+    sync_batch_norm,
+)
 from fusedpg.hvd._basics import (
     ProcessSet,
     add_process_set,
@@ -164,6 +171,8 @@ __all__ = [
 def install() -> None:
     """Serves ``import horovod.torch`` by this package, in this process.
 
+    ``python -m fusedpg.hvd SCRIPT`` and ``fusedpg-run --serve-horovod`` do so before a program.
+
     Raises:
         RuntimeError: Horovod itself was imported.
     """
@@ -176,5 +185,20 @@ def install() -> None:
         raise RuntimeError("hvd: horovod.torch was imported already; call install() before")
     horovod = types.ModuleType("horovod", "Horovod's names, served by fusedpg.hvd")
     horovod.torch, horovod.run = here, run  # type: ignore[attr-defined]
-    sys.modules["horovod"], sys.modules["horovod.torch"] = horovod, here
-    sys.modules["horovod.torch.elastic"] = elastic
+    horovod.runner = types.ModuleType("horovod.runner")  # type: ignore[attr-defined]
+    horovod.runner.run = run
+    horovod.common = types.ModuleType("horovod.common")  # type: ignore[attr-defined]
+    horovod.common.exceptions = exceptions
+    sys.modules |= {
+        "horovod": horovod,
+        "horovod.common": horovod.common,
+        "horovod.common.exceptions": exceptions,
+        "horovod.runner": horovod.runner,
+        "horovod.torch": here,
+        "horovod.torch.compression": compression,
+        "horovod.torch.elastic": elastic,
+        "horovod.torch.functions": functions,
+        "horovod.torch.mpi_ops": here,
+        "horovod.torch.optimizer": optimizer,
+        "horovod.torch.sync_batch_norm": sync_batch_norm,
+    }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +47,21 @@ _stores: dict[tuple[str, int], Any] = {}
 # How many groups have met in each store: ranks that join later begin with a store of their own.
 _groups: Counter[tuple[str, int]] = Counter()
 _at_exit = False
+# In a forked child what `init` has made in its parent, which is of no use there. It is kept, since
+# its destructors would wait for threads that a child does not have, and end connections.
+_parents: list[Any] = []
+_parents_world = False  # `init` made the default group there
+
+
+def _leave_to_parent() -> None:
+    global _state, _stores, _parents_world
+    _parents_world = _state is not None and _state.owns_world
+    _parents.append((_state, _stores))
+    _state, _stores = None, {}
+    global_process_set.ranks = []
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def state() -> _State:
@@ -108,9 +125,12 @@ def init(
         process_sets: sets that are there from the start, alike on all ranks, or "dynamic", which
             is allowed and means nothing: sets may always be added.
     """
-    global _state, _at_exit
+    global _state, _at_exit, _parents_world
     if _state is not None:
         return
+    if _parents_world and dist.is_initialized():
+        dist.destroy_process_group()  # it is the parent's
+    _parents_world = False
     owns = not dist.is_initialized()
     membership = _membership.current()
     if membership is not None and owns:
@@ -293,10 +313,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     ranks = tuple(process_set.ranks)
-    if ranks in engine().sets().values():
-        raise ValueError(f"hvd: there is a process set of ranks {list(ranks)} already")
-    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size())):
-        raise ValueError(f"hvd: a process set needs ranks from 0 to {size() - 1}, got {ranks}")
+    try:
+        if ranks in engine().sets().values():
+            raise ValueError(f"hvd: there is a process set of ranks {list(ranks)} already")
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size())):
+            raise ValueError(f"hvd: a process set needs ranks from 0 to {size() - 1}, got {ranks}")
+    except ValueError as error:
+        engine().tell_failure((0, c.ADD_SET), str(error))
+        raise
     signature = Signature(c.ADD_SET, numbers=ranks)
     process_set.process_set_id = engine().call(Operation((0, c.ADD_SET), signature))
     return process_set
@@ -366,10 +390,81 @@ def synchronize(handle: int) -> Any:
     return finish(here.engine.wait(operation))
 
 
-def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
+class telling:
+    """A context for the part of a call that may raise on this rank alone.
+
+    What it raises, the other ranks' calls raise, too, in place of waiting for this one.
+    """
+
+    def __init__(self, kind: str, name: str | None, process_set: ProcessSet) -> None:
+        self._of = kind, name, process_set
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if not isinstance(error, Exception) or _state is None:
+            return
+        kind, name, process_set = self._of
+        try:
+            key = membership(process_set), next_name(kind) if name is None else f"{kind}.{name}"
+        except Exception:  # nobody waits for a rank that is not in the set
+            return
+        with _state.lock:  # the other ranks' calls get a handle, and its number names later ones
+            _state.counter += 1
+        _state.engine.tell_failure(key, f"{type(error).__name__}: {str(error)[:500]}")
+
+
+@functools.lru_cache
+def _can_be_moved(dtype: torch.dtype) -> bool:
+    """Not quantised types, and those of less than a byte."""
+    try:
+        one = torch.zeros(2, dtype=dtype, device="cpu")
+        one.clone().copy_(one)
+        one.view(torch.uint8)
+    except Exception:
+        return False
+    return True
+
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def check_tensor(tensor: torch.Tensor, written: bool = False) -> torch.Tensor:
+    """A tensor that the engine's thread can read, and write: an alias of the given one's memory.
+
+    Args:
+        written: the result goes into it.
+
+    Raises:
+        TypeError: no tensor, or one that has no memory of its own, such as a FakeTensor or DTensor.
+        ValueError: not dense, not on the CPU, or of a type without bytes.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"hvd: operations take tensors, got {type(tensor).__name__}")
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor).__torch_dispatch__ is not _PLAIN or wrapped:
+        what = "one inside of a torch.func transform" if wrapped else type(tensor).__name__
+        raise TypeError(f"hvd: operations take plain tensors, got {what}")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise ValueError(f"hvd: tensors must be dense and on the CPU, got {tensor.device}")
-    return tensor.detach() if tensor.requires_grad else tensor
+        what = f"{tensor.layout} on {tensor.device}"
+        raise ValueError(f"hvd: tensors must be dense and on the CPU, got one that is {what}")
+    if not _can_be_moved(tensor.dtype):
+        raise ValueError(f"hvd: tensors of type {tensor.dtype} cannot be sent")
+    own = tensor.detach()
+    if type(own) is not torch.Tensor:
+        own = own.as_subclass(torch.Tensor)
+    if own.numel() and own.untyped_storage().nbytes() == 0:
+        raise ValueError("hvd: the tensor's memory was given back: its storage has no bytes")
+    if not written:
+        if own.is_conj() or own.is_neg():
+            own = own.resolve_conj().resolve_neg()
+    elif not own.is_contiguous() and torch._debug_has_internal_overlap(own) == 1:
+        raise ValueError(
+            "hvd: elements of the tensor share memory, as expand() makes them, so that no result "
+            "can be written into it: clone() it first, or use the operation that is not in place"
+        )
+    return own
 
 
 def membership(process_set: ProcessSet) -> int:

@@ -18,6 +18,8 @@ Key = tuple[int, str]
 ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
 ALLTOALL, REDUCESCATTER, BARRIER, JOIN = "alltoall", "reducescatter", "barrier", "join"
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
+FAILED = "failed"
+"""In place of a rank's operation: its call has raised, and why."""
 
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
@@ -29,7 +31,7 @@ class Signature(NamedTuple):
     """One rank's description of its operation.
 
     ``numbers``: the splits of an all-to-all, the ranks of a new process set, the id of an old one,
-    how many handles a rank that joins has given out.
+    how many handles a rank that joins has given out. ``why``: the error of a call that raised.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Signature(NamedTuple):
     postscale: float = 1.0
     root: int = -1
     numbers: tuple[int, ...] = ()
+    why: str = ""
 
 
 @dataclasses.dataclass
@@ -66,11 +69,11 @@ def encode(requests: Sequence[tuple[Key, Signature]]) -> bytes:
 
 
 def decode(message: bytes) -> Iterator[tuple[Key, Signature]]:
-    for set_id, name, kind, dtypes, shapes, *rest, numbers in json.loads(message):
+    for set_id, name, kind, dtypes, shapes, *rest, numbers, why in json.loads(message):
         tuples = tuple(dtypes), tuple(map(tuple, shapes))
         op, prescale, postscale, root = rest
         scale = prescale, postscale
-        yield (set_id, name), Signature(kind, *tuples, op, *scale, root, tuple(numbers))
+        yield (set_id, name), Signature(kind, *tuples, op, *scale, root, tuple(numbers), why)
 
 
 def _differing(signatures: dict[int, Any], what: str) -> str:
@@ -82,6 +85,9 @@ def _differing(signatures: dict[int, Any], what: str) -> str:
 
 def difference(signatures: dict[int, Signature]) -> str:
     """The differences between ranks, in words; empty if they agree."""
+    raised = [f"rank {r}'s call raised {s.why}" for r, s in signatures.items() if s.kind == FAILED]
+    if raised:
+        return "; ".join(raised)
     fields = {"kind": "operations", "dtypes": "data types"}
     fields |= {"op": "reduction operations", "prescale": "prescale factors"}
     fields |= {"postscale": "postscale factors", "root": "root ranks"}
@@ -139,6 +145,10 @@ class Controller:
         """How many bits a rank's ready operations have, the same on all ranks."""
         return len(self._slots)
 
+    def has_joined(self) -> list[int]:
+        """The ranks that have joined; asked from any thread."""
+        return sorted(self._joined)
+
     def mark(self, key: Key, signature: Signature) -> bool:
         """Says that this rank is ready for a remembered request; False if it has to announce it."""
         slot = self._slot_of.get(key)
@@ -161,7 +171,8 @@ class Controller:
     def waiting(self, bits: Sequence[int]) -> Iterator[tuple[Key, list[int], list[int]]]:
         """Operations that some of their ranks announced: key, who did, and who did not."""
         for key, told in self._table.items():
-            if key[0] in self.sets:
+            # Nobody waits for the others of calls that have all raised.
+            if key[0] in self.sets and any(s.kind != FAILED for s in told.values()):
                 missing = [r for r in self.sets[key[0]] if r not in told and r not in self._joined]
                 yield key, sorted(told), missing
         some = 0

@@ -7,6 +7,8 @@ follows in the same order, whatever their sets, so that no two wait for each oth
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import struct
 import threading
@@ -28,8 +30,8 @@ from fusedpg.hvd.exceptions import HorovodInternalError
 
 _log = logging.getLogger("fusedpg")
 
-# Flags, bytes of the message, fusion threshold, cycle time.
-_HEADER = struct.Struct("<BxxxIqd")
+# Flags, bytes of the message, fusion threshold, cycle time, turns and what the last one is.
+_HEADER = struct.Struct("<BxxxIqdQQ")
 _SHUTDOWN, _STALLED, _PENDING = 1, 2, 4
 
 # With nothing to do anywhere, cycles become rarer until one takes this long. Only operations that
@@ -95,7 +97,13 @@ class Engine:
         )
         self._pending: dict[Key, Operation] = {}
         self._new: list[Operation] = []
+        # Operations whose names calls that have raised still have, until all ranks know of these.
+        self._held: dict[Key, list[Operation]] = {}
         self._announce: list[Operation] = []
+        # Collectives of fused optimizers, which go by call order and not through the engine: how
+        # many this rank has begun, and what the last one is; and the same of the rank that has
+        # begun most. A rank that has joined is told by them what to take part in.
+        self._turn = self._latest = (0, 0)
         self._urgent = False
         self._shutdown = False
         self._ended: HorovodInternalError | None = None
@@ -122,7 +130,12 @@ class Engine:
         with self._lock:
             if self._ended is not None:
                 raise HorovodInternalError(str(self._ended))
-            if operation.key in self._pending:
+            before = self._pending.get(operation.key)
+            held = self._held.get(operation.key, [])
+            if before is not None and (held or [before])[-1].signature.kind == c.FAILED:
+                self._held.setdefault(operation.key, []).append(operation)
+                return
+            if before is not None:
                 raise ValueError(
                     f"hvd: an operation of the same name, {operation.key[1]!r}, is pending: wait "
                     "for it first, or give them different names"
@@ -131,6 +144,11 @@ class Engine:
             self._new.append(operation)
             if len(self._new) == 1:
                 self._wake.notify()
+
+    def tell_failure(self, key: Key, why: str) -> None:
+        """Says that this rank's call has raised, so that no rank waits for its operation."""
+        with contextlib.suppress(ValueError, HorovodInternalError):
+            self.submit(Operation(key, Signature(c.FAILED, why=why)))
 
     def wait(self, operation: Operation) -> Any:
         """The result of an operation, when it is done.
@@ -149,6 +167,35 @@ class Engine:
         if operation.error is not None:
             raise HorovodInternalError(str(operation.error))
         return operation.result
+
+    def begin_turn(self, what: int) -> None:
+        """Says that this rank begins a collective that joined ranks have to take part in."""
+        self._turn = self._turn[0] + 1, what
+        if self._controller.has_joined():
+            with self._lock:
+                self._urgent = True
+                self._wake.notify()
+
+    def wait_serving(self, operation: Operation, serve: Callable[[int], None]) -> Any:
+        """As :meth:`wait`, for an operation that joins: serves the others' turns meanwhile.
+
+        Args:
+            serve: takes part in a turn; it begins one, too.
+        """
+        while True:
+            with self._lock:
+                self._urgent = True
+                self._wake.notify()
+                while not operation.done and self._latest[0] <= self._turn[0]:
+                    self._finished.wait()
+                behind = self._latest[0] > self._turn[0]
+            if operation.error is not None or not behind:
+                return self.wait(operation)
+            serve(self._latest[1])
+
+    def joined(self) -> list[int]:
+        """The ranks that have joined, and wait for the others."""
+        return self._controller.has_joined()
 
     def call(self, operation: Operation) -> Any:
         self.submit(operation)
@@ -178,7 +225,8 @@ class Engine:
     def _run(self) -> None:
         reason = ""
         try:
-            with torch.no_grad():
+            # Tensors that callers have made in inference mode are written in that mode only.
+            with torch.inference_mode():
                 while not self._cycle():
                     self._sleep()
         except BaseException as error:
@@ -186,9 +234,10 @@ class Engine:
         # First, as closing a group may wait for its threads.
         with self._lock:
             self._ended = HorovodInternalError(reason or self._reason)
-            for operation in self._pending.values():
+            for operation in itertools.chain(self._pending.values(), *self._held.values()):
                 operation.error, operation.done = self._ended, True
             self._pending.clear()
+            self._held.clear()
             self._new.clear()
             self._finished.notify_all()
         if reason:  # not in the handler: the error's frames would keep groups of Gloo open
@@ -238,7 +287,9 @@ class Engine:
         if announce:
             message = c.encode([(o.key, o.signature) for o in announce])
             announce.clear()
-        header = _HEADER.pack(flags, len(message), self.fusion_threshold, self.cycle_time)
+        header = _HEADER.pack(
+            flags, len(message), self.fusion_threshold, self.cycle_time, *self._turn
+        )
         bits = controller.bits.to_bytes(-(-controller.slots // 8), "little")
         if (timeline := self.timeline) is not None:
             timeline.cycle()
@@ -248,7 +299,11 @@ class Engine:
         if any(flags & (_SHUTDOWN | _STALLED) for flags in flags_of):
             self._reason = self._why(flags_of)
             return True
-        _, _, self.fusion_threshold, self.cycle_time = headers[0]
+        self.fusion_threshold, self.cycle_time = headers[0][2:4]
+        self._latest = max(one[4:] for one in headers)
+        if self._latest[0] > self._turn[0] and _JOIN_KEY in self._pending:
+            with self._lock:
+                self._finished.notify_all()
         lengths = [one[1] for one in headers]
         messages: dict[int, bytes] = {}
         if any(lengths):
@@ -348,6 +403,13 @@ class Engine:
                         operation.error = HorovodInternalError(error)
                     operation.done = True
                     del self._pending[operation.key]
+                    held = self._held.pop(operation.key, [])
+                    if held:
+                        self._pending[operation.key] = held[0]
+                        self._new.append(held[0])
+                        self._urgent = True
+                    if held[1:]:
+                        self._held[operation.key] = held[1:]
             self._finished.notify_all()
 
     def _attempt(self, operations: Sequence[Operation | None], work: Callable[[], None]) -> None:
@@ -384,7 +446,7 @@ class Engine:
                     buffers.append(torch.zeros(shape, dtype=getattr(torch, dtype)))
                     continue
                 tensor, output = operation.tensors[number], operation.outputs[number]
-                buffer = output if output.is_contiguous() else output.contiguous()
+                buffer = _as_bytes_lie(output)
                 if output is not tensor:
                     buffer.copy_(tensor)
                 if buffer is not output:
@@ -439,19 +501,23 @@ class Engine:
     def _move(self, here: Set, response: Response, operation: Operation) -> None:
         signature, tensors = operation.signature, operation.tensors
         told = [response.signatures[rank] for rank in here.ranks]
-        if signature.kind == c.ALLGATHER:
-            operation.result = [
-                here.allgather(tensor, [one.shapes[number][0] for one in told])
-                for number, tensor in enumerate(tensors)
-            ]
-        elif signature.kind == c.REDUCESCATTER:
-            operation.result = [here.reducescatter(tensor, signature) for tensor in tensors]
-        elif signature.kind == c.ALLTOALL:
-            operation.result = here.alltoall(tensors[0], splits_of(response, here.ranks))
+        if signature.kind != c.BROADCAST:
+            # Its results are tensors that autograd can save, whatever was given.
+            with torch.inference_mode(False), torch.no_grad():
+                if signature.kind == c.ALLGATHER:
+                    operation.result = [
+                        here.allgather(tensor, [one.shapes[number][0] for one in told])
+                        for number, tensor in enumerate(tensors)
+                    ]
+                elif signature.kind == c.REDUCESCATTER:
+                    operation.result = [here.reducescatter(tensor, signature) for tensor in tensors]
+                else:
+                    assert signature.kind == c.ALLTOALL
+                    splits = splits_of(response, here.ranks)
+                    operation.result = here.alltoall(tensors[0], splits)
         else:
-            assert signature.kind == c.BROADCAST
             for tensor, output in zip(tensors, operation.outputs):
-                buffer = output if output.is_contiguous() else output.contiguous()
+                buffer = _as_bytes_lie(output)
                 if output is not tensor:
                     buffer.copy_(tensor)
                 here.broadcast(buffer, signature.root)
@@ -475,6 +541,13 @@ class Engine:
     def _activity(self, call: list[Response], kind: str) -> Any:
         timeline = self.timeline  # which a caller may end at any time
         return _NOTHING if timeline is None else timeline.activity(call, kind)
+
+
+def _as_bytes_lie(tensor: Tensor) -> Tensor:
+    """The tensor if its memory has its elements in order, and neither conjugated nor negated."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 class _Nothing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,21 @@ _GLOO_REDUCES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64,
 _TINY = math.sqrt(2.2250738585072014e-308)
 
 
+@functools.lru_cache(maxsize=512)
+def _impossible(dtype: torch.dtype, op: int, scaled: bool, divides: bool) -> str:
+    """What torch says of a reduction's own arithmetic in a type; empty if it can be done."""
+    try:
+        one = [torch.zeros(1, dtype=dtype)]
+        scale_(one, 0.5 if scaled else 1.0)
+        if divides:
+            divide_(one[0], 2)
+        if op == c.ADASUM:
+            one[0].double().to(dtype)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 class Refused(Exception):
     """An error that all ranks of a set raise alike: their next operation works."""
 
@@ -67,6 +83,12 @@ def scale_(tensors: Iterable[Tensor], factor: float) -> None:
             tensor.mul_(factor)
         else:
             tensor.copy_((tensor.double() * factor).to(tensor.dtype))
+
+
+def divide_(buffer: Tensor, size: int) -> None:
+    """Makes a mean of a sum; of integers it is truncated."""
+    exact = buffer.is_floating_point() or buffer.is_complex()
+    buffer.div_(size, rounding_mode=None if exact else "trunc")
 
 
 class Set:
@@ -143,6 +165,7 @@ class Set:
 
     def allreduce(self, buffers: list[Tensor], signature: Signature) -> None:
         """Reduces contiguous tensors of one type in place, as one operation."""
+        self._check({buffer.dtype for buffer in buffers}, signature)
         scale_(buffers, signature.prescale)
         if signature.op == c.ADASUM:
             for buffer in buffers:
@@ -151,12 +174,26 @@ class Set:
             self._reduce(buffers, signature.op)
         scale_(buffers, signature.postscale)
 
+    def _check(self, dtypes: set[torch.dtype], signature: Signature) -> None:
+        """Before anything is changed or sent, of what all ranks have alike.
+
+        Raises:
+            Refused: a type that cannot be scaled, or reduced.
+        """
+        scaled = (signature.prescale, signature.postscale) != (1.0, 1.0)
+        divides = signature.op == c.AVERAGE and not self.is_fused and self.size > 1
+        for dtype in sorted(dtypes, key=str):
+            why = _impossible(dtype, signature.op, scaled, divides)
+            if why:
+                raise Refused(f"{dtype} cannot be scaled: {why}")
+            if self.size > 1 and not self.is_fused and self.group.name() == "gloo":
+                ordered = signature.op in (c.MIN, c.MAX)
+                if dtype not in _GLOO_REDUCES or (ordered and dtype.is_complex):
+                    raise Refused(f"Gloo does not reduce {dtype}")
+
     def _reduce(self, buffers: list[Tensor], op: int) -> None:
         if self.size == 1:
             return
-        if not self.is_fused and self.group.name() == "gloo":
-            for dtype in {buffer.dtype for buffer in buffers} - _GLOO_REDUCES:
-                raise Refused(f"Gloo does not reduce {dtype}")
         # Gloo has no mean.
         own_mean = op == c.AVERAGE and not self.is_fused
         options = c10d.AllreduceCoalescedOptions()
@@ -165,11 +202,7 @@ class Set:
         self._run(self.group.allreduce_coalesced, buffers, options)
         if own_mean:
             for buffer in buffers:
-                self._divide_(buffer)
-
-    def _divide_(self, buffer: Tensor) -> None:
-        exact = buffer.is_floating_point() or buffer.is_complex()
-        buffer.div_(self.size, rounding_mode=None if exact else "trunc")
+                divide_(buffer, self.size)
 
     def _adasum(self, buffer: Tensor) -> None:
         """Combines all ranks' tensors two by two; every rank computes the same tree."""
@@ -188,6 +221,7 @@ class Set:
 
     def reducescatter(self, tensor: Tensor, signature: Signature) -> Tensor:
         """This rank's rows of the reduced tensor."""
+        self._check({tensor.dtype}, signature)
         whole = tensor.clone(memory_format=torch.contiguous_format)
         scale_([whole], signature.prescale)
         rows = rows_of(whole.shape[0], self.size)

@@ -11,11 +11,17 @@ from torch import Tensor
 from fusedpg.hvd._basics import ProcessSet
 
 
+def is_communicator(thing: Any) -> bool:
+    """Whether it is a communicator of GRACE's, of either of its variants."""
+    return hasattr(thing, "send_step") or hasattr(thing, "send_receive")
+
+
 class Grace:
     """Sends gradients one by one, or, with a state of ours, all of them when the last is there.
 
     Args:
-        grace: a state, parameters of one, or what has ``send_step`` and ``receive_step``.
+        grace: a state, parameters of one, or a communicator of GRACE's: what has ``send_step`` and
+            ``receive_step``, or, in its variants for ``torch.distributed``, ``step``.
         names: of the parameters.
         params: those that have gradients.
     """
@@ -31,7 +37,7 @@ class Grace:
         self._steps: Any = None
         self._state: Any = None
         self._result: Any = None
-        if hasattr(grace, "send_step"):
+        if is_communicator(grace):
             self._steps = grace
             return
         from fusedpg import compress
@@ -42,8 +48,9 @@ class Grace:
             grace = compress.from_params(grace, named_parameters=[(n, p) for p, n in names.items()])
         if not isinstance(grace, compress.State):
             raise TypeError(
-                "hvd: grace= takes a fusedpg.compress.State, parameters of one, or an object with "
-                f"send_step and receive_step, got {type(grace).__name__}"
+                "hvd: grace= takes a fusedpg.compress.State, parameters of one, or a communicator "
+                "of GRACE's (an object with send_step and receive_step, or with send_receive and "
+                f"step), got {type(grace).__name__}"
             )
         self._state = grace
 
@@ -53,6 +60,13 @@ class Grace:
             raise ValueError("hvd: grace= compresses dense gradients only")
         if self._steps is None:
             return self._all
+        if not hasattr(self._steps, "send_step"):
+
+            def step() -> None:  # in the order in which gradients are waited for, alike everywhere
+                with torch.no_grad():
+                    grad.copy_(self._steps.step(grad, self._names[param]).view_as(grad))
+
+            return step
         handles, ctx = self._steps.send_step(grad, self._names[param])
 
         def wait() -> None:

@@ -24,6 +24,7 @@ from fusedpg.hvd._basics import (
     size,
     state,
     synchronize,
+    telling,
     then,
 )
 from fusedpg.hvd._controller import Signature
@@ -56,8 +57,6 @@ def _begin(
     **more: Any,
 ) -> int:
     key = membership(process_set), next_name(kind) if name is None else f"{kind}.{name}"
-    if not tensors:
-        raise ValueError(f"hvd: {kind} needs a tensor")
     operation = Operation(key, _signature(kind, tensors, **more), tensors, outputs)
     return begin(operation, finish)
 
@@ -122,25 +121,40 @@ def _op(op: int | None, average: bool | None) -> int:
     return op
 
 
+def _some(kind: str, tensors: Sequence[Tensor], written: bool = False) -> list[Tensor]:
+    if not tensors:
+        raise ValueError(f"hvd: {kind} needs a tensor")
+    return [check_tensor(tensor, written) for tensor in tensors]
+
+
+def _empty(own: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in own]
+
+
 def _allreduce(
     tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
+    in_place: bool,
+    average: bool | None,
     name: str | None,
-    op: int,
+    op: int | None,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> int:
-    if op == Adasum:
-        if process_set.process_set_id != 0:
-            raise NotImplementedError("hvd: Adasum works in the global process set only")
-        if size() & (size() - 1):
-            raise NotImplementedError("hvd: Adasum needs a power of two of ranks")
-        if any(not tensor.is_floating_point() for tensor in tensors):
-            raise ValueError("hvd: Adasum needs floating point tensors")
-    own = [check_tensor(tensor) for tensor in tensors]
-    results = own if outputs is tensors else [check_tensor(tensor) for tensor in outputs]
-    scale = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    with telling(c.ALLREDUCE, name, process_set):
+        op = _op(op, average)
+        tensors = list(tensors)
+        own = _some(c.ALLREDUCE, tensors, in_place)
+        if op == Adasum:
+            if process_set.process_set_id != 0:
+                raise NotImplementedError("hvd: Adasum works in the global process set only")
+            if size() & (size() - 1):
+                raise NotImplementedError("hvd: Adasum needs a power of two of ranks")
+            if any(not tensor.is_floating_point() for tensor in own):
+                raise ValueError("hvd: Adasum needs floating point tensors")
+        outputs = tensors if in_place else _empty(own)
+        results = own if in_place else _some(c.ALLREDUCE, outputs, True)
+        scale = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     return _begin(c.ALLREDUCE, own, name, process_set, lambda _: outputs, results, op=op, **scale)
 
 
@@ -170,8 +184,8 @@ def grouped_allreduce_async_(
     Raises:
         ValueError: an operation of this name is pending.
     """
-    tensors, op = list(tensors), _op(op, average)
-    return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
+    scale = prescale_factor, postscale_factor
+    return _allreduce(tensors, True, average, name, op, *scale, process_set)
 
 
 def grouped_allreduce_async(
@@ -184,9 +198,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As :func:`grouped_allreduce_async_`, into new tensors."""
-    outputs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
-    tensors, op = list(tensors), _op(op, average)
-    return _allreduce(tensors, outputs, name, op, prescale_factor, postscale_factor, process_set)
+    scale = prescale_factor, postscale_factor
+    return _allreduce(tensors, False, average, name, op, *scale, process_set)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -217,8 +230,9 @@ def grouped_allreduce(
 
     The others are those of :func:`grouped_allreduce_async_`.
     """
-    more = _op(op, average), prescale_factor, postscale_factor, process_set
-    sent = [compression.compress(tensor) for tensor in tensors]
+    with telling(c.ALLREDUCE, name, process_set):
+        more = _op(op, average), prescale_factor, postscale_factor, process_set
+        sent = [compression.compress(tensor) for tensor in tensors]
     results = _Allreduce.apply(name, more, *(tensor for tensor, _ in sent))
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 
@@ -243,11 +257,12 @@ def sparse_allreduce_async(
     Returns:
         A function that waits and returns the result.
     """
-    if op not in (Average, Sum):
-        raise ValueError("hvd: sparse tensors are averaged or summed")
-    own = tensor.detach()
-    own = own if own.is_coalesced() else own.coalesce()
-    parts = [own.indices().t().contiguous(), own.values()]
+    with telling(c.ALLGATHER, f"{name}.sparse", process_set):
+        if op not in (Average, Sum):
+            raise ValueError("hvd: sparse tensors are averaged or summed")
+        own = tensor.detach()
+        own = own if own.is_coalesced() else own.coalesce()
+        parts = [own.indices().t().contiguous(), own.values()]
     handle = grouped_allgather_async(parts, f"{name}.sparse", process_set)
 
     def finish() -> Tensor:
@@ -268,9 +283,10 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Puts all ranks' tensors one after the other; their first dimensions may differ."""
-    own = [check_tensor(tensor) for tensor in tensors]
-    if any(tensor.dim() == 0 for tensor in own):
-        raise ValueError("hvd: allgather needs tensors of at least one dimension")
+    with telling(c.ALLGATHER, name, process_set):
+        own = _some(c.ALLGATHER, tensors)
+        if any(tensor.dim() == 0 for tensor in own):
+            raise ValueError("hvd: allgather needs tensors of at least one dimension")
     return _begin(c.ALLGATHER, own, name, process_set, list)
 
 
@@ -289,7 +305,8 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         here = ctx.process_set
         reduced = grouped_allreduce(grads, op=Average, process_set=here)
-        rows = synchronize(allgather_async(torch.tensor([ctx.rows]), None, here))
+        own_rows = torch.tensor([ctx.rows], device="cpu")
+        rows = synchronize(allgather_async(own_rows, None, here))
         begins = rows[: here.rank()].sum(0).tolist()
         parts = zip(reduced, begins, ctx.rows)
         return None, None, *(grad.narrow(0, begin, own) for grad, begin, own in parts)
@@ -312,16 +329,17 @@ allgather = _alone(grouped_allgather, _doc)
 
 
 def _broadcast(
-    tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    tensor: Tensor, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> int:
     ranks = engine().set_of(membership(process_set))
-    if ranks is None or root_rank not in ranks:
-        raise ValueError(f"hvd: root_rank {root_rank} is not in {process_set}")
-    own = check_tensor(tensor)
-    target = own if output is tensor else output
-    return _begin(
-        c.BROADCAST, [own], name, process_set, lambda _: output, [target], root=int(root_rank)
-    )
+    with telling(c.BROADCAST, name, process_set):
+        if ranks is None or root_rank not in ranks:
+            raise ValueError(f"hvd: root_rank {root_rank} is not in {process_set}")
+        own = _some(c.BROADCAST, [tensor], in_place)
+        outputs = [tensor] if in_place else _empty(own)
+        results = own if in_place else _some(c.BROADCAST, outputs, True)
+        root = int(root_rank)
+    return _begin(c.BROADCAST, own, name, process_set, lambda _: outputs[0], results, root=root)
 
 
 def broadcast_async(
@@ -331,8 +349,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins a broadcast into a new tensor; ``root_rank`` is a global rank."""
-    output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return _broadcast(tensor, output, root_rank, name, process_set)
+    return _broadcast(tensor, False, root_rank, name, process_set)
 
 
 def broadcast_async_(
@@ -342,7 +359,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins a broadcast in place."""
-    return _broadcast(tensor, tensor, root_rank, name, process_set)
+    return _broadcast(tensor, True, root_rank, name, process_set)
 
 
 broadcast_ = _waiting(broadcast_async_, "Overwrites a tensor by the root's.")
@@ -409,13 +426,21 @@ def alltoall_async(
         splits: rows for each rank of the set, int32; by default equal shares. Then the result of
             ``synchronize`` is the rows alone.
     """
-    own = check_tensor(tensor)
     membership(process_set)
-    numbers = _splits(own, splits, process_set)
+    with telling(c.ALLTOALL, name, process_set):
+        (own,) = _some(c.ALLTOALL, [tensor])
+        numbers = _splits(own, splits, process_set)
 
     def finish(result: tuple[Tensor, list[int]]) -> Any:
         rows, received = result
-        return rows if splits is None else (rows, torch.tensor(received, dtype=torch.int32))
+        return (
+            rows
+            if splits is None
+            else (
+                rows,
+                torch.tensor(received, dtype=torch.int32, device="cpu"),
+            )
+        )
 
     return _begin(c.ALLTOALL, [own], name, process_set, finish, numbers=numbers)
 
@@ -425,12 +450,12 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> Any:
+        numbers = splits
         if splits is None:
-            numbers = _splits(tensor, None, process_set)
+            with telling(c.ALLTOALL, name, process_set):
+                numbers = _splits(tensor, None, process_set)
             count = process_set.size() or 1
             numbers = numbers or (tensor.shape[0] // count,) * count
-        else:
-            numbers = splits
         rows, received = synchronize(alltoall_async(tensor, numbers, name, process_set))
         ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
         ctx.mark_non_differentiable(received)
@@ -468,13 +493,14 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Reduces, and gives each rank its rows; the first ranks one more where they do not divide."""
-    own = [check_tensor(tensor) for tensor in tensors]
-    if op == Adasum:
-        raise HorovodInternalError("hvd: reducescatter has no Adasum")
-    if any(tensor.dim() == 0 for tensor in own):
-        raise ValueError("hvd: reducescatter needs tensors of at least one dimension")
-    more: dict[str, Any] = {"op": _op(op, None), "prescale": float(prescale_factor)}
-    more["postscale"] = float(postscale_factor)
+    with telling(c.REDUCESCATTER, name, process_set):
+        own = _some(c.REDUCESCATTER, tensors)
+        if op == Adasum:
+            raise HorovodInternalError("hvd: reducescatter has no Adasum")
+        if any(tensor.dim() == 0 for tensor in own):
+            raise ValueError("hvd: reducescatter needs tensors of at least one dimension")
+        more: dict[str, Any] = {"op": _op(op, None), "prescale": float(prescale_factor)}
+        more["postscale"] = float(postscale_factor)
     return _begin(c.REDUCESCATTER, own, name, process_set, list, **more)
 
 
@@ -506,7 +532,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """This rank's rows of the reduced tensors, with gradients."""
-    sent = [compression.compress(tensor) for tensor in tensors]
+    with telling(c.REDUCESCATTER, name, process_set):
+        sent = [compression.compress(tensor) for tensor in tensors]
     more = op, process_set, prescale_factor, postscale_factor
     results = _Reducescatter.apply(name, more, *(tensor for tensor, _ in sent))
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
@@ -523,7 +550,8 @@ def join(device: int = -1) -> int:
     """Says that this rank has no more data, and waits until all ranks have said so.
 
     Until then it takes part in all-reduces of the others, with zeros; their averages still divide
-    by the number of all ranks. Operations that need its data raise on the others.
+    by the number of all ranks. Operations that need its data raise on the others. So do the
+    steps of optimizers with ``fused=True``, which it takes part in with gradients of zeros.
 
     Args:
         device: ignored.
@@ -533,7 +561,16 @@ def join(device: int = -1) -> int:
     """
     here = state()
     signature = Signature(c.JOIN, numbers=(here.counter + 1,))
-    last, counter = synchronize(begin(Operation((0, c.JOIN), signature), tuple))
+
+    def serve(turn: int) -> None:
+        from fusedpg.hvd._fused import serve_turn
+
+        serve_turn(turn)
+
+    operation = Operation((0, c.JOIN), signature)
+    begin(operation, tuple)
+    last, counter = here.engine.wait_serving(operation, serve)
+    here.handles.pop(next(h for h, (one, _) in here.handles.items() if one is operation), None)
     # Ranks have called different numbers of operations: unnamed ones match again from here on.
     here.counter = max(here.counter, counter)
     return last

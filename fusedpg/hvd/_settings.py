@@ -22,7 +22,7 @@ def _read(names: str, default: Any, parse: Callable[[str], Any] = int) -> Any:
         if text:
             try:
                 return parse(text)
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise ValueError(f"hvd: {name} has an invalid value, {text!r}") from None
     return default
 

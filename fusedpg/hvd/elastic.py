@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fusedpg import hvd
@@ -82,6 +83,7 @@ class State:
         seen = torch.tensor(membership.changes(), dtype=torch.int64)
         added, removed = hvd.allreduce(seen, op=hvd.Max, name="elastic.host_updates").tolist()
         if added or removed:
+            self._hold()
             raise HostsUpdatedInterrupt(skip_sync=not added)
 
     def save(self) -> None:
@@ -98,6 +100,9 @@ class State:
 
     def reset(self) -> None:
         """Adapts to a new number of ranks."""
+
+    def _hold(self) -> None:
+        """Called on all ranks before some leave: keeps what those alone have."""
 
 
 class _Handler:
@@ -119,6 +124,9 @@ class _Handler:
     def reset(self) -> None:
         pass
 
+    def _hold(self) -> None:
+        pass
+
 
 class _ModelHandler(_Handler):
     def restore(self) -> None:
@@ -126,6 +134,30 @@ class _ModelHandler(_Handler):
 
     def sync(self) -> None:
         hvd.broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class _FusedHandler(_Handler):
+    """Handles an optimizer with ``fused=True``. Each rank has a slice of its state, so that every
+    rank keeps the whole state of the last commit; the first one is that of `sync`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.saved = value, None
+
+    def save(self) -> None:
+        self.saved = self.value._hvd_copy()
+
+    def restore(self) -> None:
+        if self.saved is not None:
+            self.value._hvd_restore(self.saved)
+
+    def sync(self) -> None:
+        self.value._hvd_broadcast_state(0)
+
+    def reset(self) -> None:
+        self.value._hvd_rebind()
+
+    def _hold(self) -> None:
+        self.value._hvd_hold()
 
 
 class _SamplerHandler(_Handler):
@@ -193,6 +225,10 @@ class ObjectState(State):
         for handler in self._handlers.values():
             handler.reset()
 
+    def _hold(self) -> None:
+        for handler in self._handlers.values():
+            handler._hold()
+
 
 class TorchState(ObjectState):
     """A model, an optimizer, and whatever else the training loop needs to go on.
@@ -217,6 +253,8 @@ class TorchState(ObjectState):
             return _ModelHandler
         if isinstance(value, ElasticSampler):
             return _SamplerHandler
+        if hasattr(value, "_hvd_broadcast_state"):
+            return _FusedHandler
         # An optimizer's state is sent as an object: a rank that joins has none to receive into.
         if isinstance(value, torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau):
             return _Handler
@@ -303,7 +341,7 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
                 if membership is not None:
                     membership.mark_synced()
                 return func(state, *args, **kwargs)
-            except HorovodInternalError as error:
+            except (HorovodInternalError, dist.DistBackendError) as error:
                 if _membership.current() is None:
                     raise
                 _log.warning("a rank returns to its last commit: %s", error)

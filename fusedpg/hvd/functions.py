@@ -60,10 +60,12 @@ def broadcast_object(
     """
     name = "object" if name is None else name
     here = rank() == root_rank
-    data = _dump(obj) if here else torch.empty(0, dtype=torch.uint8)
-    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    data = _dump(obj) if here else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = broadcast_(
+        torch.tensor([data.numel()], device="cpu"), root_rank, f"{name}.sz", process_set
+    )
     if not here:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, f"{name}.t", process_set)
     return obj if here else _load(data)
 
@@ -74,7 +76,7 @@ def allgather_object(
     """Every rank's object, on all ranks; pickled on the way."""
     name = "object" if name is None else name
     data = _dump(obj)
-    lengths = allgather(torch.tensor([data.numel()]), f"{name}.sz", process_set)
+    lengths = allgather(torch.tensor([data.numel()], device="cpu"), f"{name}.sz", process_set)
     everything = allgather(data, f"{name}.t", process_set)
     return [_load(part) for part in everything.split(lengths.tolist())]
 
@@ -95,6 +97,9 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("hvd: the state of torch.optim.LBFGS cannot be broadcast")
+    if hasattr(optimizer, "_hvd_broadcast_state"):  # fused=True, whose state is in slices
+        optimizer._hvd_broadcast_state(root_rank)
+        return
     own = optimizer.state_dict()
     if not own["state"]:
         # Horovod's step leaves gradients of zeros, which programs may read afterwards.
@@ -131,7 +136,7 @@ def _filled(
     """A state with tensors in an outline's holes: the root's own, new ones elsewhere."""
     if isinstance(outline, _Hole):
         shape, dtype = outline
-        tensor = own if is_root else torch.empty(shape, dtype=dtype)
+        tensor = own if is_root else torch.empty(shape, dtype=dtype, device="cpu")
         tensors.append((name, tensor))
         return tensor
     if isinstance(outline, dict):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.optim import Optimizer
 
 from fusedpg.hvd import _operations as ops
 from fusedpg.hvd._basics import ProcessSet, global_process_set, is_elastic, size, synchronize
-from fusedpg.hvd._grace import Grace
+from fusedpg.hvd._grace import Grace, is_communicator
 from fusedpg.hvd.compression import Compression
 from fusedpg.hvd.functions import broadcast_object
 
 Wait = Callable[[], Any]
+_Seen = tuple[Tensor | None, int]
 
 
 def _named(
@@ -49,6 +51,18 @@ def _twice(names: Sequence[str]) -> bool:
     return len(set(names)) < len(names)
 
 
+def _seen(grad: Tensor | None) -> _Seen:
+    """A gradient and its version, which counts what was written into it."""
+    return grad, 0 if grad is None or grad.is_inference() else grad._version
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's, whatever was wrapped around it here."""
+    classes = (cls for cls in type(optimizer).__mro__ if cls.__module__ != __name__)
+    step = next(vars(cls)["step"] for cls in classes if "step" in vars(cls))
+    return bool(step.__module__.startswith("torch.optim."))
+
+
 @dataclasses.dataclass(eq=False)
 class _Record:
     """A parameter whose gradient is reduced."""
@@ -66,6 +80,7 @@ class _Group:
     records: list[_Record] = dataclasses.field(default_factory=list)
     missing: int = 0
     wait: Wait | None = None  # once they were sent
+    sent: list[_Seen] = dataclasses.field(default_factory=list)  # what its gradients then were
 
     @property
     def name(self) -> str:
@@ -148,7 +163,14 @@ class _Reducing(Optimizer):
             group = record.group
             group.missing -= 1
             if group.missing == 0:
-                group.wait = self._hvd_send(group)
+                self._hvd_begin_to_send(group)
+
+    def _hvd_begin_to_send(self, group: _Group) -> None:
+        group.wait = self._hvd_send(group)
+        group.sent = [_seen(record.param.grad) for record in group.records]
+
+    def _hvd_check(self, group: _Group) -> None:
+        """Raises if gradients were changed since they were sent."""
 
     def _hvd_send(self, group: _Group) -> Wait:
         """Begins to combine what a group has."""
@@ -160,7 +182,8 @@ class _Reducing(Optimizer):
         for group in self._hvd_groups:
             try:
                 if group.wait is None:
-                    group.wait = self._hvd_send(group)
+                    self._hvd_begin_to_send(group)
+                self._hvd_check(group)
             except Exception as error:
                 failure = failure or error
         # After an error training may go on: then nothing of this step is in flight.
@@ -180,9 +203,19 @@ class _Reducing(Optimizer):
             record.left = self._hvd_passes
         for group in self._hvd_groups:
             group.wait, group.missing = None, len(group.records)
+            group.sent = []
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many passes are accumulated before gradients are reduced, from now on."""
+        """How many passes are accumulated before gradients are reduced, from now on.
+
+        Raises:
+            AssertionError: gradients are being reduced.
+        """
+        if any(group.wait is not None for group in self._hvd_groups):
+            raise AssertionError(
+                "set_backward_passes_per_step() was called after backward() and before step() or "
+                "synchronize(): gradients are being reduced"
+            )
         self._hvd_passes = passes
         self._hvd_reset()
 
@@ -218,6 +251,7 @@ class _Gradients(_Reducing):
         self._hvd_sparse_as_dense, self._hvd_grace = sparse_as_dense, grace
         self._hvd_sparse: set[Tensor] = set()  # whose gradients have been sparse
         self._hvd_synchronized, self._hvd_skip = False, False
+        self._hvd_torchs = _is_torchs(self)
 
     def _hvd_divided(self, records: list[_Record]) -> Iterable[list[_Record]]:
         """Groups that were asked for; without, small parameters that come about the same time."""
@@ -259,7 +293,8 @@ class _Gradients(_Reducing):
 
     def _hvd_send_dense(self, group: _Group, dense: list[tuple[Tensor, Tensor]]) -> Wait:
         compression, contexts = self._hvd_compression, None
-        tensors = [grad for _, grad in dense]
+        # With versions of their own: the engine's writes are none of the program's.
+        tensors = [grad.data for _, grad in dense]
         if compression is not Compression.none:
             sent = [compression.compress(grad) for grad in tensors]
             tensors, contexts = [tensor for tensor, _ in sent], [ctx for _, ctx in sent]
@@ -301,6 +336,16 @@ class _Gradients(_Reducing):
             elif result.data_ptr() != grad.data_ptr():
                 grad.copy_(result)
 
+    def _hvd_check(self, group: _Group) -> None:
+        for record, sent in zip(group.records, group.sent):
+            now = _seen(record.param.grad)
+            if now[0] is not sent[0] or now[1] != sent[1]:
+                raise RuntimeError(
+                    f"hvd: the gradient of parameter {record.name} was changed or replaced while "
+                    "it was being reduced: call optimizer.synchronize() after backward(), then "
+                    "change gradients (clip, unscale), then step() in optimizer.skip_synchronize()"
+                )
+
     def synchronize(self) -> None:
         """Waits for the reduced gradients, to clip them, for example.
 
@@ -325,16 +370,66 @@ class _Gradients(_Reducing):
             self._hvd_skip = False
 
     def step(self, closure: Any = None) -> Any:
-        if not self._hvd_skip:
-            if self._hvd_synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() after "
-                    "optimizer.synchronize(): gradients are reduced again",
-                    stacklevel=2,
-                )
-            self.synchronize()
-        self._hvd_synchronized = False
-        return super().step(closure)
+        """Waits for the reduced gradients and applies them.
+
+        Args:
+            closure: makes the gradients and returns the loss, as for the optimizer's own step. The
+                gradients of each evaluation are reduced before the optimizer sees them, unless
+                the closure calls ``synchronize()`` itself, to clip them.
+
+        Returns:
+            This rank's loss. An optimizer that may evaluate the closure more than once
+            (``torch.optim.LBFGS``, and those that are not torch's) decides by the loss, so it
+            gets, and returns, the reduced one: ``op`` of all ranks' losses.
+
+        Raises:
+            RuntimeError: gradients were changed while they were being reduced; a closure makes
+                gradients in ``skip_synchronize()``.
+        """
+        if closure is None:
+            if not self._hvd_skip:
+                if self._hvd_synchronized:
+                    warnings.warn(
+                        "optimizer.step() called without optimizer.skip_synchronize() after "
+                        "optimizer.synchronize(): gradients are reduced again",
+                        stacklevel=2,
+                    )
+                self.synchronize()
+            self._hvd_synchronized = False
+            return super().step()
+        if not (self._hvd_torchs or self._hvd_skip or self._hvd_synchronized):
+            self.synchronize()  # it may look at gradients before it asks for the closure's
+        own_loss = self._hvd_torchs and not isinstance(self, torch.optim.LBFGS)
+
+        def evaluate() -> Any:
+            self._hvd_synchronized = False
+            with torch.enable_grad():
+                loss = closure()
+            if self._hvd_skip:
+                if self._hvd_begun:
+                    self._hvd_finish()
+                    raise RuntimeError(
+                        "hvd: a closure makes gradients in skip_synchronize(), where they are not "
+                        "reduced: call step(closure) outside of it, and synchronize() in the "
+                        "closure to clip reduced gradients"
+                    )
+            elif self._hvd_begun or not self._hvd_synchronized:
+                self.synchronize()
+            return loss if own_loss or loss is None else self._hvd_reduced_loss(loss)
+
+        try:
+            return super().step(evaluate)
+        finally:
+            self._hvd_synchronized = False
+
+    def _hvd_reduced_loss(self, loss: Any) -> Any:
+        if not self._hvd_active or not self._hvd_groups:
+            return loss
+        is_tensor = isinstance(loss, Tensor)
+        own = loss.detach() if is_tensor else torch.tensor(loss, dtype=torch.double, device="cpu")
+        name = f"loss.{self._hvd_groups[0].name}"
+        reduced = ops.allreduce(own, name=name, op=self._hvd_op, process_set=self._hvd_set)
+        return reduced if is_tensor else reduced.item()
 
 
 class _Deltas(_Reducing):
@@ -419,32 +514,20 @@ def _adopted(base: type[Optimizer], optimizer: Optimizer) -> Any:
     return made
 
 
-class _Fused:
-    """Methods that a fused optimizer gets when it stands for Horovod's."""
+def _in_graces_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes ``(optimizer, grace, named_parameters, ...)``, too, as GRACE's own function does."""
 
-    def synchronize(self: Any) -> None:
-        """Reduces gradients, to clip them, for example."""
-        self.reduce_gradients()
+    @functools.wraps(function)
+    def either(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if args and (is_communicator(args[0]) or isinstance(args[0], Mapping)):
+            kwargs["grace"], *rest = args
+            return function(optimizer, *rest, **kwargs)
+        return function(optimizer, *args, **kwargs)
 
-    def skip_synchronize(self) -> Any:
-        return contextlib.nullcontext()
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing: gradients are accumulated until ``step()``."""
-
-
-def _fused(optimizer: Optimizer, op: int) -> Any:
-    from fusedpg.optim import FusedOptimizer, fuse
-
-    if op not in (ops.Average, ops.Sum):
-        raise ValueError("hvd: fused=True averages gradients, or adds them")
-    made: Any = optimizer
-    if not isinstance(optimizer, FusedOptimizer):
-        made = fuse(optimizer, reduce="mean" if op == ops.Average else "sum")
-    made.__class__ = type(type(made).__name__, (_Fused, type(made)), {"__module__": __name__})
-    return made
+    return either
 
 
+@_in_graces_order
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
@@ -463,6 +546,7 @@ def DistributedOptimizer(
     """An optimizer that applies gradients of all ranks.
 
     It is of a class made from the given optimizer's, and takes over its groups, state and hooks.
+    GRACE's order of arguments, ``(optimizer, grace, named_parameters, ...)``, is understood, too.
 
     Args:
         optimizer: any of torch's; not to be used afterwards.
@@ -476,7 +560,7 @@ def DistributedOptimizer(
         sparse_as_dense: reduces sparse gradients as dense ones.
         process_set: the ranks whose gradients are reduced.
         grace: compresses gradients: a ``fusedpg.compress.State``, what makes one
-            (``fusedpg.compress.from_params``), or an object of GRACE's.
+            (``fusedpg.compress.from_params``), or a communicator of GRACE's.
         fused: runs the step of ``fusedpg.optim`` in place of the optimizer's: reduce-scatter,
             update and all-gather are one operation, and each rank has a part of the state.
 
@@ -509,13 +593,17 @@ def DistributedOptimizer(
             what = "fused" if fused else "grace"
             raise ValueError(f"hvd: {what}= does not go with {', '.join(given) or 'this op'}")
     if fused:
-        return _fused(optimizer, op)
+        from fusedpg.hvd._fused import fused_optimizer
+
+        return fused_optimizer(optimizer, op)
     names = _named(optimizer, named_parameters)
     if op == ops.Adasum and size() > 1:
         if process_set.process_set_id != 0:
             raise NotImplementedError("hvd: Adasum works in the global process set only")
         if groups is not None or sparse_as_dense:
             raise ValueError("hvd: Adasum does not go with groups or sparse_as_dense")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("hvd: Adasum steps parameter by parameter, which LBFGS cannot")
         made = _adopted(_Deltas, optimizer)
         made._hvd_set_up(compression)
         made._hvd_begin(names, backward_passes_per_step, process_set)

@@ -61,7 +61,9 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Any:
         wide = input.double()
-        count = torch.tensor([float(input.numel() // max(input.size(1), 1))], dtype=torch.double)
+        count = torch.tensor(
+            [float(input.numel() // max(input.size(1), 1))], dtype=torch.double, device="cpu"
+        )
         sums = ops.allreduce(torch.cat([wide.sum(_dims(input)), count]), op=ops.Sum)
         total, mean = sums[-1], sums[:-1] / sums[-1]
         shape = [1, -1] + [1] * (input.dim() - 2)

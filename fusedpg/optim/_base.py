@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fusedpg._refusal import telling
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _hooked
@@ -19,15 +20,23 @@ from fusedpg.optim._ddp import check_ddp
 from fusedpg.optim._frameworks import consolidate_in_trainer
 from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
 from fusedpg.optim._hooked import CommHook
-from fusedpg.optim._join import StepOnJoin
+from fusedpg.optim._join import Doing, StepOnJoin, announce
 from fusedpg.optim._manual import Detached, Manual, reduce_gradients
 from fusedpg.optim._modes import Mode
 from fusedpg.optim._overlap import Overlap
 from fusedpg.optim._parameters import Parameters, laid_out, refuse_sharded
 from fusedpg.optim._sharded import Sharded
 from fusedpg.optim._state import Numbers, Started
-from fusedpg.optim._torch import in_backward
+from fusedpg.optim._torch import in_backward, uncompiled
 from fusedpg.optim._whole import WholeState
+
+
+def _complete(step: Any) -> Any:
+    """A ``step`` with its hooks and profile, which torch's Optimizer adds to that of a class, and
+    all of which torch.compile leaves alone. It would trace the hooks, and anew in every step."""
+    hooked: Any = uncompiled(Optimizer.profile_hook_step(step))
+    hooked.hooked = True  # torch looks whether this is done
+    return hooked
 
 
 class FusedOptimizer(WholeState, Joinable):
@@ -56,22 +65,27 @@ class FusedOptimizer(WholeState, Joinable):
         share_parameters: bool,
         comm_hook: CommHook | None,
     ) -> None:
-        if reduce not in ("mean", "sum"):
-            raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
-        if master_dtype not in (None, torch.float32):
-            raise ValueError(f"master_dtype must be torch.float32 or None, got {master_dtype}")
-        if max_grad_norm is not None and max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}")
-        if overlap and max_grad_norm is not None:
-            raise ValueError(
-                "overlap=True updates parameters before the norm of all gradients is known: "
-                "max_grad_norm needs overlap=False"
-            )
-        if comm_hook is not None:
-            _hooked.check(comm_hook, overlap, reduce)
-        if ddp is not None:
-            check_ddp(ddp)
-            process_group = process_group or ddp.process_group
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+        # The others wait for this rank's parameters, also if its arguments are wrong.
+        with telling(process_group or getattr(ddp, "process_group", None), params):
+            if reduce not in ("mean", "sum"):
+                raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
+            if master_dtype not in (None, torch.float32):
+                raise ValueError(f"master_dtype must be torch.float32 or None, got {master_dtype}")
+            if max_grad_norm is not None and max_grad_norm <= 0:
+                raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}")
+            if overlap and max_grad_norm is not None:
+                raise ValueError(
+                    "overlap=True updates parameters before the norm of all gradients is known: "
+                    "max_grad_norm needs overlap=False"
+                )
+            if comm_hook is not None:
+                _hooked.check(comm_hook, overlap, reduce)
+            if ddp is not None:
+                check_ddp(ddp)
+                process_group = process_group or ddp.process_group
+            self._check_options(defaults)
         if process_group is None:
             process_group = dist.distributed_c10d._get_default_group()
         self._group = process_group
@@ -90,11 +104,14 @@ class FusedOptimizer(WholeState, Joinable):
         self._context = GradContext(self)
         self._looked = False  # at what became of the parameters until the first step
         self._shadow = False  # a joined rank, which has no data left
+        self._join_number = -1  # among the optimizers that Join was given
+        # Of a joined rank: whether it has made the others' step, is on the way to it.
+        self._followed = self._follows = False
+        self._in_step = self._notified = False  # Join, of an iteration
         self._parameters = Parameters(process_group, share=share_parameters)
         self._layouts, self._blank = {}, {}
         self._load_digest = 0
         self._group_of, self._numbered = Numbers(), []
-        self._check_options(defaults)
         Joinable.__init__(self)
         Optimizer.__init__(self, params, defaults)
         self._init_state_dict()
@@ -257,7 +274,11 @@ class FusedOptimizer(WholeState, Joinable):
             work = self._start(
                 mine, [grads[i] for i in members], mine_of, hypers, states, master, flags, options
             )
-            works.append(Started(self, work, mine, made, flags, options.get("found_inf")))
+            started = Started(self, work, mine, made, flags, options.get("found_inf"))
+            if self._mode.tells:
+                started.wait()  # where a rank refuses the first it does not begin the others
+            else:
+                works.append(started)
         self._parameters.accept(params)
         return works
 
@@ -290,7 +311,7 @@ class FusedOptimizer(WholeState, Joinable):
             masters_follow=True,
             used=used,
             shared_params=self._parameters.shared,
-            loaded=self._load_digest,
+            done_before=self._load_digest ^ self._context.multiplied(),
             async_op=True,
             **options,
         )
@@ -305,13 +326,15 @@ class FusedOptimizer(WholeState, Joinable):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Optimizer's constructor would set it."""
 
+    @uncompiled
     def reduce_gradients(self) -> None:
         """Manual mode: reduces ``p.grad`` over ranks now instead of in ``step()``.
 
         Clipping, norms and GradScaler do this by themselves. Collective.
         """
-        self._check_ready()
-        reduce_gradients(self)
+        with self._telling():
+            self._check_ready()
+            reduce_gradients(self)
 
     def _check_ready(self) -> None:
         self._mode.check()
@@ -331,6 +354,7 @@ class FusedOptimizer(WholeState, Joinable):
             few = ((f"of shape {tuple(param.shape)}", param) for param in params or ())
             self._parameters.check(self._named_parameters() if params is None else few)
 
+    @_complete
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step; collective.
@@ -344,47 +368,68 @@ class FusedOptimizer(WholeState, Joinable):
                 cannot do.
             torch.distributed.DistBackendError: when ranks disagree or a rank fails.
         """
-        self._check_ready()
-        loss = None
-        if self._initialises():
-            return loss
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._mode.step(self, scale, found_inf)
-        self._stepped = True
+        with self._telling():
+            self._check_ready()
+            loss = None
+            if self._initialises():
+                return loss
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            if self._mode.tells:
+                announce(self, Doing.STEP, scale=scale, found_inf=found_inf)
+            self._in_step = True
+            try:
+                self._mode.step(self, scale, found_inf)
+            finally:
+                self._in_step = self._notified = False
+            self._stepped = True
         return loss
 
-    def _shadow_step(self) -> None:
-        """A step for which this rank has no data."""
+    def _shadow_step(self, scale: float | None = None, found_inf: bool = False) -> None:
+        """A step for which this rank has no data. The others have GradScaler's scale, and whether
+        it has found infinities anywhere, which the operation makes of all ranks' answers."""
+        given = {} if scale is None else {"grad_scale": torch.tensor(scale, device=self._device())}
+        if found_inf:
+            given["found_inf"] = torch.zeros((), device=self._device())
+        if self._mode.manual and not self._follows:
+            self._drop_gradients()  # of its own last step
         self._shadow = True
+        vars(self).update(given)
         try:
             self.step()
         finally:
             self._shadow = False
+            for name in given:
+                delattr(self, name)
         # Nobody calls zero_grad() on a joined rank.
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         load_extension().set_gradients(self._all_parameters(), None)
 
+    @uncompiled
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Collective; between backward and ``step()``. ``torch.nn.utils.clip_grad_norm_`` on the
-        parameters does the same.
+        Collective; between backward and ``step()``, which raises if ranks have clipped to different
+        norms. ``torch.nn.utils.clip_grad_norm_`` on the parameters does the same; between hosts
+        its norms are not compared.
 
         Returns:
             The norm before, a float32 scalar (float64 with float64 parameters), the same on all
             ranks.
         """
-        self._check_ready()
-        self._mode.prepare_clipping(self)
-        self._wait()
-        total = self._context.total_norm(float(norm_type))
-        factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        with self._telling():
+            self._check_ready()
+            self._mode.prepare_clipping(self)
+            self._wait()
+            most, order = float(max_norm), float(norm_type)
+            total = self._context.total_norm(order)
+        self._context.note(f"clipped to {most} by norm {order}")
+        factor = (most / (total + 1e-6)).clamp(max=1.0)
         # Multiplying by one changes nothing; only a GPU's answer is not worth waiting for.
         if total.device.type != "cpu" or factor != 1:
             self._context.scale(factor)

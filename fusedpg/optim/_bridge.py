@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg._refusal import shared_errors, tell, telling
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
@@ -90,6 +91,7 @@ class _Guard:
             for optimizer in bridge._optimizers:
                 optimizer._mode.nested_done(optimizer)
 
+    @_torch.uncompiled
     def __del__(self) -> None:
         bridge = self._bridge()
         if bridge is not None and not self._ended:
@@ -124,6 +126,8 @@ class Bridge:
             self._in_bucket = not takes_gradients(comm_hook) or ddp.device_type != "cpu"
         self._others: list[Callable[[], None]] = []  # what is left to do for DDP's parameters
         self._guarded = -1  # the graph task that has a guard
+        self._begun = 0  # buckets of this backward
+        self._told = False  # that it has raised
         self._finalising = False  # DDP will finalise the last bucket
         self._may_take = False
         self._as_view = bool(ddp.gradient_as_bucket_view)
@@ -278,6 +282,12 @@ class Bridge:
         ddp = self._ddp()
         return ddp is not None and _torch.divides_by_active(ddp)
 
+    def buckets_left(self) -> int:
+        """Of a backward that is under way, or else of the next one."""
+        ddp = self._ddp()
+        every = 0 if ddp is None else len(_torch.buckets(ddp))
+        return every - self._begun if self._watch.armed else every
+
     def check_finished(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises for one whose gradient DDP has not reduced yet, because it waits for others."""
         waiting = {self._params[number] for number in self._watch.unfinished()}
@@ -307,6 +317,7 @@ class Bridge:
 
     # --- DDP's states -------------------------------------------------------------------
 
+    @_torch.uncompiled
     def _before_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
         """Without an optimizer DDP gets a reducer without us. Not before a forward that arms it:
         the backward of an earlier one, which nobody may have seen, is still to be reduced."""
@@ -320,6 +331,7 @@ class Bridge:
             for name in (_ATTRIBUTE, _GETSTATE):
                 delattr(ddp, name)
 
+    @_torch.uncompiled
     def _after_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
         """Forward has ended: DDP has armed its reducer, or not.
 
@@ -332,6 +344,7 @@ class Bridge:
             return
         watch = self._watch
         watch.armed = True
+        self._begun, self._told = 0, False
         watch.drop_taken()
         self._others.clear()  # of a backward that has raised
         # With a static graph the hooks may run more than once.
@@ -353,8 +366,15 @@ class Bridge:
         end_all([*others, *done])
 
     def _end_raised(self) -> None:
-        """A backward has raised: what it has started ends before its caller can look."""
+        """A backward has ended, or raised: what it has started ends before its caller can look."""
         self._finalising = False
+        if self._watch.armed and not self._told:
+            # Peers begin with all of its buckets, whatever becomes of one of them.
+            self._told = True
+            ddp, left = self._ddp(), self.buckets_left()
+            error = RuntimeError("a backward has raised; this rank's own error says why")
+            if ddp is not None and left:
+                tell(ddp.process_group, error, shared_errors(), self._params, left)
         abandon(self._comm_hook)
         others, self._others = self._others, []
         try:
@@ -371,6 +391,7 @@ class Bridge:
         self._replaced[param] = grad, memory
         this = weakref.ref(self)
 
+        @_torch.uncompiled
         def absorb(param: torch.Tensor) -> None:
             bridge = this()
             if bridge is not None:
@@ -692,5 +713,9 @@ def _place(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad.copy_(grad)
 
 
+@_torch.uncompiled
 def _hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return state.reduce(bucket)
+    ddp = state._ddp()
+    state._begun += 1
+    with telling(ddp.process_group, bucket.buffer()):
+        return state.reduce(bucket)

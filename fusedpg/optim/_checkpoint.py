@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -172,10 +173,11 @@ def gather(
         cpu: copies are on the CPU.
         copies: or the state itself and views of it, where no rank has a part.
     """
-    optimizer._check_layouts(optimizer._all_parameters())
-    optimizer._check_blanks()
-    if copies:
-        _check_agreement(optimizer)
+    with optimizer._telling() if copies else contextlib.nullcontext():
+        optimizer._check_layouts(optimizer._all_parameters())
+        optimizer._check_blanks()
+        if copies:
+            _check_agreement(optimizer)
     receives = to is None or optimizer._rank == to
     state: dict[int, dict[str, Any]] = {}
     for number, (param, its_group) in enumerate(_params(optimizer)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -17,7 +18,14 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
-from fusedpg.optim._torch import called_by_engine, clips_by_default, in_backward, takes_foreach
+from fusedpg.functional import group_info
+from fusedpg.optim._join import EVERY, Doing, announce, announce_change, number_of
+from fusedpg.optim._torch import (
+    called_by_engine,
+    clips_by_default,
+    in_backward,
+    takes_foreach,
+)
 
 aten = torch.ops.aten
 
@@ -39,6 +47,9 @@ class GradContext:
         self._each: dict[float, dict[int, tuple[int, torch.Tensor]]] = {}
         # Whether any norms are known: hooks of single gradients look at it without Python.
         self.norms_known = load_extension().Flag()
+        # A digest of what has multiplied the reduced gradients, and the first slice of these: the
+        # gradient itself may be used again for the next backward.
+        self._multiplied: tuple[weakref.ref[torch.Tensor], int] | None = None
 
     def optimizer(self) -> Any:
         found = self._reference()
@@ -55,7 +66,8 @@ class GradContext:
     def reduce(self) -> None:
         """Everything that is not reduced yet."""
         optimizer = self.optimizer()
-        optimizer._mode.reduce_asked(optimizer)
+        with optimizer._telling():
+            optimizer._mode.reduce_asked(optimizer)
 
     def gradients(self) -> list[ShardedGrad]:
         """All gradients, for questions about all of them."""
@@ -70,6 +82,55 @@ class GradContext:
             elif param.grad is not None:
                 raise RuntimeError(optimizer._mode.not_reduced(name))
         return found
+
+    @functools.cached_property
+    def _one_host(self) -> bool:
+        return bool(group_info(self.group)["engine"] == "shm")
+
+    def multiplied(self) -> int:
+        """A digest of what has multiplied the gradients that there are; 0: nothing has.
+
+        The next step raises unless it is the same on all ranks: their slices would differ in scale.
+        """
+        if self._multiplied is None:
+            return 0
+        first, digest = self._multiplied
+        now = self._first_slice()
+        return digest if now is not None and now is first() else 0
+
+    def _first_slice(self) -> torch.Tensor | None:
+        return next((g._slice for g in self.gradients() if g._slice is not None), None)
+
+    def note(self, text: str) -> None:
+        """What multiplies reduced gradients now, in words that must be the same on all ranks."""
+        # A rank that has joined multiplies by what the others tell it.
+        if self.optimizer()._world_size == 1 or self.joining() is not None:
+            return
+        digest = 1 + zlib.crc32(text.encode(), self.multiplied())
+        first = self._first_slice()
+        self._multiplied = None if first is None else (weakref.ref(first), digest)
+
+    def note_factor(
+        self, grads: list[ShardedGrad], factor: Any, doing: Doing = Doing.MULTIPLY
+    ) -> None:
+        """As `note`, of a factor that somebody else has computed.
+
+        Hosts with other processors may compute another last bit, so between hosts it is not
+        compared; and a GPU's factor would have to be waited for.
+        """
+        if not all(grad.is_reduced() for grad in grads) or not self._one_host:
+            return
+        if isinstance(factor, torch.Tensor):
+            if factor.device.type != "cpu" or factor.dim() != 0:
+                return
+            factor = factor.item()
+        everything = len(grads) == len(self.gradients())
+        which = "all" if everything else [number_of(self.optimizer(), grad) for grad in grads]
+        self.note(f"{doing.name} {factor!r} {which}")
+
+    def forget_factors(self) -> None:
+        """After a step, which has compared them, and where gradients begin anew."""
+        self._multiplied = None
 
     def changed(self) -> None:
         """Gradients have other values now."""
@@ -89,6 +150,10 @@ class GradContext:
         return None if known is None else known[1]
 
     def _all_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
+        with self.optimizer()._telling():
+            return self._ask_for_norms(order)
+
+    def _ask_for_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
         extension = load_extension()
         gradients = self.gradients()
         slices = _slices(gradients)
@@ -104,6 +169,7 @@ class GradContext:
                 self.reduce()
                 gradients = self.gradients()
             slices = _slices(gradients) or [gradient.local() for gradient in gradients]
+        announce(self.optimizer(), Doing.NORMS, value=order)
         each = norms(slices, order, self.group)
         self._known[order] = gradients, extension.versions_of(slices), each
         self.norms_known.set = True
@@ -116,11 +182,41 @@ class GradContext:
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients, which are reduced."""
+        announce(self.optimizer(), Doing.MULTIPLY, value=factor)
+        self._multiply(factor)
+
+    def _multiply(self, factor: Any) -> None:
         gradients = self.gradients()
         slices = _slices(gradients) or [gradient.local() for gradient in gradients]
         if slices:
             _scale(slices, factor)
         self.changed()
+
+    def joining(self) -> Any:
+        """The optimizer, if a Join knows it."""
+        found = self._reference()
+        return found if found is not None and found._join_config.enable else None
+
+    def follow(self, doing: Doing, param: int, value: float) -> None:
+        """What the other ranks do with their slices, on a rank that has joined."""
+        optimizer = self.optimizer()
+        if doing is Doing.REDUCE:
+            optimizer.reduce_gradients()
+        elif doing is Doing.NORMS:
+            norms([gradient.local() for gradient in self.gradients()], value, self.group)
+        elif doing is Doing.UNSCALE:
+            dtype = optimizer._all_parameters()[param].dtype
+            grads = [gradient for gradient in self.gradients() if gradient.dtype == dtype]
+            device = optimizer._device()
+            _unscale_(grads, torch.zeros(1, device=device), torch.tensor(value, device=device))
+        elif param == EVERY:
+            self._multiply(value)
+        else:
+            grad = optimizer._all_parameters()[param].grad
+            if doing is Doing.ZERO:
+                _zero_(grad)
+            else:
+                (_mul_ if doing is Doing.MULTIPLY else _div_)(grad, value)
 
     def total_norm(self, order: float) -> torch.Tensor:
         """The norm of all gradients together, float64."""
@@ -406,6 +502,9 @@ def _number(func: Callable[..., Any], grad: Any, other: Any) -> Any:
         _refuse(func)
     if not isinstance(grad, ShardedGrad):
         return func(grad, other)
+    doing = Doing.MULTIPLY if func is torch.Tensor.mul_ else Doing.DIVIDE
+    announce_change(grad, doing, other)
+    grad._context.note_factor([grad], other, doing)
     for part in (grad._slice, grad._unreduced):
         if part is not None:
             func(part, other)
@@ -420,12 +519,21 @@ _div_ = functools.partial(_number, torch.Tensor.div_)
 def _zero_(grad: Any) -> Any:
     if not isinstance(grad, ShardedGrad):
         return grad.zero_()
-    if grad._slice is None:
+    announce_change(grad, Doing.ZERO)
+    joining = grad._context.joining()
+    if joining is not None and joining._mode.manual and joining._stepped:
+        # As autograd begins anew. Ranks that have joined keep nothing that was reduced.
+        grad._slice = None
+        grad._unreduced = torch.empty_strided(
+            grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device
+        ).zero_()
+    elif grad._slice is None:
         assert grad._unreduced is not None
         grad._unreduced.zero_()
     else:
         grad._slice.zero_()
         grad._unreduced = None
+    grad._context.forget_factors()
     grad._context.changed()
     return grad
 
@@ -441,9 +549,23 @@ def _foreach_mul_(grads: Any, other: Any) -> None:
             parts += [part for part in (grad._slice, grad._unreduced) if part is not None]
         else:
             parts.append(grad)
+    for context in contexts:
+        mine = [g for g in grads if type(g) is ShardedGrad and g._context is context]
+        if context.joining() is not None:
+            _announce_factor(context, mine, other)
+        context.note_factor(mine, other)
     _scale(parts, other)
     for context in contexts:
         context.changed()
+
+
+def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Any) -> None:
+    if len(grads) == len(context.gradients()) and all(g.is_reduced() for g in grads):
+        if not context.optimizer()._stepped:
+            announce(context.optimizer(), Doing.MULTIPLY, value=factor)
+        return
+    for grad in grads:
+        announce_change(grad, Doing.MULTIPLY, factor)
 
 
 def _foreach(one: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
@@ -493,9 +615,12 @@ def _foreach_copy_(targets: Any, sources: Any, non_blocking: bool = False) -> No
 
 def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     parts = [grad.local() if isinstance(grad, ShardedGrad) else grad for grad in grads]
-    aten._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
     # An overflow in any rank's slice stops all of them.
-    context = next(grad._context for grad in grads if isinstance(grad, ShardedGrad))
+    first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
+    context, optimizer = first._context, first._context.joining()
+    if optimizer is not None:
+        announce(optimizer, Doing.UNSCALE, number_of(optimizer, first), inv_scale)
+    aten._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
     dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=context.group)
     context.changed()
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 
 from fusedpg._registration import load_extension
 from fusedpg.optim import _reduced, _torch
 from fusedpg.optim._bridge import Gradient
 from fusedpg.optim._ending import end_all
 from fusedpg.optim._gradients import ShardedGrad
+from fusedpg.optim._join import Doing, announce
 from fusedpg.optim._modes import Mode
 from fusedpg.optim._parameters import laid_out, watch_gradient
 
@@ -48,12 +48,13 @@ class Manual(Mode):
     # --- the step -----------------------------------------------------------------------
 
     def step(self, optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> None:
-        if optimizer._shadow:
-            optimizer._drop_gradients()
-        else:
-            Join.notify_join_context(optimizer)
         optimizer._check_shared()
         if found_inf is not None:
+            if not isinstance(found_inf, torch.Tensor):
+                raise RuntimeError(
+                    f"rank {optimizer._rank} has no gradient that GradScaler could look at, where "
+                    "others may have some: call optimizer.reduce_gradients() before scaler.step()"
+                )
             found_inf = _found_anywhere(optimizer, found_inf)
         if optimizer._max_grad_norm is None and _all_local(optimizer):
             _step_on_local(optimizer, scale, found_inf)
@@ -67,17 +68,16 @@ class Manual(Mode):
         reduce_gradients(optimizer)
 
     def reduce_asked(self, optimizer: FusedOptimizer) -> None:
-        params = optimizer._all_parameters()
-        without = load_extension().without_gradient(params)
-        optimizer.reduce_gradients()
-        for number in without:
-            if params[number].grad is not None:
-                name = list(optimizer._named_parameters())[number][0]
-                # The caller has a list of gradients in which this one is missing.
-                raise RuntimeError(
-                    f"parameter {name} was used on other ranks only; call "
-                    "optimizer.reduce_gradients() before clipping or unscaling"
-                )
+        optimizer._check_ready()
+        missing = reduce_gradients(optimizer)
+        if missing:
+            # There the caller has a list of gradients without it.
+            number, rank = next(iter(missing.items()))
+            name = list(optimizer._named_parameters())[number][0]
+            raise RuntimeError(
+                f"rank {rank} has no gradient of parameter {name}, and other ranks have: call "
+                "optimizer.reduce_gradients() before clipping or unscaling, on all ranks"
+            )
 
 
 class Detached(Mode):
@@ -96,7 +96,7 @@ def _found_anywhere(optimizer: FusedOptimizer, found_inf: torch.Tensor) -> torch
     flags = _torch.flags_of_scaler()
     for flag in flags:
         flag.copy_(torch.maximum(flag, most[0].to(flag.device)))
-    if not flags and bool(most[0] != -most[1]):
+    if not flags and not optimizer._shadow and bool(most[0] != -most[1]):
         raise RuntimeError(
             "optimizer.found_inf is set on some ranks and not on others: their gradients were put "
             "in by hand, and looked at before they were reduced. Call "
@@ -116,15 +116,34 @@ def _accumulated(optimizer: FusedOptimizer, param: torch.Tensor) -> None:
         context.changed()
 
 
-def reduce_gradients(optimizer: FusedOptimizer) -> None:
+def reduce_gradients(optimizer: FusedOptimizer) -> dict[int, int]:
+    """Reduces what has not been reduced, or has changed since.
+
+    Returns:
+        Numbers of parameters of which only some ranks had a gradient, and a rank without; the same
+        on all ranks.
+    """
+    announce(optimizer, Doing.REDUCE)
     extension = load_extension()
     usual = _unreduced(optimizer)
-    frozen = set() if usual else _frozen_with_gradient(optimizer)
-    # What has been reduced and has not changed since need not go again.
-    some = torch.tensor(float(usual is not None or _any_unreduced(optimizer, frozen)))
-    dist.all_reduce(some, op=dist.ReduceOp.MAX, group=optimizer._group)
+    params = optimizer._all_parameters()
+    without = [] if usual else extension.without_gradient(params)
+    # Whether there is anything to reduce; by parameter, whether a rank has its gradient, and the
+    # last rank that has none, counted from 1.
+    facts = torch.zeros(1 + 2 * len(params), dtype=torch.int32)
+    some, has, lacks = facts[:1], facts[1 : 1 + len(params)], facts[1 + len(params) :]
+    some.fill_(usual is not None or _any_unreduced(optimizer))
+    has.fill_(1)
+    if without:
+        has[without] = 0
+        if not optimizer._shadow:  # a joined rank does without
+            lacks[without] = optimizer._rank + 1
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=optimizer._group)
+    anywhere = has.tolist()
+    frozen = {p for p, one in zip(params, anywhere, strict=True) if one and not p.requires_grad}
+    missing = {i: rank - 1 for i, rank in enumerate(lacks.tolist()) if rank and anywhere[i]}
     if not some:
-        return
+        return missing
     if usual is not None and len(extension.dtypes_of(usual[0])) == 1 and not usual[0][0].is_cuda:
         optimizer._stepped = False
         _start_all(optimizer, *usual)
@@ -136,7 +155,10 @@ def reduce_gradients(optimizer: FusedOptimizer) -> None:
             flags = _flags(optimizer, [used[i] for i in members])
             mine = [gradients[i] for i in members]
             _reduced.start(optimizer, mine, flags, optimizer._shadow)
+            # Where a rank refuses the first of them it does not begin the others.
+            optimizer._wait()
     optimizer._wait()
+    return missing
 
 
 def _start_all(
@@ -165,7 +187,7 @@ def _start_all(
     optimizer._in_flight.append(finish)
 
 
-def _any_unreduced(optimizer: FusedOptimizer, frozen: set[torch.Tensor]) -> bool:
+def _any_unreduced(optimizer: FusedOptimizer) -> bool:
     """Whether this rank has anything to reduce."""
     extension, params = load_extension(), optimizer._all_parameters()
     grads = extension.gradients_of(params, ShardedGrad)
@@ -176,7 +198,6 @@ def _any_unreduced(optimizer: FusedOptimizer, frozen: set[torch.Tensor]) -> bool
         if isinstance(param.grad, ShardedGrad)
         else param.grad is not None
         for param in params
-        if param.requires_grad or param in frozen
     )
 
 

@@ -22,6 +22,7 @@ class Mode:
 
     bridge: Bridge | None = None  # to the DDP whose gradients the optimizer takes
     manual = False  # nobody has told the optimizer of a DDP, so it watches gradients itself
+    tells = True  # under Join what it does with gradients, as ranks that have joined do it, too
 
     def add(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Parameters that a group has brought, before they are moved."""
@@ -48,6 +49,11 @@ class Mode:
             f"the gradient of parameter {name} was put in by hand and is not reduced over "
             "ranks, but others are: call optimizer.reduce_gradients() before clipping"
         )
+
+    def operations_ahead(self) -> int:
+        """How many operations a rank begins before it waits for one, where this one has raised in
+        ``step()`` or in another call of the optimizer's."""
+        return 1
 
     def step(self, optimizer: Any, scale: Any, found_inf: Any) -> None:
         """All of ``step()`` but its closure."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 class Overlap(Attached):
+    tells = False  # all is done in backward
+
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(bridge)
         self.updated: set[torch.Tensor] = set()  # in backward, since the last step
@@ -96,6 +98,10 @@ class Overlap(Attached):
             param.grad = self._spent[param] = SpentGrad(param, optimizer._context)
 
     # --- after it -----------------------------------------------------------------------
+
+    def operations_ahead(self) -> int:
+        # A step is local: the next are those of a backward.
+        return self.bridge.buckets_left()
 
     def step(self, optimizer: FusedOptimizer, scale: Any, found_inf: Any) -> None:
         optimizer._check_shared()

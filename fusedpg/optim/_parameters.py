@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
+from fusedpg.optim._torch import uncompiled
 
 _log = logging.getLogger("fusedpg")
 
@@ -67,6 +68,7 @@ def watch_gradient(
     """
     this = weakref.ref(owner)
 
+    @uncompiled
     def hook(param: torch.Tensor) -> None:
         owner = this()
         if owner is not None:
@@ -103,6 +105,8 @@ class Parameters:
     def shared(self) -> bool:
         return self._share
 
+    # Memory that is made in inference mode would make inference tensors of the parameters.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
         """Moves the data of parameters. With sharing a collective: rank 0's values win."""
@@ -149,6 +153,7 @@ class Parameters:
             moved.copy_(param)
             param.data = moved
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def own(self, params: Iterable[torch.Tensor]) -> None:
         """Gives each rank a copy of its own of parameters that were shared."""

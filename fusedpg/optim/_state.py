@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fusedpg._layout import is_dense
+from fusedpg._refusal import telling
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
 from fusedpg.optim import _checkpoint, _torch
@@ -78,6 +79,7 @@ class Started:
         stepped: list[int] | None = []
         try:
             self._work.wait()
+            self._optimizer._context.forget_factors()  # the ranks' were the same
             if self._optimizer._load_digest == self._load_digest:
                 self._optimizer._load_digest = 0  # ranks have loaded the same
             stepped = self._stepped() if self._made else None
@@ -109,6 +111,13 @@ class ShardedState(Optimizer):
     _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
     _blank: dict[torch.Tensor, int]  # state that was made before a step; versions of it
     _load_digest: int  # digest of the state dict that was loaded since the last step, or 0
+
+    def _telling(self) -> telling:
+        """For a block in which the other ranks communicate: they hear of what this one raises."""
+        mode = self._mode
+        return telling(
+            self._group, when=lambda: self._device().type == "cpu", times=mode.operations_ahead
+        )
 
     def _wait(self) -> None:
         """For work under way that changes gradients, parameters or state."""
@@ -166,15 +175,19 @@ class ShardedState(Optimizer):
     # --- parameters and state ------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if isinstance(param_group, dict):
-            self._check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        # In manual mode peers wait for this rank's parameters, where they are shared, too.
+        waits = self._mode.manual or self._parameters.shared
+        with telling(self._group, when=lambda: waits and self._device().type == "cpu"):
+            if isinstance(param_group, dict):
+                self._check_options({**self.defaults, **param_group})
+            super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         try:
-            for param in params:
-                self._check_param(param)
-            self._number_groups(added=params)
-            self._mode.add(self, params)
+            with telling(self._group, *params, when=lambda: waits):
+                for param in params:
+                    self._check_param(param)
+                self._number_groups(added=params)
+                self._mode.add(self, params)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -313,6 +326,8 @@ class ShardedState(Optimizer):
             keys.append("step")
         return keys
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _make_keys(self, param: torch.Tensor, keys: list[str]) -> None:
         state = self.state[param]
         partial = [key for key in keys if key != "master_param"]
@@ -415,7 +430,8 @@ class ShardedState(Optimizer):
         All ranks enter it; one rank of each machine, or all with the same values, write.
         """
         dist.barrier(group=self._group)
-        yield
+        with telling(self._group, when=lambda: self._device().type == "cpu"):
+            yield
         dist.barrier(group=self._group)
         self._parameters.accept(self._all_parameters())
 

@@ -7,6 +7,7 @@ Everything else that the bridge knows of DDP is public: its arguments (``find_un
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 import torch.utils._foreach_utils
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedpg._registration import minor_release
 
 _log = logging.getLogger("fusedpg")
 
 # Versions whose reducer is known to do what the bridge relies on when it takes gradients.
-KNOWN = ((2, 11), (2, 14))
+KNOWN = ((2, 11), (2, 15))
 
 
 def check(ddp: DistributedDataParallel) -> None:
@@ -118,6 +120,16 @@ def graph_task() -> int | None:
     return None if number == -1 else number
 
 
+# What torch.compile leaves to Python, as torch marks its own optimizers: our functions that
+# backward calls, and steps. torch.compiler.disable would import torch._dynamo at once.
+uncompiled = torch._disable_dynamo
+
+
+@uncompiled
+def _call(callback: Callable[[], None]) -> None:
+    callback()
+
+
 def in_backward() -> bool:
     """Whether autograd runs on this thread."""
     return graph_task() is not None
@@ -126,7 +138,7 @@ def in_backward() -> bool:
 def at_the_end(callback: Callable[[], None]) -> None:
     """Calls at the end of this (maybe nested) backward, unless that raises."""
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    engine.queue_callback(functools.partial(_call, callback))
 
 
 def after_finalisation(done: Callable[[], None]) -> None:
@@ -230,9 +242,27 @@ def called_by_engine(dispatch: Any) -> bool:
     frame: Any = sys._getframe(1)
     while frame.f_code is not dispatch:
         frame = frame.f_back
-    frame = frame.f_back
+    frame = _below_modes(frame.f_back)
     # Threads of autograd for devices have no Python below.
     return frame is None or frame.f_globals.get("__name__") in (
         "torch.autograd.graph",
         "torch.nn.parallel.distributed",
     )
+
+
+def _below_modes(caller: FrameType | None) -> FrameType | None:
+    """Who has called a function that modes (FlopCounterMode, DebugMode, a user's own) have handed
+    on: each of them is Python between."""
+    frame = caller
+    while frame is not None:
+        by_mode = frame.f_code.co_name == "__torch_dispatch__"
+        if by_mode and isinstance(frame.f_locals.get("self"), TorchDispatchMode):
+            caller = frame.f_back
+            # torch disables its compiler for modes by wrappers.
+            while caller is not None and caller.f_globals.get("__name__") in _DISABLES_COMPILER:
+                caller = caller.f_back
+        frame = frame.f_back
+    return caller
+
+
+_DISABLES_COMPILER = ("torch._compile", "torch._dynamo.eval_frame")

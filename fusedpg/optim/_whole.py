@@ -75,9 +75,10 @@ class WholeState(ShardedState):
         Args:
             to: a rank of the process group; None: all ranks.
         """
-        if to is not None and not 0 <= to < self._world_size:
-            raise ValueError(f"to must be a rank of the group of {self._world_size}, got {to}")
-        self._wait()
+        with self._telling():
+            if to is not None and not 0 <= to < self._world_size:
+                raise ValueError(f"to must be a rank of the group of {self._world_size}, got {to}")
+            self._wait()
         self._consolidated = None
         state = _checkpoint.gather(self, to, cpu=True)
         if to is None or to == self._rank:

@@ -19,13 +19,24 @@ COMMANDS = {
 }
 
 
+class _Defaults(argparse.HelpFormatter):
+    """Says of each option what it is without being given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        given = action.option_strings and action.nargs != 0 and not action.required
+        if not given or action.default is None or "default" in text:
+            return text
+        return f"{text} (default: {action.default})".strip()
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedpg.plan")
     words = sys.argv[1:] if words is None else words
     commands = parser.add_subparsers(dest="command", required=True)
     named = next((word for word in words if not word.startswith("-")), None)
     for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, formatter_class=_Defaults)
         if name == named:
             importlib.import_module(module).add_arguments(command)
     arguments = parser.parse_args(words)

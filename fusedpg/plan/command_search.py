@@ -84,11 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=positive_integer, default=100, help="trials for each number of stages"
     )
     parser.add_argument(
-        "--time-budget", type=positive_number, help="seconds of wall-clock time for all"
+        "--time-budget",
+        type=positive_number,
+        help="seconds of wall-clock time for all; no limit by default",
     )
     parser.add_argument("--hops", type=positive_integer, default=7, help="primitives in a row")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=positive_integer, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seed", type=int, default=0, help="of the search")
+    parser.add_argument(
+        "--workers",
+        type=positive_integer,
+        default=len(os.sched_getaffinity(0)),
+        help="processes; as many as this one may use cores, here",
+    )
     parser.add_argument("--top", type=positive_integer, default=1, help="plans to save")
     parser.add_argument("--output", type=Path, required=True, help="the plan's file (JSON)")
     parser.add_argument("--quiet", action="store_true", help="no progress")

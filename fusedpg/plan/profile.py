@@ -92,7 +92,7 @@ class _Measurement:
         cache is gone, and what is handed to it was just made.
         """
         self.backward(self.forward())
-        forward, backward, waiting = [], [], []
+        forward, backward, shares = [], [], []
         for _ in range(repeats):
             _forget(self.inputs)
             begin, on_cores = self.now(), time.process_time()
@@ -104,10 +104,13 @@ class _Measurement:
             self.backward(outputs)
             backward.append(self.now() - begin)
             on_cores -= time.process_time()
-            waiting.append(max(0.0, forward[-1] + backward[-1] + on_cores))
+            passed = forward[-1] + backward[-1]
+            shares.append(max(0.0, passed + on_cores) / passed)
             del outputs
-        waited = statistics.median(waiting) if self.waits else 0.0
-        return statistics.median(forward), statistics.median(backward), waited
+        middle = statistics.median(forward), statistics.median(backward)
+        # The median of seconds waited can exceed both medians together; that of a share cannot.
+        waited = statistics.median(shares) * sum(middle) if self.waits else 0.0
+        return *middle, waited
 
     def step(self, repeats: int) -> float:
         """Seconds of AdamW over the weights, on one device."""
@@ -271,7 +274,7 @@ class Profiler:
             self.folder.mkdir(parents=True, exist_ok=True)
         # Measurements depend on it; another machine has a folder of its own.
         said = (
-            "4",  # of how they are measured
+            "5",  # of how they are measured
             dtype,
             repeats,
             self.world_size,

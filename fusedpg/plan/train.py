@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fusedpg
+from fusedpg.optim._torch import asked_by_checkpoint
 from fusedpg.plan import models
 from fusedpg.plan.config import Plan, PlanError, positive_integer
 from fusedpg.plan.launched import in_group
@@ -108,11 +109,14 @@ class Trainer:
             for module in stage.modules:
                 ranks = stage.devices[module.part.tp_rank :: module.part.tp]
                 params.setdefault(ranks, []).extend(module.parameters())
-        return [
+        made = [
             kind(found, process_group=process_groups[ranks], reduce="sum", **options)
             for ranks, found in params.items()
             if found
         ]
+        for optimizer in made:
+            optimizer.register_state_dict_pre_hook(_refuse_checkpoint)
+        return made
 
     def step(self, batch: Mapping[str, Tensor]) -> Result:
         """One iteration over a global batch: gradients of the mean loss, and an optimizer step.
@@ -229,6 +233,15 @@ class Trainer:
         if weight is None or weight.split is None:
             return parts[0]
         return torch.cat([parts[t] for t in sorted(parts)], weight.split)
+
+
+def _refuse_checkpoint(optimizer: Any) -> None:
+    if asked_by_checkpoint():
+        raise RuntimeError(
+            "an optimizer of a plan's Trainer numbers the parameters of this rank's stages, and "
+            "torch.distributed.checkpoint would take those of other stages for the same: save "
+            "local_state_dict() of each of trainer.optimizers in a file of each rank"
+        )
 
 
 def _in_order(key: str) -> tuple[int, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, group_info, shard_range
 from fusedpg.fusion.api import FusedFunction
@@ -32,7 +32,7 @@ _CHUNKS = 4
 _LEAST = 1 << 20  # bytes of a product that is summed in chunks
 
 
-_lock = threading.Lock()
+_lock = _fork.lock()
 _plans: dict[Any, Direct | None] = {}  # replaced, never emptied: it is read without the lock
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from fusedpg._refusal import telling
 from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension, landed
 from fusedpg.tensor_parallel._epilogue import Place, dropped
 from fusedpg.tensor_parallel._normed import Norm
@@ -59,25 +60,44 @@ class ParallelLinear(nn.Linear):
         """The arguments that nn.Linear does not have, and their defaults."""
         raise NotImplementedError
 
-    def _distribute(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-        """Replaces the whole parameters by DTensors; all ranks of the mesh call it."""
+    def _distribute(
+        self, mesh: DeviceMesh, src_data_rank: int | None, copies: bool = False
+    ) -> None:
+        """Replaces the whole parameters by DTensors; all ranks of the mesh call it.
+
+        Args:
+            copies: the whole parameters stay somebody else's: neither their memory is taken nor
+                are they overwritten by those of the source rank.
+        """
         if mesh.ndim != 1:
             raise ValueError(
                 f"{self._title}: a mesh of one dimension, got {mesh}: take one by its name, like "
                 'mesh["tp"]'
             )
         features = getattr(self, self._split)
-        if features % mesh.size():
-            best = -(-features // mesh.size()) * mesh.size()
-            raise ValueError(
-                f"{self._title}: {self._split}={features} does not divide by {mesh.size()} ranks: "
-                f"pad it to {best}, or take torch.distributed.tensor.parallel's style, which "
-                "allows uneven shards"
-            )
+        spreads = src_data_rank is not None  # the others wait for this rank's parameters
+        with telling(mesh.get_group(), self.weight, when=lambda: spreads):
+            if features % mesh.size():
+                best = -(-features // mesh.size()) * mesh.size()
+                raise ValueError(
+                    f"{self._title}: {self._split}={features} does not divide by {mesh.size()} "
+                    f"ranks: pad it to {best}, or take torch.distributed.tensor.parallel's style, "
+                    "which allows uneven shards"
+                )
         for name, placement in (("weight", self._weight), ("bias", self._bias)):
             whole = getattr(self, name)
             if whole is not None:
-                spread = distribute_tensor(whole, mesh, [placement], src_data_rank=src_data_rank)
+                given = whole
+                if copies and isinstance(placement, Replicate):
+                    given = whole.detach().clone()  # it is broadcast in place
+                spread = distribute_tensor(given, mesh, [placement], src_data_rank=src_data_rank)
+                if copies and _share_memory(spread.to_local(), whole):
+                    # A part of the whole, of one rank or without a source rank.
+                    own = spread.to_local().detach().clone()
+                    spread = DTensor.from_local(
+                        own, mesh, [placement], run_check=False, shape=whole.shape,
+                        stride=whole.stride(),
+                    )  # fmt: skip
                 parameter = nn.Parameter(spread, requires_grad=whole.requires_grad)
                 self.register_parameter(name, parameter)
         self._mesh = mesh
@@ -92,7 +112,7 @@ class ParallelLinear(nn.Linear):
         src_data_rank: int | None = 0,
         **kwargs: Any,
     ) -> _Linear:
-        """The layer with the whole weights of a Linear, which stays as it is.
+        """The layer with the whole weights of a Linear, which stays as it is: nothing is shared.
 
         Args:
             group: or a mesh of one dimension.
@@ -104,7 +124,7 @@ class ParallelLinear(nn.Linear):
         layer._set(*args, **kwargs)
         pg = dist.distributed_c10d._get_default_group() if group is None else group
         mesh = pg if isinstance(pg, DeviceMesh) else _mesh(pg, linear.weight.device.type)
-        layer._distribute(mesh, src_data_rank)
+        layer._distribute(mesh, src_data_rank, copies=True)
         return layer
 
     def _adopt(self, linear: nn.Linear) -> None:
@@ -210,7 +230,8 @@ class ColumnParallelLinear(ParallelLinear):
         if torch.compiler.is_compiling():
             return self._uncompiled(input)
         if self.sequence_dim is not None:
-            y = self._gathered(input, self._dim(input))
+            with telling(self._mesh.get_group(), input):
+                y = self._gathered(input, self._dim(input))
             return y if self.activation is None else self.activation(y)
         x, weight, bias = self._local(input, self._input)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -316,6 +337,14 @@ class RowParallelLinear(ParallelLinear):
         """
         if torch.compiler.is_compiling():
             return self._uncompiled(input, residual, seed=seed)
+        with telling(self._mesh.get_group(), input):
+            y, finish = self._summed(input, residual, seed)
+        return finish(y)
+
+    def _summed(
+        self, input: torch.Tensor, residual: torch.Tensor | None, seed: int | None
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        """The sum with what follows, and what makes of it what the layer returns."""
         x, weight, bias = self._local(input, self._input)
         place = self._place
         shape = (*x.shape[:-1], weight.shape[0])
@@ -355,13 +384,17 @@ class RowParallelLinear(ParallelLinear):
         else:
             y = scattered_linear(*tensors, *call, blocks, norm)
         y = y.view(shape)
-        if self.norm is None:
-            return y
-        if blocks is not None:
-            return normed(self.norm, y, place, dim, norm), y
-        # An operation with the norm in it would gather two results, which is not faster than
-        # computing all rows here.
-        return self.norm(y), y
+
+        def finish(y: torch.Tensor) -> Any:
+            if self.norm is None:
+                return y
+            if blocks is not None:
+                return normed(self.norm, y, place, dim, norm), y
+            # An operation with the norm in it would gather two results, which is not faster than
+            # computing all rows here.
+            return self.norm(y), y
+
+        return y, finish
 
     def _part(self, whole: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
         """The shape of this rank's part."""
@@ -385,6 +418,10 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:

@@ -45,8 +45,11 @@ def gathered_linear(
 ) -> torch.Tensor:
     """F.linear of all ranks' rows, in their order."""
     x = landed(x)
+    # Before anything is under way: its first call is a collective, and a rank that raises tells the
+    # others of one.
+    own = _own(place, x, overlap)
     gathering = Gathering(x, place.group, place.size)
-    rows = multiplied(gathering, x, weight.t(), bias, _own(place, x, overlap))
+    rows = multiplied(gathering, x, weight.t(), bias, own)
     return blocks.in_order(rows)
 
 
@@ -146,9 +149,9 @@ class ScatteredRows(torch.autograd.Function):
         if any(needs[:3]):
             # The mask before the gradient is sent: each rank's on its own rows.
             part = dropped(gradient.to(ctx.dtype), *ctx.dropout)
+            own = _own(place, part, ctx.overlap) if needs[0] else None
             gathering = Gathering(part, place.group, place.size)
             if needs[0]:
-                own = _own(place, part, ctx.overlap)
                 grad_x = blocks.in_order(multiplied(gathering, part, weight, None, own))
             rows = gathering.wait()
             if needs[1]:

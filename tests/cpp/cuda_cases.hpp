@@ -123,7 +123,8 @@ struct GpuRank {
             with.check_peers,
             Deadline(with.deadline)),
         own_stream(rank),
-        stream(own_stream.stream) {
+        stream(own_stream.stream),
+        wire_sums(!with.settings.wide_half_sums) {
     current_rank() = this;
   }
   ~GpuRank() {
@@ -147,6 +148,7 @@ struct GpuRank {
   CudaEngine engine;
   const StreamOn own_stream;
   const cuda::Stream stream;
+  const bool wire_sums; // half_sums="wire"
 };
 
 // Ranks on threads, each with an engine that ends well.

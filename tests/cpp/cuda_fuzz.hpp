@@ -106,9 +106,9 @@ struct Plan {
   std::vector<size_t> counts;
   bool in_arena = false;
   bool two_calls = false; // reduce_shards, then the step
-  size_t skip_block = 0;
   size_t present = 100; // percent of the gradients' blocks that are not zero
   bool mean = true;
+  bool wide_sums = true; // of half gradients
   std::vector<double> weights;
   float grad_scale = 0; // 0: none
   bool device_lr = false;
@@ -137,13 +137,13 @@ struct Plan {
     s << size << " ranks, op " << static_cast<int>(op) << ", param "
       << dtype_name(types.param) << ", grad " << dtype_name(types.grad)
       << ", state " << dtype_name(types.state) << ", masters " << types.master
-      << ", arena " << in_arena << ", two calls " << two_calls << ", skip "
-      << skip_block << ", present " << present << ", mean " << mean
-      << ", weights " << weights.size() << ", scale " << grad_scale << ", used "
-      << uses << ", magnitude " << magnitude << ", amsgrad " << hyper.amsgrad
-      << ", momentum " << hyper.momentum << ", nesterov " << hyper.nesterov
-      << ", maximize " << hyper.maximize << ", decay " << hyper.weight_decay
-      << ", not finite " << not_finite << ", counts";
+      << ", arena " << in_arena << ", two calls " << two_calls << ", present "
+      << present << ", mean " << mean << ", weights " << weights.size()
+      << ", scale " << grad_scale << ", used " << uses << ", magnitude "
+      << magnitude << ", amsgrad " << hyper.amsgrad << ", momentum "
+      << hyper.momentum << ", nesterov " << hyper.nesterov << ", maximize "
+      << hyper.maximize << ", decay " << hyper.weight_decay << ", not finite "
+      << not_finite << ", counts";
     for (const size_t count : counts) {
       s << " " << count;
     }
@@ -209,7 +209,6 @@ inline Plan draw_plan(Random& random, int size, bool has_arena) {
   }
   p.in_arena = has_arena && !one_in(random, 4);
   p.two_calls = !p.in_arena && one_in(random, 4);
-  p.skip_block = one_in(random, 2) ? pick<size_t>(random, {64, 256}) : 0;
   p.present = pick<size_t>(random, {0, 3, 50, 100, 100, 100});
   p.mean = !one_in(random, 3);
   if (one_in(random, 3)) {
@@ -277,7 +276,6 @@ inline std::vector<double> gradient(
   std::normal_distribution<double> normal;
   std::vector<double> g(p.counts[t]);
   const double scale = p.magnitude * (p.grad_scale != 0 ? p.grad_scale : 1.0F);
-  // Not of the kernels' blocks.
   constexpr size_t kBlock = 96;
   bool present = true;
   for (size_t i = 0; i < g.size(); ++i) {

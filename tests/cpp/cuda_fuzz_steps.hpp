@@ -16,7 +16,9 @@ inline std::vector<double> reduced(
     size_t t,
     bool direct) {
   const DType compute = p.compute();
-  const DType wire = direct ? compute : p.types.grad;
+  const bool folds =
+      direct || (p.wide_sums && dtype_size(p.types.grad) == 2 && p.size > 1);
+  const DType wire = folds ? compute : p.types.grad;
   std::vector<double> sum(p.counts[t]);
   double divisor = p.mean ? p.size : 1;
   if (!p.weights.empty()) {
@@ -38,9 +40,11 @@ inline std::vector<double> reduced(
     }
   }
   for (double& x : sum) {
-    x = p.two_calls && divisor != 1
-        ? in_type(p.types.grad, x * in_type(compute, 1 / divisor))
-        : x / divisor;
+    // Between two calls it is rounded to the gradient's type.
+    x = p.two_calls ? in_type(
+                          p.types.grad,
+                          divisor != 1 ? x * in_type(compute, 1 / divisor) : x)
+                    : x / divisor;
     x /= p.grad_scale != 0 ? static_cast<double>(p.grad_scale) : 1;
     x = p.hyper.maximize ? -x : x;
   }
@@ -302,7 +306,6 @@ class Stepper {
     if (!p_.weights.empty()) {
       call_.reduction.weight = p_.weights[static_cast<size_t>(r.rank)];
     }
-    call_.skip_block = p_.in_arena ? p_.skip_block : 0;
     if (p_.device_lr) {
       mine_.lr_double = p_.hyper.lr;
       call_.hypers[0].lr = 0;

@@ -72,6 +72,7 @@ class GpuTraining {
         counts_(counts),
         arena_(arena ? arena + 512 * r.rank : nullptr),
         memory_(std::make_shared<Memory>(counts.size())) {
+    wire = r.wire_sums;
     call.op = recipe.op;
     call.param_type = types.param;
     call.grad_type = types.grad;
@@ -204,13 +205,11 @@ class GpuTraining {
   // Whether a rank uses a tensor; empty: no flags.
   std::function<bool(int rank, size_t tensor)> uses;
   std::vector<double> weights; // by rank; empty: none
-  bool direct = false; // sums are not rounded to the gradients' type
-  size_t percent = 100; // of the gradients' blocks, the others are zero
+  bool direct = false; // sums are not rounded to the gradients' type ...
+  bool wire; // ... nor are others of half types, but with half_sums="wire"
   milliseconds timeout = kLong;
 
  private:
-  static constexpr size_t kGradientBlock = 100; // elements
-
   // One parameter as a rank has it.
   struct Part {
     GpuBuffer param, grad, master;
@@ -316,12 +315,10 @@ class GpuTraining {
     return any;
   }
   Bytes gradient(size_t t, int rank) const {
-    return values_in_blocks(
+    return values(
         types_.grad,
         counts_[t],
-        steps_ * 1000003 + t * 20 + static_cast<uint64_t>(rank),
-        kGradientBlock,
-        percent);
+        steps_ * 1000003 + t * 20 + static_cast<uint64_t>(rank));
   }
   std::vector<Bytes> gradients(size_t t) const {
     std::vector<Bytes> all;
@@ -338,18 +335,30 @@ class GpuTraining {
     return total;
   }
 
-  // What comes out of NCCL: rounded at each hop.
-  Bytes summed(const std::vector<Bytes>& grads) const {
+  // Whether owners add all ranks' gradients up, in the compute type.
+  bool folds() const {
+    return direct || (dtype_size(types_.grad) == 2 && !wire && r_.size > 1);
+  }
+  // In the type that sums are in: NCCL's are rounded at each hop.
+  std::vector<double> sums(const std::vector<Bytes>& grads) const {
     const DType type = types_.grad;
-    Bytes out(grads[0].size());
-    for (size_t i = 0; i < out.size() / dtype_size(type); ++i) {
-      double sum = 0;
+    const DType sum_type = folds() && dtype_size(type) == 2 ? kSingle : type;
+    std::vector<double> out(grads[0].size() / dtype_size(type));
+    for (size_t i = 0; i < out.size(); ++i) {
       for (size_t p = 0; p < grads.size(); ++p) {
         const double x = number(type, grads[p].data(), i);
-        const double term = weights.empty() ? x : scaled(type, x, weights[p]);
-        sum = p == 0 ? term : rounded(type, sum + term);
+        const double term =
+            weights.empty() ? x : scaled(sum_type, x, weights[p]);
+        out[i] = p == 0 ? term : rounded(sum_type, out[i] + term);
       }
-      put_number(type, out.data(), i, sum);
+    }
+    return out;
+  }
+  Bytes summed(const std::vector<Bytes>& grads) const {
+    Bytes out(grads[0].size());
+    const std::vector<double> exact = sums(grads);
+    for (size_t i = 0; i < exact.size(); ++i) {
+      put_number(types_.grad, out.data(), i, exact[i]);
     }
     return out;
   }
@@ -362,13 +371,13 @@ class GpuTraining {
   Bytes combined(size_t t) const {
     Bytes out = summed(gradients(t));
     const double d = divisor();
+    const std::vector<double> exact = sums(gradients(t));
     for (size_t i = 0; d != 1 && i < counts_[t]; ++i) {
-      const double x = number(types_.grad, out.data(), i);
       put_number(
           types_.grad,
           out.data(),
           i,
-          scaled(types_.grad, x, d > 0 ? 1 / d : 0));
+          scaled(types_.grad, exact[i], d > 0 ? 1 / d : 0));
     }
     return out;
   }
@@ -407,7 +416,7 @@ class GpuTraining {
     const double d = reduced_ ? 1 : divisor();
     args.grad_factor = d > 0 ? (h.maximize ? -1 : 1) / (scale * d) : 0;
     std::vector<Bytes> grads = gradients(t);
-    if (direct) {
+    if (folds() && !reduced_) {
       args.weights = weights.empty() ? nullptr : weights.data();
     } else {
       grads = {reduced_ ? combined(t) : summed(grads)};

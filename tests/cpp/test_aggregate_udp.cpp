@@ -749,7 +749,9 @@ class BadWay {
     Bytes bytes;
   };
   static Fd open_socket() {
-    Fd fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    Fd fd = Fd::opened([] {
+      return socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    });
     const int room = 8 << 20;
     setsockopt(fd.get(), SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof room);
     CHECK_EQ(bind(fd.get(), any().get(), any().length), 0);

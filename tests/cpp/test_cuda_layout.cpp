@@ -63,7 +63,6 @@ void check_chunks(const Layout& l, const Input& in) {
   size_t tiles = 0;
   size_t pieces = 0;
   size_t max_block = 0;
-  size_t max_whole = 0;
   for (const ChunkLayout& c : l.chunks) {
     CHECK_EQ(c.first_tile, tiles);
     check_tiles(l, c, pieces);
@@ -73,9 +72,9 @@ void check_chunks(const Layout& l, const Input& in) {
            (pieces == before || l.pieces[pieces].wire != 0)) {
       ++pieces;
     }
+    CHECK(c.block <= in.longest());
+    max_block = std::max(max_block, c.block);
     if (!c.whole) {
-      CHECK(c.block <= in.longest());
-      max_block = std::max(max_block, c.block);
       continue;
     }
     CHECK_EQ(pieces - before, 1u);
@@ -83,13 +82,10 @@ void check_chunks(const Layout& l, const Input& in) {
     CHECK_EQ(l.pieces[before].length, in.shard(c.tensor));
     CHECK(in.exact(c.tensor));
     CHECK(in.counts[c.tensor] >= in.whole_from);
-    CHECK(c.block <= 4 * in.longest());
-    max_whole = std::max(max_whole, c.block);
   }
   CHECK_EQ(tiles, l.tiles.size());
   CHECK_EQ(pieces, l.pieces.size());
   CHECK_EQ(max_block, l.max_block);
-  CHECK_EQ(max_whole, l.max_whole_shard);
 }
 
 // Pieces of a tensor: all of a shard, once, from its begin to its end.
@@ -186,7 +182,6 @@ TEST(cuda_layout_examples) {
   CHECK_EQ(whole, 1u);
   CHECK(l.chunks[0].whole);
   CHECK_EQ(l.chunks[0].tensor, 0u);
-  CHECK_EQ(l.max_whole_shard, 64u);
   CHECK_EQ(l.max_block, 64u);
   // 32 + 352 + 512 + 32 elements.
   CHECK_EQ(l.chunks.size(), 1u + 15);

@@ -11,6 +11,7 @@ TEST(cuda_engine_patched_ring) {
   const Clean clean("FUSEDPG_FAKE_PATCHED", "1");
   EngineWith with;
   with.settings.nccl = NcclChoice::kPatched;
+  with.settings.wide_half_sums = false;
   for (int size = 2; size <= (kSanitized ? 2 : 4); ++size) {
     with_gpus(
         size,

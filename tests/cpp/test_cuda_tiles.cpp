@@ -162,17 +162,22 @@ TEST(cuda_tiles_blocks_that_fit) {
     add(1);
     CHECK_EQ(launched(1), device.most == 1 ? 2u : 1u);
     CHECK_EQ(fake_gpu::hooks().calls("occupancy"), 1u);
-    std::vector<float> data(100);
+    // A tile of each of 20 owners.
+    std::vector<float> data(20 * kShardAlignment);
     std::iota(data.begin(), data.end(), 0);
-    std::vector<float> wire(100, -1);
-    std::vector<uint32_t> list(20);
-    std::iota(list.begin(), list.end(), 0);
-    run(&CudaApi::move_blocks,
-        {{data.data(), 100, 5, DType::kFloat32},
-         list.data(),
-         wire.data(),
-         20,
-         true});
+    std::vector<float> wire(data.size(), -1);
+    TensorInfo info{};
+    info.grad = data.data();
+    info.count = data.size();
+    info.shard = kShardAlignment;
+    const ShardPiece piece{0, 0, 0, kShardAlignment, 0};
+    const Tile tile{0, 0};
+    PackArgs pack{};
+    pack.chunk = {&info, &piece, &tile, 1, 0, 20, 0, kShardAlignment};
+    pack.wire = wire.data();
+    pack.type = DType::kFloat32;
+    pack.weight = 1;
+    run(&CudaApi::pack, pack);
     CHECK(wire == data);
     CHECK_EQ(launched(device.most), device.most == 1 ? 3u : 2u);
     CHECK_EQ(fake_gpu::hooks().calls("occupancy"), 2u);

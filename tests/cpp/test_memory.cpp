@@ -4,6 +4,7 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "host/arena.hpp"
 #include "ranks.hpp"
@@ -18,15 +19,15 @@ constexpr size_t kMiB = size_t(1) << 20;
 // Processes that commit at once, where `limit` bytes are to be had; how many
 // did not get theirs. Checks that they never take more.
 int commit_at_once(size_t limit, size_t bytes, int count) {
-  std::vector<Fd> files;
+  std::vector<int> files; // not Fd, which a child closes
   for (int i = 0; i < count; ++i) {
-    files.push_back(create_memory_file("fusedpg-test", bytes));
+    files.push_back(dup(create_memory_file("fusedpg-test", bytes).get()));
   }
   const auto taken = [&] {
     size_t sum = 0;
-    for (const Fd& file : files) {
+    for (const int file : files) {
       struct stat status{};
-      fstat(file.get(), &status);
+      fstat(file, &status);
       sum += static_cast<size_t>(status.st_blocks) * 512;
     }
     return sum;
@@ -36,7 +37,7 @@ int commit_at_once(size_t limit, size_t bytes, int count) {
     Processes ranks(count, [&](int rank, Store& store) {
       store.meet("start", count);
       try {
-        commit_range(files[rank].get(), 0, bytes, [&] {
+        commit_range(files[rank], 0, bytes, [&] {
           const size_t now = taken();
           // What is seen is old by the time it is used.
           std::this_thread::sleep_for(milliseconds(20));
@@ -54,6 +55,9 @@ int commit_at_once(size_t limit, size_t bytes, int count) {
   }
   CHECK(taken() <= limit);
   CHECK_EQ(taken(), bytes * static_cast<size_t>(count - refused));
+  for (const int file : files) {
+    close(file);
+  }
   return refused;
 }
 
@@ -87,7 +91,8 @@ TEST(memory_room_waits_for_others_only_so_long) {
 TEST(memory_rooms_count_without_a_turn) {
   const auto free = [] { return 10 * kMiB; };
   const Room first(6 * kMiB, free);
-  const Fd stopped(::open("/proc/meminfo", O_RDONLY | O_CLOEXEC));
+  const Fd stopped =
+      Fd::opened([] { return ::open("/proc/meminfo", O_RDONLY | O_CLOEXEC); });
   const auto deadline = Clock::now() + std::chrono::seconds(10);
   while (flock(stopped.get(), LOCK_EX | LOCK_NB) != 0 &&
          Clock::now() < deadline) {

@@ -196,6 +196,40 @@ TEST(selector_cuda_chunks) {
   CHECK_EQ(whole(true, false, GpuPath::kRing, DType::kBFloat16), never);
 }
 
+TEST(selector_cuda_folds) {
+  cuda::StepConfig c;
+  c.world_size = 2;
+  const auto folds = [&](DType type, GpuPath path = GpuPath::kStock) {
+    c.grad_type = type;
+    return cuda::select_folds(c, path);
+  };
+  CHECK(folds(DType::kBFloat16));
+  CHECK(folds(DType::kFloat16));
+  CHECK(!folds(DType::kFloat32));
+  CHECK(!folds(DType::kFloat64));
+  CHECK(!folds(DType::kBFloat16, GpuPath::kRing));
+  CHECK(!folds(DType::kBFloat16, GpuPath::kDirect));
+  const auto but = [&](bool cuda::StepConfig::* field, bool value) {
+    cuda::StepConfig other = c;
+    other.grad_type = DType::kBFloat16;
+    other.*field = value;
+    return cuda::select_folds(other, GpuPath::kStock);
+  };
+  CHECK(!but(&cuda::StepConfig::wide_half_sums, false));
+  CHECK(!but(&cuda::StepConfig::reduces, false));
+  CHECK(!but(&cuda::StepConfig::generated, true));
+  CHECK(but(&cuda::StepConfig::updates, false));
+  c.world_size = 1;
+  CHECK(!folds(DType::kBFloat16));
+  // The ring would round the sums.
+  c = {};
+  c.has_ring = true;
+  c.grad_type = c.param_type = DType::kBFloat16;
+  CHECK(cuda::select_step_path(c) == GpuPath::kStock);
+  c.wide_half_sums = false;
+  CHECK(cuda::select_step_path(c) == GpuPath::kRing);
+}
+
 TEST(selector_cuda_chunk_bytes) {
   struct Row {
     cuda::ChunkConfig config;
@@ -218,29 +252,6 @@ TEST(selector_cuda_chunk_bytes) {
   const size_t block = cuda::select_chunk_bytes(rows[7].config) / 2 / 8;
   const auto layout = cuda::make_layout(counts, 8, block, ~size_t(0));
   CHECK_EQ(2 * layout.chunks.size() + 1, 35u);
-}
-
-TEST(selector_cuda_zeros) {
-  const size_t tiles = cuda::kDirectFlags / 2 / 4;
-  CHECK(cuda::select_step_skip(256, tiles, 4));
-  CHECK(!cuda::select_step_skip(256, tiles + 1, 4));
-  CHECK(!cuda::select_step_skip(0, tiles, 4));
-  struct Row {
-    cuda::SumConfig config;
-    GpuPath wanted;
-  };
-  const size_t most = cuda::kDirectFlags;
-  const Row rows[] = {
-      {{1, 1, true, true}, GpuPath::kDirect},
-      {{most, most, true, true}, GpuPath::kDirect},
-      {{most + 1, most + 1, true, true}, GpuPath::kStock},
-      {{0, 0, true, true}, GpuPath::kStock},
-      {{1, 1, false, true}, GpuPath::kStock},
-      {{1, 1, true, false}, GpuPath::kStock}};
-  check_rows(rows, cuda::select_sum_path);
-  CHECK(cuda::select_sum_skip(79, 100, cuda::kSkipLimit));
-  CHECK(!cuda::select_sum_skip(80, 100, cuda::kSkipLimit));
-  CHECK(cuda::select_sum_skip(100, 100, cuda::kNoSkipLimit));
 }
 
 TEST(selector_moves_between_hosts) {

@@ -561,3 +561,30 @@ TEST(tcp_strangers_disturb_nobody) {
 }
 
 } // namespace
+
+TEST(tcp_listens_in_a_range_of_ports) {
+  const SocketAddress any = SocketAddress::of("127.0.0.1 0");
+  const Fd taken = listen_at(any);
+  const auto port_of = [](const Fd& socket) {
+    const std::string text = bound_address(socket).text();
+    return std::stoi(text.substr(text.rfind(' ')));
+  };
+  const auto first = static_cast<uint16_t>(port_of(taken));
+  if (first <= 65535 - 100) {
+    const PortRange ports{first, static_cast<uint16_t>(first + 100)};
+    const int port = port_of(listen_at(any, ports));
+    CHECK(port > ports.first && port <= ports.last);
+  }
+  CHECK_THROWS(listen_at(any, {first, first}), Error, "FUSEDPG_PORT_RANGE");
+  // Of an address that has a port it is that one.
+  const SocketAddress named = bound_address(listen_at(any));
+  CHECK_EQ(
+      bound_address(listen_at(named, {first, first})).text(), named.text());
+  const PortRange read = PortRange::of("40000-40099");
+  CHECK(read.first == 40000 && read.last == 40099);
+  CHECK(PortRange::of("7").last == 7 && PortRange::of("").any());
+  for (const char* wrong :
+       {"x", "0-9", "9-8", "1-65536", "1-2-3", "1,2", "-5"}) {
+    CHECK_THROWS(PortRange::of(wrong), Error, "must be two ports");
+  }
+}

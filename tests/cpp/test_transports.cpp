@@ -1,15 +1,11 @@
-// Messages by TCP, and by UCX over TCP, on this machine. Without UCX there is
-// nothing to test of it: the Python tests say so where it is missing.
+// Messages by TCP on this machine.
 
 #include "net/tcp_transport.hpp"
-#include "net/ucx_transport.hpp"
 
 #include <fcntl.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <iterator>
-#include <optional>
 
 #include "ranks.hpp"
 
@@ -18,25 +14,7 @@ namespace {
 using namespace fusedpg;
 using namespace fusedpg::test;
 
-// libucp, which `make` finds in the wheel. TSan cannot look into it.
-const char* library() {
-  const char* path = std::getenv("FUSEDPG_TEST_UCX_LIB");
-  return path == nullptr || *path == '\0' || kOnlyThreads ? nullptr : path;
-}
-
-UcxConfig config() {
-  UcxConfig c;
-  c.set = {{"TLS", "tcp,self"}, {"NET_DEVICES", "lo"}, {"RNDV_THRESH", "64K"}};
-  return c;
-}
-
-// A way to carry messages.
-struct Kind {
-  std::function<std::unique_ptr<Transport>(Store&, int rank, int size)> make;
-  milliseconds farewell;
-};
-
-std::unique_ptr<Transport> make_tcp(Store& store, int rank, int size) {
+std::unique_ptr<Transport> connect(Store& store, int rank, int size) {
   auto endpoint = std::make_unique<TcpEndpoint>(
       TcpListener::at(SocketAddress::of("127.0.0.1 0")), rank, size);
   store.set(formatted("tcp/{}", rank), endpoint->address());
@@ -48,30 +26,14 @@ std::unique_ptr<Transport> make_tcp(Store& store, int rank, int size) {
       TcpTransport::Config(), std::move(endpoint), addresses);
 }
 
-std::unique_ptr<Transport> make_ucx(Store& store, int rank, int size) {
-  return std::make_unique<UcxTransport>(
-      ucx::load(library()), config(), store, rank, size, Deadline(kLong), [] {
-      });
-}
-
-std::vector<Kind> kinds() {
-  std::vector<Kind> all{{make_tcp, TcpTransport::Config().farewell}};
-  if (library() != nullptr) {
-    all.push_back({make_ucx, UcxConfig().farewell});
-  }
-  return all;
-}
-
 // Ranks as threads, each with a transport of its own.
 void on_transports(
     int size,
     const std::function<void(int rank, Transport&, Store&)>& body) {
-  for (const Kind& kind : kinds()) {
-    on_threads(size, [&](int rank, Store& store) {
-      const auto transport = kind.make(store, rank, size);
-      body(rank, *transport, store);
-    });
-  }
+  on_threads(size, [&](int rank, Store& store) {
+    const auto transport = connect(store, rank, size);
+    body(rank, *transport, store);
+  });
 }
 
 NetBuffer filled(size_t bytes, uint64_t seed) {
@@ -156,35 +118,33 @@ TEST(transport_killed_peer_is_named) {
   if (kOnlyThreads) {
     return;
   }
-  for (const Kind& kind : kinds()) {
-    for (const size_t bytes : {size_t(0), size_t(8), size_t(64) << 20}) {
-      Processes processes(3, [&](int rank, Store& store) {
-        const auto t = kind.make(store, rank, 3);
-        store.meet("connected", 4);
-        if (rank == 2) {
-          pause();
-        }
-        const Failure f = failure_of([&] {
-          const auto sent =
-              bytes == 0 ? nullptr : t->send(2, 1, filled(bytes, 1));
-          t->receive(2, 1, NetBuffer(bytes))->wait(Deadline(kLong));
-        });
-        CHECK(f.kind == ErrorKind::kPeerFailed);
-        CHECK(contains(f.what, "rank 2"));
-        CHECK(f.after < milliseconds(10000));
-        CHECK(failure_of([&] {
-                (void)t->send(1 - rank, 1, filled(8, 1));
-              }).kind == ErrorKind::kPeerFailed);
-      });
-      processes.store().meet("connected", 4);
-      if (bytes == 0) {
-        // They have connected by themselves then.
-        std::this_thread::sleep_for(milliseconds(300));
+  for (const size_t bytes : {size_t(0), size_t(8), size_t(64) << 20}) {
+    Processes processes(3, [&](int rank, Store& store) {
+      const auto t = connect(store, rank, 3);
+      store.meet("connected", 4);
+      if (rank == 2) {
+        pause();
       }
-      processes.signal(2, SIGKILL);
-      processes.check(0);
-      processes.check(1);
+      const Failure f = failure_of([&] {
+        const auto sent =
+            bytes == 0 ? nullptr : t->send(2, 1, filled(bytes, 1));
+        t->receive(2, 1, NetBuffer(bytes))->wait(Deadline(kLong));
+      });
+      CHECK(f.kind == ErrorKind::kPeerFailed);
+      CHECK(contains(f.what, "rank 2"));
+      CHECK(f.after < milliseconds(10000));
+      CHECK(failure_of([&] {
+              (void)t->send(1 - rank, 1, filled(8, 1));
+            }).kind == ErrorKind::kPeerFailed);
+    });
+    processes.store().meet("connected", 4);
+    if (bytes == 0) {
+      // They have connected by themselves then.
+      std::this_thread::sleep_for(milliseconds(300));
     }
+    processes.signal(2, SIGKILL);
+    processes.check(0);
+    processes.check(1);
   }
 }
 
@@ -192,61 +152,25 @@ TEST(transport_stopped_peer_is_a_timeout) {
   if (kOnlyThreads) {
     return;
   }
-  for (const Kind& kind : kinds()) {
-    Processes processes(2, [&](int rank, Store& store) {
-      const auto t = kind.make(store, rank, 2);
-      store.meet("connected", 3);
-      if (rank == 1) {
-        pause();
-      }
-      store.get("stopped", Deadline(kLong));
-      const NetBuffer large = filled(size_t(64) << 20, 1);
-      const Failure f = failure_of([&] {
-        const auto sent = t->send(1, 1, large);
-        sent->wait(Deadline(milliseconds(300)));
-      });
-      CHECK(f.kind == ErrorKind::kTimeout);
-      CHECK(contains(f.what, "to rank 1: not done within 300 ms"));
-    });
-    processes.store().meet("connected", 3);
-    processes.signal(1, SIGSTOP);
-    processes.store().set("stopped", "");
-    processes.check(0);
-  }
-}
-
-// UCX cannot cancel a receive of which a part is here, and its sender will not
-// send the rest.
-TEST(transport_ucx_gives_up_a_message_that_has_come_in_part) {
-  if (library() == nullptr) {
-    return;
-  }
-  on_threads(2, [&](int rank, Store& store) {
-    UcxConfig partly = config();
-    partly.set.back() = {"RNDV_THRESH", "1G"};
-    partly.set.emplace_back("TCP_SNDBUF", "64K");
-    partly.set.emplace_back("TCP_RCVBUF", "64K");
-    partly.farewell = kLong;
-    const auto connect = [&] {
-      return std::make_unique<UcxTransport>(
-          ucx::load(library()), partly, store, rank, 2, Deadline(kLong), [] {});
-    };
-    auto t = connect();
-    const NetBuffer large(size_t(64) << 20);
-    if (rank == 0) {
-      const auto sent = t->send(1, 1, large);
-      store.get("given up", Deadline(kLong)); // without progress
-      t->end();
-      return;
+  Processes processes(2, [&](int rank, Store& store) {
+    const auto t = connect(store, rank, 2);
+    store.meet("connected", 3);
+    if (rank == 1) {
+      pause();
     }
-    const Failure f = failure_of(
-        [&] { t->receive(0, 1, large)->wait(Deadline(milliseconds(300))); });
+    store.get("stopped", Deadline(kLong));
+    const NetBuffer large = filled(size_t(64) << 20, 1);
+    const Failure f = failure_of([&] {
+      const auto sent = t->send(1, 1, large);
+      sent->wait(Deadline(milliseconds(300)));
+    });
     CHECK(f.kind == ErrorKind::kTimeout);
-    CHECK(f.after < kLong / 2);
-    t->end(); // as often as one likes
-    t.reset();
-    store.set("given up", "");
+    CHECK(contains(f.what, "to rank 1: not done within 300 ms"));
   });
+  processes.store().meet("connected", 3);
+  processes.signal(1, SIGSTOP);
+  processes.store().set("stopped", "");
+  processes.check(0);
 }
 
 TEST(transport_abort_ends_a_wait) {
@@ -344,7 +268,7 @@ TEST(transport_receive_of_what_is_half_here) {
 // A message is of the receive that was posted first, whatever their lengths.
 TEST(transport_half_a_message_is_of_the_first_receive) {
   on_threads(2, [](int rank, Store& store) {
-    const auto t = make_tcp(store, rank, 2);
+    const auto t = connect(store, rank, 2);
     const NetBuffer large(size_t(32) << 20);
     greet(rank, *t);
     if (rank == 0) {
@@ -397,7 +321,7 @@ TEST(transport_many_small_messages) {
 // It has left before its messages have: they are on their way all the same.
 TEST(transport_sends_what_nobody_waits_for) {
   on_threads(2, [](int rank, Store& store) {
-    const auto t = make_tcp(store, rank, 2);
+    const auto t = connect(store, rank, 2);
     const NetBuffer large = filled(size_t(16) << 20, 3);
     if (rank == 0) {
       (void)t->send(1, 1, large);
@@ -473,32 +397,30 @@ TEST(transport_last_messages_arrive) {
 // It may be busy with another group, and come back to this one later; or have
 // left itself.
 TEST(transport_leaving_does_not_wait_for_a_peer) {
-  for (const Kind& kind : kinds()) {
-    for (const bool gone : {false, true}) {
-      for (const size_t bytes : {size_t(0), size_t(100), size_t(60) << 10}) {
-        on_threads(2, [&](int rank, Store& store) {
-          auto t = kind.make(store, rank, 2);
-          const NetBuffer into(bytes);
-          if (rank == 0) {
-            t->send(1, 1, filled(bytes, 1))->wait(Deadline(kLong));
-            if (gone) {
-              store.get("gone", Deadline(kLong));
-            }
-            const auto begin = Clock::now();
-            t.reset();
-            CHECK(Clock::now() - begin < kind.farewell / 4);
-            store.set("left", "");
-          } else {
-            if (!gone) {
-              store.get("left", Deadline(kLong));
-            }
-            t->receive(0, 1, into)->wait(Deadline(kLong));
-            CHECK(same(into, filled(bytes, 1)));
-            t.reset();
-            store.set("gone", "");
+  for (const bool gone : {false, true}) {
+    for (const size_t bytes : {size_t(0), size_t(100), size_t(60) << 10}) {
+      on_threads(2, [&](int rank, Store& store) {
+        auto t = connect(store, rank, 2);
+        const NetBuffer into(bytes);
+        if (rank == 0) {
+          t->send(1, 1, filled(bytes, 1))->wait(Deadline(kLong));
+          if (gone) {
+            store.get("gone", Deadline(kLong));
           }
-        });
-      }
+          const auto begin = Clock::now();
+          t.reset();
+          CHECK(Clock::now() - begin < TcpTransport::Config().farewell / 4);
+          store.set("left", "");
+        } else {
+          if (!gone) {
+            store.get("left", Deadline(kLong));
+          }
+          t->receive(0, 1, into)->wait(Deadline(kLong));
+          CHECK(same(into, filled(bytes, 1)));
+          t.reset();
+          store.set("gone", "");
+        }
+      });
     }
   }
 }

@@ -138,7 +138,6 @@ void Calls::fill(Stats& s) {
   s.mismatches = mismatches;
   s.bad_handles = bad_handles;
   s.freed_written = freed_written;
-  s.blocks_skipped = blocks_skipped;
   const std::lock_guard<std::mutex> lock(mutex_);
   s.all_reduce_bytes = bytes_[kAllReduce];
   s.reduce_scatter_bytes = bytes_[kReduceScatter];
@@ -158,7 +157,6 @@ void Calls::reset() {
   note_.clear();
   work_ = begun_ = ended_ = 0;
   mismatches = bad_handles = freed_written = 0;
-  blocks_skipped = 0;
   sticky = 0;
   read_environment();
 }

@@ -33,7 +33,6 @@ class Calls {
   std::atomic<uint64_t> mismatches{0};
   std::atomic<uint64_t> bad_handles{0};
   std::atomic<uint64_t> freed_written{0};
-  std::atomic<uint64_t> blocks_skipped{0};
 
   uint64_t count(const std::string& function);
   size_t order(Executed* out, size_t capacity);

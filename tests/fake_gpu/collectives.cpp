@@ -1,6 +1,7 @@
 // What the collectives of the fake NCCL do when their turn on the stream comes.
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "base/dtype.hpp"
@@ -64,7 +65,7 @@ size_t type_size(NcclDataType type) {
 }
 
 NcclResult Comm::launch(const Collective& c, void* stream) {
-  const bool reduces = c.op != kAllGather && c.op != kBroadcast;
+  const bool reduces = c.op == kAllReduce || c.op == kReduceScatter;
   if (type_size(c.type) == 0 ||
       (reduces && !reduction_supported(element(c.type), operation(c.red_op)))) {
     return kNcclInvalidArgument;
@@ -73,6 +74,14 @@ NcclResult Comm::launch(const Collective& c, void* stream) {
     return kNcclSuccess;
   }
   if (c.src == nullptr || c.dst == nullptr) {
+    return kNcclInvalidArgument;
+  }
+  // NCCL sends from there while it receives.
+  const auto apart = std::abs(
+      static_cast<const char*>(c.src) - static_cast<const char*>(c.dst));
+  if (c.op == kAllToAll &&
+      static_cast<size_t>(apart) <
+          c.count * type_size(c.type) * static_cast<size_t>(size)) {
     return kNcclInvalidArgument;
   }
   return perform(coin(), [=, this] {
@@ -164,7 +173,8 @@ void Comm::reduce(const Collective& c, char* dst, size_t first, size_t count)
 void Comm::execute(const Collective& c) {
   const std::lock_guard<std::mutex> lock(executing_);
   const size_t bytes = type_size(c.type);
-  const size_t blocks = c.op == kReduceScatter ? static_cast<size_t>(size) : 1;
+  const bool by_rank = c.op == kReduceScatter || c.op == kAllToAll;
+  const size_t blocks = by_rank ? static_cast<size_t>(size) : 1;
   Executed executed{0, 0, c.count, c.op, rank};
   if (!begin(executed, c.count * blocks * bytes, next_sequence_)) {
     return;
@@ -196,16 +206,15 @@ void Comm::execute(const Collective& c) {
         std::memcpy(dst + at * bytes, segment_->slot(c.red_op), part * bytes);
         return;
       }
-      if (c.op != kAllGather) {
-        const size_t own =
-            c.op == kReduceScatter ? static_cast<size_t>(rank) * most : 0;
+      const size_t own = by_rank ? static_cast<size_t>(rank) * most : 0;
+      if (c.op == kAllReduce || c.op == kReduceScatter) {
         reduce(c, dst + at * bytes, own, part);
         return;
       }
       for (int r = 0; r < size; ++r) {
         std::memcpy(
             dst + (static_cast<size_t>(r) * c.count + at) * bytes,
-            segment_->slot(r),
+            segment_->slot(r) + own * bytes,
             part * bytes);
       }
     };

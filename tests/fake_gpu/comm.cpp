@@ -50,9 +50,9 @@ std::string shown(const Announcement::Common& a) {
   static constexpr const char* kNames[kOps] = {
       "all_reduce",
       "reduce_scatter",
+      "all_to_all",
       "all_gather",
       "direct_step",
-      "direct_sum",
       "broadcast"};
   std::ostringstream out;
   out << (a.op == kWindowOp        ? "window"

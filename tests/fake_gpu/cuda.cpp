@@ -240,7 +240,6 @@ struct Table : CudaApi {
     CudaApi::direct_create = fake::direct_create;
     CudaApi::direct_destroy = fake::direct_destroy;
     CudaApi::direct_step = fake::direct_step;
-    CudaApi::direct_sum = fake::direct_sum;
 #define FUSEDPG_FAULTY(member) wrap<&CudaApi::member>(#member)
     FUSEDPG_FAULTY(device_count);
     FUSEDPG_FAULTY(get_device);
@@ -268,9 +267,6 @@ struct Table : CudaApi {
     FUSEDPG_FAULTY(lamb_moments);
     FUSEDPG_FAULTY(add_sums);
     FUSEDPG_FAULTY(trust);
-    FUSEDPG_FAULTY(find_blocks);
-    FUSEDPG_FAULTY(list_blocks);
-    FUSEDPG_FAULTY(move_blocks);
     FUSEDPG_FAULTY(architecture);
     FUSEDPG_FAULTY(program_load);
     FUSEDPG_FAULTY(program_unload);
@@ -278,7 +274,6 @@ struct Table : CudaApi {
     FUSEDPG_FAULTY(direct_create);
     FUSEDPG_FAULTY(direct_destroy);
     FUSEDPG_FAULTY(direct_step);
-    FUSEDPG_FAULTY(direct_sum);
 #undef FUSEDPG_FAULTY
   }
 

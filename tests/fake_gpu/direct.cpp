@@ -4,12 +4,12 @@
 #include "direct.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <utility>
 
 #include "cuda/cuda_api.hpp"
-#include "cuda/kernels/scalars.hpp"
 #include "nccl_device.h"
 
 extern "C" const fusedpg::cuda::CudaApi* fusedpg_kernels_api();
@@ -109,7 +109,7 @@ void Direct::run(
     const Announcement::Common& common,
     const uint64_t* stop,
     const std::function<int()>& kernel,
-    const std::function<void()>& then) {
+    const std::function<std::string()>& params) {
   const std::lock_guard<std::mutex> lock(executing_);
   Announcement mine{};
   mine.common = common;
@@ -128,13 +128,19 @@ void Direct::run(
     }
     window_->kernels -= uses;
   }
+  const std::string ended = params();
   // NCCL's abort does not reach these kernels.
   comm_->exchange(
       channel_,
       mine,
       [] {},
-      then,
+      [] {},
       [stop] { return __atomic_load_n(stop, __ATOMIC_ACQUIRE) != 0; });
+  // All ranks' kernels have ended, unless they were told to.
+  if (__atomic_load_n(stop, __ATOMIC_ACQUIRE) == 0 && params() != ended) {
+    std::fputs("a kernel: parameters arrive after its end\n", stderr);
+    std::abort();
+  }
   comm_->end(true);
 }
 
@@ -147,55 +153,19 @@ void Direct::step(const DirectArgs& args) {
        args.update.chunk.block,
        kDirectStep,
        static_cast<int32_t>(args.update.param_type),
-       static_cast<int32_t>(args.update.formula),
-       args.present != nullptr},
+       static_cast<int32_t>(args.update.formula)},
       args.stop,
       [&] { return fusedpg_kernels_api()->direct_step(&device, nullptr); },
-      [&] { count_skipped(args); });
-}
-
-// What all ranks have told this owner of their blocks.
-void Direct::count_skipped(const DirectArgs& args) const {
-  const Chunk& chunk = args.update.chunk;
-  const auto rank = static_cast<uint64_t>(chunk.rank);
-  for (uint32_t tile = 0; tile < chunk.num_tiles; ++tile) {
-    const Span span = span_of(chunk, tile);
-    if (args.present == nullptr || args.update.scalars[span.index].skip) {
-      continue;
-    }
-    const uint32_t blocks =
-        (span.count(chunk.rank) + kSkipBlock - 1) / kSkipBlock;
-    for (char* base : window_->bases) {
-      const auto* words = reinterpret_cast<const uint16_t*>(
-          base +
-          (reinterpret_cast<const char*>(args.present) - window_->bases[rank]));
-      const auto has = static_cast<uint32_t>(
-          __builtin_popcount(words[rank * chunk.num_tiles + tile]));
-      calls().blocks_skipped += blocks - has;
-    }
-  }
-}
-
-void Direct::sum(const DirectSumArgs& args) {
-  DirectSumArgs device = args;
-  device.context = context_;
-  std::fill_n(args.counts, kDirectBlocks, DirectCounts{});
-  if (!ranks_agree(args.agree)) {
-    const simt::AtOnce scope(1);
-    fusedpg_kernels_api()->direct_sum(&device, nullptr);
-    return;
-  }
-  run(
-      {0,
-       0,
-       args.tensor.count,
-       kDirectSum,
-       static_cast<int32_t>(args.tensor.type),
-       args.mean,
-       static_cast<int32_t>(args.tensor.block)},
-      args.stop,
-      [&] { return fusedpg_kernels_api()->direct_sum(&device, nullptr); },
-      [] {});
+      [&] {
+        std::string bytes;
+        for (uint32_t t = 0; t < args.num_tensors; ++t) {
+          const TensorInfo& info = args.update.chunk.tensors[t];
+          bytes.append(
+              static_cast<const char*>(info.param),
+              info.count * dtype_size(args.update.param_type));
+        }
+        return bytes;
+      });
 }
 
 int direct_create(const DirectCreateArgs* args, void** context, int* usable) {
@@ -247,31 +217,15 @@ int direct_destroy(void* context, void* comm) {
   return kSuccess;
 }
 
-namespace {
-
-template <typename Args>
-int enqueue(
-    const Args& args,
-    Stream stream,
-    void (Direct::*kernel)(const Args&)) {
-  const std::shared_ptr<Direct> direct = global<Contexts>().find(args.context);
+int direct_step(const DirectArgs* args, Stream stream) {
+  const std::shared_ptr<Direct> direct = global<Contexts>().find(args->context);
   if (direct == nullptr) {
     return no_such_context();
   }
   return streams().enqueue(
       stream,
-      [direct, kernel, copied = args] { ((*direct).*kernel)(copied); },
+      [direct, copied = *args] { direct->step(copied); },
       current_device());
-}
-
-} // namespace
-
-int direct_step(const DirectArgs* args, Stream stream) {
-  return enqueue(*args, stream, &Direct::step);
-}
-
-int direct_sum(const DirectSumArgs* args, Stream stream) {
-  return enqueue(*args, stream, &Direct::sum);
 }
 
 } // namespace fusedpg::fake

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "comm.hpp"
 
@@ -20,7 +21,6 @@ class Direct {
   int create(const cuda::DirectCreateArgs& args, int* usable);
   void destroy(void* comm);
   void step(const cuda::DirectArgs& args);
-  void sum(const cuda::DirectSumArgs& args);
 
  private:
   // The kernel, and a look at whether the other ranks' was the same.
@@ -28,8 +28,7 @@ class Direct {
       const Announcement::Common& common,
       const uint64_t* stop,
       const std::function<int()>& kernel,
-      const std::function<void()>& then);
-  void count_skipped(const cuda::DirectArgs& args) const;
+      const std::function<std::string()>& params);
 
   const std::shared_ptr<Comm> comm_;
   const std::shared_ptr<Window> window_;
@@ -45,6 +44,5 @@ int direct_create(
     int* usable);
 int direct_destroy(void* context, void* comm);
 int direct_step(const cuda::DirectArgs* args, cuda::Stream stream);
-int direct_sum(const cuda::DirectSumArgs* args, cuda::Stream stream);
 
 } // namespace fusedpg::fake

@@ -39,7 +39,6 @@ struct Stats {
   uint64_t all_reduce_bytes; // of inputs
   uint64_t reduce_scatter_bytes;
   uint64_t all_gather_bytes;
-  uint64_t blocks_skipped; // contributions that direct steps need not read
   // Mistakes of the caller.
   uint64_t mismatches; // collectives that ranks did not agree on
   uint64_t bad_handles; // unknown or ended streams, events, memory, ...
@@ -51,9 +50,9 @@ struct Stats {
 enum Op : int32_t {
   kAllReduce = 0,
   kReduceScatter,
+  kAllToAll,
   kAllGather,
   kDirectStep,
-  kDirectSum,
   kBroadcast,
   kOps
 };

@@ -260,6 +260,20 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclAllGather(
       stream);
 }
 
+FUSEDPG_FAKE_EXPORT NcclResult ncclAlltoAll(
+    const void* src,
+    void* dst,
+    size_t count,
+    NcclDataType type,
+    NcclComm comm,
+    NcclStream stream) {
+  return collective(
+      "ncclAlltoAll",
+      comm,
+      {kAllToAll, src, dst, count, type, kNcclSum},
+      stream);
+}
+
 FUSEDPG_FAKE_EXPORT NcclResult ncclBroadcast(
     const void* src,
     void* dst,

@@ -14,6 +14,7 @@ import datetime
 import faulthandler
 import functools
 import importlib
+import importlib.util
 import inspect
 import multiprocessing
 import multiprocessing.connection
@@ -25,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +163,7 @@ def _worker(connection: Any, start: _Start) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(start.env)
     if start.namespace is not None:
-        namespaces.enter(start.namespace)
+        namespaces.enter_network(start.namespace)
     torch.set_num_threads(1)
     try:
         if start.backend == "fused":
@@ -445,11 +447,9 @@ HOSTS = {
 }
 
 
-def pool_of_hosts(names: str, transport: str = "ucx", **more: str) -> Workers:
+def pool_of_hosts(names: str, **more: str) -> Workers:
     """Ranks of this machine that take each other for those of several."""
-    env = [
-        {"FUSEDPG_HOST_ID": name, "FUSEDPG_TRANSPORT": transport, **more} for name in HOSTS[names]
-    ]
+    env = [{"FUSEDPG_HOST_ID": name, **more} for name in HOSTS[names]]
     return pool(len(env), env=env, one_host=False)
 
 
@@ -482,6 +482,16 @@ def slow(*values: Any) -> Any:
 def python(*args: str) -> list[str]:
     """The command line of a fresh interpreter."""
     return [sys.executable, *args]
+
+
+def tool(name: str) -> ModuleType:
+    """A program of tools/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
 
 
 def serve(address: str = "127.0.0.1") -> dist.TCPStore:

@@ -86,20 +86,6 @@ def enter_network(namespace: str) -> None:
         os.close(file)
 
 
-def enter(namespace: str) -> None:
-    """Moves this process, which has one thread, to a host, as `ip netns exec` does.
-
-    /sys is mounted again, since UCX looks there for network devices.
-    """
-    clone_newns, detach = 0x20000, 2
-    slave_and_all_below = 1 << 19 | 1 << 14
-    enter_network(namespace)
-    _system("unshare", clone_newns)
-    _system("mount", b"", b"/", b"none", ctypes.c_ulong(slave_and_all_below), None)
-    _system("umount2", b"/sys", detach)
-    _system("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None)
-
-
 class Hosts:
     """Namespaces ``0 ... count - 1`` with addresses ``10.77.0.1 ...``.
 
@@ -218,7 +204,6 @@ class Hosts:
         return {
             "FUSEDPG_HOST_ID": self.namespace(host),
             "GLOO_SOCKET_IFNAME": "eth0",
-            "UCX_TLS": "tcp,self",  # else it finds shared memory past the link
         }
 
     def start(

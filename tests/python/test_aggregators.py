@@ -109,7 +109,7 @@ def test_bits_are_those_without(ranks: Any, two: str, number: int, dtype: torch.
     offset=st.integers(0, 5), async_op=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 @hypothesis.settings(
-    max_examples=30, deadline=None,
+    max_examples=15, deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 def test_any_call(ranks: Any, two: str, **case: Any) -> None:

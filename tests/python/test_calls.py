@@ -75,3 +75,9 @@ def test_abort_and_shutdown(size: int) -> None:
 @pools((2, "two"))
 def test_abort_without_peers(pool: int | str) -> None:
     workers_of(pool).run(errors.abort_without_peers)
+
+
+@pools((2, 3, "two"))
+def test_wrong_on_one_rank(pool: int | str) -> None:
+    """Each of the mistakes that the fuzzer draws: all ranks raise soon, and the group works on."""
+    workers_of(pool).run(errors.wrong_on_one_rank, timeout=120)

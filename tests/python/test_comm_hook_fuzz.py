@@ -75,7 +75,7 @@ def drawn(seed: int, where: str) -> Case:
 
 def ranks_of(where: str) -> harness.Workers:
     if where in harness.HOSTS:
-        return harness.pool_of_hosts(where, transport="tcp")
+        return harness.pool_of_hosts(where)
     return harness.pool(int(where))
 
 

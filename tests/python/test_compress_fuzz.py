@@ -34,7 +34,7 @@ TOLERANCE = {"fp32": 2e-5, "fp64": 1e-10, "bf16": 2e-2}
 
 def ranks_of(where: str) -> harness.Workers:
     if where in harness.HOSTS:
-        return harness.pool_of_hosts(where, transport="tcp")
+        return harness.pool_of_hosts(where)
     return harness.pool(3, backend="gloo") if where == "gloo" else harness.pool(int(where))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,7 @@ def test_names_of_grace_and_mergecomp() -> None:
         ({"compressor": "topk", "ratio": 0.1, "compress_ratio": 0.1}, "are the same"),
         ({"fusion_num": 2.0}, "fusion_num is 0"),
         ({"memory": "1bitadam"}, "memory '1bitadam' is not known"),
+        ({"communicator": SimpleNamespace(send_step=0)}, "GRACE's, which calls Horovod"),
         ({"quantums": 3}, "quantum, quantum_num"),
         ({"compressor": "dgc", "memory": "dgc", "momentum_masking": 0}, "True or False"),
         ({"compressor": compressors.TopK(), "communicator": "allreduce"}, "linear = True"),

@@ -20,6 +20,7 @@ import pytest
 import harness
 from checks import (
     cuda_fake,
+    cuda_halves,
     cuda_order,
     cuda_ranks,
     fused_ops,
@@ -89,7 +90,7 @@ def test_own_options(two: harness.Workers, variant: str) -> None:
 def test_took_the_stock_path(two: harness.Workers) -> None:
     for info in two.run(cuda_fake.info_after_a_step):
         assert info["cuda_path"] == "stock"
-        assert info["nccl_version"] >= 22200
+        assert info["nccl_version"] >= 22800
         assert info["state"] == "ok"
 
 
@@ -161,13 +162,43 @@ def test_direct_path_needs_all_tensors_in_the_arena() -> None:
     assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
 
 
-@pytest.mark.parametrize(
-    "why", [{"FUSEDPG_FAKE_NCCL_VERSION": "22304"}, {"FUSEDPG_FAKE_NO_LSA": "1"}]
-)
-def test_direct_path_falls_back(why: dict[str, str]) -> None:
-    with harness.Workers(2, **direct(**why)) as gpus:
+def test_direct_path_falls_back() -> None:
+    with harness.Workers(2, **direct(FUSEDPG_FAKE_NO_LSA="1")) as gpus:
         agree(gpus.run(fused_ops.parity, Run("adamw", memory="arena")))
         assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
+
+
+# --- sums of half gradients -------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, harness.slow(4)])
+def test_half_sums_have_the_bits_of_the_cpu(size: int) -> None:
+    options = harness.fake_gpu()
+    gpus = harness.pool(size, **options | {"options": {"cuda_chunk_bytes": 1 << 14}})
+    for op, dtype in itertools.product(("sgd", "adamw"), ("bf16", "fp16")):
+        gpus.run(cuda_halves.bits_of_the_cpu, op, dtype, op == "sgd" and dtype == "bf16")
+    gpus.run(cuda_halves.slices_have_the_bits_of_the_cpu)
+
+
+def test_half_sums_beyond_the_type() -> None:
+    gpus = harness.pool(2, **harness.fake_gpu())
+    gpus.run(cuda_halves.beyond_the_type)
+    for clips in (False, True):
+        gpus.run(cuda_halves.optimizer_beyond_the_type, clips)
+
+
+def test_half_sums_on_the_wire() -> None:
+    options = harness.fake_gpu()
+    options["options"] = options["options"] | {"half_sums": "wire"}
+    gpus = harness.pool(2, **options)
+    for variant in ("bf16 with masters", "fp16", "fp32 with bf16 gradients"):
+        agree(gpus.run(fused_ops.parity, Run("adamw", ring=True, **VARIANTS[variant])))
+
+
+def test_half_sums_are_compared() -> None:
+    with harness.Workers(2, **harness.fake_gpu()) as gpus:
+        for error in gpus.errors(cuda_halves.other_settings):
+            assert "half_sums=fp32" in error.text and "half_sums=wire" in error.text, error.text
 
 
 # --- a patched NCCL ---------------------------------------------------------------
@@ -175,7 +206,7 @@ def test_direct_path_falls_back(why: dict[str, str]) -> None:
 
 def patched(choice: str = "patched", **more: str) -> dict[str, Any]:
     options = harness.fake_gpu(**{"FUSEDPG_FAKE_PATCHED": "1"} | more)
-    options["options"] = options["options"] | {"nccl": choice}
+    options["options"] = options["options"] | {"nccl": choice, "half_sums": "wire"}
     return options
 
 
@@ -243,6 +274,14 @@ def test_disagreement(what: str, field: str) -> None:
     assert time.monotonic() - begin < 30
 
 
+def test_disagreement_writes_nothing() -> None:
+    options = harness.fake_gpu()
+    options["options"] = options["options"] | {"cuda_chunk_bytes": 0}
+    for numel in (4096, 1 << 19):  # the second one is a chunk of its own
+        with harness.Workers(2, timeout=20, **options) as gpus:
+            gpus.run(cuda_fake.other_parameters, numel)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_peer(mode: str) -> None:
     env = {"FUSEDPG_FAKE_ASYNC_ERROR": "1"}
@@ -293,108 +332,29 @@ def test_checkpoints_fit_the_other_engine(kind: str, tmp_path: Path) -> None:
     gpus.run(leg, "full", kind, folders[1], "", 2, "contiguous")
 
 
-# --- all-reduces that skip blocks of zeros ------------------------------------------
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sparse_all_reduce(size: int) -> None:
-    gpus = harness.pool(size, **harness.fake_gpu())
-    for dtype in sparse.DTYPES:
-        gpus.run(
-            sparse.equals_dense,
-            *[
-                Case(numel, block, density, dtype=dtype)
-                for numel in (0, 1, 20_003)
-                for block, density in ((256, 0.1), (32, 1.0), (4096, 0.0))
-            ],
-        )
-
-
-@pytest.mark.parametrize("dtype", sparse.DTYPES)
-def test_bitmap(dtype: str) -> None:
-    gpus = harness.pool(3, **harness.fake_gpu())
-    for numel, block, density in ((0, 256, 0.5), (1, 32, 0.5), (20_003, 256, 0.1), (999, 32, 0.0)):
-        case = {"numel": numel, "block": block, "density": density, "dtype": dtype, "seed": numel}
-        for looks, async_op in (((), False), ((1,), True)):
-            rest = {"looks": looks, "async_op": async_op, "average": False, "strided": False}
-            gpus.run(sparse.obeys_bitmap, case | rest)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sparse_all_reduce_directly(size: int) -> None:
-    gpus = harness.pool(size, **direct())
-    for dtype in sparse.DTYPES:
-        gpus.run(
-            sparse.equals_dense,
-            *[
-                Case(numel, block, density, dtype=dtype, op=op, arena=True, offset=numel % 2)
-                for numel in (1, 20_003)
-                for block, density in ((256, 0.1), (32, 1.0), (4096, 0.0))
-                for op in ("SUM", "AVG")[: 1 if "int" in dtype else 2]
-            ],
-        )
+# --- zeros, which no kernel skips ---------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["sgd", "amsgrad"])
-def test_fused_steps_skip_zeros(name: str, kind: str) -> None:
+def test_steps_that_may_skip_zeros(name: str, kind: str) -> None:
     harness.pool(2, **direct()).run(sparse.fused_steps, name, kind)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
-def test_bytes_of_direct_sums(density: float) -> None:
-    found = harness.pool(3, **direct()).run(sparse.moved_bytes, density, True)
-    for one in found:
-        assert one["paths"]["block_sparse"] == 1
-        assert one["bytes_sent"] > 0  # the blocks' flags
-    flags = sum(one["blocks"] * 2 for one in found)
-    sent = sum(one["bytes_sent"] for one in found)
-    assert sent == sum(one["bytes_received"] for one in found)
-    assert sent == pytest.approx(sum(one["formula"] for one in found) + flags, rel=0.02)
-
-
-@pytest.mark.parametrize("arena", [False, True])
 @pytest.mark.parametrize("mode", ["on", "auto"])
-def test_sparse_by_option(mode: str, arena: bool) -> None:
-    options = direct()
+def test_group_that_may_skip_zeros(mode: str) -> None:
+    options = harness.fake_gpu()
     options["options"] = options["options"] | {"block_skip": mode}
     gpus = harness.pool(2, **options | {"oracle": True})
-    cases = [Case(50_000, density=0.05, seed=i, arena=arena) for i in range(20)]
-    cases += [Case(40_000, density=1.0, seed=i, arena=arena) for i in range(20)]
-    for found in gpus.run(sparse.equals_oracle, *cases):
-        # Over the arenas the first look at the dense ones is a sum, too.
-        assert found["paths"]["block_sparse"] == (40 if mode == "on" else 20 + arena)
+    gpus.run(sparse.equals_oracle, *[Case(50_000, density=0.05, seed=i) for i in range(20)])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_sparse_threshold(dtype: str) -> None:
-    harness.pool(2, **harness.fake_gpu()).run(sparse.keeps_what_it_does_not_send, dtype)
+def test_sparse_all_reduce_says_what_to_do() -> None:
+    harness.pool(2, **harness.fake_gpu()).run(sparse.refused_on_gpus)
 
 
-def test_sparse_hook() -> None:
-    gpus = harness.pool(2, **harness.fake_gpu())
-    agree(gpus.run(sparse.hook_without_threshold))
-    agree(gpus.run(sparse.hook_with_threshold))
-
-
-def test_sparse_is_not_coalesced() -> None:
+def test_steps_are_not_coalesced() -> None:
     harness.pool(2, **harness.fake_gpu()).run(sparse.refuses_coalescing)
-
-
-def test_sparse_settings_are_compared() -> None:
-    with harness.Workers(2, **harness.fake_gpu()) as gpus:
-        for error in gpus.errors(sparse.other_settings):
-            assert "block_skip=on" in error.text
-            assert "block_skip=off" in error.text
-
-
-def test_sparse_disagreement() -> None:
-    with harness.Workers(2, **harness.fake_gpu()) as gpus:
-        for error in gpus.errors(sparse.mismatched_blocks):
-            assert error.kind == "DistBackendError"
-            assert "ranks disagree" in error.text
-            assert "blocks of 64" in error.text
-            assert "blocks of 128" in error.text
 
 
 # --- the order of calls, on streams -------------------------------------------------

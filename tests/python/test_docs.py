@@ -101,12 +101,14 @@ def test_arms_have_words_and_plots(report: Any, tmp_path: Path) -> None:
 # What stands before a block of Python, to no reader's eyes:
 #   <!-- program: NAME -->            it goes on with the program NAME of its page
 #   <!-- program: NAME (4 ranks) -->  on so many ranks instead of 2
+#   <!-- program: NAME (3 ranks, rank 2 dies) -->
 #   <!-- program: NAME
 #   lines -->                         which run before it, or after all if no block follows
 #   <!-- not run: GPU -->             for a reason of NOT_RUN
 # A block without any is a program of its own. A diff is two programs.
 ITEM = re.compile(
-    r"^<!-- program: (?P<name>\w+)(?: \((?P<ranks>\d+) ranks\))?(?:\n(?P<hidden>.*?))? ?-->\n"
+    r"^<!-- program: (?P<name>\w+)(?: \((?P<ranks>\d+) ranks(?:, rank (?P<dies>\d+) dies)?\))?"
+    r"(?:\n(?P<hidden>.*?))? ?-->\n"
     r"|^<!-- not run: (?P<reason>.+?) -->\n|^```(?P<kind>python|diff)\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
@@ -117,31 +119,33 @@ NL = "\n"
 class Text(NamedTuple):
     ranks: int
     text: str
+    dies: int | None = None  # one of the ranks
 
 
 def programs_of(document: str) -> dict[str, Text]:
     """The Python of a page, by the name of each program."""
     found: dict[str, Text] = {}
     text = (ROOT / document).read_text()
-    name, end = "", -1  # of the mark before
+    name, end, dies = "", -1, None  # of the mark before
     for item in ITEM.finditer(text):
         if not (code := item["code"]):
             name, end = item["name"] or "", item.end()
             assert item["name"] or item["reason"] in NOT_RUN, item[0]
             code, ranks = item["hidden"] or "", int(item["ranks"] or 2)
+            dies = int(item["dies"]) if item["dies"] else None
         elif end != item.start():
             # Parts of programs, which the tests of frameworks compare with them.
             name = (
                 "" if code.startswith("# examples/") else f"line{text.count(NL, 0, item.start())}"
             )
-            ranks = 2
+            ranks, dies = 2, None
         if item["kind"] == "diff":
             lines = code.splitlines(keepends=True)
             before, code = ("".join(x[1:] or NL for x in lines if x[0] != no) for no in "+-")
             found[f"{name}_before"] = Text(ranks, before)
         if name:
             old = found.get(name, Text(ranks, ""))
-            found[name] = Text(max(old.ranks, ranks), old.text + code.rstrip() + NL)
+            found[name] = Text(max(old.ranks, ranks), old.text + code.rstrip() + NL, dies)
     marks = text.count("<!-- program") + text.count("<!-- not run")
     assert marks == sum(not item["code"] for item in ITEM.finditer(text)), "a mark that is none"
     return found
@@ -172,7 +176,13 @@ def test_programs(name: str, tmp_path: Path) -> None:
     env = {"WORLD_SIZE": str(program.ranks), **harness.environment_of(store)}
     ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(program.ranks)]
     with harness.Workers(program.ranks, init=False, backend="gloo", env=ranks) as workers:
-        workers.run(run_file, str(path), timeout=120)
+        if program.dies is None:
+            workers.run(run_file, str(path), timeout=120)
+            return
+        workers.start(run_file, str(path))
+        left = [rank for rank in range(program.ranks) if rank != program.dies]
+        assert workers.collect(120, ranks=left) == [None] * len(left)
+        assert workers.processes[program.dies].exitcode == 1
 
 
 def test_parts_of_programs() -> None:

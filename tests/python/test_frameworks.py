@@ -438,13 +438,13 @@ def test_serves_a_llama() -> None:
     ]
     done = subprocess.run(
         command,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"},  # a rank's share
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 ranks: the same 4 tokens on each" in done.stdout
+    assert "2 ranks of 2 threads: the same 4 tokens on each" in done.stdout
 
 
 def test_the_document_shows_the_recipes() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import os
 import signal
 import time
@@ -28,22 +28,17 @@ Spread = tuple[harness.Workers, list[str]]
 
 
 LAYOUTS = [
-    harness.slow(("two", "ucx")),
-    harness.slow(("two", "tcp")),
-    harness.slow(("three", "ucx")),
-    ("three", "tcp"),
-    harness.slow(("two and one", "ucx")),
-    ("two and one", "tcp"),
-    ("two of two", "ucx"),
-    ("two of two", "tcp"),
-    harness.slow(("crossed", "ucx")),
+    harness.slow("two"),
+    "three",
+    "two and one",
+    "two of two",
+    harness.slow("crossed"),
 ]
 
 
-@pytest.fixture(params=LAYOUTS, ids=" by ".join)
+@pytest.fixture(params=LAYOUTS)
 def spread(request: pytest.FixtureRequest) -> Spread:
-    names, transport = request.param
-    return harness.pool_of_hosts(names, transport), harness.HOSTS[names]
+    return harness.pool_of_hosts(request.param), harness.HOSTS[request.param]
 
 
 def test_engine(spread: Spread) -> None:
@@ -56,12 +51,12 @@ def test_memory(spread: Spread) -> None:
     workers.run(hosts.memory, [names.count(name) for name in names])
 
 
-ARENAS = [("two of two", "tcp"), ("two and one", "tcp"), harness.slow("three and one", "tcp")]
+ARENAS = ["two of two", "two and one", harness.slow("three and one")]
 
 
 @pytest.mark.parametrize("op", collectives.OPS)
-@pytest.mark.parametrize(("names", "transport"), ARENAS)
-def test_in_arenas(names: str, transport: str, op: str) -> None:
+@pytest.mark.parametrize("names", ARENAS)
+def test_in_arenas(names: str, op: str) -> None:
     """Some ranks' tensors lie in their arenas: also views, at odd offsets, with gaps."""
     size = len(harness.HOSTS[names])
 
@@ -69,13 +64,13 @@ def test_in_arenas(names: str, transport: str, op: str) -> None:
     @hypothesis.given(calls(op, (size,)), st.text("ao", min_size=size, max_size=size))
     def examples(call: tuple[int, Case], memory: str) -> None:
         case = dataclasses.replace(call[1], memory=memory)
-        harness.pool_of_hosts(names, transport).run(hosts.in_arenas, case)
+        harness.pool_of_hosts(names).run(hosts.in_arenas, case)
 
     examples()
 
 
 def test_freed_in_flight() -> None:
-    harness.pool_of_hosts("two of two", "tcp").run(hosts.freed_in_flight, 300_007, 20)
+    harness.pool_of_hosts("two of two").run(hosts.freed_in_flight, 300_007, 20)
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
@@ -136,32 +131,27 @@ def test_transport(spread: Spread) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "library", "expected"),
+    ("option", "variable", "refused"),
     [
-        (("ucx", "ucx"), "", "ucx"),
-        (("", ""), "", "tcp"),  # never UCX unasked, though all have it
-        (("ucx", "ucx"), "/no/libucp.so", "cannot load UCX"),
+        (None, "", False),
+        (None, "tcp", False),
+        ("tcp", "ucx", False),  # the option comes first
+        ("ucx", "", True),
+        (None, "ucx", True),
     ],
 )
-def test_choice_of_transport(choices: tuple[str, str], library: str, expected: str) -> None:
-    env = [
-        {"FUSEDPG_HOST_ID": str(i), "FUSEDPG_TRANSPORT": choice, "FUSEDPG_UCX_LIB": library}
-        for i, choice in enumerate(choices)
-    ]
-    if library:
-        env[0]["FUSEDPG_UCX_LIB"] = ""  # one rank without it is enough
-    with harness.Workers(2, env=env, one_host=False) as workers:
-        workers.run(hosts.choice, expected)
+def test_choice_of_transport(option: str | None, variable: str, refused: bool) -> None:
+    env = [{"FUSEDPG_HOST_ID": str(i), "FUSEDPG_TRANSPORT": variable} for i in range(2)]
+    with harness.Workers(2, env=env, init=False, oracle=False, one_host=False) as workers:
+        workers.run(hosts.choice, option, refused)
 
 
-@pytest.mark.parametrize("transport", ["ucx", "tcp"])
-def test_store_is_busy(transport: str) -> None:
-    harness.pool_of_hosts("two", transport).run(hosts.store_is_busy)
+def test_store_is_busy() -> None:
+    harness.pool_of_hosts("two").run(hosts.store_is_busy)
 
 
-@pytest.mark.parametrize("transport", ["ucx", "tcp"])
-def test_timeout_of_messages(transport: str) -> None:
-    harness.pool_of_hosts("two", transport).run(hosts.timeout_of_messages)
+def test_timeout_of_messages() -> None:
+    harness.pool_of_hosts("two").run(hosts.timeout_of_messages)
 
 
 def _serve(connection: Connection) -> None:
@@ -170,48 +160,55 @@ def _serve(connection: Connection) -> None:
     connection.recv()
 
 
-@pytest.mark.parametrize(
-    ("transport", "what"), [*itertools.product(("tcp", "ucx"), ("all_reduce", "messages"))]
-)
-def test_store_stopped_before_the_first_operation(transport: str, what: str) -> None:
-    """Its client would wait for an answer without a limit."""
-    timeout = 2.0
+@pytest.mark.parametrize("what", ["all_reduce", "messages"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["ended", "stopped"])
+def test_without_its_store_from_the_first_operation(how: signal.Signals, what: str) -> None:
+    """Ranks have met: rank 0's process may end with the store."""
     ours, theirs = harness.FORKED.Pipe()
     server = harness.FORKED.Process(target=_serve, args=(theirs,))
     server.start()
-    env = [{"FUSEDPG_HOST_ID": str(i), "FUSEDPG_TRANSPORT": transport} for i in range(2)]
+    env = [{"FUSEDPG_HOST_ID": str(i)} for i in range(2)]
     try:
         with harness.Workers(2, env=env, init=False, oracle=False, one_host=False) as workers:
-            workers.run(hosts.meet_at, ours.recv(), timeout)
-            os.kill(cast("int", server.pid), signal.SIGSTOP)
+            workers.run(hosts.meet_at, ours.recv(), 2.0)
+            os.kill(cast("int", server.pid), how)
             try:
-                took = workers.run(hosts.store_stopped, what)
+                took = workers.run(hosts.without_store, what)
             finally:
-                os.kill(cast("int", server.pid), signal.SIGCONT)
-            assert max(took) < timeout + 4, took
+                with contextlib.suppress(ProcessLookupError):  # it may have ended
+                    os.kill(cast("int", server.pid), signal.SIGCONT)
+            assert max(took) < 1, took
     finally:
-        ours.send(None)
+        if how == signal.SIGSTOP:
+            ours.send(None)
         server.join()
 
 
-def test_info_while_connecting() -> None:
-    harness.pool_of_hosts("two").run(hosts.info_while_connecting)
-
-
-def test_connects_once() -> None:
-    harness.pool_of_hosts("two", "tcp").run(hosts.connects_once)
+def test_info_while_waiting() -> None:
+    harness.pool_of_hosts("two").run(hosts.info_while_waiting)
 
 
 @pytest.mark.parametrize(
-    ("names", "transport", "sizes"),
+    ("name", "value", "here"),
     [
-        ("three", "ucx", (1, 1003, 70_001)),
-        ("three", "tcp", (1, 1003, 1024, 1025, 16_001, 70_001, 1_000_003)),
-        ("two", "tcp", (1024, 1025, 32_768)),
+        ("FUSEDPG_SOCKET_IFNAME", "none0", r"no interface none0 .*machine has .*lo"),
+        ("FUSEDPG_PORT_RANGE", "40000-", r'must be two ports.*got "40000-"'),
     ],
 )
-def test_sums_have_the_bits_of_one_host(names: str, transport: str, sizes: tuple[int, ...]) -> None:
-    ranks = harness.pool_of_hosts(names, transport)
+def test_cannot_listen(name: str, value: str, here: str) -> None:
+    text = f"because of rank 0: .*{here}"
+    harness.pool_of_hosts("two").run(hosts.cannot_listen, name, value, here, text)
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        ("three", (1, 1003, 1024, 1025, 16_001, 70_001, 1_000_003)),
+        ("two", (1024, 1025, 32_768)),
+    ],
+)
+def test_sums_have_the_bits_of_one_host(names: str, sizes: tuple[int, ...]) -> None:
+    ranks = harness.pool_of_hosts(names)
     for kind in ("float32", "float16", "int32"):
         for numel in sizes:
             parts = ranks.run(hosts.sums, kind, numel)
@@ -219,42 +216,27 @@ def test_sums_have_the_bits_of_one_host(names: str, transport: str, sizes: tuple
             assert set(parts) == set(one_host), (kind, numel)
 
 
-SHARED = [
-    ("two and one", "tcp"),
-    ("two of two", "tcp"),
-    ("crossed", "ucx"),
-    harness.slow("two and one", "ucx"),
-    harness.slow("two of two", "ucx"),
-    harness.slow("three and one", "ucx"),
-]
+SHARED = ["two and one", "two of two", "crossed", harness.slow("three and one")]
 
 
-@pytest.mark.parametrize(("names", "transport"), SHARED)
-def test_order_of_sums(names: str, transport: str) -> None:
-    ranks = harness.pool_of_hosts(names, transport)
+@pytest.mark.parametrize("names", SHARED)
+def test_order_of_sums(names: str) -> None:
+    ranks = harness.pool_of_hosts(names)
     for numel in (1, 1003, 300_007):
         ranks.run(hosts.order, harness.HOSTS[names], numel)
     ranks.run(hosts.skipping, harness.HOSTS[names])
 
 
-@pytest.mark.parametrize("transport", ["ucx", "tcp"])
-def test_flat_order_has_the_bits_of_one_host(transport: str) -> None:
-    ranks = harness.pool_of_hosts("two of two", transport, FUSEDPG_ORDER="flat")
+def test_flat_order_has_the_bits_of_one_host() -> None:
+    ranks = harness.pool_of_hosts("two of two", FUSEDPG_ORDER="flat")
     for numel in (1003, 300_007):
         ranks.run(hosts.order, ["a"] * 4, numel)
     ranks.run(hosts.skipping, ["a"] * 4)
 
 
-@pytest.mark.parametrize(
-    ("names", "transport", "order"),
-    [
-        ("three", "tcp", "hosts"),
-        ("two of two", "ucx", "flat"),
-        harness.slow("two of two", "tcp", "flat"),
-    ],
-)
-def test_fused_steps_have_the_bits_of_one_host(names: str, transport: str, order: str) -> None:
-    ranks = harness.pool_of_hosts(names, transport, FUSEDPG_ORDER=order)
+@pytest.mark.parametrize(("names", "order"), [("three", "hosts"), ("two of two", "flat")])
+def test_fused_steps_have_the_bits_of_one_host(names: str, order: str) -> None:
+    ranks = harness.pool_of_hosts(names, FUSEDPG_ORDER=order)
     for op in fused_ops.OPS:
         for more in (
             {},

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import hypothesis
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fusedpg
 import harness
 from checks import fusion_autograd as checks
 from checks.fusion import Case
+from checks.refused import refused
 from fusedpg.fusion import IllegalProgram, Partial, all_reduce, broadcast
+from harness import Context, on_ranks
 from test_fusion_random import BINARY, REDUCING, SMOOTH, UNARY, programs
 
 
@@ -28,6 +33,25 @@ def test_random_gradients_under_all_schedules(world_size: int) -> None:
 
     examples()
     assert seen > 15
+
+
+@on_ranks(2)
+def test_tangents_are_refused(context: Context) -> None:
+    """Forward-mode derivatives, on the first call and on those that take a shortcut."""
+
+    @fusedpg.fuse
+    def step(g: Partial, w):
+        return 3.0 * w - all_reduce(g, "mean")
+
+    g, w = torch.ones(64), torch.ones(64)
+    for _ in range(3):
+        with forward_ad.dual_level(), refused("has a tangent", NotImplementedError):
+            step(g, forward_ad.make_dual(w, w))
+        with forward_ad.dual_level():
+            assert torch.equal(step(g, w), torch.full((64,), 2.0))  # a level alone changes nothing
+        assert torch.equal(step(g, w), torch.full((64,), 2.0))
+    with refused("torch.func", TypeError):
+        torch.func.jvp(functools.partial(step, g), (w,), (w,))
 
 
 def test_each_rule() -> None:

@@ -64,7 +64,7 @@ def test_messages(seed: int) -> None:
 @pytest.mark.parametrize("hosts", ["two of two", "crossed", harness.slow("three and one")])
 @pytest.mark.parametrize("seed", seeds(2))
 def test_messages_between_hosts(hosts: str, seed: int) -> None:
-    harness.pool_of_hosts(hosts, "tcp").run(pipeline_foe.run, seed, timeout=300)
+    harness.pool_of_hosts(hosts).run(pipeline_foe.run, seed, timeout=300)
 
 
 def test_one_of_several_messages_differs() -> None:

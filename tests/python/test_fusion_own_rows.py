@@ -217,21 +217,18 @@ def test_dropout_of_one_number_a_row() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["ucx", harness.slow("tcp")])
 @pytest.mark.parametrize("hosts", ["two and one", harness.slow("three"), harness.slow("crossed")])
-def test_between_hosts(hosts: str, transport: str) -> None:
-    pool = harness.pool_of_hosts(hosts, transport)
-    pool.run(own_rows.large, timeout=300)
+def test_between_hosts(hosts: str) -> None:
+    harness.pool_of_hosts(hosts).run(own_rows.large, timeout=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["ucx", "tcp"])
 @pytest.mark.parametrize("hosts", ["two and one", "three", "crossed"])
-def test_bits_between_hosts(hosts: str, transport: str) -> None:
+def test_bits_between_hosts(hosts: str) -> None:
     # The reference adds in rank order, which is that of "two and one" by hosts, too.
     order = "hosts" if hosts == "two and one" else "flat"
     for dtype in (torch.bfloat16, torch.float64):
-        pool = harness.pool_of_hosts(hosts, transport, FUSEDPG_ORDER=order)
+        pool = harness.pool_of_hosts(hosts, FUSEDPG_ORDER=order)
         pool.run(own_rows.many, dtype, True, timeout=300)
 
 

@@ -68,6 +68,10 @@ def test_others_hear() -> None:
     harness.pool(3).run(pipeline_told.others_hear)
 
 
+def test_refused_at_once() -> None:
+    harness.pool(4).run(pipeline_told.refused_at_once)
+
+
 def test_numbers_again() -> None:
     harness.pool(4).run(pipeline_told.numbers_again)
 
@@ -96,9 +100,8 @@ def test_killed(sends: bool) -> None:
 
 
 @pytest.mark.fused_only
-@pytest.mark.parametrize("transport", ["ucx", "tcp"])
-def test_between_hosts(transport: str) -> None:
-    workers = harness.pool_of_hosts("two of two", transport)
+def test_between_hosts() -> None:
+    workers = harness.pool_of_hosts("two of two")
     workers.run(pipeline.values, (6, 4000), torch.float32)
     workers.run(pipeline.train, 2, torch.float64, "one by one", True)
     workers.run(pipeline.mismatches)

@@ -29,17 +29,18 @@ NO_LINKS = pytest.mark.skipif(hosts.why_not() is not None, reason=f"no links: {h
 class Crew:
     """Processes that stay while their groups come and go, all under one store."""
 
-    def __init__(self, place: str, layout: str, transport: str) -> None:
+    def __init__(self, place: str, layout: str) -> None:
         self._exit = contextlib.ExitStack()
         self.at_rest = True
         self.on = LAYOUTS[layout]
         self.all = list(range(len(self.on)))
-        self._names = (f"{transport}{n}-" for n in itertools.count())
+        self._names = (f"group{n}-" for n in itertools.count())
         links = self._exit.enter_context(hosts.Hosts(2)) if place == "links" else None
         self.links = links
-        env = [{"FUSEDPG_TRANSPORT": transport} for _ in self.on]
-        for own, host in zip(env, self.on, strict=True):
-            own |= {"FUSEDPG_HOST_ID": str(host)} if links is None else links.environment(host)
+        env = [
+            {"FUSEDPG_HOST_ID": str(host)} if links is None else links.environment(host)
+            for host in self.on
+        ]
         self.workers = self._exit.enter_context(
             harness.Workers(
                 len(self.on),
@@ -92,33 +93,31 @@ class Crew:
 
 
 @functools.cache
-def crew_of(place: str, layout: str, transport: str) -> Crew:
-    return Crew(place, layout, transport)
+def crew_of(place: str, layout: str) -> Crew:
+    return Crew(place, layout)
 
 
 def crews() -> list[Any]:
-    """Quick: over links, our sockets and UCX with two ranks a host; pretended with one."""
+    """Quick: over links with two ranks a host; pretended with one."""
     found = []
-    for place, layout, transport in itertools.product(
-        ("links", "pretended"), LAYOUTS, ("tcp", "ucx")
-    ):
+    for place, layout in itertools.product(("links", "pretended"), LAYOUTS):
         marks = [NO_LINKS] if place == "links" else []
         if (place == "links") != (layout == "2x2"):
             marks.append(pytest.mark.slow)
-        values = place, layout, transport
+        values = place, layout
         found.append(pytest.param(values, marks=marks, id="-".join(values)))
     return found
 
 
 @pytest.fixture(scope="module", params=crews())
-def places(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]:
+def places(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     yield request.param
     crew_of(*request.param).close()
     crew_of.cache_clear()
 
 
 @pytest.fixture
-def crew(places: tuple[str, str, str]) -> Iterator[Crew]:
+def crew(places: tuple[str, str]) -> Iterator[Crew]:
     """At rest: in no group. What a test has left elsewhere is thrown away."""
     crew = crew_of(*places)
     crew.at_rest = False

@@ -54,7 +54,7 @@ def said(texts: Sequence[str], ranks: int) -> list[dict[str, Any]]:
 
 
 def torchrun(
-    two: hosts.Hosts, ranks: Sequence[int], options: Sequence[str], *arguments: str, **env: str
+    two: hosts.Hosts, ranks: Sequence[int], options: Sequence[str], *arguments: str
 ) -> list[dict[str, Any]]:
     processes = [
         two.start(
@@ -67,7 +67,7 @@ def torchrun(
                 SCRIPT,
                 *arguments,
             ],
-            {"OMP_NUM_THREADS": "1", "FUSEDPG_TRANSPORT": "ucx", **env},
+            {"OMP_NUM_THREADS": "1"},
         )
         for host, count in enumerate(ranks)
     ]
@@ -92,18 +92,11 @@ def expected(ranks: tuple[int, ...]) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "transport"),
-    [
-        ((2, 1), "tcp"),
-        harness.slow((2, 1), "ucx"),
-        harness.slow((1, 1), "ucx"),
-    ],
-)
-def test_torchrun_static(two: hosts.Hosts, ranks: tuple[int, ...], transport: str) -> None:
-    found = torchrun(two, ranks, STATIC, FUSEDPG_TRANSPORT=transport)
+@pytest.mark.parametrize("ranks", [(2, 1), harness.slow((1, 1))], ids=str)
+def test_torchrun_static(two: hosts.Hosts, ranks: tuple[int, ...]) -> None:
+    found = torchrun(two, ranks, STATIC)
     assert [one["local_world_size"] for one in found] == [r for r in ranks for _ in range(r)]
-    assert all(one["transport"].startswith(transport) for one in found)
+    assert {one["transport"] for one in found} == {"tcp"}
     assert {one["launcher"] for one in found} == {"torchrun"}
 
 
@@ -114,24 +107,21 @@ def test_torchrun_rendezvous(two: hosts.Hosts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["ucx", "tcp"])
-def test_killed_worker_is_started_again(two: hosts.Hosts, tmp_path: Path, transport: str) -> None:
+def test_killed_worker_is_started_again(two: hosts.Hosts, tmp_path: Path) -> None:
     """All workers start anew, go on from the checkpoint, and end with the same weights."""
     found = torchrun(
         two,
         (1, 1),
-        c10d(f"elastic-{transport}", "--max-restarts=2"),
+        c10d("elastic", "--max-restarts=2"),
         f"--checkpoint={tmp_path / 'saved'}",
         "--kill=1",
-        FUSEDPG_TRANSPORT=transport,
     )
     assert {one["began_at"] for one in found} == {5}
     assert {one["digest"] for one in found} == {expected((1, 1))}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["tcp", harness.slow("ucx")])
-def test_survivor_ends_with_the_error(two: hosts.Hosts, transport: str) -> None:
+def test_survivor_ends_with_the_error(two: hosts.Hosts) -> None:
     """A program that does not handle the failure ends at once, with it, and not by a signal."""
     processes = []
     for rank in range(2):
@@ -141,7 +131,6 @@ def test_survivor_ends_with_the_error(two: hosts.Hosts, transport: str) -> None:
             "MASTER_ADDR": two.address(0),
             "MASTER_PORT": "29402",
             "OMP_NUM_THREADS": "1",
-            "FUSEDPG_TRANSPORT": transport,
         }
         processes.append(two.start(rank, [sys.executable, SCRIPT, "--kill=1"], env))
     texts = [process.communicate(timeout=60)[0] for process in processes]
@@ -176,7 +165,7 @@ def test_mpirun(two: hosts.Hosts, tmp_path: Path) -> None:
             *("--prtemca", "plm_ssh_agent", str(agent)),
             *("--prtemca", "prte_if_include", "eth0"),
             *("-x", f"MASTER_ADDR={two.address(0)}", "-x", "GLOO_SOCKET_IFNAME=eth0"),
-            *("-x", "OMP_NUM_THREADS=1", "-x", "FUSEDPG_TRANSPORT=ucx", "-x", "UCX_TLS=tcp,self"),
+            *("-x", "OMP_NUM_THREADS=1"),
             *(sys.executable, SCRIPT),
         ],
         {"PATH": os.environ["PATH"]},
@@ -202,7 +191,6 @@ def test_slurm_variables(two: hosts.Hosts) -> None:
             "SLURM_JOB_ID": "77",
             "MASTER_ADDR": two.address(0),
             "OMP_NUM_THREADS": "1",
-            "FUSEDPG_TRANSPORT": "ucx",
         }
         processes.append(two.start(host, [sys.executable, SCRIPT], env))
     found = said(outputs(processes), 3)

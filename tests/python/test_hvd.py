@@ -722,6 +722,13 @@ def _installed(_: Context) -> None:
     from horovod.torch import allreduce
 
     assert named is hvd and horovod.torch is hvd and allreduce is hvd.allreduce
+    from horovod.common.exceptions import HorovodInternalError
+    from horovod.runner import run
+    from horovod.torch.compression import Compression
+    from horovod.torch.mpi_ops import allgather
+
+    assert allgather is hvd.allgather and Compression is hvd.Compression
+    assert run is hvd.run and HorovodInternalError is hvd.HorovodInternalError
     sys.modules["horovod.torch"] = harness
     with pytest.raises(RuntimeError, match="already"):
         hvd.install()

@@ -126,10 +126,11 @@ def test_without_a_fault(tmp_path: Path, marker: str) -> None:
     assert all(result["resets"] == [] for result in results)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("step", "victim"), [(11, 0), slow(0, 2), slow(0, 0), slow(11, 2)])
-def test_a_killed_rank(tmp_path: Path, marker: str, victim: int, step: int) -> None:
+def test_a_killed_rank(tmp_path: Path, marker: str, victim: int, step: int, fused: bool) -> None:
     """Two of three ranks go on from the last commit, also without rank 0, and before a commit."""
-    plan = {"kill": {str(victim): step}}
+    plan = {"kill": {str(victim): step}, "fused": fused}
     results, err = run(tmp_path, marker, plan, "-np", "3", "--min-np", "2")
     assert f"worker {victim} (rank {victim}) on localhost was ended by signal 9" in err
     check(results, plan)
@@ -158,9 +159,10 @@ def test_a_new_rank_takes_the_place_of_a_killed_one(tmp_path: Path, marker: str)
     assert results[0]["worker"] == 1  # not the new one: rank 0 has the state
 
 
-def test_hosts_join_and_leave(tmp_path: Path, marker: str) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_hosts_join_and_leave(tmp_path: Path, marker: str, fused: bool) -> None:
     """Slots of the discovery script: 2, then 3, then 2 again; nothing is done twice."""
-    plan = {"wait": {"1": 3, "2": 2}}
+    plan = {"wait": {"1": 3, "2": 2}, "fused": fused}
     job = Job(tmp_path, marker, plan, "-np", "2", "--min-np", "1", "--max-np", "3")
     job.flags += ("--host-discovery-script", str(tmp_path / "hosts.sh"))
     job.hosts("localhost:2\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedpg.hvd as hvd
+import fusedpg.optim
+import harness
 from harness import Context, on_ranks
 from test_hvd import session
 
@@ -95,6 +98,218 @@ def test_steps_are_those_of_one_process(context: Context, way: str) -> None:
                 optimizer.step()
     want = trained_alone(context.world_size, passes, given.get("op") != hvd.Sum)
     same(net, want, **({"rtol": 1e-2, "atol": 1e-3} if way == "float16" else {}))
+
+
+class Twice(torch.optim.SGD):
+    """Looks at the gradients before the closure, and asks for it twice, as far as the loss says."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        super().step()
+        value = closure()
+        for _ in range(1 + (value > 0.1)):
+            value = closure()
+        with torch.no_grad():
+            for param, before in zip(self.param_groups[0]["params"], held):
+                param.copy_(before)
+        super().step()
+        return value
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.3, max_iter=5, line_search_fn="strong_wolfe")
+
+
+def twice(params: Any) -> torch.optim.Optimizer:
+    return Twice(params, lr=0.2)
+
+
+CLOSURES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "plain": (sgd, {}),
+    "clipped": (sgd, {}),
+    "LBFGS": (lbfgs, {}),
+    "twice": (twice, {"groups": 2}),
+    "sum": (sgd, {"op": hvd.Sum}),
+    "passes": (sgd, {"backward_passes_per_step": 2}),
+    "Adam": (torch.optim.Adam, {"compression": hvd.Compression.none}),
+    "grace": (sgd, WAYS["grace"]),
+    "fused": (sgd, {"fused": True}),
+}
+
+
+def _train_by_closure(context: Context, way: str) -> None:
+    make, given = CLOSURES[way]
+    size, passes = context.world_size, given.get("backward_passes_per_step", 1)
+    net, alone = model(), model()
+    ours = hvd.DistributedOptimizer(make(net.parameters()), net.named_parameters(), **given)
+    theirs = make(alone.parameters())
+
+    def closure(step: int) -> Tensor:
+        ours.zero_grad()
+        values = [loss(net, context.rank, step * 2 + n) for n in range(passes)]
+        for value in values:
+            value.backward()
+        if way == "clipped":
+            ours.synchronize()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        return values[-1]
+
+    def alones(step: int) -> Tensor:
+        theirs.zero_grad()
+        numbers = range(step * 2, step * 2 + passes)
+        value = sum(loss(alone, r, n) for n in numbers for r in range(size))
+        value = value / (1 if given.get("op") == hvd.Sum else size)
+        value.backward()
+        if way == "clipped":
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        return value
+
+    for step in range(STEPS):
+        if way == "twice":  # which looks at gradients that are there
+            ours.zero_grad()
+            loss(net, context.rank, 1).backward()
+            theirs.zero_grad()
+            (sum(loss(alone, r, 1) for r in range(size)) / size).backward()
+        got = ours.step(functools.partial(closure, step))
+        want = theirs.step(functools.partial(alones, step))
+        if make in (lbfgs, twice):  # they decide by the loss, so it is all ranks'
+            torch.testing.assert_close(got, want.detach(), rtol=1e-3, atol=1e-5)
+        if way == "plain":
+            assert len(hvd.allgather(got.detach().view(1)).unique()) == size
+    same(net, alone, rtol=1e-3, atol=1e-5)
+    flat = nn.utils.parameters_to_vector(net.parameters()).detach()
+    assert all(torch.equal(row, flat) for row in hvd.allgather(flat[None])), way
+
+
+@on_ranks(2, 3)
+def test_a_closure_is_run_before_gradients_are_waited_for(context: Context) -> None:
+    """Each evaluation's gradients are all ranks', and ranks stay alike to the bit."""
+    with session():
+        for way in CLOSURES:
+            if way != "fused" or harness.IS_FUSED:
+                _train_by_closure(context, way)
+
+
+@on_ranks(2)
+def test_gradients_in_flight_are_not_touched(context: Context) -> None:
+    """Who changes them before they are waited for is told, on all ranks, and can go on."""
+    net = model()
+    with session():
+        optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters())
+        clip = functools.partial(nn.utils.clip_grad_norm_, net.parameters(), 1e-3)
+        for change in (clip, net.zero_grad, functools.partial(net.zero_grad, set_to_none=False)):
+            loss(net, context.rank, 0).backward()
+            change()
+            before = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+            with pytest.raises(RuntimeError, match=r"synchronize\(\) after backward"):
+                optimizer.step()
+            assert torch.equal(nn.utils.parameters_to_vector(net.parameters()), before)
+            optimizer.zero_grad()
+        loss(net, context.rank, 0).backward()
+        with pytest.raises(AssertionError, match="set_backward_passes_per_step"):
+            optimizer.set_backward_passes_per_step(2)
+        with pytest.raises(RuntimeError, match="skip_synchronize"), optimizer.skip_synchronize():
+            optimizer.step(lambda: loss(net, context.rank, 0))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(net, context.rank, step).backward()
+            optimizer.step()
+        with pytest.raises(ValueError, match="LBFGS"):
+            hvd.DistributedOptimizer(lbfgs(net.parameters()), op=hvd.Adasum)
+    same(net, trained_alone(2))
+
+
+@pytest.mark.fused_only
+@on_ranks(2, 3)
+def test_a_joined_rank_serves_fused_steps(context: Context) -> None:
+    """It takes part with zeros, so that ranks stay alike; means divide by the number of all."""
+    rank, size = context.rank, context.world_size
+    clipping = functools.partial(fusedpg.optim.SGD, lr=0.2, momentum=0.9, max_grad_norm=0.1)
+    for make in (sgd, clipping):
+        # Two optimizers in turn, and operations of the engine between them.
+        nets, alone = [model(), model()], [model(), model()]
+        with session():
+            ours = [hvd.DistributedOptimizer(make(net.parameters()), fused=True) for net in nets]
+            for step in range(3 + 2 * rank):
+                for net, optimizer in zip(nets, ours):
+                    optimizer.zero_grad()
+                    loss(net, rank, step).backward()
+                    optimizer.step()
+                here = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="here")
+                assert here.item() == sum(step < 3 + 2 * r for r in range(size))
+            assert hvd.join() == size - 1
+            theirs = [sgd(net.parameters()) for net in alone]
+            for step in range(3 + 2 * (size - 1)):
+                for net, optimizer in zip(alone, theirs):
+                    optimizer.zero_grad()
+                    active = [r for r in range(size) if step < 3 + 2 * r]
+                    (sum(loss(net, r, step) for r in active) / size).backward()
+                    if make is clipping:
+                        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                    optimizer.step()
+            same(nets[0], alone[0])
+            same(nets[1], alone[1])
+            # All have joined: the next steps are those of everybody again.
+            ours[0].zero_grad()
+            loss(nets[0], rank, 0).backward()
+            ours[0].synchronize()
+            ours[0].step()
+            if rank == 0:
+                with pytest.raises(hvd.HorovodInternalError, match="have joined"):
+                    hvd.join()
+            else:
+                ours[0].zero_grad()
+                loss(nets[0], rank, 0).backward()
+                with pytest.raises(Exception, match=r"have joined|mismatch|rank 0"):
+                    ours[0].synchronize()
+
+
+@pytest.mark.fused_only
+@on_ranks(2, 3)
+def test_states_of_fused_optimizers_are_broadcast(context: Context) -> None:
+    """The root's, which it alone has loaded, or of which all ranks have slices."""
+    net, alone = model(), model()
+    theirs = sgd(alone.parameters())
+    loss(alone, 0, 0).backward()
+    theirs.step()
+    with session():
+        plain = sgd(net.parameters())
+        if context.rank == 1:  # as from a checkpoint
+            plain.load_state_dict(theirs.state_dict())
+            net.load_state_dict(alone.state_dict())
+        hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+        optimizer = hvd.DistributedOptimizer(plain, net.named_parameters(), fused=True)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        for step in range(4):
+            if step == 2:
+                if context.rank == 1:
+                    optimizer.param_groups[0]["lr"] = 0.1
+                theirs.param_groups[0]["lr"] = 0.1
+                hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+            optimizer.zero_grad()
+            loss(net, context.rank, step).backward()
+            optimizer.step()
+            theirs.zero_grad()
+            total = sum(loss(alone, r, step) for r in range(context.world_size))
+            (total / context.world_size).backward()
+            theirs.step()
+        same(net, alone)
+        state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=4)
+        state.commit()
+        weights = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+        for _ in range(2):
+            for step in range(2):
+                optimizer.zero_grad()
+                loss(net, context.rank, step).backward()
+                optimizer.step()
+            after = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+            assert not torch.equal(after, weights)
+            state.sync()  # the state of now
+            assert torch.equal(nn.utils.parameters_to_vector(net.parameters()), after)
+            state.restore()  # what sync() has saved
+            assert torch.equal(nn.utils.parameters_to_vector(net.parameters()), after)
+            weights = after
 
 
 @on_ranks(2)
@@ -182,6 +397,10 @@ def test_misuse(context: Context) -> None:
             optimizer.zero_grad()
         with pytest.raises(AssertionError, match="more than backward_passes_per_step"):
             loss(net, context.rank, 0).backward()
+        with pytest.raises(RuntimeError, match="while it was being reduced"):
+            optimizer.step()  # the second pass has been added to a gradient in flight
+        optimizer.zero_grad()
+        loss(net, context.rank, 0).backward()
         optimizer.step()
 
 
@@ -372,14 +591,34 @@ class _Grace:
         return votes.sum(0).sign().float()
 
 
+class _GraceInOneStep:
+    """The same as GRACE's variant for torch.distributed has it."""
+
+    def send_receive(self, tensors: Any, name: str, ctx: Any) -> Tensor:
+        return _Grace().receive_step(tensors, ctx)
+
+    def step(self, tensor: Tensor, name: str) -> Tensor:
+        handles, ctx = _Grace().send_step(tensor, name)
+        return self.send_receive(handles, name, ctx)
+
+
 @on_ranks(2, 3)
 def test_objects_of_grace(context: Context) -> None:
-    param = nn.Parameter(torch.zeros(3))
-    with session():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([param], lr=1.0), [("x", param)], grace=_Grace()
-        )
-        signs = torch.tensor([1.0, -1.0, 1.0 if context.rank else -1.0])
-        (param * signs * 7).sum().backward()
-        optimizer.step()
-    assert param.tolist() == [-1.0, 1.0, 0.0 if context.world_size == 2 else -1.0]
+    """In Horovod's order of arguments, and in GRACE's."""
+    for grace in (_Grace(), _GraceInOneStep()):
+        param = nn.Parameter(torch.zeros(3))
+        for number in range(3):
+            with session():
+                made = torch.optim.SGD([param], lr=1.0)
+                named = [("x", param)]
+                if number == 0:
+                    optimizer = hvd.DistributedOptimizer(made, named, grace=grace)
+                elif number == 1:
+                    optimizer = hvd.DistributedOptimizer(made, grace, named_parameters=named)
+                else:
+                    optimizer = hvd.DistributedOptimizer(made, grace, named)
+                signs = torch.tensor([1.0, -1.0, 1.0 if context.rank else -1.0])
+                (param * signs * 7).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert param.tolist() == [-3.0, 3.0, 0.0 if context.world_size == 2 else -3.0]

@@ -215,6 +215,38 @@ def test_ranks_output_and_files(tmp_path: Path, marker: str) -> None:
         assert folder.joinpath("stderr").read_text() == "oh\n"
 
 
+UNEDITED = """
+import subprocess, sys
+import horovod.torch as hvd
+import torch
+hvd.init()
+if sys.argv[1:] == ["x"]:
+    child = subprocess.run([sys.executable, "-c", "import horovod.torch as t; print(t.__name__)"],
+                           capture_output=True, text=True, check=True)
+    print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), __name__, child.stdout)
+"""
+
+
+@pytest.mark.parametrize("how", ["fusedpg-run", "fusedpg-run, its name alone", "torchrun", "-m"])
+def test_programs_that_import_horovod(how: str, tmp_path: Path) -> None:
+    """They are not edited, and neither are those that they start."""
+    script = tmp_path / "unedited.py"
+    script.write_text(UNEDITED)
+    python = [sys.executable] * ("alone" not in how)
+    served = ["-np", "2", "--serve-horovod", *python, str(script), "x"]
+    command = [*JOB, *served] if how.startswith("fusedpg-run") else []
+    if not command:
+        module = how == "-m"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        program = ["-m", script.stem] if module else [str(script)]
+        command = [sys.executable, *torchrun, "-m", "fusedpg.hvd", *program, "x"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2.0 __main__ fusedpg.hvd") == 2
+
+
 @pytest.mark.long
 def test_output_keeps_every_byte(tmp_path: Path) -> None:
     """Bytes that are no UTF-8, long lines, carriage returns, a last line without an end."""

@@ -1,16 +1,13 @@
 """tools/mutants.py on a project of two files; and its list fits the sources."""
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness import ROOT, tool
 
 PROJECT = """
 [build]
@@ -92,17 +89,8 @@ def test_product():
 """
 
 
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools/mutants.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_list_fits() -> None:
-    mutants = tool()
+    mutants = tool("mutants")
     assert mutants.check(mutants.load(ROOT)) == []
 
 
@@ -128,7 +116,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_catches(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutants = tool()
+    mutants = tool("mutants")
     monkeypatch.setattr(mutants, "FIRST_LIMIT", {"C++": 5.0, "Python": 60.0})
     project = mutants.load(root, tmp_path / "work")
     mutants.build(project)
@@ -173,7 +161,7 @@ def test_hang_is_seen_twice(
     hangs: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once may be a busy machine."""
-    mutants = tool()
+    mutants = tool("mutants")
     limits: list[float] = []
 
     def run_test(project: Any, test: str, tree: Path, mutant: Any, limit: float, **_: Any) -> Any:
@@ -191,7 +179,7 @@ def test_hang_is_seen_twice(
 
 
 def test_text_that_has_gone(root: Path, tmp_path: Path) -> None:
-    mutants = tool()
+    mutants = tool("mutants")
     (root / "csrc/add.cpp").write_text(SOURCE.replace("sum += b", "sum += 1 * b"))
     problems = mutants.check(mutants.load(root, tmp_path / "work"))
     assert [problem.split(":")[0] for problem in problems] == ["caught", "survives"]
@@ -207,7 +195,7 @@ def test_text_that_has_gone(root: Path, tmp_path: Path) -> None:
     ],
 )
 def test_tests_that_have_gone(root: Path, tmp_path: Path, old: str, new: str) -> None:
-    mutants = tool()
+    mutants = tool("mutants")
     settings = root / "tools/mutants/project.toml"
     settings.write_text(settings.read_text().replace(old, new))
     problems = mutants.check(mutants.load(root, tmp_path / "work"))
@@ -215,7 +203,7 @@ def test_tests_that_have_gone(root: Path, tmp_path: Path, old: str, new: str) ->
 
 
 def test_build_that_is_out_of_date(root: Path, tmp_path: Path) -> None:
-    mutants = tool()
+    mutants = tool("mutants")
     project = mutants.load(root, tmp_path / "work")
     mutants.build(project)
     (root / "tools/mutants/all.toml").write_text(MUTANTS.replace("sum -= b", "sum -= 2 * b"))

@@ -6,6 +6,8 @@ import io
 import logging
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 import fusedpg
 import harness
+from checks import flight
 from harness import Context, on_ranks
 
 pytestmark = pytest.mark.fused_only
@@ -132,10 +135,9 @@ def test_who_is_late(size: int, operation: str) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("transport", ["tcp", "ucx"])
 @pytest.mark.parametrize("names", ["two", "two and one"])
-def test_who_is_late_between_hosts(names: str, transport: str, operation: str) -> None:
-    workers = harness.pool_of_hosts(names, transport)
+def test_who_is_late_between_hosts(names: str, operation: str) -> None:
+    workers = harness.pool_of_hosts(names)
     late = len(harness.HOSTS[names]) - 1  # alone on its host
     names_the_late(workers.run(waits, late, operation)[0], late)
 
@@ -186,7 +188,7 @@ def test_a_line_for_each_group() -> None:
 
 
 def test_the_line_says_which_transport() -> None:
-    first, *others = harness.pool_of_hosts("two and one", "tcp").run(new_groups)
+    first, *others = harness.pool_of_hosts("two and one").run(new_groups)
     assert others == [[], []]
     two, *all_three = first[1], first[0], first[2]
     assert "2 ranks in shared memory;" in two
@@ -224,26 +226,41 @@ def late(context: Context) -> str:
 @pytest.mark.parametrize("names", ["", "two and one", "two of two"])
 def test_who_waits_for_a_late_rank_prints_nothing(names: str) -> None:
     """c10d's store warns of each of its waits that ends in vain."""
-    workers = harness.pool_of_hosts(names, "tcp") if names else harness.pool(2)
+    workers = harness.pool_of_hosts(names) if names else harness.pool(2)
     written = workers.run(late)
     assert not any(written), written
 
 
-def unused_groups(context: Context) -> int:
-    """Descriptors that groups open which are not used."""
-    before = len(os.listdir("/proc/self/fd"))
+def _connections_to(port: int) -> int:
+    """Sockets of this process that are connected to a port."""
+    own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path("/proc/self/net", name).read_text().splitlines()[1:]
+    ]
+    return sum(row[2].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in own for row in rows)
+
+
+def unused_groups(context: Context) -> tuple[int, int]:
+    """Connections to the store, and other descriptors, that five groups open."""
+    port = context.store.port
+    before = _connections_to(port), len(os.listdir("/proc/self/fd"))
+    assert before[0] > 0
     groups = [dist.new_group() for _ in range(5)]
-    opened = len(os.listdir("/proc/self/fd")) - before
+    after = _connections_to(port), len(os.listdir("/proc/self/fd"))
     dist.barrier()
     for group in groups:
         dist.all_reduce(torch.ones(4), group=group)
         dist.destroy_process_group(group)
-    return opened
+    return after[0] - before[0], after[1] - before[1]
 
 
 def test_groups_between_hosts_have_one_client_of_the_store() -> None:
     """A store looks up the name of each that connects, which takes seconds without a DNS."""
-    assert harness.pool_of_hosts("three", "tcp").run(unused_groups) == [0, 0, 0]
+    for connections, descriptors in harness.pool_of_hosts("three").run(unused_groups):
+        assert connections == 0
+        assert descriptors <= 5 * 5  # a group between hosts has its two endpoints at once
 
 
 def nothing(context: Context) -> None:
@@ -255,3 +272,45 @@ def test_the_variable_shows_it() -> None:
         workers.run(nothing)
         assert workers.log(0).count("[fusedpg] group ") == 1
         assert "[fusedpg] group" not in workers.log(1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("absent", "Not all ranks joining collective"),
+        ("operations", "does not match found collective type"),
+        ("sizes", "Expected input sizes"),
+        ("none", ""),
+    ],
+)
+@pytest.mark.parametrize("served", [False, True], ids=["fused", "served"])
+def test_flight_recorder(fault: str, says: str, served: bool, tmp_path: Path) -> None:
+    """torch's analyser of the ranks' dumps says what was wrong, and nothing else is."""
+    with harness.Workers(2, init=False, oracle=False) as workers:
+        dumps = workers.run(flight.run, fault, served, str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    report = done.stdout + done.stderr
+    assert done.returncode == 0, report
+    assert says in report, report
+    assert ("Not all ranks" in report) == (fault == "absent"), report
+    assert ("has errors" in report) == (fault in ("operations", "sizes")), report
+    entries = dumps[0]["entries"]
+    assert [entry["record_id"] for entry in entries] == list(range(len(entries)))
+    names = [entry["operation"] for entry in entries]
+    assert names.count("all_reduce") == (3 if fault == "none" else 4), "each of them once"
+    assert "fused_adamw_" in names
+    assert entries[0]["input_sizes"] == [[4, 2]]
+    assert entries[0]["input_dtypes"] == ["Half"]
+    assert all(entry["state"] == "completed" for entry in entries[:-1])
+    assert entries[-1]["state"] == ("completed" if fault == "none" else "started")
+
+
+@on_ranks(2)
+def test_flight_recorder_arguments(context: Context) -> None:
+    flight.arguments(context)

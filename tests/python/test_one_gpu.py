@@ -246,11 +246,33 @@ def test_dry_run(stage: str, only: str, tmp_path: Path) -> None:
 
 
 def test_steps_fit() -> None:
-    """A hang costs a minute, and a stage whose steps all pass in half of that fits."""
+    """A hang costs 100 seconds, and a stage whose steps all pass in half of that fits."""
     for stage in (1, 2, 3, 4):
         steps = [one for one in STEPS if one.stage == stage]
         assert steps and all(one.limit <= MOST for one in steps)
         assert sum(one.limit for one in steps) / 2 <= 60 * runner.MINUTES
+
+
+@pytest.mark.parametrize("tensors", [1, 3])
+def test_ways_of_a_step_of_one_rank_agree(tensors: int) -> None:
+    """Those that benchmarks/gpu.py times, on the CPU; torch.compile and graphs are for a GPU."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import torch
+import torch.distributed as dist
+import fusedpg
+import _gpu_one_rank as one
+dist.init_process_group("fused", store=dist.HashStore(), rank=0, world_size=1)
+state = one.State(9_000, {tensors}, torch.device("cpu"))
+for name in (one.OURS, one.SMART, one.EAGER):
+    one.check(state, name, one.ARMS[name](state))
+dist.destroy_process_group()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_tests_that_steps_name_exist() -> None:

@@ -229,6 +229,17 @@ def test_clipping(workers: harness.Workers, mode: str, how: str) -> None:
         identical(workers.run(optim_guards.clipped, run, how, max_norm))
 
 
+@pytest.mark.parametrize("mode", NOT_OVERLAP)
+def test_ranks_that_scale_differently(trio: harness.Workers, mode: str) -> None:
+    for how in optim_guards.SCALING:
+        trio.run(optim_guards.scaled_differently, mode, how)
+
+
+def test_hosts_that_clip_differently() -> None:
+    workers = harness.pool_of_hosts("two")
+    workers.run(optim_guards.scaled_differently, "manual", "method")
+
+
 @pytest.mark.parametrize("order", [torch.inf, 1.0, 3.0])
 @pytest.mark.parametrize("how", ["method", "torch"])
 @pytest.mark.parametrize("mode", NOT_OVERLAP)

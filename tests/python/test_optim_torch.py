@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import hypothesis
@@ -155,15 +156,38 @@ def test_sequences(kind: str, mode: str, size: int, numbers: list[int]) -> None:
     harness.pool(size).run(optim_sequences.sequence, kind, mode, numbers)
 
 
-@harness.on_ranks(2)
-def test_a_gradient_of_other_ranks_is_named(context: harness.Context) -> None:
-    """A list of gradients that the caller has made lacks it: the first norm says so."""
+@pytest.mark.parametrize("asked", ["clip", "clip one by one", "norm", "unscale", "scaler step"])
+@harness.on_ranks(2, 3)
+def test_a_gradient_of_other_ranks_is_named(context: harness.Context, asked: str) -> None:
+    """The caller's list of gradients lacks it on a rank: all ranks raise, and go on together."""
     params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
     optimizer = fusedpg.optim.SGD(params, lr=0.1)
-    sum(p.sum() for p in params[: 2 + context.rank]).backward()
-    if context.rank == 0:
-        with refused("parameter 2 of group 0 was used on other ranks only"):
-            optimizer._context.reduce()
-    else:
-        optimizer._context.reduce()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    last = context.world_size - 1
+
+    def ask() -> None:
+        if asked == "norm":
+            params[0].grad.norm()
+        elif asked == "unscale":
+            scaler.unscale_(optimizer)
+        elif asked == "scaler step":
+            scaler.step(optimizer)
+        else:
+            foreach = None if asked == "clip" else False
+            torch.nn.utils.clip_grad_norm_(params, 1e9, foreach=foreach)
+
+    loss = sum(p.sum() for p in params[: 3 if context.rank == last else 2])
+    (scaler.scale(loss) if "scale" in asked else loss).backward()
+    begin = time.monotonic()
+    rank = last - 1
+    with refused(f"rank {rank} has no gradient of parameter 2 of group 0, and other ranks have"):
+        ask()
+    assert time.monotonic() - begin < 1
+    # Now all ranks have it.
     assert params[2].grad is not None
+    if "scale" not in asked:
+        ask()
+        optimizer.step()
+        share = 1 / context.world_size
+        for p, factor in zip(params, (1, 1, share), strict=True):
+            torch.testing.assert_close(p.detach(), torch.full((5,), 1 - 0.1 * factor))

@@ -100,6 +100,26 @@ def test_command_line() -> None:
     assert "usable" not in done.stdout
 
 
+@pytest.mark.parametrize("command", ["info", "check"])
+def test_unbuilt_checkout_hides_an_installation(command: str, tmp_path: Path) -> None:
+    """`python -m` prefers the current folder: one line says so, and how to get to the other."""
+    checkout = tmp_path / "checkout"
+    built = shutil.ignore_patterns("*.so", "pt2_*", "__pycache__")
+    shutil.copytree(harness.ROOT / "fusedpg", checkout / "fusedpg", ignore=built)
+    done = subprocess.run(
+        harness.python("-W", "ignore", "-m", "fusedpg", command),
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(fusedpg.__file__).parent.parent)},
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "is not built" in line and f"leave {checkout}" in line, line
+    assert line.endswith(f"hides the fusedpg in {Path(fusedpg.__file__).parent.parent}."), line
+
+
 def test_command_line_does_not_claim_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels, torch and GPU are three questions, and each has an answer of its own."""
     from fusedpg import __main__ as command_line
@@ -126,7 +146,7 @@ def test_command_line_does_not_claim_cuda(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_kernels_lie_beside_the_engine() -> None:
     """Where no variable names them, as in every installation."""
-    library = Path(fusedpg.__file__).with_name("libfusedpg_cuda.so")
+    library = Path(fusedpg.__file__).resolve().with_name("libfusedpg_cuda.so")
     done = python(
         "from fusedpg._registration import load_extension\nload_extension()._load_cuda_kernels()\n",
         FUSEDPG_CUDA_LIB="",
@@ -274,19 +294,22 @@ def test_stubs_tell_the_truth() -> None:
 
 
 def test_public_names() -> None:
+    """Each is there without another import, and known to type checkers."""
     import fusedpg
 
-    for name in (
-        "Options",
-        "empty",
-        "in_arena",
-        "shard_range",
-        "fused_adamw_",
-        "group_info",
-        "__version__",
-    ):
-        assert hasattr(fusedpg, name), name
-    assert set(fusedpg.__all__) <= set(dir(fusedpg))
+    for name in fusedpg.__all__:
+        value = fusedpg.__getattr__(name)  # what an earlier import left here is not asked for it
+        assert value is getattr(fusedpg, name), name
+    assert {*fusedpg.__all__, "__version__"} <= set(dir(fusedpg))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = fusedpg.nothing
+    tree = ast.parse(Path(fusedpg.__file__).read_text())
+    (typed,) = (
+        [alias.name for line in node.body for alias in line.names]
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    assert sorted(typed) == fusedpg.__all__
 
 
 def test_other_devices_are_refused(pair: harness.Workers) -> None:

@@ -55,6 +55,39 @@ def test_file(tmp_path: Path, plan: Plan) -> None:
         assert Plan.from_json(data) == dataclasses.replace(plan, predicted=None)
 
 
+def test_plan_of_acesos_readme() -> None:
+    """Its two first stages have `checkpoint_activations` and recompute no operator."""
+    widths, operators = [1, 1, 2], [85, 91, 139]
+
+    def each(values: list[int]) -> list[list[int]]:
+        return [[value] * count for value, count in zip(values, operators)]
+
+    plan = Plan.from_json(
+        {
+            "model_name": "gpt",
+            "model_size": "1_3B",
+            "num_layers": 24,
+            "seq_length": 2048,
+            "max_position_embeddings": 2048,
+            "num_attention_heads": 32,
+            "hidden_size": 2048,
+            "global_batch_size": 32,
+            "micro_batch_size": 1,
+            "num_stages": 3,
+            "num_gpus": widths,
+            "checkpoint_activations": [True, True, False],
+            "resharding_stages": [False, False, False],
+            "num_ops_in_each_stage": operators,
+            "model_parallel_size_of_each_op": each(widths),
+            "data_parallel_size_of_each_op": each([1, 1, 1]),
+            "recompute_ops": each([0, 0, 0]),
+            "algo_of_each_op": each([0, 0, 0]),
+        }
+    )
+    assert plan.num_devices == 4 and plan.num_ops == 315
+    assert plan.checkpoint_activations == (False, False, False)
+
+
 def test_where() -> None:
     assert PLAN.num_devices == 4 and PLAN.num_micro_batches == 8 and PLAN.num_ops == 6
     assert [list(PLAN.devices(stage)) for stage in range(3)] == [[0], [1], [2, 3]]
@@ -108,7 +141,8 @@ def test_problem_with_what_is_there() -> None:
     [
         ({"num_gpus": None}, "wrong kind"),
         ({"num_stages": 2}, "num_stages is 2, but by the other keys 3"),
-        ({"checkpoint_activations": [True, True, True]}, "by the other keys [False, True, True]"),
+        ({"checkpoint_activations": [True, True, False]}, "by the other keys [False, True, True]"),
+        ({"checkpoint_activations": [True]}, "by the other keys [False, True, True]"),
         ({"predicted": {"time": 1.0}}, "wrong kind"),
     ],
 )

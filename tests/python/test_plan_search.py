@@ -266,6 +266,21 @@ def test_guide(
         assert output.strip() in said, said
 
 
+def test_help_says_what_is_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run("search", "--help")
+    said = " ".join(capsys.readouterr().out.split())
+    for flag, usual in {
+        "cost-model": "fusedpg",
+        "steps": 100,
+        "hops": 7,
+        "seed": 0,
+        "top": 1,
+    }.items():
+        assert f"(default: {usual})" in said.partition(f" --{flag} ")[2].partition(" --")[0], flag
+    assert "no limit by default" in said and "None" not in said
+
+
 @pytest.mark.parametrize(
     "words",
     ["--devices 0", "--devices -1", "--memory-limit 0", "--memory-limit nan", "--global-batch 0",

@@ -259,7 +259,7 @@ def test_strides(context: Context) -> None:
 
 @pytest.mark.parametrize("names", harness.HOSTS)
 def test_between_hosts(names: str) -> None:
-    ranks = harness.pool_of_hosts(names, "tcp")
+    ranks = harness.pool_of_hosts(names)
     case = {"numel": 50_003, "block": 256, "seed": 4, "dtype": "fp32"}
     ranks.run(any_call, case)
 

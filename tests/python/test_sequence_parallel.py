@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import fusedpg
 import harness
 from checks import sequence as checks
+from checks.refused import refused
 
 SIZES = [2, harness.slow(1), harness.slow(3)]
 
@@ -78,7 +81,7 @@ def test_under_compile() -> None:
 @pytest.mark.fused_only
 @pytest.mark.parametrize("names", ["two and one", harness.slow("two")])
 def test_between_hosts(names: str) -> None:
-    workers = harness.pool_of_hosts(names, "tcp")
+    workers = harness.pool_of_hosts(names)
     workers.run(checks.masks, torch.float32)
     workers.run(checks.norms)
 
@@ -88,4 +91,23 @@ def test_between_hosts(names: str) -> None:
 @pytest.mark.parametrize("some", seeds()[:8], ids=str)
 def test_random_cases_between_hosts(some: Iterable[int]) -> None:
     for seed in some:
-        harness.pool_of_hosts("two and one", "tcp").run(checks.drawn, seed)
+        harness.pool_of_hosts("two and one").run(checks.drawn, seed)
+
+
+@harness.on_ranks(2)
+def test_first_call_that_one_rank_refuses(context: harness.Context) -> None:
+    """The others, which ask for spare cores before they gather rows, hear of it."""
+    layer = fusedpg.ColumnParallelLinear(8, 8, sequence_dim=0, group=dist.new_group())
+    kind = ValueError if context.rank else dist.DistBackendError
+    with refused("the input has 9 features", kind):
+        layer(torch.ones(2, 8 + context.rank))
+    assert layer(torch.ones(2, 8)).shape == (4, 4)
+
+
+@harness.on_ranks(2)
+def test_features_that_one_rank_cannot_split(context: harness.Context) -> None:
+    kind = ValueError if context.rank else dist.DistBackendError
+    for layer in (fusedpg.ColumnParallelLinear, fusedpg.RowParallelLinear):
+        with refused("does not divide by 2 ranks", kind):
+            layer(8 + context.rank, 8 + context.rank, group=dist.group.WORLD)
+    assert fusedpg.RowParallelLinear(8, 3)(torch.ones(2, 4)).shape == (2, 3)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import harness
+from checks import served as rows
+from fusedpg._registration import minor_release
 from harness import Context, on_ranks
 
 pytestmark = pytest.mark.fused_only
@@ -69,6 +71,21 @@ def check_sum(context: Context, group: dist.ProcessGroup) -> None:
     assert torch.equal(t, torch.arange(5000.0) * n + n * (n - 1) / 2)
 
 
+# --- what it does otherwise -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_what_differs(name: str) -> None:
+    """A row of docs/guides/serve_gloo.md."""
+    row = rows.ROWS[name]
+    text = (harness.ROOT / "docs/guides/serve_gloo.md").read_text()
+    assert text.count(f"| {name}") == 1
+    gloo, served = zip(*harness.pool(row.ranks).run(rows.compare, name), strict=True)
+    assert list(served) == row.served, (served, gloo)
+    assert list(gloo) != list(served)
+    assert row.gloo is None or list(gloo) == row.gloo, gloo
+
+
 # --- what a group says it is --------------------------------------------------
 
 
@@ -107,7 +124,10 @@ def test_undo_gives_torch_its_class_back(context: Context) -> None:
     check_sum(context, group)
     # A program may have kept the name.
     store = dist.PrefixStore("kept", context.store)
-    assert type(proxy(store, context.rank, context.world_size)) is serve().Gloo
+    kept = proxy(store, context.rank, context.world_size)
+    assert type(kept) is serve().Gloo
+    # Gloo's constructor fails where a peer that has returned from its own has gone already.
+    dist.barrier()
     dist.destroy_process_group(group)
 
 
@@ -222,7 +242,8 @@ def test_compressed_gradients(context: Context, uncompressed: int) -> None:
     gloo = dist.new_group(backend="gloo")
     assert functional._is_ours(group) and functional._is_ours(dist.group.WORLD)
     assert not functional._is_ours(gloo)
-    if context.rank == 0:  # ranks need not know as many groups as each other
+    # Ranks need not know as many groups as each other, but to torch since 2.15.
+    if context.rank == 0 and minor_release(torch.__version__) < (2, 15):
         dist.new_group([0], use_local_synchronization=True)
     found = compressed(group, context.rank, uncompressed)
     want = compressed(dist.group.WORLD, context.rank, uncompressed)
@@ -232,7 +253,7 @@ def test_compressed_gradients(context: Context, uncompressed: int) -> None:
     dist.destroy_process_group(gloo)
 
 
-def between_hosts(context: Context, transport: str) -> str:
+def between_hosts(context: Context) -> str:
     import fusedpg
 
     with served() as group:
@@ -256,10 +277,8 @@ def between_hosts(context: Context, transport: str) -> str:
         return info["engine"]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ucx"])
-def test_between_hosts(transport: str) -> None:
-    workers = harness.pool_of_hosts("two", transport)
-    assert workers.run(between_hosts, transport) == [transport] * 2
+def test_between_hosts() -> None:
+    assert harness.pool_of_hosts("two").run(between_hosts) == ["tcp"] * 2
 
 
 # --- timeouts, options, exceptions --------------------------------------------
@@ -377,7 +396,10 @@ def test_death_of_a_peer_in_gloos_words() -> None:
 @on_ranks(2)
 def test_creation_gives_up_in_gloos_words(context: Context) -> None:
     if context.rank == 0:
-        with serving(), pytest.raises(RuntimeError, match=r"timeout after 10ms.*from rank 1"):
+        with (
+            serving(),
+            pytest.raises(RuntimeError, match=r"timeout after 10ms.*have not come: rank 1"),
+        ):
             dist.ProcessGroupGloo(
                 dist.PrefixStore("alone", context.store),
                 0,

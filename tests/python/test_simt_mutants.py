@@ -115,7 +115,7 @@ def test_caught(commands: list[dict[str, str]], mutant: Mutant, tmp_path: Path) 
 @pytest.mark.slow
 def test_unchanged(commands: list[dict[str, str]], tmp_path: Path) -> None:
     """A library that is built in the same way, of the same code, passes."""
-    line = "kWarp = 32;"
-    same = Mutant("", "blocks.cu", line, line, "blocks.cu", "cuda_skip_kernels")
+    line = "int launch_pack("
+    same = Mutant("", "moves.cu", line, line, "moves.cu", "cuda_tiles_pack")
     ended = run_tests(build(commands, same, tmp_path), same.test, tmp_path)
     assert ended.returncode == 0, ended.stderr

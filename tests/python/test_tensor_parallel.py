@@ -56,6 +56,12 @@ def test_styles(world_size: int, dtype: torch.dtype) -> None:
     harness.pool(world_size).run(checks.styles, dtype)
 
 
+@pytest.mark.parametrize("source", [0, None])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_from_linear_shares_nothing(world_size: int, source: int | None) -> None:
+    harness.pool(world_size).run(checks.shares_nothing, source)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_checkpoint(world_size: int) -> None:
     harness.pool(world_size).run(checks.checkpoint)
@@ -77,6 +83,6 @@ def test_without_a_compiler_on_one_rank() -> None:
 @pytest.mark.fused_only
 @pytest.mark.parametrize("names", ["two", "two and one"])
 def test_between_hosts(names: str) -> None:
-    workers = harness.pool_of_hosts(names, "tcp")
+    workers = harness.pool_of_hosts(names)
     for shape in ("token", "large"):
         workers.run(checks.layers, shape, torch.float32, True, True, False)

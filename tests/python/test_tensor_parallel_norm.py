@@ -38,4 +38,4 @@ def test_norms_behind_the_operation() -> None:
 
 
 def test_between_hosts() -> None:
-    harness.pool_of_hosts("two and one", "tcp").run(normed.between_hosts)
+    harness.pool_of_hosts("two and one").run(normed.between_hosts)

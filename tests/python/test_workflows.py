@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import harness
+from fusedpg.optim._torch import KNOWN
 
 WORKFLOWS = sorted((harness.ROOT / ".github/workflows").glob("*.yml"))
 RUNNER = {"sudo", "gh"}  # the programs of a public runner that are not ours
@@ -97,5 +98,25 @@ def test_torches_of_ci_are_those_of_the_documents() -> None:
     promise = "torch {}.{} to {}.{}".format(*first, *last)
     for name in ("README.md", "docs/start/install.md"):
         assert promise in (harness.ROOT / name).read_text(), name
+    tried = (harness.ROOT / "docs/start/install.md").read_text()
+    assert re.findall(r"^\| (\d\.\d+\.\d+) \|", tried, re.MULTILINE) == list(dict.fromkeys(torches))
     assert "MIN_TORCH = ({}, {})".format(*first) in (harness.ROOT / "setup.py").read_text()
     assert "OLDEST = ({}, {})".format(*first) in (harness.ROOT / "tools/wheels.py").read_text()
+    assert (first, last) == KNOWN
+
+
+def test_ci_begins_as_a_stranger_does() -> None:
+    """In the bare clone, before anything else was built or set."""
+    script = (harness.ROOT / ".ci/run").read_text()
+    assert commands(harness.ROOT / ".ci/run")[:2] == ["make train", "make test"]
+    assert "export" not in script.partition("\nstage test make test\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [(f"2.{KNOWN[1][1]}.9", True), (f"2.{KNOWN[1][1] + 1}.0", False), ("3.0", False)],
+)
+def test_newest_torch_is_compared(version: str, known: bool) -> None:
+    newest_torch = harness.tool("newest_torch")
+    index = f"torch ({version})\nAvailable versions: {version}, 2.3.1\n"
+    assert newest_torch.verdict(newest_torch.newest(index))[1] == known

@@ -66,6 +66,9 @@ class CpuRoute : public Route {
   using Route::Route;
 
   // --- cpu_reductions.cpp ----------------------------------------------------
+  // Takes the place of an operation that this rank cannot begin, and tells its
+  // peers there why. Returns at once: they may come later.
+  void refuse(const std::string& reason);
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
       override;
   WorkPtr allreduce_coalesced(

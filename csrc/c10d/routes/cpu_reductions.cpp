@@ -1,6 +1,7 @@
 // The collectives that reduce, on CPU tensors.
 
 #include "c10d/routes/cpu.hpp"
+#include "c10d/tensor_memory.hpp"
 
 namespace fusedpg {
 namespace {
@@ -67,6 +68,21 @@ WorkPtr CpuRoute::run(
         }
       },
       lists);
+}
+
+void CpuRoute::refuse(const std::string& reason) {
+  const Call call{
+      c10d::OpType::UNKNOWN,
+      "fused:refusal",
+      group_.timeout.load(),
+      /*async_op=*/true};
+  ++group_.refusals;
+  // Counted down with the operation, also where it is never begun.
+  const std::shared_ptr<void> end(
+      nullptr, [this](void*) { --group_.refusals; });
+  run(call, {}, {}, [reason, end](Turn&) {
+    throw Error(ErrorKind::kInvalid, reason);
+  });
 }
 
 Reduction CpuRoute::reduction_of(const c10d::ReduceOp& op, at::ScalarType type)
@@ -150,6 +166,8 @@ WorkPtr CpuRoute::allreduce_sparse(
             "and on the CPU, found {} on {}",
             t.layout(),
             t.device()));
+    check_memory("all_reduce", t._indices());
+    check_memory("all_reduce", t._values());
   }
   check_alike("all_reduce", tensors);
   const Call call{

@@ -2,68 +2,12 @@
 
 #include "c10d/errors.hpp"
 #include "c10d/tensors.hpp"
-#include "cuda/selector.hpp"
 
 namespace fusedpg {
 namespace {
 
 // For outstanding work when a group is shut down.
 constexpr std::chrono::milliseconds kShutdownPatience{10000};
-
-cuda::CudaEngine::SkipCall skip_call(
-    const at::Tensor& tensor,
-    const kernels::ReduceArgs& args,
-    size_t block,
-    double limit) {
-  cuda::CudaEngine::SkipCall call;
-  call.data = tensor.data_ptr();
-  call.count = static_cast<size_t>(tensor.numel());
-  call.dtype = args.dtype;
-  call.mean = args.op == RedOp::kAvg;
-  call.block = block;
-  call.limit = limit;
-  return call;
-}
-
-// What blocks without an element above the threshold hold goes from the tensor
-// to the residual, all the rest of which is zero.
-void split_residual(
-    const at::Tensor& tensor,
-    const at::Tensor& residual,
-    const SkipOptions& options) {
-  const c10::NoGradGuard no_grad;
-  const auto block = static_cast<int64_t>(options.block);
-  const at::Tensor flat = memory_order(tensor);
-  const at::Tensor kept = residual.view({-1});
-  flat.add_(kept);
-  const int64_t missing = (block - flat.numel() % block) % block;
-  const at::Tensor above =
-      at::constant_pad_nd(flat.abs(), {0, missing}).view({-1, block});
-  // NaN is not below.
-  const at::Tensor sent = above.le(options.threshold)
-                              .all(1)
-                              .logical_not()
-                              .repeat_interleave(block)
-                              .narrow(0, 0, flat.numel());
-  const at::Tensor zero = at::zeros({}, flat.options());
-  kept.copy_(at::where(sent, zero, flat));
-  flat.copy_(at::where(sent, flat, zero));
-}
-
-// Blocks that the bitmap leaves out become zeros, which the look then finds.
-void obey_bitmap(
-    const at::Tensor& tensor,
-    const at::Tensor& bitmap,
-    const SkipOptions& options) {
-  const c10::NoGradGuard no_grad;
-  const at::Tensor flat = memory_order(tensor);
-  flat.masked_fill_(
-      bitmap.view({-1})
-          .logical_not()
-          .repeat_interleave(static_cast<int64_t>(options.block))
-          .narrow(0, 0, flat.numel()),
-      0);
-}
 
 // Whether we multiply by the factor of a PREMUL_SUM, and NCCL only adds.
 // torch's ProcessGroupNCCL gives NCCL the factor of bfloat16 as a float, of
@@ -115,9 +59,9 @@ CudaRoute::CudaRoute(
     Group& group,
     bool spans_hosts,
     cuda::CudaEngine::CheckPeers check_peers,
+    CudaGroup::MakeDelegate make_delegate,
     bool pretend)
     : Forwarding(group),
-      skip_{group.settings.block_skip, group.settings.block_size, {}},
       cuda_(
           group.store,
           group.rank,
@@ -125,6 +69,7 @@ CudaRoute::CudaRoute(
           group.settings,
           spans_hosts,
           std::move(check_peers),
+          std::move(make_delegate),
           pretend) {}
 
 // --- c10d's collectives ------------------------------------------------------
@@ -140,10 +85,6 @@ WorkPtr CudaRoute::forward(const at::Tensor* tensor, Operation operation) {
 WorkPtr CudaRoute::allreduce(
     Tensors& tensors,
     const c10d::AllreduceOptions& opts) {
-  WorkPtr work;
-  if (skip(tensors, opts, work)) {
-    return work;
-  }
   if (multiplies(opts.reduceOp, tensors, size_)) {
     multiply(tensors, opts.reduceOp);
     return Forwarding::allreduce(tensors, sum_of(opts));
@@ -284,112 +225,13 @@ WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
 }
 
 WorkPtr CudaRoute::sparse_all_reduce(
-    const at::Tensor& tensor,
-    const SkipArguments& arguments,
-    bool async_op) {
-  const SkipOptions options = skip_options(tensor, arguments);
-  const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
-  translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
+    const at::Tensor& /* tensor */,
+    const SkipArguments& /* arguments */,
+    bool /* async_op */) {
   TORCH_CHECK_VALUE(
-      tensor.is_non_overlapping_and_dense(),
-      "fused: sparse_all_reduce: a tensor on a GPU must be dense in memory; "
-      "call contiguous() first");
-  if (arguments.residual) {
-    split_residual(tensor, *arguments.residual, options);
-  }
-  if (arguments.bitmap) {
-    obey_bitmap(tensor, *arguments.bitmap, options);
-  }
-  return skipping(
-      tensor,
-      skip_call(tensor, args, options.block, cuda::kNoSkipLimit),
-      OpCode::kSparseAllReduce,
-      group_.timeout.load(),
-      async_op);
-}
-
-WorkPtr CudaRoute::skipping(
-    const at::Tensor& tensor,
-    const SkipCall& call,
-    OpCode named,
-    std::chrono::milliseconds timeout,
-    bool async_op) {
-  constexpr const char* title = "fused:sparse_all_reduce";
-  group_.check_open(title);
-  check_not_coalescing(title);
-  const auto report =
-      [this, named, shape = call.facts().shape_hash, dtype = call.dtype](
-          const CudaGroup::SkipReport& report) {
-        group_.stats.add(
-            named,
-            report.skipped ? DataPath::kSkipping : DataPath::kDelegated,
-            {report.bytes_sent,
-             report.bytes_received,
-             0,
-             report.blocks,
-             report.blocks_present,
-             report.blocks_union});
-        if (named == OpCode::kAllReduce && skip_.mode == BlockSkip::kAuto &&
-            report.blocks != 0) {
-          const std::lock_guard<std::mutex> lock(skip_mutex_);
-          skip_.estimates.observe(
-              shape,
-              dtype,
-              double(report.blocks_union) / double(report.blocks),
-              cuda::kSkipLimit);
-        }
-      };
-  return group_.remember(
-      cuda_.sparse_all_reduce(tensor, call, title, timeout, async_op, report));
-}
-
-bool CudaRoute::skip(
-    const Tensors& tensors,
-    const c10d::AllreduceOptions& opts,
-    WorkPtr& work) {
-  if (skip_.mode == BlockSkip::kOff || group_.is_coalescing() ||
-      tensors.size() != 1 || tensors[0].layout() != at::kStrided ||
-      !tensors[0].is_non_overlapping_and_dense() ||
-      to_dtype(tensors[0].scalar_type()) == DType::kOpaque ||
-      opts.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    return false;
-  }
-  group_.check_open("fused:all_reduce");
-  const at::Tensor& tensor = tensors[0];
-  const auto args = to_reduce_args(opts.reduceOp, tensor.scalar_type(), size_);
-  const bool adapts = skip_.mode == BlockSkip::kAuto;
-  const auto call = skip_call(
-      tensor,
-      args,
-      skip_.block,
-      adapts ? cuda::kSkipLimit : cuda::kNoSkipLimit);
-  // A graph would replay what its capture found, but for sums over the arenas,
-  // which look each time.
-  if (cuda_.capturing(tensor) && (adapts || !cuda_.can_sum_directly(call))) {
-    return false;
-  }
-  if (adapts) {
-    cuda_.report_sums(); // so that all ranks know the same
-  }
-  {
-    const std::lock_guard<std::mutex> lock(skip_mutex_);
-    // Here what ranks call differently ends the group, so calls count.
-    const SkipConfig config = skip_config(skip_, size_, call.facts(), args);
-    const auto choice = select_skip(config);
-    if (choice != DensityEstimates::Choice::kSkip && select_estimate(config)) {
-      skip_.estimates.count_dense(call.facts().shape_hash, call.dtype);
-    }
-    if (choice == DensityEstimates::Choice::kDense) {
-      return false;
-    }
-  }
-  work = skipping(
-      tensor,
-      call,
-      OpCode::kAllReduce,
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp);
-  return true;
+      false,
+      "fused: sparse_all_reduce takes tensors on the CPU, found one on a GPU, "
+      "where no kernel skips zeros; call all_reduce, or move it to the CPU");
 }
 
 // --- memory ------------------------------------------------------------------

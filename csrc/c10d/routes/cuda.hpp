@@ -1,15 +1,12 @@
 #pragma once
 
-#include <mutex>
-
 #include "c10d/cuda_group.hpp"
 #include "c10d/routes/route.hpp"
 
 namespace fusedpg {
 
 // Tensors on GPUs. The delegate, torch's ProcessGroupNCCL, does c10d's
-// collectives, but for reductions that skip blocks of zeros; CudaGroup keeps
-// its operations and ours in order.
+// collectives; CudaGroup keeps its operations and ours in order.
 class CudaRoute : public Forwarding<Route> {
  public:
   // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
@@ -17,6 +14,7 @@ class CudaRoute : public Forwarding<Route> {
       Group& group,
       bool spans_hosts,
       cuda::CudaEngine::CheckPeers check_peers,
+      CudaGroup::MakeDelegate make_delegate,
       bool pretend);
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
@@ -66,13 +64,14 @@ class CudaRoute : public Forwarding<Route> {
       const at::Tensor& tensor,
       const SkipArguments& arguments,
       bool async_op) override;
-  // Has what sums over the arenas moved counted; waits for them.
-  void report_sums() {
-    cuda_.report_sums();
+  c10::intrusive_ptr<c10d::Backend> delegate() {
+    return cuda_.delegate();
   }
-
+  c10::intrusive_ptr<c10d::Backend> made_delegate() {
+    return cuda_.made_delegate();
+  }
   std::shared_ptr<c10::Allocator> getMemAllocator() override {
-    return cuda_.pool_allocator(group_.timeout.load());
+    return delegate()->getMemAllocator();
   }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex /* device */) override {
@@ -87,38 +86,25 @@ class CudaRoute : public Forwarding<Route> {
       const at::TensorOptions& options) override;
   bool in_arena(const at::Tensor& t) override;
 
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    cuda_.set_timeout(timeout);
+  }
   void describe(GroupInfo& info) override;
   std::optional<ErrorKind> failure() override;
   void abort() override {
     cuda_.abort();
   }
-  void interrupt() override {}
+  void interrupt(const std::string& /* how */) override {}
   void shutdown() override;
 
  protected:
   WorkPtr forward(const at::Tensor* tensor, Operation operation) override;
 
  private:
-  using SkipCall = cuda::CudaEngine::SkipCall;
-
   // For what runs on the GPU but is not NCCL's alone: it would wait for
   // collectives that a group of calls still holds back.
   void check_not_coalescing(const char* title) const;
-  // all_reduce of one tensor: skips blocks of zeros if the group's option says
-  // so, or returns false.
-  bool skip(
-      const Tensors& tensors,
-      const c10d::AllreduceOptions& opts,
-      WorkPtr& work);
-  WorkPtr skipping(
-      const at::Tensor& tensor,
-      const SkipCall& call,
-      OpCode named,
-      std::chrono::milliseconds timeout,
-      bool async_op);
 
-  std::mutex skip_mutex_;
-  SkipState skip_;
   CudaGroup cuda_; // makes what it needs when needed
 };
 

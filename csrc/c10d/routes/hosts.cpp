@@ -1,8 +1,8 @@
 #include "c10d/routes/hosts.hpp"
 
+#include "base/while_waiting.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/routes/hosts_turn.hpp"
-#include "c10d/store_rendezvous.hpp"
 #include "collectives/selector.hpp"
 
 namespace fusedpg {
@@ -43,16 +43,28 @@ HostsRoute::HostsRoute(
       flat_(
           group.settings.flat_order ? std::optional(HostMap::apart(group.size))
                                     : std::nullopt),
-      address_(host_address(group)),
-      domain_(make_domain(group, bootstrap, deadline)),
       failures_(group.store, rank_, size_),
       skip_{group.settings.block_skip, group.settings.block_size, {}},
       aggregate_(
           group.settings.aggregate,
           rates_of(group),
           group.settings.aggregate_message_bytes) {
+  connection_ = connect_hosts(
+      group,
+      [&] { domain_ = make_domain(group, bootstrap, deadline); },
+      deadline,
+      [this] {
+        while_waiting();
+        if (domain_) {
+          check_neighbours("the addresses of other hosts");
+        }
+      });
+  Transport* transport = connection_.transport.get();
+  transport->set_waits(&group.waits);
   if (domain_) {
     domain_->set_waits(&group.waits);
+    transport->set_watch([this] { check_neighbours("a message"); });
+    domain_->set_idle([transport] { return transport->progress(); });
   }
 }
 
@@ -63,47 +75,34 @@ HostsRoute::~HostsRoute() {
   }
 }
 
-Transport& HostsRoute::connected(const Deadline& deadline) {
-  const auto check_aborted = [this] {
-    if (failure()) {
-      fail(
-          ErrorKind::kAborted,
-          "fused: the group was aborted on rank {} and must be destroyed",
-          rank_);
-    }
-  };
-  check_aborted();
-  std::lock_guard<std::mutex> lock(transport_mutex_);
-  if (cannot_connect_) {
-    std::rethrow_exception(
-        cannot_connect_); // the keys in the store have been used
+void HostsRoute::check_aborted() {
+  while_waiting();
+  if (failure()) {
+    fail_aborted();
   }
-  if (!connection_.transport) {
-    try {
-      connection_ = connect_hosts(group_, deadline, check_aborted);
-      connection_.aggregators = connect_aggregators(
-          group_, flat_ || !hosts_.shared(), deadline, check_aborted);
-      std::lock_guard<std::mutex> name_lock(name_mutex_);
-      transport_name_ = connection_.name;
-      if (connection_.aggregators) {
-        aggregators_ = connection_.aggregators->places();
-      }
-    } catch (...) {
-      cannot_connect_ = std::current_exception();
-      throw;
-    }
-    Transport* transport = connection_.transport.get();
-    transport->set_waits(&group_.waits);
-    if (domain_) {
-      transport->set_watch([this] { check_neighbours("a message"); });
-      domain_->set_idle([transport] { return transport->progress(); });
-    }
+}
+
+void HostsRoute::connect_aggregators(const Deadline& deadline) {
+  auto aggregators = fusedpg::connect_aggregators(
+      group_,
+      *connection_.transport,
+      flat_ || !hosts_.shared(),
+      deadline,
+      [this] { check_aborted(); });
+  const std::lock_guard<std::mutex> lock(transport_mutex_);
+  if (failure()) { // before whoever aborts could see them
+    fail_aborted();
   }
-  return *connection_.transport;
+  connection_.aggregators = std::move(aggregators);
+  const std::lock_guard<std::mutex> name_lock(name_mutex_);
+  aggregators_ = connection_.aggregators->places();
 }
 
 NetContext HostsRoute::net_context(uint64_t ticket, const Deadline& deadline) {
-  Transport& transport = connected(deadline);
+  check_aborted();
+  if (!group_.settings.aggregators.empty() && !connection_.aggregators) {
+    connect_aggregators(deadline);
+  }
   in_doubt_since_.reset();
   return {
       {group_.kernels,
@@ -113,7 +112,7 @@ NetContext HostsRoute::net_context(uint64_t ticket, const Deadline& deadline) {
        group_.settings.nan_check,
        skip_,
        group_.stats},
-      transport,
+      *connection_.transport,
       &hosts_,
       domain_.get(),
       {},
@@ -156,10 +155,8 @@ void HostsRoute::execute(
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {
     constexpr std::chrono::milliseconds kPatience{5000};
-    if (connection_.transport) {
-      connection_.transport->flush(
-          Deadline(std::min(deadline.left(), kPatience)));
-    }
+    connection_.transport->flush(
+        Deadline(std::min(deadline.left(), kPatience)));
   };
   try {
     if (domain_) {
@@ -175,6 +172,9 @@ void HostsRoute::execute(
     } else if (domain_) {
       domain_->mark_failed(error); // at once: peers here wait for this rank
     }
+    if (error.kind() == ErrorKind::kAborted && aborted_) {
+      fail_aborted(); // which says how
+    }
     throw;
   } catch (const std::exception& error) {
     turn.refuse(one_line(error));
@@ -187,11 +187,9 @@ void HostsRoute::execute(
 void HostsRoute::failed(const char* title, uint64_t ticket) {
   try {
     failures_.handle(title, ticket, [this] {
-      end_waits();
+      end_waits("aborted");
       std::lock_guard<std::mutex> lock(transport_mutex_);
-      if (connection_.transport) {
-        connection_.transport->end();
-      }
+      connection_.transport->end();
       if (connection_.aggregators) {
         connection_.aggregators->end();
       }
@@ -200,7 +198,7 @@ void HostsRoute::failed(const char* title, uint64_t ticket) {
     if (domain_) {
       domain_->mark_failed(error);
     }
-    wake_mailbox(); // which fails, too
+    end_messages();
     throw;
   }
 }
@@ -213,11 +211,11 @@ at::Tensor HostsRoute::empty_shared(
 }
 
 void HostsRoute::describe(GroupInfo& info) {
-  info.engine = transport_choice_name(group_.settings.transport);
-  info.address = address_;
+  info.engine = "tcp";
+  info.address = connection_.address;
+  info.transport = "tcp";
   describe_arena(info);
   std::lock_guard<std::mutex> lock(name_mutex_);
-  info.transport = transport_name_;
   info.aggregators = aggregators_;
   info.aggregate = aggregate_.choice();
 }
@@ -232,17 +230,23 @@ std::optional<ErrorKind> HostsRoute::failure() {
   return aborted_ ? std::optional(ErrorKind::kAborted) : std::nullopt;
 }
 
-void HostsRoute::abort() {
-  end_waits();
-  wake_mailbox();
+void HostsRoute::fail_aborted() const {
+  std::lock_guard<std::mutex> lock(name_mutex_);
+  fail(
+      ErrorKind::kAborted,
+      "fused: the group was {} on rank {} and must be destroyed",
+      how_.empty() ? "aborted" : how_,
+      rank_);
+}
+
+void HostsRoute::interrupt(const std::string& how) {
+  end_waits(how);
+  end_messages();
   // Where no operation is under way to raise it, peers hear of it all the same.
   try {
     group_.executor().submit([this](uint64_t ticket) {
       try {
-        fail(
-            ErrorKind::kAborted,
-            "fused: the group was aborted on rank {} and must be destroyed",
-            rank_);
+        fail_aborted();
       } catch (...) {
         capture([&] { failed("fused:abort", ticket); });
       }
@@ -252,33 +256,45 @@ void HostsRoute::abort() {
   }
 }
 
-// The thread that connects the hosts holds the mutex, and looks for the abort.
-void HostsRoute::end_waits() {
+// A signal handler may call this in a wait, so nothing waits under these mutexes.
+void HostsRoute::end_waits(const std::string& how) {
+  {
+    std::lock_guard<std::mutex> lock(name_mutex_);
+    how_ = how_.empty() ? how : how_;
+  }
   aborted_ = true;
   if (domain_) {
-    domain_->request_abort();
+    domain_->request_abort(how);
   }
   std::lock_guard<std::mutex> lock(transport_mutex_);
-  if (connection_.transport) {
-    connection_.transport->abort();
-  }
+  connection_.transport->abort();
   if (connection_.aggregators) {
     connection_.aggregators->abort();
   }
 }
 
 void HostsRoute::shutdown() {
+  if (!group_.exit.empty() && !failure()) {
+    failures_.say_exit(group_.exit);
+  }
   {
     std::lock_guard<std::mutex> lock(mailbox_mutex_);
     if (mailbox_) {
       mailbox_->stop();
     }
+    connection_.mail.reset();
   }
+  // Whoever still refers to the group, as DDP does, keeps no job alive, and peers
+  // hear that this rank has left.
+  std::unique_ptr<aggregate::Client> gone;
   {
-    // Whoever still refers to the group, as DDP does, keeps no job alive.
     std::lock_guard<std::mutex> lock(transport_mutex_);
-    connection_.aggregators.reset();
+    gone = std::move(connection_.aggregators);
   }
+  gone.reset();
+  constexpr std::chrono::milliseconds kFarewell{2000};
+  connection_.transport->flush(Deadline(kFarewell));
+  connection_.transport->end();
   if (domain_) {
     domain_->leave(group_.exit);
   }

@@ -4,6 +4,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "base/host_map.hpp"
 #include "c10d/connect_hosts.hpp"
@@ -34,10 +36,10 @@ class HostsRoute : public CpuRoute {
 
   void describe(GroupInfo& info) override;
   std::optional<ErrorKind> failure() override;
-  void abort() override;
-  void interrupt() override {
-    abort();
+  void abort() override {
+    interrupt("aborted");
   }
+  void interrupt(const std::string& how) override;
   void shutdown() override;
 
  protected:
@@ -63,23 +65,23 @@ class HostsRoute : public CpuRoute {
   // Throws when a rank of this host has failed or died, which is not so that
   // it may just have been done before this one.
   void check_neighbours(const std::string& what);
-  void end_waits();
-  void wake_mailbox();
-  Transport& connected(const Deadline& deadline);
+  void end_waits(const std::string& how);
+  [[noreturn]] void fail_aborted() const;
+  void check_aborted();
+  // The group has failed, or was aborted.
+  void end_messages();
+  void connect_aggregators(const Deadline& deadline);
   NetContext net_context(uint64_t ticket, const Deadline& deadline);
   const HostMap hosts_;
   // Every rank as a host of its own, if sums are to have the bits of one.
   const std::optional<HostMap> flat_;
-  const std::string address_;
-  const std::unique_ptr<Domain> domain_; // of this host's ranks, if several
+  std::unique_ptr<Domain> domain_; // of this host's ranks, if several
   HostFailures failures_;
   std::atomic<bool> aborted_{false};
+  std::string how_; // it was aborted; set before that
   std::mutex transport_mutex_;
-  // Made by the first operation that needs it; connections of its own.
-  Connection connection_;
-  std::exception_ptr cannot_connect_;
-  std::mutex name_mutex_; // which nobody holds for long
-  std::string transport_name_;
+  Connection connection_; // with aggregators from the first operation on
+  mutable std::mutex name_mutex_; // which nobody holds for long
   std::vector<std::string> aggregators_;
   std::mutex mailbox_mutex_;
   std::atomic<uint32_t> monitored_barriers_{0}; // that have begun

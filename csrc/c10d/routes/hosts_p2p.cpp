@@ -1,36 +1,30 @@
 // Messages between the ranks of a group that spans machines, and the barrier that
 // names who is missing.
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include "c10d/routes/hosts.hpp"
 #include "c10d/routes/messages.hpp"
-#include "c10d/store_rendezvous.hpp"
 #include "collectives/monitored_barrier.hpp"
 
 namespace fusedpg {
 
 std::shared_ptr<NetMailbox> HostsRoute::mailbox() {
-  translate([this] { check_messages(); }, group_.dialect);
+  group_.check_open("fused:send/recv"); // before a lock, in a forked child
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
+  translate([this] { check_messages(); }, group_.dialect);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
   if (!mailbox_) {
     const auto gone = [this](int p) {
       return domain_ && hosts_.host(p) == hosts_.host(rank_) &&
           domain_->in_doubt(hosts_.local(p));
     };
+    // std::function copies what it has.
+    auto mail = std::make_shared<std::unique_ptr<TcpEndpoint>>(
+        std::move(connection_.mail));
     mailbox_ = std::make_shared<NetMailbox>(
         rank_,
         size_,
-        [this] { return open_transport(group_); },
-        [this](std::function<void()> check) {
-          constexpr std::chrono::hours kNever{24 * 365};
-          return std::make_unique<BoundedRendezvous>(
-              c10::make_intrusive<c10d::PrefixStore>(
-                  "fusedpg-mail", group_.store),
-              Deadline(kNever), // messages have deadlines of their own
-              std::move(check));
-        },
+        [this, mail] { return open_transport(group_, std::move(*mail)); },
+        connection_.mail_addresses,
         [this] { check_messages(); },
         gone,
         [this](const Error& error) { return message_failed(error); });
@@ -54,8 +48,9 @@ void HostsRoute::monitoredBarrier(
   translate(
       [&] {
         // Unlike elsewhere, a timeout of zero is one.
-        const auto timeout =
-            opts.timeout.count() >= 0 ? opts.timeout : group_.timeout.load();
+        const auto timeout = opts.timeout == c10d::kUnsetTimeout
+            ? group_.timeout.load()
+            : bounded(opts.timeout);
         monitored_barrier(
             *messages,
             rank_,
@@ -67,21 +62,19 @@ void HostsRoute::monitoredBarrier(
       group_.dialect);
 }
 
-void HostsRoute::wake_mailbox() {
+void HostsRoute::end_messages() {
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   if (mailbox_) {
-    mailbox_->wake();
+    mailbox_->wake(); // it looks whether the group has failed
   }
+  connection_.mail.reset(); // peers may have connected to it, and wait
 }
 
 // Throws where no message can be waited for any more.
 void HostsRoute::check_messages() {
   failures_.check();
   if (failure() == ErrorKind::kAborted) {
-    fail(
-        ErrorKind::kAborted,
-        "fused: the group was aborted on rank {} and must be destroyed",
-        rank_);
+    fail_aborted();
   }
   if (domain_ && domain_->failed()) {
     fail(
@@ -105,7 +98,7 @@ Error HostsRoute::message_failed(const Error& error) {
       whole = told;
     }
   }
-  end_waits();
+  end_waits("aborted");
   if (domain_) {
     domain_->mark_failed(whole);
   }

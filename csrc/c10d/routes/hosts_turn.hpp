@@ -66,8 +66,8 @@ class HostsTurn : public Turn {
   void run(const Move& move);
 
   NetContext context() {
-    entered_ = true;
     NetContext ctx = route_.net_context(ticket_, deadline_);
+    ctx.entered = &entered_;
     ctx.list_index = list_index_;
     ctx.list_length = list_length_;
     return ctx;

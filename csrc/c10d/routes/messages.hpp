@@ -13,14 +13,26 @@
 // Messages of tensors through a mailbox, Mailbox or NetMailbox.
 namespace fusedpg {
 
-// Completes the Work when the mailbox is done with the message.
+// Completes the Work when the mailbox is done with the message, of which the flight
+// recorder has the number. Of a receive from any rank it learns then: of `group`.
 inline auto completion(
     const c10::intrusive_ptr<WorkFused>& work,
     const Flat& flat,
     bool receives,
+    uint64_t number,
+    const std::shared_ptr<RecordedGroup>& group,
     Dialect dialect) {
-  return [work, flat = std::make_shared<Flat>(flat), receives, dialect](
-             std::exception_ptr error, int peer) mutable {
+  return [work,
+          flat = std::make_shared<Flat>(flat),
+          receives,
+          number,
+          group,
+          dialect](std::exception_ptr error, int peer) mutable {
+    FlightRecorder& flight = FlightRecorder::get();
+    if (group && !error) {
+      number = flight.record(group, "fused:recv", {}, work->result(), {}, peer);
+    }
+    flight.end(number, !error);
     work->set_source_rank(peer);
     const FreshThreadState state; // it may be any thread that waits
     const auto finish = [&] {
@@ -55,6 +67,7 @@ c10::intrusive_ptr<WorkFused> post_send(
     int dst,
     int tag) {
   auto work = c10::make_intrusive<WorkFused>(
+      group.interrupter,
       group.rank,
       c10d::OpType::SEND,
       group.shown("fused:send"),
@@ -62,6 +75,8 @@ c10::intrusive_ptr<WorkFused> post_send(
       Tensors());
   set_move(*work, box);
   const Flat flat = Flat::input(tensors[0]);
+  const uint64_t number = FlightRecorder::get().record(
+      group.recorded, "fused:send", tensors, {}, group.timeout, dst);
   translate([&] {
     box->send(
         flat.span().data,
@@ -69,7 +84,7 @@ c10::intrusive_ptr<WorkFused> post_send(
         dst,
         tag,
         group.timeout,
-        completion(work, flat, false, group.dialect));
+        completion(work, flat, false, number, nullptr, group.dialect));
   });
   return work;
 }
@@ -83,6 +98,7 @@ c10::intrusive_ptr<WorkFused> post_receive(
     int tag) {
   const bool any = src == Box::kAnySource;
   auto work = c10::make_intrusive<WorkFused>(
+      group.interrupter,
       group.rank,
       any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
       group.shown(any ? "fused:recvAnySource" : "fused:recv"),
@@ -90,6 +106,10 @@ c10::intrusive_ptr<WorkFused> post_receive(
       tensors);
   set_move(*work, box);
   const Flat flat = Flat::output(tensors[0]);
+  const uint64_t number = any
+      ? 0
+      : FlightRecorder::get().record(
+            group.recorded, "fused:recv", {}, tensors, group.timeout, src);
   translate([&] {
     box->receive(
         flat.span().data,
@@ -97,7 +117,13 @@ c10::intrusive_ptr<WorkFused> post_receive(
         src,
         tag,
         group.timeout,
-        completion(work, flat, true, group.dialect));
+        completion(
+            work,
+            flat,
+            true,
+            number,
+            any ? group.recorded : nullptr,
+            group.dialect));
   });
   return work;
 }

@@ -84,8 +84,9 @@ class Route : public c10d::Backend {
   virtual void describe(GroupInfo& info) = 0;
   // Why the group has failed, if it has.
   virtual std::optional<ErrorKind> failure() = 0;
-  // Makes what runs end, from the thread that exits; shutdown() follows.
-  virtual void interrupt() = 0;
+  // Makes what runs or waits end, and waits for nothing. `how`: "aborted", or
+  // "interrupted by KeyboardInterrupt".
+  virtual void interrupt(const std::string& how) = 0;
 
  protected:
   Group& group_;

@@ -130,9 +130,17 @@ void ShmRoute::monitoredBarrier(
       [&] {
         engine_.check_failed();
         // Unlike elsewhere, a timeout of zero is one.
-        const auto timeout =
-            opts.timeout.count() >= 0 ? opts.timeout : group_.timeout.load();
-        monitored_barrier(engine_.domain(), timeout, wait_all_ranks);
+        const auto timeout = opts.timeout == c10d::kUnsetTimeout
+            ? group_.timeout.load()
+            : bounded(opts.timeout);
+        try {
+          monitored_barrier(engine_.domain(), timeout, wait_all_ranks);
+        } catch (const Error& error) {
+          if (error.kind() == ErrorKind::kAborted) {
+            engine_.domain().mark_failed(error);
+          }
+          throw;
+        }
       },
       group_.dialect);
 }
@@ -140,6 +148,7 @@ void ShmRoute::monitoredBarrier(
 // --- messages ----------------------------------------------------------------
 
 std::shared_ptr<Mailbox> ShmRoute::mailbox() {
+  group_.check_open("fused:send/recv"); // before a lock, in a forked child
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
   if (!mailbox_) {
@@ -209,8 +218,8 @@ void ShmRoute::abort() {
   engine_.abort(group_.executor());
 }
 
-void ShmRoute::interrupt() {
-  engine_.domain().request_abort();
+void ShmRoute::interrupt(const std::string& how) {
+  engine_.domain().request_abort(how);
 }
 
 void ShmRoute::shutdown() {

@@ -27,7 +27,7 @@ class ShmRoute : public CpuRoute {
   std::optional<ErrorKind> failure() override;
   void check_peers(const std::string& what);
   void abort() override;
-  void interrupt() override;
+  void interrupt(const std::string& how) override;
   void shutdown() override;
 
  protected:

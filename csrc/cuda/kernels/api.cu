@@ -206,9 +206,6 @@ constexpr CudaApi make_api() {
   api.lamb_moments = lamb_moments;
   api.add_sums = launch_add_sums;
   api.trust = launch_trust;
-  api.find_blocks = launch_find_blocks;
-  api.list_blocks = launch_list_blocks;
-  api.move_blocks = launch_move_blocks;
 
   api.architecture = architecture;
   api.program_load = program_load;
@@ -220,7 +217,6 @@ constexpr CudaApi make_api() {
   api.direct_create = direct_create;
   api.direct_destroy = direct_destroy;
   api.direct_step = direct_step;
-  api.direct_sum = direct_sum;
 #endif
   return api;
 }

@@ -12,8 +12,6 @@
 namespace fusedpg::cuda {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr int kWarps = kThreads / kWarp;
 static_assert(kMaxDirectRanks <= kThreads);
 
 using DestroyDevComm = ncclResult_t (*)(ncclComm_t, const ncclDevComm_t*);
@@ -34,14 +32,12 @@ struct DirectLaunch {
   ncclDevComm comm;
   ncclWindow_t window;
   uint64_t signals_at; // of the arena, in bytes
-  uint64_t present_at;
 };
 
 // Where a tile lies in every rank's arena.
 struct Peers {
   char* grads[kMaxDirectRanks];
   char* params[kMaxDirectRanks];
-  uint32_t present[kMaxDirectRanks]; // blocks whose gradients are to be read
 };
 
 // Left fold of the ranks' gradients.
@@ -61,53 +57,13 @@ struct PeerGradients {
   __device__ __forceinline__ void gather(
       const Vectors<W, U, kFull>& at,
       C (&grad)[U][W]) const {
-    // A vector lies in one block, and so do a warp's.
-    static_assert(U == 1 && kSkipBlock % W == 0);
-    const uint32_t block = uint32_t{1} << (at[0] / kSkipBlock);
-    // Ranks whose loads are under way together: 32 registers' worth.
-    constexpr int kFan =
-        kFull ? static_cast<int>(128 / (U * W * sizeof(C))) : 1;
-#pragma unroll 1
-    for (int begin = 0; begin < size; begin += kFan) {
-      Raw<C, W> raw[kFan][U];
-      FUSEDPG_UNROLL
-      for (int f = 0; f < kFan; ++f) {
-        if (begin + f < size) {
-          if ((peers.present[begin + f] & block) != 0) {
-            at.load(Column<C>(peers.grads[begin + f], 0, type), raw[f]);
-          } else {
-            raw[f][0] = {};
-          }
-        }
-      }
-      FUSEDPG_UNROLL
-      for (int f = 0; f < kFan; ++f) {
-        if (begin + f < size) {
-          add(begin + f, raw[f], grad);
-        }
-      }
-    }
-  }
-
- private:
-  template <int W, int U>
-  __device__ __forceinline__ void add(
-      int rank,
-      const Raw<C, W> (&raw)[U],
-      C (&grad)[U][W]) const {
-    const Column<C> column(nullptr, 0, type);
-    const C weight = weights != nullptr ? static_cast<C>(weights[rank]) : C(1);
-    FUSEDPG_UNROLL
-    for (int u = 0; u < U; ++u) {
-      C values[W];
-      column.widen(values, raw[u]);
-      FUSEDPG_UNROLL
-      for (int e = 0; e < W; ++e) {
-        // A product with 1 has the factor's bits.
-        const C value = values[e] * weight;
-        grad[u][e] = rank == 0 ? value : grad[u][e] + value;
-      }
-    }
+    fold_ranks(
+        at,
+        size,
+        weights,
+        type,
+        [&](int rank) { return peers.grads[rank]; },
+        grad);
   }
 };
 
@@ -161,38 +117,6 @@ struct PeerSink {
   }
 };
 
-// By the address at which peers read them: two for one place could disagree.
-__device__ __forceinline__ uint16_t* present_words(
-    const DirectLaunch& launch,
-    int rank) {
-  return static_cast<uint16_t*>(
-      ncclGetLsaPointer(launch.window, launch.present_at, rank));
-}
-
-// For the owners' blocks of this number: a warp a word.
-__device__ __forceinline__ void find_tile_bits(const DirectLaunch& launch) {
-  const UpdateArgs& args = launch.args.update;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto size = static_cast<uint64_t>(args.chunk.size);
-  const uint64_t tiles = args.chunk.num_tiles;
-  uint16_t* words = present_words(launch, args.chunk.rank);
-  for (uint64_t i = threadIdx.x / kWarp;; i += kWarps) {
-    const uint64_t tile = blockIdx.x + i / size * gridDim.x;
-    if (tile >= tiles) {
-      break;
-    }
-    const int owner = static_cast<int>(i % size);
-    uint32_t bits =
-        tile_bits(args, static_cast<uint32_t>(tile), owner, lane, kWarp);
-    for (int other = kWarp / 2; other > 0; other /= 2) {
-      bits |= __shfl_xor_sync(~0u, bits, other);
-    }
-    if (lane == 0) {
-      words[owner * tiles + tile] = static_cast<uint16_t>(bits);
-    }
-  }
-}
-
 template <typename Shape, typename Rule>
 __device__ __forceinline__ void direct_tile(
     const DirectLaunch& launch,
@@ -212,8 +136,6 @@ __device__ __forceinline__ void direct_tile(
   const uint64_t first = span.first(rank);
   const uint64_t* offsets = launch.args.offsets + 2 * uint64_t(span.index);
   const uint64_t stride = 2 * uint64_t(launch.args.num_tensors);
-  const uint64_t word =
-      static_cast<uint64_t>(rank) * args.chunk.num_tiles + tile;
   bool grad_aligned = true;
   bool param_aligned = true;
   bool same_place = true;
@@ -225,9 +147,6 @@ __device__ __forceinline__ void direct_tile(
         ncclGetLsaPointer(launch.window, of_peer[1], thread));
     peers.grads[thread] = at(grads, first, args.grad_type);
     peers.params[thread] = at(params, first, args.param_type);
-    peers.present[thread] = launch.args.present == nullptr
-        ? ~uint32_t{0}
-        : present_words(launch, thread)[word];
     grad_aligned = is_aligned(peers.grads[thread]);
     param_aligned = is_aligned(peers.params[thread]);
     same_place = of_peer[1] == offsets[1];
@@ -277,9 +196,6 @@ __global__ void __launch_bounds__(kThreads, 2)
             ncclGetLsaPointer(launch.window, launch.signals_at, peer)) +
           blockIdx.x;
   PeerBarrier barrier(theirs, mine, rank, size, args.stop);
-  if (args.present != nullptr) {
-    find_tile_bits(launch);
-  }
   // All ranks' gradients are there, and nobody uses the parameters any more.
   if (!barrier.sync()) {
     return;
@@ -308,85 +224,6 @@ int launch_direct(const DirectLaunch& arguments, Stream stream) {
       return static_cast<int>(cudaErrorInvalidValue);
     }
   });
-}
-
-struct SumLaunch {
-  DirectSumArgs args;
-  ncclWindow_t window;
-  uint64_t signals_at; // of the arena, in bytes
-  uint64_t flags_at;
-};
-
-// Blocks of the tensor go to the warps of all ranks alike: the ranks' thread
-// blocks of one number exchange the flags of the same ones.
-__global__ void __launch_bounds__(kThreads)
-    direct_sum_kernel(const __grid_constant__ SumLaunch launch) {
-  FUSEDPG_SHARED(char* [kMaxDirectRanks], bases);
-  FUSEDPG_SHARED(const uint8_t* [kMaxDirectRanks], flags);
-  FUSEDPG_SHARED(DirectCounts[kWarps], counts);
-  const DirectSumArgs& args = launch.args;
-  if (!ranks_agree(args.agree) || told_to_stop(args.stop)) {
-    return;
-  }
-  const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % kWarp;
-  const uint64_t first = uint64_t(blockIdx.x) * kWarps + thread / kWarp;
-  const uint64_t stride = uint64_t(gridDim.x) * kWarps;
-  DirectSignals* mine = args.signals + blockIdx.x;
-  const DirectSignals* theirs = mine;
-  if (thread < args.size) {
-    theirs = static_cast<const DirectSignals*>(
-                 ncclGetLsaPointer(launch.window, launch.signals_at, thread)) +
-        blockIdx.x;
-    bases[thread] = static_cast<char*>(
-        ncclGetLsaPointer(launch.window, args.offsets[thread], thread));
-    flags[thread] = static_cast<const uint8_t*>(
-        ncclGetLsaPointer(launch.window, launch.flags_at, thread));
-  }
-  PeerBarrier barrier(theirs, mine, args.rank, args.size, args.stop);
-  // By the address at which they are read: two for one place could disagree.
-  auto* own_flags = static_cast<uint8_t*>(
-      ncclGetLsaPointer(launch.window, launch.flags_at, args.rank));
-  for (uint64_t b = first; b < args.num_blocks; b += stride) {
-    const uint32_t any = block_bits(args.tensor, b, lane, kWarp);
-    const bool found = __any_sync(~0u, any != 0) != 0;
-    if (lane == 0) {
-      own_flags[b] = found ? 1 : 0;
-    }
-  }
-  // All ranks' blocks are there, with their flags.
-  if (!barrier.sync()) {
-    return;
-  }
-  DirectCounts met{};
-  for (uint64_t b = first; b < args.num_blocks; b += stride) {
-    Ranks ranks{};
-    uint32_t any = 0;
-    for (int p = 0; p < args.size; p += kWarp) {
-      const bool has = p + lane < args.size && flags[p + lane][b] != 0;
-      ranks.words[p / kWarp] = __ballot_sync(~0u, has);
-      any |= ranks.words[p / kWarp];
-    }
-    if (any != 0) {
-      count_block(args, ranks, b, met);
-      sum_block(args, bases, ranks, b, lane, kWarp);
-    }
-  }
-  if (lane == 0) {
-    counts[thread / kWarp] = met;
-  }
-  // All sums have arrived, and nobody reads flags any more.
-  barrier.sync();
-  barrier.leave();
-  if (thread == 0) {
-    for (int w = 1; w < kWarps; ++w) {
-      counts[0].blocks_union += counts[w].blocks_union;
-      counts[0].blocks_present += counts[w].blocks_present;
-      counts[0].sent += counts[w].sent;
-      counts[0].received += counts[w].received;
-    }
-    args.counts[blockIdx.x] = counts[0];
-  }
 }
 
 } // namespace
@@ -446,11 +283,7 @@ int direct_destroy(void* context, void* comm) {
 int direct_step(const DirectArgs* args, Stream stream) {
   const auto* context = static_cast<const Context*>(args->context);
   const DirectLaunch arguments{
-      *args,
-      context->comm,
-      context->window,
-      context->place(args->signals),
-      args->present == nullptr ? 0 : context->place(args->present)};
+      *args, context->comm, context->window, context->place(args->signals)};
   const UpdateArgs& update = args->update;
   if (update.param_type == DType::kFloat64) {
     return launch_direct<double, 2>(arguments, stream);
@@ -459,16 +292,6 @@ int direct_step(const DirectArgs* args, Stream stream) {
   return is_half(update.param_type) || is_half(update.grad_type)
       ? launch_direct<float, 8>(arguments, stream)
       : launch_direct<float, 4>(arguments, stream);
-}
-
-int direct_sum(const DirectSumArgs* args, Stream stream) {
-  const auto* context = static_cast<const Context*>(args->context);
-  const SumLaunch arguments{
-      *args,
-      context->window,
-      context->place(args->signals),
-      context->place(args->flags)};
-  return launch(direct_sum_kernel, kDirectBlocks, arguments, stream);
 }
 
 } // namespace fusedpg::cuda

@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 
 #include "cuda/cuda_api.hpp"
-#include "cuda/kernels/blocks.hpp"
 #include "cuda/kernels/scalars.hpp"
 
 // What api.cu exports; the functions of CudaApi with the same names.
@@ -19,9 +18,6 @@ int launch_moments_float(const MomentsArgs* args, Stream stream);
 int launch_moments_double(const MomentsArgs* args, Stream stream);
 int launch_add_sums(const AddSumsArgs* args, Stream stream);
 int launch_trust(const TrustArgs* args, Stream stream);
-int launch_find_blocks(const FindBlocksArgs* args, Stream stream);
-int launch_list_blocks(const ListBlocksArgs* args, Stream stream);
-int launch_move_blocks(const MoveBlocksArgs* args, Stream stream);
 int architecture(int* number);
 int program_load(const ProgramLoadArgs* args, void** program);
 int program_unload(void* program);
@@ -33,7 +29,6 @@ constexpr int kDirectNcclVersion = FUSEDPG_NCCL_DEVICE;
 int direct_create(const DirectCreateArgs* args, void** context, int* usable);
 int direct_destroy(void* context, void* comm);
 int direct_step(const DirectArgs* args, Stream stream);
-int direct_sum(const DirectSumArgs* args, Stream stream);
 #endif
 
 // The runtime keeps a thread's last error; it must not be taken for that of a

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/kernels/elements.hpp"
+#include "cuda/kernels/folds.hpp"
 
 // Pack and unpack: between tensors and the wire.
 namespace fusedpg::cuda {
@@ -186,6 +186,8 @@ FUSEDPG_HOST_DEVICE int unpack_blocks(const UnpackArgs& args) {
   return args.to_outputs ? 1 : args.chunk.size;
 }
 
+// kFolds: args.folds.
+template <bool kFolds>
 FUSEDPG_HOST_DEVICE void unpack_tile(
     const UnpackArgs& args,
     uint32_t tile,
@@ -214,14 +216,29 @@ FUSEDPG_HOST_DEVICE void unpack_tile(
       ? total_weight(args.weights, args.chunk.size)
       : args.divisor;
   // The reciprocal, as in an update: both ways to reduce give the same bits.
-  copy_scaled(
-      at(span.tensor->output, span.first(rank), args.type),
-      at(args.wire, span.wire, args.type),
-      span.count(rank),
-      args.type,
-      divisor > 0 ? 1 / divisor : 0,
-      thread,
-      threads);
+  const double factor = divisor > 0 ? 1 / divisor : 0;
+  if constexpr (kFolds) {
+    fold_elements<float>(
+        {span.tensor->output, span.first(rank), args.type},
+        {at(args.wire, span.wire, args.type),
+         args.chunk.block * float_size(args.type),
+         args.weights,
+         args.chunk.size,
+         args.type},
+        span.count(rank),
+        static_cast<float>(factor),
+        thread,
+        threads);
+  } else {
+    copy_scaled(
+        at(span.tensor->output, span.first(rank), args.type),
+        at(args.wire, span.wire, args.type),
+        span.count(rank),
+        args.type,
+        factor,
+        thread,
+        threads);
+  }
 }
 
 } // namespace fusedpg::cuda

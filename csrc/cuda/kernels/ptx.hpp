@@ -8,8 +8,10 @@
 // must not be kinder than a GPU.
 #if defined(__CUDA_ARCH__)
 #define FUSEDPG_UNROLL _Pragma("unroll")
+#define FUSEDPG_NO_UNROLL _Pragma("unroll 1")
 #else
 #define FUSEDPG_UNROLL
+#define FUSEDPG_NO_UNROLL
 #endif
 
 namespace fusedpg::cuda {

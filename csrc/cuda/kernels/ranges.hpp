@@ -20,12 +20,12 @@ FUSEDPG_CALLED void update_part(
     Span span,
     int thread,
     int threads) {
-  update_span<Rule>(args, span, thread, threads);
+  update_span<Rule, false>(args, span, thread, threads);
 }
 
 FUSEDPG_CALLED Sums
 moments_part(const UpdateArgs& args, Span span, int thread, int threads) {
-  return moments_span<float>(args, span, thread, threads);
+  return moments_span<float, false>(args, span, thread, threads);
 }
 
 // Calls call(piece, span) for what elements [begin, end) of the block are.

@@ -15,50 +15,9 @@ struct Shape {
   static constexpr int kUnroll = unroll;
 };
 // As much in flight as registers allow at half of the most threads.
-template <typename Rule>
+template <typename Rule, bool kFolds>
 using LocalShape =
-    Shape<kWidth<typename Rule::Value>, (Rule::kStates > 1 ? 1 : 2)>;
-
-// The U vectors of a tile that a thread works on at a time. Full ones are
-// within the tile and all columns are aligned; of others U is 1.
-template <int W, int U, bool kFull>
-struct Vectors {
-  uint32_t first;
-  uint32_t stride;
-  uint32_t end; // of the elements
-
-  FUSEDPG_HOST_DEVICE uint32_t operator[](int u) const {
-    return first + static_cast<uint32_t>(u) * stride;
-  }
-  FUSEDPG_HOST_DEVICE bool has(int u) const {
-    return (*this)[u] < end;
-  }
-  template <typename C>
-  FUSEDPG_HOST_DEVICE void load(const Column<C>& from, Raw<C, W> (&raw)[U])
-      const {
-    FUSEDPG_UNROLL
-    for (int u = 0; u < U; ++u) {
-      if constexpr (kFull) {
-        if (has(u)) {
-          from.load(raw[u], (*this)[u]);
-        }
-      } else {
-        from.load(raw[u], (*this)[u], end);
-      }
-    }
-  }
-  // Vector u.
-  template <typename C>
-  FUSEDPG_HOST_DEVICE void store(const Column<C>& to, int u, const C* values)
-      const {
-    const Raw<C, W> raw = to.template round<W>(values);
-    if constexpr (kFull) {
-      to.store(raw, (*this)[u]);
-    } else {
-      to.store(raw, (*this)[u], end);
-    }
-  }
-};
+    Shape<kWidth<typename Rule::Value>, (kFolds || Rule::kStates > 1 ? 1 : 2)>;
 
 // This rank's parameters (the masters where there are some) and states.
 template <typename C>
@@ -86,7 +45,7 @@ FUSEDPG_HOST_DEVICE Slices<typename Rule::Value> slices_of(
 }
 
 // The reduced gradient, from one array. Where it comes from all ranks', see
-// direct.cu.
+// FoldedBlocks, and direct.cu.
 template <typename C>
 struct ReducedGradient {
   Column<C> grads;
@@ -109,14 +68,23 @@ struct ReducedGradient {
   }
 };
 
-template <typename C>
-FUSEDPG_HOST_DEVICE ReducedGradient<C> reduced_gradient(
+template <typename C, bool kFolds>
+FUSEDPG_HOST_DEVICE auto reduced_gradient(
     const UpdateArgs& args,
     const Span& span) {
-  return {
-      args.grads != nullptr
-          ? Column<C>(args.grads, span.wire, args.grad_type)
-          : Column<C>(span.tensor->grad, span.begin, args.grad_type)};
+  if constexpr (kFolds) {
+    return FoldedBlocks<C>{
+        at(args.grads, span.wire, args.grad_type),
+        args.chunk.block * float_size(args.grad_type),
+        args.weights,
+        args.chunk.size,
+        args.grad_type};
+  } else {
+    return ReducedGradient<C>{
+        args.grads != nullptr
+            ? Column<C>(args.grads, span.wire, args.grad_type)
+            : Column<C>(span.tensor->grad, span.begin, args.grad_type)};
+  }
 }
 
 // Where new parameters go: the masters if any, and their rounding.
@@ -274,8 +242,8 @@ FUSEDPG_HOST_DEVICE void run_rule(
   }
 }
 
-// Rule is the one that `args` ask for: see with_rule().
-template <typename Rule>
+// Rule is the one that `args` ask for: see with_rule(). kFolds: args.folds.
+template <typename Rule, bool kFolds>
 FUSEDPG_HOST_DEVICE void update_span(
     const UpdateArgs& args,
     const Span& span,
@@ -298,27 +266,27 @@ FUSEDPG_HOST_DEVICE void update_span(
   const Slices<C> slices = slices_of<Rule>(args, span);
   ParameterSink<C> sink{
       args.masters, slices.param, Column<C>(out, 0, args.param_type)};
-  run_rule<LocalShape<Rule>, Rule>(
+  run_rule<LocalShape<Rule, kFolds>, Rule>(
       slices,
       scalars,
-      reduced_gradient<C>(args, span),
+      reduced_gradient<C, kFolds>(args, span),
       sink,
       n,
       thread,
       threads);
 }
 
-template <typename Rule>
+template <typename Rule, bool kFolds>
 FUSEDPG_HOST_DEVICE void update_tile(
     const UpdateArgs& args,
     uint32_t tile,
     int thread,
     int threads) {
-  update_span<Rule>(args, span_of(args.chunk, tile), thread, threads);
+  update_span<Rule, kFolds>(args, span_of(args.chunk, tile), thread, threads);
 }
 
 // LAMB's first half; this thread's part of the sums.
-template <typename C>
+template <typename C, bool kFolds>
 FUSEDPG_HOST_DEVICE Sums moments_span(
     const UpdateArgs& update,
     const Span& span,
@@ -328,10 +296,10 @@ FUSEDPG_HOST_DEVICE Sums moments_span(
   const TensorScalars& scalars = update.scalars[span.index];
   Sums sums{};
   if (!scalars.skip) {
-    run_rule<LocalShape<Rule>, Rule>(
+    run_rule<LocalShape<Rule, kFolds>, Rule>(
         slices_of<Rule>(update, span),
         scalars,
-        reduced_gradient<C>(update, span),
+        reduced_gradient<C, kFolds>(update, span),
         sums,
         span.count(update.chunk.rank),
         thread,
@@ -342,10 +310,10 @@ FUSEDPG_HOST_DEVICE Sums moments_span(
 
 // The caller adds the threads' parts with fold_lanes() and stores them at
 // tile_sums[2 * tile].
-template <typename C>
+template <typename C, bool kFolds>
 FUSEDPG_HOST_DEVICE Sums
 moments_tile(const MomentsArgs& args, uint32_t tile, int thread, int threads) {
-  return moments_span<C>(
+  return moments_span<C, kFolds>(
       args.update, span_of(args.update.chunk, tile), thread, threads);
 }
 

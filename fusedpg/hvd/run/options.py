@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedpg.hvd.run import hosts
+from fusedpg.hvd.served import python_path
 
 __all__ = ["Settings", "parse"]
 
@@ -198,6 +200,11 @@ def parser() -> argparse.ArgumentParser:
     add("--start-timeout", type=float, help="seconds until every host must answer (default: 30)")
     for flag in ("--network-interfaces", "--network-interface"):
         add(flag, action="append", dest="interfaces", help="interfaces to use, with commas between")
+    add(
+        "--serve-horovod",
+        action="store_true",
+        help="`import horovod` in the program is fusedpg.hvd; it may be a Python script",
+    )
     add("--output-filename", help="folder for <folder>/rank.<rank>/stdout and stderr")
     add(
         *("-prefix-timestamp", "--prefix-output-with-timestamp"),
@@ -335,9 +342,14 @@ def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
         return float(environ.get(variable) or default) if value is None else value
 
     interfaces = ",".join(args.interfaces or []).split(",")
+    variables, command = _variables(args, config, environ), args.command
+    if args.serve_horovod:
+        variables["PYTHONPATH"] = python_path(environ)
+        if command[0].endswith(".py") and not os.access(command[0], os.X_OK):
+            command = [sys.executable, *command]
     return Settings(
         num_proc=args.num_proc,
-        command=args.command,
+        command=command,
         min_num_proc=args.min_num_proc,
         max_num_proc=args.max_num_proc,
         hosts=named,
@@ -353,5 +365,5 @@ def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
         output_filename=args.output_filename,
         timestamps=args.timestamps,
         verbose=args.verbose,
-        variables=_variables(args, config, environ),
+        variables=variables,
     )

@@ -174,11 +174,8 @@ struct Fiber {
 // Where threads wait for each other.
 struct Meeting {
   std::vector<Fiber*> there;
-  const char* what = nullptr;
   // Of those that are there, and of those who met last: nobody can come to the
-  // next one before he has read them.
-  std::array<uint32_t, kWarp> values{};
-  std::array<uint32_t, kWarp> met{};
+  // next one before he has read it.
   bool all = true;
   bool all_met = true;
 };
@@ -191,7 +188,6 @@ struct Block {
   unsigned number = 0;
   unsigned ended = 0;
   Meeting everybody;
-  std::array<Meeting, kMostThreads / kWarp> warps;
   std::vector<Shared> shared;
   std::vector<Fiber> fibers;
 };
@@ -236,16 +232,11 @@ class Machine {
     paused_.push_back(running_);
     leave();
   }
-  void meet(Meeting& at, size_t size, const char* what) {
-    if (!at.there.empty() && at.what != what) {
-      fail(what, at.what);
-    }
-    at.what = what;
+  void meet(Meeting& at, size_t size) {
     at.there.push_back(running_);
     if (at.there.size() == size) {
       ready_.insert(ready_.end(), at.there.begin(), at.there.end());
       at.there.clear();
-      at.met = at.values;
       at.all_met = at.all;
       at.all = true;
     }
@@ -363,11 +354,7 @@ void Machine::check_ended(const std::vector<Block>& blocks) {
     if (block.ended == grid_.threads.x) {
       continue;
     }
-    const char* what = block.everybody.what;
-    for (const Meeting& warp : block.warps) {
-      what = warp.there.empty() ? what : warp.what;
-    }
-    fail(what, "which not all threads come to");
+    fail("a barrier", "which not all threads come to");
   }
 }
 
@@ -422,27 +409,8 @@ void yield() {
 bool meet_block(bool vote) {
   Meeting& here = machine->block().everybody;
   here.all = here.all && vote;
-  machine->meet(here, blockDim.x, "a barrier");
+  machine->meet(here, blockDim.x);
   return here.all_met;
-}
-
-const uint32_t* meet_warp(uint32_t mask, uint32_t value, const char* what) {
-  if (mask != ~uint32_t{0}) {
-    machine->fail(what, "a mask without all lanes");
-  }
-  Meeting& here = machine->block().warps[threadIdx.x / kWarp];
-  here.values[threadIdx.x % kWarp] = value;
-  machine->meet(here, kWarp, what);
-  return here.met.data();
-}
-
-unsigned warp_votes(uint32_t mask, bool vote, const char* what) {
-  const uint32_t* votes = meet_warp(mask, vote ? 1 : 0, what);
-  unsigned bits = 0;
-  for (unsigned lane = 0; lane < kWarp; ++lane) {
-    bits |= votes[lane] << lane;
-  }
-  return bits;
 }
 
 void* shared(const void* key, size_t bytes) {

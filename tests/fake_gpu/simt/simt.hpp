@@ -7,7 +7,7 @@
 #include <type_traits>
 
 // A GPU on the CPU: the threads of a block are fibers, which run until they
-// meet others of their block or warp, and then one of all that may go on does,
+// meet the others of their block, and then one of all that may go on does,
 // by chance. Random numbers come from FUSEDPG_FAKE_SEED. What a GPU leaves
 // undefined ends the process: a barrier that not all threads come to, lanes at
 // different instructions, vectors that are not aligned (ptx.hpp).
@@ -31,10 +31,6 @@ class AtOnce {
 void yield();
 // Waits for all threads of the block; whether all said so.
 bool meet_block(bool vote);
-// Waits for all lanes of the warp, which must come with the same `what`; the
-// lanes' values.
-const uint32_t* meet_warp(uint32_t mask, uint32_t value, const char* what);
-unsigned warp_votes(uint32_t mask, bool vote, const char* what);
 void* shared(const void* key, size_t bytes);
 // What a store of multicast reaches.
 std::span<char* const> everywhere(char* multicast, size_t bytes);
@@ -64,19 +60,4 @@ inline void __syncthreads() {
 }
 inline int __syncthreads_and(int vote) {
   return simt::meet_block(vote != 0) ? 1 : 0;
-}
-inline int __any_sync(unsigned mask, int vote) {
-  return simt::warp_votes(mask, vote != 0, "any") != 0 ? 1 : 0;
-}
-inline unsigned __ballot_sync(unsigned mask, int vote) {
-  return simt::warp_votes(mask, vote != 0, "ballot");
-}
-inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int other) {
-  const unsigned lane = threadIdx.x % 32;
-  return simt::meet_warp(
-      mask, value, "shfl_xor")[(lane ^ static_cast<unsigned>(other)) % 32];
-}
-template <typename T>
-T atomicAdd(T* to, T value) {
-  return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
 }

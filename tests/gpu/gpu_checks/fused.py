@@ -36,17 +36,19 @@ class GpuModel(Model):
     def __init__(self, context: Context, run: Run, **options: Any) -> None:
         here = GpuContext(**{f.name: getattr(context, f.name) for f in dataclasses.fields(context)})
         here.group = self.group = group_of(context, **options)
+        # NCCL adds; a single rank rounds its products in the same way.
+        self.wire_sums = options.get("half_sums") == "wire" or context.world_size == 1
         super().__init__(here, run)
         self.states = {name: to_device(slices) for name, slices in self.states.items()}
         self.steps = to_device(self.steps)
 
     def reduced(self, step: int, i: int) -> torch.Tensor:
-        """Half gradients travel as such: products with a weight and every partial sum are rounded.
+        """Where NCCL adds half gradients, products with a weight and every partial sum are rounded.
 
         Exact for two ranks; for more, NCCL's order is another one.
         """
         run, wire = self.run, self.run.grad_dtype(i)
-        if wire not in HALF or run.memory == "arena":
+        if wire not in HALF or run.memory == "arena" or not self.wire_sums:
             return super().reduced(step, i)
         ranks = range(self.context.world_size)
         total = None

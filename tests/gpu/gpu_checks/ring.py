@@ -18,7 +18,7 @@ PATHS = {"patched": "ring", "stock": "stock"}
 
 def refusal(context: Context) -> str:
     """Why the engine cannot use the NCCL that is loaded as a patched one; empty if it can."""
-    model = GpuModel(context, Run("sgd"), nccl="patched")
+    model = GpuModel(context, Run("sgd"), nccl="patched", half_sums="wire")
     model.set_gradients(0)
     try:
         model.step()
@@ -40,7 +40,7 @@ class RingModel(GpuModel):
 
     def __init__(self, context: Context, run: Run, chunk_bytes: int) -> None:
         options = {"cuda_chunk_bytes": chunk_bytes} if chunk_bytes else {}
-        super().__init__(context, run, nccl="patched", **options)
+        super().__init__(context, run, nccl="patched", half_sums="wire", **options)
 
     def initial(self, i: int) -> torch.Tensor:
         values = super().initial(i)
@@ -68,7 +68,9 @@ def parity(context: Context, run: Run, chunk_bytes: int) -> str:
 def changes_path(context: Context, run: trained.Run, first: str, tolerance: float) -> str:
     """Each rank's own state dict goes on on the other path."""
     second = "stock" if first == "patched" else "patched"
-    here, there = (GpuTrainer(context, run, nccl=choice) for choice in (first, second))
+    here, there = (
+        GpuTrainer(context, run, nccl=choice, half_sums="wire") for choice in (first, second)
+    )
     if "master_dtype" in run.ours:
         with_fp32_twin(here)
     answer = goes_on(here, there, tolerance, own=True)

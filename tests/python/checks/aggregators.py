@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from datetime import timedelta
@@ -458,6 +459,9 @@ def all_to_one(context: Context, places: str, text: str) -> None:
         dist.all_reduce(torch.ones(LARGE), group=group)
     except Exception as error:
         assert text in str(error), error
+        # Rank 0 knows the cause; nobody blames a rank that only heard of it.
+        blamed = re.findall(r"(?:cause is|to fail was) rank (\d+)", str(error))
+        assert set(blamed) <= ({"0"} if context.rank else set()), error
     else:
         raise AssertionError("nothing raised")
     with contextlib.suppress(Exception):

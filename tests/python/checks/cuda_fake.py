@@ -97,6 +97,27 @@ def premul_sums(context: Context) -> None:
     assert same(whole, torch.full((4,), 3)), "integers were multiplied"
 
 
+def other_parameters(context: Context, numel: int) -> None:
+    """Ranks step different models of equal shapes, with different learning rates."""
+    import fusedpg
+
+    def step(param: torch.Tensor, lr: float) -> None:
+        state = [torch.zeros(fusedpg.shard_range(numel, 2, context.rank)[1]) for _ in range(2)]
+        fusedpg.fused_adamw_(
+            [param], [torch.ones(numel)], [state[0]], [state[1]], [], [torch.zeros(())],
+            lr=lr, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8,
+        )  # fmt: skip
+
+    step(torch.ones(numel), 0.1)  # the first of a shape also finds out in another way
+    param = torch.full((numel,), float(context.rank + 1))
+    with pytest.raises(RuntimeError, match="disagree"):
+        for _ in range(10):
+            step(param, 0.1 * (context.rank + 1))
+            time.sleep(0.1)
+    time.sleep(0.5)  # what is under way has arrived
+    assert same(param, torch.full((numel,), float(context.rank + 1)))
+
+
 def used_flags(context: Context) -> None:
     """Of a list of several types they move on the device alone: graphs take nothing of the host."""
     from fusedpg.functional import _backend, load_extension

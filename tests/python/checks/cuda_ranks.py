@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fusedpg
 from checks.cuda_order import Scene, make_delegate
 from harness import Context
 
@@ -323,7 +322,6 @@ def inside_a_group_of_nccl(context: Context, warm: bool) -> None:
         "step": lambda: ranks.step(reduce="sum"),
         "asynchronous step": lambda: ranks.step(True, reduce="sum"),
         "reduce_shards": lambda: backend.reduce_shards_([other]),
-        "sparse_all_reduce": lambda: fusedpg.sparse_all_reduce(other, group=ranks.group),
     }
     for (name, call), depth in itertools.product(calls.items(), (1, 2)):
         with nccl_group(depth):

@@ -11,6 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fuzz import mistakes
+from fuzz.calls import Env
+from fuzz.programs import GroupSpec, Step
 from harness import Context
 
 
@@ -185,3 +188,15 @@ def abort_without_peers(context: Context) -> None:
     dist.barrier()
     for group in groups:
         dist.destroy_process_group(group)
+
+
+def wrong_on_one_rank(context: Context) -> None:
+    spec = GroupSpec(tuple(range(context.world_size)))
+    for what in mistakes.REFUSALS:
+        for odd in (0, context.world_size - 1):
+            # The seed says which rule's step, and whether it is asynchronous.
+            for seed in range(8) if what.startswith("step") else (0,):
+                args = {"what": what, "odd": odd, "numel": 100}
+                step = Step(0, 0, "refusal_of_one", "sync", 0, seed, args)
+                env = Env(step, spec, dist.group.WORLD, context.rank, not context.one_host)
+                mistakes.refusal_of_one(env).start(False)

@@ -76,13 +76,14 @@ def meeting_again(context: Context) -> None:
     store = dist.distributed_c10d._get_default_store()
     pair = [0, size - 1]
     for _ in range(20):
-        # torch names such a group by its ranks: one like it that is gone had the same name.
-        if rank in pair:
-            again = dist.new_group(pair, use_local_synchronization=True)
-            tensor = torch.full((3,), float(rank))
-            dist.all_reduce(tensor, group=again)
-            assert bool((tensor == sum(pair)).all())
-            dist.destroy_process_group(again)
+        # Before 2.15 torch names such a group by its ranks: one like it that is gone had the same
+        # name. Since then it numbers them, and all ranks must make as many of them.
+        ranks = pair if rank in pair else [rank]
+        again = dist.new_group(ranks, use_local_synchronization=True)
+        tensor = torch.full((3,), float(rank))
+        dist.all_reduce(tensor, group=again)
+        assert bool((tensor == sum(set(ranks))).all())
+        dist.destroy_process_group(again)
     dist.barrier()
     before, keys = committed(), store.num_keys()
     dist.barrier()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +45,48 @@ def clipped(context: Context, run: Run, how: str, max_norm: float, order: float 
         trainer.optimizer.step()
         trainer.oracle.step()
     return trainer.agree(3e-6)
+
+
+SCALING: dict[str, Callable[[Trainer, bool], object]] = {
+    "method": lambda trainer, first: trainer.optimizer.clip_grad_norm_(1.0 if first else 0.5),
+    "method, then one for all": lambda trainer, first: [
+        trainer.optimizer.clip_grad_norm_(norm) for norm in (1.0 if first else 0.5, 1e6)
+    ],
+    "torch": lambda trainer, first: nn.utils.clip_grad_norm_(trainer.params, 1.0 + first),
+    "torch, one by one": lambda trainer, first: nn.utils.clip_grad_norm_(
+        trainer.params, 1.0 + first, foreach=False
+    ),
+    "by hand": lambda trainer, first: trainer.params[1].grad.mul_(2.0 + first),  # type: ignore[union-attr]
+    "other operations": lambda trainer, first: (
+        trainer.params[1].grad.mul_(2.0) if first else trainer.params[1].grad.div_(2.0)  # type: ignore[union-attr]
+    ),
+    "others' gradients": lambda trainer, first: trainer.params[first].grad.mul_(2.0),  # type: ignore[union-attr]
+}
+
+
+def scaled_differently(context: Context, mode: str, how: str) -> None:
+    """Parameters would be updated by slices of different scales."""
+    trainer = Trainer(context, Run("SGD", mode))
+    before = [param.detach().clone() for param in trainer.params]
+
+    def backward() -> None:
+        trainer.optimizer.zero_grad()
+        trainer.backward(0)
+        trainer.optimizer.clip_grad_norm_(1e6)  # in manual mode gradients are reduced by it
+
+    backward()
+    SCALING[how](trainer, context.rank == 0)
+    with refused("which gradients were", dist.DistBackendError):
+        trainer.optimizer.step()
+    unchanged([param.detach() for param in trainer.params], before)
+    healthy(context)
+    # What has multiplied gradients that are gone does not matter.
+    for norm in (None, 1.0):
+        trainer.optimizer.zero_grad()
+        trainer.backward(0)
+        if norm is not None:
+            trainer.optimizer.clip_grad_norm_(norm)
+        trainer.optimizer.step()
 
 
 def norms(context: Context) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import fusedpg
 from checks.pipeline import Place, backends
-from fusedpg.fusion import all_reduce, dropout, messages, recv, send
+from fusedpg.fusion import Overlap, Partial, all_reduce, dropout, messages, recv, send
+from fusedpg.fusion.errors import IllegalTransformation
 from harness import Context
 
 # Of the groups; who waits for one has not been told.
@@ -128,6 +129,49 @@ def others_hear(context: Context) -> None:
             what = f"{backend}, {('mismatch', 'probability', 'sparse')[turn]}, stage {place.stage}"
             text = ("shape", "p is a probability", "ordinary tensors")[turn]
             raises(lambda k=like, q=p: call(k, q), what, kind, text)
+        place.close()
+
+
+@fusedpg.fuse
+def _from(x: Partial, b, scale: float = 2.0):
+    return send(all_reduce(x) * scale + b)
+
+
+@fusedpg.fuse
+def _to(like):
+    return recv(like) + 1
+
+
+_WRONG: dict[str, tuple[type[Exception], Callable[..., Any]]] = {
+    "schedule": (IllegalTransformation, lambda x, b, g: _from.scheduled(Overlap())(x, b, **g)),
+    "missing": (TypeError, lambda x, b, g: _from(x, **g)),
+    "kind": (TypeError, lambda x, b, g: _from(x, b, "much", **g)),
+    "shape": (ValueError, lambda x, b, g: _from(x, b[:2], **g)),
+    "layout": (TypeError, lambda x, b, g: _from(x, b.to_sparse(), **g)),
+}
+
+
+def refused_at_once(context: Context) -> None:
+    """One rank's call is refused before it has a schedule: its stage and the other one hear."""
+    for backend in backends(context):
+        place = Place(context, backend, seconds=DEADLINE)
+        size = place.size if backend == "fused" else 1  # another group cannot be told
+        for name, (own, wrong) in _WRONG.items():
+            for odd in range(size):
+                what = f"{backend}, {name}, rank {odd} of its stage, on rank {context.rank}"
+                x, b, like = torch.ones(SHAPE), torch.ones(SHAPE), torch.empty(SHAPE)
+
+                def fine(x=x, b=b, like=like, place=place) -> Any:
+                    given, function = ((x, b), _from) if place.stage == 0 else ((like,), _to)
+                    return function(*given, **place.groups)
+
+                if place.stage == 0 and (place.rank == odd or backend != "fused"):
+                    raises(functools.partial(wrong, x, b, place.groups), what, own)
+                else:
+                    raises(fine, what, dist.DistBackendError)
+                right = fine()
+                expected = torch.full(SHAPE, 2.0 * place.size + 2)
+                assert place.stage == 0 or torch.equal(right, expected), what
         place.close()
 
 

@@ -294,6 +294,26 @@ def masks(context: Context) -> None:
     assert torch.equal(plain, again) and torch.equal(x.grad, y.grad)
 
 
+def shares_nothing(context: Context, src_data_rank: int | None) -> None:
+    """The Linear that a layer was made of stays as it is, and so does the layer."""
+    for kind in (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear):
+        linear = torch.nn.Linear(16, 16)
+        with torch.no_grad():
+            for p in linear.parameters():
+                p.fill_(context.rank)
+        layer = kind.from_linear(linear, src_data_rank=src_data_rank)
+        wanted = [p.to_local().clone() for p in layer.parameters()]
+        for p in linear.parameters():
+            assert bool((p == context.rank).all()), "overwritten by the source rank's"
+        with torch.no_grad():
+            for p in linear.parameters():
+                p.add_(1)
+        for p, value in zip(layer.parameters(), wanted, strict=True):
+            assert torch.equal(p.to_local(), value)
+            assert bool((value == (context.rank if src_data_rank is None else 0)).all())
+            assert p.stride() == (16, 1)[-p.dim() :]
+
+
 def autocast(context: Context) -> None:
     up, down = linears(torch.float32, True)
     column = tensor_parallel.ColumnParallelLinear.from_linear(up)

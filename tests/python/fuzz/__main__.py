@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, help="replay this program, or this round")
     parser.add_argument("--world", type=int, help="ranks of a program (default: 1 to 4 in turn)")
-    parser.add_argument("--arm", choices=list(operations.ARMS), help="of programs")
+    parser.add_argument("--arm", choices=operations.ARMS, help="of programs")
     parser.add_argument("--round", type=int, help="of chaos, with --seed")
     parser.add_argument("--scenario", help="of chaos")
     parser.add_argument("--only", choices=["programs", "chaos"])
@@ -60,11 +60,7 @@ def search(options: argparse.Namespace) -> int:
     until = time.monotonic() + 60 * options.minutes
     programs, found = operations.Tally(), 0
     worlds = [options.world] if options.world else [2, 3, 4, 2, 3, 1]
-    arms = (
-        [options.arm]
-        if options.arm
-        else ["one host", "one host", "one host", "hosts by tcp", "hosts by ucx"]
-    )
+    arms = [options.arm] if options.arm else ["one host", "one host", "one host", "hosts", "hosts"]
     with chaos.Crew() as crew, tqdm(total=round(60 * options.minutes), unit="s") as bar:
         for turn in itertools.count():
             if time.monotonic() > until:

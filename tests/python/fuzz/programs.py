@@ -130,16 +130,13 @@ class Draw:
 
 Drawing = Callable[[Draw], dict[str, Any]]
 KINDS: dict[str, tuple[int, Drawing]] = {}
-ONLY_ONE_HOST: set[str] = set()
 
 
-def kind(weight: int = 2, *, one_host: bool = False) -> Callable[[Drawing], Drawing]:
+def kind(weight: int = 2) -> Callable[[Drawing], Drawing]:
     """Registers a kind of step under the function's name."""
 
     def register(draw: Drawing) -> Drawing:
         KINDS[draw.__name__] = (weight, draw)
-        if one_host:
-            ONLY_ONE_HOST.add(draw.__name__)
         return draw
 
     return register
@@ -320,7 +317,7 @@ def fused_step(draw: Draw) -> dict[str, Any]:
     }
 
 
-@kind(3, one_host=True)
+@kind(3)
 def disagreement(draw: Draw) -> dict[str, Any]:
     """Members call different things, and all of them must hear of it."""
     return {
@@ -330,21 +327,22 @@ def disagreement(draw: Draw) -> dict[str, Any]:
     }
 
 
-REFUSALS = ("expanded", "types", "count", "root", "redop", "splits")
+def _mistake(draw: Draw) -> dict[str, Any]:
+    from fuzz.mistakes import REFUSALS  # which needs what is here
+
+    return {"what": draw.rng.choice(list(REFUSALS)), "numel": draw.rng.choice([3, 1000, 40_000])}
 
 
 @kind(2)
 def refusal(draw: Draw) -> dict[str, Any]:
     """An argument that is wrong on all members."""
-    what = draw.rng.choice([one for one in REFUSALS if not (draw.hosts and one == "redop")])
-    return {"what": what, "odd": None, "numel": draw.rng.choice([3, 1000, 40_000])}
+    return {"odd": None, **_mistake(draw)}
 
 
-@kind(2, one_host=True)
+@kind(4)
 def refusal_of_one(draw: Draw) -> dict[str, Any]:
     """An argument that is wrong on one member alone."""
-    what = draw.rng.choice(REFUSALS)
-    return {"what": what, "odd": draw.root(), "numel": draw.rng.choice([3, 1000, 40_000])}
+    return {"odd": draw.root(), **_mistake(draw)}
 
 
 ALWAYS_SYNC = {"objects", "disagreement", "refusal", "refusal_of_one", "messages", "functional"}
@@ -362,7 +360,7 @@ def _draw_group(rng: random.Random, world: int) -> GroupSpec:
 
 
 def _draw_step(rng: random.Random, number: int, index: int, group: GroupSpec, hosts: bool) -> Step:
-    names = [name for name in KINDS if not ((hosts and name in ONLY_ONE_HOST) or name in LEFT_OUT)]
+    names = [name for name in KINDS if name not in LEFT_OUT]
     [name] = rng.choices(names, [KINDS[name][0] for name in names])
     mode = "sync" if name in ALWAYS_SYNC else rng.choice(["sync", "sync", "async", "future"])
     if name == "fused_step":

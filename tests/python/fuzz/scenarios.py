@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import resource
 import threading
@@ -56,7 +57,7 @@ def exit_without_destroy(context: Context, one: Round, outcome: Outcome) -> None
 
 
 def _starved(context: Context, one: Round, which: int, value: Callable[[], int]) -> None:
-    """The victim lacks something while the group is made: all of them must raise."""
+    """The victim lacks something while the group is made: all raise, or have a smaller arena."""
     start = time.monotonic()
     try:
         with contextlib.ExitStack() as stack:
@@ -73,7 +74,10 @@ def _starved(context: Context, one: Round, which: int, value: Callable[[], int])
         # There was just enough of it; or the victim failed when this rank had all it needs, which
         # then hears why in its first operation.
         try:
-            calm(one)
+            try:
+                calm(one)
+            except torch.OutOfMemoryError:  # all have as much of an arena as fits on the victim
+                calm(dataclasses.replace(one, arena=False))
         except dist.DistBackendError as error:
             if context.rank == one.victim or "reported: fused:" not in str(error):
                 raise

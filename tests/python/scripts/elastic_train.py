@@ -6,6 +6,7 @@ What happens when is said by a plan, a JSON object in the variable PLAN:
     kill: {worker: steps}: which worker kills itself in which committed step's successor
     kill_meeting: {worker: meeting}: which worker kills itself when it has got a place
     late: {worker: seconds}: which worker takes longer to start
+    fused: whether the optimizer is a fused one, each rank of which has a slice of the state
 The last line of each rank is a JSON object of what it has.
 """
 
@@ -69,7 +70,8 @@ def main() -> None:
     hvd.init()
     data = make_data(PLAN["samples"])
     model, optimizer = make_model(worker())
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    fused = PLAN.get("fused", False)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), fused=fused)
     sampler = hvd.elastic.ElasticSampler(data[0], seed=5)
     state = hvd.elastic.TorchState(
         model=model, optimizer=optimizer, sampler=sampler, epoch=0, history=[]
@@ -112,14 +114,15 @@ def main() -> None:
             state.commit()
 
     train(state)
+    if fused:
+        optimizer.consolidate_state_dict(to=None)
+    momentum = optimizer.state_dict()["state"]
     result = {
         "worker": worker(),
         "rank": hvd.rank(),
         "size": hvd.size(),
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
-        "momentum": [
-            optimizer.state[p]["momentum_buffer"].flatten().tolist() for p in model.parameters()
-        ],
+        "momentum": [momentum[n]["momentum_buffer"].flatten().tolist() for n in range(2)],
         "history": state.history,
         "resets": resets,
     }

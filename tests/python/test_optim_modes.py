@@ -1,0 +1,153 @@
+"""Fused optimizers under torch's modes: dispatch modes, torch.compile, inference mode."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import fusedpg
+from harness import Context, on_ranks
+
+
+class Own(TorchDispatchMode):
+    """A mode of the user's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+HOW = ("plain", "no_sync", "in place", "unused, no_sync, in place", "twice", "static")
+
+
+def trained(how: str, kind: str, mode: Any) -> tuple[torch.Tensor, int]:
+    """Weights after some steps, and the FLOPs that were counted."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    ddp = DistributedDataParallel(
+        model, find_unused_parameters="unused" in how, static_graph="static" in how
+    )
+    if kind == "torch":
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        overlap = kind == "overlap"
+        optimizer = fusedpg.optim.SGD(model.parameters(), lr=0.1, ddp=ddp, overlap=overlap)
+    flops = FlopCounterMode(display=False)
+    with contextlib.ExitStack() as stack:
+        for one in {"none": [], "flops": [flops], "two": [Own(), flops]}[mode]:
+            stack.enter_context(one)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none="in place" not in how)
+            if "no_sync" in how:
+                with ddp.no_sync():
+                    ddp(torch.ones(2, 8)).sum().backward()
+            ddp(torch.ones(2, 8)).sum().backward()
+            if "twice" in how:
+                ddp(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    return model.weight.detach().clone(), flops.get_total_flops()
+
+
+@pytest.mark.parametrize("mode", ["flops", "two"])
+@on_ranks(2)
+def test_a_dispatch_mode_changes_nothing(context: Context, mode: str) -> None:
+    for how in HOW:
+        weight, flops = trained(how, "torch", mode)
+        for kind in ("sharded", "overlap"):
+            if kind == "overlap" and ("twice" in how or "in place" in how):
+                continue
+            found, counted = trained(how, kind, mode)
+            torch.testing.assert_close(found, weight)
+            assert torch.equal(found, trained(how, kind, "none")[0])
+            assert counted == flops > 0, (how, kind)
+
+
+@on_ranks(1)
+def test_a_copy_by_hand_is_still_seen_under_a_mode(context: Context) -> None:
+    model = nn.Linear(8, 8)
+    ddp = DistributedDataParallel(model)
+    optimizer = fusedpg.optim.SGD(model.parameters(), lr=0.1, ddp=ddp)
+    ddp(torch.ones(2, 8)).sum().backward()
+    with Own(), pytest.raises(RuntimeError, match="holds only its slice"):
+        torch.empty(8, 8).copy_(model.weight.grad)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "overlap", "manual"])
+@on_ranks(2)
+def test_compiled_steps(context: Context, kind: str) -> None:
+    """A compiled training step, and a compiled ``optimizer.step``, print nothing, are compiled
+    once, and give what they give without the compiler."""
+
+    def run(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        net: Any = model if kind == "manual" else DistributedDataParallel(model)
+        ddp = None if kind == "manual" else net
+        optimizer = fusedpg.optim.AdamW(
+            model.parameters(), lr=0.1, ddp=ddp, overlap=kind == "overlap"
+        )
+
+        def backward(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+
+        def whole(x: torch.Tensor) -> None:
+            backward(x)
+            optimizer.step()
+
+        step = optimizer.step
+        if compiled:
+            whole = torch.compile(whole, backend="eager")
+            step = torch.compile(optimizer.step, backend="eager")
+        for now in range(12):
+            x = torch.full((2, 8), now + context.rank + 1.0)
+            with torch._dynamo.config.patch(error_on_recompile=now % 6 > 2):
+                if now < 6:
+                    whole(x)
+                else:
+                    backward(x)
+                    step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    unraisable: list[Any] = []
+    before, sys.unraisablehook = sys.unraisablehook, unraisable.append
+    torch._dynamo.reset()
+    try:
+        for one, other in zip(run(True), run(False), strict=True):
+            assert torch.equal(one, other)
+    finally:
+        sys.unraisablehook = before
+        torch._dynamo.reset()
+    assert not unraisable
+
+
+@pytest.mark.parametrize("kind", ["sharded", "overlap", "manual", "shared"])
+@on_ranks(2)
+def test_made_and_stepped_in_inference_mode(context: Context, kind: str) -> None:
+    """Neither parameters nor state become inference tensors."""
+    model = nn.Linear(8, 8)
+    ddp = DistributedDataParallel(model) if kind in ("sharded", "overlap") else None
+    with torch.inference_mode():
+        optimizer = fusedpg.optim.AdamW(
+            model.parameters(), lr=0.1, ddp=ddp, overlap=kind == "overlap",
+            share_parameters=kind == "shared",
+        )  # fmt: skip
+    assert not any(p.is_inference() for p in model.parameters())
+    net = ddp or model
+    for now in range(3):
+        net(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
+        with torch.inference_mode(now == 0):
+            optimizer.step()
+            optimizer.zero_grad()
+    for values in optimizer.state.values():
+        assert not any(value.is_inference() for value in values.values())
+        assert float(values["step"]) == 3
