@@ -17,7 +17,7 @@ ranks() {
     sort | tee "$folder/output" || { cat "$folder/errors" >&2; exit 1; }
 }
 
-# `expect` compares what `ranks` printed with standard input.
+# `expect` compares what was printed, in $folder/output, with standard input.
 expect() {
   diff - "$folder/output" >&2 || { echo "the behaviour has changed" >&2; exit 1; }
 }

@@ -220,7 +220,8 @@ void Client::look(Clock::time_point now, const Deadline& deadline) {
   if (!deadline.expired()) {
     return;
   }
-  if (stream_->missing() != 0) {
+  // What it said before it fell silent may no longer be so.
+  if (stream_->missing() != 0 && silent < kSilent) {
     fail(
         ErrorKind::kTimeout,
         "fused: no sum from aggregator {} (UDP) within {} ms: it waits for {}",

@@ -10,15 +10,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import fx
+from torch.fx.node import map_aggregate
 
-from fusedpg import _fork
+from fusedpg import _fork, _fx
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import Source
 
@@ -83,11 +84,11 @@ for _function in IN_PLACE:
     setattr(_Stand, f"__{_function.__name__}__", _recorded(_function))
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(_fx.Tracer):
     """Notes with each node the line of the user's file and the state of torch in that line."""
 
     def __init__(self) -> None:
-        super().__init__(autowrap_modules=(math, funcol))  # type: ignore[arg-type]
+        super().__init__(autowrap_modules=(math,))
         self._default = torch.get_default_dtype()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -132,23 +133,45 @@ def _users_line() -> Source | None:
     return None
 
 
-@contextmanager
-def _wrapped_names(names: dict[str, Any]) -> Iterator[None]:
-    """fx wraps what a module holds; names imported from it are the user's own globals."""
-    function = funcol.all_reduce
+# By identity, as what modules hold need not be hashable. Their classes and what they import are no
+# business of ours: other threads need those as they are.
+_FUNCTIONAL = {
+    id(value)
+    for name, value in vars(funcol).items()
+    if isinstance(value, FunctionType) and value.__module__ == funcol.__name__ and name[0] != "_"
+}
 
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        for arg in (*args, *kwargs.values()):
+
+def _leaf(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but calls with what stands for a tensor are recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        stands: list[fx.Proxy] = []
+
+        def look(arg: Any) -> None:
             if isinstance(arg, fx.Proxy):
-                return arg.tracer.create_proxy("call_function", function, args, kwargs)
+                stands.append(arg)
+
+        map_aggregate((args, kwargs), look)
+        if stands:
+            return stands[0].tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
-    found = [name for name, value in names.items() if value is function]
-    names.update(dict.fromkeys(found, all_reduce))
+    return call
+
+
+@contextmanager
+def _recorded_functional(names: dict[str, Any]) -> Iterator[None]:
+    """Has fx record torch's functional collectives, by their module and by the user's globals."""
+    scopes = vars(funcol), names
+    found = [(s, name, f) for s in scopes for name, f in s.items() if id(f) in _FUNCTIONAL]
+    for scope, name, function in found:
+        scope[name] = _leaf(function)
     try:
         yield
     finally:
-        names.update(dict.fromkeys(found, function))
+        for scope, name, function in found:
+            scope[name] = function
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -177,9 +200,9 @@ def trace(
     exec(compile(code, "<fusedpg program>", "exec"), scope)
     tracer = _Tracer()
     random_before = _random_state()
-    names_of_fx = _wrapped_names(function.__globals__)
+    functional = _recorded_functional(function.__globals__)
     # Whether a call wants gradients does not belong to the trace.
-    with _TRACING, names_of_fx, torch.inference_mode(False), torch.enable_grad():
+    with _TRACING, functional, torch.inference_mode(False), torch.enable_grad():
         try:
             graph = tracer.trace(scope["program"])
         except IllegalProgram:

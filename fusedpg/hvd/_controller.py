@@ -17,6 +17,7 @@ Key = tuple[int, str]
 
 ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
 ALLTOALL, REDUCESCATTER, BARRIER, JOIN = "alltoall", "reducescatter", "barrier", "join"
+JOIN_KEY: Key = (0, JOIN)
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
 FAILED = "failed"
 """In place of a rank's operation: its call has raised, and why."""
@@ -124,6 +125,7 @@ class Controller:
     Attributes:
         sets: the global ranks of each process set.
         bits: this rank's ready operations, a bit for each remembered request.
+        left: ranks whose ``join()`` has raised, until somebody empties it.
     """
 
     def __init__(self, rank: int, size: int, capacity: int) -> None:
@@ -138,6 +140,7 @@ class Controller:
         self._in_set: dict[int, int] = {}  # the slots of each set, as bits
         self._table: dict[Key, dict[int, Signature]] = {}
         self._joined: dict[int, int] = {}  # and the handles that they have given out
+        self.left: set[int] = set()
         self._next_set = 1
 
     @property
@@ -203,17 +206,22 @@ class Controller:
         responses = [self._known(slot, bits) for slot in _ones(self._ready(bits))]
         forgotten: list[Key] = []
         touched: dict[Key, None] = {}
-        had_joined = len(self._joined)
+        had_joined = set(self._joined)
         for rank in sorted(messages):
             for key, signature in decode(messages[rank]):
                 if signature.kind == JOIN:
                     self._joined[rank] = signature.numbers[0]
                     continue
+                if key == JOIN_KEY:
+                    self.left.add(rank)
+                    self._joined.pop(rank, None)
+                    responses.append(Response(key, {rank: signature}))
+                    continue
                 if key in self._slot_of:
                     forgotten += self._forget(self._slot_of[key])
                 self._table.setdefault(key, {})[rank] = signature
                 touched[key] = None
-        if len(self._joined) != had_joined:
+        if self._joined.keys() != had_joined:
             touched.update(dict.fromkeys(self._table))
         for key in touched:
             response = self._complete(key)
@@ -227,7 +235,7 @@ class Controller:
         if len(self._joined) == self.size:
             last = next(reversed(self._joined))
             done = Signature(JOIN, root=last, numbers=(max(self._joined.values()),))
-            responses.append(Response((0, JOIN), {0: done}))
+            responses.append(Response(JOIN_KEY, {0: done}))
             self._joined.clear()
         return responses, forgotten
 

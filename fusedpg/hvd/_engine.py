@@ -40,7 +40,6 @@ _LONGEST_IDLE = 0.02
 _LONGEST_WAITING = 0.005
 # Other ranks' engines answer a shutdown within a cycle, unless their processes are stopped.
 _LONGEST_SHUTDOWN = 60.0
-_JOIN_KEY: Key = (0, c.JOIN)
 
 
 class Operation:
@@ -170,6 +169,7 @@ class Engine:
 
     def begin_turn(self, what: int) -> None:
         """Says that this rank begins a collective that joined ranks have to take part in."""
+        self._controller.left.clear()
         self._turn = self._turn[0] + 1, what
         if self._controller.has_joined():
             with self._lock:
@@ -180,7 +180,8 @@ class Engine:
         """As :meth:`wait`, for an operation that joins: serves the others' turns meanwhile.
 
         Args:
-            serve: takes part in a turn; it begins one, too.
+            serve: takes part in a turn; it begins one, too. Where it raises, this rank has not
+                joined any more.
         """
         while True:
             with self._lock:
@@ -191,11 +192,35 @@ class Engine:
                 behind = self._latest[0] > self._turn[0]
             if operation.error is not None or not behind:
                 return self.wait(operation)
-            serve(self._latest[1])
+            try:
+                serve(self._latest[1])
+            except BaseException:
+                with contextlib.suppress(HorovodInternalError):
+                    self.leave()
+                raise
+
+    def leave(self) -> None:
+        """Takes a ``join()`` that goes on back; when it returns, the others wait for this rank.
+
+        Raises:
+            HorovodInternalError: the engine has ended.
+        """
+        withdrawn = Operation(c.JOIN_KEY, Signature(c.FAILED))
+        with self._lock:
+            joining = self._pending.get(c.JOIN_KEY)
+            if joining is None or joining.signature.kind == c.FAILED:
+                return
+            if joining in self._new:
+                self._new.remove(joining)
+                del self._pending[c.JOIN_KEY]
+                return
+            self._pending[c.JOIN_KEY] = withdrawn
+            self._new.append(withdrawn)
+        self.wait(withdrawn)
 
     def joined(self) -> list[int]:
-        """The ranks that have joined, and wait for the others."""
-        return self._controller.has_joined()
+        """The ranks that have joined; also those that this rank's turn has made raise."""
+        return sorted({*self._controller.has_joined(), *self._controller.left})
 
     def call(self, operation: Operation) -> Any:
         self.submit(operation)
@@ -301,7 +326,7 @@ class Engine:
             return True
         self.fusion_threshold, self.cycle_time = headers[0][2:4]
         self._latest = max(one[4:] for one in headers)
-        if self._latest[0] > self._turn[0] and _JOIN_KEY in self._pending:
+        if self._latest[0] > self._turn[0] and c.JOIN_KEY in self._pending:
             with self._lock:
                 self._finished.notify_all()
         lengths = [one[1] for one in headers]
@@ -358,7 +383,7 @@ class Engine:
         waiting = {
             key: (told, missing)
             for key, told, missing in self._controller.waiting(bits_of)
-            if missing and key != _JOIN_KEY
+            if missing and key != c.JOIN_KEY
         }
         self._seen = {key: self._seen.get(key, now) for key in waiting}
         self._warned &= set(waiting)
@@ -469,15 +494,19 @@ class Engine:
 
     def _one(self, response: Response) -> int:
         signature = response.any
-        key = _JOIN_KEY if signature.kind == c.JOIN else response.key
-        (operation,) = self._take([Response(key, response.signatures)])
+        (operation,) = self._take([response])
         if response.error:
             if (timeline := self.timeline) is not None:
                 timeline.negotiated(response)
             self._end([operation], f"hvd: {response.key[1]}: {response.error}")
             return 0
+        if response.key == c.JOIN_KEY and signature.kind == c.FAILED:
+            if self.rank in response.signatures:
+                self._end([operation])
+            return 0
         if signature.kind == c.JOIN:
-            assert operation is not None
+            if operation is None or operation.signature.kind == c.FAILED:
+                return 0  # this rank's call has raised
             operation.result = signature.root, signature.numbers[0]
             self._end([operation])
             return 0

@@ -178,10 +178,11 @@ def serve_turn(turn: int) -> None:
         return
     engine = _basics.engine()
     engine.begin_turn(turn)
+    engine.leave()
     with contextlib.suppress(dist.DistBackendError):
         # Not what the others call, so that they raise and do not wait.
         dist.barrier(group=optimizer._group)
-    raise HorovodInternalError(_cannot_reduce(engine.joined()))
+    raise HorovodInternalError(_cannot_reduce(sorted({*engine.joined(), engine.rank})))
 
 
 def fused_optimizer(optimizer: Optimizer, op: int) -> Fused:

@@ -558,6 +558,9 @@ def join(device: int = -1) -> int:
 
     Returns:
         The rank that joined last, on all ranks.
+
+    Raises:
+        HorovodInternalError: what another rank does needs this rank's data. It has not joined then.
     """
     here = state()
     signature = Signature(c.JOIN, numbers=(here.counter + 1,))
@@ -567,10 +570,12 @@ def join(device: int = -1) -> int:
 
         serve_turn(turn)
 
-    operation = Operation((0, c.JOIN), signature)
-    begin(operation, tuple)
-    last, counter = here.engine.wait_serving(operation, serve)
-    here.handles.pop(next(h for h, (one, _) in here.handles.items() if one is operation), None)
+    operation = Operation(c.JOIN_KEY, signature)
+    handle = begin(operation, tuple)
+    try:
+        last, counter = here.engine.wait_serving(operation, serve)
+    finally:
+        here.handles.pop(handle, None)
     # Ranks have called different numbers of operations: unnamed ones match again from here on.
     here.counter = max(here.counter, counter)
     return last

@@ -57,7 +57,7 @@ class Timeline:
                     self._tick(key, kind, rank)
             for rank, message in messages.items():
                 for key, signature in c.decode(message):
-                    if signature.kind != c.JOIN:
+                    if key != c.JOIN_KEY:
                         self._tick(key, signature.kind, rank)
 
     @contextlib.contextmanager

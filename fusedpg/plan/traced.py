@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from fusedpg import _fx
 from fusedpg.plan.config import PlanError
 from fusedpg.plan.operators import Model, Operator, Part, Value, Weight
 
@@ -87,7 +88,7 @@ def trace(module: nn.Module, batch: Mapping[str, Tensor], name: str, size: str) 
         if getattr(part, "inplace", False):
             part.inplace = False  # type: ignore[assignment]
     try:
-        graph = fx.symbolic_trace(module).graph
+        graph = _fx.Tracer().trace(module)
     except Exception as error:
         raise PlanError(f"torch.fx cannot trace {type(module).__name__}: {error}") from error
     return _Tracing(module, graph, batch).model(name, size)

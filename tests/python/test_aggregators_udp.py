@@ -240,13 +240,16 @@ def test_aggregator_dies(tmp_path: Path, again: bool) -> None:
 
 
 def test_nothing_comes_through(tmp_path: Path, one: Udp) -> None:
-    """All raise at the deadline, and name the aggregator."""
+    """All raise at the deadline, and name the aggregator, whatever it said before."""
     with workers(2) as found, Bad(one.address, 0, 0, 0) as way:
         found.run(checks.join, "a", [0, 1], 4.0)
         found.start(checks.until_it_fails, way.place, str(tmp_path / "go"))
         wait_for(tmp_path / "go")
+        found.signal(1, signal.SIGSTOP)
+        time.sleep(1)  # rank 0 is told that rank 1 is waited for
         began = time.time()
         way.lost = 1.0
+        found.signal(1, signal.SIGCONT)
         for when, text in found.collect(30):
             assert when - began < 4.0 + SOON, text
             assert f"no sum from aggregator {way.place} (UDP) within 4000 ms" in text, text

@@ -45,7 +45,9 @@ def test_optimizers(world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("check", ["calls", "comparisons", "products", "spellings", "threads"])
+@pytest.mark.parametrize(
+    "check", ["calls", "comparisons", "products", "spellings", "threads", "other_threads"]
+)
 def test_on_ranks(world_size: int, check: str) -> None:
     harness.pool(world_size).run(getattr(checks, check))
 

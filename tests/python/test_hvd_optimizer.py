@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -255,13 +256,17 @@ def test_a_joined_rank_serves_fused_steps(context: Context) -> None:
             ours[0].synchronize()
             ours[0].step()
             if rank == 0:
-                with pytest.raises(hvd.HorovodInternalError, match="have joined"):
+                with pytest.raises(hvd.HorovodInternalError, match=r"ranks \[0\] have joined"):
                     hvd.join()
+                time.sleep(0.05)
             else:
                 ours[0].zero_grad()
                 loss(nets[0], rank, 0).backward()
                 with pytest.raises(Exception, match=r"have joined|mismatch|rank 0"):
                     ours[0].synchronize()
+            # It has not joined then: the others wait for it again.
+            here = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after")
+            assert here.item() == size
 
 
 @pytest.mark.fused_only

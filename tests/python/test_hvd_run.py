@@ -223,7 +223,8 @@ hvd.init()
 if sys.argv[1:] == ["x"]:
     child = subprocess.run([sys.executable, "-c", "import horovod.torch as t; print(t.__name__)"],
                            capture_output=True, text=True, check=True)
-    print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), __name__, child.stdout)
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    print(f"{total} {__name__} {child.stdout}")  # in one piece: another rank writes there, too
 """
 
 

@@ -17,6 +17,7 @@ import fusedpg
 from checks.refused import refused
 from fusedpg import fusion
 from fusedpg.fusion import api, philox
+from fusedpg.fusion.trace import trace
 from harness import ROOT, Context
 
 NAMES = {
@@ -473,6 +474,36 @@ def comparisons(context: Context) -> None:
                 assert got.dtype == want.dtype and torch.equal(got, want), schedule
     named = fused.scheduled(fusion.Split(), fusion.Reorder(), fusion.AsShard("mul_whole"))
     assert torch.equal(named(g[rank], w)[1], shard(total * 2, size, rank))
+
+
+def other_threads(context: Context) -> None:
+    """While one traces, another one calls modules and torch's functional collectives."""
+    world, layer, found = dist.group.WORLD, torch.nn.Linear(2, 2), []
+    begun, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        try:
+            assert begun.wait(60)
+            pending = funcol.all_reduce(torch.ones(3), "sum", world)
+            assert isinstance(pending, funcol.AsyncCollectiveTensor)
+            found.extend((pending + 0).tolist() + funcol.wait_tensor(pending).tolist())
+            found.append(tuple(layer(torch.ones(2)).shape))
+        except BaseException as error:
+            found.append(error)
+        finally:
+            done.set()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert done.wait(60)
+        return x + funcol.all_reduce(x, "sum", world)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    graph = trace(program, ["x"], {})  # fuse() takes no program that reads events
+    thread.join()
+    assert found == [float(context.world_size)] * 6 + [(2,)], found
+    assert funcol.all_reduce in {node.target for node in graph.nodes}
 
 
 def threads(context: Context) -> None:

@@ -1,0 +1,21 @@
+"""torch.fx's tracer, beside which other threads go on calling modules."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import fx, nn
+
+
+class Tracer(fx.Tracer):
+    """fx replaces ``nn.Module.__call__`` for all threads while it traces in one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
