@@ -59,73 +59,60 @@ void Client::with(
   }
 }
 
-Head Client::begin(
-    size_t count,
-    const kernels::ReduceArgs& args,
-    uint32_t block,
-    uint32_t stripe,
-    uint64_t sequence,
-    const Deadline& deadline,
-    OpStats& moved) {
+Head Client::begin(const Reduction& of, uint32_t block, uint32_t stripe) {
   Head head;
-  head.sequence = sequence;
-  head.count = count;
-  head.segment = kSegmentBytes / dtype_size(args.dtype);
-  head.divisor = args.divisor;
-  head.factor = args.factor;
-  head.dtype = static_cast<uint32_t>(args.dtype);
-  head.op = static_cast<uint32_t>(args.op);
+  head.sequence = of.sequence;
+  head.count = of.count;
+  head.segment = kSegmentBytes / dtype_size(of.args.dtype);
+  head.divisor = of.args.divisor;
+  head.factor = of.args.factor;
+  head.dtype = static_cast<uint32_t>(of.args.dtype);
+  head.op = static_cast<uint32_t>(of.args.op);
   head.block = block;
   head.stripe = stripe;
   const NetBuffer said(sizeof head);
   std::memcpy(said.data(), &head, sizeof head);
   for (size_t a = 0; a < places_.size(); ++a) {
-    with(a, deadline, [&] {
+    with(a, of.deadline, [&] {
       transport_->send(
           workers_ + static_cast<int>(a),
           static_cast<uint32_t>(Tag::kHead),
           said);
     });
-    moved.bytes_sent += said.bytes();
-    ++moved.messages_sent;
+    of.moved.bytes_sent += said.bytes();
+    ++of.moved.messages_sent;
   }
   return head;
 }
 
-void Client::all_reduce(
-    void* data,
-    size_t count,
-    const kernels::ReduceArgs& args,
-    uint64_t sequence,
-    const Deadline& deadline,
-    OpStats& moved) {
-  if (count == 0) {
+void Client::all_reduce(const Reduction& of) {
+  if (of.count == 0) {
     return;
   }
-  const size_t element = dtype_size(args.dtype);
+  const size_t element = dtype_size(of.args.dtype);
   const size_t aggregators = places_.size();
-  const Head head = begin(count, args, 0, 0, sequence, deadline, moved);
-  const size_t segments = (count + head.segment - 1) / head.segment;
+  const Head head = begin(of, 0, 0);
+  const size_t segments = (of.count + head.segment - 1) / head.segment;
   std::vector<Transport::RequestPtr> slots(
       std::min(kSlots * aggregators, segments));
   for (size_t s = 0; s < segments + slots.size(); ++s) {
     Transport::RequestPtr& slot = slots[s % slots.size()];
     if (s >= slots.size()) {
       const size_t a = (s - slots.size()) % aggregators;
-      with(a, deadline, [&] { slot->wait(deadline); });
+      with(a, of.deadline, [&] { slot->wait(of.deadline); });
     }
     if (s >= segments) {
       continue;
     }
     const size_t begin = s * head.segment;
     const size_t bytes =
-        std::min<size_t>(head.segment, count - begin) * element;
+        std::min<size_t>(head.segment, of.count - begin) * element;
     // The result takes the place of the contribution: it comes only when that
     // has arrived.
-    const NetBuffer segment =
-        NetBuffer::borrowed(static_cast<char*>(data) + begin * element, bytes);
+    const NetBuffer segment = NetBuffer::borrowed(
+        static_cast<char*>(of.data) + begin * element, bytes);
     const size_t a = s % aggregators;
-    with(a, deadline, [&] {
+    with(a, of.deadline, [&] {
       slot = transport_->receive(
           workers_ + static_cast<int>(a),
           static_cast<uint32_t>(Tag::kResult),
@@ -135,27 +122,21 @@ void Client::all_reduce(
           static_cast<uint32_t>(Tag::kContribution),
           segment);
     });
-    moved.bytes_sent += bytes;
-    ++moved.messages_sent;
-    moved.bytes_received += bytes;
+    of.moved.bytes_sent += bytes;
+    ++of.moved.messages_sent;
+    of.moved.bytes_received += bytes;
   }
 }
 
 Client::Shares Client::sparse_all_reduce(
-    void* data,
-    size_t count,
-    const kernels::ReduceArgs& args,
+    const Reduction& of,
     const uint64_t* bits,
     uint32_t block,
-    uint32_t stripe,
-    uint64_t sequence,
-    const Deadline& deadline,
-    OpStats& moved) {
-  if (count == 0) {
+    uint32_t stripe) {
+  if (of.count == 0) {
     return {};
   }
-  const Head head =
-      begin(count, args, block, stripe, sequence, deadline, moved);
+  const Head head = begin(of, block, stripe);
   const BlockLayout layout(head, places_.size());
   std::vector<BlockStream> streams;
   streams.reserve(places_.size());
@@ -165,14 +146,14 @@ Client::Shares Client::sparse_all_reduce(
         workers_,
         a,
         layout,
-        static_cast<char*>(data),
+        static_cast<char*>(of.data),
         bits,
         buffers_);
   }
   const auto each = [&](const auto& body) {
     for (size_t a = 0; a < streams.size(); ++a) {
       if (!streams[a].done()) {
-        with(a, deadline, [&] { body(streams[a]); });
+        with(a, of.deadline, [&] { body(streams[a]); });
       }
     }
   };
@@ -187,16 +168,16 @@ Client::Shares Client::sparse_all_reduce(
     if (moves) {
       continue;
     }
-    if (aborted_ || deadline.expired()) {
-      each([&](BlockStream& one) { one.give_up(deadline); });
+    if (aborted_ || of.deadline.expired()) {
+      each([&](BlockStream& one) { one.give_up(of.deadline); });
     }
-    transport_->doze(std::min(deadline.left(), kLook));
+    transport_->doze(std::min(of.deadline.left(), kLook));
   }
   Shares shares;
   for (const BlockStream& one : streams) {
-    moved.bytes_sent += one.counts().bytes_sent;
-    moved.bytes_received += one.counts().bytes_received;
-    moved.messages_sent += one.counts().messages_sent;
+    of.moved.bytes_sent += one.counts().bytes_sent;
+    of.moved.bytes_received += one.counts().bytes_received;
+    of.moved.messages_sent += one.counts().messages_sent;
     shares.blocks += one.counts().blocks;
     shares.contributions += one.counts().contributions;
   }

@@ -28,17 +28,19 @@ class Client {
     return places_;
   }
 
-  // Collective over the workers, who have agreed on all of it but the data: the
-  // reduction of a tensor, in place. Throws Error: kTimeout, kPeerFailed or
+  // A tensor and its reduction, of which workers have agreed on all but the data.
+  struct Reduction {
+    void* data;
+    size_t count;
+    const kernels::ReduceArgs& args;
+    uint64_t sequence;
+    const Deadline& deadline;
+    OpStats& moved;
+  };
+  // Collective over the workers, in place. Throws Error: kTimeout, kPeerFailed or
   // kAborted; the job has ended then, and nothing is written to the data any
   // more.
-  void all_reduce(
-      void* data,
-      size_t count,
-      const kernels::ReduceArgs& args,
-      uint64_t sequence,
-      const Deadline& deadline,
-      OpStats& moved);
+  void all_reduce(const Reduction& of);
 
   // The same of a tensor that is mostly zeros, by SUM or AVG: `bits` tell which
   // of its blocks of `block` elements this rank has, messages hold at most
@@ -49,15 +51,10 @@ class Client {
     uint64_t contributions = 0; // the sum of what each has
   };
   Shares sparse_all_reduce(
-      void* data,
-      size_t count,
-      const kernels::ReduceArgs& args,
+      const Reduction& of,
       const uint64_t* bits,
       uint32_t block,
-      uint32_t stripe,
-      uint64_t sequence,
-      const Deadline& deadline,
-      OpStats& moved);
+      uint32_t stripe);
 
   // From any thread: ends what waits, now and later.
   void abort() {
@@ -80,14 +77,7 @@ class Client {
       const std::function<void()>& body);
 
   // Sends each aggregator the operation's head, and returns that.
-  Head begin(
-      size_t count,
-      const kernels::ReduceArgs& args,
-      uint32_t block,
-      uint32_t stripe,
-      uint64_t sequence,
-      const Deadline& deadline,
-      OpStats& moved);
+  Head begin(const Reduction& of, uint32_t block, uint32_t stripe);
 
   const std::vector<std::string> places_;
   const std::unique_ptr<TcpTransport> transport_;

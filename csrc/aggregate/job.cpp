@@ -13,10 +13,6 @@
 namespace fusedpg::aggregate {
 namespace {
 
-// Nobody but the workers knows how long an operation may take: who waits too
-// long ends its connections, which ends the job.
-const Deadline kNever{std::chrono::hours(24 * 365)};
-
 kernels::ReduceArgs args_of(const Head& head) {
   kernels::ReduceArgs args;
   args.dtype = static_cast<DType>(head.dtype);
@@ -215,7 +211,7 @@ void Job::all_reduce(const Head& head) {
   }
   for (Slot& slot : slots_) {
     for (const auto& send : slot.sends) {
-      send->wait(kNever);
+      send->wait(never());
     }
     slot.sends.clear();
   }
@@ -237,11 +233,11 @@ void Job::post(Slot& slot, size_t bytes) {
 void Job::add_up(Slot& slot, const kernels::ReduceArgs& args, size_t bytes) {
   receiving_ = true;
   for (const auto& receive : slot.receives) {
-    receive->wait(kNever);
+    receive->wait(never());
   }
   receiving_ = false;
   for (const auto& send : slot.sends) {
-    send->wait(kNever);
+    send->wait(never());
   }
   slot.sends.clear();
   if (slot.result.data() == nullptr) {

@@ -96,14 +96,12 @@ void Merge::look_at_words() {
 
 void Merge::load(int worker) {
   Stream& one = streams_[worker];
-  // No deadline: see Job.
-  const Deadline never{std::chrono::hours(24 * 365)};
   if (one.word_comes) {
-    one.word_comes->wait(never);
+    one.word_comes->wait(never());
     hear(worker);
   }
   if (one.message_comes) {
-    one.message_comes->wait(never);
+    one.message_comes->wait(never());
     one.message_comes.reset();
   }
   if (one.message.data() != nullptr) {
@@ -180,7 +178,7 @@ void Merge::send(bool last) {
 
 void Merge::wait_for(Out& out) {
   for (const auto& send : out.sends) {
-    send->wait(Deadline(std::chrono::hours(24 * 365)));
+    send->wait(never());
   }
   out.sends.clear();
   if (out.message.data() != nullptr) {

@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/deadline.hpp"
 #include "base/siphash.hpp"
 #include "net/tcp_listener.hpp"
 
@@ -46,6 +47,12 @@ struct Head {
   uint32_t stripe = 0;
 };
 static_assert(std::is_trivially_copyable_v<Head> && sizeof(Head) == 56);
+
+// Nobody but the workers knows how long an operation may take: a worker that
+// waits too long ends its connections, which ends the job.
+inline Deadline never() {
+  return Deadline(std::chrono::hours(24 * 365));
+}
 
 // Segments of a tensor that are an aggregator's.
 constexpr uint64_t segments_of(

@@ -1,6 +1,5 @@
 #include "aggregate/udp_client.hpp"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -54,15 +53,14 @@ void Client::end() noexcept {
   if (ended_.exchange(true)) {
     return;
   }
-  Control leave = asked(Kind::kLeave);
-  leave.prove(config_.secret);
+  const Control leave = asked(Kind::kLeave);
   for (int i = 0; i < 3; ++i) { // one may be lost
     ::send(socket_.fd(), &leave, sizeof leave, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
   signal_.set();
 }
 
-Control Client::asked(Kind kind) const {
+Control Client::asked(Kind kind, const Key128& cookie) const {
   Control control;
   control.kind = kind;
   control.rank = config_.rank;
@@ -73,44 +71,52 @@ Control Client::asked(Kind kind) const {
       static_cast<uint16_t>(std::clamp<uint32_t>(config_.slots, 1, kMostSlots));
   control.session = config_.session;
   control.nonce = nonce_;
+  control.cookie = cookie;
+  control.prove(config_.secret);
   return control;
 }
 
+std::optional<Control> Client::answered(const uint8_t* bytes, size_t size)
+    const {
+  auto answer = Control::of(bytes, size, config_.secret);
+  const bool mine = answer && answer->nonce == nonce_ &&
+      answer->session == config_.session && answer->rank == config_.rank;
+  return mine ? answer : std::nullopt;
+}
+
+void Client::ask_to_join(const Key128& cookie) {
+  const Control question = asked(Kind::kJoin, cookie);
+  socket_.send({}, question.data(), sizeof question);
+}
+
 void Client::join(const Deadline& deadline) {
-  Control question = asked(Kind::kJoin);
+  Key128 cookie{};
   bool welcome = false;
   while (!welcome) {
-    question.prove(config_.secret);
-    socket_.send(
-        {}, reinterpret_cast<const uint8_t*>(&question), sizeof question);
+    ask_to_join(cookie);
     socket_.flush();
     const auto again = Clock::now() + kAskAgain;
     bool ask = false;
     while (!welcome && !ask && Clock::now() < again) {
-      wait(again);
+      socket_.wait(signal_, again - Clock::now());
       socket_.receive([&](const Address&, uint8_t* bytes, size_t size) {
-        Control answer;
-        if (welcome || size != sizeof answer) {
+        const auto answer = answered(bytes, size);
+        if (welcome || !answer) {
           return;
         }
-        std::memcpy(&answer, bytes, sizeof answer);
-        if (!answer.proved(config_.secret) || answer.nonce != nonce_ ||
-            answer.session != config_.session || answer.rank != config_.rank) {
-          return;
-        }
-        if (answer.kind == Kind::kChallenge) {
+        if (answer->kind == Kind::kChallenge) {
           ask = true;
-          question.cookie = answer.cookie;
-        } else if (answer.kind == Kind::kWelcome) {
+          cookie = answer->cookie;
+        } else if (answer->kind == Kind::kWelcome) {
           welcome = true;
-          config_.slots = answer.slots;
-        } else if (answer.kind == Kind::kRefused) {
+          config_.slots = answer->slots;
+        } else if (answer->kind == Kind::kRefused) {
           fail(
               ErrorKind::kSystem,
               "fused: aggregator {} (UDP) takes rank {} not in: {}",
               place_,
               config_.rank,
-              refusal_text(answer.refusal));
+              refusal_text(answer->refusal));
         }
       });
     }
@@ -152,23 +158,21 @@ void Client::run(Payload& payload, const Deadline& deadline) {
     socket_.flush();
     while (!stream_->done()) {
       // It sleeps until something is due, but looks now and then.
-      wait(std::min(stream_->next_due(), Clock::now() + kAskAgain));
+      const auto until =
+          std::min(stream_->next_due(), Clock::now() + kAskAgain);
+      socket_.wait(signal_, until - Clock::now());
       socket_.receive([&](const Address&, uint8_t* bytes, size_t size) {
-        Control answer;
-        if (size == sizeof answer) {
-          std::memcpy(&answer, bytes, sizeof answer);
-          if (answer.kind == Kind::kChallenge && answer.nonce == nonce_ &&
-              answer.session == config_.session &&
-              answer.proved(config_.secret)) {
-            fail(
-                ErrorKind::kPeerFailed,
-                "fused: aggregator {} (UDP) does not know this session any "
-                "more: it was started again",
-                place_);
-          }
-          if (answer.kind == Kind::kWelcome) {
-            return; // it still does
-          }
+        if (size == sizeof(Control) &&
+            bytes[0] == static_cast<uint8_t>(Kind::kWelcome)) {
+          return; // it still knows this session
+        }
+        if (const auto answer = answered(bytes, size);
+            answer && answer->kind == Kind::kChallenge) {
+          fail(
+              ErrorKind::kPeerFailed,
+              "fused: aggregator {} (UDP) does not know this session any "
+              "more: it was started again",
+              place_);
         }
         stream_->take(bytes, size, Clock::now(), out);
       });
@@ -212,10 +216,7 @@ void Client::look(Clock::time_point now, const Deadline& deadline) {
         ms);
   } else if (config_.with_seal && now - asked_ > kSilent) {
     asked_ = now;
-    Control question = asked(Kind::kJoin);
-    question.prove(config_.secret);
-    socket_.send(
-        {}, reinterpret_cast<const uint8_t*>(&question), sizeof question);
+    ask_to_join();
   }
   if (!deadline.expired()) {
     return;
@@ -237,18 +238,6 @@ void Client::look(Clock::time_point now, const Deadline& deadline) {
       deadline.timeout().count(),
       ms,
       config_.with_seal ? "" : ", or waits for another rank");
-}
-
-void Client::wait(Clock::time_point until) const {
-  const auto left = std::max<std::chrono::nanoseconds>(
-      until - Clock::now(), std::chrono::nanoseconds(0));
-  const auto seconds = std::chrono::floor<std::chrono::seconds>(left);
-  const timespec time{
-      .tv_sec = seconds.count(), .tv_nsec = (left - seconds).count()};
-  pollfd both[] = {
-      {.fd = socket_.fd(), .events = POLLIN, .revents = 0},
-      {.fd = signal_.fd(), .events = POLLIN, .revents = 0}};
-  ppoll(both, 2, &time, nullptr);
 }
 
 std::string Client::ranks(uint32_t bits) const {

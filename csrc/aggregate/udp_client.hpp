@@ -49,11 +49,13 @@ class Client {
 
  private:
   // A question of this kind, which the answer repeats.
-  Control asked(Kind kind) const;
+  Control asked(Kind kind, const Key128& cookie = {}) const;
+  void ask_to_join(const Key128& cookie = {});
+  // None: it is no answer to a question of this worker.
+  std::optional<Control> answered(const uint8_t* bytes, size_t size) const;
   void join(const Deadline& deadline);
   void run(Payload& payload, const Deadline& deadline);
   void look(Clock::time_point now, const Deadline& deadline);
-  void wait(Clock::time_point until) const;
   std::string ranks(uint32_t bits) const;
 
   const std::string place_;

@@ -12,7 +12,8 @@ namespace {
 constexpr int32_t kLeast = -148;
 constexpr int32_t kMost = 128;
 
-Key128 sealed_by(
+// The first kSealBytes of it are the seal.
+Key128 seal_of(
     const Key128& key,
     uint8_t* packet,
     size_t bytes,
@@ -62,28 +63,66 @@ int32_t Exponents::exponent() const {
                                    : place - 1 + kLeast;
 }
 
-void seal(
-    const Key128& key,
-    uint8_t* packet,
-    size_t bytes,
-    uint64_t operation,
-    uint8_t from) {
-  const Key128 hash = sealed_by(key, packet, bytes, operation, from);
-  std::memcpy(packet + bytes, hash.data(), kSealBytes);
+void PacketFormat::write(
+    const Packet& packet,
+    const uint32_t* elements,
+    std::vector<uint8_t>& into) const {
+  const size_t bytes = packet_bytes(numel);
+  into.resize(bytes + kSealRoom);
+  uint8_t* to = into.data();
+  Header header;
+  header.type_and_size = Header::type_and_size_of(numel);
+  header.job = static_cast<uint8_t>(packet.operation);
+  header.packet = packet.number;
+  header.pool = packet.pool;
+  header.put(to);
+  to[kHeaderBytes] = static_cast<uint8_t>(packet.exponents.first);
+  to[kHeaderBytes + 1] = static_cast<uint8_t>(packet.exponents.second);
+  for (size_t i = 0; i < numel; ++i) {
+    const uint32_t value = __builtin_bswap32(elements[i]);
+    std::memcpy(
+        to + kHeaderBytes + kExponentBytes + sizeof value * i,
+        &value,
+        sizeof value);
+  }
+  if (with_seal) {
+    const Key128 hash = seal_of(key, to, bytes, packet.operation, packet.from);
+    std::memcpy(to + bytes, hash.data(), kSealBytes);
+  }
+  into.resize(bytes + (with_seal ? kSealBytes : 0));
 }
 
-bool sealed(
-    const Key128& key,
-    uint8_t* packet,
-    size_t bytes,
-    uint64_t operation,
-    uint8_t from) {
-  Key128 given{};
-  std::memcpy(given.data(), packet + bytes, kSealBytes);
-  Key128 hash = sealed_by(key, packet, bytes, operation, from);
-  std::memcpy(packet + bytes, given.data(), kSealBytes);
-  std::fill(hash.begin() + kSealBytes, hash.end(), uint8_t{0});
-  return same_secret(given, hash);
+std::optional<Packet> PacketFormat::read(
+    uint8_t* bytes,
+    size_t size,
+    uint64_t newest,
+    uint8_t from) const {
+  const size_t unsealed = packet_bytes(numel);
+  if (size != unsealed + (with_seal ? kSealBytes : 0)) {
+    return std::nullopt;
+  }
+  const Header header = Header::of(bytes);
+  const auto away = static_cast<int8_t>(header.job - newest);
+  const uint64_t operation = newest + static_cast<uint64_t>(int64_t{away});
+  if (header.type_and_size != Header::type_and_size_of(numel)) {
+    return std::nullopt;
+  }
+  if (with_seal) {
+    Key128 given{};
+    std::memcpy(given.data(), bytes + unsealed, kSealBytes);
+    Key128 hash = seal_of(key, bytes, unsealed, operation, from);
+    std::fill(hash.begin() + kSealBytes, hash.end(), uint8_t{0});
+    if (!same_secret(given, hash)) {
+      return std::nullopt;
+    }
+  }
+  return Packet{
+      operation,
+      header.packet,
+      header.pool,
+      from,
+      {static_cast<int8_t>(bytes[kHeaderBytes]),
+       static_cast<int8_t>(bytes[kHeaderBytes + 1])}};
 }
 
 Key128 session_key(const Key128& secret, const Key128& session) {
@@ -117,8 +156,17 @@ void Control::prove(const Key128& secret) {
   proof = siphash(secret, this, offsetof(Control, proof));
 }
 
-bool Control::proved(const Key128& secret) const {
-  return same_secret(proof, siphash(secret, this, offsetof(Control, proof)));
+std::optional<Control> Control::of(
+    const uint8_t* bytes,
+    size_t size,
+    const Key128& secret) {
+  Control said;
+  if (size != sizeof said || bytes[0] < static_cast<uint8_t>(Kind::kJoin)) {
+    return std::nullopt;
+  }
+  std::memcpy(&said, bytes, sizeof said);
+  const Key128 proof = siphash(secret, &said, offsetof(Control, proof));
+  return same_secret(said.proof, proof) ? std::optional(said) : std::nullopt;
 }
 
 size_t AddressHash::operator()(const Address& address) const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -67,33 +68,49 @@ struct Exponents {
   int32_t exponent() const;
 };
 
-inline void put_big_endian(uint8_t* to, uint32_t value) {
-  value = __builtin_bswap32(value);
-  std::memcpy(to, &value, sizeof value);
-}
-inline uint32_t big_endian(const uint8_t* from) {
-  uint32_t value = 0;
-  std::memcpy(&value, from, sizeof value);
-  return __builtin_bswap32(value);
-}
-
-// `packet` has room for kSealRoom bytes behind it.
+// Bytes behind a packet that sealing it and looking at its seal overwrite.
 constexpr size_t kSealRoom = 16;
-void seal(
-    const Key128& key,
-    uint8_t* packet,
-    size_t bytes,
-    uint64_t operation,
-    uint8_t from);
-// The seal lies behind the packet's bytes; overwrites it.
-bool sealed(
-    const Key128& key,
-    uint8_t* packet,
-    size_t bytes,
-    uint64_t operation,
-    uint8_t from);
+
 // Derives a session's key from the aggregator's.
 Key128 session_key(const Key128& secret, const Key128& session);
+
+// One packet, but for its elements.
+struct Packet {
+  uint64_t operation = 0; // the whole number
+  uint32_t number = 0; // of the operation's packets
+  uint16_t pool = 0;
+  uint8_t from = kFromAggregator;
+  Exponents exponents;
+};
+
+// The packets of a session, which both sides write and read alike.
+struct PacketFormat {
+  Key128 key{}; // of the session
+  size_t numel = kLargeNumel;
+  bool with_seal = true;
+
+  void write(
+      const Packet& packet,
+      const uint32_t* elements,
+      std::vector<uint8_t>& into) const;
+  // None: it is no packet of this session and sender. Of the numbers whose last
+  // 8 bits it carries, its operation has the one nearest to `newest`. There are
+  // kSealRoom bytes behind it.
+  std::optional<Packet> read(
+      uint8_t* bytes,
+      size_t size,
+      uint64_t newest,
+      uint8_t from) const;
+  // An element of what was read.
+  static uint32_t element(const uint8_t* bytes, size_t index) {
+    uint32_t value = 0;
+    std::memcpy(
+        &value,
+        bytes + kHeaderBytes + kExponentBytes + sizeof value * index,
+        sizeof value);
+    return __builtin_bswap32(value);
+  }
+};
 
 enum class Kind : uint8_t {
   kJoin = 0xf0, // of a worker; without a cookie it is asked for one
@@ -137,7 +154,14 @@ struct Control {
   Key128 proof{};
 
   void prove(const Key128& secret);
-  bool proved(const Key128& secret) const;
+  // None: it is no datagram of this kind, or of somebody without the secret.
+  static std::optional<Control> of(
+      const uint8_t* bytes,
+      size_t size,
+      const Key128& secret);
+  const uint8_t* data() const {
+    return reinterpret_cast<const uint8_t*>(this);
+  }
 };
 static_assert(std::is_trivially_copyable_v<Control> && sizeof(Control) == 96);
 

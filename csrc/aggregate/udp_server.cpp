@@ -1,6 +1,5 @@
 #include "aggregate/udp_server.hpp"
 
-#include <poll.h>
 #include <pthread.h>
 
 #include "base/error.hpp"
@@ -48,11 +47,8 @@ void Server::run() {
     socket_.send(to, bytes, size);
   };
   while (!ending_) {
-    pollfd both[] = {
-        {.fd = socket_.fd(), .events = POLLIN, .revents = 0},
-        {.fd = signal_.fd(), .events = POLLIN, .revents = 0}};
-    constexpr int kLook = 1000; // ms
-    poll(both, 2, kLook);
+    constexpr std::chrono::seconds kLook{1};
+    socket_.wait(signal_, kLook);
     const std::lock_guard<std::mutex> lock(mutex_);
     try {
       sums_.tick(Clock::now());

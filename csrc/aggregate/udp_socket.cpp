@@ -1,6 +1,7 @@
 #include "aggregate/udp_socket.hpp"
 
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -77,6 +78,18 @@ Datagrams Datagrams::to(const SocketAddress& peer) {
     fail_errno(formatted("fused: no way to {} (UDP)", peer.text()));
   }
   return Datagrams(std::move(fd), true);
+}
+
+void Datagrams::wait(const WakeSignal& signal, std::chrono::nanoseconds most)
+    const {
+  const auto left = std::max(most, std::chrono::nanoseconds(0));
+  const auto seconds = std::chrono::floor<std::chrono::seconds>(left);
+  const timespec time{
+      .tv_sec = seconds.count(), .tv_nsec = (left - seconds).count()};
+  pollfd both[] = {
+      {.fd = fd(), .events = POLLIN, .revents = 0},
+      {.fd = signal.fd(), .events = POLLIN, .revents = 0}};
+  ppoll(both, 2, &time, nullptr);
 }
 
 size_t Datagrams::buffer() const {

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <functional>
 #include <vector>
 
 #include "aggregate/udp_packet.hpp"
 #include "base/fd.hpp"
 #include "net/tcp_socket.hpp"
+#include "net/wake_signal.hpp"
 
 namespace fusedpg::aggregate::udp {
 
@@ -25,6 +27,8 @@ class Datagrams {
   SocketAddress address() const {
     return bound_address(socket_);
   }
+  // Until there are datagrams, the signal is set, or so long.
+  void wait(const WakeSignal& signal, std::chrono::nanoseconds most) const;
   // The size of the system's buffer for received packets, in bytes.
   size_t buffer() const;
 

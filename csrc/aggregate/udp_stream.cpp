@@ -30,15 +30,20 @@ uint32_t blocks_of(size_t count, size_t numel) {
 // that packet p + slots goes out after the result of packet p. So lanes divide
 // slots, or nothing in the operation is as far apart as that.
 
-Integers::Integers(int32_t* data, size_t count, size_t numel, uint32_t slots)
-    : data_(data),
-      count_(count),
+Payload::Payload(size_t count, size_t numel)
+    : count_(count),
       numel_(numel),
-      packets_(blocks_of(count, numel)),
-      lanes_(std::min(packets_, slots)) {}
+      blocks_(blocks_of(count, numel)),
+      packets_(blocks_) {}
 
-size_t Integers::size(uint32_t packet) const {
-  return std::min(numel_, count_ - packet * numel_);
+size_t Payload::size(uint32_t block) const {
+  return std::min(numel_, count_ - block * numel_);
+}
+
+Integers::Integers(int32_t* data, size_t count, size_t numel, uint32_t slots)
+    : Payload(count, numel),
+      data_(data) {
+  lanes_ = std::min(blocks_, slots);
 }
 
 void Integers::fill(uint32_t packet, int32_t* elements, int32_t& exponent) {
@@ -62,17 +67,13 @@ Floats::Floats(
     uint32_t slots,
     uint32_t workers,
     const kernels::Table& kernels)
-    : data_(data),
-      count_(count),
-      numel_(numel),
-      blocks_(blocks_of(count, numel)),
-      lanes_(std::bit_floor(std::min(blocks_, slots))),
+    : Payload(count, numel),
+      data_(data),
       bits_(kernels::block_float_bits(workers)),
-      kernels_(kernels),
-      exponents_(lanes_, kernels::kZeroBlock) {}
-
-size_t Floats::size(uint32_t block) const {
-  return std::min(numel_, count_ - block * numel_);
+      kernels_(kernels) {
+  lanes_ = std::bit_floor(std::min(blocks_, slots));
+  packets_ += lanes_;
+  exponents_.assign(lanes_, kernels::kZeroBlock);
 }
 
 void Floats::fill(uint32_t packet, int32_t* elements, int32_t& exponent) {
@@ -114,8 +115,10 @@ void Floats::take(uint32_t packet, const int32_t* elements, int32_t exponent) {
 
 Stream::Stream(const Config& config)
     : config_(config),
-      key_(session_key(config.secret, config.session)),
-      packet_(packet_bytes(config.numel)),
+      format_{
+          session_key(config.secret, config.session),
+          config.numel,
+          config.with_seal},
       lanes_(config.slots),
       elements_(config.numel),
       patience_(config.timeout) {}
@@ -156,28 +159,16 @@ void Stream::send_next(
   sent_.emplace_back(now, static_cast<uint32_t>(&lane - lanes_.data()));
   lane.patience = asked_for(packet) ? 2 * patience_ : patience_;
   lane.due = now + lane.patience;
-  lane.bytes.resize(packet_ + kSealRoom);
-  uint8_t* to = lane.bytes.data();
-  Header header;
-  header.type_and_size = Header::type_and_size_of(config_.numel);
-  header.job = static_cast<uint8_t>(operation_);
-  header.packet = packet;
-  header.pool = pool_of(packet);
-  header.put(to);
   int32_t exponent = 0;
   payload_->fill(packet, elements_.data(), exponent);
-  const Exponents two = Exponents::of(exponent);
-  to[kHeaderBytes] = static_cast<uint8_t>(two.first);
-  to[kHeaderBytes + 1] = static_cast<uint8_t>(two.second);
-  for (size_t i = 0; i < config_.numel; ++i) {
-    put_big_endian(
-        to + kHeaderBytes + kExponentBytes + 4 * i,
-        static_cast<uint32_t>(elements_[i]));
-  }
-  if (config_.with_seal) {
-    seal(key_, to, packet_, operation_, config_.rank);
-  }
-  lane.bytes.resize(packet_ + (config_.with_seal ? kSealBytes : 0));
+  format_.write(
+      {operation_,
+       packet,
+       pool_of(packet),
+       config_.rank,
+       Exponents::of(exponent)},
+      reinterpret_cast<const uint32_t*>(elements_.data()),
+      lane.bytes);
   out(lane.bytes.data(), lane.bytes.size());
   ++stats_.packets_sent;
   stats_.bytes_sent += lane.bytes.size();
@@ -188,79 +179,43 @@ void Stream::take(
     size_t size,
     Clock::time_point now,
     const Out& out) {
-  if (size == sizeof(Control) &&
-      (bytes[0] == static_cast<uint8_t>(Kind::kWaiting) ||
-       bytes[0] == static_cast<uint8_t>(Kind::kNext))) {
-    Control said;
-    std::memcpy(&said, bytes, sizeof said);
-    if (said.proved(config_.secret) && said.session == config_.session) {
-      heard_ = now;
-      if (said.operation != operation_ || done()) {
-        return;
-      }
-      Lane& lane = lanes_[said.packet % payload_->lanes()];
-      if (said.kind == Kind::kNext) {
-        if (lane.out && lane.packet == said.packet) {
-          said.kind = Kind::kResult;
-          said.slots = pool_of(said.packet);
-          said.prove(config_.secret);
-          out(reinterpret_cast<const uint8_t*>(&said), sizeof said);
-          lane.again = true;
-        } else if (lane.out && now - lane.sent > least_ / 2) {
-          send_again(lane, now, out); // else it may be on its way
-        }
-      } else {
-        missing_ = said.missing;
-        left_ = said.left;
-        if (lane.out && lane.packet == said.packet) {
-          // It is waited for another worker's. So this is not sent again as
-          // overtaken, but when the time is up: the sum may get lost.
-          lane.again = true; // or the network has doubled it
-          lane.sent = now;
-          lane.due = now + lane.patience;
-        }
-      }
-      return;
+  if (const auto said = Control::of(bytes, size, config_.secret); said &&
+      (said->kind == Kind::kWaiting || said->kind == Kind::kNext) &&
+      said->session == config_.session) {
+    heard_ = now;
+    if (said->operation == operation_ && !done()) {
+      hear(*said, now, out);
     }
+    return;
   }
-  const Header header = size >= kHeaderBytes ? Header::of(bytes) : Header{};
   // A seal proves the whole number of the operation: this one's, or what comes
   // late.
-  const uint64_t operation = operation_ +
-      static_cast<uint64_t>(static_cast<int64_t>(
-          static_cast<int8_t>(static_cast<uint8_t>(header.job - operation_))));
-  if (size != packet_ + (config_.with_seal ? kSealBytes : 0) ||
-      header.type_and_size != Header::type_and_size_of(config_.numel) ||
-      (config_.with_seal &&
-       !sealed(key_, bytes, packet_, operation, kFromAggregator))) {
+  const auto result = format_.read(bytes, size, operation_, kFromAggregator);
+  if (!result) {
     ++stats_.wrong;
     return;
   }
   heard_ = now;
-  if (done() || operation != operation_) {
+  if (done() || result->operation != operation_) {
     ++stats_.repeated;
     return;
   }
-  if (header.packet >= payload_->packets() ||
-      header.pool != pool_of(header.packet)) {
+  if (result->number >= payload_->packets() ||
+      result->pool != pool_of(result->number)) {
     ++stats_.wrong;
     return;
   }
-  Lane& lane = lanes_[header.packet % payload_->lanes()];
-  if (!lane.out || lane.packet != header.packet) {
+  Lane& lane = lanes_[result->number % payload_->lanes()];
+  if (!lane.out || lane.packet != result->number) {
     // One that was not sent yet has no result.
-    ++(header.packet > lane.packet ? stats_.wrong : stats_.repeated);
+    ++(result->number > lane.packet ? stats_.wrong : stats_.repeated);
     return;
   }
-  const auto* exponents = reinterpret_cast<const int8_t*>(bytes + kHeaderBytes);
   for (size_t i = 0; i < config_.numel; ++i) {
-    elements_[i] = static_cast<int32_t>(
-        big_endian(bytes + kHeaderBytes + kExponentBytes + 4 * i));
+    elements_[i] = static_cast<int32_t>(PacketFormat::element(bytes, i));
   }
   payload_->take(
-      header.packet,
-      elements_.data(),
-      Exponents{exponents[0], exponents[1]}.exponent());
+      result->number, elements_.data(), result->exponents.exponent());
   ++stats_.packets_received;
   lane.out = false;
   --unfinished_;
@@ -276,11 +231,38 @@ void Stream::take(
     }
   }
   progress_ = now;
-  const uint32_t next = header.packet + payload_->lanes();
+  const uint32_t next = result->number + payload_->lanes();
   if (next < payload_->packets()) {
     send_next(lane, next, now, out);
   }
   send_overtaken(now, out);
+}
+
+// What the aggregator says of a packet of this operation.
+void Stream::hear(Control said, Clock::time_point now, const Out& out) {
+  Lane& lane = lanes_[said.packet % payload_->lanes()];
+  const bool same = lane.out && lane.packet == said.packet;
+  if (said.kind == Kind::kNext) {
+    if (same) {
+      said.kind = Kind::kResult;
+      said.slots = pool_of(said.packet);
+      said.prove(config_.secret);
+      out(said.data(), sizeof said);
+      lane.again = true;
+    } else if (lane.out && now - lane.sent > least_ / 2) {
+      send_again(lane, now, out); // else it may be on its way
+    }
+    return;
+  }
+  missing_ = said.missing;
+  left_ = said.left;
+  if (same) {
+    // It is waited for another worker's. So this is not sent again as
+    // overtaken, but when the time is up: the sum may get lost.
+    lane.again = true; // or the network has doubled it
+    lane.sent = now;
+    lane.due = now + lane.patience;
+  }
 }
 
 // It knows that a packet is missing by those that follow, and that there is one

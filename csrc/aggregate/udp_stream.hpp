@@ -17,36 +17,39 @@ namespace fusedpg::aggregate::udp {
 class Payload {
  public:
   virtual ~Payload() = default;
-  virtual uint32_t packets() const = 0;
-  virtual uint32_t lanes() const = 0;
+  uint32_t packets() const {
+    return packets_;
+  }
+  uint32_t lanes() const {
+    return lanes_;
+  }
   virtual void fill(uint32_t packet, int32_t* elements, int32_t& exponent) = 0;
   virtual void take(
       uint32_t packet,
       const int32_t* elements,
       int32_t exponent) = 0;
+
+ protected:
+  Payload(size_t count, size_t numel);
+  size_t size(uint32_t block) const; // elements
+
+  const size_t count_;
+  const size_t numel_; // of a block
+  const uint32_t blocks_;
+  uint32_t packets_;
+  uint32_t lanes_ = 0;
 };
 
 // int32 as they are; a sum beyond them is modulo 2^32. In place.
 class Integers : public Payload {
  public:
   Integers(int32_t* data, size_t count, size_t numel, uint32_t slots);
-  uint32_t packets() const override {
-    return packets_;
-  }
-  uint32_t lanes() const override {
-    return lanes_;
-  }
   void fill(uint32_t packet, int32_t* elements, int32_t& exponent) override;
   void take(uint32_t packet, const int32_t* elements, int32_t exponent)
       override;
 
  private:
-  size_t size(uint32_t packet) const;
   int32_t* const data_;
-  const size_t count_;
-  const size_t numel_;
-  const uint32_t packets_;
-  const uint32_t lanes_;
 };
 
 // Blocks of `numel` floats as integers that share an exponent, which all
@@ -62,23 +65,12 @@ class Floats : public Payload {
       uint32_t slots,
       uint32_t workers,
       const kernels::Table& kernels);
-  uint32_t packets() const override {
-    return blocks_ + lanes_;
-  }
-  uint32_t lanes() const override {
-    return lanes_;
-  }
   void fill(uint32_t packet, int32_t* elements, int32_t& exponent) override;
   void take(uint32_t packet, const int32_t* elements, int32_t exponent)
       override;
 
  private:
-  size_t size(uint32_t block) const;
   float* const data_;
-  const size_t count_;
-  const size_t numel_;
-  const uint32_t blocks_;
-  const uint32_t lanes_;
   const int bits_;
   const kernels::Table& kernels_;
   std::vector<int32_t> exponents_; // the largest, by lane
@@ -153,6 +145,7 @@ class Stream {
       uint32_t packet,
       Clock::time_point now,
       const Out& out);
+  void hear(Control said, Clock::time_point now, const Out& out);
   void send_again(Lane& lane, Clock::time_point now, const Out& out);
   // Whether the aggregator asks for it where it is missing.
   bool asked_for(uint32_t packet) const;
@@ -161,8 +154,7 @@ class Stream {
   uint16_t pool_of(uint32_t packet) const;
 
   const Config config_;
-  const Key128 key_;
-  const size_t packet_; // bytes without the seal
+  const PacketFormat format_;
   Payload* payload_ = nullptr;
   uint64_t operation_ = ~uint64_t{0}; // the first one is 0
   uint64_t position_ = 0; // of the operation's first packet, of all

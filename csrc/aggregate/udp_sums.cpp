@@ -46,21 +46,28 @@ void Sums::take(
     size_t size,
     Clock::time_point now,
     const Send& send) {
-  if (size == sizeof(Control) &&
-      bytes[0] >= static_cast<uint8_t>(Kind::kJoin)) {
-    Control said;
-    std::memcpy(&said, bytes, sizeof said);
-    if (said.proved(secret_)) {
-      control(from, said, now, send);
-      return;
-    }
-  } else if (
-      const auto member = members_.find(from);
-      member != members_.end() && size >= packet_bytes(kSmallNumel)) {
-    packet(member->second, bytes, size, now, send);
-    return;
+  const Visit visit{from, now, send};
+  const auto member = members_.find(from);
+  if (const auto said = Control::of(bytes, size, secret_)) {
+    control(visit, *said);
+  } else if (member != members_.end() && size >= packet_bytes(kSmallNumel)) {
+    packet(visit, member->second, bytes, size);
+  } else {
+    ++stats_.wrong;
   }
-  ++stats_.wrong;
+}
+
+// To whom it comes from.
+void Sums::say(const Visit& visit, Control said) const {
+  said.prove(secret_);
+  visit.send(visit.from, said.data(), sizeof said);
+}
+
+void Sums::send_result(
+    const Visit& visit,
+    const Address& to,
+    const Place& place) {
+  visit.send(to, place.result.data(), place.result.size());
 }
 
 Key128 Sums::cookie(const Address& from, const Control& said) const {
@@ -71,28 +78,21 @@ Key128 Sums::cookie(const Address& from, const Control& said) const {
   return siphash(baker_, text.data(), text.size());
 }
 
-void Sums::control(
-    const Address& from,
-    const Control& said,
-    Clock::time_point now,
-    const Send& send) {
+void Sums::control(const Visit& visit, const Control& said) {
   const auto found = sessions_.find(said.session);
   if (said.kind == Kind::kLeave || said.kind == Kind::kResult) {
-    const auto member = members_.find(from);
+    const auto member = members_.find(visit.from);
     if (found == sessions_.end() || member == members_.end() ||
         member->second.session != found->second.get()) {
       ++stats_.stale;
       return;
     }
     Session& session = *found->second;
-    session.heard = now;
+    session.heard = visit.now;
     if (said.kind == Kind::kResult) {
-      resend(session, from, said, send);
-      return;
-    }
-    session.left |= bit_of(member->second.rank);
-    if (session.left == all_of(session.workers)) {
-      remove(session, now);
+      resend(visit, session, said);
+    } else {
+      leave(session, member->second.rank, visit.now);
     }
     return;
   }
@@ -102,15 +102,15 @@ void Sums::control(
   }
   Control answer = said;
   Session* session = found == sessions_.end() ? nullptr : found->second.get();
-  const bool inside = session != nullptr && members_.contains(from) &&
-      members_.at(from).session == session &&
-      members_.at(from).rank == said.rank;
-  if (!inside && !same_secret(said.cookie, cookie(from, said))) {
+  const auto member = members_.find(visit.from);
+  const bool inside = session != nullptr && member != members_.end() &&
+      member->second.session == session && member->second.rank == said.rank;
+  if (!inside && !same_secret(said.cookie, cookie(visit.from, said))) {
     // Whoever repeats what somebody said once does not get this.
     answer.kind = Kind::kChallenge;
-    answer.cookie = cookie(from, said);
+    answer.cookie = cookie(visit.from, said);
   } else {
-    answer.refusal = inside ? Refusal::kNone : join(from, said, now, session);
+    answer.refusal = inside ? Refusal::kNone : join(visit, said, session);
     if (answer.refusal == Refusal::kNone) {
       answer.kind = Kind::kWelcome;
       answer.slots = session->slots;
@@ -119,15 +119,13 @@ void Sums::control(
       ++stats_.refused;
     }
   }
-  answer.prove(secret_);
-  send(from, reinterpret_cast<const uint8_t*>(&answer), sizeof answer);
+  say(visit, answer);
 }
 
 void Sums::resend(
+    const Visit& visit,
     const Session& session,
-    const Address& to,
-    const Control& said,
-    const Send& send) {
+    const Control& said) {
   const size_t slot = said.slots & ~kSecondSet;
   if (slot >= session.slots) {
     ++stats_.wrong;
@@ -138,17 +136,13 @@ void Sums::resend(
   if (place.complete && place.operation == said.operation &&
       place.packet == said.packet) {
     ++stats_.resent;
-    send(to, place.result.data(), place.result.size());
+    send_result(visit, visit.from, place);
   } else {
     ++stats_.stale;
   }
 }
 
-Refusal Sums::join(
-    const Address& from,
-    const Control& said,
-    Clock::time_point now,
-    Session*& session) {
+Refusal Sums::join(const Visit& visit, const Control& said, Session*& session) {
   if (said.workers == 0 || said.workers > kMostWorkers ||
       said.rank >= said.workers || said.slots == 0 ||
       (said.numel != kSmallNumel && said.numel != kLargeNumel)) {
@@ -163,15 +157,14 @@ Refusal Sums::join(
     if (drains_) {
       return Refusal::kDrains;
     }
-    if (sessions_.size() >= most_sessions_ && !make_room(now)) {
+    if (sessions_.size() >= most_sessions_ && !make_room(visit.now)) {
       return Refusal::kFull;
     }
     auto made = std::make_unique<Session>();
     made->id = said.session;
-    made->key = session_key(secret_, said.session);
+    made->format = {
+        session_key(secret_, said.session), said.numel, said.with_seal != 0};
     made->workers = said.workers;
-    made->with_seal = said.with_seal != 0;
-    made->numel = said.numel;
     const uint32_t most =
         std::clamp<uint32_t>(most_slots_(said.workers), 1, kMostSlots);
     made->slots = static_cast<uint16_t>(
@@ -180,32 +173,28 @@ Refusal Sums::join(
     made->places.resize(size_t{2} * made->slots);
     made->sent.resize(said.workers);
     made->newest.resize(said.workers);
-    made->heard = now;
     session = made.get();
     sessions_[said.session] = std::move(made);
     ++stats_.sessions;
   }
-  if (session->workers != said.workers || session->numel != said.numel ||
-      session->with_seal != (said.with_seal != 0)) {
+  if (session->workers != said.workers || session->format.numel != said.numel ||
+      session->format.with_seal != (said.with_seal != 0)) {
     return Refusal::kDiffers;
   }
-  const auto former = members_.find(from);
+  const auto former = members_.find(visit.from);
   if ((session->joined & bit_of(said.rank)) != 0 ||
       (former != members_.end() && former->second.session == session)) {
     return Refusal::kTaken;
   }
   if (former != members_.end()) { // its socket is somebody else's now
     Session& other = *former->second.session;
-    other.left |= bit_of(former->second.rank);
     other.addresses[former->second.rank] = {};
-    if (other.left == all_of(other.workers)) {
-      remove(other, now);
-    }
+    leave(other, former->second.rank, visit.now);
   }
   session->joined |= bit_of(said.rank);
-  session->addresses[said.rank] = from;
-  session->heard = now;
-  members_[from] = {session, said.rank};
+  session->addresses[said.rank] = visit.from;
+  session->heard = visit.now;
+  members_[visit.from] = {session, said.rank};
   return Refusal::kNone;
 }
 
@@ -228,6 +217,13 @@ void Sums::tick(Clock::time_point now) {
   }
 }
 
+void Sums::leave(Session& session, uint8_t rank, Clock::time_point now) {
+  session.left |= bit_of(rank);
+  if (session.left == all_of(session.workers)) {
+    remove(session, now);
+  }
+}
+
 void Sums::remove(Session& session, Clock::time_point now) {
   for (const Address& address : session.addresses) {
     members_.erase(address);
@@ -237,37 +233,29 @@ void Sums::remove(Session& session, Clock::time_point now) {
 }
 
 void Sums::packet(
+    const Visit& visit,
     const Member& member,
     uint8_t* bytes,
-    size_t size,
-    Clock::time_point now,
-    const Send& send) {
+    size_t size) {
   Session& session = *member.session;
-  const size_t packet = packet_bytes(session.numel);
-  const Header header = Header::of(bytes);
-  const bool second = (header.pool & kSecondSet) != 0;
-  const size_t slot = header.pool & ~kSecondSet;
-  // The whole number of the operation is near to the newest one's.
-  const uint64_t operation = session.operation +
-      static_cast<uint64_t>(static_cast<int64_t>(static_cast<int8_t>(
-          static_cast<uint8_t>(header.job - session.operation))));
-  if (size != packet + (session.with_seal ? kSealBytes : 0) ||
-      header.type_and_size != Header::type_and_size_of(session.numel) ||
-      slot >= session.slots ||
-      (session.with_seal &&
-       !sealed(session.key, bytes, packet, operation, member.rank))) {
+  const auto packet =
+      session.format.read(bytes, size, session.operation, member.rank);
+  const size_t slot = packet ? packet->pool & ~kSecondSet : 0;
+  if (!packet || slot >= session.slots) {
     ++stats_.wrong;
     return;
   }
-  session.heard = now;
+  const uint64_t operation = packet->operation;
+  session.heard = visit.now;
+  const bool second = (packet->pool & kSecondSet) != 0;
   const size_t index = slot + (second ? session.slots : 0);
   Place& place = session.places[index];
   const auto older = [&] {
     return operation != place.operation ? operation < place.operation
-                                        : header.packet < place.packet;
+                                        : packet->number < place.packet;
   };
   const bool same = place.begun && operation == place.operation &&
-      header.packet == place.packet;
+      packet->number == place.packet;
   if (!same) {
     if (place.begun && older()) {
       ++stats_.stale;
@@ -284,11 +272,11 @@ void Sums::packet(
     place.begun = true;
     place.complete = false;
     place.operation = operation;
-    place.packet = header.packet;
+    place.packet = packet->number;
     place.seen = 0;
     place.asked = 0;
     place.exponents = {};
-    place.sums.assign(session.numel, 0);
+    place.sums.assign(session.format.numel, 0);
     session.operation = std::max(session.operation, operation);
   }
   const uint32_t bit = bit_of(member.rank);
@@ -296,58 +284,65 @@ void Sums::packet(
     ++stats_.repeated;
     if (place.complete) {
       ++stats_.resent;
-      send(
-          session.addresses[member.rank],
-          place.result.data(),
-          place.result.size());
-    } else if (session.with_seal) {
+      send_result(visit, visit.from, place);
+    } else if (session.format.with_seal) {
       Control answer;
       answer.kind = Kind::kWaiting;
       answer.session = session.id;
       answer.operation = operation;
-      answer.packet = header.packet;
+      answer.packet = packet->number;
       answer.missing = all_of(session.workers) & ~place.seen;
       answer.left = session.left;
-      answer.prove(secret_);
-      send(
-          session.addresses[member.rank],
-          reinterpret_cast<const uint8_t*>(&answer),
-          sizeof answer);
+      say(visit, answer);
     }
     return;
   }
   ++stats_.packets;
   place.seen |= bit;
-  add(place, session, bytes);
+  place.exponents.first =
+      std::max(place.exponents.first, packet->exponents.first);
+  place.exponents.second =
+      std::max(place.exponents.second, packet->exponents.second);
+  for (size_t i = 0; i < session.format.numel; ++i) {
+    // As a switch, modulo 2^32.
+    place.sums[i] += PacketFormat::element(bytes, i);
+  }
   const Place& former = other_place(session, index);
   if (former.complete && former.operation == operation) {
     uint64_t& newest = session.newest[member.rank];
     newest = std::max(newest, former.number);
     if ((place.asked & bit) == 0) {
-      const auto trip = now - former.completed;
+      const auto trip = visit.now - former.completed;
       session.trip +=
           (trip - session.trip) / (session.trip.count() == 0 ? 1 : 8);
     }
   }
   if (place.seen == all_of(session.workers)) {
     ++stats_.sums;
-    place.completed = now;
+    place.complete = true;
+    place.completed = visit.now;
     place.number = ++session.results;
-    for (size_t r = 0; session.with_seal && r < session.workers; ++r) {
+    for (size_t r = 0; session.format.with_seal && r < session.workers; ++r) {
       session.sent[r].push_back(
           {.number = place.number,
            .operation = operation,
-           .packet = header.packet,
+           .packet = packet->number,
            .place = static_cast<uint32_t>(index)});
     }
-    finish(place, session, header.pool);
+    session.format.write(
+        {.operation = operation,
+         .number = packet->number,
+         .pool = packet->pool,
+         .exponents = place.exponents},
+        place.sums.data(),
+        place.result);
     for (const Address& worker : session.addresses) {
       if (worker.length != 0) {
-        send(worker, place.result.data(), place.result.size());
+        send_result(visit, worker, place);
       }
     }
   }
-  ask_for_overtaken(session, member.rank, now, send);
+  ask_for_overtaken(visit, session, member.rank);
 }
 
 Sums::Place& Sums::other_place(Session& session, size_t index) {
@@ -356,10 +351,9 @@ Sums::Place& Sums::other_place(Session& session, size_t index) {
 }
 
 void Sums::ask_for_overtaken(
+    const Visit& visit,
     Session& session,
-    uint8_t rank,
-    Clock::time_point now,
-    const Send& send) {
+    uint8_t rank) {
   auto& sent = session.sent[rank];
   while (!sent.empty() &&
          sent.front().number + kOvertakes < session.newest[rank]) {
@@ -373,59 +367,22 @@ void Sums::ask_for_overtaken(
       continue;
     }
     // There may be no such packet if nobody has sent it: it is asked for once.
-    const bool asks = begun ? one.asked + 3 * session.trip / 2 < now
+    const bool asks = begun ? one.asked + 3 * session.trip / 2 < visit.now
                             : one.asked == Clock::time_point();
     if (asks) {
       ++stats_.asked;
-      one.asked = now;
+      one.asked = visit.now;
       next.asked |= begun ? bit_of(rank) : 0;
       Control question;
       question.kind = Kind::kNext;
       question.session = session.id;
       question.operation = one.operation;
       question.packet = one.packet;
-      question.prove(secret_);
-      send(
-          session.addresses[rank],
-          reinterpret_cast<const uint8_t*>(&question),
-          sizeof question);
+      say(visit, question);
     }
     one.number = session.results; // it is looked at again then
     sent.push_back(one);
   }
-}
-
-void Sums::add(Place& place, const Session& session, const uint8_t* bytes)
-    const {
-  const auto* exponents = reinterpret_cast<const int8_t*>(bytes + kHeaderBytes);
-  place.exponents.first = std::max(place.exponents.first, exponents[0]);
-  place.exponents.second = std::max(place.exponents.second, exponents[1]);
-  const uint8_t* from = bytes + kHeaderBytes + kExponentBytes;
-  for (size_t i = 0; i < session.numel; ++i) {
-    place.sums[i] += big_endian(from + 4 * i); // as a switch, modulo 2^32
-  }
-}
-
-void Sums::finish(Place& place, const Session& session, uint16_t pool) {
-  const size_t bytes = packet_bytes(session.numel);
-  place.complete = true;
-  place.result.resize(bytes + kSealRoom);
-  Header header;
-  header.type_and_size = Header::type_and_size_of(session.numel);
-  header.job = static_cast<uint8_t>(place.operation);
-  header.packet = place.packet;
-  header.pool = pool;
-  uint8_t* to = place.result.data();
-  header.put(to);
-  to[kHeaderBytes] = static_cast<uint8_t>(place.exponents.first);
-  to[kHeaderBytes + 1] = static_cast<uint8_t>(place.exponents.second);
-  for (size_t i = 0; i < session.numel; ++i) {
-    put_big_endian(to + kHeaderBytes + kExponentBytes + 4 * i, place.sums[i]);
-  }
-  if (session.with_seal) {
-    seal(session.key, to, bytes, place.operation, kFromAggregator);
-  }
-  place.result.resize(bytes + (session.with_seal ? kSealBytes : 0));
 }
 
 } // namespace fusedpg::aggregate::udp

@@ -78,6 +78,12 @@ class Sums {
     std::vector<uint32_t> sums;
     std::vector<uint8_t> result; // the packet
   };
+  // Where a datagram comes from, when, and how others go out.
+  struct Visit {
+    const Address& from;
+    Clock::time_point now;
+    const Send& send;
+  };
   // A result that a worker was sent, until the slot's next packet comes.
   struct Sent {
     uint64_t number = 0; // of results, when it was sent or last looked at
@@ -88,10 +94,8 @@ class Sums {
   };
   struct Session {
     Key128 id{};
-    Key128 key{};
+    PacketFormat format;
     uint8_t workers = 0;
-    bool with_seal = true;
-    size_t numel = 0;
     uint16_t slots = 0;
     uint32_t joined = 0; // as bits
     uint32_t left = 0;
@@ -110,40 +114,25 @@ class Sums {
     uint8_t rank = 0;
   };
 
-  void control(
-      const Address& from,
-      const Control& said,
-      Clock::time_point now,
-      const Send& send);
-  Refusal join(
-      const Address& from,
-      const Control& said,
-      Clock::time_point now,
-      Session*& session);
-  void resend(
-      const Session& session,
-      const Address& to,
-      const Control& said,
-      const Send& send);
+  void control(const Visit& visit, const Control& said);
+  Refusal join(const Visit& visit, const Control& said, Session*& session);
+  void resend(const Visit& visit, const Session& session, const Control& said);
+  void say(const Visit& visit, Control said) const;
+  static void send_result(const Visit& visit, const Address&, const Place&);
   Key128 cookie(const Address& from, const Control& said) const;
   bool make_room(Clock::time_point now);
+  // A worker has gone; the session, with the last one.
+  void leave(Session& session, uint8_t rank, Clock::time_point now);
   void remove(Session& session, Clock::time_point now);
   // The one that a slot's next packet is for.
   static Place& other_place(Session& session, size_t index);
   void packet(
+      const Visit& visit,
       const Member& member,
       uint8_t* bytes,
-      size_t size,
-      Clock::time_point now,
-      const Send& send);
+      size_t size);
   // Asks for what it should have sent before.
-  void ask_for_overtaken(
-      Session& session,
-      uint8_t rank,
-      Clock::time_point now,
-      const Send& send);
-  void add(Place& place, const Session& session, const uint8_t* bytes) const;
-  static void finish(Place& place, const Session& session, uint16_t pool);
+  void ask_for_overtaken(const Visit& visit, Session& session, uint8_t rank);
 
   const Key128 secret_;
   const Key128 baker_ = random_key(); // of cookies

@@ -18,6 +18,20 @@ size_t bytes_of(const Plan& plan) {
   return elements * plan.src_size;
 }
 
+aggregate::Client::Reduction reduction_of(
+    NetContext& ctx,
+    const Plan& plan,
+    size_t tensor,
+    size_t count) {
+  return {
+      plan.tensors[tensor].dst,
+      count,
+      *plan.reduction,
+      ctx.sequence,
+      ctx.deadline,
+      ctx.moved};
+}
+
 // The slowest rank's seconds, of the second of two runs: connections are made
 // and windows grow in the first.
 double seconds_of(NetContext& ctx, const std::function<void()>& body) {
@@ -53,7 +67,7 @@ AggregateRates measure(NetContext& ctx) {
   rates.tensor =
       kBytes / seconds_of(ctx, [&] {
         ctx.aggregators->all_reduce(
-            zeros.data(), kCount, sum, ctx.sequence, ctx.deadline, ctx.moved);
+            {zeros.data(), kCount, sum, ctx.sequence, ctx.deadline, ctx.moved});
       });
   ctx.moved = moved;
   return rates;
@@ -107,13 +121,7 @@ void aggregate_dense(NetContext& ctx, const Plan& plan) {
   ctx.aggregated = true;
   const std::vector<size_t> counts = plan.counts();
   for (size_t t = 0; t < counts.size(); ++t) {
-    ctx.aggregators->all_reduce(
-        plan.tensors[t].dst,
-        counts[t],
-        *plan.reduction,
-        ctx.sequence,
-        ctx.deadline,
-        ctx.moved);
+    ctx.aggregators->all_reduce(reduction_of(ctx, plan, t, counts[t]));
   }
 }
 
@@ -175,15 +183,10 @@ void AggregatedBlocks::run(NetContext& ctx, const Plan& plan) {
   size_t first = 0; // word of a tensor
   for (size_t t = 0; t < counts.size(); ++t) {
     const auto shares = ctx.aggregators->sparse_all_reduce(
-        plan.tensors[t].dst,
-        counts[t],
-        *plan.reduction,
+        reduction_of(ctx, plan, t, counts[t]),
         own_.bits.data() + first,
         static_cast<uint32_t>(block),
-        static_cast<uint32_t>(stripe),
-        ctx.sequence,
-        ctx.deadline,
-        ctx.moved);
+        static_cast<uint32_t>(stripe));
     any += shares.blocks;
     first += BlockMap::words_of(counts[t], block);
   }

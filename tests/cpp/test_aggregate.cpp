@@ -85,12 +85,12 @@ struct Crew {
             std::vector<float> data(count, static_cast<float>(r + 1));
             OpStats moved;
             clients[r]->all_reduce(
-                data.data(),
-                count,
-                {},
-                static_cast<uint64_t>(round),
-                soon(),
-                moved);
+                {data.data(),
+                 count,
+                 {},
+                 static_cast<uint64_t>(round),
+                 soon(),
+                 moved});
             for (const float x : data) {
               wrong += x == static_cast<float>(size * (size + 1) / 2) ? 0 : 1;
             }
