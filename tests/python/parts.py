@@ -18,6 +18,7 @@ REST = [
     "test_operations.py",  # minutes of random programs, cases and faults
     "test_chaos.py",
     "test_compress_fuzz.py",
+    "test_compress_golden.py",
     "test_fusion_foe.py",
     "test_fusion_random.py",
     "test_optim_differential.py",
