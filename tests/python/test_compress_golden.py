@@ -214,12 +214,10 @@ def hashes(name: str, kind: str) -> dict[str, str]:
     }
 
 
-CASES = [
-    (name, kind)
-    for name in COMPRESSORS
-    for kind in DTYPES
-    if not (name == "terngrad" and kind != "fp32")
-]
+# Sums that processors round differently: torch's deviations, and its `alpha=` of short types.
+LEFT_OUT = [("terngrad", kind) for kind in ("fp16", "bf16", "fp64")]
+LEFT_OUT += [("fp16", kind) for kind in ("fp16", "bf16")]
+CASES = [(name, kind) for name in COMPRESSORS for kind in DTYPES if (name, kind) not in LEFT_OUT]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
