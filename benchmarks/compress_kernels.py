@@ -45,7 +45,7 @@ def kernels(numel: int) -> dict[str, tuple[Callable[[], object], float]]:
         return partial(getattr(c, name), grad, keep, *arguments, beta=0.5)
 
     values, indices = c.topk(grad, None, k)
-    packed, _ = c.signs(grad, None, True)
+    packed, scale = c.signs(grad, None, True)
     codes, norms = c.qsgd(grad, None, 127, 5, bucket_size=128)
     ternary, _ = c.terngrad(grad, None, 2.5, 5)
     powers = c.natural(grad, None, 5)
@@ -60,10 +60,10 @@ def kernels(numel: int) -> dict[str, tuple[Callable[[], object], float]]:
         "signs, no residual": (partial(c.signs, grad, None, False), full + numel / 8),
         "onebit": (fresh("onebit"), twice + numel / 8),
         "unpack_signs_": (
-            partial(c.unpack_signs_, out, [packed], [-1.0], [1.0]), full + numel / 8
+            partial(c.unpack_signs_, out, [packed], [scale], False), full + numel / 8
         ),
         "unpack_signs_ of 8": (
-            partial(c.unpack_signs_, out, [packed] * 8, [-1.0] * 8, [1.0] * 8), full + numel
+            partial(c.unpack_signs_, out, [packed] * 8, [scale] * 8, False), full + numel
         ),
         "vote_signs_ of 4": (partial(c.vote_signs_, out, rows), full + numel / 2),
         "qsgd": (
@@ -77,7 +77,7 @@ def kernels(numel: int) -> dict[str, tuple[Callable[[], object], float]]:
             partial(c.unqsgd_, out, [codes] * 8, [norms] * 8, 127, 1.0, 128), full + 8 * numel
         ),
         "terngrad": (partial(c.terngrad, grad, keep, 2.5, 5, 0, 0.5), twice + numel / 4),
-        "unterngrad_": (partial(c.unterngrad_, out, [ternary], [1.0]), full + numel / 4),
+        "unterngrad_": (partial(c.unterngrad_, out, [ternary], [scale]), full + numel / 4),
         "natural": (partial(c.natural, grad, keep, 5, 0, 0.5), once + numel),
         "unnatural_": (partial(c.unnatural_, out, [powers]), full + numel),
         "dgc_accumulate_": (

@@ -377,113 +377,205 @@ class UdpWorker:
 
 def _aggregator_settings() -> tuple[str, str, str]: ...
 
+_Grads = torch.Tensor | Sequence[torch.Tensor]
+
 class _Compress:
-    """See fusedpg/compress/_reference.py, which has the same functions."""
+    """See fusedpg/compress/_reference.py, which has the same functions of one gradient.
+
+    With ``numels``, the sizes of parameters, these are of a unit of gradients: tensors of one or
+    more whole parameters each. A message has what the parameters have of it, one after the other.
+    """
 
     @staticmethod
-    def topk(
-        grad: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        k: int,
-        beta: float = 1.0,
-        gamma: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    @staticmethod
-    def threshold(
-        grad: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        threshold: float,
-        at_least: int = 0,
-        beta: float = 1.0,
-        gamma: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    @staticmethod
     def signs(
-        grad: torch.Tensor | None,
+        grad: _Grads | None,
         residual: torch.Tensor | None,
         scaled: bool,
         beta: float = 1.0,
         gamma: float = 1.0,
+        numels: Sequence[int] | None = None,
+        owed: torch.Tensor | None = None,
+        owes: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @staticmethod
     def onebit(
-        grad: torch.Tensor | None,
+        grad: _Grads | None,
         residual: torch.Tensor | None,
         beta: float = 1.0,
         gamma: float = 1.0,
+        numels: Sequence[int] | None = None,
+        owed: torch.Tensor | None = None,
+        owes: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @staticmethod
     def unpack_signs_(
-        out: torch.Tensor,
+        out: _Grads,
         packed: Sequence[torch.Tensor],
-        low: Sequence[float],
-        high: Sequence[float],
+        values: Sequence[torch.Tensor],
+        two: bool,
+        alpha: float = 1.0,
+        numels: Sequence[int] | None = None,
+    ) -> None: ...
+    @staticmethod
+    def subtract_signs_(
+        residual: torch.Tensor,
+        numels: Sequence[int],
+        owed: torch.Tensor,
+    ) -> None: ...
+    @staticmethod
+    def vote_signs_(
+        out: torch.Tensor,
+        packed: torch.Tensor,
         alpha: float = 1.0,
     ) -> None: ...
     @staticmethod
-    def vote_signs_(out: torch.Tensor, packed: torch.Tensor, alpha: float = 1.0) -> None: ...
-    @staticmethod
     def qsgd(
-        grad: torch.Tensor | None,
+        grad: _Grads | None,
         residual: torch.Tensor | None,
         levels: int,
-        seed: int,
+        seed: int | Sequence[int],
         offset: int = 0,
         beta: float = 1.0,
         gamma: float = 1.0,
         bucket_size: int = 0,
+        numels: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @staticmethod
     def unqsgd_(
-        out: torch.Tensor,
+        out: _Grads,
         codes: Sequence[torch.Tensor],
         norms: Sequence[torch.Tensor],
         levels: int,
         alpha: float = 1.0,
         bucket_size: int = 0,
+        numels: Sequence[int] | None = None,
     ) -> None: ...
     @staticmethod
     def terngrad(
-        grad: torch.Tensor | None,
+        grad: _Grads | None,
         residual: torch.Tensor | None,
         clip_sigma: float,
-        seed: int,
+        seed: int | Sequence[int],
         offset: int = 0,
         beta: float = 1.0,
         gamma: float = 1.0,
+        numels: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @staticmethod
     def unterngrad_(
-        out: torch.Tensor,
+        out: _Grads,
         packed: Sequence[torch.Tensor],
-        scale: Sequence[float],
+        scale: Sequence[torch.Tensor],
         alpha: float = 1.0,
+        numels: Sequence[int] | None = None,
     ) -> None: ...
     @staticmethod
     def natural(
-        grad: torch.Tensor | None,
+        grad: _Grads | None,
         residual: torch.Tensor | None,
-        seed: int,
+        seed: int | Sequence[int],
         offset: int = 0,
         beta: float = 1.0,
         gamma: float = 1.0,
+        numels: Sequence[int] | None = None,
     ) -> torch.Tensor: ...
     @staticmethod
     def unnatural_(
-        out: torch.Tensor, codes: Sequence[torch.Tensor], alpha: float = 1.0
+        out: _Grads,
+        codes: Sequence[torch.Tensor],
+        alpha: float = 1.0,
+        numels: Sequence[int] | None = None,
+    ) -> None: ...
+    @staticmethod
+    def topk(
+        grad: _Grads | None,
+        residual: torch.Tensor | None,
+        k: int | Sequence[int],
+        beta: float = 1.0,
+        gamma: float = 1.0,
+        numels: Sequence[int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @staticmethod
+    def threshold(
+        grad: _Grads | None,
+        residual: torch.Tensor | None,
+        threshold: float,
+        at_least: int | Sequence[int] = 0,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+        numels: Sequence[int] | None = None,
+    ) -> list[torch.Tensor]: ...
+    @staticmethod
+    def pick(
+        grad: _Grads | None,
+        residual: torch.Tensor | None,
+        indices: torch.Tensor,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+        numels: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> torch.Tensor: ...
+    @staticmethod
+    def zero_at_(
+        v: torch.Tensor,
+        indices: torch.Tensor,
+        numels: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> None: ...
     @staticmethod
     def scatter_(
-        out: torch.Tensor,
+        out: _Grads,
         indices: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         alpha: float = 1.0,
+        numels: Sequence[int] | None = None,
+        counts: Sequence[Sequence[int]] | None = None,
     ) -> None: ...
     @staticmethod
-    def block_exponents(v: torch.Tensor, block: int) -> torch.Tensor: ...
+    def seeds(
+        seed: int,
+        keys: Sequence[int],
+        begins: Sequence[int],
+        own: int | None = None,
+    ) -> list[int]: ...
+    @staticmethod
+    def drawn(
+        numels: Sequence[int],
+        counts: Sequence[int],
+        seeds: Sequence[int],
+    ) -> torch.Tensor: ...
+    @staticmethod
+    def accumulate_(
+        residual: torch.Tensor,
+        grad: torch.Tensor,
+        beta: float = 1.0,
+        gamma: float = 1.0,
+    ) -> None: ...
+    @staticmethod
+    def dgc_accumulate_(
+        momentum_buffer: torch.Tensor,
+        velocity: torch.Tensor,
+        grad: _Grads,
+        momentum: float,
+        gamma: float | Sequence[float] = 1.0,
+        numels: Sequence[int] | None = None,
+    ) -> None: ...
+    @staticmethod
+    def square_sums(
+        v: _Grads,
+        numels: Sequence[int] | None = None,
+    ) -> list[float]: ...
+    @staticmethod
+    def block_exponents(
+        v: torch.Tensor,
+        block: int,
+    ) -> torch.Tensor: ...
     @staticmethod
     def block_quantise(
-        v: torch.Tensor, exponents: torch.Tensor, block: int, ranks: int
+        v: torch.Tensor,
+        exponents: torch.Tensor,
+        block: int,
+        ranks: int,
     ) -> torch.Tensor: ...
     @staticmethod
     def block_dequantise_(
@@ -494,23 +586,5 @@ class _Compress:
         ranks: int,
         alpha: float = 1.0,
     ) -> None: ...
-    @staticmethod
-    def gather(v: torch.Tensor, indices: torch.Tensor) -> torch.Tensor: ...
-    @staticmethod
-    def zero_at_(v: torch.Tensor, indices: torch.Tensor) -> None: ...
-    @staticmethod
-    def accumulate_(
-        residual: torch.Tensor, grad: torch.Tensor, beta: float = 1.0, gamma: float = 1.0
-    ) -> None: ...
-    @staticmethod
-    def dgc_accumulate_(
-        momentum_buffer: torch.Tensor,
-        velocity: torch.Tensor,
-        grad: torch.Tensor,
-        momentum: float,
-        gamma: float = 1.0,
-    ) -> None: ...
-    @staticmethod
-    def square_sum(v: torch.Tensor) -> float: ...
 
 compress: _Compress

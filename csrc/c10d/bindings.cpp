@@ -742,7 +742,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gradients(m);
   bind_step_lists(m);
   bind_group(m);
-  compress_gradient::bind(m);
+  compress_bindings::bind(m);
   bind_aggregator(m);
   bind_prepared_programs(m);
   bind_earlier_calls(m);

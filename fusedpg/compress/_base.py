@@ -52,6 +52,9 @@ class CompensatedUnit(NamedTuple):
     """The residual, for compressors that may leave something of it pending."""
 
 
+AnyCompensated = Compensated | CompensatedUnit
+
+
 class Context(NamedTuple):
     """What this rank's ``encode`` tells the decoding of all ranks' payloads."""
 

@@ -15,22 +15,22 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _chosen(reference: _F) -> _F:
-    """The extension's function for float32 on a CPU."""
+    """The extension's function for float32 on a CPU and for units, lists of tensors."""
     name = reference.__name__
 
     @functools.wraps(reference)
     def call(*arguments: Any, **options: Any) -> Any:
-        first = next(x for x in arguments if isinstance(x, torch.Tensor))
-        if first.dtype == torch.float32 and first.device.type == "cpu":
+        first = arguments[0] if arguments[0] is not None else arguments[1]
+        if isinstance(first, list) or (first.dtype == torch.float32 and first.is_cpu):
             return getattr(load_extension().compress, name)(*arguments, **options)
         return reference(*arguments, **options)
 
     return call  # type: ignore[return-value]
 
 
-def unit() -> Any:
-    """The extension's kernels over all parameters of a unit, for float32 on a CPU."""
-    return load_extension().compress.unit
+def extension() -> Any:
+    """The extension's kernels, for those that torch's operations have none of."""
+    return load_extension().compress
 
 
 accumulate_ = _chosen(_reference.accumulate_)
@@ -38,13 +38,13 @@ block_dequantise_ = _chosen(_reference.block_dequantise_)
 block_exponents = _chosen(_reference.block_exponents)
 block_quantise = _chosen(_reference.block_quantise)
 dgc_accumulate_ = _chosen(_reference.dgc_accumulate_)
-gather = _chosen(_reference.gather)
 natural = _chosen(_reference.natural)
 onebit = _chosen(_reference.onebit)
+pick = _chosen(_reference.pick)
 qsgd = _chosen(_reference.qsgd)
 scatter_ = _chosen(_reference.scatter_)
 signs = _chosen(_reference.signs)
-square_sum = _chosen(_reference.square_sum)
+square_sums = _chosen(_reference.square_sums)
 terngrad = _chosen(_reference.terngrad)
 threshold = _chosen(_reference.threshold)
 topk = _chosen(_reference.topk)

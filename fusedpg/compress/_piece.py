@@ -90,7 +90,7 @@ class Runs(tuple[Run, ...]):
 
     def seeds(self, seed: int, own: int | None = None) -> list[int]:
         """What ``Piece.seed`` is of each run's piece, or with a number ``Piece.own_seed``."""
-        found: list[int] = kernels.unit().seeds(seed, *self._identities, own)
+        found: list[int] = kernels.extension().seeds(seed, *self._identities, own)
         return found
 
 

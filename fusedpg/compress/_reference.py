@@ -1,8 +1,9 @@
 """The kernels of compression in torch's operations: for GPUs, and for types other than float32.
 
 Each has the face of its namesake in the extension (``fusedpg._C.compress``), which is for float32
-on a CPU. Gradients are flat. ``residual`` is what earlier steps have not sent, or None; compressing
-functions compress v = beta * residual + gamma * grad and leave v minus what they send in it.
+on a CPU and also works on units of gradients. Gradients are flat. ``residual`` is what earlier
+steps have not sent, or None; compressing functions compress v = beta * residual + gamma * grad and
+leave v minus what they send in it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def dgc_accumulate_(
     velocity.add_(momentum_buffer)
 
 
-def square_sum(v: Tensor) -> float:
-    return float(v.double().square().sum())
+def square_sums(v: Tensor) -> list[float]:
+    """Of each gradient, which is one."""
+    return [float(v.double().square().sum())]
 
 
 def topk(
@@ -87,8 +89,21 @@ def _taken(v: Tensor, residual: Tensor | None, indices: Tensor) -> tuple[Tensor,
     return values, indices.to(torch.int32)
 
 
-def gather(v: Tensor, indices: Tensor) -> Tensor:
-    return v[indices.long()]
+def pick(
+    grad: Tensor | None,
+    residual: Tensor | None,
+    indices: Tensor,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+) -> Tensor:
+    v = _compensated(grad, residual, beta, gamma)
+    values = v[indices.long()]
+    if residual is not None:
+        # Otherwise a NaN would stay until it is drawn, in whatever step that is.
+        if not math.isfinite(square_sums(v)[0]):
+            values.fill_(math.nan)
+        zero_at_(residual, indices)
+    return values
 
 
 def zero_at_(v: Tensor, indices: Tensor) -> None:
@@ -166,15 +181,18 @@ def _put(out: Tensor, values: Iterable[Tensor], alpha: float) -> None:
 def unpack_signs_(
     out: Tensor,
     packed: Sequence[Tensor],
-    low: Sequence[float],
-    high: Sequence[float],
+    values: Sequence[Tensor],
+    two: bool,
     alpha: float = 1.0,
 ) -> None:
-    def values(bits: Tensor, one: float, other: float) -> Tensor:
-        set_ = _unpack(bits, 1, out.numel()).bool()
-        return torch.where(set_, out.new_tensor(other), out.new_tensor(one))
+    """values: of each rank, a scale, or with ``two`` what bits stand for that are clear and set."""
 
-    _put(out, map(values, packed, low, high), alpha)
+    def one(bits: Tensor, value: Tensor) -> Tensor:
+        set_ = _unpack(bits, 1, out.numel()).bool()
+        low = value[:1] if two else -value
+        return torch.where(set_, value[-1:], low).to(out.dtype)
+
+    _put(out, map(one, packed, values), alpha)
 
 
 def vote_signs_(out: Tensor, packed: Tensor, alpha: float = 1.0) -> None:
@@ -258,9 +276,9 @@ def terngrad(
 
 
 def unterngrad_(
-    out: Tensor, packed: Sequence[Tensor], scale: Sequence[float], alpha: float = 1.0
+    out: Tensor, packed: Sequence[Tensor], scale: Sequence[Tensor], alpha: float = 1.0
 ) -> None:
-    def values(bits: Tensor, factor: float) -> Tensor:
+    def values(bits: Tensor, factor: Tensor) -> Tensor:
         codes = _unpack(bits, 2, out.numel())
         return ((codes == 1).to(out.dtype) - (codes == 2).to(out.dtype)) * factor
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, CompensatedUnit, Context, Ours, Payload
+from fusedpg.compress._base import (
+    AnyCompensated,
+    Compensated,
+    CompensatedUnit,
+    Context,
+    Ours,
+    Payload,
+)
 from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
@@ -30,8 +38,7 @@ class SignSGD(Ours):
 
     def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
         packed, scales = zip(*payloads)
-        high = [float(scale) for scale in scales]
-        kernels.unpack_signs_(out, packed, [-scale for scale in high], high, alpha)
+        kernels.unpack_signs_(out, packed, scales, False, alpha)
 
     def combine(self, out: Tensor, payloads: Sequence[Payload], scale: float, at: Context) -> None:
         packed = torch.stack([payload[0] for payload in payloads])
@@ -68,7 +75,7 @@ class _Owed:
     values: Tensor  # of each parameter, of clear bits and of set ones
 
     def __call__(self, residual: Tensor) -> None:
-        kernels.unit().subtract_signs_(residual, self.numels, self.values)
+        kernels.extension().subtract_signs_(residual, self.numels, self.values)
 
 
 def _owing(v: CompensatedUnit, piece: Piece, kernel: Callable[[Tensor | None, bool], Any]) -> Any:
@@ -86,57 +93,47 @@ def _owing(v: CompensatedUnit, piece: Piece, kernel: Callable[[Tensor | None, bo
     return sent
 
 
-class EFSignSGD(Ours):
+class _Scaled(Ours):
+    """Signs, and what they stand for: one gradient is a unit of one."""
+
+    leaves_pending = True
+    two: ClassVar[bool] = False  # values of a parameter, or one with either sign
+
+    @abc.abstractmethod
+    def _encode(self, grads: Any, v: AnyCompensated, *unit: Any) -> Any: ...
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        return list(self._encode(v.grad, v)), Context(piece)
+
+    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+        packed, values = zip(*payloads)
+        kernels.unpack_signs_(out, packed, values, self.two, alpha)
+
+    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+        def kernel(owed: Tensor | None, owes: bool) -> Any:
+            return self._encode(v.grads, v, piece.runs.numels, owed, owes)
+
+        return list(_owing(v, piece, kernel))
+
+    def decode_unit(
+        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+    ) -> None:
+        packed, values = zip(*payloads)
+        unpack: Any = kernels.unpack_signs_
+        unpack(outs, packed, values, self.two, alpha, piece.runs.numels)
+
+
+class EFSignSGD(_Scaled):
     """Signs times the mean magnitude (Karimireddy et al. 2019, algorithm 1)."""
 
-    leaves_pending = True
-
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        return list(kernels.signs(v.grad, v.residual, True, v.beta, v.gamma)), Context(piece)
-
-    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
-        packed, scales = zip(*payloads)
-        high = [float(scale) for scale in scales]
-        kernels.unpack_signs_(out, packed, [-scale for scale in high], high, alpha)
-
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        def kernel(owed: Tensor | None, owes: bool) -> Any:
-            return kernels.unit().signs(
-                v.grads, v.residual, piece.runs.numels, True, owed, owes, v.beta, v.gamma
-            )
-
-        return list(_owing(v, piece, kernel))
-
-    def decode_unit(
-        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
-    ) -> None:
-        packed, scales = zip(*payloads)
-        kernels.unit().unpack_signs_(outs, piece.runs.numels, packed, scales, True, alpha)
+    def _encode(self, grads: Any, v: AnyCompensated, *unit: Any) -> Any:
+        return kernels.signs(grads, v.residual, True, v.beta, v.gamma, *unit)
 
 
-class OneBit(Ours):
+class OneBit(_Scaled):
     """Signs, and the means of what is negative and of what is not (Seide et al. 2014)."""
 
-    leaves_pending = True
+    two = True
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        return list(kernels.onebit(v.grad, v.residual, v.beta, v.gamma)), Context(piece)
-
-    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
-        packed, means = zip(*payloads)
-        low, high = zip(*(pair.tolist() for pair in means))
-        kernels.unpack_signs_(out, packed, low, high, alpha)
-
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        def kernel(owed: Tensor | None, owes: bool) -> Any:
-            return kernels.unit().onebit(
-                v.grads, v.residual, piece.runs.numels, owed, owes, v.beta, v.gamma
-            )
-
-        return list(_owing(v, piece, kernel))
-
-    def decode_unit(
-        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
-    ) -> None:
-        packed, means = zip(*payloads)
-        kernels.unit().unpack_signs_(outs, piece.runs.numels, packed, means, False, alpha)
+    def _encode(self, grads: Any, v: AnyCompensated, *unit: Any) -> Any:
+        return kernels.onebit(grads, v.residual, v.beta, v.gamma, *unit)

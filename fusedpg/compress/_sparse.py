@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class _Sparse(Ours):
     ) -> None:
         sent = [self.sent_of_unit(payload, piece) for payload in payloads]
         counts, indices, values = zip(*sent)
-        kernels.unit().scatter_(outs, piece.runs.numels, counts, indices, values, alpha)
+        scatter: Any = kernels.scatter_
+        scatter(outs, indices, values, alpha, piece.runs.numels, counts)
 
 
 class TopK(_Sparse):
@@ -60,7 +61,8 @@ class TopK(_Sparse):
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
         numels = piece.runs.numels
         ks = [self.count(numel) for numel in numels]
-        return list(kernels.unit().topk(v.grads, v.residual, numels, ks, v.beta, v.gamma))
+        topk: Any = kernels.topk
+        return list(topk(v.grads, v.residual, ks, v.beta, v.gamma, numels))
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
         values, indices = payload
@@ -89,21 +91,14 @@ class RandomK(_Sparse):
         self.compress_ratio = compress_ratio
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        now = v.now()
-        indices = self._draw(piece, now.device)
-        values = kernels.gather(now, indices)
-        if v.residual is not None:
-            # Otherwise a NaN would stay until it is drawn, in whatever step that is.
-            if not math.isfinite(kernels.square_sum(now)):
-                values.fill_(math.nan)
-            kernels.zero_at_(v.residual, indices)
-        return [values], Context(piece)
+        indices = self._draw(piece, piece.device)
+        return [kernels.pick(v.grad, v.residual, indices, v.beta, v.gamma)], Context(piece)
 
     def _draw(self, piece: Piece, device: torch.device) -> Tensor:
         known: Tensor | None = piece.cache.get("drawn")
         if known is None:
             counts = [self.count(piece.numel)]
-            drawn = kernels.unit().drawn([piece.numel], counts, [piece.seed])
+            drawn = kernels.extension().drawn([piece.numel], counts, [piece.seed])
             known = piece.cache["drawn"] = drawn.to(device)
         return known
 
@@ -113,7 +108,8 @@ class RandomK(_Sparse):
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
         numels = piece.runs.numels
         counts, indices = self._draw_unit(piece)
-        return [kernels.unit().pick(v.grads, v.residual, numels, indices, counts, v.beta, v.gamma)]
+        pick: Any = kernels.pick
+        return [pick(v.grads, v.residual, indices, v.beta, v.gamma, numels, counts)]
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
         return *self._draw_unit(piece), payload[0]
@@ -123,7 +119,7 @@ class RandomK(_Sparse):
         if known is None:
             numels = piece.runs.numels
             counts = [self.count(numel) for numel in numels]
-            known = counts, kernels.unit().drawn(numels, counts, piece.seeds())
+            known = counts, kernels.extension().drawn(numels, counts, piece.seeds())
             piece.cache["drawn of unit"] = known
         return known
 
@@ -152,11 +148,8 @@ class Threshold(_Sparse):
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
         numels = piece.runs.numels
         least = [self.at_least(numel) for numel in numels]
-        return list(
-            kernels.unit().threshold(
-                v.grads, v.residual, numels, self.threshold, least, v.beta, v.gamma
-            )
-        )
+        threshold: Any = kernels.threshold
+        return list(threshold(v.grads, v.residual, self.threshold, least, v.beta, v.gamma, numels))
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
         counts, values, indices = payload

@@ -189,7 +189,7 @@ class DGCMemory(Memory):
         momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")
         gamma = 1.0
         if self.gradient_clipping > 0:
-            gamma = self._gamma(float(kernels.square_sum(grad)), piece)
+            gamma = self._gamma(kernels.square_sums(grad)[0], piece)
         kernels.dgc_accumulate_(momentum, velocity, grad, self.momentum, gamma)
         payload, at = compressor.encode(Compensated(None, velocity), piece)
         if self.momentum_masking:
@@ -201,15 +201,15 @@ class DGCMemory(Memory):
 
     def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
         momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")
-        numels, unit = piece.runs.numels, kernels.unit()
+        numels, unit = piece.runs.numels, kernels.extension()
         gammas: Any = 1.0
         if self.gradient_clipping > 0:
             gammas = [self._gamma(s, piece) for s in unit.square_sums(grads, numels)]
-        unit.dgc_accumulate_(momentum, velocity, grads, numels, self.momentum, gammas)
+        unit.dgc_accumulate_(momentum, velocity, grads, self.momentum, gammas, numels)
         payload = compressor.encode_unit(CompensatedUnit(None, velocity), piece)
         if self.momentum_masking:
             counts, indices, _ = compressor.sent_of_unit(payload, piece)
-            unit.zero_at_(momentum, numels, indices, counts)
+            unit.zero_at_(momentum, indices, numels, counts)
         if not compressor.finite(payload):
             for tensor in (momentum, velocity):
                 tensor.nan_to_num_(0.0, 0.0, 0.0)

@@ -157,11 +157,12 @@ def test_signs_and_their_residuals(grad: np.ndarray[Any, Any], scaled: bool, mea
     same(np.unpackbits(packed.numpy(), bitorder="little")[: len(v)].astype(bool), high)
     assert packed.numel() == -(-len(v) // 8)
     out = torch.full((len(v),), 3.0)
-    C.unpack_signs_(out, [packed], [low_value], [high_value])
+    C.unpack_signs_(out, [packed], [torch.tensor([low_value, high_value])], True)
     sent = np.where(high, np.float32(high_value), np.float32(low_value))
     same(out, sent)
     same(residual, v - sent)
-    C.unpack_signs_(out, [packed] * 2, [low_value, 1.0], [high_value, 2.0], 0.5)
+    values_ = [torch.tensor(pair) for pair in ([low_value, high_value], [1.0, 2.0])]
+    C.unpack_signs_(out, [packed] * 2, values_, True, 0.5)
     same(out, np.float32(0.5) * sent + np.where(high, np.float32(1), np.float32(0.5)))
 
 
@@ -182,7 +183,7 @@ def test_nan_is_not_hidden() -> None:
             C.unqsgd_(out, [codes], [norms], 127, bucket_size=5000 if norms.numel() == 1 else 64)
             assert not out[4321].isfinite()
         packed, scale = C.terngrad(grad, None, 2.5, 1)
-        C.unterngrad_(out, [packed], [float(scale)])
+        C.unterngrad_(out, [packed], [scale])
         assert not out[4321].isfinite()
         C.unnatural_(out, [C.natural(grad, None, 1)])
         assert not out[4321].isfinite()
@@ -257,7 +258,7 @@ def test_terngrad_by_hand(mean: float) -> None:
         chance = np.abs(clipped) / np.abs(clipped).max()
         clear = np.abs(chance - u) > 1e-5
         out = torch.zeros(numel)
-        C.unterngrad_(out, [packed], [float(scale)])
+        C.unterngrad_(out, [packed], [scale])
         want = np.where(u < chance, np.sign(wide), 0) * float(scale)
         same(out.numpy()[clear], want[clear].astype(np.float32))
         torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-6 * (1 + abs(mean)))
@@ -273,7 +274,7 @@ def test_terngrad_sends_what_is_about_constant(grad: list[float], dtype: torch.d
     out = torch.empty_like(given)
     for seed in range(50):
         packed, scale = _kernels.terngrad(given, residual, 2.5, seed)
-        _kernels.unterngrad_(out, [packed], [float(scale)])
+        _kernels.unterngrad_(out, [packed], [scale])
         sent += out
     torch.testing.assert_close(sent + residual, 50 * given, rtol=1e-4, atol=1e-4)
     assert (residual.abs() < 6 * given.abs()).all()
@@ -322,7 +323,7 @@ def test_mean_is_right(name: str) -> None:
     for seed in range(draws):
         if name == "terngrad":
             packed, scale = C.terngrad(grad, None, 0.0, seed)
-            C.unterngrad_(out, [packed], [float(scale)])
+            C.unterngrad_(out, [packed], [scale])
         elif name == "natural":
             C.unnatural_(out, [C.natural(grad, None, seed)])
         else:
@@ -347,7 +348,7 @@ def test_indices_of_others_are_checked() -> None:
         with pytest.raises(ValueError, match="index"):
             C.zero_at_(out, indices)
         with pytest.raises(ValueError, match="index"):
-            C.gather(out, indices)
+            C.pick(out, None, indices)
 
 
 def test_values_of_all_ranks_are_added_in_their_order() -> None:
@@ -382,9 +383,10 @@ def test_arguments_are_checked() -> None:
         lambda: C.threshold(v, None, -1.0),
         lambda: C.qsgd(v, None, 0, 1),
         lambda: C.qsgd(v, None, 1, 1, bucket_size=-1),
-        lambda: C.unpack_signs_(v, [torch.zeros(2, dtype=torch.uint8)], [0.0], [1.0]),
+        lambda: C.unpack_signs_(v, [torch.zeros(2, dtype=torch.uint8)], [v[:2]], True),
         lambda: C.unqsgd_(v, [torch.zeros(8, dtype=torch.int8)], [torch.zeros(2)], 1),
-        lambda: C.unpack_signs_(v, [torch.zeros(1, dtype=torch.uint8)], [0.0] * 2, [1.0]),
+        lambda: C.unpack_signs_(v, [torch.zeros(1, dtype=torch.uint8)], [v[:2]] * 2, True),
+        lambda: C.unpack_signs_(v, [torch.zeros(1, dtype=torch.uint8)], [v[:2]], False),
         lambda: C.unterngrad_(v, [], []),
         lambda: C.vote_signs_(v, torch.zeros(1, dtype=torch.uint8)),
     ):

@@ -168,38 +168,40 @@ def test_own_subclass_is_called_for_each_parameter() -> None:
     assert len(at.own) == 2
 
 
-U = load_extension().compress.unit
+C = load_extension().compress
 V = torch.zeros(8)
 ONE = torch.zeros(1)
 INDEX = torch.zeros(1, dtype=torch.int32)
+BYTE = torch.zeros(1, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: U.topk([V], None, [4, 4], [1], 1.0, 1.0),
-        lambda: U.topk([V], None, [4, 4], [1, 5], 1.0, 1.0),
-        lambda: U.topk([V], None, [4, 5], [1, 1], 1.0, 1.0),
-        lambda: U.topk([V[:3], V[3:]], None, [4, 4], [1, 1], 1.0, 1.0),
-        lambda: U.topk([V], V[1:], [4, 4], [1, 1], 1.0, 1.0),
-        lambda: U.topk(None, None, [4, 4], [1, 1], 1.0, 1.0),
-        lambda: U.topk([V], None, [-4, 12], [0, 0], 1.0, 1.0),
-        lambda: U.signs([V.double()], None, [8], True, None, False, 1.0, 1.0),
-        lambda: U.signs([V], V, [8], True, None, True, 1.0, 1.0),
-        lambda: U.onebit([V], V, [4, 4], ONE, False, 1.0, 1.0),
-        lambda: U.subtract_signs_(V, [4, 4], torch.zeros(2)),
-        lambda: U.threshold([V], None, [8], math.nan, [0], 1.0, 1.0),
-        lambda: U.qsgd([V], None, [8], 127, [], 128, 1.0, 1.0),
-        lambda: U.pick([V], None, [4, 4], INDEX + 4, [1, 0], 1.0, 1.0),
-        lambda: U.drawn([4], [5], [1]),
-        lambda: U.zero_at_(V, [4, 4], INDEX - 1, [0, 1]),
-        lambda: U.dgc_accumulate_(V, V, [V], [4, 4], 0.9, [1.0]),
-        lambda: U.scatter_([V], [4, 4], [[1, 0]], [INDEX + 4], [ONE], 1.0),
-        lambda: U.scatter_([V], [4, 4], [[0, 1]], [INDEX - 1], [ONE], 1.0),
-        lambda: U.scatter_([V], [4, 4], [[1, 1]], [INDEX], [ONE], 1.0),
-        lambda: U.unpack_signs_([V], [4, 4], [torch.zeros(1, dtype=torch.uint8)], [ONE], True, 1.0),
-        lambda: U.unqsgd_([V], [8], [torch.zeros(8)], [ONE], 127, 1.0, 0),
-        lambda: U.unnatural_([V], [8], [], 1.0),
+        lambda: C.topk([V], None, [1], numels=[4, 4]),
+        lambda: C.topk([V], None, [1, 5], numels=[4, 4]),
+        lambda: C.topk([V], None, [1, 1], numels=[4, 5]),
+        lambda: C.topk([V[:3], V[3:]], None, [1, 1], numels=[4, 4]),
+        lambda: C.topk([V], V[1:], [1, 1], numels=[4, 4]),
+        lambda: C.topk(None, None, [1, 1], numels=[4, 4]),
+        lambda: C.topk([V], None, [0, 0], numels=[-4, 12]),
+        lambda: C.topk([V, V], None, 1),
+        lambda: C.signs([V.double()], None, True, numels=[8]),
+        lambda: C.signs([V], V, True, numels=[8], owes=True),
+        lambda: C.onebit([V], V, numels=[4, 4], owed=ONE),
+        lambda: C.subtract_signs_(V, [4, 4], torch.zeros(2)),
+        lambda: C.threshold([V], None, math.nan, [0], numels=[8]),
+        lambda: C.qsgd([V], None, 127, [], bucket_size=128, numels=[8]),
+        lambda: C.pick([V], None, INDEX + 4, numels=[4, 4], counts=[1, 0]),
+        lambda: C.drawn([4], [5], [1]),
+        lambda: C.zero_at_(V, INDEX - 1, [4, 4], [0, 1]),
+        lambda: C.dgc_accumulate_(V, V, [V], 0.9, [1.0], [4, 4]),
+        lambda: C.scatter_([V], [INDEX + 4], [ONE], 1.0, [4, 4], [[1, 0]]),
+        lambda: C.scatter_([V], [INDEX - 1], [ONE], 1.0, [4, 4], [[0, 1]]),
+        lambda: C.scatter_([V], [INDEX], [ONE], 1.0, [4, 4], [[1, 1]]),
+        lambda: C.unpack_signs_([V], [BYTE], [ONE], False, 1.0, [4, 4]),
+        lambda: C.unqsgd_([V], [torch.zeros(8)], [ONE], 127, numels=[8]),
+        lambda: C.unnatural_([V], [], numels=[8]),
     ],
 )
 def test_arguments_are_checked(call: Callable[[], object]) -> None:

@@ -241,12 +241,13 @@ def decode(c: Call) -> None:
     sent = [r.integers(0, 256, size, dtype=np.uint8) for _ in range(ranks)]
     packed = [*map(torch.from_numpy, sent)]
     if which == 0:
-        C.unpack_signs_(out, packed, [*map(float, ones)], [*map(float, others)], float(alpha))
+        pairs = [torch.tensor([float(x) for x in pair]) for pair in zip(ones, others)]
+        C.unpack_signs_(out, packed, pairs, True, float(alpha))
         for bits, one, other in zip(sent, ones, others):
             high = np.unpackbits(bits, bitorder="little")[:n].astype(bool)
             found.append(np.where(high, alpha * other, alpha * one))
     elif which == 1:
-        C.unterngrad_(out, packed, [*map(float, others)], float(alpha))
+        C.unterngrad_(out, packed, [torch.tensor([float(x)]) for x in others], float(alpha))
         for bits, other in zip(sent, others):
             code = ((bits[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3).ravel()[:n]
             found.append(np.choose(code, [F(0), alpha * other, -(alpha * other), F(0)]))
