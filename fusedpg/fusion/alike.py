@@ -105,7 +105,7 @@ def difference(
         ]
         text = "; ".join(shown[:8])
     return dist.DistBackendError(
-        f"fused: the ranks of a group called `{program.name}` otherwise than each other: {text}. "
+        f"fused: the ranks of a group called `{program.name}` with different arguments: {text}. "
         f"This is rank {rank} of {size}; pass the same numbers and flags on all ranks"
     )
 

@@ -353,8 +353,8 @@ def _like(node: Node, size: int, rank: int) -> torch.Tensor:
 def unfit(node: Node, tensor: torch.Tensor) -> FusionError:
     """What is raised where code would read or write memory that it was not made for."""
     return FusionError(
-        f"a program is made for {node.described()}, and found {tensor.dtype} of shape "
-        f"{list(tensor.shape)} on {tensor.device}: a fault of fusedpg, please report it"
+        f"a program is made for {node.described()}, and got {tensor.dtype} of shape "
+        f"{list(tensor.shape)} on {tensor.device}: this is a bug of fusedpg, please report it"
     )
 
 

@@ -653,8 +653,8 @@ class Bridge:
         assert self._comm_hook is not None
         if self.weighted_by_joining() or any(owner._weight is not None for owner in mine):
             raise RuntimeError(
-                "a comm_hook gives the mean of all ranks, each of which counts alike: without "
-                "set_local_batch_size() and divide_by_initial_world_size=False, please"
+                "a comm_hook averages the gradients of all ranks equally: do not use it with "
+                "set_local_batch_size(), or with divide_by_initial_world_size=False"
             )
         buffer, group = bucket.buffer(), ddp.process_group
         taken: dict[torch.Tensor, torch.Tensor] = {}
