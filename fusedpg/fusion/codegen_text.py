@@ -5,10 +5,6 @@ HEAD = """\
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #if defined(__clang__)
 #define VECTORISE _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -83,6 +79,29 @@ inline void store(float16* to, float value) {
   *to = float16(value);
 }
 
+// Without immintrin.h, which would take half of the compiler's time.
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+constexpr int kVector = 64;
+#elif defined(__AVX2__)
+constexpr int kVector = 32;
+#else
+constexpr int kVector = 16;
+#endif
+typedef char Vector __attribute__((vector_size(kVector), may_alias));
+inline void stream_vector(char* to, const char* from) {
+  Vector value;
+  std::memcpy(&value, from, sizeof value);
+#if defined(__AVX512F__)
+  asm volatile("vmovntdq %1, %0" : "=m"(*reinterpret_cast<Vector*>(to)) : "v"(value));
+#elif defined(__AVX2__)
+  asm volatile("vmovntdq %1, %0" : "=m"(*reinterpret_cast<Vector*>(to)) : "x"(value));
+#else
+  asm volatile("movntdq %1, %0" : "=m"(*reinterpret_cast<Vector*>(to)) : "x"(value));
+#endif
+}
+#endif
+
 // Full lines go around the cache; the ends are ordinary stores.
 inline void write(char* to, const char* from, uint64_t bytes, bool stream) {
 #if defined(__x86_64__)
@@ -92,21 +111,9 @@ inline void write(char* to, const char* from, uint64_t bytes, bool stream) {
     std::memcpy(to, from, head);
     uint64_t at = head;
     for (; at + kLine <= bytes; at += kLine) {
-#if defined(__AVX512F__)
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
-#elif defined(__AVX2__)
-      const auto* in = reinterpret_cast<const __m256i*>(from + at);
-      const __m256i a = _mm256_loadu_si256(in), b = _mm256_loadu_si256(in + 1);
-      auto* out = reinterpret_cast<__m256i*>(to + at);
-      _mm256_stream_si256(out, a);
-      _mm256_stream_si256(out + 1, b);
-#else
-      const auto* in = reinterpret_cast<const __m128i*>(from + at);
-      auto* out = reinterpret_cast<__m128i*>(to + at);
-      for (int k = 0; k < 4; ++k) {
-        _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
+      for (uint64_t k = 0; k < kLine; k += sizeof(Vector)) {
+        stream_vector(to + at + k, from + at + k);
       }
-#endif
     }
     std::memcpy(to + at, from + at, bytes - at);
     return;
@@ -131,7 +138,7 @@ inline void deliver(const Output& output, const T* values, uint64_t at, uint64_t
 // Streamed stores are weakly ordered: who is told afterwards that the data are there must see them.
 inline void fence() {
 #if defined(__x86_64__)
-  _mm_sfence();
+  asm volatile("sfence" ::: "memory");
 #endif
 }
 
