@@ -1,4 +1,4 @@
-"""torch.fx's tracer, beside which other threads go on calling modules."""
+"""torch.fx's tracer, for processes whose other threads call modules meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx, nn
 
 
 class Tracer(fx.Tracer):
-    """fx replaces ``nn.Module.__call__`` for all threads while it traces in one."""
+    """Passes on the calls of other threads: fx replaces ``nn.Module.__call__`` for all of them."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

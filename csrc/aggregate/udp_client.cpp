@@ -221,7 +221,7 @@ void Client::look(Clock::time_point now, const Deadline& deadline) {
   if (!deadline.expired()) {
     return;
   }
-  // What it said before it fell silent may no longer be so.
+  // A rank that it named before it fell silent may have come since.
   if (stream_->missing() != 0 && silent < kSilent) {
     fail(
         ErrorKind::kTimeout,

@@ -238,7 +238,7 @@ void Stream::take(
   send_overtaken(now, out);
 }
 
-// What the aggregator says of a packet of this operation.
+// The aggregator answers a packet of this operation.
 void Stream::hear(Control said, Clock::time_point now, const Out& out) {
   Lane& lane = lanes_[said.packet % payload_->lanes()];
   const bool same = lane.out && lane.packet == said.packet;

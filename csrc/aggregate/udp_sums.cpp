@@ -304,7 +304,7 @@ void Sums::packet(
   place.exponents.second =
       std::max(place.exponents.second, packet->exponents.second);
   for (size_t i = 0; i < session.format.numel; ++i) {
-    // As a switch, modulo 2^32.
+    // Modulo 2^32, as a switch adds.
     place.sums[i] += PacketFormat::element(bytes, i);
   }
   const Place& former = other_place(session, index);

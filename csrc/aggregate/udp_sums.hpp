@@ -78,7 +78,7 @@ class Sums {
     std::vector<uint32_t> sums;
     std::vector<uint8_t> result; // the packet
   };
-  // Where a datagram comes from, when, and how others go out.
+  // The sender of a datagram, its time, and the way for answers.
   struct Visit {
     const Address& from;
     Clock::time_point now;

@@ -224,7 +224,7 @@ class Spans {
     return {numel};
   }
 
-  // Where the parameter that follows lies.
+  // The memory of the next parameter.
   float* next(int64_t numel) {
     while (which_ < count_ && begin_ == begin_of_[which_].numel()) {
       ++which_;
@@ -251,7 +251,7 @@ class Spans {
   int64_t begin_ = 0;
 };
 
-// What is compressed of each parameter: v = beta * residual + gamma * grad.
+// The values to compress, of each parameter: v = beta * residual + gamma * grad.
 class Unit {
  public:
   // The arguments stay as they are while this lives.
@@ -325,7 +325,7 @@ class Unit {
   float beta_ = 1;
 };
 
-// Where the result of each parameter goes.
+// The memory of each parameter's result.
 class Outs {
  public:
   Outs(const char* op, const OneOrMore& outs, const MaybeNumbers& numels)
@@ -351,7 +351,7 @@ class Outs {
 
 // --- codecs: a code for each element, and some scales -----------------------
 
-// What all ranks have sent of a parameter.
+// A parameter's codes and scales, of all ranks.
 struct Received {
   std::vector<const uint8_t*> codes;
   std::vector<const float*> scales;
@@ -1160,7 +1160,7 @@ void dgc_accumulate_(
   });
 }
 
-// Of each parameter.
+// One for each parameter.
 std::vector<double> square_sums(
     const OneOrMore& grad,
     const MaybeNumbers& numels) {

@@ -133,8 +133,8 @@ def _users_line() -> Source | None:
     return None
 
 
-# By identity, as what modules hold need not be hashable. Their classes and what they import are no
-# business of ours: other threads need those as they are.
+# By identity, as a module may hold unhashable values. Classes stay as they are, and so do functions
+# that the module imports: other threads use them.
 _FUNCTIONAL = {
     id(value)
     for name, value in vars(funcol).items()

@@ -180,8 +180,8 @@ class Engine:
         """As :meth:`wait`, for an operation that joins: serves the others' turns meanwhile.
 
         Args:
-            serve: takes part in a turn; it begins one, too. Where it raises, this rank has not
-                joined any more.
+            serve: takes part in a turn; it begins one, too. If it raises, this rank has no longer
+                joined.
         """
         while True:
             with self._lock:
@@ -200,7 +200,7 @@ class Engine:
                 raise
 
     def leave(self) -> None:
-        """Takes a ``join()`` that goes on back; when it returns, the others wait for this rank.
+        """Takes back a ``join()`` that still waits: the others wait for this rank from then on.
 
         Raises:
             HorovodInternalError: the engine has ended.
