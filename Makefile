@@ -185,14 +185,14 @@ fake-gpu: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
-# Two at a time, as with ctest: PYTEST_ARGS="-n 0" for one. Whole files, for their fixtures' sake, in
-# the order of conftest.py: by their number of tests the longest, which have few, would come last.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three at a time, as they wait for processes to start and end: PYTEST_ARGS="-n 0" for one. Whole
+# files, for their fixtures' sake, in the order of conftest.py: by their number of tests the longest,
+# which have few, would come last.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# Every capability once, in minutes: tests/python/parts.py says which tests are quick. They wait for
-# processes to start and end half of the time, so that three at a time end sooner on two cores.
+# Every capability once, in minutes: tests/python/parts.py says which tests are quick.
 test: $(BUILT)
-	$(PYTEST) -n 3 tests --part quick $(PYTEST_ARGS)
+	$(PYTEST) tests --part quick $(PYTEST_ARGS)
 
 # What `make test` leaves out.
 test-rest: test-cpp fake-gpu

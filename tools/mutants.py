@@ -575,16 +575,16 @@ class Runner:
     """One job: its own copy of the tree."""
 
     def __init__(
-        self, project: Project, results: Results, tree: Path, matrix: bool, only: str | None
+        self, project: Project, results: Results, tree: Path, all_killers: bool, only: str | None
     ) -> None:
         self.project = project
         self.results = results
         self.tree = tree
-        self.matrix = matrix
+        self.all_killers = all_killers
         self.only = only
 
     def test(self, test: str, mutant: Mutant | None, limit: float) -> Ended:
-        return run_test(self.project, test, self.tree, mutant, limit, all_of_them=self.matrix)
+        return run_test(self.project, test, self.tree, mutant, limit, all_of_them=self.all_killers)
 
     def confirmed(self, test: str, mutant: Mutant, ended: Ended, limit: float) -> bool:
         """Whether tests that have failed pass without the mutant, and fail again with it."""
@@ -630,6 +630,7 @@ class Runner:
             "by": [],
             "ran": list(passed),
             "whole": self.only is None,
+            "all_killers": self.all_killers,
         }
         begun = time.monotonic()
         for test in self.tests_of(mutant):
@@ -649,9 +650,10 @@ class Runner:
                 continue
             result["caught"] = True
             result["hang"] = result["hang"] or ended.hangs
-            result["by"] += ended.failed or [test]
+            killers = ended.failed or [test]  # an item may be part of another
+            result["by"] += [killer for killer in killers if killer not in result["by"]]
             self.results.path(mutant.id).with_suffix(".txt").write_text(ended.output[-20000:])
-            if not self.matrix:
+            if not self.all_killers:
                 break
         result["seconds"] = round(time.monotonic() - begun, 1)
         return result
@@ -676,7 +678,7 @@ def run(
     jobs: int = 1,
     again: bool = False,
     survivors: bool = False,
-    matrix: bool = False,
+    all_killers: bool = False,
     only: str | None = None,
     minutes: float = 1e9,
 ) -> bool:
@@ -694,7 +696,7 @@ def run(
     def job() -> None:
         try:
             with own_tree(project) as tree:
-                runner = Runner(project, results, tree, matrix, only)
+                runner = Runner(project, results, tree, all_killers, only)
                 while time.monotonic() < end and not failures:
                     with turn:
                         mutant = next(waiting, None)
@@ -708,6 +710,8 @@ def run(
         known = results.get(mutant.id)
         if again or known is None or known["digest"] != mutant.digest:
             known = None
+        elif all_killers and known["caught"] and not known.get("all_killers"):
+            known = None  # the first killer only
         elif decided(known):
             if known["caught"] or not survivors:
                 return
@@ -781,9 +785,13 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
         known = results.get(mutant.id)
         if known is not None:
             ran.update(known["ran"])
-    only = {test for test, caught in catches.items() if any(n == 1 for _, n in caught)}
+    alone = {
+        test: [mutant for mutant, number in caught if number == 1]
+        for test, caught in catches.items()
+        if any(number == 1 for _, number in caught)
+    }
     names = {name for test in ran for name in names_of(project, test)}
-    quiet = sorted(name for name in names if not any(is_one_of(by, name) for by in only))
+    quiet = sorted(name for name in names if not any(is_one_of(by, name) for by in alone))
     total = [sum(c[i] for c in counts.values()) for i in range(4)]
     share = 100 * total[3] / max(total[2], 1)
     lines = [
@@ -804,12 +812,22 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
         lines.append(f"| {room} | {every} | {same} | {run} | {caught} | {percent} |")
     lines += ["", "| mutant | room | result | by | s |", "|---|---|---|---|---:|"]
     lines += [f"| {m.id} | {m.room} | {how} | {by} | {s} |" for m, how, by, s in rows]
+    whole = sum(known["caught"] and known.get("all_killers", False) for known in kept)
     lines += [
+        "",
+        "## Tests by what only they catch",
+        "",
+        f"Of {whole} of the {total[3]} mutants that are caught all killers are known; another's "
+        "run has ended with the first (`--all-killers` goes on), which stands here.",
+        "",
+        "| test | mutants that only it catches |",
+        "|---|---|",
+        *[f"| `{test}` | {', '.join(alone[test])} |" for test in sorted(alone)],
         "",
         "## Tests that were run and were never the only one to catch a mutant",
         "",
-        "Candidates to go, if they check nothing else. Each mutant's run ends with the first catch "
-        "(`--matrix` goes on), so a test that comes late in the lists has had few chances.",
+        "Candidates to go, if they check nothing else. A test that comes late in the lists has had "
+        "few chances where the first catch has ended the run.",
         "",
         *[f"- `{test}`" for test in quiet],
     ]
@@ -836,7 +854,11 @@ def main(arguments: list[str] | None = None) -> int:
     runs.add_argument("-j", "--jobs", type=int, default=1)
     runs.add_argument("--again", action="store_true", help="also what has a result")
     runs.add_argument("--survivors", action="store_true", help="also what has survived")
-    runs.add_argument("--matrix", action="store_true", help="go on after the first catch")
+    runs.add_argument(
+        "--all-killers",
+        action="store_true",
+        help="go on after the first catch; also what has only its first killer",
+    )
     runs.add_argument(
         "--only",
         choices=("cpp", "named"),
@@ -857,9 +879,8 @@ def main(arguments: list[str] | None = None) -> int:
         build(project)
         return 0
     if args.command == "run":
-        options = {
-            k: getattr(args, k) for k in ("jobs", "again", "survivors", "matrix", "only", "minutes")
-        }
+        keys = ("jobs", "again", "survivors", "all_killers", "only", "minutes")
+        options = {key: getattr(args, key) for key in keys}
         return 0 if run(project, args.names, **options) else 1
     text, data = report(project)
     to = args.to or args.root / "tools/mutants/results"

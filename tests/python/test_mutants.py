@@ -139,7 +139,16 @@ def test_catches(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = dict(found)
     mutants.run(project, [])
     assert {name: mutants.Results(project.work).get(name) for name in before} == before
+    (root / "tests/test_again.py").write_text(TEST)
+    settings = root / "tools/mutants/project.toml"
+    settings.write_text(PROJECT.replace('calc.py", ', 'calc.py", "tests/test_again.py", '))
+    project = mutants.load(root, tmp_path / "work")
+    mutants.run(project, ["python"], all_killers=True)
+    python = mutants.Results(project.work).get("python")
+    product = [f"tests/test_{name}.py::test_product" for name in ("calc", "again")]
+    assert python["all_killers"] and python["by"] == product
     text, data = mutants.report(project)
+    assert "| `add` | caught |" in text and "Of 1 of the 3 mutants" in text
     assert "3 of 4 mutants that were run are caught (75 %); 1 are equivalent." in text
     assert {one["id"]: one["caught"] for one in data["mutants"]} == {
         "caught": True,
