@@ -25,7 +25,7 @@ namespace fusedpg {
 struct CommonClient;
 
 // Name and profiler facts of one call.
-struct Call {
+struct CallInfo {
   c10d::OpType type;
   const char* title; // "fused:all_reduce"
   std::chrono::milliseconds timeout;
@@ -75,7 +75,7 @@ class Group {
   // become the result of the Work, and its future's value unless `lists` are
   // given for that; returns null for a synchronous call that has succeeded.
   WorkPtr enqueue(
-      const Call& call,
+      const CallInfo& call,
       const Tensors& inputs,
       const Tensors& outputs,
       std::function<void(uint64_t)> operation,

@@ -72,6 +72,12 @@ void check_nan(
   }
 }
 
+void check_nan(const OpContext& ctx, OpDescriptor& mine, Buffers inputs) {
+  for (const Buffer& b : inputs) {
+    check_nan(ctx, mine, b.data, b.count);
+  }
+}
+
 bool all_ranks(Context& ctx, uint64_t bits) {
   const int half = ctx.domain.half();
   for (int p = 0; p < ctx.size(); ++p) {
@@ -80,6 +86,25 @@ bool all_ranks(Context& ctx, uint64_t bits) {
     }
   }
   return true;
+}
+
+void* share_memory(Context& ctx, size_t bytes) {
+  OpDescriptor d;
+  d.op = OpCode::kShareMemory;
+  d.count = bytes;
+  if (bytes == 0) {
+    enter(ctx, d);
+    return nullptr;
+  }
+  uint64_t location = 0;
+  if (ctx.rank() == 0) {
+    Arena& arena = *ctx.domain.arena();
+    location = *arena.locate(arena.allocate(bytes), bytes);
+  }
+  enter(ctx, d, &location, 1);
+  location = *ctx.domain.table(0, ctx.domain.half());
+  ctx.domain.add_shared(location, bytes);
+  return ctx.domain.address(0, location);
 }
 
 } // namespace fusedpg

@@ -38,6 +38,34 @@ bool skips(const Plan& plan, size_t count) {
 
 } // namespace
 
+HostsWay::HostsWay(NetContext& ctx, const HostMap* flat)
+    : ctx_(ctx),
+      hosts_(ctx.hosts),
+      domain_(ctx.domain) {
+  if (flat != nullptr) {
+    ctx_.hosts = flat;
+    ctx_.domain = nullptr;
+  }
+}
+
+void HostsWay::begin_item(uint64_t index, uint64_t length) {
+  ctx_.list_index = index;
+  ctx_.list_length = length;
+  ctx_.moved = {};
+  ctx_.aggregated = false;
+  if (ctx_.entered != nullptr) {
+    *ctx_.entered = false;
+  }
+}
+
+void HostsWay::move(const Move& move, OpDescriptor& d) {
+  NetContext ctx = ctx_;
+  ctx.hosts = hosts_;
+  ctx.domain = domain_;
+  net_move(ctx, move, d);
+  ctx_.moved = ctx.moved;
+}
+
 void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {
   mine.sequence = ctx_.sequence;
   mine.list_index = ctx_.list_index;

@@ -52,6 +52,12 @@ bool any_rank(Way& way, uint64_t bits) {
   return false;
 }
 
+void ShmWay::begin_item(uint64_t index, uint64_t length) {
+  ctx_.begin_item(index, length);
+  path_ = DataPath::kStaged;
+  moved_ = {};
+}
+
 void ShmWay::find_blocks(const Plan& plan) {
   // Bits of all tensors must fit a staging buffer.
   const std::vector<size_t> counts = plan.counts();

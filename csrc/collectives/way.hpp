@@ -12,9 +12,11 @@
 namespace fusedpg {
 
 struct Move;
+struct NetContext;
 
 // How the ranks of a group do an operation that is written once for all of
-// them: agree on it, and carry out its plan. One object an operation.
+// them: agree on it, and carry out its plan. One object for what is done in one
+// turn of the group's queue.
 class Way {
  public:
   virtual ~Way() = default;
@@ -23,6 +25,16 @@ class Way {
   virtual OpContext& op() = 0;
   const kernels::Table& kernels() {
     return op().kernels;
+  }
+
+  // Before each of several operations of one turn, and before what this rank does
+  // for it alone: until it has entered, it can refuse, and stays in step.
+  virtual void begin_item(uint64_t index, uint64_t length) = 0;
+  // Whether one operation can reduce several tensors.
+  virtual bool joins_tensors() const = 0;
+  // What it sends messages by; nullptr in shared memory.
+  virtual NetContext* net() {
+    return nullptr;
   }
 
   // Every operation begins here: tells all ranks what this one is about to do,
@@ -90,6 +102,10 @@ class ShmWay : public Way {
   }
   OpContext& op() override {
     return ctx_;
+  }
+  void begin_item(uint64_t index, uint64_t length) override;
+  bool joins_tensors() const override {
+    return true;
   }
   void enter(
       const Plan* plan,
