@@ -175,6 +175,23 @@ void check_agreement(
   }
 }
 
+void fail_refused(
+    const OpDescriptor& here,
+    int rank,
+    int peer,
+    const std::string& reason) {
+  fail(
+      ErrorKind::kMismatch,
+      "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
+      "part: "
+      "{}",
+      describe(here),
+      here.sequence,
+      rank,
+      peer,
+      reason);
+}
+
 void check_nan_flag(const OpDescriptor& there, int peer) {
   if (there.flags & kHasNan) {
     fail(

@@ -80,5 +80,32 @@ void check_agreement(
     const OpDescriptor& there,
     int peer);
 void check_nan_flag(const OpDescriptor& there, int peer);
+[[noreturn]] void fail_refused(
+    const OpDescriptor& here,
+    int rank,
+    int peer,
+    const std::string& reason);
+
+// Throws where a rank has refused to take part, two disagree, or one has found a
+// NaN: the same on all ranks, which look at all of `said` in this order.
+template <typename Said, typename Reason>
+void check_said(
+    const OpDescriptor& here,
+    int rank,
+    int size,
+    const Said& said,
+    const Reason& reason_of) {
+  for (int p = 0; p < size; ++p) {
+    if ((said(p).flags & kRefused) != 0) {
+      fail_refused(here, rank, p, reason_of(p));
+    }
+  }
+  for (int p = 0; p < size; ++p) {
+    check_agreement(here, rank, said(p), p);
+  }
+  for (int p = 0; p < size; ++p) {
+    check_nan_flag(said(p), p);
+  }
+}
 
 } // namespace fusedpg

@@ -103,6 +103,16 @@ class Group {
                                                               : bounded(given);
   }
 
+  // Of a call with c10d's options, or with the group's own timeout.
+  template <typename CallOptions>
+  CallInfo info(c10d::OpType type, const char* title, const CallOptions& opts)
+      const {
+    return {type, title, timeout_or(opts.timeout), opts.asyncOp};
+  }
+  CallInfo info(c10d::OpType type, const char* title, bool async_op) const {
+    return {type, title, timeout.load(), async_op};
+  }
+
   // Whether this is a forked child, which has neither the threads nor the
   // shared memory of the group.
   bool forked() const {

@@ -31,28 +31,15 @@ void enter(
         table_entries * sizeof(uint64_t));
   }
   domain.barrier(mine, ctx.deadline);
-  for (int p = 0; p < ctx.size(); ++p) {
-    if (mine.flags & kRefused) {
-      return; // the caller has its own error
-    }
-    if (domain.descriptor(p, half).flags & kRefused) {
-      fail(
-          ErrorKind::kMismatch,
-          "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
-          "part: {}",
-          describe(mine),
-          mine.sequence,
-          ctx.rank(),
-          p,
-          domain.control(p).reason);
-    }
+  if (mine.flags & kRefused) {
+    return; // the caller has its own error
   }
-  for (int p = 0; p < ctx.size(); ++p) {
-    check_agreement(mine, ctx.rank(), domain.descriptor(p, half), p);
-  }
-  for (int p = 0; p < ctx.size(); ++p) {
-    check_nan_flag(domain.descriptor(p, half), p);
-  }
+  check_said(
+      mine,
+      ctx.rank(),
+      ctx.size(),
+      [&](int p) -> const OpDescriptor& { return domain.descriptor(p, half); },
+      [&](int p) { return std::string(domain.control(p).reason); });
 }
 
 void refuse(Context& ctx, const std::string& reason) {

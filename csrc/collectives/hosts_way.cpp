@@ -73,26 +73,13 @@ void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {
   mine.table_entries = table_entries;
 }
 
-void HostsWay::check_said(const OpDescriptor& mine) {
-  for (int p = 0; p < size(); ++p) {
-    if ((said_[p].flags & kRefused) != 0) {
-      fail(
-          ErrorKind::kMismatch,
-          "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
-          "part: {}",
-          describe(mine),
-          mine.sequence,
-          rank(),
-          p,
-          reason_of(p));
-    }
-  }
-  for (int p = 0; p < size(); ++p) {
-    check_agreement(mine, rank(), said_[p], p);
-  }
-  for (int p = 0; p < size(); ++p) {
-    check_nan_flag(said_[p], p);
-  }
+void HostsWay::check_all(const OpDescriptor& mine) {
+  check_said(
+      mine,
+      rank(),
+      size(),
+      [this](int p) -> const OpDescriptor& { return said_[p]; },
+      [this](int p) { return reason_of(p); });
 }
 
 std::string HostsWay::reason_of(int p) {
@@ -113,7 +100,7 @@ void HostsWay::enter(
   for (int p = 0; p < size(); ++p) {
     std::memcpy(&said_[p], rows[p].data(), sizeof mine);
   }
-  check_said(mine);
+  check_all(mine);
   if (!extra.empty()) {
     extra_ =
         net_gather_rows(ctx_, extra.data(), extra.size() * sizeof(uint64_t));
@@ -185,7 +172,7 @@ Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
       std::memcpy(&said_[p], facts[p].buffer.data(), sizeof mine);
     }
   }
-  check_said(mine);
+  check_all(mine);
   std::vector<const void*> srcs(size(), data.data());
   for (int p = 0; p < size() && input.bytes != 0; ++p) {
     if (p != rank()) {

@@ -62,7 +62,7 @@ class HostsWay : public Way {
  private:
   void complete(OpDescriptor& mine, size_t table_entries) const;
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
-  void check_said(const OpDescriptor& mine);
+  void check_all(const OpDescriptor& mine);
   // Why a rank has refused; it sends that behind its descriptor.
   std::string reason_of(int rank);
   void find_blocks(const Plan& plan, const OpDescriptor& d);

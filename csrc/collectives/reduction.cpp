@@ -55,6 +55,22 @@ void reduce_skipping(
   way.count(named);
 }
 
+// A plan without tensors.
+Plan reduction_plan(
+    const kernels::Table& kernels,
+    int world_size,
+    const kernels::ReduceArgs& args) {
+  Plan plan;
+  plan.src_size = plan.dst_size = dtype_size(args.dtype);
+  plan.src_type = args.dtype;
+  plan.op = args.op;
+  if (args.op == RedOp::kPremulSum) {
+    plan.weights.assign(world_size, args.factor);
+  }
+  plan.epilogue = reduction_epilogue(kernels, args);
+  return plan;
+}
+
 // Whether the inputs follow one another in memory, as in one tensor.
 bool adjacent(Buffers inputs, size_t size) {
   for (size_t p = 1; p < inputs.size(); ++p) {
@@ -212,15 +228,8 @@ void reduce_scatter(Way& way, const Call& call) {
   if (small == Way::AtOnce::kDone) {
     return;
   }
-  Plan plan;
-  plan.src_size = plan.dst_size = size;
+  Plan plan = reduction_plan(way.kernels(), way.size(), args);
   plan.receiver = Plan::kOwner;
-  plan.src_type = args.dtype;
-  plan.op = args.op;
-  if (args.op == RedOp::kPremulSum) {
-    plan.weights.assign(way.size(), args.factor);
-  }
-  plan.epilogue = reduction_epilogue(way.kernels(), args);
   for (int p = 0; p < way.size(); ++p) {
     plan.tensors.push_back(
         {static_cast<const char*>(inputs[p].data),
@@ -253,14 +262,7 @@ Plan in_place(
     int world_size,
     Buffers tensors,
     const kernels::ReduceArgs& args) {
-  Plan plan;
-  plan.src_size = plan.dst_size = dtype_size(args.dtype);
-  plan.src_type = args.dtype;
-  plan.op = args.op;
-  if (args.op == RedOp::kPremulSum) {
-    plan.weights.assign(world_size, args.factor);
-  }
-  plan.epilogue = reduction_epilogue(kernels, args);
+  Plan plan = reduction_plan(kernels, world_size, args);
   plan.reduction = args;
   std::vector<size_t> counts;
   for (const Buffer& t : tensors) {

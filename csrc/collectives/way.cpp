@@ -158,7 +158,8 @@ Way::AtOnce ShmWay::at_once(OpDescriptor& mine, const Small& small) {
   if (!all_ranks(ctx_, kStaged)) {
     return AtOnce::kEntered;
   }
-  std::vector<const void*> srcs(size());
+  thread_local std::vector<const void*> srcs; // keeps its memory
+  srcs.resize(size());
   for (int p = 0; p < size(); ++p) {
     srcs[p] = domain.stage_in(p, domain.half()) +
         small.begin * dtype_size(small.args.dtype);

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <optional>
 #include <vector>
 
@@ -69,13 +68,30 @@ class Way {
     kEntered, // it has begun, and run() is to do it
     kDone
   };
+  // Refers to a function that outlives it, so that it needs no memory.
+  class Combine {
+   public:
+    template <typename Function>
+    Combine(const Function& function)
+        : function_(&function),
+          call_([](const void* called, const Sources& srcs) {
+            (*static_cast<const Function*>(called))(srcs);
+          }) {}
+    void operator()(const Sources& srcs) const {
+      call_(function_, srcs);
+    }
+
+   private:
+    const void* function_;
+    void (*call_)(const void*, const Sources&);
+  };
   struct Small {
     kernels::ReduceArgs args;
     Span input;
     // The elements that this rank combines.
     size_t begin;
     size_t count;
-    std::function<void(const Sources& srcs)> combine;
+    Combine combine;
   };
   virtual AtOnce at_once(OpDescriptor& mine, const Small& small) = 0;
   // Of an input that is ordinary memory.

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "c10d/routes/route.hpp"
@@ -119,12 +120,32 @@ class CpuRoute : public Route {
       std::chrono::milliseconds timeout) = 0;
   // Where execute() has thrown: may throw something that says more.
   virtual void failed(const char* /* title */, uint64_t /* ticket */) {}
+  // Queues a function of a Way, an Operation, as the group's next call.
+  template <typename Function>
   WorkPtr run(
       const CallInfo& call,
       const Tensors& inputs,
       const Tensors& outputs,
-      Operation operation,
-      const TensorLists& lists = {});
+      Function operation,
+      const TensorLists& lists = {}) {
+    return group_.enqueue(
+        call,
+        inputs,
+        outputs,
+        [this,
+         title = call.title,
+         timeout = call.timeout,
+         operation = std::move(operation)](uint64_t ticket) {
+          try {
+            // By reference: a copy would take memory.
+            execute(std::cref(operation), ticket, timeout);
+          } catch (...) {
+            failed(title, ticket);
+            throw;
+          }
+        },
+        lists);
+  }
 
   // How a call combines contributions. A group that serves "gloo" refuses means
   // of integers, as Gloo does.

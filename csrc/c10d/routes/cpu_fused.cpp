@@ -22,11 +22,8 @@ const char* step_title(OpCode op) {
 }
 
 WorkPtr CpuRoute::fused_step_(StepArguments arguments, bool async_op) {
-  const CallInfo call{
-      c10d::OpType::UNKNOWN,
-      step_title(arguments.op),
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, step_title(arguments.op), async_op);
   // Kept by the closure, which may run after this call has returned.
   const auto a = std::make_shared<const StepArguments>(std::move(arguments));
   return run(
@@ -45,11 +42,8 @@ WorkPtr CpuRoute::fused_step_(StepArguments arguments, bool async_op) {
 }
 
 WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
-  const CallInfo call{
-      c10d::OpType::REDUCE_SCATTER,
-      "fused:reduce_shards",
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call = group_.info(
+      c10d::OpType::REDUCE_SCATTER, "fused:reduce_shards", async_op);
   const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
   return run(call, a->grads, a->grads, [a](Way& way) {
     const auto parts = split_shards(to_engine(*a));
@@ -61,11 +55,8 @@ WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
 }
 
 WorkPtr CpuRoute::fused_program_(ProgramArguments arguments, bool async_op) {
-  const CallInfo call{
-      c10d::OpType::UNKNOWN,
-      "fused:fused_program",
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, "fused:fused_program", async_op);
   const auto a = std::make_shared<const ProgramArguments>(std::move(arguments));
   TORCH_CHECK_VALUE(
       a->done.scalar_type() == at::kByte && a->done.numel() == 1,
@@ -92,11 +83,8 @@ WorkPtr CpuRoute::sparse_all_reduce(
     const at::Tensor& tensor,
     const SkipArguments& arguments,
     bool async_op) {
-  const CallInfo call{
-      c10d::OpType::ALLREDUCE,
-      "fused:sparse_all_reduce",
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLREDUCE, "fused:sparse_all_reduce", async_op);
   const SkipOptions options = skip_options(tensor, arguments);
   const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
   translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });

@@ -50,11 +50,8 @@ void check_splits(
 WorkPtr CpuRoute::broadcast(
     Tensors& tensors,
     const c10d::BroadcastOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::BROADCAST,
-      "fused:broadcast",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::BROADCAST, "fused:broadcast", opts);
   TORCH_CHECK_VALUE(!tensors.empty(), "fused: broadcast: no tensor given");
   check_tensor("broadcast", tensors[0]);
   check_same_type("broadcast", tensors, tensors[0].scalar_type());
@@ -163,11 +160,8 @@ WorkPtr CpuRoute::gather_lists(
     const c10d::AllgatherOptions& opts,
     const TensorLists& lists,
     const TensorLists& copies) {
-  const CallInfo call{
-      c10d::OpType::ALLGATHER,
-      "fused:all_gather",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLGATHER, "fused:all_gather", opts);
   check_count("all_gather", "lists of outputs", outputs.size(), inputs.size());
   TORCH_CHECK_VALUE(!inputs.empty(), "fused: all_gather: no tensor given");
   Tensors all;
@@ -232,11 +226,8 @@ WorkPtr CpuRoute::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::_ALLGATHER_BASE,
-      "fused:_all_gather_base",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(
+      c10d::OpType::_ALLGATHER_BASE, "fused:_all_gather_base", opts);
   check_count(
       "all_gather_into_tensor", "outputs", outputs.size(), inputs.size());
   TORCH_CHECK_VALUE(
@@ -299,11 +290,7 @@ WorkPtr CpuRoute::gather(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::GatherOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::GATHER,
-      "fused:gather",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(c10d::OpType::GATHER, "fused:gather", opts);
   const Tensors list = list_of_root("gather", inputs, outputs, opts.rootRank);
   return run(
       call,
@@ -330,11 +317,8 @@ WorkPtr CpuRoute::scatter(
     Tensors& outputs,
     TensorLists& inputs,
     const c10d::ScatterOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::SCATTER,
-      "fused:scatter",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::SCATTER, "fused:scatter", opts);
   const Tensors list = list_of_root("scatter", outputs, inputs, opts.rootRank);
   return run(
       call,
@@ -363,11 +347,8 @@ WorkPtr CpuRoute::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::ALLTOALL_BASE,
-      "fused:all_to_all",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLTOALL_BASE, "fused:all_to_all", opts);
   check_tensor("all_to_all_single", input);
   check_same_type("all_to_all_single", {output}, input.scalar_type());
   check_splits("all_to_all_single", output, output_splits, size_);
@@ -394,11 +375,8 @@ WorkPtr CpuRoute::alltoall(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllToAllOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::ALLTOALL,
-      "fused:all_to_all",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLTOALL, "fused:all_to_all", opts);
   check_count("all_to_all", "output tensors", outputs.size(), size_);
   check_count("all_to_all", "input tensors", inputs.size(), size_);
   check_same_type("all_to_all", inputs, inputs[0].scalar_type());

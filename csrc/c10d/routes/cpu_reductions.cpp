@@ -44,36 +44,9 @@ Call reduction_call(
 
 } // namespace
 
-WorkPtr CpuRoute::run(
-    const CallInfo& call,
-    const Tensors& inputs,
-    const Tensors& outputs,
-    Operation operation,
-    const TensorLists& lists) {
-  return group_.enqueue(
-      call,
-      inputs,
-      outputs,
-      [this,
-       title = call.title,
-       timeout = call.timeout,
-       operation = std::move(operation)](uint64_t ticket) {
-        try {
-          execute(operation, ticket, timeout);
-        } catch (...) {
-          failed(title, ticket);
-          throw;
-        }
-      },
-      lists);
-}
-
 void CpuRoute::refuse(const std::string& reason) {
-  const CallInfo call{
-      c10d::OpType::UNKNOWN,
-      "fused:refusal",
-      group_.timeout.load(),
-      /*async_op=*/true};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, "fused:refusal", /*async_op=*/true);
   ++group_.refusals;
   // Counted down with the operation, also where it is never begun.
   const std::shared_ptr<void> end(
@@ -118,11 +91,8 @@ WorkPtr CpuRoute::reduce_all(
     const Tensors& tensors,
     const c10d::AllreduceOptions& opts,
     bool together) {
-  const CallInfo call{
-      c10d::OpType::ALLREDUCE,
-      "fused:all_reduce",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLREDUCE, "fused:all_reduce", opts);
   for (const at::Tensor& t : tensors) {
     check_tensor("all_reduce", t);
     TORCH_CHECK_VALUE(
@@ -169,11 +139,8 @@ WorkPtr CpuRoute::allreduce_sparse(
     check_memory("all_reduce", t._values());
   }
   check_alike("all_reduce", tensors);
-  const CallInfo call{
-      c10d::OpType::_ALLREDUCE_SPARSE,
-      "fused:sparse_all_reduce",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(
+      c10d::OpType::_ALLREDUCE_SPARSE, "fused:sparse_all_reduce", opts);
   const bool mean = opts.reduceOp.op_ == c10d::ReduceOp::AVG;
   TORCH_CHECK_VALUE(
       mean || opts.reduceOp.op_ == c10d::ReduceOp::SUM,
@@ -192,11 +159,7 @@ WorkPtr CpuRoute::allreduce_sparse(
 }
 
 WorkPtr CpuRoute::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::REDUCE,
-      "fused:reduce",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(c10d::OpType::REDUCE, "fused:reduce", opts);
   check_count("reduce", "tensor", tensors.size(), 1);
   check_tensor("reduce", tensors[0]);
   group_.check_root("reduce", opts.rootRank);
@@ -229,11 +192,8 @@ WorkPtr CpuRoute::reduce_scatter(
   check_count("reduce_scatter", "list of inputs", inputs.size(), 1);
   check_count(
       "reduce_scatter", "input tensors (one a rank)", inputs[0].size(), size_);
-  const CallInfo call{
-      c10d::OpType::REDUCE_SCATTER,
-      "fused:reduce_scatter",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::REDUCE_SCATTER, "fused:reduce_scatter", opts);
   const at::Tensor& output = outputs[0];
   check_tensor("reduce_scatter", output);
   for (const at::Tensor& t : inputs[0]) {
@@ -278,11 +238,8 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
     Tensors& inputs,
     const c10d::ReduceScatterOptions& opts) {
   check_count("reduce_scatter_tensor", "inputs", inputs.size(), outputs.size());
-  const CallInfo call{
-      c10d::OpType::_REDUCE_SCATTER_BASE,
-      "fused:_reduce_scatter_base",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(
+      c10d::OpType::_REDUCE_SCATTER_BASE, "fused:_reduce_scatter_base", opts);
   TORCH_CHECK_VALUE(
       !outputs.empty(), "fused: reduce_scatter_tensor: no tensor given");
   std::vector<kernels::ReduceArgs> reductions;
@@ -328,11 +285,8 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
 }
 
 WorkPtr CpuRoute::barrier(const c10d::BarrierOptions& opts) {
-  const CallInfo call{
-      c10d::OpType::BARRIER,
-      "fused:barrier",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::BARRIER, "fused:barrier", opts);
   return run(
       call, {}, {}, [](Way& way) { perform(way, {.op = OpCode::kBarrier}); });
 }

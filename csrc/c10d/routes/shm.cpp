@@ -93,11 +93,8 @@ at::Tensor ShmRoute::empty_shared(
     at::IntArrayRef sizes,
     const at::TensorOptions& options) {
   const size_t bytes = checked_bytes(sizes, options);
-  const CallInfo call{
-      c10d::OpType::UNKNOWN,
-      "fused:share_memory",
-      group_.timeout.load(),
-      false};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, "fused:share_memory", false);
   void* data = nullptr;
   group_.enqueue(call, {}, {}, [&](uint64_t ticket) {
     engine_.execute(
