@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "../tests/cpp/ranks.hpp"
-#include "collectives/collectives.hpp"
 #include "collectives/context.hpp"
+#include "collectives/perform.hpp"
 #include "collectives/way.hpp"
 #include "host/executor.hpp"
 #include "kernels/kernels.hpp"
@@ -48,15 +48,19 @@ void measure(int rank, Store& store) {
   args.op = RedOp::kSum;
   const kernels::Table& kernels = select_kernels(test_settings());
   std::vector<float> data(kCount), other(kCount), stage(kCount);
-  const std::vector<ReduceTensor> tensors{{data.data(), kCount}};
+  const Buffer tensor{data.data(), kCount};
   const Engine::Operation reduce = [&](Context& ctx) {
     ShmWay way(ctx);
-    all_reduce(way, tensors, args);
+    perform(
+        way,
+        {.op = OpCode::kAllReduce,
+         .dtype = args.dtype,
+         .inputs = single(tensor)});
   };
   uint64_t sequence = 0;
   const Engine::Operation meet = [](Context& ctx) {
     ShmWay way(ctx);
-    barrier(way);
+    perform(way, {.op = OpCode::kBarrier});
   };
   std::vector<Layer> layers{
       {"copy to the stage and kernel, in own caches",

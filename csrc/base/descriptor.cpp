@@ -5,12 +5,6 @@
 namespace fusedpg {
 namespace {
 
-bool reduces(OpCode op) {
-  return op == OpCode::kAllReduce || op == OpCode::kReduce ||
-      op == OpCode::kReduceScatter || op == OpCode::kSparseAllReduce ||
-      op == OpCode::kFusedProgram;
-}
-
 // ", weighted, with used flags"
 std::string options_text(uint16_t options) {
   constexpr const char* kNames[] = {
@@ -32,6 +26,12 @@ std::string options_text(uint16_t options) {
 }
 
 } // namespace
+
+bool reduces(OpCode op) {
+  return op == OpCode::kAllReduce || op == OpCode::kReduce ||
+      op == OpCode::kReduceScatter || op == OpCode::kSparseAllReduce ||
+      op == OpCode::kFusedProgram;
+}
 
 std::string describe(const OpDescriptor& d) {
   std::ostringstream out;
@@ -173,6 +173,23 @@ void check_agreement(
         describe(there),
         what);
   }
+}
+
+void fail_refused(
+    const OpDescriptor& here,
+    int rank,
+    int peer,
+    const std::string& reason) {
+  fail(
+      ErrorKind::kMismatch,
+      "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
+      "part: "
+      "{}",
+      describe(here),
+      here.sequence,
+      rank,
+      peer,
+      reason);
 }
 
 void check_nan_flag(const OpDescriptor& there, int peer) {

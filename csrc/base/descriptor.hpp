@@ -58,6 +58,9 @@ constexpr uint64_t kHasNan = 16; // found by the NaN check
 constexpr uint64_t kNoFunction = 64; // this rank has no generated code
 constexpr uint64_t kRefused = 32; // this rank cannot take part; see reason
 
+// Whether it has a reduction, of which ranks may choose another.
+bool reduces(OpCode op);
+
 // "all_reduce(SUM, float32, 1024 elements)"
 std::string describe(const OpDescriptor& d);
 
@@ -77,5 +80,32 @@ void check_agreement(
     const OpDescriptor& there,
     int peer);
 void check_nan_flag(const OpDescriptor& there, int peer);
+[[noreturn]] void fail_refused(
+    const OpDescriptor& here,
+    int rank,
+    int peer,
+    const std::string& reason);
+
+// Throws where a rank has refused to take part, two disagree, or one has found a
+// NaN: the same on all ranks, which look at all of `said` in this order.
+template <typename Said, typename Reason>
+void check_said(
+    const OpDescriptor& here,
+    int rank,
+    int size,
+    const Said& said,
+    const Reason& reason_of) {
+  for (int p = 0; p < size; ++p) {
+    if ((said(p).flags & kRefused) != 0) {
+      fail_refused(here, rank, p, reason_of(p));
+    }
+  }
+  for (int p = 0; p < size; ++p) {
+    check_agreement(here, rank, said(p), p);
+  }
+  for (int p = 0; p < size; ++p) {
+    check_nan_flag(said(p), p);
+  }
+}
 
 } // namespace fusedpg

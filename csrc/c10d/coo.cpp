@@ -3,7 +3,8 @@
 #include "base/error.hpp"
 #include "base/hash.hpp"
 #include "c10d/tensors.hpp"
-#include "collectives/hosts_way.hpp"
+#include "collectives/net_exchange.hpp"
+#include "collectives/perform.hpp"
 #include "collectives/reduction.hpp"
 
 namespace fusedpg {
@@ -31,25 +32,27 @@ uint64_t shape_hash(const at::Tensor& t) {
   return hash.value();
 }
 
-Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
+Gathered gather_entries(Way& way, const at::Tensor& mine) {
   CooHeader header{mine._nnz(), shape_hash(mine)};
-  std::vector<CooHeader> headers(ctx.size());
-  std::vector<Span> parts;
+  std::vector<CooHeader> headers(way.size());
+  std::vector<Buffer> parts;
   for (CooHeader& h : headers) {
     parts.push_back({&h, sizeof h});
   }
-  ctx.begin_item(0, 3);
-  ShmWay way(ctx);
-  all_gather(way, parts, {&header, sizeof header}, DType::kOpaque);
-  for (int p = 0; p < ctx.size(); ++p) {
+  way.begin_item(0, 3);
+  const Buffer here{&header, sizeof header};
+  perform(
+      way,
+      {.op = OpCode::kAllGather, .inputs = single(here), .outputs = parts});
+  for (int p = 0; p < way.size(); ++p) {
     if (headers[p].shape != header.shape) {
       fail(
           ErrorKind::kMismatch,
           "fused: all_reduce of sparse tensors, sequence number {}: sizes, "
           "dtypes or sparse dimensions differ between rank {} (here) and rank "
           "{} (there)",
-          ctx.sequence,
-          ctx.rank(),
+          way.op().sequence,
+          way.rank(),
           p);
     }
   }
@@ -58,7 +61,7 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
                             std::vector<at::Tensor>& list,
                             int64_t dim,
                             uint64_t item) {
-    ctx.begin_item(item, 3); // before what may find no memory
+    way.begin_item(item, 3); // before what may find no memory
     for (const CooHeader& h : headers) {
       std::vector<int64_t> sizes = part.sizes().vec();
       sizes[dim] = h.entries;
@@ -66,9 +69,12 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
     }
     const Flat in = Flat::input(part);
     const auto outs = flat_outputs(list);
-    ShmWay way(ctx);
-    all_gather(
-        way, Parts(outs).spans(), in.span(), to_dtype(part.scalar_type()));
+    perform(
+        way,
+        {.op = OpCode::kAllGather,
+         .dtype = dtype_of(in),
+         .inputs = single(in.buffer()),
+         .outputs = buffers(outs)});
     finish(outs);
   };
   exchange(mine.indices(), all.indices, 1, 1);
@@ -78,8 +84,7 @@ Gathered gather_entries(Context& ctx, const at::Tensor& mine) {
 
 // Between hosts. What ranks do not agree about is told by enter(); what they
 // have are the numbers of their entries.
-std::vector<int64_t> gather_numbers(NetContext& ctx, const at::Tensor& mine) {
-  HostsWay way(ctx);
+std::vector<int64_t> gather_numbers(Way& way, const at::Tensor& mine) {
   OpDescriptor d;
   d.op = OpCode::kAllReduce;
   d.dtype = to_dtype(mine.scalar_type());
@@ -195,12 +200,12 @@ bool may_use_blocks(const NetContext& ctx, const kernels::ReduceArgs& args) {
 // sends those in which it has some: by the group's aggregators, or where the
 // model finds that faster among the ranks.
 at::Tensor add_blocks(
-    NetContext& ctx,
+    Way& way,
     const at::Tensor& mine,
     const Union& all,
     const kernels::ReduceArgs& args) {
   constexpr size_t kLargestBlock = 65536;
-  const int rank = ctx.transport.rank();
+  const int rank = way.rank();
   at::Tensor sum = spread(mine, all, rank);
   const auto count = static_cast<size_t>(sum.numel());
   if (count == 0) {
@@ -223,16 +228,17 @@ at::Tensor add_blocks(
   }
   skip.bitmap = bitmap.data();
   skip.bitmap_block = skip.block;
-  const std::vector<ReduceTensor> tensors{{sum.data_ptr(), count}};
-  SumCall call = sum_call(OpCode::kSparseAllReduce, tensors, args);
-  call.block = skip.block;
-  OpDescriptor d = facts(call);
-  Plan plan = in_place(ctx.kernels, ctx.transport.size(), tensors, args);
+  const Buffer tensor{sum.data_ptr(), count};
+  OpDescriptor d = facts(
+      {.op = OpCode::kSparseAllReduce,
+       .dtype = args.dtype,
+       .inputs = single(tensor),
+       .skip = skip});
+  Plan plan = in_place(way.kernels(), way.size(), single(tensor), args);
   plan.skip = skip;
   plan.zeros_stay = true;
-  ctx.list_index = 1;
-  ctx.list_length = 2;
-  HostsWay way(ctx);
+  way.op().list_index = 1;
+  way.op().list_length = 2;
   way.enter(&plan, d, {});
   way.run(plan, d);
   return sum.add_(0); // a fold that begins with zero has no -0.0
@@ -273,35 +279,36 @@ void count(OpContext& ctx, const Gathered& all, int rank) {
 
 } // namespace
 
-at::Tensor coo_all_reduce(Context& ctx, const at::Tensor& mine, bool mean) {
-  const Gathered all = gather_entries(ctx, mine);
-  const Union places = unite(mine, all.indices);
-  const at::Tensor sum = united(
-      mine, places, add_values(places, all.values, HostMap::apart(ctx.size())));
-  count(ctx, all, ctx.rank());
-  return mean ? coo_mean(sum, ctx.size()) : sum;
-}
-
-at::Tensor coo_all_reduce(NetContext& ctx, const at::Tensor& mine, bool mean) {
-  kernels::ReduceArgs args;
-  args.dtype = to_dtype(mine.scalar_type());
-  const auto entries = gather_numbers(ctx, mine);
-  Gathered all{gather_parts(ctx, mine.indices(), entries, 1), {}};
-  const Union places = unite(mine, all.indices);
+at::Tensor coo_all_reduce(Way& way, const at::Tensor& mine, bool mean) {
+  NetContext* const net = way.net();
+  Gathered all;
+  Union places;
   at::Tensor values;
-  if (may_use_blocks(ctx, args)) {
-    values = add_blocks(ctx, mine.values(), places, args);
-    ctx.stats.add(
-        OpCode::kAllReduce,
-        ctx.aggregated ? DataPath::kAggregated : DataPath::kCoordinates,
-        ctx.moved);
+  if (net == nullptr) {
+    all = gather_entries(way, mine);
+    places = unite(mine, all.indices);
+    values = add_values(places, all.values, HostMap::apart(way.size()));
+    count(way.op(), all, way.rank());
   } else {
-    all.values = gather_parts(ctx, mine.values(), entries, 0);
-    values = add_values(places, all.values, *ctx.hosts);
-    count(ctx, all, ctx.transport.rank());
+    kernels::ReduceArgs args;
+    args.dtype = to_dtype(mine.scalar_type());
+    const auto entries = gather_numbers(way, mine);
+    all.indices = gather_parts(*net, mine.indices(), entries, 1);
+    places = unite(mine, all.indices);
+    if (may_use_blocks(*net, args)) {
+      values = add_blocks(way, mine.values(), places, args);
+      net->stats.add(
+          OpCode::kAllReduce,
+          net->aggregated ? DataPath::kAggregated : DataPath::kCoordinates,
+          net->moved);
+    } else {
+      all.values = gather_parts(*net, mine.values(), entries, 0);
+      values = add_values(places, all.values, *net->hosts);
+      count(*net, all, way.rank());
+    }
   }
   const at::Tensor sum = united(mine, places, values);
-  return mean ? coo_mean(sum, ctx.transport.size()) : sum;
+  return mean ? coo_mean(sum, way.size()) : sum;
 }
 
 } // namespace fusedpg

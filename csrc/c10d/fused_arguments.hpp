@@ -98,7 +98,7 @@ struct ProgramArguments {
   } layout;
 };
 
-// One call of sparse_all_reduce; see collectives/collectives.hpp.
+// One call of sparse_all_reduce; see base/call.hpp.
 struct SkipArguments {
   c10d::ReduceOp op;
   int64_t block_size; // elements

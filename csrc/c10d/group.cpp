@@ -44,7 +44,7 @@ Group::Group(
       executor_(std::make_shared<Executor>()) {}
 
 WorkPtr Group::enqueue(
-    const Call& call,
+    const CallInfo& call,
     const Tensors& inputs,
     const Tensors& outputs,
     std::function<void(uint64_t)> operation,

@@ -25,7 +25,7 @@ namespace fusedpg {
 struct CommonClient;
 
 // Name and profiler facts of one call.
-struct Call {
+struct CallInfo {
   c10d::OpType type;
   const char* title; // "fused:all_reduce"
   std::chrono::milliseconds timeout;
@@ -75,7 +75,7 @@ class Group {
   // become the result of the Work, and its future's value unless `lists` are
   // given for that; returns null for a synchronous call that has succeeded.
   WorkPtr enqueue(
-      const Call& call,
+      const CallInfo& call,
       const Tensors& inputs,
       const Tensors& outputs,
       std::function<void(uint64_t)> operation,
@@ -101,6 +101,16 @@ class Group {
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds given) const {
     return given.count() == 0 || given == c10d::kUnsetTimeout ? timeout.load()
                                                               : bounded(given);
+  }
+
+  // Of a call with c10d's options, or with the group's own timeout.
+  template <typename CallOptions>
+  CallInfo info(c10d::OpType type, const char* title, const CallOptions& opts)
+      const {
+    return {type, title, timeout_or(opts.timeout), opts.asyncOp};
+  }
+  CallInfo info(c10d::OpType type, const char* title, bool async_op) const {
+    return {type, title, timeout.load(), async_op};
   }
 
   // Whether this is a forked child, which has neither the threads nor the

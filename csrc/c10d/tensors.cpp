@@ -290,16 +290,10 @@ Flat Flat::inout(const at::Tensor& t, bool apart) {
   return {t, plain_copy(t), true};
 }
 
-Span Flat::span() const {
+Buffer Flat::buffer() const {
   return {
       flat_.numel() ? flat_.data_ptr() : nullptr,
-      static_cast<size_t>(flat_.nbytes())};
-}
-
-ReduceTensor Flat::reduce_tensor() const {
-  return {
-      flat_.numel() ? flat_.data_ptr() : nullptr,
-      static_cast<size_t>(flat_.numel())};
+      static_cast<size_t>(flat_.nbytes()) / dtype_size(dtype_of(*this))};
 }
 
 void Flat::finish() const {
@@ -402,7 +396,7 @@ Flat folded(
   if (tensors.size() == 1) {
     return Flat::inout(tensors[0]);
   }
-  sum_call(OpCode::kAllReduce, {}, args); // throws if undefined
+  check_reduction(OpCode::kAllReduce, args.dtype, args.op);
   kernels::ReduceArgs local;
   local.dtype = args.dtype;
   local.op = args.op == RedOp::kAvg || args.op == RedOp::kPremulSum
@@ -411,10 +405,10 @@ Flat folded(
   const std::vector<Flat> flats = flat_inputs(tensors);
   std::vector<const void*> srcs;
   for (const Flat& flat : flats) {
-    srcs.push_back(flat.span().data);
+    srcs.push_back(flat.buffer().data);
   }
   Flat sum = Flat::output(at::empty(tensors[0].sizes(), tensors[0].options()));
-  void* dst = sum.span().data;
+  void* dst = sum.buffer().data;
   kernels.reduce(
       local,
       &dst,
@@ -430,20 +424,11 @@ DType dtype_of(const Flat& flat) {
   return to_dtype(flat.tensor().scalar_type());
 }
 
-std::vector<at::Tensor> flat_tensors(const std::vector<Flat>& flats) {
-  std::vector<at::Tensor> all;
-  all.reserve(flats.size());
-  for (const Flat& flat : flats) {
-    all.push_back(flat.tensor());
-  }
-  return all;
-}
-
-std::vector<ReduceTensor> reduce_tensors(const std::vector<Flat>& tensors) {
-  std::vector<ReduceTensor> all;
+std::vector<Buffer> buffers(const std::vector<Flat>& tensors) {
+  std::vector<Buffer> all;
   all.reserve(tensors.size());
   for (const Flat& t : tensors) {
-    all.push_back(t.reduce_tensor());
+    all.push_back(t.buffer());
   }
   return all;
 }
@@ -482,68 +467,24 @@ size_t checked_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return none ? 0 : bytes;
 }
 
-Parts::Parts(const std::vector<Flat>& tensors) : tensors_(&tensors) {
-  if (!tensors.empty()) {
-    dtype_ = to_dtype(tensors[0].tensor().scalar_type());
-    element_ = tensors[0].tensor().element_size();
-  }
-  spans_.reserve(tensors.size());
-  for (const Flat& t : tensors) {
-    spans_.push_back(t.span());
-  }
-}
-
-Parts::Parts(const Flat& whole, int num, const std::vector<int64_t>& splits)
-    : whole_(&whole),
-      equal_(splits.empty()),
-      dtype_(to_dtype(whole.tensor().scalar_type())),
-      element_(whole.tensor().element_size()) {
-  const Span all = whole.span();
+std::vector<Buffer> slices(
+    const Flat& whole,
+    int num,
+    const std::vector<int64_t>& splits) {
+  const Buffer all = whole.buffer();
+  const size_t element = dtype_size(dtype_of(whole));
   const size_t rows = splits.empty() ? 0 : whole.tensor().size(0);
-  const size_t row = rows != 0 ? all.bytes / rows : 0;
-  size_t offset = 0;
-  spans_.reserve(num);
+  const size_t row = rows != 0 ? all.count / rows : 0;
+  size_t begin = 0;
+  std::vector<Buffer> parts;
+  parts.reserve(num);
   for (int p = 0; p < num; ++p) {
-    const size_t bytes =
-        equal_ ? all.bytes / num : static_cast<size_t>(splits[p]) * row;
-    spans_.push_back({static_cast<char*>(all.data) + offset, bytes});
-    offset += bytes;
+    const size_t count =
+        splits.empty() ? all.count / num : static_cast<size_t>(splits[p]) * row;
+    parts.push_back({static_cast<char*>(all.data) + begin * element, count});
+    begin += count;
   }
-}
-
-std::vector<ReduceTensor> Parts::reduce_tensors() const {
-  std::vector<ReduceTensor> all;
-  all.reserve(spans_.size());
-  for (const Span& s : spans_) {
-    all.push_back({s.data, s.bytes / element_});
-  }
-  return all;
-}
-
-std::vector<int64_t> Parts::splits() const {
-  std::vector<int64_t> all;
-  for (size_t p = 0; p < spans_.size() && !equal_; ++p) {
-    all.push_back(count(static_cast<int>(p)));
-  }
-  return all;
-}
-
-at::Tensor Parts::joined() const {
-  if (whole_ != nullptr) {
-    return whole_->tensor().detach().view({-1});
-  }
-  std::vector<at::Tensor> parts;
-  for (const Flat& t : *tensors_) {
-    parts.push_back(t.tensor().detach().view({-1}));
-  }
-  return at::cat(parts);
-}
-
-at::Tensor Parts::like_joined() const {
-  const auto all = splits();
-  return at::empty(
-      {std::accumulate(all.begin(), all.end(), int64_t(0))},
-      tensors_->front().tensor().options());
+  return parts;
 }
 
 } // namespace fusedpg

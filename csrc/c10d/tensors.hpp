@@ -6,8 +6,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "base/dtype.hpp"
-#include "collectives/collectives.hpp"
+#include "base/call.hpp"
+#include "kernels/kernels.hpp"
 
 namespace fusedpg {
 
@@ -20,18 +20,6 @@ kernels::ReduceArgs to_reduce_args(
     const c10d::ReduceOp& op,
     at::ScalarType type,
     int world_size);
-
-// How contributions are combined, for torch and for the kernels.
-struct Reduction {
-  c10d::ReduceOp op;
-  kernels::ReduceArgs args;
-};
-inline Reduction to_reduction(
-    const c10d::ReduceOp& op,
-    at::ScalarType type,
-    int world_size) {
-  return {op, to_reduce_args(op, type, world_size)};
-}
 
 // Throws ValueError unless `t` is a dense CPU tensor; `op` is torch's name.
 void check_tensor(const char* op, const at::Tensor& t);
@@ -65,8 +53,7 @@ class Flat {
   const at::Tensor& tensor() const {
     return flat_;
   }
-  Span span() const;
-  ReduceTensor reduce_tensor() const;
+  Buffer buffer() const;
   void finish() const;
   // Copies what this holds to another tensor of as many elements.
   void give(const at::Tensor& to) const;
@@ -110,49 +97,14 @@ Flat folded(
     const std::vector<at::Tensor>& tensors,
     const kernels::ReduceArgs& args);
 DType dtype_of(const Flat& flat);
-std::vector<at::Tensor> flat_tensors(const std::vector<Flat>& flats);
-std::vector<ReduceTensor> reduce_tensors(const std::vector<Flat>& tensors);
+std::vector<Buffer> buffers(const std::vector<Flat>& tensors);
 void finish(const std::vector<Flat>& tensors);
 
-// What an operation sends to, or receives from, each rank: contiguous tensors
-// of their own, or slices of one. Neither is kept.
-class Parts {
- public:
-  explicit Parts(const std::vector<Flat>& tensors);
-  // Along the first dimension: `splits` rows each, or equal parts.
-  Parts(const Flat& whole, int num, const std::vector<int64_t>& splits = {});
-
-  const std::vector<Span>& spans() const {
-    return spans_;
-  }
-  std::vector<ReduceTensor> reduce_tensors() const;
-  DType dtype() const {
-    return dtype_;
-  }
-  // Elements of each; empty for equal parts of one tensor.
-  std::vector<int64_t> splits() const;
-  int64_t count(int p) const {
-    return static_cast<int64_t>(spans_[p].bytes / element_);
-  }
-  // All of them, one after the other: the tensor, or a copy.
-  at::Tensor joined() const;
-  // Room for that.
-  at::Tensor like_joined() const;
-  // The tensor, or null; then they are these.
-  const Flat* whole() const {
-    return whole_;
-  }
-  const std::vector<Flat>& tensors() const {
-    return *tensors_;
-  }
-
- private:
-  const Flat* whole_ = nullptr;
-  const std::vector<Flat>* tensors_ = nullptr;
-  bool equal_ = false;
-  DType dtype_ = DType::kOpaque;
-  size_t element_ = 1;
-  std::vector<Span> spans_;
-};
+// A tensor's slices along the first dimension, for `num` ranks: `splits` rows
+// each, or equal parts.
+std::vector<Buffer> slices(
+    const Flat& whole,
+    int num,
+    const std::vector<int64_t>& splits = {});
 
 } // namespace fusedpg

@@ -59,7 +59,8 @@ AggregateRates measure(NetContext& ctx) {
   std::vector<float> zeros(kCount);
   const int size = ctx.transport.size();
   const kernels::ReduceArgs sum;
-  const Plan plan = in_place(ctx.kernels, size, {{zeros.data(), kCount}}, sum);
+  const Plan plan =
+      in_place(ctx.kernels, size, single({zeros.data(), kCount}), sum);
   AggregateRates rates{};
   const double ranks =
       seconds_of(ctx, [&] { net_pipeline(ctx, plan, {}, nullptr); });

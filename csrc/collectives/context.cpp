@@ -31,28 +31,15 @@ void enter(
         table_entries * sizeof(uint64_t));
   }
   domain.barrier(mine, ctx.deadline);
-  for (int p = 0; p < ctx.size(); ++p) {
-    if (mine.flags & kRefused) {
-      return; // the caller has its own error
-    }
-    if (domain.descriptor(p, half).flags & kRefused) {
-      fail(
-          ErrorKind::kMismatch,
-          "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
-          "part: {}",
-          describe(mine),
-          mine.sequence,
-          ctx.rank(),
-          p,
-          domain.control(p).reason);
-    }
+  if (mine.flags & kRefused) {
+    return; // the caller has its own error
   }
-  for (int p = 0; p < ctx.size(); ++p) {
-    check_agreement(mine, ctx.rank(), domain.descriptor(p, half), p);
-  }
-  for (int p = 0; p < ctx.size(); ++p) {
-    check_nan_flag(domain.descriptor(p, half), p);
-  }
+  check_said(
+      mine,
+      ctx.rank(),
+      ctx.size(),
+      [&](int p) -> const OpDescriptor& { return domain.descriptor(p, half); },
+      [&](int p) { return std::string(domain.control(p).reason); });
 }
 
 void refuse(Context& ctx, const std::string& reason) {
@@ -72,6 +59,12 @@ void check_nan(
   }
 }
 
+void check_nan(const OpContext& ctx, OpDescriptor& mine, Buffers inputs) {
+  for (const Buffer& b : inputs) {
+    check_nan(ctx, mine, b.data, b.count);
+  }
+}
+
 bool all_ranks(Context& ctx, uint64_t bits) {
   const int half = ctx.domain.half();
   for (int p = 0; p < ctx.size(); ++p) {
@@ -80,6 +73,25 @@ bool all_ranks(Context& ctx, uint64_t bits) {
     }
   }
   return true;
+}
+
+void* share_memory(Context& ctx, size_t bytes) {
+  OpDescriptor d;
+  d.op = OpCode::kShareMemory;
+  d.count = bytes;
+  if (bytes == 0) {
+    enter(ctx, d);
+    return nullptr;
+  }
+  uint64_t location = 0;
+  if (ctx.rank() == 0) {
+    Arena& arena = *ctx.domain.arena();
+    location = *arena.locate(arena.allocate(bytes), bytes);
+  }
+  enter(ctx, d, &location, 1);
+  location = *ctx.domain.table(0, ctx.domain.half());
+  ctx.domain.add_shared(location, bytes);
+  return ctx.domain.address(0, location);
 }
 
 } // namespace fusedpg

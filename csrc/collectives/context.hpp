@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "base/call.hpp"
 #include "base/deadline.hpp"
 #include "base/descriptor.hpp"
 #include "base/options.hpp"
@@ -100,9 +101,15 @@ void check_nan(
     OpDescriptor& mine,
     const void* data,
     size_t count);
+void check_nan(const OpContext& ctx, OpDescriptor& mine, Buffers inputs);
 
 // Whether `bits` are set in the flags of all ranks. Valid between enter() and
 // the next barrier.
 bool all_ranks(Context& ctx, uint64_t bits);
+
+// Memory of rank 0's arena, as this rank sees it. It is never given back to the
+// arena, because peers may use it for longer than any of its tensors lives on
+// rank 0. Contents are undefined.
+void* share_memory(Context& ctx, size_t bytes);
 
 } // namespace fusedpg

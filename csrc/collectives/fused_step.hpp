@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "base/calls.hpp"
+#include "base/call.hpp"
 #include "base/hash.hpp"
 #include "collectives/way.hpp"
 

@@ -38,6 +38,34 @@ bool skips(const Plan& plan, size_t count) {
 
 } // namespace
 
+HostsWay::HostsWay(NetContext& ctx, const HostMap* flat)
+    : ctx_(ctx),
+      hosts_(ctx.hosts),
+      domain_(ctx.domain) {
+  if (flat != nullptr) {
+    ctx_.hosts = flat;
+    ctx_.domain = nullptr;
+  }
+}
+
+void HostsWay::begin_item(uint64_t index, uint64_t length) {
+  ctx_.list_index = index;
+  ctx_.list_length = length;
+  ctx_.moved = {};
+  ctx_.aggregated = false;
+  if (ctx_.entered != nullptr) {
+    *ctx_.entered = false;
+  }
+}
+
+void HostsWay::move(const Move& move, OpDescriptor& d) {
+  NetContext ctx = ctx_;
+  ctx.hosts = hosts_;
+  ctx.domain = domain_;
+  net_move(ctx, move, d);
+  ctx_.moved = ctx.moved;
+}
+
 void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {
   mine.sequence = ctx_.sequence;
   mine.list_index = ctx_.list_index;
@@ -45,26 +73,13 @@ void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {
   mine.table_entries = table_entries;
 }
 
-void HostsWay::check_said(const OpDescriptor& mine) {
-  for (int p = 0; p < size(); ++p) {
-    if ((said_[p].flags & kRefused) != 0) {
-      fail(
-          ErrorKind::kMismatch,
-          "fused: {}, sequence number {}, on rank {}: rank {} refused to take "
-          "part: {}",
-          describe(mine),
-          mine.sequence,
-          rank(),
-          p,
-          reason_of(p));
-    }
-  }
-  for (int p = 0; p < size(); ++p) {
-    check_agreement(mine, rank(), said_[p], p);
-  }
-  for (int p = 0; p < size(); ++p) {
-    check_nan_flag(said_[p], p);
-  }
+void HostsWay::check_all(const OpDescriptor& mine) {
+  check_said(
+      mine,
+      rank(),
+      size(),
+      [this](int p) -> const OpDescriptor& { return said_[p]; },
+      [this](int p) { return reason_of(p); });
 }
 
 std::string HostsWay::reason_of(int p) {
@@ -85,7 +100,7 @@ void HostsWay::enter(
   for (int p = 0; p < size(); ++p) {
     std::memcpy(&said_[p], rows[p].data(), sizeof mine);
   }
-  check_said(mine);
+  check_all(mine);
   if (!extra.empty()) {
     extra_ =
         net_gather_rows(ctx_, extra.data(), extra.size() * sizeof(uint64_t));
@@ -157,7 +172,7 @@ Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
       std::memcpy(&said_[p], facts[p].buffer.data(), sizeof mine);
     }
   }
-  check_said(mine);
+  check_all(mine);
   std::vector<const void*> srcs(size(), data.data());
   for (int p = 0; p < size() && input.bytes != 0; ++p) {
     if (p != rank()) {

@@ -16,7 +16,9 @@ namespace fusedpg {
 // those of HostFold.
 class HostsWay : public Way {
  public:
-  explicit HostsWay(NetContext& ctx) : ctx_(ctx) {}
+  // `flat`: every rank as a host of its own, if sums are to have the bits of one
+  // host; moves go by the context's hosts all the same.
+  explicit HostsWay(NetContext& ctx, const HostMap* flat = nullptr);
 
   int rank() const override {
     return ctx_.transport.rank();
@@ -26,6 +28,13 @@ class HostsWay : public Way {
   }
   OpContext& op() override {
     return ctx_;
+  }
+  NetContext* net() override {
+    return &ctx_;
+  }
+  void begin_item(uint64_t index, uint64_t length) override;
+  bool joins_tensors() const override {
+    return false;
   }
   void enter(
       const Plan* plan,
@@ -42,9 +51,7 @@ class HostsWay : public Way {
     return kNetSkipLimits;
   }
   void run(const Plan& plan, const OpDescriptor& d) override;
-  void move(const Move& move, OpDescriptor& d) override {
-    net_move(ctx_, move, d);
-  }
+  void move(const Move& move, OpDescriptor& d) override;
   void count(OpCode named) override;
   AtOnce at_once(OpDescriptor& mine, const Small& small) override;
   bool takes_at_once(size_t bytes) override {
@@ -55,11 +62,14 @@ class HostsWay : public Way {
  private:
   void complete(OpDescriptor& mine, size_t table_entries) const;
   // Throws where ranks disagree, on all of them; or where one has found a NaN.
-  void check_said(const OpDescriptor& mine);
+  void check_all(const OpDescriptor& mine);
   // Why a rank has refused; it sends that behind its descriptor.
   std::string reason_of(int rank);
   void find_blocks(const Plan& plan, const OpDescriptor& d);
-  NetContext& ctx_;
+
+  NetContext& ctx_; // of sums
+  const HostMap* const hosts_; // of moves
+  Domain* const domain_;
   // Of the plan that has been entered: all ranks' blocks, or what its reduction
   // by aggregators needs.
   std::optional<NetBlocks> blocks_;

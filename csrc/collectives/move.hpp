@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "collectives/collectives.hpp"
+#include "collectives/context.hpp"
 
 namespace fusedpg {
 

@@ -176,25 +176,12 @@ class NetMover {
 
   // All ranks compare everything, so all of them throw or none does.
   void check() {
-    for (int p = 0; p < size_; ++p) {
-      if (said_[p].flags & kRefused) {
-        fail(
-            ErrorKind::kMismatch,
-            "fused: {}, sequence number {}, on rank {}: rank {} refused to "
-            "take part: {}",
-            describe(d_),
-            d_.sequence,
-            me_,
-            p,
-            more_[p].data());
-      }
-    }
-    for (int p = 0; p < size_; ++p) {
-      check_agreement(d_, me_, said_[p], p);
-    }
-    for (int p = 0; p < size_; ++p) {
-      check_nan_flag(said_[p], p);
-    }
+    check_said(
+        d_,
+        me_,
+        size_,
+        [this](int p) -> const OpDescriptor& { return said_[p]; },
+        [this](int p) { return std::string(more_[p].data()); });
     for (int from = 0; from < size_; ++from) {
       for (int to = 0; to < size_; ++to) {
         check_sizes(d_, from, to, sends(from, to), expects(to, from));

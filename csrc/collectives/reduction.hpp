@@ -1,25 +1,23 @@
 #pragma once
 
-#include <vector>
-
-#include "collectives/collectives.hpp"
+#include "collectives/plan.hpp"
 #include "collectives/way.hpp"
 
-// What the collectives that only reduce have in common.
+// The collectives that only reduce.
 namespace fusedpg {
 
-// The call of an operation. Throws Error(kInvalid) when the engine cannot reduce
-// this dtype with this op.
-SumCall sum_call(
-    OpCode op,
-    const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args);
+void all_reduce(Way& way, const Call& call);
+// Skips blocks of zeros. The result is that of all_reduce(), bit for bit but
+// for NaN payloads. Throws Error(kInvalid) when !can_skip(), or for a threshold
+// with several tensors.
+void sparse_all_reduce(Way& way, const Call& call);
+void reduce(Way& way, const Call& call);
+void reduce_scatter(Way& way, const Call& call);
 
-// The facts, and what the NaN check says.
-OpDescriptor describe_sum(
-    const OpContext& ctx,
-    const SumCall& call,
-    const std::vector<ReduceTensor>& tensors);
+// --- what they are made of ---------------------------------------------------
+
+// Throws Error(kInvalid) when the engine cannot reduce this dtype with this op.
+void check_reduction(OpCode op, DType dtype, RedOp red_op);
 
 // The epilogue that stores the plain reduction.
 Plan::Epilogue reduction_epilogue(
@@ -30,7 +28,7 @@ Plan::Epilogue reduction_epilogue(
 Plan in_place(
     const kernels::Table& kernels,
     int world_size,
-    const std::vector<ReduceTensor>& tensors,
+    Buffers tensors,
     const kernels::ReduceArgs& args);
 
 } // namespace fusedpg

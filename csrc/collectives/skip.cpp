@@ -20,7 +20,7 @@ constexpr size_t kSample = 2048;
 // tensor += residual, rounded as a sum of two ranks would be.
 void add_residual(
     const kernels::Table& kernels,
-    const ReduceTensor& t,
+    const Buffer& t,
     DType dtype,
     const void* residual) {
   kernels::ReduceArgs sum;
@@ -32,7 +32,7 @@ void add_residual(
 
 // What is not sent stays in the residual, and only there.
 void split_residual(
-    const ReduceTensor& t,
+    const Buffer& t,
     size_t element,
     size_t block,
     const uint64_t* bits,
@@ -55,13 +55,13 @@ void split_residual(
 // is said to be present costs its bytes, no more.
 bool looks_dense(
     const kernels::Table& kernels,
-    const ReduceTensor& tensor,
+    const Buffer& tensor,
     DType dtype,
     size_t block) {
   if (tensor.count / block < 8 * kSample) {
     return false;
   }
-  const auto sample = sample_blocks(kernels, {tensor}, dtype, block);
+  const auto sample = sample_blocks(kernels, single(tensor), dtype, block);
   return sampled_density({sample.data()}) == 1.0;
 }
 
@@ -70,7 +70,7 @@ bool looks_dense(
 // has the block.
 void obey_bitmap(
     Pool& pool,
-    const ReduceTensor& tensor,
+    const Buffer& tensor,
     size_t element,
     const SkipOptions& options,
     uint64_t* bits) {
@@ -143,7 +143,7 @@ SkipConfig skip_config(
 void find_blocks(
     const kernels::Table& kernels,
     Pool& pool,
-    const ReduceTensor& tensor,
+    const Buffer& tensor,
     DType dtype,
     const SkipOptions& options,
     uint64_t* bits) {
@@ -186,12 +186,12 @@ void find_blocks(
 
 std::vector<uint64_t> sample_blocks(
     const kernels::Table& kernels,
-    const std::vector<ReduceTensor>& tensors,
+    Buffers tensors,
     DType dtype,
     size_t block) {
   const size_t element = dtype_size(dtype);
   size_t blocks = 0;
-  for (const ReduceTensor& t : tensors) {
+  for (const Buffer& t : tensors) {
     blocks += (t.count + block - 1) / block;
   }
   const size_t samples = std::min(blocks, kSample);
@@ -212,7 +212,7 @@ std::vector<uint64_t> sample_blocks(
       before += blocks_here();
       ++tensor;
     }
-    const ReduceTensor& t = tensors[tensor];
+    const Buffer& t = tensors[tensor];
     const size_t begin = (b - before) * block;
     const size_t bytes = std::min(block, t.count - begin) * element;
     uint64_t bit = 0;

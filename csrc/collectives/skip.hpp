@@ -2,8 +2,7 @@
 
 #include <vector>
 
-#include "base/options.hpp"
-#include "collectives/collectives.hpp"
+#include "collectives/context.hpp"
 #include "collectives/selector.hpp"
 #include "host/pool.hpp"
 #include "kernels/kernels.hpp"
@@ -16,20 +15,6 @@ namespace fusedpg {
 bool can_skip(const kernels::ReduceArgs& args);
 // Throws Error(kInvalid) naming `op` if not.
 void check_can_skip(OpCode op, const kernels::ReduceArgs& args);
-
-struct SkipOptions {
-  size_t block = kBlockSize; // elements; larger for tensors of many millions
-  // Blocks without an element of a larger magnitude are not sent but left in
-  // `residual`, which is added to the tensor first: a tensor of its size and
-  // type. 0: none. One tensor a call.
-  double threshold = 0;
-  void* residual = nullptr;
-  // The caller's choice: a byte for each block of `bitmap_block` elements, 0 for
-  // one that counts as zeros whatever it holds. nullptr: look at the elements.
-  // One tensor a call, and no threshold.
-  const uint8_t* bitmap = nullptr;
-  size_t bitmap_block = 0; // `block` is a multiple of it
-};
 
 // What select_skip() chooses by, for tensors of this shape.
 SkipConfig skip_config(
@@ -44,7 +29,7 @@ SkipConfig skip_config(
 void find_blocks(
     const kernels::Table& kernels,
     Pool& pool,
-    const ReduceTensor& tensor,
+    const Buffer& tensor,
     DType dtype,
     const SkipOptions& options,
     uint64_t* bits);
@@ -53,7 +38,7 @@ void find_blocks(
 // words say: the share of blocks that any rank has.
 std::vector<uint64_t> sample_blocks(
     const kernels::Table& kernels,
-    const std::vector<ReduceTensor>& tensors,
+    Buffers tensors,
     DType dtype,
     size_t block);
 double sampled_density(const std::vector<const uint64_t*>& samples);

@@ -52,6 +52,12 @@ bool any_rank(Way& way, uint64_t bits) {
   return false;
 }
 
+void ShmWay::begin_item(uint64_t index, uint64_t length) {
+  ctx_.begin_item(index, length);
+  path_ = DataPath::kStaged;
+  moved_ = {};
+}
+
 void ShmWay::find_blocks(const Plan& plan) {
   // Bits of all tensors must fit a staging buffer.
   const std::vector<size_t> counts = plan.counts();
@@ -152,7 +158,8 @@ Way::AtOnce ShmWay::at_once(OpDescriptor& mine, const Small& small) {
   if (!all_ranks(ctx_, kStaged)) {
     return AtOnce::kEntered;
   }
-  std::vector<const void*> srcs(size());
+  thread_local std::vector<const void*> srcs; // keeps its memory
+  srcs.resize(size());
   for (int p = 0; p < size(); ++p) {
     srcs[p] = domain.stage_in(p, domain.half()) +
         small.begin * dtype_size(small.args.dtype);

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <optional>
 #include <vector>
 
@@ -12,9 +11,11 @@
 namespace fusedpg {
 
 struct Move;
+struct NetContext;
 
 // How the ranks of a group do an operation that is written once for all of
-// them: agree on it, and carry out its plan. One object an operation.
+// them: agree on it, and carry out its plan. One object for what is done in one
+// turn of the group's queue.
 class Way {
  public:
   virtual ~Way() = default;
@@ -23,6 +24,16 @@ class Way {
   virtual OpContext& op() = 0;
   const kernels::Table& kernels() {
     return op().kernels;
+  }
+
+  // Before each of several operations of one turn, and before what this rank does
+  // for it alone: until it has entered, it can refuse, and stays in step.
+  virtual void begin_item(uint64_t index, uint64_t length) = 0;
+  // Whether one operation can reduce several tensors.
+  virtual bool joins_tensors() const = 0;
+  // What it sends messages by; nullptr in shared memory.
+  virtual NetContext* net() {
+    return nullptr;
   }
 
   // Every operation begins here: tells all ranks what this one is about to do,
@@ -57,13 +68,30 @@ class Way {
     kEntered, // it has begun, and run() is to do it
     kDone
   };
+  // Refers to a function that outlives it, so that it needs no memory.
+  class Combine {
+   public:
+    template <typename Function>
+    Combine(const Function& function)
+        : function_(&function),
+          call_([](const void* called, const Sources& srcs) {
+            (*static_cast<const Function*>(called))(srcs);
+          }) {}
+    void operator()(const Sources& srcs) const {
+      call_(function_, srcs);
+    }
+
+   private:
+    const void* function_;
+    void (*call_)(const void*, const Sources&);
+  };
   struct Small {
     kernels::ReduceArgs args;
     Span input;
     // The elements that this rank combines.
     size_t begin;
     size_t count;
-    std::function<void(const Sources& srcs)> combine;
+    Combine combine;
   };
   virtual AtOnce at_once(OpDescriptor& mine, const Small& small) = 0;
   // Of an input that is ordinary memory.
@@ -90,6 +118,10 @@ class ShmWay : public Way {
   }
   OpContext& op() override {
     return ctx_;
+  }
+  void begin_item(uint64_t index, uint64_t length) override;
+  bool joins_tensors() const override {
+    return true;
   }
   void enter(
       const Plan* plan,

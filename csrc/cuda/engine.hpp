@@ -7,7 +7,7 @@
 #include <set>
 #include <thread>
 
-#include "base/calls.hpp"
+#include "base/call.hpp"
 #include "base/options.hpp"
 #include "base/program_call.hpp"
 #include "base/rendezvous.hpp"

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "base/calls.hpp"
+#include "base/call.hpp"
 #include "base/program_call.hpp"
 #include "cuda/launch.hpp"
 

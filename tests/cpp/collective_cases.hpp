@@ -5,90 +5,13 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/collectives.hpp"
-#include "collectives/way.hpp"
 #include "kernels_reference.hpp"
+#include "operations.hpp"
 #include "ranks.hpp"
 
 // What the tests of collectives have in common: groups of several shapes, and
 // inputs that every rank can compute for all ranks.
 namespace fusedpg::test {
-
-// In shared memory.
-inline void all_reduce(
-    Context& ctx,
-    const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args) {
-  ShmWay way(ctx);
-  fusedpg::all_reduce(way, tensors, args);
-}
-inline void sparse_all_reduce(
-    Context& ctx,
-    const std::vector<ReduceTensor>& tensors,
-    const kernels::ReduceArgs& args,
-    const SkipOptions& options) {
-  ShmWay way(ctx);
-  fusedpg::sparse_all_reduce(way, tensors, args, options);
-}
-inline void reduce(
-    Context& ctx,
-    void* data,
-    size_t count,
-    const kernels::ReduceArgs& args,
-    int root) {
-  ShmWay way(ctx);
-  fusedpg::reduce(way, data, count, args, root);
-}
-inline void reduce_scatter(
-    Context& ctx,
-    const ReduceTensor& output,
-    const std::vector<ReduceTensor>& inputs,
-    const kernels::ReduceArgs& args) {
-  ShmWay way(ctx);
-  fusedpg::reduce_scatter(way, output, inputs, args);
-}
-inline void all_gather(
-    Context& ctx,
-    const std::vector<Span>& outputs,
-    const Span& input,
-    DType dtype) {
-  ShmWay way(ctx);
-  fusedpg::all_gather(way, outputs, input, dtype);
-}
-inline void broadcast(Context& ctx, const Span& tensor, DType dtype, int root) {
-  ShmWay way(ctx);
-  fusedpg::broadcast(way, tensor, dtype, root);
-}
-inline void gather(
-    Context& ctx,
-    const std::vector<Span>& outputs,
-    const Span& input,
-    DType dtype,
-    int root) {
-  ShmWay way(ctx);
-  fusedpg::gather(way, outputs, input, dtype, root);
-}
-inline void scatter(
-    Context& ctx,
-    const Span& output,
-    const std::vector<Span>& inputs,
-    DType dtype,
-    int root) {
-  ShmWay way(ctx);
-  fusedpg::scatter(way, output, inputs, dtype, root);
-}
-inline void all_to_all(
-    Context& ctx,
-    const std::vector<Span>& outputs,
-    const std::vector<Span>& inputs,
-    DType dtype) {
-  ShmWay way(ctx);
-  fusedpg::all_to_all(way, outputs, inputs, dtype);
-}
-inline void barrier(Context& ctx) {
-  ShmWay way(ctx);
-  fusedpg::barrier(way);
-}
 
 // Where a rank has its tensors.
 enum class Place { kOrdinary, kArena, kMixed };
@@ -99,10 +22,10 @@ inline std::vector<int> world_sizes() {
 
 constexpr Place kPlaces[] = {Place::kOrdinary, Place::kArena, Place::kMixed};
 
-inline Buffer placed(Group& g, Place place, size_t bytes, int salt = 0) {
+inline PlacedMemory placed(Group& g, Place place, size_t bytes, int salt = 0) {
   const bool in_arena = place == Place::kArena ||
       (place == Place::kMixed && (g.rank + salt) % 2 == 0);
-  return Buffer(g.engine.domain(), bytes, in_arena);
+  return PlacedMemory(g.engine.domain(), bytes, in_arena);
 }
 
 inline uint64_t mixed(uint64_t x) {
@@ -251,7 +174,7 @@ inline void with_groups(const GroupBody& body) {
 inline void check_usable(Group& g) {
   for (size_t count : {size_t{7}, size_t{40000}}) {
     const uint64_t seed = g.sequence * 100;
-    Buffer b = placed(g, Place::kArena, count * sizeof(float));
+    PlacedMemory b = placed(g, Place::kArena, count * sizeof(float));
     b.assign(values(DType::kFloat32, count, seed + g.rank).data());
     g.run(
         [&](Context& ctx) { all_reduce(ctx, {{b.data(), count}}, sum_of()); });

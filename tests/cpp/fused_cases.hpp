@@ -250,7 +250,7 @@ class Training {
   };
   // One parameter as a rank of the group has it.
   struct Part {
-    Buffer param, grad;
+    PlacedMemory param, grad;
     Bytes master, state[3];
     float step;
     StepTensor tensor;
@@ -461,7 +461,7 @@ class Training {
   std::vector<size_t> counts_;
   std::vector<Checked> wholes_;
   std::vector<Part> parts_;
-  std::vector<Buffer> outputs_; // none: in place
+  std::vector<PlacedMemory> outputs_; // none: in place
   std::vector<uint8_t> used_;
   uint64_t steps_ = 0;
   bool reduced_ = false;

@@ -77,7 +77,7 @@ struct Post {
         mailbox(member.domain, *kernels::table()) {}
 
   Pending send(
-      const Buffer& b,
+      const PlacedMemory& b,
       int to,
       int tag = 0,
       milliseconds timeout = kLong) {
@@ -86,7 +86,7 @@ struct Post {
     return pending;
   }
   Pending receive(
-      const Buffer& b,
+      const PlacedMemory& b,
       int from,
       int tag = 0,
       milliseconds timeout = kLong) {
@@ -94,8 +94,8 @@ struct Post {
     mailbox.receive(b.data(), b.bytes(), from, tag, timeout, pending.done());
     return pending;
   }
-  Buffer buffer(size_t bytes, bool in_arena = false) {
-    return Buffer(member.domain, bytes, in_arena);
+  PlacedMemory buffer(size_t bytes, bool in_arena = false) {
+    return PlacedMemory(member.domain, bytes, in_arena);
   }
   // Two of four are moved by who waits, the others by the mailbox's thread.
   Pending moved() {

@@ -293,9 +293,9 @@ struct Group {
 
 // Memory for a tensor, in the arena or not. Never aligned to more than 64
 // bytes, and with a canary behind it.
-class Buffer {
+class PlacedMemory {
  public:
-  Buffer(Domain& domain, size_t bytes, bool in_arena)
+  PlacedMemory(Domain& domain, size_t bytes, bool in_arena)
       : arena_(in_arena ? domain.arena() : nullptr),
         bytes_(bytes) {
     if (in_arena) {
@@ -307,14 +307,14 @@ class Buffer {
     }
     std::memset(data_, 0x5a, bytes + kCanary);
   }
-  Buffer(Buffer&& other) noexcept
+  PlacedMemory(PlacedMemory&& other) noexcept
       : arena_(std::move(other.arena_)),
         heap_(std::move(other.heap_)),
         data_(other.data_),
         bytes_(other.bytes_) {
     other.data_ = nullptr;
   }
-  ~Buffer() {
+  ~PlacedMemory() {
     if (data_ == nullptr) {
       return;
     }

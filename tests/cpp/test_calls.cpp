@@ -1,6 +1,6 @@
 #include <functional>
 
-#include "base/calls.hpp"
+#include "base/call.hpp"
 #include "base/program_call.hpp"
 #include "check.hpp"
 
@@ -98,22 +98,40 @@ TEST(calls_of_steps_differ_in_each_fact) {
 
 TEST(calls_of_sums_differ_in_each_fact) {
   static uint8_t used = 1;
-  SumCall sum;
-  sum.counts = {3, 5};
-  check_all_differ<SumCall>(
+  static const std::vector<Buffer> two{{nullptr, 3}, {nullptr, 5}};
+  static const std::vector<Buffer> swapped{{nullptr, 5}, {nullptr, 3}};
+  static const Buffer joined{nullptr, 8};
+  Call sum{.op = OpCode::kAllReduce, .inputs = two, .skip = SkipOptions{0}};
+  check_all_differ<Call>(
       sum,
-      {[](SumCall& c) { c.op = OpCode::kReduce; },
-       [](SumCall& c) { c.dtype = DType::kInt32; },
-       [](SumCall& c) { c.red_op = RedOp::kMax; },
-       [](SumCall& c) { c.factor = 2; },
-       [](SumCall& c) { c.root = 0; },
-       [](SumCall& c) { c.counts = {8}; },
-       [](SumCall& c) { c.counts = {5, 3}; },
-       [](SumCall& c) { c.block = 64; },
-       [](SumCall& c) { c.threshold = 1; },
-       [](SumCall& c) { c.limit = 1; },
-       [](SumCall& c) { c.may_go_dense = true; }},
-      facts_of<SumCall>);
+      {[](Call& c) { c.op = OpCode::kReduce; },
+       [](Call& c) { c.dtype = DType::kInt32; },
+       [](Call& c) { c.red_op = RedOp::kMax; },
+       [](Call& c) { c.factor = 2; },
+       [](Call& c) { c.root = 0; },
+       [](Call& c) { c.inputs = single(joined); },
+       [](Call& c) { c.inputs = swapped; },
+       [](Call& c) { c.skip->block = 64; },
+       [](Call& c) { c.skip->threshold = 1; },
+       [](Call& c) { c.skip->may_go_dense = true; }},
+      facts_of<Call>);
+  for (const OpCode op :
+       {OpCode::kBroadcast,
+        OpCode::kAllGather,
+        OpCode::kGather,
+        OpCode::kScatter}) {
+    const bool out = op == OpCode::kAllGather || op == OpCode::kScatter;
+    static const Buffer other{nullptr, 7};
+    Call move{.op = op};
+    (out ? move.outputs : move.inputs) = single(joined);
+    check_all_differ<Call>(
+        move,
+        {[](Call& c) { c.op = OpCode::kAllToAll; },
+         [](Call& c) { c.dtype = DType::kInt32; },
+         [](Call& c) { c.root = 1; },
+         [out](Call& c) { (out ? c.outputs : c.inputs) = single(other); }},
+        facts_of<Call>);
+  }
   ShardsCall shards;
   shards.counts = {3, 5};
   check_all_differ<ShardsCall>(

@@ -14,35 +14,35 @@ using namespace fusedpg::test;
 constexpr DType kF32 = DType::kFloat32;
 
 // What one rank calls.
-using Call = std::function<void(Group&, Context&)>;
+using Turn = std::function<void(Group&, Context&)>;
 
-Call call_all_reduce(size_t bytes, ReduceArgs args) {
+Turn call_all_reduce(size_t bytes, ReduceArgs args) {
   return [=](Group& g, Context& ctx) {
-    Buffer b = placed(g, Place::kMixed, bytes);
+    PlacedMemory b = placed(g, Place::kMixed, bytes);
     all_reduce(ctx, {{b.data(), bytes / dtype_size(args.dtype)}}, args);
   };
 }
 
-Call call_reduce(size_t bytes, int root) {
+Turn call_reduce(size_t bytes, int root) {
   return [=](Group& g, Context& ctx) {
-    Buffer b = placed(g, Place::kMixed, bytes);
+    PlacedMemory b = placed(g, Place::kMixed, bytes);
     reduce(ctx, b.data(), bytes / 4, sum_of(), root);
   };
 }
 
-Call call_broadcast(size_t bytes, int root, DType dtype = kF32) {
+Turn call_broadcast(size_t bytes, int root, DType dtype = kF32) {
   return [=](Group& g, Context& ctx) {
-    Buffer b = placed(g, Place::kMixed, bytes);
+    PlacedMemory b = placed(g, Place::kMixed, bytes);
     broadcast(ctx, {b.data(), b.bytes()}, dtype, root);
   };
 }
 
 // Sends `to_next` bytes to the next rank and expects `from_last` from the one
 // before.
-Call call_all_to_all(size_t to_next, size_t from_last) {
+Turn call_all_to_all(size_t to_next, size_t from_last) {
   return [=](Group& g, Context& ctx) {
-    Buffer in = placed(g, Place::kMixed, to_next);
-    Buffer out = placed(g, Place::kMixed, from_last);
+    PlacedMemory in = placed(g, Place::kMixed, to_next);
+    PlacedMemory out = placed(g, Place::kMixed, from_last);
     std::vector<Span> inputs(g.size), outputs(g.size);
     inputs[(g.rank + 1) % g.size] = {in.data(), to_next};
     outputs[(g.rank + g.size - 1) % g.size] = {out.data(), from_last};
@@ -50,10 +50,10 @@ Call call_all_to_all(size_t to_next, size_t from_last) {
   };
 }
 
-Call call_all_gather(size_t input, size_t output) {
+Turn call_all_gather(size_t input, size_t output) {
   return [=](Group& g, Context& ctx) {
-    Buffer in = placed(g, Place::kMixed, input);
-    std::vector<Buffer> rooms;
+    PlacedMemory in = placed(g, Place::kMixed, input);
+    std::vector<PlacedMemory> rooms;
     std::vector<Span> outputs;
     for (int p = 0; p < g.size; ++p) {
       rooms.push_back(placed(g, Place::kMixed, output));
@@ -63,10 +63,10 @@ Call call_all_gather(size_t input, size_t output) {
   };
 }
 
-Call call_lists(std::vector<size_t> counts) {
+Turn call_lists(std::vector<size_t> counts) {
   return [=](Group& g, Context& ctx) {
-    std::vector<Buffer> buffers;
-    std::vector<ReduceTensor> tensors;
+    std::vector<PlacedMemory> buffers;
+    std::vector<Buffer> tensors;
     for (size_t count : counts) {
       buffers.push_back(placed(g, Place::kMixed, count * 4));
       tensors.push_back({buffers.back().data(), count});
@@ -75,11 +75,11 @@ Call call_lists(std::vector<size_t> counts) {
   };
 }
 
-const Call kBarrier = [](Group&, Context& ctx) { barrier(ctx); };
+const Turn kBarrier = [](Group&, Context& ctx) { barrier(ctx); };
 
 struct Disagreement {
-  Call all;
-  Call one; // what a single rank calls instead
+  Turn all;
+  Turn one; // what a single rank calls instead
   std::string says;
 };
 
@@ -144,7 +144,7 @@ TEST(collectives_disagreements_raise_everywhere) {
     with_group(size, 1, [&](Group& g) {
       for (size_t i = 0; i < list.size(); ++i) {
         const int odd = static_cast<int>(i) % g.size;
-        const Call& call = g.rank == odd ? list[i].one : list[i].all;
+        const Turn& call = g.rank == odd ? list[i].one : list[i].all;
         const std::string number =
             "sequence number " + std::to_string(g.sequence + 1);
         expect_error(ErrorKind::kMismatch, {list[i].says, number}, [&] {
@@ -236,26 +236,26 @@ TEST(collectives_nan_check) {
       shards.outputs = {rooms[0].data(), rooms[1].data()};
       shards.counts = {count, count};
       const auto calls = {
-          Call([&](Group&, Context& ctx) {
+          Turn([&](Group&, Context& ctx) {
             ShmWay way(ctx);
             reduce_shards(way, shards);
           }),
-          Call([&](Group&, Context& ctx) {
+          Turn([&](Group&, Context& ctx) {
             all_reduce(ctx, {{data.data(), count}}, sum_of());
           }),
-          Call([&](Group&, Context& ctx) {
+          Turn([&](Group&, Context& ctx) {
             sparse_all_reduce(ctx, {{data.data(), count}}, sum_of(), {16});
           }),
-          Call([&](Group&, Context& ctx) {
+          Turn([&](Group&, Context& ctx) {
             all_gather(ctx, outputs, {data.data(), count * 4}, kF32);
           }),
-          Call([&](Group&, Context& ctx) {
+          Turn([&](Group&, Context& ctx) {
             all_to_all(ctx, outputs, {3, {data.data(), count * 4}}, kF32);
           }),
-          Call([&](Group&, Context& ctx) {
+          Turn([&](Group&, Context& ctx) {
             broadcast(ctx, {data.data(), count * 4}, kF32, 2);
           })};
-      for (const Call& call : calls) {
+      for (const Turn& call : calls) {
         data.assign(count, 1);
         if (rank == 2) {
           data[count - 1] = std::numeric_limits<float>::quiet_NaN();
@@ -353,7 +353,7 @@ TEST(engine_failure_beside_a_collective) {
     on_threads(2, [&](int rank, Store& store) {
       Group g(rank, 2, store);
       Mailbox mailbox(g.engine.domain(), *kernels::table());
-      const Buffer b = placed(g, Place::kArena, kCount * sizeof(float));
+      const PlacedMemory b = placed(g, Place::kArena, kCount * sizeof(float));
       auto* x = b.as<float>();
       std::fill(x, x + kCount, 1.0f);
       store.meet("start", 2);

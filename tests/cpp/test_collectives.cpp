@@ -33,8 +33,8 @@ bool check_all_reduce(
     const ReduceArgs& args,
     const std::vector<size_t>& counts) {
   const uint64_t seed = g.sequence * 1000;
-  std::vector<Buffer> buffers;
-  std::vector<ReduceTensor> tensors;
+  std::vector<PlacedMemory> buffers;
+  std::vector<Buffer> tensors;
   std::vector<Bytes> got;
   for (size_t t = 0; t < counts.size(); ++t) {
     const size_t bytes = counts[t] * dtype_size(args.dtype);
@@ -45,7 +45,7 @@ bool check_all_reduce(
   }
   g.run([&](Context& ctx) { all_reduce(ctx, tensors, args); });
   // At once, while others may be at it yet.
-  for (Buffer& b : buffers) {
+  for (PlacedMemory& b : buffers) {
     got.emplace_back(b.data(), b.data() + b.bytes());
     std::memset(b.data(), 0xff, b.bytes());
   }
@@ -112,7 +112,7 @@ void reduce_cases(Group& g) {
       for (int root : {0, g.size - 1}) {
         const uint64_t seed = g.sequence * 1000;
         const Bytes mine = values(kF32, count, seed + g.rank);
-        Buffer b = placed(g, place, count * 4);
+        PlacedMemory b = placed(g, place, count * 4);
         b.assign(mine.data());
         g.run([&](Context& ctx) {
           reduce(ctx, b.data(), count, sum_of(), root);
@@ -137,8 +137,8 @@ void check_reduce_scatter(
   const auto input = [&](int from, int to) {
     return values(kF32, counts[to], seed + 50 * to + from);
   };
-  std::vector<Buffer> rooms;
-  std::vector<ReduceTensor> inputs;
+  std::vector<PlacedMemory> rooms;
+  std::vector<Buffer> inputs;
   size_t total = 0;
   for (size_t count : counts) {
     total += count;
@@ -157,7 +157,7 @@ void check_reduce_scatter(
     std::copy(data.begin(), data.end(), at);
     inputs.push_back({at, counts[p]});
   }
-  Buffer output = placed(g, place, counts[g.rank] * 4, 1);
+  PlacedMemory output = placed(g, place, counts[g.rank] * 4, 1);
   char* to = in_place ? static_cast<char*>(inputs[g.rank].data) : output.data();
   g.run([&](Context& ctx) {
     reduce_scatter(ctx, {to, counts[g.rank]}, inputs, sum_of());
@@ -201,7 +201,7 @@ Bytes cargo(uint64_t seed, int from, int to, size_t bytes) {
   return values(DType::kUInt8, bytes, seed + 50 * from + to);
 }
 
-Span span(const Buffer& b) {
+Span span(const PlacedMemory& b) {
   return {b.data(), b.bytes()};
 }
 
@@ -215,13 +215,13 @@ void all_gather_cases(Group& g) {
         const auto size = [&](int p) {
           return even ? bytes : bytes / 4 * p / 2 * 4;
         };
-        std::vector<Buffer> rooms;
+        std::vector<PlacedMemory> rooms;
         std::vector<Span> outputs;
         for (int p = 0; p < g.size; ++p) {
           rooms.push_back(placed(g, place, size(p), p));
           outputs.push_back(span(rooms[p]));
         }
-        Buffer input = placed(g, place, size(g.rank), 1);
+        PlacedMemory input = placed(g, place, size(g.rank), 1);
         const bool in_place = g.sequence % 2 == 0;
         const Span in = in_place ? outputs[g.rank] : span(input);
         const Bytes mine = cargo(seed, g.rank, 0, in.bytes);
@@ -243,7 +243,7 @@ void broadcast_cases(Group& g) {
       for (int root : {0, g.size - 1}) {
         const uint64_t seed = g.sequence * 5000;
         const Bytes expected = cargo(seed, root, 0, bytes);
-        Buffer b = placed(g, place, bytes);
+        PlacedMemory b = placed(g, place, bytes);
         if (g.rank == root) {
           b.assign(expected.data());
         }
@@ -260,13 +260,13 @@ void gather_scatter_cases(Group& g) {
     for (size_t bytes : kMoves) {
       const int root = static_cast<int>(g.sequence) % g.size;
       const uint64_t seed = g.sequence * 5000;
-      std::vector<Buffer> rooms;
+      std::vector<PlacedMemory> rooms;
       std::vector<Span> spans;
       for (int p = 0; p < g.size && g.rank == root; ++p) {
         rooms.push_back(placed(g, place, bytes, p));
         spans.push_back(span(rooms[p]));
       }
-      Buffer mine = placed(g, place, bytes);
+      PlacedMemory mine = placed(g, place, bytes);
       mine.assign(cargo(seed, g.rank, 0, bytes).data());
       g.run([&](Context& ctx) { gather(ctx, spans, span(mine), kF32, root); });
       std::memset(mine.data(), 0xff, bytes);
@@ -276,7 +276,7 @@ void gather_scatter_cases(Group& g) {
         rooms[p].assign(cargo(seed, root, from, bytes).data());
       }
       g.run([&](Context& ctx) { scatter(ctx, span(mine), spans, kF32, root); });
-      for (const Buffer& room : rooms) {
+      for (const PlacedMemory& room : rooms) {
         std::memset(room.data(), 0xff, bytes);
       }
       CHECK(mine.holds(cargo(seed, root, g.rank, bytes).data()));
@@ -293,7 +293,7 @@ void all_to_all_cases(Group& g) {
         const uint64_t r = mixed(seed + 9 * from + to);
         return r % 4 == 0 ? 0 : (r >> 8) % limit * 4;
       };
-      std::vector<Buffer> in, out;
+      std::vector<PlacedMemory> in, out;
       std::vector<Span> inputs, outputs;
       for (int p = 0; p < g.size; ++p) {
         in.push_back(placed(g, place, size(g.rank, p), p));
@@ -303,7 +303,7 @@ void all_to_all_cases(Group& g) {
         outputs.push_back(span(out[p]));
       }
       g.run([&](Context& ctx) { all_to_all(ctx, outputs, inputs, kF32); });
-      for (const Buffer& b : in) {
+      for (const PlacedMemory& b : in) {
         std::memset(b.data(), 0xff, b.bytes());
       }
       for (int p = 0; p < g.size; ++p) {

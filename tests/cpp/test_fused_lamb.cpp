@@ -104,8 +104,8 @@ TEST(fused_lamb_norms_do_not_depend_on_threads) {
 TEST(fused_lamb_zero_norms) {
   with_group(2, 1, [](Group& g) {
     const Recipe r = recipe(OpCode::kFusedLamb);
-    Buffer param(g.engine.domain(), 400, true);
-    Buffer grad(g.engine.domain(), 400, false);
+    PlacedMemory param(g.engine.domain(), 400, true);
+    PlacedMemory grad(g.engine.domain(), 400, false);
     const auto slice =
         static_cast<size_t>(shard_range(100, g.size, g.rank).length);
     std::vector<float> m(slice), v(slice);
@@ -122,7 +122,7 @@ TEST(fused_lamb_zero_norms) {
          100,
          0,
          0}};
-    const auto filled = [](const Buffer& b, float value) {
+    const auto filled = [](const PlacedMemory& b, float value) {
       for (size_t i = 0; i < 100; ++i) {
         b.as<float>()[i] = value;
       }

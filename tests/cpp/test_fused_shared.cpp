@@ -122,8 +122,8 @@ TEST(share_memory_disagreement) {
 TEST(domain_locates_in_any_arena) {
   with_group(3, 1, [](Group& g) {
     Domain& domain = g.engine.domain();
-    Buffer mine(domain, 5000, true);
-    Buffer ordinary(domain, 5000, false);
+    PlacedMemory mine(domain, 5000, true);
+    PlacedMemory ordinary(domain, 5000, false);
     const auto own = domain.locate_any(mine.data() + 8, 4000);
     if (CHECK(own.has_value())) {
       CHECK_EQ(own->rank, g.rank);

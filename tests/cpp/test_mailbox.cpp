@@ -17,13 +17,13 @@ char content(uint64_t id, size_t i) {
   return static_cast<char>(id * 13 + i + (i >> 8) * 7 + (i >> 16) * 3);
 }
 
-void fill(const Buffer& b, uint64_t id) {
+void fill(const PlacedMemory& b, uint64_t id) {
   for (size_t i = 0; i < b.bytes(); ++i) {
     b.data()[i] = content(id, i);
   }
 }
 
-bool filled(const Buffer& b, uint64_t id) {
+bool filled(const PlacedMemory& b, uint64_t id) {
   for (size_t i = 0; i < b.bytes(); ++i) {
     if (b.data()[i] != content(id, i)) {
       return false;
@@ -76,18 +76,18 @@ void random_messages(int rank, int size, Store& store) {
   std::shuffle(order.begin(), order.end(), random);
   struct Expected {
     Planned message;
-    Buffer buffer;
+    PlacedMemory buffer;
     Pending pending;
   };
   std::vector<Expected> received;
-  std::vector<std::pair<Buffer, Pending>> sent;
+  std::vector<std::pair<PlacedMemory, Pending>> sent;
   const size_t early = rank % 2 == 0 ? order.size() / 2 : 0;
   const auto receive_until = [&](size_t end) {
     while (received.size() < end) {
       auto& stream = streams[order[received.size()]];
       const Planned m = stream.front();
       stream.pop_front();
-      Buffer b = me.buffer(m.bytes, random() % 2 == 0);
+      PlacedMemory b = me.buffer(m.bytes, random() % 2 == 0);
       Pending pending = me.receive(b, m.from, m.tag);
       received.push_back({m, std::move(b), std::move(pending)});
     }
@@ -95,7 +95,7 @@ void random_messages(int rank, int size, Store& store) {
   receive_until(early);
   for (const Planned& m : all) {
     if (m.from == rank) {
-      Buffer b = me.buffer(m.bytes, m.in_arena);
+      PlacedMemory b = me.buffer(m.bytes, m.in_arena);
       fill(b, m.id);
       Pending pending = me.send(b, m.to, m.tag);
       sent.emplace_back(std::move(b), std::move(pending));
@@ -137,8 +137,8 @@ TEST(mailbox_both_directions_at_once) {
     for (bool in_arena : {false, true}) {
       for (bool receive_first : {false, true}) {
         for (size_t bytes : {size_t{0}, size_t{10}, 5 * kMiB}) {
-          const Buffer out = me.buffer(bytes, in_arena);
-          const Buffer in = me.buffer(bytes, !in_arena);
+          const PlacedMemory out = me.buffer(bytes, in_arena);
+          const PlacedMemory in = me.buffer(bytes, !in_arena);
           fill(out, rank);
           Pending r;
           if (receive_first) {
@@ -161,7 +161,7 @@ TEST(mailbox_any_source) {
   on_threads(4, [](int rank, Store& store) {
     Post me(rank, 4, store);
     constexpr int kEach = 20;
-    std::vector<Buffer> buffers;
+    std::vector<PlacedMemory> buffers;
     std::vector<Pending> pending;
     if (rank == 0) {
       for (int i = 0; i < 3 * kEach; ++i) {
@@ -193,9 +193,9 @@ TEST(mailbox_any_source) {
 TEST(mailbox_matches_source_and_tag) {
   on_threads(3, [](int rank, Store& store) {
     Post me(rank, 3, store);
-    const Buffer a = me.buffer(10);
-    const Buffer b = me.buffer(10);
-    const Buffer c = me.buffer(10);
+    const PlacedMemory a = me.buffer(10);
+    const PlacedMemory b = me.buffer(10);
+    const PlacedMemory c = me.buffer(10);
     if (rank == 0) {
       Pending from_two = me.receive(a, 2, 1);
       Pending tag_two = me.receive(b, 1, 2);
@@ -223,7 +223,7 @@ TEST(mailbox_more_messages_than_slots) {
   constexpr size_t kMessages = 10 * kInboxSlots;
   on_threads(2, [](int rank, Store& store) {
     Post me(rank, 2, store);
-    std::vector<Buffer> buffers;
+    std::vector<PlacedMemory> buffers;
     std::vector<Pending> pending;
     // One slot, several, or more than a message gets. Those of one tag are
     // received first, so slots become free in another order.
@@ -265,7 +265,8 @@ TEST(mailbox_size_mismatch_is_an_error_on_both_sides) {
     for (const auto& [sent, expected] : sizes) {
       for (bool in_arena : {false, true}) {
         for (bool late : {false, true}) {
-          const Buffer b = me.buffer(rank == 0 ? sent : expected, in_arena);
+          const PlacedMemory b =
+              me.buffer(rank == 0 ? sent : expected, in_arena);
           const std::vector<std::string> parts{
               std::to_string(sent), std::to_string(expected), "tag 6"};
           if (rank == 0) {
@@ -282,7 +283,7 @@ TEST(mailbox_size_mismatch_is_an_error_on_both_sides) {
         }
       }
       // The group goes on.
-      const Buffer good = me.buffer(2 * kMiB);
+      const PlacedMemory good = me.buffer(2 * kMiB);
       if (rank == 0) {
         fill(good, sent);
         me.send(good, 1, 6).wait();
@@ -302,7 +303,7 @@ TEST(mailbox_needs_no_room_in_the_arena) {
     Post me(rank, 2, store);
     const auto& arena = me.member.domain.arena();
     void* all = arena->allocate(arena->heap_bytes());
-    std::vector<Buffer> buffers;
+    std::vector<PlacedMemory> buffers;
     std::vector<Pending> pending;
     for (int i = 0; i < 4; ++i) {
       buffers.push_back(me.buffer(2 * kMiB + 5));
@@ -324,7 +325,7 @@ TEST(mailbox_needs_no_room_in_the_arena) {
 TEST(mailbox_stop_fails_what_is_pending) {
   on_threads(2, [](int rank, Store& store) {
     Post me(rank, 2, store);
-    const Buffer b = me.buffer(100);
+    const PlacedMemory b = me.buffer(100);
     if (rank == 0) {
       Pending r = me.receive(b, 1);
       Pending any = me.receive(b, Mailbox::kAnySource, 9);
@@ -351,7 +352,7 @@ TEST(mailbox_times_out) {
     for (const size_t bytes : {size_t{100}, 4 * kMiB}) {
       on_threads(2, [&](int rank, Store& store) {
         Post me(rank, 2, store);
-        const Buffer b = me.buffer(bytes);
+        const PlacedMemory b = me.buffer(bytes);
         const std::string name = formatted(
             "{}({} bytes, tag 4, {} rank 1)",
             sends ? "send" : "recv",
@@ -392,8 +393,8 @@ TEST(mailbox_failure_leaks_no_parts) {
     if (rank == 0) {
       Post me(rank, 2, store);
       const auto& arena = me.member.domain.arena();
-      const Buffer b = me.buffer(5 * kMiB);
-      const Buffer small = me.buffer(100);
+      const PlacedMemory b = me.buffer(5 * kMiB);
+      const PlacedMemory small = me.buffer(100);
       Pending sent = me.send(b, 1, 3);
       Pending other = me.send(small, 1, 4);
       store.get("taken", Deadline(kLong));
@@ -438,7 +439,7 @@ TEST(mailbox_unreceived_messages_hold_nothing) {
       Settings settings = test_settings();
       settings.arena_bytes = arena_bytes;
       Post me(rank, 3, store, settings);
-      std::vector<Buffer> buffers;
+      std::vector<PlacedMemory> buffers;
       std::vector<Pending> pending;
       // More than there are slots, and large ones.
       const auto bytes = [](int i) {
@@ -448,7 +449,7 @@ TEST(mailbox_unreceived_messages_hold_nothing) {
       for (int i = 0; i < kMessages; ++i) {
         buffers.push_back(me.buffer(bytes(i)));
       }
-      const Buffer last = me.buffer(3 * kMiB + 1);
+      const PlacedMemory last = me.buffer(3 * kMiB + 1);
       if (rank == 0) {
         for (int i = 0; i < kMessages; ++i) {
           fill(buffers[i], i);
@@ -480,11 +481,11 @@ TEST(mailbox_unreceived_messages_hold_nothing) {
 TEST(mailbox_notices_a_killed_peer) {
   Processes ranks(3, [](int rank, Store& store) {
     Post me(rank, 3, store);
-    const Buffer b = me.buffer(100);
-    const Buffer c = me.buffer(100);
-    const Buffer d = me.buffer(100);
-    const Buffer in_arena = me.buffer(10000, true);
-    const Buffer large = me.buffer(kMailSmall + 1);
+    const PlacedMemory b = me.buffer(100);
+    const PlacedMemory c = me.buffer(100);
+    const PlacedMemory d = me.buffer(100);
+    const PlacedMemory in_arena = me.buffer(10000, true);
+    const PlacedMemory large = me.buffer(kMailSmall + 1);
     if (rank == 1) {
       fill(b, 1);
       fill(in_arena, 2);
@@ -538,7 +539,7 @@ TEST(mailbox_notices_a_killed_peer) {
 TEST(mailbox_takes_nothing_from_a_failed_peer) {
   on_threads(2, [](int rank, Store& store) {
     Post me(rank, 2, store);
-    const Buffer b = me.buffer(3000, true);
+    const PlacedMemory b = me.buffer(3000, true);
     if (rank == 0) {
       fill(b, 5);
       me.send(b, 1);

@@ -16,9 +16,9 @@ TEST(mailbox_traffic_hides_nobody) {
   for (bool killed : {true, false}) {
     Processes ranks(3, [&](int rank, Store& store) {
       Post me(rank, 3, store);
-      const Buffer to = me.buffer(5000);
-      const Buffer from = me.buffer(5000);
-      const Buffer b = me.buffer(100);
+      const PlacedMemory to = me.buffer(5000);
+      const PlacedMemory from = me.buffer(5000);
+      const PlacedMemory b = me.buffer(100);
       me.barrier();
       if (rank == 1) {
         store.set("ready", "");
@@ -60,7 +60,7 @@ TEST(mailbox_traffic_hides_nobody) {
 TEST(mailbox_stops_under_traffic) {
   on_threads(2, [](int rank, Store& store) {
     Post me(rank, 2, store);
-    const Buffer b = me.buffer(64);
+    const PlacedMemory b = me.buffer(64);
     if (rank == 1) {
       std::vector<Pending> sent;
       const auto start = Clock::now();
@@ -91,8 +91,8 @@ TEST(mailbox_posts_race_with_the_end) {
   for (int turn = 0; turn < (kSanitized ? 6 : 20); ++turn) {
     on_threads(2, [&](int rank, Store& store) {
       Post me(rank, 2, store);
-      const Buffer b = me.buffer(3000);
-      const Buffer in = me.buffer(3000);
+      const PlacedMemory b = me.buffer(3000);
+      const PlacedMemory in = me.buffer(3000);
       std::atomic<int> done{0};
       std::atomic<int> posted{0};
       const Mailbox::Done count = [&](std::exception_ptr, int) { ++done; };

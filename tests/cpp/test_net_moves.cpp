@@ -200,19 +200,19 @@ TEST(moves_between_hosts_in_arenas) {
       for (uint64_t round = 0; round < (kSanitized ? 3 : 12); ++round) {
         const auto buffer = [&](size_t n, uint64_t which) {
           const uint64_t seed = round * 1000 + r.rank * 20 + which;
-          return Buffer(*r.ctx.domain, n, mixed(seed) % 2 == 0);
+          return PlacedMemory(*r.ctx.domain, n, mixed(seed) % 2 == 0);
         };
         const auto data = [&](int from, int to) {
           const size_t n = most * ((from + 2 * to + round) % 3) / 2;
           return values(kU8, n, round + 10 * from + to);
         };
-        const auto same = [](const Buffer& got, const Bytes& want) {
+        const auto same = [](const PlacedMemory& got, const Bytes& want) {
           return got.bytes() == want.size() &&
               (want.empty() ||
                std::memcmp(got.data(), want.data(), want.size()) == 0);
         };
         std::vector<Bytes> all, wanted;
-        std::vector<Buffer> give, got, gathered;
+        std::vector<PlacedMemory> give, got, gathered;
         std::vector<Span> inputs, outputs, whole;
         for (int p = 0; p < r.size; ++p) {
           const Bytes mine = data(r.rank, p);
@@ -231,14 +231,14 @@ TEST(moves_between_hosts_in_arenas) {
         for (const Span& one : inputs) {
           std::fill_n(static_cast<char*>(one.data), one.bytes, 0x77);
         }
-        Buffer own = buffer(all[r.rank].size(), 10);
+        PlacedMemory own = buffer(all[r.rank].size(), 10);
         own.assign(all[r.rank].data());
         HostsWay gather = r.next();
         all_gather(gather, whole, {own.data(), own.bytes()}, kU8);
         std::fill_n(own.data(), own.bytes(), 0x77);
         for (int root = 0; root < r.size; ++root) {
           const Bytes want = values(kU8, most, round + root);
-          Buffer tensor = buffer(most, 11 + root);
+          PlacedMemory tensor = buffer(most, 11 + root);
           if (r.rank == root) {
             tensor.assign(want.data());
           }

@@ -125,7 +125,7 @@ TEST(net_pipeline_scatters) {
           on_hosts(layout, [&](int rank, NetContext& ctx) {
             Bytes mine = in.all[rank];
             std::vector<Bytes> parts;
-            std::vector<ReduceTensor> inputs;
+            std::vector<Buffer> inputs;
             for (int p = 0; p < size; ++p) {
               const auto* at = mine.data() + begins[p] * element;
               const size_t n = static_cast<size_t>(p + 1) * count;
@@ -270,7 +270,7 @@ TEST(net_pipeline_arenas) {
             // Inputs and outputs in different memory.
             Placed mine(ctx, in_arena(rank), in.all[rank], element);
             Placed out(ctx, !in_arena(rank), Bytes(part * element), element);
-            std::vector<ReduceTensor> inputs;
+            std::vector<Buffer> inputs;
             for (int p = 0; p < size; ++p) {
               inputs.push_back(
                   {mine.data() + static_cast<size_t>(p) * part * element,
@@ -386,7 +386,7 @@ TEST(net_pipeline_absent_rank) {
           }
           Bytes mine(4000000);
           Plan plan = in_place(
-              ctx.kernels, 3, {{mine.data(), mine.size() / 4}}, sum_of());
+              ctx.kernels, 3, single({mine.data(), mine.size() / 4}), sum_of());
           HostsWay way(ctx);
           try {
             way.run(plan, {});

@@ -25,8 +25,8 @@ Bytes contribution(const NetCase& c, int rank) {
 }
 
 // By which groups remember how dense sums were.
-uint64_t shape_of(const std::vector<ReduceTensor>& tensors) {
-  return facts(sum_call(OpCode::kAllReduce, tensors, sum_of())).shape_hash;
+uint64_t shape_of(Buffers tensors) {
+  return facts(sum_call(OpCode::kAllReduce, sum_of(), tensors)).shape_hash;
 }
 
 void check_net(int size, const NetCase& c) {
@@ -168,7 +168,10 @@ TEST(net_skip_reduce_scatter) {
           for (const bool gives : {true, false}) {
             mine = all[rank];
             Plan plan = in_place(
-                ctx.kernels, size, {{mine.data(), count}}, sum_of(c.dtype));
+                ctx.kernels,
+                size,
+                single({mine.data(), count}),
+                sum_of(c.dtype));
             plan.skip = {c.block};
             plan.zeros_stay = true;
             plan.receiver = gives ? Plan::kAll : Plan::kOwner;
@@ -225,7 +228,7 @@ TEST(net_skip_probes) {
       all_reduce(way, {{mine.data(), c.count}}, sum_of(c.dtype));
       CHECK(mine == wanted);
       const auto next = ctx.skip.estimates.choose(
-          shape_of({{mine.data(), c.count}}), c.dtype);
+          shape_of(single({mine.data(), c.count})), c.dtype);
       CHECK((next == DensityEstimates::Choice::kSkip) == (percent != 100));
     });
   }
@@ -242,7 +245,7 @@ TEST(net_skip_as_the_group_says) {
       ctx.skip.mode = mode;
       ctx.skip.block = c.block;
       Bytes mine = all[rank];
-      const std::vector<ReduceTensor> tensors{{mine.data(), c.count}};
+      const std::vector<Buffer> tensors{{mine.data(), c.count}};
       // As if earlier ones had been sparse.
       ctx.skip.estimates.observe(shape_of(tensors), c.dtype, 0, 1);
       HostsWay way(ctx);

@@ -84,8 +84,8 @@ void check_sparse(Group& g, Place place, const SparseCase& c) {
   Bytes mine = sparse_values(
       dtype, c.count, c.block, c.density, c.overlap, g.rank, g.size, seed);
   sprinkle(mine, dtype, g.rank);
-  Buffer dense = placed(g, place, bytes);
-  Buffer sparse = placed(g, place, bytes);
+  PlacedMemory dense = placed(g, place, bytes);
+  PlacedMemory sparse = placed(g, place, bytes);
   dense.assign(mine.data());
   sparse.assign(mine.data());
   g.run([&](Context& ctx) {
@@ -174,8 +174,8 @@ TEST(sparse_lists_of_tensors) {
     const size_t counts[] = {70000, 0, 5, 12345};
     for (const Place place : kPlaces) {
       const uint64_t seed = g.sequence * 100;
-      std::vector<Buffer> buffers;
-      std::vector<ReduceTensor> tensors;
+      std::vector<PlacedMemory> buffers;
+      std::vector<Buffer> tensors;
       std::vector<Bytes> wanted;
       for (size_t t = 0; t < std::size(counts); ++t) {
         std::vector<Bytes> all;
@@ -227,7 +227,7 @@ TEST(sparse_threshold_keeps_the_rest) {
         }
         return x;
       };
-      Buffer t(g.engine.domain(), kCount * element, true);
+      PlacedMemory t(g.engine.domain(), kCount * element, true);
       std::vector<Bytes> residuals(g.size, Bytes(kCount * element));
       Bytes residual(kCount * element);
       for (int turn = 0; turn < 3; ++turn) {
@@ -276,7 +276,7 @@ TEST(sparse_bytes) {
         continue;
       }
       const uint64_t seed = g.sequence * 31;
-      Buffer b(g.engine.domain(), kCount * 4, false);
+      PlacedMemory b(g.engine.domain(), kCount * 4, false);
       const auto blocks_of = [&](int p) {
         const Bytes x = sparse_values(
             DType::kFloat32,
@@ -352,7 +352,7 @@ TEST(sparse_by_option) {
           DType::kFloat32, count, 128, density, Overlap::kRandom, p, 2, seed));
       srcs.push_back(all.back().data());
     }
-    Buffer b(g.engine.domain(), count * 4, true);
+    PlacedMemory b(g.engine.domain(), count * 4, true);
     b.assign(all[static_cast<size_t>(g.rank)].data());
     g.run(
         [&](Context& ctx) { all_reduce(ctx, {{b.data(), count}}, sum_of()); });
@@ -423,7 +423,7 @@ TEST(sparse_and_all_reduce_do_not_mix) {
     settings.block_size = 128;
     Group g(rank, 2, store, settings);
     constexpr size_t kCount = 16384;
-    Buffer b(g.engine.domain(), kCount * 4, false);
+    PlacedMemory b(g.engine.domain(), kCount * 4, false);
     const auto fill = [&](double density) {
       b.assign(
           sparse_values(
@@ -451,7 +451,7 @@ TEST(sparse_and_all_reduce_do_not_mix) {
 
 TEST(sparse_disagreements) {
   with_group(2, 1, [](Group& g) {
-    Buffer b(g.engine.domain(), 400000, true);
+    PlacedMemory b(g.engine.domain(), 400000, true);
     const auto raises = [&](const Engine::Operation& op, const char* what) {
       CHECK_THROWS(g.run(op), Error, what);
       check_usable(g);

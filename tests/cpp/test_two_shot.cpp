@@ -12,8 +12,8 @@ void take_turns(Group& g, size_t granule, int receiver, bool in_arena) {
   // Pieces of odd lengths; each owner has its own number of chunks.
   const size_t count = 5 * granule * static_cast<size_t>(g.size) + 77;
   const size_t bytes = count * sizeof(double);
-  Buffer src(g.engine.domain(), bytes, in_arena);
-  Buffer dst(g.engine.domain(), bytes, in_arena);
+  PlacedMemory src(g.engine.domain(), bytes, in_arena);
+  PlacedMemory dst(g.engine.domain(), bytes, in_arena);
   std::vector<double> want(count);
   for (size_t i = 0; i < count; ++i) {
     src.as<double>()[i] = double((i * 7 + 13 * g.rank) % 1001);

@@ -314,3 +314,18 @@ def test_flight_recorder(fault: str, says: str, served: bool, tmp_path: Path) ->
 @on_ranks(2)
 def test_flight_recorder_arguments(context: Context) -> None:
     flight.arguments(context)
+
+
+def test_tensors_of_one_call_between_hosts() -> None:
+    """Each is an operation, of which its own bytes count and no earlier one's."""
+    for sent in harness.pool_of_hosts("two").run(_sent_by_lists):
+        assert sent[1] == 3 * sent[0] > 0
+
+
+def _sent_by_lists(context: Context) -> list[int]:
+    sent = []
+    for count in (1, 3):
+        fusedpg.stats(reset=True)
+        dist.all_reduce_coalesced([torch.ones(1000) for _ in range(count)])
+        sent.append(fusedpg.stats()["all_reduce"]["bytes_sent"])
+    return sent

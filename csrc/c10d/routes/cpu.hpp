@@ -2,62 +2,16 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "c10d/routes/route.hpp"
 #include "c10d/tensors.hpp"
-#include "collectives/skip.hpp"
 
 namespace fusedpg {
 
 class Arena;
-
-// One operation in its turn: the collectives on contiguous CPU tensors, each of
-// which returns when its results are there. Throws Error, or what torch throws.
-class Turn {
- public:
-  virtual ~Turn() = default;
-
-  // Before each of a list of operations that one call runs.
-  virtual void begin_item(uint64_t /* index */, uint64_t /* length */) {}
-
-  // In place.
-  virtual void all_reduce(
-      const std::vector<Flat>& tensors,
-      const Reduction& reduction) = 0;
-  // In place on the root; what other ranks' tensors hold stays.
-  virtual void reduce(
-      const Flat& tensor,
-      const Reduction& reduction,
-      int root) = 0;
-  virtual void reduce_scatter(
-      const Flat& output,
-      const Parts& inputs,
-      const Reduction& reduction) = 0;
-  virtual void broadcast(const Flat& tensor, int root) = 0;
-  virtual void all_gather(const Parts& outputs, const Flat& input) = 0;
-  // `outputs`, and the inputs of scatter(), are empty but on the root.
-  virtual void gather(
-      const std::vector<Flat>& outputs,
-      const Flat& input,
-      int root) = 0;
-  virtual void scatter(
-      const Flat& output,
-      const std::vector<Flat>& inputs,
-      int root) = 0;
-  virtual void all_to_all(const Parts& outputs, const Parts& inputs) = 0;
-  virtual void barrier() = 0;
-
-  virtual void fused_step(const StepCall& call) = 0;
-  virtual void reduce_shards(const ShardsCall& call) = 0;
-  virtual bool fused_program(const ProgramCall& call) = 0;
-  virtual void sparse_all_reduce(
-      const Flat& tensor,
-      const kernels::ReduceArgs& args,
-      const SkipOptions& options) = 0;
-  // The sum, or mean, of all ranks' torch.sparse_coo tensors.
-  virtual at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) = 0;
-};
+class Way;
 
 // CPU tensors: checks the arguments in the caller, makes tensors contiguous and
 // keeps those apart that share memory, and has the collective done in its turn.
@@ -156,7 +110,9 @@ class CpuRoute : public Route {
   virtual std::shared_ptr<Arena> arena() = 0;
   void describe_arena(GroupInfo& info);
 
-  using Operation = std::function<void(Turn&)>;
+  // What is done in one turn of the group's queue, by perform(). Throws Error, or
+  // what torch throws.
+  using Operation = std::function<void(Way&)>;
   // Runs the operation on this thread, which is the group's executing one.
   virtual void execute(
       const Operation& operation,
@@ -164,16 +120,38 @@ class CpuRoute : public Route {
       std::chrono::milliseconds timeout) = 0;
   // Where execute() has thrown: may throw something that says more.
   virtual void failed(const char* /* title */, uint64_t /* ticket */) {}
+  // Queues a function of a Way, an Operation, as the group's next call.
+  template <typename Function>
   WorkPtr run(
-      const Call& call,
+      const CallInfo& call,
       const Tensors& inputs,
       const Tensors& outputs,
-      Operation operation,
-      const TensorLists& lists = {});
+      Function operation,
+      const TensorLists& lists = {}) {
+    return group_.enqueue(
+        call,
+        inputs,
+        outputs,
+        [this,
+         title = call.title,
+         timeout = call.timeout,
+         operation = std::move(operation)](uint64_t ticket) {
+          try {
+            // By reference: a copy would take memory.
+            execute(std::cref(operation), ticket, timeout);
+          } catch (...) {
+            failed(title, ticket);
+            throw;
+          }
+        },
+        lists);
+  }
 
   // How a call combines contributions. A group that serves "gloo" refuses means
   // of integers, as Gloo does.
-  Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type) const;
+  kernels::ReduceArgs reduction_of(
+      const c10d::ReduceOp& op,
+      at::ScalarType type) const;
 
   static constexpr int kAnySource = -1;
   virtual WorkPtr send_message(Tensors& tensors, int dst, int tag) = 0;

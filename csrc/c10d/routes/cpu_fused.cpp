@@ -3,6 +3,8 @@
 
 #include "c10d/errors.hpp"
 #include "c10d/routes/cpu.hpp"
+#include "collectives/perform.hpp"
+#include "collectives/skip.hpp"
 
 namespace fusedpg {
 
@@ -20,50 +22,41 @@ const char* step_title(OpCode op) {
 }
 
 WorkPtr CpuRoute::fused_step_(StepArguments arguments, bool async_op) {
-  const Call call{
-      c10d::OpType::UNKNOWN,
-      step_title(arguments.op),
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, step_title(arguments.op), async_op);
   // Kept by the closure, which may run after this call has returned.
   const auto a = std::make_shared<const StepArguments>(std::move(arguments));
   return run(
       call,
       a->grads,
       a->params,
-      [a, block = group_.settings.block_size](Turn& turn) {
+      [a, block = group_.settings.block_size](Way& way) {
         const c10::NoGradGuard no_grad;
         StepPlan plan(a, block);
         for (size_t i = 0; i < plan.calls().size(); ++i) {
-          turn.begin_item(i, plan.calls().size());
-          turn.fused_step(plan.calls()[i]);
+          way.begin_item(i, plan.calls().size());
+          perform(way, {.op = a->op, .fused = &plan.calls()[i]});
           plan.take_used(i);
         }
       });
 }
 
 WorkPtr CpuRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
-  const Call call{
-      c10d::OpType::REDUCE_SCATTER,
-      "fused:reduce_shards",
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call = group_.info(
+      c10d::OpType::REDUCE_SCATTER, "fused:reduce_shards", async_op);
   const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
-  return run(call, a->grads, a->grads, [a](Turn& turn) {
+  return run(call, a->grads, a->grads, [a](Way& way) {
     const auto parts = split_shards(to_engine(*a));
     for (size_t i = 0; i < parts.size(); ++i) {
-      turn.begin_item(i, parts.size());
-      turn.reduce_shards(parts[i]);
+      way.begin_item(i, parts.size());
+      perform(way, {.op = OpCode::kReduceShards, .fused = &parts[i]});
     }
   });
 }
 
 WorkPtr CpuRoute::fused_program_(ProgramArguments arguments, bool async_op) {
-  const Call call{
-      c10d::OpType::UNKNOWN,
-      "fused:fused_program",
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, "fused:fused_program", async_op);
   const auto a = std::make_shared<const ProgramArguments>(std::move(arguments));
   TORCH_CHECK_VALUE(
       a->done.scalar_type() == at::kByte && a->done.numel() == 1,
@@ -80,8 +73,9 @@ WorkPtr CpuRoute::fused_program_(ProgramArguments arguments, bool async_op) {
       call,
       inputs,
       a->outputs,
-      [a, engine = std::move(call_of_engine)](Turn& turn) {
-        *a->done.data_ptr<uint8_t>() = turn.fused_program(engine) ? 1 : 0;
+      [a, engine = std::move(call_of_engine)](Way& way) {
+        *a->done.data_ptr<uint8_t>() =
+            perform(way, {.op = OpCode::kFusedProgram, .fused = &engine});
       });
 }
 
@@ -89,11 +83,8 @@ WorkPtr CpuRoute::sparse_all_reduce(
     const at::Tensor& tensor,
     const SkipArguments& arguments,
     bool async_op) {
-  const Call call{
-      c10d::OpType::ALLREDUCE,
-      "fused:sparse_all_reduce",
-      group_.timeout.load(),
-      async_op};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLREDUCE, "fused:sparse_all_reduce", async_op);
   const SkipOptions options = skip_options(tensor, arguments);
   const auto args = to_reduce_args(arguments.op, tensor.scalar_type(), size_);
   translate([&] { check_can_skip(OpCode::kSparseAllReduce, args); });
@@ -103,9 +94,16 @@ WorkPtr CpuRoute::sparse_all_reduce(
       call,
       {tensor},
       {tensor},
-      [tensor, kept = arguments, args, options](Turn& turn) {
+      [tensor, kept = arguments, args, options](Way& way) {
         const Flat flat = Flat::inout(tensor);
-        turn.sparse_all_reduce(flat, args, options);
+        perform(
+            way,
+            {.op = OpCode::kSparseAllReduce,
+             .dtype = args.dtype,
+             .inputs = single(flat.buffer()),
+             .red_op = args.op,
+             .factor = args.factor,
+             .skip = options});
         flat.finish();
       });
 }

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "c10d/routes/cpu.hpp"
+#include "collectives/perform.hpp"
 
 namespace fusedpg {
 namespace {
@@ -49,11 +50,8 @@ void check_splits(
 WorkPtr CpuRoute::broadcast(
     Tensors& tensors,
     const c10d::BroadcastOptions& opts) {
-  const Call call{
-      c10d::OpType::BROADCAST,
-      "fused:broadcast",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::BROADCAST, "fused:broadcast", opts);
   TORCH_CHECK_VALUE(!tensors.empty(), "fused: broadcast: no tensor given");
   check_tensor("broadcast", tensors[0]);
   check_same_type("broadcast", tensors, tensors[0].scalar_type());
@@ -84,9 +82,14 @@ WorkPtr CpuRoute::broadcast(
       call,
       tensors,
       tensors,
-      [begin, end, root = static_cast<int>(opts.rootRank)](Turn& turn) {
+      [begin, end, root = static_cast<int>(opts.rootRank)](Way& way) {
         const Flat flat = begin();
-        turn.broadcast(flat, root);
+        perform(
+            way,
+            {.op = OpCode::kBroadcast,
+             .dtype = dtype_of(flat),
+             .inputs = single(flat.buffer()),
+             .root = root});
         end(flat);
       });
 }
@@ -157,11 +160,8 @@ WorkPtr CpuRoute::gather_lists(
     const c10d::AllgatherOptions& opts,
     const TensorLists& lists,
     const TensorLists& copies) {
-  const Call call{
-      c10d::OpType::ALLGATHER,
-      "fused:all_gather",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLGATHER, "fused:all_gather", opts);
   check_count("all_gather", "lists of outputs", outputs.size(), inputs.size());
   TORCH_CHECK_VALUE(!inputs.empty(), "fused: all_gather: no tensor given");
   Tensors all;
@@ -195,12 +195,17 @@ WorkPtr CpuRoute::gather_lists(
       }
     }
   };
-  const auto operation = [begin, copy, inputs](Turn& turn) {
+  const auto operation = [begin, copy, inputs](Way& way) {
     for (size_t i = 0; i < inputs.size(); ++i) {
-      turn.begin_item(i, inputs.size());
+      way.begin_item(i, inputs.size());
       const auto outs = begin(i);
       const Flat in = Flat::input(inputs[i]);
-      turn.all_gather(Parts(outs), in);
+      perform(
+          way,
+          {.op = OpCode::kAllGather,
+           .dtype = dtype_of(in),
+           .inputs = single(in.buffer()),
+           .outputs = buffers(outs)});
       finish(outs);
     }
     copy();
@@ -221,11 +226,8 @@ WorkPtr CpuRoute::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllgatherOptions& opts) {
-  const Call call{
-      c10d::OpType::_ALLGATHER_BASE,
-      "fused:_all_gather_base",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(
+      c10d::OpType::_ALLGATHER_BASE, "fused:_all_gather_base", opts);
   check_count(
       "all_gather_into_tensor", "outputs", outputs.size(), inputs.size());
   TORCH_CHECK_VALUE(
@@ -247,13 +249,18 @@ WorkPtr CpuRoute::allgather_into_tensor_coalesced(
       call,
       inputs,
       outputs,
-      [outputs, inputs, me = rank_, size = size_](Turn& turn) {
+      [outputs, inputs, me = rank_, size = size_](Way& way) {
         for (size_t i = 0; i < inputs.size(); ++i) {
-          turn.begin_item(i, inputs.size());
+          way.begin_item(i, inputs.size());
           const Flat out =
               Flat::output(outputs[i], need_apart(outputs[i], inputs[i], me));
           const Flat in = Flat::input(inputs[i]);
-          turn.all_gather(Parts(out, size), in);
+          perform(
+              way,
+              {.op = OpCode::kAllGather,
+               .dtype = dtype_of(in),
+               .inputs = single(in.buffer()),
+               .outputs = slices(out, size)});
           out.finish();
         }
       });
@@ -283,11 +290,7 @@ WorkPtr CpuRoute::gather(
     TensorLists& outputs,
     Tensors& inputs,
     const c10d::GatherOptions& opts) {
-  const Call call{
-      c10d::OpType::GATHER,
-      "fused:gather",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(c10d::OpType::GATHER, "fused:gather", opts);
   const Tensors list = list_of_root("gather", inputs, outputs, opts.rootRank);
   return run(
       call,
@@ -296,9 +299,16 @@ WorkPtr CpuRoute::gather(
       [list,
        in = inputs[0],
        root = static_cast<int>(opts.rootRank),
-       me = rank_](Turn& turn) {
+       me = rank_](Way& way) {
         const auto outs = flat_outputs(list, need_apart(list, {in}, me));
-        turn.gather(outs, Flat::input(in), root);
+        const Flat input = Flat::input(in);
+        perform(
+            way,
+            {.op = OpCode::kGather,
+             .dtype = dtype_of(input),
+             .inputs = single(input.buffer()),
+             .outputs = buffers(outs),
+             .root = root});
         finish(outs);
       });
 }
@@ -307,11 +317,8 @@ WorkPtr CpuRoute::scatter(
     Tensors& outputs,
     TensorLists& inputs,
     const c10d::ScatterOptions& opts) {
-  const Call call{
-      c10d::OpType::SCATTER,
-      "fused:scatter",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::SCATTER, "fused:scatter", opts);
   const Tensors list = list_of_root("scatter", outputs, inputs, opts.rootRank);
   return run(
       call,
@@ -320,9 +327,16 @@ WorkPtr CpuRoute::scatter(
       [list,
        output = outputs[0],
        root = static_cast<int>(opts.rootRank),
-       me = rank_](Turn& turn) {
+       me = rank_](Way& way) {
         const Flat out = Flat::output(output, need_apart({output}, list, me));
-        turn.scatter(out, flat_inputs(list), root);
+        const auto ins = flat_inputs(list);
+        perform(
+            way,
+            {.op = OpCode::kScatter,
+             .dtype = dtype_of(out),
+             .inputs = buffers(ins),
+             .outputs = single(out.buffer()),
+             .root = root});
         out.finish();
       });
 }
@@ -333,11 +347,8 @@ WorkPtr CpuRoute::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& opts) {
-  const Call call{
-      c10d::OpType::ALLTOALL_BASE,
-      "fused:all_to_all",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLTOALL_BASE, "fused:all_to_all", opts);
   check_tensor("all_to_all_single", input);
   check_same_type("all_to_all_single", {output}, input.scalar_type());
   check_splits("all_to_all_single", output, output_splits, size_);
@@ -346,12 +357,16 @@ WorkPtr CpuRoute::alltoall_base(
       call,
       {input},
       {output},
-      [output, input, output_splits, input_splits, size = size_](Turn& turn) {
+      [output, input, output_splits, input_splits, size = size_](Way& way) {
         const Flat out =
             Flat::output(output, need_apart({output}, {input}, kNoRank));
         const Flat in = Flat::input(input);
-        turn.all_to_all(
-            Parts(out, size, output_splits), Parts(in, size, input_splits));
+        perform(
+            way,
+            {.op = OpCode::kAllToAll,
+             .dtype = dtype_of(in),
+             .inputs = slices(in, size, input_splits),
+             .outputs = slices(out, size, output_splits)});
         out.finish();
       });
 }
@@ -360,19 +375,21 @@ WorkPtr CpuRoute::alltoall(
     Tensors& outputs,
     Tensors& inputs,
     const c10d::AllToAllOptions& opts) {
-  const Call call{
-      c10d::OpType::ALLTOALL,
-      "fused:all_to_all",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLTOALL, "fused:all_to_all", opts);
   check_count("all_to_all", "output tensors", outputs.size(), size_);
   check_count("all_to_all", "input tensors", inputs.size(), size_);
   check_same_type("all_to_all", inputs, inputs[0].scalar_type());
   check_same_type("all_to_all", outputs, inputs[0].scalar_type());
-  return run(call, inputs, outputs, [outputs, inputs, me = rank_](Turn& turn) {
+  return run(call, inputs, outputs, [outputs, inputs, me = rank_](Way& way) {
     const auto outs = flat_outputs(outputs, need_apart(outputs, inputs, me));
     const auto ins = flat_inputs(inputs);
-    turn.all_to_all(Parts(outs), Parts(ins));
+    perform(
+        way,
+        {.op = OpCode::kAllToAll,
+         .dtype = dtype_of(ins[0]),
+         .inputs = buffers(ins),
+         .outputs = buffers(outs)});
     finish(outs);
   });
 }

@@ -1,7 +1,9 @@
 // The collectives that reduce, on CPU tensors.
 
+#include "c10d/coo.hpp"
 #include "c10d/routes/cpu.hpp"
 #include "c10d/tensor_memory.hpp"
+#include "collectives/perform.hpp"
 
 namespace fusedpg {
 namespace {
@@ -11,12 +13,12 @@ namespace {
 struct Joined {
   const kernels::Table& kernels;
   Tensors tensors;
-  Reduction reduction;
+  kernels::ReduceArgs reduction;
   bool together; // all of them are one contribution
 
   std::vector<Flat> begin() const {
     if (together) {
-      return {folded(kernels, tensors, reduction.args)};
+      return {folded(kernels, tensors, reduction)};
     }
     return flat_inouts(tensors);
   }
@@ -31,62 +33,32 @@ struct Joined {
   }
 };
 
-std::vector<std::vector<Flat>> cut(
-    const std::vector<Flat>& flats,
-    size_t most) {
-  std::vector<std::vector<Flat>> parts;
-  for (size_t i = 0; i < flats.size(); ++i) {
-    if (i % most == 0) {
-      parts.emplace_back();
-    }
-    parts.back().push_back(flats[i]);
-  }
-  return parts;
+Call reduction_call(
+    OpCode op,
+    const kernels::ReduceArgs& args,
+    Buffers inputs,
+    Buffers outputs = {},
+    int root = -1) {
+  return {op, args.dtype, inputs, outputs, root, args.op, args.factor};
 }
 
 } // namespace
 
-WorkPtr CpuRoute::run(
-    const Call& call,
-    const Tensors& inputs,
-    const Tensors& outputs,
-    Operation operation,
-    const TensorLists& lists) {
-  return group_.enqueue(
-      call,
-      inputs,
-      outputs,
-      [this,
-       title = call.title,
-       timeout = call.timeout,
-       operation = std::move(operation)](uint64_t ticket) {
-        try {
-          execute(operation, ticket, timeout);
-        } catch (...) {
-          failed(title, ticket);
-          throw;
-        }
-      },
-      lists);
-}
-
 void CpuRoute::refuse(const std::string& reason) {
-  const Call call{
-      c10d::OpType::UNKNOWN,
-      "fused:refusal",
-      group_.timeout.load(),
-      /*async_op=*/true};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, "fused:refusal", /*async_op=*/true);
   ++group_.refusals;
   // Counted down with the operation, also where it is never begun.
   const std::shared_ptr<void> end(
       nullptr, [this](void*) { --group_.refusals; });
-  run(call, {}, {}, [reason, end](Turn&) {
+  run(call, {}, {}, [reason, end](Way&) {
     throw Error(ErrorKind::kInvalid, reason);
   });
 }
 
-Reduction CpuRoute::reduction_of(const c10d::ReduceOp& op, at::ScalarType type)
-    const {
+kernels::ReduceArgs CpuRoute::reduction_of(
+    const c10d::ReduceOp& op,
+    at::ScalarType type) const {
   TORCH_CHECK(
       group_.dialect != Dialect::kGloo || op.op_ != c10d::ReduceOp::AVG ||
           !c10::isIntegralType(type, /*includeBool=*/true),
@@ -94,7 +66,7 @@ Reduction CpuRoute::reduction_of(const c10d::ReduceOp& op, at::ScalarType type)
           "fused: AVG of integers, served as gloo: result type Float can't be "
           "cast to the desired output type {}",
           type));
-  return to_reduction(op, type, size_);
+  return to_reduce_args(op, type, size_);
 }
 
 WorkPtr CpuRoute::allreduce(
@@ -119,11 +91,8 @@ WorkPtr CpuRoute::reduce_all(
     const Tensors& tensors,
     const c10d::AllreduceOptions& opts,
     bool together) {
-  const Call call{
-      c10d::OpType::ALLREDUCE,
-      "fused:all_reduce",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::ALLREDUCE, "fused:all_reduce", opts);
   for (const at::Tensor& t : tensors) {
     check_tensor("all_reduce", t);
     TORCH_CHECK_VALUE(
@@ -139,16 +108,16 @@ WorkPtr CpuRoute::reduce_all(
       tensors,
       reduction_of(opts.reduceOp, tensors[0].scalar_type()),
       together};
-  return run(call, tensors, tensors, [joined](Turn& turn) {
+  return run(call, tensors, tensors, [joined](Way& way) {
     const std::vector<Flat> flats = joined.begin();
-    if (flats.size() <= kMaxStepTensors) {
-      turn.all_reduce(flats, joined.reduction);
-    } else {
-      const auto parts = cut(flats, kMaxStepTensors);
-      for (size_t i = 0; i < parts.size(); ++i) {
-        turn.begin_item(i * kMaxStepTensors, flats.size());
-        turn.all_reduce(parts[i], joined.reduction);
+    const std::vector<Buffer> all = buffers(flats);
+    for (size_t i = 0; i < all.size(); i += kMaxStepTensors) {
+      const size_t num = std::min(all.size() - i, kMaxStepTensors);
+      if (num != all.size()) {
+        way.begin_item(i, all.size());
       }
+      const Buffers some = Buffers(all).subspan(i, num);
+      perform(way, reduction_call(OpCode::kAllReduce, joined.reduction, some));
     }
     joined.end(flats);
   });
@@ -170,22 +139,19 @@ WorkPtr CpuRoute::allreduce_sparse(
     check_memory("all_reduce", t._values());
   }
   check_alike("all_reduce", tensors);
-  const Call call{
-      c10d::OpType::_ALLREDUCE_SPARSE,
-      "fused:sparse_all_reduce",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(
+      c10d::OpType::_ALLREDUCE_SPARSE, "fused:sparse_all_reduce", opts);
   const bool mean = opts.reduceOp.op_ == c10d::ReduceOp::AVG;
   TORCH_CHECK_VALUE(
       mean || opts.reduceOp.op_ == c10d::ReduceOp::SUM,
       "fused: all_reduce of sparse tensors: only SUM and AVG");
-  return run(call, tensors, tensors, [tensors, mean](Turn& turn) {
+  return run(call, tensors, tensors, [tensors, mean](Way& way) {
     const c10::NoGradGuard no_grad;
     at::Tensor mine = tensors[0].detach().coalesce();
     for (size_t i = 1; i < tensors.size(); ++i) {
       mine = (mine + tensors[i].detach()).coalesce();
     }
-    const at::Tensor sum = turn.coo_all_reduce(mine, mean);
+    const at::Tensor sum = coo_all_reduce(way, mine, mean);
     for (const at::Tensor& t : tensors) {
       t.copy_(sum); // what detach() gives has coordinates of its own
     }
@@ -193,11 +159,7 @@ WorkPtr CpuRoute::allreduce_sparse(
 }
 
 WorkPtr CpuRoute::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const Call call{
-      c10d::OpType::REDUCE,
-      "fused:reduce",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(c10d::OpType::REDUCE, "fused:reduce", opts);
   check_count("reduce", "tensor", tensors.size(), 1);
   check_tensor("reduce", tensors[0]);
   group_.check_root("reduce", opts.rootRank);
@@ -209,9 +171,13 @@ WorkPtr CpuRoute::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
       [t = tensors[0],
        reduction,
        root = static_cast<int>(opts.rootRank),
-       me = rank_](Turn& turn) {
+       me = rank_](Way& way) {
         const Flat flat = Flat::inout(t);
-        turn.reduce(flat, reduction, root);
+        const Buffer tensor = flat.buffer();
+        perform(
+            way,
+            reduction_call(
+                OpCode::kReduce, reduction, single(tensor), {}, root));
         if (root == me) {
           flat.finish();
         }
@@ -226,11 +192,8 @@ WorkPtr CpuRoute::reduce_scatter(
   check_count("reduce_scatter", "list of inputs", inputs.size(), 1);
   check_count(
       "reduce_scatter", "input tensors (one a rank)", inputs[0].size(), size_);
-  const Call call{
-      c10d::OpType::REDUCE_SCATTER,
-      "fused:reduce_scatter",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call =
+      group_.info(c10d::OpType::REDUCE_SCATTER, "fused:reduce_scatter", opts);
   const at::Tensor& output = outputs[0];
   check_tensor("reduce_scatter", output);
   for (const at::Tensor& t : inputs[0]) {
@@ -247,10 +210,16 @@ WorkPtr CpuRoute::reduce_scatter(
       call,
       inputs[0],
       outputs,
-      [output, list = inputs[0], reduction, me = rank_](Turn& turn) {
+      [output, list = inputs[0], reduction, me = rank_](Way& way) {
         const Flat out = Flat::output(output, need_apart({output}, list, me));
         const auto ins = flat_inputs(list);
-        turn.reduce_scatter(out, Parts(ins), reduction);
+        perform(
+            way,
+            reduction_call(
+                OpCode::kReduceScatter,
+                reduction,
+                buffers(ins),
+                single(out.buffer())));
         out.finish();
       });
 }
@@ -269,14 +238,11 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
     Tensors& inputs,
     const c10d::ReduceScatterOptions& opts) {
   check_count("reduce_scatter_tensor", "inputs", inputs.size(), outputs.size());
-  const Call call{
-      c10d::OpType::_REDUCE_SCATTER_BASE,
-      "fused:_reduce_scatter_base",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
+  const CallInfo call = group_.info(
+      c10d::OpType::_REDUCE_SCATTER_BASE, "fused:_reduce_scatter_base", opts);
   TORCH_CHECK_VALUE(
       !outputs.empty(), "fused: reduce_scatter_tensor: no tensor given");
-  std::vector<Reduction> reductions;
+  std::vector<kernels::ReduceArgs> reductions;
   for (size_t i = 0; i < outputs.size(); ++i) {
     check_tensor("reduce_scatter_tensor", outputs[i]);
     check_tensor("reduce_scatter_tensor", inputs[i]);
@@ -300,25 +266,29 @@ WorkPtr CpuRoute::reduce_scatter_tensor_coalesced(
       call,
       inputs,
       outputs,
-      [outputs, inputs, reductions, me = rank_, size = size_](Turn& turn) {
+      [outputs, inputs, reductions, me = rank_, size = size_](Way& way) {
         for (size_t i = 0; i < outputs.size(); ++i) {
-          turn.begin_item(i, outputs.size());
+          way.begin_item(i, outputs.size());
           const Flat out =
               Flat::output(outputs[i], need_apart(inputs[i], outputs[i], me));
           const Flat in = Flat::input(inputs[i]);
-          turn.reduce_scatter(out, Parts(in, size), reductions[i]);
+          perform(
+              way,
+              reduction_call(
+                  OpCode::kReduceScatter,
+                  reductions[i],
+                  slices(in, size),
+                  single(out.buffer())));
           out.finish();
         }
       });
 }
 
 WorkPtr CpuRoute::barrier(const c10d::BarrierOptions& opts) {
-  const Call call{
-      c10d::OpType::BARRIER,
-      "fused:barrier",
-      group_.timeout_or(opts.timeout),
-      opts.asyncOp};
-  return run(call, {}, {}, [](Turn& turn) { turn.barrier(); });
+  const CallInfo call =
+      group_.info(c10d::OpType::BARRIER, "fused:barrier", opts);
+  return run(
+      call, {}, {}, [](Way& way) { perform(way, {.op = OpCode::kBarrier}); });
 }
 
 } // namespace fusedpg

@@ -2,8 +2,7 @@
 
 #include "base/while_waiting.hpp"
 #include "c10d/errors.hpp"
-#include "c10d/routes/hosts_turn.hpp"
-#include "collectives/selector.hpp"
+#include "collectives/hosts_way.hpp"
 
 namespace fusedpg {
 
@@ -151,23 +150,56 @@ void HostsRoute::execute(
   failures_.check();
   in_doubt_since_.reset();
   const Deadline deadline(timeout); // of all waits, connecting included
-  HostsTurn turn(*this, ticket, deadline);
+  bool entered = false;
+  std::optional<NetContext> ctx;
+  const auto prepare = [&] {
+    if (!ctx) {
+      ctx.emplace(net_context(ticket, deadline));
+      ctx->entered = &entered;
+    }
+  };
+  // Tells the peers when this rank has thrown before it entered.
+  const auto refuse = [&](const std::string& reason) {
+    if (entered) {
+      return;
+    }
+    try {
+      prepare();
+      net_refuse(*ctx, reason);
+    } catch (const std::exception&) {
+      // They hear of that otherwise.
+    }
+  };
   // Peers may need what is still here while this rank computes.
   const auto flush = [&] {
     constexpr std::chrono::milliseconds kPatience{5000};
     connection_.transport->flush(
         Deadline(std::min(deadline.left(), kPatience)));
   };
+  // Each of several operations hears of an abort before it begins.
+  struct CheckedWay : HostsWay {
+    CheckedWay(HostsRoute& route, NetContext& ctx)
+        : HostsWay(ctx, route.flat_ ? &*route.flat_ : nullptr),
+          route(route) {}
+    void begin_item(uint64_t index, uint64_t length) override {
+      HostsWay::begin_item(index, length);
+      route.check_aborted();
+      route.in_doubt_since_.reset();
+    }
+    HostsRoute& route;
+  };
   try {
     if (domain_) {
       domain_->prepare();
     }
-    operation(turn);
+    prepare();
+    CheckedWay way(*this, *ctx);
+    operation(way);
   } catch (const Error& error) {
     const bool alike = error.kind() == ErrorKind::kInvalid ||
         error.kind() == ErrorKind::kMismatch;
     if (alike) {
-      turn.refuse(error.what());
+      refuse(error.what());
       flush();
     } else if (domain_) {
       domain_->mark_failed(error); // at once: peers here wait for this rank
@@ -177,7 +209,7 @@ void HostsRoute::execute(
     }
     throw;
   } catch (const std::exception& error) {
-    turn.refuse(one_line(error));
+    refuse(one_line(error));
     flush();
     throw;
   }

@@ -56,8 +56,6 @@ class HostsRoute : public CpuRoute {
   WorkPtr receive_message(Tensors& tensors, int src, int tag) override;
 
  private:
-  friend class HostsTurn;
-
   std::shared_ptr<NetMailbox> mailbox();
   // Ends the group as an operation does that fails; with what all ranks know.
   Error message_failed(const Error& error);

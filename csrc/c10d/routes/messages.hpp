@@ -79,8 +79,8 @@ c10::intrusive_ptr<WorkFused> post_send(
       group.recorded, "fused:send", tensors, {}, group.timeout, dst);
   translate([&] {
     box->send(
-        flat.span().data,
-        flat.span().bytes,
+        flat.buffer().data,
+        static_cast<size_t>(flat.tensor().nbytes()),
         dst,
         tag,
         group.timeout,
@@ -112,8 +112,8 @@ c10::intrusive_ptr<WorkFused> post_receive(
             group.recorded, "fused:recv", {}, tensors, group.timeout, src);
   translate([&] {
     box->receive(
-        flat.span().data,
-        flat.span().bytes,
+        flat.buffer().data,
+        static_cast<size_t>(flat.tensor().nbytes()),
         src,
         tag,
         group.timeout,

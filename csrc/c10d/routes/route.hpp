@@ -58,7 +58,7 @@ class Route : public c10d::Backend {
   // A reduce-scatter, generated code, and all-gathers as one operation.
   virtual WorkPtr fused_program_(ProgramArguments arguments, bool async_op) = 0;
   // all_reduce() that skips blocks of zeros; see
-  // collectives/collectives.hpp.
+  // base/call.hpp.
   virtual WorkPtr sparse_all_reduce(
       const at::Tensor& tensor,
       const SkipArguments& arguments,

@@ -1,100 +1,12 @@
 #include "c10d/routes/shm.hpp"
 
-#include "c10d/coo.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/routes/messages.hpp"
 #include "c10d/work_fused.hpp"
-#include "collectives/fused_step.hpp"
 #include "collectives/monitored_barrier.hpp"
+#include "collectives/way.hpp"
 
 namespace fusedpg {
-namespace {
-
-// The engine's collectives, of which there is one function each.
-class ShmTurn : public Turn {
- public:
-  explicit ShmTurn(Context& ctx) : ctx_(ctx) {}
-
-  void begin_item(uint64_t index, uint64_t length) override {
-    ctx_.begin_item(index, length);
-  }
-  void all_reduce(const std::vector<Flat>& tensors, const Reduction& reduction)
-      override {
-    ShmWay way(ctx_);
-    fusedpg::all_reduce(way, reduce_tensors(tensors), reduction.args);
-  }
-  void reduce(const Flat& tensor, const Reduction& reduction, int root)
-      override {
-    const ReduceTensor span = tensor.reduce_tensor();
-    ShmWay way(ctx_);
-    fusedpg::reduce(way, span.data, span.count, reduction.args, root);
-  }
-  void reduce_scatter(
-      const Flat& output,
-      const Parts& inputs,
-      const Reduction& reduction) override {
-    ShmWay way(ctx_);
-    fusedpg::reduce_scatter(
-        way, output.reduce_tensor(), inputs.reduce_tensors(), reduction.args);
-  }
-  void broadcast(const Flat& tensor, int root) override {
-    ShmWay way(ctx_);
-    fusedpg::broadcast(way, tensor.span(), dtype_of(tensor), root);
-  }
-  void all_gather(const Parts& outputs, const Flat& input) override {
-    ShmWay way(ctx_);
-    fusedpg::all_gather(way, outputs.spans(), input.span(), dtype_of(input));
-  }
-  void gather(const std::vector<Flat>& outputs, const Flat& input, int root)
-      override {
-    ShmWay way(ctx_);
-    fusedpg::gather(
-        way, Parts(outputs).spans(), input.span(), dtype_of(input), root);
-  }
-  void scatter(const Flat& output, const std::vector<Flat>& inputs, int root)
-      override {
-    ShmWay way(ctx_);
-    fusedpg::scatter(
-        way, output.span(), Parts(inputs).spans(), dtype_of(output), root);
-  }
-  void all_to_all(const Parts& outputs, const Parts& inputs) override {
-    ShmWay way(ctx_);
-    fusedpg::all_to_all(way, outputs.spans(), inputs.spans(), inputs.dtype());
-  }
-  void barrier() override {
-    ShmWay way(ctx_);
-    fusedpg::barrier(way);
-  }
-
-  void fused_step(const StepCall& call) override {
-    ShmWay way(ctx_);
-    fusedpg::fused_step(way, call);
-  }
-  void reduce_shards(const ShardsCall& call) override {
-    ShmWay way(ctx_);
-    fusedpg::reduce_shards(way, call);
-  }
-  bool fused_program(const ProgramCall& call) override {
-    ShmWay way(ctx_);
-    return fusedpg::fused_program(way, call);
-  }
-  void sparse_all_reduce(
-      const Flat& tensor,
-      const kernels::ReduceArgs& args,
-      const SkipOptions& options) override {
-    ShmWay way(ctx_);
-    fusedpg::sparse_all_reduce(way, {tensor.reduce_tensor()}, args, options);
-  }
-  at::Tensor coo_all_reduce(const at::Tensor& mine, bool mean) override {
-    return fusedpg::coo_all_reduce(ctx_, mine, mean);
-  }
-
- private:
-  Context& ctx_;
-};
-
-} // namespace
-
 ShmRoute::ShmRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline)
     : CpuRoute(group),
       engine_(group.rank, bootstrap, group.settings, group.stats, deadline) {
@@ -116,8 +28,8 @@ void ShmRoute::execute(
     std::chrono::milliseconds timeout) {
   engine_.execute(
       [&](Context& ctx) {
-        ShmTurn turn(ctx);
-        operation(turn);
+        ShmWay way(ctx);
+        operation(way);
       },
       ticket,
       timeout);
@@ -181,11 +93,8 @@ at::Tensor ShmRoute::empty_shared(
     at::IntArrayRef sizes,
     const at::TensorOptions& options) {
   const size_t bytes = checked_bytes(sizes, options);
-  const Call call{
-      c10d::OpType::UNKNOWN,
-      "fused:share_memory",
-      group_.timeout.load(),
-      false};
+  const CallInfo call =
+      group_.info(c10d::OpType::UNKNOWN, "fused:share_memory", false);
   void* data = nullptr;
   group_.enqueue(call, {}, {}, [&](uint64_t ticket) {
     engine_.execute(

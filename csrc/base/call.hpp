@@ -2,9 +2,12 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
+#include <variant>
 #include <vector>
 
-#include "base/descriptor.hpp"
+#include "base/options.hpp"
+#include "base/program_call.hpp"
 #include "kernels/formulas/hyper.hpp"
 
 // What an operation is, as data: every engine takes it in this form.
@@ -78,23 +81,66 @@ struct ShardsCall {
   uint8_t* used = nullptr; // as in StepCall
 };
 
-// A reduction of tensors, or of what they are joined to.
-struct SumCall {
-  OpCode op = OpCode::kAllReduce;
-  DType dtype = DType::kFloat32;
+// A contiguous tensor, or a part of one. Elements of types that the kernels do
+// not know (kOpaque) are bytes.
+struct Buffer {
+  void* data = nullptr;
+  size_t count = 0; // elements
+};
+using Buffers = std::span<const Buffer>;
+inline Buffers single(const Buffer& buffer) {
+  return {&buffer, 1};
+}
+
+// Blocks of zeros that a reduction does not send.
+struct SkipOptions {
+  size_t block = kBlockSize; // elements; larger for tensors of many millions
+  // Blocks without an element of a larger magnitude are not sent but left in
+  // `residual`, which is added to the tensor first: a tensor of its size and
+  // type. 0: none. One tensor a call.
+  double threshold = 0;
+  void* residual = nullptr;
+  // The caller's choice: a byte for each block of `bitmap_block` elements, 0 for
+  // one that counts as zeros whatever it holds. nullptr: look at the elements.
+  // One tensor a call, and no threshold.
+  const uint8_t* bitmap = nullptr;
+  size_t bitmap_block = 0; // `block` is a multiple of it
+  bool may_go_dense = false; // if too many blocks would travel
+};
+
+// One operation of a group. It owns nothing: what it points to must live until
+// the operation ends. All ranks of the group do the same ones in the same order.
+struct Call {
+  OpCode op = OpCode::kNone;
+  DType dtype = DType::kOpaque; // of all buffers
+  // - all_reduce, sparse_all_reduce, reduce: `inputs` are reduced in place, as
+  //   if joined; reduce() changes those of the root only;
+  // - reduce_scatter: inputs[p] is for rank p, which gets the reduction of all
+  //   ranks' inputs[p] as its one output;
+  // - broadcast: the root's one input comes to the others';
+  // - all_gather: the one input comes to every rank's outputs[this rank]; sizes
+  //   may differ from rank to rank;
+  // - gather, scatter: one input, or output, and on the root, which alone has
+  //   such a list, as many of the other as ranks;
+  // - all_to_all: inputs[p] comes to outputs[this rank] of rank p.
+  Buffers inputs{};
+  Buffers outputs{};
+  int root = -1;
   RedOp red_op = RedOp::kSum;
   double factor = 1; // of kPremulSum
-  int root = -1; // of kReduce
-  std::vector<size_t> counts;
-  size_t block = 0; // as skip_block; of kSparseAllReduce
-  double threshold = 0; // what decides which blocks travel
-  double limit = 0; // CUDA: share of blocks in the result from which all travel
-  bool may_go_dense = false; // if too many would
+  std::optional<SkipOptions> skip{}; // of sparse_all_reduce
+  // Of the fused operations, which have no buffers here.
+  std::variant<
+      std::monostate,
+      const StepCall*,
+      const ShardsCall*,
+      const ProgramCall*>
+      fused{};
 };
 
 // What all ranks must say of a call. `on_device`: counters and the scale are
 // in the memory of a device, and not looked at.
-OpDescriptor facts(const SumCall& call);
+OpDescriptor facts(const Call& call);
 OpDescriptor facts(const ShardsCall& call);
 OpDescriptor facts(const StepCall& call, bool on_device);
 

@@ -1,4 +1,4 @@
-#include "base/calls.hpp"
+#include "base/call.hpp"
 
 #include "base/error.hpp"
 #include "base/hash.hpp"
@@ -59,24 +59,40 @@ kernels::Formula formula(OpCode op) {
   }
 }
 
-OpDescriptor facts(const SumCall& call) {
+OpDescriptor facts(const Call& call) {
+  if (const auto* step = std::get_if<const StepCall*>(&call.fused)) {
+    return facts(**step, /*on_device=*/false);
+  }
+  if (const auto* shards = std::get_if<const ShardsCall*>(&call.fused)) {
+    return facts(**shards);
+  }
+  if (const auto* program = std::get_if<const ProgramCall*>(&call.fused)) {
+    return facts(**program);
+  }
   OpDescriptor d;
   d.op = call.op;
   d.dtype = call.dtype;
-  d.red_op = call.red_op;
   d.root = call.root;
-  d.options = call.may_go_dense ? kMayGoDense : 0;
-  d.block = static_cast<uint32_t>(call.block);
-  d.items = call.counts.size();
+  const bool to_outputs =
+      call.op == OpCode::kAllGather || call.op == OpCode::kScatter;
   Hash shape;
-  for (const size_t count : call.counts) {
-    d.count += count;
-    shape.add(static_cast<uint64_t>(count));
+  for (const Buffer& b : to_outputs ? call.outputs : call.inputs) {
+    d.count += b.count;
+    shape.add(static_cast<uint64_t>(b.count));
   }
-  d.shape_hash = shape.value();
-  // An owner scales every rank's contribution, so all must mean one factor.
-  d.value_hash =
-      Hash().add(call.factor).add(call.threshold).add(call.limit).value();
+  if (call.op == OpCode::kAllToAll) {
+    d.count = 0; // each rank has its own sizes
+  }
+  if (reduces(call.op)) {
+    const SkipOptions skip = call.skip.value_or(SkipOptions{0});
+    d.red_op = call.red_op;
+    d.options = skip.may_go_dense ? kMayGoDense : 0;
+    d.block = static_cast<uint32_t>(skip.block);
+    d.items = call.inputs.size();
+    d.shape_hash = shape.value();
+    // An owner scales every rank's contribution, so all must mean one factor.
+    d.value_hash = Hash().add(call.factor).add(skip.threshold).value();
+  }
   return d;
 }
 
