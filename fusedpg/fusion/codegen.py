@@ -117,7 +117,7 @@ class Source:
 
 def code(text: str) -> str:
     """A source without its comments, which name lines of the user's file."""
-    return "\n".join(line.split("//")[0].rstrip() for line in text.split("\n"))
+    return "\n".join([line.split("//")[0].rstrip() for line in text.split("\n")])
 
 
 def _stored(node: Node) -> str:
