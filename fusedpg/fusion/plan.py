@@ -24,7 +24,6 @@ from fusedpg.fusion.agreed import Answer, answer
 from fusedpg.fusion.captured import Captured, Reads
 from fusedpg.fusion.compiled import Alone, kernel
 from fusedpg.fusion.derivatives import smooth
-from fusedpg.fusion.here import Here, own
 from fusedpg.fusion.ir import Group, Node, Program
 from fusedpg.fusion.local import LocalKernel, local_kernel
 from fusedpg.fusion.messages import Messages, Transfer
@@ -42,6 +41,7 @@ from fusedpg.fusion.steps import (
     compare_numbers,
     step_of,
 )
+from fusedpg.fusion.torch_ops import TorchOps, own
 
 _log = logging.getLogger("fusedpg")
 _lock = _fork.lock()
@@ -163,7 +163,7 @@ class Plan:
         self.program, self.device = program, device
         ranks = Ranks.of(group)
         self.size, self.rank, self._one_host = ranks.size, ranks.rank, ranks.one_host
-        self.here = Here(self.size, self.rank)
+        self.torch = TorchOps(self.size, self.rank)
         self.number = {node: number for number, node in enumerate(program.nodes)}
         self.outputs = [self.number[node] for node in program.outputs]
         self.views: set[int] = set()  # results of torch's functions: they may be views
@@ -233,7 +233,7 @@ class Plan:
         steps: list[Step | None] = []
         for node in nodes:
             step = self._alone(call, node) if alone else None
-            step = step or step_of(node, self.number, self.here)
+            step = step or step_of(node, self.number, self.torch)
             if isinstance(step, Torch) and node in self.program.outputs:
                 self.views.add(self.number[node])
             steps.append(step)

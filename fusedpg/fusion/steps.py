@@ -19,11 +19,11 @@ from fusedpg.fusion import alike
 from fusedpg.fusion.agreed import answer
 from fusedpg.fusion.codegen_rows import BROADCAST, SLICE
 from fusedpg.fusion.compiled import Kernel, begin, with_mark
-from fusedpg.fusion.here import Here, matmul
 from fusedpg.fusion.ir import Group, Node
 from fusedpg.fusion.local import LocalKernel
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
 from fusedpg.fusion.scalars import scalars
+from fusedpg.fusion.torch_ops import TorchOps, matmul
 
 if TYPE_CHECKING:
     from fusedpg.fusion.plan import Call
@@ -71,8 +71,8 @@ class Scalar(Step):
 class Torch(Step):
     """An operation that torch's functions compute."""
 
-    def __init__(self, node: Node, number: Numbers, here: Here) -> None:
-        self._node, self._compute = node, here.compute
+    def __init__(self, node: Node, number: Numbers, torch_ops: TorchOps) -> None:
+        self._node, self._compute = node, torch_ops.compute
         self._at, self._read = number[node], [number[operand] for operand in node.operands]
         # A number may be one that no float64 holds, and dropout has a mask to make.
         scalar = any(operand.scalar for operand in node.operands)
@@ -113,7 +113,7 @@ class LocalRows(Step):
         for at, how, shape in self._operands:
             value = slots[at]
             if how == SLICE:
-                value = plan.here.slice(value, shape)
+                value = plan.torch.slice(value, shape)
             elif how == BROADCAST:
                 value = value.expand(shape)
             given.append(value.contiguous())
@@ -188,7 +188,7 @@ class Fused(Step):
         slots = call.slots
         given = [slots[at].contiguous() if at >= 0 else None for at in self._read]
         for at, whole, node in self._slices:
-            value = call.plan.here.slice(slots[whole], node.shape, node.layout.row)
+            value = call.plan.torch.slice(slots[whole], node.shape, node.layout.row)
             given[at] = value.contiguous()
         numbers: Sequence[float] = ()
         seeds: Sequence[int] = ()
@@ -295,7 +295,7 @@ class Reduction(Step):
             yield from _waited(work)
             call.slots[self._at] = end_sum(call, op, total, node.shape).to(node.dtype)
             return
-        length = call.plan.here.range(node.shape)[1]
+        length = call.plan.torch.range(node.shape)[1]
         wide = _widened(value).reshape(-1)
         if size == 1 or not node.numel:
             total = wide.clone()
@@ -409,7 +409,7 @@ class Receive(Step):
         call.slots[self._at] = yield from call.messages.receive(self._node)
 
 
-def step_of(node: Node, number: Numbers, here: Here) -> Step | None:
+def step_of(node: Node, number: Numbers, torch_ops: TorchOps) -> Step | None:
     """The step of a single node, without generated code; None where its value is there."""
     if node.op in ("input", "constant"):
         return None
@@ -424,7 +424,7 @@ def step_of(node: Node, number: Numbers, here: Here) -> Step | None:
         "recv": Receive,
     }
     kind = kinds.get(node.op)
-    return Torch(node, number, here) if kind is None else kind(node, number)
+    return Torch(node, number, torch_ops) if kind is None else kind(node, number)
 
 
 # --- sums, and behind them what ranks compare ----------------------------------------------------
