@@ -436,8 +436,10 @@ class FusedFunction:
             What the function returns, each result in its layout; with `async_op` a `Pending`, whose
             `wait()` returns that.
         """
-        if torch.compiler.is_compiling() and not async_op and stages is None:
-            return self._as_operation(args, kwargs, group)
+        if torch.compiler.is_compiling():
+            if not async_op and stages is None:
+                return self._as_operation(args, kwargs, group)
+            return self._outside(args, kwargs, group, async_op, None, stages)
         return self._start(args, kwargs, group, async_op, None, stages)
 
     def into(
@@ -456,7 +458,8 @@ class FusedFunction:
         them as it computes them where no result needs their old values.
         """
         listed = [targets] if isinstance(targets, torch.Tensor) else list(targets)
-        return self._start(args, kwargs, group, async_op, listed)
+        start = self._outside if torch.compiler.is_compiling() else self._start
+        return start(args, kwargs, group, async_op, listed)
 
     # --- as an operation of torch.compile ----------------------------------------------------
 
@@ -580,6 +583,9 @@ class FusedFunction:
         if plan is None and not program.messages:
             self._earlier.add(call, values)
         return result
+
+    # What has no operation breaks the graph; torch.compile must not trace what is below.
+    _outside = torch._disable_dynamo(_start)
 
     def _prepared(
         self,
