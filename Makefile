@@ -34,7 +34,7 @@ FRAMEWORKS := $(VENV)/.frameworks$(if $(RAY),-ray)
 DOCS := $(VENV)/.docs
 BUILD := $(or $(FUSEDPG_BUILD_DIR),build/cmake)
 NATIVE := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
-CXX_FILES = $(shell find csrc benchmarks tests/cpp tests/fake_gpu patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
+CXX_FILES = $(shell find csrc fusedpg benchmarks tests/cpp tests/fake_gpu patches -name '*.?pp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' -o -name '*.cc')
 
 .PHONY: help

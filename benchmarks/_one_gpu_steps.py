@@ -150,7 +150,7 @@ STEPS: Sequence[Step] = (
         tests("programs.py", k="world1"),
         "passes",
         "no kernel: what the log says of NVRTC or the driver; of one operation: its text in "
-        "`fusion/codegen_cuda_text.py`",
+        "`fusion/generated/program.cuh`",
     ),
     sanitizer(
         1,

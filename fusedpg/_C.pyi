@@ -291,9 +291,6 @@ class _EarlierCalls:
     ) -> tuple[int, list[Any]] | None:
         """The number of the call that this one is like, and its values by position."""
 
-    def seen(self, values: list[Any], targets: Sequence[torch.Tensor]) -> bool:
-        """Whether one came before that this one may be like; notes it."""
-
     def add(self, values: list[Any], targets: Sequence[torch.Tensor], number: int) -> int | None:
         """Remembers a call; the number of one that it is like, and which is forgotten."""
 

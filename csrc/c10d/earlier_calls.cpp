@@ -232,19 +232,6 @@ class EarlierCalls {
     return py::make_tuple(*found, std::move(values));
   }
 
-  // True if an earlier call may be like this one: its first tensor has the same
-  // shape and type, or its first target lies at the same place.
-  bool seen(const py::list& values, const py::object& targets) {
-    const std::vector<PyObject*> borrowed = pointers(values);
-    const std::optional<Call> call = make(borrowed, targets);
-    if (!call) {
-      return false;
-    }
-    const auto [bucket, fresh] = buckets_.try_emplace(call->key);
-    noted_ += fresh ? 1 : 0;
-    return !fresh;
-  }
-
   // Remembers a call by a number; that of the call that it is like and whose
   // place it takes.
   std::optional<size_t> add(
@@ -434,7 +421,7 @@ class EarlierCalls {
 
   std::shared_ptr<Parameters> parameters_;
   std::unordered_map<uint64_t, std::vector<Record>> buckets_;
-  size_t noted_ = 0; // keys and calls
+  size_t noted_ = 0; // calls
 };
 
 } // namespace
@@ -460,7 +447,6 @@ void bind_earlier_calls(py::module_& m) {
           py::arg("args"),
           py::arg("kwargs"),
           py::arg("targets"))
-      .def("seen", &EarlierCalls::seen, py::arg("values"), py::arg("targets"))
       .def(
           "add",
           &EarlierCalls::add,

@@ -1,7 +1,7 @@
-"""What the ranks of a group know of each other: whether all have the function of a generated code.
+"""Whether all ranks of a group have the function of a generated code.
 
-It is kept as long as the group, by the code. Programs come and go on each rank as its other groups
-need them, and a rank that asked again, or had forgotten the answer, would be alone with that.
+The answer is kept as long as the group, by the code. Programs come and go on each rank as its
+other groups need them, and a rank that asked again, or had forgotten the answer, would be alone.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from collections.abc import Hashable
 
 import torch.distributed as dist
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, bool]] = (
+
+class Answer:
+    """Steps of plans keep it: what one of them finds out all of them see."""
+
+    __slots__ = ("all_have_it",)
+
+    def __init__(self) -> None:
+        self.all_have_it: bool | None = None  # None: nobody has asked yet
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Answer]] = (
     weakref.WeakKeyDictionary()
 )
-_refusals = 0
 
 
-def agreed(group: dist.ProcessGroup, code: Hashable) -> bool | None:
-    """Whether all ranks have it; None where nobody has asked yet."""
-    return _known.get(group, {}).get(code)
+def answer(group: dist.ProcessGroup, code: Hashable) -> Answer:
+    """The group's answer for a code."""
+    return _known.setdefault(group, {}).setdefault(code, Answer())
 
 
-def agree(group: dist.ProcessGroup, code: Hashable, all_have_it: bool) -> None:
-    global _refusals
-    _known.setdefault(group, {})[code] = all_have_it
-    _refusals += not all_have_it
-
-
-def refusals() -> int:
-    """Counts the answers "no": who has asked since the last one need not ask again."""
-    return _refusals
-
-
-__all__ = ["agree", "agreed", "refusals"]
+__all__ = ["Answer", "answer"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +18,18 @@ from torch.autograd import forward_ad
 
 from fusedpg import _fork
 from fusedpg._refusal import shared_errors, tell, telling
-from fusedpg.fusion.autograd import Differentiable, attach, wait
+from fusedpg.fusion.autograd import Differentiable, attach
 from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.custom_op import autocast_of, described, number, register
 from fusedpg.fusion.derive import Derived, derive
-from fusedpg.fusion.eager import Executor, Run, say_once
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import REPLICATE, SCALAR, SHARD, Program
 from fusedpg.fusion.local import generated
 from fusedpg.fusion.lower import Parameter, collective, ends, lower
 from fusedpg.fusion.messages import give_up
 from fusedpg.fusion.places import Ranks, check_part, check_targets, refuse, transformed
+from fusedpg.fusion.plan import EarlierCalls, Run, start, wait
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
-from fusedpg.fusion.shortcut import Shortcuts
 from fusedpg.fusion.signature import Signature
 from fusedpg.fusion.trace import ambient, trace
 from fusedpg.fusion.transformations import AsShard, Transformation
@@ -39,6 +39,20 @@ from fusedpg.fusion.tune import tune as tuned
 _STATIC = (bool, str, type(None))
 # Programs that are kept; the oldest goes first.
 _KEPT = 128
+
+_log = logging.getLogger("fusedpg")
+_said = False
+
+
+def _say_once() -> None:
+    global _said
+    if not _said:
+        _said = True
+        _log.info(
+            'fused collectives run as generated code on tensors of the backend "fused", all '
+            "else operation by operation: %s",
+            "docs/guides/fusion.md",
+        )
 
 
 class Pending:
@@ -121,7 +135,7 @@ class FusedFunction:
             weakref.WeakKeyDictionary()
         )
         self._reports: dict[Any, Report] = {}
-        self._shortcuts = Shortcuts(self._signature, self._captured)
+        self._earlier = EarlierCalls(self._signature, self._captured)
         self._lock = _fork.rlock()
         self._handle = register(self)
         self._parameters = tuple(parameters := self._signature.signature.parameters)
@@ -283,7 +297,7 @@ class FusedFunction:
     def _choose(self, key: Any, ranks: Ranks, choice: Any, report: Report) -> None:
         assert ranks.group is not None
         # They are of what was chosen before.
-        self._shortcuts = Shortcuts(self._signature, self._captured)
+        self._earlier = EarlierCalls(self._signature, self._captured)
         for kept, value in (
             (self._tuned.setdefault(ranks.group, {}), choice),
             (self._reports, report),
@@ -422,8 +436,10 @@ class FusedFunction:
             What the function returns, each result in its layout; with `async_op` a `Pending`, whose
             `wait()` returns that.
         """
-        if torch.compiler.is_compiling() and not async_op and stages is None:
-            return self._as_operation(args, kwargs, group)
+        if torch.compiler.is_compiling():
+            if not async_op and stages is None:
+                return self._as_operation(args, kwargs, group)
+            return self._outside(args, kwargs, group, async_op, None, stages)
         return self._start(args, kwargs, group, async_op, None, stages)
 
     def into(
@@ -442,7 +458,8 @@ class FusedFunction:
         them as it computes them where no result needs their old values.
         """
         listed = [targets] if isinstance(targets, torch.Tensor) else list(targets)
-        return self._start(args, kwargs, group, async_op, listed)
+        start = self._outside if torch.compiler.is_compiling() else self._start
+        return start(args, kwargs, group, async_op, listed)
 
     # --- as an operation of torch.compile ----------------------------------------------------
 
@@ -535,53 +552,40 @@ class FusedFunction:
     ) -> Any:
         # Of a tensor with a tangent an earlier call knows nothing.
         if not async_op and stages is None and forward_ad._current_level < 0:
-            known = self._shortcuts.take(group, args, kwargs, targets or ())
+            known = self._earlier.repeat(group, args, kwargs, targets or ())
             if known is not None:
                 return known
         before = shared_errors()
         try:
             values, ranks, wrt, plan, program = self._prepared(args, kwargs, group, targets)
-            executor = Executor(
-                program,
-                ranks.group,
-                ranks.rank,
-                targets or (),
-                async_op=async_op and not program.messages,  # a call that sends stops at messages
-                stages=stages,
-                wrt=wrt,
+            into = targets or ()
+            assert ranks.group is not None
+            place = ranks.group, ranks.rank
+            call, run = start(
+                program, ranks.group, values, into, async_op=async_op, stages=stages, wrt=wrt
             )
-            run = executor.run(values)
         except Exception as error:
             self._refused(args, kwargs, group, stages, error, before)
             raise
-        say_once()
+        _say_once()
         single = plan.derived.single if plan else program.single
 
         def finish(results: list[torch.Tensor]) -> Any:
-            if targets is not None:
-                tensors = [v for v in values.values() if isinstance(v, torch.Tensor)]
-                with torch.no_grad():
-                    # A result may be an argument that is a target of another one.
-                    safe = [
-                        r.clone() if r is not target and _is_any(r, tensors) else r
-                        for target, r in zip(targets, results)
-                    ]
-                    for target, result in zip(targets, safe):
-                        if target is not result:  # written where it was computed
-                            target.copy_(result.reshape(target.shape))
-                results = targets
             if plan is not None:
-                results = attach(plan, (ranks.group, ranks.rank), values, results, stages)
+                results = attach(plan, place, values, results, stages)
             return results[0] if single else tuple(results)
 
-        told = telling(ranks.group, *values.values(), when=executor.meets)
+        told = telling(ranks.group, *values.values(), when=call.meets)
         pending = Pending(run, finish, told)
         if async_op:
             return pending
         result = pending.wait()
         if plan is None and not program.messages:
-            self._shortcuts.add(program, ranks.group, values, targets or ())
+            self._earlier.add(call, values)
         return result
+
+    # What has no operation breaks the graph; torch.compile must not trace what is below.
+    _outside = torch._disable_dynamo(_start)
 
     def _prepared(
         self,
@@ -681,10 +685,6 @@ def _schedule(
     if transformations is None:
         return cheapest(program, one_host)
     return Schedule(program).then(*transformations)
-
-
-def _is_any(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    return any(result is tensor for tensor in tensors)
 
 
 @overload

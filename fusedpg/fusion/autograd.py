@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from fusedpg._refusal import telling
 from fusedpg.fusion.derive import Derived
-from fusedpg.fusion.eager import Executor, Run
+from fusedpg.fusion.plan import complete, start
 from fusedpg.fusion.schedule import Schedule
 
-Place = tuple["dist.ProcessGroup | None", int]  # a group, and this rank's number in it
+Place = tuple[dist.ProcessGroup, int]  # a group, and this rank's number in it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,26 +30,6 @@ class Differentiable:
     @property
     def results(self) -> int:
         return len(self.derived.differentiable)
-
-
-def complete(run: Run) -> list[torch.Tensor]:
-    """The results of a run, waiting for each of its collectives."""
-    with torch.no_grad(), torch._C._DisableAutocast():
-        try:
-            while True:
-                wait(next(run), run)
-        except StopIteration as stop:
-            results: list[torch.Tensor] = stop.value
-            return results
-
-
-def wait(work: Any, run: Run) -> None:
-    """For what a run has stopped at. The run hears of an error, and tells whom it concerns."""
-    try:
-        work.wait()
-    except Exception as error:
-        run.throw(error)
-        raise
 
 
 def kept_values(
@@ -80,9 +60,9 @@ def run_backward(
     arguments |= {name: value for (name, _), value in zip(derived.kept, kept)}
     arguments |= {name: gradients[number] for name, number in derived.seeds}
     device = gradients[0].device if gradients else None
-    executor = Executor(program, *place, stages=stages, device=device)
-    with telling(place[0], *gradients, when=executor.meets):
-        results = complete(executor.run(arguments))
+    call, run = start(program, place[0], arguments, stages=stages, device=device)
+    with telling(place[0], *gradients, when=call.meets):
+        results = complete(run)
     return dict(zip(derived.gradients, results))
 
 

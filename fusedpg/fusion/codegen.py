@@ -12,10 +12,10 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from fusedpg.fusion.codegen_text import HEAD, MATH
 from fusedpg.fusion.ir import Group, Node, Program
 
 FULL, PART, AS_IS, PART_OF_ROWS = 0, 1, 2, 3  # ProgramCall::Operand
@@ -115,9 +115,15 @@ class Source:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
+@functools.cache
+def header(name: str) -> str:
+    """The text of a file in generated/, which stands before generated functions."""
+    return (Path(__file__).parent / "generated" / name).read_text("utf-8")
+
+
 def code(text: str) -> str:
     """A source without its comments, which name lines of the user's file."""
-    return "\n".join(line.split("//")[0].rstrip() for line in text.split("\n"))
+    return "\n".join([line.split("//")[0].rstrip() for line in text.split("\n")])
 
 
 def _stored(node: Node) -> str:
@@ -522,7 +528,7 @@ class _Writer:
             "}",
             "fence();",
         ]
-        head = HEAD + (MATH if math_needed else "")
+        head = header("program.h") + (header("math.h") if math_needed else "")
         return "\n".join([*self._comment(), "", head, *self._function_text(lines), ""])
 
     def _function_text(self, lines: list[str]) -> list[str]:

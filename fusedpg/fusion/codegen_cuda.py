@@ -26,8 +26,8 @@ from fusedpg.fusion.codegen import (
     _computed,
     _stored,
     _Writer,
+    header,
 )
-from fusedpg.fusion.codegen_cuda_text import HEAD, MATH
 from fusedpg.fusion.ir import Group, Node, Program
 
 ENTRY = "fusedpg_program_1"
@@ -155,7 +155,7 @@ class _CudaWriter(_Writer):
             "  }",
             "}",
         ]
-        head = HEAD + (MATH if math_needed else "")
+        head = header("program.cuh") + (header("math.cuh") if math_needed else "")
         return "\n".join([*self._comment(), "", head, *kernel, ""])
 
 

@@ -20,9 +20,7 @@ from fusedpg.fusion.codegen import (
     _stored,
     _Writer,
 )
-from fusedpg.fusion.codegen_rows import _RowWriter
-from fusedpg.fusion.codegen_rows_text import ROWS, ROWS_MATH
-from fusedpg.fusion.codegen_text import HEAD, MATH
+from fusedpg.fusion.codegen_rows import _RowWriter, rows_header
 from fusedpg.fusion.ir import Group, Node, Program
 from fusedpg.fusion.own_rows import LONGEST
 from fusedpg.fusion.rows import Rows
@@ -178,7 +176,7 @@ class _OwnRowWriter(_RowWriter):
             "fence();",
         ]
         math_needed = any(node.op in _MATH for node in order)
-        head = HEAD + ROWS + (MATH + ROWS_MATH if math_needed else "")
+        head = rows_header(math_needed)
         return "\n".join([*self._comment(), "", head, *self._function_text([*before, *rows]), ""])
 
 

@@ -21,9 +21,8 @@ from fusedpg.fusion.codegen import (
     _pattern,
     _stored,
     _Writer,
+    header,
 )
-from fusedpg.fusion.codegen_rows_text import ROWS, ROWS_MATH
-from fusedpg.fusion.codegen_text import HEAD, MATH
 from fusedpg.fusion.ir import PARTIAL, REDUCTIONS, REPLICATE, SHARD, Node, Program
 from fusedpg.fusion.rows import Rows
 
@@ -389,8 +388,14 @@ class _RowWriter(_Writer):
             "}",
         ]
         comment = [f"// {self._program.name}: of each row", *map("// {}".format, self._described())]
-        head = HEAD + ROWS + (MATH + ROWS_MATH if math_needed else "")
+        head = rows_header(math_needed)
         return "\n".join([*comment, "", head, *function, ""])
+
+
+def rows_header(math_needed: bool) -> str:
+    """What stands before functions of rows."""
+    names = ["program.h", "rows.h", *(["math.h", "rows_math.h"] if math_needed else [])]
+    return "".join(map(header, names))
 
 
 def _where(node: Node) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
-from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.alike import NO_MARK, Mark
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
@@ -25,11 +24,12 @@ from fusedpg.fusion.ir import PARTIAL, REPLICATE, SHARD, Group, Node, Program
 from fusedpg.fusion.places import span
 from fusedpg.fusion.scalars import scalars
 
+if TYPE_CHECKING:
+    from fusedpg.fusion.plan import Call
+
 _log = logging.getLogger("fusedpg")
 _lock = _fork.lock()
 _KEPT = 256  # places of tensors that a kernel remembers
-
-Slicer = Callable[..., torch.Tensor]  # of a tensor, a shape, and elements of a row
 
 
 class Kernel:
@@ -44,7 +44,6 @@ class Kernel:
         # Why it runs operation by operation, as far as the program goes: on a CPU, on a GPU.
         self.reason = self.cuda_reason = ""
         self.source: Source | None = None
-        self._address = 0  # of the compiled function
         self._loaded: dict[int, Any] = {}  # by GPU: what the driver has, or 0
         # What `written` found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -67,117 +66,18 @@ class Kernel:
             _log.info("%s runs operation by operation: %s", self._name, self.cuda_reason)
             return None
 
-    def backend(
-        self, group: dist.ProcessGroup | None, values: Mapping[Node, Any], *, on_gpus: bool = True
-    ) -> Any:
+    def backend(self, group: dist.ProcessGroup, device: torch.device) -> Any:
         """The group's backend, if this can run there: the same on all ranks. Else None."""
-        source = self.source
-        if source is None or group is None or not source.scatter.numel:
+        if self.source is None or not self.source.scatter.numel:
             return None
-        if not load_extension()._fusion_settings()[0]:
-            return None
-        contribution = values[source.scatter.operands[0]]
-        if contribution.device.type not in ("cpu", "cuda"):
+        if device.type not in ("cpu", "cuda"):
             return None
         try:
             backend = _backend(group)
         except ValueError:
             return None
-        if backend.on_gpu(contribution) and (not on_gpus or self.cuda_source is None):
-            return None
-        device = contribution.device.type
-        return None if agreed(group, (source.key, device)) is False else backend
-
-    @property
-    def code(self) -> Hashable:
-        """By what ranks tell each other whether they have the function for a CPU."""
-        assert self.source is not None
-        return self.source.key, "cpu"
-
-    def leave(self, group: dist.ProcessGroup, device: str = "cpu") -> None:
-        """A rank of the group has no function: so no rank uses its own again."""
-        assert self.source is not None
-        agree(group, (self.source.key, device), False)
-        _log.info("%s runs operation by operation: a rank has no compiled function", self._name)
-
-    @property
-    def compiled(self) -> int:
-        """The function's address, as far as it has been compiled."""
-        return self._address
-
-    def run(
-        self,
-        group: dist.ProcessGroup,
-        backend: Any,
-        values: dict[Node, Any],
-        slicer: Slicer,
-        rank: int,
-        given: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        async_op: bool,
-        mark: Mark | None,
-    ) -> Generator[Any, None, bool]:
-        """Whether it has been done; then the values that others use are there.
-
-        Args:
-            async_op: else this thread does it, which saves waking another one.
-            mark: what ranks have to have alike besides, if anything.
-        """
-        assert self.source is not None
-        source = self.source
-        contribution = values[source.scatter.operands[0]].contiguous()
-        device = contribution.device
-        on_gpu = backend.on_gpu(contribution)
-        if on_gpu:
-            assert self.cuda_source is not None
-            source = self.cuda_source
-        operands = []
-        for node, _ in source.operands:
-            if node in source.materialised:
-                value = slicer(values[node.operands[0]], node.shape, node.layout.row)
-            else:
-                value = values[node]
-            operands.append(value.contiguous())
-        numbers, seeds = scalars(source, values.__getitem__)
-        length = shard_range(source.scatter.numel, self._program.world_size, rank)[1]
-        results = [
-            targets[place]
-            if place >= 0
-            else torch.empty(
-                node.shape if whole else (length // node.layout.row,),
-                dtype=node.dtype,
-                device=device,
-            )
-            for (node, whole), place in zip(
-                source.outputs, self.written(values, given, targets, device), strict=True
-            )
-        ]
-        code = self.source.key, device.type  # known before there is a source for GPUs
-        first = False
-        if on_gpu:
-            function = self._on_gpu(source, backend, contribution)
-            # Who could not load it again says so, rather than to leave it out.
-            first = not function or agreed(group, code) is None
-            # Whether a rank has none; known, it is not asked again: the host would wait.
-            done = torch.full((int(first),), float(not function), device=device)
-        else:
-            function = self._address or self._compiled(source)
-            done = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        # Who waits when must not decide what ranks know.
-        later = async_op and not first
-        scalar = numbers, seeds
-        given_to = contribution, operands, results, *scalar, done, later
-        work = begin(backend, function, source, *given_to, mark=mark or NO_MARK)
-        if work is not None:
-            yield work
-        if first and not done.item():
-            agree(group, code, True)
-        elif first or not (on_gpu or done.item()):
-            self.leave(group, device.type)
-            return False
-        for (node, _), result in zip(source.outputs, results):
-            values[node] = result
-        return True
+        on_gpu = backend.on_gpu(torch.empty(0, device=device))
+        return None if on_gpu and self.cuda_source is None else backend
 
     def prepared(self, backend: Any, rank: int) -> Any:
         """The operation on CPU tensors of what the program says, which this thread carries out."""
@@ -197,23 +97,19 @@ class Kernel:
             (0, 0, 0, source.row, source.scratch),
         )
 
-    def _on_gpu(self, source: Source, backend: Any, tensor: torch.Tensor) -> Any:
+    def function(self) -> int:
+        """The address of the function for a CPU; 0 where this rank has none."""
+        assert self.source is not None
+        return compile.function(self.source.text, self._name)
+
+    def on_gpu(self, source: Source, backend: Any, tensor: torch.Tensor) -> Any:
+        """What the driver has of the function for the GPU of a tensor, or 0."""
         device = tensor.get_device()
         if device not in self._loaded:
             self._loaded[device] = nvrtc.kernel(source, self._name, backend, tensor)
         return self._loaded[device]
 
-    def _compiled(self, source: Source) -> int:
-        self._address = compile.function(source.text, self._name)
-        return self._address
-
-    def written(
-        self,
-        values: Mapping[Node, Any],
-        given: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        device: torch.device,
-    ) -> tuple[int, ...]:
+    def written(self, call: Call, number: Mapping[Node, int]) -> tuple[int, ...]:
         """For each result the target in which it is computed; -1: in memory of its own.
 
         It depends on which tensors of the call are one and where they lie, which in a training
@@ -221,7 +117,7 @@ class Kernel:
         """
         key = tuple(
             (id(t), t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
-            for t in (*given, *targets)
+            for t in (*call.given, *call.targets)
         )
         found = self._places.get(key)
         if found is None:
@@ -229,8 +125,8 @@ class Kernel:
             spans = _Spans()
             places = []
             for node, _ in self.source.outputs:
-                target = self._target(node, values, given, targets, spans, device)
-                same = (n for n, other in enumerate(targets) if other is target)
+                target = self._target(node, call, number, spans)
+                same = (n for n, other in enumerate(call.targets) if other is target)
                 places.append(next(same, -1))
             if len(self._places) >= _KEPT:
                 self._places.clear()
@@ -238,21 +134,15 @@ class Kernel:
         return found
 
     def _target(
-        self,
-        node: Node,
-        values: Mapping[Node, Any],
-        given: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        spans: _Spans,
-        device: torch.device,
+        self, node: Node, call: Call, number: Mapping[Node, int], spans: _Spans
     ) -> torch.Tensor | None:
         """Where the caller wants a result, if it can be written there while others are computed."""
-        source, program = self.source, self._program
+        source, program, targets = self.source, self._program, call.targets
         assert source is not None
         if not targets or program.outputs.count(node) != 1:
             return None
         target = targets[program.outputs.index(node)]
-        if not target.is_contiguous() or target.is_neg() or target.device != device:
+        if not target.is_contiguous() or target.is_neg() or target.device != call.device:
             return None
         if any(other is not target and spans.overlap(other, target) for other in targets):
             return None
@@ -262,7 +152,7 @@ class Kernel:
         first = next((x for x in whole_ones if x.numel == source.scatter.numel), None)
         whole = dict(source.outputs)[node]
         for argument in program.inputs:
-            value = None if argument.scalar else values.get(argument)
+            value = None if argument.scalar else call.slots[number[argument]]
             if value is None or not spans.overlap(value, target):
                 continue
             # It may be what is read element by element, by nobody else.
@@ -285,9 +175,9 @@ class Kernel:
             # Of a row one pass has written results, and the next one still reads operands.
             if not is_source and source.row > 1:
                 return None
-        # Arguments that are no longer needed have left `values`.
-        for value in given:
-            if spans.overlap(value, target) and not any(value is x for x in values.values()):
+        # Arguments that are no longer needed have left their slots.
+        for value in call.given:
+            if spans.overlap(value, target) and not any(value is x for x in call.slots):
                 return None
         return target
 
@@ -421,6 +311,139 @@ class Alone:
         return alone
 
 
+class Begun:
+    """An operation of a group that has begun."""
+
+    def __init__(self, work: Any, done: torch.Tensor) -> None:
+        self._work = work
+        self._done = done
+
+    def wait(self) -> bool:
+        """Whether it has been done: not where a rank has no compiled function."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._done.item())
+
+
+class Direct:
+    """The one fused collective of a program, which takes its inputs and gives its results.
+
+    What does not change from call to call is looked up once. Values are given by their names.
+    """
+
+    def __init__(self, name: str, source: Source) -> None:
+        self._function = compile.function(source.text, name)
+        self._source = source
+        self._contribution = source.scatter.operands[0].name
+        # Weights of a norm are taken in a wider type.
+        self._operands = [(_input(node).name, node.dtype) for node, _ in source.operands]
+
+    @staticmethod
+    def of(program: Program) -> Direct | None:
+        """None where the program is more than that, or is not generated: alike on all ranks."""
+        groups = [(group, nodes) for group, nodes in program.units if group is not None]
+        others = [node for group, nodes in program.units if group is None for node in nodes]
+        if len(groups) != 1 or any(node.op not in ("input", "constant", "cast") for node in others):
+            return None
+        group, nodes = groups[0]
+        source = kernel(group, nodes, program).source if group.kind == "collective" else None
+        if source is None or not source.scatter.numel or source.materialised:
+            return None
+        outputs = tuple(node for node, _ in source.outputs)
+        given = [source.scatter.operands[0], *(_input(node) for node, _ in source.operands)]
+        given += [*source.numbers, *source.seeds]
+        given += [node.operands[1] for node in source.dropouts]
+        if outputs != program.outputs:
+            return None
+        if any(node.op != "input" for node in given):
+            return None
+        return Direct(program.name, source)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether this rank has a function; the group's operation finds that out for all."""
+        return bool(self._function)
+
+    def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+        return scalars(self._source, lambda node: values[node.name])
+
+    def _read(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [values[name].to(dtype).contiguous() for name, dtype in self._operands]
+
+    def begin(
+        self,
+        backend: Any,
+        values: Mapping[str, Any],
+        results: Sequence[torch.Tensor],
+        *,
+        first: int = 0,
+        runs: int = 0,
+        spacing: int = 0,
+        async_op: bool = False,
+    ) -> Begun:
+        """Writes the results, as an operation of the group.
+
+        Args:
+            first: the index, to dropout, of the first element: for rows of a larger tensor.
+            runs: where each rank gets its part: the contribution is so many runs of equal blocks,
+                one block for each rank in every run, and the part is this rank's blocks. 0: it is
+                shard_range.
+            spacing: of the first elements of neighbouring blocks, their distance in that tensor.
+        """
+        numbers, seeds = self._given(values)
+        done = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        work = begin(
+            backend,
+            self._function,
+            self._source,
+            values[self._contribution].contiguous(),
+            self._read(values),
+            results,
+            numbers,
+            seeds,
+            done,
+            async_op,
+            first,
+            runs,
+            spacing,
+        )
+        return Begun(work, done)
+
+    def here(self, values: Mapping[str, Any], result: torch.Tensor, *, first: int = 0) -> None:
+        """The computation alone, on whole tensors: the contribution is taken for the sum.
+
+        It is given in the type that sums have, which is float for 16-bit types. `first` is as in
+        `begin`.
+        """
+        numbers, seeds = self._given(values)
+        total = values[self._contribution].contiguous()
+        operands = self._read(values)
+        scatter, (of_result, _) = self._source.scatter, self._source.outputs[0]
+        assert scatter.dtype is not None
+        wide = torch.float32 if scatter.dtype.itemsize == 2 else scatter.dtype
+        pairs = [(scatter, total, wide), (of_result, result, of_result.dtype)]
+        pairs += [(n, x, n.dtype) for (n, _), x in zip(self._source.operands, operands)]
+        for node, tensor, dtype in pairs:
+            fits = tensor.dtype is dtype and tensor.numel() == node.numel
+            if not fits or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise unfit(node, tensor)
+        load_extension()._call_generated(
+            self._function,
+            total,
+            operands,
+            [result],
+            numbers,
+            [*seeds, *self._source.periods],
+            first,
+            result.numel(),
+        )
+
+
+def _input(node: Node) -> Node:
+    """What a value is, or is cast from."""
+    return node.operands[0] if node.op == "cast" else node
+
+
 def generated(program: Program, device: str = "cpu") -> str:
     """The source of a program's fused collectives on a kind of device, or why there is none."""
     parts = []
@@ -436,6 +459,8 @@ def generated(program: Program, device: str = "cpu") -> str:
 __all__ = [
     "AS_IS",
     "Alone",
+    "Begun",
+    "Direct",
     "Kernel",
     "begin",
     "generated",

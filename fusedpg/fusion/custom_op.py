@@ -21,11 +21,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusedpg._refusal import telling
-from fusedpg.fusion.autograd import Differentiable, complete, kept_values, numbers_of, run_backward
+from fusedpg.fusion.autograd import Differentiable, kept_values, numbers_of, run_backward
 from fusedpg.fusion.derive import Derived
-from fusedpg.fusion.eager import Executor
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.places import held
+from fusedpg.fusion.plan import complete, start
 
 if TYPE_CHECKING:
     from fusedpg.fusion.api import FusedFunction
@@ -134,7 +134,7 @@ def fused_function(
         values = _values(function, kinds, tensors, _read(floats), ints)
         with _autocast(state):
             plan, program, place = function.planned(values, _group(group), _names(wrt))
-        results = complete(Executor(program, *place).run(values))
+        results = complete(start(program, place[0], values)[1])
     count = plan.results if plan else len(results)
     single = plan.derived.single if plan else program.single
     number = [torch.tensor(_keep(function, plan), device="cpu")] if plan else []

@@ -7,29 +7,24 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
 from fusedpg.fusion import compile, compiled
-from fusedpg.fusion.agreed import agree, agreed
 from fusedpg.fusion.codegen import Unsupported, code
-from fusedpg.fusion.codegen_rows import BROADCAST, CHUNK, SLICE, RowSource, generate_rows
+from fusedpg.fusion.codegen_rows import CHUNK, SLICE, RowSource, generate_rows
 from fusedpg.fusion.ir import SHARD, Node, Program
-from fusedpg.fusion.scalars import scalars
 
 _log = logging.getLogger("fusedpg")
 _lock = _fork.lock()
 _LEAST = 1 << 15  # elements that are worth a thread
 _pool: ThreadPoolExecutor | None = None
-
-Slicer = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -59,74 +54,20 @@ class LocalKernel:
         self.source: RowSource | None = None
         self._address: int | None = None  # of the compiled function; 0: there is none
         self._extents: dict[int, _Extent] = {}
-        self._code = ""
+        self.code = ""
         try:
             self.source = generate_rows(nodes, program)
-            self._code = code(self.source.text)
+            self.code = code(self.source.text)
         except Unsupported as unsupported:
             self.reason = f"{unsupported} is not generated"
             _log.info("%s computes operation by operation: %s", program.name, self.reason)
 
-    def run(
-        self,
-        values: dict[Node, Any],
-        slicer: Slicer,
-        group: dist.ProcessGroup | None,
-        rank: int,
-    ) -> Generator[Any, None, bool]:
-        """Whether it has been done; then the values that others use are there.
-
-        The first run on a group is a collective: where one rank cannot, none does, or values that
-        are alike on all ranks would not be.
-        """
-        source = self.source
-        if source is None:
-            return False
-        wanted = bool(load_extension()._fusion_settings()[0])
-        if not all(_on_cpu(values, node) for node, _, _ in source.operands):
-            return False
-        if self._world_size > 1:
-            there = group if group is not None else dist.distributed_c10d._get_default_group()
-            # By whether code is wanted: who does not want it has to be asked, too.
-            key = "rows", wanted, self._code
-            if agreed(there, key) is None:
-                able = float(wanted and self._found(source))
-                flag = torch.tensor([able], dtype=torch.float32, device="cpu")
-                yield dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True)
-                agree(there, key, bool(flag.item()))
-                if not flag.item():
-                    _log.info("%s: a rank has no compiled function", self._name)
-            if not agreed(there, key) or not self._found(source):
-                return False
-        elif not wanted or not self._found(source):
-            return False
-        self._compute(source, values, slicer, rank)
-        return True
-
-    def usable(self, group: dist.ProcessGroup) -> bool:
-        """Whether a call like one that has been carried out can be."""
-        wanted = bool(load_extension()._fusion_settings()[0])
-        known = self._world_size == 1 or agreed(group, ("rows", wanted, self._code))
-        return wanted and bool(known) and bool(self._address)
-
-    def _found(self, source: RowSource) -> bool:
+    def function(self) -> int:
+        """The address of the compiled function; 0 where this rank has none."""
         if self._address is None:
-            self._address = compile.function(source.text, self._name)
-        return bool(self._address)
-
-    def _compute(
-        self, source: RowSource, values: dict[Node, Any], slicer: Slicer, rank: int
-    ) -> None:
-        operands = []
-        for node, how, shape in source.operands:
-            if how == SLICE:
-                value = slicer(values[node.operands[0]], shape)
-            else:
-                value = values[node]
-                value = value.expand(shape) if how == BROADCAST else value
-            operands.append(value.contiguous())
-        results = self.compute(operands, *scalars(source, values.__getitem__), rank)
-        values.update(zip(source.outputs, results))
+            assert self.source is not None
+            self._address = compile.function(self.source.text, self._name)
+        return self._address
 
     def compute(
         self,
@@ -189,12 +130,6 @@ class _Extent:
             count = math.prod(shape)
             sliced = how == SLICE or node.layout == SHARD
             self.counts.append(shard_range(count, world_size, rank)[1] if sliced else count)
-
-
-def _on_cpu(values: Mapping[Node, Any], node: Node) -> bool:
-    """Of a slice that is not made yet: where its tensor is."""
-    value = values[node] if node in values else values[node.operands[0]]
-    return bool(value.device.type == "cpu")
 
 
 def local_kernel(group: Any, nodes: tuple[Node, ...], program: Program) -> LocalKernel:

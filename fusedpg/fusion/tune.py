@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from fusedpg._refusal import telling
-from fusedpg.fusion.autograd import complete
-from fusedpg.fusion.eager import Executor
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.places import Ranks, held
+from fusedpg.fusion.plan import complete, start
 from fusedpg.fusion.schedule import Schedule, ordered
 from fusedpg.fusion.tune_cache import known, remember
 
@@ -243,13 +242,8 @@ def _call(
     targets: Sequence[torch.Tensor],
 ) -> Callable[[], object]:
     def call() -> None:
-        executor = Executor(schedule.program, ranks.group, ranks.rank, targets)
         with telling(ranks.group, *arguments.values()):  # the others are in its collectives
-            results = complete(executor.run(arguments))
-        with torch.no_grad():
-            for target, result in zip(targets, results):
-                if result is not target:
-                    target.copy_(result.reshape(target.shape))
+            complete(start(schedule.program, ranks.group, arguments, targets)[1])
 
     return call
 

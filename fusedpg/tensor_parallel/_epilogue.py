@@ -19,7 +19,7 @@ from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, group_info, shard_range
 from fusedpg.fusion.api import FusedFunction
-from fusedpg.fusion.direct import Direct
+from fusedpg.fusion.compiled import Direct
 from fusedpg.fusion.errors import IllegalTransformation
 from fusedpg.fusion.philox import kept
 from fusedpg.tensor_parallel import _programs as programs

@@ -51,6 +51,7 @@ CAPABILITIES = {
     "fused optimizers": ["test_optim*.py", "test_dcp.py"],
     "fused operators": ["test_fused_ops.py"],
     "fused functions": ["test_fusion*.py", "test_private.py"],
+    "Python frames of a call": ["test_walks.py"],
     "tensor parallel": ["test_tensor_parallel*.py", "test_sequence_parallel.py"],
     "compression": ["test_compress*.py", "test_quantized.py"],
     "plans": ["test_plan*.py"],

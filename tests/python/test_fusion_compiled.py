@@ -74,6 +74,10 @@ def test_without_a_compiler_on_one_rank() -> None:
     harness.pool(2).run(compiled.without_compiler)
 
 
+def test_answers_of_groups() -> None:
+    harness.pool(3).run(compiled.answers_of_groups)
+
+
 def test_operands_that_do_not_fit() -> None:
     harness.pool(2).run(compiled.operands_that_do_not_fit)
 

@@ -55,10 +55,17 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.dim() < 2 else x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
+def forget_answers() -> None:
+    """As if this rank had never asked; plans keep the answers, too."""
+    for of_group in agreed._known.values():
+        for answer in of_group.values():
+            answer.all_have_it = None
+
+
 def forget() -> None:
     """What is known of functions: who has compiled them, on all ranks at once."""
     compiling._functions.clear()
-    agreed._known.clear()
+    forget_answers()
 
 
 def reductions(program: Program) -> int:
@@ -233,6 +240,27 @@ def without_compiler(context: Context) -> None:
             for _ in range(2):
                 assert torch.equal(run(x, x), x - 0.25 * x)
     assert done() == before
+    forget()
+
+
+def answers_of_groups(context: Context) -> None:
+    """A rank without a compiler is in one group and not in another, which runs generated code."""
+
+    def step(g: fusion.Partial, w: fusion.Replicate) -> Any:
+        return w - 0.125 * fusion.all_reduce(g)
+
+    run = fusedpg.fuse(step).scheduled(fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
+    x, last = torch.arange(64.0), context.world_size - 1
+    others = dist.new_group(list(range(last)))
+    forget()
+    missing = {"CXX": "/nowhere/c++"} if context.rank == last else {}
+    with tempfile.TemporaryDirectory() as empty, compiles(context):
+        with environment(FUSEDPG_CACHE_DIR=empty, **missing):
+            assert torch.equal(run(x, x), x - 0.125 * context.world_size * x)
+            if context.rank != last:
+                assert torch.equal(run(x, x, group=others), x - 0.125 * last * x)
+                assert fusedpg.stats(others)["fused_program"]["calls"] == 1
+    dist.barrier(group=context.oracle)
     forget()
 
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 import fusedpg
 from checks import fusion as checks
-from checks.compiled import compiles, done, environment
+from checks.compiled import compiles, done, environment, forget_answers
 from checks.cuda_order import Scene
 from fusedpg import fusion
-from fusedpg.fusion import agreed, codegen_cuda, nvrtc
+from fusedpg.fusion import codegen_cuda, nvrtc
 from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import Program
 from harness import Context
@@ -289,7 +289,7 @@ def disagree(context: Context, kind: str) -> None:
         elif kind == "programs":
             runs[rank](x, x)
         elif rank:  # has forgotten what it knew
-            agreed._known.clear()
+            forget_answers()
             numbers(x, x, lr=0.5)
         dist.barrier()
 

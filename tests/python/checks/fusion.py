@@ -422,7 +422,7 @@ def products(context: Context) -> None:
 
 
 def spellings(context: Context) -> None:
-    """torch's functional all_reduce, a group, a Shard as result, and its full sizes."""
+    """torch's functional all_reduce, a group, a factor of a sum, and a Shard and its full sizes."""
     size, rank = context.world_size, context.rank
     world = dist.group.WORLD
     fused = fusedpg.fuse(lambda x: 2 * funcol.all_reduce(x, "avg", world))
@@ -433,6 +433,9 @@ def spellings(context: Context) -> None:
         assert "names another" in str(error)
     else:
         raise AssertionError("another group than the call's")
+
+    scaled = fusedpg.fuse(lambda x: torch.add(y := fusion.all_reduce(x), y * y, alpha=3))
+    assert scaled(torch.ones(2)).tolist() == [size + 3.0 * size * size] * 2
 
     def step(g: fusion.Partial, m: fusion.Replicate) -> fusion.Shard:
         return m + fusion.reduce_scatter(g)

@@ -231,7 +231,20 @@ def cut_rows(context: Context) -> None:
     cases += [((size, 48), 0, 0, 48)] * (size > 1) + [((4 * size, 32), 0, 0, 0)]
     for shape, first, runs, row in cases:
         x, done = torch.ones(shape), torch.zeros(1, dtype=torch.uint8)
-        given = found.compiled, key, "sum", x, [], [], [], [x.clone()], [not runs], [], [row], done
+        given = (
+            found.function(),
+            key,
+            "sum",
+            x,
+            [],
+            [],
+            [],
+            [x.clone()],
+            [not runs],
+            [],
+            [row],
+            done,
+        )
         with refused("whole rows", ValueError):
             backend.fused_program_(*given, False, (first, runs, 0, row, scratch))
 

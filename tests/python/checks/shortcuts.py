@@ -17,7 +17,7 @@ import fusedpg
 from checks.compiled import compiles, done
 from checks.refused import refused
 from fusedpg import fusion
-from fusedpg.fusion import shortcut
+from fusedpg.fusion import plan as plans
 from harness import Context
 
 SCHEDULE = (fusion.Split(), fusion.AsShard(), fusion.Reorder(), fusion.FuseCollective())
@@ -40,16 +40,16 @@ def step(
 
 @contextlib.contextmanager
 def taken() -> Iterator[list[bool]]:
-    """Of each call that might take one: whether it did."""
+    """Of each call that might be like an earlier one: whether its plan was found by that."""
     found: list[bool] = []
-    real = shortcut.Shortcuts.take
+    real = plans.EarlierCalls.repeat
 
-    def take(self: Any, *args: Any) -> Any:
+    def repeat(self: Any, *args: Any) -> Any:
         result = real(self, *args)
         found.append(result is not None)
         return result
 
-    with mock.patch.object(shortcut.Shortcuts, "take", take):
+    with mock.patch.object(plans.EarlierCalls, "repeat", repeat):
         yield found
 
 
@@ -172,14 +172,15 @@ def without_function(context: Context) -> None:
         assert found[-1]
         before, count = done(), len(found)
         if context.rank == context.world_size - 1:
-            shortcuts = calls.run._shortcuts._found[dist.group.WORLD].shortcuts
-            assert shortcuts
-            for known in shortcuts.values():
-                for found_kernel in known._kernels:
-                    found_kernel._address = 0
+            earlier = calls.run._earlier._of_groups[dist.group.WORLD].known
+            assert earlier
+            for known in earlier.values():
+                for step in known.plan.fused:
+                    step.function = 0
         for _ in range(3):
             calls.call(drawn)
-        assert found[count:] and not any(found[count:])
+        # Beside each is one of `plain`. The first finds it out; no other is found.
+        assert found[count:] == [False, True, *[False] * 4]
         # The one that found it out, and each call's reduction, which has a function of its own.
         assert done() <= before + 1 + 3
 

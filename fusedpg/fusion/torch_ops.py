@@ -18,8 +18,8 @@ from fusedpg.fusion.scalars import checked
 _EMPTY = {"local_max": -torch.inf, "local_min": torch.inf}
 
 
-class Here:
-    """A rank of so many."""
+class TorchOps:
+    """What is computed on one rank of so many."""
 
     def __init__(self, world_size: int, rank: int) -> None:
         self._world_size = world_size
@@ -122,4 +122,4 @@ def matmul(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor:
     return torch.matmul(a, b.t() if transposed else b)
 
 
-__all__ = ["Here", "matmul", "own"]
+__all__ = ["TorchOps", "matmul", "own"]

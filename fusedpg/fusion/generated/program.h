@@ -1,6 +1,3 @@
-"""What stands before each generated function."""
-
-HEAD = """\
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -93,11 +90,17 @@ inline void stream_vector(char* to, const char* from) {
   Vector value;
   std::memcpy(&value, from, sizeof value);
 #if defined(__AVX512F__)
-  asm volatile("vmovntdq %1, %0" : "=m"(*reinterpret_cast<Vector*>(to)) : "v"(value));
+  asm volatile("vmovntdq %1, %0"
+               : "=m"(*reinterpret_cast<Vector*>(to))
+               : "v"(value));
 #elif defined(__AVX2__)
-  asm volatile("vmovntdq %1, %0" : "=m"(*reinterpret_cast<Vector*>(to)) : "x"(value));
+  asm volatile("vmovntdq %1, %0"
+               : "=m"(*reinterpret_cast<Vector*>(to))
+               : "x"(value));
 #else
-  asm volatile("movntdq %1, %0" : "=m"(*reinterpret_cast<Vector*>(to)) : "x"(value));
+  asm volatile("movntdq %1, %0"
+               : "=m"(*reinterpret_cast<Vector*>(to))
+               : "x"(value));
 #endif
 }
 #endif
@@ -128,11 +131,17 @@ inline T* place(const Output& output, T* tile, uint64_t at) {
   return output.direct ? static_cast<T*>(output.to[0]) + at : tile;
 }
 template <typename T>
-inline void deliver(const Output& output, const T* values, uint64_t at, uint64_t n) {
+inline void deliver(
+    const Output& output,
+    const T* values,
+    uint64_t at,
+    uint64_t n) {
   for (uint64_t k = output.direct ? 1 : 0; k < output.num; ++k) {
     write(
         reinterpret_cast<char*>(static_cast<T*>(output.to[k]) + at),
-        reinterpret_cast<const char*>(values), n * sizeof(T), output.stream);
+        reinterpret_cast<const char*>(values),
+        n * sizeof(T),
+        output.stream);
   }
 }
 // Streamed stores are weakly ordered: who is told afterwards that the data are there must see them.
@@ -170,7 +179,11 @@ inline T lesser(T a, T b) {
 // Operands that repeat with a period, or stay for so many elements.
 template <typename T>
 inline void rows(
-    T* to, const T* from, uint64_t period, uint64_t begin, uint64_t count) {
+    T* to,
+    const T* from,
+    uint64_t period,
+    uint64_t begin,
+    uint64_t count) {
   uint64_t at = begin % period;
   for (uint64_t i = 0; i < count;) {
     const uint64_t n = period - at < count - i ? period - at : count - i;
@@ -183,7 +196,11 @@ inline void rows(
 }
 template <typename T>
 inline void columns(
-    T* to, const T* from, uint64_t stay, uint64_t begin, uint64_t count) {
+    T* to,
+    const T* from,
+    uint64_t stay,
+    uint64_t begin,
+    uint64_t count) {
   for (uint64_t i = 0; i < count; ++i) {
     to[i] = from[(begin + i) / stay];
   }
@@ -192,7 +209,10 @@ inline void columns(
 // Philox4x32-10: the words of elements `begin` to `begin + count`; element i
 // has word i % 4 of block i / 4. Returns where the first one is.
 inline const uint32_t* philox(
-    uint32_t* words, uint64_t seed, uint64_t begin, uint64_t count) {
+    uint32_t* words,
+    uint64_t seed,
+    uint64_t begin,
+    uint64_t count) {
   const uint64_t first = begin / 4;
   const uint64_t blocks = (begin + count + 3) / 4 - first;
   VECTORISE
@@ -219,75 +239,3 @@ inline const uint32_t* philox(
 }
 
 } // namespace
-"""
-
-MATH = """\
-#include <ATen/cpu/vec/vec.h>
-
-namespace {
-
-template <typename T>
-using Vec = at::vec::Vectorized<T>;
-
-// The formulas of torch's kernels.
-template <typename T>
-Vec<T> exp_of(const Vec<T>& x) {
-  return x.exp();
-}
-template <typename T>
-Vec<T> log_of(const Vec<T>& x) {
-  return x.log();
-}
-template <typename T>
-Vec<T> tanh_of(const Vec<T>& x) {
-  return x.tanh();
-}
-template <typename T>
-Vec<T> erf_of(const Vec<T>& x) {
-  return x.erf();
-}
-// at::vec's own for float is off by up to 2e-7 everywhere: nothing is left of erf(1e-20).
-template <>
-inline Vec<float> erf_of(const Vec<float>& x) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return Sleef_erff16_u10(x);
-#elif defined(CPU_CAPABILITY_AVX2)
-  return Sleef_erff8_u10(x);
-#else
-  return x.erf();
-#endif
-}
-template <typename T>
-Vec<T> sigmoid_of(const Vec<T>& x) {
-  return Vec<T>(1) / (Vec<T>(1) + x.neg().exp());
-}
-template <typename T>
-Vec<T> silu_of(const Vec<T>& x) {
-  return x / (Vec<T>(1) + x.neg().exp());
-}
-template <typename T>
-Vec<T> gelu_of(const Vec<T>& x) {
-  const Vec<T> alpha(T(M_SQRT1_2));
-  return x * Vec<T>(T(0.5)) * (Vec<T>(1) + (x * alpha).erf());
-}
-template <typename T>
-Vec<T> gelu_tanh_of(const Vec<T>& x) {
-  const Vec<T> beta(T(M_SQRT2 * M_2_SQRTPI * 0.5));
-  const Vec<T> inner = beta * (x + Vec<T>(T(0.044715)) * (x * x * x));
-  return Vec<T>(T(0.5)) * x * (Vec<T>(1) + inner.tanh());
-}
-
-template <typename T>
-void apply(T* tile, uint64_t count, Vec<T> (*function)(const Vec<T>&)) {
-  constexpr uint64_t kLanes = Vec<T>::size();
-  static_assert(kTile % kLanes == 0);
-  for (uint64_t i = count; i % kLanes != 0; ++i) {
-    tile[i] = 0;
-  }
-  for (uint64_t i = 0; i < count; i += kLanes) {
-    function(Vec<T>::loadu(tile + i)).store(tile + i);
-  }
-}
-
-} // namespace
-"""

@@ -1,6 +1,3 @@
-"""What stands before generated functions of rows, behind the text of codegen_text."""
-
-ROWS = """\
 namespace {
 
 template <typename T>
@@ -56,17 +53,3 @@ inline T min_of(const T* x, uint64_t n) {
 }
 
 } // namespace
-"""
-
-ROWS_MATH = """\
-namespace {
-
-template <typename T>
-T one_of(T x, Vec<T> (*function)(const Vec<T>&)) {
-  alignas(64) T values[Vec<T>::size()];
-  function(Vec<T>(x)).store(values);
-  return values[0];
-}
-
-} // namespace
-"""

@@ -1,0 +1,508 @@
+"""The kinds of steps that a plan consists of.
+
+A step reads and writes the slots of a call, one slot for each value. It returns None where it is
+done, else an iterator that stops at each Work which has to be waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fusedpg.functional import shard_range
+from fusedpg.fusion import alike
+from fusedpg.fusion.agreed import answer
+from fusedpg.fusion.codegen_rows import BROADCAST, SLICE
+from fusedpg.fusion.compiled import Kernel, begin, with_mark
+from fusedpg.fusion.ir import Group, Node
+from fusedpg.fusion.local import LocalKernel
+from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
+from fusedpg.fusion.scalars import scalars
+from fusedpg.fusion.torch_ops import TorchOps, matmul
+
+if TYPE_CHECKING:
+    from fusedpg.fusion.plan import Call
+
+_log = logging.getLogger("fusedpg")
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+# Newer names of the same functions, where torch has them.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Stops = Iterator[Any] | None
+Numbers = Mapping[Node, int]  # of the slots in which values are
+
+
+class Step:
+    """A part of a plan."""
+
+    meets = False  # whether it is an operation of the group, in which ranks wait for each other
+
+    def run(self, call: Call) -> Stops:
+        raise NotImplementedError
+
+
+# --- what a rank computes for itself -------------------------------------------------------------
+
+
+class Scalar(Step):
+    """A number that is computed from numbers."""
+
+    def __init__(self, node: Node, number: Numbers) -> None:
+        self._function = SCALAR_OPS[node.op]
+        self._at, self._read = number[node], [number[operand] for operand in node.operands]
+
+    def run(self, call: Call) -> Stops:
+        slots = call.slots
+        slots[self._at] = self._function(*[slots[at] for at in self._read])
+        return None
+
+
+class Torch(Step):
+    """An operation that torch's functions compute."""
+
+    def __init__(self, node: Node, number: Numbers, torch_ops: TorchOps) -> None:
+        self._node, self._compute = node, torch_ops.compute
+        self._at, self._read = number[node], [number[operand] for operand in node.operands]
+        # A number may be one that no float64 holds, and dropout has a mask to make.
+        scalar = any(operand.scalar for operand in node.operands)
+        self._quick = None if scalar else POINTWISE.get(node.op)
+        self._attributes = dict(node.attributes)
+
+    def run(self, call: Call) -> Stops:
+        slots, node = call.slots, self._node
+        given = [slots[at] for at in self._read]
+        value = None if self._quick is None else self._quick(*given, **self._attributes)
+        if value is None or value.dtype is not node.dtype:
+            value = self._compute(node, given)
+        slots[self._at] = value
+        return None
+
+
+class LocalRows(Step):
+    """A group of kind "compute" as generated code, where all ranks have it."""
+
+    def __init__(self, call: Call, kernel: LocalKernel, nodes: tuple[Node, ...]) -> None:
+        self._kernel, self._nodes = kernel, nodes
+        assert kernel.source is not None
+        self._source, number = kernel.source, call.plan.number
+        self._operands = [
+            (number[node.operands[0] if how == SLICE else node], how, shape)
+            for node, how, shape in kernel.source.operands
+        ]
+        self._written = [number[node] for node in kernel.source.outputs]
+
+    def run(self, call: Call) -> Stops:
+        plan, slots = call.plan, call.slots
+        usable = plan.rows_usable(call)
+        if usable is None:
+            return self._asked(call)
+        if not usable:
+            return plan.instead(call, self._nodes, of_a_group=True)
+        given = []
+        for at, how, shape in self._operands:
+            value = slots[at]
+            if how == SLICE:
+                value = plan.torch.slice(value, shape)
+            elif how == BROADCAST:
+                value = value.expand(shape)
+            given.append(value.contiguous())
+        numbers = scalars(self._source, lambda node: slots[plan.number[node]])
+        results = self._kernel.compute(given, *numbers, plan.rank)
+        for at, value in zip(self._written, results):
+            slots[at] = value
+        return None
+
+    def _asked(self, call: Call) -> Iterator[Any]:
+        yield from call.plan.ask(call)
+        yield from self.run(call) or ()
+
+
+# --- operations of the group ---------------------------------------------------------------------
+
+
+class Fused(Step):
+    """A fused collective as generated code; on ranks of which one has none, node by node.
+
+    The group's operation tells whether all ranks have the function: it does nothing where one
+    has not.
+    """
+
+    meets = True
+
+    def __init__(
+        self,
+        call: Call,
+        kernel: Kernel,
+        backend: Any,
+        number: Numbers,
+        nodes: tuple[Node, ...],
+        alone: bool = False,
+    ) -> None:
+        """`number`: of what the kernel reads and gives. `nodes`: those that it carries out.
+        `alone`: whether that is a reduction with nothing around it."""
+        source, plan = kernel.source, call.plan
+        assert source is not None
+        self.kernel, self._backend, self._nodes, self._alone = kernel, backend, nodes, alone
+        # The operation of a program that is one group says all that ranks have to compare.
+        self._marked = alone or not plan.program.one_group
+        self.answer = answer(call.group, (source.key, call.device.type))
+        self.function: int | None = None  # the compiled function's address; 0: there is none
+        self._on_gpu = bool(backend.on_gpu(torch.empty(0, device=call.device)))
+        self._prepared: Any = None  # the operation on a CPU, by the thread that calls
+        if self._on_gpu:
+            assert kernel.cuda_source is not None
+            source = kernel.cuda_source
+        else:
+            self._prepared = kernel.prepared(backend, plan.rank)
+        self._source, self._number = source, number
+        self._read: list[int] = []
+        self._slices: list[tuple[int, int, Node]] = []  # where in what is read, of which value
+        for node in (source.scatter.operands[0], *(node for node, _ in source.operands)):
+            if node in source.materialised:
+                self._slices.append((len(self._read), number[node.operands[0]], node))
+                self._read.append(-1)
+            else:
+                self._read.append(number[node])
+        self._written = [number[node] for node, _ in source.outputs]
+        self._bare = not (source.numbers or source.seeds or source.dropouts)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call that has run would take the function again."""
+        return bool(self.function) and self.answer.all_have_it is not False
+
+    def run(self, call: Call) -> Stops:
+        if not call.compiles or self.answer.all_have_it is False:
+            return call.plan.instead(call, self._nodes, of_a_group=not self._alone)
+        slots = call.slots
+        given = [slots[at].contiguous() if at >= 0 else None for at in self._read]
+        for at, whole, node in self._slices:
+            value = call.plan.torch.slice(slots[whole], node.shape, node.layout.row)
+            given[at] = value.contiguous()
+        numbers: Sequence[float] = ()
+        seeds: Sequence[int] = ()
+        if not self._bare:
+            numbers, seeds = scalars(self._source, lambda node: slots[self._number[node]])
+        mark, unmarked = alike.NO_MARK, call.unmarked
+        if unmarked:
+            call.unmarked = False
+            mark = call.plan.mark(slots) if self._marked else mark
+        results = self._results(call) if call.targets and not self._alone else []
+        if self._prepared is None or call.async_op:
+            return self._begin(call, given, results, numbers, seeds, mark, unmarked)
+        made = self._prepared.run(
+            self._function(), given, results, with_mark(numbers, mark), seeds, mark.program
+        )
+        if made is None:
+            return self._lost(call, unmarked)
+        for at, value in zip(self._written, made):
+            slots[at] = value
+        return None
+
+    def _function(self) -> int:
+        if self.function is None:
+            self.function = self.kernel.function()
+        return self.function
+
+    def _results(self, call: Call) -> list[torch.Tensor]:
+        """The targets that this writes, and new tensors; nothing where all are new."""
+        if not call.repeats:
+            call.places = self.kernel.written(call, self._number)
+        places = call.places
+        if max(places) < 0:
+            return []
+        return [
+            call.targets[place] if place >= 0 else self._new(call, number)
+            for number, place in enumerate(places)
+        ]
+
+    def _new(self, call: Call, number: int) -> torch.Tensor:
+        """Memory for the result of this number."""
+        node, whole = self._source.outputs[number]
+        length = shard_range(self._source.scatter.numel, call.plan.size, call.plan.rank)[1]
+        shape = node.shape if whole else (length // node.layout.row,)
+        return torch.empty(shape, dtype=node.dtype, device=call.device)
+
+    def _begin(
+        self,
+        call: Call,
+        given: list[Any],
+        results: list[torch.Tensor],
+        numbers: Sequence[float],
+        seeds: Sequence[int],
+        mark: alike.Mark,
+        unmarked: bool,
+    ) -> Iterator[Any]:
+        """On a GPU, or with another thread's help."""
+        results = results or [self._new(call, n) for n in range(len(self._written))]
+        first = False
+        if self._on_gpu:
+            function = self.kernel.on_gpu(self._source, self._backend, given[0])
+            # A rank that failed to load it again reports that instead of leaving the call out.
+            first = not function or self.answer.all_have_it is None
+            # Whether a rank has none; known, it is not asked again: the host would wait.
+            done = torch.full((int(first),), float(not function), device=call.device)
+        else:
+            function = self._function()
+            done = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        # What ranks know must not depend on when each of them waits.
+        later = call.async_op and not first
+        read = given[0], given[1:], results, numbers, seeds, done, later
+        work = begin(self._backend, function, self._source, *read, mark=mark)
+        if work is not None:
+            yield work
+        if first and not done.item():
+            self.answer.all_have_it = True
+        elif first or not (self._on_gpu or done.item()):
+            yield from self._lost(call, unmarked) or ()
+            return
+        for at, value in zip(self._written, results):
+            call.slots[at] = value
+
+    def _lost(self, call: Call, unmarked: bool) -> Stops:
+        """A rank of the group has no function: no rank uses its own again."""
+        self.answer.all_have_it = False
+        call.unmarked = unmarked  # node by node it is compared again
+        name = call.plan.program.name
+        _log.info("%s runs operation by operation: a rank has no compiled function", name)
+        return call.plan.instead(call, self._nodes, of_a_group=not self._alone)
+
+
+class Reduction(Step):
+    """A reduction over the ranks by the group's own collectives."""
+
+    meets = True
+
+    def __init__(self, node: Node, number: Numbers) -> None:
+        self._node, self._at, self._read = node, number[node], number[node.operands[0]]
+
+    def run(self, call: Call) -> Iterator[Any]:
+        node, value, size = self._node, call.slots[self._read], call.plan.size
+        op = node.attribute("op")
+        if node.op == "all_reduce":
+            work, total = begin_sum(call, op, value, call.async_op)
+            yield from _waited(work)
+            call.slots[self._at] = end_sum(call, op, total, node.shape).to(node.dtype)
+            return
+        length = call.plan.torch.range(node.shape)[1]
+        wide = _widened(value).reshape(-1)
+        if size == 1 or not node.numel:
+            total = wide.clone()
+        else:
+            chunk = shard_range(node.numel, size, 0)[1]
+            whole = _padded(wide, chunk * size).view(size, chunk)
+            words = _words(call, op, whole)
+            if len(words):
+                whole = torch.cat([whole, words.expand(size, -1)], 1)
+            total = whole.new_empty(whole.shape[1])
+            yield from _waited(
+                _reduce_scatter(
+                    total,
+                    whole.view(-1),
+                    op=_REDUCE_OPS[op],
+                    group=call.group,
+                    async_op=call.async_op,
+                )
+            )
+            _compare(call, op, total[chunk:])
+            total = total[:length]
+        call.slots[self._at] = end_sum(call, op, total, (length,)).to(node.dtype)
+
+
+class Moved(Step):
+    """An all_gather or a broadcast."""
+
+    meets = True
+
+    def __init__(self, node: Node, number: Numbers) -> None:
+        self._node, self._at, self._read = node, number[node], number[node.operands[0]]
+
+    def run(self, call: Call) -> Stops:
+        begin = self._gather if self._node.op == "all_gather" else self._broadcast
+        work, result = begin(call, call.slots[self._read])
+        call.slots[self._at] = result
+        return None if work is None else iter((work,))
+
+    def _gather(self, call: Call, part: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        node, size = self._node, call.plan.size
+        work, whole = None, part
+        if size == 1 or not node.numel:
+            whole = part.clone()
+        else:
+            row = node.operands[0].layout.row
+            chunk = shard_range(node.numel * row, size, 0)[1] // row
+            whole = part.new_empty(chunk * size)
+            given = _padded(part, chunk).contiguous()
+            work = _all_gather(whole, given, group=call.group, async_op=call.async_op)
+        return work, whole[: node.numel].reshape(node.shape)
+
+    def _broadcast(self, call: Call, value: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        result = value.clone(memory_format=torch.contiguous_format)
+        if call.plan.size == 1 or not result.numel():
+            return None, result
+        given = {"group": call.group, "group_src": self._node.attribute("src")}
+        return dist.broadcast(result, **given, async_op=call.async_op), result
+
+
+class Overlapped(Step):
+    """Rows of a product are summed while the next rows are multiplied."""
+
+    meets = True
+
+    def __init__(self, group: Group, nodes: tuple[Node, ...], number: Numbers) -> None:
+        self._chunks = group.chunks
+        self._sum = next(node for node in nodes if node.op == "all_reduce")
+        self._product = self._sum.operands[0]
+        self._at = number[self._sum]
+        self._read = [number[operand] for operand in self._product.operands]
+
+    def run(self, call: Call) -> Iterator[Any]:
+        a, b = (call.slots[at] for at in self._read)
+        transposed, op = self._product.attribute("transposed"), self._sum.attribute("op")
+        begun = []
+        for rows in a.reshape(-1, a.shape[-1]).tensor_split(self._chunks):
+            part = matmul(rows, b, transposed)
+            begun.append((*begin_sum(call, op, part, True), part.shape))
+        totals = []
+        for work, total, shape in begun:
+            yield from _waited(work)
+            totals.append(end_sum(call, op, total, shape).to(self._sum.dtype))
+        call.slots[self._at] = torch.cat(totals).reshape(self._sum.shape)
+
+
+# --- messages to other stages --------------------------------------------------------------------
+
+
+class Send(Step):
+    """A value that goes to another stage; the call waits for it at its end."""
+
+    def __init__(self, node: Node, number: Numbers) -> None:
+        self._node, self._at, self._read = node, number[node], number[node.operands[0]]
+
+    def run(self, call: Call) -> Stops:
+        assert call.messages is not None
+        value = call.slots[self._read]
+        call.messages.send(self._node, value)
+        call.slots[self._at] = torch.zeros((), device=value.device)
+        return None
+
+
+class Receive(Step):
+    """A value that comes from another stage."""
+
+    def __init__(self, node: Node, number: Numbers) -> None:
+        self._node, self._at = node, number[node]
+
+    def run(self, call: Call) -> Iterator[Any]:
+        assert call.messages is not None
+        call.slots[self._at] = yield from call.messages.receive(self._node)
+
+
+def step_of(node: Node, number: Numbers, torch_ops: TorchOps) -> Step | None:
+    """The step of a single node, without generated code; None where its value is there."""
+    if node.op in ("input", "constant"):
+        return None
+    if node.scalar:
+        return Scalar(node, number)
+    kinds: dict[str, Callable[[Node, Numbers], Step]] = {
+        "all_reduce": Reduction,
+        "reduce_scatter": Reduction,
+        "all_gather": Moved,
+        "broadcast": Moved,
+        "send": Send,
+        "recv": Receive,
+    }
+    kind = kinds.get(node.op)
+    return Torch(node, number, torch_ops) if kind is None else kind(node, number)
+
+
+# --- sums, and behind them what ranks compare ----------------------------------------------------
+
+
+def begin_sum(call: Call, op: str, value: torch.Tensor, async_op: bool) -> tuple[Any, torch.Tensor]:
+    """A sum over the ranks that has begun, flat, with the mark's words behind it."""
+    wide = _widened(value)
+    words = _words(call, op, wide)
+    total = torch.empty(wide.numel() + len(words), dtype=wide.dtype, device=wide.device)
+    total[: wide.numel()].view(wide.shape).copy_(wide)
+    total[wide.numel() :] = words
+    if call.plan.size == 1 or not total.numel():
+        return None, total
+    work = dist.all_reduce(total, op=_REDUCE_OPS[op], group=call.group, async_op=async_op)
+    return work, total
+
+
+def end_sum(call: Call, op: str, total: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    count = math.prod(shape)
+    _compare(call, op, total[count:])
+    total = total[:count].view(shape)
+    return total / call.plan.size if op == "mean" else total
+
+
+def compare_numbers(call: Call) -> Generator[Any, None, None]:
+    """Of a call whose program has no reduction, by one of their own."""
+    like = torch.zeros(0, dtype=torch.float32, device=call.device)
+    work, total = begin_sum(call, "max", like, call.async_op)
+    yield from _waited(work)
+    end_sum(call, "max", total, (0,))
+
+
+def _words(call: Call, op: str, like: torch.Tensor) -> torch.Tensor:
+    """The mark as elements that travel behind those of a reduction; none where it is known."""
+    words: list[float] = []
+    if call.unmarked:
+        call.unmarked = False
+        words = alike.words(call.plan.mark(call.slots), call.plan.size, op)
+    return torch.tensor(words, dtype=like.dtype, device=like.device)
+
+
+def _compare(call: Call, op: str, words: torch.Tensor) -> None:
+    if len(words) and not alike.equal(words.tolist(), call.plan.size, op):
+        raise alike.difference(call.plan.program, call.plan.numbers(call.slots), call.group)
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    """16-bit types are summed in float32, whatever the backend does."""
+    return value.float() if value.dtype.itemsize == 2 else value
+
+
+def _waited(work: Any) -> Iterator[Any]:
+    """Stops at what has begun; None has been done by this thread."""
+    if work is not None:
+        yield work
+
+
+def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
+    if flat.numel() == count:
+        return flat.contiguous()
+    result = flat.new_zeros(count)
+    result[: flat.numel()] = flat
+    return result
+
+
+__all__ = [
+    "Fused",
+    "LocalRows",
+    "Moved",
+    "Overlapped",
+    "Receive",
+    "Reduction",
+    "Scalar",
+    "Send",
+    "Step",
+    "Stops",
+    "Torch",
+    "compare_numbers",
+    "step_of",
+]
