@@ -47,6 +47,18 @@ def clipped_at_once(context: Context) -> None:
         pair.compare()
 
 
+def norms_of_slices_that_change(context: Context) -> None:
+    """Whoever writes to a slice sees that in the next norm."""
+    ddp = DistributedDataParallel(net())
+    optimizer = fusedpg.optim.SGD(ddp.parameters(), lr=0.1, ddp=ddp)
+    ddp(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
+    before = optimizer.clip_grad_norm_(float("inf"))
+    gradients: list[Any] = [param.grad for param in ddp.parameters()]
+    for gradient in gradients:
+        gradient.local().mul_(2)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(float("inf")), 2 * before)
+
+
 def clipped_with_others(context: Context) -> None:
     """Gradients of a model of which an optimizer of torch has a part, in one clipping."""
     nets = [net(), net()]
