@@ -14,9 +14,9 @@ from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
 
-def _share(numel: int, ratio: float) -> int:
-    """At least one, if there are any."""
-    return min(numel, max(1, int(numel * ratio)))
+def _shares(numels: Sequence[int], ratio: float) -> list[int]:
+    """So many elements of each parameter: at least one, if there are any."""
+    return [min(numel, max(1, int(numel * ratio))) for numel in numels]
 
 
 class _Sparse(Ours):
@@ -51,22 +51,19 @@ class TopK(_Sparse):
     def __init__(self, compress_ratio: float = 0.3) -> None:
         self.compress_ratio = compress_ratio
 
-    def count(self, numel: int) -> int:
-        return _share(numel, self.compress_ratio)
-
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        k = self.count(piece.numel)
+        (k,) = _shares([piece.numel], self.compress_ratio)
         return list(kernels.topk(v.grad, v.residual, k, v.beta, v.gamma)), Context(piece)
 
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
         numels = piece.runs.numels
-        ks = [self.count(numel) for numel in numels]
+        ks = _shares(numels, self.compress_ratio)
         topk: Any = kernels.topk
         return list(topk(v.grads, v.residual, ks, v.beta, v.gamma, numels))
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
         values, indices = payload
-        return [self.count(numel) for numel in piece.runs.numels], indices, values
+        return _shares(piece.runs.numels, self.compress_ratio), indices, values
 
 
 class DGC(TopK):
@@ -97,13 +94,10 @@ class RandomK(_Sparse):
     def _draw(self, piece: Piece, device: torch.device) -> Tensor:
         known: Tensor | None = piece.cache.get("drawn")
         if known is None:
-            counts = [self.count(piece.numel)]
+            counts = _shares([piece.numel], self.compress_ratio)
             drawn = kernels.extension().drawn([piece.numel], counts, [piece.seed])
             known = piece.cache["drawn"] = drawn.to(device)
         return known
-
-    def count(self, numel: int) -> int:
-        return _share(numel, self.compress_ratio)
 
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
         numels = piece.runs.numels
@@ -118,7 +112,7 @@ class RandomK(_Sparse):
         known: tuple[list[int], Tensor] | None = piece.cache.get("drawn of unit")
         if known is None:
             numels = piece.runs.numels
-            counts = [self.count(numel) for numel in numels]
+            counts = _shares(numels, self.compress_ratio)
             known = counts, kernels.extension().drawn(numels, counts, piece.seeds())
             piece.cache["drawn of unit"] = known
         return known
@@ -137,17 +131,18 @@ class Threshold(_Sparse):
     def __init__(self, threshold: float = 0.01) -> None:
         self.threshold = threshold
 
-    def at_least(self, numel: int) -> int:
-        return 0
+    def at_least(self, numels: Sequence[int]) -> list[int]:
+        """So many elements of each parameter are sent, whatever their magnitude."""
+        return [0] * len(numels)
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        least = self.at_least(piece.numel)
+        (least,) = self.at_least([piece.numel])
         sent = kernels.threshold(v.grad, v.residual, self.threshold, least, v.beta, v.gamma)
         return list(sent), Context(piece)
 
     def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
         numels = piece.runs.numels
-        least = [self.at_least(numel) for numel in numels]
+        least = self.at_least(numels)
         threshold: Any = kernels.threshold
         return list(threshold(v.grads, v.residual, self.threshold, least, v.beta, v.gamma, numels))
 
@@ -166,5 +161,5 @@ class GuardedThreshold(Threshold):
         super().__init__(threshold)
         self.compress_ratio = compress_ratio
 
-    def at_least(self, numel: int) -> int:
-        return _share(numel, self.compress_ratio)
+    def at_least(self, numels: Sequence[int]) -> list[int]:
+        return _shares(numels, self.compress_ratio)

@@ -1,4 +1,4 @@
-"""How many frames of the library's Python a call takes, on all threads.
+"""How many frames of the library's Python a call takes.
 
 Frames of comprehensions don't count: CPython 3.12 and later have none.
 """
@@ -20,11 +20,13 @@ _FOLDER = os.path.dirname(fusedpg.__file__) + os.sep
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 
 _counted: collections.Counter[str] | None = None
+_thread: int | None = None  # whose are counted; None: those of all
 
 
 def _see(frame: FrameType, event: str, _: object) -> None:
     code, counted = frame.f_code, _counted
     ours = event == "call" and code.co_filename.startswith(_FOLDER)
+    ours = ours and _thread in (None, threading.get_ident())
     if counted is not None and ours and code.co_name not in _COMPREHENSIONS:
         counted[f"{code.co_filename.removeprefix(_FOLDER)}:{code.co_name}"] += 1
 
@@ -41,10 +43,11 @@ def watching() -> Iterator[None]:
         sys.setprofile(None)
 
 
-def during(call: Callable[[], Any]) -> collections.Counter[str]:
-    """Frames of a call, by function."""
-    global _counted
+def during(call: Callable[[], Any], *, alone: bool = False) -> collections.Counter[str]:
+    """Frames of a call, by function. ``alone``: other threads' don't count."""
+    global _counted, _thread
     counted = _counted = collections.Counter()
+    _thread = threading.get_ident() if alone else None
     try:
         call()
     finally:
