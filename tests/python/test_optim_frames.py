@@ -16,7 +16,7 @@ from harness import Context, on_ranks
 pytestmark = pytest.mark.fused_only
 
 # By mode: frames of a backward of one bucket, and of a step.
-LIMITS = {"ddp": (49, 49), "overlap": (76, 29), "manual": (0, 51)}
+LIMITS = {"ddp": (19, 23), "overlap": (40, 16), "manual": (0, 29)}
 
 
 @pytest.mark.parametrize("layers", [1, 6])
