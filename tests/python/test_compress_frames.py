@@ -15,7 +15,7 @@ from fusedpg import compress
 from harness import Context, on_ranks
 
 # By compressor: frames of a backward of one bucket, of which HOOK are the backward's thread's.
-LIMITS = {"topk": 84, "onebit": 76, "signsgd": 52, "fp16": 50}
+LIMITS = {"topk": 83, "onebit": 74, "signsgd": 52, "fp16": 50}
 HOOK = 20
 KEEPS = ("topk", "onebit")
 
