@@ -258,7 +258,7 @@ def reduce_gradients(context: StepContext) -> dict[int, int]:
 
 
 def _start_all(context: StepContext, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """As ``_reduced.start``, in the usual case, and without Python for every parameter."""
+    """As ``start_reduction``, in the usual case, and without Python for every parameter."""
     extension = context.extension
     context.check_layouts(params)
     work = context.backend.reduce_shards_(
