@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -57,7 +58,7 @@ class Kept:
     def of(self, parameters: Sequence[torch.Tensor], orders: Sequence[Order]) -> bool:
         return (
             len(parameters) == len(self.members)
-            and all(known() is parameter for known, parameter in zip(self.members, parameters))
+            and all(map(is_, [known() for known in self.members], parameters))
             and self.orders == tuple(orders)
         )
 

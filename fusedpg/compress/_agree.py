@@ -25,8 +25,8 @@ def described(thing: object) -> str:
         if (value is None or isinstance(value, bool | int | float | str))
         and (ours or not key.startswith("_"))
     }
-    arguments = ", ".join(f"{key}={value!r}" for key, value in plain.items())
-    return f"{type(thing).__qualname__}({arguments})"
+    arguments = [f"{key}={value!r}" for key, value in plain.items()]
+    return f"{type(thing).__qualname__}({', '.join(arguments)})"
 
 
 def _device(group: Any) -> str:

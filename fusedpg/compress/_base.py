@@ -22,37 +22,25 @@ class Compensated(NamedTuple):
     """What is to be compressed: v = beta * residual + gamma * grad.
 
     Without a residual it is gamma * grad, and without a gradient the residual. A compressor leaves
-    in the residual v minus what it sends, and the gradient alone.
+    in the residual v minus what it sends, and the gradient alone. Of a unit, float32 on a CPU, the
+    gradient is a list of tensors, each of which has one or more whole parameters.
     """
 
-    grad: Tensor | None
-    residual: Tensor | None = None
-    beta: float = 1.0
-    gamma: float = 1.0
-
-    def now(self) -> Tensor:
-        """v, in the residual's memory if there is a residual."""
-        if self.residual is None:
-            assert self.grad is not None
-            return self.grad if self.gamma == 1 else self.grad * self.gamma
-        if self.grad is not None:
-            kernels.accumulate_(self.residual, self.grad, self.beta, self.gamma)
-        return self.residual
-
-
-class CompensatedUnit(NamedTuple):
-    """The same of all parameters of a unit, float32 on a CPU. Each tensor of the gradients has one
-    or more whole parameters."""
-
-    grads: list[Tensor] | None
+    grad: Any
     residual: Tensor | None = None
     beta: float = 1.0
     gamma: float = 1.0
     kept: Kept | None = None
-    """The residual, for compressors that may leave something of it pending."""
+    """Of a unit: the residual, for compressors that may leave something of it pending."""
 
-
-AnyCompensated = Compensated | CompensatedUnit
+    def now(self) -> Tensor:
+        """v of one gradient, in the residual's memory if there is a residual."""
+        if self.residual is None:
+            grad: Tensor = self.grad
+            return grad if self.gamma == 1 else grad * self.gamma
+        if self.grad is not None:
+            kernels.accumulate_(self.residual, self.grad, self.beta, self.gamma)
+        return self.residual
 
 
 class Context(NamedTuple):
@@ -200,9 +188,10 @@ class Compressor(abc.ABC):
 
     def finite(self, payload: Payload) -> bool:
         """Whether v was, as far as the payload tells. If not, the residual is cleared of it."""
-        return all(
-            bool(tensor.isfinite().all()) for tensor in payload if tensor.is_floating_point()
-        )
+        for tensor in payload:
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                return False
+        return True
 
     def indices(self, payload: Payload, piece: Piece) -> Tensor:
         """Which elements a sparse payload has."""
@@ -212,7 +201,7 @@ class Compressor(abc.ABC):
 
     # --- of all parameters of a unit in one call, where a compressor can ---------------------
 
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
         """``encode`` of each of a piece's parameters, in one payload."""
         raise NotImplementedError
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 _PLACE = re.compile(r"rank \d+ of .*\d")
@@ -77,3 +78,75 @@ def values_of(state_dict: Mapping[str, Any], own: str, memory: bool) -> Mapping[
         )
     (values,) = state_dict[own if own in places else places[0]]
     return values if memory else {**values, "memory": {}}
+
+
+class ParameterRecord(NamedTuple):
+    """A parameter, as checkpoints have it."""
+
+    name: str | None
+    key: int  # of what is drawn for it
+    dtype: str
+    shape: tuple[int, ...] | None  # None: of a checkpoint that does not say
+
+    @property
+    def label(self) -> str:
+        return f"parameter.{self.key}" if self.name is None else self.name
+
+
+class Loaded:
+    """What a checkpoint has that has not been given to a parameter yet."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self.memory = {name: list(kept) for name, kept in state_dict["memory"].items()}
+        self.records = [ParameterRecord(*record) for record in state_dict["parameters"]]
+        wrong = [name for name, kept in self.memory.items() if len(kept) != len(self.records)]
+        if wrong:
+            raise ValueError(
+                f"the checkpoint has {len(self.records)} parameters, and another number of "
+                f"{', '.join(wrong)}"
+            )
+        self._left = list(range(len(self.records)))
+
+    def take(self, parameter: torch.Tensor, name: str | None) -> int:
+        """Which of the checkpoint's parameters the next one of the model is.
+
+        Raises:
+            ValueError: if it is none of them.
+        """
+        what = "the next parameter" if name is None else repr(name)
+        if name is not None and all(record.name is not None for record in self.records):
+            fits = [n for n in self._left if self.records[n].name == name]
+        else:
+            # How buckets of several types alternate depends on their sizes. A single type may
+            # change.
+            kinds = {record.dtype for record in self.records}
+            fits = [n for n in self._left if kinds == {self.records[n].dtype}
+                    or self.records[n].dtype == str(parameter.dtype)]  # fmt: skip
+        if not fits:
+            raise ValueError(
+                f"the checkpoint is of another model: it has no {what}, of {parameter.dtype} and "
+                f"shape {tuple(parameter.shape)}, among {len(self.records)} parameters, "
+                f"{len(self._left)} of which are left"
+            )
+        record = self.records[fits[0]]
+        if record.shape not in (None, tuple(parameter.shape)):
+            raise ValueError(
+                f"the checkpoint is of another model: {what} has shape {tuple(parameter.shape)}, "
+                f"expected {record.shape} as {record.label!r} has there"
+            )
+        self._left.remove(fits[0])
+        return fits[0]
+
+    def check_complete(self) -> None:
+        """After the first backward with a checkpoint: another model may have fewer parameters.
+
+        Raises:
+            ValueError: which names the first parameter that the model does not have.
+        """
+        if self._left:
+            first = self.records[self._left[0]]
+            raise ValueError(
+                f"the checkpoint is of another model: of its {len(self.records)} parameters "
+                f"{len(self._left)} are not in this one, the first of which is {first.label!r} of "
+                f"shape {first.shape}"
+            )

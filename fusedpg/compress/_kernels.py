@@ -16,13 +16,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _chosen(reference: _F) -> _F:
     """The extension's function for float32 on a CPU and for units, lists of tensors."""
-    name = reference.__name__
+    fast: Any = None
 
     @functools.wraps(reference)
     def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal fast
         first = arguments[0] if arguments[0] is not None else arguments[1]
         if isinstance(first, list) or (first.dtype == torch.float32 and first.is_cpu):
-            return getattr(load_extension().compress, name)(*arguments, **options)
+            if fast is None:
+                fast = getattr(extension(), reference.__name__)
+            return fast(*arguments, **options)
         return reference(*arguments, **options)
 
     return call  # type: ignore[return-value]

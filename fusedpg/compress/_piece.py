@@ -35,7 +35,7 @@ class Parts:
         return self.outputs[self._places[elements.start, elements.stop]]
 
 
-State = Callable[[str, int, int, tuple[Any, ...]], torch.Tensor]
+StateReader = Callable[[str, int, int, tuple[Any, ...]], torch.Tensor]
 
 _WORD = (1 << 64) - 1
 
@@ -117,7 +117,7 @@ class Piece:
     seed: int
     dtype: torch.dtype
     device: torch.device
-    _state: State = dataclasses.field(repr=False)
+    _state: StateReader = dataclasses.field(repr=False)
     # A rank's second compression of the same slice: of the sum, for the way back.
     _again: bool = dataclasses.field(default=False, repr=False)
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)

@@ -9,14 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import (
-    AnyCompensated,
-    Compensated,
-    CompensatedUnit,
-    Context,
-    Ours,
-    Payload,
-)
+from fusedpg.compress._base import Compensated, Context, Ours, Payload
 from fusedpg.compress._numbers import Real, Whole
 from fusedpg.compress._piece import Piece
 
@@ -25,7 +18,7 @@ class _Drawn(Ours):
     """Codes that are drawn with a seed: one gradient is a unit of one."""
 
     @abc.abstractmethod
-    def _encode(self, grads: Any, v: AnyCompensated, seeds: Any, *numels: Any) -> Payload: ...
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload: ...
 
     @abc.abstractmethod
     def _decode(
@@ -38,8 +31,8 @@ class _Drawn(Ours):
     def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
         self._decode(out, payloads, alpha)
 
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        return self._encode(v.grads, v, piece.own_seeds(), piece.runs.numels)
+    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
+        return self._encode(v.grad, v, piece.own_seeds(), piece.runs.numels)
 
     def decode_unit(
         self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
@@ -59,7 +52,7 @@ class QSGD(_Drawn):
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128) -> None:
         self.quantum_num, self.bucket_size = quantum_num, bucket_size
 
-    def _encode(self, grads: Any, v: AnyCompensated, seeds: Any, *numels: Any) -> Payload:
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload:
         sent = kernels.qsgd(
             grads, v.residual, self.quantum_num, seeds, 0, v.beta, v.gamma, self.bucket_size,
             *numels,
@@ -84,7 +77,7 @@ class TernGrad(_Drawn):
     def __init__(self, clip_sigma: float = 2.5) -> None:
         self.clip_sigma = clip_sigma
 
-    def _encode(self, grads: Any, v: AnyCompensated, seeds: Any, *numels: Any) -> Payload:
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload:
         return list(
             kernels.terngrad(grads, v.residual, self.clip_sigma, seeds, 0, v.beta, v.gamma, *numels)
         )
@@ -97,7 +90,7 @@ class TernGrad(_Drawn):
 class Natural(_Drawn):
     """Powers of two, a byte an element (natural compression, Horvath et al. 2019)."""
 
-    def _encode(self, grads: Any, v: AnyCompensated, seeds: Any, *numels: Any) -> Payload:
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload:
         return [kernels.natural(grads, v.residual, seeds, 0, v.beta, v.gamma, *numels)]
 
     def finite(self, payload: Payload) -> bool:

@@ -96,9 +96,10 @@ class Fixed:
         raise ValueError('there is a report of schedule="auto" alone')
 
 
-def make(schedule: str | int) -> Fixed | Auto:
+def make(schedule: str | int, with_plain: bool) -> Fixed | Auto:
+    """The schedule of this name. ``with_plain``: "auto" may choose no compression."""
     if schedule == "auto":
-        return Auto()
+        return Auto(with_plain)
     if schedule == "one":
         return Fixed(1)
     if schedule in ("bucket", "layer"):
@@ -313,8 +314,8 @@ class Auto:
     # Steps of a candidate: the first ones are not counted, as memories are laid out anew in them.
     WARM, COUNTED = 1, 3
 
-    def __init__(self) -> None:
-        self.with_plain = True  # whether sending gradients as they are is a choice
+    def __init__(self, with_plain: bool = True) -> None:
+        self.with_plain = with_plain  # whether sending gradients as they are is a choice
         self._clock = time.perf_counter
         self.restart()
 

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import (
-    AnyCompensated,
-    Compensated,
-    CompensatedUnit,
-    Context,
-    Ours,
-    Payload,
-)
+from fusedpg.compress._base import Compensated, Context, Ours, Payload
 from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
@@ -78,7 +71,7 @@ class _Owed:
         kernels.extension().subtract_signs_(residual, self.numels, self.values)
 
 
-def _owing(v: CompensatedUnit, piece: Piece, kernel: Callable[[Tensor | None, bool], Any]) -> Any:
+def _owing(v: Compensated, piece: Piece, kernel: Callable[[Tensor | None, bool], Any]) -> Any:
     """What the kernel gives that gets what is owed, and whether anything is."""
     if v.kept is None:
         return kernel(None, False)
@@ -100,7 +93,7 @@ class _Scaled(Ours):
     two: ClassVar[bool] = False  # values of a parameter, or one with either sign
 
     @abc.abstractmethod
-    def _encode(self, grads: Any, v: AnyCompensated, *unit: Any) -> Any: ...
+    def _encode(self, grads: Any, v: Compensated, *unit: Any) -> Any: ...
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         return list(self._encode(v.grad, v)), Context(piece)
@@ -109,9 +102,9 @@ class _Scaled(Ours):
         packed, values = zip(*payloads)
         kernels.unpack_signs_(out, packed, values, self.two, alpha)
 
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
+    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
         def kernel(owed: Tensor | None, owes: bool) -> Any:
-            return self._encode(v.grads, v, piece.runs.numels, owed, owes)
+            return self._encode(v.grad, v, piece.runs.numels, owed, owes)
 
         return list(_owing(v, piece, kernel))
 
@@ -126,7 +119,7 @@ class _Scaled(Ours):
 class EFSignSGD(_Scaled):
     """Signs times the mean magnitude (Karimireddy et al. 2019, algorithm 1)."""
 
-    def _encode(self, grads: Any, v: AnyCompensated, *unit: Any) -> Any:
+    def _encode(self, grads: Any, v: Compensated, *unit: Any) -> Any:
         return kernels.signs(grads, v.residual, True, v.beta, v.gamma, *unit)
 
 
@@ -135,5 +128,5 @@ class OneBit(_Scaled):
 
     two = True
 
-    def _encode(self, grads: Any, v: AnyCompensated, *unit: Any) -> Any:
+    def _encode(self, grads: Any, v: Compensated, *unit: Any) -> Any:
         return kernels.onebit(grads, v.residual, v.beta, v.gamma, *unit)

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, CompensatedUnit, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, Context, Ours, Payload
 from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
 
-def _share(numel: int, ratio: float) -> int:
-    """At least one, if there are any."""
-    return min(numel, max(1, int(numel * ratio)))
+def _shares(numels: Sequence[int], ratio: float) -> list[int]:
+    """So many elements of each parameter: at least one, if there are any."""
+    return [min(numel, max(1, int(numel * ratio))) for numel in numels]
 
 
 class _Sparse(Ours):
     """Values and their indices (int32), in the order of indices."""
 
     sparse = True
+
+    @abc.abstractmethod
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+        """Of one gradient, or with ``unit``, which is ``numels`` once more, of several."""
+
+    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+        return self._encode(v, piece, [piece.numel]), Context(piece)
+
+    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
+        numels = piece.runs.numels
+        return self._encode(v, piece, numels, numels)
 
     def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
         indices = [self.indices(payload, at.piece) for payload in payloads]
@@ -51,22 +62,13 @@ class TopK(_Sparse):
     def __init__(self, compress_ratio: float = 0.3) -> None:
         self.compress_ratio = compress_ratio
 
-    def count(self, numel: int) -> int:
-        return _share(numel, self.compress_ratio)
-
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        k = self.count(piece.numel)
-        return list(kernels.topk(v.grad, v.residual, k, v.beta, v.gamma)), Context(piece)
-
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        numels = piece.runs.numels
-        ks = [self.count(numel) for numel in numels]
-        topk: Any = kernels.topk
-        return list(topk(v.grads, v.residual, ks, v.beta, v.gamma, numels))
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+        ks: Any = _shares(numels, self.compress_ratio)
+        return list(kernels.topk(v.grad, v.residual, ks if unit else ks[0], v.beta, v.gamma, *unit))
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
         values, indices = payload
-        return [self.count(numel) for numel in piece.runs.numels], indices, values
+        return _shares(piece.runs.numels, self.compress_ratio), indices, values
 
 
 class DGC(TopK):
@@ -90,41 +92,28 @@ class RandomK(_Sparse):
     def __init__(self, compress_ratio: float = 0.3) -> None:
         self.compress_ratio = compress_ratio
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        indices = self._draw(piece, piece.device)
-        return [kernels.pick(v.grad, v.residual, indices, v.beta, v.gamma)], Context(piece)
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+        counts, indices = self._drawn(piece, numels, *unit)
+        more = (*unit, counts) if unit else ()
+        return [kernels.pick(v.grad, v.residual, indices, v.beta, v.gamma, *more)]
 
-    def _draw(self, piece: Piece, device: torch.device) -> Tensor:
-        known: Tensor | None = piece.cache.get("drawn")
+    def _drawn(self, piece: Piece, numels: list[int], *unit: Any) -> tuple[list[int], Tensor]:
+        """How many elements of each gradient are sent, and which."""
+        key = "drawn of unit" if unit else "drawn"
+        known: tuple[list[int], Tensor] | None = piece.cache.get(key)
         if known is None:
-            counts = [self.count(piece.numel)]
-            drawn = kernels.extension().drawn([piece.numel], counts, [piece.seed])
-            known = piece.cache["drawn"] = drawn.to(device)
+            counts = _shares(numels, self.compress_ratio)
+            seeds = piece.seeds() if unit else [piece.seed]
+            drawn = kernels.extension().drawn(numels, counts, seeds)
+            known = piece.cache[key] = counts, drawn.to(piece.device)
         return known
-
-    def count(self, numel: int) -> int:
-        return _share(numel, self.compress_ratio)
-
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        numels = piece.runs.numels
-        counts, indices = self._draw_unit(piece)
-        pick: Any = kernels.pick
-        return [pick(v.grads, v.residual, indices, v.beta, v.gamma, numels, counts)]
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
-        return *self._draw_unit(piece), payload[0]
-
-    def _draw_unit(self, piece: Piece) -> tuple[list[int], Tensor]:
-        known: tuple[list[int], Tensor] | None = piece.cache.get("drawn of unit")
-        if known is None:
-            numels = piece.runs.numels
-            counts = [self.count(numel) for numel in numels]
-            known = counts, kernels.extension().drawn(numels, counts, piece.seeds())
-            piece.cache["drawn of unit"] = known
-        return known
+        numels = piece.runs.numels
+        return *self._drawn(piece, numels, numels), payload[0]
 
     def indices(self, payload: Payload, piece: Piece) -> Tensor:
-        return self._draw(piece, payload[0].device)
+        return self._drawn(piece, [piece.numel])[1].to(payload[0].device)
 
 
 class Threshold(_Sparse):
@@ -137,19 +126,15 @@ class Threshold(_Sparse):
     def __init__(self, threshold: float = 0.01) -> None:
         self.threshold = threshold
 
-    def at_least(self, numel: int) -> int:
-        return 0
+    def at_least(self, numels: Sequence[int]) -> list[int]:
+        """So many elements of each parameter are sent, whatever their magnitude."""
+        return [0] * len(numels)
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        least = self.at_least(piece.numel)
-        sent = kernels.threshold(v.grad, v.residual, self.threshold, least, v.beta, v.gamma)
-        return list(sent), Context(piece)
-
-    def encode_unit(self, v: CompensatedUnit, piece: Piece) -> Payload:
-        numels = piece.runs.numels
-        least = [self.at_least(numel) for numel in numels]
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+        least: Any = self.at_least(numels)
+        least = least if unit else least[0]
         threshold: Any = kernels.threshold
-        return list(threshold(v.grads, v.residual, self.threshold, least, v.beta, v.gamma, numels))
+        return list(threshold(v.grad, v.residual, self.threshold, least, v.beta, v.gamma, *unit))
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
         counts, values, indices = payload
@@ -166,5 +151,5 @@ class GuardedThreshold(Threshold):
         super().__init__(threshold)
         self.compress_ratio = compress_ratio
 
-    def at_least(self, numel: int) -> int:
-        return _share(numel, self.compress_ratio)
+    def at_least(self, numels: Sequence[int]) -> list[int]:
+        return _shares(numels, self.compress_ratio)

@@ -21,10 +21,6 @@ gathered_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 _ALIGNED = 16
 
 
-def _room(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED
-
-
 def pack(payload: Sequence[Tensor]) -> Tensor:
     """One tensor of bytes."""
     if len(payload) == 1:
@@ -49,7 +45,7 @@ def unpack(packed: Tensor, kinds: Sequence[tuple[torch.dtype, int]]) -> Payload:
         if part.storage_offset() % dtype.itemsize or part.data_ptr() % _ALIGNED:
             part = part.clone()
         payload.append(part.view(dtype))
-        begin += _room(count)
+        begin += -(-count // _ALIGNED) * _ALIGNED
     return payload
 
 

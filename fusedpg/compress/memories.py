@@ -8,14 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import (
-    Compensated,
-    CompensatedUnit,
-    Compressor,
-    Context,
-    Payload,
-    in_shape,
-)
+from fusedpg.compress._base import Compensated, Compressor, Context, Payload, in_shape
 from fusedpg.compress._numbers import Real, real
 from fusedpg.compress._piece import Piece
 
@@ -91,7 +84,7 @@ class NoneMemory(Memory):
         return compressor.encode(Compensated(grad), piece)
 
     def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
-        return compressor.encode_unit(CompensatedUnit(grads), piece)
+        return compressor.encode_unit(Compensated(grads), piece)
 
 
 class ResidualMemory(Memory):
@@ -120,7 +113,7 @@ class ResidualMemory(Memory):
         if compressor.leaves_pending and piece.kept is not None:
             kept = piece.kept("residual")
         residual = piece.state("residual") if kept is None else kept.tensor
-        v = CompensatedUnit(grads, residual, self.beta, self.gamma, kept)
+        v = Compensated(grads, residual, self.beta, self.gamma, kept)
         payload = compressor.encode_unit(v, piece)
         if not compressor.finite(payload):
             # Of parameters that are finite themselves this changes nothing.
@@ -206,7 +199,7 @@ class DGCMemory(Memory):
         if self.gradient_clipping > 0:
             gammas = [self._gamma(s, piece) for s in unit.square_sums(grads, numels)]
         unit.dgc_accumulate_(momentum, velocity, grads, self.momentum, gammas, numels)
-        payload = compressor.encode_unit(CompensatedUnit(None, velocity), piece)
+        payload = compressor.encode_unit(Compensated(None, velocity), piece)
         if self.momentum_masking:
             counts, indices, _ = compressor.sent_of_unit(payload, piece)
             unit.zero_at_(momentum, indices, numels, counts)

@@ -124,21 +124,21 @@ class Fused(FusedOptimizer):
 
     def _hvd_restore(self, whole: dict[str, Any]) -> None:
         """Returns to a state; local, also when the group has failed in the middle of a step."""
-        self._in_flight = []
-        self._drop_gradients()
+        self._context.in_flight = []
+        self._context.drop_gradients()
         self.load_state_dict(whole)
 
     def _hvd_rebind(self) -> None:
         """Goes on in the present default group, with the state that is held; collective."""
-        if self._group is dist.distributed_c10d._get_default_group():
+        if self._context.group is dist.distributed_c10d._get_default_group():
             return
         held, groups = self._hvd_held, self.param_groups
         hooks = {name: getattr(self, name) for name in _HOOKS}
-        self._in_flight = []
-        self._drop_gradients()
-        self._mode.leave(self)
-        if self._parameters.shared:
-            for param in self._all_parameters():
+        self._context.in_flight = []
+        self._context.drop_gradients()
+        self._mode.leave()
+        if self._context.memory.shared:
+            for param in self._context.parameters():
                 param.data = param.data.clone()
         whole = None if held is None else self._hvd_whole(held)
         FusedOptimizer.__init__(
@@ -148,10 +148,10 @@ class Fused(FusedOptimizer):
             ddp=None,
             process_group=None,
             overlap=self._overlap,
-            max_grad_norm=self._max_grad_norm,
+            max_grad_norm=self._context.max_grad_norm,
             master_dtype=self._master_dtype,
             reduce=self._reduce,
-            share_parameters=self._parameters.shared,
+            share_parameters=self._context.memory.shared,
             comm_hook=self._comm_hook,
         )
         self.param_groups = groups
@@ -181,7 +181,7 @@ def serve_turn(turn: int) -> None:
     engine.leave()
     with contextlib.suppress(dist.DistBackendError):
         # Not what the others call, so that they raise and do not wait.
-        dist.barrier(group=optimizer._group)
+        dist.barrier(group=optimizer.join_process_group)
     raise HorovodInternalError(_cannot_reduce(sorted({*engine.joined(), engine.rank})))
 
 

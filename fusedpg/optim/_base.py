@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,24 +13,41 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fusedpg._refusal import telling
-from fusedpg._registration import load_extension
+from fusedpg._refusal import tell, telling
 from fusedpg.functional import _backend
-from fusedpg.optim import _hooked
-from fusedpg.optim._bridge import Bridge
-from fusedpg.optim._ddp import check_ddp
-from fusedpg.optim._frameworks import consolidate_in_trainer
-from fusedpg.optim._gradients import GradContext, ShardedGrad, SpentGrad
-from fusedpg.optim._hooked import CommHook
-from fusedpg.optim._join import Doing, StepOnJoin, announce
-from fusedpg.optim._manual import Detached, Manual, reduce_gradients
-from fusedpg.optim._modes import Mode
-from fusedpg.optim._overlap import Overlap
-from fusedpg.optim._parameters import Parameters, laid_out, refuse_sharded
-from fusedpg.optim._sharded import Sharded
-from fusedpg.optim._state import Numbers, Started
+from fusedpg.optim._bridge import CommHook, check_ddp, check_hook, check_hook_group
+from fusedpg.optim._checkpoint import WholeState, consolidate_in_trainer
+from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext
+from fusedpg.optim._join import Doing, StepOnJoin
+from fusedpg.optim._modes import (
+    Attached,
+    Detached,
+    Manual,
+    Mode,
+    Overlap,
+    Sharded,
+    reduce_gradients,
+)
+from fusedpg.optim._parameters import laid_out, refuse_sharded
 from fusedpg.optim._torch import in_backward, uncompiled
-from fusedpg.optim._whole import WholeState
+
+if TYPE_CHECKING:
+    pass
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """Arguments that all fused optimizers take, besides those of torch's."""
+
+    ddp: DistributedDataParallel | None
+    process_group: dist.ProcessGroup | None
+    overlap: bool
+    max_grad_norm: float | None
+    master_dtype: torch.dtype | None
+    reduce: str
+    share_parameters: bool
+    comm_hook: CommHook | None
 
 
 def _complete(step: Any) -> Any:
@@ -56,15 +75,19 @@ class FusedOptimizer(WholeState, Joinable):
         params: Any,
         defaults: dict[str, Any],
         *,
-        ddp: DistributedDataParallel | None,
-        process_group: dist.ProcessGroup | None,
-        overlap: bool,
-        max_grad_norm: float | None,
-        master_dtype: torch.dtype | None,
-        reduce: str,
-        share_parameters: bool,
-        comm_hook: CommHook | None,
+        ddp: DistributedDataParallel | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        overlap: bool = False,
+        max_grad_norm: float | None = None,
+        master_dtype: torch.dtype | None = None,
+        reduce: str = "mean",
+        share_parameters: bool = False,
+        comm_hook: CommHook | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            name = f"{type(self).__qualname__}.__init__()"
+            raise TypeError(f"{name} got an unexpected keyword argument {next(iter(unknown))!r}")
         if not isinstance(params, torch.Tensor):
             params = list(params)
         # The others wait for this rank's parameters, also if its arguments are wrong.
@@ -81,37 +104,28 @@ class FusedOptimizer(WholeState, Joinable):
                     "max_grad_norm needs overlap=False"
                 )
             if comm_hook is not None:
-                _hooked.check(comm_hook, overlap, reduce)
+                check_hook(comm_hook, overlap, reduce)
             if ddp is not None:
                 check_ddp(ddp)
                 process_group = process_group or ddp.process_group
             self._check_options(defaults)
         if process_group is None:
             process_group = dist.distributed_c10d._get_default_group()
-        self._group = process_group
-        self._backend = _backend(process_group)
-        self._rank = dist.get_rank(process_group)
-        self._world_size = dist.get_world_size(process_group)
         self._overlap = overlap
-        self._max_grad_norm = max_grad_norm
         self._master_dtype = master_dtype
         self._reduce = reduce
         self._comm_hook = comm_hook
-        self._weight: float | None = None
-        self._mode: Mode = Manual()
-        self._in_flight = []
-        self._stepped = False  # since gradients were reduced for the last time
-        self._context = GradContext(self)
+        self._context = StepContext(
+            self,
+            process_group,
+            share=share_parameters,
+            mean=reduce == "mean",
+            max_grad_norm=max_grad_norm,
+        )
+        self._mode: Mode = Manual(self._context)
         self._looked = False  # at what became of the parameters until the first step
-        self._shadow = False  # a joined rank, which has no data left
-        self._join_number = -1  # among the optimizers that Join was given
-        # Of a joined rank: whether it has made the others' step, is on the way to it.
-        self._followed = self._follows = False
-        self._in_step = self._notified = False  # Join, of an iteration
-        self._parameters = Parameters(process_group, share=share_parameters)
-        self._layouts, self._blank = {}, {}
+        self._blank = {}
         self._load_digest = 0
-        self._group_of, self._numbered = Numbers(), []
         Joinable.__init__(self)
         Optimizer.__init__(self, params, defaults)
         self._init_state_dict()
@@ -138,26 +152,27 @@ class FusedOptimizer(WholeState, Joinable):
             TypeError: for anything but a DistributedDataParallel.
         """
         check_ddp(ddp)
-        if self._mode.bridge is not None:
-            if self._mode.bridge.serves(ddp):
+        context = self._context
+        if context.bridge is not None:
+            if context.bridge.serves(ddp):
                 return
             raise RuntimeError(
                 "the optimizer is attached to another DistributedDataParallel: make one optimizer "
                 "for each, with its parameters, or detach() this one first"
             )
         if self._comm_hook is not None:
-            _hooked.check_group(self._group, ddp.process_group, self._device())
-        elif _backend(ddp.process_group) is not self._backend:
+            check_hook_group(context.group, ddp.process_group, context.device())
+        elif _backend(ddp.process_group) is not context.backend:
             raise ValueError(
                 "the module's process group is not the optimizer's: pass "
                 "process_group=ddp.process_group"
             )
-        params = self._all_parameters()
-        bridge = Bridge.of(ddp, self, params)
-        before, self._mode = self._mode, (Overlap if self._overlap else Sharded)(bridge)
-        before.leave(self)
+        mode: Attached = (Overlap if self._overlap else Sharded)(context)
+        mode.attach(ddp, self._comm_hook)
+        before, self._mode = self._mode, mode
+        before.leave()
         # DDP's constructor has broadcast them.
-        self._parameters.accept(params)
+        context.memory.accept(context.parameters())
         consolidate_in_trainer(WholeState)
 
     def detach(self) -> None:
@@ -175,37 +190,32 @@ class FusedOptimizer(WholeState, Joinable):
         """
         if in_backward():
             raise RuntimeError("detach() inside backward: call it after step()")
-        self._wait()
+        self._context.wait()
         self._mode.check_detaching()
-        attached = self._mode.bridge is not None
-        for name, param in self._named_parameters():
+        attached = self._context.bridge is not None
+        for name, param in self._context.named_parameters():
             if self._is_pending(param.grad, attached):
                 raise RuntimeError(
                     f"detach(): the reduced gradient of parameter {name} was not applied: call "
                     "step() or zero_grad() first"
                 )
-        self._mode.leave(self)
-        for param in self._all_parameters():
+        self._mode.leave()
+        for param in self._context.parameters():
             grad: Any = param.grad
             if isinstance(grad, (ShardedGrad, SpentGrad)):
                 # In manual mode it is this rank's.
                 own = grad.unreduced() if isinstance(grad, ShardedGrad) and not attached else None
                 param.grad = None if own is None else laid_out(own, param)
-        self._mode = Detached()
+        self._mode = Detached(self._context)
         # Those that were taken out of param_groups, too.
-        self._parameters.own(self._layouts)
+        self._context.memory.own(self._context.layouts)
 
     def _is_pending(self, grad: Any, attached: bool) -> bool:
         if not isinstance(grad, ShardedGrad):
             return False
         return (attached or grad.holds_reduced()) and (
-            not self._stepped or grad.unreduced() is not None
+            not self._context.stepped or grad.unreduced() is not None
         )
-
-    def _joined(self) -> None:
-        """This rank has no data left, and nobody calls ``zero_grad()`` after its last step."""
-        if self._stepped:
-            self._drop_gradients()
 
     def set_local_batch_size(self, size: float | None) -> None:
         """Weights this rank's gradients: grad = sum(m_k * g_k) / sum(m_k) over ranks k.
@@ -218,16 +228,7 @@ class FusedOptimizer(WholeState, Joinable):
             raise ValueError(
                 f'a batch size must be finite, not negative, and needs reduce="mean"; got {size}'
             )
-        self._weight = None if size is None else float(size)
-
-    def _reduction(self, shadow: bool) -> dict[str, Any]:
-        weight = self._weight
-        bridge = self._mode.bridge
-        if weight is None and bridge is not None and bridge.weighted_by_joining():
-            weight = 1.0
-        if weight is not None and shadow:
-            weight = 0.0
-        return {"mean": self._reduce == "mean", "weight": weight}
+        self._context.weight = None if size is None else float(size)
 
     # --- the step -------------------------------------------------------------------
 
@@ -238,80 +239,77 @@ class FusedOptimizer(WholeState, Joinable):
         *,
         used: torch.Tensor | None = None,
         **options: Any,
-    ) -> list[Started]:
+    ) -> list[Callable[[], None]]:
         """Starts the step of some parameters, in one operation if their groups allow."""
-        self._number_groups()
+        self._context.number_groups()
+        found_inf = options.get("found_inf")
         known = self._known_state(params)
         if known is not None:
             # The usual step: nothing to make, and one operation.
             self._state_changes()
             groups, states, master = known
-            hypers = self._hypers(groups)
-            work = self._start(params, grads, groups, hypers, states, master, used, options)
-            self._parameters.accept(params)
-            return [Started(self, work, params, {}, used, options.get("found_inf"))]
-        self._check_layouts(params)
+            work = self._start(params, grads, groups, states, master, False, used, options)
+            if self._context.memory.shared:
+                self._context.memory.accept(params)
+            return [partial(self._end_step, work, params, {}, used, found_inf, self._load_digest)]
+        self._context.check_layouts(params)
         self._state_changes()
         made = self._make_state(params)
         # What one operation cannot mix: other state, and momentum buffers without a value.
         kinds: dict[Any, list[int]] = {}
-        groups = [self._group_of[param] for param in params]
+        groups = [self._context.group_of[param] for param in params]
         for i, (param, number) in enumerate(zip(params, groups, strict=True)):
             group = self.param_groups[number]
             first = param in made and self._first_differs(group)
             kind = (tuple(self._state_keys(group)), self._has_master(param), first)
             kinds.setdefault(kind, []).append(i)
-        works = []
+        works: list[Callable[[], None]] = []
         for (keys, master, first), members in kinds.items():
             mine = [params[i] for i in members]
             mine_of = [groups[i] for i in members]
             flags = used if used is None or len(members) == len(params) else used[members]
-            hypers = self._hypers(mine_of)
-            if first:
-                hypers = [{**h, "first_step": True} for h in hypers]
             values = [self.state.get(param, {}) for param in mine]
             states = {key: [v[key] for v in values] for key in self._stepped_keys(keys, master)}
             work = self._start(
-                mine, [grads[i] for i in members], mine_of, hypers, states, master, flags, options
+                mine, [grads[i] for i in members], mine_of, states, master, first, flags, options
             )
-            started = Started(self, work, mine, made, flags, options.get("found_inf"))
+            end = partial(self._end_step, work, mine, made, flags, found_inf, self._load_digest)
             if self._mode.tells:
-                started.wait()  # where a rank refuses the first it does not begin the others
+                end()  # where a rank refuses the first it does not begin the others
             else:
-                works.append(started)
-        self._parameters.accept(params)
+                works.append(end)
+        self._context.memory.accept(params)
         return works
-
-    def _hypers(self, groups: list[int]) -> list[dict[str, Any]]:
-        return [self._hyper(self.param_groups[number]) for number in sorted(set(groups))]
 
     def _start(
         self,
         params: list[torch.Tensor],
         grads: list[torch.Tensor],
         groups: list[int],
-        hypers: list[dict[str, Any]],
         states: dict[str, list[torch.Tensor]],
         master: bool,
+        first: bool,
         used: torch.Tensor | None,
         options: dict[str, Any],
     ) -> Any:
         """One operation. ``states`` by key; the moments in the operation's order, then others."""
-        hyper = load_extension().Hyper
         position = {number: i for i, number in enumerate(sorted(set(groups)))}
-        return self._backend.fused_step_(
+        special = {"first_step": True} if first else {}
+        hyper = self._context.extension.Hyper
+        hypers = [hyper(**self._hyper(self.param_groups[n]), **special) for n in position]
+        return self._context.backend.fused_step_(
             self._op,
             params,
             grads,
             [v for key, v in states.items() if key not in ("step", "master_param")],
             states.get("step", []),
-            [hyper(**h) for h in hypers],
+            hypers,
             hyper_index=[position[number] for number in groups] if len(position) > 1 else [],
             master_params=states["master_param"] if master else [],
             masters_follow=True,
             used=used,
-            shared_params=self._parameters.shared,
-            done_before=self._load_digest ^ self._context.multiplied(),
+            shared_params=self._context.memory.shared,
+            done_before=self._load_digest ^ self._context.gradients.multiplied(),
             async_op=True,
             **options,
         )
@@ -332,9 +330,9 @@ class FusedOptimizer(WholeState, Joinable):
 
         Clipping, norms and GradScaler do this by themselves. Collective.
         """
-        with self._telling():
+        with self._context.telling():
             self._check_ready()
-            reduce_gradients(self)
+            reduce_gradients(self._context)
 
     def _check_ready(self) -> None:
         self._mode.check()
@@ -344,15 +342,9 @@ class FusedOptimizer(WholeState, Joinable):
                 "attach(ddp)"
             )
         if not self._looked:
-            for name, param in self._named_parameters():
+            for name, param in self._context.named_parameters():
                 refuse_sharded(param, f"parameter {name}")
             self._looked = True
-
-    def _check_shared(self, params: list[torch.Tensor] | None = None) -> None:
-        """Before a step of some parameters, or of all."""
-        if self._parameters.shared:
-            few = ((f"of shape {tuple(param.shape)}", param) for param in params or ())
-            self._parameters.check(self._named_parameters() if params is None else few)
 
     @_complete
     @torch.no_grad()
@@ -368,46 +360,51 @@ class FusedOptimizer(WholeState, Joinable):
                 cannot do.
             torch.distributed.DistBackendError: when ranks disagree or a rank fails.
         """
-        with self._telling():
+        context, loss = self._context, None
+        before = context.extension._shared_errors()
+        try:
             self._check_ready()
-            loss = None
-            if self._initialises():
+            if not any(self.state.values()) and self._initialises():
                 return loss
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            if self._mode.tells:
-                announce(self, Doing.STEP, scale=scale, found_inf=found_inf)
-            self._in_step = True
+            if self._join_config.enable and self._mode.tells:
+                context.announce(Doing.STEP, scale=scale, found_inf=found_inf)
+            context.in_step = True
             try:
-                self._mode.step(self, scale, found_inf)
+                self._mode.step(scale, found_inf)
             finally:
-                self._in_step = self._notified = False
-            self._stepped = True
+                context.in_step = context.notified = False
+            context.stepped = True
+        except Exception as error:
+            # The other ranks wait for this one.
+            if context.device().type == "cpu":
+                tell(context.group, error, before, times=self._mode.operations_ahead())
+            raise
         return loss
 
     def _shadow_step(self, scale: float | None = None, found_inf: bool = False) -> None:
         """A step for which this rank has no data. The others have GradScaler's scale, and whether
         it has found infinities anywhere, which the operation makes of all ranks' answers."""
-        given = {} if scale is None else {"grad_scale": torch.tensor(scale, device=self._device())}
+        context = self._context
+        device = context.device()
+        given = {} if scale is None else {"grad_scale": torch.tensor(scale, device=device)}
         if found_inf:
-            given["found_inf"] = torch.zeros((), device=self._device())
-        if self._mode.manual and not self._follows:
-            self._drop_gradients()  # of its own last step
-        self._shadow = True
+            given["found_inf"] = torch.zeros((), device=device)
+        if self._mode.manual and not context.follows:
+            context.drop_gradients()  # of its own last step
+        context.shadow = True
         vars(self).update(given)
         try:
             self.step()
         finally:
-            self._shadow = False
+            context.shadow = False
             for name in given:
                 delattr(self, name)
         # Nobody calls zero_grad() on a joined rank.
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        load_extension().set_gradients(self._all_parameters(), None)
+        context.drop_gradients()
 
     @uncompiled
     @torch.no_grad()
@@ -422,30 +419,94 @@ class FusedOptimizer(WholeState, Joinable):
             The norm before, a float32 scalar (float64 with float64 parameters), the same on all
             ranks.
         """
-        with self._telling():
+        with self._context.telling():
             self._check_ready()
-            self._mode.prepare_clipping(self)
-            self._wait()
+            self._mode.prepare_clipping()
+            self._context.wait()
             most, order = float(max_norm), float(norm_type)
-            total = self._context.total_norm(order)
-        self._context.note(f"clipped to {most} by norm {order}")
+            total = self._context.gradients.total_norm(order)
+        self._context.gradients.note(f"clipped to {most} by norm {order}")
         factor = (most / (total + 1e-6)).clamp(max=1.0)
         # Multiplying by one changes nothing; only a GPU's answer is not worth waiting for.
         if total.device.type != "cpu" or factor != 1:
-            self._context.scale(factor)
-        wide = torch.float64 in load_extension().dtypes_of(self._all_parameters())
+            self._context.gradients.scale(factor)
+        wide = torch.float64 in self._context.extension.dtypes_of(self._context.parameters())
         return total if wide else total.float()
 
     # --- uneven inputs ------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``Join([ddp, optimizer])``: joined ranks take part in the others' steps."""
-        return StepOnJoin(self)
+        return StepOnJoin(self._context, self._shadow_step)
 
     @property
     def join_device(self) -> torch.device:
-        return self._device()
+        return self._context.device()
 
     @property
     def join_process_group(self) -> Any:
-        return self._group
+        return self._context.group
+
+
+_COMMON = """
+        Every rank passes the same parameters and ends every step with the same bits in them; the
+        state of a parameter is split between the ranks. Arguments are torch's; ``foreach`` and
+        ``fused`` are accepted and ignored.
+
+        Args:
+            params, lr, ...: as for ``torch.optim``. Parameters are dense tensors of float32,
+                float64, bfloat16 or float16, on the CPU or all on one GPU. ``lr`` and all
+                others are read at each step.{extra}
+            ddp: take gradients from this DistributedDataParallel module, during backward. Without:
+                manual mode, in which ``step()`` reduces ``p.grad`` and parameters are broadcast
+                from rank 0 when they are added. ``attach(ddp)`` does the same later.
+            process_group: of the fused backend; default: the module's, or the default group.
+            overlap: update parameters during backward as soon as their gradients are there. Then
+                there is no clipping, no GradScaler, and one backward for each step.
+            max_grad_norm: clip the norm of all gradients in ``step()``.
+            master_dtype: torch.float32 keeps float32 copies (this rank's slices) of bfloat16 and
+                float16 parameters, which the updates go to.
+            reduce: "mean" divides summed gradients by the number of ranks, "sum" does not.
+            share_parameters: the ranks of the machine hold one copy of the parameters in shared
+                memory. Nobody may write to them outside ``step()``; see ``writing_parameters()``.
+            comm_hook: what ``register_comm_hook`` takes, (state, hook): combines gradients, into
+                their mean, in place of the reduce-scatter; for example ``(state,
+                fusedpg.compress.hook)``. Then ``process_group`` may be a part of the module's.
+
+        Raises:
+            ValueError, TypeError: for arguments and parameters that are not supported.
+        """
+
+
+def documented(text: str, extra: str = "") -> Callable[[_F], _F]:
+    """Sets the docstring of a constructor, and the signature that is shown: with ``Options``."""
+
+    def set_doc(function: Any) -> Any:
+        function.__doc__ = text.rstrip() + "\n" + _COMMON.format(extra=extra)
+        common = inspect.signature(FusedOptimizer.__init__).parameters
+        own = inspect.signature(function)
+        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shown += [common[name] for name in Options.__annotations__]
+        function.__signature__ = own.replace(parameters=shown)
+        return function
+
+    return set_doc
+
+
+def defaults_of(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
+    """The defaults of groups: a constructor's ``locals()`` but for what is no option of groups."""
+    other = ("self", "__class__", "params", "options")  # __class__: of super()
+    return {name: value for name, value in arguments.items() if name not in other} | fixed
+
+
+def check_options(kind: type[Optimizer], options: dict[str, Any], *names: str) -> None:
+    """Raises what a class of torch does for some of its arguments, and for NaN."""
+    arguments: dict[str, Any] = {name: options[name] for name in names}
+    kind([torch.empty(0)], **arguments)
+    # torch's SGD does not see it.
+    for name, value in arguments.items():
+        if isinstance(value, (float, torch.Tensor)) and bool(value != value):
+            raise ValueError(f"Invalid {name} value: {value}")
+    # ``foreach`` and ``fused`` are accepted and ignored; this would change what a step means.
+    if options.get("differentiable"):
+        raise ValueError("differentiable=True is not supported by fused optimizers")

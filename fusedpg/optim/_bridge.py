@@ -10,7 +10,6 @@ follows the same states.
 """
 
 import collections
-import functools
 import itertools
 import logging
 import weakref
@@ -19,27 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedpg._refusal import shared_errors, tell, telling
+from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
-from fusedpg.optim._ending import end_all
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad
-from fusedpg.optim._hooked import (
-    Combined,
-    CommHook,
-    Exchange,
-    abandon,
-    any_rank,
-    check_state,
-    takes_gradients,
-)
+from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext, end_all
 from fusedpg.optim._parameters import add_hook, laid_out
 
 _log = logging.getLogger("fusedpg")
+
+CommHook = tuple[Any, Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]]
 
 _ATTRIBUTE = "_fusedpg_bridge"
 _GETSTATE = "__getstate__"
@@ -65,7 +57,7 @@ class Bucket:
         params: list[torch.Tensor],
         numbers: list[int],
         views: list[torch.Tensor],
-        owner: Any,
+        owner: "BucketOwner",
     ) -> None:
         self.address = address
         self.params, self.numbers, self.views = params, numbers, views
@@ -74,28 +66,170 @@ class Bucket:
         self.grads: list[ShardedGrad] = []  # what stood in p.grad after the pass before
 
 
+def check_hook(comm_hook: Any, overlap: bool, reduce: str) -> None:
+    """Raises for what is no hook, and for options that do not go with one."""
+    if not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
+        raise TypeError(
+            "comm_hook takes what register_comm_hook() does, as a tuple: (state, hook); got "
+            f"{comm_hook!r}"
+        )
+    if overlap:
+        raise ValueError(
+            "overlap=True updates parameters by the operation that reduces them, which a "
+            "comm_hook takes the place of: use overlap=False"
+        )
+    if reduce != "mean":
+        raise ValueError(f'a comm_hook gives the mean: use reduce="mean", not {reduce!r}')
+
+
+def takes_gradients(comm_hook: CommHook | None) -> bool:
+    """Whether the state takes gradients where autograd has left them (fusedpg.compress.State)."""
+    return comm_hook is not None and getattr(comm_hook[1], "takes_gradients", False)
+
+
+def abandon(comm_hook: CommHook | None) -> None:
+    """Tells the state, if it wants to know (fusedpg.compress.State), that a backward was cut short:
+    buckets that it holds back for others would be waited for in vain."""
+    told = None if comm_hook is None else getattr(comm_hook[0], "abandon", None)
+    if told is not None:
+        told()
+
+
+def check_state(comm_hook: CommHook | None, modules: dist.ProcessGroup) -> None:
+    """Asks the state, if it knows its ranks (fusedpg.compress.State), whether they are these."""
+    known = None if comm_hook is None else getattr(comm_hook[0], "check_module", None)
+    if known is not None:
+        known(modules)
+
+
+def check_hook_group(group: dist.ProcessGroup, modules: dist.ProcessGroup, device: Any) -> None:
+    """A hook's mean is the same on all of the module's ranks, so each may share its optimizer's
+    state with some of them. Norms are the same bits everywhere if all groups are of one size.
+
+    Collective. Raises ValueError on all ranks.
+    """
+    size = dist.get_world_size(group)
+    ranks = set(dist.get_process_group_ranks(modules))
+    strangers = float(not ranks.issuperset(dist.get_process_group_ranks(group)))
+    most = torch.tensor([size, -size, strangers], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=modules)
+    if most[0] != -most[1] or most[2]:
+        raise ValueError(
+            f"process_group of the optimizer: {size} ranks here, {int(-most[1])} to "
+            f"{int(most[0])} elsewhere{', and some of other modules' if most[2] else ''}; with a "
+            "comm_hook the module's ranks are split into groups of equally many"
+        )
+
+
+class Exchange:
+    """A bucket that the hook was called with."""
+
+    def __init__(
+        self,
+        hook: CommHook,
+        bucket: GradBucket,
+        buffer: torch.Tensor,
+        gradients: dict[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """``gradients`` are those not in the bucket, for hooks that take them."""
+        state, function = hook
+        self._buffer = buffer
+        self._future: Any = state.take(bucket, gradients) if gradients else function(state, bucket)
+
+    def wait(self) -> None:
+        """Then the bucket has what the hook gives."""
+        if self._future is None:
+            return
+        result = self._future.wait()
+        self._future = None
+        if isinstance(result, (list, tuple)):
+            (result,) = result
+        if result.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(result.view_as(self._buffer))
+
+
+def any_rank(used: torch.Tensor | None, group: dist.ProcessGroup) -> Any:
+    """Has flags become whether any rank has set them, asynchronously."""
+    return None if used is None else dist.all_reduce(used, dist.ReduceOp.MAX, group, async_op=True)
+
+
+class Combined:
+    """The part of a bucket that belongs to one optimizer, as a work that its mode waits for."""
+
+    def __init__(self, exchange: Exchange, asked: Any) -> None:
+        self._exchange, self._asked = exchange, asked
+
+    def wait(self) -> None:
+        if self._asked is not None:
+            self._asked.wait()
+        self._exchange.wait()
+
+
+class BucketOwner:
+    """A mode of an optimizer that takes gradients of a DDP: what the bridge calls."""
+
+    context: StepContext
+
+    def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Any) -> None:
+        """A bucket in the usual case: plain gradients of this rank."""
+        raise NotImplementedError
+
+    def gradients_ready(self, gradients: list[Gradient], used: Any, shadow: bool) -> None:
+        """A bucket in any other case."""
+        raise NotImplementedError
+
+    def combined(self, gradients: list[Gradient], used: Any, work: "Combined") -> None:
+        """A bucket that a hook of the user's combines."""
+        raise NotImplementedError
+
+    def nested_done(self) -> None:
+        """A backward inside of another one has ended, and there are further buckets."""
+
+    def backward_done(self) -> None:
+        """DDP has finalised the last bucket."""
+        raise NotImplementedError
+
+    def shadow_done(self) -> None:
+        """A joined rank has taken part in a backward of the others."""
+        self.context.wait()
+
+
 class _Guard:
-    """A callback of a graph task. Autograd calls none of them when the task raises, but drops them,
-    before its caller sees the exception."""
+    """A callback of a graph task, for its end. Autograd calls none of them when the task raises,
+    but drops them, before its caller sees the exception."""
 
     def __init__(self, bridge: "Bridge") -> None:
         self._bridge = weakref.ref(bridge)
-        self._ended = False
-
-    def __call__(self) -> None:
-        bridge = self._bridge()
-        if bridge is not None and not bridge._finalising:
-            # A nested backward, of re-entrant checkpointing. If one of those around it raises
-            # later, there is no guard.
-            self._ended = True
-            for optimizer in bridge._optimizers:
-                optimizer._mode.nested_done(optimizer)
+        self._finalised = self.ended = False
 
     @_torch.uncompiled
-    def __del__(self) -> None:
+    def __call__(self) -> None:
         bridge = self._bridge()
-        if bridge is not None and not self._ended:
-            bridge._end_raised()
+        if bridge is None:
+            return
+        if self._finalised:
+            self.ended = True
+            if bridge.finalising:  # not if this task had another guard
+                bridge.finish()
+        elif bridge.finalising:
+            # DDP has queued its own callback, which sets gradients: what is queued now is behind.
+            self._finalised = True
+            _torch.at_the_end(self)
+        else:
+            # A nested backward, of re-entrant checkpointing. If one of those around it raises
+            # later, there is no guard.
+            self.ended = True
+            bridge.end_nested()
+
+    @_torch.uncompiled
+    def _raised(self) -> None:
+        bridge = self._bridge()
+        if bridge is not None:
+            bridge.end_raised()
+
+    def __del__(self) -> None:
+        if not self.ended:
+            self._raised()
 
 
 class Bridge:
@@ -104,13 +238,14 @@ class Bridge:
     def __init__(self, ddp: DistributedDataParallel, comm_hook: CommHook | None = None) -> None:
         # DDP refers to the bridge.
         self._ddp = weakref.ref(ddp)
-        self._owners: dict[torch.Tensor, Any] = {}
-        # Its optimizers, and their parameters as they were when the bridge looked.
-        self._optimizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._owners: dict[torch.Tensor, weakref.ref[BucketOwner]] = {}
+        # Its optimizers' modes, and their parameters as they were when the bridge looked.
+        self._modes: weakref.WeakKeyDictionary[BucketOwner, Any] = weakref.WeakKeyDictionary()
         self._watches: dict[torch.Tensor, Any] = {}  # hooks of parameters
         self._forward_hooks: list[Any] = []
         # Sees every gradient: csrc/c10d/gradients.cpp (`accumulated`). It counts parameters.
-        self._watch = load_extension().GradientWatch()
+        self._extension = load_extension()
+        self._watch = self._extension.GradientWatch()
         self._params: list[torch.Tensor] = []
         self._number: dict[torch.Tensor, int] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -128,32 +263,32 @@ class Bridge:
         self._guarded = -1  # the graph task that has a guard
         self._begun = 0  # buckets of this backward
         self._told = False  # that it has raised
-        self._finalising = False  # DDP will finalise the last bucket
+        self.finalising = False  # DDP will finalise the last bucket
         self._may_take = False
         self._as_view = bool(ddp.gradient_as_bucket_view)
         self._watch.as_view = self._as_view
         # Gradients of ours in whose place DDP has put memory of a bucket.
-        self._replaced: dict[torch.Tensor, tuple[ShardedGrad | SpentGrad, torch.Tensor]] = {}
+        self.replaced: dict[torch.Tensor, tuple[ShardedGrad | SpentGrad, torch.Tensor]] = {}
 
     @staticmethod
-    def of(ddp: DistributedDataParallel, optimizer: Any, params: list[torch.Tensor]) -> "Bridge":
+    def of(ddp: DistributedDataParallel, mode: BucketOwner, comm_hook: CommHook | None) -> "Bridge":
         """The bridge of a DDP, with an optimizer more. The first one registers its hook."""
         bridge: Bridge | None = getattr(ddp, _ATTRIBUTE, None)
-        comm_hook = optimizer._comm_hook
+        params = mode.context.parameters()
         if bridge is not None:
             if not _same_hook(comm_hook, bridge._comm_hook):
                 raise ValueError(
                     "another fused optimizer of this DistributedDataParallel has another "
                     "comm_hook: give all of them the same (state, hook)"
                 )
-            bridge.add(optimizer, params)
+            bridge.add(mode, params)
             return bridge
         _torch.check(ddp)
         check_state(comm_hook, ddp.process_group)
         bridge = Bridge(ddp, comm_hook)
-        bridge._check(optimizer, params)
+        bridge._check(mode, params)
         try:
-            ddp.register_comm_hook(bridge, _hook)
+            ddp.register_comm_hook(bridge, _HOOK)
         except RuntimeError as error:
             raise RuntimeError(
                 "this DistributedDataParallel already has a communication hook; a fused "
@@ -167,7 +302,7 @@ class Bridge:
         setattr(ddp, _ATTRIBUTE, bridge)
         # What copy and pickle ask for. Of a class they would ask, too, but it is torch's.
         setattr(ddp, _GETSTATE, bridge._state_of_module)
-        bridge.add(optimizer, params)
+        bridge.add(mode, params)
         return bridge
 
     def _state_of_module(self) -> dict[str, Any]:
@@ -186,7 +321,7 @@ class Bridge:
         state["_comm_hooks"] = [entry for entry in ddp._comm_hooks if entry[1] is not self]
         return state
 
-    def _check(self, optimizer: Any, params: list[torch.Tensor]) -> None:
+    def _check(self, mode: BucketOwner, params: list[torch.Tensor]) -> None:
         ddp = self._ddp()
         assert ddp is not None
         known = set(ddp.module.parameters())
@@ -198,41 +333,41 @@ class Bridge:
                     "DistributedDataParallel, with its parameters, or put the modules into one "
                     "nn.ModuleDict and that into one DistributedDataParallel"
                 )
-            if self._owner(param) not in (None, optimizer):
+            if self._owner(param) not in (None, mode):
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} belongs to two optimizers of one "
                     "DistributedDataParallel: detach() the other one first, or give each "
                     "parameters of its own"
                 )
 
-    def add(self, optimizer: Any, params: list[torch.Tensor]) -> None:
+    def add(self, mode: BucketOwner, params: list[torch.Tensor]) -> None:
         self._follow()
-        self._check(optimizer, params)
-        self._optimizers.setdefault(optimizer)
+        self._check(mode, params)
+        self._modes.setdefault(mode)
         for param in params:
             if param not in self._number:
                 self._number[param] = len(self._params)
                 self._params.append(param)
                 # Runs before DDP's own hook, and unlike DDP's map of used parameters in time.
                 self._watches[param] = add_hook(param, self._watch.add())
-            self._owners[param] = weakref.ref(optimizer)
+            self._owners[param] = weakref.ref(mode)
             self._watch.own(self._number[param], True)
         self._buckets.clear()
 
     def serves(self, ddp: DistributedDataParallel) -> bool:
         return self._ddp() is ddp
 
-    def remove(self, optimizer: Any) -> None:
+    def remove(self, mode: BucketOwner) -> None:
         """Gives an optimizer's parameters back to DDP."""
         ddp = self._ddp()
-        last = set(self._optimizers) <= {optimizer}
+        last = set(self._modes) <= {mode}
         if last and ddp is not None and not _torch.can_remove_hook(ddp):
             raise RuntimeError(
                 f"torch {torch.__version__} cannot take the communication hook off this "
                 "DistributedDataParallel: make a new one, DistributedDataParallel(ddp.module)"
             )
-        self._optimizers.pop(optimizer, None)
-        self._release(p for p, owner in self._owners.items() if owner() in (None, optimizer))
+        self._modes.pop(mode, None)
+        self._release(p for p, owner in self._owners.items() if owner() in (None, mode))
         if not self._owners:
             self._unwatch()
 
@@ -241,7 +376,7 @@ class Bridge:
             self._return_taken(param)
             # The hook stays as long as the bridge; there may be another optimizer.
             self._watch.forget(self._number[param])
-            self._replaced.pop(param, None)
+            self.replaced.pop(param, None)
             del self._owners[param]
         self._buckets.clear()
 
@@ -251,7 +386,7 @@ class Bridge:
         self._watches.clear()
         self._number.clear()
         self._params.clear()
-        before, self._watch = self._watch, load_extension().GradientWatch()
+        before, self._watch = self._watch, self._extension.GradientWatch()
         self._watch.as_view, self._watch.takes = before.as_view, before.takes
         self._watch.armed = before.armed
 
@@ -259,21 +394,19 @@ class Bridge:
         """Parameters may have been taken out of ``param_groups``, and put back, by hand. Those that
         are in no group are DDP's."""
         edited = []
-        for optimizer, seen in list(self._optimizers.items()):
-            now = optimizer._number_groups()
+        for mode, seen in list(self._modes.items()):
+            now = mode.context.number_groups()
             if now is not seen:
-                self._optimizers[optimizer] = now
-                edited.append(optimizer)
-        for optimizer in edited:
-            mine = self._optimizers[optimizer]
-            owned = [p for p, owner in self._owners.items() if owner() is optimizer]
-            self._release(p for p in owned if p not in mine)
-        for optimizer in edited:
-            mine = self._optimizers[optimizer]
-            self.add(optimizer, [p for p in mine if self._owner(p) is not optimizer])
+                self._modes[mode] = now
+                edited.append(mode)
+        for mode in edited:
+            owned = [p for p, owner in self._owners.items() if owner() is mode]
+            self._release(p for p in owned if p not in self._modes[mode])
+        for mode in edited:
+            self.add(mode, [p for p in self._modes[mode] if self._owner(p) is not mode])
 
-    def _owner(self, param: torch.Tensor) -> Any:
-        """The optimizer of a parameter, if there is one (still)."""
+    def _owner(self, param: torch.Tensor) -> BucketOwner | None:
+        """The mode of a parameter's optimizer, if there is one (still)."""
         owner = self._owners.get(param)
         return None if owner is None else owner()
 
@@ -288,10 +421,10 @@ class Bridge:
         every = 0 if ddp is None else len(_torch.buckets(ddp))
         return every - self._begun if self._watch.armed else every
 
-    def check_finished(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def check_finished(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Raises for one whose gradient DDP has not reduced yet, because it waits for others."""
         waiting = {self._params[number] for number in self._watch.unfinished()}
-        for name, param in params if waiting else ():
+        for name, param in named() if waiting else ():
             if param in waiting:
                 self.check_types()
                 raise RuntimeError(
@@ -321,7 +454,7 @@ class Bridge:
     def _before_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
         """Without an optimizer DDP gets a reducer without us. Not before a forward that arms it:
         the backward of an earlier one, which nobody may have seen, is still to be reduced."""
-        if self._optimizers or self._watch.armed or not _arms(ddp):
+        if self._modes or self._watch.armed or not _arms(ddp):
             return
         if _torch.can_remove_hook(ddp):
             _torch.remove_hook(ddp, self)
@@ -354,20 +487,25 @@ class Bridge:
         if self._as_view and watch.takes:
             watch.look(self._params)
 
-    def _done(self) -> None:
+    def finish(self) -> None:
         """DDP has finalised the last bucket and disarmed its reducer."""
-        self._watch.armed = self._finalising = False
+        self._watch.armed = self.finalising = False
         self._watch.finish()
         others, self._others = self._others, []
-        done = [
-            functools.partial(optimizer._mode.backward_done, optimizer)
-            for optimizer in self._optimizers
-        ]
-        end_all([*others, *done])
+        try:
+            end_all([*others, *[mode.backward_done for mode in self._modes]])
+        finally:
+            if self.replaced:
+                self.restore()
 
-    def _end_raised(self) -> None:
-        """A backward has ended, or raised: what it has started ends before its caller can look."""
-        self._finalising = False
+    def end_nested(self) -> None:
+        """A backward inside of another one has ended, and there are further buckets."""
+        for mode in self._modes:
+            mode.nested_done()
+
+    def end_raised(self) -> None:
+        """A backward has raised: what it has started ends before its caller can look."""
+        self.finalising = False
         if self._watch.armed and not self._told:
             # Peers begin with all of its buckets, whatever becomes of one of them.
             self._told = True
@@ -378,7 +516,7 @@ class Bridge:
         abandon(self._comm_hook)
         others, self._others = self._others, []
         try:
-            end_all([*others, *(optimizer._wait for optimizer in self._optimizers)])
+            end_all([*others, *[mode.context.wait for mode in self._modes]])
         except Exception as error:
             _log.warning("fused: an operation of a backward that has raised failed: %s", error)
 
@@ -388,7 +526,7 @@ class Bridge:
         self, param: torch.Tensor, grad: ShardedGrad | SpentGrad, memory: torch.Tensor
     ) -> None:
         """DDP has copied a gradient of ours, and may let ``p.grad`` point to the copy."""
-        self._replaced[param] = grad, memory
+        self.replaced[param] = grad, memory
         this = weakref.ref(self)
 
         @_torch.uncompiled
@@ -402,7 +540,7 @@ class Bridge:
 
     def _earlier(self, param: torch.Tensor) -> ShardedGrad | SpentGrad | None:
         """The gradient that DDP has replaced by bucket memory, unless it was dropped since."""
-        grad, memory = self._replaced.pop(param, (None, None))
+        grad, memory = self.replaced.pop(param, (None, None))
         if memory is None or type(param.grad) is not torch.Tensor:
             return None
         return grad if param.grad.data_ptr() == memory.data_ptr() else None
@@ -420,7 +558,7 @@ class Bridge:
 
     def restore(self) -> None:
         """Undoes DDP's replacements, where no backward has followed."""
-        for param in list(self._replaced):
+        for param in list(self.replaced):
             grad = self._earlier(param)
             if grad is not None:
                 param.grad = grad
@@ -428,30 +566,35 @@ class Bridge:
 
     # --- one bucket -----------------------------------------------------------------------
 
-    def reduce(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
-        buffer = bucket.buffer()
-        ddp = self._ddp()
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls. Peers hear of what this rank raises before it begins an operation."""
+        ddp, buffer = self._ddp(), bucket.buffer()
         assert ddp is not None
-        task = _torch.graph_task()
-        shadow = task is None  # a joined rank, which has no backward
-        if task is not None and task != self._guarded:
-            self._guarded = task
-            _torch.at_the_end(_Guard(self))
-        params = bucket.parameters()
-        self._follow()
-        result: torch.futures.Future[torch.Tensor] | None = None
-        if buffer.layout != torch.strided:
-            result = self._reduce_sparse(bucket, buffer, params, ddp)
-        elif shadow or not self._reduce_taken(bucket, buffer, params, ddp):
-            self._reduce_each(bucket, buffer, params, shadow, ddp)
-        if bucket.is_last() and shadow:
-            end_all(
-                functools.partial(optimizer._mode.shadow_done, optimizer)
-                for optimizer in self._optimizers
-            )
-        elif bucket.is_last():
-            self._finalising = True
-            _torch.after_finalisation(self._done)
+        self._begun += 1
+        before = self._extension._shared_errors()
+        try:
+            task = _torch.graph_task()
+            if task not in (_torch.NO_TASK, self._guarded):
+                self._guarded = task
+                _torch.at_the_end(_Guard(self))
+            shadow = task == _torch.NO_TASK  # a joined rank, which has no backward
+            params = bucket.parameters()
+            for mode, seen in self._modes.items():
+                if mode.context.number_groups() is not seen:
+                    self._follow()
+                    break
+            result: torch.futures.Future[torch.Tensor] | None = None
+            if buffer.layout != torch.strided:
+                result = self._reduce_sparse(bucket, buffer, params, ddp)
+            elif shadow or not self._reduce_taken(bucket, buffer, params, ddp):
+                self._reduce_each(bucket, buffer, params, shadow, ddp)
+            if bucket.is_last() and shadow:
+                end_all([mode.shadow_done for mode in self._modes])
+            elif bucket.is_last():
+                self.finalising = True
+        except Exception as error:
+            tell(ddp.process_group, error, before, [buffer])
+            raise
         if result is not None:
             return result
         on_gpu = buffer.device.type != "cpu"
@@ -496,7 +639,7 @@ class Bridge:
         if (
             known is None
             or known.address != buffer.data_ptr()
-            or not load_extension().same_objects(known.params, params)
+            or not self._extension.same_objects(known.params, params)
         ):
             return False
         owner = known.owner()
@@ -508,7 +651,7 @@ class Bridge:
         used = None
         if ddp.find_unused_parameters or ddp.static_graph:
             used = torch.ones(len(params), dtype=torch.uint8, device=buffer.device)
-        owner._mode.bucket_ready(owner, known, taken, used)
+        owner.bucket_ready(known, taken, used)
         return True
 
     def _reduce_each(
@@ -519,7 +662,7 @@ class Bridge:
         shadow: bool,
         ddp: DistributedDataParallel,
     ) -> None:
-        mine: dict[Any, list[Gradient]] = collections.defaultdict(list)
+        mine: dict[BucketOwner, list[Gradient]] = collections.defaultdict(list)
         others = []
         offset = 0
         views, numbers = [], []
@@ -537,7 +680,7 @@ class Bridge:
             else:
                 self._check_type(param, memory)
                 if shadow:
-                    owner._joined()
+                    owner.context.joined()
                 else:
                     number = self._number[param]
                     self._watch.set_view(number, memory)
@@ -551,7 +694,7 @@ class Bridge:
             self._all_reduce(others, shadow, ddp.process_group)
             for owner, gradients in mine.items():
                 used = _used(gradients, ddp, buffer.device)
-                owner._mode.gradients_ready(owner, gradients, used, shadow)
+                owner.gradients_ready(gradients, used, shadow)
         # There may be fewer buckets now.
         last = bucket.index() if bucket.is_last() else len(self._params)
         for index in [i for i in self._buckets if i == bucket.index() or i > last]:
@@ -644,14 +787,14 @@ class Bridge:
     def _combine(
         self,
         bucket: GradBucket,
-        mine: dict[Any, list[Gradient]],
+        mine: dict[BucketOwner, list[Gradient]],
         others: list[tuple[torch.Tensor, torch.Tensor]],
         shadow: bool,
         ddp: DistributedDataParallel,
     ) -> None:
         """Has the user's hook combine a bucket."""
         assert self._comm_hook is not None
-        if self.weighted_by_joining() or any(owner._weight is not None for owner in mine):
+        if self.weighted_by_joining() or any(owner.context.weight is not None for owner in mine):
             raise RuntimeError(
                 "a comm_hook averages the gradients of all ranks equally: do not use it with "
                 "set_local_batch_size(), or with divide_by_initial_world_size=False"
@@ -674,7 +817,7 @@ class Bridge:
         exchange = Exchange(self._comm_hook, bucket, buffer, taken)
         for owner, gradients in mine.items():
             work = Combined(exchange, asked[owner])
-            owner._mode.combined(owner, gradients, flags[owner], work)
+            owner.combined(gradients, flags[owner], work)
         if not shadow:
             there = [pair for pair, used in zip(others, uses, strict=True) if used]
 
@@ -684,6 +827,45 @@ class Bridge:
                     _place(param, grad)
 
             self._others.append(finish)
+
+
+def check_ddp(ddp: Any) -> None:
+    """Raises TypeError, saying what to write, unless ``ddp`` is a DistributedDataParallel."""
+    if isinstance(ddp, DistributedDataParallel):
+        return
+    found = f"ddp= takes a DistributedDataParallel, got {type(ddp).__name__}"
+    if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
+        raise TypeError(
+            f"{found}: with model = torch.compile(DistributedDataParallel(...)) pass the inner one "
+            "(ddp=model._orig_mod)"
+        )
+    if isinstance(ddp, (list, tuple)):
+        raise TypeError(
+            f"{found}: make one optimizer for each, with its parameters, or put the modules into "
+            "one nn.ModuleDict and that into one DistributedDataParallel"
+        )
+    if any("FSDP" in base.__name__ or "FullySharded" in base.__name__ for base in type(ddp).mro()):
+        raise TypeError(
+            f"{found}: FSDP has sharded its parameters already. Wrap the model by "
+            "ddp = DistributedDataParallel(model) instead of fully_shard(model), or keep FSDP and "
+            "torch's optimizer"
+        )
+    if isinstance(ddp, nn.Module):
+        raise TypeError(
+            f"{found}: write ddp = DistributedDataParallel(model), call ddp(x) in training and "
+            "pass ddp=ddp; or leave ddp= out to train the bare module without DDP"
+        )
+    raise TypeError(found)
+
+
+def unsynchronised(name: str) -> str:
+    return (
+        f"the gradient of parameter {name} was never reduced over ranks. DDP reduces in the first "
+        "backward after a forward of the DistributedDataParallel module outside no_sync(). What "
+        "another backward accumulates (under no_sync(), through ddp.module, over a retained graph) "
+        "is reduced with the next one; parameters that were frozen when DDP was made, that it was "
+        "told to ignore, or that belong to two DistributedDataParallel modules never are"
+    )
 
 
 def _arms(ddp: DistributedDataParallel) -> bool:
@@ -713,9 +895,5 @@ def _place(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad.copy_(grad)
 
 
-@_torch.uncompiled
-def _hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    ddp = state._ddp()
-    state._begun += 1
-    with telling(ddp.process_group, bucket.buffer()):
-        return state.reduce(bucket)
+# A hook of DDP's is a function of its state and a bucket.
+_HOOK = _torch.uncompiled(Bridge.reduce)

@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from fusedpg._refusal import telling
 from fusedpg._registration import load_extension
 from fusedpg.functional import group_info
-from fusedpg.optim._join import EVERY, Doing, announce, announce_change, number_of
+from fusedpg.optim._join import EVERY, NO_SCALE, Doing, JoinContext
+from fusedpg.optim._parameters import GONE
 from fusedpg.optim._torch import (
     called_by_engine,
     clips_by_default,
@@ -30,57 +32,177 @@ from fusedpg.optim._torch import (
 aten = torch.ops.aten
 
 
+def end_all(finishers: Iterable[Callable[[], None]]) -> None:
+    """Calls all of them, and raises the first error: an operation that failed does not end those
+    behind it, which go on writing to parameters and gradients."""
+    first: BaseException | None = None
+    for finish in finishers:
+        try:
+            finish()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
+class StepContext(JoinContext):
+    """What modes, gradients and the bridge to a DDP know of an optimizer: its interface."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        group: dist.ProcessGroup,
+        *,
+        share: bool,
+        mean: bool,
+        max_grad_norm: float | None,
+    ) -> None:
+        super().__init__(optimizer, group, share=share)
+        self.mean = mean
+        self.max_grad_norm = max_grad_norm
+        self.weight: float | None = None  # of this rank's gradients in the mean
+        self.in_flight: list[Callable[[], None]] = []  # what ends operations under way
+        self.gradients = GradContext(self)
+
+    # --- operations under way -------------------------------------------------------------
+
+    def telling(self) -> telling:
+        """For a block in which the other ranks communicate: they hear of what this one raises."""
+        return telling(
+            self.group,
+            when=lambda: self.device().type == "cpu",
+            times=lambda: self.mode.operations_ahead(),
+        )
+
+    def wait(self) -> None:
+        """For work under way that changes gradients, parameters or state."""
+        try:
+            if self.in_flight:
+                self.end_operations()
+        finally:
+            if self.bridge is not None and self.bridge.replaced:
+                self.bridge.restore()
+
+    def end_operations(self) -> None:
+        in_flight, self.in_flight = self.in_flight, []
+        if in_flight:
+            # Before they end: known norms hold gradients, which could not be reused.
+            self.gradients.changed()
+            end_all(in_flight)
+
+    def reduction(self, shadow: bool) -> dict[str, Any]:
+        """How operations combine the ranks' gradients."""
+        weight, bridge = self.weight, self.bridge
+        if weight is None and bridge is not None and bridge.weighted_by_joining():
+            weight = 1.0
+        if weight is not None and shadow:
+            weight = 0.0
+        return {"mean": self.mean, "weight": weight}
+
+    def fused_step(
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], **options: Any
+    ) -> list[Callable[[], None]]:
+        """Starts the step of some parameters. Returns what ends its operations."""
+        optimizer = self._reference() or self.optimizer()  # which raises
+        return optimizer._fused_step(params, grads, **options)
+
+    def drop_gradients(self) -> None:
+        self.extension.set_gradients(self.parameters(), None)
+
+    def joined(self) -> None:
+        """This rank has no data left, and nobody calls ``zero_grad()`` after its last step."""
+        if self.stepped:
+            self.drop_gradients()
+
+    def reduce(self) -> None:
+        """Everything that is not reduced yet."""
+        with self.telling():
+            self.mode.reduce_asked()
+
+    def number_of(self, gradient: ShardedGrad) -> int:
+        param = gradient.param()
+        return next(i for i, p in enumerate(self.parameters()) if p is param)
+
+    def follow(
+        self, doing: Doing, param: int, value: float, scale: float, found_inf: float
+    ) -> None:
+        if self.mode.manual and not self.follows:
+            self.drop_gradients()  # of its own last step
+        self.follows = True
+        if doing is Doing.STEP:
+            self.optimizer()._shadow_step(None if scale == NO_SCALE else scale, bool(found_inf))
+            self.followed, self.follows = True, False
+            return
+        self.shadow = True
+        try:
+            self._follow_change(doing, param, value)
+        finally:
+            self.shadow = False
+
+    def _follow_change(self, doing: Doing, param: int, value: float) -> None:
+        if doing is Doing.REDUCE:
+            self.optimizer().reduce_gradients()
+        elif doing is Doing.NORMS:
+            norms([gradient.local() for gradient in self.gradients.gradients()], value, self.group)
+        elif doing is Doing.UNSCALE:
+            dtype = self.parameters()[param].dtype
+            grads = [gradient for gradient in self.gradients.gradients() if gradient.dtype == dtype]
+            device = self.device()
+            _unscale_(grads, torch.zeros(1, device=device), torch.tensor(value, device=device))
+        elif param == EVERY:
+            self.gradients.multiply(value)
+        else:
+            grad = self.parameters()[param].grad
+            if doing is Doing.ZERO:
+                _zero_(grad)
+            else:
+                (_mul_ if doing is Doing.MULTIPLY else _div_)(grad, value)
+
+
 class GradContext:
-    """What the gradients of one optimizer share: their group, their norms, their reduction.
+    """What the gradients of one optimizer share: their norms, and what has multiplied them.
 
     ``torch.nn.utils.clip_grad_norm_`` asks for one norm after the other; the first question
     computes those of all gradients, in one collective. Every rank must ask.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self.group: dist.ProcessGroup = optimizer._group
+    def __init__(self, owner: StepContext) -> None:
+        self.group, self.extension = owner.group, owner.extension
         # Gradients must not keep it alive: it has the parameters, they have the gradients, and
         # Python's garbage collector does not see ``p.grad``.
-        self._reference = weakref.ref(optimizer)
+        self._reference = weakref.ref(owner)
         # By order: all norms, and by the id of a gradient, once somebody asks for one.
         self._known: dict[float, tuple[list[ShardedGrad], list[int], torch.Tensor]] = {}
         self._each: dict[float, dict[int, tuple[int, torch.Tensor]]] = {}
         # Whether any norms are known: hooks of single gradients look at it without Python.
-        self.norms_known = load_extension().Flag()
+        self.norms_known = self.extension.Flag()
         # A digest of what has multiplied the reduced gradients, and the first slice of these: the
         # gradient itself may be used again for the next backward.
         self._multiplied: tuple[weakref.ref[torch.Tensor], int] | None = None
 
-    def optimizer(self) -> Any:
+    def owner(self) -> StepContext:
         found = self._reference()
         if found is None:
-            raise RuntimeError(
-                "the fused optimizer that has reduced this gradient is gone: call zero_grad()"
-            )
+            raise RuntimeError(GONE)
         return found
 
-    def manual(self) -> bool:
-        """Nobody has told the optimizer of a DDP."""
-        return bool(self.optimizer()._mode.manual)
-
-    def reduce(self) -> None:
-        """Everything that is not reduced yet."""
-        optimizer = self.optimizer()
-        with optimizer._telling():
-            optimizer._mode.reduce_asked(optimizer)
+    def joining(self) -> StepContext | None:
+        """The owner, if a Join knows its optimizer."""
+        found = self._reference()
+        return found if found is not None and found.joining() else None
 
     def gradients(self) -> list[ShardedGrad]:
         """All gradients, for questions about all of them."""
-        optimizer = self.optimizer()
-        quickly = load_extension().gradients_of(optimizer._all_parameters(), ShardedGrad)
+        owner = self.owner()
+        quickly = self.extension.gradients_of(owner.parameters(), ShardedGrad)
         if quickly is not None:
             return quickly
         found = []
-        for name, param in optimizer._named_parameters():
+        for name, param in owner.named_parameters():
             if isinstance(param.grad, ShardedGrad):
                 found.append(param.grad)
             elif param.grad is not None:
-                raise RuntimeError(optimizer._mode.not_reduced(name))
+                raise RuntimeError(owner.mode.not_reduced(name))
         return found
 
     @functools.cached_property
@@ -99,12 +221,12 @@ class GradContext:
         return digest if now is not None and now is first() else 0
 
     def _first_slice(self) -> torch.Tensor | None:
-        return next((g._slice for g in self.gradients() if g._slice is not None), None)
+        return next((g.slice() for g in self.gradients() if g.holds_reduced()), None)
 
     def note(self, text: str) -> None:
         """What multiplies reduced gradients now, in words that must be the same on all ranks."""
         # A rank that has joined multiplies by what the others tell it.
-        if self.optimizer()._world_size == 1 or self.joining() is not None:
+        if self.owner().world_size == 1 or self.joining() is not None:
             return
         digest = 1 + zlib.crc32(text.encode(), self.multiplied())
         first = self._first_slice()
@@ -125,7 +247,7 @@ class GradContext:
                 return
             factor = factor.item()
         everything = len(grads) == len(self.gradients())
-        which = "all" if everything else [number_of(self.optimizer(), grad) for grad in grads]
+        which = "all" if everything else [self.owner().number_of(grad) for grad in grads]
         self.note(f"{doing.name} {factor!r} {which}")
 
     def forget_factors(self) -> None:
@@ -150,11 +272,11 @@ class GradContext:
         return None if known is None else known[1]
 
     def _all_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
-        with self.optimizer()._telling():
+        with self.owner().telling():
             return self._ask_for_norms(order)
 
     def _ask_for_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
-        extension = load_extension()
+        extension = self.extension
         gradients = self.gradients()
         slices = _slices(gradients)
         if order in self._known:
@@ -166,10 +288,10 @@ class GradContext:
             self.changed()
         if slices is None:
             if any(gradient.unreduced() is not None for gradient in gradients):
-                self.reduce()
+                self.owner().reduce()
                 gradients = self.gradients()
             slices = _slices(gradients) or [gradient.local() for gradient in gradients]
-        announce(self.optimizer(), Doing.NORMS, value=order)
+        self.owner().announce(Doing.NORMS, value=order)
         each = norms(slices, order, self.group)
         self._known[order] = gradients, extension.versions_of(slices), each
         self.norms_known.set = True
@@ -178,45 +300,19 @@ class GradContext:
     def norms_of(self, gradients: Sequence[ShardedGrad], order: float) -> torch.Tensor | None:
         """The norms of a list of gradients if it is that of all of them, float64."""
         everything, each = self._all_norms(order)
-        return each if load_extension().same_objects(everything, list(gradients)) else None
+        return each if self.extension.same_objects(everything, list(gradients)) else None
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients, which are reduced."""
-        announce(self.optimizer(), Doing.MULTIPLY, value=factor)
-        self._multiply(factor)
+        self.owner().announce(Doing.MULTIPLY, value=factor)
+        self.multiply(factor)
 
-    def _multiply(self, factor: Any) -> None:
+    def multiply(self, factor: Any) -> None:
         gradients = self.gradients()
         slices = _slices(gradients) or [gradient.local() for gradient in gradients]
         if slices:
             _scale(slices, factor)
         self.changed()
-
-    def joining(self) -> Any:
-        """The optimizer, if a Join knows it."""
-        found = self._reference()
-        return found if found is not None and found._join_config.enable else None
-
-    def follow(self, doing: Doing, param: int, value: float) -> None:
-        """What the other ranks do with their slices, on a rank that has joined."""
-        optimizer = self.optimizer()
-        if doing is Doing.REDUCE:
-            optimizer.reduce_gradients()
-        elif doing is Doing.NORMS:
-            norms([gradient.local() for gradient in self.gradients()], value, self.group)
-        elif doing is Doing.UNSCALE:
-            dtype = optimizer._all_parameters()[param].dtype
-            grads = [gradient for gradient in self.gradients() if gradient.dtype == dtype]
-            device = optimizer._device()
-            _unscale_(grads, torch.zeros(1, device=device), torch.tensor(value, device=device))
-        elif param == EVERY:
-            self._multiply(value)
-        else:
-            grad = optimizer._all_parameters()[param].grad
-            if doing is Doing.ZERO:
-                _zero_(grad)
-            else:
-                (_mul_ if doing is Doing.MULTIPLY else _div_)(grad, value)
 
     def total_norm(self, order: float) -> torch.Tensor:
         """The norm of all gradients together, float64."""
@@ -299,11 +395,20 @@ class _Gradient(torch.Tensor):
         self._param = weakref.ref(param)
         return self
 
+    @property
+    def context(self) -> GradContext:
+        """What the gradients of one optimizer share."""
+        return self._context
+
+    def param(self) -> torch.Tensor | None:
+        """The parameter, if it is there still."""
+        return self._param()
+
     def rebound(self, memory: torch.Tensor) -> None:
         """DDP copies the gradient, and may put the copy into its place."""
-        param = self._param()
+        param = self.param()
         if param is not None and param.grad is self:
-            bridge = self._context.optimizer()._mode.bridge
+            bridge = self.context.owner().bridge
             if bridge is not None:
                 bridge.rebound(param, self, memory)
 
@@ -371,13 +476,35 @@ class ShardedGrad(_Gradient):
     def local(self) -> torch.Tensor:
         """This rank's slice: 1-D, in memory order; shared, not copied."""
         if self._slice is None:
-            self._context.reduce()
+            self.context.owner().reduce()
         assert self._slice is not None
+        return self._slice
+
+    def slice(self) -> torch.Tensor | None:
+        """The same, if there is one without a reduction."""
         return self._slice
 
     def unreduced(self) -> torch.Tensor | None:
         """What backward has added since the last reduction, as a gradient of this rank."""
         return self._unreduced
+
+    def parts(self) -> list[torch.Tensor]:
+        """All values that there are."""
+        return [part for part in (self._slice, self._unreduced) if part is not None]
+
+    def zero(self, unreduced: bool) -> None:
+        """Forgets all values. ``unreduced``: as if autograd began anew, else where they are."""
+        if unreduced:
+            self._slice = None
+            self._unreduced = torch.empty_strided(
+                self.shape, self.stride(), dtype=self.dtype, device=self.device
+            ).zero_()
+        elif self._slice is None:
+            assert self._unreduced is not None
+            self._unreduced.zero_()
+        else:
+            self._slice.zero_()
+            self._unreduced = None
 
     def version(self) -> int:
         """Of the slice's values, as autograd counts writes."""
@@ -406,9 +533,9 @@ class ShardedGrad(_Gradient):
     def set_unreduced(self, grad: torch.Tensor) -> None:
         self.keep()
         self._unreduced = grad
-        self._context.changed()
+        self.context.changed()
 
-    def _accumulate(self, new: torch.Tensor) -> None:
+    def accumulate(self, new: torch.Tensor) -> None:
         if self._unreduced is not None:
             self._unreduced += new
             return
@@ -427,7 +554,7 @@ class ShardedGrad(_Gradient):
     ) -> Any:
         if func in _BY_DDP and in_backward():
             source = next((arg for arg in args if isinstance(arg, ShardedGrad)), None)
-            if source is not None and source._context.manual():
+            if source is not None and source.context.owner().mode.manual:
                 _refuse_ddp()
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -462,7 +589,7 @@ def _vector_norm(
             "norms of this rank's gradients and of reduced ones cannot be mixed: in manual mode "
             "call optimizer.reduce_gradients() first"
         )
-    norm = grad._context.norm(grad, float(ord))
+    norm = grad.context.norm(grad, float(ord))
     if norm is None:
         raise RuntimeError(
             "this reduced gradient is no longer in the p.grad of a parameter of its optimizer, so "
@@ -480,7 +607,7 @@ def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Ten
     extension = load_extension()
     alike = dtype is not None or len(extension.dtypes_of(grads)) == 1
     if alike and set(map(type, grads)) == {ShardedGrad}:
-        each = first._context.norms_of(grads, float(ord))
+        each = first.context.norms_of(grads, float(ord))
         if each is not None:
             apart: list[torch.Tensor] = extension.scalars_of(
                 each.to(dtype or first.dtype, copy=True)
@@ -497,18 +624,24 @@ def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Ten
     ]
 
 
+def _announce_change(gradient: ShardedGrad, doing: Doing, value: Any = 0.0) -> None:
+    """Of one gradient, if others have slices of it and it is still to be applied."""
+    owner = gradient.context.joining()
+    if owner is not None and gradient.holds_reduced() and not owner.stepped:
+        owner.announce(doing, owner.number_of(gradient), value)
+
+
 def _number(func: Callable[..., Any], grad: Any, other: Any) -> Any:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(func)
     if not isinstance(grad, ShardedGrad):
         return func(grad, other)
     doing = Doing.MULTIPLY if func is torch.Tensor.mul_ else Doing.DIVIDE
-    announce_change(grad, doing, other)
-    grad._context.note_factor([grad], other, doing)
-    for part in (grad._slice, grad._unreduced):
-        if part is not None:
-            func(part, other)
-    grad._context.changed()
+    _announce_change(grad, doing, other)
+    grad.context.note_factor([grad], other, doing)
+    for part in grad.parts():
+        func(part, other)
+    grad.context.changed()
     return grad
 
 
@@ -519,22 +652,13 @@ _div_ = functools.partial(_number, torch.Tensor.div_)
 def _zero_(grad: Any) -> Any:
     if not isinstance(grad, ShardedGrad):
         return grad.zero_()
-    announce_change(grad, Doing.ZERO)
-    joining = grad._context.joining()
-    if joining is not None and joining._mode.manual and joining._stepped:
-        # As autograd begins anew. Ranks that have joined keep nothing that was reduced.
-        grad._slice = None
-        grad._unreduced = torch.empty_strided(
-            grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device
-        ).zero_()
-    elif grad._slice is None:
-        assert grad._unreduced is not None
-        grad._unreduced.zero_()
-    else:
-        grad._slice.zero_()
-        grad._unreduced = None
-    grad._context.forget_factors()
-    grad._context.changed()
+    _announce_change(grad, Doing.ZERO)
+    # Ranks that have joined keep nothing that was reduced.
+    context = grad.context
+    owner = context.joining()
+    grad.zero(unreduced=owner is not None and owner.mode.manual and owner.stepped)
+    grad.context.forget_factors()
+    grad.context.changed()
     return grad
 
 
@@ -545,12 +669,12 @@ def _foreach_mul_(grads: Any, other: Any) -> None:
     parts, contexts = found or ([], [])
     for grad in grads if found is None else ():
         if type(grad) is ShardedGrad:
-            contexts += [grad._context] if grad._context not in contexts else []
-            parts += [part for part in (grad._slice, grad._unreduced) if part is not None]
+            contexts += [grad.context] if grad.context not in contexts else []
+            parts += grad.parts()
         else:
             parts.append(grad)
     for context in contexts:
-        mine = [g for g in grads if type(g) is ShardedGrad and g._context is context]
+        mine = [g for g in grads if type(g) is ShardedGrad and g.context is context]
         if context.joining() is not None:
             _announce_factor(context, mine, other)
         context.note_factor(mine, other)
@@ -561,11 +685,11 @@ def _foreach_mul_(grads: Any, other: Any) -> None:
 
 def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Any) -> None:
     if len(grads) == len(context.gradients()) and all(g.is_reduced() for g in grads):
-        if not context.optimizer()._stepped:
-            announce(context.optimizer(), Doing.MULTIPLY, value=factor)
+        if not context.owner().stepped:
+            context.owner().announce(Doing.MULTIPLY, value=factor)
         return
     for grad in grads:
-        announce_change(grad, Doing.MULTIPLY, factor)
+        _announce_change(grad, Doing.MULTIPLY, factor)
 
 
 def _foreach(one: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
@@ -585,10 +709,10 @@ def _foreach_zero_(grads: Any) -> None:
 def _add_(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
     # Autograd accumulates: a further backward before step(). Anybody may add to what is this
     # rank's gradient alone; of a reduced one, who knows whether all ranks add the same.
-    local = isinstance(grad, ShardedGrad) and (grad._slice is None or in_backward())
+    local = isinstance(grad, ShardedGrad) and (not grad.holds_reduced() or in_backward())
     if local and type(other) is torch.Tensor and alpha == 1:
-        grad._accumulate(other)
-        grad._context.changed()
+        grad.accumulate(other)
+        grad.context.changed()
         return grad
     _refuse("add_")
 
@@ -604,7 +728,8 @@ def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
         src.keep()
         src.rebound(dst)
         # Only what backward has added belongs there.
-        return dst.zero_() if src._unreduced is None else dst.copy_(src._unreduced)
+        added = src.unreduced()
+        return dst.zero_() if added is None else dst.copy_(added)
     _refuse("copy_")
 
 
@@ -617,9 +742,10 @@ def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
     parts = [grad.local() if isinstance(grad, ShardedGrad) else grad for grad in grads]
     # An overflow in any rank's slice stops all of them.
     first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
-    context, optimizer = first._context, first._context.joining()
-    if optimizer is not None:
-        announce(optimizer, Doing.UNSCALE, number_of(optimizer, first), inv_scale)
+    context: GradContext = first.context
+    owner = context.joining()
+    if owner is not None:
+        owner.announce(Doing.UNSCALE, owner.number_of(first), inv_scale)
     aten._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
     dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=context.group)
     context.changed()

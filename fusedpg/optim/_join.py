@@ -10,14 +10,14 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-if TYPE_CHECKING:
-    from fusedpg.optim._base import FusedOptimizer
+from fusedpg.optim._parameters import ParameterGroups
 
 
 class Doing(enum.IntEnum):
@@ -33,99 +33,104 @@ class Doing(enum.IntEnum):
 
 
 EVERY = -1  # in place of a parameter's number
-_NONE = -1.0  # no scale
+NO_SCALE = -1.0  # no scale
 _WORDS = 6
 
-# By group: its optimizers in the order in which Join was given them, the same on all ranks.
-_optimizers: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+# By group: the contexts of its optimizers in the order in which Join was given them, which is the
+# same on all ranks.
+_contexts: weakref.WeakKeyDictionary[Any, list[weakref.ref[JoinContext]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class JoinContext(ParameterGroups):
+    """What an optimizer knows of a Join, which tells ranks that have joined what it does."""
+
+    def __init__(self, optimizer: Any, group: dist.ProcessGroup, *, share: bool) -> None:
+        super().__init__(optimizer, group, share=share)
+        self.stepped = False  # since gradients were reduced for the last time
+        self.shadow = False  # a joined rank, which has no data left
+        # Of an iteration: inside of step(), and whether Join has been notified.
+        self.in_step = self.notified = False
+        # Of a joined rank: whether it has made the others' step, is on the way to it.
+        self.followed = self.follows = False
+        self._number = -1  # among the optimizers that Join was given
+
+    def joining(self) -> bool:
+        """Whether there is a Join that knows the optimizer."""
+        found = self._reference()
+        return found is not None and bool(found._join_config.enable)
+
+    def enter_join(self) -> None:
+        """Join is given the optimizer, in the same order on all ranks."""
+        known = _contexts.setdefault(self.group, [])
+        self._number = len(known)
+        known.append(weakref.ref(self))
+
+    def announce(
+        self,
+        doing: Doing,
+        param: int = EVERY,
+        value: Any = 0.0,
+        scale: Any = None,
+        found_inf: Any = None,
+    ) -> None:
+        """Tells ranks that have joined, if there is a Join, before this rank does it."""
+        if self.shadow or self.in_step or not self.joining():
+            return
+        if self.mode.manual and not self.notified:
+            # What the first of a Join's objects owes it before anything else of an iteration.
+            Join.notify_join_context(self.optimizer())
+            self.notified = True
+        factor = NO_SCALE if scale is None else scale
+        words = [self._number, doing, param, value, factor, found_inf is not None]
+        self._agreed([float(word) for word in words])
+
+    def _agreed(self, words: list[float] | None) -> list[float]:
+        """What ranks with data do; None: this rank has none."""
+        both = torch.full((2, _WORDS), -math.inf, dtype=torch.float64, device=self.device())
+        if words is not None:
+            both[0] = torch.tensor(words)
+            both[1] = -both[0]
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        most, least = both[0].tolist(), (-both[1]).tolist()
+        for one, other in zip(most, least, strict=True):
+            if one != other and not (math.isnan(one) and math.isnan(other)):
+                names = [Doing(int(words[1])).name.lower() for words in (least, most)]
+                raise RuntimeError(
+                    "ranks under Join do different things with the gradients of their fused "
+                    f"optimizers: {names[0]} ({least}) and {names[1]} ({most})"
+                )
+        return most
+
+    def follow_step(self) -> None:
+        """On a rank that has joined: does what the others do until they have made a step."""
+        while not self.followed:
+            words = self._agreed(None)
+            number = int(words[0])
+            known = _contexts[self.group]
+            told = known[number]() if 0 <= number < len(known) else None
+            if told is None or told._reference() is None:
+                raise RuntimeError("Join was given other optimizers on ranks that still have data")
+            told.follow(Doing(int(words[1])), int(words[2]), *words[3:])
+        self.followed = False
+
+    def follow(
+        self, doing: Doing, param: int, value: float, scale: float, found_inf: float
+    ) -> None:
+        """Does what the others do with their slices, without data."""
+        raise NotImplementedError
 
 
 class StepOnJoin(JoinHook):
     """A rank without data left takes part in the others' steps."""
 
-    def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._optimizer = optimizer
-        known = _optimizers.setdefault(optimizer._group, [])
-        optimizer._join_number = len(known)
-        known.append(weakref.ref(optimizer))
+    def __init__(self, context: JoinContext, step: Callable[[], None]) -> None:
+        self._context, self._step = context, step
+        context.enter_join()
 
     def main_hook(self) -> None:
-        optimizer = self._optimizer
-        if not optimizer._mode.tells:
-            optimizer._shadow_step()
-            return
-        while not optimizer._followed:
-            _follow(optimizer, _agreed(optimizer, None))
-        optimizer._followed = False
-
-
-def announce(
-    optimizer: FusedOptimizer,
-    doing: Doing,
-    param: int = EVERY,
-    value: Any = 0.0,
-    scale: Any = None,
-    found_inf: Any = None,
-) -> None:
-    """Tells ranks that have joined, if there is a Join, before this rank does it."""
-    if not optimizer._join_config.enable or optimizer._shadow or optimizer._in_step:
-        return
-    if optimizer._mode.manual and not optimizer._notified:
-        # What the first of a Join's objects owes it before anything else of an iteration.
-        Join.notify_join_context(optimizer)
-        optimizer._notified = True
-    factor = _NONE if scale is None else scale
-    words = [optimizer._join_number, doing, param, value, factor, found_inf is not None]
-    _agreed(optimizer, [float(word) for word in words])
-
-
-def announce_change(gradient: Any, doing: Doing, value: Any = 0.0) -> None:
-    """Of one gradient, if others have slices of it and it is still to be applied."""
-    optimizer = gradient._context.joining()
-    if optimizer is not None and gradient.holds_reduced() and not optimizer._stepped:
-        announce(optimizer, doing, number_of(optimizer, gradient), value)
-
-
-def number_of(optimizer: FusedOptimizer, gradient: Any) -> int:
-    param = gradient._param()
-    return next(i for i, p in enumerate(optimizer._all_parameters()) if p is param)
-
-
-def _agreed(optimizer: FusedOptimizer, words: list[float] | None) -> list[float]:
-    """What ranks with data do; None: this rank has none."""
-    both = torch.full((2, _WORDS), -math.inf, dtype=torch.float64, device=optimizer._device())
-    if words is not None:
-        both[0] = torch.tensor(words)
-        both[1] = -both[0]
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=optimizer._group)
-    most, least = both[0].tolist(), (-both[1]).tolist()
-    for one, other in zip(most, least, strict=True):
-        if one != other and not (math.isnan(one) and math.isnan(other)):
-            names = [Doing(int(words[1])).name.lower() for words in (least, most)]
-            raise RuntimeError(
-                "ranks under Join do different things with the gradients of their fused "
-                f"optimizers: {names[0]} ({least}) and {names[1]} ({most})"
-            )
-    return most
-
-
-def _follow(optimizer: FusedOptimizer, words: list[float]) -> None:
-    """Does what the others do with an optimizer of this group, without data."""
-    number = int(words[0])
-    known = _optimizers[optimizer._group]
-    told = known[number]() if 0 <= number < len(known) else None
-    if told is None:
-        raise RuntimeError("Join was given other optimizers on ranks that still have data")
-    doing, param, value = Doing(int(words[1])), int(words[2]), words[3]
-    if told._mode.manual and not told._follows:
-        told._drop_gradients()  # of its own last step
-    told._follows = True
-    if doing is Doing.STEP:
-        told._shadow_step(None if words[4] == _NONE else words[4], bool(words[5]))
-        told._followed, told._follows = True, False
-        return
-    told._shadow = True
-    try:
-        told._context.follow(doing, param, value)
-    finally:
-        told._shadow = False
+        if self._context.mode.tells:
+            self._context.follow_step()
+        else:
+            self._step()

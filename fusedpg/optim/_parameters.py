@@ -1,4 +1,4 @@
-"""Where parameters lie: in the group's arena, where peers write them in place."""
+"""Parameters lie in the group's arena, where peers write them in place, and are cut into slices."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import collections
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
 from fusedpg._registration import load_extension
-from fusedpg.functional import _backend
+from fusedpg.functional import _backend, shard_range
 from fusedpg.optim._torch import uncompiled
 
 _log = logging.getLogger("fusedpg")
+
+GONE = "the fused optimizer that has reduced this gradient is gone: call zero_grad()"
 
 
 def refuse_sharded(param: torch.Tensor, name: str) -> None:
@@ -98,12 +100,8 @@ class Parameters:
 
     def __init__(self, group: dist.ProcessGroup | None, *, share: bool) -> None:
         self._group = group
-        self._share = share
+        self.shared = share
         self._versions: dict[torch.Tensor, int] = {}
-
-    @property
-    def shared(self) -> bool:
-        return self._share
 
     # Memory that is made in inference mode would make inference tensors of the parameters.
     @torch.inference_mode(False)
@@ -111,7 +109,7 @@ class Parameters:
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
         """Moves the data of parameters. With sharing a collective: rank 0's values win."""
         params = list(params)
-        if not self._share:
+        if not self.shared:
             self._adopt_replicas(params)
             return
         if any(param.device.type != "cpu" for param in params):
@@ -157,9 +155,9 @@ class Parameters:
     @torch.no_grad()
     def own(self, params: Iterable[torch.Tensor]) -> None:
         """Gives each rank a copy of its own of parameters that were shared."""
-        if not self._share:
+        if not self.shared:
             return
-        self._share = False
+        self.shared = False
         self._versions.clear()
         params = list(params)
         for param in params:
@@ -179,9 +177,156 @@ class Parameters:
 
     def accept(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the present contents as they are."""
-        if self._share:
+        if self.shared:
             self._versions.update((param, param._version) for param in params)
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+class Numbers(dict[torch.Tensor, int]):
+    """By parameter; says what is wrong with one that is missing."""
+
+    def __missing__(self, param: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} is in no group of the fused optimizer that "
+            "has its gradient: it was taken out of param_groups, or put there by hand instead of "
+            "with add_param_group()"
+        )
+
+
+class ParameterGroups:
+    """The parameters of an optimizer, group by group, and how they are cut into slices.
+
+    It does not keep its optimizer, which keeps this: a cycle would be freed by the garbage
+    collector alone.
+    """
+
+    def __init__(self, optimizer: Any, group: dist.ProcessGroup, *, share: bool) -> None:
+        self._reference: weakref.ref[Any] = weakref.ref(optimizer)
+        self.group = group
+        self.backend = _backend(group)
+        self.extension = load_extension()
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.bridge: Any = None  # to the DDP whose gradients the optimizer takes
+        self.memory = Parameters(group, share=share)
+        self.layouts: dict[torch.Tensor, tuple[int, ...]] = {}  # strides that slices are cut by
+        self.group_of = Numbers()  # number of the group of a parameter
+        self._numbered: list[list[torch.Tensor]] = []  # parameters by group, numbered so
+
+    def optimizer(self) -> Any:
+        found = self._reference()
+        if found is None:
+            raise RuntimeError(GONE)
+        return found
+
+    @property
+    def mode(self) -> Any:
+        """What the optimizer does otherwise with a DDP than without."""
+        return self.optimizer()._mode
+
+    def parameters(self) -> list[torch.Tensor]:
+        optimizer = self._reference() or self.optimizer()  # which raises
+        return [param for group in optimizer.param_groups for param in group["params"]]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, group in enumerate(self.optimizer().param_groups):
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                yield names[i] if names else f"{i} of group {number}", param
+
+    def device(self) -> torch.device:
+        """Where all parameters are."""
+        for group in self.optimizer().param_groups:
+            for param in group["params"]:
+                return cast("torch.device", param.device)
+        return torch.device("cpu")
+
+    def number_groups(self, added: Iterable[torch.Tensor] = ()) -> Numbers:
+        """Follows whoever edits ``param_groups``: groups and parameters may be taken out.
+
+        Returns:
+            The numbers, another object after every change.
+        """
+        groups = (self._reference() or self.optimizer()).param_groups
+        now = [list(group["params"]) for group in groups]
+        same = self.extension.same_objects
+        if len(now) == len(self._numbered) and all(map(same, now, self._numbered)):
+            return self.group_of
+        self._check_listed_once(now)
+        known = {*self.layouts, *added}
+        self.group_of = Numbers(
+            (param, number)
+            for number, group in enumerate(groups)
+            for param in group["params"]
+            if param in known
+        )
+        self._numbered = now
+        return self.group_of
+
+    def _check_listed_once(self, groups: list[list[torch.Tensor]]) -> None:
+        """torch.optim steps a parameter once for every place that it stands at, and warns."""
+        params = [param for group in groups for param in group]
+        if len(set(params)) != len(params):
+            twice = next(p for p, count in collections.Counter(params).items() if count > 1)
+            raise ValueError(
+                f"a parameter of shape {tuple(twice.shape)} is listed more than once in "
+                "param_groups: list it once (torch.optim would step it once for each)"
+            )
+
+    def shard(self, param: torch.Tensor) -> tuple[int, int]:
+        return shard_range(param.numel(), self.world_size, self.rank)
+
+    def owned(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a tensor laid out as the parameter ``like``: a view."""
+        offset, length = self.shard(like)
+        return tensor.detach().as_strided([length], [1], tensor.storage_offset() + offset)
+
+    def owned_slices(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of tensors laid out as their parameters."""
+        return self.extension.owned_slices(tensors, self.world_size, self.rank)
+
+    def check_layouts(self, params: list[torch.Tensor]) -> None:
+        """Slices are ranges of memory: they do not survive ``model.to(memory_format=...)``."""
+        usual = self.extension.have_layouts(params, self.layouts)
+        for param in () if usual else params:
+            if param.stride() != self.layouts.get(param):
+                self._adapt_layout(param)
+
+    def check_known(self, param: torch.Tensor) -> None:
+        """What may be wrong with a parameter whose gradient was not reduced."""
+        if param not in self.layouts:
+            self.group_of.__missing__(param)
+        if self.bridge is not None:
+            self.bridge.check_types()
+
+    def _adapt_layout(self, param: torch.Tensor) -> None:
+        if param not in self.layouts:
+            self.group_of.__missing__(param)
+        if same_order(param.shape, param.stride(), self.layouts[param]):
+            self.layouts[param] = param.stride()
+            return
+        if self.optimizer().state.get(param) or self.memory.shared:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has changed its memory format (strides "
+                f"{self.layouts[param]}, now {param.stride()}), and the slices of its state are "
+                "cut by it. Convert the model before the first step, with share_parameters before "
+                "the optimizer is made; or take full_state_dict() before and load it afterwards"
+            )
+        self.layouts[param] = param.stride()
+
+    def check_same_layout(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
+        if param.stride() != grad.stride() and not same_order(
+            param.shape, param.stride(), grad.stride()
+        ):
+            raise RuntimeError(
+                f"parameter {name} has changed its memory format between backward and step()"
+            )
+
+    def check_shared(self, params: list[torch.Tensor] | None = None) -> None:
+        """Before a step of some parameters, or of all."""
+        if self.memory.shared:
+            few = ((f"of shape {tuple(param.shape)}", param) for param in params or ())
+            self.memory.check(self.named_parameters() if params is None else few)

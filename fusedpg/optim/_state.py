@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NoReturn, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,13 +12,10 @@ from torch.optim import Optimizer
 
 from fusedpg._layout import is_dense
 from fusedpg._refusal import telling
-from fusedpg._registration import load_extension
-from fusedpg.functional import shard_range
-from fusedpg.optim import _checkpoint, _torch
-from fusedpg.optim._ending import end_all
-from fusedpg.optim._gradients import GradContext
+from fusedpg.optim import _torch
+from fusedpg.optim._gradients import StepContext
 from fusedpg.optim._modes import Mode
-from fusedpg.optim._parameters import Parameters, bytes_of, refuse_sharded, same_order
+from fusedpg.optim._parameters import bytes_of, refuse_sharded
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
@@ -47,92 +43,14 @@ def _versions(state: dict[str, Any]) -> int:
     return sum(value._version for value in state.values())
 
 
-class Numbers(dict[torch.Tensor, int]):
-    """By parameter; says what is wrong with one that is missing."""
-
-    def __missing__(self, param: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} is in no group of the fused optimizer that "
-            "has its gradient: it was taken out of param_groups, or put there by hand instead of "
-            "with add_param_group()"
-        )
-
-
-class Started:
-    """A step under way. State made for parameters that nobody used goes again, as in torch."""
-
-    def __init__(
-        self,
-        optimizer: ShardedState,
-        work: dist.Work,
-        params: list[torch.Tensor],
-        made: dict[torch.Tensor, list[str]],
-        used: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        self._optimizer, self._work = optimizer, work
-        self._made = [(i, p, made[p]) for i, p in enumerate(params) if p in made] if made else []
-        self._used, self._found_inf = used, found_inf
-        self._load_digest = optimizer._load_digest
-
-    def wait(self) -> None:
-        stepped: list[int] | None = []
-        try:
-            self._work.wait()
-            self._optimizer._context.forget_factors()  # the ranks' were the same
-            if self._optimizer._load_digest == self._load_digest:
-                self._optimizer._load_digest = 0  # ranks have loaded the same
-            stepped = self._stepped() if self._made else None
-        finally:
-            for i, param, keys in self._made:
-                if stepped is not None and not (stepped and stepped[i]):
-                    self._optimizer._unmake_state(param, keys)
-
-    def _stepped(self) -> list[int] | None:
-        """Whether any rank used a parameter; None: all of them were used."""
-        if self._found_inf is not None and bool(self._found_inf):
-            return []
-        return None if self._used is None else self._used.tolist()
-
-
 class ShardedState(Optimizer):
     """An optimizer that keeps this rank's slices of the state of its parameters."""
 
-    _group: dist.ProcessGroup
-    _rank: int
-    _world_size: int
+    _context: StepContext
     _mode: Mode
-    _in_flight: list[Callable[[], None]]  # what ends operations under way
-    _context: GradContext
-    _parameters: Parameters
     _master_dtype: torch.dtype | None
-    _group_of: Numbers  # number of the group of a parameter
-    _numbered: list[list[torch.Tensor]]  # the parameters by group that this was made of
-    _layouts: dict[torch.Tensor, tuple[int, ...]]  # strides that the slices are cut by
     _blank: dict[torch.Tensor, int]  # state that was made before a step; versions of it
     _load_digest: int  # digest of the state dict that was loaded since the last step, or 0
-
-    def _telling(self) -> telling:
-        """For a block in which the other ranks communicate: they hear of what this one raises."""
-        mode = self._mode
-        return telling(
-            self._group, when=lambda: self._device().type == "cpu", times=mode.operations_ahead
-        )
-
-    def _wait(self) -> None:
-        """For work under way that changes gradients, parameters or state."""
-        try:
-            self._end_operations()
-        finally:
-            if self._mode.bridge is not None:
-                self._mode.bridge.restore()
-
-    def _end_operations(self) -> None:
-        in_flight, self._in_flight = self._in_flight, []
-        if in_flight:
-            # Before they end: known norms hold gradients, which could not be reused.
-            self._context.changed()
-        end_all(in_flight)
 
     # --- what subclasses say ------------------------------------------------------
 
@@ -176,64 +94,34 @@ class ShardedState(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # In manual mode peers wait for this rank's parameters, where they are shared, too.
-        waits = self._mode.manual or self._parameters.shared
-        with telling(self._group, when=lambda: waits and self._device().type == "cpu"):
+        waits = self._mode.manual or self._context.memory.shared
+        context = self._context
+        with telling(context.group, when=lambda: waits and context.device().type == "cpu"):
             if isinstance(param_group, dict):
                 self._check_options({**self.defaults, **param_group})
             super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         try:
-            with telling(self._group, *params, when=lambda: waits):
+            with telling(self._context.group, *params, when=lambda: waits):
                 for param in params:
                     self._check_param(param)
-                self._number_groups(added=params)
-                self._mode.add(self, params)
+                self._context.number_groups(added=params)
+                self._mode.add(params)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._parameters.adopt(params)
-        self._mode.watch(self, params)
+        self._context.memory.adopt(params)
+        self._mode.watch(params)
         for param in params:
-            self._layouts[param] = param.stride()
+            self._context.layouts[param] = param.stride()
             if self.param_groups[-1].get("capturable"):
                 # What a graph made would be made again by every launch of it.
                 self._blank_state(param)
 
-    def _number_groups(self, added: Iterable[torch.Tensor] = ()) -> Numbers:
-        """Follows whoever edits ``param_groups``: groups and parameters may be taken out.
-
-        Returns:
-            The numbers, another object after every change.
-        """
-        now = [list(group["params"]) for group in self.param_groups]
-        same = load_extension().same_objects
-        if len(now) == len(self._numbered) and all(map(same, now, self._numbered)):
-            return self._group_of
-        self._check_listed_once(now)
-        known = {*self._layouts, *added}
-        self._group_of = Numbers(
-            (param, number)
-            for number, group in enumerate(self.param_groups)
-            for param in group["params"]
-            if param in known
-        )
-        self._numbered = now
-        return self._group_of
-
-    def _check_listed_once(self, groups: list[list[torch.Tensor]]) -> None:
-        """torch.optim steps a parameter once for every place that it stands at, and warns."""
-        params = [param for group in groups for param in group]
-        if len(set(params)) != len(params):
-            twice = next(p for p, count in collections.Counter(params).items() if count > 1)
-            raise ValueError(
-                f"a parameter of shape {tuple(twice.shape)} is listed more than once in "
-                "param_groups: list it once (torch.optim would step it once for each)"
-            )
-
     def _check_param(self, param: torch.Tensor) -> None:
         name = f"a parameter of shape {tuple(param.shape)} and type {param.dtype}"
         refuse_sharded(param, name)
-        if param.device.type not in ("cpu", "cuda") or param.device != self._device():
+        if param.device.type not in ("cpu", "cuda") or param.device != self._context.device():
             raise ValueError(
                 f"{name} is on {param.device}: fused optimizers take parameters on the CPU, or on "
                 "one GPU"
@@ -245,25 +133,6 @@ class ShardedState(Optimizer):
         if param.layout != torch.strided or not is_dense(param):
             raise TypeError(f"{name} is not dense in memory")
 
-    def _device(self) -> torch.device:
-        """Where all parameters are."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                return cast("torch.device", param.device)
-        return torch.device("cpu")
-
-    def _shard(self, param: torch.Tensor) -> tuple[int, int]:
-        return shard_range(param.numel(), self._world_size, self._rank)
-
-    def _owned(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a tensor laid out as the parameter ``like``: a view."""
-        offset, length = self._shard(like)
-        return tensor.detach().as_strided([length], [1], tensor.storage_offset() + offset)
-
-    def _owned_slices(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of tensors laid out as their parameters."""
-        return load_extension().owned_slices(tensors, self._world_size, self._rank)
-
     def _has_master(self, param: torch.Tensor) -> bool:
         return self._master_dtype is not None and param.dtype in _HALF
 
@@ -272,8 +141,8 @@ class ShardedState(Optimizer):
     def _new_slice(self, param: torch.Tensor, key: str) -> torch.Tensor:
         """Zeros, or of masters the parameter's values."""
         if key == "master_param":
-            return self._owned(param, param).to(torch.float32, copy=True)
-        _, length = self._shard(param)
+            return self._context.owned(param, param).to(torch.float32, copy=True)
+        _, length = self._context.shard(param)
         number = self._slices.index(key)
         return _zeros(length, self._state_dtype(param), number, param.device)
 
@@ -287,7 +156,7 @@ class ShardedState(Optimizer):
         made = {}
         needs = [self._state_keys(group) for group in self.param_groups]
         for param in params:
-            keys = self._missing(param, needs[self._group_of[param]])
+            keys = self._missing(param, needs[self._context.group_of[param]])
             if keys:
                 self._make_keys(param, keys)
                 made[param] = keys
@@ -307,13 +176,15 @@ class ShardedState(Optimizer):
         as it is now: anybody may edit ``optimizer.state``."""
         if self._blank or not params or not self.param_groups:
             return None
-        slices = self._state_keys(self.param_groups[0])
-        if any(self._state_keys(group) != slices for group in self.param_groups[1:]):
+        first, *others = self.param_groups
+        slices = self._state_keys(first)
+        if others and any(self._state_keys(group) != slices for group in others):
             return None
         master = self._has_master(params[0])
-        keys = self._stepped_keys(slices, master)
-        found = load_extension().step_lists(
-            params, self._group_of, self._layouts, self.state, keys, self._master_dtype is not None
+        keys, context = self._stepped_keys(slices, master), self._context
+        masters = self._master_dtype is not None
+        found = context.extension.step_lists(
+            params, context.group_of, context.layouts, self.state, keys, masters
         )
         return None if found is None else (found[0], dict(zip(keys, found[1], strict=True)), master)
 
@@ -351,6 +222,29 @@ class ShardedState(Optimizer):
                 else self._new_slice(param, key)
             )
 
+    def _end_step(
+        self,
+        work: dist.Work,
+        params: list[torch.Tensor],
+        made: dict[torch.Tensor, list[str]],
+        used: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        load_digest: int,
+    ) -> None:
+        """Ends an operation. State made for parameters that nobody used goes again, as in torch."""
+        stepped: list[int] | None = []  # whether any rank used a parameter; None: all were used
+        try:
+            work.wait()
+            self._context.gradients.forget_factors()  # the ranks' were the same
+            if self._load_digest == load_digest:
+                self._load_digest = 0  # ranks have loaded the same
+            if made and not (found_inf is not None and bool(found_inf)):
+                stepped = None if used is None else used.tolist()
+        finally:
+            for i, param in enumerate(params) if made else ():
+                if param in made and stepped is not None and not (stepped and stepped[i]):
+                    self._unmake_state(param, made[param])
+
     def _unmake_state(self, param: torch.Tensor, keys: list[str]) -> None:
         """No rank had a gradient: torch makes no state then."""
         state = self.state[param]
@@ -361,7 +255,7 @@ class ShardedState(Optimizer):
 
     def _blank_state(self, param: torch.Tensor) -> None:
         """State without a step."""
-        group = self.param_groups[self._group_of[param]]
+        group = self.param_groups[self._context.group_of[param]]
         keys = self._missing(param, self._state_keys(group)) if param.requires_grad else []
         if keys:
             self._make_keys(param, keys)
@@ -377,51 +271,14 @@ class ShardedState(Optimizer):
         Local. It asks optimizers without state for a step with a learning rate and gradients of
         zero, to have tensors to load into.
         """
-        if any(self.state.values()) or not all(_is_zero(g["lr"]) for g in self.param_groups):
+        if not all(_is_zero(g["lr"]) for g in self.param_groups):
             return False
         if not _torch.initialises_state():
             return False
-        self._number_groups()
-        for _, param in self._named_parameters():
+        self._context.number_groups()
+        for _, param in self._context.named_parameters():
             self._blank_state(param)
         return True
-
-    def _check_layouts(self, params: list[torch.Tensor]) -> None:
-        """Slices are ranges of memory: they do not survive ``model.to(memory_format=...)``."""
-        usual = load_extension().have_layouts(params, self._layouts)
-        for param in () if usual else params:
-            if param.stride() != self._layouts.get(param):
-                self._adapt_layout(param)
-
-    def _check_known(self, param: torch.Tensor) -> None:
-        """What may be wrong with a parameter whose gradient was not reduced."""
-        if param not in self._layouts:
-            self._group_of.__missing__(param)
-        if self._mode.bridge is not None:
-            self._mode.bridge.check_types()
-
-    def _adapt_layout(self, param: torch.Tensor) -> None:
-        if param not in self._layouts:
-            self._group_of.__missing__(param)
-        if same_order(param.shape, param.stride(), self._layouts[param]):
-            self._layouts[param] = param.stride()
-            return
-        if self.state.get(param) or self._parameters.shared:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} has changed its memory format (strides "
-                f"{self._layouts[param]}, now {param.stride()}), and the slices of its state are "
-                "cut by it. Convert the model before the first step, with share_parameters before "
-                "the optimizer is made; or take full_state_dict() before and load it afterwards"
-            )
-        self._layouts[param] = param.stride()
-
-    def _check_same_layout(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
-        if param.stride() != grad.stride() and not same_order(
-            param.shape, param.stride(), grad.stride()
-        ):
-            raise RuntimeError(
-                f"parameter {name} has changed its memory format between backward and step()"
-            )
 
     @contextlib.contextmanager
     def writing_parameters(self) -> Iterator[None]:
@@ -429,52 +286,11 @@ class ShardedState(Optimizer):
 
         All ranks enter it; one rank of each machine, or all with the same values, write.
         """
-        dist.barrier(group=self._group)
-        with telling(self._group, when=lambda: self._device().type == "cpu"):
+        dist.barrier(group=self._context.group)
+        with telling(self._context.group, when=lambda: self._context.device().type == "cpu"):
             yield
-        dist.barrier(group=self._group)
-        self._parameters.accept(self._all_parameters())
-
-    def _all_parameters(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, group in enumerate(self.param_groups):
-            names = group.get("param_names")
-            for i, param in enumerate(group["params"]):
-                yield names[i] if names else f"{i} of group {number}", param
-
-    # --- checkpoints ------------------------------------------------------------------
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a full torch state dict, or one of this class, and never changes it.
-
-        Local, not a collective. Values may be whole tensors of the parameter's shape
-        (``torch.optim``, ``full_state_dict()``, ``merge_state_dicts()``) or this rank's own slices
-        (``local_state_dict()`` of the same rank and world size).
-
-        Raises:
-            ValueError: for slices of another rank or world size, or groups that do not match.
-            RuntimeError: with ``overlap=True`` between backward and ``step()``.
-        """
-        self._mode.end_before_loading()
-        self._wait()
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        groups = _checkpoint.loaded_groups(self, state_dict)
-        state = _checkpoint.loaded_state(self, state_dict)
-        self._load_digest = _checkpoint.digest(self, state_dict)
-        # The same dicts: fuse() shares them with an optimizer of torch and its schedulers.
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self._blank.clear()
-        self.__setstate__({"state": state, "param_groups": self.param_groups})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        dist.barrier(group=self._context.group)
+        self._context.memory.accept(self._context.parameters())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -491,7 +307,7 @@ class ShardedState(Optimizer):
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes on this rank: ``parameters``, ``state``, and ``unsharded_state`` of torch."""
-        params = self._all_parameters()
+        params = self._context.parameters()
         held = whole = 0
         for param in params:
             for value in self.state.get(param, {}).values():
@@ -505,6 +321,6 @@ class ShardedState(Optimizer):
     def memory_summary(self) -> str:
         """A readable form of :meth:`memory_stats`."""
         stats = self.memory_stats()
-        lines = [f"{type(self).__name__}, rank {self._rank} of {self._world_size}"]
+        lines = [f"{type(self).__name__}, rank {self._context.rank} of {self._context.world_size}"]
         lines += [f"  {key:16} {value / 2**20:12.2f} MiB" for key, value in stats.items()]
         return "\n".join(lines)

@@ -7,7 +7,6 @@ Everything else that the bridge knows of DDP is public: its arguments (``find_un
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -114,10 +113,9 @@ def _require_gradients(required: dict[Any, bool]) -> None:
             param.requires_grad_(does)
 
 
-def graph_task() -> int | None:
-    """The (maybe nested) backward that this thread runs, as a number of its own."""
-    number = torch._C._current_graph_task_id()
-    return None if number == -1 else number
+# The (maybe nested) backward that this thread runs, as a number of its own.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: NO_TASK)
+NO_TASK = -1
 
 
 # What torch.compile leaves to Python, as torch marks its own optimizers: our functions that
@@ -125,27 +123,14 @@ def graph_task() -> int | None:
 uncompiled = torch._disable_dynamo
 
 
-@uncompiled
-def _call(callback: Callable[[], None]) -> None:
-    callback()
-
-
 def in_backward() -> bool:
     """Whether autograd runs on this thread."""
-    return graph_task() is not None
+    return graph_task() != NO_TASK
 
 
-def at_the_end(callback: Callable[[], None]) -> None:
-    """Calls at the end of this (maybe nested) backward, unless that raises."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(functools.partial(_call, callback))
-
-
-def after_finalisation(done: Callable[[], None]) -> None:
-    """Calls at the end of this (maybe nested) backward, after DDP, which sets gradients there."""
-    # DDP queues its callback when the hook of the last bucket has returned. One that is queued by
-    # a callback runs behind those that are queued already.
-    at_the_end(lambda: at_the_end(done))
+# Calls a function at the end of this (maybe nested) backward, unless that raises. What such a
+# function queues is called behind all that are queued already.
+at_the_end: Any = getattr(torch.autograd.Variable._execution_engine, "queue_callback", None)
 
 
 def divides_by_active(ddp: DistributedDataParallel) -> bool:

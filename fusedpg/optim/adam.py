@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from fusedpg.optim._arguments import split
-from fusedpg.optim._base import FusedOptimizer
-from fusedpg.optim._documentation import documented
-from fusedpg.optim._hooked import CommHook
-from fusedpg.optim._options import check_options
+from fusedpg.optim._base import (
+    FusedOptimizer,
+    Options,
+    check_options,
+    defaults_of,
+    documented,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _AdamBase(FusedOptimizer):
@@ -71,16 +74,9 @@ class Adam(_AdamBase):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        ddp: DistributedDataParallel | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        overlap: bool = False,
-        max_grad_norm: float | None = None,
-        master_dtype: torch.dtype | None = None,
-        reduce: str = "mean",
-        share_parameters: bool = False,
-        comm_hook: CommHook | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(**split(locals()))
+        super().__init__(params, defaults_of(locals()), **options)
 
     _op = "fused_adam_"
 
@@ -107,16 +103,9 @@ class AdamW(_AdamBase):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        ddp: DistributedDataParallel | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        overlap: bool = False,
-        max_grad_norm: float | None = None,
-        master_dtype: torch.dtype | None = None,
-        reduce: str = "mean",
-        share_parameters: bool = False,
-        comm_hook: CommHook | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(**split(locals(), decoupled_weight_decay=True))
+        super().__init__(params, defaults_of(locals(), decoupled_weight_decay=True), **options)
 
     _op = "fused_adamw_"
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import harness
 from checks import compress as checks
@@ -439,3 +441,16 @@ def test_groups_end_where_types_do() -> None:
     assert {3, 5, 6} <= made.equal(4)
     for splits in _schedule.best_splits(made, np.arange(7.0), 0.1, 0.01):
         assert {3, 5, 6} <= splits
+
+
+@harness.on_ranks(1)
+def test_every_step_draws_anew(context: harness.Context) -> None:
+    ddp = DistributedDataParallel(nn.Linear(64, 1, bias=False))
+    state = compress.from_params({"compressor": "randomk", "compress_ratio": 0.1})
+    ddp.register_comm_hook(state, compress.hook)
+    sent = set()
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 64)).sum().backward()
+        sent.add(tuple(ddp.module.weight.grad.flatten().nonzero().flatten().tolist()))
+    assert len(sent) == 4

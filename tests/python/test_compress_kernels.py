@@ -287,7 +287,7 @@ def test_random_k_draws_all_alike(numel: int, ratio: float) -> None:
     cpu = torch.device("cpu")
     for seed in range(times):
         piece = Piece("0", numel, Runs(), 0, 1, seed, torch.float32, cpu, lambda *_: torch.empty(0))
-        indices = randomk._draw(piece, cpu).numpy()
+        indices = randomk._drawn(piece, [piece.numel])[1].numpy()
         assert len(indices) == max(1, int(numel * ratio))
         assert (np.diff(indices) > 0).all()
         drawn[indices] += 1

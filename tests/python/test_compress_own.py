@@ -88,7 +88,7 @@ def test_names_of_grace_and_mergecomp() -> None:
     assert isinstance(compress.from_params(made).compressor, compressors.TopK)
     model = torch.nn.Linear(2, 3)
     state = compress.from_params({"params": model.named_parameters()})
-    assert state._names[model.bias] == "bias"
+    assert state._residuals._names[model.bias] == "bias"
     state = compress.from_params({"compressor": "dgc", "memory": "dgc", "gradient_clipping": False})
     assert state.memory.gradient_clipping == 0
 

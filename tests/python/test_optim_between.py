@@ -201,10 +201,12 @@ def test_backward_that_raises(context: Context, mode: str, reentrant: bool) -> N
 
     # The layers behind the first have been begun by then.
     s.params[0].register_hook(fail)
+    if context.rank == 1:
+        threading.Event().wait(0.2)  # what rank 0 has begun cannot end before
     with refused("a hook of the user", ValueError):
         loss.backward()
     looked = s.values()
-    threading.Event().wait(0.01)
+    threading.Event().wait(0.4)
     assert same(looked, s.values()), "somebody still writes"
     assert torch.equal(before[0], looked[0])
     if mode == "overlap":

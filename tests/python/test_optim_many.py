@@ -22,6 +22,7 @@ from fusedpg._registration import load_extension
         optim_many.gradients_again_clipped,
         optim_many.gradients_that_are_kept,
         optim_many.groups_of_several_kinds,
+        optim_many.norms_of_slices_that_change,
     ],
 )
 def test_many(check: Callable[[harness.Context], None], world_size: int) -> None:

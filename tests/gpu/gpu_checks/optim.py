@@ -58,7 +58,7 @@ class GpuTrainer(Trainer):
         self, i: int, mine: torch.Tensor, want: torch.Tensor, tolerance: float
     ) -> None:
         ours, theirs = self.optimizer.state[mine], self.oracle.state.get(want, {})
-        offset, length = self.optimizer._shard(mine)
+        offset, length = self.optimizer._context.shard(mine)
         for key, value in theirs.items():
             if key == "step" or value is None:
                 continue

@@ -252,8 +252,8 @@ class Account:
         share = state.memory.scale * of_all / size
         for n, parameter in enumerate(self._ddp.module.parts):
             left = torch.zeros(parameter.shape).double()
-            for name in state._kept.names():
-                kept = state._kept.get(name, parameter)
+            for name in state._residuals.names():
+                kept = state._residuals.get(name, parameter)
                 if kept is not None and name.startswith("residual"):
                     factor = state.memory.scale if name.endswith("@server") else share
                     left += factor * kept.double().view(parameter.shape)

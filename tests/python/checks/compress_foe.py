@@ -84,7 +84,7 @@ def plain_steps_equal_mean(context: Context, params: dict[str, Any]) -> list[Any
     for now in range(6):
         before = calls()
         result = step(ddp, torch.arange(8.0) + context.rank + now)
-        found.append((state._plain, calls() - before, result.double().numpy()))
+        found.append((state._units.plain, calls() - before, result.double().numpy()))
     return found
 
 
@@ -114,15 +114,19 @@ def ones_own(context: Context, communicator: str, memory: str, numel: int) -> An
 
 def neighbours_in_memory(context: Context) -> None:
     """Buckets that lie side by side are two all the same."""
-    state = compress.from_params({}, schedule="one")
+    units = compress.from_params({}, schedule="one")._units
     whole = torch.zeros(32)
     apart = [torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16),
              torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16, offset=64)]  # fmt: skip
-    state._splits = frozenset({2})
-    for part in apart:
-        state._add(nn.Parameter(torch.zeros(16)), None, part, None)
-    assert state._open is not None
-    assert [s.numel() for s in state._open.slices] == [16, 16]
+    for _ in range(2):  # the layout is known in the second one
+        units.begin(1, False)
+        closed = []
+        for part in apart:
+            parameters = [nn.Parameter(torch.zeros(16))]
+            closed += units.follow(parameters, part)
+            closed += units.add(parameters, part, [None], torch.futures.Future())
+        closed += units.end()
+    assert [[s.numel() for s in unit.slices] for unit in closed] == [[16, 16]]
 
 
 def disagree(context: Context, what: str) -> None:

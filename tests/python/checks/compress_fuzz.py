@@ -134,9 +134,9 @@ def restarted(case: Case, run: Run, model: Model) -> Run:
         return Run(case, model, pickle.loads(pickle.dumps(state)))
     if case.restart_by == "live":
         saved = pickle.loads(pickle.dumps(state.state_dict()))
-        for name in state._kept.names():
+        for name in state._residuals.names():
             for p in model.all:
-                known = state._kept.get(name, p)
+                known = state._residuals.get(name, p)
                 if known is not None:
                     known.fill_(7.0)  # what was there does not matter
         state.load_state_dict(saved)
@@ -201,7 +201,7 @@ def _train(context: Context, case: Case) -> dict[str, Any]:
                         for p in model.all])  # fmt: skip
         units.append(run.units)
         kept.append(run.kept(case))
-        plain.append(run.state._plain)
+        plain.append(run.state._units.plain)
         for p in model.all:
             p.grad = None
     return {"results": results, "units": units, "kept": kept, "plain": plain}

@@ -94,7 +94,10 @@ def as_with_torchs_optimizer(
                 one.zero_grad()
             rows[ours] += [p.detach().clone() for p in parts]
         if ours:
-            of = [dist.get_world_size(made._group), dist.get_rank(made._group)]
+            of = [
+                dist.get_world_size(made.join_process_group),
+                dist.get_rank(made.join_process_group),
+            ]
             for p in some:
                 length = fusedpg.shard_range(p.numel(), *of)[1]
                 assert all(v.numel() == length for v in made.state[p].values() if v.dim())

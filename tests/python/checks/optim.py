@@ -229,7 +229,7 @@ class Trainer:
         assert ours.keys() - {"master_param"} == held, (i, ours.keys(), held)
         if "step" in theirs:
             assert float(ours["step"]) == float(theirs["step"]), i
-        offset, length = self.optimizer._shard(mine)
+        offset, length = self.optimizer._context.shard(mine)
         for key, value in theirs.items():
             if key == "step" or value is None:
                 continue
@@ -320,7 +320,7 @@ def half_with_master(context: Context, run: Run) -> str:
     # DDP's buckets hold the mean rounded to half; the manual mode never rounds it.
     tolerance = 1e-6 if run.mode == "manual" or context.world_size == 1 else 1e-3
     for param, want in zip(trainer.params, twins, strict=True):
-        offset, length = trainer.optimizer._shard(param)
+        offset, length = trainer.optimizer._context.shard(param)
         master = trainer.optimizer.state[param]["master_param"]
         assert master.dtype == torch.float32
         whole = torch.empty_strided(param.shape, param.stride()).copy_(want.detach())

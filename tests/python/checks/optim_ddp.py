@@ -118,13 +118,13 @@ def rebuild(context: Context, run: Run) -> str:
     trainer = Trainer(context, run)
     seen: list[tuple[int, ...]] = []
     bridge: Any = trainer.ddp._fusedpg_bridge
-    inner = bridge.reduce
+    inner = bridge._reduce_taken
 
-    def reduce(bucket: Any) -> Any:
+    def reduce(bucket: Any, *arguments: Any) -> Any:
         seen.append(tuple(parameter.numel() for parameter in bucket.parameters()))
-        return inner(bucket)
+        return inner(bucket, *arguments)
 
-    bridge.reduce = reduce
+    bridge._reduce_taken = reduce
     history = []
     for step in range(6):
         trainer.both(step)

@@ -14,7 +14,7 @@ import fusedpg
 from checks.cases import same
 from checks.optim_seams import Pair, net
 from checks.refused import refused
-from fusedpg.optim import _gradients, _manual
+from fusedpg.optim import _gradients, _modes
 from harness import Context
 
 STEPS = 4
@@ -45,6 +45,18 @@ def clipped_at_once(context: Context) -> None:
             optimizer.step()
         torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
         pair.compare()
+
+
+def norms_of_slices_that_change(context: Context) -> None:
+    """Whoever writes to a slice sees that in the next norm."""
+    ddp = DistributedDataParallel(net())
+    optimizer = fusedpg.optim.SGD(ddp.parameters(), lr=0.1, ddp=ddp)
+    ddp(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
+    before = optimizer.clip_grad_norm_(float("inf"))
+    gradients: list[Any] = [param.grad for param in ddp.parameters()]
+    for gradient in gradients:
+        gradient.local().mul_(2)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(float("inf")), 2 * before)
 
 
 def clipped_with_others(context: Context) -> None:
@@ -266,16 +278,16 @@ def _steps_of(context: Context, seed: int, general: bool) -> tuple[list[torch.Te
     own = torch.Generator().manual_seed(1000 * seed + context.rank)
     found: list[torch.Tensor] = []
     at_once = 0
-    original = _manual._start_all, _manual._unreduced
+    original = _modes._start_all, _modes._unreduced
 
     def count(*args: Any) -> None:
         nonlocal at_once
         at_once += 1
         original[0](*args)
 
-    _manual._start_all = count
+    _modes._start_all = count
     if general:
-        _manual._unreduced = lambda optimizer: None
+        _modes._unreduced = lambda optimizer: None
     try:
         for step in range(5):
             optimizer.zero_grad()
@@ -304,7 +316,7 @@ def _steps_of(context: Context, seed: int, general: bool) -> tuple[list[torch.Te
             optimizer.step()
             found += [param.detach().clone() for param in params]
     finally:
-        _manual._start_all, _manual._unreduced = original
+        _modes._start_all, _modes._unreduced = original
     return found, at_once
 
 
