@@ -1,14 +1,15 @@
 """fusedpg: a torch.distributed backend with fused collectives.
 
-Importing this package registers the backend "fused" for CPU and CUDA devices::
+Importing this package registers the backend "fused" for CPU and CUDA devices, as soon as
+torch is imported::
 
     import torch.distributed as dist
     import fusedpg
 
     dist.init_process_group("fused")
 
-The compiled extension is loaded by the first use, so importing stays cheap and
-cannot fail.
+Torch is not imported by this, and the compiled extension is loaded by the first use, so
+importing stays cheap and cannot fail.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fusedpg._registration import load_extension as _load_extension
-from fusedpg._registration import register as _register
+from fusedpg._registration import register_with_torch as _register_with_torch
 
 if TYPE_CHECKING:
     from fusedpg import aggregation as aggregation
@@ -70,20 +71,23 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 
 __all__ = sorted(_MODULE_OF)
 
+_MODULE_OF |= {"ray": "", "torchft": ""}  # not for `import *`: they need other packages
+
 
 def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'fusedpg' has no attribute {name!r}")
-    if module == "_C":  # it lies beside the torch that it was built for
-        return getattr(_load_extension(), name)
     if module == "":
         return importlib.import_module(f"fusedpg.{name}")
-    return getattr(importlib.import_module(f"fusedpg.{module}"), name)
+    if module == "_C":  # it lies beside the torch that it was built for
+        _load_extension()
+    value = globals()[name] = getattr(importlib.import_module(f"fusedpg.{module}"), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULE_OF})
 
 
 def _autoload() -> None:
@@ -93,4 +97,4 @@ def _autoload() -> None:
     """
 
 
-_register()
+_register_with_torch()

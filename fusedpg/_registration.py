@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import importlib.abc
 import importlib.machinery
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -260,3 +262,41 @@ def register() -> None:
             serve_where_asked()
     except Exception as error:
         warnings.warn(f"fusedpg could not register its backend: {error}", stacklevel=2)
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Registers the backend at the end of the import of torch."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader  # of this import alone
+            execute = loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                loader.exec_module = execute
+                execute(module)
+                with contextlib.suppress(ValueError):
+                    sys.meta_path.remove(self)
+                register()
+
+            loader.exec_module = execute_and_register
+        return spec
+
+
+def register_with_torch() -> None:
+    """Registers the backend now if torch is there, else as soon as the program imports it.
+
+    A launcher imports this package, but needs no torch, whose import takes seconds. torch's own
+    autoload is not enough: it can be switched off, and a checkout on PYTHONPATH has none.
+    """
+    if "torch" in sys.modules:
+        register()
+    else:
+        sys.meta_path.insert(0, _AfterTorch())

@@ -10,162 +10,35 @@
 See docs/guides/horovod.md.
 """
 
-from fusedpg.hvd import (
-    compression,
-    elastic,
-    exceptions,
-    functions,
-    optimizer,
-    sync_batch_norm,
-)
-from fusedpg.hvd._basics import (
-    ProcessSet,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    poll,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
-from fusedpg.hvd._operations import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
-from fusedpg.hvd.compression import Compression
-from fusedpg.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from fusedpg.hvd.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from fusedpg.hvd.optimizer import DistributedOptimizer
-from fusedpg.hvd.run import run
-from fusedpg.hvd.sync_batch_norm import SyncBatchNorm
+from __future__ import annotations
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "install",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "run",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fusedpg.hvd.run import run
+
+if TYPE_CHECKING:
+    from fusedpg.hvd._api import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    # `from fusedpg.hvd import _membership` asks here first, and the launcher has no torch.
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fusedpg.hvd import _api
+
+    if name == "__all__":
+        return sorted([*_api.__all__, "install", "run"])
+    try:
+        value = getattr(_api, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 def install() -> None:
@@ -176,8 +49,16 @@ def install() -> None:
     Raises:
         RuntimeError: Horovod itself was imported.
     """
-    import sys
     import types
+
+    from fusedpg.hvd import (
+        compression,
+        elastic,
+        exceptions,
+        functions,
+        optimizer,
+        sync_batch_norm,
+    )
 
     here = sys.modules[__name__]
     known = sys.modules.get("horovod.torch", here)

@@ -14,9 +14,10 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:  # the launcher, which takes its keys from here, starts without torch
+    import torch.distributed as dist
 
 __all__ = ["JobEnded", "Membership", "current"]
 
@@ -91,6 +92,8 @@ class Membership:
             JobEnded: there will be no further generation.
             SystemExit: the job goes on without this worker.
         """
+        import torch.distributed as dist
+
         self.meetings += 1
         key = place_key(self.worker, self.meetings)
         try:
@@ -125,6 +128,8 @@ def current() -> Membership | None:
     """The membership of this process; None where no elastic fusedpg-run started it."""
     global _current
     if _current is None and STORE in os.environ:
+        import torch.distributed as dist
+
         host, _, port = os.environ[STORE].rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False, timeout=STORE_TIMEOUT)
         _current = Membership(store, int(os.environ[WORKER]))

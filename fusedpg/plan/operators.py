@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fusedpg.plan.config import PlanError
 from fusedpg.tensor_parallel._epilogue import Place
-from fusedpg.tensor_parallel._linear import _Columns, _Rows
+from fusedpg.tensor_parallel._sequence import Columns, Rows
 
 Splits = tuple["int | None", ...]
 """For each value the dimension that tensor-parallel ranks share, or None."""
@@ -237,7 +237,7 @@ def _column(x: Tensor, weight: Tensor, bias: Tensor | None, part: Part) -> Tenso
     """``x @ weight.T + bias``, of which each rank has features of the output."""
     if part.tp_place is None:
         return F.linear(x, weight, bias)
-    y: Tensor = _Columns.apply(x, weight, bias, part.tp_place)
+    y: Tensor = Columns.apply(x, weight, bias, part.tp_place, None, None)
     return y
 
 
@@ -246,8 +246,7 @@ def _row(x: Tensor, weight: Tensor, bias: Tensor | None, part: Part) -> Tensor:
     if part.tp_place is None:
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    # Without the bias the operation is a plain sum, which needs no generated code.
-    y: Tensor = _Rows.apply(rows, weight, None, None, part.tp_place, 0.0, 0, None)
+    y: Tensor = Rows.apply(rows, weight, None, None, part.tp_place, 0.0, 0, None, None)
     y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 

@@ -113,7 +113,8 @@ def dimension(title: str, sequence_dim: int, shape: Sequence[int]) -> int:
 
 def landed(tensor: Any) -> Any:
     """A tensor with memory: DTensor may give one that waits for a collective when it is used."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    waits = type(tensor) is not torch.Tensor and isinstance(tensor, AsyncCollectiveTensor)
+    return tensor.wait() if waits else tensor
 
 
 def checked(sequence_dim: Any) -> int | None:

@@ -1,6 +1,8 @@
-"""What follows a row-parallel product: a sum, + bias, dropout, + residual as one operation.
+"""What follows a row-parallel product: a sum, + bias, dropout, + residual.
 
-The sum is an all_reduce, or with `Blocks` a reduce_scatter.
+The sum is an all_reduce, or with `Blocks` a reduce_scatter, and what follows it torch's functions:
+a program of one operation was slower from 1 to 256 tokens. Dropout is such a program, since the
+group then compares the ranks' seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from fusedpg.fusion.errors import IllegalTransformation
 from fusedpg.fusion.philox import kept
 from fusedpg.tensor_parallel import _programs as programs
 from fusedpg.tensor_parallel._blocks import Blocks, reduce_scatter, scatter_sum
-from fusedpg.tensor_parallel._normed import Norm
 
 # Programs that are kept; all go together.
 _KEPT = 512
@@ -89,9 +90,12 @@ class Place:
             return bool(overlap) and self.size > 1
         return x.device.type != "cpu" or self.backend is None or self.spare
 
-    def chunks(self, rows: int, weight: torch.Tensor, overlap: bool | None) -> int:
+    def chunks(self, x: torch.Tensor, weight: torch.Tensor, overlap: bool | None) -> int:
         """In how many parts of the rows a product is summed: alike on all ranks."""
-        if overlap is False or self.size == 1 or rows < 2 or self.backend is None:
+        if overlap is False or self.size == 1 or self.backend is None:
+            return 1
+        rows = x.numel() // max(x.shape[-1], 1)
+        if rows < 2:
             return 1
         if overlap is None and (
             rows * weight.shape[0] * weight.itemsize < _LEAST or not self.spare
@@ -106,45 +110,62 @@ class Place:
 
     def _direct(
         self,
-        shape: tuple[int, ...],
+        product_shape: tuple[int, ...],
         dtype: torch.dtype,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        drops: bool,
-        scatters: bool = False,
-        norm: Norm | None = None,
+        scatters: bool,
     ) -> tuple[Any, Direct | None]:
+        """The program with dropout, and its key; None for what does not run as generated code."""
         key = (
             self.size,
-            shape,
+            product_shape,
             dtype,
             None if bias is None else bias.dtype,
             None if residual is None else residual.dtype,
-            drops,
             scatters,
-            None if norm is None else norm.weight is not None,
         )
         if key in self._eager:
             return key, None
         plans = _plans
         if key in plans:
             return key, plans[key]
-        values: dict[str, Any] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
+        values: dict[str, Any] = {"x": torch.empty(product_shape, dtype=dtype, device="meta")}
         values["bias"] = None if bias is None else bias.to("meta")
-        values |= {"p": 0.5, "seed": 0, "drops": drops}
+        values |= {"p": 0.5, "seed": 0}
         function = programs.part_at_once if scatters else programs.whole_at_once
-        both = programs.part_and_residual_at_once
-        if norm is not None:
-            function, both = programs.part_and_norm, programs.part_residual_and_norm
-            weight = None if norm.weight is None else norm.weight.to("meta")
-            values |= {"weight": weight, "eps": norm.eps}
         if residual is not None:
-            given = shard_range(math.prod(shape), self.size, 0)[1:] if scatters else shape
+            count = math.prod(product_shape)
+            given = shard_range(count, self.size, 0)[1:] if scatters else product_shape
             values["residual"] = torch.empty(given, dtype=residual.dtype, device="meta")
-            function = both if scatters else function
+            function = programs.part_and_residual_at_once if scatters else function
         elif not scatters:
             values["residual"] = None
         return key, _plan(key, function, self.size, **values)
+
+    def sum_products(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+        seed: int,
+        overlap: bool | None,
+        blocks: Blocks | None = None,
+    ) -> torch.Tensor:
+        """The sum of all ranks' F.linear(x, weight), and what follows it.
+
+        Args:
+            blocks: which rows of the sum this rank gets; None: all.
+        """
+        chunks = self.chunks(x, weight, overlap)
+        call = (bias, residual, p, seed, blocks)
+        if chunks > 1:
+            overlapped = self._overlapped(x, weight, *call, chunks)
+            if overlapped is not None:
+                return overlapped
+        return self.finish(F.linear(x, weight), *call)
 
     def finish(
         self,
@@ -153,48 +174,78 @@ class Place:
         residual: torch.Tensor | None,
         p: float,
         seed: int,
+        blocks: Blocks | None = None,
     ) -> torch.Tensor:
-        """The sum of all ranks' products (rows x features, ours to write to), and the rest."""
-        if bias is None and residual is None and not p:
-            dist.all_reduce(product, group=self.group)
-            return product
+        """The sum of all ranks' products, which are ours to write to, and what follows it.
+
+        Without dropout and `blocks` they may have any shape that ends with the features.
+        """
+        if p and product.numel() and self._compiles(product):
+            result = self._at_once(product, bias, residual, p, seed, blocks)
+            if result is not None:
+                return result
+        if p and blocks is None:
+            values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
+            eager: torch.Tensor = programs.whole(**values, p=p, seed=seed, group=self.group)
+            return eager
+        # Other backends may round each addition of 16-bit types.
+        ours = self.backend is not None and product.device.type == "cpu"
+        plain = bias is None and residual is None and not p and blocks is None
+        wide = product if ours or plain or product.dtype.itemsize > 2 else product.float()
+        if blocks is None:
+            dist.all_reduce(wide, group=self.group)
+            total = wide
+        else:
+            total = scatter_sum(blocks.by_rank(wide), self.group)
+        total = total if total.dtype is product.dtype else total.to(product.dtype)
+        return self._rest(total, bias, residual, p, seed, blocks)
+
+    def _rest(
+        self,
+        total: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+        seed: int,
+        blocks: Blocks | None,
+    ) -> torch.Tensor:
+        """What follows the sum, in its memory where types allow that."""
+        if bias is not None:
+            total = total.add_(bias) if bias.dtype == total.dtype else total + bias
+        if p:
+            firsts = (0,) if blocks is None else blocks.firsts(self.rank, total.shape[1])
+            total = dropped(total, p, seed, firsts)
+        if residual is not None:
+            total = total.add_(residual) if residual.dtype == total.dtype else residual + total
+        return total
+
+    def _at_once(
+        self,
+        product: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+        seed: int,
+        blocks: Blocks | None,
+    ) -> torch.Tensor | None:
+        """`finish` with dropout as one operation; None where a rank cannot, and all know it."""
+        scatters = blocks is not None
+        key, direct = self._direct(product.shape, product.dtype, bias, residual, scatters)
+        if direct is None:
+            return None
         values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
         values |= {"p": p, "seed": seed}
-        if self._compiles(product):
-            key, direct = self._direct(product.shape, product.dtype, bias, residual, p > 0)
-            if direct is not None:
-                # In its place: other memory of this size would be mapped anew in each call.
-                if direct.begin(self.backend, values, [product]).wait():
-                    return product
-                self._eager.add(key)
-        eager: torch.Tensor = programs.whole(**values, drops=p > 0, group=self.group)
-        return eager
+        # In the product's place: other memory of its size would be mapped anew in each call.
+        result = product if blocks is None else blocks.part(product)
+        sizes: dict[str, Any] = {}
+        if blocks is not None:
+            sizes = {"runs": blocks.runs, "spacing": blocks.rows * product.shape[1]}
+        if direct.begin(self.backend, values, [result], **sizes).wait():
+            return result
+        self._eager.add(key)
+        return None
 
-    def with_norm(
-        self,
-        norm: Norm,
-        values: dict[str, Any],
-        results: list[torch.Tensor],
-        blocks: Blocks,
-    ) -> bool:
-        """Whether one operation has computed the output and the norm, into these results."""
-        product, residual, p = values["x"], values["residual"], values["p"]
-        if not self._compiles(product):
-            return False
-        call = (product.shape, product.dtype, values["bias"], residual, p > 0)
-        key, direct = self._direct(*call, True, norm)
-        if direct is None:
-            return False
-        values |= {"weight": norm.weight, "eps": norm.eps}
-        spacing = blocks.rows * product.shape[1]
-        begun = direct.begin(self.backend, values, results, runs=blocks.runs, spacing=spacing)
-        if not begun.wait():
-            self._eager.add(key)
-            return False
-        norm.result = results[1]
-        return True
-
-    def overlapped(
+    def _overlapped(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -202,135 +253,53 @@ class Place:
         residual: torch.Tensor | None,
         p: float,
         seed: int,
+        blocks: Blocks | None,
         chunks: int,
-    ) -> torch.Tensor:
-        """finish(F.linear(x, weight), ...): rows are summed while the next are multiplied."""
-        rows, features = x.shape[0], weight.shape[0]
-        size = -(-rows // chunks)
-        places = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
-        plain = bias is None and residual is None and not p
-        shapes = {(place.stop - place.start, features) for place in places}
-        found = {
-            shape: self._direct(shape, x.dtype, bias, residual, p > 0)
-            for shape in shapes
-            if not plain
-        }
-        if not plain and not (
-            self._compiles(x) and all(direct is not None for _, direct in found.values())
-        ):
-            return self.finish(F.linear(x, weight), bias, residual, p, seed)
-        result = x.new_empty(rows, features)
+    ) -> torch.Tensor | None:
+        """Rows are summed while the next are multiplied; None where that cannot be."""
+        features = weight.shape[0]
+        pieces = list((blocks or Blocks(1, 1, x.shape[0])).pieces(chunks))
+        found: dict[int, tuple[Any, Direct | None]] = {}
+        if p:
+            if not self._compiles(x):
+                return None
+            for rows in {piece.blocks.whole_rows for piece in pieces}:
+                shape = (rows, features)
+                found[rows] = self._direct(shape, x.dtype, bias, residual, blocks is not None)
+            if any(direct is None for _, direct in found.values()):
+                return None
+        result = x.new_empty(x.shape[0] if blocks is None else blocks.part_rows, features)
         begun: list[Any] = []
-        for place in places:
-            out = torch.mm(x[place], weight.t(), out=result[place])
-            if plain:
-                begun.append(dist.all_reduce(out, group=self.group, async_op=True))
-                continue
-            values = {"x": out, "bias": bias, "p": p, "seed": seed}
-            values["residual"] = None if residual is None else residual[place]
-            direct = found[(place.stop - place.start, features)][1]
-            assert direct is not None
-            begun.append(
-                direct.begin(
-                    self.backend, values, [out], first=place.start * features, async_op=True
-                )
-            )
-        done = [one.wait() for one in begun]
-        if plain or all(done):
+        products = []  # which are read until the end
+        for piece in pieces:
+            target = result[piece.part]
+            if blocks is None:
+                product = torch.mm(x[piece.part], weight.t(), out=target)
+            else:
+                product = torch.mm(blocks.cut(x, piece), weight.t())
+                products.append(product)
+            direct = found[len(product)][1] if p else None
+            if direct is not None:
+                values = {"x": product, "bias": bias, "p": p, "seed": seed}
+                values["residual"] = None if residual is None else residual[piece.part]
+                sizes: dict[str, Any] = {"first": piece.first * features}
+                if blocks is not None:
+                    sizes |= {"runs": piece.blocks.runs, "spacing": blocks.rows * features}
+                work = direct.begin(self.backend, values, [target], async_op=True, **sizes)
+            elif blocks is None:
+                work = dist.all_reduce(target, group=self.group, async_op=True)
+            else:
+                products[-1] = piece.blocks.by_rank(product)
+                work = reduce_scatter(target, products[-1], group=self.group, async_op=True)
+            begun.append(work)
+        done = [work.wait() for work in begun]
+        if not p:
+            return self._rest(result, bias, residual, p, seed, blocks)
+        if all(done):
             return result
-        self._eager.update(key for key, _ in found.values())
         # Parts that are done are no products any more.
-        return self.finish(F.linear(x, weight), bias, residual, p, seed)
-
-
-def finish_part(
-    place: Place,
-    product: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    p: float,
-    seed: int,
-    blocks: Blocks,
-    norm: Norm | None = None,
-) -> torch.Tensor:
-    """This rank's rows of the sum of all ranks' products, and what follows, on these alone.
-
-    Where the operation can compute the norm as well it leaves that there.
-    """
-    if norm is not None:
-        results = [blocks.part(product), blocks.part(product)]
-        given = {"x": product, "bias": bias, "residual": residual, "p": p, "seed": seed}
-        if place.with_norm(norm, given, results, blocks):
-            return results[0]
-    plain = bias is None and residual is None and not p
-    if not plain and product.numel() and place._compiles(product):
-        key, direct = place._direct(product.shape, product.dtype, bias, residual, p > 0, True)
-        if direct is not None:
-            values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
-            values |= {"p": p, "seed": seed}
-            part = blocks.part(product)
-            spacing = blocks.rows * product.shape[1]
-            begun = direct.begin(place.backend, values, [part], runs=blocks.runs, spacing=spacing)
-            if begun.wait():
-                return part
-            place._eager.add(key)
-    # The same operation by operation: 16-bit types are summed in float32, as our engine does it.
-    ours = place.backend is not None and product.device.type == "cpu"
-    wide = product if ours or product.dtype.itemsize > 2 else product.float()
-    total = scatter_sum(blocks.by_rank(wide), place.group).to(product.dtype)
-    if bias is not None:
-        total = total + bias
-    total = dropped(total, p, seed, blocks.firsts(place.rank, product.shape[1]))
-    return total if residual is None else residual + total
-
-
-def overlapped_part(
-    place: Place,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    p: float,
-    seed: int,
-    blocks: Blocks,
-    chunks: int,
-) -> torch.Tensor:
-    """finish_part(F.linear(x, weight), ...): rows are summed while the next are multiplied."""
-    features, rest = weight.shape[0], (bias, residual, p, seed)
-    plain = bias is None and residual is None and not p
-    pieces = list(blocks.pieces(chunks))
-    shapes = {(piece.blocks.whole_rows, features) for piece in pieces}
-    found = {
-        shape: place._direct(shape, x.dtype, bias, residual, p > 0, True)
-        for shape in shapes
-        if not plain
-    }
-    direct = not plain and place._compiles(x)
-    if not plain and not (direct and all(one is not None for _, one in found.values())):
-        return finish_part(place, F.linear(x, weight), *rest, blocks)
-    part = x.new_empty(blocks.part_rows, features)
-    begun: list[Any] = []
-    products = []  # which are read until the end
-    for piece in pieces:
-        product = torch.mm(blocks.cut(x, piece), weight.t())
-        mine = part[piece.part]
-        if plain:
-            products.append(piece.blocks.by_rank(product))
-            begun.append(reduce_scatter(mine, products[-1], group=place.group, async_op=True))
-            continue
-        products.append(product)
-        values = {"x": product, "bias": bias, "p": p, "seed": seed}
-        values["residual"] = None if residual is None else residual[piece.part]
-        one = found[(product.shape[0], features)][1]
-        assert one is not None
-        sizes = {"runs": piece.blocks.runs, "spacing": blocks.rows * features}
-        first = piece.first * features
-        begun.append(one.begin(place.backend, values, [mine], first=first, async_op=True, **sizes))
-    done = [one.wait() for one in begun]
-    if plain or all(done):
-        return part
-    place._eager.update(key for key, _ in found.values())
-    return finish_part(place, F.linear(x, weight), *rest, blocks)
+        self._eager.update(key for key, _ in found.values())
+        return None
 
 
 def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) -> torch.Tensor:
@@ -356,4 +325,4 @@ def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) 
     return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
 
 
-__all__ = ["Place", "dropped", "finish_part", "overlapped_part"]
+__all__ = ["Place", "dropped"]

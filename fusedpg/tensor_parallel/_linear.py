@@ -6,28 +6,20 @@ one for the other. Forward and backward work on the local tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fusedpg._refusal import telling
+from fusedpg._refusal import shared_errors, tell, telling
 from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension, landed
-from fusedpg.tensor_parallel._epilogue import Place, dropped
-from fusedpg.tensor_parallel._normed import Norm
-from fusedpg.tensor_parallel._sequence import (
-    GatheredColumns,
-    ScatteredRows,
-    gathered_linear,
-    normed,
-    scattered_linear,
-)
+from fusedpg.tensor_parallel._epilogue import Place
+from fusedpg.tensor_parallel._sequence import Columns, Rows, columns, normed, summed_rows
 
 _Linear = TypeVar("_Linear", bound="ParallelLinear")
 
@@ -157,13 +149,10 @@ class ParallelLinear(nn.Linear):
         self, input: torch.Tensor, placement: Placement
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """This rank's input, weight and bias, in the types that they are multiplied in."""
-        if isinstance(input, DTensor):
+        if type(input) is not torch.Tensor and isinstance(input, DTensor):
             input = input.redistribute(placements=[placement]).to_local()
-        weight: torch.Tensor = self.weight
-        bias: torch.Tensor | None = self.bias
-        # FSDP hands out plain tensors where the mesh has one rank.
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
-        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        weight = _local_part(self.weight)
+        bias = None if self.bias is None else _local_part(self.bias)
         if input.shape[-1] != weight.shape[1]:
             raise ValueError(self._unfit(input, weight))
         if torch.is_autocast_enabled(input.device.type):
@@ -235,7 +224,7 @@ class ColumnParallelLinear(ParallelLinear):
             return y if self.activation is None else self.activation(y)
         x, weight, bias = self._local(input, self._input)
         if torch.is_grad_enabled() and x.requires_grad:
-            y = _Columns.apply(x, weight, bias, self._place)
+            y = Columns.apply(x, weight, bias, self._place, self.overlap, None)
         else:
             y = F.linear(x, weight, bias)
         return y if self.activation is None else self.activation(y)
@@ -248,11 +237,8 @@ class ColumnParallelLinear(ParallelLinear):
         whole[dim] *= place.size
         blocks = Blocks.of(whole[:-1], dim, place.size)
         tensors = (x.reshape(-1, x.shape[-1]), weight, bias)
-        call = (place, blocks, self.overlap)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            y: torch.Tensor = GatheredColumns.apply(*tensors, *call)
-        else:
-            y = gathered_linear(*tensors, *call)
+        function = Columns.apply if _wants_gradients(tensors) else columns
+        y: torch.Tensor = function(*tensors, place, self.overlap, blocks)
         return y.view(whole)
 
     def extra_repr(self) -> str:
@@ -262,10 +248,11 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """A Linear of which each rank has a block of the input's features.
 
-    The ranks' products are summed, and bias, dropout and residual follow, in one operation of the
-    group: `residual + dropout(all_reduce(input @ weight.T) + bias)`, alike on all ranks. On a CPU
-    group of the backend "fused" that is generated code. With `sequence_dim` that, the residual and
-    the norm are of this rank's part of that dimension, and it is a reduce_scatter.
+    The ranks' products are summed, and bias, dropout and residual follow:
+    `residual + dropout(all_reduce(input @ weight.T) + bias)`, alike on all ranks. With dropout, on
+    a CPU group of the backend "fused", that is one operation by generated code. With
+    `sequence_dim` that, the residual and the norm are of this rank's part of that dimension, and it
+    is a reduce_scatter.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`: of the whole layer.
@@ -337,18 +324,24 @@ class RowParallelLinear(ParallelLinear):
         """
         if torch.compiler.is_compiling():
             return self._uncompiled(input, residual, seed=seed)
-        with telling(self._mesh.get_group(), input):
-            y, finish = self._summed(input, residual, seed)
-        return finish(y)
+        before = shared_errors()
+        try:
+            y, dim = self._summed(input, residual, seed)
+        except Exception as error:
+            tell(self._mesh.get_group(), error, before, [input])
+            raise
+        if self.norm is None:
+            return y
+        return self.norm(y) if dim is None else normed(self.norm, y, self._place, dim), y
 
     def _summed(
         self, input: torch.Tensor, residual: torch.Tensor | None, seed: int | None
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        """The sum with what follows, and what makes of it what the layer returns."""
+    ) -> tuple[torch.Tensor, int | None]:
+        """The sum with what follows, and the dimension of which each rank has a part."""
         x, weight, bias = self._local(input, self._input)
         place = self._place
         shape = (*x.shape[:-1], weight.shape[0])
-        blocks, dim = None, 0
+        blocks, dim = None, None
         placement: Placement = Replicate()
         if self.sequence_dim is not None:
             dim = self._dim(x)
@@ -368,33 +361,19 @@ class RowParallelLinear(ParallelLinear):
             seed = int(torch.randint(1 << 62, ()).item())
         elif not 0 <= seed < 1 << 64:
             raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
+        if not p and blocks is None and self._is_plain(x, weight):
+            return place.finish(F.linear(x, weight), bias, landed(residual), p, seed), None
         rows = x.reshape(-1, x.shape[-1])
         given = None if residual is None else residual.reshape(-1, shape[-1])
         tensors = (rows, weight, bias, given)
-        call = (place, p, seed, self.overlap)
-        norm = None
-        if blocks is not None and not torch.is_autocast_enabled(x.device.type):
-            alike = given is None or given.dtype == x.dtype
-            norm = Norm.of(self.norm, x.dtype, shape[-1]) if alike else None
-        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        if blocks is None:
-            y = _Rows.apply(*tensors, *call) if grad else _rows(*tensors, *call)
-        elif grad:
-            y = ScatteredRows.apply(*tensors, *call, blocks, norm)
-        else:
-            y = scattered_linear(*tensors, *call, blocks, norm)
-        y = y.view(shape)
+        function = Rows.apply if _wants_gradients(tensors) else summed_rows
+        y: torch.Tensor = function(*tensors, place, p, seed, self.overlap, blocks)
+        return y.view(shape), dim
 
-        def finish(y: torch.Tensor) -> Any:
-            if self.norm is None:
-                return y
-            if blocks is not None:
-                return normed(self.norm, y, place, dim, norm), y
-            # An operation with the norm in it would gather two results, which is not faster than
-            # computing all rows here.
-            return self.norm(y), y
-
-        return y, finish
+    def _is_plain(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the product is F.linear's as it is: with the bits that rows of x give."""
+        alone = not torch.is_grad_enabled() and x.dim() > 1 and x.is_contiguous()
+        return alone and self._place.chunks(x, weight, self.overlap) == 1
 
     def _part(self, whole: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
         """The shape of this rank's part."""
@@ -407,6 +386,19 @@ class RowParallelLinear(ParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout={self.dropout}{_described(self)}"
+
+
+def _local_part(parameter: torch.Tensor) -> torch.Tensor:
+    # FSDP hands out plain tensors where the mesh has one rank.
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.is_grad_enabled():
+        return parameter.to_local()
+    return parameter._local_tensor  # without the view that autograd would need
+
+
+def _wants_gradients(tensors: Sequence[torch.Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _described(layer: ParallelLinear) -> str:
@@ -426,89 +418,3 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu" if device == "meta" else device)
-
-
-def _rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    place: Place,
-    p: float,
-    seed: int,
-    overlap: bool | None,
-) -> torch.Tensor:
-    residual = landed(residual)
-    chunks = place.chunks(x.shape[0], weight, overlap)
-    if chunks > 1:
-        return place.overlapped(x, weight, bias, residual, p, seed, chunks)
-    return place.finish(F.linear(x, weight), bias, residual, p, seed)
-
-
-class _Rows(torch.autograd.Function):
-    """The gradients of what all ranks have alike are alike: backward sends nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        place: Place,
-        p: float,
-        seed: int,
-        overlap: bool | None,
-    ) -> torch.Tensor:
-        needs = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
-        ctx.types = tuple(None if t is None else t.dtype for t in (bias, residual))
-        ctx.dropout = p, seed
-        ctx.dtype = x.dtype
-        return _rows(x, weight, bias, residual, place, p, seed, overlap)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        of_bias, of_residual = ctx.types
-        gradient = landed(gradient)
-        given = gradient.to(of_residual) if needs[3] else None
-        if any(needs[:3]):
-            gradient = dropped(gradient.to(ctx.dtype), *ctx.dropout)
-        grad_x = gradient @ weight if needs[0] else None
-        grad_weight = gradient.t() @ x if needs[1] else None
-        grad_bias = gradient.sum(0).to(of_bias) if needs[2] else None
-        return grad_x, grad_weight, grad_bias, given, None, None, None, None
-
-
-class _Columns(torch.autograd.Function):
-    """Each rank has a contribution to the gradient of the input that all have alike."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.place = place
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        grad_x = grad_weight = grad_bias = work = None
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if needs[0]:
-            grad_x = gradient @ weight
-            # The weight's gradient does not wait for it.
-            work = dist.all_reduce(grad_x, group=ctx.place.group, async_op=True)
-        if needs[1]:
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
-        if needs[2]:
-            grad_bias = rows.sum(0)
-        if work is not None:
-            work.wait()
-        return grad_x, grad_weight, grad_bias, None

@@ -1,7 +1,8 @@
-"""Forward and backward of the layers where each rank has a part of the rows of what lies between.
+"""Forward and backward of the layers: one autograd function for columns, and one for rows.
 
-Rows are gathered before a column-parallel product and again, rather than kept, for the gradient of
-its weight; those of a row-parallel product are summed for their owner alone.
+With `Blocks` each rank has a part of the rows of what lies between the layers. Rows are then
+gathered before a column-parallel product and again, rather than kept, for the gradient of its
+weight; those of a row-parallel product are summed for their owner alone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from fusedpg.tensor_parallel._blocks import (
     landed,
     multiplied,
 )
-from fusedpg.tensor_parallel._epilogue import Place, dropped, finish_part, overlapped_part
-from fusedpg.tensor_parallel._normed import Norm, called
+from fusedpg.tensor_parallel._epilogue import Place, dropped
 
 
 def _own(place: Place, part: torch.Tensor, overlap: bool | None) -> slice | None:
@@ -35,26 +35,27 @@ def _own(place: Place, part: torch.Tensor, overlap: bool | None) -> slice | None
     return slice(place.rank * len(part), (place.rank + 1) * len(part))
 
 
-def gathered_linear(
+def columns(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     place: Place,
-    blocks: Blocks,
     overlap: bool | None,
+    blocks: Blocks | None,
 ) -> torch.Tensor:
-    """F.linear of all ranks' rows, in their order."""
+    """F.linear; with `blocks` of all ranks' rows, in their order."""
+    if blocks is None:
+        return F.linear(x, weight, bias)
     x = landed(x)
     # Before anything is under way: its first call is a collective, and a rank that raises tells the
     # others of one.
     own = _own(place, x, overlap)
     gathering = Gathering(x, place.group, place.size)
-    rows = multiplied(gathering, x, weight.t(), bias, own)
-    return blocks.in_order(rows)
+    return blocks.in_order(multiplied(gathering, x, weight.t(), bias, own))
 
 
-class GatheredColumns(torch.autograd.Function):
-    """Each rank has a contribution to the gradient of all rows of the input."""
+class Columns(torch.autograd.Function):
+    """Each rank has a contribution to the gradient of the whole input."""
 
     @staticmethod
     def forward(
@@ -63,36 +64,43 @@ class GatheredColumns(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         place: Place,
-        blocks: Blocks,
         overlap: bool | None,
+        blocks: Blocks | None,
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.place, ctx.blocks = place, blocks
-        return gathered_linear(x, weight, bias, place, blocks, overlap)
+        return columns(x, weight, bias, place, overlap, blocks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        needs, place = ctx.needs_input_grad, ctx.place
-        grad_x = grad_weight = work = None
-        rows = ctx.blocks.by_rank(landed(gradient))
-        # The rows arrive while the gradient of the input is computed, and are multiplied while
-        # that is summed.
-        gathering = Gathering(landed(x), place.group, place.size) if needs[1] else None
+        needs, place, blocks = ctx.needs_input_grad, ctx.place, ctx.blocks
+        grad_x = grad_weight = work = gathering = None
+        if blocks is None:
+            rows = gradient.reshape(-1, gradient.shape[-1])
+        else:
+            rows = gradient = blocks.by_rank(landed(gradient))
+            # The rows arrive while the gradient of the input is computed.
+            gathering = Gathering(landed(x), place.group, place.size) if needs[1] else None
+        # The weight's gradient is computed while that of the input is summed.
         if needs[0]:
-            whole = torch.mm(rows, weight)
-            grad_x, work = begin_scatter_sum(whole, place.group)
-        if gathering is not None:
-            grad_weight = torch.mm(rows.t(), gathering.wait())
+            grad_x = gradient @ weight
+            if blocks is None:
+                work = dist.all_reduce(grad_x, group=place.group, async_op=True)
+            else:
+                grad_x, work = begin_scatter_sum(grad_x, place.group)
+        if needs[1]:
+            inputs = x.reshape(-1, x.shape[-1]) if gathering is None else gathering.wait()
+            grad_weight = torch.mm(rows.t(), inputs)
         grad_bias = rows.sum(0) if needs[2] else None
         if work is not None:
             work.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def scattered_linear(
+def summed_rows(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -101,19 +109,17 @@ def scattered_linear(
     p: float,
     seed: int,
     overlap: bool | None,
-    blocks: Blocks,
-    norm: Norm | None,
+    blocks: Blocks | None,
 ) -> torch.Tensor:
-    """This rank's rows of the sum of the ranks' products, and what follows."""
-    chunks = place.chunks(x.shape[0], weight, overlap)
-    rest = (bias, landed(residual), p, seed, blocks)
-    if chunks > 1:
-        return overlapped_part(place, x, weight, *rest, chunks)
-    return finish_part(place, F.linear(x, weight), *rest, norm)
+    """The sum of the ranks' products, with `blocks` this rank's rows of it, and what follows."""
+    return place.sum_products(x, weight, bias, landed(residual), p, seed, overlap, blocks)
 
 
-class ScatteredRows(torch.autograd.Function):
-    """Each rank has the gradient of its rows, and every product needs that of all."""
+class Rows(torch.autograd.Function):
+    """Gradients of replicated values are replicated: without `blocks` backward sends nothing.
+
+    With them each rank has the gradient of its rows, and every product needs that of all.
+    """
 
     @staticmethod
     def forward(
@@ -126,16 +132,16 @@ class ScatteredRows(torch.autograd.Function):
         p: float,
         seed: int,
         overlap: bool | None,
-        blocks: Blocks,
-        norm: Norm | None,
+        blocks: Blocks | None,
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.types = tuple(None if t is None else t.dtype for t in (bias, residual))
         ctx.place, ctx.blocks, ctx.overlap = place, blocks, overlap
-        ctx.dropout = p, seed, blocks.firsts(place.rank, weight.shape[0])
+        firsts = (0,) if blocks is None else blocks.firsts(place.rank, weight.shape[0])
+        ctx.dropout = p, seed, firsts
         ctx.dtype = x.dtype
-        return scattered_linear(x, weight, bias, residual, place, p, seed, overlap, blocks, norm)
+        return summed_rows(x, weight, bias, residual, place, p, seed, overlap, blocks)
 
     @staticmethod
     @once_differentiable
@@ -149,16 +155,20 @@ class ScatteredRows(torch.autograd.Function):
         if any(needs[:3]):
             # The mask before the gradient is sent: each rank's on its own rows.
             part = dropped(gradient.to(ctx.dtype), *ctx.dropout)
-            own = _own(place, part, ctx.overlap) if needs[0] else None
-            gathering = Gathering(part, place.group, place.size)
-            if needs[0]:
-                grad_x = blocks.in_order(multiplied(gathering, part, weight, None, own))
-            rows = gathering.wait()
+            if blocks is None:
+                grad_x = part @ weight if needs[0] else None
+                rows = part
+            else:
+                own = _own(place, part, ctx.overlap) if needs[0] else None
+                gathering = Gathering(part, place.group, place.size)
+                if needs[0]:
+                    grad_x = blocks.in_order(multiplied(gathering, part, weight, None, own))
+                rows = gathering.wait()
             if needs[1]:
-                grad_weight = torch.mm(rows.t(), blocks.by_rank(x))
+                grad_weight = torch.mm(rows.t(), x if blocks is None else blocks.by_rank(x))
             if needs[2]:
                 grad_bias = rows.sum(0).to(of_bias)
-        return grad_x, grad_weight, grad_bias, given, *(None,) * 6
+        return grad_x, grad_weight, grad_bias, given, *(None,) * 5
 
 
 class _OfAllRows(torch.autograd.Function):
@@ -183,10 +193,9 @@ class _OfAllRows(torch.autograd.Function):
         return None, *sums
 
 
-def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int, known: Norm | None) -> Any:
+def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
     """The norm of this rank's rows; its parameters' gradients are summed over the ranks.
 
-    `known` may have its result already.
     Parameters that are DTensors, as torch's SequenceParallel makes them, get theirs by DTensor.
     """
     named = dict(norm.named_parameters())
@@ -201,14 +210,10 @@ def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int, known: Norm
         z = norm(DTensor.from_local(y, meshes[0], [Shard(dim)], run_check=False))
         return z.redistribute(placements=[Shard(dim)]).to_local() if isinstance(z, DTensor) else z
     wanting = [name for name, parameter in named.items() if parameter.requires_grad]
-    alone = place.size == 1 or not wanting or not torch.is_grad_enabled()
-    summed: Sequence[torch.Tensor] = ()
-    if not alone:
-        summed = _OfAllRows.apply(place.group, *(named[n] for n in wanting))
-    seen = dict(zip(wanting, summed))
-    if known is not None and known.result is not None:
-        return called(norm, y, known.applied(y, seen.get("weight")), seen)
-    return norm(y) if alone else functional_call(norm, seen, (y,))
+    if place.size == 1 or not wanting or not torch.is_grad_enabled():
+        return norm(y)
+    summed: Sequence[torch.Tensor] = _OfAllRows.apply(place.group, *(named[n] for n in wanting))
+    return functional_call(norm, dict(zip(wanting, summed)), (y,))
 
 
-__all__ = ["GatheredColumns", "ScatteredRows", "gathered_linear", "normed", "scattered_linear"]
+__all__ = ["Columns", "Rows", "columns", "normed", "summed_rows"]

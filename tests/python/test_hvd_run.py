@@ -342,6 +342,38 @@ def test_check_build() -> None:
     assert "[ ] MPI" in out
 
 
+# --- what the launcher needs of torch
+
+LAUNCHER = """
+import sys
+from fusedpg.hvd.run import store
+from fusedpg.hvd.run.__main__ import main
+store.SERVE_AFTER_SECONDS = float(sys.argv[1])
+code = main(sys.argv[2:])
+sys.exit(code or 10 + ("torch" in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("elastic", [(), ("--min-np", "2")], ids=["fixed", "elastic"])
+def test_a_launcher_whose_workers_end_soon_does_not_import_torch(elastic: tuple[str, ...]) -> None:
+    job = [sys.executable, "-c", LAUNCHER, "1e9", "-np", "2", *elastic, "true"]
+    done = subprocess.run(job, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 10, done.stderr
+
+
+@pytest.mark.parametrize("serve_after", ["0", "6"])  # seconds: before workers have torch, and after
+def test_workers_may_ask_before_the_launcher_has_torch(serve_after: str) -> None:
+    """The port is theirs from the start; what they ask is answered when torch is there."""
+    program = (
+        "import torch.distributed as dist; dist.init_process_group('fused'); dist.barrier(); "
+        "print('met', dist.get_rank())"
+    )
+    job = [sys.executable, "-c", LAUNCHER, serve_after, "-np", "2", sys.executable, "-c", program]
+    done = subprocess.run(job, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 11, done.stderr
+    assert {"[0]<stdout>:met 0", "[1]<stdout>:met 1"} <= set(done.stdout.splitlines()), done.stdout
+
+
 # --- several hosts
 
 

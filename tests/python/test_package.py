@@ -59,6 +59,57 @@ def test_other_torch_is_refused() -> None:
         assert command.split()[-1] in (".", "requirements/build.txt"), command
 
 
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_import_waits_for_torch(autoload: str) -> None:
+    """The package does not import torch, and has registered its backend when the program does."""
+    done = python(
+        "import importlib.util, sys\n"
+        "import fusedpg\n"
+        "assert fusedpg.__version__ and 'torch' not in sys.modules\n"
+        "assert importlib.util.find_spec('torch') and 'torch' not in sys.modules\n"
+        "import torch.distributed as dist\n"
+        "assert dist.Backend.backend_list.count('fused') == 1\n"
+        "assert not any('fusedpg' in type(finder).__module__ for finder in sys.meta_path)\n"
+        "dist.init_process_group('fused', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\n",
+        TORCH_DEVICE_BACKEND_AUTOLOAD=autoload,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_that_fails_to_import_may_be_imported_again() -> None:
+    done = python(
+        "import sys\n"
+        "import fusedpg\n"
+        "sys.modules['torch._C'] = None\n"
+        "try:\n"
+        "    import torch\n"
+        "except ImportError:\n"
+        "    pass\n"
+        "assert any('fusedpg' in type(finder).__module__ for finder in sys.meta_path)\n",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_modules_are_attributes() -> None:
+    """Each is imported by its first use; `import *` leaves those alone that need other packages."""
+    done = python(
+        "import fusedpg\n"
+        "names = [name for name in fusedpg.__all__ if getattr(fusedpg, name) is not None]\n"
+        "assert fusedpg.plan.Plan and fusedpg.hvd.elastic.State and fusedpg.compress.hook\n"
+        "assert {*names, 'ray', 'torchft'} <= set(dir(fusedpg)) and 'ray' not in names\n"
+        "from fusedpg import *\n"
+        "from fusedpg.hvd import *\n"
+        "assert fuse is fusedpg.fuse and allreduce is fusedpg.hvd.allreduce\n"
+        "assert {'run', 'install', 'allreduce'} <= set(dir(fusedpg.hvd))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    packages = {p.parent.name for p in Path(fusedpg.__file__).parent.glob("[a-z]*/__init__.py")}
+    modules = {p.stem for p in Path(fusedpg.__file__).parent.glob("[a-z]*.py")}
+    assert packages | modules <= set(dir(fusedpg))
+
+
 def test_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in os.environ if n.startswith("MALLOC_")]:
         monkeypatch.delenv(name)

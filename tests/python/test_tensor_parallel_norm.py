@@ -1,4 +1,4 @@
-"""Row-parallel layers whose norm is part of the operation that sums."""
+"""Row-parallel layers with a norm behind the sum."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ rank 0, which is a worker that has it.
 from __future__ import annotations
 
 import base64
-import datetime
 import json
 import os
 import selectors
@@ -21,13 +20,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from fusedpg.hvd import _membership
 from fusedpg.hvd.run import hosts as found
 from fusedpg.hvd.run.host import Host
 from fusedpg.hvd.run.options import Settings
 from fusedpg.hvd.run.output import Output
+from fusedpg.hvd.run.store import Store
 
 __all__ = ["Driver", "JobFailed"]
 
@@ -131,7 +129,8 @@ class Driver:
         self._last_failure = 1
         self._had_state: set[int] = set()  # workers that have had the job's state
         self._updates = [0, 0]
-        self._stores: list[dist.TCPStore] = []  # of the last two generations
+        self._stores: list[Store] = []  # of the last two generations
+        self._not_serving: list[Store] = []  # stores that do not answer yet
         self._stuck_since: float | None = None
         self._ready_since: float | None = None  # newcomers that nobody was told of
         self._discovery: found.DiscoveryScript | None = None
@@ -203,12 +202,7 @@ class Driver:
                     raise JobFailed(self._said(worker), shell_code(worker.code))
 
     def _run_elastic(self) -> None:
-        self._control = dist.TCPStore(
-            self._address,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-        )
+        self._control = self._new_store()
         self._publish_updates()
         while True:
             self._turn()
@@ -258,6 +252,7 @@ class Driver:
 
     def _turn(self) -> None:
         """Takes in what the agents say, for at most a tick."""
+        self._not_serving = [s for s in self._not_serving if not s.serve_when_due()]
         writers = [host for host in self._hosts.values() if host.flush()]
         for host in writers:
             self._selector.register(host.input, selectors.EVENT_WRITE, host)
@@ -432,8 +427,8 @@ class Driver:
 
     def _look_who_waits(self, running: list[Worker]) -> None:
         for worker in running:
-            if not worker.waiting and self._control.check(
-                [_membership.waiting_key(worker.number, worker.meeting)]
+            if not worker.waiting and self._control.has(
+                _membership.waiting_key(worker.number, worker.meeting)
             ):
                 worker.waiting = True
         newcomers = [w for w in running if w.generation < 0 and not w.leaving]
@@ -519,7 +514,7 @@ class Driver:
         """Workers of this generation that got the state."""
         members = [w.number for w in self._workers if w.generation == self._generation]
         keys = {number: _membership.synced_key(self._generation, number) for number in members}
-        return {number for number, key in keys.items() if self._control.check([key])}
+        return {number for number, key in keys.items() if self._control.has(key)}
 
     def _look_who_has_the_state(self) -> None:
         if self._generation < 0:
@@ -533,14 +528,12 @@ class Driver:
 
     def _serve_generation(self) -> None:
         """A store of its own, so that nothing of an earlier generation is found there."""
-        store = dist.TCPStore(
-            self._address,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=self.settings.elastic_timeout),
-        )
-        self._stores = [*self._stores[-1:], store]
+        self._stores = [*self._stores[-1:], self._new_store(self.settings.elastic_timeout)]
+
+    def _new_store(self, *timeout_seconds: float) -> Store:
+        store = Store(self._address, *timeout_seconds)
+        self._not_serving.append(store)
+        return store
 
     def _free_who_meets(self) -> None:
         """Members that still meet would wait for one that was lost: without a store they fail."""

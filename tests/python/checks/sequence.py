@@ -25,7 +25,7 @@ from checks.tensor_parallel import Block, draw
 from checks.tensor_parallel_foe import agree, whole_of, without_compiler
 from fusedpg import tensor_parallel
 from fusedpg.tensor_parallel._blocks import Blocks
-from fusedpg.tensor_parallel._epilogue import Place, finish_part
+from fusedpg.tensor_parallel._epilogue import Place
 from harness import Context
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -205,7 +205,7 @@ def ways(context: Context) -> None:
             with compiles(context):
                 want = place.finish(x.clone(), bias, residual, 0.3, 5)
                 fusedpg.stats(reset=True)
-                got = finish_part(place, x, bias, part, 0.3, 5, blocks)
+                got = place.finish(x, bias, part, 0.3, 5, blocks)
                 found = set(fusedpg.stats()["fused_program"]["paths"])
             assert torch.equal(got, blocks.by_rank(want).chunk(size)[rank]), (lead, dim, arena)
             assert torch.equal(blocks.in_order(blocks.by_rank(want)), want)
