@@ -66,7 +66,9 @@ class Kernel:
             _log.info("%s runs operation by operation: %s", self._name, self.cuda_reason)
             return None
 
-    def backend(self, group: dist.ProcessGroup, device: torch.device) -> Any:
+    def backend(
+        self, group: dist.ProcessGroup, device: torch.device, *, on_gpus: bool = True
+    ) -> Any:
         """The group's backend, if this can run there: the same on all ranks. Else None."""
         if self.source is None or not self.source.scatter.numel:
             return None
@@ -77,7 +79,7 @@ class Kernel:
         except ValueError:
             return None
         on_gpu = backend.on_gpu(torch.empty(0, device=device))
-        return None if on_gpu and self.cuda_source is None else backend
+        return None if on_gpu and not (on_gpus and self.cuda_source) else backend
 
     def prepared(self, backend: Any, rank: int) -> Any:
         """The operation on CPU tensors of what the program says, which this thread carries out."""

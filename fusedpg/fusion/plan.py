@@ -245,8 +245,10 @@ class Plan:
         if not reduces or self.device.type != "cpu" or not self._one_host:
             return None
         found = Alone.of(node, self.program)
-        backend = None if found is None else found.kernel.backend(call.group, self.device)
-        if found is None or backend is None or backend.on_gpu(torch.empty(0, device="cpu")):
+        if found is None:
+            return None
+        backend = found.kernel.backend(call.group, self.device, on_gpus=False)
+        if backend is None:
             return None
         number = {found.given: self.number[node.operands[0]], found.result: self.number[node]}
         return Fused(call, found.kernel, backend, number, (node,), alone=True)
