@@ -6,6 +6,7 @@ Each gets a group and gives what came out, which tests compare for a group of Gl
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -130,6 +131,20 @@ def _gathered_leaf(context: Context, group: Group) -> Any:
     return out.tolist()
 
 
+def _polled(context: Context, group: Group) -> Any:
+    part = torch.zeros(1)
+    work = dist.reduce_scatter_tensor(
+        part, torch.ones(context.world_size), group=group, async_op=True
+    )
+    # Gloo's has ended long before: its Work says nothing for ever.
+    end = time.monotonic() + (2 if group is context.oracle else 20)
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    done = work.is_completed()
+    work.wait()
+    return done, part.item()
+
+
 ROWS = {
     "`reduce(t, dst)` overwrites": Row(4, _reduce, None, [10.0, 2.0, 3.0, 4.0]),
     "`all_reduce` of a tensor that is transposed on some ranks": Row(
@@ -154,6 +169,9 @@ ROWS = {
     "the mean of sparse tensors": Row(2, _sparse_mean, [False] * 2, [[0.5] * 3] * 2),
     "`reduce_scatter_tensor` of a tensor that requires grad": Row(
         2, _gradient_of_scatter, None, [None] * 2
+    ),
+    "`is_completed()` of an asynchronous `reduce_scatter`": Row(
+        2, _polled, [(False, 2.0)] * 2, [(True, 2.0)] * 2
     ),
     "`all_gather_into_tensor` of a tensor that requires grad": Row(
         2, _gathered_leaf, None, [[1.0] * 4] * 2
