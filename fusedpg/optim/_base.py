@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from fusedpg.optim._modes import (
 )
 from fusedpg.optim._parameters import laid_out, refuse_sharded
 from fusedpg.optim._torch import in_backward, uncompiled
-
-if TYPE_CHECKING:
-    pass
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
