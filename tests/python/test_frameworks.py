@@ -204,6 +204,7 @@ def on_nodes(context: Context, apart: bool) -> None:
 
 
 def saves_by_accelerate(context: Context, folder: str, each_node: bool) -> None:
+    import torch
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
@@ -215,6 +216,7 @@ def saves_by_accelerate(context: Context, folder: str, each_node: bool) -> None:
     place = Path(folder) / str(context.rank)
     accelerator._optimizers = [wrapped]
     accelerator.save_state(str(place))
+    torch.distributed.barrier()  # another rank's file is read, which may be being written
     writes = each_node or context.rank == 0
     assert (place / "optimizer.bin").exists() == writes
     check_saved((place if writes else Path(folder) / "0") / "optimizer.bin", optimizer)
@@ -228,6 +230,7 @@ def test_accelerate_saves_where_it_writes(each_node: bool, tmp_path: Path) -> No
 
 
 def saves_by_trainer(context: Context, folder: str, each_node: bool) -> None:
+    import torch
     from transformers import Trainer, TrainingArguments
 
     sys.path.insert(0, str(RECIPES))
@@ -264,6 +267,7 @@ def saves_by_trainer(context: Context, folder: str, each_node: bool) -> None:
         optimizers=(optimizer, None),
     )
     trainer.train()
+    torch.distributed.barrier()
     writes = each_node or context.rank == 0
     for step in (2, 3):
         assert (place / f"checkpoint-{step}" / "optimizer.pt").exists() == writes
