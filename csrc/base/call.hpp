@@ -129,7 +129,7 @@ struct Call {
   RedOp red_op = RedOp::kSum;
   double factor = 1; // of kPremulSum
   std::optional<SkipOptions> skip{}; // of sparse_all_reduce
-  // Of the fused operations, which have no buffers here.
+  // A fused operation has this in place of buffers.
   std::variant<
       std::monostate,
       const StepCall*,

@@ -103,7 +103,7 @@ class Group {
                                                               : bounded(given);
   }
 
-  // Of a call with c10d's options, or with the group's own timeout.
+  // The first takes a timeout from c10d's options, the second the group's own.
   template <typename CallOptions>
   CallInfo info(c10d::OpType type, const char* title, const CallOptions& opts)
       const {

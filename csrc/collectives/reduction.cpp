@@ -71,7 +71,7 @@ Plan reduction_plan(
   return plan;
 }
 
-// Whether the inputs follow one another in memory, as in one tensor.
+// True if the inputs follow one another in memory, as in one tensor.
 bool adjacent(Buffers inputs, size_t size) {
   for (size_t p = 1; p < inputs.size(); ++p) {
     const auto& before = inputs[p - 1];

@@ -29,9 +29,9 @@ class Way {
   // Before each of several operations of one turn, and before what this rank does
   // for it alone: until it has entered, it can refuse, and stays in step.
   virtual void begin_item(uint64_t index, uint64_t length) = 0;
-  // Whether one operation can reduce several tensors.
+  // True if one operation can reduce several tensors.
   virtual bool joins_tensors() const = 0;
-  // What it sends messages by; nullptr in shared memory.
+  // The context that sends messages; nullptr in shared memory.
   virtual NetContext* net() {
     return nullptr;
   }

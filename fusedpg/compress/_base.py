@@ -31,7 +31,7 @@ class Compensated(NamedTuple):
     beta: float = 1.0
     gamma: float = 1.0
     kept: Kept | None = None
-    """Of a unit: the residual, for compressors that may leave something of it pending."""
+    """The residual of a unit, for compressors that may leave a part of it pending."""
 
     def now(self) -> Tensor:
         """v of one gradient, in the residual's memory if there is a residual."""

@@ -94,7 +94,7 @@ class ParameterRecord(NamedTuple):
 
 
 class Loaded:
-    """What a checkpoint has that has not been given to a parameter yet."""
+    """The part of a checkpoint that no parameter has been given yet."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self.memory = {name: list(kept) for name, kept in state_dict["memory"].items()}

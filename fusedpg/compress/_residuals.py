@@ -1,4 +1,4 @@
-"""What a rank keeps of its gradients from step to step, and by which names checkpoints know it."""
+"""The residuals that a rank keeps from step to step, and their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ class Residuals:
         return self._kept.names()
 
     def get(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What is kept of a parameter, of its shape."""
+        """The residual of a parameter, in its shape."""
         return self._kept.get(name, parameter)
 
     # --- checkpoints ----------------------------------------------------------------------------
 
     @property
     def has_loaded(self) -> bool:
-        """Whether there is a memory of a checkpoint that parameters have not been given yet."""
+        """Whether a checkpoint holds residuals that no parameter has been given yet."""
         return self._loaded is not None and any(self._loaded.memory.values())
 
     def state_dict(self) -> dict[str, Any]:
