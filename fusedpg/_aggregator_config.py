@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from fusedpg.aggregation import _config as switchml
 
 # Keys of omnireduce.cfg that say nothing to a process that only adds up what comes.
 _OMNIREDUCE_OTHERS = {
@@ -39,10 +38,12 @@ def read(path: str, *, listens: bool) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(f"{path}: {error}") from None
     if not path.endswith(".cfg"):
         return _toml(path, text), []
+    from fusedpg.aggregation import _config as switchml  # with torch, which nothing else here needs
+
     values = switchml.read_sections(text, path)
     if any(key.startswith("omnireduce.") for key in values):
         return _omnireduce(path, values, listens)
-    return _switchml(path, values)
+    return _switchml(switchml, path, values)
 
 
 def _toml(path: str, text: str) -> dict[str, Any]:
@@ -129,7 +130,9 @@ def _is_here(address: str) -> bool:
     return True
 
 
-def _switchml(path: str, values: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+def _switchml(
+    switchml: ModuleType, path: str, values: dict[str, str]
+) -> tuple[dict[str, Any], list[str]]:
     """``udp``: the controller's address, where workers join."""
     controller = switchml.controller(values)
     others = []

@@ -16,8 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusedpg import _aggregator_config
-from fusedpg._registration import load_extension
+from fusedpg import _aggregator, _aggregator_config
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _DEFAULT_LISTEN = "127.0.0.1:4711"
@@ -91,7 +90,7 @@ def settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settin
 
 
 def _environment() -> dict[str, str]:
-    listen, stats, key = load_extension()._aggregator_settings()
+    listen, stats, key = _aggregator.settings()
     return {"listen": listen, "stats": stats, "key": key}
 
 
@@ -115,11 +114,11 @@ class Aggregator:
     """
 
     def __init__(self, listen: str = "127.0.0.1:0", *, udp: str = "", key: str = "") -> None:
-        extension = load_extension()
         key = key or _environment()["key"]
-        self._servers = [extension.Aggregator(listen, key)]
+        self._servers: list[_aggregator.Aggregator | _aggregator.UdpAggregator]
+        self._servers = [_aggregator.Aggregator(listen, key)]
         if udp:
-            self._servers.append(extension.UdpAggregator(udp, key))
+            self._servers.append(_aggregator.UdpAggregator(udp, key))
         self.place, self.udp_place = [*map(_place, self._servers), ""][:2]
 
     def stats(self) -> dict[str, Any]:

@@ -27,12 +27,6 @@ std::string options_text(uint16_t options) {
 
 } // namespace
 
-bool reduces(OpCode op) {
-  return op == OpCode::kAllReduce || op == OpCode::kReduce ||
-      op == OpCode::kReduceScatter || op == OpCode::kSparseAllReduce ||
-      op == OpCode::kFusedProgram;
-}
-
 std::string describe(const OpDescriptor& d) {
   std::ostringstream out;
   out << op_name(d.op);

@@ -58,9 +58,6 @@ constexpr uint64_t kHasNan = 16; // found by the NaN check
 constexpr uint64_t kNoFunction = 64; // this rank has no generated code
 constexpr uint64_t kRefused = 32; // this rank cannot take part; see reason
 
-// Whether the operation has a reduction: ranks must then choose the same one.
-bool reduces(OpCode op);
-
 // "all_reduce(SUM, float32, 1024 elements)"
 std::string describe(const OpDescriptor& d);
 

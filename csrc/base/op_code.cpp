@@ -1,47 +1,69 @@
 #include "base/op_code.hpp"
 
+#include <cstddef>
+#include <iterator>
+
 namespace fusedpg {
 
-const char* op_name(OpCode op) {
-  switch (op) {
-    case OpCode::kNone:
-      return "none";
-    case OpCode::kAllReduce:
-      return "all_reduce";
-    case OpCode::kReduce:
-      return "reduce";
-    case OpCode::kReduceScatter:
-      return "reduce_scatter";
-    case OpCode::kAllGather:
-      return "all_gather";
-    case OpCode::kBroadcast:
-      return "broadcast";
-    case OpCode::kGather:
-      return "gather";
-    case OpCode::kScatter:
-      return "scatter";
-    case OpCode::kAllToAll:
-      return "all_to_all";
-    case OpCode::kBarrier:
-      return "barrier";
-    case OpCode::kFusedAdamW:
-      return "fused_adamw_";
-    case OpCode::kFusedSgd:
-      return "fused_sgd_";
-    case OpCode::kFusedAdam:
-      return "fused_adam_";
-    case OpCode::kFusedLamb:
-      return "fused_lamb_";
-    case OpCode::kShareMemory:
-      return "share_memory";
-    case OpCode::kSparseAllReduce:
-      return "sparse_all_reduce";
-    case OpCode::kReduceShards:
-      return "reduce_shards";
-    case OpCode::kFusedProgram:
-      return "fused_program";
+namespace {
+
+enum class OpKind { kOther, kMoves, kReduces };
+
+struct Row {
+  OpCode op;
+  const char* name;
+  OpKind kind = OpKind::kOther;
+};
+
+constexpr Row kRows[] = {
+    {OpCode::kNone, "none"},
+    {OpCode::kAllReduce, "all_reduce", OpKind::kReduces},
+    {OpCode::kReduce, "reduce", OpKind::kReduces},
+    {OpCode::kReduceScatter, "reduce_scatter", OpKind::kReduces},
+    {OpCode::kAllGather, "all_gather", OpKind::kMoves},
+    {OpCode::kBroadcast, "broadcast", OpKind::kMoves},
+    {OpCode::kGather, "gather", OpKind::kMoves},
+    {OpCode::kScatter, "scatter", OpKind::kMoves},
+    {OpCode::kAllToAll, "all_to_all", OpKind::kMoves},
+    {OpCode::kBarrier, "barrier"},
+    {OpCode::kFusedAdamW, "fused_adamw_"},
+    {OpCode::kFusedSgd, "fused_sgd_"},
+    {OpCode::kFusedAdam, "fused_adam_"},
+    {OpCode::kFusedLamb, "fused_lamb_"},
+    {OpCode::kReduceShards, "reduce_shards"},
+    {OpCode::kShareMemory, "share_memory"},
+    {OpCode::kSparseAllReduce, "sparse_all_reduce", OpKind::kReduces},
+    {OpCode::kFusedProgram, "fused_program", OpKind::kReduces},
+};
+
+constexpr bool each_in_its_row() {
+  for (size_t i = 0; i < std::size(kRows); ++i) {
+    if (static_cast<size_t>(kRows[i].op) != i) {
+      return false;
+    }
   }
-  return "unknown";
+  return std::size(kRows) == kOpCodes;
+}
+static_assert(each_in_its_row());
+
+// What another rank has said may be no operation.
+Row row(OpCode op) {
+  const auto i = static_cast<size_t>(op);
+  return i < std::size(kRows) ? kRows[i] : Row{op, "unknown"};
+}
+
+} // namespace
+
+const char* op_name(OpCode op) {
+  return row(op).name;
+}
+
+bool reduces(OpCode op) {
+  return row(op).kind == OpKind::kReduces;
+}
+
+bool moves(OpCode op) {
+  return row(op).kind == OpKind::kMoves;
 }
 
 const char* gpu_path_name(GpuPath path) {

@@ -25,7 +25,7 @@ enum class OpCode : uint8_t {
   kSparseAllReduce,
   kFusedProgram,
 };
-constexpr int kOpCodes = 18;
+constexpr int kOpCodes = static_cast<int>(OpCode::kFusedProgram) + 1;
 
 // Where the data of an operation on GPUs go: through NCCL's collectives, its
 // patched ring, or the arenas.
@@ -34,5 +34,9 @@ const char* gpu_path_name(GpuPath path);
 
 // torch.distributed's name: "all_reduce".
 const char* op_name(OpCode op);
+// Whether it combines contributions, so that ranks must mean one reduction.
+bool reduces(OpCode op);
+// Whether it does nothing but move data.
+bool moves(OpCode op);
 
 } // namespace fusedpg

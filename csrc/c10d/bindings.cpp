@@ -8,7 +8,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
-#include "c10d/aggregator.hpp"
 #include "c10d/compress.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/delegate.hpp"
@@ -18,6 +17,7 @@
 #include "c10d/prepared_program.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
+#include "c10d/udp_worker.hpp"
 #include "cuda/cuda_api.hpp"
 #include "host/domain.hpp"
 
@@ -743,7 +743,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_step_lists(m);
   bind_group(m);
   compress_bindings::bind(m);
-  bind_aggregator(m);
+  bind_udp_worker(m);
   bind_prepared_programs(m);
   bind_earlier_calls(m);
   m.def(

@@ -14,12 +14,6 @@ namespace {
 
 constexpr size_t kWord = sizeof(uint64_t);
 
-bool moves(OpCode op) {
-  return op == OpCode::kAllGather || op == OpCode::kBroadcast ||
-      op == OpCode::kAllToAll || op == OpCode::kGather ||
-      op == OpCode::kScatter;
-}
-
 // What else a rank says: a table, and maybe data. Of reductions that comes
 // later.
 bool says_more(const OpDescriptor& d) {

@@ -1,5 +1,7 @@
 #include "collectives/perform.hpp"
 
+#include <stdexcept>
+
 #include "collectives/fused_program.hpp"
 #include "collectives/fused_step.hpp"
 #include "collectives/move.hpp"
@@ -108,6 +110,10 @@ bool perform(Way& way, const Call& call) {
       fused_step(way, *std::get<const StepCall*>(call.fused));
       return true;
     default:
+      if (!moves(call.op)) {
+        throw std::logic_error(
+            formatted("fused: perform() does not know {}", op_name(call.op)));
+      }
       move_data(way, call);
       return true;
   }

@@ -317,7 +317,7 @@ class WholeState(ShardedState):
 
     def _check_kind(self, group: dict[str, Any]) -> None:
         """Raises for a group of another kind of optimizer, whose state would be misread."""
-        mark = next(mark for mark in self._MARKS if mark in self.defaults)
+        mark = next((mark for mark in self._MARKS if mark in self.defaults), None)
         missing = self.defaults.keys() - self._group_defaults.keys() - group.keys()
         foreign = [] if mark in group else [other for other in self._MARKS if other in group]
         if missing or foreign:

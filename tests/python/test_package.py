@@ -77,6 +77,25 @@ def test_import_waits_for_torch(autoload: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_aggregators_need_no_torch() -> None:
+    """A machine that only adds up need not even have it."""
+    done = python(
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from fusedpg.aggregator import Aggregator\n"
+        "with Aggregator(udp='127.0.0.1:0', key='0' * 32) as server:\n"
+        "    assert server.stats()['jobs'] == server.stats()['udp']['sessions'] == 0\n"
+        "for listen, key in (('127.0.0.1', '0' * 32), ('127.0.0.1:0', 'none')):\n"
+        "    try:\n"
+        "        Aggregator(listen, key=key)\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"host:port"' in done.stdout and "32 hexadecimal digits" in done.stdout, done.stdout
+
+
 def test_torch_that_fails_to_import_may_be_imported_again() -> None:
     done = python(
         "import sys\n"

@@ -1,12 +1,10 @@
-// The aggregator for Python: fusedpg.aggregator runs it.
-#include "c10d/aggregator.hpp"
+// A worker of SwitchML's protocol for Python (fusedpg/aggregation/_backends.py), which takes tensors.
+#include "c10d/udp_worker.hpp"
 
 #include <memory>
 
-#include "aggregate/server.hpp"
+#include "aggregate/protocol.hpp"
 #include "aggregate/udp_client.hpp"
-#include "aggregate/udp_server.hpp"
-#include "base/fork.hpp"
 #include "base/options.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/errors.hpp"
@@ -16,46 +14,9 @@
 namespace fusedpg {
 namespace {
 
-using aggregate::Server;
 namespace udp = aggregate::udp;
 
-py::dict stats_of(Server& server) {
-  const Server::Stats stats = [&] {
-    const py::gil_scoped_release free;
-    return server.stats();
-  }();
-  py::dict d;
-  d["jobs"] = stats.jobs;
-  d["active"] = stats.active;
-  d["refused"] = stats.refused;
-  d["failed"] = stats.failed;
-  d["operations"] = stats.operations;
-  d["segments"] = stats.segments;
-  d["bytes_received"] = stats.bytes_received;
-  d["bytes_sent"] = stats.bytes_sent;
-  return d;
-}
-
-py::dict udp_stats_of(udp::Server& server) {
-  const udp::Sums::Stats stats = [&] {
-    const py::gil_scoped_release free;
-    return server.stats();
-  }();
-  py::dict d;
-  d["sessions"] = stats.sessions;
-  d["active"] = stats.active;
-  d["refused"] = stats.refused;
-  d["packets"] = stats.packets;
-  d["sums"] = stats.sums;
-  d["repeated"] = stats.repeated;
-  d["resent"] = stats.resent;
-  d["asked"] = stats.asked;
-  d["stale"] = stats.stale;
-  d["wrong"] = stats.wrong;
-  return d;
-}
-
-py::dict udp_stats_of_worker(const udp::Client& client) {
+py::dict stats_of(const udp::Client& client) {
   const udp::Stream::Stats& stats = client.stats();
   py::dict d;
   d["packets_sent"] = stats.packets_sent;
@@ -126,44 +87,8 @@ void udp_all_reduce(
 
 } // namespace
 
-void bind_aggregator(py::module_& m) {
+void bind_udp_worker(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> free;
-  py::class_<Server, std::shared_ptr<Server>>(m, "Aggregator")
-      .def(
-          py::init([](const std::string& listen, const std::string& key) {
-            return translate([&] {
-              return std::shared_ptr<Server>(
-                  new Server(
-                      aggregate::front_door(listen, aggregate::key_of(key)),
-                      default_kernels()),
-                  DeleteAtOrigin());
-            });
-          }),
-          "Listens at \"host:port\" for jobs of workers that have the key.",
-          py::arg("listen"),
-          py::arg("key"),
-          free)
-      .def_property_readonly("address", &Server::address)
-      .def("drain", &Server::drain, "Takes no more jobs.", free)
-      .def("stats", &stats_of);
-  py::class_<udp::Server, std::shared_ptr<udp::Server>>(m, "UdpAggregator")
-      .def(
-          py::init([](const std::string& listen, const std::string& key) {
-            return translate([&] {
-              const Key128 secret = aggregate::key_of(key);
-              return std::shared_ptr<udp::Server>(
-                  new udp::Server(
-                      aggregate::front_door(listen, secret).socket, secret),
-                  DeleteAtOrigin());
-            });
-          }),
-          "Listens at \"host:port\" for packets of workers that have the key.",
-          py::arg("listen"),
-          py::arg("key"),
-          free)
-      .def_property_readonly("address", &udp::Server::address)
-      .def("drain", &udp::Server::drain, "Takes no more sessions.", free)
-      .def("stats", &udp_stats_of);
   py::class_<udp::Client>(m, "UdpWorker")
       .def(
           py::init(&udp_worker),
@@ -188,11 +113,7 @@ void bind_aggregator(py::module_& m) {
           free)
       .def("end", &udp::Client::end, free)
       .def_property_readonly("slots", &udp::Client::slots)
-      .def("stats", &udp_stats_of_worker);
-  m.def("_aggregator_settings", [] {
-    const AggregatorSettings s = aggregator_settings();
-    return py::make_tuple(s.listen, s.stats, s.key);
-  });
+      .def("stats", &stats_of);
 }
 
 } // namespace fusedpg

@@ -4,7 +4,7 @@
 
 namespace fusedpg {
 
-// fusedpg._C.Aggregator
-void bind_aggregator(py::module_& m);
+// fusedpg._C.UdpWorker
+void bind_udp_worker(py::module_& m);
 
 } // namespace fusedpg
