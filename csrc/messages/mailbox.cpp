@@ -34,7 +34,7 @@ void Mailbox::stop() {
   thread_.join();
 }
 
-void Mailbox::post(MessagePost post) {
+void Mailbox::post(MessagePost&& post) {
   const bool small = post.bytes <= kMailSmall;
   posts_.push(std::move(post), me_);
   if (small) {
@@ -88,7 +88,8 @@ void Mailbox::end(Lock& lock) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
     lock.lock();
   }
-  know(posts_.close(Error(ErrorKind::kAborted, "the group was shut down")));
+  posts_.close(Error(ErrorKind::kAborted, "the group was shut down"), taken_);
+  know_taken();
   fail_all(stopped_messages(me_));
   ended_ = true;
   settle(lock);
@@ -275,7 +276,8 @@ void Mailbox::give_up(const Error& error) {
   if (!stop_.load(std::memory_order_acquire)) {
     domain_.mark_failed(error);
   }
-  know(posts_.take());
+  posts_.take(taken_);
+  know_taken();
   fail_all(error);
 }
 
@@ -283,7 +285,9 @@ bool Mailbox::take_posts() {
   if (posts_.empty()) {
     return false;
   }
-  for (const ReceiveAt receive : know(posts_.take())) {
+  posts_.take(taken_);
+  for (auto next = know_taken(); next != matching_.receives.end();) {
+    const ReceiveAt receive = next++; // accept() may end it
     if (matching_.meet(*receive)) {
       accept(receive);
     }
@@ -291,11 +295,11 @@ bool Mailbox::take_posts() {
   return true;
 }
 
-std::vector<Mailbox::ReceiveAt> Mailbox::know(std::vector<MessagePost> posts) {
-  if (!posts.empty()) {
+Mailbox::ReceiveAt Mailbox::know_taken() {
+  if (!taken_.empty()) {
     last_post_ = Clock::now();
   }
-  return matching_.add(posts);
+  return matching_.add(taken_);
 }
 
 bool Mailbox::progress() {

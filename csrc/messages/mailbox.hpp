@@ -73,7 +73,7 @@ class Mailbox : public Messages {
 
   using Lock = std::unique_lock<std::mutex>;
 
-  void post(MessagePost post) override;
+  void post(MessagePost&& post) override;
   void loop();
   void end(Lock& lock);
   bool move_for_a_while(
@@ -87,7 +87,7 @@ class Mailbox : public Messages {
   void nap(const std::function<bool()>& done, const Deadline& deadline);
   void wake_thread();
   bool take_posts();
-  std::vector<ReceiveAt> know(std::vector<MessagePost> posts);
+  ReceiveAt know_taken();
   void give_up(const Error& error);
   bool progress();
   bool poll_inbox(int peer);
@@ -137,6 +137,7 @@ class Mailbox : public Messages {
   bool ended_ = false; // nothing here touches the domain any more
   bool announced_ = false; // peers are to ring the thread
   bool idle_ = false; // the thread sleeps for long
+  std::vector<MessagePost> taken_; // posts, from the queue
   Clock::time_point last_post_ = Clock::now();
   Clock::time_point checked_ = Clock::now();
   Matching<Send, Receive> matching_;

@@ -56,20 +56,21 @@ class Matching {
         });
   }
 
-  // Knows all these posts from now on, and returns the receives, which meet() is to be
-  // called for: that may come upon an error, which is every post's.
-  std::vector<ReceiveAt> add(std::vector<MessagePost>& posts) {
-    std::vector<ReceiveAt> added;
+  // Knows all these posts from now on, and returns the first of the receives: meet()
+  // is to be called for each from there on. It may come upon an error, which is every
+  // post's.
+  ReceiveAt add(std::vector<MessagePost>& posts) {
+    auto first = receives.end();
     for (MessagePost& post : posts) {
       const int peer = post.peer;
       if (post.sends()) {
         sends[peer].push_back(Send{{std::move(post), next_ids_[peer]++}});
       } else if (post.what == MessagePost::What::kReceive) {
         receives.push_back(Receive{{std::move(post)}});
-        added.push_back(std::prev(receives.end()));
+        first = first == receives.end() ? std::prev(first) : first;
       }
     }
-    return added;
+    return first;
   }
 
   // Finds the first message for a receive among those that nobody has received.

@@ -79,41 +79,7 @@ std::exception_ptr error_of(
           text.rfind("fused: ", 0) == 0 ? text.substr(7) : text)));
 }
 
-void Messages::send(
-    const void* data,
-    size_t bytes,
-    int destination,
-    int tag,
-    std::chrono::milliseconds timeout,
-    Done done) {
-  post(
-      {MessagePost::What::kSend,
-       static_cast<char*>(const_cast<void*>(data)),
-       bytes,
-       destination,
-       tag,
-       Deadline(timeout),
-       std::move(done)});
-}
-
-void Messages::receive(
-    void* data,
-    size_t bytes,
-    int source,
-    int tag,
-    std::chrono::milliseconds timeout,
-    Done done) {
-  post(
-      {MessagePost::What::kReceive,
-       static_cast<char*>(data),
-       bytes,
-       source,
-       tag,
-       Deadline(timeout),
-       std::move(done)});
-}
-
-void PostQueue::push(MessagePost post, int me) {
+void PostQueue::push(MessagePost&& post, int me) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) {
     fail(
@@ -127,20 +93,21 @@ void PostQueue::push(MessagePost post, int me) {
   any_.store(true, std::memory_order_release);
 }
 
-std::vector<MessagePost> PostQueue::take() {
+void PostQueue::take(std::vector<MessagePost>& posts) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return take_locked();
+  take_locked(posts);
 }
 
-std::vector<MessagePost> PostQueue::close(const Error& why) {
+void PostQueue::close(const Error& why, std::vector<MessagePost>& posts) {
   std::lock_guard<std::mutex> lock(mutex_);
   closed_ = why;
-  return take_locked();
+  take_locked(posts);
 }
 
-std::vector<MessagePost> PostQueue::take_locked() {
+void PostQueue::take_locked(std::vector<MessagePost>& posts) {
   any_.store(false, std::memory_order_release);
-  return std::exchange(posts_, {});
+  posts.clear();
+  posts.swap(posts_);
 }
 
 } // namespace fusedpg

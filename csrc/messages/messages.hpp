@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.hpp"
@@ -74,14 +75,24 @@ class Messages {
       int destination,
       int tag,
       std::chrono::milliseconds timeout,
-      Done done);
+      Done done) {
+    auto* from = static_cast<char*>(const_cast<void*>(data));
+    const auto what = MessagePost::What::kSend;
+    const Deadline deadline(timeout);
+    post({what, from, bytes, destination, tag, deadline, std::move(done)});
+  }
   void receive(
       void* data,
       size_t bytes,
       int source,
       int tag,
       std::chrono::milliseconds timeout,
-      Done done);
+      Done done) {
+    auto* into = static_cast<char*>(data);
+    const auto what = MessagePost::What::kReceive;
+    const Deadline deadline(timeout);
+    post({what, into, bytes, source, tag, deadline, std::move(done)});
+  }
 
   // Moves messages on this thread until done() holds, which a Done brings about, or
   // until the deadline. Returns earlier where the mailbox has ended, or another thread
@@ -100,17 +111,18 @@ class Messages {
   virtual void stop() = 0;
 
  protected:
-  virtual void post(MessagePost post) = 0;
+  virtual void post(MessagePost&& post) = 0;
 };
 
 // Posts on their way from any thread to the one that moves messages.
 class PostQueue {
  public:
   // Throws after close().
-  void push(MessagePost post, int me);
-  std::vector<MessagePost> take();
+  void push(MessagePost&& post, int me);
+  // Into a vector whose memory is used again: there are many posts of few.
+  void take(std::vector<MessagePost>& posts);
   // Takes the last ones. `why` there are no more is told to whoever comes later.
-  std::vector<MessagePost> close(const Error& why);
+  void close(const Error& why, std::vector<MessagePost>& posts);
   bool empty() const {
     return !any_.load(std::memory_order_acquire);
   }
@@ -124,7 +136,7 @@ class PostQueue {
   }
 
  private:
-  std::vector<MessagePost> take_locked();
+  void take_locked(std::vector<MessagePost>& posts);
 
   std::mutex mutex_;
   std::vector<MessagePost> posts_;

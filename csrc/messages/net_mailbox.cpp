@@ -88,7 +88,7 @@ void NetMailbox::withdraw(int tag) {
   post({What::kWithdraw, nullptr, 0, kAnySource, tag, Deadline(kNever), {}});
 }
 
-void NetMailbox::post(MessagePost post) {
+void NetMailbox::post(MessagePost&& post) {
   posts_.push(std::move(post), me_);
   bool moved = false;
   bool held = false;
@@ -286,9 +286,10 @@ void NetMailbox::give_up(Error error, bool stopping) {
     error = failed_(error);
   }
   const auto ended = [&](const MessagePost& post) { end(post, error); };
-  const auto last = posts_.close(error);
+  posts_.close(error, taken_);
   matching_.clear(ended);
-  std::for_each(last.begin(), last.end(), ended);
+  std::for_each(taken_.begin(), taken_.end(), ended);
+  taken_.clear();
   for (Peer& peer : peers_) {
     peer.listening.reset();
   }
@@ -305,20 +306,21 @@ void NetMailbox::end(const MessagePost& post, const Error& error) const {
 }
 
 bool NetMailbox::take_posts() {
-  std::vector<MessagePost> posts = posts_.take();
-  for (const auto receive : matching_.add(posts)) {
+  posts_.take(taken_);
+  auto receive = matching_.add(taken_);
+  for (; receive != matching_.receives.end(); ++receive) {
     if (matching_.meet(*receive)) {
       found(*receive);
     } else {
       announce(*receive);
     }
   }
-  for (const MessagePost& post : posts) {
+  for (const MessagePost& post : taken_) {
     if (post.what == What::kWithdraw) {
       withdraw_now(post.tag);
     }
   }
-  return !posts.empty();
+  return !taken_.empty();
 }
 
 bool NetMailbox::progress(By by) {

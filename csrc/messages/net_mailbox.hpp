@@ -118,7 +118,7 @@ class NetMailbox : public Messages {
   };
   using What = MessagePost::What;
 
-  void post(MessagePost post) override;
+  void post(MessagePost&& post) override;
   void loop();
   void begin();
   // Moves what can be moved; whether there was anything. Only the thread connects.
@@ -179,6 +179,7 @@ class NetMailbox : public Messages {
   bool open_ = false; // there is a transport, and no end yet
   std::optional<Deadline> patience_; // at the end
   Clock::time_point checked_ = Clock::now();
+  std::vector<MessagePost> taken_; // posts, from the queue
   Matching<Send, Receive> matching_;
   std::vector<Peer> peers_;
   std::deque<Transport::RequestPtr> sent_notes_;

@@ -30,10 +30,8 @@ MessagePost post(What what, int peer, int tag, size_t bytes = 8) {
 // Posts a receive; the message that it meets at once, if any.
 std::optional<uint64_t> receive(Matches& messages, int peer, int tag) {
   std::vector<MessagePost> posts{post(What::kReceive, peer, tag)};
-  const auto added = messages.add(posts);
-  CHECK_EQ(added.size(), size_t{1});
-  return messages.meet(*added[0]) ? std::optional(added[0]->message.id)
-                                  : std::nullopt;
+  Receive& added = *messages.add(posts);
+  return messages.meet(added) ? std::optional(added.message.id) : std::nullopt;
 }
 
 // The number of the receive that a message is for, if it is posted.
@@ -147,7 +145,9 @@ TEST(matching_knows_all_posts_first) {
   posts.push_back(post(What::kNotify, 2, 4, 4));
   posts.push_back(post(What::kReceive, kAny, 4, 5));
   posts.push_back(post(What::kSend, 1, 5, 6));
-  CHECK_EQ(messages.add(posts).size(), size_t{2});
+  const auto first = messages.add(posts);
+  CHECK(first == messages.receives.begin());
+  CHECK_EQ(messages.receives.size(), size_t{2});
   CHECK(messages.pending());
   CHECK_EQ(messages.receives.front().post.bytes, size_t{1});
   CHECK(!messages.receives.front().matched());
@@ -192,15 +192,18 @@ TEST(matching_queue_of_posts) {
   queue.push(post(What::kSend, 1, 1, 5), 0);
   queue.push(post(What::kReceive, kAny, 1, 6), 0);
   CHECK(!queue.empty());
-  const auto posts = queue.take();
+  std::vector<MessagePost> posts;
+  queue.take(posts);
   CHECK(queue.empty());
   CHECK(posts.size() == 2 && posts[0].bytes == 5 && posts[1].bytes == 6);
-  CHECK(queue.take().empty());
+  queue.take(posts);
+  CHECK(posts.empty());
 
   queue.push(post(What::kSend, 1, 1, 7), 0);
   int calls = 0;
   queue.if_open([&] { ++calls; });
-  CHECK_EQ(queue.close(Error(ErrorKind::kAborted, "it is over")).size(), 1u);
+  queue.close(Error(ErrorKind::kAborted, "it is over"), posts);
+  CHECK(posts.size() == 1 && posts[0].bytes == 7);
   queue.if_open([&] { ++calls; });
   CHECK_EQ(calls, 1);
   CHECK(queue.empty());
