@@ -13,13 +13,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What each room may include besides itself; a room below never knows one above.
 MAY_INCLUDE: dict[str, set[str]] = {
-    "c10d": {"aggregate", "collectives", "compress", "host", "net", "cuda", "base", "kernels"},
+    "c10d": {
+        "aggregate",
+        "collectives",
+        "compress",
+        "messages",
+        "host",
+        "net",
+        "cuda",
+        "base",
+        "kernels",
+    },
     "aggregator": {"aggregate", "collectives", "base", "kernels"},
-    "collectives": {"aggregate", "host", "net", "cuda", "base", "kernels"},
+    "collectives": {"aggregate", "messages", "host", "net", "cuda", "base", "kernels"},
+    "messages": {"host", "net", "base", "kernels"},
     "aggregate": {"net", "base", "kernels"},
     "compress": {"kernels"},
-    "host": {"base", "kernels"},
-    "net": {"base", "kernels"},
+    "host": {"base"},
+    "net": {"base"},
     "cuda": {"base", "kernels"},
     "base": set(),
     "kernels": set(),

@@ -80,8 +80,8 @@ bool WorkFused::isCompleted() {
   if (Work::isCompleted()) {
     return true;
   }
-  const auto mailbox = mailbox_.lock();
-  return mailbox && mailbox->poll() && Work::isCompleted();
+  const auto messages = messages_.lock();
+  return messages && messages->poll() && Work::isCompleted();
 }
 
 // In a forked child nothing goes on that its parent has begun.
@@ -116,10 +116,11 @@ bool WorkFused::await(std::chrono::milliseconds timeout) {
       executor_->hurry();
     }
   }
-  if (move_ && !Work::isCompleted()) {
+  if (const auto box = messages_.lock(); box && !Work::isCompleted()) {
     const Deadline deadline(timeout == kNoTimeout ? kNever : timeout);
     // Not isCompleted(), which moves messages, too.
-    translate([&] { move_([this] { return Work::isCompleted(); }, deadline); });
+    const auto done = [this] { return Work::isCompleted(); };
+    translate([&] { box->move_until(done, deadline); });
     if (timeout != kNoTimeout) {
       timeout = deadline.left();
     }
@@ -181,8 +182,8 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
   // A thread that waits for a future cannot help. (This may complete it here.)
   if (executor_) {
     executor_->hurry();
-  } else if (const auto mailbox = mailbox_.lock()) {
-    mailbox->hurry();
+  } else if (const auto messages = messages_.lock()) {
+    messages->hurry();
   }
   return future_;
 }

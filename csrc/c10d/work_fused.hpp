@@ -13,7 +13,7 @@
 #include "c10d/forwarding.hpp"
 #include "c10d/interruptible.hpp"
 #include "host/executor.hpp"
-#include "host/mailbox.hpp"
+#include "messages/messages.hpp"
 
 namespace fusedpg {
 
@@ -41,15 +41,9 @@ class WorkFused : public c10d::Work {
     executor_ = std::move(executor);
     sequence_ = ticket;
   }
-  // Of a message: moves it, and others, for who waits for it.
-  using Move =
-      std::function<void(const std::function<bool()>& done, const Deadline&)>;
-  void set_move(Move move) {
-    move_ = std::move(move);
-  }
-  // Moves it inside a machine, also where it is only asked for or its future is.
-  void set_mailbox(const std::shared_ptr<Mailbox>& mailbox) {
-    mailbox_ = mailbox;
+  // Of a message: they move it, and others, on a thread that waits or asks for it.
+  void set_messages(const std::shared_ptr<Messages>& messages) {
+    messages_ = messages;
   }
   void set_source_rank(int rank) {
     source_rank_ = rank;
@@ -80,8 +74,7 @@ class WorkFused : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   TensorLists lists_; // none, or at least two
   std::shared_ptr<Executor> executor_;
-  Move move_;
-  std::weak_ptr<Mailbox> mailbox_; // which the group may have ended meanwhile
+  std::weak_ptr<Messages> messages_; // which the group may have ended meanwhile
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<uint64_t> sequence_{0};

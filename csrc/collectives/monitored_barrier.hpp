@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "host/domain.hpp"
-#include "net/net_mailbox.hpp"
+#include "messages/net_mailbox.hpp"
 
 namespace fusedpg {
 

@@ -49,7 +49,7 @@ struct alignas(64) Bell {
   void wake();
 };
 
-// Part of a point-to-point message; see host/mailbox.hpp.
+// Part of a point-to-point message; see messages/mailbox.hpp.
 struct alignas(64) Message {
   uint64_t id; // counts the sender's messages to this receiver
   uint32_t kind;

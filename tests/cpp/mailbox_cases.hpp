@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "host/mailbox.hpp"
+#include "messages/mailbox.hpp"
 #include "ranks.hpp"
 
 namespace fusedpg::test {

@@ -4,7 +4,7 @@
 
 #include "collective_cases.hpp"
 #include "collectives/fused_step.hpp"
-#include "host/mailbox.hpp"
+#include "messages/mailbox.hpp"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Point to point by sockets on this machine; ranks are threads.
 
-#include "net/net_mailbox.hpp"
+#include "messages/net_mailbox.hpp"
 
 #include <algorithm>
 

@@ -11,6 +11,7 @@
 namespace fusedpg {
 
 class Arena;
+class Messages;
 class Way;
 
 // CPU tensors: checks the arguments in the caller, makes tensors contiguous and
@@ -82,6 +83,8 @@ class CpuRoute : public Route {
       Tensors& outputs,
       Tensors& inputs,
       const c10d::AllToAllOptions& opts) override;
+
+  // --- cpu_messages.cpp ------------------------------------------------------
   WorkPtr send(Tensors& tensors, int dst, int tag) override;
   WorkPtr recv(Tensors& tensors, int src, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
@@ -153,11 +156,16 @@ class CpuRoute : public Route {
       const c10d::ReduceOp& op,
       at::ScalarType type) const;
 
-  static constexpr int kAnySource = -1;
-  virtual WorkPtr send_message(Tensors& tensors, int dst, int tag) = 0;
-  virtual WorkPtr receive_message(Tensors& tensors, int src, int tag) = 0;
+  // Throws where the group has failed or ended.
+  virtual std::shared_ptr<Messages> messages() = 0;
 
  private:
+  WorkPtr post(
+      c10d::OpType type,
+      const char* title,
+      const Tensors& tensors,
+      int peer,
+      int tag);
   // all_reduce of each tensor, or of all as contributions to one result.
   WorkPtr reduce_all(
       const Tensors& tensors,

@@ -1,4 +1,4 @@
-// The collectives that only move data, and messages, on CPU tensors.
+// The collectives that only move data, on CPU tensors.
 
 #include <algorithm>
 #include <numeric>
@@ -392,35 +392,6 @@ WorkPtr CpuRoute::alltoall(
          .outputs = buffers(outs)});
     finish(outs);
   });
-}
-
-// --- messages ----------------------------------------------------------------
-
-WorkPtr CpuRoute::send(Tensors& tensors, int dst, int tag) {
-  group_.check_open("fused:send");
-  check_count("send", "tensor", tensors.size(), 1);
-  check_tensor("send", tensors[0]);
-  group_.check_root("send", dst);
-  TORCH_CHECK_VALUE(
-      dst != rank_, formatted("fused: send: rank {} is this one", dst));
-  return group_.remember(send_message(tensors, dst, tag));
-}
-
-WorkPtr CpuRoute::recv(Tensors& tensors, int src, int tag) {
-  group_.check_open("fused:recv");
-  group_.check_root("recv", src);
-  TORCH_CHECK_VALUE(
-      src != rank_, formatted("fused: recv: rank {} is this one", src));
-  check_count("recv", "tensor", tensors.size(), 1);
-  check_tensor("recv", tensors[0]);
-  return group_.remember(receive_message(tensors, src, tag));
-}
-
-WorkPtr CpuRoute::recvAnysource(Tensors& tensors, int tag) {
-  group_.check_open("fused:recvAnySource");
-  check_count("recv", "tensor", tensors.size(), 1);
-  check_tensor("recv", tensors[0]);
-  return group_.remember(receive_message(tensors, kAnySource, tag));
 }
 
 } // namespace fusedpg

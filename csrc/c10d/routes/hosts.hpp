@@ -15,7 +15,7 @@
 #include "collectives/net_exchange.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
-#include "net/net_mailbox.hpp"
+#include "messages/net_mailbox.hpp"
 
 namespace fusedpg {
 
@@ -51,11 +51,12 @@ class HostsRoute : public CpuRoute {
       uint64_t ticket,
       std::chrono::milliseconds timeout) override;
   void failed(const char* title, uint64_t ticket) override;
-  // hosts_p2p.cpp
-  WorkPtr send_message(Tensors& tensors, int dst, int tag) override;
-  WorkPtr receive_message(Tensors& tensors, int src, int tag) override;
+  std::shared_ptr<Messages> messages() override {
+    return mailbox();
+  }
 
  private:
+  // hosts_p2p.cpp
   std::shared_ptr<NetMailbox> mailbox();
   // Ends the group as an operation does that fails; with what all ranks know.
   Error message_failed(const Error& error);

@@ -1,8 +1,8 @@
 // Messages between the ranks of a group that spans machines, and the barrier that
 // names who is missing.
 
+#include "c10d/errors.hpp"
 #include "c10d/routes/hosts.hpp"
-#include "c10d/routes/messages.hpp"
 #include "collectives/monitored_barrier.hpp"
 
 namespace fusedpg {
@@ -30,15 +30,6 @@ std::shared_ptr<NetMailbox> HostsRoute::mailbox() {
         [this](const Error& error) { return message_failed(error); });
   }
   return mailbox_;
-}
-
-WorkPtr HostsRoute::send_message(Tensors& tensors, int dst, int tag) {
-  return post_send(mailbox(), group_, tensors, dst, tag);
-}
-
-WorkPtr HostsRoute::receive_message(Tensors& tensors, int src, int tag) {
-  static_assert(kAnySource == NetMailbox::kAnySource);
-  return post_receive(mailbox(), group_, tensors, src, tag);
 }
 
 void HostsRoute::monitoredBarrier(

@@ -1,8 +1,6 @@
 #include "c10d/routes/shm.hpp"
 
 #include "c10d/errors.hpp"
-#include "c10d/routes/messages.hpp"
-#include "c10d/work_fused.hpp"
 #include "collectives/monitored_barrier.hpp"
 #include "collectives/way.hpp"
 
@@ -59,7 +57,8 @@ void ShmRoute::monitoredBarrier(
 
 // --- messages ----------------------------------------------------------------
 
-std::shared_ptr<Mailbox> ShmRoute::mailbox() {
+std::shared_ptr<Messages> ShmRoute::messages() {
+  translate([&] { engine_.check_failed(); }, group_.dialect);
   group_.check_open("fused:send/recv"); // before a lock, in a forked child
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   group_.check_open("fused:send/recv"); // not after shutdown() has stopped it
@@ -68,23 +67,6 @@ std::shared_ptr<Mailbox> ShmRoute::mailbox() {
     mailbox_ = std::make_shared<Mailbox>(engine_.domain(), group_.kernels);
   }
   return mailbox_;
-}
-
-WorkPtr ShmRoute::send_message(Tensors& tensors, int dst, int tag) {
-  translate([&] { engine_.check_failed(); }, group_.dialect);
-  const auto box = mailbox();
-  const auto work = post_send(box, group_, tensors, dst, tag);
-  work->set_mailbox(box);
-  return work;
-}
-
-WorkPtr ShmRoute::receive_message(Tensors& tensors, int src, int tag) {
-  static_assert(kAnySource == Mailbox::kAnySource);
-  translate([&] { engine_.check_failed(); }, group_.dialect);
-  const auto box = mailbox();
-  const auto work = post_receive(box, group_, tensors, src, tag);
-  work->set_mailbox(box);
-  return work;
 }
 
 // --- shared memory -----------------------------------------------------------

@@ -5,7 +5,7 @@
 
 #include "c10d/routes/cpu.hpp"
 #include "collectives/engine.hpp"
-#include "host/mailbox.hpp"
+#include "messages/mailbox.hpp"
 
 namespace fusedpg {
 
@@ -38,12 +38,9 @@ class ShmRoute : public CpuRoute {
       const Operation& operation,
       uint64_t ticket,
       std::chrono::milliseconds timeout) override;
-  WorkPtr send_message(Tensors& tensors, int dst, int tag) override;
-  WorkPtr receive_message(Tensors& tensors, int src, int tag) override;
+  std::shared_ptr<Messages> messages() override;
 
  private:
-  std::shared_ptr<Mailbox> mailbox();
-
   Engine engine_;
   std::mutex mailbox_mutex_;
   std::shared_ptr<Mailbox> mailbox_; // made by the first message

@@ -1,4 +1,4 @@
-#include "net/net_mailbox.hpp"
+#include "messages/net_mailbox.hpp"
 
 #include <pthread.h>
 
@@ -12,9 +12,6 @@ namespace fusedpg {
 namespace {
 
 constexpr std::chrono::hours kNever{24 * 365};
-constexpr std::chrono::milliseconds kMailLook{20};
-constexpr std::chrono::milliseconds kIdle{500};
-constexpr std::chrono::milliseconds kStopPatience{1000};
 // After a wait the thread leaves messages to the next one for so long.
 constexpr std::chrono::milliseconds kNapping{5};
 constexpr uint32_t kNotes = 0; // the tag; what follows are messages
@@ -58,6 +55,7 @@ NetMailbox::NetMailbox(
       check_(std::move(check)),
       gone_(std::move(gone)),
       failed_(std::move(failed)),
+      matching_(size),
       peers_(size),
       thread_([this] { loop(); }) {}
 
@@ -82,42 +80,6 @@ void NetMailbox::wake() {
   nap_.notify_all();
 }
 
-void NetMailbox::send(
-    const void* data,
-    size_t bytes,
-    int destination,
-    int tag,
-    std::chrono::milliseconds timeout,
-    Done done) {
-  char* from = static_cast<char*>(const_cast<void*>(data));
-  post(
-      {What::kSend,
-       from,
-       bytes,
-       destination,
-       tag,
-       Deadline(timeout),
-       std::move(done)});
-}
-
-void NetMailbox::receive(
-    void* data,
-    size_t bytes,
-    int source,
-    int tag,
-    std::chrono::milliseconds timeout,
-    Done done) {
-  char* into = static_cast<char*>(data);
-  post(
-      {What::kReceive,
-       into,
-       bytes,
-       source,
-       tag,
-       Deadline(timeout),
-       std::move(done)});
-}
-
 void NetMailbox::notify(int destination, int tag) {
   post({What::kNotify, nullptr, 0, destination, tag, Deadline(kNever), {}});
 }
@@ -126,19 +88,8 @@ void NetMailbox::withdraw(int tag) {
   post({What::kWithdraw, nullptr, 0, kAnySource, tag, Deadline(kNever), {}});
 }
 
-void NetMailbox::post(Post post) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (ended_) {
-      fail(
-          ended_->kind(),
-          "fused: {} on rank {}: {}",
-          name(post),
-          me_,
-          ended_->what());
-    }
-    posts_.push_back(std::move(post));
-  }
+void NetMailbox::post(MessagePost&& post) {
+  posts_.push(std::move(post), me_);
   bool moved = false;
   bool held = false;
   {
@@ -158,17 +109,6 @@ void NetMailbox::post(Post post) {
   if (!moved || asks_ || (waiters_ == 0 && (held || !looks_soon_))) {
     wake();
   }
-}
-
-std::string NetMailbox::name(const Post& post) const {
-  return formatted(
-      "{}({} bytes, tag {}, {} {})",
-      post.sends() ? "send" : "recv",
-      post.bytes,
-      post.tag,
-      post.sends() ? "to" : "from",
-      post.peer == kAnySource ? std::string("any rank")
-                              : formatted("rank {}", post.peer));
 }
 
 // --- the thread --------------------------------------------------------------
@@ -205,16 +145,12 @@ void NetMailbox::loop() {
           continue;
         }
         if (stopping && may_leave()) {
-          fail(
-              ErrorKind::kAborted,
-              "fused: the group was shut down on rank {} with point-to-point "
-              "operations pending",
-              me_);
+          throw stopped_messages(me_);
         }
         how = transport_->sleep(
             stopping        ? std::chrono::milliseconds(1)
                 : pending() ? kMailLook
-                            : kIdle);
+                            : kMailIdle);
         if (held_) {
           how.most = std::min(
               how.most,
@@ -349,25 +285,13 @@ void NetMailbox::give_up(Error error, bool stopping) {
   if (!stopping) {
     error = failed_(error);
   }
-  std::deque<Post> posts;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    ended_ = error;
-    posts.swap(posts_);
-  }
-  for (Receive& r : receives_) {
-    end(r.post, error);
-  }
-  receives_.clear();
+  const auto ended = [&](const MessagePost& post) { end(post, error); };
+  posts_.close(error, taken_);
+  matching_.clear(ended);
+  std::for_each(taken_.begin(), taken_.end(), ended);
+  taken_.clear();
   for (Peer& peer : peers_) {
-    for (Send& s : peer.sends) {
-      end(s.post, error);
-    }
-    peer.sends.clear();
     peer.listening.reset();
-  }
-  for (Post& post : posts) {
-    end(post, error);
   }
   sent_notes_.clear();
   std::shared_ptr<TcpTransport> gone;
@@ -375,56 +299,28 @@ void NetMailbox::give_up(Error error, bool stopping) {
   gone = std::move(transport_);
 }
 
-void NetMailbox::end(const Post& post, const Error& error) const {
+void NetMailbox::end(const MessagePost& post, const Error& error) const {
   if (post.done) {
-    post.done(with_name(error, post), post.peer);
+    post.done(error_of(error, post, me_), post.peer);
   }
-}
-
-std::exception_ptr NetMailbox::with_name(const Error& error, const Post& post)
-    const {
-  const std::string text = error.what();
-  const std::string mine = name(post);
-  if (text.find(mine) != std::string::npos) {
-    return std::make_exception_ptr(error);
-  }
-  return std::make_exception_ptr(Error(
-      error.kind(),
-      formatted(
-          "fused: {}, failed on rank {}: {}",
-          mine,
-          me_,
-          text.rfind("fused: ", 0) == 0 ? text.substr(7) : text)));
 }
 
 bool NetMailbox::take_posts() {
-  std::deque<Post> posts;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    posts.swap(posts_);
-  }
-  std::vector<Receive*> receives; // matching may throw: all must be known then
-  for (Post& post : posts) {
-    if (post.what == What::kWithdraw) {
-      continue;
-    }
-    if (post.sends()) {
-      Peer& peer = peers_[post.peer];
-      peer.sends.push_back(Send{std::move(post), peer.next_id++});
+  posts_.take(taken_);
+  auto receive = matching_.add(taken_);
+  for (; receive != matching_.receives.end(); ++receive) {
+    if (matching_.meet(*receive)) {
+      found(*receive);
     } else {
-      receives_.push_back(Receive{std::move(post)});
-      receives.push_back(&receives_.back());
+      announce(*receive);
     }
   }
-  for (Receive* receive : receives) {
-    match(*receive);
-  }
-  for (const Post& post : posts) {
+  for (const MessagePost& post : taken_) {
     if (post.what == What::kWithdraw) {
-      drop(post.tag);
+      withdraw_now(post.tag);
     }
   }
-  return !posts.empty();
+  return !taken_.empty();
 }
 
 bool NetMailbox::progress(By by) {
@@ -468,30 +364,19 @@ bool NetMailbox::hear(int p) {
 }
 
 void NetMailbox::take(int p, const Note& note) {
-  Peer& peer = peers_[p];
   if (note.kind == kMessage || note.kind == kOffer) {
-    peer.heard = note.id + 1;
-    const auto takes = [&](const Receive& r) {
-      return r.from == kAnySource && r.post.tag == note.tag &&
-          (r.post.peer == p || r.post.peer == kAnySource);
-    };
-    const auto r = std::find_if(receives_.begin(), receives_.end(), takes);
-    if (r == receives_.end()) {
-      peer.waiting.push_back(note);
-    } else {
-      found(*r, p, note);
+    peers_[p].heard = note.id + 1;
+    if (const auto receive = matching_.arrive(p, note)) {
+      found(**receive);
     }
   } else if (note.kind == kPosted) {
     learn_of_receive(p, note);
   } else if (note.kind != kHello) {
-    const auto send =
-        std::find_if(peer.sends.begin(), peer.sends.end(), [&](const Send& s) {
-          return s.id == note.id;
-        });
-    if (send != peer.sends.end() && note.kind == kWanted) {
-      wanted(*send);
-    } else if (send != peer.sends.end()) {
-      send->answer = note;
+    const auto send = matching_.find_send(p, note.id);
+    if (send && note.kind == kWanted) {
+      wanted(**send);
+    } else if (send) {
+      (*send)->answer = note;
     }
   }
 }
@@ -499,8 +384,7 @@ void NetMailbox::take(int p, const Note& note) {
 // The first message that the other side did not know when it posted the receive
 // is for it. Which that is may be known only now, or when there is one.
 void NetMailbox::learn_of_receive(int p, const Note& note) {
-  Peer& peer = peers_[p];
-  for (Send& send : peer.sends) {
+  for (Send& send : matching_.sends[p]) {
     if (send.told && !send.met && send.id >= note.id &&
         send.post.tag == note.tag) {
       send.met = true;
@@ -510,7 +394,7 @@ void NetMailbox::learn_of_receive(int p, const Note& note) {
       return;
     }
   }
-  peer.posted.push_back(note);
+  peers_[p].posted.push_back(note);
 }
 
 void NetMailbox::wanted(Send& send) {
@@ -520,59 +404,44 @@ void NetMailbox::wanted(Send& send) {
   }
 }
 
-void NetMailbox::match(Receive& receive) {
-  for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
-    if (receive.post.peer != kAnySource && receive.post.peer != p) {
-      continue;
-    }
-    auto& waiting = peers_[p].waiting;
-    const auto message =
-        std::find_if(waiting.begin(), waiting.end(), [&](const Note& note) {
-          return note.tag == receive.post.tag;
-        });
-    if (message != waiting.end()) {
-      const Note note = *message;
-      waiting.erase(message);
-      found(receive, p, note);
-      return;
-    }
-  }
-  // A sender that knows of the receive need not ask, if its next message cannot
-  // meet another one.
-  const Post& post = receive.post;
+// A sender that knows of a receive need not ask, if its next message cannot meet
+// another one.
+void NetMailbox::announce(Receive& receive) {
+  const MessagePost& post = receive.post;
+  const auto& receives = matching_.receives;
   const auto comes_first = [&](const Receive& r) {
-    return &r != &receive && r.from == kAnySource && !r.told &&
-        r.post.tag == post.tag &&
-        (r.post.peer == kAnySource || r.post.peer == post.peer);
+    return &r != &receive && !r.told && r.takes(post.peer, post.tag);
   };
   if (post.peer != kAnySource && post.bytes > kUnasked &&
-      std::none_of(receives_.begin(), receives_.end(), comes_first)) {
+      std::none_of(receives.begin(), receives.end(), comes_first)) {
     Peer& peer = peers_[post.peer];
     receive.told = true;
     peer.notes.push_back({kPosted, post.tag, peer.heard, post.bytes});
   }
 }
 
-void NetMailbox::drop(int tag) {
-  for (auto r = receives_.begin(); r != receives_.end();) {
-    if (r->from == kAnySource && r->post.tag == tag) {
-      const Post post = std::move(r->post);
-      r = receives_.erase(r);
+void NetMailbox::withdraw_now(int tag) {
+  auto& receives = matching_.receives;
+  for (auto r = receives.begin(); r != receives.end();) {
+    if (!r->matched() && r->post.tag == tag) {
+      const MessagePost post = std::move(r->post);
+      r = receives.erase(r);
       end(post, Error(ErrorKind::kAborted, "it was withdrawn"));
     } else {
       ++r;
     }
   }
-  for (Peer& peer : peers_) {
-    peer.sends.remove_if([&](const Send& s) {
+  for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
+    matching_.sends[p].remove_if([&](const Send& s) {
       return s.post.what == What::kNotify && s.post.tag == tag;
     });
   }
 }
 
-void NetMailbox::found(Receive& receive, int peer, const Note& message) {
-  receive.from = peer;
-  receive.message = message;
+// A message has been found for a receive.
+void NetMailbox::found(Receive& receive) {
+  const int peer = receive.from;
+  const Note& message = receive.message;
   if (message.bytes == 0) {
     return;
   }
@@ -607,8 +476,9 @@ bool NetMailbox::drop_done(std::deque<Transport::RequestPtr>& pieces) {
 
 bool NetMailbox::finish_receives(By by) {
   bool any = false;
-  for (auto r = receives_.begin(); r != receives_.end();) {
-    if (r->from == kAnySource || !drop_done(r->data)) {
+  auto& receives = matching_.receives;
+  for (auto r = receives.begin(); r != receives.end();) {
+    if (!r->matched() || !drop_done(r->data)) {
       ++r;
       continue;
     }
@@ -626,18 +496,11 @@ bool NetMailbox::finish_receives(By by) {
     const int from = r->from;
     std::exception_ptr error;
     if (!fits) {
-      error = std::make_exception_ptr(Error(
-          ErrorKind::kMismatch,
-          formatted(
-              "fused: {} on rank {}: rank {} sent {} bytes, expected {}",
-              name(r->post),
-              me_,
-              from,
-              r->message.bytes,
-              r->post.bytes)));
+      error = std::make_exception_ptr(
+          receive_mismatch(r->post, me_, from, r->message.bytes));
     }
     const Done done = std::move(r->post.done);
-    r = receives_.erase(r);
+    r = receives.erase(r);
     push(from, by);
     done(error, from);
   }
@@ -648,12 +511,12 @@ bool NetMailbox::finish_receives(By by) {
 
 // Whether there is something to do with a rank that is not connected.
 bool NetMailbox::needs(int p) const {
+  const auto& receives = matching_.receives;
   return !transport_->connected(p) &&
-      (!peers_[p].sends.empty() || !peers_[p].notes.empty() ||
-       std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
+      (!matching_.sends[p].empty() || !peers_[p].notes.empty() ||
+       std::any_of(receives.begin(), receives.end(), [&](const Receive& r) {
          // A message from any rank may come from this one.
-         return r.post.peer == p ||
-             (r.post.peer == kAnySource && r.from == kAnySource);
+         return r.post.peer == p || (r.post.peer == kAnySource && !r.matched());
        }));
 }
 
@@ -679,6 +542,7 @@ bool NetMailbox::reach(int p) {
 
 bool NetMailbox::push(int p, By by) {
   Peer& peer = peers_[p];
+  auto& sends = matching_.sends[p];
   if (transport_->deaf(p)) {
     peer.notes.clear();
   }
@@ -693,7 +557,7 @@ bool NetMailbox::push(int p, By by) {
     any = true;
   };
   if (peer.notes.empty() &&
-      std::all_of(peer.sends.begin(), peer.sends.end(), [](const Send& send) {
+      std::all_of(sends.begin(), sends.end(), [](const Send& send) {
         return send.told && !(send.due && send.data.size() < kPiecesAhead);
       })) {
     return false;
@@ -702,7 +566,7 @@ bool NetMailbox::push(int p, By by) {
   for (; !peer.notes.empty(); peer.notes.pop_front()) {
     tell(peer.notes.front());
   }
-  for (Send& send : peer.sends) {
+  for (Send& send : sends) {
     const size_t bytes = send.post.bytes;
     const auto send_data = [&] {
       const auto until = send.posted + hold(bytes);
@@ -757,7 +621,8 @@ bool NetMailbox::push(int p, By by) {
 // Tells whether a large receive from that rank is posted of which it knows, or will
 // in a moment.
 bool NetMailbox::awaits_large(int p) const {
-  return std::any_of(receives_.begin(), receives_.end(), [&](const Receive& r) {
+  const auto& receives = matching_.receives;
+  return std::any_of(receives.begin(), receives.end(), [&](const Receive& r) {
     return r.post.bytes > kUnasked && (r.told || r.from == p) &&
         r.post.peer == p;
   });
@@ -765,7 +630,7 @@ bool NetMailbox::awaits_large(int p) const {
 
 bool NetMailbox::finish_sends(int p) {
   bool any = false;
-  auto& sends = peers_[p].sends;
+  auto& sends = matching_.sends[p];
   sends.remove_if(
       [](const Send& s) { return s.told && s.post.what == What::kNotify; });
   for (auto s = sends.begin(); s != sends.end();) {
@@ -782,15 +647,8 @@ bool NetMailbox::finish_sends(int p) {
     }
     std::exception_ptr error;
     if (s->answer && s->answer->kind == kUnexpected) {
-      error = std::make_exception_ptr(Error(
-          ErrorKind::kMismatch,
-          formatted(
-              "fused: {} from rank {}: rank {} expects {} bytes, sent {}",
-              name(s->post),
-              me_,
-              p,
-              s->answer->bytes,
-              s->post.bytes)));
+      error = std::make_exception_ptr(
+          send_mismatch(s->post, me_, p, s->answer->bytes));
     }
     const Done done = std::move(s->post.done);
     s = sends.erase(s);
@@ -811,19 +669,24 @@ bool NetMailbox::finish_notes() {
 // --- waiting and failing -----------------------------------------------------
 
 bool NetMailbox::pending() const {
-  return !receives_.empty() || !sent_notes_.empty() ||
+  return matching_.pending() || owes();
+}
+
+// A peer may wait to hear that its message has arrived.
+bool NetMailbox::owes() const {
+  return !sent_notes_.empty() ||
       std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-        return !p.sends.empty() || !p.notes.empty();
+        return !p.notes.empty();
       });
 }
 
 void NetMailbox::check() {
   check_(); // peers may wait for a rank that has failed otherwise
-  for (const Receive& r : receives_) {
+  for (const Receive& r : matching_.receives) {
     check(r.post, r.from, false);
   }
-  for (const Peer& peer : peers_) {
-    for (const Send& s : peer.sends) {
+  for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
+    for (const Send& s : matching_.sends[p]) {
       check(
           s.post,
           s.post.peer,
@@ -832,20 +695,15 @@ void NetMailbox::check() {
   }
 }
 
-// A peer may wait to hear that its message has arrived.
 bool NetMailbox::may_leave() {
-  const bool owes = !sent_notes_.empty() ||
-      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-        return !p.notes.empty();
-      });
   if (!patience_) {
-    patience_.emplace(kStopPatience);
+    patience_.emplace(kMailStopPatience);
   }
-  return !owes || patience_->expired();
+  return !owes() || patience_->expired();
 }
 
 // Throws when nobody is left who could be at the other end, or time is over.
-void NetMailbox::check(const Post& post, int peer, bool to_be_sent) {
+void NetMailbox::check(const MessagePost& post, int peer, bool to_be_sent) {
   const int other = post.peer == kAnySource ? peer : post.peer;
   bool hope = false; // a message from any rank may come from whoever lives
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
@@ -864,22 +722,14 @@ void NetMailbox::check(const Post& post, int peer, bool to_be_sent) {
     fail(
         ErrorKind::kPeerFailed,
         "fused: {}, failed on rank {}: {}",
-        name(post),
+        post.name(),
         me_,
         other == kAnySource ? "every other rank has ended or left the group"
             : state.empty()
             ? formatted("rank {} has ended or left the group", other)
             : state);
   }
-  fail(
-      ErrorKind::kTimeout,
-      "fused: {}, failed on rank {}: timeout after {} ms without the other "
-      "side{}{}",
-      name(post),
-      me_,
-      post.deadline.timeout().count(),
-      state.empty() ? "" : "; ",
-      state);
+  throw late_message(post, me_, state);
 }
 
 } // namespace fusedpg

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "host/mailbox.hpp"
+#include "messages/mailbox.hpp"
 
 namespace fusedpg {
 namespace {
@@ -50,7 +50,7 @@ bool Mailbox::flush_replies(int peer) {
 bool Mailbox::push_sends(int peer) {
   Peer& to = peers_[peer];
   bool any = false;
-  for (Send& send : to.sends) {
+  for (Send& send : matching_.sends[peer]) {
     if (!room(peer)) {
       return any; // later sends must not overtake
     }
@@ -67,7 +67,7 @@ bool Mailbox::push_sends(int peer) {
 }
 
 void Mailbox::push_offer(int peer, Send& send) {
-  const Post& post = send.post;
+  const MessagePost& post = send.post;
   Message offer{send.id, kOffer, post.tag, post.bytes, 0, 0, 0};
   if (const auto at = domain_.arena()->locate(post.data, post.bytes)) {
     offer.location = *at;
@@ -86,7 +86,7 @@ void Mailbox::push_offer(int peer, Send& send) {
 }
 
 bool Mailbox::push_part(int peer, Send& send) {
-  const Post& post = send.post;
+  const MessagePost& post = send.post;
   const size_t bytes = std::min(post.bytes - send.offset, kPartBytes);
   Message part{send.id, kPart, post.tag, post.bytes, send.offset, bytes, 0};
   void* block = allocate(part.bytes);
@@ -145,14 +145,11 @@ void* Mailbox::allocate(uint64_t& bytes) {
 }
 
 void Mailbox::on_reply(int peer, const Message& reply) {
-  auto& sends = peers_[peer].sends;
-  const auto send =
-      std::find_if(sends.begin(), sends.end(), [&](const Send& s) {
-        return s.id == reply.id;
-      });
-  if (send == sends.end()) {
+  const auto found = matching_.find_send(peer, reply.id);
+  if (!found) {
     return;
   }
+  const SendAt send = *found;
   if (reply.kind == kTake) {
     send->taken = true;
     return;
@@ -161,15 +158,8 @@ void Mailbox::on_reply(int peer, const Message& reply) {
     finish_send(
         peer,
         send,
-        std::make_exception_ptr(Error(
-            ErrorKind::kMismatch,
-            formatted(
-                "fused: {} from rank {}: rank {} expects {} bytes, sent {}",
-                name(send->post),
-                me_,
-                peer,
-                reply.total,
-                send->post.bytes))));
+        std::make_exception_ptr(
+            send_mismatch(send->post, me_, peer, reply.total)));
     return;
   }
   if (!send->parts.empty()) { // else its data lie in the arena
@@ -207,14 +197,11 @@ void Mailbox::release_parts(int peer, Send& send) {
   }
 }
 
-void Mailbox::finish_send(
-    int peer,
-    std::list<Send>::iterator send,
-    std::exception_ptr error) {
+void Mailbox::finish_send(int peer, SendAt send, std::exception_ptr error) {
   release_parts(peer, *send);
   Done done = std::move(send->post.done);
-  peers_[peer].sends.erase(send);
-  finish(std::move(done), std::move(error), peer);
+  matching_.sends[peer].erase(send);
+  finished_.push_back({std::move(done), std::move(error), peer});
 }
 
 } // namespace fusedpg

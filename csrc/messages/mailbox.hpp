@@ -5,7 +5,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -13,12 +12,11 @@
 #include "base/fork.hpp"
 #include "host/domain.hpp"
 #include "kernels/kernels.hpp"
+#include "messages/matching.hpp"
 
 namespace fusedpg {
 
-// Point to point inside a machine: matches sends to receives by (source, tag) in
-// the order they were posted. Nothing in it waits for one particular peer, so any
-// order of posts that can make progress does.
+// Point to point inside a machine.
 //
 // Whoever holds `mutex_` moves messages: a thread that posts a small one, a
 // thread that waits for one (move_until()), or the mailbox's own, which does what is
@@ -35,60 +33,22 @@ namespace fusedpg {
 // nobody receives holds nothing that another one needs, and one that somebody
 // receives gives back what it holds without waiting for anybody but the
 // receiver's thread.
-class Mailbox {
+class Mailbox : public Messages {
  public:
   Mailbox(Domain& domain, const kernels::Table& kernels);
-  ~Mailbox();
-
-  static constexpr int kAnySource = -1;
+  ~Mailbox() override;
 
   enum Kind : uint32_t { kOffer, kPart, kTake, kAck, kNack }; // of Message
 
-  // Called once, from any thread that moves messages and without a lock: the
-  // error or null, and the rank at the other end.
-  using Done = std::function<void(std::exception_ptr, int)>;
-
-  void send(
-      const void* data,
-      size_t bytes,
-      int destination,
-      int tag,
-      std::chrono::milliseconds timeout,
-      Done done);
-  void receive(
-      void* data,
-      size_t bytes,
-      int source,
-      int tag,
-      std::chrono::milliseconds timeout,
-      Done done);
-
-  // Moves messages on this thread until done() holds, which a Done brings about,
-  // or until the deadline. Returns at once where another thread does so already,
-  // or the mailbox has ended. Throws Error(kInvalid) in a forked child.
-  void move_until(const std::function<bool()>& done, const Deadline& deadline);
-  // Moves what can be moved now. False where another thread is at it.
-  bool poll();
-  // From now on the thread ends messages as soon as they can, though nobody calls
-  // move_until() for them.
-  void hurry();
-
-  // Fails what is pending and ends the thread. Later calls do nothing.
-  void stop();
+  // Calls no Done under a lock. Throws Error(kInvalid) in a forked child.
+  void move_until(const std::function<bool()>& done, const Deadline& deadline)
+      override;
+  bool poll() override;
+  void hurry() override;
+  void stop() override;
 
  private:
-  struct Post {
-    bool sends;
-    char* data;
-    size_t bytes;
-    int peer; // or kAnySource
-    int tag;
-    Deadline deadline;
-    Done done;
-  };
-  struct Send {
-    Post post;
-    uint64_t id;
+  struct Send : PostedSend {
     bool offered = false;
     bool whole = false; // the receiver can read all of it from the offer
     bool taken = false; // the receiver waits for parts
@@ -96,28 +56,24 @@ class Mailbox {
     size_t acknowledged = 0;
     std::deque<std::pair<void*, size_t>> parts{}; // in flight: blocks, bytes
   };
-  struct Receive {
-    Post post;
+  struct Receive : PostedReceive<Message> {
     size_t received = 0;
-    bool matched = false;
-  };
-  // A message that has been offered to this rank.
-  struct Incoming {
-    Message offer;
-    std::list<Receive>::iterator receive; // once matched
-    bool matched = false;
   };
   struct Peer {
-    std::list<Send> sends;
-    std::list<Incoming> incoming;
     std::deque<Message> replies; // not yet written for want of room
     size_t staged = 0; // bytes of all parts in flight
-    uint64_t next_id = 0;
   };
+  struct Ended {
+    Done done;
+    std::exception_ptr error;
+    int peer;
+  };
+  using SendAt = Matching<Send, Receive>::SendAt;
+  using ReceiveAt = Matching<Send, Receive>::ReceiveAt;
 
   using Lock = std::unique_lock<std::mutex>;
 
-  void post(Post post);
+  void post(MessagePost&& post) override;
   void loop();
   void end(Lock& lock);
   bool move_for_a_while(
@@ -131,25 +87,16 @@ class Mailbox {
   void nap(const std::function<bool()>& done, const Deadline& deadline);
   void wake_thread();
   bool take_posts();
-  std::vector<std::list<Receive>::iterator> collect_posts(bool last);
+  ReceiveAt know_taken();
   void give_up(const Error& error);
   bool progress();
   bool poll_inbox(int peer);
-  void on_offer(int peer, const Message& offer);
   void on_part(int peer, const Message& part);
   void on_reply(int peer, const Message& reply);
-  void match_receive(std::list<Receive>::iterator receive);
-  void accept(int peer, std::list<Incoming>::iterator incoming);
-  void copy(
-      int peer,
-      std::list<Incoming>::iterator incoming,
-      const Message& part);
-  void finish_receive(
-      int peer,
-      std::list<Incoming>::iterator incoming,
-      std::exception_ptr error);
-  void finish(Done done, std::exception_ptr error, int peer);
-  void check_source(const Post& post, int peer);
+  void accept(ReceiveAt receive);
+  void copy(ReceiveAt receive, const Message& part);
+  void finish_receive(ReceiveAt receive, std::exception_ptr error);
+  void check_source(const MessagePost& post, int peer);
   bool push_sends(int peer);
   void push_offer(int peer, Send& send);
   bool push_part(int peer, Send& send);
@@ -161,10 +108,7 @@ class Mailbox {
   bool flush_replies(int peer);
   bool write(int peer, const Message& message);
   bool room(int peer);
-  void finish_send(
-      int peer,
-      std::list<Send>::iterator send,
-      std::exception_ptr error);
+  void finish_send(int peer, SendAt send, std::exception_ptr error);
   void release_part(int peer, Send& send);
   void release_parts(int peer, Send& send);
   bool pending() const;
@@ -174,36 +118,30 @@ class Mailbox {
   bool unread(int peer);
   void sleep(Lock& lock);
   void check();
-  void check(const Post& post, const std::vector<bool>& gone);
-  std::exception_ptr with_name(
-      const std::exception_ptr& error,
-      const Post& post) const;
-  void fail_all(const std::exception_ptr& error);
-  std::string name(const Post& post) const;
+  void check(const MessagePost& post, const std::vector<bool>& gone);
+  void fail_all(const Error& error);
 
   Domain& domain_;
   const kernels::Table& kernels_;
   const int me_;
   const Origin origin_{};
 
-  std::mutex posts_mutex_;
-  std::deque<Post> posts_;
-  bool closed_ = false; // no more posts, and the domain may be gone
-  std::atomic<bool> have_posts_{false};
+  PostQueue posts_; // closed: the domain may be gone
   std::atomic<bool> stop_{false};
   std::atomic<bool> prompt_{false}; // see hurry()
   std::atomic<bool> helped_{false}; // a thread is in move_until()
 
   // All below belongs to whoever holds this.
   std::mutex mutex_;
-  std::vector<std::function<void()>> finished_; // to be called without it
+  std::vector<Ended> finished_; // whose Done is to be called without it
   bool ended_ = false; // nothing here touches the domain any more
   bool announced_ = false; // peers are to ring the thread
   bool idle_ = false; // the thread sleeps for long
+  std::vector<MessagePost> taken_; // posts, from the queue
   Clock::time_point last_post_ = Clock::now();
   Clock::time_point checked_ = Clock::now();
+  Matching<Send, Receive> matching_;
   std::vector<Peer> peers_;
-  std::list<Receive> receives_; // posted and not yet complete, in order
   int turn_ = 0; // the peer that progress() begins with
   bool reserve_used_ = false;
   std::bitset<kMailSlots> slots_used_;

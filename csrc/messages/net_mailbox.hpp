@@ -5,7 +5,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -13,15 +12,14 @@
 #include <thread>
 #include <vector>
 
-#include "base/error.hpp"
 #include "base/timed_mutex.hpp"
+#include "messages/matching.hpp"
 #include "net/tcp_transport.hpp"
 
 namespace fusedpg {
 
 // Point to point between the ranks of a group that spans machines, as Mailbox is
-// inside one: beside the collectives, with connections of its own, it matches
-// sends to receives by (source, tag) in the order they were posted. Whoever waits
+// inside one: beside the collectives, with connections of its own. Whoever waits
 // for a message moves all of them, and who posts one sends what can be sent at
 // once: to wake a thread takes longer than a small message. What nobody waits for
 // is moved by the mailbox's thread.
@@ -36,12 +34,8 @@ namespace fusedpg {
 // has to tell meanwhile, of a message the other way for example, does not wait for
 // all of it. Nobody connects to more ranks than it has messages for, or waits
 // for: to a rank that has none for this one too, so that its end shows.
-class NetMailbox {
+class NetMailbox : public Messages {
  public:
-  static constexpr int kAnySource = -1;
-  // Called once, from a thread that moves messages: the error or null, and the
-  // rank at the other end.
-  using Done = std::function<void(std::exception_ptr, int)>;
   using Connect = std::function<std::unique_ptr<TcpTransport>()>;
 
   // `addresses`: of all ranks' mailboxes. `check` throws when waiting is in vain;
@@ -56,22 +50,7 @@ class NetMailbox {
       std::function<void()> check,
       std::function<bool(int)> gone,
       std::function<Error(const Error&)> failed);
-  ~NetMailbox();
-
-  void send(
-      const void* data,
-      size_t bytes,
-      int destination,
-      int tag,
-      std::chrono::milliseconds timeout,
-      Done done);
-  void receive(
-      void* data,
-      size_t bytes,
-      int source,
-      int tag,
-      std::chrono::milliseconds timeout,
-      Done done);
+  ~NetMailbox() override;
 
   // An empty message whose arrival nobody waits for. It has no deadline.
   void notify(int destination, int tag);
@@ -79,14 +58,13 @@ class NetMailbox {
   // still to be notified is not.
   void withdraw(int tag);
 
-  // Moves messages until `done`, or the deadline, or until the thread has to
-  // (it ends, or the mailbox has failed). For who waits for a message.
-  void move_until(const std::function<bool()>& done, const Deadline& deadline);
+  // Calls every Done while it moves messages. Goes on beside other threads that wait.
+  void move_until(const std::function<bool()>& done, const Deadline& deadline)
+      override;
 
   // Has the thread look whether waiting is in vain.
   void wake();
-  // Fails what is pending and ends the thread.
-  void stop();
+  void stop() override;
 
  private:
   // kMessage: its bytes follow. kOffer: they wait for kWanted, or for kPosted: a
@@ -112,22 +90,7 @@ class NetMailbox {
   // bytes further into its page than its source. Large tensors begin 64 bytes into
   // a page, and messages at the start of one.
   static_assert(sizeof(Note) == 32);
-  enum class What { kSend, kNotify, kReceive, kWithdraw };
-  struct Post {
-    What what;
-    char* data;
-    size_t bytes;
-    int peer; // or kAnySource
-    int tag;
-    Deadline deadline;
-    Done done;
-    bool sends() const {
-      return what == What::kSend || what == What::kNotify;
-    }
-  };
-  struct Send {
-    Post post;
-    uint64_t id;
+  struct Send : PostedSend {
     bool told = false;
     bool offered = false; // it is sent once it is wanted
     bool asked = false; // for these bytes
@@ -139,29 +102,23 @@ class NetMailbox {
     std::optional<Note> answer{};
     std::deque<Transport::RequestPtr> data{}; // pieces under way
   };
-  struct Receive {
-    Post post;
-    int from = kAnySource; // once a message has been found for it
+  struct Receive : PostedReceive<Note> {
     bool told = false; // the sender knows of it
-    Note message{};
     NetBuffer scratch{}; // of a message that is too long or too short
     std::deque<Transport::RequestPtr> data{}; // pieces that have not come
   };
   struct Peer {
-    std::list<Send> sends;
     std::deque<Note> notes; // to be sent, before messages that are due
-    std::deque<Note> waiting; // messages that nobody has asked for yet
     NetBuffer note; // the next one
     Transport::RequestPtr listening;
-    uint64_t next_id = 0;
     uint64_t heard = 0; // messages of which this rank knows
     std::deque<Note>
         posted; // large receives at the other side, without one yet
     size_t unasked = 0; // bytes sent that may not have been received yet
   };
-  using Receives = std::list<Receive>;
+  using What = MessagePost::What;
 
-  void post(Post post);
+  void post(MessagePost&& post) override;
   void loop();
   void begin();
   // Moves what can be moved; whether there was anything. Only the thread connects.
@@ -178,22 +135,21 @@ class NetMailbox {
   bool push(int peer, By by);
   bool awaits_large(int peer) const;
   void learn_of_receive(int peer, const Note& note);
-  void match(Receive& receive);
-  void drop(int tag);
-  void found(Receive& receive, int peer, const Note& message);
+  void announce(Receive& receive);
+  void withdraw_now(int tag);
+  void found(Receive& receive);
   // Drops the first ones that are done; returns whether none is left.
   bool drop_done(std::deque<Transport::RequestPtr>& pieces);
   bool finish_receives(By by);
   bool finish_sends(int peer);
   bool finish_notes();
   void check();
-  void check(const Post& post, int peer, bool to_be_sent);
+  void check(const MessagePost& post, int peer, bool to_be_sent);
   bool pending() const;
+  bool owes() const;
   bool may_leave();
   void give_up(Error error, bool stopping);
-  void end(const Post& post, const Error& error) const;
-  std::string name(const Post& post) const;
-  std::exception_ptr with_name(const Error& error, const Post& post) const;
+  void end(const MessagePost& post, const Error& error) const;
 
   const int me_;
   const Connect connect_;
@@ -202,11 +158,10 @@ class NetMailbox {
   const std::function<bool(int)> gone_;
   const std::function<Error(const Error&)> failed_;
 
+  PostQueue posts_; // closed: everything has ended
   std::condition_variable nap_; // with the next one
-  std::mutex mutex_; // of the next four
-  std::deque<Post> posts_;
+  std::mutex mutex_; // of the next two
   bool called_ = false; // the thread, from its nap
-  std::optional<Error> ended_; // why there are no more posts
   // Whoever holds `moving_` uses it, and anyone wakes it.
   std::shared_ptr<TcpTransport> transport_;
   std::atomic<bool> stop_{false};
@@ -224,8 +179,9 @@ class NetMailbox {
   bool open_ = false; // there is a transport, and no end yet
   std::optional<Deadline> patience_; // at the end
   Clock::time_point checked_ = Clock::now();
+  std::vector<MessagePost> taken_; // posts, from the queue
+  Matching<Send, Receive> matching_;
   std::vector<Peer> peers_;
-  Receives receives_; // posted and not yet complete, in order
   std::deque<Transport::RequestPtr> sent_notes_;
   std::thread thread_;
 };

@@ -1,4 +1,4 @@
-#include "host/mailbox.hpp"
+#include "messages/mailbox.hpp"
 
 #include <pthread.h>
 
@@ -10,18 +10,12 @@
 #include "host/futex.hpp"
 
 namespace fusedpg {
-namespace {
-
-constexpr auto kPatience = std::chrono::milliseconds(20);
-constexpr auto kIdlePatience = std::chrono::milliseconds(500);
-constexpr auto kStopPatience = std::chrono::milliseconds(1000);
-
-} // namespace
 
 Mailbox::Mailbox(Domain& domain, const kernels::Table& kernels)
     : domain_(domain),
       kernels_(kernels),
       me_(domain.rank()),
+      matching_(domain.size()),
       peers_(domain.size()),
       thread_([this] { loop(); }) {}
 
@@ -40,60 +34,14 @@ void Mailbox::stop() {
   thread_.join();
 }
 
-void Mailbox::send(
-    const void* data,
-    size_t bytes,
-    int destination,
-    int tag,
-    std::chrono::milliseconds timeout,
-    Done done) {
-  char* source = static_cast<char*>(const_cast<void*>(data));
-  post(
-      {true,
-       source,
-       bytes,
-       destination,
-       tag,
-       Deadline(timeout),
-       std::move(done)});
-}
-
-void Mailbox::receive(
-    void* data,
-    size_t bytes,
-    int source,
-    int tag,
-    std::chrono::milliseconds timeout,
-    Done done) {
-  post(
-      {false,
-       static_cast<char*>(data),
-       bytes,
-       source,
-       tag,
-       Deadline(timeout),
-       std::move(done)});
-}
-
-void Mailbox::post(Post post) {
+void Mailbox::post(MessagePost&& post) {
   const bool small = post.bytes <= kMailSmall;
-  {
-    std::lock_guard<std::mutex> lock(posts_mutex_);
-    if (closed_) {
-      fail(
-          ErrorKind::kAborted,
-          "fused: {} on rank {}: the group was shut down",
-          name(post),
-          me_);
-    }
-    posts_.push_back(std::move(post));
-    have_posts_.store(true, std::memory_order_release);
-  }
+  posts_.push(std::move(post), me_);
   if (small) {
     poll();
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (have_posts_.load(std::memory_order_acquire)) {
+  if (!posts_.empty()) {
     Bell& waiter = domain_.control(me_).mail_waiter_bell;
     if (waiter.sleepers.load(std::memory_order_relaxed) != 0) {
       waiter.ring();
@@ -101,18 +49,6 @@ void Mailbox::post(Post post) {
       wake_thread();
     }
   }
-}
-
-std::string Mailbox::name(const Post& post) const {
-  std::ostringstream out;
-  out << (post.sends ? "send" : "recv") << '(' << post.bytes << " bytes, tag "
-      << post.tag << (post.sends ? ", to " : ", from ");
-  if (post.peer == kAnySource) {
-    out << "any rank)";
-  } else {
-    out << "rank " << post.peer << ')';
-  }
-  return out.str();
 }
 
 // --- who moves messages ------------------------------------------------------
@@ -144,7 +80,7 @@ void Mailbox::loop() {
 
 void Mailbox::end(Lock& lock) {
   enter();
-  const Deadline patience(kStopPatience);
+  const Deadline patience(kMailStopPatience);
   // Also a peer that waits to hear that its message has arrived.
   while ((turn() || unsent_replies()) && !patience.expired()) {
     settle(lock);
@@ -152,14 +88,9 @@ void Mailbox::end(Lock& lock) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
     lock.lock();
   }
-  collect_posts(true);
-  fail_all(
-      std::make_exception_ptr(Error(
-          ErrorKind::kAborted,
-          formatted(
-              "fused: the group was shut down on rank {} with point-to-point "
-              "operations pending",
-              me_))));
+  posts_.close(Error(ErrorKind::kAborted, "the group was shut down"), taken_);
+  know_taken();
+  fail_all(stopped_messages(me_));
   ended_ = true;
   settle(lock);
 }
@@ -233,10 +164,7 @@ bool Mailbox::poll() {
 void Mailbox::hurry() {
   prompt_.store(true, std::memory_order_release);
   if (!origin_.forked() && !poll()) {
-    std::lock_guard<std::mutex> lock(posts_mutex_);
-    if (!closed_) {
-      wake_thread();
-    }
+    posts_.if_open([this] { wake_thread(); });
   }
 }
 
@@ -248,7 +176,7 @@ bool Mailbox::turn() {
     const bool moved = progress();
     // By the clock: messages of some ranks must not hide that others are gone
     // or late.
-    if (Clock::now() - checked_ >= kPatience) {
+    if (Clock::now() - checked_ >= kMailLook) {
       checked_ = Clock::now();
       check();
     }
@@ -265,19 +193,18 @@ bool Mailbox::turn() {
 void Mailbox::settle(Lock& lock) {
   const auto finished = std::exchange(finished_, {});
   lock.unlock();
-  for (const auto& done : finished) {
-    done();
+  for (const Ended& one : finished) {
+    one.done(one.error, one.peer);
   }
 }
 
 // After settle() on a thread that is not in move_until(): the one that is may have
 // waited for what has ended.
 void Mailbox::ring_waiter() {
-  std::lock_guard<std::mutex> lock(posts_mutex_);
-  if (!closed_) {
+  posts_.if_open([this] {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     domain_.control(me_).mail_waiter_bell.ring();
-  }
+  });
 }
 
 // This thread moves messages from here on: nobody needs to ring the mailbox's.
@@ -311,7 +238,7 @@ void Mailbox::nap(const std::function<bool()>& done, const Deadline& deadline) {
     futex_wait(
         bell.word,
         word,
-        std::min<std::chrono::nanoseconds>(deadline.remaining(), kPatience));
+        std::min<std::chrono::nanoseconds>(deadline.remaining(), kMailLook));
   }
   bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
@@ -320,8 +247,8 @@ void Mailbox::sleep(Lock& lock) {
   RankControl& control = domain_.control(me_);
   uint32_t word = control.mail_bell.word.load(std::memory_order_acquire);
   bool awake = leave();
-  idle_ = !pending() && Clock::now() - last_post_ > kIdlePatience;
-  const auto patience = idle_ ? kIdlePatience : kPatience;
+  idle_ = !pending() && Clock::now() - last_post_ > kMailIdle;
+  const auto patience = idle_ ? kMailIdle : kMailLook;
   lock.unlock();
   // A thread that sleeps in move_until() hears all news.
   do {
@@ -349,45 +276,30 @@ void Mailbox::give_up(const Error& error) {
   if (!stop_.load(std::memory_order_acquire)) {
     domain_.mark_failed(error);
   }
-  collect_posts(false);
-  fail_all(std::make_exception_ptr(error));
+  posts_.take(taken_);
+  know_taken();
+  fail_all(error);
 }
 
 bool Mailbox::take_posts() {
-  if (!have_posts_.load(std::memory_order_acquire)) {
+  if (posts_.empty()) {
     return false;
   }
-  // Matching may throw: by then every post must be known to fail_all().
-  for (const auto& receive : collect_posts(false)) {
-    match_receive(receive);
+  posts_.take(taken_);
+  for (auto next = know_taken(); next != matching_.receives.end();) {
+    const ReceiveAt receive = next++; // accept() may end it
+    if (matching_.meet(*receive)) {
+      accept(receive);
+    }
   }
   return true;
 }
 
-std::vector<std::list<Mailbox::Receive>::iterator> Mailbox::collect_posts(
-    bool last) {
-  std::deque<Post> posts;
-  {
-    std::lock_guard<std::mutex> lock(posts_mutex_);
-    posts.swap(posts_);
-    have_posts_.store(false, std::memory_order_release);
-    closed_ = closed_ || last;
-  }
-  std::vector<std::list<Receive>::iterator> receives;
-  if (!posts.empty()) {
+Mailbox::ReceiveAt Mailbox::know_taken() {
+  if (!taken_.empty()) {
     last_post_ = Clock::now();
   }
-  for (Post& post : posts) {
-    if (post.sends) {
-      Peer& peer = peers_[post.peer];
-      const uint64_t id = peer.next_id++;
-      peer.sends.push_back(Send{std::move(post), id});
-    } else {
-      receives_.push_back(Receive{std::move(post)});
-      receives.push_back(std::prev(receives_.end()));
-    }
-  }
-  return receives;
+  return matching_.add(taken_);
 }
 
 bool Mailbox::progress() {
@@ -415,7 +327,9 @@ bool Mailbox::poll_inbox(int peer) {
     const Message message = inbox.slots[read % kInboxSlots];
     inbox.read.store(++read, std::memory_order_release);
     if (message.kind == kOffer) {
-      on_offer(peer, message);
+      if (const auto receive = matching_.arrive(peer, message)) {
+        accept(*receive);
+      }
     } else if (message.kind == kPart) {
       on_part(peer, message);
     } else {
@@ -431,132 +345,72 @@ bool Mailbox::poll_inbox(int peer) {
 
 // --- receiving ---------------------------------------------------------------
 
-void Mailbox::on_offer(int peer, const Message& offer) {
-  auto& incoming = peers_[peer].incoming;
-  incoming.push_back({offer, receives_.end()});
-  for (auto r = receives_.begin(); r != receives_.end(); ++r) {
-    const bool from = r->post.peer == peer || r->post.peer == kAnySource;
-    if (from && !r->matched && r->post.tag == offer.tag) {
-      incoming.back().receive = r;
-      accept(peer, std::prev(incoming.end()));
-      return;
-    }
-  }
-}
-
-void Mailbox::match_receive(std::list<Receive>::iterator receive) {
-  const int from = receive->post.peer;
-  for (int p = 0; p < domain_.size(); ++p) {
-    if (p == me_ || (from != kAnySource && from != p)) {
-      continue;
-    }
-    auto& incoming = peers_[p].incoming;
-    for (auto it = incoming.begin(); it != incoming.end(); ++it) {
-      if (!it->matched && it->offer.tag == receive->post.tag) {
-        it->receive = receive;
-        accept(p, it);
-        return;
-      }
-    }
-  }
-}
-
 // A receive has been found for a message.
-void Mailbox::accept(int peer, std::list<Incoming>::iterator incoming) {
-  incoming->matched = incoming->receive->matched = true;
-  const Message& offer = incoming->offer;
-  const Post& post = incoming->receive->post;
+void Mailbox::accept(ReceiveAt receive) {
+  const Message& offer = receive->message;
+  const MessagePost& post = receive->post;
+  auto& replies = peers_[receive->from].replies;
   if (offer.total != post.bytes) {
-    peers_[peer].replies.push_back(
-        {offer.id, kNack, offer.tag, post.bytes, 0, 0, 0});
+    replies.push_back({offer.id, kNack, offer.tag, post.bytes, 0, 0, 0});
     finish_receive(
-        peer,
-        incoming,
-        std::make_exception_ptr(Error(
-            ErrorKind::kMismatch,
-            formatted(
-                "fused: {} on rank {}: rank {} sent {} bytes, expected {}",
-                name(post),
-                me_,
-                peer,
-                offer.total,
-                post.bytes))));
+        receive,
+        std::make_exception_ptr(
+            receive_mismatch(post, me_, receive->from, offer.total)));
   } else if (offer.bytes == offer.total) {
-    copy(peer, incoming, offer);
+    copy(receive, offer);
   } else {
-    peers_[peer].replies.push_back(
-        {offer.id, kTake, offer.tag, offer.total, 0, 0, 0});
+    replies.push_back({offer.id, kTake, offer.tag, offer.total, 0, 0, 0});
   }
 }
 
 void Mailbox::on_part(int peer, const Message& part) {
-  auto& incoming = peers_[peer].incoming;
-  const auto it =
-      std::find_if(incoming.begin(), incoming.end(), [&](const Incoming& i) {
-        return i.offer.id == part.id;
-      });
-  if (it != incoming.end()) { // else it has failed here meanwhile
-    copy(peer, it, part);
+  if (const auto receive = matching_.find_receive(peer, part.id)) {
+    copy(*receive, part);
   }
 }
 
-void Mailbox::copy(
-    int peer,
-    std::list<Incoming>::iterator incoming,
-    const Message& part) {
-  Receive& receive = *incoming->receive;
+void Mailbox::copy(ReceiveAt receive, const Message& part) {
+  const int peer = receive->from;
   kernels_.copy(
-      receive.post.data + part.offset,
+      receive->post.data + part.offset,
       domain_.address(peer, part.location),
       part.bytes,
       false);
-  check_source(receive.post, peer);
-  receive.received += part.bytes;
+  check_source(receive->post, peer);
+  receive->received += part.bytes;
   peers_[peer].replies.push_back(
       {part.id, kAck, part.tag, part.total, part.offset, part.bytes, 0});
-  if (receive.received == part.total) {
-    finish_receive(peer, incoming, nullptr);
+  if (receive->received == part.total) {
+    finish_receive(receive, nullptr);
   }
 }
 
-void Mailbox::finish_receive(
-    int peer,
-    std::list<Incoming>::iterator incoming,
-    std::exception_ptr error) {
-  Done done = std::move(incoming->receive->post.done);
-  receives_.erase(incoming->receive);
-  peers_[peer].incoming.erase(incoming);
+void Mailbox::finish_receive(ReceiveAt receive, std::exception_ptr error) {
+  const int peer = receive->from;
+  Done done = std::move(receive->post.done);
+  matching_.receives.erase(receive);
   flush_replies(peer);
-  finish(std::move(done), std::move(error), peer);
-}
-
-void Mailbox::finish(Done done, std::exception_ptr error, int peer) {
-  finished_.push_back([done = std::move(done), error = std::move(error), peer] {
-    done(error, peer);
-  });
+  finished_.push_back({std::move(done), std::move(error), peer});
 }
 
 // A rank that failed or left has taken its memory away, so what was copied
 // since may be anything. One that was killed has not. Where this rank has
 // failed, it has given the peer's memory back, so the same.
-void Mailbox::check_source(const Post& post, int peer) {
+void Mailbox::check_source(const MessagePost& post, int peer) {
   std::atomic_thread_fence(std::memory_order_acquire); // after the copy
   if (domain_.failed()) {
     fail(domain_.failure_kind(), "{}", domain_.failure_reason());
   }
   if (domain_.control(peer).state.load(std::memory_order_acquire) !=
       static_cast<uint32_t>(RankState::kOk)) {
-    domain_.check_peers(name(post), [&](int q) { return q == peer; });
+    domain_.check_peers(post.name(), [&](int q) { return q == peer; });
   }
 }
 
 // --- waiting and failing -----------------------------------------------------
 
 bool Mailbox::pending() const {
-  return !receives_.empty() ||
-      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-        return !p.sends.empty() || !p.replies.empty();
-      });
+  return matching_.pending() || unsent_replies();
 }
 
 // True if the thread has to act once a peer rings. A send needs nothing but its
@@ -565,13 +419,12 @@ bool Mailbox::concerned() const {
   if (prompt_.load(std::memory_order_acquire)) {
     return pending();
   }
-  return !receives_.empty() ||
-      std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-        return !p.replies.empty() ||
-            std::any_of(p.sends.begin(), p.sends.end(), [](const Send& s) {
-              return !s.offered || !s.whole;
-            });
-      });
+  const auto needs_this = [](const Send& s) { return !s.offered || !s.whole; };
+  return !matching_.receives.empty() || unsent_replies() ||
+      std::any_of(
+          matching_.sends.begin(), matching_.sends.end(), [&](const auto& to) {
+            return std::any_of(to.begin(), to.end(), needs_this);
+          });
 }
 
 bool Mailbox::unsent_replies() const {
@@ -582,8 +435,7 @@ bool Mailbox::unsent_replies() const {
 
 // Whether there is something to do now; of peers' messages if so asked.
 bool Mailbox::news(bool of_peers) {
-  if (have_posts_.load(std::memory_order_acquire) ||
-      stop_.load(std::memory_order_acquire)) {
+  if (!posts_.empty() || stop_.load(std::memory_order_acquire)) {
     return true;
   }
   for (int p = 0; of_peers && p < domain_.size(); ++p) {
@@ -607,90 +459,50 @@ void Mailbox::check() {
   if (domain_.failed()) {
     fail(domain_.failure_kind(), "{}", domain_.failure_reason());
   }
-  std::vector<const Post*> posts;
-  for (const Receive& r : receives_) {
-    posts.push_back(&r.post);
-  }
-  for (const Peer& peer : peers_) {
-    for (const Send& s : peer.sends) {
-      posts.push_back(&s.post);
-    }
-  }
   std::vector<bool> gone(peers_.size());
   for (int p = 0; p < domain_.size(); ++p) {
     gone[p] = p != me_ && domain_.in_doubt(p) && !unread(p);
   }
-  for (const Post* post : posts) {
-    check(*post, gone);
+  for (const Receive& r : matching_.receives) {
+    check(r.post, gone);
+  }
+  for (int p = 0; p < domain_.size(); ++p) {
+    for (const Send& s : matching_.sends[p]) {
+      check(s.post, gone);
+    }
   }
 }
 
 // Throws when nobody is left who could be at the other end, or time is over.
-void Mailbox::check(const Post& post, const std::vector<bool>& gone) {
-  const auto could_be = [&](int p) {
-    return p != me_ && (post.peer == kAnySource || post.peer == p);
-  };
+void Mailbox::check(const MessagePost& post, const std::vector<bool>& gone) {
   // A receive from any rank still hopes while one peer lives.
   bool hope = false;
   int last = -1;
   for (int p = 0; p < domain_.size(); ++p) {
-    if (could_be(p)) {
+    if (p != me_ && post.may_come_from(p)) {
       hope = hope || !gone[p];
       last = p;
     }
   }
   if (domain_.abort_requested() || !hope) {
-    domain_.check_peers(name(post), [&](int q) { return q == last; });
+    domain_.check_peers(post.name(), [&](int q) { return q == last; });
   }
   if (post.deadline.expired()) {
-    fail(
-        ErrorKind::kTimeout,
-        "fused: {}, failed on rank {}: timeout after {} ms without the other "
-        "side",
-        name(post),
-        me_,
-        post.deadline.timeout().count());
+    throw late_message(post, me_);
   }
 }
 
-// The error of another operation, for this one.
-std::exception_ptr Mailbox::with_name(
-    const std::exception_ptr& error,
-    const Post& post) const {
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& e) {
-    const std::string text = e.what();
-    const std::string mine = name(post);
-    if (text.find(mine) != std::string::npos) {
-      return error;
+void Mailbox::fail_all(const Error& error) {
+  for (int p = 0; p < domain_.size(); ++p) {
+    for (Send& send : matching_.sends[p]) {
+      release_parts(p, send);
     }
-    return std::make_exception_ptr(Error(
-        e.kind(),
-        formatted(
-            "fused: {}, failed on rank {}: {}",
-            mine,
-            me_,
-            text.rfind("fused: ", 0) == 0 ? text.substr(7) : text)));
-  } catch (...) {
-    return error;
-  }
-}
-
-void Mailbox::fail_all(const std::exception_ptr& error) {
-  for (Receive& r : receives_) {
-    finish(std::move(r.post.done), with_name(error, r.post), r.post.peer);
-  }
-  receives_.clear();
-  for (size_t p = 0; p < peers_.size(); ++p) {
-    for (Send& s : peers_[p].sends) {
-      release_parts(static_cast<int>(p), s);
-      finish(std::move(s.post.done), with_name(error, s.post), s.post.peer);
-    }
-    peers_[p].sends.clear();
-    peers_[p].incoming.clear();
     peers_[p].replies.clear();
   }
+  matching_.clear([&](MessagePost& post) {
+    finished_.push_back(
+        {std::move(post.done), error_of(error, post, me_), post.peer});
+  });
 }
 
 } // namespace fusedpg
