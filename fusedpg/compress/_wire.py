@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedpg._collectives import sums
 from fusedpg.functional import _is_ours
 
 Payload = list[Tensor]
@@ -108,15 +109,7 @@ def all_reduce(payload: Payload, group: Any) -> Payload:
     if len(payload) == 1:
         dist.all_reduce(payload[0], group=group)
         return payload
-    sums: Payload = list(payload)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
-        places = [n for n, tensor in enumerate(payload) if tensor.dtype == dtype]
-        flat = torch.cat([payload[n].reshape(-1) for n in places])
-        dist.all_reduce(flat, group=group)
-        parts = flat.split([payload[n].numel() for n in places])
-        for n, part in zip(places, parts):
-            sums[n] = part.view(payload[n].shape)
-    return sums
+    return sums(payload, group)
 
 
 def all_gather(payload: Payload, alike: bool, group: Any) -> list[Payload]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedpg import _collectives
 from fusedpg.plan.config import PlanError
 from fusedpg.tensor_parallel._epilogue import Place
 from fusedpg.tensor_parallel._sequence import Columns, Rows
@@ -162,75 +163,16 @@ class OperatorModule(nn.Module):
 # --- collectives of tensor parallelism ----------------------------------------------------
 
 
-class _ForwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=place.group)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-class _BackwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.place.group)
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    """Parts of a dimension to the whole; the gradient of the whole is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, place: Place) -> Tensor:
-        ctx.dim, ctx.place = dim, place
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(place.size)]
-        dist.all_gather(parts, x, group=place.group)
-        return torch.cat(parts, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.chunk(ctx.place.size, ctx.dim)[ctx.place.rank], None, None
-
-
-class _Slice(torch.autograd.Function):
-    """The whole to this rank's part of a dimension; the opposite of `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, place: Place) -> Tensor:
-        ctx.dim, ctx.place = dim, place
-        return x.chunk(place.size, dim)[place.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Gather.forward(ctx, gradient, ctx.dim, ctx.place), None, None
-
-
 def _forward_sum(x: Tensor, part: Part) -> Tensor:
     """The sum over tensor-parallel ranks."""
-    if part.tp_place is None:
-        return x
-    summed: Tensor = _ForwardSum.apply(x, part.tp_place)
-    return summed
+    return x if part.tp_place is None else _collectives.sum_(x, part.tp_place.group)
 
 
 def _backward_sum(x: Tensor, part: Part) -> Tensor:
     """A value that the ranks hold alike and of which each computes a part of the gradient."""
     if part.tp_place is None:
         return x
-    same: Tensor = _BackwardSum.apply(x, part.tp_place)
-    return same
+    return _collectives.sum_gradients([x], part.tp_place.group)[0]
 
 
 def _column(x: Tensor, weight: Tensor, bias: Tensor | None, part: Part) -> Tensor:
@@ -564,8 +506,8 @@ def _convolve(op: Any, w: Any, x: Tensor, part: Part) -> Tensor:
     if part.algo == 0:
         x = _backward_sum(x, part)
         y = F.conv2d(x, w.weight, stride=op.stride, padding=op.padding)
-        return _Gather.apply(y, 1, part.tp_place)
-    x = _Slice.apply(x, 1, part.tp_place)
+        return _collectives.gather(y, 1, part.tp_place.group)
+    x = _collectives.scatter(x, 1, part.tp_place.group)
     return _forward_sum(F.conv2d(x, w.weight, stride=op.stride, padding=op.padding), part)
 
 
@@ -621,23 +563,6 @@ class Shortcut(Operator):
         return x[0] + (_convolve(self, w, x[1], part) if self.convolves else x[1])
 
 
-class _SumOverBatch(torch.autograd.Function):
-    """A sum over data-parallel ranks that each rank uses: so is its gradient's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchNorm(Operator):
     """Statistics are of the whole micro-batch, over all data-parallel ranks."""
@@ -667,9 +592,9 @@ class BatchNorm(Operator):
         if part.dp_group is None:
             variance, mean = torch.var_mean(y, (0, 2, 3), correction=0)
         else:
-            mean = _SumOverBatch.apply(y.sum((0, 2, 3)), part.dp_group) / count
+            mean = _collectives.sum_both(y.sum((0, 2, 3)), part.dp_group) / count
             deviation = (y - mean.view(1, -1, 1, 1)).square().sum((0, 2, 3))
-            variance = _SumOverBatch.apply(deviation, part.dp_group) / count
+            variance = _collectives.sum_both(deviation, part.dp_group) / count
         if not part.recomputing:
             with torch.no_grad():
                 unbiased = variance * (count / max(count - 1, 1))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fusedpg import _collectives
 from fusedpg.plan.config import Plan, PlanError
 from fusedpg.plan.layout import Box, Layout, Piece, reshard, within
 from fusedpg.plan.operators import Model, OperatorModule, Part
@@ -233,19 +234,6 @@ class Pending:
 
     result: Tensor
     parts: list[tuple[Any, tuple[slice, ...] | None, Tensor]]
-
-
-class _Reshard(torch.autograd.Function):
-    """A change of layout inside of a stage."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move, group: Any) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return exchanged(x, there, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return exchanged(gradient, ctx.back, ctx.group), None, None, None
 
 
 def exchanged(x: Tensor, move: Move, group: Any) -> Tensor:
@@ -464,7 +452,11 @@ class Stage:
                     Move.of(shape, source, wanted, self.rank),
                     Move.of(shape, wanted, source, self.rank),
                 )
-            forms[wanted] = _Reshard.apply(value, *self._moves[key], self.group)
+            there, back = (
+                functools.partial(exchanged, move=move, group=self.group)
+                for move in self._moves[key]
+            )
+            forms[wanted] = _collectives.paired(value, there, back)
         return forms[wanted]
 
     def _recomputed(
