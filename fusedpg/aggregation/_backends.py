@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedpg import _own_group
+from fusedpg import _agreement, _own_group
 from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import BACKEND, load_extension
 from fusedpg.aggregation._config import Config
@@ -175,8 +175,7 @@ class Udp(_OfGroup):
                 )
             except (RuntimeError, ValueError) as error:
                 why = f"aggregation: {error}"
-            answers: list[Any] = [None] * self._size
-            dist.all_gather_object(answers, why, group=group)
+            answers = _agreement.by_rank(why, group)
         except BaseException:
             if worker is not None:
                 worker.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedpg import _agreement
 from fusedpg.compress import _kernels as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,17 +39,14 @@ def _agreed(exponents: Tensor, block: int, tensor: Tensor, group: Any) -> Tensor
     """The largest of all ranks, each."""
     # Ranks with other blocks may have as many of them.
     call = (block, tensor.numel(), str(tensor.dtype))
-    code = zlib.crc32(repr(call).encode()) >> 1
-    head = torch.tensor([code, -code], dtype=torch.int32, device=exponents.device)
-    whole = torch.cat([head, exponents])
-    dist.all_reduce(whole, dist.ReduceOp.MAX, group=group)
-    if whole[:2].tolist() != [code, -code]:
+    most = _agreement.largest_of_same(call, exponents, group)
+    if most is None:
         raise TypeError(
             "a quantised all-reduce of other blocks, elements or types on other ranks than on rank "
             f"{dist.get_rank(group)}, which has blocks of {block} for {tensor.numel()} elements "
             f"of {tensor.dtype}"
         )
-    return whole[2:]
+    return most
 
 
 def sums(payload: Sequence[Tensor], block: int, group: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedpg import _agreement
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._piece import Piece
 from fusedpg.compress.communicators import Communicator
@@ -55,9 +56,7 @@ def of(group: Any, make: Any) -> Hosts | None:
     if not _is_ours(group):
         return None
     local = group_info(group)["local_ranks"]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, local, group=group)
-    hosts = sorted({tuple(ranks) for ranks in found})
+    hosts = sorted({tuple(ranks) for ranks in _agreement.by_rank(local, group)})
     counts = {len(ranks) for ranks in hosts}
     if len(hosts) == 1 or counts == {1} or len(counts) > 1:
         return None

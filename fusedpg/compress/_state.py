@@ -7,12 +7,14 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from fusedpg import _agreement
 from fusedpg.compress import _agree, _checkpoint, _lane, _numbers, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._each import EachParameter, EachParametersMemory
@@ -122,7 +124,7 @@ class State:
         lane.submit(_agree.check, facts | self._parts(), lane.group).result()
         self._group = lane.group
         residuals = self._residuals
-        loaded = lane.submit(self._agree, [float(residuals.has_loaded)]).result()
+        loaded = lane.submit(_agreement.largest, [residuals.has_loaded], lane.group).result()
         residuals.loaded_anywhere = loaded != [0.0]
         residuals.pending |= residuals.loaded_anywhere
         # The engine's all_reduce adds up inside of hosts itself.
@@ -270,7 +272,7 @@ class State:
             try:
                 for one in sent:
                     one.wait()
-                self._units.finish(self._agree)
+                self._units.finish(partial(_agreement.largest, group=self._group))
             except BaseException as error:
                 self._fail(error)
 
@@ -278,13 +280,6 @@ class State:
         self._failure = error
         assert self._lane is not None
         _lane.drop(self._lane)
-
-    def _agree(self, numbers: Sequence[float]) -> list[float]:
-        """The largest of all ranks', each."""
-        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
-        found = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return found.tolist()
 
     def _exchange(self, unit: Unit) -> None:
         slices = unit.slices
@@ -315,7 +310,7 @@ class State:
         self._residuals.pending |= not unit.plain
         if unit.index == 0:
             # Before anything is sent whose size or meaning depends on it.
-            _agree.check_quickly(self._parts(), group)
+            _agree.check(self._parts(), group)
         if unit.plain:
             here = 1 if self._hosts is None else self._hosts.count
             self._scale(grad)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedpg import _agreement
 from fusedpg._collectives import sums
 from fusedpg.functional import _is_ours
 
@@ -94,10 +95,7 @@ def check_alike(payload: Payload, name: str, group: Any) -> None:
         TypeError: with this rank's.
     """
     kinds = _kinds(payload)
-    own = zlib.crc32(repr(kinds).encode())
-    most = torch.tensor([own, -own], device=payload[0].device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    if most.tolist() != [own, -own]:
+    if not _agreement.same(kinds, group, payload[0].device):
         raise TypeError(
             f"{name}.compress() gave tensors of other types or sizes on other ranks than on rank "
             f"{dist.get_rank(group)}, where they are {kinds}: their sums would mean nothing"

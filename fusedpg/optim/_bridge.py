@@ -22,6 +22,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg import _agreement
 from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
@@ -110,13 +111,13 @@ def check_hook_group(group: dist.ProcessGroup, modules: dist.ProcessGroup, devic
     """
     size = dist.get_world_size(group)
     ranks = set(dist.get_process_group_ranks(modules))
-    strangers = float(not ranks.issuperset(dist.get_process_group_ranks(group)))
-    most = torch.tensor([size, -size, strangers], device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=modules)
-    if most[0] != -most[1] or most[2]:
+    strangers = not ranks.issuperset(dist.get_process_group_ranks(group))
+    own = torch.tensor([size, int(strangers)], device=device)
+    (least, _), (most, strange) = (row.tolist() for row in _agreement.extremes(own, modules))
+    if least != most or strange:
         raise ValueError(
-            f"process_group of the optimizer: {size} ranks here, {int(-most[1])} to "
-            f"{int(most[0])} elsewhere{', and some of other modules' if most[2] else ''}; with a "
+            f"process_group of the optimizer: {size} ranks here, {least} to "
+            f"{most} elsewhere{', and some of other modules' if strange else ''}; with a "
             "comm_hook the module's ranks are split into groups of equally many"
         )
 

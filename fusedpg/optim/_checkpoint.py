@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedpg import _agreement
 from fusedpg.functional import shard_range
 from fusedpg.optim._slices import SliceTensor, from_full, to_full
 from fusedpg.optim._state import ShardedState
@@ -252,10 +253,8 @@ class WholeState(ShardedState):
             for number, (param, _) in enumerate(self._numbered_parameters())
             if param not in self._blank
         ]
-        digest = zlib.crc32(repr([one for one in mine if one[1]]).encode())
-        both = torch.tensor([digest, -digest], device=self._context.device())
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._context.group)
-        if int(both[0]) != -int(both[1]):
+        mine = [one for one in mine if one[1]]
+        if not _agreement.same(mine, self._context.group, self._context.device()):
             raise RuntimeError(
                 "ranks have state of different parameters: self.state must be cleared, and state "
                 "dicts loaded, on all ranks alike"

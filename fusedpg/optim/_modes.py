@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg import _agreement
 from fusedpg.optim import _torch
 from fusedpg.optim._bridge import (
     Bridge,
@@ -187,19 +188,17 @@ class Detached(Mode):
 def _found_anywhere(context: StepContext, found_inf: torch.Tensor) -> torch.Tensor:
     """Whether GradScaler has found infinities on any rank. It has looked at this rank's gradients
     alone where they were put in by hand; then the scalers of all ranks have to back off, too."""
-    found = found_inf.detach().reshape(())
-    most = torch.stack([found, -found])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=context.group)
+    least, most = _agreement.extremes(found_inf.detach().reshape(()), context.group)
     flags = _torch.flags_of_scaler()
     for flag in flags:
-        flag.copy_(torch.maximum(flag, most[0].to(flag.device)))
-    if not flags and not context.shadow and bool(most[0] != -most[1]):
+        flag.copy_(torch.maximum(flag, most.to(flag.device)))
+    if not flags and not context.shadow and bool(least != most):
         raise RuntimeError(
             "optimizer.found_inf is set on some ranks and not on others: their gradients were put "
             "in by hand, and looked at before they were reduced. Call "
             "optimizer.reduce_gradients() first, or set it on all ranks"
         )
-    return most[0]
+    return most
 
 
 def _accumulated(context: StepContext, param: torch.Tensor) -> None:

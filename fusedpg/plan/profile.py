@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fusedpg
+from fusedpg import _agreement
 from fusedpg.plan import models
 from fusedpg.plan.config import positive_integer, positive_number
 from fusedpg.plan.database import COLUMNS
@@ -292,8 +293,7 @@ class Profiler:
     def _hosts(self) -> list[int]:
         """The number of each rank's host."""
         local = fusedpg.group_info()["local_ranks"]
-        first: list[Any] = [None] * self.world_size
-        dist.all_gather_object(first, min(local))
+        first = _agreement.by_rank(min(local))
         numbers = {lowest: number for number, lowest in enumerate(dict.fromkeys(first))}
         return [numbers[lowest] for lowest in first]
 
@@ -304,8 +304,7 @@ class Profiler:
         """
         boot = Path("/proc/sys/kernel/random/boot_id")
         mine = boot.read_text() if boot.exists() else self.host[self.rank]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, (mine, os.sched_getaffinity(0)))
+        everyone = _agreement.by_rank((mine, os.sched_getaffinity(0)))
         numbers = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in everyone))}
         cores: dict[Any, set[int]] = {name: set() for name in numbers}
         for name, allowed in everyone:
@@ -605,9 +604,8 @@ class Profiler:
                 begin, computed = time.perf_counter(), 0.0
                 while here.index(self.rank) < active and computed < PIECE_S:
                     computed += _computed()
-                ended = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-                dist.all_reduce(ended, dist.ReduceOp.MAX)
-                times.append(_mean(computed) * ranks / float(ended))
+                (ended,) = _agreement.largest([time.perf_counter() - begin], None)
+                times.append(_mean(computed) * ranks / ended)
             found.append(statistics.median(times))
         share = others.share()
         # Other processes take this now, and not when the model is trained.

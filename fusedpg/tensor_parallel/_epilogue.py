@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fusedpg import _fork
+from fusedpg import _agreement, _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, group_info, shard_range
 from fusedpg.fusion.api import FusedFunction
@@ -80,9 +80,8 @@ class Place:
             return True
         cores = len(os.sched_getaffinity(0)) // max(here, 1)
         # Ranks may have other numbers of threads, too.
-        least = torch.tensor([float(cores - torch.get_num_threads())])
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(least.item() > 0)
+        (lacking,) = _agreement.largest([torch.get_num_threads() - cores], self.group)
+        return lacking < 0
 
     def beside(self, x: torch.Tensor, overlap: bool | None) -> bool:
         """Whether own rows are multiplied while those of others arrive; all ranks ask alike."""
