@@ -7,6 +7,7 @@ waits for it; but a rank that raises before it calls them leaves the others wait
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 import zlib
 from collections.abc import Hashable, Sequence
@@ -15,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# --- numbers ------------------------------------------------------------------------------
 
 
 def extremes(
@@ -44,9 +43,6 @@ def largest(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[f
     return result
 
 
-# --- anything else, by its text -----------------------------------------------------------
-
-
 def largest_of_same(value: object, own: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
     """The largest of the ranks' elements, each; None where they have different values.
 
@@ -69,9 +65,9 @@ def same(
     return largest_of_same(value, nothing, group) is not None
 
 
-def by_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def by_rank(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank has: anything that can be pickled."""
-    found: list[Any] = [None] * dist.get_world_size(group)
+    found: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 
@@ -92,16 +88,11 @@ def in_words(facts: Sequence[Sequence[str]], rank: int) -> str:
     return "; ".join(shown[:8])
 
 
-# --- what has been found out --------------------------------------------------------------
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Answer:
-    """Whether all ranks have a thing. Who keeps it sees what any of them finds out."""
+    """Whether all ranks have a thing. All that keep it see what one of them finds out."""
 
-    __slots__ = ("all_have_it",)
-
-    def __init__(self) -> None:
-        self.all_have_it: bool | None = None  # None: nobody has asked yet
+    all_have_it: bool | None = None  # None: nobody has asked yet
 
 
 _answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Answer]] = (
@@ -116,7 +107,3 @@ def answer(group: dist.ProcessGroup, thing: Hashable) -> Answer:
     forgotten the answer, would be alone.
     """
     return _answers.setdefault(group, {}).setdefault(thing, Answer())
-
-
-__all__ = ["Answer", "answer", "by_rank", "extremes", "in_words", "largest"]
-__all__ += ["largest_of_same", "same"]

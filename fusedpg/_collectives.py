@@ -64,9 +64,6 @@ def paired(
     return result
 
 
-# --- of a process group -------------------------------------------------------------------
-
-
 def sums(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """New tensors, the sums over the ranks, by one operation for each type. Without gradients."""
     results = list(tensors)
@@ -132,7 +129,3 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a dimension of what all ranks have: the opposite of `gather`."""
     return paired(x, lambda x: _part(x, dim, group).contiguous(), lambda g: _whole(g, dim, group))
-
-
-__all__ = ["Collective", "Results", "gather", "paired", "scatter", "sum_", "sum_both"]
-__all__ += ["sum_gradients", "sums"]

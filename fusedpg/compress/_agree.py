@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from fusedpg import _agreement
@@ -27,7 +25,7 @@ def described(thing: object) -> str:
     return f"{type(thing).__qualname__}({', '.join(arguments)})"
 
 
-def check(facts: dict[str, Any], group: dist.ProcessGroup) -> None:
+def check(facts: dict[str, object], group: dist.ProcessGroup) -> None:
     """Raises, on all ranks, if the ranks of a group have not all been given the same.
 
     One small operation, so that every step can ask.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fusedpg import _agreement
 from fusedpg.compress import _kernels as kernels
@@ -15,7 +15,7 @@ from fusedpg.compress import _kernels as kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def sum_(tensor: Tensor, block: int, group: Any, *, average: bool = False) -> None:
+def sum_(tensor: Tensor, block: int, group: ProcessGroup | None, *, average: bool = False) -> None:
     """Replaces a tensor by the sum, or mean, over all ranks.
 
     Two all-reduces: the largest exponent of each block, then int32 codes.
@@ -35,7 +35,7 @@ def sum_(tensor: Tensor, block: int, group: Any, *, average: bool = False) -> No
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _agreed(exponents: Tensor, block: int, tensor: Tensor, group: Any) -> Tensor:
+def _agreed(exponents: Tensor, block: int, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """The largest of all ranks, each."""
     # Ranks with other blocks may have as many of them.
     call = (block, tensor.numel(), str(tensor.dtype))
@@ -49,7 +49,7 @@ def _agreed(exponents: Tensor, block: int, tensor: Tensor, group: Any) -> Tensor
     return most
 
 
-def sums(payload: Sequence[Tensor], block: int, group: Any) -> list[Tensor]:
+def sums(payload: Sequence[Tensor], block: int, group: ProcessGroup | None) -> list[Tensor]:
     """Those of tensors; integers are added as they are, and so is float64."""
     for tensor in payload:
         if tensor.dtype in DTYPES:

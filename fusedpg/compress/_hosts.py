@@ -19,7 +19,7 @@ from fusedpg.functional import _is_ours, group_info
 class Hosts:
     """The ranks of this host, and those of the other hosts that have the same place there."""
 
-    def __init__(self, group: Any, hosts: list[list[int]], make: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, hosts: list[list[int]], make: Any) -> None:
         rank = dist.get_rank(group)
         mine = next(ranks for ranks in hosts if rank in ranks)
         place = mine.index(rank)
@@ -50,7 +50,7 @@ class Hosts:
         dist.all_gather(parts, mine, group=self.inside)
 
 
-def of(group: Any, make: Any) -> Hosts | None:
+def of(group: dist.ProcessGroup, make: Any) -> Hosts | None:
     """None where every rank compresses for itself: on one host, and with one rank or other numbers
     of ranks a host."""
     if not _is_ours(group):

@@ -94,7 +94,7 @@ class State:
         self._lane: Lane | None = None
         self._finishing: concurrent.futures.Future[None] | None = None
         self._direct = False  # buckets take DDP's own way
-        self._sent: list[Any] = []  # futures of this step's buckets that did
+        self._sent: list[object] = []  # futures of this step's buckets that did
         self._failure: BaseException | None = None
         self._scratch: dict[int, torch.Tensor] = {}
 
@@ -131,7 +131,7 @@ class State:
         self._hosts = None if isinstance(self.communicator, Allreduce) else lane.hosts
         return lane
 
-    def _parts(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, object]:
         """What ranks compress with, which may change from step to step."""
         return {
             "compressor": _agree.described(self.compressor),
@@ -211,7 +211,7 @@ class State:
             timing(begin, time.perf_counter(), buffer.numel())
             return buffer
 
-        answer: Any = work.get_future().then(done)
+        answer = work.get_future().then(done)
         self._sent.append(answer)
         return answer
 
@@ -375,7 +375,7 @@ class State:
         numbers = {"step": self._step, "epoch": self._warm_up.epoch, "seed": self.seed}
         return numbers | self._residuals.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, memory: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *, memory: bool = True) -> None:
         """Of a model whose parameters are the same: their names, if both have some, else their
         order, types and shapes.
 
@@ -434,7 +434,7 @@ def _fill(
         begin = end
 
 
-def _mean(grad: torch.Tensor, group: Any) -> None:
+def _mean(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replaces gradients by the mean over ranks."""
     if _is_ours(group):
         dist.all_reduce(grad, dist.ReduceOp.AVG, group=group)  # the same bits, in one pass

@@ -54,9 +54,9 @@ def _begin(
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    finish: Callable[[Any], Any],
+    finish: Callable[[Any], object],
     outputs: Sequence[Tensor] = (),
-    **more: Any,
+    **more: object,
 ) -> int:
     key = membership(process_set), next_name(kind) if name is None else f"{kind}.{name}"
     operation = Operation(key, _signature(kind, tensors, **more), tensors, outputs)
@@ -442,7 +442,7 @@ def _exchanged(splits: Any, name: str | None, process_set: ProcessSet, tensor: T
     rows, received = synchronize(alltoall_async(tensor, splits, name, process_set))
     count = tensor.shape[0]
 
-    def of_gradients(grad: Tensor, _: Any) -> list[Tensor]:
+    def of_gradients(grad: Tensor, _: object) -> list[Tensor]:
         back, _ = Collective.apply(partial(_exchanged, received, None, process_set), grad)
         if back.shape[0] < count:  # rows that were sent to nobody
             back = torch.cat([back, back.new_zeros((count - back.shape[0], *back.shape[1:]))])

@@ -47,7 +47,9 @@ _contexts: weakref.WeakKeyDictionary[Any, list[weakref.ref[JoinContext]]] = (
 class JoinContext(ParameterGroups):
     """What an optimizer knows of a Join, which tells ranks that have joined what it does."""
 
-    def __init__(self, optimizer: Any, group: dist.ProcessGroup, *, share: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, *, share: bool
+    ) -> None:
         super().__init__(optimizer, group, share=share)
         self.stepped = False  # since gradients were reduced for the last time
         self.shadow = False  # a joined rank, which has no data left
@@ -73,8 +75,8 @@ class JoinContext(ParameterGroups):
         doing: Doing,
         param: int = EVERY,
         value: Any = 0.0,
-        scale: Any = None,
-        found_inf: Any = None,
+        scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
     ) -> None:
         """Tells ranks that have joined, if there is a Join, before this rank does it."""
         if self.shadow or self.in_step or not self.joining():

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from fusedpg.plan.config import PlanError
 from fusedpg.tensor_parallel._epilogue import Place
 from fusedpg.tensor_parallel._sequence import Columns, Rows
 
+Outputs = Tensor | tuple[Tensor, ...]
 Splits = tuple["int | None", ...]
 """For each value the dimension that tensor-parallel ranks share, or None."""
 
@@ -114,7 +115,7 @@ class Operator:
     def buffers(self) -> dict[str, Tensor]:
         return {}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         """The output, or a tuple of outputs."""
         raise NotImplementedError
 
@@ -144,6 +145,10 @@ class Operator:
 class OperatorModule(nn.Module):
     """A rank's part of an operator."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
     def __init__(self, op: Operator, part: Part, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.op, self.part = op, part
@@ -156,7 +161,7 @@ class OperatorModule(nn.Module):
         for name, buffer in op.buffers().items():
             self.register_buffer(name, buffer.to(dtype) if buffer.is_floating_point() else buffer)
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> Outputs:
         return self.op.compute(self, inputs, self.part)
 
 
@@ -236,7 +241,7 @@ class Embedding(Operator):
             "position": Weight((self.length, self.hidden), std=0.02),
         }
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         tokens = _checked(x[0], self.vocabulary, self.name)
         if part.tp == 1:
             rows = F.embedding(tokens, w.word)
@@ -260,7 +265,7 @@ class LayerNorm(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": Weight((self.hidden,), mean=1.0), "bias": Weight((self.hidden,))}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.layer_norm(x[0], (self.hidden,), w.weight, w.bias)
 
 
@@ -292,7 +297,7 @@ class Linear(Operator):
             "bias": Weight((self.out_features,), split=0 if column else None),
         }
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         product = _column if self._column(part.algo) else _row
         return product(x[0], w.weight, w.bias, part)
 
@@ -331,7 +336,7 @@ class QKV(Operator):
             found[f"{name}_bias"] = Weight((rows,), split=0 if algo == 0 else None)
         return found
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         product = _column if part.algo == 0 else _row
         if self.crossed:
             q = product(x[0], w.q, w.q_bias, part).unflatten(-1, (-1, self.channels))
@@ -354,7 +359,7 @@ class Score(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (2, 2), (1,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         q, k = x
         return q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(self.channels)
 
@@ -377,7 +382,7 @@ class Softmax(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (1,), (1,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         scores = x[0]
         if self.causal:
             scores = scores.masked_fill(_later(self.length, self.memory_length), -math.inf)
@@ -397,7 +402,7 @@ class AttentionDropout(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (1,), (1,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return _dropout(x[0], self.p, part, same=False)
 
 
@@ -414,7 +419,7 @@ class AttentionContext(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (1, 2), (2,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         probabilities, v = x
         return (probabilities @ v.transpose(1, 2)).transpose(1, 2).flatten(2)
 
@@ -430,7 +435,7 @@ class DropoutAdd(Operator):
     def values(self) -> tuple[Value, ...]:
         return (Value((self.length, self.hidden)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return x[1] + _dropout(x[0], self.p, part, same=True)
 
 
@@ -445,7 +450,7 @@ class Gelu(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (2,), (2,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.gelu(x[0])
 
 
@@ -491,7 +496,7 @@ class LanguageLoss(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": Weight((self.vocabulary, self.hidden), split=0, std=0.02)}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         labels = _checked(x[1], self.vocabulary, self.name)
         logits = _column(x[0], w.weight, None, part)
         return _VocabularyCrossEntropy.apply(logits, labels, part).mean(-1)
@@ -500,7 +505,7 @@ class LanguageLoss(Operator):
 # --- convolutional networks: values are whole on every tensor-parallel rank ---------------
 
 
-def _convolve(op: Any, w: Any, x: Tensor, part: Part) -> Tensor:
+def _convolve(op: Convolution | Shortcut, w: OperatorModule, x: Tensor, part: Part) -> Tensor:
     if part.tp_place is None:
         return F.conv2d(x, w.weight, stride=op.stride, padding=op.padding)
     if part.algo == 0:
@@ -511,7 +516,7 @@ def _convolve(op: Any, w: Any, x: Tensor, part: Part) -> Tensor:
     return _forward_sum(F.conv2d(x, w.weight, stride=op.stride, padding=op.padding), part)
 
 
-def _kernel(op: Any, algo: int) -> Weight:
+def _kernel(op: Convolution | Shortcut, algo: int) -> Weight:
     fan = op.out_channels * op.kernel**2
     shape = (op.out_channels, op.in_channels, op.kernel, op.kernel)
     return Weight(shape, split=algo, std=math.sqrt(2.0 / fan))
@@ -536,7 +541,7 @@ class Convolution(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": _kernel(self, algo)}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return _convolve(self, w, x[0], part)
 
 
@@ -559,7 +564,7 @@ class Shortcut(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": _kernel(self, algo)} if self.convolves else {}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return x[0] + (_convolve(self, w, x[1], part) if self.convolves else x[1])
 
 
@@ -582,7 +587,7 @@ class BatchNorm(Operator):
     def buffers(self) -> dict[str, Tensor]:
         return {"mean": torch.zeros(self.channels), "variance": torch.ones(self.channels)}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         y = x[0]
         if not part.training:
             mean, variance = w.mean.to(y.dtype), w.variance.to(y.dtype)
@@ -614,7 +619,7 @@ class Relu(Operator):
     def values(self) -> tuple[Value, ...]:
         return (Value((self.channels, self.width, self.width)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.relu(x[0])
 
 
@@ -627,7 +632,7 @@ class MaxPool(Operator):
         width = (self.width + 2 - 3) // 2 + 1
         return (Value((self.channels, width, width)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.max_pool2d(x[0], 3, 2, 1)
 
 
@@ -638,7 +643,7 @@ class AveragePool(Operator):
     def values(self) -> tuple[Value, ...]:
         return (Value((self.channels,)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return x[0].mean((2, 3))
 
 
@@ -657,7 +662,7 @@ class ClassLoss(Operator):
         shape = (self.classes, self.features)
         return {"weight": Weight(shape, std=std), "bias": Weight((self.classes,))}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         labels = _checked(x[1], self.classes, self.name)
         return F.cross_entropy(F.linear(x[0], w.weight, w.bias), labels, reduction="none")
 

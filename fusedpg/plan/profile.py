@@ -149,7 +149,7 @@ class _Measurement:
         }
 
 
-def _adamw(params: list[nn.Parameter], group: Any, repeats: int) -> float:
+def _adamw(params: list[nn.Parameter], group: dist.ProcessGroup, repeats: int) -> float:
     """Seconds of AdamW's step with the reduction of gradients, the median."""
     if not params:
         return 0.0
@@ -228,12 +228,12 @@ class _Cache:
                 path.write_text("".join(f"{line}\n" for line in lines))
         shared = [lines]
         dist.broadcast_object_list(shared)
-        self.known: dict[str, Any] = {}
-        self.fresh: dict[str, Any] = {}  # not written yet
+        self.known: dict[str, object] = {}
+        self.fresh: dict[str, object] = {}  # not written yet
         for line in shared[0]:
             self.known.update(json.loads(line))
 
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+    def get(self, key: str, measure: Callable[[], object]) -> Any:
         if key not in self.known and key not in self.fresh:
             self.fresh[key] = measure()
         return self.fresh.get(key, self.known.get(key))
@@ -306,7 +306,7 @@ class Profiler:
         mine = boot.read_text() if boot.exists() else self.host[self.rank]
         everyone = _agreement.by_rank((mine, os.sched_getaffinity(0)))
         numbers = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in everyone))}
-        cores: dict[Any, set[int]] = {name: set() for name in numbers}
+        cores: dict[object, set[int]] = {name: set() for name in numbers}
         for name, allowed in everyone:
             cores[name] |= allowed
         fewest = min(len(found) for found in cores.values())
@@ -361,12 +361,12 @@ class Profiler:
                     self._file(name, functools.partial(self._table, samples, tp, algo))
         return skipped
 
-    def _table(self, samples: int, tp: int, algo: int) -> list[Sequence[Any]]:
+    def _table(self, samples: int, tp: int, algo: int) -> list[Sequence[object]]:
         found = {name: self._measured(op, samples, tp, algo) for name, op in self.rows.items()}
         sizes = self._boundaries(samples, tp, algo)
         needed = self._needed(found, algo)
         part = Part(tp=tp, algo=algo)
-        rows: list[Sequence[Any]] = [("op_name", *COLUMNS)]
+        rows: list[Sequence[object]] = [("op_name", *COLUMNS)]
         for name, op in self.rows.items():
             value, way = found[name], min(algo, op.ways - 1)
             weights = sum(
@@ -418,7 +418,7 @@ class Profiler:
             names = ("forward_us", "backward_us", "waiting_us", "step_us")
             return {**{name: _mean(t) * 1e6 for name, t in zip(names, times)}, **run.memory()}
 
-        found: dict[str, Any] = self.cache.get(key, measure)
+        found: dict[str, object] = self.cache.get(key, measure)
         return found
 
     def _boundaries(self, samples: int, tp: int, algo: int) -> dict[str, tuple[float, float]]:
@@ -482,8 +482,8 @@ class Profiler:
         nodes: int,
         sets: Sequence[tuple[int, ...]],
         sizes: Sequence[float],
-    ) -> list[Sequence[Any]]:
-        rows: list[Sequence[Any]] = [("data_size(MB)", "time(ms)")]
+    ) -> list[Sequence[object]]:
+        rows: list[Sequence[object]] = [("data_size(MB)", "time(ms)")]
         for size in sizes:
             measure = functools.partial(self._collective, collective, sets, size)
             time = self.cache.get(repr((collective, count, nodes, size)), measure)
@@ -551,7 +551,7 @@ class Profiler:
 
     def _speeds(
         self, kind: str, pair: tuple[int, int], sizes: Sequence[float]
-    ) -> list[Sequence[Any]]:
+    ) -> list[Sequence[object]]:
         rows: list[list[str]] = [[], [], []]
         for size in sizes:
             measure = functools.partial(self._message, pair, int(size * MB / 4))
@@ -642,7 +642,7 @@ class Profiler:
             path = self.folder / f"model_{self.stem}.json"
             _replace(path, json.dumps(described, indent=1) + "\n")
 
-    def _file(self, name: str, measure: Callable[[], list[Sequence[Any]]]) -> None:
+    def _file(self, name: str, measure: Callable[[], list[Sequence[object]]]) -> None:
         """Measures and writes a file."""
         rows = self._undisturbed(name, measure)
         if self.rank == 0:
@@ -650,7 +650,7 @@ class Profiler:
             csv.writer(text, lineterminator="\n").writerows(rows)
             _replace(self.folder / name, text.getvalue())
 
-    def _undisturbed(self, name: str, measure: Callable[[], Any]) -> Any:
+    def _undisturbed(self, name: str, measure: Callable[[], object]) -> Any:
         """Measures, and again while other processes take the cores."""
         for _ in range(self.tries):
             others = Others(self.machine)
@@ -682,8 +682,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _collective(
-    collective: str, ranks: tuple[int, ...], rank: int, group: Any, count: int
-) -> Callable[[], Any]:
+    collective: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup, count: int
+) -> Callable[[], object]:
     """The collective as plans use it, of so many elements on each device before it."""
     size = len(ranks)
     count = max(count // size, 1) * size
