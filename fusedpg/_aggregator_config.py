@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 # Keys of omnireduce.cfg that say nothing to a process that only adds up what comes.
 _OMNIREDUCE_OTHERS = {
@@ -17,7 +16,7 @@ _OMNIREDUCE = {"num_workers", "num_aggregators", "tcp_port", "worker_ips", "aggr
 _OMNIREDUCE_PORT = 19875
 
 
-def read(path: str, *, listens: bool) -> tuple[dict[str, Any], list[str]]:
+def read(path: str, *, listens: bool) -> tuple[dict[str, object], list[str]]:
     """What a file says, by the names of ``aggregator.Settings``; and which of its keys mean nothing
     here.
 
@@ -46,7 +45,7 @@ def read(path: str, *, listens: bool) -> tuple[dict[str, Any], list[str]]:
     return _switchml(switchml, path, values)
 
 
-def _toml(path: str, text: str) -> dict[str, Any]:
+def _toml(path: str, text: str) -> dict[str, object]:
     try:
         import tomllib
     except ImportError:  # Python 3.10
@@ -81,7 +80,7 @@ def _number(path: str, key: str, text: str) -> int:
 
 def _omnireduce(
     path: str, values: dict[str, str], listens: bool
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, object], list[str]]:
     """``listen``: that one of ``aggregator_ips`` that is this host's, and ``tcp_port``."""
     found, others = {}, []
     for key, text in values.items():
@@ -132,7 +131,7 @@ def _is_here(address: str) -> bool:
 
 def _switchml(
     switchml: ModuleType, path: str, values: dict[str, str]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, object], list[str]]:
     """``udp``: the controller's address, where workers join."""
     controller = switchml.controller(values)
     others = []

@@ -107,7 +107,7 @@ def lamb(params: list[Tensor], grads: list[Tensor], lr: float) -> list[Tensor]:
     return result
 
 
-def optimizer(r: Rank, name: str, **options: Any) -> None:
+def optimizer(r: Rank, name: str, **options: object) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 7))
     reference = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 7))
@@ -219,7 +219,7 @@ def killed(r: Rank) -> None:
 Check = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def check(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Check:
+def check(name: str, function: Callable[..., object], *args: object, **options: object) -> Check:
     return name, function, args, options
 
 
@@ -251,7 +251,7 @@ BETWEEN_HOSTS = [
 
 
 def _rank(
-    connection: Any, rank: int, port: int, env: Mapping[str, str], work: Callable[..., Any]
+    connection: Any, rank: int, port: int, env: Mapping[str, str], work: Callable[..., object]
 ) -> None:
     os.environ.update(env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
@@ -272,7 +272,7 @@ def _rank(
 
 
 def run(
-    work: Callable[..., Any], env: Callable[[int], Mapping[str, str]], hear: Callable[..., None]
+    work: Callable[..., object], env: Callable[[int], Mapping[str, str]], hear: Callable[..., None]
 ) -> None:
     """Runs ``work(rank, say)`` on all ranks; ``hear`` gets the rank and its words."""
     context = multiprocessing.get_context("spawn")
@@ -388,7 +388,7 @@ def _timed(function: Callable[[], Any], seconds: float) -> float:
     return result.item()
 
 
-def _arms(r: Rank, count: int) -> dict[str, dict[str, Callable[[], Any]]]:
+def _arms(r: Rank, count: int) -> dict[str, dict[str, Callable[[], object]]]:
     """By operation, what is timed."""
     arena, ordinary, other = fusedpg.empty(count).zero_(), torch.zeros(count), torch.zeros(count)
     grads = fusedpg.empty(count).fill_(1e-3)
@@ -428,7 +428,7 @@ def _run_bench(sizes: tuple[int, ...], seconds: float, r: Rank, say: Callable[..
 def _rows(sizes: tuple[int, ...], seconds: float) -> list[tuple[str, int, dict[str, float]]]:
     rows: list[Any] = []
 
-    def hear(rank: int, kind: str, *words: Any) -> None:
+    def hear(rank: int, kind: str, *words: object) -> None:
         if kind == "error":
             raise RuntimeError(words[0])
         if kind == "row" and rank == 0:

@@ -43,7 +43,7 @@ _COALESCED = {
 _PREFIX = "gloo:"
 
 
-def _joined(sizes: list[list[int]], dtypes: list[str], ranks: int) -> tuple[Any, Any]:
+def _joined(sizes: list[list[int]], dtypes: list[str], ranks: int) -> tuple[object, object]:
     """A list with one tensor a rank as Gloo's dumps have it: one tensor with a dimension more."""
     if len(sizes) == ranks and all(size == sizes[0] for size in sizes):
         return [[ranks, *sizes[0]]], dtypes[:1]

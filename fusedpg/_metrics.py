@@ -20,7 +20,7 @@ _GAUGES = {
 }
 
 
-def _line(name: str, labels: Mapping[str, Any], value: Any) -> str:
+def _line(name: str, labels: Mapping[str, object], value: object) -> str:
     def quoted(text: str) -> str:
         return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
@@ -29,7 +29,7 @@ def _line(name: str, labels: Mapping[str, Any], value: Any) -> str:
 
 
 def _lines(
-    where: dict[str, Any], info: Mapping[str, Any], stats: Mapping[str, Any]
+    where: dict[str, object], info: Mapping[str, object], stats: Mapping[str, Any]
 ) -> Iterator[str]:
     yield "# TYPE fusedpg_group info"
     yield "# HELP fusedpg_group What connects the ranks of the group."

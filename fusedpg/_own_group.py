@@ -21,7 +21,7 @@ from fusedpg.functional import _is_ours
 _made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def make(parent: Any, purpose: str, members: Sequence[int] | None = None) -> Any:
+def make(parent: dist.ProcessGroup, purpose: str, members: Sequence[int] | None = None) -> Any:
     """A collective of the members, in their order, with the parent's backend and time limit.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ def tell(
     group: dist.ProcessGroup | None,
     error: Exception,
     before: int,
-    values: Iterable[Any] = (),
+    values: Iterable[object] = (),
     times: int = 1,
 ) -> None:
     """Tells the peers of `error`, unless they have it from an operation themselves.
@@ -46,7 +45,7 @@ def tell(
             _backend(group).refuse(str(error).partition("\n")[0] or type(error).__name__)
 
 
-def _on_gpu(value: Any) -> bool:
+def _on_gpu(value: object) -> bool:
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list | tuple):
@@ -60,7 +59,7 @@ class telling:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        *values: Any,
+        *values: object,
         when: Callable[[], bool] = lambda: True,
         times: Callable[[], int] = lambda: 1,
     ) -> None:

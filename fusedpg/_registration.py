@@ -103,7 +103,7 @@ def loaded_extension() -> ModuleType | None:
     return _extension
 
 
-def _announce(name: str, info: dict[str, Any], asked: bool) -> None:
+def _announce(name: str, info: dict[str, object], asked: bool) -> None:
     """Called on rank 0 of each new group: one line in the log.
 
     Args:
@@ -211,7 +211,7 @@ def _world(module: ModuleType) -> Any:
 
     if not dist.is_initialized():
         return None
-    backend: Any = None
+    backend = None
     with contextlib.suppress(RuntimeError):  # it has none for the CPU
         group: Any = dist.group.WORLD
         backend = group._get_backend(torch.device("cpu"))
@@ -226,7 +226,7 @@ def _explain_torchcomms() -> None:
     if original is None or hasattr(original, "fusedpg"):
         return  # there is no torchcomms
 
-    def new_comm(*args: Any, **kwargs: Any) -> Any:
+    def new_comm(*args: object, **kwargs: object) -> Any:
         if args[:1] == (BACKEND,):
             raise RuntimeError(
                 "fused: TORCH_DISTRIBUTED_USE_TORCHCOMMS sends every group to torchcomms, which "

@@ -129,10 +129,10 @@ class _Class(type(Gloo)):  # type: ignore[misc]
     def __getattribute__(cls, name: str) -> Any:
         return getattr(Gloo, name)
 
-    def __setattr__(cls, name: str, value: Any) -> None:
+    def __setattr__(cls, name: str, value: object) -> None:
         setattr(Gloo, name, value)
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         return _make(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -161,7 +161,7 @@ def _is_served(backend: Any) -> bool:
     )
 
 
-def _wrap(wrapped_pg: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap(wrapped_pg: Any, *args: object, **kwargs: object) -> Any:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around a backend, which compares calls.
 
     Our groups compare them anyway. And DDP's logger takes the wrapper, too, for torch's class: a
@@ -195,7 +195,7 @@ def _make(*args: Any, **kwargs: Any) -> Any:
 
 
 def _arguments(
-    store: Any,
+    store: dist.Store,
     rank: int,
     size: int,
     timeout: Any = c10d.default_pg_timeout,
@@ -210,7 +210,7 @@ def _arguments(
 
 
 def _serve(
-    store: Any, rank: int, size: int, timeout: timedelta, left: timedelta, cuda: bool
+    store: dist.Store, rank: int, size: int, timeout: timedelta, left: timedelta, cuda: bool
 ) -> Any:
     module = load_extension()
     options = module.Options(timeout=left, _name="gloo", _gloo_for_cuda=cuda)
@@ -250,7 +250,7 @@ def _fits() -> bool:
 # --- the agreement ------------------------------------------------------------
 
 
-def _can_agree(store: Any) -> bool:
+def _can_agree(store: dist.Store) -> bool:
     """Whether a store is one of torch's; one written in Python may do without what we ask of it."""
     inner = getattr(store, "_underlying_non_prefix_store", store)
     return isinstance(inner, (dist.TCPStore, dist.FileStore, dist.HashStore))
@@ -258,7 +258,7 @@ def _can_agree(store: Any) -> bool:
 
 @contextlib.contextmanager
 def _agreement(
-    store: Any, rank: int, size: int, timeout: timedelta | None
+    store: dist.Store, rank: int, size: int, timeout: timedelta | None
 ) -> Iterator[tuple[str, timedelta]]:
     """What all ranks make, "serve", "serve cuda" or why not, and what is left of the time.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedpg import _own_group
+from fusedpg import _agreement, _own_group
 from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import BACKEND, load_extension
 from fusedpg.aggregation._config import Config
@@ -29,7 +29,7 @@ class Backend(abc.ABC):
         group: the process group that the context was given, or None.
     """
 
-    def __init__(self, config: Config, group: Any) -> None:
+    def __init__(self, config: Config, group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.group = group
 
@@ -76,7 +76,9 @@ class Backend(abc.ABC):
 class _OfGroup(Backend):
     """Whose workers are the ranks of a process group."""
 
-    def __init__(self, config: Config, group: Any) -> None:
+    group: dist.ProcessGroup
+
+    def __init__(self, config: Config, group: dist.ProcessGroup | None) -> None:
         if group is None:
             if not dist.is_initialized():
                 raise RuntimeError(
@@ -104,7 +106,7 @@ class Group(_OfGroup):
     With a group that uses aggregators, they go by these.
     """
 
-    def __init__(self, config: Config, group: Any) -> None:
+    def __init__(self, config: Config, group: dist.ProcessGroup | None) -> None:
         super().__init__(config, group)
         self._groups: list[Any] = []
 
@@ -140,7 +142,7 @@ class Udp(_OfGroup):
     serves to begin it, and says how long a job may wait.
     """
 
-    def __init__(self, config: Config, group: Any) -> None:
+    def __init__(self, config: Config, group: dist.ProcessGroup | None) -> None:
         super().__init__(config, group)
         self._places = [place.strip() for place in config.aggregators.split(",") if place.strip()]
         if not self._places:
@@ -175,8 +177,7 @@ class Udp(_OfGroup):
                 )
             except (RuntimeError, ValueError) as error:
                 why = f"aggregation: {error}"
-            answers: list[Any] = [None] * self._size
-            dist.all_gather_object(answers, why, group=group)
+            answers = _agreement.by_rank(why, group)
         except BaseException:
             if worker is not None:
                 worker.end()
@@ -234,7 +235,7 @@ class Dummy(Backend):
     All threads share the link, whose rate is ``dummy_bandwidth``; a packet costs its bytes alone.
     """
 
-    def __init__(self, config: Config, group: Any) -> None:
+    def __init__(self, config: Config, group: dist.ProcessGroup | None) -> None:
         super().__init__(config, group)
         self._lock = threading.Lock()
         self._free = time.monotonic()  # when the link has carried what it was given
@@ -263,7 +264,7 @@ def register_backend(name: str, make: Make) -> None:
     _by_name[name] = make
 
 
-def backend(config: Config, group: Any) -> Backend:
+def backend(config: Config, group: dist.ProcessGroup | None) -> Backend:
     if config.backend not in _by_name:
         raise ValueError(f"no backend {config.backend!r}; there are {sorted(_by_name)}")
     return _by_name[config.backend](config, group)

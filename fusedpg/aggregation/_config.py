@@ -113,7 +113,7 @@ class Config:
         path: str | os.PathLike[str] | None = None,
         *,
         environment: Mapping[str, str] | None = None,
-        **values: Any,
+        **values: object,
     ) -> Config:
         """Reads a file and the environment.
 
@@ -215,7 +215,7 @@ def parameter(key: str, where: str) -> str | None:
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def _value(name: str, value: Any, where: str) -> Any:
+def _value(name: str, value: object, where: str) -> Any:
     kind = next(field.type for field in dataclasses.fields(Config) if field.name == name)
     text = str(value).strip()
     try:

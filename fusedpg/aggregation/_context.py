@@ -7,9 +7,9 @@ import enum
 import threading
 import time
 from types import TracebackType
-from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from fusedpg.aggregation import _backends, _processors, _schedulers
 from fusedpg.aggregation._config import Config
@@ -61,7 +61,7 @@ class Context:
     Example: see docs/guides/aggregation.md.
     """
 
-    def __init__(self, config: Config | None = None, group: Any = None) -> None:
+    def __init__(self, config: Config | None = None, group: ProcessGroup | None = None) -> None:
         self._config = Config() if config is None else config
         self._group = group
         self._state = ContextState.CREATED

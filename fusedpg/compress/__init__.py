@@ -13,7 +13,6 @@ No postponed annotations here: DDP inspects those of its hooks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ __all__ = [
 
 
 def from_params(
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     *,
     group: dist.ProcessGroup | None = None,
     schedule: str | int | None = None,

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
-from typing import Any
-
-import torch
 import torch.distributed as dist
 
-from fusedpg.compress._wire import gathered_into
+from fusedpg import _agreement
 
 # What results depend on and may be an attribute of a class or a property.
 _OF_CLASSES = ("average", "linear", "tensors_size_are_same", "scale", "beta", "gamma")
@@ -29,38 +25,18 @@ def described(thing: object) -> str:
     return f"{type(thing).__qualname__}({', '.join(arguments)})"
 
 
-def _device(group: Any) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-
-
-def _hash(value: Any) -> int:
-    return zlib.crc32(repr(value).encode())
-
-
-def check_quickly(facts: dict[str, Any], group: Any) -> None:
-    """``check`` by one small operation, for every step."""
-    own = _hash(facts)
-    most = torch.tensor([own, -own], device=_device(group))
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    if most.tolist() != [own, -own]:
-        check(facts, group)
-
-
-def check(facts: dict[str, Any], group: Any) -> None:
+def check(facts: dict[str, object], group: dist.ProcessGroup) -> None:
     """Raises, on all ranks, if the ranks of a group have not all been given the same.
+
+    One small operation, so that every step can ask.
 
     Raises:
         RuntimeError: which names the facts that differ.
     """
-    device = _device(group)
-    own = torch.tensor([_hash(value) for value in facts.values()], device=device)
-    found = own.new_empty(dist.get_world_size(group) * own.numel())
-    gathered_into(found, own, group=group)
-    theirs = found.view(-1, own.numel()).cpu()
-    differ = (theirs != theirs[0]).any(0).tolist()
-    mine = ", ".join(f"{key} {facts[key]!r}" for key, other in zip(facts, differ) if other)
-    if mine:
+    if not _agreement.same(facts, group):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        theirs = _agreement.by_rank([f"{key} {value!r}" for key, value in facts.items()], group)
         raise RuntimeError(
-            f"fusedpg.compress: the ranks' states differ in what all must have the same. Rank "
-            f"{dist.get_rank(group)} of the group has {mine}"
+            "fusedpg.compress: the ranks' states differ in what all must have the same: "
+            f"{_agreement.in_words(theirs, rank)}. This is rank {rank} of {size}"
         )

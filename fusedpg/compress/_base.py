@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fusedpg._by_parameter import Kept
 from fusedpg.compress import _kernels as kernels
@@ -104,7 +105,7 @@ class Compressor(abc.ABC):
             self.tensors_size_are_same = tensors_size_are_same
 
     @abc.abstractmethod
-    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]: ...
+    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], object]: ...
 
     @abc.abstractmethod
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor: ...
@@ -159,7 +160,7 @@ class Compressor(abc.ABC):
         payload: Payload,
         scale: float,
         at: Context,
-        group: Any,
+        group: ProcessGroup,
         add: wire.Add = wire.all_reduce,
     ) -> None:
         """The same for linear ones, whose payloads are added on the way."""
@@ -182,7 +183,7 @@ class Compressor(abc.ABC):
         nothing = torch.zeros(piece.numel, dtype=piece.dtype, device=piece.device)
         return self.encode(Compensated(nothing), piece)[1]
 
-    def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], Any]:
+    def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], object]:
         """What ``compress`` returned, for ``decompress``."""
         return self._shaped(payload, at), at.own[1]
 
@@ -218,7 +219,7 @@ class Compressor(abc.ABC):
 
     # --- what one's own is given and returns ---------------------------------------------
 
-    def _checked(self, returned: Any, piece: Piece) -> tuple[list[Tensor], Any]:
+    def _checked(self, returned: Any, piece: Piece) -> tuple[list[Tensor], object]:
         name = f"{type(self).__name__}.compress()"
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise TypeError(
@@ -262,7 +263,7 @@ class Compressor(abc.ABC):
         return [tensor.view(shape) for tensor, (_, shape) in zip(payload, at.own[0], strict=True)]
 
     def _decompressed(self, tensors: Sequence[Tensor], at: Context) -> Tensor:
-        values: Any = self.decompress(tensors, at.own[1])
+        values = self.decompress(tensors, at.own[1])
         if not isinstance(values, Tensor) or values.numel() != at.piece.numel:
             found = f"{values.numel()} elements" if isinstance(values, Tensor) else repr(values)
             raise TypeError(
@@ -316,5 +317,5 @@ class Ours(Compressor):
         return payload, at
 
 
-def _no_state(name: str, *_: Any) -> Tensor:
+def _no_state(name: str, *_: object) -> Tensor:
     raise ValueError(f"compress() outside of training has no {name}")

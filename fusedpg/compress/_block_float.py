@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from fusedpg import _agreement
 from fusedpg.compress import _kernels as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def sum_(tensor: Tensor, block: int, group: Any, *, average: bool = False) -> None:
+def sum_(tensor: Tensor, block: int, group: ProcessGroup | None, *, average: bool = False) -> None:
     """Replaces a tensor by the sum, or mean, over all ranks.
 
     Two all-reduces: the largest exponent of each block, then int32 codes.
@@ -35,24 +35,21 @@ def sum_(tensor: Tensor, block: int, group: Any, *, average: bool = False) -> No
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _agreed(exponents: Tensor, block: int, tensor: Tensor, group: Any) -> Tensor:
+def _agreed(exponents: Tensor, block: int, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """The largest of all ranks, each."""
     # Ranks with other blocks may have as many of them.
     call = (block, tensor.numel(), str(tensor.dtype))
-    code = zlib.crc32(repr(call).encode()) >> 1
-    head = torch.tensor([code, -code], dtype=torch.int32, device=exponents.device)
-    whole = torch.cat([head, exponents])
-    dist.all_reduce(whole, dist.ReduceOp.MAX, group=group)
-    if whole[:2].tolist() != [code, -code]:
+    most = _agreement.largest_of_same(call, exponents, group)
+    if most is None:
         raise TypeError(
             "a quantised all-reduce of other blocks, elements or types on other ranks than on rank "
             f"{dist.get_rank(group)}, which has blocks of {block} for {tensor.numel()} elements "
             f"of {tensor.dtype}"
         )
-    return whole[2:]
+    return most
 
 
-def sums(payload: Sequence[Tensor], block: int, group: Any) -> list[Tensor]:
+def sums(payload: Sequence[Tensor], block: int, group: ProcessGroup | None) -> list[Tensor]:
     """Those of tensors; integers are added as they are, and so is float64."""
     for tensor in payload:
         if tensor.dtype in DTYPES:

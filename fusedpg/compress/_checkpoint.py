@@ -43,7 +43,7 @@ class RankStateDict(dict[str, Any]):
         ((values,),) = self.values()
         return values[key]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         # Files need no class of ours, also with weights_only=True.
         return collections.OrderedDict, (), None, None, iter(self.items())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fusedpg.compress import _wire as wire
 from fusedpg.compress._base import Compensated, Compressor, Context, Ours, Payload
@@ -57,7 +58,7 @@ class EachParameter(Compressor):
     def alike(self) -> bool:
         return self.inner.alike
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], object]:
         return self.inner.compress(tensor, name)
 
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
@@ -101,7 +102,7 @@ class EachParameter(Compressor):
         payload: Payload,
         scale: float,
         at: Context,
-        group: Any,
+        group: ProcessGroup,
         add: wire.Add = wire.all_reduce,
     ) -> None:
         if at.own is None:

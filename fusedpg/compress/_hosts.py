@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedpg import _agreement
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._piece import Piece
 from fusedpg.compress.communicators import Communicator
@@ -18,7 +19,7 @@ from fusedpg.functional import _is_ours, group_info
 class Hosts:
     """The ranks of this host, and those of the other hosts that have the same place there."""
 
-    def __init__(self, group: Any, hosts: list[list[int]], make: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, hosts: list[list[int]], make: Any) -> None:
         rank = dist.get_rank(group)
         mine = next(ranks for ranks in hosts if rank in ranks)
         place = mine.index(rank)
@@ -49,15 +50,13 @@ class Hosts:
         dist.all_gather(parts, mine, group=self.inside)
 
 
-def of(group: Any, make: Any) -> Hosts | None:
+def of(group: dist.ProcessGroup, make: Any) -> Hosts | None:
     """None where every rank compresses for itself: on one host, and with one rank or other numbers
     of ranks a host."""
     if not _is_ours(group):
         return None
     local = group_info(group)["local_ranks"]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, local, group=group)
-    hosts = sorted({tuple(ranks) for ranks in found})
+    hosts = sorted({tuple(ranks) for ranks in _agreement.by_rank(local, group)})
     counts = {len(ranks) for ranks in hosts}
     if len(hosts) == 1 or counts == {1} or len(counts) > 1:
         return None

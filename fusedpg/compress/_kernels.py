@@ -16,10 +16,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _chosen(reference: _F) -> _F:
     """The extension's function for float32 on a CPU and for units, lists of tensors."""
-    fast: Any = None
+    fast = None
 
     @functools.wraps(reference)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any, **options: object) -> Any:
         nonlocal fast
         first = arguments[0] if arguments[0] is not None else arguments[1]
         if isinstance(first, list) or (first.dtype == torch.float32 and first.is_cpu):

@@ -21,7 +21,7 @@ from fusedpg.compress import _hosts
 
 
 class Lane:
-    def __init__(self, parent: Any) -> None:
+    def __init__(self, parent: dist.ProcessGroup) -> None:
         def make(members: Sequence[int] | None, part: str) -> Any:
             return _own_group.make(parent, f"fusedpg.compress/{part}", members)
 
@@ -45,7 +45,7 @@ class Lane:
 _lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
 
 
-def of(parent: Any) -> Lane:
+def of(parent: dist.ProcessGroup | None) -> Lane:
     """A collective of the group, the first time."""
     if parent is None:
         parent = dist.distributed_c10d._get_default_group()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fusedpg.compress import _wire as wire
 from fusedpg.compress._base import Compensated, Context, Ours, Payload
@@ -50,7 +50,7 @@ class PowerSGD(Ours):
         payload: Payload,
         scale: float,
         at: Context,
-        group: Any,
+        group: ProcessGroup,
         add: wire.Add = wire.all_reduce,
     ) -> None:
         v, residual, piece = payload[0], at.own, at.piece

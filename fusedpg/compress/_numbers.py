@@ -78,7 +78,7 @@ class Real:
     def __init__(self, **bounds: float) -> None:
         self._bounds = bounds
 
-    def __set_name__(self, owner: type[Any], name: str) -> None:
+    def __set_name__(self, owner: type[object], name: str) -> None:
         self._name = name
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -86,12 +86,12 @@ class Real:
             return self
         return instance.__dict__[self._name]
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: Any, value: object) -> None:
         instance.__dict__[self._name] = real(self._name, value, **self._bounds)
 
 
 class Whole(Real):
     """The same of integers."""
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: Any, value: object) -> None:
         instance.__dict__[self._name] = whole(self._name, value, **self._bounds)  # type: ignore[arg-type]

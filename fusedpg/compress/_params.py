@@ -31,7 +31,7 @@ _IGNORED = {"world_size", "kernel"}
 _FOR_STATE = {"fusion_num": "schedule", "params": "named_parameters"}
 
 
-def _made(kind: str, known: Mapping[str, type[_T]], base: Any, given: Any, rest: Any) -> _T:
+def _made(kind: str, known: Mapping[str, type[_T]], base: Any, given: object, rest: Any) -> _T:
     """An object of a base class by name, with those of the parameters that its constructor has."""
     if isinstance(given, base):
         return cast("_T", given)
@@ -52,11 +52,11 @@ def _made(kind: str, known: Mapping[str, type[_T]], base: Any, given: Any, rest:
     return known[name](**{key: value for key, value in rest.items() if key in wanted})
 
 
-def _accepted(kind: Mapping[str, type[Any]]) -> set[str]:
+def _accepted(kind: Mapping[str, type[object]]) -> set[str]:
     return {key for made in kind.values() for key in inspect.signature(made).parameters}
 
 
-def for_state(params: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def for_state(params: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
     """Arguments of the state, of which MergeComp has some among the parameters."""
     found = dict(given)
     for key, argument in _FOR_STATE.items():
@@ -73,7 +73,7 @@ def for_state(params: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _renamed(params: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(params: Mapping[str, Any]) -> dict[str, object]:
     """Parameters by GRACE's names."""
     found = {key: value for key, value in params.items() if key not in _FOR_STATE}
     for key, name in _OTHER_KEYS.items():
@@ -87,12 +87,12 @@ def _renamed(params: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def parts(params: Mapping[str, Any]) -> tuple[Compressor, Memory, Communicator]:
+def parts(params: Mapping[str, object]) -> tuple[Compressor, Memory, Communicator]:
     """The three that the parameters name, which fit each other."""
     rest = _renamed(params)
     chosen = [rest.pop(k, "none") for k in ("compressor", "memory")]
     carrier = rest.pop("communicator", None)
-    tables: tuple[Mapping[str, type[Any]], ...] = (
+    tables: tuple[Mapping[str, type[object]], ...] = (
         compressors.BY_NAME, memories.BY_NAME, communicators.BY_NAME,
     )  # fmt: skip
     known = set().union(*map(_accepted, tables)) | _IGNORED
@@ -120,7 +120,7 @@ def parts(params: Mapping[str, Any]) -> tuple[Compressor, Memory, Communicator]:
     return compressor, memory, communicator
 
 
-def _name(thing: object, known: Mapping[str, type[Any]]) -> str:
+def _name(thing: object, known: Mapping[str, type[object]]) -> str:
     return next((n for n, t in known.items() if type(thing) is t), type(thing).__name__)
 
 
@@ -179,7 +179,7 @@ def register_communicator(name: str, made: type[Communicator]) -> None:
     _register("communicator", communicators.BY_NAME, Communicator, name, made)
 
 
-def _register(kind: str, known: Any, base: type[Any], name: str, made: Any) -> None:
+def _register(kind: str, known: Any, base: type[object], name: str, made: Any) -> None:
     if not (isinstance(made, type) and issubclass(made, base)):
         raise TypeError(f"{kind} {name!r} is a subclass of {base.__name__}, got {made!r}")
     if known.get(name, made) is not made:

@@ -163,7 +163,7 @@ class Piece:
         return found
 
     def _of(self, begin: int, run: Run) -> Piece:
-        def state(key: str, first: int, last: int, inner: tuple[Any, ...]) -> torch.Tensor:
+        def state(key: str, first: int, last: int, inner: tuple[object, ...]) -> torch.Tensor:
             return self._state(key, begin + first, begin + last, inner)
 
         return dataclasses.replace(

@@ -18,7 +18,7 @@ class _Drawn(Ours):
     """Codes that are drawn with a seed: one gradient is a unit of one."""
 
     @abc.abstractmethod
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload: ...
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload: ...
 
     @abc.abstractmethod
     def _decode(
@@ -52,7 +52,7 @@ class QSGD(_Drawn):
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128) -> None:
         self.quantum_num, self.bucket_size = quantum_num, bucket_size
 
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload:
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload:
         sent = kernels.qsgd(
             grads, v.residual, self.quantum_num, seeds, 0, v.beta, v.gamma, self.bucket_size,
             *numels,
@@ -77,7 +77,7 @@ class TernGrad(_Drawn):
     def __init__(self, clip_sigma: float = 2.5) -> None:
         self.clip_sigma = clip_sigma
 
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload:
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload:
         return list(
             kernels.terngrad(grads, v.residual, self.clip_sigma, seeds, 0, v.beta, v.gamma, *numels)
         )
@@ -90,7 +90,7 @@ class TernGrad(_Drawn):
 class Natural(_Drawn):
     """Powers of two, a byte an element (natural compression, Horvath et al. 2019)."""
 
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: Any) -> Payload:
+    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload:
         return [kernels.natural(grads, v.residual, seeds, 0, v.beta, v.gamma, *numels)]
 
     def finite(self, payload: Payload) -> bool:

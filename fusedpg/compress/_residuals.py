@@ -167,7 +167,7 @@ class Residuals:
         """Whether a checkpoint holds residuals that no parameter has been given yet."""
         return self._loaded is not None and any(self._loaded.memory.values())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Tensors on the CPU, by name and by parameter, and the parameters' records."""
         # Without those of modules that have gone: who loads it has never seen them.
         known = [(p, record) for ref, record in self._order if (p := ref()) is not None]
@@ -188,7 +188,7 @@ class Residuals:
         }
         return {"parameters": [tuple(record) for _, record in known], "memory": memory}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Replaces what is kept; nothing is changed unless all of it fits."""
         loaded = Loaded(state_dict)
         known = [parameter for ref, _ in self._order if (parameter := ref()) is not None]

@@ -25,7 +25,7 @@ class Layout:
 
     def __init__(self) -> None:
         self.numels: list[int] = []
-        self.buckets: list[tuple[int, Any]] = []  # parameters, type and device
+        self.buckets: list[tuple[int, object]] = []  # parameters, type and device
 
     def add(self, numels: Sequence[int], kind: Any) -> None:
         self.numels += numels

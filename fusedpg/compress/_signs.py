@@ -71,7 +71,7 @@ class _Owed:
         kernels.extension().subtract_signs_(residual, self.numels, self.values)
 
 
-def _owing(v: Compensated, piece: Piece, kernel: Callable[[Tensor | None, bool], Any]) -> Any:
+def _owing(v: Compensated, piece: Piece, kernel: Callable[[Tensor | None, bool], object]) -> Any:
     """What the kernel gives that gets what is owed, and whether anything is."""
     if v.kept is None:
         return kernel(None, False)
@@ -93,7 +93,7 @@ class _Scaled(Ours):
     two: ClassVar[bool] = False  # values of a parameter, or one with either sign
 
     @abc.abstractmethod
-    def _encode(self, grads: Any, v: Compensated, *unit: Any) -> Any: ...
+    def _encode(self, grads: Any, v: Compensated, *unit: object) -> Any: ...
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
         return list(self._encode(v.grad, v)), Context(piece)
@@ -119,7 +119,7 @@ class _Scaled(Ours):
 class EFSignSGD(_Scaled):
     """Signs times the mean magnitude (Karimireddy et al. 2019, algorithm 1)."""
 
-    def _encode(self, grads: Any, v: Compensated, *unit: Any) -> Any:
+    def _encode(self, grads: Any, v: Compensated, *unit: object) -> Any:
         return kernels.signs(grads, v.residual, True, v.beta, v.gamma, *unit)
 
 
@@ -128,5 +128,5 @@ class OneBit(_Scaled):
 
     two = True
 
-    def _encode(self, grads: Any, v: Compensated, *unit: Any) -> Any:
+    def _encode(self, grads: Any, v: Compensated, *unit: object) -> Any:
         return kernels.onebit(grads, v.residual, v.beta, v.gamma, *unit)

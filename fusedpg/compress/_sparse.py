@@ -25,7 +25,7 @@ class _Sparse(Ours):
     sparse = True
 
     @abc.abstractmethod
-    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: list[int]) -> Payload:
         """Of one gradient, or with ``unit``, which is ``numels`` once more, of several."""
 
     def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
@@ -62,7 +62,7 @@ class TopK(_Sparse):
     def __init__(self, compress_ratio: float = 0.3) -> None:
         self.compress_ratio = compress_ratio
 
-    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: list[int]) -> Payload:
         ks: Any = _shares(numels, self.compress_ratio)
         return list(kernels.topk(v.grad, v.residual, ks if unit else ks[0], v.beta, v.gamma, *unit))
 
@@ -92,12 +92,12 @@ class RandomK(_Sparse):
     def __init__(self, compress_ratio: float = 0.3) -> None:
         self.compress_ratio = compress_ratio
 
-    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: list[int]) -> Payload:
         counts, indices = self._drawn(piece, numels, *unit)
         more = (*unit, counts) if unit else ()
         return [kernels.pick(v.grad, v.residual, indices, v.beta, v.gamma, *more)]
 
-    def _drawn(self, piece: Piece, numels: list[int], *unit: Any) -> tuple[list[int], Tensor]:
+    def _drawn(self, piece: Piece, numels: list[int], *unit: list[int]) -> tuple[list[int], Tensor]:
         """How many elements of each gradient are sent, and which."""
         key = "drawn of unit" if unit else "drawn"
         known: tuple[list[int], Tensor] | None = piece.cache.get(key)
@@ -130,10 +130,10 @@ class Threshold(_Sparse):
         """So many elements of each parameter are sent, whatever their magnitude."""
         return [0] * len(numels)
 
-    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: Any) -> Payload:
+    def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: list[int]) -> Payload:
         least: Any = self.at_least(numels)
         least = least if unit else least[0]
-        threshold: Any = kernels.threshold
+        threshold = kernels.threshold
         return list(threshold(v.grad, v.residual, self.threshold, least, v.beta, v.gamma, *unit))
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:

@@ -7,12 +7,14 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from fusedpg import _agreement
 from fusedpg.compress import _agree, _checkpoint, _lane, _numbers, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._each import EachParameter, EachParametersMemory
@@ -92,7 +94,7 @@ class State:
         self._lane: Lane | None = None
         self._finishing: concurrent.futures.Future[None] | None = None
         self._direct = False  # buckets take DDP's own way
-        self._sent: list[Any] = []  # futures of this step's buckets that did
+        self._sent: list[object] = []  # futures of this step's buckets that did
         self._failure: BaseException | None = None
         self._scratch: dict[int, torch.Tensor] = {}
 
@@ -122,14 +124,14 @@ class State:
         lane.submit(_agree.check, facts | self._parts(), lane.group).result()
         self._group = lane.group
         residuals = self._residuals
-        loaded = lane.submit(self._agree, [float(residuals.has_loaded)]).result()
+        loaded = lane.submit(_agreement.largest, [residuals.has_loaded], lane.group).result()
         residuals.loaded_anywhere = loaded != [0.0]
         residuals.pending |= residuals.loaded_anywhere
         # The engine's all_reduce adds up inside of hosts itself.
         self._hosts = None if isinstance(self.communicator, Allreduce) else lane.hosts
         return lane
 
-    def _parts(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, object]:
         """What ranks compress with, which may change from step to step."""
         return {
             "compressor": _agree.described(self.compressor),
@@ -209,7 +211,7 @@ class State:
             timing(begin, time.perf_counter(), buffer.numel())
             return buffer
 
-        answer: Any = work.get_future().then(done)
+        answer = work.get_future().then(done)
         self._sent.append(answer)
         return answer
 
@@ -270,7 +272,7 @@ class State:
             try:
                 for one in sent:
                     one.wait()
-                self._units.finish(self._agree)
+                self._units.finish(partial(_agreement.largest, group=self._group))
             except BaseException as error:
                 self._fail(error)
 
@@ -278,13 +280,6 @@ class State:
         self._failure = error
         assert self._lane is not None
         _lane.drop(self._lane)
-
-    def _agree(self, numbers: Sequence[float]) -> list[float]:
-        """The largest of all ranks', each."""
-        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
-        found = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return found.tolist()
 
     def _exchange(self, unit: Unit) -> None:
         slices = unit.slices
@@ -315,7 +310,7 @@ class State:
         self._residuals.pending |= not unit.plain
         if unit.index == 0:
             # Before anything is sent whose size or meaning depends on it.
-            _agree.check_quickly(self._parts(), group)
+            _agree.check(self._parts(), group)
         if unit.plain:
             here = 1 if self._hosts is None else self._hosts.count
             self._scale(grad)
@@ -380,7 +375,7 @@ class State:
         numbers = {"step": self._step, "epoch": self._warm_up.epoch, "seed": self.seed}
         return numbers | self._residuals.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, memory: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *, memory: bool = True) -> None:
         """Of a model whose parameters are the same: their names, if both have some, else their
         order, types and shapes.
 
@@ -439,7 +434,7 @@ def _fill(
         begin = end
 
 
-def _mean(grad: torch.Tensor, group: Any) -> None:
+def _mean(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replaces gradients by the mean over ranks."""
     if _is_ours(group):
         dist.all_reduce(grad, dist.ReduceOp.AVG, group=group)  # the same bits, in one pass

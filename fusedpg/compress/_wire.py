@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedpg import _agreement
+from fusedpg._collectives import sums
 from fusedpg.functional import _is_ours
 
 Payload = list[Tensor]
@@ -78,7 +80,7 @@ def unpack_described(packed: Tensor) -> Payload:
     return unpack(packed, [(torch.int64, 1 + 2 * count), *kinds])[1:]
 
 
-def _counts(packed: Tensor, group: Any) -> list[int]:
+def _counts(packed: Tensor, group: dist.ProcessGroup) -> list[int]:
     """How many bytes each rank has."""
     own = torch.tensor([packed.numel()], device=packed.device)
     found = own.new_empty(dist.get_world_size(group))
@@ -86,40 +88,29 @@ def _counts(packed: Tensor, group: Any) -> list[int]:
     return found.tolist()
 
 
-def check_alike(payload: Payload, name: str, group: Any) -> None:
+def check_alike(payload: Payload, name: str, group: dist.ProcessGroup) -> None:
     """Raises, on all ranks, if their payloads have other types or sizes.
 
     Raises:
         TypeError: with this rank's.
     """
     kinds = _kinds(payload)
-    own = zlib.crc32(repr(kinds).encode())
-    most = torch.tensor([own, -own], device=payload[0].device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    if most.tolist() != [own, -own]:
+    if not _agreement.same(kinds, group, payload[0].device):
         raise TypeError(
             f"{name}.compress() gave tensors of other types or sizes on other ranks than on rank "
             f"{dist.get_rank(group)}, where they are {kinds}: their sums would mean nothing"
         )
 
 
-def all_reduce(payload: Payload, group: Any) -> Payload:
+def all_reduce(payload: Payload, group: dist.ProcessGroup) -> Payload:
     """The sums of all ranks' payloads, in one operation for each type."""
     if len(payload) == 1:
         dist.all_reduce(payload[0], group=group)
         return payload
-    sums: Payload = list(payload)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
-        places = [n for n, tensor in enumerate(payload) if tensor.dtype == dtype]
-        flat = torch.cat([payload[n].reshape(-1) for n in places])
-        dist.all_reduce(flat, group=group)
-        parts = flat.split([payload[n].numel() for n in places])
-        for n, part in zip(places, parts):
-            sums[n] = part.view(payload[n].shape)
-    return sums
+    return sums(payload, group)
 
 
-def all_gather(payload: Payload, alike: bool, group: Any) -> list[Payload]:
+def all_gather(payload: Payload, alike: bool, group: dist.ProcessGroup) -> list[Payload]:
     """The payloads of all ranks; ``alike``: all have these types and sizes."""
     size = dist.get_world_size(group)
     packed = pack(payload) if alike else pack_described(payload)
@@ -148,7 +139,7 @@ def _unpacked(parts: Sequence[Tensor], like: Payload | None) -> list[Payload]:
     return [unpack(part, kinds) for part in parts]
 
 
-def broadcasts(payload: Payload, alike: bool, group: Any) -> list[Payload]:
+def broadcasts(payload: Payload, alike: bool, group: dist.ProcessGroup) -> list[Payload]:
     # A copy: the result may be written where a payload lies.
     packed = pack(payload).clone() if alike else pack_described(payload)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -159,7 +150,7 @@ def broadcasts(payload: Payload, alike: bool, group: Any) -> list[Payload]:
     return _unpacked(parts, payload if alike else None)
 
 
-def all_to_all(payloads: Sequence[Payload], alike: bool, group: Any) -> list[Payload]:
+def all_to_all(payloads: Sequence[Payload], alike: bool, group: dist.ProcessGroup) -> list[Payload]:
     """Payload r goes to rank r; ``alike``: all send a rank the same types and sizes."""
     packed = [pack(payload) if alike else pack_described(payload) for payload in payloads]
     mine = payloads[dist.get_rank(group)]

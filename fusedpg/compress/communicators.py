@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup as Group
 
 from fusedpg.compress import _block_float
 from fusedpg.compress import _wire as wire
@@ -22,7 +23,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def exchange(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
     ) -> None:
         """Replaces a flat gradient by what the gradients of the group's ranks give together.
 
@@ -36,7 +37,7 @@ class Allreduce(Communicator):
     """Payloads are added on the way: for linear compressors."""
 
     def exchange(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
     ) -> None:
         payload, at = memory.encode(compressor, grad, piece)
         compressor.all_reduce(grad, payload, memory.scale, at, group)
@@ -55,12 +56,12 @@ class Quantized(Allreduce):
         self.block = block
 
     def exchange(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
     ) -> None:
         payload, at = memory.encode(compressor, grad, piece)
         compressor.all_reduce(grad, payload, memory.scale, at, group, self._add)
 
-    def _add(self, payload: Payload, group: Any) -> Payload:
+    def _add(self, payload: Payload, group: Group) -> Payload:
         return _block_float.sums(payload, self.block, group)
 
 
@@ -70,7 +71,7 @@ class Allgather(Communicator):
     _gathered = staticmethod(wire.all_gather)
 
     def exchange(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
     ) -> None:
         payload, at = memory.encode(compressor, grad, piece)
         payloads = self._gathered(payload, compressor.alike, group)
@@ -93,7 +94,7 @@ class AllToAll(Communicator):
     """Every rank is sent its shard by all others, and its result goes to all as it is."""
 
     def exchange(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
     ) -> None:
         shards = _shards(piece)
         begin, end = shards[piece.rank]
@@ -106,7 +107,7 @@ class AllToAll(Communicator):
         grad.copy_(whole[: piece.numel])
 
     def _reduce(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
     ) -> Piece:
         """This rank's shard, combined. Returns what of the piece it is."""
         shards = _shards(piece)
@@ -133,7 +134,7 @@ class ParameterServer(AllToAll):
     """
 
     def exchange(
-        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Any
+        self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
     ) -> None:
         self._reduce(compressor, memory, grad, piece, group)
         shards = _shards(piece)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from fusedpg import _agreement
 from fusedpg.fusion.ir import SHARD, Program
 
 _BITS = 64
@@ -92,18 +93,11 @@ def difference(
 ) -> dist.DistBackendError:
     """What is raised on all ranks, which ask each other how they differ."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    facts: list[Any] = [None] * size
-    mine = (_program(program).hex(), _numbers(program, arguments))
-    dist.all_gather_object(facts, mine, group=group)
+    mine = _program(program), _numbers(program, arguments)
+    programs, numbers = zip(*_agreement.by_rank(mine, group))
     text = "their programs differ (flags, shapes, types, or what they read from outside)"
-    if all(one[0] == facts[0][0] for one in facts):
-        names = {name for one in facts for name in set(one[1]) ^ set(facts[0][1])}
-        shown = [
-            f"rank {r} has {', '.join(x for x in one[1] if x in names)}"
-            for r, one in enumerate(facts)
-            if r in (0, rank) or one[1] != facts[0][1]
-        ]
-        text = "; ".join(shown[:8])
+    if len(set(programs)) == 1:
+        text = _agreement.in_words(numbers, rank)
     return dist.DistBackendError(
         f"fused: the ranks of a group called `{program.name}` with different arguments: {text}. "
         f"This is rank {rank} of {size}; pass the same numbers and flags on all ranks"

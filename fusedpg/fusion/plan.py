@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fusedpg import _fork
+from fusedpg._agreement import Answer, answer
 from fusedpg._registration import load_extension
 from fusedpg.fusion import alike
-from fusedpg.fusion.agreed import Answer, answer
 from fusedpg.fusion.captured import Captured, Reads
 from fusedpg.fusion.compiled import Alone, kernel
 from fusedpg.fusion.derivatives import smooth

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fusedpg._agreement import answer
 from fusedpg.functional import shard_range
 from fusedpg.fusion import alike
-from fusedpg.fusion.agreed import answer
 from fusedpg.fusion.codegen_rows import BROADCAST, SLICE
 from fusedpg.fusion.compiled import Kernel, begin, with_mark
 from fusedpg.fusion.ir import Group, Node

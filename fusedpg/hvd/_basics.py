@@ -76,7 +76,7 @@ def engine() -> Engine:
     return state().engine
 
 
-def _store(place: _settings.Place) -> Any:
+def _store(place: _settings.Place) -> dist.Store:
     if place.size == 1 and place.address is None:
         return dist.HashStore()
     if place.address is None or place.port is None:
@@ -94,7 +94,7 @@ def _store(place: _settings.Place) -> Any:
     return dist.PrefixStore(f"fusedpg.hvd/{place.restart}/{_groups[key]}", _stores[key])
 
 
-def _local(group: Any, place: _settings.Place) -> tuple[int, int, int, int]:
+def _local(group: dist.ProcessGroup, place: _settings.Place) -> tuple[int, int, int, int]:
     """Local rank and size, cross rank and size: by host, where the launcher has not told."""
     digest = hashlib.blake2b(place.host.encode(), digest_size=8).digest()
     hosts = Set(group, range(group.size())).exchange(digest)
@@ -221,7 +221,7 @@ def is_homogeneous() -> bool:
     return state().local_size * state().cross_size == size()
 
 
-def _built(what: str, answer: Any) -> Callable[[], Any]:
+def _built(what: str, answer: Any) -> Callable[[], object]:
     def built() -> Any:
         return answer
 
@@ -402,7 +402,7 @@ class telling:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not isinstance(error, Exception) or _state is None:
             return
         kind, name, process_set = self._of

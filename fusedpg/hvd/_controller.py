@@ -78,7 +78,7 @@ def decode(message: bytes) -> Iterator[tuple[Key, Signature]]:
 
 
 def _differing(signatures: dict[int, Any], what: str) -> str:
-    told: dict[Any, list[int]] = {}
+    told: dict[object, list[int]] = {}
     for rank, value in sorted(signatures.items()):
         told.setdefault(value, []).append(rank)
     return f"{what}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in told.items())

@@ -590,7 +590,7 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _alike(response: Response) -> Any:
+def _alike(response: Response) -> object:
     signature = response.any
     types = tuple(sorted(set(signature.dtypes)))
     scale = signature.prescale, signature.postscale

@@ -57,7 +57,7 @@ class Refused(Exception):
     """An error that all ranks of a set raise alike: their next operation works."""
 
 
-def _is_ours(group: Any) -> bool:
+def _is_ours(group: dist.ProcessGroup) -> bool:
     extension = loaded_extension()
     backend = group._get_backend(torch.device("cpu"))
     return extension is not None and isinstance(backend, extension.ProcessGroupFused)
@@ -99,8 +99,9 @@ class Set:
         ranks: global ranks of its members.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        self.group, self.ranks = group, tuple(ranks)
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        self.group: Any = group  # None: it was closed
+        self.ranks = tuple(ranks)
         self.size: int = group.size()
         self.rank: int = group.rank()
         self.is_fused = _is_ours(group)
@@ -115,7 +116,7 @@ class Set:
             except Exception as error:  # of a group that has failed before
                 _log.info("fused: hvd: %s", error)
 
-    def _run(self, collective: Callable[..., Any], *arguments: Any) -> None:
+    def _run(self, collective: Callable[..., Any], *arguments: object) -> None:
         """Does a collective of the process group.
 
         Raises:
@@ -319,13 +320,13 @@ def splits_of(response: Response, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def fused_calls(
-    responses: Iterable[Response], threshold: int, alike: Callable[[Response], Any]
+    responses: Iterable[Response], threshold: int, alike: Callable[[Response], object]
 ) -> list[list[Response]]:
     """Which all-reduces are one call each: those of one set, type, operation and scale.
 
     Every rank computes the same: it depends on what ranks have told each other alone.
     """
-    open_calls: dict[Any, tuple[list[Response], int]] = {}
+    open_calls: dict[object, tuple[list[Response], int]] = {}
     calls: list[list[Response]] = []
     for response in responses:
         key, size = alike(response), nbytes(response.any)

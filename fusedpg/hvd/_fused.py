@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, StateDict
 
 from fusedpg.hvd import _basics
 from fusedpg.hvd import _operations as ops
@@ -42,7 +42,7 @@ class Fused(FusedOptimizer):
     # The whole state while no step has changed it: loaded, restored, or gathered.
     _hvd_held: dict[Any, Any] | None = None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,13 +77,13 @@ class Fused(FusedOptimizer):
         self.reduce_gradients()
         return super().clip_grad_norm_(max_norm, norm_type)
 
-    def skip_synchronize(self) -> Any:
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing: gradients are accumulated until ``step()``."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         super().load_state_dict(state_dict)
         values = [v for one in state_dict["state"].values() for v in one.values()]
         in_slices = any(isinstance(value, SliceTensor) for value in values)
@@ -98,7 +98,7 @@ class Fused(FusedOptimizer):
 
     # --- the whole state ----------------------------------------------------------------
 
-    def _hvd_whole(self, state: dict[Any, Any]) -> dict[str, Any]:
+    def _hvd_whole(self, state: dict[object, object]) -> dict[str, object]:
         return self._build(lambda made: made.update(state=state))
 
     def _hvd_copy(self) -> dict[str, Any]:

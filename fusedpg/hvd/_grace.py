@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedpg.hvd._basics import ProcessSet
 
 
-def is_communicator(thing: Any) -> bool:
+def is_communicator(thing: object) -> bool:
     """Whether it is a communicator of GRACE's, of either of its variants."""
     return hasattr(thing, "send_step") or hasattr(thing, "send_receive")
 
@@ -36,7 +36,7 @@ class Grace:
         self._names, self._params = names, params
         self._steps: Any = None
         self._state: Any = None
-        self._result: Any = None
+        self._result = None
         if is_communicator(grace):
             self._steps = grace
             return

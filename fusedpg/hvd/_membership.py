@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the launcher, which takes its keys from here, starts without torch
     import torch.distributed as dist
@@ -52,7 +52,7 @@ def parse_updates(text: bytes) -> tuple[int, int]:
     return added, removed
 
 
-def variables(place: dict[str, Any]) -> dict[str, str]:
+def variables(place: dict[str, object]) -> dict[str, str]:
     """The variables of a place that torch.distributed and Horovod's programs read."""
     names = {
         "rank": ("RANK", "HOROVOD_RANK"),

@@ -6,11 +6,13 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
+from fusedpg._collectives import Collective, Results
 from fusedpg.hvd import _controller as c
 from fusedpg.hvd._basics import (
     ProcessSet,
@@ -52,9 +54,9 @@ def _begin(
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    finish: Callable[[Any], Any],
+    finish: Callable[[Any], object],
     outputs: Sequence[Tensor] = (),
-    **more: Any,
+    **more: object,
 ) -> int:
     key = membership(process_set), next_name(kind) if name is None else f"{kind}.{name}"
     operation = Operation(key, _signature(kind, tensors, **more), tensors, outputs)
@@ -202,15 +204,9 @@ def grouped_allreduce_async(
     return _allreduce(tensors, False, average, name, op, *scale, process_set)
 
 
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Any:
-        ctx.more = more
-        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, *more)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *_Allreduce.apply(None, ctx.more, *grads)
+def _reduced(name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Results:
+    results = synchronize(grouped_allreduce_async(tensors, None, name, *more))
+    return results, lambda *grads: Collective.apply(partial(_reduced, None, more), *grads)
 
 
 def grouped_allreduce(
@@ -233,7 +229,7 @@ def grouped_allreduce(
     with telling(c.ALLREDUCE, name, process_set):
         more = _op(op, average), prescale_factor, postscale_factor, process_set
         sent = [compression.compress(tensor) for tensor in tensors]
-    results = _Allreduce.apply(name, more, *(tensor for tensor, _ in sent))
+    results = Collective.apply(partial(_reduced, name, more), *(tensor for tensor, _ in sent))
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 
 
@@ -294,22 +290,19 @@ _doc = "Puts all ranks' tensors one after the other; their first dimensions may 
 allgather_async = _alone(grouped_allgather_async, _doc)
 
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
-        results = synchronize(grouped_allgather_async(tensors, name, process_set))
-        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
-        return tuple(results)
+def _gathered(name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Results:
+    results = synchronize(grouped_allgather_async(tensors, name, process_set))
+    own_rows = [tensor.shape[0] for tensor in tensors]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        here = ctx.process_set
-        reduced = grouped_allreduce(grads, op=Average, process_set=here)
-        own_rows = torch.tensor([ctx.rows], device="cpu")
-        rows = synchronize(allgather_async(own_rows, None, here))
-        begins = rows[: here.rank()].sum(0).tolist()
-        parts = zip(reduced, begins, ctx.rows)
-        return None, None, *(grad.narrow(0, begin, own) for grad, begin, own in parts)
+    def of_gradients(*grads: Tensor) -> list[Tensor]:
+        reduced = grouped_allreduce(grads, op=Average, process_set=process_set)
+        counts = torch.tensor([own_rows], device="cpu")
+        rows = synchronize(allgather_async(counts, None, process_set))
+        begins = rows[: process_set.rank()].sum(0).tolist()
+        parts = zip(reduced, begins, own_rows)
+        return [grad.narrow(0, begin, own) for grad, begin, own in parts]
+
+    return results, of_gradients
 
 
 def grouped_allgather(
@@ -318,7 +311,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """All ranks' tensors, with gradients: averages of all ranks' gradients."""
-    return list(_Allgather.apply(name, process_set, *tensors))
+    return list(Collective.apply(partial(_gathered, name, process_set), *tensors))
 
 
 _doc = "All ranks' tensors one after the other, with a gradient."
@@ -365,20 +358,6 @@ def broadcast_async_(
 broadcast_ = _waiting(broadcast_async_, "Overwrites a tensor by the root's.")
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> Any:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        reduced = allreduce(grad, op=Average, process_set=ctx.process_set)
-        return reduced if rank() == ctx.root_rank else reduced * 0, None, None, None
-
-
 def broadcast(
     tensor: Tensor,
     root_rank: int,
@@ -386,7 +365,16 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """The root's tensor, with a gradient: the average on the root, zero elsewhere."""
-    return _Broadcast.apply(tensor, root_rank, name, process_set)
+
+    def collective(tensor: Tensor) -> Results:
+        def of_gradient(grad: Tensor) -> list[Tensor]:
+            reduced = allreduce(grad, op=Average, process_set=process_set)
+            return [reduced if rank() == root_rank else reduced * 0]
+
+        return [synchronize(broadcast_async(tensor, root_rank, name, process_set))], of_gradient
+
+    (result,) = Collective.apply(collective, tensor)
+    return result
 
 
 # --- all-to-all -----------------------------------------------------------------------------
@@ -445,28 +433,22 @@ def alltoall_async(
     return _begin(c.ALLTOALL, [own], name, process_set, finish, numbers=numbers)
 
 
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
-    ) -> Any:
-        numbers = splits
-        if splits is None:
-            with telling(c.ALLTOALL, name, process_set):
-                numbers = _splits(tensor, None, process_set)
-            count = process_set.size() or 1
-            numbers = numbers or (tensor.shape[0] // count,) * count
-        rows, received = synchronize(alltoall_async(tensor, numbers, name, process_set))
-        ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
-        ctx.mark_non_differentiable(received)
-        return rows, received
+def _exchanged(splits: Any, name: str | None, process_set: ProcessSet, tensor: Tensor) -> Results:
+    if splits is None:
+        with telling(c.ALLTOALL, name, process_set):
+            splits = _splits(tensor, None, process_set)
+        ranks = process_set.size() or 1
+        splits = splits or (tensor.shape[0] // ranks,) * ranks
+    rows, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    count = tensor.shape[0]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        back, _ = _Alltoall.apply(grad, ctx.received, None, ctx.process_set)
-        if back.shape[0] < ctx.rows:  # rows that were sent to nobody
-            back = torch.cat([back, back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))])
-        return back, None, None, None
+    def of_gradients(grad: Tensor, _: object) -> list[Tensor]:
+        back, _ = Collective.apply(partial(_exchanged, received, None, process_set), grad)
+        if back.shape[0] < count:  # rows that were sent to nobody
+            back = torch.cat([back, back.new_zeros((count - back.shape[0], *back.shape[1:]))])
+        return [back]
+
+    return [rows, received], of_gradients
 
 
 def alltoall(
@@ -477,7 +459,7 @@ def alltoall(
 ) -> Any:
     """The received rows and, where splits are given, how many are whose; with a gradient."""
     membership(process_set)
-    rows, received = _Alltoall.apply(tensor, splits, name, process_set)
+    rows, received = Collective.apply(partial(_exchanged, splits, name, process_set), tensor)
     return rows if splits is None else (rows, received)
 
 
@@ -508,18 +490,16 @@ _doc = "Reduces a tensor, and gives each rank its rows; see :func:`grouped_reduc
 reducescatter_async = _alone(grouped_reducescatter_async, _doc)
 
 
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Any:
-        ctx.more = more
-        return tuple(synchronize(grouped_reducescatter_async(tensors, name, *more)))
+def _scattered(name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Results:
+    results = synchronize(grouped_reducescatter_async(tensors, name, *more))
+    op, process_set, prescale, postscale = more
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        op, process_set, prescale, postscale = ctx.more
+    def of_gradients(*grads: Tensor) -> list[Tensor]:
         factor = prescale * postscale * (process_set.size() if op == Sum else 1)
         scaled = [grad if factor == 1 else grad * factor for grad in grads]
-        return None, None, *grouped_allgather(scaled, process_set=process_set)
+        return grouped_allgather(scaled, process_set=process_set)
+
+    return results, of_gradients
 
 
 def grouped_reducescatter(
@@ -535,7 +515,7 @@ def grouped_reducescatter(
     with telling(c.REDUCESCATTER, name, process_set):
         sent = [compression.compress(tensor) for tensor in tensors]
     more = op, process_set, prescale_factor, postscale_factor
-    results = _Reducescatter.apply(name, more, *(tensor for tensor, _ in sent))
+    results = Collective.apply(partial(_scattered, name, more), *(tensor for tensor, _ in sent))
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 
 

@@ -15,7 +15,7 @@ from fusedpg.hvd.autotune import Tuner, check_autotuning
 MIB = 1 << 20
 
 
-def _read(names: str, default: Any, parse: Callable[[str], Any] = int) -> Any:
+def _read(names: str, default: object, parse: Callable[[str], object] = int) -> Any:
     """The first of several variables that is set and not empty."""
     for name in names.split():
         text = os.environ.get(name, "")

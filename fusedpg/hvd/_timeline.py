@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from fusedpg.hvd import _controller as c
 from fusedpg.hvd._controller import Controller, Key, Response
@@ -126,7 +125,7 @@ class Timeline:
     def _now(self) -> dict[str, int]:
         return {"ts": int((time.perf_counter() - self._began) * 1e6)}
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: dict[str, object]) -> None:
         if not self._file.closed:
             with self._dropped_if_full():
                 # Chrome needs no thread, and no names and arguments at ends; other readers do.

@@ -50,9 +50,9 @@ class State:
     """Values that all ranks must have in common; `save`, `restore` and `sync` say how."""
 
     def __init__(self) -> None:
-        self._callbacks: list[Callable[[], Any]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
-    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Has functions called whenever the ranks have changed, for example to scale a rate."""
         self._callbacks.extend(callbacks)
 
@@ -140,7 +140,7 @@ class _FusedHandler(_Handler):
     """Handles an optimizer with ``fused=True``. Each rank has a slice of its state, so that every
     rank keeps the whole state of the last commit; the first one is that of `sync`."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value, self.saved = value, None
 
     def save(self) -> None:
@@ -185,13 +185,13 @@ class ObjectState(State):
     failure. Attributes that are set later and were not given here belong to the rank.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         self.__dict__["_handlers"] = {
             name: self._kind(value)(value) for name, value in kwargs.items()
         }
         super().__init__()
 
-    def _kind(self, value: Any) -> type[_Handler]:
+    def _kind(self, value: object) -> type[_Handler]:
         return _ObjectHandler
 
     def __getattr__(self, name: str) -> Any:
@@ -200,7 +200,7 @@ class ObjectState(State):
             return handlers[name].value
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in self._handlers:
             super().__setattr__(name, value)
         elif self._kind(value) is type(self._handlers[name]) is _ObjectHandler:
@@ -244,11 +244,11 @@ class TorchState(ObjectState):
         self,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
-    def _kind(self, value: Any) -> type[_Handler]:
+    def _kind(self, value: object) -> type[_Handler]:
         if isinstance(value, torch.nn.Module):
             return _ModelHandler
         if isinstance(value, ElasticSampler):
@@ -329,7 +329,7 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     """
 
     @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
+    def wrapper(state: State, *args: object, **kwargs: object) -> Result:
         changed = skip_sync = False
         while True:
             try:

@@ -33,8 +33,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         synchronize(handle)
 
 
-def _dump(obj: Any) -> Tensor:
-    pickler: Any = pickle
+def _dump(obj: object) -> Tensor:
+    pickler = pickle
     if importlib.util.find_spec("cloudpickle"):  # also takes functions and classes of a script
         pickler = importlib.import_module("cloudpickle")
     buffer = io.BytesIO()
@@ -48,7 +48,7 @@ def _load(tensor: Tensor) -> Any:
 
 
 def broadcast_object(
-    obj: Any,
+    obj: object,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -71,7 +71,7 @@ def broadcast_object(
 
 
 def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: object, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Every rank's object, on all ranks; pickled on the way."""
     name = "object" if name is None else name

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, StateDict
 
 from fusedpg.hvd import _operations as ops
 from fusedpg.hvd._basics import ProcessSet, global_process_set, is_elastic, size, synchronize
@@ -219,7 +219,7 @@ class _Reducing(Optimizer):
         self._hvd_passes = passes
         self._hvd_reset()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self._hvd_reset()
         super().load_state_dict(state_dict)
 
@@ -514,11 +514,11 @@ def _adopted(base: type[Optimizer], optimizer: Optimizer) -> Any:
     return made
 
 
-def _in_graces_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_graces_order(function: Callable[..., object]) -> Callable[..., object]:
     """Takes ``(optimizer, grace, named_parameters, ...)``, too, as GRACE's own function does."""
 
     @functools.wraps(function)
-    def either(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def either(optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
         if args and (is_communicator(args[0]) or isinstance(args[0], Mapping)):
             kwargs["grace"], *rest = args
             return function(optimizer, *rest, **kwargs)

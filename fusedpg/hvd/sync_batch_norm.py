@@ -75,7 +75,7 @@ class _Statistics(torch.autograd.Function):
         return mean.to(kind), variance.to(kind), total
 
     @staticmethod
-    def backward(ctx: Any, mean_grad: Tensor, variance_grad: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, mean_grad: Tensor, variance_grad: Tensor, _: object) -> Any:
         input, mean, total = ctx.saved_tensors
         # Every rank's output depends on these statistics: their gradients add up.
         both = ops.allreduce(torch.stack([mean_grad, variance_grad]).double(), op=ops.Sum) / total

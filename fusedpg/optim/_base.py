@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedpg._refusal import tell, telling
 from fusedpg.functional import _backend
@@ -29,6 +29,7 @@ from fusedpg.optim._modes import (
     reduce_gradients,
 )
 from fusedpg.optim._parameters import laid_out, refuse_sharded
+from fusedpg.optim._state import ParamGroup
 from fusedpg.optim._torch import in_backward, uncompiled
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -69,8 +70,8 @@ class FusedOptimizer(WholeState, Joinable):
 
     def __init__(
         self,
-        params: Any,
-        defaults: dict[str, Any],
+        params: ParamsT,
+        defaults: ParamGroup,
         *,
         ddp: DistributedDataParallel | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -80,13 +81,13 @@ class FusedOptimizer(WholeState, Joinable):
         reduce: str = "mean",
         share_parameters: bool = False,
         comm_hook: CommHook | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         if unknown:
             name = f"{type(self).__qualname__}.__init__()"
             raise TypeError(f"{name} got an unexpected keyword argument {next(iter(unknown))!r}")
         if not isinstance(params, torch.Tensor):
-            params = list(params)
+            params = cast("ParamsT", list(params))
         # The others wait for this rank's parameters, also if its arguments are wrong.
         with telling(process_group or getattr(ddp, "process_group", None), params):
             if reduce not in ("mean", "sum"):
@@ -198,7 +199,7 @@ class FusedOptimizer(WholeState, Joinable):
                 )
         self._mode.leave()
         for param in self._context.parameters():
-            grad: Any = param.grad
+            grad = param.grad
             if isinstance(grad, (ShardedGrad, SpentGrad)):
                 # In manual mode it is this rank's.
                 own = grad.unreduced() if isinstance(grad, ShardedGrad) and not attached else None
@@ -287,7 +288,7 @@ class FusedOptimizer(WholeState, Joinable):
         master: bool,
         first: bool,
         used: torch.Tensor | None,
-        options: dict[str, Any],
+        options: ParamGroup,
     ) -> Any:
         """One operation. ``states`` by key; the moments in the operation's order, then others."""
         position = {number: i for i, number in enumerate(sorted(set(groups)))}
@@ -441,7 +442,7 @@ class FusedOptimizer(WholeState, Joinable):
         return self._context.device()
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> dist.ProcessGroup:
         return self._context.group
 
 
@@ -490,13 +491,13 @@ def documented(text: str, extra: str = "") -> Callable[[_F], _F]:
     return set_doc
 
 
-def defaults_of(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
+def defaults_of(arguments: dict[str, object], **fixed: object) -> dict[str, object]:
     """The defaults of groups: a constructor's ``locals()`` but for what is no option of groups."""
     other = ("self", "__class__", "params", "options")  # __class__: of super()
     return {name: value for name, value in arguments.items() if name not in other} | fixed
 
 
-def check_options(kind: type[Optimizer], options: dict[str, Any], *names: str) -> None:
+def check_options(kind: type[Optimizer], options: ParamGroup, *names: str) -> None:
     """Raises what a class of torch does for some of its arguments, and for NaN."""
     arguments: dict[str, Any] = {name: options[name] for name in names}
     kind([torch.empty(0)], **arguments)

@@ -22,6 +22,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg import _agreement
 from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
@@ -31,6 +32,7 @@ from fusedpg.optim._parameters import add_hook, laid_out
 
 _log = logging.getLogger("fusedpg")
 
+Flags = torch.Tensor | None  # by parameter, whether this rank used it; None: all of them
 CommHook = tuple[Any, Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]]
 
 _ATTRIBUTE = "_fusedpg_bridge"
@@ -110,13 +112,13 @@ def check_hook_group(group: dist.ProcessGroup, modules: dist.ProcessGroup, devic
     """
     size = dist.get_world_size(group)
     ranks = set(dist.get_process_group_ranks(modules))
-    strangers = float(not ranks.issuperset(dist.get_process_group_ranks(group)))
-    most = torch.tensor([size, -size, strangers], device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=modules)
-    if most[0] != -most[1] or most[2]:
+    strangers = not ranks.issuperset(dist.get_process_group_ranks(group))
+    own = torch.tensor([size, int(strangers)], device=device)
+    (least, _), (most, strange) = (row.tolist() for row in _agreement.extremes(own, modules))
+    if least != most or strange:
         raise ValueError(
-            f"process_group of the optimizer: {size} ranks here, {int(-most[1])} to "
-            f"{int(most[0])} elsewhere{', and some of other modules' if most[2] else ''}; with a "
+            f"process_group of the optimizer: {size} ranks here, {least} to "
+            f"{most} elsewhere{', and some of other modules' if strange else ''}; with a "
             "comm_hook the module's ranks are split into groups of equally many"
         )
 
@@ -134,7 +136,7 @@ class Exchange:
         """``gradients`` are those not in the bucket, for hooks that take them."""
         state, function = hook
         self._buffer = buffer
-        self._future: Any = state.take(bucket, gradients) if gradients else function(state, bucket)
+        self._future = state.take(bucket, gradients) if gradients else function(state, bucket)
 
     def wait(self) -> None:
         """Then the bucket has what the hook gives."""
@@ -170,15 +172,15 @@ class BucketOwner:
 
     context: StepContext
 
-    def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Any) -> None:
+    def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Flags) -> None:
         """A bucket in the usual case: plain gradients of this rank."""
         raise NotImplementedError
 
-    def gradients_ready(self, gradients: list[Gradient], used: Any, shadow: bool) -> None:
+    def gradients_ready(self, gradients: list[Gradient], used: Flags, shadow: bool) -> None:
         """A bucket in any other case."""
         raise NotImplementedError
 
-    def combined(self, gradients: list[Gradient], used: Any, work: "Combined") -> None:
+    def combined(self, gradients: list[Gradient], used: Flags, work: "Combined") -> None:
         """A bucket that a hook of the user's combines."""
         raise NotImplementedError
 
@@ -305,7 +307,7 @@ class Bridge:
         bridge.add(mode, params)
         return bridge
 
-    def _state_of_module(self) -> dict[str, Any]:
+    def _state_of_module(self) -> dict[str, object]:
         """The module's state for a copy of it, which has a reducer of its own: without us."""
         ddp = self._ddp()
         assert ddp is not None
@@ -451,7 +453,7 @@ class Bridge:
     # --- DDP's states -------------------------------------------------------------------
 
     @_torch.uncompiled
-    def _before_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
+    def _before_forward(self, ddp: DistributedDataParallel, *_: object) -> None:
         """Without an optimizer DDP gets a reducer without us. Not before a forward that arms it:
         the backward of an earlier one, which nobody may have seen, is still to be reduced."""
         if self._modes or self._watch.armed or not _arms(ddp):
@@ -465,7 +467,7 @@ class Bridge:
                 delattr(ddp, name)
 
     @_torch.uncompiled
-    def _after_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
+    def _after_forward(self, ddp: DistributedDataParallel, *_: object) -> None:
         """Forward has ended: DDP has armed its reducer, or not.
 
         A forward past this hook (``ddp.forward(x)``) leaves us disarmed; then no gradient is
@@ -766,10 +768,7 @@ class Bridge:
         return facts.tolist()
 
     def _all_reduce(
-        self,
-        gradients: list[tuple[torch.Tensor, torch.Tensor]],
-        shadow: bool,
-        group: dist.ProcessGroup,
+        self, gradients: list[tuple[torch.Tensor, torch.Tensor]], shadow: bool, group: Any
     ) -> None:
         """What DDP does without a hook, for parameters of no optimizer of ours."""
         if not gradients:
@@ -879,7 +878,7 @@ def _same_hook(one: CommHook | None, other: CommHook | None) -> bool:
     return one[0] is other[0] and one[1] == other[1]
 
 
-def _used(gradients: list[Gradient], ddp: DistributedDataParallel, device: Any) -> Any:
+def _used(gradients: list[Gradient], ddp: DistributedDataParallel, device: torch.device) -> Flags:
     """Which this rank uses. Otherwise DDP itself insists that every parameter is used."""
     if not (ddp.find_unused_parameters or ddp.static_graph):
         return None

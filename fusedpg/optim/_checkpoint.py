@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import StateDict
 
+from fusedpg import _agreement
 from fusedpg.functional import shard_range
 from fusedpg.optim._slices import SliceTensor, from_full, to_full
-from fusedpg.optim._state import ShardedState
+from fusedpg.optim._state import ParamGroup, ShardedState
 from fusedpg.optim._torch import asked_by_checkpoint
 
 
@@ -34,7 +36,7 @@ class WholeState(ShardedState):
     _consolidated: dict[int, dict[str, Any]] | None
     _consolidated_from: list[tuple[torch.Tensor, int]]
     # What the hook makes of the state dict that torch is building, if not slices.
-    _fill: Callable[[dict[str, Any]], None] | None
+    _fill: Callable[[StateDict], None] | None
 
     def _init_state_dict(self) -> None:
         self._consolidated = None
@@ -43,21 +45,21 @@ class WholeState(ShardedState):
         # The first of the hooks: those of users see what the caller gets.
         self.register_state_dict_post_hook(_fill)
 
-    def _finish_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _finish_state_dict(self, state_dict: StateDict) -> None:
         """Makes what torch has built what the caller gets."""
         if self._fill is None:
             self._to_slices(state_dict, blanks=False)
         else:
             self._fill(state_dict)
 
-    def _build(self, fill: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
+    def _build(self, fill: Callable[[StateDict], None] | None) -> StateDict:
         before, self._fill = self._fill, fill
         try:
             return super().state_dict()
         finally:
             self._fill = before
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The whole state, as ``torch.optim``'s; local.
 
         A rank has it in a group of one, before the first step, and after
@@ -77,7 +79,7 @@ class WholeState(ShardedState):
             return self._gathered(None if asked == "whole" else 0)
         return self._build(self._fill_whole)
 
-    def local_state_dict(self) -> dict[str, Any]:
+    def local_state_dict(self) -> StateDict:
         """This rank's slices, as SliceTensors; local, never a collective.
 
         :meth:`load_state_dict` takes it on the same rank at the same world size, and
@@ -107,7 +109,7 @@ class WholeState(ShardedState):
             self._consolidated = state
             self._consolidated_from = self._versions()
 
-    def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, rank0_only: bool = True) -> StateDict:
         """The whole state, as ``torch.optim``'s ``state_dict()``; collective.
 
         Args:
@@ -116,7 +118,7 @@ class WholeState(ShardedState):
         whole = self._gathered(0 if rank0_only else None)
         return {} if rank0_only and self._context.rank != 0 else whole
 
-    def _gathered(self, to: int | None) -> dict[str, Any]:
+    def _gathered(self, to: int | None) -> StateDict:
         self._context.wait()
         state = self._gather(to)
         return self._build(lambda state_dict: state_dict.update(state=state))
@@ -148,7 +150,7 @@ class WholeState(ShardedState):
         self._consolidated = None
         self._consolidated_from = []
 
-    def _fill_whole(self, state_dict: dict[str, Any]) -> None:
+    def _fill_whole(self, state_dict: StateDict) -> None:
         context = self._context
         context.wait()
         self._check_blanks()
@@ -173,11 +175,11 @@ class WholeState(ShardedState):
 
     # --- what is saved
 
-    def _numbered_parameters(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    def _numbered_parameters(self) -> list[tuple[torch.Tensor, ParamGroup]]:
         """Parameters and their groups, in the order of a state dict's numbers."""
         return [(p, group) for group in self.param_groups for p in group["params"]]
 
-    def _to_slices(self, state_dict: dict[str, Any], blanks: bool) -> None:
+    def _to_slices(self, state_dict: StateDict, blanks: bool) -> None:
         """Says of each slice in a state dict what it is a slice of.
 
         Args:
@@ -210,7 +212,7 @@ class WholeState(ShardedState):
 
     def _gather(
         self, to: int | None, *, cpu: bool = False, copies: bool = True
-    ) -> dict[int, dict[str, Any]]:
+    ) -> dict[int, dict[str, object]]:
         """The whole state by number of the parameter, as torch's optimizer has it; collective.
 
         Args:
@@ -224,7 +226,7 @@ class WholeState(ShardedState):
             if copies:
                 self._check_agreement()
         receives = to is None or self._context.rank == to
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, object]] = {}
         for number, (param, its_group) in enumerate(self._numbered_parameters()):
             if not self.state.get(param) or param in self._blank:
                 continue
@@ -252,10 +254,8 @@ class WholeState(ShardedState):
             for number, (param, _) in enumerate(self._numbered_parameters())
             if param not in self._blank
         ]
-        digest = zlib.crc32(repr([one for one in mine if one[1]]).encode())
-        both = torch.tensor([digest, -digest], device=self._context.device())
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._context.group)
-        if int(both[0]) != -int(both[1]):
+        mine = [one for one in mine if one[1]]
+        if not _agreement.same(mine, self._context.group, self._context.device()):
             raise RuntimeError(
                 "ranks have state of different parameters: self.state must be cleared, and state "
                 "dicts loaded, on all ranks alike"
@@ -264,7 +264,7 @@ class WholeState(ShardedState):
     # --- what is loaded
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a full torch state dict, or one of this class, and never changes it.
 
         Local, not a collective. Values may be whole tensors of the parameter's shape
@@ -293,7 +293,7 @@ class WholeState(ShardedState):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _loaded_groups(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    def _loaded_groups(self, state_dict: StateDict) -> list[ParamGroup]:
         """The parameter groups of a state dict, with our parameters."""
         ours, groups = self.param_groups, copy.deepcopy(state_dict["param_groups"])
         if len(ours) != len(groups):
@@ -315,7 +315,7 @@ class WholeState(ShardedState):
     # The option by which one tells groups of Adam and AdamW, LAMB, and SGD from each other.
     _MARKS = ("amsgrad", "trust_clip", "momentum")
 
-    def _check_kind(self, group: dict[str, Any]) -> None:
+    def _check_kind(self, group: ParamGroup) -> None:
         """Raises for a group of another kind of optimizer, whose state would be misread."""
         mark = next((mark for mark in self._MARKS if mark in self.defaults), None)
         missing = self.defaults.keys() - self._group_defaults.keys() - group.keys()
@@ -326,7 +326,7 @@ class WholeState(ShardedState):
                 f"loaded state dict is not {type(self).__name__}'s: a parameter group {has}"
             )
 
-    def _digest(self, state_dict: dict[str, Any]) -> int:
+    def _digest(self, state_dict: StateDict) -> int:
         """Of the whole tensors in a state dict, of which every rank takes its slices: ranks must
         load the same. 0: there are none, or there is nobody to differ from."""
         found = 0
@@ -344,11 +344,11 @@ class WholeState(ShardedState):
                     found = zlib.crc32(plain.view(torch.uint8).numpy(), found)
         return found
 
-    def _loaded_state(self, state_dict: dict[str, Any]) -> collections.defaultdict[Any, Any]:
+    def _loaded_state(self, state_dict: StateDict) -> collections.defaultdict[object, object]:
         """This rank's part of the state in a state dict, as new tensors."""
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         given = dict(state_dict["state"])
-        state: collections.defaultdict[Any, Any] = collections.defaultdict(dict)
+        state: collections.defaultdict[object, Any] = collections.defaultdict(dict)
         for number, (param, group) in zip(numbers, self._numbered_parameters(), strict=True):
             values = self._loaded(
                 {key: value for key, value in given.pop(number, {}).items() if value is not None}
@@ -395,7 +395,7 @@ class WholeState(ShardedState):
         return value.local() if length else value.local().new_empty(0)
 
 
-def _fill(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def _fill(optimizer: Any, state_dict: StateDict) -> None:
     """The post hook of ``state_dict()``."""
     optimizer._finish_state_dict(state_dict)
 
@@ -458,7 +458,7 @@ def consolidate_in_trainer(kind: type) -> None:
         return
 
     @functools.wraps(save)
-    def consolidate_and_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def consolidate_and_save(self: Any, *args: object, **kwargs: object) -> Any:
         optimizer = self.optimizer
         while not isinstance(optimizer, kind) and hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer  # Accelerate's wrapper

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import StateDict
 
 from fusedpg.optim._base import FusedOptimizer
 from fusedpg.optim.adam import Adam, AdamW
@@ -65,6 +66,6 @@ def fuse(
     return fused
 
 
-def _refuse_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _refuse_loading(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
     # It would make new groups, and schedulers would no longer reach the fused optimizer.
     raise RuntimeError("this optimizer was fused: load into what fusedpg.optim.fuse() returned")

@@ -50,7 +50,7 @@ class StepContext(JoinContext):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
         *,
         share: bool,
@@ -90,7 +90,7 @@ class StepContext(JoinContext):
             self.gradients.changed()
             end_all(in_flight)
 
-    def reduction(self, shadow: bool) -> dict[str, Any]:
+    def reduction(self, shadow: bool) -> dict[str, object]:
         """How operations combine the ranks' gradients."""
         weight, bridge = self.weight, self.bridge
         if weight is None and bridge is not None and bridge.weighted_by_joining():
@@ -100,7 +100,7 @@ class StepContext(JoinContext):
         return {"mean": self.mean, "weight": weight}
 
     def fused_step(
-        self, params: list[torch.Tensor], grads: list[torch.Tensor], **options: Any
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], **options: object
     ) -> list[Callable[[], None]]:
         """Starts the step of some parameters. Returns what ends its operations."""
         optimizer = self._reference() or self.optimizer()  # which raises
@@ -322,7 +322,7 @@ class GradContext:
         return torch.linalg.vector_norm(each, order)
 
 
-def _slices(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
+def _slices(gradients: Sequence[object]) -> list[torch.Tensor] | None:
     """If all of them are reduced."""
     found = load_extension().reduced_slices(list(gradients), ShardedGrad)
     return None if found is None else found[0]
@@ -382,7 +382,7 @@ class _Gradient(torch.Tensor):
 
     @classmethod
     def _standing_for(cls, param: torch.Tensor, context: GradContext) -> Any:
-        self: Any = torch.Tensor._make_wrapper_subclass(
+        self = torch.Tensor._make_wrapper_subclass(
             cls,
             param.shape,
             strides=param.stride(),
@@ -419,7 +419,7 @@ class _Gradient(torch.Tensor):
         return self
 
     @data.setter
-    def data(self, value: Any) -> None:
+    def data(self, value: object) -> None:
         # nn.Module.to() puts back what it has found to be right as it is.
         if value is not self:
             raise RuntimeError(
@@ -428,16 +428,16 @@ class _Gradient(torch.Tensor):
                 "one, change gradients before backward has reduced them, by a hook of the tensor"
             )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         _refuse("copy and pickle")
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         _refuse("__dlpack__")
 
     def share_memory_(self) -> NoReturn:
         _refuse("share_memory_")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -470,7 +470,7 @@ class ShardedGrad(_Gradient):
         self._kept = False
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
     def local(self) -> torch.Tensor:
@@ -580,7 +580,7 @@ def _refuse_ddp() -> NoReturn:
 
 
 def _vector_norm(
-    grad: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    grad: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
     if dim is not None or keepdim:
         _refuse("norm along dimensions")
@@ -598,7 +598,7 @@ def _vector_norm(
     return norm.to(dtype or grad.dtype)
 
 
-def _norm(grad: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+def _norm(grad: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
     return _vector_norm(grad, 2 if p is None else p, dim or None, keepdim)
 
 
@@ -624,14 +624,14 @@ def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Ten
     ]
 
 
-def _announce_change(gradient: ShardedGrad, doing: Doing, value: Any = 0.0) -> None:
+def _announce_change(gradient: ShardedGrad, doing: Doing, value: object = 0.0) -> None:
     """Of one gradient, if others have slices of it and it is still to be applied."""
     owner = gradient.context.joining()
     if owner is not None and gradient.holds_reduced() and not owner.stepped:
         owner.announce(doing, owner.number_of(gradient), value)
 
 
-def _number(func: Callable[..., Any], grad: Any, other: Any) -> Any:
+def _number(func: Callable[..., object], grad: Any, other: object) -> Any:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(func)
     if not isinstance(grad, ShardedGrad):
@@ -662,7 +662,7 @@ def _zero_(grad: Any) -> Any:
     return grad
 
 
-def _foreach_mul_(grads: Any, other: Any) -> None:
+def _foreach_mul_(grads: Any, other: object) -> None:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(torch.Tensor.mul_)
     found = load_extension().reduced_slices(grads, ShardedGrad)
@@ -692,8 +692,8 @@ def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Any
         _announce_change(grad, Doing.MULTIPLY, factor)
 
 
-def _foreach(one: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
-    def apply(grads: Any, other: Any) -> None:
+def _foreach(one: Callable[[object, object], object]) -> Callable[[object, object], None]:
+    def apply(grads: Any, other: object) -> None:
         others = other if isinstance(other, (list, tuple)) else [other] * len(grads)
         for grad, factor in zip(grads, others, strict=True):
             one(grad, factor)
@@ -706,7 +706,7 @@ def _foreach_zero_(grads: Any) -> None:
         _zero_(grad)
 
 
-def _add_(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
+def _add_(grad: Any, other: object, *, alpha: Any = 1) -> Any:
     # Autograd accumulates: a further backward before step(). Anybody may add to what is this
     # rank's gradient alone; of a reduced one, who knows whether all ranks add the same.
     local = isinstance(grad, ShardedGrad) and (not grad.holds_reduced() or in_backward())
@@ -794,7 +794,7 @@ class SpentGrad(_Gradient):
         self: SpentGrad = cls._standing_for(param, context)
         return self
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         super().__init__()
 
     @staticmethod

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from fusedpg import _agreement
 from fusedpg.optim._parameters import ParameterGroups
 
 
@@ -46,7 +47,9 @@ _contexts: weakref.WeakKeyDictionary[Any, list[weakref.ref[JoinContext]]] = (
 class JoinContext(ParameterGroups):
     """What an optimizer knows of a Join, which tells ranks that have joined what it does."""
 
-    def __init__(self, optimizer: Any, group: dist.ProcessGroup, *, share: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, *, share: bool
+    ) -> None:
         super().__init__(optimizer, group, share=share)
         self.stepped = False  # since gradients were reduced for the last time
         self.shadow = False  # a joined rank, which has no data left
@@ -72,8 +75,8 @@ class JoinContext(ParameterGroups):
         doing: Doing,
         param: int = EVERY,
         value: Any = 0.0,
-        scale: Any = None,
-        found_inf: Any = None,
+        scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
     ) -> None:
         """Tells ranks that have joined, if there is a Join, before this rank does it."""
         if self.shadow or self.in_step or not self.joining():
@@ -88,12 +91,9 @@ class JoinContext(ParameterGroups):
 
     def _agreed(self, words: list[float] | None) -> list[float]:
         """What ranks with data do; None: this rank has none."""
-        both = torch.full((2, _WORDS), -math.inf, dtype=torch.float64, device=self.device())
-        if words is not None:
-            both[0] = torch.tensor(words)
-            both[1] = -both[0]
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
-        most, least = both[0].tolist(), (-both[1]).tolist()
+        own = torch.tensor(words or [0.0] * _WORDS, dtype=torch.float64, device=self.device())
+        found = _agreement.extremes(own, self.group, has_some=words is not None)
+        least, most = (row.tolist() for row in found)
         for one, other in zip(most, least, strict=True):
             if one != other and not (math.isnan(one) and math.isnan(other)):
                 names = [Doing(int(words[1])).name.lower() for words in (least, most)]

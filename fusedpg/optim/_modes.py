@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedpg import _agreement
 from fusedpg.optim import _torch
 from fusedpg.optim._bridge import (
     Bridge,
@@ -25,6 +26,7 @@ from fusedpg.optim._bridge import (
     BucketOwner,
     Combined,
     CommHook,
+    Flags,
     Gradient,
     unsynchronised,
 )
@@ -73,7 +75,7 @@ class Mode:
         ``step()`` or in another call of the optimizer's."""
         return 1
 
-    def step(self, scale: Any, found_inf: Any) -> None:
+    def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """All of ``step()`` but its closure."""
 
     def end_before_loading(self) -> None:
@@ -142,7 +144,7 @@ class Manual(Mode):
 
     # --- the step -----------------------------------------------------------------------
 
-    def step(self, scale: Any, found_inf: Any) -> None:
+    def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         if self.context.memory.shared:
             self.context.check_shared()
         if found_inf is not None:
@@ -187,19 +189,17 @@ class Detached(Mode):
 def _found_anywhere(context: StepContext, found_inf: torch.Tensor) -> torch.Tensor:
     """Whether GradScaler has found infinities on any rank. It has looked at this rank's gradients
     alone where they were put in by hand; then the scalers of all ranks have to back off, too."""
-    found = found_inf.detach().reshape(())
-    most = torch.stack([found, -found])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=context.group)
+    least, most = _agreement.extremes(found_inf.detach().reshape(()), context.group)
     flags = _torch.flags_of_scaler()
     for flag in flags:
-        flag.copy_(torch.maximum(flag, most[0].to(flag.device)))
-    if not flags and not context.shadow and bool(most[0] != -most[1]):
+        flag.copy_(torch.maximum(flag, most.to(flag.device)))
+    if not flags and not context.shadow and bool(least != most):
         raise RuntimeError(
             "optimizer.found_inf is set on some ranks and not on others: their gradients were put "
             "in by hand, and looked at before they were reduced. Call "
             "optimizer.reduce_gradients() first, or set it on all ranks"
         )
-    return most[0]
+    return most
 
 
 def _accumulated(context: StepContext, param: torch.Tensor) -> None:
@@ -312,7 +312,9 @@ def _unreduced(
     return (params, grads) if grads else None
 
 
-def _step_on_local(context: StepContext, scale: Any, found_inf: Any) -> None:
+def _step_on_local(
+    context: StepContext, scale: torch.Tensor | None, found_inf: torch.Tensor | None
+) -> None:
     """Everything is one operation."""
     params, grads = _unreduced(context) or ([], [])
     used = [True] * len(params)
@@ -338,7 +340,7 @@ def _local_gradients(
     """This rank's gradients, and which of them it has. Of frozen parameters some rank's count."""
     gradients, used = [], []
     for param in context.parameters():
-        grad: Any = param.grad
+        grad = param.grad
         if not param.requires_grad and param not in frozen:
             continue
         earlier = grad if isinstance(grad, ShardedGrad) else None
@@ -391,7 +393,7 @@ def start_reduction(
 ) -> None:
     """Starts the reduction of some gradients, whatever they are."""
     context.check_layouts([gradient.param for gradient in gradients])
-    work: Any = context.backend.reduce_shards_(
+    work = context.backend.reduce_shards_(
         [gradient.local for gradient in gradients],
         [gradient.output for gradient in gradients],
         used=used,
@@ -455,8 +457,8 @@ def step_on_slices(
     context: StepContext,
     params: list[torch.Tensor],
     slices: list[torch.Tensor],
-    scale: Any,
-    found_inf: Any,
+    scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
 ) -> None:
     """Update and all-gather."""
     if not params:
@@ -489,7 +491,7 @@ def _scalar(value: torch.Tensor) -> torch.Tensor:
 class Sharded(Attached):
     # --- in backward: the bridge's calls ------------------------------------------------
 
-    def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Any) -> None:
+    def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Flags) -> None:
         context = self.context
         context.stepped = False
         extension = context.extension
@@ -538,7 +540,7 @@ class Sharded(Attached):
 
     # --- after it -----------------------------------------------------------------------
 
-    def step(self, scale: Any, found_inf: Any) -> None:
+    def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         if self.context.memory.shared:
             self.context.check_shared()
         self.context.wait()
@@ -570,7 +572,7 @@ class Overlap(Attached):
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         self.updated: set[torch.Tensor] = set()  # in backward, since the last step
-        self.applied: dict[int, dict[str, Any]] = {}  # hyperparameters of that, by group
+        self.applied: dict[int, dict[str, object]] = {}  # hyperparameters of that, by group
         self._idle: set[torch.Tensor] = set()  # of the updated, those that this rank did not use
         self._half_updated = False  # the backward that does it has not ended
         self._spent: dict[torch.Tensor, SpentGrad] = {}
@@ -641,7 +643,7 @@ class Overlap(Attached):
         # A step is local: the next are those of a backward.
         return self.bridge.buckets_left()
 
-    def step(self, scale: Any, found_inf: Any) -> None:
+    def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         if self.context.memory.shared:
             self.context.check_shared()
         if scale is not None or found_inf is not None:
@@ -739,7 +741,7 @@ def _check_unedited(
         )
 
 
-def _hyperparameters(context: StepContext, number: int) -> dict[str, Any]:
+def _hyperparameters(context: StepContext, number: int) -> dict[str, object]:
     """What the step reads of a group. Of tensors which it is and its version: comparing values
     would wait for a GPU."""
     optimizer = context.optimizer()
@@ -769,7 +771,7 @@ class RecomputeGuard:
             return
         this = weakref.ref(self)  # after a backward that has raised nobody calls stop()
 
-        def check(module: nn.Module, inputs: Any) -> None:
+        def check(module: nn.Module, inputs: object) -> None:
             guard = this()
             if guard is not None:
                 guard._check(module)

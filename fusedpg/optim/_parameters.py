@@ -181,7 +181,7 @@ class Parameters:
             self._versions.update((param, param._version) for param in params)
 
 
-def bytes_of(tensors: Iterable[Any]) -> int:
+def bytes_of(tensors: Iterable[object]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
@@ -203,7 +203,9 @@ class ParameterGroups:
     collector alone.
     """
 
-    def __init__(self, optimizer: Any, group: dist.ProcessGroup, *, share: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, *, share: bool
+    ) -> None:
         self._reference: weakref.ref[Any] = weakref.ref(optimizer)
         self.group = group
         self.backend = _backend(group)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.utils._pytree as pytree
+from torch.optim.optimizer import StateDict
 
 __all__ = [
     "Box",
@@ -204,7 +205,7 @@ class SliceTensor(torch.Tensor):
         end = self._offset + self._local.numel()
         return f"elements [{self._offset}, {end}) of {self.numel()}"
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
             f"SliceTensor({self._where()} in memory order, shape={tuple(self.shape)}, "
             f"strides={self.stride()}, local={self._local!r})"
@@ -252,7 +253,7 @@ class SliceTensor(torch.Tensor):
         """Refused, as computing is; see ``local()``."""
         self._refuse("tolist")
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         self._refuse("__dlpack__")
 
     def _check_same_slice(self, other: SliceTensor) -> None:
@@ -279,12 +280,12 @@ class SliceTensor(torch.Tensor):
         """Whether the slice is in shared memory."""
         return self._local.is_shared()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SliceTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> SliceTensor:
         if id(self) not in memo:
             memo[id(self)] = self._with(self._local.clone())
         return cast("SliceTensor", memo[id(self)])
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         local = self._local
         # A tensor is saved with its whole storage, which may be a buffer of many slices.
         if local.device.type != "meta" and local.untyped_storage().nbytes() != local.nbytes:
@@ -441,7 +442,7 @@ def to_full(
     return full
 
 
-def merge_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_state_dicts(state_dicts: Sequence[Mapping[str, object]]) -> StateDict:
     """Merge the local state dicts of all ranks into one that ``torch.optim`` can load.
 
     Args:
@@ -458,7 +459,7 @@ def merge_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any
     """
     if not state_dicts:
         raise ValueError("no state dicts to merge")
-    return cast("dict[str, Any]", _merge("", list(state_dicts)))
+    return cast("StateDict", _merge("", list(state_dicts)))
 
 
 def _merge(path: str, values: list[Any]) -> Any:
@@ -499,11 +500,11 @@ def _merge(path: str, values: list[Any]) -> Any:
     return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
 
 
-def _join(path: str, key: Any) -> str:
+def _join(path: str, key: object) -> str:
     return f"{path}[{key!r}]" if path else str(key)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return type(a) is type(b) and bool(a == b)
     if a.shape != b.shape or a.dtype != b.dtype:

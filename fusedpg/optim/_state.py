@@ -20,6 +20,9 @@ from fusedpg.optim._parameters import bytes_of, refuse_sharded
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
 
+ParamGroup = dict[str, Any]
+"""A group of parameters as torch keeps it: its options, and the parameters as "params"."""
+
 
 def _zeros(length: int, dtype: torch.dtype, number: int, device: torch.device) -> torch.Tensor:
     """A slice of state. Large blocks of memory all begin at the same place of a page; streams that
@@ -57,17 +60,17 @@ class ShardedState(Optimizer):
     _slices: tuple[str, ...]  # names of state slices, with all options
     _late = False  # whether a slice may be made when others are there
     # Of options that state dicts of older versions lack.
-    _group_defaults: ClassVar[dict[str, Any]]
+    _group_defaults: ClassVar[ParamGroup]
 
-    def _state_keys(self, group: dict[str, Any]) -> list[str]:
+    def _state_keys(self, group: ParamGroup) -> list[str]:
         """Names of the state slices, in the order in which the step takes them."""
         raise NotImplementedError
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    def _check_options(self, options: ParamGroup) -> None:
         """Raises what torch.optim does for hyperparameters out of range."""
         raise NotImplementedError
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _hyper(self, group: ParamGroup) -> dict[str, object]:
         """The keyword arguments of ``_C.Hyper``."""
         raise NotImplementedError
 
@@ -77,22 +80,22 @@ class ShardedState(Optimizer):
 
     _counts = True  # whether parameters have a counter of their steps
 
-    def _first_differs(self, group: dict[str, Any]) -> bool:
+    def _first_differs(self, group: ParamGroup) -> bool:
         """Whether the step that finds no state is a special one."""
         return False
 
-    def _loaded(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _loaded(self, values: dict[str, object]) -> dict[str, object]:
         """The state of a parameter from a state dict of torch, or of an older version of ours."""
         return values
 
-    def _is_slice(self, key: str, group: dict[str, Any]) -> bool:
+    def _is_slice(self, key: str, group: ParamGroup) -> bool:
         """Whether a value of a parameter's state is a slice; the others are the same on all
         ranks."""
         return key == "master_param" or key in self._slices
 
     # --- parameters and state ------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         # In manual mode peers wait for this rank's parameters, where they are shared, too.
         waits = self._mode.manual or self._context.memory.shared
         context = self._context
@@ -292,7 +295,7 @@ class ShardedState(Optimizer):
         dist.barrier(group=self._context.group)
         self._context.memory.accept(self._context.parameters())
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self._group_defaults.items():

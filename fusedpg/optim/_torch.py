@@ -65,7 +65,7 @@ def can_remove_hook(ddp: DistributedDataParallel) -> bool:
         "_ddp_init_helper",
         "_comm_hooks",
     )
-    reducer: Any = ddp.reducer
+    reducer = ddp.reducer
     return (
         KNOWN[0] <= minor_release(torch.__version__) <= KNOWN[1]
         and hasattr(reducer, "_get_zeros_like_grad_buckets")
@@ -76,7 +76,7 @@ def can_remove_hook(ddp: DistributedDataParallel) -> bool:
 
 def buckets(ddp: DistributedDataParallel) -> list[Any]:
     """Of its reducer, as GradBuckets of zeros."""
-    found: list[Any] = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)()
+    found: list[object] = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)()
     return found
 
 
@@ -87,7 +87,7 @@ def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
     For the beginning of a forward that arms the reducer, of all ranks: the new one does not know
     of earlier forwards whose backward is still to come.
     """
-    old: Any = ddp.reducer
+    old = ddp.reducer
     # The parameters that it reduces: those that were not frozen when DDP was made.
     reduced = {p for bucket in buckets(ddp) for p in bucket.parameters()}
     required = {p: p.requires_grad for p in ddp.module.parameters()}

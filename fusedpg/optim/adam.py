@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from fusedpg.optim._base import (
     FusedOptimizer,
@@ -13,6 +14,7 @@ from fusedpg.optim._base import (
     defaults_of,
     documented,
 )
+from fusedpg.optim._state import ParamGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class _AdamBase(FusedOptimizer):
     _slices = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     # As torch's.
-    _group_defaults: ClassVar[dict[str, Any]] = {
+    _group_defaults: ClassVar[ParamGroup] = {
         "amsgrad": False,
         "maximize": False,
         "foreach": None,
@@ -31,13 +33,13 @@ class _AdamBase(FusedOptimizer):
         "fused": None,
     }
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    def _check_options(self, options: ParamGroup) -> None:
         check_options(torch.optim.AdamW, options, "lr", "betas", "eps", "weight_decay")
 
-    def _state_keys(self, group: dict[str, Any]) -> list[str]:
+    def _state_keys(self, group: ParamGroup) -> list[str]:
         return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _hyper(self, group: ParamGroup) -> dict[str, object]:
         beta1, beta2 = group["betas"]
         return {
             "lr": group["lr"],
@@ -61,7 +63,7 @@ class Adam(_AdamBase):
     )
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -91,7 +93,7 @@ class AdamW(_AdamBase):
     )
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -109,7 +111,7 @@ class AdamW(_AdamBase):
 
     _op = "fused_adamw_"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         # As torch does: whatever is loaded into AdamW, also of Adam or an older AdamW.
         for group in self.param_groups:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from fusedpg.optim._base import (
     FusedOptimizer,
@@ -13,6 +14,7 @@ from fusedpg.optim._base import (
     defaults_of,
     documented,
 )
+from fusedpg.optim._state import ParamGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,7 +40,7 @@ class LAMB(FusedOptimizer):
     )
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -57,7 +59,7 @@ class LAMB(FusedOptimizer):
 
     _op = "fused_lamb_"
     _slices = ("exp_avg", "exp_avg_sq")
-    _group_defaults: ClassVar[dict[str, Any]] = {
+    _group_defaults: ClassVar[ParamGroup] = {
         "trust_clip": False,
         "always_adapt": False,
         "maximize": False,
@@ -67,16 +69,16 @@ class LAMB(FusedOptimizer):
         "fused": None,
     }
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    def _check_options(self, options: ParamGroup) -> None:
         check_options(torch.optim.AdamW, options, "lr", "betas", "eps", "weight_decay")
 
     def _state_dtype(self, param: torch.Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else torch.float32
 
-    def _state_keys(self, group: dict[str, Any]) -> list[str]:
+    def _state_keys(self, group: ParamGroup) -> list[str]:
         return ["exp_avg", "exp_avg_sq"]
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _hyper(self, group: ParamGroup) -> dict[str, object]:
         beta1, beta2 = group["betas"]
         return {
             "lr": group["lr"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from fusedpg.optim._base import (
     FusedOptimizer,
@@ -13,6 +14,7 @@ from fusedpg.optim._base import (
     defaults_of,
     documented,
 )
+from fusedpg.optim._state import ParamGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,7 +30,7 @@ class SGD(FusedOptimizer):
     )
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -48,7 +50,7 @@ class SGD(FusedOptimizer):
     _slices = ("momentum_buffer",)
     _late = True  # momentum may be turned on later
     _counts = False  # as in torch, the first step is the one that finds no buffer
-    _group_defaults: ClassVar[dict[str, Any]] = {
+    _group_defaults: ClassVar[ParamGroup] = {
         "nesterov": False,
         "maximize": False,
         "foreach": None,
@@ -56,24 +58,24 @@ class SGD(FusedOptimizer):
         "fused": False,
     }
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    def _check_options(self, options: ParamGroup) -> None:
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
         check_options(torch.optim.SGD, options, *names)
 
-    def _first_differs(self, group: dict[str, Any]) -> bool:
+    def _first_differs(self, group: ParamGroup) -> bool:
         # Without dampening a buffer of zeros does the same.
         return bool(group["momentum"]) and bool(group["dampening"])
 
-    def _loaded(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _loaded(self, values: dict[str, Any]) -> dict[str, object]:
         # Older ones of ours counted steps, and had a buffer before the first.
         if float(values.pop("step", 1)) == 0:
             values.pop("momentum_buffer", None)
         return values
 
-    def _state_keys(self, group: dict[str, Any]) -> list[str]:
+    def _state_keys(self, group: ParamGroup) -> list[str]:
         return ["momentum_buffer"] if group["momentum"] else []
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _hyper(self, group: ParamGroup) -> dict[str, object]:
         return {
             "lr": group["lr"],
             "momentum": float(group["momentum"]),

@@ -112,7 +112,7 @@ def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> dict[str, An
     }
 
 
-def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> dict[str, Any]:
+def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> dict[str, object]:
     return {
         "num_layers": layers,
         "encoder_seq_length": 2048,
@@ -125,7 +125,7 @@ def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> dict[str, 
     }
 
 
-def _resnet(blocks: Sequence[int], channels: int, width: int) -> dict[str, Any]:
+def _resnet(blocks: Sequence[int], channels: int, width: int) -> dict[str, object]:
     return {"num_layers": list(blocks), "in_channels": channels, "width_factor": width}
 
 

@@ -169,7 +169,7 @@ class _Lines:
         self._bar.start()
         return self._tell
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def _tell(self, stages: int, trial: int, best: float) -> None:

@@ -40,7 +40,7 @@ class PlanError(ValueError):
     """A plan that no devices can run, or a file that is no plan."""
 
 
-def _agrees(name: str, told: Any, derived: Any) -> bool:
+def _agrees(name: str, told: object, derived: Any) -> bool:
     """Whether what a file says of a key that a plan derives is no contradiction."""
     if name == "checkpoint_activations" and isinstance(told, list) and len(told) == len(derived):
         # A stage may have the flag and recompute no operator, as in the plan of Aceso's README.
@@ -267,7 +267,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as in a file: Aceso's keys, and `schedule`, `virtual_stages`, `predicted`."""
-        result: dict[str, Any] = {
+        result: dict[str, object] = {
             "model_name": self.model_name,
             "model_size": self.model_size,
             **self.model,
@@ -356,5 +356,5 @@ def positive_number(text: str) -> float:
     return value
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

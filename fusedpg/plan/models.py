@@ -54,7 +54,7 @@ class _Layers:
         name: str,
         *inputs: str,
         outputs: tuple[str, ...] = ("",),
-        **fields: Any,
+        **fields: object,
     ) -> Any:
         """The names of the outputs: the operator's number, and its name or the output's."""
         number = len(self.operators)
@@ -129,14 +129,14 @@ class _Layers:
         return self.add(DropoutAdd, "dec-post-MLP-dropout", y, x, **size, p=p)
 
 
-def _sizes(name: str, facts: Callable[..., dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _sizes(name: str, facts: Callable[..., dict[str, object]]) -> dict[str, dict[str, object]]:
     """The sizes of Aceso's experiments, with what its files of plans do not say."""
     return {
         size: facts(**known) for (model, size), known in MODELS_OF_ACESO.items() if model == name
     }
 
 
-def _gpt_facts(**known: Any) -> dict[str, Any]:
+def _gpt_facts(**known: Any) -> dict[str, object]:
     hidden, heads = known["hidden_size"], known["num_attention_heads"]
     more = {"ffn_hidden_size": 4 * hidden, "kv_channels": hidden // heads}
     return {**known, **more, "vocab_size": known.get("vocab_size", 51200), "dropout": 0.1}
@@ -188,7 +188,7 @@ def gpt(size: str, facts: Mapping[str, Any]) -> Model:
     return Model("gpt", size, tuple(layers.operators), data, dict(facts)).check()
 
 
-def _t5_facts(vocab_size: int = 30592, **known: Any) -> dict[str, Any]:
+def _t5_facts(vocab_size: int = 30592, **known: object) -> dict[str, object]:
     return {**known, "vocab_size": vocab_size, "dropout": 0.1}
 
 
@@ -315,7 +315,7 @@ MODELS: dict[str, tuple[Callable[[str, Mapping[str, Any]], Model], dict[str, dic
 }
 
 
-def build(name: str, size: str, **changes: Any) -> Model:
+def build(name: str, size: str, **changes: object) -> Model:
     """A built-in model, or one that a function makes.
 
     Args:
@@ -330,7 +330,7 @@ def build(name: str, size: str, **changes: Any) -> Model:
     if ":" in name:
         module, _, function = name.partition(":")
         try:
-            make: Any = getattr(importlib.import_module(module), function)
+            make = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise PlanError(f"no model {name!r}: {error}") from error
         made: Model = make(size, **changes)
@@ -347,7 +347,7 @@ def build(name: str, size: str, **changes: Any) -> Model:
     return built_in(size, {**sizes[size], **changes})
 
 
-def of_plan(plan: Plan, **changes: Any) -> Model:
+def of_plan(plan: Plan, **changes: object) -> Model:
     """The built-in model that a plan is for; its file says in which facts it differs.
 
     Raises:

@@ -12,17 +12,19 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedpg import _collectives
 from fusedpg.plan.config import PlanError
 from fusedpg.tensor_parallel._epilogue import Place
 from fusedpg.tensor_parallel._sequence import Columns, Rows
 
+Outputs = Tensor | tuple[Tensor, ...]
 Splits = tuple["int | None", ...]
 """For each value the dimension that tensor-parallel ranks share, or None."""
 
@@ -113,7 +115,7 @@ class Operator:
     def buffers(self) -> dict[str, Tensor]:
         return {}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         """The output, or a tuple of outputs."""
         raise NotImplementedError
 
@@ -143,6 +145,10 @@ class Operator:
 class OperatorModule(nn.Module):
     """A rank's part of an operator."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
     def __init__(self, op: Operator, part: Part, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.op, self.part = op, part
@@ -155,82 +161,23 @@ class OperatorModule(nn.Module):
         for name, buffer in op.buffers().items():
             self.register_buffer(name, buffer.to(dtype) if buffer.is_floating_point() else buffer)
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> Outputs:
         return self.op.compute(self, inputs, self.part)
 
 
 # --- collectives of tensor parallelism ----------------------------------------------------
 
 
-class _ForwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=place.group)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-class _BackwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.place.group)
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    """Parts of a dimension to the whole; the gradient of the whole is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, place: Place) -> Tensor:
-        ctx.dim, ctx.place = dim, place
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(place.size)]
-        dist.all_gather(parts, x, group=place.group)
-        return torch.cat(parts, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.chunk(ctx.place.size, ctx.dim)[ctx.place.rank], None, None
-
-
-class _Slice(torch.autograd.Function):
-    """The whole to this rank's part of a dimension; the opposite of `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, place: Place) -> Tensor:
-        ctx.dim, ctx.place = dim, place
-        return x.chunk(place.size, dim)[place.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Gather.forward(ctx, gradient, ctx.dim, ctx.place), None, None
-
-
 def _forward_sum(x: Tensor, part: Part) -> Tensor:
     """The sum over tensor-parallel ranks."""
-    if part.tp_place is None:
-        return x
-    summed: Tensor = _ForwardSum.apply(x, part.tp_place)
-    return summed
+    return x if part.tp_place is None else _collectives.sum_(x, part.tp_place.group)
 
 
 def _backward_sum(x: Tensor, part: Part) -> Tensor:
     """A value that the ranks hold alike and of which each computes a part of the gradient."""
     if part.tp_place is None:
         return x
-    same: Tensor = _BackwardSum.apply(x, part.tp_place)
-    return same
+    return _collectives.sum_gradients([x], part.tp_place.group)[0]
 
 
 def _column(x: Tensor, weight: Tensor, bias: Tensor | None, part: Part) -> Tensor:
@@ -294,7 +241,7 @@ class Embedding(Operator):
             "position": Weight((self.length, self.hidden), std=0.02),
         }
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         tokens = _checked(x[0], self.vocabulary, self.name)
         if part.tp == 1:
             rows = F.embedding(tokens, w.word)
@@ -318,7 +265,7 @@ class LayerNorm(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": Weight((self.hidden,), mean=1.0), "bias": Weight((self.hidden,))}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.layer_norm(x[0], (self.hidden,), w.weight, w.bias)
 
 
@@ -350,7 +297,7 @@ class Linear(Operator):
             "bias": Weight((self.out_features,), split=0 if column else None),
         }
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         product = _column if self._column(part.algo) else _row
         return product(x[0], w.weight, w.bias, part)
 
@@ -389,7 +336,7 @@ class QKV(Operator):
             found[f"{name}_bias"] = Weight((rows,), split=0 if algo == 0 else None)
         return found
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         product = _column if part.algo == 0 else _row
         if self.crossed:
             q = product(x[0], w.q, w.q_bias, part).unflatten(-1, (-1, self.channels))
@@ -412,7 +359,7 @@ class Score(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (2, 2), (1,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         q, k = x
         return q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(self.channels)
 
@@ -435,7 +382,7 @@ class Softmax(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (1,), (1,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         scores = x[0]
         if self.causal:
             scores = scores.masked_fill(_later(self.length, self.memory_length), -math.inf)
@@ -455,7 +402,7 @@ class AttentionDropout(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (1,), (1,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return _dropout(x[0], self.p, part, same=False)
 
 
@@ -472,7 +419,7 @@ class AttentionContext(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (1, 2), (2,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         probabilities, v = x
         return (probabilities @ v.transpose(1, 2)).transpose(1, 2).flatten(2)
 
@@ -488,7 +435,7 @@ class DropoutAdd(Operator):
     def values(self) -> tuple[Value, ...]:
         return (Value((self.length, self.hidden)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return x[1] + _dropout(x[0], self.p, part, same=True)
 
 
@@ -503,7 +450,7 @@ class Gelu(Operator):
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (2,), (2,)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.gelu(x[0])
 
 
@@ -549,7 +496,7 @@ class LanguageLoss(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": Weight((self.vocabulary, self.hidden), split=0, std=0.02)}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         labels = _checked(x[1], self.vocabulary, self.name)
         logits = _column(x[0], w.weight, None, part)
         return _VocabularyCrossEntropy.apply(logits, labels, part).mean(-1)
@@ -558,18 +505,18 @@ class LanguageLoss(Operator):
 # --- convolutional networks: values are whole on every tensor-parallel rank ---------------
 
 
-def _convolve(op: Any, w: Any, x: Tensor, part: Part) -> Tensor:
+def _convolve(op: Convolution | Shortcut, w: OperatorModule, x: Tensor, part: Part) -> Tensor:
     if part.tp_place is None:
         return F.conv2d(x, w.weight, stride=op.stride, padding=op.padding)
     if part.algo == 0:
         x = _backward_sum(x, part)
         y = F.conv2d(x, w.weight, stride=op.stride, padding=op.padding)
-        return _Gather.apply(y, 1, part.tp_place)
-    x = _Slice.apply(x, 1, part.tp_place)
+        return _collectives.gather(y, 1, part.tp_place.group)
+    x = _collectives.scatter(x, 1, part.tp_place.group)
     return _forward_sum(F.conv2d(x, w.weight, stride=op.stride, padding=op.padding), part)
 
 
-def _kernel(op: Any, algo: int) -> Weight:
+def _kernel(op: Convolution | Shortcut, algo: int) -> Weight:
     fan = op.out_channels * op.kernel**2
     shape = (op.out_channels, op.in_channels, op.kernel, op.kernel)
     return Weight(shape, split=algo, std=math.sqrt(2.0 / fan))
@@ -594,7 +541,7 @@ class Convolution(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": _kernel(self, algo)}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return _convolve(self, w, x[0], part)
 
 
@@ -617,25 +564,8 @@ class Shortcut(Operator):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": _kernel(self, algo)} if self.convolves else {}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return x[0] + (_convolve(self, w, x[1], part) if self.convolves else x[1])
-
-
-class _SumOverBatch(torch.autograd.Function):
-    """A sum over data-parallel ranks that each rank uses: so is its gradient's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -657,7 +587,7 @@ class BatchNorm(Operator):
     def buffers(self) -> dict[str, Tensor]:
         return {"mean": torch.zeros(self.channels), "variance": torch.ones(self.channels)}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         y = x[0]
         if not part.training:
             mean, variance = w.mean.to(y.dtype), w.variance.to(y.dtype)
@@ -667,9 +597,9 @@ class BatchNorm(Operator):
         if part.dp_group is None:
             variance, mean = torch.var_mean(y, (0, 2, 3), correction=0)
         else:
-            mean = _SumOverBatch.apply(y.sum((0, 2, 3)), part.dp_group) / count
+            mean = _collectives.sum_both(y.sum((0, 2, 3)), part.dp_group) / count
             deviation = (y - mean.view(1, -1, 1, 1)).square().sum((0, 2, 3))
-            variance = _SumOverBatch.apply(deviation, part.dp_group) / count
+            variance = _collectives.sum_both(deviation, part.dp_group) / count
         if not part.recomputing:
             with torch.no_grad():
                 unbiased = variance * (count / max(count - 1, 1))
@@ -689,7 +619,7 @@ class Relu(Operator):
     def values(self) -> tuple[Value, ...]:
         return (Value((self.channels, self.width, self.width)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.relu(x[0])
 
 
@@ -702,7 +632,7 @@ class MaxPool(Operator):
         width = (self.width + 2 - 3) // 2 + 1
         return (Value((self.channels, width, width)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.max_pool2d(x[0], 3, 2, 1)
 
 
@@ -713,7 +643,7 @@ class AveragePool(Operator):
     def values(self) -> tuple[Value, ...]:
         return (Value((self.channels,)),)
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return x[0].mean((2, 3))
 
 
@@ -732,7 +662,7 @@ class ClassLoss(Operator):
         shape = (self.classes, self.features)
         return {"weight": Weight(shape, std=std), "bias": Weight((self.classes,))}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         labels = _checked(x[1], self.classes, self.name)
         return F.cross_entropy(F.linear(x[0], w.weight, w.bias), labels, reduction="none")
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fusedpg
+from fusedpg import _agreement
 from fusedpg.plan import models
 from fusedpg.plan.config import positive_integer, positive_number
 from fusedpg.plan.database import COLUMNS
@@ -148,7 +149,7 @@ class _Measurement:
         }
 
 
-def _adamw(params: list[nn.Parameter], group: Any, repeats: int) -> float:
+def _adamw(params: list[nn.Parameter], group: dist.ProcessGroup, repeats: int) -> float:
     """Seconds of AdamW's step with the reduction of gradients, the median."""
     if not params:
         return 0.0
@@ -227,12 +228,12 @@ class _Cache:
                 path.write_text("".join(f"{line}\n" for line in lines))
         shared = [lines]
         dist.broadcast_object_list(shared)
-        self.known: dict[str, Any] = {}
-        self.fresh: dict[str, Any] = {}  # not written yet
+        self.known: dict[str, object] = {}
+        self.fresh: dict[str, object] = {}  # not written yet
         for line in shared[0]:
             self.known.update(json.loads(line))
 
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+    def get(self, key: str, measure: Callable[[], object]) -> Any:
         if key not in self.known and key not in self.fresh:
             self.fresh[key] = measure()
         return self.fresh.get(key, self.known.get(key))
@@ -292,8 +293,7 @@ class Profiler:
     def _hosts(self) -> list[int]:
         """The number of each rank's host."""
         local = fusedpg.group_info()["local_ranks"]
-        first: list[Any] = [None] * self.world_size
-        dist.all_gather_object(first, min(local))
+        first = _agreement.by_rank(min(local))
         numbers = {lowest: number for number, lowest in enumerate(dict.fromkeys(first))}
         return [numbers[lowest] for lowest in first]
 
@@ -304,10 +304,9 @@ class Profiler:
         """
         boot = Path("/proc/sys/kernel/random/boot_id")
         mine = boot.read_text() if boot.exists() else self.host[self.rank]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, (mine, os.sched_getaffinity(0)))
+        everyone = _agreement.by_rank((mine, os.sched_getaffinity(0)))
         numbers = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in everyone))}
-        cores: dict[Any, set[int]] = {name: set() for name in numbers}
+        cores: dict[object, set[int]] = {name: set() for name in numbers}
         for name, allowed in everyone:
             cores[name] |= allowed
         fewest = min(len(found) for found in cores.values())
@@ -362,12 +361,12 @@ class Profiler:
                     self._file(name, functools.partial(self._table, samples, tp, algo))
         return skipped
 
-    def _table(self, samples: int, tp: int, algo: int) -> list[Sequence[Any]]:
+    def _table(self, samples: int, tp: int, algo: int) -> list[Sequence[object]]:
         found = {name: self._measured(op, samples, tp, algo) for name, op in self.rows.items()}
         sizes = self._boundaries(samples, tp, algo)
         needed = self._needed(found, algo)
         part = Part(tp=tp, algo=algo)
-        rows: list[Sequence[Any]] = [("op_name", *COLUMNS)]
+        rows: list[Sequence[object]] = [("op_name", *COLUMNS)]
         for name, op in self.rows.items():
             value, way = found[name], min(algo, op.ways - 1)
             weights = sum(
@@ -419,7 +418,7 @@ class Profiler:
             names = ("forward_us", "backward_us", "waiting_us", "step_us")
             return {**{name: _mean(t) * 1e6 for name, t in zip(names, times)}, **run.memory()}
 
-        found: dict[str, Any] = self.cache.get(key, measure)
+        found: dict[str, object] = self.cache.get(key, measure)
         return found
 
     def _boundaries(self, samples: int, tp: int, algo: int) -> dict[str, tuple[float, float]]:
@@ -483,8 +482,8 @@ class Profiler:
         nodes: int,
         sets: Sequence[tuple[int, ...]],
         sizes: Sequence[float],
-    ) -> list[Sequence[Any]]:
-        rows: list[Sequence[Any]] = [("data_size(MB)", "time(ms)")]
+    ) -> list[Sequence[object]]:
+        rows: list[Sequence[object]] = [("data_size(MB)", "time(ms)")]
         for size in sizes:
             measure = functools.partial(self._collective, collective, sets, size)
             time = self.cache.get(repr((collective, count, nodes, size)), measure)
@@ -552,7 +551,7 @@ class Profiler:
 
     def _speeds(
         self, kind: str, pair: tuple[int, int], sizes: Sequence[float]
-    ) -> list[Sequence[Any]]:
+    ) -> list[Sequence[object]]:
         rows: list[list[str]] = [[], [], []]
         for size in sizes:
             measure = functools.partial(self._message, pair, int(size * MB / 4))
@@ -605,9 +604,8 @@ class Profiler:
                 begin, computed = time.perf_counter(), 0.0
                 while here.index(self.rank) < active and computed < PIECE_S:
                     computed += _computed()
-                ended = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-                dist.all_reduce(ended, dist.ReduceOp.MAX)
-                times.append(_mean(computed) * ranks / float(ended))
+                (ended,) = _agreement.largest([time.perf_counter() - begin], None)
+                times.append(_mean(computed) * ranks / ended)
             found.append(statistics.median(times))
         share = others.share()
         # Other processes take this now, and not when the model is trained.
@@ -644,7 +642,7 @@ class Profiler:
             path = self.folder / f"model_{self.stem}.json"
             _replace(path, json.dumps(described, indent=1) + "\n")
 
-    def _file(self, name: str, measure: Callable[[], list[Sequence[Any]]]) -> None:
+    def _file(self, name: str, measure: Callable[[], list[Sequence[object]]]) -> None:
         """Measures and writes a file."""
         rows = self._undisturbed(name, measure)
         if self.rank == 0:
@@ -652,7 +650,7 @@ class Profiler:
             csv.writer(text, lineterminator="\n").writerows(rows)
             _replace(self.folder / name, text.getvalue())
 
-    def _undisturbed(self, name: str, measure: Callable[[], Any]) -> Any:
+    def _undisturbed(self, name: str, measure: Callable[[], object]) -> Any:
         """Measures, and again while other processes take the cores."""
         for _ in range(self.tries):
             others = Others(self.machine)
@@ -684,8 +682,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _collective(
-    collective: str, ranks: tuple[int, ...], rank: int, group: Any, count: int
-) -> Callable[[], Any]:
+    collective: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup, count: int
+) -> Callable[[], object]:
     """The collective as plans use it, of so many elements on each device before it."""
     size = len(ranks)
     count = max(count // size, 1) * size

@@ -138,7 +138,7 @@ def trend(path: Path) -> dict[str, list[tuple[float, float]]]:
 # --- pictures -----------------------------------------------------------------------------
 
 
-def _axes(columns: int) -> tuple[Any, Any]:
+def _axes(columns: int) -> tuple[object, Any]:
     import matplotlib
 
     matplotlib.use("Agg")  # without a screen

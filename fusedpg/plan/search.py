@@ -441,7 +441,7 @@ class Search:
 _worker: tuple[Callable[[], Space], Any] | None = None
 
 
-def _begin(make: Callable[[], Space], events: Any) -> None:
+def _begin(make: Callable[[], Space], events: object) -> None:
     global _worker
     _worker = make, events
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one

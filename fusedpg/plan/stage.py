@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fusedpg import _collectives
 from fusedpg.plan.config import Plan, PlanError
 from fusedpg.plan.layout import Box, Layout, Piece, reshard, within
 from fusedpg.plan.operators import Model, OperatorModule, Part
@@ -130,11 +131,11 @@ class Placement:
 Sent = tuple[Any, Tensor]
 """A message's Work, and the tensor that has to stay until it is done."""
 
-_groups: dict[tuple[int, ...], Any] = {}
-_groups_world: Any = None
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups_world: dist.ProcessGroup | None = None
 
 
-def groups(rank_sets: list[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
+def groups(rank_sets: list[tuple[int, ...]]) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
     """A process group for each set of ranks; a collective. Groups are kept for the next plan."""
     global _groups_world
     world = dist.distributed_c10d._get_default_group()
@@ -235,20 +236,7 @@ class Pending:
     parts: list[tuple[Any, tuple[slice, ...] | None, Tensor]]
 
 
-class _Reshard(torch.autograd.Function):
-    """A change of layout inside of a stage."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move, group: Any) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return exchanged(x, there, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return exchanged(gradient, ctx.back, ctx.group), None, None, None
-
-
-def exchanged(x: Tensor, move: Move, group: Any) -> Tensor:
+def exchanged(x: Tensor, move: Move, group: dist.ProcessGroup | None) -> Tensor:
     """The block that this rank has after a change of layout among the ranks of a group."""
     result = x.new_empty(move.shape)
     if move.own is not None:
@@ -320,7 +308,7 @@ class Stage:
         placement: Placement,
         index: int,
         rank: int,
-        process_groups: Mapping[tuple[int, ...], Any],
+        process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         links: Mapping[tuple[int, bool], Link],
         dtype: torch.dtype,
         seed: int,
@@ -357,9 +345,11 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._later: dict[int, list[Callable[[], None]]] = {}
         self._ahead: dict[tuple[str, int], list[Pending]] = {}
-        self._moves: dict[Any, tuple[Move, Move]] = {}
+        self._moves: dict[object, tuple[Move, Move]] = {}
 
-    def _part(self, number: int, process_groups: Mapping[tuple[int, ...], Any]) -> Part:
+    def _part(
+        self, number: int, process_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+    ) -> Part:
         tp, dp, algo, _ = self.placement.degrees(number)
         d, t = divmod(self.position, tp)
         beside = self.devices[d * tp : (d + 1) * tp]
@@ -464,7 +454,11 @@ class Stage:
                     Move.of(shape, source, wanted, self.rank),
                     Move.of(shape, wanted, source, self.rank),
                 )
-            forms[wanted] = _Reshard.apply(value, *self._moves[key], self.group)
+            there, back = (
+                functools.partial(exchanged, move=move, group=self.group)
+                for move in self._moves[key]
+            )
+            forms[wanted] = _collectives.paired(value, there, back)
         return forms[wanted]
 
     def _recomputed(

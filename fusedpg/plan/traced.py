@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from fusedpg import _fx
 from fusedpg.plan.config import PlanError
-from fusedpg.plan.operators import Model, Operator, Part, Value, Weight
+from fusedpg.plan.operators import Model, Operator, OperatorModule, Outputs, Part, Value, Weight
 
 _NORMS_OF_BATCHES = nn.modules.batchnorm._NormBase
 _RANDOM = ("dropout", "rand", "bernoulli", "normal")
@@ -49,7 +49,7 @@ class TracedOperator(Operator):
         frozen = [(n, p.detach()) for n, p in self.graph.named_parameters() if not p.requires_grad]
         return {_flat(n): t.clone() for n, t in (*frozen, *self.graph.named_buffers())}
 
-    def compute(self, w: Any, x: Sequence[Tensor], part: Part) -> Any:
+    def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         names = [n for n, _ in self.graph.named_parameters()]
         names += [n for n, _ in self.graph.named_buffers()]
         held = {name: getattr(w, _flat(name)) for name in names}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fusedpg
+from fusedpg import _agreement
 from fusedpg.optim._torch import asked_by_checkpoint
 from fusedpg.plan import models
 from fusedpg.plan.config import Plan, PlanError, positive_integer
@@ -334,8 +335,7 @@ def main(arguments: argparse.Namespace) -> int:
                 "times": times,
                 "memory_mb": trainer.memory(next(source)),
             }
-            everything: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everything, measured)
+            everything = _agreement.by_rank(measured)
             if first:
                 found = {"plan": plan.to_json(), "seconds": seconds, "ranks": everything}
                 arguments.measure.write_text(json.dumps(found) + "\n")

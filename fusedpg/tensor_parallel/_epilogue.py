@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fusedpg import _fork
+from fusedpg import _agreement, _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, group_info, shard_range
 from fusedpg.fusion.api import FusedFunction
@@ -37,7 +37,7 @@ _lock = _fork.lock()
 _plans: dict[Any, Direct | None] = {}  # replaced, never emptied: it is read without the lock
 
 
-def _plan(key: Any, function: FusedFunction, world_size: int, **values: Any) -> Direct | None:
+def _plan(key: object, function: FusedFunction, world_size: int, **values: object) -> Direct | None:
     """The compiled program of these shapes and types; None where there is none."""
     global _plans
     with _lock:
@@ -60,8 +60,8 @@ class Place:
         self.size = dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this rank is not in the group")
-        self.backend: Any = None  # ProcessGroupFused for CPU tensors
-        self._eager: set[Any] = set()  # programs that a rank has no function for
+        self.backend = None  # ProcessGroupFused for CPU tensors
+        self._eager: set[object] = set()  # programs that a rank has no function for
         try:
             backend = _backend(self.group)
         except ValueError:
@@ -80,9 +80,8 @@ class Place:
             return True
         cores = len(os.sched_getaffinity(0)) // max(here, 1)
         # Ranks may have other numbers of threads, too.
-        least = torch.tensor([float(cores - torch.get_num_threads())])
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(least.item() > 0)
+        (lacking,) = _agreement.largest([torch.get_num_threads() - cores], self.group)
+        return lacking < 0
 
     def beside(self, x: torch.Tensor, overlap: bool | None) -> bool:
         """Whether own rows are multiplied while those of others arrive; all ranks ask alike."""
@@ -115,7 +114,7 @@ class Place:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
         scatters: bool,
-    ) -> tuple[Any, Direct | None]:
+    ) -> tuple[object, Direct | None]:
         """The program with dropout, and its key; None for what does not run as generated code."""
         key = (
             self.size,
@@ -130,7 +129,7 @@ class Place:
         plans = _plans
         if key in plans:
             return key, plans[key]
-        values: dict[str, Any] = {"x": torch.empty(product_shape, dtype=dtype, device="meta")}
+        values: dict[str, object] = {"x": torch.empty(product_shape, dtype=dtype, device="meta")}
         values["bias"] = None if bias is None else bias.to("meta")
         values |= {"p": 0.5, "seed": 0}
         function = programs.part_at_once if scatters else programs.whole_at_once
@@ -259,7 +258,7 @@ class Place:
         """Rows are summed while the next are multiplied; None where that cannot be."""
         features = weight.shape[0]
         pieces = list((blocks or Blocks(1, 1, x.shape[0])).pieces(chunks))
-        found: dict[int, tuple[Any, Direct | None]] = {}
+        found: dict[int, tuple[object, Direct | None]] = {}
         if p:
             if not self._compiles(x):
                 return None

@@ -99,10 +99,10 @@ class ParallelLinear(nn.Linear):
     def from_linear(
         cls: type[_Linear],
         linear: nn.Linear,
-        *args: Any,
+        *args: object,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         src_data_rank: int | None = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> _Linear:
         """The layer with the whole weights of a Linear, which stays as it is: nothing is shared.
 
@@ -124,7 +124,7 @@ class ParallelLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A process group can be neither copied nor pickled; the mesh knows it.
         return {**self.__dict__, "_where": None}
 
@@ -134,7 +134,7 @@ class ParallelLinear(nn.Linear):
             self._where = Place(self._mesh.get_group())
         return self._where
 
-    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+    def _uncompiled(self, *args: object, **kwargs: object) -> Any:
         """`forward`, which torch.compile cannot trace."""
         from fusedpg.tensor_parallel._uncompiled import uncompiled
 

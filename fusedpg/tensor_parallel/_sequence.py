@@ -7,7 +7,6 @@ weight; those of a row-parallel product are summed for their owner alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
+from fusedpg import _collectives
 from fusedpg.tensor_parallel._blocks import (
     Blocks,
     Gathering,
@@ -171,28 +171,6 @@ class Rows(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, given, *(None,) * 5
 
 
-class _OfAllRows(torch.autograd.Function):
-    """Parameters that every rank applies to rows of its own: their gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
-        ctx.group = group
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        sums: list[torch.Tensor] = [gradient.contiguous() for gradient in gradients]
-        for kind in dict.fromkeys(gradient.dtype for gradient in sums):
-            places = [n for n, gradient in enumerate(sums) if gradient.dtype == kind]
-            flat = torch.cat([sums[n].reshape(-1) for n in places])
-            dist.all_reduce(flat, group=ctx.group)
-            parts = flat.split([sums[n].numel() for n in places])
-            for n, part in zip(places, parts, strict=True):
-                sums[n] = part.view(sums[n].shape)
-        return None, *sums
-
-
 def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
     """The norm of this rank's rows; its parameters' gradients are summed over the ranks.
 
@@ -212,7 +190,7 @@ def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
     wanting = [name for name, parameter in named.items() if parameter.requires_grad]
     if place.size == 1 or not wanting or not torch.is_grad_enabled():
         return norm(y)
-    summed: Sequence[torch.Tensor] = _OfAllRows.apply(place.group, *(named[n] for n in wanting))
+    summed = _collectives.sum_gradients([named[n] for n in wanting], place.group)
     return functional_call(norm, dict(zip(wanting, summed)), (y,))
 
 

@@ -9,5 +9,5 @@ import torch
 
 
 @torch.compiler.disable(reason="a layer of fusedpg.tensor_parallel calls its group by itself")
-def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def uncompiled(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
     return function(*args, **kwargs)

@@ -43,6 +43,7 @@ CAPABILITIES = {
         "test_p2p.py",
         "test_numerics.py",
         "test_calls.py",
+        "test_agreement.py",
         "test_operations.py",
         "test_golden.py",
         "test_c10d_suite.py",

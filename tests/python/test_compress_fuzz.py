@@ -335,7 +335,7 @@ def test_states_share_a_group_and_a_thread(backend: str) -> None:
 def test_ranks_that_differ(what: str, world_size: int) -> None:
     """Their payloads may have the same sizes, and mean something else."""
     for error in harness.pool(world_size).errors(foe.disagree, what):
-        assert f"has {what} " in error.text, error.text
+        assert all(f"rank {r} has {what} " in error.text for r in (0, 1)), error.text
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -343,7 +343,7 @@ def test_ranks_that_differ(what: str, world_size: int) -> None:
 def test_ranks_that_load_what_differs(what: str, world_size: int) -> None:
     """They would draw other elements, and take each other's for their own."""
     for error in harness.pool(world_size).errors(foe.disagree_later, what):
-        assert f"has {what} " in error.text, error.text
+        assert all(f"rank {r} has {what} " in error.text for r in (0, 1)), error.text
 
 
 @pytest.mark.parametrize("backend", ["fused", "gloo"])
@@ -362,7 +362,7 @@ def test_ranks_that_differ_later(params: Any, part: str, what: str, backend: str
     """One rank's learning rate or share changes, or is forgotten to be changed."""
     workers = harness.pool(3, backend=backend)
     for error in workers.errors(foe.differ_later, params, part, what):
-        assert f"has {part} " in error.text, error.text
+        assert all(f"rank {r} has {part} " in error.text for r in (0, 2)), error.text
         assert f"{what}=" in error.text, error.text
 
 

@@ -203,6 +203,93 @@ def test_gradients(context: Context) -> None:
         assert x.grad is not None and x.grad[:, 0].tolist() == want
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_ranks(2, 3)
+def test_gradients_of_gradients(context: Context, compiled: bool) -> None:
+    """Second gradients are those of the operations that the first ones are made of."""
+    rank, size = context.rank, context.world_size
+    split = torch.ones(size, dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "sum": lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0),
+        "gather": hvd.allgather,
+        "broadcast": lambda x: hvd.broadcast(x, root_rank=1),
+        "exchange": lambda x: hvd.alltoall(x, split)[0],
+        "scatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=3.0),
+    }
+
+    def model(call: Any, x: torch.Tensor) -> torch.Tensor:
+        return (call(x * x) ** 2).sum()
+
+    # What follows from a direction v: the derivative of every rank's first gradient.
+    with session():
+        for name, call in calls.items():
+            rows = size + 1 if name == "exchange" else 2 * size
+            x = of_rank(rank, (rows, 2), torch.float64, 3).requires_grad_()
+            v = of_rank(rank, (rows, 2), torch.float64, 5)
+            loss = torch.compile(model, backend="eager")(call, x) if compiled else model(call, x)
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            (second,) = torch.autograd.grad((first * v).sum(), x)
+            want = _by_hand(name, x.detach(), v)
+            for found, wanted in zip((first.detach(), second), want, strict=True):
+                torch.testing.assert_close(found, wanted, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _by_hand(name: str, x: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first gradient of `sum(f(x * x) ** 2)`, and that of its product with `v`.
+
+    With y = x * x and B for the operation's backward, linear in the gradient 2 f(y): the first is
+    2 x B(2 f(y)). The second is 2 v B(2 f(y)) + 2 x F'(2 B'(2 x v)), where B' is B's backward, and
+    F' is f's.
+    """
+    rank, size = hvd.rank(), hvd.size()
+
+    def total(t: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce(t, op=hvd.Sum)
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        rows = len(t) // size
+        return t[rank * rows : (rank + 1) * rows]
+
+    def padded(t: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros(len(t) * size, *t.shape[1:], dtype=t.dtype)
+        own(whole).copy_(t)
+        return whole
+
+    root = float(rank == 1)
+    splits = [*[1] * size]
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        return hvd.alltoall(t[:size].contiguous(), torch.tensor(splits, dtype=torch.int32))[0]
+
+    def rest(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t, t.new_zeros(1, *t.shape[1:])])
+
+    # By operation: f, its backward B, and B's backward.
+    functions: dict[str, tuple[Any, Any, Any]] = {
+        "sum": (lambda t: 2 * total(t),) * 3,
+        "gather": (
+            lambda t: total(padded(t)),
+            lambda t: own(total(t)) / size,
+            lambda t: total(padded(t)) / size,
+        ),
+        "broadcast": (
+            lambda t: total(root * t),
+            lambda t: root * total(t) / size,
+            lambda t: total(root * t) / size,
+        ),
+        "exchange": (moved, lambda t: rest(moved(t)), moved),
+        "scatter": (
+            lambda t: own(3 * total(t)),
+            lambda t: total(padded(3 * size * t)),
+            lambda t: own(total(t)) * 3,
+        ),
+    }
+    there, back, backward_of_back = functions[name]
+    with torch.no_grad():
+        given = back(2 * there(x * x))
+        return 2 * x * given, 2 * v * given + 2 * x * back(2 * backward_of_back(2 * x * v))
+
+
 # --- the controller -------------------------------------------------------------------------
 
 

@@ -94,6 +94,29 @@ def test_numbers_of_gloo(context: Context, mode: str, several: bool) -> None:
 
 
 @on_ranks(2)
+def test_factors_are_exact_on_ranks_that_have_joined(context: Context) -> None:
+    """One that float32 does not hold, for gradients in float64."""
+    results = []
+    for group in (dist.new_group(backend="gloo"), None):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 3, dtype=torch.float64)
+        net: Any = DistributedDataParallel(model, process_group=group)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        if group is None:
+            optimizer = fusedpg.optim.SGD(model.parameters(), lr=1.0, ddp=net)
+        with Join([net, *([optimizer] if group is None else [])]):
+            for _ in range(1 + context.rank):
+                optimizer.zero_grad()
+                net(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
+                for p in model.parameters():
+                    p.grad.mul_(0.1)
+                optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+@on_ranks(2)
 def test_ranks_that_do_different_things(context: Context) -> None:
     """Both ranks hear of it, and the group goes on."""
     model = nn.Linear(4, 4)

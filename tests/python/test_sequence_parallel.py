@@ -14,6 +14,8 @@ import fusedpg
 import harness
 from checks import sequence as checks
 from checks.refused import refused
+from fusedpg.tensor_parallel._epilogue import Place
+from fusedpg.tensor_parallel._sequence import normed
 
 SIZES = [2, harness.slow(1), harness.slow(3)]
 
@@ -47,6 +49,16 @@ def test_masks(world_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 def test_norms(world_size: int) -> None:
     harness.pool(world_size).run(checks.norms)
+
+
+@harness.on_ranks(2)
+def test_gradients_of_gradients_are_refused(context: harness.Context) -> None:
+    """A norm's gradients are summed by an operation without a gradient."""
+    norm, x = torch.nn.LayerNorm(4), torch.randn(3, 4, requires_grad=True)
+    y = normed(norm, x, Place(None), 0)
+    (first,) = torch.autograd.grad((y**2).sum(), norm.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, harness.slow(torch.float64)], ids=str)

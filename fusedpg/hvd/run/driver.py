@@ -449,7 +449,7 @@ class Driver:
                 newcomer = worker.generation < 0
                 self._answer(worker, {"leave": True} if newcomer else {"ended": reason})
 
-    def _answer(self, worker: Worker, place: Mapping[str, Any]) -> None:
+    def _answer(self, worker: Worker, place: Mapping[str, object]) -> None:
         self._control.set(_membership.place_key(worker.number, worker.meeting), json.dumps(place))
         worker.meeting += 1
         worker.waiting = False
@@ -541,7 +541,7 @@ class Driver:
             self._lost_at = None
             self._stores.clear()
 
-    def _places(self, workers: list[Worker]) -> list[tuple[Worker, dict[str, Any]]]:
+    def _places(self, workers: list[Worker]) -> list[tuple[Worker, dict[str, object]]]:
         """Ranks: hosts one after another; the first worker has the state, if anybody has."""
 
         def age(worker: Worker) -> tuple[bool, int]:

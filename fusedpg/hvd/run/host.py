@@ -45,7 +45,7 @@ class Host:
         os.set_blocking(self.input.fileno(), False)
         os.set_blocking(self.output.fileno(), False)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Queues a message: `flush` sends it when the agent reads."""
         self._pending += json.dumps(message).encode() + b"\n"
 
@@ -62,7 +62,7 @@ class Host:
 
     def read(self) -> list[dict[str, Any]] | None:
         """The messages of the agent since then; None if it is gone."""
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, object]] = []
         while True:
             try:
                 data = os.read(self.output.fileno(), 1 << 16)
@@ -74,7 +74,7 @@ class Host:
             self._buffer = bytearray(rest)
             messages += [message for message in map(self._parse, lines) if message]
 
-    def _parse(self, line: bytes) -> dict[str, Any]:
+    def _parse(self, line: bytes) -> dict[str, object]:
         try:
             return dict(json.loads(line))
         except (ValueError, TypeError):

@@ -24,12 +24,12 @@ Runs a program on several ranks, with horovodrun's flags:
 """
 
 
-def _flag(value: Any) -> str:
+def _flag(value: object) -> str:
     return "1" if value else "0"
 
 
-def _not_negative(kind: Callable[[Any], Any]) -> Callable[[Any], str]:
-    def convert(value: Any) -> str:
+def _not_negative(kind: Callable[[Any], Any]) -> Callable[[object], str]:
+    def convert(value: object) -> str:
         number = kind(value)
         if number < 0:
             raise ValueError(f"must be >= 0, not {value}")
@@ -38,7 +38,7 @@ def _not_negative(kind: Callable[[Any], Any]) -> Callable[[Any], str]:
     return convert
 
 
-def _mebibytes(value: Any) -> str:
+def _mebibytes(value: object) -> str:
     return str(int(float(_not_negative(float)(value)) * (1 << 20)))
 
 
@@ -48,7 +48,7 @@ def _share(value: Any) -> str:
     return str(float(value))
 
 
-def _level(value: Any) -> str:
+def _level(value: object) -> str:
     levels = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
     if str(value).upper() not in levels:
         raise ValueError(f"must be one of {', '.join(levels)}, not {value}")
@@ -273,7 +273,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected sections with names and values")
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for section, body in content.items():
         if isinstance(body, dict):
             values.update({f"{section}.{name}": value for name, value in body.items()})
@@ -287,7 +287,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _variables(
-    args: argparse.Namespace, config: Mapping[str, Any], environ: Mapping[str, str]
+    args: argparse.Namespace, config: Mapping[str, object], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Flags come before environment variables, and these before the file."""
     result = {}

@@ -19,9 +19,9 @@ import fusedpg
 from checks import fusion as checks
 from checks.fusion import Case
 from checks.refused import refused
-from fusedpg import fusion
-from fusedpg.fusion import agreed, compiled
+from fusedpg import _agreement, fusion
 from fusedpg.fusion import compile as compiling
+from fusedpg.fusion import compiled
 from fusedpg.fusion.ir import Program
 from harness import Context
 
@@ -57,7 +57,7 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
 
 def forget_answers() -> None:
     """As if this rank had never asked; plans keep the answers, too."""
-    for of_group in agreed._known.values():
+    for of_group in _agreement._answers.values():
         for answer in of_group.values():
             answer.all_have_it = None
 
