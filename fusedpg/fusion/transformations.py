@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Collection
 from typing import NoReturn
 
 from fusedpg.fusion.errors import FusionError, IllegalTransformation
@@ -221,6 +222,34 @@ class Moved:
                     node, op="all_gather", operands=(part,), name=name, attributes=()
                 )
         return self._new[node]
+
+
+class Gathered(Moved):
+    """A program in which values that are gathered explicitly are computed on slices.
+
+    As written they are Replicate, because a Shard operand beside a Replicate one is gathered.
+    """
+
+    def __init__(
+        self, program: Program, gathers: frozenset[Node], explicit: Collection[Node]
+    ) -> None:
+        """`gathers`: those of such operands. `explicit`: those that the user wrote."""
+        super().__init__(program, gathers)
+        self._explicit = explicit
+        self.whole: list[Node] = []  # explicit ones of values that no slices lead to
+
+    def _visit(self, node: Node) -> None:
+        if node not in self._explicit:
+            super()._visit(node)
+            return
+        (x,) = node.operands
+        if x not in self._slices:
+            self.whole.append(node)
+            self._new[node] = node
+            return
+        if x not in self._new:  # else the value has been gathered for another use
+            self._new[x] = dataclasses.replace(node, operands=(self._slices[x],))
+        self._new[node] = self._new[x]
 
 
 def _slices(node: Node, value: Node) -> bool:
