@@ -42,7 +42,8 @@ class Schedule:
             IllegalTransformation: by the first that does not fit.
         """
         program = self.source
-        for transformation in self.transformations:
+        # What an overlap is of is decided by all others.
+        for transformation in sorted(self.transformations, key=lambda t: isinstance(t, Overlap)):
             program = transformation.apply(program)
         return program
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fusedpg
+from checks.compiled import compiles, done, environment, forget
 from checks.fusion import assert_same, shard
+from fusedpg import fusion
 from fusedpg.fusion import (
     FuseCollective,
     IllegalProgram,
+    Overlap,
     Partial,
+    Reorder,
     Replicate,
     Shard,
+    Split,
     all_gather,
+    all_reduce,
     dropout,
     reduce_scatter,
 )
 from harness import Context
 
 B1, B2, EPS, DECAY = 0.9, 0.99, 1e-6, 0.01
-BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
 @fusedpg.fuse
@@ -64,10 +72,21 @@ def lamb_of_one_process(w: Any, g: Any, m: Any, v: Any, lr: float, t: int) -> An
     w.sub_(lr * (w.norm() / update.norm()) * update)
 
 
+def both(context: Context, name: str, *args: Any) -> Any:
+    """A check of this module operation by operation, and with generated code."""
+    globals()[name](context, *args)
+    return generated(context, name, *args)
+
+
+def generated(context: Context, name: str, *args: Any) -> Any:
+    with compiles(context):
+        return globals()[name](context, *args)
+
+
 def draws(seed: int) -> Callable[..., torch.Tensor]:
     """Numbers that are alike on all ranks."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, what: Any, bound: float = 0.0) -> None:
@@ -158,7 +177,7 @@ def whole_state(context: Context, shape: tuple[int, ...]) -> None:
 
 
 @fusedpg.fuse
-def layer(x: fusedpg.fusion.Shard(2), w: fusedpg.fusion.Shard(0), b, r, p: float, seed: int):
+def layer(x: fusion.Shard(2), w: fusion.Shard(0), b, r, p: float, seed: int):
     return all_gather(dropout(reduce_scatter(x @ w) + b, p, seed) + r)
 
 
@@ -259,7 +278,7 @@ def other_shapes(context: Context, shape: tuple[int, int]) -> None:
     draw = draws(6)
     gradients = [draw(*shape).float() for _ in range(size)]
     w, row, column = (draw(*s).float() for s in (shape, shape[1:], (shape[0], 1)))
-    one, nothing = draw(1, 1).float(), draw(()).float()
+    one, nothing = draw(1, 1).float(), draw().float()
     s = torch.stack(gradients).double().sum(0)
     wide = [x.double() for x in (w, row, column, one, nothing)]
     w64, row64, column64, one64, nothing64 = wide
@@ -318,3 +337,178 @@ def one_operation(context: Context) -> None:
             assert group.kind == "collective"
             assert {node.op for node in set(program.nodes) - group.nodes} <= {"input", "constant"}
     assert size >= 1
+
+
+# --- a product, and the fused collective behind it, chunk by chunk --------------------------------
+
+
+@fusedpg.fuse
+def block(x: fusion.Shard(2), w: fusion.Shard(0), b, r, p: float, seed: int):
+    return r + dropout(all_reduce(x @ w) + b, p, seed)
+
+
+def orders(chunks: int) -> list[Any]:
+    """The same schedule with Overlap at each place, of both forms of the layer."""
+    ways = [[Split(), Reorder(), FuseCollective()] for _ in range(4)]
+    for place, way in enumerate(ways):
+        way.insert(place, Overlap(chunks=chunks))
+    ways[0][0] = Overlap("all_reduce", chunks=chunks)
+    found = [block.scheduled(*way) for way in ways]
+    found.append(layer.scheduled(FuseCollective(), Overlap(chunks=chunks)))
+    found.append(layer.scheduled(Overlap(chunks=chunks), FuseCollective()))
+    return found
+
+
+def overlapped(context: Context, rows: int, chunks: int, dtype: torch.dtype) -> None:
+    """Against one process, and the mask against the layer in one piece."""
+    size, rank = context.world_size, context.rank
+    draw = draws(7)
+    x, w = draw(2, rows, 8 * size).to(dtype), (draw(8 * size, 24) / 8).to(dtype)
+    b, r = draw(24).to(dtype), draw(2, rows, 24).to(dtype)
+    mine = x.chunk(size, 2)[rank].contiguous(), w.chunk(size, 0)[rank].contiguous()
+    total = x.double() @ w.double() + b.double()
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 6e-2)
+    kept = block.scheduled()(*mine, b, r, 0.5, 7) != r
+    for run in orders(chunks):
+        assert f"overlap in {chunks} chunks:" in str(run.schedule(*mine, b, r, 0.5, 7))
+        for p in (0.0, 0.5):
+            mask = kept if p else torch.ones_like(kept)
+            before = done()
+            y = run(*mine, b, r, p, 7)
+            assert done() == before + chunks
+            if dtype != torch.bfloat16:
+                assert torch.equal(y != r, mask)
+            expected = torch.where(mask, total / (1 - p), 0.0) + r.double()
+            close(y, expected, (run, rows, chunks, p), bound)
+            assert_same(context, y)
+        pending = run(*mine, b, r, 0.5, 7, async_op=True)
+        assert torch.equal(pending.wait(), y)
+        target = r.clone()
+        run.into((target,), *mine, b, target, 0.5, 7)
+        assert torch.equal(target, y)
+        again = run(*mine, b, r, 0.5, 7, group=context.oracle)  # without chunks
+        close(again, expected, (run, "gloo"), bound)
+
+
+@fusedpg.fuse
+def many_shapes(x: fusion.Shard(2), w: fusion.Shard(0), o: Replicate, scale: float):
+    """`o` is broadcast to the product."""
+    y = reduce_scatter(x @ w, "mean")
+    return all_gather(torch.where(y > o, y * o, scale - o)), all_gather(y - o)
+
+
+def overlapped_shapes(context: Context) -> None:
+    """Operands of all shapes that can be broadcast, in chunks of unequal numbers of rows."""
+    size, rank = context.world_size, context.rank
+    draw = draws(8)
+    x, w = draw(3, 5, 4 * size), draw(4 * size, 6) / 4
+    mine = x.chunk(size, 2)[rank].contiguous(), w.chunk(size, 0)[rank].contiguous()
+    y = x @ w / size
+    shapes = [(), (1,), (6,), (1, 1), (5, 1), (5, 6), (1, 6), (1, 1, 1), (3, 1, 1), (1, 5, 1)]
+    shapes += [(1, 1, 6), (3, 5, 1), (3, 1, 6), (1, 5, 6), (3, 5, 6)]
+    for shape in shapes:
+        o = draw(*shape)
+        for chunks in (2, 4, 15):
+            run = many_shapes.scheduled(FuseCollective(), Overlap(chunks=chunks))
+            before = done()
+            first, second = run(*mine, o, 0.5)
+            assert done() == before + chunks, shape
+            close(first, torch.where(y > o, y * o, 0.5 - o), (shape, chunks))
+            close(second, y - o, (shape, chunks))
+        strided = o.transpose(0, -1).contiguous().transpose(0, -1) if o.dim() else o
+        run = many_shapes.scheduled(FuseCollective(), Overlap(chunks=4))
+        close(run(*mine, strided, 0.5)[1], y - o, shape)
+
+
+def overlapped_gradients(context: Context) -> None:
+    """The backward of a layer that runs in chunks."""
+    size, rank = context.world_size, context.rank
+    draw = draws(9)
+    x, w = draw(2, 6, 4 * size), draw(4 * size, 5)
+    b, r, seen = draw(5), draw(2, 6, 5), draw(2, 6, 5)
+    whole = [t.clone().requires_grad_() for t in (x, w, b, r)]
+    (((whole[0] @ whole[1]) + whole[2] + whole[3]) * seen).sum().backward()
+    mine = [x.chunk(size, 2)[rank].clone(), w.chunk(size, 0)[rank].clone(), b.clone(), r.clone()]
+    for t in mine:
+        t.requires_grad_()
+    run = block.scheduled(Split(), Reorder(), FuseCollective(), Overlap(chunks=3))
+    (run(*mine, 0.0, 7) * seen).sum().backward()
+    wanted = [t.grad for t in whole]
+    wanted[:2] = [wanted[0].chunk(size, 2)[rank], wanted[1].chunk(size, 0)[rank]]
+    for got, want in zip(mine, wanted):
+        close(got.grad, want, "gradient")
+
+
+@fusedpg.fuse
+def beside(x: fusion.Shard(2), w: fusion.Shard(0), b, number: float):
+    return all_gather(reduce_scatter(x @ w) + b), number * b
+
+
+def overlapped_differently(context: Context) -> None:
+    """Ranks with other numbers, or another schedule: all raise, and go on."""
+    size, rank = context.world_size, context.rank
+    x, w, b, r = torch.ones(2, 6, 4), torch.ones(4, 5), torch.ones(5), torch.ones(2, 6, 5)
+    run = block.scheduled(Split(), Reorder(), FuseCollective(), Overlap(chunks=3))
+    expected = run(x, w, b, r, 0.5, 7)
+    odd = rank == size - 1
+    other = block.scheduled(Split(), Reorder(), FuseCollective(), Overlap(chunks=4))
+    for wrong, numbers in ((run, (0.5, 8) if odd else (0.5, 7)), (other if odd else run, (0.5, 7))):
+        try:
+            wrong(x, w, b, r, *numbers)
+        except dist.DistBackendError as error:
+            assert "ranks disagree" in str(error), error
+        else:
+            assert size == 1
+        assert torch.equal(run(x, w, b, r, 0.5, 7), expected)
+    # A number that chunks do not take.
+    run = beside.scheduled(FuseCollective(), Overlap(chunks=3))
+    for wrong in (False, True, False):
+        raised = False
+        try:
+            run(x, w, b, 3.0 if wrong and odd else 2.0)
+        except dist.DistBackendError:
+            raised = True
+        assert raised == (wrong and size > 1)
+
+
+def overlapped_without_a_compiler(context: Context) -> None:
+    """On one rank: all compute operation by operation, then and later."""
+    size, rank = context.world_size, context.rank
+    x, w, b, r = torch.ones(2, 6, 4), torch.ones(4, 5), torch.ones(5), torch.ones(2, 6, 5)
+    run = block.scheduled(Split(), Reorder(), FuseCollective(), Overlap(chunks=3))
+    with tempfile.TemporaryDirectory() as empty, compiles(context):
+        forget()
+        absent = {"CXX": "/nowhere/c++"} if rank == size - 1 else {}
+        with environment(FUSEDPG_CACHE_DIR=empty, **absent):
+            before = done()
+            for _ in range(2):
+                y = run(x, w, b, r, 0.5, 7)
+                assert torch.equal(y, torch.where(y != r, 2.0 * (4 * size + 1) + 1, 1.0))
+            assert done() == before
+    forget()
+
+
+def overlapped_tuned(context: Context) -> None:
+    """It is among the schedules that a tuner times, and is never what a model chooses."""
+    x, w, b, r = torch.ones(2, 6, 4), torch.ones(4, 5), torch.ones(5), torch.ones(2, 6, 5)
+    fused = fusedpg.fuse(block.__wrapped__)
+    titles = [found.title for found in fused.schedules(x, w, b, r, 0.5, 7)]
+    both = [title for title in titles if "FuseCollective" in title and "Overlap" in title]
+    assert both and "Overlap" not in fused.schedule(x, w, b, r, 0.5, 7).title
+    table = str(fused.tune(x, w, b, r, 0.5, 7))
+    assert all(title in table for title in both), table
+
+
+def overlapped_on_gpu(context: Context) -> None:
+    """The product at once, and what follows as one operation."""
+    size, rank = context.world_size, context.rank
+    draw = draws(10)
+    x, w = draw(2, 7, 8 * size), draw(8 * size, 24)
+    b, r = draw(24), draw(2, 7, 24)
+    mine = x.chunk(size, 2)[rank].contiguous(), w.chunk(size, 0)[rank].contiguous()
+    for run in orders(3):
+        before = done()
+        y = run(*mine, b, r, 0.5, 7)
+        assert done() == before + 1
+        close(y, torch.where(y != r, 2 * (x @ w + b), 0.0) + r, run)
+        assert "__global__" in run.generated(*mine, b, r, 0.5, 7, device="cuda")
