@@ -514,7 +514,11 @@ class FuseCollective(Transformation):
             if node.op == "send":
                 continue  # it goes when the group is done
             if not _of_a_rank(node) and node.op != "all_gather":
-                self.refuse("several collectives: this has a sum over the ranks of its own", node)
+                self.refuse(
+                    "several collectives: this has a sum over the ranks of its own; FuseCompute "
+                    "fuses what is computed before and after it",
+                    node,
+                )
             inside.add(node)
         if not any(node.pointwise for node in inside):
             self.refuse("nothing is computed on its slices", scatter)
