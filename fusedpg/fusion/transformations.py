@@ -249,7 +249,8 @@ class Gathered(Moved):
             return
         if x not in self._new:  # else the value has been gathered for another use
             self._new[x] = dataclasses.replace(node, operands=(self._slices[x],))
-        self._new[node] = self._new[x]
+        self._new[node] = whole = self._new[x]
+        self._sliced[whole, node.shape, SHARD] = self._slices[x]  # for who takes slices of it
 
 
 def _slices(node: Node, value: Node) -> bool:

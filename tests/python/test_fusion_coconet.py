@@ -8,7 +8,7 @@ import torch
 import fusedpg
 import harness
 from checks import coconet
-from fusedpg.fusion import Partial, Replicate, all_gather, reduce_scatter
+from fusedpg.fusion import Partial, Replicate, Shard, all_gather, reduce_scatter
 
 SIZES = [1, 2, 3, 4]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -57,6 +57,12 @@ def test_operands_of_other_shapes(world_size: int) -> None:
         harness.pool(world_size).run(coconet.both, "other_shapes", shape)
 
 
+@pytest.mark.parametrize("world_size", SIZES)
+def test_used_after_it_was_gathered(world_size: int) -> None:
+    for shape in ((1,), (33,), (5, 13)):
+        harness.pool(world_size).run(coconet.both, "gathered_before", shape)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_refused_on_all_ranks(world_size: int) -> None:
     harness.pool(world_size).run(coconet.both, "refused_alike")
@@ -80,6 +86,16 @@ def test_gathered_once() -> None:
     assert program.outputs[1] is program.outputs[3]
     text = str(program)
     assert "all_gather(sub)" in text and "all_gather(mul)" in text
+
+    @fusedpg.fuse
+    def on_slices(g: Partial, w: Replicate, m: Shard):
+        new = all_gather(w - reduce_scatter(g))
+        return new, new * m
+
+    part = torch.ones(512)
+    program = on_slices.program(square, square, part, world_size=2)
+    assert [node.op for node in program.nodes].count("slice") == 1  # of `w`
+    assert [node.op for node in program.nodes].count("all_gather") == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -220,6 +220,13 @@ def two(g: Partial, w: Replicate, u: Replicate, lr: float):
     return all_gather(w - lr * s), all_gather(u + w * s), u - w * s
 
 
+@fusedpg.fuse
+def after(g: Partial, w: Replicate, m: Shard):
+    """Slices of what has been gathered, and its norm."""
+    new = all_gather(w - reduce_scatter(g))
+    return new, new * m, new / (1 + new.norm())
+
+
 def _targets(w: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> list[Any]:
     """Where one result may be written: over its operand, another one, parts of both, the sum."""
     return [w, u, g, torch.empty_like(w)]
@@ -270,6 +277,17 @@ def written_over(context: Context, numel: int) -> int:
 def broadcast(g: Partial, w: Replicate, row, column, one, nothing, lr: float):
     s = reduce_scatter(g)
     return all_gather((w + row) * s + column * (one - s * nothing) - lr * (row * column) * w)
+
+
+def gathered_before(context: Context, shape: tuple[int, ...]) -> None:
+    size, rank = context.world_size, context.rank
+    draw = draws(11)
+    gradients, w, m = [draw(*shape) for _ in range(size)], draw(*shape), draw(*shape)
+    new = w - torch.stack(gradients).sum(0)
+    expected = new, new * m, new / (1 + new.norm())
+    for run in of_schedules(after, gradients[rank], w, shard(m, size, rank)):
+        for got, wanted in zip(run(gradients[rank], w, shard(m, size, rank)), expected):
+            close(got, wanted, (run, shape))
 
 
 def other_shapes(context: Context, shape: tuple[int, int]) -> None:
