@@ -33,7 +33,8 @@ def seconds(program: Program) -> float:
     """The time of a run."""
     total = 0.0
     for group, nodes in program.units:
-        chunked = ChunkedCollective.of(group, program)
+        overlaps = group is not None and group.kind == "overlap"
+        chunked = ChunkedCollective.of(group, program) if overlaps else None
         if group is not None and chunked is not None:
             # As if nothing were beside anything else: cores may be busy with what others compute.
             total += _alone(chunked.product, program.world_size) + (group.chunks - 1) * _KERNEL
