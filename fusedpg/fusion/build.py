@@ -34,6 +34,7 @@ from fusedpg.fusion.ir import (
 )
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS, exact
 
+NO_SLICES = "all_gather takes a Shard value: leave it out, or reduce_scatter first"
 REDUCE_OPS = ("sum", "mean", "max", "min")
 _LOGICAL = ("logical_and", "logical_or", "logical_not")
 
@@ -52,6 +53,7 @@ class Builder:
         self.world_size = world_size
         self.names = Names()
         self.flexible: set[Node] = set()
+        self.to_slice: set[Node] = set()  # all_gathers of values that are still Replicate
         self._source: Source | None = None
         self._base = ""
         self._converted: dict[tuple[Node, Layout, tuple[int, ...]], Node] = {}
@@ -310,12 +312,18 @@ class Builder:
             )
 
     def all_gather(self, x: Node) -> Node:
-        if not isinstance(x, Node) or x.layout != SHARD:
-            self.fail(
-                "all_gather takes a Shard value: leave it out, or reduce_scatter first",
-                x if isinstance(x, Node) else None,
-            )
-        return self.make("all_gather", (x,), REPLICATE, x.shape, x.dtype)
+        """Of a value that is Replicate by its operands alone, `lower` computes slices then."""
+        if not isinstance(x, Node) or x.layout not in (SHARD, REPLICATE):
+            self.fail(NO_SLICES, x if isinstance(x, Node) else None)
+        result = self.make("all_gather", (x,), REPLICATE, x.shape, x.dtype)
+        if x.layout == REPLICATE:
+            self.to_slice.add(result)
+        return result
+
+    @property
+    def implicit_gathers(self) -> frozenset[Node]:
+        """The all_gathers that a Shard operand got beside a Replicate one, and nobody wrote."""
+        return frozenset(node for node in self._converted.values() if node.op == "all_gather")
 
     def broadcast(self, x: Node, src: Any) -> Node:
         if not isinstance(x, Node) or x.layout not in (PARTIAL, REPLICATE):

@@ -16,7 +16,7 @@ import torch
 from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
-from fusedpg.fusion import compile, compiled
+from fusedpg.fusion import chunks, compile, compiled
 from fusedpg.fusion.codegen import Unsupported, code
 from fusedpg.fusion.codegen_rows import CHUNK, SLICE, RowSource, generate_rows
 from fusedpg.fusion.ir import SHARD, Node, Program
@@ -154,6 +154,7 @@ def sources(program: Program) -> str:
 def generated(program: Program, device: str = "cpu") -> str:
     """All that is generated for a program on a kind of device, or why there is nothing."""
     local = sources(program) if device == "cpu" else ""
+    local = "\n".join(filter(None, (chunks.sources(program, device), local)))
     if local and not any(group.kind == "collective" for group in program.groups):
         return local
     return compiled.generated(program, device) + local

@@ -16,12 +16,13 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedpg.fusion import autocast, functions
-from fusedpg.fusion.build import Builder
+from fusedpg.fusion.build import NO_SLICES, Builder
 from fusedpg.fusion.errors import FusionError, IllegalProgram
 from fusedpg.fusion.ir import FLOATS, PARTIAL, REPLICATE, SHARD, Layout, Node, Program
 from fusedpg.fusion.messages import End
 from fusedpg.fusion.ops import FUNCTIONS, METHODS, UNARY
 from fusedpg.fusion.trace import IN_PLACE
+from fusedpg.fusion.transformations import Gathered
 
 _COLLECTIVES = (functions.all_reduce, functions.reduce_scatter, funcol.all_reduce)
 # What torch's functions are not: autocast leaves these alone.
@@ -558,7 +559,18 @@ def lower(
     single = isinstance(lowering.result, Node)
     program = Program(name, tuple(lowering.inputs.values()), outputs, world_size, single)
     _check_messages(lowering, program)
-    return program
+    return _on_slices(lowering, program) if lowering.build.to_slice else program
+
+
+def _on_slices(lowering: Lowering, program: Program) -> Program:
+    """What the function gathers is computed on slices, whatever else is Replicate beside them."""
+    build = lowering.build
+    gathered = Gathered(program, build.implicit_gathers, build.to_slice)
+    result = gathered.result()
+    for node in gathered.whole:
+        with build.at(node.source, node.name):
+            build.fail(NO_SLICES, node.operands[0])
+    return result
 
 
 def _check_messages(lowering: Lowering, program: Program) -> None:

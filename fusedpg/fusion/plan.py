@@ -22,6 +22,7 @@ from fusedpg._agreement import Answer, answer
 from fusedpg._registration import load_extension
 from fusedpg.fusion import alike
 from fusedpg.fusion.captured import Captured, Reads
+from fusedpg.fusion.chunks import ChunkedCollective
 from fusedpg.fusion.compiled import Alone, kernel
 from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.ir import Group, Node, Program
@@ -33,6 +34,7 @@ from fusedpg.fusion.steps import (
     Fused,
     LocalRows,
     Overlapped,
+    OverlappedProgram,
     Reduction,
     Scalar,
     Step,
@@ -195,7 +197,8 @@ class Plan:
         self.plain = any(isinstance(step, Torch) for step in kinds)
         # Between hosts, and by other backends' collectives, calls are no shorter.
         self._repeats = self._one_host and device.type == "cpu" and not program.messages
-        self._repeats &= not any(isinstance(step, (Overlapped, Reduction)) for step in kinds)
+        unknown = Overlapped, OverlappedProgram, Reduction
+        self._repeats &= not any(isinstance(step, unknown) for step in kinds)
         # The results of the only collective may be written where the caller wants them.
         self._only = len(self.fused) == 1 and all(isinstance(x, (Fused, Scalar)) for x in kinds)
 
@@ -215,7 +218,14 @@ class Plan:
     def _unit(self, call: Call, unit: Group | None, nodes: tuple[Node, ...]) -> list[Step]:
         kind = None if unit is None else unit.kind
         if unit is not None and kind == "overlap":
-            return [Overlapped(unit, nodes, self.number)]
+            chunked = ChunkedCollective.of(unit, self.program)
+            if chunked is None:
+                return [Overlapped(unit, nodes, self.number)]
+            step = OverlappedProgram.of(call, chunked)
+            if step is not None:
+                return [step]
+            rest = self._unit(call, chunked.collective, chunked.nodes)
+            return [*self._each(call, (chunked.product,), alone=True), *rest]
         if unit is not None and kind == "collective":
             found = kernel(unit, nodes, self.program)
             backend = found.backend(call.group, self.device)

@@ -42,8 +42,10 @@ class Schedule:
             IllegalTransformation: by the first that does not fit.
         """
         program = self.source
-        for transformation in self.transformations:
-            program = transformation.apply(program)
+        for last in (False, True):  # what an overlap is of is decided by all others
+            for transformation in self.transformations:
+                if isinstance(transformation, Overlap) is last:
+                    program = transformation.apply(program)
         return program
 
     def then(self, *transformations: Transformation) -> Schedule:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fusedpg._agreement import answer
 from fusedpg.functional import shard_range
 from fusedpg.fusion import alike
+from fusedpg.fusion.chunks import ChunkedCollective
 from fusedpg.fusion.codegen_rows import BROADCAST, SLICE
 from fusedpg.fusion.compiled import Kernel, begin, with_mark
 from fusedpg.fusion.ir import Group, Node
@@ -381,6 +382,120 @@ class Overlapped(Step):
         call.slots[self._at] = torch.cat(totals).reshape(self._sum.shape)
 
 
+class OverlappedProgram(Step):
+    """Rows are summed, computed with and gathered while the next rows are multiplied."""
+
+    meets = True
+
+    def __init__(self, call: Call, chunked: ChunkedCollective, backend: Any) -> None:
+        self._chunked, self._backend = chunked, backend
+        self._number = call.plan.number
+        self._kernels = [(span, chunked.of_rows(span[1] - span[0])) for span in chunked.spans]
+        source = self._kernels[0][1].source
+        assert source is not None
+        self._answer = answer(call.group, (source.key, call.device.type))
+        self._functions: list[int] = []
+        self._nodes = chunked.product, *chunked.nodes
+
+    @staticmethod
+    def of(call: Call, chunked: ChunkedCollective) -> OverlappedProgram | None:
+        """None where its computation is not generated: the same on all ranks."""
+        for first, last in chunked.spans:
+            found = chunked.of_rows(last - first)
+            backend = found.backend(call.group, call.device, on_gpus=False)
+            if backend is None:
+                return None
+        return OverlappedProgram(call, chunked, backend)
+
+    def run(self, call: Call) -> Iterator[Any]:
+        if not call.compiles or self._answer.all_have_it is False:
+            yield from call.plan.instead(call, self._nodes, of_a_group=True) or ()
+            return
+        chunked, slots = self._chunked, call.slots
+        a, b = (slots[self._number[x]] for x in chunked.product.operands)
+        rows, transposed = a.reshape(-1, a.shape[-1]), chunked.product.attribute("transposed")
+        operands = [self._rows(x, slots[self._number[x]]) for x in chunked.operands]
+        results = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in chunked.results]
+        unmarked, mark = call.unmarked, alike.NO_MARK
+        if unmarked:
+            call.unmarked, mark = False, call.plan.mark(slots)
+        self._functions = self._functions or [found.function() for _, found in self._kernels]
+        begun: tuple[Any, torch.Tensor, Any] | None = None
+        for ((first, last), compiled), function in zip(self._kernels, self._functions):
+            product = matmul(rows[first:last], b, transposed).contiguous()
+            # One is on its way at a time, so that all ranks stop at one that is refused.
+            if begun is not None and not (yield from _done(*begun)):
+                break
+            given = [self._cut(x, t, first, last) for x, t in zip(chunked.operands, operands)]
+            to = [result.view(len(rows), -1)[first:last] for result in results]
+            begun = self._begin(call, compiled, function, product, given, to, first, mark)
+            mark = alike.NO_MARK
+        else:
+            assert begun is not None
+            if (yield from _done(*begun)):
+                for node, result in zip(chunked.results, results):
+                    slots[self._number[node]] = result
+                return
+        self._answer.all_have_it = False
+        call.unmarked = unmarked
+        name = call.plan.program.name
+        _log.info("%s runs operation by operation: a rank has no compiled function", name)
+        yield from call.plan.instead(call, self._nodes, of_a_group=True) or ()
+
+    def _rows(self, node: Node, value: torch.Tensor) -> torch.Tensor:
+        """An operand as a matrix, of which chunks take rows; or a row that all of them take."""
+        if self._chunked.alike_in_rows(node):
+            return value.reshape(node.shape[-1:])
+        columns = node.shape[-1]
+        return value.expand(*self._chunked.scatter.shape[:-1], columns).reshape(-1, columns)
+
+    def _cut(self, node: Node, value: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        if self._chunked.alike_in_rows(node):
+            return value.contiguous()
+        return value[first:last].expand(-1, self._chunked.scatter.shape[-1]).contiguous()
+
+    def _begin(
+        self,
+        call: Call,
+        compiled: Kernel,
+        function: int,
+        product: torch.Tensor,
+        operands: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        row: int,
+        mark: alike.Mark,
+    ) -> tuple[Any, torch.Tensor, Any]:
+        """The Work, whether all ranks had the function, and what must live until it is done."""
+        source = compiled.source
+        assert source is not None
+        order = {node.name: x for node, x in zip(self._chunked.operands, operands)}
+        given = [order[node.name] for node, _ in source.operands]
+        numbers, seeds = scalars(source, lambda node: call.slots[self._number[node]])
+        done = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        work = begin(
+            self._backend,
+            function,
+            source,
+            product,
+            given,
+            results,
+            numbers,
+            seeds,
+            done,
+            True,
+            row * self._chunked.scatter.shape[-1],
+            mark=mark,
+        )
+        return work, done, (product, given)
+
+
+def _done(work: Any, done: torch.Tensor, alive: Any) -> Generator[Any, None, bool]:
+    """Waits; whether all ranks had the function. `alive`: memory that the operation reads."""
+    if work is not None:
+        yield work
+    return bool(done.item())
+
+
 # --- messages to other stages --------------------------------------------------------------------
 
 
@@ -496,6 +611,7 @@ __all__ = [
     "LocalRows",
     "Moved",
     "Overlapped",
+    "OverlappedProgram",
     "Receive",
     "Reduction",
     "Scalar",

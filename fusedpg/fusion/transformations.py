@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Collection
 from typing import NoReturn
 
 from fusedpg.fusion.errors import FusionError, IllegalTransformation
@@ -221,6 +222,35 @@ class Moved:
                     node, op="all_gather", operands=(part,), name=name, attributes=()
                 )
         return self._new[node]
+
+
+class Gathered(Moved):
+    """A program in which values that are gathered explicitly are computed on slices.
+
+    As written they are Replicate, because a Shard operand beside a Replicate one is gathered.
+    """
+
+    def __init__(
+        self, program: Program, gathers: frozenset[Node], explicit: Collection[Node]
+    ) -> None:
+        """`gathers`: those of such operands. `explicit`: those that the user wrote."""
+        super().__init__(program, gathers)
+        self._explicit = explicit
+        self.whole: list[Node] = []  # explicit ones of values that no slices lead to
+
+    def _visit(self, node: Node) -> None:
+        if node not in self._explicit:
+            super()._visit(node)
+            return
+        (x,) = node.operands
+        if x not in self._slices:
+            self.whole.append(node)
+            self._new[node] = node
+            return
+        if x not in self._new:  # else the value has been gathered for another use
+            self._new[x] = dataclasses.replace(node, operands=(self._slices[x],))
+        self._new[node] = whole = self._new[x]
+        self._sliced[whole, node.shape, SHARD] = self._slices[x]  # for who takes slices of it
 
 
 def _slices(node: Node, value: Node) -> bool:
@@ -485,7 +515,11 @@ class FuseCollective(Transformation):
             if node.op == "send":
                 continue  # it goes when the group is done
             if not _of_a_rank(node) and node.op != "all_gather":
-                self.refuse("several collectives: this has a sum over the ranks of its own", node)
+                self.refuse(
+                    "several collectives: this has a sum over the ranks of its own; FuseCompute "
+                    "fuses what is computed before and after it",
+                    node,
+                )
             inside.add(node)
         if not any(node.pointwise for node in inside):
             self.refuse("nothing is computed on its slices", scatter)
@@ -519,9 +553,11 @@ def _of_a_rank(node: Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap(Transformation):
-    """A matmul and the all_reduce of its product go chunk by chunk of rows, one beside the other.
+    """A matmul and what adds up its product go chunk by chunk of rows, one beside the other.
 
-    The node is the all_reduce; without one there must be exactly one that follows a matmul.
+    That is an all_reduce, or a fused collective that begins with a reduce_scatter. The node is one
+    of these; without one there must be exactly one that follows a matmul. In a schedule it is
+    applied last, wherever it stands.
     """
 
     chunks: int = 4
@@ -530,21 +566,51 @@ class Overlap(Transformation):
         return f"Overlap({self.node + ', ' if self.node else ''}chunks={self.chunks})"
 
     def apply(self, program: Program) -> Program:
-        found = self._all(program, "all_reduce", "reduce_scatter")
-        if self.node is None:
-            found = [node for node in found if node.operands[0].op == "matmul"]
-        if len(found) != 1:
-            self.refuse(f"{len(found)} collectives follow a matmul: name one", *found[1:2])
-        node, product = found[0], found[0].operands[0]
+        node = self._sum(program)
+        product = node.operands[0]
         if product.op != "matmul":
             self.refuse("the collective does not follow a matmul", product)
-        if node.op == "reduce_scatter":
-            self.refuse("slices are not of whole rows: chunks of an all_reduce are", node)
         if len(program.users[product]) > 1 or product in program.outputs:
             others = [user for user in program.users[product] if user is not node]
             self.refuse("the product has other users", others[0] if others else product)
         rows = product.numel // product.shape[-1] if product.shape[-1] else 0
         if not 2 <= self.chunks <= rows:
             self.refuse(f"{rows} rows do not make {self.chunks} chunks", product)
-        group = Group("overlap", frozenset({product, node}), self.chunks)
+        inside = self._fused(program, node) if node.op == "reduce_scatter" else frozenset({node})
+        group = Group("overlap", inside | {product}, self.chunks)
         return _with_groups(self, program, [group])
+
+    def _sum(self, program: Program) -> Node:
+        if self.node is not None:  # an all_reduce may have been split
+            scattered = program.find(f"{self.node}_scattered")
+            found = [scattered] if scattered is not None else self._all(program, *_SUMS)
+        else:
+            found = [n for n in program.nodes if n.op in _SUMS and n.operands[0].op == "matmul"]
+        if len(found) != 1:
+            self.refuse(f"{len(found)} collectives follow a matmul: name one", *found[1:2])
+        return found[0]
+
+    def _fused(self, program: Program, scatter: Node) -> frozenset[Node]:
+        """The nodes of the fused collective, if chunks of rows can be computed each for itself."""
+        groups = [g for g in program.groups if scatter in g.nodes and g.kind == "collective"]
+        if not groups:
+            self.refuse(
+                "a rank's slice of all rows is none of a chunk: make what follows part of the "
+                "chunks by FuseCollective, or leave Split out, as an all_reduce has chunks",
+                scatter,
+            )
+        inside = groups[0].nodes
+        for node in program.nodes:
+            if node in inside:
+                if node.layout.row > 1 or node.op in REDUCTIONS:
+                    self.refuse("it reduces rows of a rank's slice, and chunks have others", node)
+                users = program.users[node]
+                leaves = node in program.outputs or not inside.issuperset(users)
+                if leaves and node.layout.parted:
+                    self.refuse("this slice is needed, and chunks have others: all_gather it", node)
+            elif node.layout.parted and inside.intersection(program.users[node]):
+                self.refuse("it is a slice of all rows, and chunks have others", node)
+        return inside
+
+
+_SUMS = ("all_reduce", "reduce_scatter")

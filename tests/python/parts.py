@@ -29,7 +29,8 @@ REST = [
     "test_one_gpu.py",
     "test_nccl_patch.py",
     "test_simt_mutants.py",
-    "test_fusion_alike.py",  # a compiler's run for each case
+    "test_fusion_coconet.py",  # a compiler's run for each case
+    "test_fusion_alike.py",
     "test_fusion_ambient.py",
     "test_fusion_tune.py",
     "test_fusion_rows.py",

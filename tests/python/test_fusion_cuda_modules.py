@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import harness
-from checks import cuda_modules, cuda_programs
+from checks import coconet, cuda_modules, cuda_programs
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
 
@@ -56,6 +56,10 @@ def test_unloaded() -> None:
 )
 def test_masks(size: int, dtype: torch.dtype) -> None:
     assert len(set(gpus(size).run(cuda_modules.masks, dtype))) == 1, "ranks have other bits"
+
+
+def test_a_product_in_chunks() -> None:
+    gpus(2).run(coconet.generated, "overlapped_on_gpu")
 
 
 def test_one_has_none() -> None:

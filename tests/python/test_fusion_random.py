@@ -143,8 +143,9 @@ def programs(
             op = draw(st.sampled_from(["sum", "mean"] if smooth else ["sum", "mean", "max", "min"]))
             how = ["all_reduce({p}, '{op}')", "reduce_scatter({p}, '{op}')"]
             how += ["all_gather(reduce_scatter({p}, '{op}'))"]
+            how += ["all_gather({x} - reduce_scatter({p}, '{op}'))"]
             how += ["broadcast(w, 0)" if smooth else "broadcast({p}, 0)"]
-            text = draw(st.sampled_from(how)).format(p=p, op=op)
+            text = draw(st.sampled_from(how)).format(p=p, op=op, x=x)
         elif kind == "reducing":
             text = draw(st.sampled_from(REDUCING)).format(x=x)
             exact = False

@@ -1,0 +1,118 @@
+"""A matmul and the fused collective behind it, chunk by chunk of rows.
+
+A chunk is a program of its own, of so many rows: it is scattered, computed and gathered while the
+next one is multiplied. Its slices are not those of the whole, so none of them may leave it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+from fusedpg.fusion.compiled import Kernel, kernel
+from fusedpg.fusion.ir import PARTIAL, REPLICATE, Group, Layout, Node, Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkedCollective:
+    """A group of kind "overlap" whose sum is a reduce_scatter."""
+
+    group: Group
+    program: Program
+    _kernels: dict[int, Kernel] = dataclasses.field(default_factory=dict)  # by their rows
+
+    @staticmethod
+    def of(group: Group | None, program: Program) -> ChunkedCollective | None:
+        """None for a group that is something else."""
+        scattered = group is not None and any(x.op == "reduce_scatter" for x in group.nodes)
+        if group is None or group.kind != "overlap" or not scattered:
+            return None
+        found: ChunkedCollective = program.made.setdefault(
+            ("chunks", group), ChunkedCollective(group, program)
+        )
+        return found
+
+    @functools.cached_property
+    def scatter(self) -> Node:
+        return next(node for node in self.group.nodes if node.op == "reduce_scatter")
+
+    @property
+    def product(self) -> Node:
+        return self.scatter.operands[0]
+
+    @functools.cached_property
+    def collective(self) -> Group:
+        """What follows the product, as one operation on all rows."""
+        return Group("collective", self.group.nodes - {self.product})
+
+    @functools.cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.program.nodes if node in self.collective.nodes)
+
+    @property
+    def results(self) -> list[Node]:
+        return [node for node in self.nodes if node.op == "all_gather"]
+
+    @functools.cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first row of each chunk, and the row behind its last."""
+        rows = self.scatter.numel // self.scatter.shape[-1]
+        ends = [rows * number // self.group.chunks for number in range(self.group.chunks + 1)]
+        return list(itertools.pairwise(ends))
+
+    @functools.cached_property
+    def operands(self) -> list[Node]:
+        """The tensors from outside that the computation reads."""
+        read = (x for node in self.nodes for x in node.operands if not x.scalar)
+        inside = self.group.nodes
+        return [x for x in dict.fromkeys(read) if x not in inside]
+
+    def alike_in_rows(self, operand: Node) -> bool:
+        """Whether each row takes the same of it: one number, or one for each column."""
+        return operand.numel == (operand.shape[-1] if operand.shape else 1)
+
+    def of_rows(self, count: int) -> Kernel:
+        """The computation on so many rows."""
+        if count not in self._kernels:
+            self._kernels[count] = self._of_rows(count)
+        return self._kernels[count]
+
+    def _of_rows(self, count: int) -> Kernel:
+        shape = count, self.scatter.shape[-1]
+        new: dict[Node, Node] = {}
+
+        def given(value: Node, layout: Layout, shape: tuple[int, ...]) -> None:
+            new[value] = Node("input", (), layout, shape, value.dtype, value.name)
+
+        given(self.product, PARTIAL, shape)
+        for value in self.operands:
+            own = value.shape[-1:] if self.alike_in_rows(value) else shape
+            given(value, REPLICATE, own)
+        inputs = tuple(new.values())
+        for node in self.nodes:
+            operands = tuple(x if x.scalar else new[x] for x in node.operands)
+            new[node] = dataclasses.replace(node, operands=operands, shape=shape)
+        group = Group("collective", frozenset(new[node] for node in self.nodes))
+        outputs = tuple(new[node] for node in self.results)
+        size = self.program.world_size
+        program = Program(self.program.name, inputs, outputs, size, False, (group,))
+        nodes = tuple(node for node in program.nodes if node in group.nodes)
+        return kernel(group, nodes, program)
+
+
+def sources(program: Program, device: str) -> str:
+    """What is generated for the chunks of a program's groups of kind "overlap"."""
+    parts = []
+    for group, _ in program.units:
+        chunked = ChunkedCollective.of(group, program)
+        if chunked is not None:
+            whole = kernel(chunked.collective, chunked.nodes, program)  # GPUs have no chunks
+            found = chunked.of_rows(chunked.spans[0][1]) if device == "cpu" else whole
+            source = found.source if device == "cpu" else found.cuda_source
+            reason = found.reason if device == "cpu" else found.cuda_reason
+            parts.append(source.text if source else f"// {reason}\n")
+    return "\n".join(parts)
+
+
+__all__ = ["ChunkedCollective", "sources"]
