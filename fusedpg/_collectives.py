@@ -123,7 +123,7 @@ def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Joins the ranks' parts of a dimension. Ranks use the whole alike and have its gradient."""
-    return paired(x, lambda x: _whole(x, dim, group), lambda g: _part(g, dim, group), Collective)
+    return paired(x, lambda x: _whole(x, dim, group), lambda g: _part(g, dim, group))
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

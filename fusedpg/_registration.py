@@ -50,6 +50,14 @@ def _hidden_installation() -> str:
     return f" Or leave {here}, which hides the fusedpg in {Path(found.origin).parent.parent}."
 
 
+def not_built() -> ImportError:
+    """The error of a checkout without its compiled modules."""
+    return ImportError(
+        "fusedpg's extension is not built. In a checkout run "
+        f"`pip install --no-build-isolation -e .`.{_hidden_installation()}"
+    )
+
+
 def check_torch_version(running: str) -> str:
     """The folder of the extension for this torch.
 
@@ -61,10 +69,7 @@ def check_torch_version(running: str) -> str:
     """
     built = built_for()
     if not built:
-        raise ImportError(
-            "fusedpg's extension is not built. In a checkout run "
-            f"`pip install --no-build-isolation -e .`.{_hidden_installation()}"
-        )
+        raise not_built()
     folder = _folder(running)
     if folder not in map(_folder, built):
         raise ImportError(

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusedpg import _aggregator, _aggregator_config
+from fusedpg import _aggregator_config
+from fusedpg._registration import not_built
+
+if importlib.util.find_spec("fusedpg._aggregator") is None:
+    raise not_built()
+from fusedpg import _aggregator
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _DEFAULT_LISTEN = "127.0.0.1:4711"

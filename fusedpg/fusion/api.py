@@ -22,7 +22,7 @@ from fusedpg.fusion.autograd import Differentiable, attach
 from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.custom_op import autocast_of, described, number, register
 from fusedpg.fusion.derive import Derived, derive
-from fusedpg.fusion.errors import IllegalProgram
+from fusedpg.fusion.errors import IllegalProgram, IllegalTransformation
 from fusedpg.fusion.ir import REPLICATE, SCALAR, SHARD, Program
 from fusedpg.fusion.local import generated
 from fusedpg.fusion.lower import Parameter, collective, ends, lower
@@ -32,7 +32,7 @@ from fusedpg.fusion.plan import EarlierCalls, Run, start, wait
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
 from fusedpg.fusion.signature import Signature
 from fusedpg.fusion.trace import ambient, trace
-from fusedpg.fusion.transformations import AsShard, Transformation
+from fusedpg.fusion.transformations import AsShard, Overlap, Transformation
 from fusedpg.fusion.tune import SECONDS, Report, stand_ins
 from fusedpg.fusion.tune import tune as tuned
 
@@ -240,6 +240,20 @@ class FusedFunction:
     def _chosen(self, program: Program, one_host: bool) -> Schedule:
         return _schedule(program, self._transformations, one_host)
 
+    def _of_forward(self, program: Program, forward: Program, one_host: bool) -> Schedule:
+        """The schedule of a program whose backward reads more than its results.
+
+        If that is a slice, which chunks do not have, the forward does without their overlap.
+        """
+        try:
+            return self._chosen(forward, one_host)
+        except IllegalTransformation:
+            rest = tuple(t for t in self._transformations or () if not isinstance(t, Overlap))
+            if len(rest) == len(self._transformations or ()):
+                raise
+            self._chosen(program, one_host)  # raises where it is illegal without gradients, too
+            return _schedule(forward, rest, one_host)
+
     def _traced(self, values: Mapping[str, Any], ranks: Ranks, device: str = "") -> Program:
         parameters: dict[str, Parameter] = {}
         static: dict[str, Any] = {}
@@ -323,10 +337,11 @@ class FusedFunction:
         self, values: Mapping[str, Any], ranks: Ranks, wrt: tuple[str, ...]
     ) -> Differentiable:
         def make() -> Differentiable:
-            derived = derive(self._traced(values, ranks), wrt)
+            program = self._traced(values, ranks)
+            derived = derive(program, wrt)
             return Differentiable(
                 derived,
-                self._chosen(derived.forward, ranks.one_host),
+                self._of_forward(program, derived.forward, ranks.one_host),
                 _schedule(derived.program, self._backward, ranks.one_host),
             )
 

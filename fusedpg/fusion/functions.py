@@ -35,7 +35,10 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor on every rank: Shard to Replicate."""
+    """The whole of a sharded tensor on every rank: Shard to Replicate.
+
+    What is made of a Shard and of Replicate values is computed on slices, which it joins.
+    """
     return _record(all_gather, (x,), {})
 
 

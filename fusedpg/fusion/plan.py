@@ -129,7 +129,11 @@ class Call:
         results = [slots[number] for number in plan.outputs]
         if plan.views:
             results = [self._own(*result) for result in zip(plan.outputs, results)]
-        return self._into(results) if self.targets else results
+        if self.targets:
+            return self._into(results)
+        for place in plan.repeated:
+            results[place] = results[place].clone()
+        return results
 
     def _own(self, number: int, value: torch.Tensor) -> torch.Tensor:
         """A result that does not share memory with an argument, unless it is the target."""
@@ -168,6 +172,8 @@ class Plan:
         self.torch = TorchOps(self.size, self.rank)
         self.number = {node: number for number, node in enumerate(program.nodes)}
         self.outputs = [self.number[node] for node in program.outputs]
+        # Results that are one value are tensors of their own, as a program may write to one.
+        self.repeated = [n for n, at in enumerate(self.outputs) if at in self.outputs[:n]]
         self.views: set[int] = set()  # results of torch's functions: they may be views
         self.reduces = any(node.op in ("all_reduce", "reduce_scatter") for node in program.nodes)
         # Constants are there from the beginning.

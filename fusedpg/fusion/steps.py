@@ -24,7 +24,7 @@ from fusedpg.fusion.ir import Group, Node
 from fusedpg.fusion.local import LocalKernel
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
 from fusedpg.fusion.scalars import scalars
-from fusedpg.fusion.torch_ops import TorchOps, matmul
+from fusedpg.fusion.torch_ops import TorchOps, as_rows, matmul
 
 if TYPE_CHECKING:
     from fusedpg.fusion.plan import Call
@@ -372,7 +372,7 @@ class Overlapped(Step):
         a, b = (call.slots[at] for at in self._read)
         transposed, op = self._product.attribute("transposed"), self._sum.attribute("op")
         begun = []
-        for rows in a.reshape(-1, a.shape[-1]).tensor_split(self._chunks):
+        for rows in as_rows(a).tensor_split(self._chunks):
             part = matmul(rows, b, transposed)
             begun.append((*begin_sum(call, op, part, True), part.shape))
         totals = []
@@ -413,7 +413,7 @@ class OverlappedProgram(Step):
             return
         chunked, slots = self._chunked, call.slots
         a, b = (slots[self._number[x]] for x in chunked.product.operands)
-        rows, transposed = a.reshape(-1, a.shape[-1]), chunked.product.attribute("transposed")
+        rows, transposed = as_rows(a), chunked.product.attribute("transposed")
         operands = [self._rows(x, slots[self._number[x]]) for x in chunked.operands]
         results = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in chunked.results]
         unmarked, mark = call.unmarked, alike.NO_MARK

@@ -40,7 +40,7 @@ class TorchOps:
         if node.op == "matmul":
             return matmul(values[0], values[1], node.attribute("transposed"))
         if node.op == "outer":
-            rows, others = (value.reshape(-1, value.shape[-1]) for value in values)
+            rows, others = map(as_rows, values)
             return rows.t() @ others
         if node.op == "expand" and node.layout == SHARD:
             each: torch.Tensor = values[0].unsqueeze(1)
@@ -116,6 +116,11 @@ def own(value: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
     storage = value.untyped_storage().data_ptr()
     shared = any(storage == tensor.untyped_storage().data_ptr() for tensor in given)
     return value.clone() if shared else value
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """A matrix of all rows. They may be empty, of which a reshape could not tell the number."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor:

@@ -112,10 +112,15 @@ def test_overlapped_shapes(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "check", ["gradients", "differently", "without_a_compiler", "tuned"], ids=str
+    "check", ["gradients", "differently", "without_a_compiler", "tuned", "empty"], ids=str
 )
 def test_overlapped_calls(world_size: int, check: str) -> None:
     harness.pool(world_size).run(coconet.generated, f"overlapped_{check}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_of_one_value(world_size: int) -> None:
+    harness.pool(world_size).run(coconet.both, "results_of_one_value")
 
 
 @pytest.mark.parametrize("hosts", ["three", "two and one"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import fusedpg
 from checks.compiled import compiles, done, environment, forget
@@ -455,6 +456,55 @@ def overlapped_gradients(context: Context) -> None:
     wanted[:2] = [wanted[0].chunk(size, 2)[rank], wanted[1].chunk(size, 0)[rank]]
     for got, want in zip(mine, wanted):
         close(got.grad, want, "gradient")
+    # The backward reads a slice of the sum, which chunks do not have: the forward has none then.
+    run = curved.scheduled(FuseCollective(), Overlap(chunks=3))
+    with torch.no_grad():
+        before = done()
+        y = run(*mine)
+        assert done() == before + 3
+    for t in (*whole, *mine):
+        t.grad = None
+    (F.gelu((whole[0] @ whole[1]) + whole[2]) + whole[3]).mul(seen).sum().backward()
+    result = run(*mine)
+    close(result, y, "forward")
+    (result * seen).sum().backward()
+    wanted = [t.grad for t in whole]
+    wanted[:2] = [wanted[0].chunk(size, 2)[rank], wanted[1].chunk(size, 0)[rank]]
+    for got, want in zip(mine, wanted):
+        close(got.grad, want, "gradient of a slice that is kept")
+
+
+@fusedpg.fuse
+def curved(x: fusion.Shard(2), w: fusion.Shard(0), b, r):
+    return all_gather(r + F.gelu(reduce_scatter(x @ w) + b))
+
+
+def overlapped_empty(context: Context) -> None:
+    """A rank without features adds zeros, in chunks and in one piece."""
+    size, rank = context.world_size, context.rank
+    draw = draws(10)
+    features = max(1, size - 1)
+    x, w, b, r = draw(2, 6, features), draw(features, 5), draw(5), draw(2, 6, 5)
+    mine = x.tensor_split(size, 2)[rank].contiguous(), w.tensor_split(size, 0)[rank].contiguous()
+    for way in ([], [Overlap(chunks=3)], [Split(), Reorder(), FuseCollective(), Overlap(chunks=3)]):
+        close(block.scheduled(*way)(*mine, b, r, 0.0, 7), x @ w + b + r, way)
+
+
+@fusedpg.fuse
+def one_value(g: Partial, w: Replicate, lr: float):
+    new = w - lr * reduce_scatter(g)
+    return new, all_gather(new), all_gather(new)
+
+
+def results_of_one_value(context: Context) -> None:
+    """Results are tensors of their own, whatever they are computed as."""
+    w, g = torch.ones(100), torch.ones(100)
+    expected = 1 - 0.5 * context.world_size
+    for _ in range(3):
+        first, *others = one_value(g, w, 0.5)
+        first.zero_()
+        for other in others:
+            close(other, torch.full((100,), expected, dtype=torch.float64), "result")
 
 
 @fusedpg.fuse
