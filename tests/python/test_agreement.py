@@ -148,13 +148,14 @@ def test_gradients_of_gradients(context: Context) -> None:
     group = dist.group.WORLD
     assert group is not None
     x = torch.full((2,), 3.0, requires_grad=True)
-    for call in (_collectives.sum_, lambda x, group: _collectives.gather(x, 0, group)):
-        (first,) = torch.autograd.grad((call(x * x, group) ** 2).sum(), x, create_graph=True)
-        first.sum().backward()
+    sums = _collectives.sum_(x * x, group)
+    (first,) = torch.autograd.grad((sums**2).sum(), x, create_graph=True)
+    first.sum().backward()
     for call in (
         _collectives.sum_both,
         lambda x, group: _collectives.sum_gradients([x], group)[0],
         lambda x, group: _collectives.scatter(x, 0, group),
+        lambda x, group: _collectives.gather(x, 0, group),
     ):
         (first,) = torch.autograd.grad((call(x * x, group) ** 2).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
