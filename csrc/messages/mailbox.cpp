@@ -464,22 +464,25 @@ void Mailbox::check() {
     gone[p] = p != me_ && domain_.in_doubt(p) && !unread(p);
   }
   for (const Receive& r : matching_.receives) {
-    check(r.post, gone);
+    check(r.post, r.matched() ? r.from : r.post.peer, gone);
   }
   for (int p = 0; p < domain_.size(); ++p) {
     for (const Send& s : matching_.sends[p]) {
-      check(s.post, gone);
+      check(s.post, p, gone);
     }
   }
 }
 
-// Throws when nobody is left who could be at the other end, or time is over.
-void Mailbox::check(const MessagePost& post, const std::vector<bool>& gone) {
-  // A receive from any rank still hopes while one peer lives.
+// Throws when nobody is left who could be at the other end, or time is over. `peer`
+// is at the other end, or kAnySource: then there is hope while one of them lives.
+void Mailbox::check(
+    const MessagePost& post,
+    int peer,
+    const std::vector<bool>& gone) {
   bool hope = false;
   int last = -1;
   for (int p = 0; p < domain_.size(); ++p) {
-    if (p != me_ && post.may_come_from(p)) {
+    if (p != me_ && (peer == kAnySource || peer == p)) {
       hope = hope || !gone[p];
       last = p;
     }

@@ -118,7 +118,7 @@ class Mailbox : public Messages {
   bool unread(int peer);
   void sleep(Lock& lock);
   void check();
-  void check(const MessagePost& post, const std::vector<bool>& gone);
+  void check(const MessagePost& post, int peer, const std::vector<bool>& gone);
   void fail_all(const Error& error);
 
   Domain& domain_;

@@ -131,6 +131,20 @@ def test_stopped_peer_cannot_write(seed: int) -> None:
         assert workers.collect(30, ranks=[0, 1]) == [None, None]
 
 
+def test_sender_dies_within_a_message_from_any_rank() -> None:
+    """Others live, but only this one can send the rest."""
+    with harness.Workers(3, timeout=60, oracle=False) as workers:
+        workers.start(faults.send_large, 20_000_000, ranks=[1])
+        wait_for(workers, "sent", [1])
+        workers.signal(1, signal.SIGSTOP)
+        workers.start(faults.receive_from_any, 20_000_000, ranks=[0])
+        wait_for(workers, "receives", [0])
+        time.sleep(0.5)  # it has taken what there is
+        workers.signal(1, signal.SIGKILL)
+        [text] = workers.collect(20, ranks=[0])
+        assert "rank 1" in text, text
+
+
 MISMATCHES = {
     "op": ("all_reduce", "broadcast"),
     "dtype": ("float32", "float64"),

@@ -205,6 +205,22 @@ def large_loop(context: Context, numel: int, seed: int) -> str:
         return str(error)
 
 
+def send_large(context: Context, numel: int) -> None:
+    """A message that its receiver has not asked for yet."""
+    dist.isend(torch.ones(numel), 0)
+    mark(context, "sent")
+    time.sleep(1000)
+
+
+def receive_from_any(context: Context, numel: int) -> str:
+    mark(context, "receives")
+    try:
+        dist.recv(torch.zeros(numel), None)
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
 _kept: list[torch.Tensor] = []
 
 
