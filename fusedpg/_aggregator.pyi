@@ -15,4 +15,4 @@ class UdpAggregator:
     def stats(self) -> dict[str, int]: ...
 
 def settings() -> tuple[str, str, str]:
-    """Of the environment: where to listen, seconds between counters, the key."""
+    """The environment's settings: where to listen, seconds between counters, the key."""

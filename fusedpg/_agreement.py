@@ -1,4 +1,4 @@
-"""Whether ranks have the same, and what all of them know of each other.
+"""Comparison of values between ranks, and what has been found out by it.
 
 All functions but `in_words` and `answer` are small collectives of a group, whose deadline holds.
 They return the same on all ranks. So a rank that raises because of it is not alone, and nobody
@@ -59,21 +59,21 @@ def largest_of_same(value: object, own: Tensor, group: dist.ProcessGroup | None)
 def same(
     value: object, group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> bool:
-    """Whether all ranks have the same value, as far as `repr` says it."""
+    """True if all ranks have the same value; a hash of its `repr` is compared."""
     device = device or torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return largest_of_same(value, nothing, group) is not None
 
 
 def by_rank(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank has: anything that can be pickled."""
+    """Gathers a value of each rank, in their order: anything that can be pickled."""
     found: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 
 
 def in_words(facts: Sequence[Sequence[str]], rank: int) -> str:
-    """What ranks have that others have not, as this rank is told; no collective.
+    """Says how the ranks' facts differ, in the words of this rank's error; no collective.
 
     Args:
         facts: what `by_rank` gave, texts such as "lr=0.1".
@@ -90,7 +90,7 @@ def in_words(facts: Sequence[Sequence[str]], rank: int) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Answer:
-    """Whether all ranks have a thing. All that keep it see what one of them finds out."""
+    """Says if all ranks have a thing. Steps share one object, and so what one of them finds out."""
 
     all_have_it: bool | None = None  # None: nobody has asked yet
 

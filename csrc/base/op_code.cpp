@@ -46,7 +46,7 @@ constexpr bool each_in_its_row() {
 }
 static_assert(each_in_its_row());
 
-// What another rank has said may be no operation.
+// Another rank may have sent a number that is no operation.
 Row row(OpCode op) {
   const auto i = static_cast<size_t>(op);
   return i < std::size(kRows) ? kRows[i] : Row{op, "unknown"};

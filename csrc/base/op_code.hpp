@@ -34,9 +34,9 @@ const char* gpu_path_name(GpuPath path);
 
 // torch.distributed's name: "all_reduce".
 const char* op_name(OpCode op);
-// Whether it combines contributions, so that ranks must mean one reduction.
+// True if it combines contributions: ranks must then choose the same reduction.
 bool reduces(OpCode op);
-// Whether it does nothing but move data.
+// True if it only moves data.
 bool moves(OpCode op);
 
 } // namespace fusedpg

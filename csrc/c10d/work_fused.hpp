@@ -41,7 +41,7 @@ class WorkFused : public c10d::Work {
     executor_ = std::move(executor);
     sequence_ = ticket;
   }
-  // Of a message: they move it, and others, on a thread that waits or asks for it.
+  // For the Work of a message: a thread that waits or asks for it moves messages.
   void set_messages(const std::shared_ptr<Messages>& messages) {
     messages_ = messages;
   }
