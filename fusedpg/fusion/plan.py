@@ -100,6 +100,7 @@ class Call:
         self.repeats = repeats
         self.async_op = async_op  # the caller does something else meanwhile
         self.compiles = True  # whether code is generated at all
+        self.differentiable = False  # what the backward keeps may be a result, and attach() knows
         self.unmarked = plan.size > 1  # ranks have still to compare what they call
         self.given: Sequence[torch.Tensor] = ()  # the tensors among the arguments
         self.numbers = False  # there are other arguments
@@ -131,8 +132,9 @@ class Call:
             results = [self._own(*result) for result in zip(plan.outputs, results)]
         if self.targets:
             return self._into(results)
-        for place in plan.repeated:
-            results[place] = results[place].clone()
+        if not self.differentiable:
+            for place in plan.repeated:
+                results[place] = results[place].clone()
         return results
 
     def _own(self, number: int, value: torch.Tensor) -> torch.Tensor:
@@ -391,6 +393,7 @@ def start(
     # A call that sends stops at messages alone.
     call = Call(plan, group, device, [], targets, async_op=async_op and not program.messages)
     call.numbers = len(tensors) < len(arguments)
+    call.differentiable = bool(wrt)
     return call, plan.run(call, arguments, stages, wrt)
 
 
