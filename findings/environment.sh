@@ -13,7 +13,8 @@ environment() {
 # `ranks N` runs the program on standard input as N processes that torchrun starts. The lines of all ranks are printed in sorted order.
 ranks() {
   cat >"$folder/program.py"
-  OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" "$folder/program.py" 2>"$folder/errors" |
+  # Unbuffered, Python writes the end of a line apart, and lines of two ranks mix.
+  env -u PYTHONUNBUFFERED OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" "$folder/program.py" 2>"$folder/errors" |
     sort | tee "$folder/output" || { cat "$folder/errors" >&2; exit 1; }
 }
 
