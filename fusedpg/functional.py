@@ -111,8 +111,9 @@ def group_info(group: dist.ProcessGroup | None = None) -> GroupInfo:
 def stats(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Stats:
     """What this rank's calls have cost since the group began, or since the last reset.
 
-    ``all_reduce``, ``sparse_all_reduce``, fused steps and fused functions are counted; ``reduce``,
-    ``reduce_scatter`` and what only moves data are not.
+    ``all_reduce``, ``sparse_all_reduce``, fused steps and fused functions are counted, and between
+    hosts operations that only move data. ``reduce`` and ``reduce_scatter`` are not counted, nor
+    inside a host operations that only move data.
 
     Returns:
         A dict by operation ("all_reduce", "sparse_all_reduce", ...) of dicts: ``calls``; ``paths``,
