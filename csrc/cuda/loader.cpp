@@ -108,16 +108,7 @@ NcclApi load_nccl(const std::string& path) {
   };
   require(api.get_version, "ncclGetVersion");
   require(api.get_error_string, "ncclGetErrorString");
-  require(api.get_unique_id, "ncclGetUniqueId");
-  require(api.comm_init_rank_config, "ncclCommInitRankConfig");
   require(api.comm_get_async_error, "ncclCommGetAsyncError");
-  require(api.comm_finalize, "ncclCommFinalize");
-  require(api.comm_destroy, "ncclCommDestroy");
-  require(api.comm_abort, "ncclCommAbort");
-  require(api.all_reduce, "ncclAllReduce");
-  require(api.reduce_scatter, "ncclReduceScatter");
-  require(api.all_gather, "ncclAllGather");
-  require(api.all_to_all, "ncclAlltoAll");
   require(api.group_start, "ncclGroupStart");
   require(api.group_simulate_end, "ncclGroupSimulateEnd");
   require(api.mem_alloc, "ncclMemAlloc");
@@ -143,6 +134,8 @@ NcclApi load_nccl(const std::string& path) {
   if (dladdr(reinterpret_cast<void*>(api.get_version), &where) != 0) {
     api.path = where.dli_fname;
   }
+  const void* torchs = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+  api.is_torchs = torchs == nullptr || torchs == library;
   return api;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/engine.hpp"
+#include "fake_carrier.hpp"
 #include "kernels_reference.hpp"
 #include "testing.hpp"
 
@@ -121,7 +122,13 @@ struct GpuRank {
             with.spans_hosts,
             std::make_shared<StorePart>(store, with.name, with.stuck),
             with.check_peers,
-            Deadline(with.deadline)),
+            Deadline(with.deadline),
+            size == 1 ? nullptr
+                      : std::make_unique<FakeCarrier>(
+                            rank,
+                            size,
+                            store,
+                            with.name + "carrier")),
         own_stream(rank),
         stream(own_stream.stream),
         wire_sums(!with.settings.wide_half_sums) {

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/calls.hpp"
+#include "cuda/cuda_api.hpp"
+#include "cuda/nccl_api.hpp"
+
+namespace fusedpg::cuda {
+
+// What moves data between the GPUs of a group: torch's ProcessGroupNCCL, by
+// DelegateCarrier (c10d), or what tests put in its place.
+//
+// A collective is enqueued on a stream: it begins when what that has so far has
+// ended, and what it gets later waits. All ranks call the same ones in the same
+// order. A call may block where other ranks have yet to connect, and throws if
+// it fails. One at a time; abort() may come from any thread at any time.
+class Carrier {
+ public:
+  Carrier() = default;
+  Carrier(const Carrier&) = delete;
+  virtual ~Carrier() = default;
+
+  // data[i] = the largest of all ranks' data[i].
+  virtual void maximum(uint8_t* data, size_t count, Stream stream) = 0;
+  // `to` = this rank's block of `count` elements of the reduction of all ranks'
+  // `from`, where it may lie.
+  virtual void reduce_scatter(
+      const void* from,
+      void* to,
+      size_t count,
+      DType type,
+      RedOp op,
+      Stream stream) = 0;
+  // `to` = all ranks' `from` of `bytes`, which may lie in its place there.
+  virtual void all_gather(
+      const void* from,
+      void* to,
+      size_t bytes,
+      Stream stream) = 0;
+  // Block p of `to` = block `rank` of rank p's `from`, `bytes` each.
+  virtual void all_to_all(
+      const void* from,
+      void* to,
+      size_t bytes,
+      Stream stream) = 0;
+
+  // Its communicator on the current device, once a collective has connected it,
+  // for what NCCL alone can do; null: it has none.
+  virtual NcclComm nccl_comm() = 0;
+  // Ends what waits for other ranks, as far as nobody else does.
+  virtual void abort() = 0;
+};
+
+} // namespace fusedpg::cuda
