@@ -1,5 +1,6 @@
 #include "c10d/delegate_carrier.hpp"
 
+#include <future>
 #include <thread>
 
 #include <torch/csrc/utils/pybind.h>
@@ -11,7 +12,7 @@ namespace fusedpg {
 namespace {
 
 // Between looks at what a delegate on the host is doing.
-constexpr std::chrono::microseconds kDelegatePause{20};
+constexpr std::chrono::milliseconds kDelegatePause{1};
 
 // Runs on the stream that it is called from.
 template <typename Options>
@@ -62,23 +63,23 @@ at::Tensor DelegateCarrier::view(
 
 void DelegateCarrier::enqueue(
     const char* what,
+    at::Tensor from,
+    at::Tensor to,
     cuda::Stream stream,
     Call call) {
   try {
-    if (!streams_.pretend()) {
-      const CudaStreams::Scope scope(streams_, streams_.external(stream));
-      if (const auto work = call()) {
-        work->wait();
-      }
+    if (streams_.pretend()) {
+      call_on_host(from, to, stream, call);
       return;
     }
-    // Gloo reads the memory now.
-    cuda::check(
-        cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
-    call()->wait();
+    const CudaStreams::Scope scope(streams_, streams_.external(stream));
+    if (const auto work = call(from, to)) {
+      work->wait();
+    }
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
+    watch_(); // what the engine knows of the cause says more
     fail(
         ErrorKind::kSystem,
         "fused: {} of {}: {}",
@@ -88,23 +89,38 @@ void DelegateCarrier::enqueue(
   }
 }
 
+// Gloo, which reads and writes the memory now, and may wait for another rank for
+// longer than the engine does: on a thread of its own, which may stay behind, and
+// so on copies.
+void DelegateCarrier::call_on_host(
+    const at::Tensor& from,
+    const at::Tensor& to,
+    cuda::Stream stream,
+    Call call) {
+  cuda::check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
+  at::Tensor source = from.clone();
+  at::Tensor target = to.clone();
+  std::packaged_task<void()> task(
+      [work = call(source, target)] { work->wait(); });
+  std::future<void> ended = task.get_future();
+  std::thread(std::move(task)).detach();
+  while (ended.wait_for(kDelegatePause) != std::future_status::ready) {
+    watch_();
+  }
+  ended.get();
+  to.copy_(target);
+}
+
 void DelegateCarrier::maximum(
     uint8_t* data,
     size_t count,
     cuda::Stream stream) {
-  std::vector<at::Tensor> tensors{view(data, count, at::kByte)};
+  const at::Tensor all = view(data, count, at::kByte);
   auto options = in_order<c10d::AllreduceOptions>();
   options.reduceOp = c10d::ReduceOp::MAX;
-  enqueue("all_reduce", stream, [&] {
-    const auto work = delegate_->allreduce(tensors, options);
-    // With this every operation begins: on the host it waits for other ranks.
-    while (streams_.pretend() && !work->isCompleted()) {
-      if (aborted_) {
-        fail(ErrorKind::kAborted, "fused: all_reduce: aborted");
-      }
-      std::this_thread::sleep_for(kDelegatePause);
-    }
-    return work;
+  enqueue("all_reduce", all, all, stream, [&](at::Tensor&, at::Tensor& to) {
+    std::vector<at::Tensor> tensors{to};
+    return delegate_->allreduce(tensors, options);
   });
 }
 
@@ -115,15 +131,18 @@ void DelegateCarrier::reduce_scatter(
     DType type,
     RedOp op,
     cuda::Stream stream) {
-  at::Tensor source = view(from, count * size_, scalar_type(type));
-  at::Tensor target = view(to, count, scalar_type(type));
   auto options = in_order<c10d::ReduceScatterOptions>();
   options.reduceOp = op == RedOp::kMin ? c10d::ReduceOp::MIN
       : op == RedOp::kMax              ? c10d::ReduceOp::MAX
                                        : c10d::ReduceOp::SUM;
-  enqueue("reduce_scatter", stream, [&] {
-    return delegate_->_reduce_scatter_base(target, source, options);
-  });
+  enqueue(
+      "reduce_scatter",
+      view(from, count * size_, scalar_type(type)),
+      view(to, count, scalar_type(type)),
+      stream,
+      [&](at::Tensor& source, at::Tensor& target) {
+        return delegate_->_reduce_scatter_base(target, source, options);
+      });
 }
 
 void DelegateCarrier::all_gather(
@@ -131,12 +150,15 @@ void DelegateCarrier::all_gather(
     void* to,
     size_t bytes,
     cuda::Stream stream) {
-  at::Tensor source = view(from, bytes, at::kByte);
-  at::Tensor target = view(to, bytes * size_, at::kByte);
-  enqueue("all_gather", stream, [&] {
-    return delegate_->_allgather_base(
-        target, source, in_order<c10d::AllgatherOptions>());
-  });
+  enqueue(
+      "all_gather",
+      view(from, bytes, at::kByte),
+      view(to, bytes * size_, at::kByte),
+      stream,
+      [&](at::Tensor& source, at::Tensor& target) {
+        return delegate_->_allgather_base(
+            target, source, in_order<c10d::AllgatherOptions>());
+      });
 }
 
 void DelegateCarrier::all_to_all(
@@ -144,13 +166,16 @@ void DelegateCarrier::all_to_all(
     void* to,
     size_t bytes,
     cuda::Stream stream) {
-  at::Tensor source = view(from, bytes * size_, at::kByte);
-  at::Tensor target = view(to, bytes * size_, at::kByte);
   std::vector<int64_t> equal;
-  enqueue("all_to_all", stream, [&] {
-    return delegate_->alltoall_base(
-        target, source, equal, equal, in_order<c10d::AllToAllOptions>());
-  });
+  enqueue(
+      "all_to_all",
+      view(from, bytes * size_, at::kByte),
+      view(to, bytes * size_, at::kByte),
+      stream,
+      [&](at::Tensor& source, at::Tensor& target) {
+        return delegate_->alltoall_base(
+            target, source, equal, equal, in_order<c10d::AllToAllOptions>());
+      });
 }
 
 // ProcessGroupNCCL's C++ header needs CUDA's: Python knows the method.

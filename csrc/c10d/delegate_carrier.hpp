@@ -1,7 +1,5 @@
 #pragma once
 
-#include <atomic>
-
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -32,20 +30,31 @@ class DelegateCarrier final : public cuda::Carrier {
   void all_to_all(const void* from, void* to, size_t bytes, cuda::Stream stream)
       override;
   cuda::NcclComm nccl_comm() override;
-  void abort() override {
-    aborted_ = true; // the delegate's own end is its group's business
+  bool waits_on_host() const override {
+    return streams_.pretend();
   }
+  void abort() override {} // the delegate's end is its group's business
 
  private:
   at::Tensor view(const void* data, size_t count, at::ScalarType type) const;
-  using Call = c10::function_ref<c10::intrusive_ptr<c10d::Work>()>;
-  void enqueue(const char* what, cuda::Stream stream, Call call);
+  using Call = c10::function_ref<
+      c10::intrusive_ptr<c10d::Work>(at::Tensor& from, at::Tensor& to)>;
+  void enqueue(
+      const char* what,
+      at::Tensor from,
+      at::Tensor to,
+      cuda::Stream stream,
+      Call call);
+  void call_on_host(
+      const at::Tensor& from,
+      const at::Tensor& to,
+      cuda::Stream stream,
+      Call call);
 
   const c10::intrusive_ptr<c10d::Backend> delegate_;
   const CudaStreams streams_;
   const cuda::CudaApi& cuda_;
   const size_t size_;
-  std::atomic<bool> aborted_{false};
 };
 
 } // namespace fusedpg

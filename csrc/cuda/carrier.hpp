@@ -2,8 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
-#include "base/calls.hpp"
+#include "base/call.hpp"
 #include "cuda/cuda_api.hpp"
 #include "cuda/nccl_api.hpp"
 
@@ -21,6 +22,18 @@ class Carrier {
   Carrier() = default;
   Carrier(const Carrier&) = delete;
   virtual ~Carrier() = default;
+
+  // Called now and then by a call that waits on the host for other ranks; what
+  // it throws ends that call.
+  using Watch = std::function<void()>;
+  void set_watch(Watch watch) {
+    watch_ = std::move(watch);
+  }
+  // Whether its calls return only when all ranks have made them. Then none may
+  // be made before it is known that all ranks will.
+  virtual bool waits_on_host() const {
+    return false;
+  }
 
   // data[i] = the largest of all ranks' data[i].
   virtual void maximum(uint8_t* data, size_t count, Stream stream) = 0;
@@ -51,6 +64,9 @@ class Carrier {
   virtual NcclComm nccl_comm() = 0;
   // Ends what waits for other ranks, as far as nobody else does.
   virtual void abort() = 0;
+
+ protected:
+  Watch watch_ = [] {};
 };
 
 } // namespace fusedpg::cuda

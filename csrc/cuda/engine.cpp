@@ -238,6 +238,9 @@ CudaEngine::OperationPtr CudaEngine::submit(
   }
   Run run(*this, operation, task);
   run.acquire(); // what throws here has begun nothing
+  if (carrier_) {
+    carrier_->set_watch([this, &operation] { watch(*operation); });
+  }
   ++sequence_;
   try {
     {
@@ -312,9 +315,8 @@ CudaEngine::OperationPtr CudaEngine::reduce_shards(
   return submit(Task(call, size_), submission);
 }
 
-void CudaEngine::await_agreement(const OperationPtr& operation, Event event) {
+void CudaEngine::await_agreement(const Operation& operation, Event event) {
   for (int looks = 0;; ++looks) {
-    check_failed();
     const int state = cuda_.event_query(event);
     if (state == kSuccess) {
       break;
@@ -322,17 +324,22 @@ void CudaEngine::await_agreement(const OperationPtr& operation, Event event) {
     if (state != kNotReady) {
       check(cuda_, "cudaEventQuery", state);
     }
-    if (operation->deadline_.expired()) {
-      fail_timeout(*operation);
-    } else if (suspicious(*operation)) {
-      look_at_peers(operation->summary);
-    }
+    watch(operation);
     if (looks > kQuickLooks) {
       std::this_thread::sleep_for(kAgreementPause);
     }
   }
-  if (disagreed() == operation->sequence) {
-    fail_mismatch(operation->sequence, operation->facts(), operation->summary);
+  if (disagreed() == operation.sequence) {
+    fail_mismatch(operation.sequence, operation.facts(), operation.summary);
+  }
+  check_failed();
+}
+
+void CudaEngine::watch(const Operation& operation) {
+  if (operation.deadline_.expired()) {
+    fail_timeout(operation);
+  } else if (suspicious(operation)) {
+    look_at_peers(operation.summary);
   }
   check_failed();
 }

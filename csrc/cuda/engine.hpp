@@ -109,9 +109,10 @@ class CudaEngine {
   // Waits for outstanding work, at most until the deadline. Graphs of its
   // operations may be launched for as long as the engine lives.
   void shutdown(const Deadline& deadline);
+  static constexpr std::chrono::milliseconds kQuiet{10000};
   // Operations still outstanding fail. Waits until the GPU is done with them;
-  // after ten seconds what they use is never freed.
-  void close();
+  // if it is not by then, what they use is never freed.
+  void close(std::chrono::milliseconds patience = kQuiet);
 
   // The arena that the GPUs of all ranks see, or null.
   void* arena() const {
@@ -169,7 +170,10 @@ class CudaEngine {
   OperationPtr submit(const Task& task, const Submission& submission);
   // Blocks until `event`, behind which all ranks are known to agree about the
   // operation or not. Throws if they don't, or if the engine has failed.
-  void await_agreement(const OperationPtr& operation, Event event);
+  void await_agreement(const Operation& operation, Event event);
+  // What a thread does now and then while it waits for other ranks in a call:
+  // throws if that is in vain, or if the operation's time is up.
+  void watch(const Operation& operation);
   // Whether it takes so long that other ranks may be the cause; then again after
   // a while.
   bool suspicious(const Operation& operation);
@@ -196,7 +200,7 @@ class CudaEngine {
   // Of the direct path, whose kernels may be in it until the GPU is quiet.
   void release_window();
   bool wait_quiet(const Deadline& deadline) const;
-  // Keeps what kernels may use for ever: one that writes to memory of somebody
+  // Keeps for ever what kernels may use: one that writes to memory of somebody
   // else is worse than a leak.
   static void leak(std::shared_ptr<const void> what);
   struct Remains;

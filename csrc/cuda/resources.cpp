@@ -47,11 +47,8 @@ void CudaEngine::connect(const Deadline& deadline) {
   const Stream stream = wire_stream_.get();
   auto* data = static_cast<uint8_t*>(slot->device.get());
   check(cuda_, "cudaMemsetAsync", cuda_.clear(data, 1, stream));
-  carrier_->maximum(data, 1, stream);
-  const Event met = events_.agreed.get();
-  check(cuda_, "cudaEventRecord", cuda_.event_record(met, stream));
   auto next_look = Clock::now() + kConnectLook;
-  while (cuda_.event_query(met) == kNotReady) {
+  const auto watch = [&] {
     if (deadline.expired()) {
       fail(
           ErrorKind::kTimeout,
@@ -63,6 +60,13 @@ void CudaEngine::connect(const Deadline& deadline) {
       look_at_peers("the first collective of a group");
       next_look = Clock::now() + kConnectLook;
     }
+  };
+  carrier_->set_watch(watch);
+  carrier_->maximum(data, 1, stream);
+  const Event met = events_.agreed.get();
+  check(cuda_, "cudaEventRecord", cuda_.event_record(met, stream));
+  while (cuda_.event_query(met) == kNotReady) {
+    watch();
     std::this_thread::sleep_for(kConnectPause);
   }
   comm_ = carrier_->nccl_comm();

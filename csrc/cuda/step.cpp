@@ -199,15 +199,15 @@ void Run::agree() {
   e_.carrier_->maximum(propose.agree, kAgreeBytes, wire_);
   OpDescriptor kind = facts;
   kind.value_hash = 0;
-  const bool unknown =
-      !operation_->captured_ && e_.known_.count(hash_of(kind)) == 0;
+  const bool unknown = !operation_->captured_ &&
+      (e_.known_.count(hash_of(kind)) == 0 || e_.carrier_->waits_on_host());
   if (unknown || weighted_ || path_ == GpuPath::kDirect) {
     report_mismatch();
   }
   if (unknown) {
     const Event agreed = e_.events_.agreed.get();
     check("cudaEventRecord", cuda_.event_record(agreed, wire_));
-    e_.await_agreement(operation_, agreed);
+    e_.await_agreement(*operation_, agreed);
     e_.known_.insert(hash_of(kind));
   }
   if (weighted_) {

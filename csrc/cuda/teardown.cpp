@@ -15,9 +15,7 @@ using std::chrono::milliseconds;
 // For kernels of the direct path, which end by themselves once they are told to
 // stop, unless they have yet to begin: then they use no window.
 constexpr milliseconds kDirectEnd{1000};
-// For the GPU to come to an end, and for a caller.
-constexpr milliseconds kQuiet{10000};
-constexpr milliseconds kEnd{5000};
+constexpr milliseconds kEnd{5000}; // for a caller
 // Since when the end of a communicator unmaps its windows.
 constexpr int kUnmapsWindows = 22907;
 
@@ -169,7 +167,7 @@ bool CudaEngine::wait_quiet(const Deadline& deadline) const {
   return quiet;
 }
 
-void CudaEngine::close() {
+void CudaEngine::close(milliseconds patience) {
   {
     std::lock_guard<std::mutex> lock(running_mutex_);
     if (std::exchange(closed_, true)) {
@@ -179,7 +177,7 @@ void CudaEngine::close() {
   fail_engine(
       ErrorKind::kAborted,
       formatted("fused: the group was destroyed on rank {}", rank_));
-  quiet_ = wait_quiet(Deadline(kQuiet));
+  quiet_ = wait_quiet(Deadline(patience));
   if (!quiet_) {
     return;
   }
@@ -255,6 +253,14 @@ void CudaEngine::bury() {
   if (!quiet_) {
     leak(remains);
   } else {
+    // Graphs may hold kernels for longer. Where ranks share them, whoever ends the
+    // carrier keeps the engine until its communicator has seen them go; of graphs
+    // of one rank nobody says when they go.
+    for (const auto& program : remains->programs) {
+      if (size_ == 1) {
+        leak(program);
+      }
+    }
     carrier_.reset(); // its communicator may know the arena
     if (direct_ != nullptr) {
       cuda_.direct_destroy(direct_, nullptr);

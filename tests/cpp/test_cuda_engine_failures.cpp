@@ -148,6 +148,34 @@ TEST(cuda_engine_mismatch_of_a_later_step) {
   });
 }
 
+// A rank that knows its call does not wait; the other one's is new to it, so it
+// hears of the difference first, and leaves this one alone in what comes next.
+TEST(cuda_engine_mismatch_of_a_known_step) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining known(r, adam(), kSingles, {3000, 70});
+    GpuTraining other(r, adam(), kSingles, {4000, 70});
+    known.load();
+    known.step();
+    known.check();
+    r.engine.drain(kLong);
+    GpuTraining& training = rank == 0 ? known : other;
+    training.load();
+    const auto begin = Clock::now();
+    expect_failure(
+        r,
+        ErrorKind::kMismatch,
+        {"ranks disagree",
+         rank == 0 ? "number of elements 3070 here, 4070 there"
+                   : "number of elements 4070 here, 3070 there"},
+        [&] { return training.step(); });
+    CHECK(seconds_since(begin) < 8);
+    r.sync();
+    CHECK(training.param(0).holds(training.expected_param(0)));
+  });
+}
+
 // Where ranks' settings make other chunks of the same tensors.
 TEST(cuda_engine_mismatched_settings) {
   const Clean clean;

@@ -289,4 +289,33 @@ TEST(cuda_teardown_no_symmetric_support) {
   CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
+// What kernels may use is never freed if they do not come to an end.
+TEST(cuda_teardown_busy_gpu) {
+  if (kOnlyThreads) {
+    return;
+  }
+  const Clean clean;
+  on_processes(1, [](int rank, Store& store) { // where what is left ends, too
+    static std::atomic<bool> go{false};
+    const auto* behind = new StreamOn(rank);
+    fake::Stats before{};
+    {
+      GpuRank r(rank, 1, store);
+      GpuTraining training(r, adam(), kSingles, {3000, 70});
+      training.load();
+      CudaEngine::Submission submission = training.submission();
+      submission.current = behind->stream;
+      CHECK_EQ(hooks().hold(behind->stream, &go), 0);
+      r.engine.fused_step(training.call, submission);
+      r.engine.close(milliseconds(50));
+      before = hooks().now();
+    }
+    CHECK_EQ(hooks().now().device_bytes, before.device_bytes);
+    CHECK_EQ(hooks().now().host_bytes, before.host_bytes);
+    go = true;
+    hooks().synchronize();
+    CHECK_EQ(hooks().now().bad_handles, 0u);
+  });
+}
+
 } // namespace fusedpg::test
