@@ -148,6 +148,31 @@ TEST(cuda_engine_mismatch_of_a_later_step) {
   });
 }
 
+// An operation that has ended well before nobody has looked stays so.
+TEST(cuda_engine_mismatch_behind_another_step) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000, 70});
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    std::atomic<bool> go{false};
+    CHECK_EQ(hooks().hold(r.stream, &go), 0);
+    const OperationPtr first = training.step();
+    training.call.hypers[0].lr *= rank + 1;
+    const OperationPtr second = training.step();
+    go = true;
+    r.sync();
+    finish(first);
+    expect_error(
+        ErrorKind::kMismatch,
+        {"ranks disagree about operation 3", "learning rate"},
+        [&] { finish(second); });
+  });
+}
+
 // A rank that knows its call does not wait; the other one's is new to it, so it
 // hears of the difference first, and leaves this one alone in what comes next.
 TEST(cuda_engine_mismatch_of_a_known_step) {
@@ -198,6 +223,8 @@ TEST(cuda_engine_rank_that_never_calls) {
     if (rank == 0) {
       training.timeout = milliseconds(200);
       const auto begin = Clock::now();
+      // The call itself: it is the first of its kind.
+      expect_error(ErrorKind::kTimeout, {"200 ms"}, [&] { training.step(); });
       expect_failure(
           r,
           ErrorKind::kTimeout,
