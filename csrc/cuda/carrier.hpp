@@ -1,14 +1,49 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <future>
+#include <thread>
 
 #include "base/call.hpp"
+#include "base/error.hpp"
 #include "cuda/cuda_api.hpp"
 #include "cuda/nccl_api.hpp"
 
 namespace fusedpg::cuda {
+
+// A call was left to its thread. It may use its communicator, and the memory it
+// was given, for as long as the process lives; nobody else may use them then.
+class CallLeftBehind : public Error {
+ public:
+  using Error::Error;
+};
+
+// Makes a call that may hang on a thread of its own; the call owns what it uses.
+// `watch` is called after each `pause`. What it throws ends the wait, and is
+// thrown here as a CallLeftBehind.
+template <typename Result>
+Result call_watched(
+    std::function<Result()> call,
+    std::chrono::milliseconds pause,
+    const std::function<void()>& watch) {
+  std::packaged_task<Result()> task(std::move(call));
+  std::future<Result> result = task.get_future();
+  std::thread(std::move(task)).detach();
+  while (result.wait_for(pause) != std::future_status::ready) {
+    try {
+      watch();
+    } catch (const Error& error) {
+      throw CallLeftBehind(error.kind(), error.what());
+    } catch (const std::exception& error) {
+      throw CallLeftBehind(
+          ErrorKind::kSystem, formatted("fused: {}", error.what()));
+    }
+  }
+  return result.get();
+}
 
 // What moves data between the GPUs of a group: torch's ProcessGroupNCCL, by
 // DelegateCarrier (c10d), or what tests put in its place.

@@ -113,6 +113,7 @@ CudaEngine::CudaEngine(
     const std::string wrong = ring_ ? check_ring(deadline) : "";
     meet(register_arena(deadline), wrong, deadline);
   } catch (const std::exception& error) { // also what the store throws
+    left_behind_ = dynamic_cast<const CallLeftBehind*>(&error) != nullptr;
     fail_engine(ErrorKind::kAborted, error.what());
     close();
     bury();
@@ -355,6 +356,16 @@ bool CudaEngine::suspicious(const Operation& operation) {
 }
 
 void CudaEngine::look() {
+  try {
+    look_at_operations();
+  } catch (const Error& error) {
+    fail_engine(error.kind(), error.what());
+  } catch (const std::exception& error) { // also what the store throws
+    fail_engine(ErrorKind::kSystem, formatted("fused: {}", error.what()));
+  }
+}
+
+void CudaEngine::look_at_operations() {
   for (;;) {
     OperationPtr first;
     {
@@ -387,7 +398,9 @@ void CudaEngine::look() {
       fail_mismatch(sequence, facts, summary);
       return;
     }
-    if (late() == first->sequence) {
+    // The kernels of graphs have no deadline, so it is one of those in flight.
+    if (const uint64_t late = this->late();
+        late != 0 && !(state == kSuccess && late > first->sequence)) {
       fail_timeout(*first);
       return;
     }
@@ -407,11 +420,7 @@ void CudaEngine::look() {
       if (ends && first->deadline_.expired()) {
         fail_timeout(*first);
       } else if (ends && suspicious(*first)) {
-        try {
-          look_at_peers(first->summary);
-        } catch (const Error& error) {
-          fail_engine(error.kind(), error.what());
-        }
+        look_at_peers(first->summary);
       }
       return;
     }

@@ -98,7 +98,8 @@ class CudaEngine {
   // Whether everything enqueued so far has ended, as far as is known.
   bool idle();
   // Completes operations that have ended; the engine fails if one has failed or
-  // its time is up, or if ranks disagree.
+  // its time is up, if ranks disagree, or if the store fails when it is asked
+  // about a long wait. Throws nothing: destructors call it.
   void look();
 
   bool failed() const {
@@ -181,6 +182,8 @@ class CudaEngine {
   void compare_settings(const Deadline& deadline);
   void check_failed();
   void check_outside_groups(const std::string& what) const;
+  // look(), which throws nothing that the store does.
+  void look_at_operations();
 
   uint64_t disagreed() const {
     return __atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE);
@@ -246,7 +249,7 @@ class CudaEngine {
   // Throws what NCCL says.
   void call_nccl(const char* what, const NcclCall& call) const;
   // The same on a thread of its own, for at most as long as the deadline and the
-  // other ranks live: what has not returned by then may do so later.
+  // other ranks live; then it throws a CallLeftBehind.
   void call_nccl_within(
       const char* what,
       const Deadline& deadline,
@@ -304,7 +307,7 @@ class CudaEngine {
   // What the host and running kernels tell each other.
   struct Flags {
     uint64_t mismatch = 0; // the operation that ranks disagree about
-    uint64_t late = 0; // the operation whose kernel has not met the others
+    uint64_t late = 0; // the first one whose kernel has not met the others
     uint64_t stop = 0; // kernels must not wait for other ranks any more
   };
   HostMemory flags_memory_;
@@ -339,6 +342,7 @@ class CudaEngine {
   std::atomic<bool> failed_{false};
   std::atomic<bool> finished_{false}; // well, by shutdown()
   bool quiet_ = false; // after close(): the GPU is done
+  bool left_behind_ = false; // a call of the start, in the communicator
   ErrorKind failure_kind_ = ErrorKind::kSystem;
   std::string failure_;
   std::atomic<const char*> last_path_{"none"};

@@ -275,7 +275,7 @@ struct DirectArgs {
   // other ranks end, whatever has been done by then.
   const uint64_t* stop;
   // A kernel that has waited for so long ends, too, and tells the host: `late`
-  // receives `sequence`.
+  // receives `sequence`, unless it holds an earlier kernel's.
   uint64_t nanoseconds;
   uint64_t* late;
   uint64_t sequence;

@@ -87,6 +87,8 @@ void* open_nccl(const std::string& path) {
 }
 
 NcclApi load_nccl(const std::string& path) {
+  // Before this loads one itself.
+  const void* torchs = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   void* library = open_nccl(path);
   if (library == nullptr) {
     fail(
@@ -134,8 +136,11 @@ NcclApi load_nccl(const std::string& path) {
   if (dladdr(reinterpret_cast<void*>(api.get_version), &where) != 0) {
     api.path = where.dli_fname;
   }
-  const void* torchs = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
-  api.is_torchs = torchs == nullptr || torchs == library;
+  // A torch for CUDA without a libnccl has one linked into it, which nobody else
+  // can call.
+  const bool linked_in = torchs == nullptr &&
+      dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD) != nullptr;
+  api.is_torchs = torchs == library || (torchs == nullptr && !linked_in);
   return api;
 }
 

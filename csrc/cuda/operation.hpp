@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/deadline.hpp"
@@ -55,6 +56,7 @@ class Operation {
   CudaEngine& engine_; // until it is complete, which engines see to
   Deadline deadline_{std::chrono::milliseconds(0)};
   const Clock::time_point begun_ = Clock::now();
+  const std::thread::id caller_ = std::this_thread::get_id(); // enqueues it
   OwnedEvent end_;
   std::shared_ptr<Slot> slot_;
   bool captured_ = false; // into a graph; runs whenever that is launched

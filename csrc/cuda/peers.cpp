@@ -179,7 +179,11 @@ CudaEngine::Said CudaEngine::tell_ranks(
     }
     return first + kSaidEnd + all;
   };
-  const auto answer = ask_within(kAskRanks + kStorePatience, tell);
+  std::optional<std::string> answer;
+  try {
+    answer = ask_within(kAskRanks + kStorePatience, tell);
+  } catch (const std::exception&) { // the failure at hand says more
+  }
   if (!answer) {
     return {"unknown, the store does not answer", ""};
   }
@@ -215,27 +219,24 @@ void CudaEngine::call_nccl_within(
     const char* what,
     const Deadline& deadline,
     const NcclCall& call) {
-  std::packaged_task<NcclResult()> task(
+  const NcclResult result = call_watched<NcclResult>(
       [&cuda = cuda_, &nccl = nccl_, device = device_, comm = comm_, call] {
         cuda.set_device(device);
         return finish_call(nccl, comm, call);
+      },
+      kWatch,
+      [&] {
+        if (deadline.expired()) {
+          fail(
+              ErrorKind::kTimeout,
+              "fused: {} did not return within {} ms; is every rank of the "
+              "group alive and in the same call?",
+              what,
+              deadline.timeout().count());
+        }
+        look_at_peers(what);
       });
-  std::future<NcclResult> result = task.get_future();
-  std::thread(std::move(task)).detach();
-  while (result.wait_for(
-             std::min<Clock::duration>(deadline.remaining(), kWatch)) !=
-         std::future_status::ready) {
-    if (deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: {} did not return within {} ms; is every rank of the group "
-          "alive and in the same call?",
-          what,
-          deadline.timeout().count());
-    }
-    look_at_peers(what);
-  }
-  check_nccl(nccl_, what, result.get());
+  check_nccl(nccl_, what, result);
 }
 
 } // namespace fusedpg::cuda

@@ -65,10 +65,12 @@ void CudaEngine::connect(const Deadline& deadline) {
   carrier_->maximum(data, 1, stream);
   const Event met = events_.agreed.get();
   check(cuda_, "cudaEventRecord", cuda_.event_record(met, stream));
-  while (cuda_.event_query(met) == kNotReady) {
+  int state = kNotReady;
+  while ((state = cuda_.event_query(met)) == kNotReady) {
     watch();
     std::this_thread::sleep_for(kConnectPause);
   }
+  check(cuda_, "cudaEventQuery", state);
   comm_ = carrier_->nccl_comm();
   ring_ = ring_ && comm_ != nullptr;
 }

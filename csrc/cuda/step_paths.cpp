@@ -4,6 +4,12 @@
 #include "cuda/run.hpp"
 
 namespace fusedpg::cuda {
+namespace {
+
+// In nanoseconds; added to a GPU's clock it is still a number of 64 bits.
+constexpr uint64_t kForever = UINT64_MAX / 4;
+
+} // namespace
 
 void Run::exchange_norms() {
   const bool ring = path_ == GpuPath::kRing;
@@ -46,8 +52,12 @@ void Run::run_direct() {
   args.num_tensors = static_cast<uint32_t>(n_);
   args.signals = e_.signals();
   args.stop = &e_.flags_->stop;
-  args.nanoseconds = static_cast<uint64_t>(
-      std::chrono::nanoseconds(operation_->deadline_.remaining()).count());
+  // The call's deadline says nothing about when a graph is replayed.
+  args.nanoseconds = operation_->captured_
+      ? kForever
+      : static_cast<uint64_t>(
+            std::chrono::nanoseconds(operation_->deadline_.remaining())
+                .count());
   args.late = &e_.flags_->late;
   args.sequence = operation_->sequence;
   args.context = e_.direct_;

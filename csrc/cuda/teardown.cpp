@@ -1,6 +1,7 @@
 // The end of the CUDA engine, be it well or by a failure. Nothing here waits
 // without a deadline: the GPU may never come to an end.
 
+#include <algorithm>
 #include <thread>
 
 #include "base/error.hpp"
@@ -38,7 +39,16 @@ void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
   // a good end there are only those of graphs, which go on.
   if (!finished_) {
     __atomic_store_n(&flags_->stop, 1, __ATOMIC_RELEASE);
-    release_window();
+    // Another thread may be about to launch a kernel that uses the window, or be
+    // inside the carrier, with its communicator.
+    const bool entered = std::any_of(
+        outstanding.begin(), outstanding.end(), [](const OperationPtr& one) {
+          return !one->enqueued_.load(std::memory_order_acquire) &&
+              one->caller_ != std::this_thread::get_id();
+        });
+    if (!entered) {
+      release_window();
+    }
     if (carrier_) {
       carrier_->abort();
     }
@@ -94,11 +104,13 @@ void CudaEngine::abort(const std::string& reason) {
 // was not deregistered. Graphs may be using it.
 void CudaEngine::release_window() {
   const std::lock_guard<std::mutex> lock(window_mutex_);
-  if (window_ == nullptr || ever_captured_ ||
+  if (window_ == nullptr || ever_captured_ || left_behind_ ||
       !wait_quiet(Deadline(kDirectEnd))) {
     return;
   }
-  cuda_.direct_destroy(direct_, comm_);
+  if (direct_ != nullptr) {
+    cuda_.direct_destroy(direct_, comm_);
+  }
   nccl_.comm_window_deregister(comm_, window_);
   direct_ = nullptr;
   window_ = nullptr;
@@ -268,7 +280,7 @@ void CudaEngine::bury() {
     // Older ones leave a window mapped that graphs kept from being let go of.
     const bool mapped =
         window_ != nullptr && ever_captured_ && nccl_.version < kUnmapsWindows;
-    if (arena_ != nullptr && !mapped) {
+    if (arena_ != nullptr && !mapped && !left_behind_) {
       nccl_.mem_free(arena_);
     }
   }

@@ -302,6 +302,40 @@ TEST(cuda_engine_store_that_does_not_answer) {
   });
 }
 
+// A store whose host has gone throws what is not an Error: the engine fails all
+// the same, and its end throws nothing.
+TEST(cuda_engine_store_that_throws) {
+  const Clean clean;
+  for (const bool expires : {false, true}) {
+    std::atomic<bool> gone{false};
+    on_threads(2, [&](int rank, Store& store) {
+      EngineWith with;
+      with.gone = &gone;
+      GpuRank r(rank, 2, store, with);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      training.step();
+      training.check();
+      training.load();
+      r.meet("first step");
+      if (rank == 0) {
+        gone = true;
+        training.timeout = expires ? milliseconds(300) : kLong;
+        const OperationPtr op = training.step();
+        const auto begin = Clock::now();
+        expect_error(
+            expires ? ErrorKind::kTimeout : ErrorKind::kSystem,
+            {expires ? "the store does not answer" : "the store has gone"},
+            [&] { finish(op); });
+        CHECK(r.engine.failed());
+        r.engine.shutdown(Deadline(milliseconds(100)));
+        CHECK(seconds_since(begin) < 8);
+      }
+      r.meet("end");
+    });
+  }
+}
+
 TEST(cuda_engine_rank_without_engine) {
   const Clean clean;
   Store store;

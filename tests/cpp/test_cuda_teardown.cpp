@@ -202,6 +202,48 @@ TEST(cuda_teardown_graph_of_the_direct_path) {
   }
 }
 
+// What was left of a captured call's time says nothing about replays: a peer
+// that is later than that is awaited.
+TEST(cuda_teardown_replay_after_the_timeout) {
+  const Clean clean;
+  hooks().set_delay(0);
+  void* arenas[2] = {};
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store, with_arena());
+    GpuTraining training(
+        r, adam(), kSingles, {3000, 70}, static_cast<char*>(r.engine.arena()));
+    training.direct = true;
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    arenas[rank] = r.engine.arena();
+    training.timeout = milliseconds(200);
+    void* graph = nullptr;
+    CHECK_EQ(hooks().begin_capture(r.stream), 0);
+    training.step();
+    r.engine.join(r.stream);
+    CHECK_EQ(hooks().end_capture(r.stream, &graph), 0);
+    training.load();
+    r.meet("captured");
+    if (rank == 1) {
+      hooks().stall(1, 3, 1000); // the step itself
+    }
+    r.meet("begin");
+    CHECK_EQ(hooks().launch(graph, r.stream), 0);
+    training.check();
+    r.meet("launched");
+    CHECK(!r.engine.failed());
+    r.engine.shutdown(Deadline(kLong));
+    CHECK_EQ(hooks().destroy_graph(graph), 0);
+  });
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+  hooks().reset();
+  for (void* arena : arenas) { // as above
+    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
+  }
+}
+
 // Nobody looks: a kernel that waits for a rank ends by itself, and it is known.
 TEST(cuda_teardown_direct_step_without_a_peer) {
   const Clean clean;
@@ -261,6 +303,56 @@ TEST(cuda_teardown_windows) {
   }
   CHECK_EQ(hooks().now().windows, 0u);
   CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+// A start that fails between the window and what the kernels need of it.
+TEST(cuda_teardown_start_with_half_a_window) {
+  const Clean clean;
+  for (int rank = 0; rank < 2; ++rank) {
+    hooks().fail("direct_create", 1, 719); // the next call of either rank
+  }
+  on_threads(2, [](int rank, Store& store) {
+    expect_error(ErrorKind::kSystem, {"ncclDevCommCreate"}, [&] {
+      GpuRank r(rank, 2, store, with_arena());
+    });
+  });
+  CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), 2u);
+  CHECK_EQ(hooks().now().windows, 0u);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+// A start that ends while a call of its own is inside NCCL: that may still write
+// to the arena.
+TEST(cuda_teardown_start_left_inside_nccl) {
+  const Clean clean;
+  static std::mutex mutex;
+  static std::vector<void*> arenas;
+  NcclApi nccl = fake_gpu::nccl();
+  nccl.mem_alloc = [](void** memory, size_t bytes) {
+    const NcclResult result = fake_gpu::nccl().mem_alloc(memory, bytes);
+    const std::lock_guard<std::mutex> lock(mutex);
+    arenas.push_back(*memory);
+    return result;
+  };
+  EngineWith with = with_arena();
+  with.nccl = &nccl;
+  with.deadline = milliseconds(500);
+  hooks().fail_rank("ncclCommWindowRegister", 0, 1, fake::kHang);
+  on_threads(2, [&](int rank, Store& store) {
+    bool left_behind = false;
+    try {
+      GpuRank r(rank, 2, store, with);
+    } catch (const CallLeftBehind& error) {
+      left_behind = error.kind() == ErrorKind::kTimeout;
+    }
+    CHECK(left_behind);
+  });
+  CHECK_EQ(hooks().calls("ncclMemFree"), 0u);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+  CHECK_EQ(arenas.size(), 2u);
+  for (void* arena : arenas) {
+    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
+  }
 }
 
 // No peer access, or NCCL_CUMEM_ENABLE=0: windows are not what the device API

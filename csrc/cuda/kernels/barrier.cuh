@@ -64,7 +64,8 @@ class PeerBarrier {
           continue;
         }
         const bool late = now_in_nanoseconds() > until_;
-        if (late) {
+        // A later kernel may be late as the consequence of an earlier one.
+        if (late && ask_host(args_.late) == 0) {
           tell_host(args_.late, args_.sequence);
         }
         if (late || ask_host(args_.stop) != 0) {
